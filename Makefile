@@ -1,0 +1,47 @@
+# Everything starts from here: `make sweep RECIPE=tiny` and `make test` set up what they need by themselves.
+RECIPE ?= tiny
+ARGS ?=
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: help setup sweep plan train table test lint clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+	@echo
+	@echo '  RECIPE=name     a recipe of recipes/, or a path to one (now: $(RECIPE))'
+	@echo '  ARGS="..."      more arguments: overrides such as training.global_batch=32, or options such as --json'
+
+setup: $(INSTALLED)  ## make .venv and install everything (again only if pyproject.toml or constraints.txt change)
+
+sweep: $(INSTALLED)  ## run every plan of RECIPE's search space and print the table
+	@$(BIN)/auto3d sweep $(RECIPE) $(ARGS)
+
+plan: $(INSTALLED)  ## print the candidates of RECIPE, and why others were pruned; trains nothing
+	@$(BIN)/auto3d plan $(RECIPE) $(ARGS)
+
+train: $(INSTALLED)  ## train RECIPE under its plan, or under ARGS="--plan plan.json"
+	@$(BIN)/auto3d train $(RECIPE) $(ARGS)
+
+table: $(INSTALLED)  ## print the table of the trials of RECIPE that are done
+	@$(BIN)/auto3d table $(RECIPE) $(ARGS)
+
+test: $(INSTALLED)  ## run all tests
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(INSTALLED)  ## check the code's style
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+clean:  ## remove the environment; runs/ and results/ stay
+	rm -rf .venv build *.egg-info
+
+# The pinned torch comes first: any other way to it takes a build with gigabytes of CUDA packages.
+$(INSTALLED): pyproject.toml constraints.txt
+	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv || { echo 'make: no virtual environment: on Debian, apt-get install python3-venv'; exit 1; }
+	@echo 'installing into .venv (about a minute; once)'
+	@$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[development]'
+	@touch $@

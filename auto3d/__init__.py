@@ -1,0 +1,1 @@
+"""The engine of auto3d: capture, partition, schedule, search and run; it knows nothing of YAML, SLURM or the command line."""

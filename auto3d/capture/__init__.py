@@ -1,0 +1,1 @@
+"""Unmodified model -> Graph, without holding a single weight."""

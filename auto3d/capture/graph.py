@@ -1,0 +1,66 @@
+"""The Graph: a model's operations in order, with what each costs; independent of torch's classes."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import sha256
+from math import prod
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor: an operation's result, a graph input, a parameter or a buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # torch's name without the module: "float32"
+    item_bytes: int
+    floating: bool
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.item_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One operation of the model."""
+
+    name: str
+    operator: str
+    reads: tuple[str, ...]  # values of earlier nodes, and graph inputs
+    state: tuple[str, ...]  # parameters, buffers and constants that it uses
+    outputs: tuple[Value, ...]
+    module: str  # path of the module that it came from: "transformer.h.0.attn"
+    flops: int  # of the forward
+    from_inputs: bool  # depends on graph inputs and constants alone: cheap to repeat wherever it is used
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graph:
+    """A model at one micro-batch size. ``nodes`` are in an order in which they can run."""
+
+    nodes: tuple[Node, ...]
+    inputs: dict[str, Value]
+    parameters: dict[str, Value]  # by the first name of each: tied parameters appear once
+    buffers: dict[str, Value]
+    loss: str  # the value to be minimised, a scalar
+    micro_batch_size: int
+    producer: dict[str, int] = field(init=False)  # value -> index of the node that makes it
+
+    def __post_init__(self) -> None:
+        made = {value.name: index for index, node in enumerate(self.nodes) for value in node.outputs}
+        object.__setattr__(self, "producer", made)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for equal models, whatever the micro-batch size: a Plan holds it to know its Graph again."""
+        digest = sha256()
+        for node in self.nodes:
+            digest.update(repr((node.name, node.operator, node.reads, node.state)).encode())
+        for parameter in self.parameters.values():
+            digest.update(repr((parameter.name, parameter.shape, parameter.dtype)).encode())
+        return digest.hexdigest()[:16]
+
+    def value(self, name: str) -> Value:
+        """The value that a node makes under this name."""
+        return next(value for value in self.nodes[self.producer[name]].outputs if value.name == name)

@@ -1,0 +1,160 @@
+"""Put a micro-batch size into an exported model: a program of plain numbers, and the Graph that describes it."""
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from auto3d.capture.export import CaptureError, ExportedModel
+from auto3d.capture.flops import FlopCount
+from auto3d.capture.graph import Graph, Node, Value
+
+ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapturedModel:
+    """A model at one micro-batch size: ``graph`` describes what ``program`` does, node by node under the same names."""
+
+    graph: Graph
+    program: fx.Graph
+    exported: ExportedModel
+
+
+def specialize(exported: ExportedModel, micro_batch_size: int) -> CapturedModel:
+    """The model of ``exported`` for micro-batches of ``micro_batch_size`` samples."""
+    program = _concrete_program(exported, micro_batch_size)
+    return CapturedModel(graph=_describe(program, exported, micro_batch_size), program=program, exported=exported)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the node draws random numbers when it runs."""
+    if node.target is ATTENTION:  # torch does not tag it, though it draws where its dropout is above 0
+        dropout = node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0)
+        return bool(dropout)
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def _concrete_program(exported: ExportedModel, micro_batch_size: int) -> fx.Graph:
+    """Copy the program with every symbolic integer replaced by its value; each node's ``val`` is a meta tensor."""
+    symbols = {
+        node.meta["val"].shape[0].node.expr: micro_batch_size
+        for node in exported.program.find_nodes(op="placeholder")
+        if node.name in exported.inputs
+    }
+    known: dict[sympy.Expr, int | float | bool] = {}
+
+    def number(symbolic: Any) -> int | float | bool:
+        expression = symbolic.node.expr
+        if expression not in known:
+            value = expression.subs(symbols)
+            if value.free_symbols:
+                raise CaptureError(f"a size of the model, {expression}, does not follow from the batch size alone")
+            known[expression] = symbolic.node.pytype(value)
+        return known[expression]
+
+    def concrete(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            shape = [number(size) if isinstance(size, torch.SymInt) else size for size in value.shape]
+            return torch.empty(shape, dtype=value.dtype, device="meta")
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return number(value)
+        return type(value)(concrete(item) for item in value) if isinstance(value, (list, tuple)) else value
+
+    program = fx.Graph()
+    copies: dict[fx.Node, Any] = {}
+    for node in exported.program.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            copies[node] = number(value)
+            continue
+        copies[node] = program.node_copy(node, copies.__getitem__)
+        copies[node].meta["val"] = concrete(value)
+    return program
+
+
+def _describe(program: fx.Graph, exported: ExportedModel, micro_batch_size: int) -> Graph:
+    state_names = {**exported.parameters, **exported.buffers, **{name: name for name in exported.constants}}
+    mutable_buffers = {
+        node.args[0].name
+        for node in program.nodes
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    } | {
+        argument.name
+        for node in program.nodes
+        if "batch_norm" in str(node.target)  # writes its running statistics, though its schema does not say so
+        for argument in node.all_input_nodes
+        if argument.name in exported.buffers
+    }
+    varying = set(exported.parameters) | mutable_buffers
+    count_flops = FlopCount()
+    nodes: list[Node] = []
+    from_inputs: dict[str, bool] = {}
+    for node in program.nodes:
+        if node.op == "placeholder":
+            from_inputs[node.name] = node.name not in varying
+        if node.op != "call_function" or (node.target is operator.getitem and node.args[0].op == "call_function"):
+            continue
+        sources = [argument for argument in node.all_input_nodes if argument.op != "get_attr"]
+        repeatable = not is_random(node) and all(from_inputs[source.name] for source in sources)
+        outputs = _outputs(node)
+        from_inputs.update(dict.fromkeys((node.name, *(value.name for value in outputs)), repeatable))
+        nodes.append(
+            Node(
+                name=node.name,
+                operator=str(node.target),
+                reads=tuple(source.name for source in sources if source.name not in state_names),
+                state=tuple(dict.fromkeys(state_names[s.name] for s in sources if s.name in state_names)),
+                outputs=outputs,
+                module=_module_path(node),
+                flops=0 if repeatable else count_flops(node.target, *_values_of(node)),
+                from_inputs=repeatable,
+            )
+        )
+    placeholders = {node.name: node.meta["val"] for node in program.find_nodes(op="placeholder")}
+
+    def named(placeholder_names: Mapping[str, str]) -> dict[str, Value]:
+        return {name: _value(name, placeholders[placeholder]) for placeholder, name in placeholder_names.items()}
+
+    return Graph(
+        nodes=tuple(nodes),
+        inputs=named({name: name for name in exported.inputs}),
+        parameters=named(exported.parameters),
+        buffers=named(exported.buffers),
+        loss=exported.loss,
+        micro_batch_size=micro_batch_size,
+    )
+
+
+def _value(name: str, tensor: torch.Tensor) -> Value:
+    return Value(
+        name,
+        tuple(tensor.shape),
+        str(tensor.dtype).removeprefix("torch."),
+        tensor.element_size(),
+        tensor.is_floating_point(),
+    )
+
+
+def _outputs(node: fx.Node) -> tuple[Value, ...]:
+    """What the node makes: its own value or, where it makes several, each one that is taken out of it."""
+    if isinstance(node.meta["val"], torch.Tensor):
+        return (_value(node.name, node.meta["val"]),)
+    return tuple(
+        _value(user.name, user.meta["val"])
+        for user in node.users
+        if user.target is operator.getitem and isinstance(user.meta["val"], torch.Tensor)
+    )
+
+
+def _values_of(node: fx.Node) -> tuple[tuple, dict]:
+    return fx.node.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+
+
+def _module_path(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    return next(reversed(stack.values()))[0] if stack else ""

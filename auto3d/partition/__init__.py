@@ -1,0 +1,1 @@
+"""Graph -> stages: where to cut, and what each stage then holds and exchanges."""

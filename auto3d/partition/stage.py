@@ -1,0 +1,77 @@
+"""What a stage is made of, once a Graph is cut: its operations, state, inputs, and the values it gets and gives."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from auto3d.capture.graph import Graph, Value
+from auto3d.plan import PlanError, StagePlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """A value that stage ``source`` makes and stage ``target`` uses; if ``value.floating``, its gradient comes back."""
+
+    value: Value
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One stage of a cut Graph.
+
+    ``nodes`` holds its own operations and, before them, copies of those of earlier stages that depend on graph inputs
+    alone (masks, positions): repeating them is cheaper than sending their results.
+    """
+
+    index: int
+    nodes: tuple[str, ...]
+    inputs: tuple[str, ...]  # graph inputs that it loads
+    state: tuple[str, ...]  # parameters, buffers and constants
+    received: tuple[Transfer, ...]
+    sent: tuple[Transfer, ...]
+    flops: int  # forward, one micro-batch
+    has_loss: bool
+
+
+def cut(graph: Graph, stages: Sequence[StagePlan]) -> tuple[Stage, ...]:
+    """The stages of ``graph``; raises PlanError unless ``stages`` cover exactly its operations."""
+    if stages[-1].last != len(graph.nodes):
+        raise PlanError(f"stages: they end at operation {stages[-1].last}; the model has {len(graph.nodes)} operations")
+    stage_of = [index for index, stage in enumerate(stages) for _ in range(stage.first, stage.last)]
+    needed: list[set[int]] = [set(range(stage.first, stage.last)) for stage in stages]
+    received: list[dict[str, int]] = [{} for _ in stages]  # value -> source stage
+    for index in range(len(stages)):
+        pending = sorted(needed[index])
+        while pending:
+            for name in graph.nodes[pending.pop()].reads:
+                maker = graph.producer.get(name)
+                if maker is None or maker in needed[index]:
+                    continue
+                if graph.nodes[maker].from_inputs:
+                    needed[index].add(maker)
+                    pending.append(maker)
+                else:
+                    received[index][name] = stage_of[maker]
+
+    transfers = [
+        Transfer(value=graph.value(name), source=source, target=target)
+        for target, sources in enumerate(received)
+        for name, source in sorted(sources.items(), key=lambda item: graph.producer[item[0]])
+    ]
+
+    def build(index: int) -> Stage:
+        nodes = [graph.nodes[position] for position in sorted(needed[index])]
+        reads = dict.fromkeys(name for node in nodes for name in node.reads)
+        return Stage(
+            index=index,
+            nodes=tuple(node.name for node in nodes),
+            inputs=tuple(name for name in graph.inputs if name in reads),
+            state=tuple(dict.fromkeys(name for node in nodes for name in node.state)),
+            received=tuple(transfer for transfer in transfers if transfer.target == index),
+            sent=tuple(transfer for transfer in transfers if transfer.source == index),
+            flops=sum(node.flops for node in nodes),
+            has_loss=graph.producer[graph.loss] in range(stages[index].first, stages[index].last),
+        )
+
+    return tuple(build(index) for index in range(len(stages)))

@@ -1,0 +1,1 @@
+"""Plan -> training: stages, exchange, gradient sync, optimizer, data, measurement."""

@@ -1,0 +1,124 @@
+"""Training data: which samples belong to which micro-batch, whatever the parallel degrees.
+
+Sample number i of iteration t is the same for every Plan; a stage loads only the inputs that it uses.
+"""
+
+import sys
+import sysconfig
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from auto3d.capture.export import InputSpec
+
+SOURCES = ("text", "synthetic")
+KINDS = ("tokens", "next-tokens", "integers", "normal")
+BYTE_VALUES = 256
+
+
+class DataError(ValueError):
+    """Data that is not there, or too short."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputField:
+    """How one input of the model is made.
+
+    ``tokens``: a window of the corpus; ``next-tokens``: the same window one token later; ``integers``: uniform in
+    [0, high); ``normal``: standard normal. The last two have ``shape``, per sample.
+    """
+
+    kind: str  # one of KINDS
+    shape: tuple[int, ...] = ()
+    high: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    source: str  # one of SOURCES: what tokens are made of
+    files: tuple[str, ...]  # of the text; none means the source of Python's standard library
+    sequence_length: int  # tokens per sample
+    vocabulary_size: int  # synthetic tokens are uniform in [0, vocabulary_size)
+    inputs: Mapping[str, InputField]  # keyword arguments of the model's forward
+
+    def input_specs(self) -> dict[str, InputSpec]:
+        def spec(field: InputField) -> InputSpec:
+            if field.kind in ("tokens", "next-tokens"):
+                return InputSpec(shape=(self.sequence_length,), dtype=torch.int64)
+            return InputSpec(shape=field.shape, dtype=torch.int64 if field.kind == "integers" else torch.float32)
+
+        return {name: spec(field) for name, field in self.inputs.items()}
+
+
+class Batches:
+    """Makes micro-batches. Sample ``i`` of all that training ever sees is drawn from (seed, i) alone."""
+
+    def __init__(self, settings: DataSettings, *, seed: int, global_batch: int, micro_batch_size: int) -> None:
+        self._settings = settings
+        self._seed = seed
+        self._global_batch = global_batch
+        self._micro_batch_size = micro_batch_size
+
+    def micro_batch(self, iteration: int, index: int, names: Collection[str]) -> dict[str, torch.Tensor]:
+        """The inputs called ``names`` of micro-batch ``index`` of the global batch; each [micro_batch_size, *shape]."""
+        if not names:
+            return {}
+        first = iteration * self._global_batch + index * self._micro_batch_size
+        samples = [self._sample(sample, names) for sample in range(first, first + self._micro_batch_size)]
+        return {name: torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in names}
+
+    def _sample(self, sample: int, names: Collection[str]) -> dict[str, np.ndarray]:
+        made = {}
+        window: np.ndarray | None = None
+        for position, (name, field) in enumerate(self._settings.inputs.items(), start=1):
+            if name not in names:
+                continue
+            if field.kind in ("tokens", "next-tokens"):
+                window = self._window(sample) if window is None else window
+                made[name] = window[:-1] if field.kind == "tokens" else window[1:]
+            else:
+                random = np.random.default_rng([self._seed, sample, position])
+                if field.kind == "integers":
+                    made[name] = random.integers(0, field.high, field.shape, dtype=np.int64)
+                else:
+                    made[name] = random.standard_normal(field.shape, dtype=np.float32)
+        return {name: np.asarray(value) for name, value in made.items()}
+
+    def _window(self, sample: int) -> np.ndarray:
+        """sequence_length + 1 consecutive tokens."""
+        random = np.random.default_rng([self._seed, sample, 0])
+        length = self._settings.sequence_length + 1
+        if self._settings.source == "synthetic":
+            return random.integers(0, self._settings.vocabulary_size, length, dtype=np.int64)
+        start = random.integers(0, len(self._corpus) - length + 1)
+        return self._corpus[start : start + length].astype(np.int64)
+
+    @cached_property
+    def _corpus(self) -> np.ndarray:
+        return read_corpus(self._settings.files, self._settings.sequence_length + 1)
+
+
+def read_corpus(files: Sequence[str], least: int) -> np.ndarray:
+    """The bytes of ``files``, one after the other; raises DataError below ``least`` of them or if a file cannot be read."""
+    paths = [Path(file) for file in files] if files else standard_library()
+    try:
+        text = b"".join(path.read_bytes() for path in paths)
+    except OSError as error:
+        raise DataError(f"data.files: {error.filename}: {error.strerror}") from error
+    if len(text) < least:
+        raise DataError(f"data.files: {len(text)} bytes in {len(paths)} files; one sample needs {least}")
+    return np.frombuffer(text, dtype=np.uint8)
+
+
+def standard_library() -> list[Path]:
+    """The source files of the standard library of this Python, without its tests, in a fixed order."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    names = sorted(sys.stdlib_module_names - {"test", "idlelib", "lib2to3"})
+    found = [
+        path for name in names for path in (root / f"{name}.py", *sorted((root / name).rglob("*.py"))) if path.is_file()
+    ]
+    return [path for path in found if not {"test", "tests", "site-packages"} & set(path.relative_to(root).parts)]

@@ -1,0 +1,88 @@
+"""Gradients of one rank: flat buffers, summed over the ranks that hold the same parameters, clipped by their global norm."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from auto3d.partition.stage import Stage
+from auto3d.plan import Plan
+from auto3d.runtime.waiting import wait, waiting_for
+from auto3d.runtime.world import new_group
+from auto3d.schedule.operation import Schedule
+
+
+def holders(plan: Plan, schedule: Schedule, stages: Sequence[Stage], parameters: Mapping) -> dict[str, tuple[int, ...]]:
+    """Parameter -> all ranks that hold a copy: the replicas of its stage or, if tied, those of every stage that uses it."""
+    ranks: dict[str, set[int]] = {}
+    for (stage, _), device in schedule.device_of.items():
+        for name in stages[stage].state:
+            if name in parameters:
+                ranks.setdefault(name, set()).update(plan.placement[device])
+    return {name: tuple(sorted(members)) for name, members in ranks.items()}
+
+
+class GradientSync:
+    """Sums gradients over their holders.
+
+    Parameters with the same holders share one flat buffer, of which their ``.grad`` are views: one all-reduce each, and
+    no copy. Every rank must construct it with the same ``holders``, for the process groups are made here.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], holders: Mapping[str, tuple[int, ...]], *, timeout_s: float
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._groups = {ranks: new_group(ranks, timeout_s) for ranks in sorted(set(holders.values())) if len(ranks) > 1}
+        self._names: dict[tuple[int, ...], list[str]] = {}
+        for name in parameters:
+            self._names.setdefault(holders[name], []).append(name)
+        self._buffers = {
+            ranks: _flat_gradients([parameters[name] for name in names]) for ranks, names in self._names.items()
+        }
+        self._works: list[tuple[dist.Work, tuple[int, ...]]] = []
+
+    def start_iteration(self) -> None:
+        for buffer in self._buffers.values():
+            buffer.zero_()
+        self._unsynced = {ranks: set(names) for ranks, names in self._names.items() if ranks in self._groups}
+
+    def start(self, stage: Stage, still_used: set[str]) -> None:
+        """Begin the sums that ``stage`` completes; ``still_used`` are parameters of this rank's stages not yet synced."""
+        for ranks in sorted(self._unsynced):
+            if self._unsynced[ranks].isdisjoint(stage.state) or not self._unsynced[ranks].isdisjoint(still_used):
+                continue
+            del self._unsynced[ranks]
+            with waiting_for(_all_reduce_of(ranks), self._timeout_s):
+                work = dist.all_reduce(self._buffers[ranks], group=self._groups[ranks], async_op=True)
+            self._works.append((work, ranks))
+
+    def wait(self) -> None:
+        for work, ranks in self._works:
+            wait(work, timeout_s=self._timeout_s, what=_all_reduce_of(ranks))
+        self._works = []
+
+    def squared_norm(self) -> torch.Tensor | float:
+        """This rank's share of the squared norm of all gradients: each parameter is counted by its first holder alone."""
+        own = [buffer for ranks, buffer in self._buffers.items() if ranks[0] == dist.get_rank()]
+        return sum(torch.linalg.vector_norm(buffer, dtype=torch.float64).square() for buffer in own)
+
+    def scale(self, factor: float) -> None:
+        for buffer in self._buffers.values():
+            buffer.mul_(factor)
+
+
+def _all_reduce_of(ranks: tuple[int, ...]) -> str:
+    return f"the gradient all-reduce of ranks {', '.join(map(str, ranks))}"
+
+
+def _flat_gradients(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    """One zeroed buffer whose pieces are the gradients of ``parameters``."""
+    first = parameters[0]
+    buffer = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
+    start = 0
+    for parameter in parameters:
+        parameter.grad = buffer[start : start + parameter.numel()].view_as(parameter)
+        start += parameter.numel()
+    return buffer

@@ -1,0 +1,42 @@
+"""Optimizer and learning-rate schedule, from torch and transformers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from transformers.optimization import get_scheduler
+
+OPTIMIZERS = ("adamw", "sgd")
+LEARNING_RATE_SCHEDULES = ("constant", "linear", "cosine")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    optimizer: str  # one of OPTIMIZERS
+    learning_rate: float  # the highest of the schedule
+    weight_decay: float
+    momentum: float  # sgd
+    betas: tuple[float, float]  # adamw
+    learning_rate_schedule: str  # one of LEARNING_RATE_SCHEDULES, after the warm-up
+    warmup_iterations: int  # the rate rises linearly from 0
+    clip_norm: float  # of the global gradient norm; 0 does not clip
+
+
+def build_optimizer(
+    parameters: Sequence[nn.Parameter], settings: OptimizerSettings, *, iterations: int
+) -> tuple[torch.optim.Optimizer, LRScheduler]:
+    """The optimizer of ``parameters`` and its schedule over ``iterations`` iterations."""
+    shared = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
+    if settings.optimizer == "adamw":
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, betas=settings.betas, **shared)
+    else:
+        optimizer = torch.optim.SGD(parameters, momentum=settings.momentum, **shared)
+    name = settings.learning_rate_schedule
+    return optimizer, get_scheduler(
+        "constant_with_warmup" if name == "constant" else name,
+        optimizer,
+        num_warmup_steps=settings.warmup_iterations,
+        num_training_steps=iterations,
+    )

@@ -1,0 +1,56 @@
+"""Random numbers that depend on what is computed, not on where or when.
+
+Each random operation is seeded from (plan's seed, iteration, micro-batch, operation), so dropout is the same whatever
+the degrees and the schedule, and a recomputed forward draws what the first one drew.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+_MASK = (1 << 64) - 1
+
+
+class Randomness:
+    """The position from which the next random operation is seeded."""
+
+    def __init__(self, seed: int, *, first_micro_batch: int, device: torch.device) -> None:
+        self.iteration = 0
+        self.micro_batch = 0  # of this replica; ``first_micro_batch`` makes it one of the global batch
+        self._seed = seed
+        self._first_micro_batch = first_micro_batch
+        if device.type == "cuda":
+            self._generator = torch.cuda.default_generators[device.index]
+        else:
+            self._generator = torch.default_generator
+
+    def seed(self, operation: int) -> None:
+        """Seed the generator for operation number ``operation`` of the Graph."""
+        mixed = 0
+        for number in (self._seed, self.iteration, self._first_micro_batch + self.micro_batch, operation):
+            mixed = _mix(mixed ^ (number & _MASK))
+        self._generator.manual_seed(mixed)
+
+
+class SeededOperation(nn.Module):
+    """A random operator of a stage's program, seeded before each call."""
+
+    def __init__(self, target: Callable, operation: int, randomness: Randomness) -> None:
+        super().__init__()
+        self._target = target
+        self._operation = operation
+        self._randomness = randomness
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._randomness.seed(self._operation)
+        return self._target(*args, **kwargs)
+
+
+def _mix(number: int) -> int:
+    """The finaliser of SplitMix64: neighbouring inputs give unrelated outputs."""
+    number = (number + 0x9E3779B97F4A7C15) & _MASK
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK
+    return number ^ (number >> 31)

@@ -1,0 +1,211 @@
+"""Train a captured model by a Plan: how a rank builds itself, in order, and the loop around it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from auto3d.capture.specialize import CapturedModel
+from auto3d.partition.stage import Stage, cut
+from auto3d.plan import Plan, PlanError
+from auto3d.runtime.data import Batches, DataSettings
+from auto3d.runtime.exchange import Exchange
+from auto3d.runtime.executor import Executor, IterationResult
+from auto3d.runtime.gradient_sync import GradientSync, holders
+from auto3d.runtime.lowering import lower
+from auto3d.runtime.materialize import materialize
+from auto3d.runtime.memory import PeakMemory
+from auto3d.runtime.optimizer import OptimizerSettings, build_optimizer
+from auto3d.runtime.randomness import Randomness
+from auto3d.runtime.stage import StageModule
+from auto3d.runtime.world import World, join, leave
+from auto3d.schedule import build_schedule
+from auto3d.schedule.check import check
+from auto3d.schedule.operation import Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings:
+    iterations: int
+    optimizer: OptimizerSettings
+    device: str  # "cpu" or "cuda"
+    threads_per_rank: int  # of a CPU rank's arithmetic
+    timeout_s: float  # of every wait for another rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingResult:
+    """What a run gave; the same on every rank. One entry per iteration, but ``peak_bytes`` has one per rank."""
+
+    loss: list[float]
+    grad_norm: list[float]
+    iteration_s: list[float]  # of the slowest rank
+    peak_bytes: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """One rank, built: its executor and the state that it trains."""
+
+    executor: Executor
+    parameters: dict[str, nn.Parameter]
+    buffers: dict[str, torch.Tensor]
+
+
+def stages_of(captured: CapturedModel, plan: Plan) -> tuple[Stage, ...]:
+    """The stages of ``plan``; raises PlanError if it was made for another model or micro-batch size."""
+    if plan.graph != captured.graph.fingerprint:
+        raise PlanError(
+            f"graph: the plan was made for model {plan.graph}, this one is {captured.graph.fingerprint}; "
+            "make the plan again for this model and these versions of torch and transformers"
+        )
+    if plan.micro_batch_size != captured.graph.micro_batch_size:
+        raise PlanError(f"micro_batch_size: {plan.micro_batch_size}, captured with {captured.graph.micro_batch_size}")
+    return cut(captured.graph, plan.stages)
+
+
+def build_rank(
+    captured: CapturedModel,
+    plan: Plan,
+    settings: TrainingSettings,
+    data: DataSettings,
+    world: World,
+    *,
+    schedule: Schedule | None = None,
+    state: Mapping[str, torch.Tensor] | None = None,
+) -> Rank:
+    """Build this rank of ``plan``; every rank of the joined world must call it.
+
+    ``schedule`` replaces the plan's by one written by hand; ``state`` gives initial weights in place of the seed's.
+    """
+    device = world.device(settings.device)
+    schedule = schedule or build_schedule(plan.schedule, stages=len(plan.stages), micro_batches=plan.micro_batches)
+    check(schedule)
+    if schedule.devices != plan.pp:
+        raise PlanError(
+            f"schedule: {schedule.name} runs {schedule.stages} stages on {schedule.devices} devices; pp = {plan.pp}"
+        )
+    stages = stages_of(captured, plan)
+    transfers = [transfer for stage in stages for transfer in stage.received]
+    position, replica = _coordinates(plan, world.rank)
+    program = lower(schedule, transfers)[position]
+    first_micro_batch = replica * plan.micro_batches
+    randomness = Randomness(plan.seed, first_micro_batch=first_micro_batch, device=device)
+
+    # Only the stages of this rank get memory.
+    own = {stage: stages[stage] for (stage, _), home in schedule.device_of.items() if home == position}
+    constants = captured.exported.constants
+    names = list(dict.fromkeys(name for stage in own.values() for name in stage.state if name not in constants))
+    made = {
+        name: tensor.to(device)
+        for name, tensor in materialize(captured.exported.build, names, seed=plan.seed, state=state).items()
+    }
+    parameters = {name: nn.Parameter(tensor) for name, tensor in made.items() if name in captured.graph.parameters}
+    buffers = {name: tensor for name, tensor in made.items() if name not in parameters}
+    tensors = {**{name: value.to(device) for name, value in constants.items()}, **buffers, **parameters}
+    modules = {
+        index: StageModule(
+            stage,
+            captured,
+            tensors,
+            loss_weight=1 / (plan.dp * plan.micro_batches),
+            randomness=randomness,
+            device=device,
+        )
+        for index, stage in own.items()
+    }
+
+    # Process groups are made in the same order everywhere: first the exchange's, then the gradient sync's.
+    exchange = Exchange(
+        program,
+        transfers,
+        rank_of=[ranks[replica] for ranks in plan.placement],
+        device_of={stage: home for (stage, _), home in schedule.device_of.items()},
+        device=device,
+        timeout_s=settings.timeout_s,
+    )
+    sync = GradientSync(
+        parameters, holders(plan, schedule, stages, captured.graph.parameters), timeout_s=settings.timeout_s
+    )
+    executor = Executor(
+        program,
+        modules,
+        _optimizers(own, parameters, settings),
+        exchange=exchange,
+        sync=sync,
+        batches=Batches(data, seed=plan.seed, global_batch=plan.global_batch, micro_batch_size=plan.micro_batch_size),
+        randomness=randomness,
+        first_micro_batch=first_micro_batch,
+        clip_norm=settings.optimizer.clip_norm,
+        device=device,
+        timeout_s=settings.timeout_s,
+    )
+    return Rank(executor=executor, parameters=parameters, buffers=buffers)
+
+
+def train(
+    captured: CapturedModel,
+    plan: Plan,
+    settings: TrainingSettings,
+    data: DataSettings,
+    world: World,
+    *,
+    state: Mapping[str, torch.Tensor] | None = None,
+    on_iteration: Callable[[int, IterationResult, float], None] = lambda iteration, result, seconds: None,
+) -> TrainingResult:
+    """Train for ``settings.iterations`` as rank ``world.rank``; calls ``on_iteration`` after each with its seconds."""
+    if world.size != plan.ranks:
+        raise PlanError(
+            f"the plan needs dp × tp × pp = {plan.dp} × {plan.tp} × {plan.pp} = {plan.ranks} ranks; there are {world.size}"
+        )
+    torch.set_num_threads(settings.threads_per_rank)
+    device = world.device(settings.device)
+    join(world, device=device, timeout_s=settings.timeout_s)
+    try:
+        memory = PeakMemory(device)
+        rank = build_rank(captured, plan, settings, data, world, state=state)
+        results, seconds = [], []
+        for iteration in range(settings.iterations):
+            start = perf_counter()
+            results.append(rank.executor.run_iteration(iteration))
+            seconds.append(perf_counter() - start)
+            on_iteration(iteration, results[-1], seconds[-1])
+        return TrainingResult(
+            loss=[result.loss for result in results],
+            grad_norm=[result.grad_norm for result in results],
+            iteration_s=_slowest(seconds, device),
+            peak_bytes=_of_all_ranks(memory.bytes(), world, device),
+        )
+    finally:
+        leave()
+
+
+def _coordinates(plan: Plan, rank: int) -> tuple[int, int]:
+    """The pipeline device and the replica that ``rank`` plays."""
+    return next((device, ranks.index(rank)) for device, ranks in enumerate(plan.placement) if rank in ranks)
+
+
+def _optimizers(own: Mapping[int, Stage], parameters: Mapping[str, nn.Parameter], settings: TrainingSettings) -> dict:
+    """One optimizer per stage; a parameter that two stages of this rank share belongs to the first of them."""
+    left = dict(parameters)
+    optimizers = {}
+    for index, stage in own.items():
+        mine = [left.pop(name) for name in stage.state if name in left]
+        optimizers[index] = build_optimizer(mine, settings.optimizer, iterations=settings.iterations) if mine else None
+    return optimizers
+
+
+def _slowest(seconds: list[float], device: torch.device) -> list[float]:
+    times = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(times, op=dist.ReduceOp.MAX)
+    return times.tolist()
+
+
+def _of_all_ranks(value: int, world: World, device: torch.device) -> list[int]:
+    values = torch.zeros(world.size, dtype=torch.int64, device=device)
+    values[world.rank] = value
+    dist.all_reduce(values)
+    return values.tolist()

@@ -1,0 +1,37 @@
+"""Waits that end: each has a time-out, and says what it waited for."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from time import monotonic
+
+import torch.distributed as dist
+
+
+class WaitTimeoutError(TimeoutError):
+    """A message or collective that did not come in time."""
+
+
+class PeerLostError(ConnectionError):
+    """A rank that others were waiting for is gone."""
+
+
+@contextmanager
+def waiting_for(what: str, timeout_s: float) -> Iterator[None]:
+    """Calls of torch.distributed inside raise WaitTimeoutError or PeerLostError, which say ``what`` was waited for."""
+    start = monotonic()
+    try:
+        yield
+    except RuntimeError as error:
+        if monotonic() - start >= timeout_s * 0.99:
+            raise WaitTimeoutError(f"rank {dist.get_rank()} waited {timeout_s:g} s for {what}") from error
+        cause = str(error).splitlines()[0]
+        raise PeerLostError(
+            f"rank {dist.get_rank()} was waiting for {what} when the connection broke ({cause})"
+        ) from error
+
+
+def wait(work: dist.Work, *, timeout_s: float, what: str) -> None:
+    """Wait for ``work``, which is ``what`` in the error if it does not end."""
+    with waiting_for(what, timeout_s):
+        work.wait(timedelta(seconds=timeout_s))

@@ -1,0 +1,54 @@
+"""The processes of a run: this rank's place among them, and joining them."""
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """This process's place. ``meeting_point`` is where all ranks find each other: ``file:///…`` or ``tcp://host:port``."""
+
+    rank: int
+    size: int
+    local_rank: int  # among the ranks of this node: which GPU is ours
+    meeting_point: str
+
+    def device(self, kind: str) -> torch.device:
+        return torch.device("cuda", self.local_rank) if kind == "cuda" else torch.device("cpu")
+
+
+def join(world: World, *, device: torch.device, timeout_s: float) -> None:
+    """Join the other ranks; raises TimeoutError if they are not all there within ``timeout_s``."""
+    if world.meeting_point.startswith("file:"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one node: whatever its host name resolves to
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    try:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            init_method=world.meeting_point,
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except dist.DistError as error:
+        raise TimeoutError(
+            f"rank {world.rank} of {world.size} on {socket.gethostname()}: not all ranks met at {world.meeting_point} "
+            f"within {timeout_s:g} s ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def new_group(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup:
+    """A process group with our time-out; torch's own default is half an hour. All ranks of the world must call it."""
+    return dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
+
+
+def leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

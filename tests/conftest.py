@@ -1,0 +1,19 @@
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+import transformers
+
+from tests.processes import ProcessPool
+
+torch.set_num_threads(1)  # before anything runs: the pool forks this process
+transformers.logging.set_verbosity_error()
+
+
+@pytest.fixture(scope="session")
+def processes():
+    """Four processes that run many distributed cases, one after the other."""
+    with ProcessPool(4) as pool:
+        yield pool

@@ -1,0 +1,97 @@
+"""Messages between ranks: they may be consumed in another order than they were sent, and every wait ends and says why."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from auto3d.capture.graph import Value
+from auto3d.partition.stage import Transfer
+from auto3d.runtime.exchange import Exchange
+from auto3d.runtime.lowering import Message, Program
+from auto3d.runtime.waiting import PeerLostError, WaitTimeoutError
+from auto3d.runtime.world import join, leave
+from auto3d.schedule.operation import Kind
+
+TRANSFERS = [
+    Transfer(value=Value("hidden", (4, 8), "float32", 4, True), source=0, target=1),
+    Transfer(value=Value("mask", (4,), "bool", 1, False), source=0, target=1),
+]
+MESSAGES = tuple(Message(Kind.FORWARD, 0, 1, micro_batch) for micro_batch in range(6))
+
+
+def make_exchange(world, timeout_s: float) -> Exchange:
+    join(world, device=torch.device("cpu"), timeout_s=timeout_s)
+    program = Program(steps=(), arrivals={0: MESSAGES} if world.rank == 1 else {})
+    exchange = Exchange(
+        program, TRANSFERS, rank_of=[0, 1], device_of={0: 0, 1: 1}, device=torch.device("cpu"), timeout_s=timeout_s
+    )
+    exchange.start_iteration()
+    return exchange
+
+
+def send_or_receive(world, order: list[int]) -> list:
+    exchange = make_exchange(world, timeout_s=30)
+    try:
+        if world.rank == 0:
+            for message in MESSAGES:
+                value = float(message.micro_batch)
+                exchange.send(message, [torch.full((4, 8), value), torch.tensor([True, False, True, value > 2])])
+            exchange.end_iteration()
+            return []
+        return [[tensor.tolist() for tensor in exchange.receive(MESSAGES[index])] for index in order]
+    finally:
+        leave()
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5], [5, 0, 3, 1, 4, 2]])
+def test_messages_arrive_whole_in_any_order_of_use(processes, order):
+    _, received = processes.run(2, send_or_receive, order)
+    for index, (hidden, mask) in zip(order, received, strict=True):
+        assert hidden == [[float(index)] * 8] * 4
+        assert mask == [True, False, True, index > 2]
+
+
+def wait_for_silent_peer(world) -> str:
+    exchange = make_exchange(world, timeout_s=1)
+    try:
+        if world.rank == 1:
+            with pytest.raises(WaitTimeoutError) as caught:
+                exchange.receive(MESSAGES[0])
+            return str(caught.value)
+        time.sleep(2)
+        return ""
+    finally:
+        leave()
+
+
+def test_a_silent_peer_is_named_after_the_timeout(processes):
+    _, message = processes.run(2, wait_for_silent_peer)
+    assert message == "rank 1 waited 1 s for activations for F0@1 from stage 0 (rank 0)"
+
+
+def wait_for_dying_peer(world) -> str:
+    child = os.fork() if world.rank == 0 else None
+    if child:  # the pool's process lives on; its child is the rank that dies
+        os.waitpid(child, 0)
+        return ""
+    exchange = make_exchange(world, timeout_s=60)
+    if world.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        start = time.monotonic()
+        with pytest.raises(PeerLostError) as caught:
+            exchange.receive(MESSAGES[0])
+        assert time.monotonic() - start < 10
+        return str(caught.value)
+    finally:
+        leave()
+
+
+def test_a_dead_peer_is_noticed_at_once(processes):
+    _, message = processes.run(2, wait_for_dying_peer)
+    assert message.startswith(
+        "rank 1 was waiting for activations for F0@1 from stage 0 (rank 0) when the connection broke"
+    )

@@ -1,0 +1,228 @@
+"""A Plan on any number of processes equals plain PyTorch on one that accumulates the same micro-batches."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from auto3d.cluster import place_ranks
+from auto3d.partition.uniform import uniform
+from auto3d.plan import Plan
+from auto3d.runtime.data import Batches
+from auto3d.runtime.optimizer import OptimizerSettings, build_optimizer
+from auto3d.runtime.training import TrainingSettings, build_rank
+from auto3d.runtime.world import join, leave
+from auto3d.schedule.operation import Schedule, parse
+from tests.models import MODELS, captured
+
+ITERATIONS = 3
+GLOBAL_BATCH = 8
+CLIP_NORM = 0.5  # below the norms that occur, so clipping acts in every iteration
+SGD = OptimizerSettings(
+    optimizer="sgd",
+    learning_rate=0.1,
+    weight_decay=0.01,
+    momentum=0.9,
+    betas=(0.9, 0.95),
+    learning_rate_schedule="linear",
+    warmup_iterations=1,
+    clip_norm=CLIP_NORM,
+)
+ADAMW = replace(SGD, optimizer="adamw", learning_rate=1e-3)
+
+
+def make_plan(
+    model: str, *, dp: int, pp: int, micro_batch_size: int = 2, schedule: str = "1f1b", stages=None, seed: int = 5
+) -> Plan:
+    graph = captured(model, micro_batch_size).graph
+    return Plan(
+        graph=graph.fingerprint,
+        dp=dp,
+        tp=1,
+        pp=pp,
+        global_batch=GLOBAL_BATCH,
+        micro_batch_size=micro_batch_size,
+        schedule=schedule,
+        stages=stages or uniform(graph, pp),
+        placement=place_ranks(dp=dp, pp=pp),
+        seed=seed,
+    )
+
+
+def run_rank(world, model: str, plan: Plan, optimizer: OptimizerSettings, schedule=None, state=None) -> dict:
+    """Train as one rank; returns the losses, norms and, per iteration, this rank's gradients and parameters."""
+    settings = TrainingSettings(
+        iterations=ITERATIONS, optimizer=optimizer, device="cpu", threads_per_rank=1, timeout_s=60
+    )
+    join(world, device=torch.device("cpu"), timeout_s=60)
+    try:
+        rank = build_rank(
+            captured(model, plan.micro_batch_size),
+            plan,
+            settings,
+            MODELS[model][1],
+            world,
+            schedule=schedule,
+            state=state,
+        )
+        history = []
+        for iteration in range(ITERATIONS):
+            result = rank.executor.run_iteration(iteration)
+            gradients = {name: p.grad.numpy().copy() for name, p in rank.parameters.items()}
+            parameters = {name: p.detach().numpy().copy() for name, p in rank.parameters.items()}
+            buffers = {name: b.numpy().copy() for name, b in rank.buffers.items()}
+            history.append({"result": result, "gradients": gradients, "parameters": parameters, "buffers": buffers})
+        return {"history": history}
+    finally:
+        leave()
+
+
+def plain_pytorch(
+    model: str, *, micro_batch_size: int, optimizer: OptimizerSettings, seed: int = 5, state=None
+) -> list[dict]:
+    """The reference: the unmodified model, on this process, in a plain loop."""
+    build, data = MODELS[model]
+    torch.manual_seed(seed)
+    module = build()
+    if state is not None:
+        module.load_state_dict(state, strict=False)
+    module.train()
+    step, learning_rate = build_optimizer(list(module.parameters()), optimizer, iterations=ITERATIONS)
+    batches = Batches(data, seed=seed, global_batch=GLOBAL_BATCH, micro_batch_size=micro_batch_size)
+    count = GLOBAL_BATCH // micro_batch_size
+    history = []
+    for iteration in range(ITERATIONS):
+        module.zero_grad()
+        total = 0.0
+        for index in range(count):
+            output = module(**batches.micro_batch(iteration, index, tuple(data.inputs)))
+            loss = (output if isinstance(output, torch.Tensor) else output.loss) / count
+            loss.backward()
+            total += loss.item()
+        norm = torch.nn.utils.clip_grad_norm_(module.parameters(), CLIP_NORM).item()
+        step.step()
+        learning_rate.step()
+        history.append(
+            {
+                "loss": total,
+                "norm": norm,
+                "gradients": {name: p.grad.numpy().copy() for name, p in module.named_parameters()},
+                "parameters": {name: p.detach().numpy().copy() for name, p in module.named_parameters()},
+            }
+        )
+    return history
+
+
+def assert_close(ours: np.ndarray, theirs: np.ndarray, what: str) -> None:
+    difference = np.abs(ours - theirs).max()
+    bound = 1e-5 * np.abs(theirs).max() + 1e-7
+    assert difference <= bound, f"{what}: differs by {difference:.3g}, at most {bound:.3g} is allowed"
+
+
+def assert_parity(ranks: list[dict], reference: list[dict], *, tensors: bool = True) -> None:
+    for iteration, expected in enumerate(reference):
+        seen = set()
+        for number, rank in enumerate(ranks):
+            got = rank["history"][iteration]
+            where = f"iteration {iteration}, rank {number}"
+            assert_close(np.float64(got["result"].loss), np.float64(expected["loss"]), f"loss, {where}")
+            assert_close(np.float64(got["result"].grad_norm), np.float64(expected["norm"]), f"norm, {where}")
+            assert expected["norm"] > CLIP_NORM, "this case does not clip"
+            for name in got["gradients"] if tensors else ():
+                assert_close(got["gradients"][name], expected["gradients"][name], f"gradient of {name}, {where}")
+                assert_close(got["parameters"][name], expected["parameters"][name], f"{name}, {where}")
+            seen.update(got["gradients"])
+        assert seen == set(expected["gradients"]), "together, the ranks hold every parameter"
+
+
+DEGREES = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("dp", "pp"), DEGREES)
+@pytest.mark.parametrize("micro_batch_size", [1, 2])
+def test_sgd_equals_plain_pytorch(processes, dp, pp, schedule, micro_batch_size):
+    plan = make_plan("gpt2", dp=dp, pp=pp, schedule=schedule, micro_batch_size=micro_batch_size)
+    ranks = processes.run(plan.ranks, run_rank, "gpt2", plan, SGD)
+    assert_parity(ranks, plain_pytorch("gpt2", micro_batch_size=micro_batch_size, optimizer=SGD))
+
+
+def test_adamw_losses_equal_plain_pytorch(processes):
+    """Not its parameters: where a gradient is zero in theory, AdamW amplifies its rounding to a full step."""
+    plan = make_plan("gpt2", dp=2, pp=2)
+    ranks = processes.run(4, run_rank, "gpt2", plan, ADAMW)
+    assert_parity(ranks, plain_pytorch("gpt2", micro_batch_size=2, optimizer=ADAMW), tensors=False)
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3])
+def test_shared_layer_batch_norm_and_skip(processes, pp):
+    plan = make_plan("residual", dp=1, pp=pp)
+    ranks = processes.run(pp, run_rank, "residual", plan, SGD)
+    reference = plain_pytorch("residual", micro_batch_size=2, optimizer=SGD)
+    assert_parity(ranks, reference)
+    statistics = [rank["history"][-1]["buffers"] for rank in ranks]
+    assert sum("normal.running_var" in buffers for buffers in statistics) == 1
+    counted = next(buffers for buffers in statistics if buffers)["normal.num_batches_tracked"]
+    assert counted == ITERATIONS * GLOBAL_BATCH // 2
+
+
+def test_parameters_tied_across_stages_stay_equal(processes):
+    plan = make_plan("gpt2", dp=1, pp=4)
+    first, _, _, last = processes.run(4, run_rank, "gpt2", plan, ADAMW)
+    for iteration in range(ITERATIONS):
+        name = "transformer.wte.weight"
+        embedding, head = (rank["history"][iteration]["parameters"][name] for rank in (first, last))
+        assert np.array_equal(embedding, head)
+
+
+def test_dropout_does_not_depend_on_degrees_or_schedule(processes):
+    """Random operations are seeded by what they compute; so a repeated run is identical, and another plan is equal."""
+    runs = [
+        processes.run(plan.ranks, run_rank, "gpt2-dropout", plan, SGD)
+        for plan in (
+            make_plan("gpt2-dropout", dp=2, pp=2),
+            make_plan("gpt2-dropout", dp=2, pp=2),
+            make_plan("gpt2-dropout", dp=1, pp=1),
+            make_plan("gpt2-dropout", dp=1, pp=4, schedule="gpipe"),
+        )
+    ]
+    once, again, single, deep = runs
+    for a, b in zip(once, again, strict=True):
+        assert [h["result"] for h in a["history"]] == [h["result"] for h in b["history"]]
+        for name, value in a["history"][-1]["parameters"].items():
+            assert np.array_equal(value, b["history"][-1]["parameters"][name]), name
+    reference = single[0]["history"][-1]
+    for rank in (*once, *deep):
+        for name, value in rank["history"][-1]["gradients"].items():
+            assert_close(value, reference["gradients"][name], name)
+    other_seed = processes.run(1, run_rank, "gpt2-dropout", make_plan("gpt2-dropout", dp=1, pp=1, seed=6), SGD)
+    assert other_seed[0]["history"][0]["result"] != single[0]["history"][0]["result"]
+    without = processes.run(1, run_rank, "gpt2", make_plan("gpt2", dp=1, pp=1), SGD)
+    assert without[0]["history"][0]["result"] != single[0]["history"][0]["result"], "dropout is on"
+
+
+def test_any_list_of_operations_runs(processes):
+    """Two stages on each device in a V, and micro-batches in pairs: no schedule of ours, but a right one."""
+    text = [
+        "F0+1@0 F0+1@3 B0@3 B1@3 B0+1@0 F2+3@0 F2@3 F3@3 B3@3 B2@3 B2@0 B3@0 S@3 S@0 U@0 U@3",
+        "F0@1 F1@1 F0@2 F1@2 B0@2 B1@2 B0+1@1 F2@1 F3@1 F2@2 F3@2 B3@2 B2@2 B2@1 B3@1 S@1 S@2 U@1 U@2",
+    ]
+    schedule = Schedule(
+        name="by hand",
+        stages=4,
+        micro_batches=4,
+        device_of={(0, 0): 0, (1, 0): 1, (2, 0): 1, (3, 0): 0},
+        operations=tuple(tuple(parse(word) for word in line.split()) for line in text),
+    )
+    plan = make_plan("gpt2", dp=1, pp=2, stages=uniform(captured("gpt2", 2).graph, 4))
+    ranks = processes.run(2, run_rank, "gpt2", plan, SGD, schedule)
+    assert_parity(ranks, plain_pytorch("gpt2", micro_batch_size=2, optimizer=SGD))
+
+
+def test_weights_from_a_state_dict(processes):
+    torch.manual_seed(99)
+    state = {name: p.detach().clone() for name, p in MODELS["gpt2"][0]().named_parameters()}
+    plan = make_plan("gpt2", dp=1, pp=2)
+    ranks = processes.run(2, run_rank, "gpt2", plan, SGD, None, state)
+    assert_parity(ranks, plain_pytorch("gpt2", micro_batch_size=2, optimizer=SGD, state=state))
