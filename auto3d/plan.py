@@ -8,10 +8,12 @@ from json import dumps
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from auto3d.errors import InputError
+
 SCHEMA = 1
 
 
-class PlanError(ValueError):
+class PlanError(InputError):
     """A Plan that contradicts itself, or that does not fit the model it is used with."""
 
 

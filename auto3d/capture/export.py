@@ -13,10 +13,12 @@ from torch import fx, nn
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 
+from auto3d.errors import InputError
+
 _TRACED_BATCH = 2  # a batch of 1 would be burned into the graph
 
 
-class CaptureError(ValueError):
+class CaptureError(InputError):
     """A model that cannot be captured; the message names the line of the model's code where there is one."""
 
 

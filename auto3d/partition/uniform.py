@@ -4,12 +4,13 @@ from collections import deque
 from itertools import accumulate, pairwise
 
 from auto3d.capture.graph import Graph
+from auto3d.errors import InputError
 from auto3d.plan import StagePlan
 
 TOLERANCE = 0.05  # a stage may exceed the best balance by this share if that makes messages smaller
 
 
-class PartitionError(ValueError):
+class PartitionError(InputError):
     """A model that cannot be cut into so many stages."""
 
 

@@ -14,13 +14,14 @@ import numpy as np
 import torch
 
 from auto3d.capture.export import InputSpec
+from auto3d.errors import InputError
 
 SOURCES = ("text", "synthetic")
 KINDS = ("tokens", "next-tokens", "integers", "normal")
 BYTE_VALUES = 256
 
 
-class DataError(ValueError):
+class DataError(InputError):
     """Data that is not there, or too short."""
 
 

@@ -15,8 +15,10 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from auto3d.errors import InputError
 
-class InitialStateError(ValueError):
+
+class InitialStateError(InputError):
     """Initial weights that cannot be made, or a state dict that does not fit the model."""
 
 

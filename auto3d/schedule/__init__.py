@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from difflib import get_close_matches
 
+from auto3d.errors import InputError
 from auto3d.schedule.gpipe import gpipe
 from auto3d.schedule.one_forward_one_backward import one_forward_one_backward
 from auto3d.schedule.operation import Schedule
@@ -14,11 +15,11 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 
 def build_schedule(name: str, *, stages: int, micro_batches: int) -> Schedule:
-    """The operations of schedule ``name``; raises ValueError where the name or the sizes are not possible."""
+    """The operations of schedule ``name``; raises InputError where the name or the sizes are not possible."""
     if name not in SCHEDULES:
         near = get_close_matches(name, SCHEDULES, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"schedule: {name!r} is not known; there are {', '.join(SCHEDULES)}{hint}")
+        raise InputError(f"schedule: {name!r} is not known; there are {', '.join(SCHEDULES)}{hint}")
     if stages < 1 or micro_batches < 1:
-        raise ValueError(f"schedule {name}: {stages} stages, {micro_batches} micro-batches; both must be 1 or more")
+        raise InputError(f"schedule {name}: {stages} stages, {micro_batches} micro-batches; both must be 1 or more")
     return SCHEDULES[name](stages=stages, micro_batches=micro_batches)

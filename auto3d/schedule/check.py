@@ -2,12 +2,13 @@
 
 from collections import Counter
 
+from auto3d.errors import InputError
 from auto3d.schedule.operation import Kind, Operation, Schedule
 
 _PER_MICRO_BATCH = (Kind.FORWARD, Kind.BACKWARD)
 
 
-class ScheduleError(ValueError):
+class ScheduleError(InputError):
     """A Schedule that would train wrongly, or never end; the message names the operation."""
 
 

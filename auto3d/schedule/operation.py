@@ -8,6 +8,8 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
+from auto3d.errors import InputError
+
 
 class Kind(StrEnum):
     FORWARD = "F"
@@ -35,10 +37,10 @@ _TEXT = re.compile(r"([FRBIWSU])((?:\d+(?:\+\d+)*)?)@(\d+)(?::(\d+))?")
 
 
 def parse(text: str) -> Operation:
-    """The operation that ``text`` names; raises ValueError where it names none."""
+    """The operation that ``text`` names; raises InputError where it names none."""
     match = _TEXT.fullmatch(text)
     if match is None or bool(match[2]) == (match[1] in "SU"):
-        raise ValueError(f"{text!r} is not an operation; write F3@1, F0+1@2:1, S@1 or U@1")
+        raise InputError(f"{text!r} is not an operation; write F3@1, F0+1@2:1, S@1 or U@1")
     micro_batches = tuple(int(number) for number in match[2].split("+")) if match[2] else ()
     return Operation(Kind(match[1]), int(match[3]), micro_batches, int(match[4] or 0))
 

@@ -1,0 +1,93 @@
+"""The Measurement: what happened when a Plan was run, with a JSON form."""
+
+import os
+import platform
+import socket
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from json import dumps
+from statistics import median
+
+import torch
+import transformers
+from pydantic import ConfigDict, TypeAdapter
+
+from auto3d.plan import Plan
+
+
+class Status(StrEnum):
+    OK = "ok"
+    OOM = "oom"
+    FAILED = "failed"
+    TIMEOUT = "timeout"
+    INFEASIBLE = "infeasible"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """Where and with what a measurement was made."""
+
+    host: str
+    device: str
+    cores: int
+    torch: str
+    transformers: str
+    python: str
+
+    @staticmethod
+    def here(device: str) -> "Environment":
+        name = torch.cuda.get_device_name() if device == "cuda" else f"cpu ({platform.machine()})"
+        return Environment(
+            host=socket.gethostname(),
+            device=name,
+            cores=len(os.sched_getaffinity(0)),
+            torch=torch.__version__,
+            transformers=transformers.__version__,
+            python=platform.python_version(),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One trial. The lists hold measured iterations only; they are empty unless ``status`` is ok."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    plan: Plan
+    status: Status
+    error: str = ""  # why the status is not ok, for a person
+    warmup_iterations: int = 0  # run before the measured ones, and left out
+    iteration_s: list[float] = field(default_factory=list)  # of the slowest rank
+    loss: list[float] = field(default_factory=list)
+    grad_norm: list[float] = field(default_factory=list)
+    peak_bytes: list[int] = field(default_factory=list)  # per rank
+    tokens_per_sample: int = 0
+    environment: Environment | None = None
+    finished: str = ""  # date and time, ISO 8601
+
+    @property
+    def median_s(self) -> float:
+        return median(self.iteration_s)
+
+    @property
+    def spread_s(self) -> float:
+        """Slowest less fastest measured iteration."""
+        return max(self.iteration_s) - min(self.iteration_s)
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.plan.global_batch / self.median_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.samples_per_s * self.tokens_per_sample
+
+    def to_json(self) -> str:
+        return dumps(asdict(self), indent=1)
+
+    @staticmethod
+    def from_json(text: str | bytes) -> "Measurement":
+        return _adapter.validate_json(text)
+
+
+_adapter = TypeAdapter(Measurement)

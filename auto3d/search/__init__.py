@@ -1,0 +1,1 @@
+"""Search space -> Plans: search makes Plans, and nothing else decides."""

@@ -1,0 +1,106 @@
+"""The search space: every combination of its axes, made a Plan or refused with a reason."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import Literal
+
+from auto3d.capture.specialize import CapturedModel
+from auto3d.cluster import Cluster, place_ranks
+from auto3d.partition.uniform import PartitionError, uniform
+from auto3d.plan import Plan, PlanError, check_degrees
+from auto3d.schedule import SCHEDULES, build_schedule
+
+Axis = Sequence | Literal["auto"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSpace:
+    """Axes to combine; each is a list of values, or "auto" for all that make sense on the cluster."""
+
+    dp: Axis
+    tp: Axis
+    pp: Axis
+    micro_batch_size: Axis
+    schedule: Axis
+    allow_idle_devices: bool  # whether a plan may use fewer devices than there are
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One combination: either its ``plan``, or the ``reason`` why it cannot or need not run."""
+
+    dp: int
+    tp: int
+    pp: int
+    micro_batch_size: int
+    schedule: str
+    plan: Plan | None
+    reason: str
+
+
+def candidates(
+    space: SearchSpace, cluster: Cluster, model_at: Callable[[int], CapturedModel], *, global_batch: int, seed: int
+) -> Iterator[Candidate]:
+    """Every combination of ``space`` in order; ``model_at`` gives the model at a micro-batch size."""
+    divisors = [number for number in range(1, cluster.devices + 1) if cluster.devices % number == 0]
+    sizes = [2**power for power in range(global_batch.bit_length()) if 2**power <= global_batch]
+
+    def values(axis: Axis, auto: Sequence) -> Sequence:
+        return auto if axis == "auto" else list(dict.fromkeys(axis))
+
+    model_at = cache(model_at)
+    seen: dict[tuple, str] = {}
+    for dp, tp, pp, micro_batch_size, schedule in product(
+        values(space.dp, divisors),
+        values(space.tp, divisors),
+        values(space.pp, divisors),
+        values(space.micro_batch_size, sizes),
+        values(space.schedule, list(SCHEDULES)),
+    ):
+        plan, reason = None, ""
+        try:
+            _check_devices(dp * tp * pp, cluster, space.allow_idle_devices)
+            check_degrees(dp=dp, tp=tp, pp=pp, global_batch=global_batch, micro_batch_size=micro_batch_size)
+            plan = make_plan(
+                model_at(micro_batch_size),
+                dp=dp,
+                tp=tp,
+                pp=pp,
+                global_batch=global_batch,
+                schedule=schedule,
+                seed=seed,
+            )
+            operations = build_schedule(schedule, stages=pp, micro_batches=plan.micro_batches).operations
+            same = seen.setdefault((dp, tp, pp, micro_batch_size, operations), schedule)
+            if same != schedule:
+                plan, reason = None, f"the same operations as {same}"
+        except (PlanError, PartitionError) as error:
+            reason = str(error)
+        yield Candidate(
+            dp=dp, tp=tp, pp=pp, micro_batch_size=micro_batch_size, schedule=schedule, plan=plan, reason=reason
+        )
+
+
+def make_plan(model: CapturedModel, *, dp: int, tp: int, pp: int, global_batch: int, schedule: str, seed: int) -> Plan:
+    """The Plan of these degrees, with uniform stages and the default placement; its micro-batch size is the model's."""
+    return Plan(
+        graph=model.graph.fingerprint,
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        global_batch=global_batch,
+        micro_batch_size=model.graph.micro_batch_size,
+        schedule=schedule,
+        stages=uniform(model.graph, pp),
+        placement=place_ranks(dp=dp, pp=pp),
+        seed=seed,
+    )
+
+
+def _check_devices(needed: int, cluster: Cluster, allow_idle: bool) -> None:
+    if needed > cluster.devices:
+        raise PlanError(f"needs {needed} devices; the cluster has {cluster.devices}")
+    if needed < cluster.devices and not allow_idle:
+        raise PlanError(f"uses {needed} of {cluster.devices} devices, and search.allow_idle_devices is false")

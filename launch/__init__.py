@@ -1,0 +1,1 @@
+"""The application: recipes, command line, trials, result store, tables."""

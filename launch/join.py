@@ -1,0 +1,56 @@
+"""Find out whether torchrun, srun or mpirun started this process as one of several ranks."""
+
+import os
+import socket
+from collections.abc import Mapping
+
+from auto3d.errors import InputError
+from auto3d.runtime.world import World
+
+
+class JoinError(InputError):
+    """An environment that names a rank but not where to meet."""
+
+
+def joined_world(environment: Mapping[str, str] = os.environ) -> World | None:
+    """This process's place among the ranks that a launcher started, or None if it was started alone."""
+    if {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
+        return _world(environment, rank="RANK", size="WORLD_SIZE", local_rank="LOCAL_RANK")
+    # Only srun sets a step id other than that of the batch script; a batch script has SLURM_PROCID too.
+    if "SLURM_STEP_ID" in environment and int(environment.get("SLURM_NTASKS", "1")) > 1:
+        return _world(environment, rank="SLURM_PROCID", size="SLURM_NTASKS", local_rank="SLURM_LOCALID")
+    if "OMPI_COMM_WORLD_RANK" in environment or "PMI_RANK" in environment:
+        return _mpi_world()
+    return None
+
+
+def _world(environment: Mapping[str, str], *, rank: str, size: str, local_rank: str) -> World:
+    address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
+    if not address or not port:
+        raise JoinError(
+            f"{rank} is set, so a launcher started this process; MASTER_ADDR and MASTER_PORT must be set too"
+        )
+    return World(
+        rank=int(environment[rank]),
+        size=int(environment[size]),
+        local_rank=int(environment[local_rank]),
+        meeting_point=f"tcp://{address}:{port}",
+    )
+
+
+def _mpi_world() -> World:
+    """MPI itself tells where to meet: rank 0 takes a free port and broadcasts it."""
+    from mpi4py import MPI  # needs an MPI library, which only a machine with mpirun has
+
+    everyone = MPI.COMM_WORLD
+    meeting_point = None
+    if everyone.rank == 0:
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            meeting_point = f"tcp://{socket.gethostname()}:{probe.getsockname()[1]}"
+    return World(
+        rank=everyone.rank,
+        size=everyone.size,
+        local_rank=everyone.Split_type(MPI.COMM_TYPE_SHARED).rank,
+        meeting_point=everyone.bcast(meeting_point, root=0),
+    )

@@ -1,0 +1,173 @@
+"""Start the ranks of a run on this machine, watch them, and end them all when one ends badly.
+
+Ranks are forked: what this process imported and captured is theirs at once.
+"""
+
+import ctypes
+import math
+import multiprocessing
+import os
+import signal
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from time import monotonic
+from typing import Any
+
+import torch
+
+from auto3d.runtime.measurement import Status
+from auto3d.runtime.waiting import PeerLostError, WaitTimeoutError
+from auto3d.runtime.world import World
+from launch.recipe import LoadedRecipe
+
+GRACE_S = 2.0  # after one rank failed, for the others to tell why: the first to speak may only have lost its peer
+TRACEBACK_LINES = 12
+LONGEST_POLL_S = 3600.0
+
+# Lets torch count GPUs without starting CUDA, which a process that forks must not do.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the ranks ended: with rank 0's ``result`` if the status is ok, else with what went wrong."""
+
+    status: Status
+    result: Any = None
+    error: str = ""
+
+
+Report = Callable[[Any], None]  # sends something to the parent
+
+
+def run_ranks(
+    size: int,
+    target: Callable[[World, Report], Any],
+    *,
+    timeout_s: float | None,
+    on_report: Callable[[Any], None] = lambda report: None,
+) -> Outcome:
+    """Run ``target(world, report)`` as ``size`` processes; what rank 0 reports goes to ``on_report``.
+
+    Returns when all have ended, or one has failed, or after ``timeout_s`` if given; no process is left then, whatever
+    happens.
+    """
+    context = multiprocessing.get_context("fork")
+    processes: list[multiprocessing.Process] = []
+    pipes: dict[Connection, int] = {}
+    with tempfile.TemporaryDirectory(prefix="auto3d-") as folder:  # private to this user
+        try:
+            for rank in range(size):
+                here, there = context.Pipe(duplex=False)
+                world = World(rank=rank, size=size, local_rank=rank, meeting_point=f"file://{folder}/meeting-point")
+                process = context.Process(
+                    target=_run_rank, args=(target, world, there, os.getpid()), name=f"rank {rank}"
+                )
+                process.start()
+                there.close()
+                processes.append(process)
+                pipes[here] = rank
+            return _watch(processes, pipes, timeout_s, on_report)
+        finally:
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.join()
+
+
+def _watch(
+    processes: list[multiprocessing.Process],
+    pipes: dict[Connection, int],
+    timeout_s: float | None,
+    on_report: Callable[[Any], None],
+) -> Outcome:
+    """Read what the ranks say until all are done, or one has failed and the others had their grace."""
+    deadline = math.inf if timeout_s is None else monotonic() + timeout_s
+    results: dict[int, Any] = {}
+    failures: dict[int, tuple[Status, str]] = {}
+    while pipes:
+        ready = wait(list(pipes), timeout=min(max(0.0, deadline - monotonic()), LONGEST_POLL_S))
+        if not ready and monotonic() >= deadline:
+            break
+        for pipe in ready:
+            rank = pipes[pipe]
+            try:
+                kind, content = pipe.recv()
+            except EOFError:  # the rank is gone
+                del pipes[pipe]
+                if rank not in results and rank not in failures:
+                    processes[rank].join()
+                    failures[rank] = (Status.FAILED, f"rank {rank} {_ending(processes[rank].exitcode)}")
+            else:
+                if kind == "report" and rank == 0:
+                    on_report(content)
+                elif kind == "result":
+                    results[rank] = content
+                elif kind == "failure":
+                    failures[rank] = content
+        if failures and deadline > monotonic() + GRACE_S:
+            deadline = monotonic() + GRACE_S
+    if failures:
+        status, error = min(failures.values(), key=_importance)
+        return Outcome(status, error=error)
+    if len(results) < len(processes):
+        missing = ", ".join(str(rank) for rank in range(len(processes)) if rank not in results)
+        return Outcome(Status.TIMEOUT, error=f"not done after {timeout_s:g} s; still running: rank {missing}")
+    return Outcome(Status.OK, result=results[0])
+
+
+def _importance(failure: tuple[Status, str]) -> int:
+    """Causes before consequences: a lost peer or a wait that timed out follows from another rank's end."""
+    status, error = failure
+    if status is Status.OOM:
+        return 0
+    if PeerLostError.__name__ in error:
+        return 3
+    return 2 if status is Status.TIMEOUT else 1
+
+
+def _ending(exitcode: int | None) -> str:
+    if exitcode is not None and exitcode < 0:
+        hint = ", as the kernel does when memory runs out" if exitcode == -signal.SIGKILL else ""
+        return f"was killed by {signal.Signals(-exitcode).name}{hint}"
+    return f"ended with exit code {exitcode} and no result"
+
+
+def _run_rank(target: Callable[[World, Report], Any], world: World, pipe: Connection, parent: int) -> None:
+    """The life of one rank."""
+    _die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends us
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        pipe.send(("result", target(world, lambda report: pipe.send(("report", report)))))
+    except Exception as error:
+        pipe.send(("failure", (_status(error), f"rank {world.rank}: {_last_lines(error)}")))
+    pipe.close()
+
+
+def _status(error: Exception) -> Status:
+    # torch's CPU allocator raises a plain RuntimeError; these are its own words
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator: can't allocate" in str(error):
+        return Status.OOM
+    return Status.TIMEOUT if isinstance(error, WaitTimeoutError) else Status.FAILED
+
+
+def _last_lines(error: Exception) -> str:
+    return "\n".join("".join(traceback.format_exception(error)).rstrip().splitlines()[-TRACEBACK_LINES:])
+
+
+def _die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent ends, even by SIGKILL (Linux; prctl(2), PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def check_devices(recipe: LoadedRecipe, ranks: int) -> None:
+    """Raise RecipeError if this machine lacks the GPUs for ``ranks`` ranks."""
+    if recipe.values.cluster.device == "cuda" and torch.cuda.device_count() < ranks:
+        problem = f"found 'cuda'; {ranks} ranks need a GPU each, and this machine has {torch.cuda.device_count()}"
+        raise recipe.error("cluster.device", problem)

@@ -1,0 +1,182 @@
+"""The schema of a recipe: every key with its default, its meaning and unit, and what it accepts."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from typing import Any, get_args, get_origin, get_type_hints
+
+from auto3d.schedule import SCHEDULES
+
+AUTO = "auto"
+
+
+def key(default: Any, meaning: str, *, choices: Sequence[str] = (), least: float | None = None) -> Any:
+    """A key of the schema. ``least`` bounds a number, or each number of a list, from below."""
+    metadata = {"meaning": meaning, "choices": tuple(choices), "least": least}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass
+class ModelRecipe:
+    architecture: str | None = key(None, "a model class of transformers, such as GPT2LMHeadModel")
+    config: dict[str, Any] = key({}, "keys of that class's configuration; the others keep its defaults")
+    factory: str | None = key(None, "instead of architecture: package.module:function that makes an nn.Module")
+    arguments: dict[str, Any] = key({}, "keyword arguments of the factory")
+    weights: str | None = key(None, "a safetensors file with initial weights; none: drawn from training.seed")
+
+
+@dataclass
+class InputRecipe:
+    kind: str = key(
+        "tokens",
+        "tokens, the same tokens one later, uniform integers, or normal numbers",
+        choices=("tokens", "next-tokens", "integers", "normal"),
+    )
+    shape: list[int] = key([], "of integers and normal: sizes of one sample", least=1)
+    high: int = key(2, "of integers: they are below this", least=1)
+
+
+@dataclass
+class DataRecipe:
+    source: str = key("text", "what tokens are: bytes of files, or random", choices=("text", "synthetic"))
+    files: list[str] = key([], "text: files to read, * allowed; none: the source of Python's standard library")
+    sequence_length: int = key(128, "tokens per sample", least=1)
+    vocabulary_size: int = key(256, "synthetic: tokens are below this", least=1)
+    inputs: dict[str, InputRecipe] = key({}, "the model's inputs by name; none: input_ids and labels, both tokens")
+
+
+@dataclass
+class ClusterRecipe:
+    nodes: int = key(1, "machines", least=1)
+    devices_per_node: int = key(4, "processes per machine: one per GPU, or as many as a CPU should run", least=1)
+    device: str = key("cpu", "what a process computes on", choices=("cpu", "cuda"))
+
+
+@dataclass
+class TrainingRecipe:
+    global_batch: int = key(16, "samples per iteration, over all replicas", least=1)
+    iterations: int = key(20, "of `auto3d train`", least=1)
+    optimizer: str = key("adamw", "the optimizer", choices=("adamw", "sgd"))
+    learning_rate: float = key(1e-3, "the highest of the schedule", least=0)
+    learning_rate_schedule: str = key(
+        "constant", "how it falls after the warm-up", choices=("constant", "linear", "cosine")
+    )
+    warmup_iterations: int = key(0, "iterations in which the rate rises linearly from 0", least=0)
+    weight_decay: float = key(0.0, "decay of every parameter", least=0)
+    momentum: float = key(0.9, "of sgd", least=0)
+    betas: list[float] = key([0.9, 0.999], "the two of adamw", least=0)
+    clip_norm: float = key(1.0, "largest norm of all gradients together; 0: no clipping", least=0)
+    seed: int = key(1, "of weights, data order and dropout", least=0)
+    threads_per_rank: int = key(1, "threads of a CPU process's arithmetic", least=1)
+    timeout_s: float = key(120.0, "seconds that a process waits for another before it gives up", least=1)
+
+
+@dataclass
+class SearchRecipe:
+    dp: Any = key(AUTO, "data-parallel degrees: a list, or auto: every divisor of the devices", least=1)
+    tp: Any = key([1], "tensor-parallel degrees; only 1 can run yet", least=1)
+    pp: Any = key(AUTO, "pipeline depths: a list, or auto: every divisor of the devices", least=1)
+    micro_batch_size: Any = key(AUTO, "samples: a list, or auto: every power of 2 up to the global batch", least=1)
+    schedule: Any = key(AUTO, "pipeline schedules: a list, or auto: all", choices=tuple(SCHEDULES))
+    allow_idle_devices: bool = key(False, "also try plans that use fewer devices than the cluster has")
+    max_trials: int = key(64, "plans that a sweep runs at most", least=1)
+
+
+@dataclass
+class MeasureRecipe:
+    warmup_iterations: int = key(2, "iterations of a trial that are not measured", least=0)
+    iterations: int = key(5, "iterations of a trial that are measured", least=1)
+
+
+@dataclass
+class LaunchRecipe:
+    concurrent_trials: int = key(1, "trials at a time; more than 1 disturbs the timings on one machine", least=1)
+    trial_timeout_s: float = key(600.0, "seconds after which a trial is ended", least=1)
+
+
+@dataclass
+class PlanRecipe:
+    dp: int = key(1, "data-parallel degree", least=1)
+    tp: int = key(1, "tensor-parallel degree; only 1 can run yet", least=1)
+    pp: int = key(1, "pipeline depth", least=1)
+    micro_batch_size: int = key(1, "samples", least=1)
+    schedule: str = key("1f1b", "the pipeline schedule", choices=tuple(SCHEDULES))
+
+
+@dataclass
+class Recipe:
+    model: ModelRecipe = field(default_factory=ModelRecipe)
+    data: DataRecipe = field(default_factory=DataRecipe)
+    cluster: ClusterRecipe = field(default_factory=ClusterRecipe)
+    training: TrainingRecipe = field(default_factory=TrainingRecipe)
+    search: SearchRecipe = field(default_factory=SearchRecipe)
+    measure: MeasureRecipe = field(default_factory=MeasureRecipe)
+    launch: LaunchRecipe = field(default_factory=LaunchRecipe)
+    plan: PlanRecipe | None = None  # the plan of `auto3d train` where no plan file is given
+
+
+def groups() -> list[str]:
+    return [item.name for item in fields(Recipe)]
+
+
+def group_schema(group: str) -> type:
+    hint = get_type_hints(Recipe)[group]
+    return next(option for option in (hint, *get_args(hint)) if is_dataclass(option))
+
+
+def schema_of(full_key: str) -> tuple[type, str]:
+    """The schema that holds ``full_key`` and its name there: of data.inputs.labels.kind, InputRecipe and kind."""
+    group, name, *inner = full_key.split("[")[0].split(".")
+    schema = group_schema(group)
+    if len(inner) == 2 and name == "inputs":
+        return InputRecipe, inner[1]
+    return schema, name
+
+
+def is_axis(schema: type, name: str) -> bool:
+    """Whether the key is an axis of the search space: auto, or a list."""
+    return get_type_hints(schema)[name] is Any
+
+
+def accepted(schema: type, name: str) -> str:
+    """What the key takes, in a user's words."""
+    item = next(item for item in fields(schema) if item.name == name)
+    least = item.metadata["least"]
+    bound = f" of at least {least:g}" if least is not None else ""
+    if item.metadata["choices"]:
+        names = ", ".join(item.metadata["choices"])
+        return f"auto or a list of {names}" if is_axis(schema, name) else f"one of {names}"
+    return f"{_type_in_words(get_type_hints(schema)[name])}{bound}"
+
+
+def documented_keys() -> Iterator[tuple[str, Any, str, str]]:
+    """Every key of a recipe: its full name, default, what it accepts, and its meaning."""
+
+    def describe(schema: type, prefix: str) -> Iterator[tuple[str, Any, str, str]]:
+        for item in fields(schema):
+            default = item.default if item.default is not MISSING else item.default_factory()
+            yield f"{prefix}{item.name}", default, accepted(schema, item.name), item.metadata["meaning"]
+
+    for group in groups():
+        yield from describe(group_schema(group), f"{group}.")
+        if group == "data":
+            yield from describe(InputRecipe, "data.inputs.NAME.")
+
+
+def _type_in_words(hint: Any) -> str:
+    if hint is Any:
+        return "auto or a list of whole numbers"
+    if get_origin(hint) is list:
+        return f"a list of {_WORDS[get_args(hint)[0]][1]}"
+    if get_origin(hint) is dict:
+        return "keys and values"
+    return _WORDS[next(option for option in (*get_args(hint), hint) if option in _WORDS)][0]
+
+
+_WORDS = {
+    int: ("a whole number", "whole numbers"),
+    float: ("a number", "numbers"),
+    str: ("text", "texts"),
+    bool: ("true or false", ""),
+}

@@ -1,0 +1,97 @@
+"""Training by hand: one plan, on processes of our own or among those that a launcher started."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+
+from auto3d.capture.specialize import specialize
+from auto3d.plan import Plan, PlanError
+from auto3d.runtime.executor import IterationResult
+from auto3d.runtime.measurement import Status
+from auto3d.runtime.training import TrainingResult, stages_of, train
+from auto3d.runtime.world import World
+from auto3d.search.space import make_plan
+from launch.join import joined_world
+from launch.model import Weights
+from launch.progress import training_progress
+from launch.ranks import Report, check_devices, run_ranks
+from launch.recipe import LoadedRecipe
+from launch.settings import data_settings, exported_model, training_settings
+
+
+def run_training(
+    recipe: LoadedRecipe, plan_file: str | None, console: Console, on_result: Callable[[dict[str, Any]], None]
+) -> int:
+    """Train, show progress on ``console``, and give rank 0's record to ``on_result``; returns the exit code."""
+    values = recipe.values
+    world = joined_world()
+    given = _read_plan(recipe, plan_file) if plan_file else None
+    if given is None and values.plan is None:
+        raise recipe.error(
+            "plan", "the recipe has none; give --plan FILE, or plan.dp=… plan.pp=… plan.micro_batch_size=…"
+        )
+    size = given.micro_batch_size if given else values.plan.micro_batch_size
+    captured = specialize(exported_model(recipe), size)
+    plan = given or make_plan(
+        captured,
+        dp=values.plan.dp,
+        tp=values.plan.tp,
+        pp=values.plan.pp,
+        global_batch=values.training.global_batch,
+        schedule=values.plan.schedule,
+        seed=values.training.seed,
+    )
+    stages_of(captured, plan)  # refuses a plan of another model before any process starts
+    settings = training_settings(values, iterations=values.training.iterations)
+    data = data_settings(values)
+    state = Weights(recipe) if values.model.weights else None
+
+    def run(world: World, report: Report) -> TrainingResult:
+        def on_iteration(iteration: int, result: IterationResult, seconds: float) -> None:
+            if world.rank == 0:
+                report((iteration, result.loss, seconds))
+
+        return train(captured, plan, settings, data, world, state=state, on_iteration=on_iteration)
+
+    if world is not None:
+        result = _run_joined(world, run, console, settings.iterations)
+        if world.rank == 0:
+            on_result(_record(result, plan, values.measure.warmup_iterations))
+        return 0
+    check_devices(recipe, plan.ranks)
+    with training_progress(console, settings.iterations) as on_report:
+        outcome = run_ranks(plan.ranks, run, timeout_s=None, on_report=on_report)
+    if outcome.status is not Status.OK:
+        console.print(f"auto3d: training ended as {outcome.status}:\n{outcome.error}", markup=False, soft_wrap=True)
+        return 1
+    on_result(_record(outcome.result, plan, values.measure.warmup_iterations))
+    return 0
+
+
+def _run_joined(
+    world: World, run: Callable[[World, Report], TrainingResult], console: Console, iterations: int
+) -> TrainingResult:
+    if world.rank:
+        return run(world, lambda report: None)
+    with training_progress(console, iterations) as on_report:
+        return run(world, on_report)
+
+
+def _read_plan(recipe: LoadedRecipe, plan_file: str) -> Plan:
+    try:
+        plan = Plan.from_json(Path(plan_file).read_bytes())
+    except PlanError as error:
+        raise PlanError(f"{plan_file}: {error}") from None
+    if plan.global_batch != recipe.values.training.global_batch:
+        problem = f"found {recipe.values.training.global_batch}; {plan_file} was made for {plan.global_batch}"
+        raise recipe.error("training.global_batch", problem)
+    return plan
+
+
+def _record(result: TrainingResult, plan: Plan, warmup: int) -> dict[str, Any]:
+    measured = result.iteration_s[min(warmup, len(result.iteration_s) - 1) :]
+    return {**asdict(result), "samples_per_s": plan.global_batch / median(measured), "plan": asdict(plan)}

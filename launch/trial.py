@@ -1,0 +1,68 @@
+"""One trial: run a plan for a few iterations and write down what happened. This is what submitit calls."""
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+from auto3d.capture.specialize import specialize
+from auto3d.errors import InputError
+from auto3d.plan import Plan
+from auto3d.runtime.measurement import Environment, Measurement, Status
+from auto3d.runtime.training import TrainingResult, train
+from auto3d.runtime.world import World
+from launch.model import Weights
+from launch.ranks import Report, run_ranks
+from launch.recipe import LoadedRecipe, load
+from launch.settings import data_settings, exported_model, training_settings
+from launch.store import write_whole
+
+
+def run_trial(recipe_file: str, plan_file: str, measurement_file: str) -> None:
+    """Run the trial of these two files; its measurement is written at the end, whatever the end was."""
+    measurement = measure(load(recipe_file), Plan.from_json(Path(plan_file).read_bytes()))
+    write_whole(Path(measurement_file), measurement.to_json())
+
+
+def measure(recipe: LoadedRecipe, plan: Plan) -> Measurement:
+    """Train under ``plan`` on this machine for the recipe's warm-up and measured iterations."""
+    values = recipe.values
+    warmup = values.measure.warmup_iterations
+    settings = training_settings(values, iterations=warmup + values.measure.iterations)
+    data = data_settings(values)
+    facts = {
+        "plan": plan,
+        "warmup_iterations": warmup,
+        "tokens_per_sample": values.data.sequence_length if has_tokens(recipe) else 0,
+    }
+    try:
+        captured = specialize(exported_model(recipe), plan.micro_batch_size)
+        state = Weights(recipe) if values.model.weights else None
+    except InputError as error:
+        return Measurement(status=Status.FAILED, error=str(error), finished=_now(), **facts)
+
+    def run(world: World, report: Report) -> tuple[TrainingResult, Environment]:
+        result = train(captured, plan, settings, data, world, state=state)
+        return result, Environment.here(settings.device)
+
+    outcome = run_ranks(plan.ranks, run, timeout_s=values.launch.trial_timeout_s)
+    if outcome.status is not Status.OK:
+        return Measurement(status=outcome.status, error=outcome.error, finished=_now(), **facts)
+    result, environment = outcome.result
+    return Measurement(
+        status=Status.OK,
+        iteration_s=result.iteration_s[warmup:],
+        loss=result.loss[warmup:],
+        grad_norm=result.grad_norm[warmup:],
+        peak_bytes=result.peak_bytes,
+        environment=environment,
+        finished=_now(),
+        **facts,
+    )
+
+
+def has_tokens(recipe: LoadedRecipe) -> bool:
+    """Whether the model reads tokens, so that tokens per second mean something."""
+    return any(field.kind == "tokens" for field in data_settings(recipe.values).inputs.values())
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
