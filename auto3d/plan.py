@@ -102,6 +102,10 @@ class Plan:
             return _adapter.validate_json(text)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
+            if first["type"] == "unexpected_keyword_argument":
+                raise PlanError(
+                    f"{first['loc'][-1]}: unknown; a plan has {', '.join(Plan.__dataclass_fields__)}"
+                ) from None
             where = ".".join(map(str, first["loc"])) or "plan"
             value = (
                 "" if first["type"] in ("missing", "json_invalid", "value_error") else f" (found {first['input']!r})"

@@ -12,6 +12,7 @@ import click
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from tabulate import tabulate
 
 from auto3d.errors import InputError
 from launch.recipe import load
@@ -72,15 +73,9 @@ def plan(recipe: str, overrides: tuple[str, ...], as_json: bool) -> int:
     if as_json:
         print(json.dumps([asdict(candidate) for candidate in found]))
         return 0
-    table = Table(title=f"{loaded.name}: {len(found)} candidates, {sum(c.plan is not None for c in found)} to run")
-    for heading in ("dp", "tp", "pp", "micro-batch"):
-        table.add_column(heading, justify="right")
-    for heading in ("schedule", "pruned because"):
-        table.add_column(heading)
-    for c in found:
-        style = None if c.plan else "dim"
-        table.add_row(str(c.dp), str(c.tp), str(c.pp), str(c.micro_batch_size), c.schedule, c.reason, style=style)
-    out.print(table)
+    headings = ["dp", "tp", "pp", "micro-\nbatch", "schedule", "pruned because"]
+    print(tabulate([(c.dp, c.tp, c.pp, c.micro_batch_size, c.schedule, c.reason) for c in found], headings))
+    print(f"\n{len(found)} candidates, {sum(c.plan is not None for c in found)} to run")
     return 0
 
 
@@ -96,11 +91,10 @@ def sweep(recipe: str, overrides: tuple[str, ...], retry: bool) -> int:
     with sweep_progress(err) as (on_start, on_end):
         run_sweep(loaded, retry=retry, on_start=on_start, on_end=on_end)
     files = tables.write(loaded)
-    out.print(tables.terminal(loaded))
-    out.print(f"written: {', '.join(map(str, files))}")
+    print(f"{tables.terminal(loaded)}\n\nwritten: {', '.join(map(str, files))}")
     if tables.best(loaded) is None:
         return _complain("no trial is ok", RUN_FAILED)
-    out.print(f"train under the fastest: auto3d train {escape(recipe)} --plan {files[-1]}")
+    print(f"train under the fastest: auto3d train {recipe} --plan {files[-1]}")
     return 0
 
 
@@ -115,8 +109,7 @@ def table(recipe: str, overrides: tuple[str, ...], as_json: bool) -> int:
         print(json.dumps(tables.rows(loaded)))
         return 0
     files = tables.write(loaded)
-    out.print(tables.terminal(loaded))
-    out.print(f"written: {', '.join(map(str, files))}")
+    print(f"{tables.terminal(loaded)}\n\nwritten: {', '.join(map(str, files))}")
     return 0
 
 
@@ -139,7 +132,7 @@ def _print_training(record: dict[str, Any], as_json: bool) -> None:
         print(json.dumps(record))
         return
     plan = record["plan"]
-    out.print(
+    print(
         f"{len(record['loss'])} iterations under dp={plan['dp']} tp={plan['tp']} pp={plan['pp']} "
         f"micro-batch={plan['micro_batch_size']} {plan['schedule']}: loss {record['loss'][0]:.3f} to "
         f"{record['loss'][-1]:.3f}, {record['samples_per_s']:.1f} samples/s, "

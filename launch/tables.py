@@ -4,9 +4,9 @@ import csv
 import io
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
-from rich.table import Table
 from tabulate import tabulate
 
 from auto3d.runtime.measurement import Measurement, Status
@@ -19,13 +19,13 @@ HEADINGS = {
     "dp": "dp",
     "tp": "tp",
     "pp": "pp",
-    "micro_batch_size": "micro-batch",
+    "micro_batch_size": "micro-\nbatch",
     "schedule": "schedule",
-    "iteration_s": "s/iteration",
-    "spread_s": "spread (s)",
-    "samples_per_s": "samples/s",
-    "tokens_per_s": "tokens/s",
-    "peak_bytes": "peak (MiB)",
+    "iteration_s": "s per\niteration",
+    "spread_s": "spread\n(s)",
+    "samples_per_s": "samples\nper s",
+    "tokens_per_s": "tokens\nper s",
+    "peak_bytes": "peak\n(MiB)",
     "status": "status",
 }
 
@@ -58,14 +58,9 @@ def write(recipe: LoadedRecipe) -> list[Path]:
     return [folder / name for name in contents]
 
 
-def terminal(recipe: LoadedRecipe) -> Table:
-    """The table for a terminal, with the same caption as the Markdown one."""
-    table = Table(title=recipe.name, caption=caption(recipe), caption_justify="left")
-    for heading in HEADINGS.values():
-        table.add_column(heading, justify="left" if heading in ("schedule", "status") else "right", no_wrap=True)
-    for record in rows(recipe):
-        table.add_row(*_cells(record))
-    return table
+def terminal(recipe: LoadedRecipe) -> str:
+    """The table for a terminal of 80 columns, with the same caption as the Markdown one."""
+    return f"{_table(rows(recipe), list(HEADINGS.values()), 'simple')}\n\n{fill(caption(recipe), 80)}"
 
 
 def caption(recipe: LoadedRecipe) -> str:
@@ -127,10 +122,14 @@ def _cells(record: dict[str, Any]) -> list[str]:
 
 
 def _markdown(recipe: LoadedRecipe, records: Sequence[dict[str, Any]]) -> str:
+    headings = [heading.replace("-\n", "-").replace("\n", " ") for heading in HEADINGS.values()]
+    return f"{_table(records, headings, 'github')}\n\n{caption(recipe)}\n"
+
+
+def _table(records: Sequence[dict[str, Any]], headings: Sequence[str], form: str) -> str:
     align = ["left" if name in ("schedule", "status") else "right" for name in HEADINGS]
     cells = [_cells(record) for record in records]
-    table = tabulate(cells, list(HEADINGS.values()), tablefmt="github", colalign=align, disable_numparse=True)
-    return f"{table}\n\n{caption(recipe)}\n"
+    return tabulate(cells, headings, tablefmt=form, colalign=align, disable_numparse=True)
 
 
 def _csv(records: Sequence[dict[str, Any]]) -> str:

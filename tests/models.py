@@ -4,7 +4,16 @@ from functools import lru_cache
 
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 from auto3d.capture.export import ExportedModel, export
 from auto3d.capture.specialize import CapturedModel, specialize
@@ -25,6 +34,22 @@ def gpt2(dropout: float = 0.0) -> GPT2LMHeadModel:
 
 def gpt2_with_dropout() -> GPT2LMHeadModel:
     return gpt2(dropout=0.1)
+
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 64}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def bert() -> BertForMaskedLM:
+    return BertForMaskedLM(BertConfig(vocab_size=256, **SIZES, **NO_DROPOUT))
+
+
+def llama() -> LlamaForCausalLM:
+    return LlamaForCausalLM(LlamaConfig(vocab_size=256, use_cache=False, **SIZES))
+
+
+def vit() -> ViTForImageClassification:
+    return ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, **SIZES, **NO_DROPOUT))
 
 
 class Residual(nn.Module):
@@ -59,7 +84,24 @@ FEATURES = DataSettings(
     vocabulary_size=2,
     inputs={"features": InputField(kind="normal", shape=(16,)), "label": InputField(kind="integers", shape=(), high=4)},
 )
-MODELS = {"gpt2": (gpt2, TEXT), "gpt2-dropout": (gpt2_with_dropout, TEXT), "residual": (Residual, FEATURES)}
+IMAGES = DataSettings(
+    source="synthetic",
+    files=(),
+    sequence_length=1,
+    vocabulary_size=2,
+    inputs={
+        "pixel_values": InputField(kind="normal", shape=(3, 32, 32)),
+        "labels": InputField(kind="integers", shape=(), high=2),
+    },
+)
+MODELS = {
+    "gpt2": (gpt2, TEXT),
+    "gpt2-dropout": (gpt2_with_dropout, TEXT),
+    "bert": (bert, TEXT),
+    "llama": (llama, TEXT),
+    "vit": (vit, IMAGES),
+    "residual": (Residual, FEATURES),
+}
 
 
 @lru_cache

@@ -76,7 +76,7 @@ def export(build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec]) -> E
     program.output_node().args = ((loss,),)
     program.eliminate_dead_code()  # what only other outputs need; writes to buffers stay
     for node in program.find_nodes(op="placeholder"):
-        if node.name in inputs and not isinstance(node.meta["val"].shape[0], torch.SymInt):
+        if node.name in inputs and not _is_free(node.meta["val"].shape[0]):
             raise CaptureError(
                 f"{type(model).__name__} fixes the batch size of its input {node.name} to {_TRACED_BATCH}; "
                 "its code must take the batch size from the tensor's shape"
@@ -98,7 +98,7 @@ def export(build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec]) -> E
     )
 
 
-def user_line(node: fx.Node) -> str:
+def _node_line(node: fx.Node) -> str:
     """`` at FILE:LINE`` of the model's code that made this node, or nothing."""
     frames = [
         line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File ")
@@ -116,6 +116,10 @@ def _user_line(error: Exception) -> str:
             found = f" at File {file!r}, line {trace.tb_lineno}"
         trace = trace.tb_next
     return found
+
+
+def _is_free(size: int | torch.SymInt) -> bool:
+    return isinstance(size, torch.SymInt) and bool(size.node.expr.free_symbols)
 
 
 def _first_line(error: Exception) -> str:
@@ -152,7 +156,7 @@ def _remove_in_place(program: fx.Graph, buffers: set[str]) -> None:
             or not hasattr(packet, node.target._overloadname)
         ):
             raise CaptureError(
-                f"{node.target} writes in place to a tensor that has other views{user_line(node)}; "
+                f"{node.target} writes in place to a tensor that has other views{_node_line(node)}; "
                 "use the out-of-place form there"
             )
         node.target = getattr(packet, node.target._overloadname)

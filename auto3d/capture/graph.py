@@ -53,7 +53,10 @@ class Graph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for equal models, whatever the micro-batch size: a Plan holds it to know its Graph again."""
+        """Equal for the same operations on the same parameters, whatever the micro-batch size or a dropout's rate.
+
+        A Plan holds it to know again the Graph that its stages cut.
+        """
         digest = sha256()
         for node in self.nodes:
             digest.update(repr((node.name, node.operator, node.reads, node.state)).encode())

@@ -5,6 +5,7 @@ process; but a parameter of another stage gives its memory back as soon as the n
 weights a rank holds one foreign tensor at a time.
 """
 
+import ctypes
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from auto3d.errors import InputError
+
+
+_C_LIBRARY = ctypes.CDLL(None)
+_TRIM_BYTES = 2**20
 
 
 class InitialStateError(InputError):
@@ -34,9 +39,10 @@ def materialize(
     They equal those of ``torch.manual_seed(seed); build()`` or, where given, the entries of ``state``, which is read
     entry by entry. Raises InitialStateError if ``state`` lacks an entry or has another shape.
     """
+    own_by_order = _registered(build, names)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        with _ForeignStorage() as foreign, _on_registration(foreign.owned_or_foreign(_registered(build, names))):
+        with _ForeignStorage() as foreign, _on_registration(foreign.owned_or_foreign(own_by_order)):
             model = build()
         foreign.release_all()
     tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
@@ -100,9 +106,13 @@ class _ForeignStorage(TorchDispatchMode):
         self._release(set(self._resident))
 
     def _release(self, keys: set[int]) -> None:
+        if not keys:
+            return
         for key in keys:
             self._foreign[key][0].resize_(0)
         self._resident -= keys
+        if max(self._foreign[key][1] for key in keys) > _TRIM_BYTES and hasattr(_C_LIBRARY, "malloc_trim"):
+            _C_LIBRARY.malloc_trim(0)  # else glibc keeps what is freed, and the process grows to the whole model
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -110,7 +120,7 @@ class _ForeignStorage(TorchDispatchMode):
         touched = self._foreign.keys() & set(keys)
         self._release(self._resident - touched)
         written = keys[0] if keys and func._schema.is_mutable else None
-        is_view = any(result.alias_info is not None for result in func._schema.returns)
+        is_view = written is None and any(result.alias_info is not None for result in func._schema.returns)
         for key in touched - self._resident:
             if key != written and not is_view:
                 raise InitialStateError(

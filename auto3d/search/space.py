@@ -11,6 +11,7 @@ from auto3d.cluster import Cluster, place_ranks
 from auto3d.partition.uniform import PartitionError, uniform
 from auto3d.plan import Plan, PlanError, check_degrees
 from auto3d.schedule import SCHEDULES, build_schedule
+from auto3d.schedule.operation import most_in_flight
 
 Axis = Sequence | Literal["auto"]
 
@@ -51,13 +52,13 @@ def candidates(
         return auto if axis == "auto" else list(dict.fromkeys(axis))
 
     model_at = cache(model_at)
-    seen: dict[tuple, str] = {}
+    schedules = values(space.schedule, list(SCHEDULES))
     for dp, tp, pp, micro_batch_size, schedule in product(
         values(space.dp, divisors),
         values(space.tp, divisors),
         values(space.pp, divisors),
         values(space.micro_batch_size, sizes),
-        values(space.schedule, list(SCHEDULES)),
+        schedules,
     ):
         plan, reason = None, ""
         try:
@@ -72,12 +73,9 @@ def candidates(
                 schedule=schedule,
                 seed=seed,
             )
-            operations = build_schedule(schedule, stages=pp, micro_batches=plan.micro_batches).operations
-            same = seen.setdefault((dp, tp, pp, micro_batch_size, operations), schedule)
-            if same != schedule:
-                plan, reason = None, f"the same operations as {same}"
+            _check_worth(schedule, schedules, stages=pp, micro_batches=plan.micro_batches)
         except (PlanError, PartitionError) as error:
-            reason = str(error)
+            plan, reason = None, str(error)
         yield Candidate(
             dp=dp, tp=tp, pp=pp, micro_batch_size=micro_batch_size, schedule=schedule, plan=plan, reason=reason
         )
@@ -97,6 +95,19 @@ def make_plan(model: CapturedModel, *, dp: int, tp: int, pp: int, global_batch: 
         placement=place_ranks(dp=dp, pp=pp),
         seed=seed,
     )
+
+
+def _check_worth(schedule: str, schedules: Sequence[str], *, stages: int, micro_batches: int) -> None:
+    """Raise PlanError if another of ``schedules`` cannot be worse than ``schedule`` at these sizes."""
+    built = {name: build_schedule(name, stages=stages, micro_batches=micro_batches) for name in schedules}
+    earlier = schedules[: schedules.index(schedule)]
+    same = [name for name in earlier if built[name].operations == built[schedule].operations]
+    if same:
+        raise PlanError(f"the same operations as {same[0]}")
+    if stages == 1:
+        leanest = min(schedules, key=lambda name: most_in_flight(built[name]))
+        if most_in_flight(built[leanest]) < most_in_flight(built[schedule]):
+            raise PlanError(f"one stage has no pipeline: as fast as {leanest}, which holds fewer activations")
 
 
 def _check_devices(needed: int, cluster: Cluster, allow_idle: bool) -> None:

@@ -1,0 +1,106 @@
+"""Capture holds no weights, counts as torch does, and says where a model cannot be captured."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from auto3d.capture.export import CaptureError, InputSpec, export
+from auto3d.capture.specialize import specialize
+from auto3d.runtime.data import Batches
+from auto3d.runtime.memory import PeakMemory
+from tests.models import MODELS, captured, exported
+
+
+@pytest.mark.parametrize("model", ["gpt2", "bert", "llama", "vit", "residual"])
+@pytest.mark.parametrize("micro_batch_size", [2, 3])
+def test_flops_agree_with_torch(model, micro_batch_size):
+    build, data = MODELS[model]
+    batch = Batches(data, seed=1, global_batch=8, micro_batch_size=micro_batch_size).micro_batch(
+        0, 0, tuple(data.inputs)
+    )
+    # Torch has no formula for the CPU's fused attention and counts it as nothing; the plain one has the same FLOPs.
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        build()(**batch)
+    graph = captured(model, micro_batch_size).graph
+    assert sum(node.flops for node in graph.nodes) == counter.get_total_flops()
+
+
+def test_parameters_are_those_of_the_model_and_tied_ones_appear_once():
+    for model, (build, _) in MODELS.items():
+        expected = {name: tuple(p.shape) for name, p in build().named_parameters()}
+        assert {name: v.shape for name, v in captured(model, 2).graph.parameters.items()} == expected
+
+
+def test_fingerprint_tells_models_apart_but_not_micro_batch_sizes():
+    assert captured("gpt2", 1).graph.fingerprint == captured("gpt2", 4).graph.fingerprint
+    assert captured("gpt2", 2).graph.fingerprint == captured("gpt2-dropout", 2).graph.fingerprint
+    fingerprints = {captured(model, 2).graph.fingerprint for model in MODELS}
+    assert len(fingerprints) == len(MODELS) - 1
+
+
+def test_a_model_of_billions_is_captured_without_memory():
+    config = GPT2Config(n_layer=12, n_embd=8192, n_head=64, n_positions=1024, use_cache=False)
+    specs = {name: InputSpec(shape=(1024,), dtype=torch.int64) for name in ("input_ids", "labels")}
+    memory = PeakMemory(torch.device("cpu"))
+    graph = specialize(export(lambda: GPT2LMHeadModel(config), specs), 4).graph
+    weights = sum(value.bytes for value in graph.parameters.values())
+    assert weights > 35e9
+    assert memory.bytes() < 1e9
+
+
+def test_batch_statistics_stay_in_place_and_nothing_else():
+    program = exported("residual").program
+    written = [
+        node.args[0].name
+        for node in program.nodes
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    ]
+    assert written == ["b_normal_num_batches_tracked"]
+    assert "aten.relu.default" in {str(node.target) for node in program.nodes}
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+
+class WritesToView(Broken):
+    def forward(self, x):
+        hidden = self.layer(x)
+        hidden[:, 0].mul_(2)
+        return hidden.sum()
+
+
+class HasNoLoss(Broken):
+    def forward(self, x):
+        return self.layer(x)
+
+
+class FixesBatch(Broken):
+    def forward(self, x):
+        return self.layer(x.reshape(2, 4)).sum()
+
+
+class LooksAtData(Broken):
+    def forward(self, x):
+        return self.layer(x).sum() if x.sum() > 0 else self.layer(-x).sum()
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (WritesToView, ["mul_", "writes in place", "test_capture.py"]),
+        (HasNoLoss, ["HasNoLoss returns no loss", "scalar"]),
+        (FixesBatch, ["FixesBatch", "batch"]),
+        (LooksAtData, ["LooksAtData cannot be captured", "test_capture.py"]),
+    ],
+)
+def test_what_cannot_be_captured_is_refused_with_the_place(model, words):
+    with pytest.raises(CaptureError) as caught:
+        export(model, {"x": InputSpec(shape=(4,), dtype=torch.float32)})
+    for word in words:
+        assert word in str(caught.value)

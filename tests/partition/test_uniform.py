@@ -1,0 +1,115 @@
+"""Uniform partition against brute force, and what a cut stage holds and exchanges."""
+
+import random
+from itertools import combinations
+
+import pytest
+
+from auto3d.capture.graph import Graph, Node, Value
+from auto3d.capture.specialize import specialize
+from auto3d.partition.stage import cut
+from auto3d.partition.uniform import TOLERANCE, PartitionError, crossing_bytes, uniform
+from auto3d.plan import PlanError, StagePlan
+from launch.recipe import load
+from launch.settings import exported_model
+from tests.models import captured
+
+
+def chain(flops: list[int], sizes: list[int]) -> Graph:
+    """Operation i reads what operation i - 1 made, ``sizes[i - 1]`` bytes."""
+    nodes = tuple(
+        Node(
+            name=f"n{i}",
+            operator="op",
+            reads=(f"n{i - 1}",) if i else ("x",),
+            state=(),
+            outputs=(Value(f"n{i}", (size,), "int8", 1, True),),
+            module="",
+            flops=cost,
+            from_inputs=False,
+        )
+        for i, (cost, size) in enumerate(zip(flops, sizes, strict=True))
+    )
+    x = Value("x", (1,), "int8", 1, True)
+    return Graph(nodes=nodes, inputs={"x": x}, parameters={}, buffers={}, loss=nodes[-1].name, micro_batch_size=1)
+
+
+def test_best_balance_then_fewest_bytes_as_by_brute_force():
+    chance = random.Random(1)
+    for _ in range(300):
+        size = chance.randint(2, 11)
+        flops = [chance.choice([0, 0, 1, 5, 20, 100]) for _ in range(size)]
+        sizes = [chance.randint(1, 50) for _ in range(size)]
+        stages = chance.randint(1, min(5, size))
+        graph = chain(flops, sizes)
+
+        possible = {}  # bounds -> (largest stage, bytes)
+        for inner in combinations(range(1, size), stages - 1):
+            bounds = [0, *inner, size]
+            parts = [sum(flops[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+            if min(parts) > 0 or (stages == 1):
+                possible[tuple(bounds)] = (max(parts), sum(sizes[i - 1] for i in inner))
+        if not possible:
+            with pytest.raises(PartitionError, match=f"{stages} stages"):
+                uniform(graph, stages)
+            continue
+        limit = int(min(largest for largest, _ in possible.values()) * (1 + TOLERANCE))
+        fewest = min(crossing for largest, crossing in possible.values() if largest <= limit)
+        found = uniform(graph, stages)
+        largest, crossing = possible[(0, *(stage.last for stage in found))]
+        assert largest <= limit
+        assert crossing == fewest
+
+
+def test_gpt2_is_cut_between_blocks():
+    """One tensor crosses each cut: masks and positions are repeated, not sent."""
+    recipe = load("tiny")
+    graph = specialize(exported_model(recipe), 2).graph
+    stages = cut(graph, uniform(graph, 4))
+    assert [len(stage.sent) for stage in stages] == [1, 1, 1, 0]
+    assert [len(stage.received) for stage in stages] == [0, 1, 1, 1]
+    assert all(transfer.value.shape == (2, 128, 128) for stage in stages for transfer in stage.sent)
+    assert [stage.inputs for stage in stages] == [("input_ids",), (), (), ("labels",)]
+    assert [stage.has_loss for stage in stages] == [False, False, False, True]
+    for stage in stages:
+        layers = {int(name.split(".")[2]) for name in stage.state if ".h." in name}
+        assert layers == {2 * stage.index, 2 * stage.index + 1}
+    tied = "transformer.wte.weight"
+    assert [tied in stage.state for stage in stages] == [True, False, False, True]
+    assert sum(stage.flops for stage in stages) == sum(node.flops for node in graph.nodes)
+
+
+def test_every_operation_runs_once_and_only_input_operations_are_repeated():
+    graph = captured("llama", 2).graph
+    stages = cut(graph, uniform(graph, 4))
+    times = {node.name: sum(node.name in stage.nodes for stage in stages) for node in graph.nodes}
+    for node in graph.nodes:
+        assert times[node.name] == 1 or (node.from_inputs and times[node.name] > 0), node.name
+    assert any(count > 1 for count in times.values())
+
+
+def test_crossing_bytes_of_a_skip():
+    graph = captured("residual", 2).graph
+    crossing = crossing_bytes(graph)
+    assert len(crossing) == len(graph.nodes) + 1
+    assert crossing[0] == crossing[-1] == 0
+    assert max(crossing) >= 2 * 2 * 16 * 4  # the skip and the path beside it: two tensors of [2, 16] floats
+
+
+@pytest.mark.parametrize("stages", [5, 8, 11])
+def test_no_stage_is_ever_empty(stages):
+    graph = captured("gpt2", 2).graph
+    for stage in cut(graph, uniform(graph, stages)):
+        assert stage.flops > 0
+
+
+def test_too_many_stages_are_refused():
+    graph = captured("residual", 2).graph
+    with pytest.raises(PartitionError, match="5 stages, but only 4 operations"):
+        uniform(graph, 5)
+
+
+def test_stages_of_another_size_are_refused():
+    graph = captured("residual", 2).graph
+    with pytest.raises(PlanError, match=f"they end at operation 3; the model has {len(graph.nodes)}"):
+        cut(graph, [StagePlan(first=0, last=3)])

@@ -1,0 +1,69 @@
+"""Batches do not depend on how they are split, and text is real text."""
+
+import numpy as np
+import pytest
+import torch
+
+from auto3d.runtime.data import Batches, DataError, DataSettings, InputField, read_corpus, standard_library
+from tests.models import FEATURES, TEXT
+
+
+@pytest.mark.parametrize("settings", [TEXT, FEATURES])
+def test_the_same_samples_however_they_are_split(settings):
+    names = tuple(settings.inputs)
+
+    def batch(micro_batch_size: int, iteration: int) -> dict[str, torch.Tensor]:
+        batches = Batches(settings, seed=4, global_batch=12, micro_batch_size=micro_batch_size)
+        parts = [batches.micro_batch(iteration, index, names) for index in range(12 // micro_batch_size)]
+        return {name: torch.cat([part[name] for part in parts]) for name in names}
+
+    whole = batch(12, 3)
+    for micro_batch_size in (1, 2, 3, 4, 6):
+        for name in names:
+            assert torch.equal(batch(micro_batch_size, 3)[name], whole[name])
+    assert not torch.equal(batch(12, 4)[names[0]], whole[names[0]])
+
+
+def test_a_subset_of_the_inputs_is_the_same_subset():
+    batches = Batches(FEATURES, seed=4, global_batch=4, micro_batch_size=4)
+    both = batches.micro_batch(0, 0, ("features", "label"))
+    assert torch.equal(batches.micro_batch(0, 0, ("label",))["label"], both["label"])
+    assert batches.micro_batch(0, 0, ()) == {}
+
+
+def test_tokens_are_consecutive_bytes_of_the_files(tmp_path):
+    text = bytes(range(200))
+    (tmp_path / "a.txt").write_bytes(text)
+    inputs = {"now": InputField(kind="tokens"), "later": InputField(kind="next-tokens")}
+    settings = DataSettings(
+        source="text", files=(str(tmp_path / "a.txt"),), sequence_length=16, vocabulary_size=256, inputs=inputs
+    )
+    batch = Batches(settings, seed=1, global_batch=64, micro_batch_size=64).micro_batch(0, 0, ("now", "later"))
+    assert torch.equal(batch["now"][:, 1:], batch["now"][:, :-1] + 1)
+    assert torch.equal(batch["later"], batch["now"] + 1)
+    assert len(set(batch["now"][:, 0].tolist())) > 20
+
+
+def test_the_default_corpus_is_python_source():
+    corpus = read_corpus((), 100)
+    assert len(corpus) > 5_000_000
+    assert b"def __init__(self" in corpus.tobytes()
+    paths = standard_library()
+    assert paths == sorted(set(paths), key=paths.index)
+    assert not any("site-packages" in path.parts or "test" in path.parts for path in paths)
+
+
+def test_data_that_is_not_there_or_too_short(tmp_path):
+    (tmp_path / "short.txt").write_text("abc")
+    with pytest.raises(DataError, match="3 bytes in 1 files; one sample needs 33"):
+        read_corpus((str(tmp_path / "short.txt"),), 33)
+    with pytest.raises(DataError, match="No such file"):
+        read_corpus((str(tmp_path / "none.txt"),), 33)
+
+
+def test_synthetic_tokens_fill_the_vocabulary():
+    settings = DataSettings(
+        source="synthetic", files=(), sequence_length=500, vocabulary_size=7, inputs={"x": InputField(kind="tokens")}
+    )
+    tokens = Batches(settings, seed=1, global_batch=4, micro_batch_size=4).micro_batch(0, 0, ("x",))["x"]
+    assert set(np.unique(tokens.numpy())) == set(range(7))

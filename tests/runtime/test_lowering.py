@@ -1,0 +1,110 @@
+"""Programs derived from schedules: every message is received once, in the sender's order, and forgotten in time."""
+
+import pytest
+
+from auto3d.capture.graph import Value
+from auto3d.partition.stage import Transfer
+from auto3d.runtime.lowering import Message, lower
+from auto3d.schedule import SCHEDULES, build_schedule
+from auto3d.schedule.check import ScheduleError
+from auto3d.schedule.operation import Kind
+from tests.schedule.test_schedules import by_hand
+
+
+def transfers(stages: int, *skips: tuple[int, int]) -> list[Transfer]:
+    pairs = [(stage, stage + 1) for stage in range(stages - 1)] + list(skips)
+    return [Transfer(value=Value(f"v{a}", (2,), "float32", 4, True), source=a, target=b) for a, b in pairs]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("stages", "skips"), [(1, ()), (2, ()), (4, ()), (5, ((0, 4), (1, 3)))])
+def test_messages_match(name, stages, skips):
+    for micro_batches in (1, 3, 8):
+        schedule = build_schedule(name, stages=stages, micro_batches=micro_batches)
+        programs = lower(schedule, transfers(stages, *skips))
+        sent = [message for program in programs for step in program.steps for message in step.sends]
+        received = [message for program in programs for step in program.steps for message in step.receives]
+        expected = 2 * micro_batches * (stages - 1 + len(skips))
+        assert len(sent) == len(set(sent)) == expected
+        assert sorted(map(str, received)) == sorted(map(str, sent))
+        for device, program in enumerate(programs):
+            assert [step.operation for step in program.steps] == list(schedule.operations[device])
+            for peer, arrivals in program.arrivals.items():
+                order = [m for step in programs[peer].steps for m in step.sends if m.target == device]
+                assert list(arrivals) == order
+
+
+def happens_before(programs) -> dict[tuple[int, int], set[tuple[int, int]]]:
+    """Brute force: for each step (device, index), all steps that must be done before it can begin."""
+    sender = {m: (d, i) for d, p in enumerate(programs) for i, step in enumerate(p.steps) for m in step.sends}
+    before: dict[tuple[int, int], set[tuple[int, int]]] = {}
+
+    def of(device: int, index: int) -> set[tuple[int, int]]:
+        if (device, index) not in before:
+            direct = [(device, index - 1)] if index else []
+            direct += [sender[message] for message in programs[device].steps[index].receives]
+            before[device, index] = set(direct).union(*(of(*step) for step in direct)) if direct else set()
+        return before[device, index]
+
+    for device, program in enumerate(programs):
+        for index in range(len(program.steps)):
+            of(device, index)
+    return before
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("skips", [(), ((0, 3),)])
+def test_a_send_is_forgotten_at_the_first_step_that_proves_its_receipt(name, skips):
+    schedule = build_schedule(name, stages=4, micro_batches=6)
+    programs = lower(schedule, transfers(4, *skips))
+    before = happens_before(programs)
+    consumer = {m: (d, i) for d, p in enumerate(programs) for i, step in enumerate(p.steps) for m in step.receives}
+    released = 0
+    for device, program in enumerate(programs):
+        for index, step in enumerate(program.steps):
+            for message in step.sends:
+                proof = next(
+                    (
+                        later
+                        for later in range(index + 1, len(program.steps))
+                        if consumer[message] in before[device, later]
+                    ),
+                    None,
+                )
+                found = next((i for i, s in enumerate(program.steps) if message in s.releases), None)
+                assert found == proof, f"{message} on device {device}"
+                released += found is not None
+    assert released > 0
+
+
+def test_one_in_flight_send_per_neighbour_is_all_that_1f1b_keeps():
+    """The memory claim: a stage in its steady state holds few sent tensors, not all of the iteration."""
+    programs = lower(build_schedule("1f1b", stages=4, micro_batches=32), transfers(4))
+    for program in programs:
+        held, most = set(), 0
+        for step in program.steps:
+            held -= set(step.releases)
+            held |= set(step.sends)
+            most = max(most, len(held))
+        assert most <= 2 * 4
+
+
+def test_only_floating_values_send_gradients_back():
+    values = [Value("hidden", (2,), "float32", 4, True), Value("index", (2,), "int64", 8, False)]
+    schedule = build_schedule("gpipe", stages=3, micro_batches=1)
+    crossing = [
+        Transfer(value=values[0], source=0, target=1),
+        Transfer(value=values[1], source=0, target=2),
+        Transfer(value=values[0], source=1, target=2),
+    ]
+    sent = {message for program in lower(schedule, crossing) for step in program.steps for message in step.sends}
+    assert Message(Kind.FORWARD, 0, 2, 0) in sent
+    assert Message(Kind.BACKWARD, 2, 0, 0) not in sent
+    assert Message(Kind.BACKWARD, 2, 1, 0) in sent
+
+
+def test_operations_that_cannot_all_run_are_refused():
+    with pytest.raises(ScheduleError, match="deadlock: device 0 at B0@0"):
+        lower(by_hand("F0@0 B0@0 F1@0 B1@0 S@0 U@0", "F0@1 F1@1 B0@1 B1@1 S@1 U@1"), transfers(2))
+    with pytest.raises(ScheduleError, match="R0@0: the runtime runs kinds"):
+        lower(by_hand("R0@0", ""), transfers(2))
