@@ -138,7 +138,7 @@ def _ending(exitcode: int | None) -> str:
 
 def _run_rank(target: Callable[[World, Report], Any], world: World, pipe: Connection, parent: int) -> None:
     """The life of one rank."""
-    _die_with_parent(parent)
+    die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends us
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
@@ -159,7 +159,7 @@ def _last_lines(error: Exception) -> str:
     return "\n".join("".join(traceback.format_exception(error)).rstrip().splitlines()[-TRACEBACK_LINES:])
 
 
-def _die_with_parent(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """Ask the kernel to kill this process when its parent ends, even by SIGKILL (Linux; prctl(2), PR_SET_PDEATHSIG)."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if os.getppid() != parent:

@@ -108,6 +108,8 @@ def _typed(file: Path, raw: DictConfig, overrides: DictConfig) -> tuple[Recipe, 
             if group not in groups():
                 raise _unknown(where, str(group), groups())
             content = layer._get_node(group)
+            if typed[group] is None and content._is_none():
+                continue  # an optional group, left out in so many words
             if group in NAMED_GROUPS and isinstance(_plain(content), str):
                 named = _named_file(where, group, _plain(content))
                 sources.named[group] = named

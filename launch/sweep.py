@@ -1,8 +1,11 @@
 """A sweep: every plan of a recipe's search space as a trial, through submitit, with progress; skips what is done."""
 
 import math
+import os
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import submitit
@@ -79,7 +82,7 @@ def run_sweep(
                 time.sleep(POLL_S)
         finally:
             for job in running.values():
-                job.cancel(check=False)
+                os.kill(int(job.job_id), signal.SIGKILL)  # submitit's controller; the trial and its ranks die with it
             while any(not job.done() for job in running.values()):
                 time.sleep(POLL_S)
 
@@ -96,7 +99,18 @@ def _submit(trial: Trial, recipe: LoadedRecipe) -> submitit.Job:
         timeout_min=math.ceil((recipe.values.launch.trial_timeout_s + JOB_MARGIN_S) / 60),
         gpus_per_node=trial.plan.ranks if recipe.values.cluster.device == "cuda" else 0,
     )
-    return executor.submit(run_trial, str(trial.recipe_file), str(trial.plan_file), str(trial.measurement_file))
+    with _interrupts_kept():
+        return executor.submit(run_trial, str(trial.recipe_file), str(trial.plan_file), str(trial.measurement_file))
+
+
+@contextmanager
+def _interrupts_kept() -> Iterator[None]:
+    """What is started inside never sees the terminal's Ctrl-C: ending trials is this process's business alone."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by what is started
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def _measurement(trial: Trial, job: submitit.Job) -> Measurement:

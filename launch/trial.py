@@ -1,5 +1,6 @@
 """One trial: run a plan for a few iterations and write down what happened. This is what submitit calls."""
 
+import os
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from auto3d.runtime.measurement import Environment, Measurement, Status
 from auto3d.runtime.training import TrainingResult, train
 from auto3d.runtime.world import World
 from launch.model import Weights
-from launch.ranks import Report, run_ranks
+from launch.ranks import Report, die_with_parent, run_ranks
 from launch.recipe import LoadedRecipe, load
 from launch.settings import data_settings, exported_model, training_settings
 from launch.store import write_whole
@@ -18,6 +19,8 @@ from launch.store import write_whole
 
 def run_trial(recipe_file: str, plan_file: str, measurement_file: str) -> None:
     """Run the trial of these two files; its measurement is written at the end, whatever the end was."""
+    if "SUBMITIT_LOCAL_JOB_ID" in os.environ:  # the pid of submitit's controller; a cancelled trial ends with it
+        die_with_parent(int(os.environ["SUBMITIT_LOCAL_JOB_ID"]))
     measurement = measure(load(recipe_file), Plan.from_json(Path(plan_file).read_bytes()))
     write_whole(Path(measurement_file), measurement.to_json())
 
