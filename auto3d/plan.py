@@ -88,8 +88,8 @@ class Plan:
         shape = [len(replicas) for replicas in self.placement]
         if shape != [self.dp] * self.pp or ranks != list(range(self.ranks)):
             raise PlanError(
-                f"placement: {[list(replicas) for replicas in self.placement]} must be pp = {self.pp} lists of dp = {self.dp} "
-                f"ranks that use each of 0 to {self.ranks - 1} once"
+                f"placement: {[list(replicas) for replicas in self.placement]} must be pp = {self.pp} lists of "
+                f"dp = {self.dp} ranks that use each of 0 to {self.ranks - 1} once"
             )
 
     def to_json(self) -> str:

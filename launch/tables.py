@@ -70,8 +70,8 @@ def caption(recipe: LoadedRecipe) -> str:
     model = values.model.architecture or values.model.factory
     text = (
         f"Measured, not predicted: {model}, global batch {values.training.global_batch}; median of "
-        f"{values.measure.iterations} iterations after {values.measure.warmup_iterations} of warm-up, spread from fastest "
-        "to slowest, peak memory of the fullest rank"
+        f"{values.measure.iterations} iterations after {values.measure.warmup_iterations} of warm-up, "
+        "spread from fastest to slowest, peak memory of the fullest rank"
     )
     if values.cluster.device == "cpu":
         text += " beyond its interpreter and libraries"

@@ -1,6 +1,7 @@
 """Export an unmodified module on the meta device: no weight is ever allocated.
 
-The exported graph has a symbolic batch size, so one export serves every micro-batch size; ``specialize`` puts the number in.
+The exported graph has a symbolic batch size, so one export serves every micro-batch size; ``specialize`` puts it
+in.
 """
 
 import operator

@@ -104,7 +104,7 @@ class Batches:
 
 
 def read_corpus(files: Sequence[str], least: int) -> np.ndarray:
-    """The bytes of ``files``, one after the other; raises DataError below ``least`` of them or if a file cannot be read."""
+    """The bytes of ``files``, one after the other; raises DataError if they are fewer than ``least``."""
     paths = [Path(file) for file in files] if files else standard_library()
     try:
         text = b"".join(path.read_bytes() for path in paths)

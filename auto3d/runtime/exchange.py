@@ -1,7 +1,8 @@
 """Point-to-point exchange between stages: receives posted ahead, sends that never block.
 
 One process group carries the messages to higher ranks and another those to lower ones, and each pair of ranks uses them
-in the sender's order. So nothing depends on tags, which NCCL lacks, and opposite directions never queue behind each other.
+in the sender's order. So nothing depends on tags, which NCCL lacks, and opposite directions never queue behind each
+other.
 """
 
 from collections import deque

@@ -1,4 +1,4 @@
-"""Gradients of one rank: flat buffers, summed over the ranks that hold the same parameters, clipped by their global norm."""
+"""Gradients of one rank: flat buffers, summed over the ranks that hold the same parameters, and their global norm."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,7 +14,7 @@ from auto3d.schedule.operation import Schedule
 
 
 def holders(plan: Plan, schedule: Schedule, stages: Sequence[Stage], parameters: Mapping) -> dict[str, tuple[int, ...]]:
-    """Parameter -> all ranks that hold a copy: the replicas of its stage or, if tied, those of every stage that uses it."""
+    """Parameter -> all ranks that hold a copy: replicas of its stage or, if tied, of every stage that uses it."""
     ranks: dict[str, set[int]] = {}
     for (stage, _), device in schedule.device_of.items():
         for name in stages[stage].state:
@@ -49,7 +49,7 @@ class GradientSync:
         self._unsynced = {ranks: set(names) for ranks, names in self._names.items() if ranks in self._groups}
 
     def start(self, stage: Stage, still_used: set[str]) -> None:
-        """Begin the sums that ``stage`` completes; ``still_used`` are parameters of this rank's stages not yet synced."""
+        """Begin the sums that ``stage`` completes; ``still_used`` is the state of this rank's stages not yet synced."""
         for ranks in sorted(self._unsynced):
             if self._unsynced[ranks].isdisjoint(stage.state) or not self._unsynced[ranks].isdisjoint(still_used):
                 continue
@@ -64,7 +64,7 @@ class GradientSync:
         self._works = []
 
     def squared_norm(self) -> torch.Tensor | float:
-        """This rank's share of the squared norm of all gradients: each parameter is counted by its first holder alone."""
+        """This rank's share of the squared norm of all gradients: a parameter is counted by its first holder alone."""
         own = [buffer for ranks, buffer in self._buffers.items() if ranks[0] == dist.get_rank()]
         return sum(torch.linalg.vector_norm(buffer, dtype=torch.float64).square() for buffer in own)
 

@@ -30,7 +30,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One operation with its messages; those in ``releases`` were sent earlier and are now known to have been consumed."""
+    """One operation with its messages; those in ``releases`` were sent earlier and are known to have been consumed."""
 
     operation: Operation
     receives: tuple[Message, ...]
@@ -128,5 +128,6 @@ def _check_runnable(schedule: Schedule) -> None:
         for operation in operations:
             if operation.kind not in RUNNABLE or operation.pipe:
                 raise ScheduleError(
-                    f"{operation}: the runtime runs kinds {', '.join(RUNNABLE)} of a single pipe; schedule {schedule.name} needs more"
+                    f"{operation}: the runtime runs kinds {', '.join(RUNNABLE)} of a single pipe; "
+                    f"schedule {schedule.name} needs more"
                 )

@@ -1,4 +1,4 @@
-"""The initial weights of one stage, equal to those that the whole model would get, without ever holding the whole model.
+"""The initial weights of one stage, equal to those that the whole model would get, without holding the whole model.
 
 The module is built for real, so its own initialisation draws the same random numbers in the same order as on one
 process; but a parameter of another stage gives its memory back as soon as the next tensor is written. Beyond its own
@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from auto3d.errors import InputError
-
 
 _C_LIBRARY = ctypes.CDLL(None)
 _TRIM_BYTES = 2**20

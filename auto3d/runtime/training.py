@@ -159,7 +159,8 @@ def train(
     """Train for ``settings.iterations`` as rank ``world.rank``; calls ``on_iteration`` after each with its seconds."""
     if world.size != plan.ranks:
         raise PlanError(
-            f"the plan needs dp × tp × pp = {plan.dp} × {plan.tp} × {plan.pp} = {plan.ranks} ranks; there are {world.size}"
+            f"the plan needs dp × tp × pp = {plan.dp} × {plan.tp} × {plan.pp} = {plan.ranks} ranks; "
+            f"there are {world.size}"
         )
     torch.set_num_threads(settings.threads_per_rank)
     device = world.device(settings.device)

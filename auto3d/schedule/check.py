@@ -51,12 +51,12 @@ def _check_sync_and_update(schedule: Schedule) -> None:
         tail = kinds[-2:]
         if tail != [Kind.SYNC, Kind.UPDATE] or kinds.count(Kind.SYNC) != 1 or kinds.count(Kind.UPDATE) != 1:
             raise ScheduleError(
-                f"stage {stage} on device {device} ends with {' '.join(tail)}; it must end with its one S and then its one U, "
-                "after its last backward"
+                f"stage {stage} on device {device} ends with {' '.join(tail)}; "
+                "it must end with its one S and then its one U, after its last backward"
             )
     for device, operations in enumerate(schedule.operations):
         kinds = [operation.kind for operation in operations]
-        if Kind.SYNC in kinds[kinds.index(Kind.UPDATE) :]:
+        if Kind.UPDATE in kinds and Kind.SYNC in kinds[kinds.index(Kind.UPDATE) :]:
             raise ScheduleError(f"device {device} updates before its last S; the norm for clipping needs all gradients")
 
 

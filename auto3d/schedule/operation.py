@@ -1,7 +1,7 @@
 """Operations, the words that a schedule is written in, and the Schedule itself.
 
-Text form: ``F3@1`` is the forward of micro-batch 3 on stage 1; ``F0+1@2:1`` a forward of two micro-batches on stage 2 of
-model replica (pipe) 1; ``S@1`` and ``U@1`` start the gradient sync and update the weights of stage 1.
+Text form: ``F3@1`` is the forward of micro-batch 3 on stage 1; ``F0+1@2:1`` a forward of two micro-batches on stage 2
+of model replica (pipe) 1; ``S@1`` and ``U@1`` start the gradient sync and update the weights of stage 1.
 """
 
 import re

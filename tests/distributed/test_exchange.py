@@ -1,4 +1,4 @@
-"""Messages between ranks: they may be consumed in another order than they were sent, and every wait ends and says why."""
+"""Messages between ranks: they may be used in another order than they were sent, and every wait ends and says why."""
 
 import os
 import signal

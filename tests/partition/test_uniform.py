@@ -1,7 +1,7 @@
 """Uniform partition against brute force, and what a cut stage holds and exchanges."""
 
 import random
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 
@@ -46,7 +46,7 @@ def test_best_balance_then_fewest_bytes_as_by_brute_force():
         possible = {}  # bounds -> (largest stage, bytes)
         for inner in combinations(range(1, size), stages - 1):
             bounds = [0, *inner, size]
-            parts = [sum(flops[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+            parts = [sum(flops[a:b]) for a, b in pairwise(bounds)]
             if min(parts) > 0 or (stages == 1):
                 possible[tuple(bounds)] = (max(parts), sum(sizes[i - 1] for i in inner))
         if not possible:
