@@ -16,10 +16,15 @@ def joined_world(environment: Mapping[str, str] = os.environ) -> World | None:
     """This process's place among the ranks that a launcher started, or None if it was started alone."""
     if {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
         return _world(environment, rank="RANK", size="WORLD_SIZE", local_rank="LOCAL_RANK")
-    # Only srun sets a step id other than that of the batch script; a batch script has SLURM_PROCID too.
-    if "SLURM_STEP_ID" in environment and int(environment.get("SLURM_NTASKS", "1")) > 1:
-        return _world(environment, rank="SLURM_PROCID", size="SLURM_NTASKS", local_rank="SLURM_LOCALID")
-    if "OMPI_COMM_WORLD_RANK" in environment or "PMI_RANK" in environment:
+    # mpirun before SLURM: in an allocation it starts its helpers by srun, and the ranks inherit their step's variables.
+    # PMI_RANK does not tell them apart, for `srun --mpi=pmi2` sets it too; only mpirun sets these two.
+    if "OMPI_COMM_WORLD_RANK" in environment or "MPI_LOCALRANKID" in environment:
+        return _mpi_world()
+    # SLURM_PROCID, SLURM_NTASKS and even SLURM_STEP_ID are also set where no rank was started: in a batch script, in
+    # salloc's shell (a step of one task) and, inherited, in what sbatch starts from there. Ranks are a step of several.
+    if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        return _world(environment, rank="SLURM_PROCID", size="SLURM_STEP_NUM_TASKS", local_rank="SLURM_LOCALID")
+    if "PMI_RANK" in environment and "SLURM_STEP_ID" not in environment:
         return _mpi_world()
     return None
 

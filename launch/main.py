@@ -34,7 +34,7 @@ def main() -> None:
     except click.ClickException as error:
         code = _complain(error.format_message(), BAD_INPUT)
     except (KeyboardInterrupt, click.Abort):
-        code = _complain("interrupted; what was finished is kept", INTERRUPTED)
+        code = _complain("interrupted", INTERRUPTED)
     except BrokenPipeError:  # the reader of our output is gone, as in `auto3d keys | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
@@ -88,8 +88,11 @@ def sweep(recipe: str, overrides: tuple[str, ...], retry: bool) -> int:
     from launch.progress import sweep_progress
     from launch.sweep import run_sweep
 
-    with sweep_progress(err) as (on_start, on_end):
-        run_sweep(loaded, retry=retry, on_start=on_start, on_end=on_end)
+    try:
+        with sweep_progress(err) as (on_start, on_end):
+            run_sweep(loaded, retry=retry, on_start=on_start, on_end=on_end)
+    except KeyboardInterrupt:
+        return _complain("interrupted; finished trials are kept, and the same command runs the rest", INTERRUPTED)
     files = tables.write(loaded)
     print(f"{tables.terminal(loaded)}\n\nwritten: {', '.join(map(str, files))}")
     if tables.best(loaded) is None:

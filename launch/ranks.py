@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -48,21 +49,24 @@ def run_ranks(
     target: Callable[[World, Report], Any],
     *,
     timeout_s: float | None,
+    folder: Path | None = None,
     on_report: Callable[[Any], None] = lambda report: None,
 ) -> Outcome:
     """Run ``target(world, report)`` as ``size`` processes; what rank 0 reports goes to ``on_report``.
 
     Returns when all have ended, or one has failed, or after ``timeout_s`` if given; no process is left then, whatever
-    happens.
+    happens. They meet by a file in ``folder``, which must be private, or in a temporary one.
     """
     context = multiprocessing.get_context("fork")
     processes: list[multiprocessing.Process] = []
     pipes: dict[Connection, int] = {}
-    with tempfile.TemporaryDirectory(prefix="auto3d-") as folder:  # private to this user
+    with tempfile.TemporaryDirectory(prefix="auto3d-", dir=folder) as meeting_folder:
         try:
             for rank in range(size):
                 here, there = context.Pipe(duplex=False)
-                world = World(rank=rank, size=size, local_rank=rank, meeting_point=f"file://{folder}/meeting-point")
+                world = World(
+                    rank=rank, size=size, local_rank=rank, meeting_point=f"file://{meeting_folder}/meeting-point"
+                )
                 process = context.Process(
                     target=_run_rank, args=(target, world, there, os.getpid()), name=f"rank {rank}"
                 )

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -54,8 +55,8 @@ class Trial:
 
     def prepare(self, recipe: LoadedRecipe) -> None:
         """Write what the trial's process needs: the plan and the whole recipe."""
+        shutil.rmtree(self.folder, ignore_errors=True)  # of an earlier try
         private_folder(self.folder)
-        self.measurement_file.unlink(missing_ok=True)  # of an earlier try
         write_whole(self.plan_file, self.plan.to_json())
         save(recipe.values, self.recipe_file)
 

@@ -13,6 +13,7 @@ from auto3d.plan import Plan, PlanError
 from auto3d.runtime.executor import IterationResult
 from auto3d.runtime.measurement import Status
 from auto3d.runtime.training import TrainingResult, stages_of, train
+from auto3d.runtime.waiting import PeerLostError
 from auto3d.runtime.world import World
 from auto3d.search.space import make_plan
 from launch.join import joined_world
@@ -34,6 +35,7 @@ def run_training(
         raise recipe.error(
             "plan", "the recipe has none; give --plan FILE, or plan.dp=… plan.pp=… plan.micro_batch_size=…"
         )
+    _check_processes(recipe, world, given.ranks if given else values.plan.dp * values.plan.tp * values.plan.pp)
     size = given.micro_batch_size if given else values.plan.micro_batch_size
     captured = specialize(exported_model(recipe), size)
     plan = given or make_plan(
@@ -58,11 +60,14 @@ def run_training(
         return train(captured, plan, settings, data, world, state=state, on_iteration=on_iteration)
 
     if world is not None:
-        result = _run_joined(world, run, console, settings.iterations)
+        try:
+            result = _run_joined(world, run, console, settings.iterations)
+        except (PeerLostError, TimeoutError) as error:  # another rank ended or hangs; its own output tells why
+            console.print(f"auto3d: {error}", markup=False, soft_wrap=True)
+            return 1
         if world.rank == 0:
             on_result(_record(result, plan, values.measure.warmup_iterations))
         return 0
-    check_devices(recipe, plan.ranks)
     with training_progress(console, settings.iterations) as on_report:
         outcome = run_ranks(plan.ranks, run, timeout_s=None, on_report=on_report)
     if outcome.status is not Status.OK:
@@ -70,6 +75,20 @@ def run_training(
         return 1
     on_result(_record(outcome.result, plan, values.measure.warmup_iterations))
     return 0
+
+
+def _check_processes(recipe: LoadedRecipe, world: World | None, needed: int) -> None:
+    """Raise RecipeError, before the model is captured, if there are not the processes and devices that a plan needs."""
+    if world is None:
+        nodes = recipe.values.cluster.nodes
+        if nodes > 1:
+            problem = f"found {nodes}; on several machines, start `auto3d train` with srun, torchrun or mpirun on each"
+            raise recipe.error("cluster.nodes", problem)
+        check_devices(recipe, needed)
+        return
+    if world.size != needed:
+        raise recipe.error("plan", f"it needs dp × tp × pp = {needed} ranks; the launcher started {world.size}")
+    check_devices(recipe, world.local_rank + 1)
 
 
 def _run_joined(

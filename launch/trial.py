@@ -21,12 +21,13 @@ def run_trial(recipe_file: str, plan_file: str, measurement_file: str) -> None:
     """Run the trial of these two files; its measurement is written at the end, whatever the end was."""
     if "SUBMITIT_LOCAL_JOB_ID" in os.environ:  # the pid of submitit's controller; a cancelled trial ends with it
         die_with_parent(int(os.environ["SUBMITIT_LOCAL_JOB_ID"]))
-    measurement = measure(load(recipe_file), Plan.from_json(Path(plan_file).read_bytes()))
+    folder = Path(measurement_file).resolve().parent
+    measurement = measure(load(recipe_file), Plan.from_json(Path(plan_file).read_bytes()), folder)
     write_whole(Path(measurement_file), measurement.to_json())
 
 
-def measure(recipe: LoadedRecipe, plan: Plan) -> Measurement:
-    """Train under ``plan`` on this machine for the recipe's warm-up and measured iterations."""
+def measure(recipe: LoadedRecipe, plan: Plan, folder: Path) -> Measurement:
+    """Train under ``plan`` on this machine for the recipe's warm-up and measured iterations; ``folder`` is private."""
     values = recipe.values
     warmup = values.measure.warmup_iterations
     settings = training_settings(values, iterations=warmup + values.measure.iterations)
@@ -46,7 +47,7 @@ def measure(recipe: LoadedRecipe, plan: Plan) -> Measurement:
         result = train(captured, plan, settings, data, world, state=state)
         return result, Environment.here(settings.device)
 
-    outcome = run_ranks(plan.ranks, run, timeout_s=values.launch.trial_timeout_s)
+    outcome = run_ranks(plan.ranks, run, timeout_s=values.launch.trial_timeout_s, folder=folder)
     if outcome.status is not Status.OK:
         return Measurement(status=outcome.status, error=outcome.error, finished=_now(), **facts)
     result, environment = outcome.result

@@ -59,6 +59,7 @@ class Exchange:
         self._sent: dict[Message, _Posted] = {}
         self._posted: dict[int, deque[_Posted]] = {}
         self._to_post: dict[int, deque[Message]] = {}
+        self._connect()
 
     def values(self, message: Message) -> list[str]:
         """Names of the values that ``message`` carries, activations or gradients of them, in order."""
@@ -105,6 +106,29 @@ class Exchange:
     def end_iteration(self) -> None:
         for message in list(self._sent):
             self.release(message)
+
+    def _connect(self) -> None:
+        """Send one element to, and receive one from, each rank that this one exchanges with.
+
+        NCCL makes a connection at the first use of a pair, and blocks until the other side does too: so all ranks go
+        through their pairs in one order, before any receive is posted ahead of its send.
+        """
+        own = dist.get_rank()
+        sends = {self._rank_of[self._device_of[m.target]] for step in self._program.steps for m in step.sends}
+        pairs = {(own, peer) for peer in sends} | {(self._rank_of[peer], own) for peer in self._program.arrivals}
+        for source, target in sorted(pairs, key=lambda pair: (min(pair), max(pair), pair)):
+            if source == target:
+                continue
+            element = torch.zeros(1, device=self._device)
+            group = self._group(source, target)
+            what = f"a connection from rank {source} to rank {target}"
+            with waiting_for(what, self._timeout_s):
+                work = (
+                    dist.isend(element, target, group=group)
+                    if source == own
+                    else dist.irecv(element, source, group=group)
+                )
+            wait(work, timeout_s=self._timeout_s, what=what)
 
     def _post(self, peer: int) -> None:
         while len(self._posted[peer]) < POSTED_AHEAD and self._to_post[peer]:

@@ -25,7 +25,7 @@ def waiting_for(what: str, timeout_s: float) -> Iterator[None]:
     except RuntimeError as error:
         if monotonic() - start >= timeout_s * 0.99:
             raise WaitTimeoutError(f"rank {dist.get_rank()} waited {timeout_s:g} s for {what}") from error
-        cause = str(error).splitlines()[0]
+        cause = str(error).splitlines()[0].split(". ")[0]
         raise PeerLostError(
             f"rank {dist.get_rank()} was waiting for {what} when the connection broke ({cause})"
         ) from error

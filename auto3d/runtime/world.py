@@ -39,8 +39,8 @@ def join(world: World, *, device: torch.device, timeout_s: float) -> None:
         )
     except dist.DistError as error:
         raise TimeoutError(
-            f"rank {world.rank} of {world.size} on {socket.gethostname()}: not all ranks met at {world.meeting_point} "
-            f"within {timeout_s:g} s ({str(error).splitlines()[0]})"
+            f"rank {world.rank} of {world.size} on {socket.gethostname()}: the ranks did not meet at "
+            f"{world.meeting_point}, for which they have {timeout_s:g} s ({str(error).splitlines()[0]})"
         ) from error
 
 

@@ -10,10 +10,10 @@ import torch
 from auto3d.capture.graph import Value
 from auto3d.partition.stage import Transfer
 from auto3d.runtime.exchange import Exchange
-from auto3d.runtime.lowering import Message, Program
+from auto3d.runtime.lowering import Message, Program, Step
 from auto3d.runtime.waiting import PeerLostError, WaitTimeoutError
 from auto3d.runtime.world import join, leave
-from auto3d.schedule.operation import Kind
+from auto3d.schedule.operation import Kind, Operation
 
 TRANSFERS = [
     Transfer(value=Value("hidden", (4, 8), "float32", 4, True), source=0, target=1),
@@ -24,7 +24,8 @@ MESSAGES = tuple(Message(Kind.FORWARD, 0, 1, micro_batch) for micro_batch in ran
 
 def make_exchange(world, timeout_s: float) -> Exchange:
     join(world, device=torch.device("cpu"), timeout_s=timeout_s)
-    program = Program(steps=(), arrivals={0: MESSAGES} if world.rank == 1 else {})
+    sends = (Step(Operation(Kind.FORWARD, 0, (0,)), (), MESSAGES, ()),)
+    program = Program(steps=(), arrivals={0: MESSAGES}) if world.rank == 1 else Program(steps=sends, arrivals={})
     exchange = Exchange(
         program, TRANSFERS, rank_of=[0, 1], device_of={0: 0, 1: 1}, device=torch.device("cpu"), timeout_s=timeout_s
     )

@@ -69,7 +69,7 @@ def test_training_is_the_same_however_its_processes_are_started(folder):
     assert by_mpirun["grad_norm"] == own["grad_norm"]
 
     too_few = run(folder, str(BIN / "mpirun"), "-n", "3", *AUTO3D, *arguments, code=2)
-    assert "needs dp × tp × pp = 2 × 1 × 2 = 4 ranks; there are 3" in too_few.stderr
+    assert "plan: it needs dp × tp × pp = 4 ranks; the launcher started 3" in too_few.stderr
 
 
 def test_the_plan_can_come_from_a_file_or_by_hand(folder):
@@ -275,7 +275,7 @@ def test_an_interrupted_sweep_leaves_no_process_and_resumes(folder, how):
         sweep.terminate()
     output, _ = sweep.communicate(timeout=30)
     assert sweep.returncode == 130, output
-    assert output.rstrip().endswith("auto3d: interrupted; what was finished is kept")
+    assert output.rstrip().endswith("the same command runs the rest")
     assert "Traceback" not in output
     wait_until(lambda: gone(everything), "all processes to be gone", timeout_s=10)
     resumed = run(folder, *AUTO3D, "sweep", "small.yaml", *SPACE, "measure.iterations=60", "search.dp=[1]")

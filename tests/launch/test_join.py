@@ -5,7 +5,7 @@ import pytest
 from launch.join import JoinError, joined_world
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
-SRUN = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}
+SRUN = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0"}
 MEET = {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
 
 
@@ -30,4 +30,17 @@ def test_srun_without_a_place_to_meet_is_refused():
     ids=["nothing", "batch script", "stray variable", "srun of one task"],
 )
 def test_a_process_started_alone(environment):
+    assert joined_world(environment) is None
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {**SRUN, "SLURM_STEP_ID": "4294967290", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1"},
+        {**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "2"},
+        {**SRUN, "SLURM_STEP_NUM_TASKS": "1", "PMI_RANK": "0", "PMI_SIZE": "1"},
+    ],
+    ids=["shell of salloc", "batch script submitted from that shell", "srun --mpi=pmi2 of one task"],
+)
+def test_slurm_variables_without_ranks(environment):
     assert joined_world(environment) is None
