@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from launch.recipe import LoadedRecipe
+from launch.recipe import RECIPES, LoadedRecipe
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are built from their configuration; nothing is ever downloaded
 
@@ -91,13 +91,14 @@ def _factory(recipe: LoadedRecipe) -> Callable[[], nn.Module]:
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
         raise recipe.error("model.factory", f"found {name!r}; it takes package.module:function")
-    sys.path.insert(0, os.getcwd())  # as `python` does: a user's own package lies beside the recipe
+    folders = [os.getcwd(), str(RECIPES.parent)]  # a user's own package lies beside the recipe, the examples in recipes/
+    sys.path[:0] = folders
     try:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
         raise recipe.error("model.factory", f"found {name!r}, which cannot be imported: {error}") from None
     finally:
-        sys.path.remove(os.getcwd())
+        del sys.path[: len(folders)]
 
     def build() -> nn.Module:
         module = function(**recipe.values.model.arguments)
