@@ -91,7 +91,10 @@ def _factory(recipe: LoadedRecipe) -> Callable[[], nn.Module]:
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
         raise recipe.error("model.factory", f"found {name!r}; it takes package.module:function")
-    folders = [os.getcwd(), str(RECIPES.parent)]  # a user's own package lies beside the recipe, the examples in recipes/
+    folders = [
+        os.getcwd(),
+        str(RECIPES.parent),
+    ]  # a user's own package lies beside the recipe, the examples in recipes/
     sys.path[:0] = folders
     try:
         function = getattr(importlib.import_module(module_name), function_name)

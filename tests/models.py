@@ -53,7 +53,7 @@ def vit() -> ViTForImageClassification:
 
 
 class Residual(nn.Module):
-    """Not a language model: a shared input, a shared layer, batch statistics, a skip over many operations."""
+    """Not a language model: shared input and layer, batch statistics, a long skip, a frozen and a float64 parameter."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -62,12 +62,15 @@ class Residual(nn.Module):
         self.normal = nn.BatchNorm1d(width)
         self.activation = nn.ReLU(inplace=True)
         self.head = nn.Linear(width, 4)
+        self.head.bias.requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
 
     def forward(self, features: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         hidden = self.shared(self.activation(self.first(features)))
         skip = hidden
         hidden = self.shared(self.activation(self.normal(hidden)))
-        return nn.functional.cross_entropy(self.head(hidden + skip + features), label)
+        hidden = (hidden + skip + features) * self.scale.float()
+        return nn.functional.cross_entropy(self.head(hidden), label)
 
 
 TEXT = DataSettings(

@@ -39,6 +39,7 @@ class ExportedModel:
     program: fx.Graph
     submodules: Mapping[str, fx.GraphModule]  # bodies that higher-order operators of ``program`` call
     parameters: Mapping[str, str]  # placeholder -> first name of the parameter: tied ones share it
+    frozen: frozenset[str]  # names of parameters that do not require a gradient
     buffers: Mapping[str, str]  # placeholder -> name
     constants: Mapping[str, torch.Tensor]  # placeholder -> value
     inputs: Mapping[str, InputSpec]
@@ -89,6 +90,7 @@ def export(build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec]) -> E
             node.target: exported.graph_module.get_submodule(node.target) for node in program.find_nodes(op="get_attr")
         },
         parameters={placeholder: canonical[name] for placeholder, name in signature.inputs_to_parameters.items()},
+        frozen=frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad),
         buffers=dict(signature.inputs_to_buffers),
         constants={
             placeholder: exported.constants[name]

@@ -1,6 +1,6 @@
 """Gradients of one rank: flat buffers, summed over the ranks that hold the same parameters, and their global norm."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,9 @@ from auto3d.runtime.world import new_group
 from auto3d.schedule.operation import Schedule
 
 
-def holders(plan: Plan, schedule: Schedule, stages: Sequence[Stage], parameters: Mapping) -> dict[str, tuple[int, ...]]:
+def holders(
+    plan: Plan, schedule: Schedule, stages: Sequence[Stage], parameters: Collection[str]
+) -> dict[str, tuple[int, ...]]:
     """Parameter -> all ranks that hold a copy: replicas of its stage or, if tied, of every stage that uses it."""
     ranks: dict[str, set[int]] = {}
     for (stage, _), device in schedule.device_of.items():
@@ -23,11 +25,14 @@ def holders(plan: Plan, schedule: Schedule, stages: Sequence[Stage], parameters:
     return {name: tuple(sorted(members)) for name, members in ranks.items()}
 
 
+_Share = tuple[tuple[int, ...], str]  # holders and type of the parameters that share a buffer
+
+
 class GradientSync:
     """Sums gradients over their holders.
 
-    Parameters with the same holders share one flat buffer, of which their ``.grad`` are views: one all-reduce each, and
-    no copy. Every rank must construct it with the same ``holders``, for the process groups are made here.
+    Parameters of one type with the same holders share one flat buffer, of which their ``.grad`` are views: one
+    all-reduce, and no copy. Every rank must construct it with the same ``holders``, for process groups are made here.
     """
 
     def __init__(
@@ -35,27 +40,28 @@ class GradientSync:
     ) -> None:
         self._timeout_s = timeout_s
         self._groups = {ranks: new_group(ranks, timeout_s) for ranks in sorted(set(holders.values())) if len(ranks) > 1}
-        self._names: dict[tuple[int, ...], list[str]] = {}
-        for name in parameters:
-            self._names.setdefault(holders[name], []).append(name)
+        self._names: dict[_Share, list[str]] = {}
+        for name, parameter in parameters.items():
+            self._names.setdefault((holders[name], str(parameter.dtype)), []).append(name)
         self._buffers = {
-            ranks: _flat_gradients([parameters[name] for name in names]) for ranks, names in self._names.items()
+            share: _flat_gradients([parameters[name] for name in names]) for share, names in self._names.items()
         }
         self._works: list[tuple[dist.Work, tuple[int, ...]]] = []
 
     def start_iteration(self) -> None:
         for buffer in self._buffers.values():
             buffer.zero_()
-        self._unsynced = {ranks: set(names) for ranks, names in self._names.items() if ranks in self._groups}
+        self._unsynced = {share: set(names) for share, names in self._names.items() if share[0] in self._groups}
 
     def start(self, stage: Stage, still_used: set[str]) -> None:
         """Begin the sums that ``stage`` completes; ``still_used`` is the state of this rank's stages not yet synced."""
-        for ranks in sorted(self._unsynced):
-            if self._unsynced[ranks].isdisjoint(stage.state) or not self._unsynced[ranks].isdisjoint(still_used):
+        for share in sorted(self._unsynced):
+            if self._unsynced[share].isdisjoint(stage.state) or not self._unsynced[share].isdisjoint(still_used):
                 continue
-            del self._unsynced[ranks]
+            del self._unsynced[share]
+            ranks, _ = share
             with waiting_for(_all_reduce_of(ranks), self._timeout_s):
-                work = dist.all_reduce(self._buffers[ranks], group=self._groups[ranks], async_op=True)
+                work = dist.all_reduce(self._buffers[share], group=self._groups[ranks], async_op=True)
             self._works.append((work, ranks))
 
     def wait(self) -> None:
@@ -65,7 +71,7 @@ class GradientSync:
 
     def squared_norm(self) -> torch.Tensor | float:
         """This rank's share of the squared norm of all gradients: a parameter is counted by its first holder alone."""
-        own = [buffer for ranks, buffer in self._buffers.items() if ranks[0] == dist.get_rank()]
+        own = [buffer for (ranks, _), buffer in self._buffers.items() if ranks[0] == dist.get_rank()]
         return sum(torch.linalg.vector_norm(buffer, dtype=torch.float64).square() for buffer in own)
 
     def scale(self, factor: float) -> None:

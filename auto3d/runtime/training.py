@@ -103,7 +103,12 @@ def build_rank(
         name: tensor.to(device)
         for name, tensor in materialize(captured.exported.build, names, seed=plan.seed, state=state).items()
     }
-    parameters = {name: nn.Parameter(tensor) for name, tensor in made.items() if name in captured.graph.parameters}
+    trained = captured.graph.parameters.keys() - captured.exported.frozen
+    parameters = {
+        name: nn.Parameter(tensor, requires_grad=name in trained)
+        for name, tensor in made.items()
+        if name in captured.graph.parameters
+    }
     buffers = {name: tensor for name, tensor in made.items() if name not in parameters}
     tensors = {**{name: value.to(device) for name, value in constants.items()}, **buffers, **parameters}
     modules = {
@@ -127,13 +132,12 @@ def build_rank(
         device=device,
         timeout_s=settings.timeout_s,
     )
-    sync = GradientSync(
-        parameters, holders(plan, schedule, stages, captured.graph.parameters), timeout_s=settings.timeout_s
-    )
+    own_trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    sync = GradientSync(own_trained, holders(plan, schedule, stages, trained), timeout_s=settings.timeout_s)
     executor = Executor(
         program,
         modules,
-        _optimizers(own, parameters, settings),
+        _optimizers(own, own_trained, settings),
         exchange=exchange,
         sync=sync,
         batches=Batches(data, seed=plan.seed, global_batch=plan.global_batch, micro_batch_size=plan.micro_batch_size),

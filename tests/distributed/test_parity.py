@@ -69,7 +69,7 @@ def run_rank(world, model: str, plan: Plan, optimizer: OptimizerSettings, schedu
         history = []
         for iteration in range(ITERATIONS):
             result = rank.executor.run_iteration(iteration)
-            gradients = {name: p.grad.numpy().copy() for name, p in rank.parameters.items()}
+            gradients = {name: p.grad.numpy().copy() for name, p in rank.parameters.items() if p.requires_grad}
             parameters = {name: p.detach().numpy().copy() for name, p in rank.parameters.items()}
             buffers = {name: b.numpy().copy() for name, b in rank.buffers.items()}
             history.append({"result": result, "gradients": gradients, "parameters": parameters, "buffers": buffers})
@@ -107,7 +107,7 @@ def plain_pytorch(
             {
                 "loss": total,
                 "norm": norm,
-                "gradients": {name: p.grad.numpy().copy() for name, p in module.named_parameters()},
+                "gradients": {n: p.grad.numpy().copy() for n, p in module.named_parameters() if p.requires_grad},
                 "parameters": {name: p.detach().numpy().copy() for name, p in module.named_parameters()},
             }
         )
@@ -131,9 +131,10 @@ def assert_parity(ranks: list[dict], reference: list[dict], *, tensors: bool = T
             assert expected["norm"] > CLIP_NORM, "this case does not clip"
             for name in got["gradients"] if tensors else ():
                 assert_close(got["gradients"][name], expected["gradients"][name], f"gradient of {name}, {where}")
+            for name in got["parameters"] if tensors else ():
                 assert_close(got["parameters"][name], expected["parameters"][name], f"{name}, {where}")
-            seen.update(got["gradients"])
-        assert seen == set(expected["gradients"]), "together, the ranks hold every parameter"
+            seen.update(got["parameters"])
+        assert seen == set(expected["parameters"]), "together, the ranks hold every parameter"
 
 
 DEGREES = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)]
