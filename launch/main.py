@@ -67,15 +67,16 @@ def _recipe_command(function: Callable) -> Callable:
 def plan(recipe: str, overrides: tuple[str, ...], as_json: bool) -> int:
     """Print the candidates of RECIPE's search space, and why some were pruned. Trains nothing."""
     loaded = load(recipe, overrides)
-    from launch.sweep import find_candidates
+    from launch.sweep import find_candidates, runnable
 
     found = find_candidates(loaded)
     if as_json:
         print(json.dumps([asdict(candidate) for candidate in found]))
+        runnable(loaded, found)
         return 0
     headings = ["dp", "tp", "pp", "micro-\nbatch", "schedule", "pruned because"]
     print(tabulate([(c.dp, c.tp, c.pp, c.micro_batch_size, c.schedule, c.reason) for c in found], headings))
-    print(f"\n{len(found)} candidates, {sum(c.plan is not None for c in found)} to run")
+    print(f"\n{len(found)} candidates, {len(runnable(loaded, found))} to run")
     return 0
 
 

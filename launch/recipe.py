@@ -166,10 +166,10 @@ class _Sources:
         self.named: dict[str, Path] = {}
         self._overrides = overrides
 
-    def of(self, *full_keys: str) -> Path | str:
-        if any(OmegaConf.select(self._overrides, full_key) is not None for full_key in full_keys):
+    def of(self, full_key: str) -> Path | str:
+        if OmegaConf.select(self._overrides, full_key) is not None:
             return COMMAND_LINE
-        return self.named.get(full_keys[0].split(".")[0], self.file)
+        return self.named.get(full_key.split(".")[0], self.file)
 
 
 # Checking
@@ -220,31 +220,34 @@ def _check_together(recipe: Recipe, sources: _Sources) -> None:
     if model.weights is not None and not Path(model.weights).is_file():
         problem = f"found {model.weights!r}; there is no such file"
         raise RecipeError(sources.of("model.weights"), "model.weights", problem)
-    if recipe.plan is not None:
-        _check_plan(recipe, recipe.plan, sources)
 
 
-def _check_plan(recipe: Recipe, plan: PlanRecipe, sources: _Sources) -> None:
+def plan_of(recipe: LoadedRecipe) -> PlanRecipe:
+    """The recipe's own plan; raises RecipeError if it has none, or one that does not fit its batch or its cluster.
+
+    Only training asks for it: a sweep makes its own plans.
+    """
+    plan, cluster = recipe.values.plan, recipe.values.cluster
+    if plan is None:
+        problem = "the recipe has none; give --plan FILE, or plan.dp=… plan.pp=… plan.micro_batch_size=…"
+        raise recipe.error("plan", problem)
     if plan.tp != 1:
-        problem = f"found {plan.tp}; this build does not run tensor parallelism: it takes 1"
-        raise RecipeError(sources.of("plan.tp"), "plan.tp", problem)
-    nodes, per_node = recipe.cluster.nodes, recipe.cluster.devices_per_node
-    ranks = plan.dp * plan.tp * plan.pp
-    if ranks > nodes * per_node:
-        raise RecipeError(
-            sources.of("plan.dp", "plan.tp", "plan.pp"),
-            "plan",
+        raise recipe.error("plan.tp", f"found {plan.tp}; this build does not run tensor parallelism: it takes 1")
+    ranks, devices = plan.dp * plan.tp * plan.pp, cluster.nodes * cluster.devices_per_node
+    if ranks > devices:
+        problem = (
             f"dp × tp × pp = {plan.dp} × {plan.tp} × {plan.pp} needs {ranks} devices; "
-            f"the cluster has {nodes} × {per_node} = {nodes * per_node}",
+            f"the cluster has {cluster.nodes} × {cluster.devices_per_node} = {devices}"
         )
+        raise recipe.error("plan", problem)
     try:
         check_degrees(
             dp=plan.dp,
             tp=plan.tp,
             pp=plan.pp,
-            global_batch=recipe.training.global_batch,
+            global_batch=recipe.values.training.global_batch,
             micro_batch_size=plan.micro_batch_size,
         )
     except PlanError as error:
-        where = sources.of("training.global_batch", "plan.micro_batch_size", "plan.dp")
-        raise RecipeError(where, "training", str(error)) from None
+        raise recipe.error("plan", str(error)) from None
+    return plan

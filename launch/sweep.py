@@ -4,13 +4,15 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import submitit
 
 from auto3d.capture.specialize import specialize
+from auto3d.plan import Plan
 from auto3d.runtime.measurement import Measurement, Status
 from auto3d.search.space import Candidate, candidates
 from launch.ranks import check_devices
@@ -50,6 +52,16 @@ def find_candidates(recipe: LoadedRecipe) -> list[Candidate]:
     )
 
 
+def runnable(recipe: LoadedRecipe, found: Sequence[Candidate]) -> list[Plan]:
+    """The plans of the candidates that have one; raises RecipeError, with the commonest reason, if none has."""
+    plans = [candidate.plan for candidate in found if candidate.plan is not None]
+    if not plans:
+        reason, times = Counter(candidate.reason for candidate in found).most_common(1)[0]
+        problem = f"none of its {len(found)} candidates can run; {times} of them because {reason}"
+        raise recipe.error("search", problem)
+    return plans
+
+
 def run_sweep(
     recipe: LoadedRecipe, *, retry: bool, on_start: Callable[[Trial], None], on_end: Callable[[Ended], None]
 ) -> None:
@@ -60,9 +72,7 @@ def run_sweep(
     values = recipe.values
     if values.cluster.nodes > 1:
         raise recipe.error("cluster.nodes", f"found {values.cluster.nodes}; a sweep runs on one machine: it takes 1")
-    plans = [candidate.plan for candidate in find_candidates(recipe) if candidate.plan is not None]
-    if not plans:
-        raise recipe.error("search", "no plan of this space can run; `auto3d plan` tells why")
+    plans = runnable(recipe, find_candidates(recipe))
     trials = [trial_of(recipe, plan) for plan in plans[: values.search.max_trials]]
     check_devices(recipe, max(trial.plan.ranks for trial in trials))
     with exclusive(recipe):

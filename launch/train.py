@@ -20,7 +20,7 @@ from launch.join import joined_world
 from launch.model import Weights
 from launch.progress import training_progress
 from launch.ranks import Report, check_devices, run_ranks
-from launch.recipe import LoadedRecipe
+from launch.recipe import LoadedRecipe, plan_of
 from launch.settings import data_settings, exported_model, training_settings
 
 
@@ -31,20 +31,16 @@ def run_training(
     values = recipe.values
     world = joined_world()
     given = _read_plan(recipe, plan_file) if plan_file else None
-    if given is None and values.plan is None:
-        raise recipe.error(
-            "plan", "the recipe has none; give --plan FILE, or plan.dp=… plan.pp=… plan.micro_batch_size=…"
-        )
-    _check_processes(recipe, world, given.ranks if given else values.plan.dp * values.plan.tp * values.plan.pp)
-    size = given.micro_batch_size if given else values.plan.micro_batch_size
-    captured = specialize(exported_model(recipe), size)
+    wanted = given or plan_of(recipe)
+    _check_processes(recipe, world, wanted.dp * wanted.tp * wanted.pp)
+    captured = specialize(exported_model(recipe), wanted.micro_batch_size)
     plan = given or make_plan(
         captured,
-        dp=values.plan.dp,
-        tp=values.plan.tp,
-        pp=values.plan.pp,
+        dp=wanted.dp,
+        tp=wanted.tp,
+        pp=wanted.pp,
         global_batch=values.training.global_batch,
-        schedule=values.plan.schedule,
+        schedule=wanted.schedule,
         seed=values.training.seed,
     )
     stages_of(captured, plan)  # refuses a plan of another model before any process starts

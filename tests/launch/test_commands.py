@@ -308,4 +308,11 @@ def test_plan_tells_why_candidates_are_pruned(folder):
 
 def test_a_space_without_a_plan_is_refused(folder):
     refused = run(folder, *AUTO3D, "sweep", "small.yaml", "search.micro_batch_size=[3]", code=2)
-    assert "no plan of this space can run" in refused.stderr
+    assert "search: none of its 18 candidates can run" in refused.stderr
+    assert "because" in refused.stderr
+    wide = run(folder, *AUTO3D, "plan", "small.yaml", "training.global_batch=7", "search.dp=[2,4]", "search.pp=[1]",
+               "search.micro_batch_size=[2]", "search.allow_idle_devices=true", code=2)  # fmt: skip
+    assert "multiple of" in wide.stderr
+    fine = run(folder, *AUTO3D, "plan", "small.yaml", "training.global_batch=9", "search.micro_batch_size=[3]",
+               "search.allow_idle_devices=true")  # fmt: skip
+    assert "to run" in fine.stdout, "the recipe's own plan does not divide 9, but a sweep does not read it"
