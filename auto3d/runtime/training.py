@@ -82,7 +82,7 @@ def build_rank(
     ``schedule`` replaces the plan's by one written by hand; ``state`` gives initial weights in place of the seed's.
     """
     device = world.device(settings.device)
-    schedule = schedule or build_schedule(plan.schedule, stages=len(plan.stages), micro_batches=plan.micro_batches)
+    schedule = schedule or build_schedule(plan.schedule, devices=plan.pp, micro_batches=plan.micro_batches)
     check(schedule)
     if schedule.devices != plan.pp:
         raise PlanError(

@@ -1,9 +1,10 @@
 """GPipe: all forwards, then all backwards (Huang et al. 2019; Chimera, table 2)."""
 
+from auto3d.schedule.family import Family
 from auto3d.schedule.operation import Kind, Operation, Schedule
 
 
-def gpipe(*, stages: int, micro_batches: int) -> Schedule:
+def gpipe(*, devices: int, micro_batches: int) -> Schedule:
     """Every device holds the activations of all ``micro_batches`` at once; idle (D - 1)(F + B) per device."""
 
     def device(stage: int) -> tuple[Operation, ...]:
@@ -13,8 +14,15 @@ def gpipe(*, stages: int, micro_batches: int) -> Schedule:
 
     return Schedule(
         name="gpipe",
-        stages=stages,
+        stages=devices,
         micro_batches=micro_batches,
-        device_of={(stage, 0): stage for stage in range(stages)},
-        operations=tuple(device(stage) for stage in range(stages)),
+        device_of={(stage, 0): stage for stage in range(devices)},
+        operations=tuple(device(stage) for stage in range(devices)),
     )
+
+
+FAMILY = Family(
+    name="gpipe",
+    summary="all forwards, then all backwards (Huang et al. 2019)",
+    build=gpipe,
+)

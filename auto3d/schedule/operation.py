@@ -5,7 +5,7 @@ of model replica (pipe) 1; ``S@1`` and ``U@1`` start the gradient sync and updat
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from auto3d.errors import InputError
@@ -47,13 +47,18 @@ def parse(text: str) -> Operation:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The operations of one iteration, one list per pipeline device, each run in its order."""
+    """The operations of ``iterations`` iterations, one list per pipeline device, each run in its order."""
 
     name: str
     stages: int
-    micro_batches: int
+    micro_batches: int  # per iteration; operations number them on through the iterations
     device_of: dict[tuple[int, int], int]  # (stage, pipe) -> pipeline device
     operations: tuple[tuple[Operation, ...], ...]  # per pipeline device
+    recompute: frozenset[int] = frozenset()  # stages that keep only their inputs, and run their forward again
+    parts: int = 1  # that each micro-batch is run in, numbered one by one: 2 where Chimera halves the backward
+    iterations: int = 1  # more than one only where an iteration begins before the one before it is updated
+    weight_version: dict[tuple[int, int], int] = field(default_factory=dict)
+    """(stage, micro-batch) -> how many updates of the stage its forward and backward see; empty: the last one's."""
 
     @property
     def devices(self) -> int:

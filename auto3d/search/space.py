@@ -73,7 +73,7 @@ def candidates(
                 schedule=schedule,
                 seed=seed,
             )
-            _check_worth(schedule, schedules, stages=pp, micro_batches=plan.micro_batches)
+            _check_worth(schedule, schedules, devices=pp, micro_batches=plan.micro_batches)
         except (PlanError, PartitionError) as error:
             plan, reason = None, str(error)
         yield Candidate(
@@ -97,14 +97,14 @@ def make_plan(model: CapturedModel, *, dp: int, tp: int, pp: int, global_batch: 
     )
 
 
-def _check_worth(schedule: str, schedules: Sequence[str], *, stages: int, micro_batches: int) -> None:
+def _check_worth(schedule: str, schedules: Sequence[str], *, devices: int, micro_batches: int) -> None:
     """Raise PlanError if another of ``schedules`` cannot be worse than ``schedule`` at these sizes."""
-    built = {name: build_schedule(name, stages=stages, micro_batches=micro_batches) for name in schedules}
+    built = {name: build_schedule(name, devices=devices, micro_batches=micro_batches) for name in schedules}
     earlier = schedules[: schedules.index(schedule)]
     same = [name for name in earlier if built[name].operations == built[schedule].operations]
     if same:
         raise PlanError(f"the same operations as {same[0]}")
-    if stages == 1:
+    if devices == 1:
         leanest = min(schedules, key=lambda name: most_in_flight(built[name]))
         if most_in_flight(built[leanest]) < most_in_flight(built[schedule]):
             raise PlanError(f"one stage has no pipeline: as fast as {leanest}, which holds fewer activations")

@@ -20,7 +20,7 @@ def transfers(stages: int, *skips: tuple[int, int]) -> list[Transfer]:
 @pytest.mark.parametrize(("stages", "skips"), [(1, ()), (2, ()), (4, ()), (5, ((0, 4), (1, 3)))])
 def test_messages_match(name, stages, skips):
     for micro_batches in (1, 3, 8):
-        schedule = build_schedule(name, stages=stages, micro_batches=micro_batches)
+        schedule = build_schedule(name, devices=stages, micro_batches=micro_batches)
         programs = lower(schedule, transfers(stages, *skips))
         sent = [message for program in programs for step in program.steps for message in step.sends]
         received = [message for program in programs for step in program.steps for message in step.receives]
@@ -55,7 +55,7 @@ def happens_before(programs) -> dict[tuple[int, int], set[tuple[int, int]]]:
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("skips", [(), ((0, 3),)])
 def test_a_send_is_forgotten_at_the_first_step_that_proves_its_receipt(name, skips):
-    schedule = build_schedule(name, stages=4, micro_batches=6)
+    schedule = build_schedule(name, devices=4, micro_batches=6)
     programs = lower(schedule, transfers(4, *skips))
     before = happens_before(programs)
     consumer = {m: (d, i) for d, p in enumerate(programs) for i, step in enumerate(p.steps) for m in step.receives}
@@ -79,7 +79,7 @@ def test_a_send_is_forgotten_at_the_first_step_that_proves_its_receipt(name, ski
 
 def test_one_in_flight_send_per_neighbour_is_all_that_1f1b_keeps():
     """The memory claim: a stage in its steady state holds few sent tensors, not all of the iteration."""
-    programs = lower(build_schedule("1f1b", stages=4, micro_batches=32), transfers(4))
+    programs = lower(build_schedule("1f1b", devices=4, micro_batches=32), transfers(4))
     for program in programs:
         held, most = set(), 0
         for step in program.steps:
@@ -91,7 +91,7 @@ def test_one_in_flight_send_per_neighbour_is_all_that_1f1b_keeps():
 
 def test_only_floating_values_send_gradients_back():
     values = [Value("hidden", (2,), "float32", 4, True), Value("index", (2,), "int64", 8, False)]
-    schedule = build_schedule("gpipe", stages=3, micro_batches=1)
+    schedule = build_schedule("gpipe", devices=3, micro_batches=1)
     crossing = [
         Transfer(value=values[0], source=0, target=1),
         Transfer(value=values[1], source=0, target=2),

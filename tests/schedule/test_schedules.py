@@ -17,21 +17,21 @@ from auto3d.schedule.operation import Kind, Operation, Schedule, most_in_flight,
 @pytest.mark.parametrize("stages", range(1, 9))
 def test_right_at_every_size(name, stages):
     for micro_batches in range(1, 4 * stages + 1):
-        check(build_schedule(name, stages=stages, micro_batches=micro_batches))
+        check(build_schedule(name, devices=stages, micro_batches=micro_batches))
 
 
 @given(stages=st.integers(1, 16), micro_batches=st.integers(1, 64))
 def test_activations_in_flight(stages, micro_batches):
     """GPipe holds all micro-batches, 1F1B at most D - s of them on stage s (Chimera, table 2)."""
-    assert most_in_flight(build_schedule("gpipe", stages=stages, micro_batches=micro_batches)) == micro_batches
-    schedule = build_schedule("1f1b", stages=stages, micro_batches=micro_batches)
+    assert most_in_flight(build_schedule("gpipe", devices=stages, micro_batches=micro_batches)) == micro_batches
+    schedule = build_schedule("1f1b", devices=stages, micro_batches=micro_batches)
     for stage, operations in enumerate(schedule.operations):
         alone = replace(schedule, operations=(operations,))
         assert most_in_flight(alone) == min(micro_batches, stages - stage)
 
 
 def test_order_of_one_forward_one_backward():
-    first, second, third = build_schedule("1f1b", stages=3, micro_batches=4).operations
+    first, second, third = build_schedule("1f1b", devices=3, micro_batches=4).operations
     assert " ".join(map(str, first)) == "F0@0 F1@0 F2@0 B0@0 F3@0 B1@0 B2@0 B3@0 S@0 U@0"
     assert " ".join(map(str, second)) == "F0@1 F1@1 B0@1 F2@1 B1@1 F3@1 B2@1 B3@1 S@1 U@1"
     assert " ".join(map(str, third)) == "F0@2 B0@2 F1@2 B1@2 F2@2 B2@2 F3@2 B3@2 S@2 U@2"
@@ -98,7 +98,7 @@ def test_any_lost_doubled_or_moved_backward_is_found(name):
     chance = random.Random(0)
     for _ in range(200):
         stages, micro_batches = chance.randint(2, 5), chance.randint(2, 8)
-        schedule = build_schedule(name, stages=stages, micro_batches=micro_batches)
+        schedule = build_schedule(name, devices=stages, micro_batches=micro_batches)
         device = chance.randrange(stages)
         operations = list(schedule.operations[device])
         index = chance.randrange(2 * micro_batches)
@@ -120,10 +120,10 @@ def test_any_lost_doubled_or_moved_backward_is_found(name):
     ("name", "stages", "micro_batches", "words"),
     [
         ("gpip", 2, 2, "did you mean gpipe"),
-        ("1f1b", 0, 2, "0 stages"),
+        ("1f1b", 0, 2, "0 devices"),
         ("1f1b", 2, 0, "0 micro-batches"),
     ],
 )
 def test_impossible_schedules_are_refused(name, stages, micro_batches, words):
     with pytest.raises(InputError, match=words):
-        build_schedule(name, stages=stages, micro_batches=micro_batches)
+        build_schedule(name, devices=stages, micro_batches=micro_batches)

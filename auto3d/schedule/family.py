@@ -1,0 +1,22 @@
+"""A family of schedules: its name, what it is, and how to build its operations."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from inspect import signature
+
+from auto3d.schedule.operation import Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """``build(devices=…, micro_batches=…, **options)``; its further keyword arguments are the family's options."""
+
+    name: str
+    summary: str  # one line, with its source
+    build: Callable[..., Schedule]
+
+    @property
+    def options(self) -> dict[str, int | str]:
+        """Option -> default."""
+        parameters = signature(self.build).parameters.values()
+        return {p.name: p.default for p in parameters if p.name not in ("devices", "micro_batches")}
