@@ -35,7 +35,7 @@ class Plan:
     ``replica``. Which stages live on a pipeline device is the schedule's decision.
     """
 
-    __pydantic_config__ = ConfigDict(extra="forbid")
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
     graph: str  # fingerprint of the Graph that ``stages`` cut
     dp: int
@@ -68,6 +68,8 @@ class Plan:
         )
         if self.schema != SCHEMA:
             raise PlanError(f"schema: {self.schema} is not a version this build reads; it reads {SCHEMA}")
+        if self.seed < 0:
+            raise PlanError(f"seed: {self.seed} is not possible; it must be 0 or more")
         if self.tp != 1:
             raise PlanError(f"tp: {self.tp} asks for tensor parallelism, which this build does not run; tp must be 1")
         if not self.stages or len(self.stages) % self.pp:

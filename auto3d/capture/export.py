@@ -4,23 +4,24 @@ The exported graph has a symbolic batch size, so one export serves every micro-b
 in.
 """
 
-import operator
-from collections.abc import Callable, Mapping
+import sysconfig
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.export import Dim
 from torch.utils import _pytree as pytree
+from torch.utils._pytree import tree_leaves
 
+from auto3d.capture.rewrite import CaptureError, inline_regions, remove_in_place, written_buffers
 from auto3d.errors import InputError
 
 _TRACED_BATCH = 2  # a batch of 1 would be burned into the graph
-
-
-class CaptureError(InputError):
-    """A model that cannot be captured; the message names the line of the model's code where there is one."""
+_ENGINE, _TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
+_STANDARD_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +38,10 @@ class ExportedModel:
 
     build: Callable[[], nn.Module]
     program: fx.Graph
-    submodules: Mapping[str, fx.GraphModule]  # bodies that higher-order operators of ``program`` call
     parameters: Mapping[str, str]  # placeholder -> first name of the parameter: tied ones share it
-    frozen: frozenset[str]  # names of parameters that do not require a gradient
-    buffers: Mapping[str, str]  # placeholder -> name
+    frozen: frozenset[str]  # names of parameters that no gradient reaches
+    buffers: Mapping[str, str]  # placeholder -> first name
+    written_buffers: frozenset[str]  # names of buffers that a forward writes to, such as batch statistics
     constants: Mapping[str, torch.Tensor]  # placeholder -> value
     inputs: Mapping[str, InputSpec]
     loss: str  # node name
@@ -49,11 +50,17 @@ class ExportedModel:
 def export(build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec]) -> ExportedModel:
     """Capture the module that ``build`` makes, in training mode, called with ``inputs`` as keyword arguments.
 
-    Raises CaptureError if torch.export cannot follow the model, if it fixes the batch size, has no loss among its
-    outputs, or writes in place to a tensor that has other views.
+    Raises CaptureError if the module cannot be built or torch.export cannot follow it, if it fixes the batch size, has
+    no loss among its outputs, keeps a tensor that is neither parameter nor buffer, or writes in place where other
+    tensors see it.
     """
-    with torch.device("meta"):
-        model = build()
+    try:
+        with torch.device("meta"):
+            model = build()
+    except InputError:
+        raise
+    except Exception as error:  # of the model's own code
+        raise CaptureError(f"the model cannot be built: {_first_line(error)}{_user_line(error)}") from error
     model.train()
     arguments = {
         name: torch.zeros((_TRACED_BATCH, *spec.shape), dtype=spec.dtype, device="meta")
@@ -70,10 +77,21 @@ def export(build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec]) -> E
 
     signature = exported.graph_signature
     program = exported.graph_module.graph
-    first_name = {id(parameter): name for name, parameter in model.named_parameters()}
-    canonical = {name: first_name[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
+    parameters = _first_names(signature.inputs_to_parameters, model.named_parameters(remove_duplicate=False))
+    buffers = _first_names(signature.inputs_to_buffers, model.named_buffers(remove_duplicate=False))
+    constants = {
+        placeholder: exported.constants[name]
+        for placeholder, name in signature.inputs_to_lifted_tensor_constants.items()
+    }
+    for placeholder, name in signature.inputs_to_lifted_tensor_constants.items():
+        if constants[placeholder].is_meta:
+            raise CaptureError(
+                f"{type(model).__name__} keeps the tensor {name}, which is neither a parameter nor a buffer; "
+                f"register it with register_buffer, persistent or not"
+            )
+    inline_regions(exported.graph_module, buffers.keys())
     _remove_assertions(program)
-    _remove_in_place(program, set(signature.inputs_to_buffers))
+    remove_in_place(program, buffers.keys())
     loss = _find_loss(model, exported)
     program.output_node().args = ((loss,),)
     program.eliminate_dead_code()  # what only other outputs need; writes to buffers stay
@@ -83,40 +101,55 @@ def export(build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec]) -> E
                 f"{type(model).__name__} fixes the batch size of its input {node.name} to {_TRACED_BATCH}; "
                 "its code must take the batch size from the tensor's shape"
             )
+    reached = {parameters[placeholder] for placeholder in _reached_by_gradient(loss) & parameters.keys()}
+    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     return ExportedModel(
         build=build,
         program=program,
-        submodules={
-            node.target: exported.graph_module.get_submodule(node.target) for node in program.find_nodes(op="get_attr")
-        },
-        parameters={placeholder: canonical[name] for placeholder, name in signature.inputs_to_parameters.items()},
-        frozen=frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad),
-        buffers=dict(signature.inputs_to_buffers),
-        constants={
-            placeholder: exported.constants[name]
-            for placeholder, name in signature.inputs_to_lifted_tensor_constants.items()
-        },
+        parameters=parameters,
+        frozen=frozenset(set(parameters.values()) - (reached & trainable)),
+        buffers=buffers,
+        written_buffers=frozenset(buffers[placeholder] for placeholder in written_buffers(program, buffers.keys())),
+        constants=constants,
         inputs=dict(inputs),
         loss=loss.name,
     )
 
 
-def _node_line(node: fx.Node) -> str:
-    """`` at FILE:LINE`` of the model's code that made this node, or nothing."""
-    frames = [
-        line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File ")
-    ]
-    return f" at {frames[-1]}" if frames else ""
+def _first_names(placeholders: Mapping[str, str], named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
+    """Placeholder -> the first name of its tensor: what the model holds under two names is one."""
+    first: dict[int, str] = {}
+    canonical = {name: first.setdefault(id(tensor), name) for name, tensor in named}
+    return {placeholder: canonical[name] for placeholder, name in placeholders.items()}
+
+
+def _reached_by_gradient(loss: fx.Node) -> set[str]:
+    """Names of the nodes to which autograd takes the gradient of ``loss``."""
+    reached: set[fx.Node] = set()
+    pending = [loss]
+    while pending:
+        node = pending.pop()
+        if node in reached or not any(is_differentiable(value) for value in tree_leaves(node.meta.get("val"))):
+            continue
+        reached.add(node)
+        if node.target is not torch.ops.aten.detach.default:
+            pending.extend(node.all_input_nodes)
+    return {node.name for node in reached}
+
+
+def is_differentiable(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def _user_line(error: Exception) -> str:
-    """The deepest line outside torch in the traceback: where the model's own code was."""
+    """`` at FILE, line N``: the deepest line of the model's own code in the traceback."""
     found = ""
     trace = error.__traceback__
     while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if "/torch/" not in file and "/auto3d/" not in file:
-            found = f" at File {file!r}, line {trace.tb_lineno}"
+        file = Path(trace.tb_frame.f_code.co_filename)
+        of_python = file.is_relative_to(_STANDARD_LIBRARY) and "site-packages" not in file.parts
+        if file.is_file() and not of_python and not file.is_relative_to(_ENGINE) and not file.is_relative_to(_TORCH):
+            found = f" at File {str(file)!r}, line {trace.tb_lineno}"
         trace = trace.tb_next
     return found
 
@@ -134,46 +167,6 @@ def _remove_assertions(program: fx.Graph) -> None:
     for node in reversed(program.nodes):
         if node.op == "call_function" and not node.users and "assert" in str(node.target):
             program.erase_node(node)
-
-
-def _remove_in_place(program: fx.Graph, buffers: set[str]) -> None:
-    """Write in-place operators on fresh values out of place, so that a graph may be cut anywhere.
-
-    Those on buffers (batch statistics) stay: a buffer lives on one stage.
-    """
-    position = {node: index for index, node in enumerate(program.nodes)}
-    for node in program.nodes:
-        if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
-            continue
-        written = node.args[0]
-        if written.name in buffers:
-            continue
-        namespace, name = node.target.namespace, node.target._schema.name.split("::")[1].removesuffix("_")
-        packet = getattr(getattr(torch.ops, namespace), name, None)
-        earlier_users = [user for user in written.users if position[user] < position[node]]
-        makes_view = [user for user in (written, *earlier_users) if _is_view(user)]
-        if (
-            packet is None
-            or makes_view
-            or written.op == "placeholder"
-            or not hasattr(packet, node.target._overloadname)
-        ):
-            raise CaptureError(
-                f"{node.target} writes in place to a tensor that has other views{_node_line(node)}; "
-                "use the out-of-place form there"
-            )
-        node.target = getattr(packet, node.target._overloadname)
-        for user in list(written.users):
-            if position[user] > position[node]:
-                user.replace_input_with(written, node)
-
-
-def _is_view(node: fx.Node) -> bool:
-    if node.target is operator.getitem:
-        return True
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
-        return False
-    return any(result.alias_info is not None for result in node.target._schema.returns)
 
 
 def _find_loss(model: nn.Module, exported: torch.export.ExportedProgram) -> fx.Node:

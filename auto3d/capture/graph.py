@@ -14,7 +14,7 @@ class Value:
     shape: tuple[int, ...]
     dtype: str  # torch's name without the module: "float32"
     item_bytes: int
-    floating: bool
+    differentiable: bool  # of a floating or complex type: has a gradient
 
     @property
     def bytes(self) -> int:
@@ -32,7 +32,7 @@ class Node:
     outputs: tuple[Value, ...]
     module: str  # path of the module that it came from: "transformer.h.0.attn"
     flops: int  # of the forward
-    from_inputs: bool  # depends on graph inputs and constants alone: cheap to repeat wherever it is used
+    from_inputs: bool  # depends on graph inputs, constants and unwritten buffers alone, and is cheap to repeat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,7 @@ class Graph:
     inputs: dict[str, Value]
     parameters: dict[str, Value]  # by the first name of each: tied parameters appear once
     buffers: dict[str, Value]
+    written_buffers: frozenset[str]  # names of those that a forward writes to
     loss: str  # the value to be minimised, a scalar
     micro_batch_size: int
     producer: dict[str, int] = field(init=False)  # value -> index of the node that makes it

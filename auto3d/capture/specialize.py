@@ -3,17 +3,20 @@
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
-from auto3d.capture.export import CaptureError, ExportedModel
+from auto3d.capture.export import ExportedModel, is_differentiable
 from auto3d.capture.flops import FlopCount
 from auto3d.capture.graph import Graph, Node, Value
+from auto3d.capture.rewrite import CaptureError
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+CHEAP_FLOPS = 2  # per element made: an outer product, as of rotary embeddings, may be repeated; a matrix product not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,35 +76,27 @@ def _concrete_program(exported: ExportedModel, micro_batch_size: int) -> fx.Grap
             copies[node] = number(value)
             continue
         copies[node] = program.node_copy(node, copies.__getitem__)
+        copies[node].name = node.name  # an input may be called as a function of Python is, which fx would change
         copies[node].meta["val"] = concrete(value)
     return program
 
 
 def _describe(program: fx.Graph, exported: ExportedModel, micro_batch_size: int) -> Graph:
     state_names = {**exported.parameters, **exported.buffers, **{name: name for name in exported.constants}}
-    mutable_buffers = {
-        node.args[0].name
-        for node in program.nodes
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-    } | {
-        argument.name
-        for node in program.nodes
-        if "batch_norm" in str(node.target)  # writes its running statistics, though its schema does not say so
-        for argument in node.all_input_nodes
-        if argument.name in exported.buffers
-    }
-    varying = set(exported.parameters) | mutable_buffers
     count_flops = FlopCount()
     nodes: list[Node] = []
     from_inputs: dict[str, bool] = {}
     for node in program.nodes:
         if node.op == "placeholder":
-            from_inputs[node.name] = node.name not in varying
+            varies = node.name in exported.parameters or exported.buffers.get(node.name) in exported.written_buffers
+            from_inputs[node.name] = not varies
         if node.op != "call_function" or (node.target is operator.getitem and node.args[0].op == "call_function"):
             continue
-        sources = [argument for argument in node.all_input_nodes if argument.op != "get_attr"]
-        repeatable = not is_random(node) and all(from_inputs[source.name] for source in sources)
+        sources = node.all_input_nodes
         outputs = _outputs(node)
+        flops = count_flops(node.target, *_values_of(node))
+        cheap = flops <= CHEAP_FLOPS * sum(prod(value.shape) for value in outputs)
+        repeatable = cheap and not is_random(node) and all(from_inputs[source.name] for source in sources)
         from_inputs.update(dict.fromkeys((node.name, *(value.name for value in outputs)), repeatable))
         nodes.append(
             Node(
@@ -111,7 +106,7 @@ def _describe(program: fx.Graph, exported: ExportedModel, micro_batch_size: int)
                 state=tuple(dict.fromkeys(state_names[s.name] for s in sources if s.name in state_names)),
                 outputs=outputs,
                 module=_module_path(node),
-                flops=0 if repeatable else count_flops(node.target, *_values_of(node)),
+                flops=flops,
                 from_inputs=repeatable,
             )
         )
@@ -125,6 +120,7 @@ def _describe(program: fx.Graph, exported: ExportedModel, micro_batch_size: int)
         inputs=named({name: name for name in exported.inputs}),
         parameters=named(exported.parameters),
         buffers=named(exported.buffers),
+        written_buffers=exported.written_buffers,
         loss=exported.loss,
         micro_batch_size=micro_batch_size,
     )
@@ -136,7 +132,7 @@ def _value(name: str, tensor: torch.Tensor) -> Value:
         tuple(tensor.shape),
         str(tensor.dtype).removeprefix("torch."),
         tensor.element_size(),
-        tensor.is_floating_point(),
+        is_differentiable(tensor),
     )
 
 

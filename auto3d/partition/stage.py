@@ -9,7 +9,7 @@ from auto3d.plan import PlanError, StagePlan
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """A value that stage ``source`` makes and stage ``target`` uses; if ``value.floating``, its gradient comes back."""
+    """A value that stage ``source`` makes and stage ``target`` uses; its gradient, if it has one, comes back."""
 
     value: Value
     source: int
@@ -35,7 +35,10 @@ class Stage:
 
 
 def cut(graph: Graph, stages: Sequence[StagePlan]) -> tuple[Stage, ...]:
-    """The stages of ``graph``; raises PlanError unless ``stages`` cover exactly its operations."""
+    """The stages of ``graph``.
+
+    Raises PlanError unless ``stages`` cover exactly its operations, and each buffer that is written has one stage.
+    """
     if stages[-1].last != len(graph.nodes):
         raise PlanError(f"stages: they end at operation {stages[-1].last}; the model has {len(graph.nodes)} operations")
     stage_of = [index for index, stage in enumerate(stages) for _ in range(stage.first, stage.last)]
@@ -74,4 +77,12 @@ def cut(graph: Graph, stages: Sequence[StagePlan]) -> tuple[Stage, ...]:
             has_loss=graph.producer[graph.loss] in range(stages[index].first, stages[index].last),
         )
 
-    return tuple(build(index) for index in range(len(stages)))
+    built = tuple(build(index) for index in range(len(stages)))
+    for buffer in sorted(graph.written_buffers):
+        users = [stage.index for stage in built if buffer in stage.state]
+        if len(users) > 1:
+            raise PlanError(
+                f"stages: {', '.join(map(str, users))} all use the buffer {buffer}, which the model writes to; "
+                "one stage must hold all operations that use it"
+            )
+    return built

@@ -37,6 +37,10 @@ class InputField:
     shape: tuple[int, ...] = ()
     high: int = 2
 
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise DataError(f"kind: {self.kind!r} is not known; there are {', '.join(KINDS)}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
@@ -45,6 +49,10 @@ class DataSettings:
     sequence_length: int  # tokens per sample
     vocabulary_size: int  # synthetic tokens are uniform in [0, vocabulary_size)
     inputs: Mapping[str, InputField]  # keyword arguments of the model's forward
+
+    def __post_init__(self) -> None:
+        if self.source not in SOURCES:
+            raise DataError(f"source: {self.source!r} is not known; there are {', '.join(SOURCES)}")
 
     def input_specs(self) -> dict[str, InputSpec]:
         def spec(field: InputField) -> InputSpec:
@@ -109,9 +117,9 @@ def read_corpus(files: Sequence[str], least: int) -> np.ndarray:
     try:
         text = b"".join(path.read_bytes() for path in paths)
     except OSError as error:
-        raise DataError(f"data.files: {error.filename}: {error.strerror}") from error
+        raise DataError(f"files: {error.filename}: {error.strerror}") from error
     if len(text) < least:
-        raise DataError(f"data.files: {len(text)} bytes in {len(paths)} files; one sample needs {least}")
+        raise DataError(f"files: {len(text)} bytes in {len(paths)} files; one sample needs {least}")
     return np.frombuffer(text, dtype=np.uint8)
 
 

@@ -149,7 +149,9 @@ class Exchange:
     def _carried(self, message: Message) -> list[Transfer]:
         if message.kind is Kind.FORWARD:
             return self._transfers[message.source, message.target]
-        return [transfer for transfer in self._transfers[message.target, message.source] if transfer.value.floating]
+        return [
+            transfer for transfer in self._transfers[message.target, message.source] if transfer.value.differentiable
+        ]
 
     def _group(self, source: int, target: int) -> dist.ProcessGroup:
         return self._upward if source < target else self._downward

@@ -55,6 +55,8 @@ class Executor:
         self._clip_norm = clip_norm
         self._device = device
         self._timeout_s = timeout_s
+        self._unsynced: set[int] = set()  # stages whose gradient sync has not begun in this iteration
+        self._result: IterationResult | None = None  # of this iteration, once its gradients are complete
         self._run = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -65,7 +67,7 @@ class Executor:
     def run_iteration(self, iteration: int) -> IterationResult:
         self._randomness.iteration = iteration
         self._unsynced = set(self._stages)
-        self._result: IterationResult | None = None
+        self._result = None
         for stage in self._stages.values():
             stage.loss.zero_()
         self._sync.start_iteration()
@@ -131,4 +133,4 @@ class Executor:
     def _send(self, step: Step, micro_batch: int, tensors: Mapping[str, torch.Tensor]) -> None:
         messages: list[Message] = [message for message in step.sends if message.micro_batch == micro_batch]
         for message in messages:
-            self._exchange.send(message, [tensors[name].contiguous() for name in self._exchange.values(message)])
+            self._exchange.send(message, [tensors[name] for name in self._exchange.values(message)])

@@ -16,7 +16,10 @@ from auto3d.schedule.operation import Schedule
 def holders(
     plan: Plan, schedule: Schedule, stages: Sequence[Stage], parameters: Collection[str]
 ) -> dict[str, tuple[int, ...]]:
-    """Parameter -> all ranks that hold a copy: replicas of its stage or, if tied, of every stage that uses it."""
+    """Parameter -> all ranks that hold a copy: replicas of its stage or, if tied, of every stage that uses it.
+
+    In the same order on every rank.
+    """
     ranks: dict[str, set[int]] = {}
     for (stage, _), device in schedule.device_of.items():
         for name in stages[stage].state:
@@ -41,12 +44,23 @@ class GradientSync:
         self._timeout_s = timeout_s
         self._groups = {ranks: new_group(ranks, timeout_s) for ranks in sorted(set(holders.values())) if len(ranks) > 1}
         self._names: dict[_Share, list[str]] = {}
-        for name, parameter in parameters.items():
-            self._names.setdefault((holders[name], str(parameter.dtype)), []).append(name)
+        for name in holders:  # whose order all ranks share; the order in which stages use parameters they do not
+            if name in parameters:
+                self._names.setdefault((holders[name], str(parameters[name].dtype)), []).append(name)
         self._buffers = {
             share: _flat_gradients([parameters[name] for name in names]) for share, names in self._names.items()
         }
         self._works: list[tuple[dist.Work, tuple[int, ...]]] = []
+        self._unsynced: dict[_Share, set[str]] = {}
+        self._connect()
+
+    def _connect(self) -> None:
+        """Use each own group once: NCCL connects at a group's first use, which must not be between messages."""
+        for ranks, group in self._groups.items():
+            if dist.get_rank() in ranks:
+                device = next(iter(self._buffers.values())).device
+                with waiting_for(f"a connection between ranks {', '.join(map(str, ranks))}", self._timeout_s):
+                    dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def start_iteration(self) -> None:
         for buffer in self._buffers.values():

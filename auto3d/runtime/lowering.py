@@ -59,7 +59,7 @@ def lower(schedule: Schedule, transfers: Sequence[Transfer]) -> tuple[Program, .
     for source, target in sorted({(t.source, t.target) for t in transfers}):
         downstream[source].append(target)
         upstream[target].append(source)
-    with_gradient = {(transfer.source, transfer.target) for transfer in transfers if transfer.value.floating}
+    with_gradient = {(transfer.source, transfer.target) for transfer in transfers if transfer.value.differentiable}
 
     def messages(operation: Operation) -> tuple[list[Message], list[Message]]:
         """What the operation receives and sends."""

@@ -8,6 +8,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from transformers.optimization import get_scheduler
 
+from auto3d.errors import InputError
+
 OPTIMIZERS = ("adamw", "sgd")
 LEARNING_RATE_SCHEDULES = ("constant", "linear", "cosine")
 
@@ -27,13 +29,19 @@ class OptimizerSettings:
 def build_optimizer(
     parameters: Sequence[nn.Parameter], settings: OptimizerSettings, *, iterations: int
 ) -> tuple[torch.optim.Optimizer, LRScheduler]:
-    """The optimizer of ``parameters`` and its schedule over ``iterations`` iterations."""
+    """The optimizer of ``parameters`` and its schedule over ``iterations`` iterations; InputError for unknown names."""
     shared = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
     if settings.optimizer == "adamw":
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, betas=settings.betas, **shared)
-    else:
+    elif settings.optimizer == "sgd":
         optimizer = torch.optim.SGD(parameters, momentum=settings.momentum, **shared)
+    else:
+        raise InputError(f"optimizer: {settings.optimizer!r} is not known; there are {', '.join(OPTIMIZERS)}")
     name = settings.learning_rate_schedule
+    if name not in LEARNING_RATE_SCHEDULES:
+        raise InputError(
+            f"learning_rate_schedule: {name!r} is not known; there are {', '.join(LEARNING_RATE_SCHEDULES)}"
+        )
     return optimizer, get_scheduler(
         "constant_with_warmup" if name == "constant" else name,
         optimizer,

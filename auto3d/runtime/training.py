@@ -1,6 +1,6 @@
 """Train a captured model by a Plan: how a rank builds itself, in order, and the loop around it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -21,6 +21,7 @@ from auto3d.runtime.memory import PeakMemory
 from auto3d.runtime.optimizer import OptimizerSettings, build_optimizer
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage import StageModule
+from auto3d.runtime.waiting import waiting_for
 from auto3d.runtime.world import World, join, leave
 from auto3d.schedule import build_schedule
 from auto3d.schedule.check import check
@@ -84,9 +85,11 @@ def build_rank(
     device = world.device(settings.device)
     schedule = schedule or build_schedule(plan.schedule, devices=plan.pp, micro_batches=plan.micro_batches)
     check(schedule)
-    if schedule.devices != plan.pp:
+    has = (schedule.devices, schedule.stages, schedule.micro_batches)
+    if has != (plan.pp, len(plan.stages), plan.micro_batches):
         raise PlanError(
-            f"schedule: {schedule.name} runs {schedule.stages} stages on {schedule.devices} devices; pp = {plan.pp}"
+            f"schedule: {schedule.name} has {has[0]} devices, {has[1]} stages and {has[2]} micro-batches; "
+            f"the plan has {plan.pp}, {len(plan.stages)} and {plan.micro_batches}"
         )
     stages = stages_of(captured, plan)
     transfers = [transfer for stage in stages for transfer in stage.received]
@@ -176,13 +179,15 @@ def train(
         for iteration in range(settings.iterations):
             start = perf_counter()
             results.append(rank.executor.run_iteration(iteration))
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # the optimizer's step is still queued
             seconds.append(perf_counter() - start)
             on_iteration(iteration, results[-1], seconds[-1])
         return TrainingResult(
             loss=[result.loss for result in results],
             grad_norm=[result.grad_norm for result in results],
-            iteration_s=_slowest(seconds, device),
-            peak_bytes=_of_all_ranks(memory.bytes(), world, device),
+            iteration_s=_of_all_ranks(seconds, device, timeout_s=settings.timeout_s).max(dim=0).values.tolist(),
+            peak_bytes=_of_all_ranks([memory.bytes()], device, timeout_s=settings.timeout_s).flatten().tolist(),
         )
     finally:
         leave()
@@ -203,14 +208,11 @@ def _optimizers(own: Mapping[int, Stage], parameters: Mapping[str, nn.Parameter]
     return optimizers
 
 
-def _slowest(seconds: list[float], device: torch.device) -> list[float]:
-    times = torch.tensor(seconds, dtype=torch.float64, device=device)
-    dist.all_reduce(times, op=dist.ReduceOp.MAX)
-    return times.tolist()
-
-
-def _of_all_ranks(value: int, world: World, device: torch.device) -> list[int]:
-    values = torch.zeros(world.size, dtype=torch.int64, device=device)
-    values[world.rank] = value
-    dist.all_reduce(values)
-    return values.tolist()
+def _of_all_ranks(values: Sequence[float] | Sequence[int], device: torch.device, *, timeout_s: float) -> torch.Tensor:
+    """[ranks, values]: what each rank gave, on every rank."""
+    own = torch.tensor(values, device=device, dtype=torch.float64 if isinstance(values[0], float) else torch.int64)
+    gathered = torch.zeros(dist.get_world_size(), len(values), device=device, dtype=own.dtype)
+    gathered[dist.get_rank()] = own
+    with waiting_for("the times and the memory of all ranks", timeout_s):
+        dist.all_reduce(gathered)
+    return gathered

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from time import monotonic
 
+import torch
 import torch.distributed as dist
 
 
@@ -22,6 +23,8 @@ def waiting_for(what: str, timeout_s: float) -> Iterator[None]:
     start = monotonic()
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         if monotonic() - start >= timeout_s * 0.99:
             raise WaitTimeoutError(f"rank {dist.get_rank()} waited {timeout_s:g} s for {what}") from error
@@ -32,6 +35,13 @@ def waiting_for(what: str, timeout_s: float) -> Iterator[None]:
 
 
 def wait(work: dist.Work, *, timeout_s: float, what: str) -> None:
-    """Wait for ``work``, which is ``what`` in the error if it does not end."""
+    """Wait for ``work``, which is ``what`` in the error if it does not end.
+
+    With NCCL the device waits and this process goes on, so that it can queue the next operations; NCCL's own watchdog
+    then ends the process ``timeout_s`` after ``work`` was posted, which therefore must exceed an iteration.
+    """
     with waiting_for(what, timeout_s):
-        work.wait(timedelta(seconds=timeout_s))
+        if dist.get_backend() == "nccl":
+            work.wait()
+        else:
+            work.wait(timedelta(seconds=timeout_s))

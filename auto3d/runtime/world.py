@@ -9,6 +9,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from auto3d.runtime.waiting import waiting_for
+
 
 @dataclass(frozen=True, kw_only=True)
 class World:
@@ -30,6 +32,7 @@ def join(world: World, *, device: torch.device, timeout_s: float) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
+        # Without device_id: with it, NCCL would share one communicator between groups, and order their messages.
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             init_method=world.meeting_point,
@@ -46,7 +49,8 @@ def join(world: World, *, device: torch.device, timeout_s: float) -> None:
 
 def new_group(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup:
     """A process group with our time-out; torch's own default is half an hour. All ranks of the world must call it."""
-    return dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
+    with waiting_for(f"a process group of ranks {', '.join(map(str, ranks))}", timeout_s):
+        return dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
 
 
 def leave() -> None:

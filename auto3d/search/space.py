@@ -114,4 +114,4 @@ def _check_devices(needed: int, cluster: Cluster, allow_idle: bool) -> None:
     if needed > cluster.devices:
         raise PlanError(f"needs {needed} devices; the cluster has {cluster.devices}")
     if needed < cluster.devices and not allow_idle:
-        raise PlanError(f"uses {needed} of {cluster.devices} devices, and search.allow_idle_devices is false")
+        raise PlanError(f"uses {needed} of {cluster.devices} devices, and allow_idle_devices is false")

@@ -31,7 +31,15 @@ def chain(flops: list[int], sizes: list[int]) -> Graph:
         for i, (cost, size) in enumerate(zip(flops, sizes, strict=True))
     )
     x = Value("x", (1,), "int8", 1, True)
-    return Graph(nodes=nodes, inputs={"x": x}, parameters={}, buffers={}, loss=nodes[-1].name, micro_batch_size=1)
+    return Graph(
+        nodes=nodes,
+        inputs={"x": x},
+        parameters={},
+        buffers={},
+        written_buffers=frozenset(),
+        loss=nodes[-1].name,
+        micro_batch_size=1,
+    )
 
 
 def test_best_balance_then_fewest_bytes_as_by_brute_force():

@@ -89,7 +89,7 @@ def test_one_in_flight_send_per_neighbour_is_all_that_1f1b_keeps():
         assert most <= 2 * 4
 
 
-def test_only_floating_values_send_gradients_back():
+def test_only_differentiable_values_send_gradients_back():
     values = [Value("hidden", (2,), "float32", 4, True), Value("index", (2,), "int64", 8, False)]
     schedule = build_schedule("gpipe", devices=3, micro_batches=1)
     crossing = [

@@ -1,5 +1,8 @@
 """A stage's initial weights equal those of the whole model, which is never held."""
 
+import copy
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -46,19 +49,68 @@ def test_no_rank_holds_more_than_its_own_stage():
 
 
 class Twins(nn.Module):
-    """One initial weight is computed from another."""
+    """One initial weight is computed from another, by ``tie``."""
 
-    def __init__(self) -> None:
+    def __init__(self, tie: Callable[[nn.Linear, nn.Linear], None]) -> None:
         super().__init__()
         self.left, self.middle, self.right = (nn.Linear(4, 4) for _ in range(3))
-        with torch.no_grad():
-            self.right.weight.copy_(self.left.weight)
+        tie(self.left, self.right)
 
 
-def test_a_weight_made_from_a_foreign_one_is_refused():
-    assert torch.equal(*materialize(Twins, ["left.weight", "right.weight"], seed=1).values())
-    with pytest.raises(InitialStateError, match="give a state dict"):
-        materialize(Twins, ["right.weight"], seed=1)
+def by_copy(left: nn.Linear, right: nn.Linear) -> None:
+    with torch.no_grad():
+        right.weight.copy_(left.weight)
+
+
+def by_data(left: nn.Linear, right: nn.Linear) -> None:
+    right.weight.data.copy_(left.weight.data)
+
+
+def by_view(left: nn.Linear, right: nn.Linear) -> None:
+    right.weight.data[:2].add_(left.weight.data.t().reshape(2, 8)[:, :4])
+
+
+def by_deep_copy(left: nn.Linear, right: nn.Linear) -> None:
+    right.weight = copy.deepcopy(left.weight)
+
+
+@pytest.mark.parametrize("tie", [by_copy, by_data, by_view, by_deep_copy])
+def test_a_weight_made_from_a_foreign_one_is_refused_unless_it_is_given(tie):
+    torch.manual_seed(1)
+    whole = Twins(tie).state_dict()
+    both = materialize(lambda: Twins(tie), ["left.weight", "right.weight"], seed=1)
+    assert all(torch.equal(both[name], whole[name]) for name in both)
+    with pytest.raises(InitialStateError, match=r"right.weight: the module computes.*give a state dict"):
+        materialize(lambda: Twins(tie), ["right.weight"], seed=1)
+    assert torch.equal(materialize(lambda: Twins(tie), ["left.weight"], seed=1)["left.weight"], whole["left.weight"])
+    given = materialize(lambda: Twins(tie), ["right.weight"], seed=1, state={"right.weight": torch.ones(4, 4)})
+    assert torch.equal(given["right.weight"], torch.ones(4, 4))
+
+
+def transformer() -> nn.Module:
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 3)
+
+
+def orthogonal() -> nn.Module:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
+    nn.init.orthogonal_(module[0].weight)
+    nn.init.orthogonal_(module[1].weight)
+    return module
+
+
+def half() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("build", [transformer, orthogonal, half])
+def test_weights_that_are_made_over_and_over(build):
+    """Deep copies of a layer that is then thrown away, initialisation by algebra, and another type."""
+    torch.manual_seed(3)
+    whole = dict(build().named_parameters())
+    for part in range(2):
+        own = list(whole)[part::2]
+        made = materialize(build, own, seed=3)
+        assert all(torch.equal(made[name], whole[name]) for name in own)
 
 
 def test_state_dict_wins_and_must_fit():

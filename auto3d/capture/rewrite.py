@@ -1,0 +1,188 @@
+"""Rewrite an exported program so that it may be cut anywhere: no regions, and no writes but those to buffers."""
+
+import operator
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import fx
+
+from auto3d.errors import InputError
+
+_SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
+_AUTOCAST = torch.ops.higher_order.wrap_with_autocast
+_NORMALISATIONS = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default)
+
+
+class CaptureError(InputError):
+    """A model that cannot be captured; the message names the line of the model's code where there is one."""
+
+
+def inline_regions(module: fx.GraphModule, buffers: Collection[str]) -> None:
+    """Put the operations of each region without gradient in the place of its call, on detached values.
+
+    ``buffers`` are not detached: they have no gradient, and a region may write to them. Raises CaptureError where there
+    is another kind of region: a loop, a branch, or automatic mixed precision.
+    """
+    program = module.graph
+    for node in [node for node in program.nodes if isinstance(node.target, torch._ops.HigherOrderOperator)]:
+        with program.inserting_before(node):
+            results = _inline(node, {argument: argument for argument in node.all_input_nodes}, module, program, buffers)
+        for user in list(node.users):  # each takes one result out
+            user.replace_all_uses_with(results[user.args[1]])
+            program.erase_node(user)
+        program.erase_node(node)
+    for node in program.find_nodes(op="get_attr"):
+        program.erase_node(node)
+
+
+def _inline(
+    region: fx.Node, outer: dict[fx.Node, Any], owner: fx.GraphModule, program: fx.Graph, buffers: Collection[str]
+) -> tuple[Any, ...]:
+    """Copy a region's operations to where ``program`` inserts; ``outer`` maps what the region reads to its nodes."""
+    if region.target is _SET_GRAD:
+        with_gradient, body, *arguments = region.args
+    elif region.target is _AUTOCAST and not region.args[2]:
+        with_gradient, body, arguments = True, region.args[4], region.args[5:]
+    else:
+        raise CaptureError(f"{region.target} cannot be cut into operations{node_line(region)}")
+    inner = owner.get_submodule(body.target)
+    values: dict[fx.Node, Any] = {}
+    for placeholder, argument in zip(inner.graph.find_nodes(op="placeholder"), arguments, strict=True):
+        value = outer[argument] if isinstance(argument, fx.Node) else argument
+        if not with_gradient and isinstance(value, fx.Node) and value.name not in buffers and _is_tensor(value):
+            detached = program.call_function(torch.ops.aten.detach.default, (value,))
+            detached.meta = {**region.meta, "val": value.meta["val"]}
+            value = detached
+        values[placeholder] = value
+    for node in inner.graph.nodes:
+        if node.op == "output":
+            return fx.node.map_arg(tuple(node.args[0]), values.__getitem__)
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            values[node] = _inline(node, values, inner, program, buffers)
+        elif node.target is operator.getitem and isinstance(values[node.args[0]], tuple):  # of a region in the region
+            values[node] = values[node.args[0]][node.args[1]]
+        elif node.op == "call_function":
+            values[node] = program.node_copy(node, values.__getitem__)
+    raise AssertionError("a graph ends with its output")
+
+
+def remove_in_place(program: fx.Graph, buffers: Collection[str]) -> None:
+    """Write in-place operators on fresh values out of place.
+
+    Those on ``buffers`` (batch statistics, moving averages) stay, for a buffer lives on one stage; who reads such a
+    buffer gets a copy, since the next micro-batch may write to it before this one's backward. Raises CaptureError for a
+    write that another tensor would see.
+    """
+    position = {node: index for index, node in enumerate(program.nodes)}
+    aliases = set(buffers)  # nodes that are a buffer itself
+    for node in list(program.nodes):
+        if not _is_mutable(node):
+            continue
+        written = node.args[0]
+        if written.name in aliases:
+            aliases.add(node.name)
+            continue
+        _check_out_of_place(node, written, position)
+        replacement = node
+        node.target = _out_of_place(node.target)
+        if any(_is_tensor(other) and _dtype(other) != _dtype(written) for other in node.all_input_nodes):
+            with program.inserting_after(node):  # in place the type stays; out of place it would be the wider one
+                replacement = program.call_function(torch.ops.aten.to.dtype, (node, _dtype(written)))
+            replacement.meta = dict(node.meta)
+            position[replacement] = position[node]
+        for user in [user for user in (*written.users, *node.users) if user is not replacement]:
+            if position[user] > position[node]:
+                user.replace_input_with(written, replacement)
+                user.replace_input_with(node, replacement)
+    written_names = written_buffers(program, buffers)
+    for node in list(program.nodes):
+        if node.name in written_names or (_is_mutable(node) and node.name in aliases):
+            _copy_for_readers(program, node)
+
+
+def written_buffers(program: fx.Graph, buffers: Collection[str]) -> set[str]:
+    """The placeholders among ``buffers`` that an operation of ``program`` writes to."""
+    first = {name: name for name in buffers}  # a node that is a buffer -> its placeholder
+    for node in program.nodes:
+        if _is_mutable(node) and node.args[0].name in first:
+            first[node.name] = first[node.args[0].name]
+    chained = {first[name] for name in first if name != first[name]}
+    normalised = {
+        argument.name
+        for node in program.nodes
+        if _writes_statistics(node)
+        for argument in node.all_input_nodes
+        if argument.name in buffers
+    }
+    return chained | normalised
+
+
+def node_line(node: fx.Node) -> str:
+    """`` at FILE:LINE`` of the model's code that made this node, or nothing."""
+    frames = [
+        line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File ")
+    ]
+    return f" at {frames[-1]}" if frames else ""
+
+
+def _copy_for_readers(program: fx.Graph, buffer: fx.Node) -> None:
+    for user in list(buffer.users):
+        if _writes_statistics(user) or user.op == "output":
+            continue
+        with program.inserting_before(user):
+            copy = program.call_function(torch.ops.aten.clone.default, (buffer,))
+        copy.meta = {**user.meta, "val": buffer.meta["val"]}
+        kept = user.args[:1] if _is_mutable(user) else ()
+        rest = fx.node.map_arg((user.args[len(kept) :], user.kwargs), lambda n, copy=copy: copy if n is buffer else n)
+        user.args, user.kwargs = (*kept, *rest[0]), rest[1]
+        if not copy.users:
+            program.erase_node(copy)
+
+
+def _check_out_of_place(node: fx.Node, written: fx.Node, position: dict[fx.Node, int]) -> None:
+    arguments = node.target._schema.arguments
+    if any(argument.alias_info is not None and argument.alias_info.is_write for argument in arguments[1:]):
+        raise CaptureError(f"{node.target} writes to more than one tensor{node_line(node)}; use another form there")
+    if _out_of_place(node.target) is None:
+        raise CaptureError(f"{node.target} writes in place and has no other form{node_line(node)}")
+    if written.op == "placeholder":
+        raise CaptureError(
+            f"{node.target} writes in place to a parameter or an input of the model{node_line(node)}; "
+            "write to a copy there, or use the out-of-place form"
+        )
+    if any(_is_view(user) for user in (written, *(user for user in written.users if position[user] < position[node]))):
+        raise CaptureError(
+            f"{node.target} writes in place to a tensor that has other views{node_line(node)}; "
+            "use the out-of-place form there"
+        )
+
+
+def _out_of_place(target: Any) -> Any:
+    namespace, name = target.namespace, target._schema.name.split("::")[1].removesuffix("_")
+    return getattr(getattr(getattr(torch.ops, namespace), name, None), target._overloadname, None)
+
+
+def _is_mutable(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _is_view(node: fx.Node) -> bool:
+    if node.target is operator.getitem:
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
+        return False
+    return any(result.alias_info is not None for result in node.target._schema.returns)
+
+
+def _writes_statistics(node: fx.Node) -> bool:
+    """A batch norm in training writes its running statistics, though its schema does not say so."""
+    return node.target in _NORMALISATIONS and bool(node.args[5])
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    return node.meta["val"].dtype
