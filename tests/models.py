@@ -1,5 +1,6 @@
 """The small models that tests train: unmodified, built as a user's recipe would."""
 
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -73,6 +74,47 @@ class Residual(nn.Module):
         return nn.functional.cross_entropy(self.head(hidden), label)
 
 
+class Reused(nn.Sequential):
+    """Layers used in two orders, a random operator of two results, names such as 0.weight and ``input``."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__(nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, 4))
+
+    def forward(self, input: torch.Tensor, label: torch.Tensor) -> dict[str, torch.Tensor]:
+        first, second, head = self
+        hidden = torch.tanh(second(torch.relu(first(input))))
+        hidden = second(torch.relu(first(hidden)))
+        hidden, _ = torch.native_dropout(first(second(hidden)), 0.0, True)
+        return {"hidden": hidden, "loss": nn.functional.cross_entropy(head(hidden), label)}
+
+
+class Averaging(nn.Module):
+    """Computes without gradients: a moving average that is then used, a target, a parameter that never learns."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, 4)
+        self.offset = nn.Parameter(torch.ones(width))
+        self.fixed = nn.Parameter(torch.ones(width))
+        self.register_buffer("average", torch.ones(width))
+        self.register_buffer("mean_loss", torch.zeros(()))
+
+    def forward(self, features: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(features)
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(hidden.mean(0), alpha=0.1)
+            target = self.second(hidden)
+            with torch.enable_grad():
+                target = target + self.offset
+        wave = torch.fft.rfft(self.second(hidden) * self.average + self.fixed.detach() - target)
+        low = wave.abs().to(torch.bfloat16)
+        low.add_(features[:, :9])  # in place, so it stays of its type
+        loss = nn.functional.cross_entropy(self.head(torch.cat([low.float(), hidden[:, :7]], 1)), label)
+        with torch.no_grad():
+            self.mean_loss.mul_(0.5).add_(loss)
+        return loss
+
+
 TEXT = DataSettings(
     source="text",
     files=(),
@@ -87,6 +129,7 @@ FEATURES = DataSettings(
     vocabulary_size=2,
     inputs={"features": InputField(kind="normal", shape=(16,)), "label": InputField(kind="integers", shape=(), high=4)},
 )
+REUSED = replace(FEATURES, inputs={"input": FEATURES.inputs["features"], "label": FEATURES.inputs["label"]})
 IMAGES = DataSettings(
     source="synthetic",
     files=(),
@@ -104,6 +147,8 @@ MODELS = {
     "llama": (llama, TEXT),
     "vit": (vit, IMAGES),
     "residual": (Residual, FEATURES),
+    "reused": (Reused, REUSED),
+    "averaging": (Averaging, FEATURES),
 }
 
 

@@ -77,7 +77,7 @@ def remove_in_place(program: fx.Graph, buffers: Collection[str]) -> None:
     position = {node: index for index, node in enumerate(program.nodes)}
     aliases = set(buffers)  # nodes that are a buffer itself
     for node in list(program.nodes):
-        if not _is_mutable(node):
+        if not is_mutable(node):
             continue
         written = node.args[0]
         if written.name in aliases:
@@ -97,7 +97,7 @@ def remove_in_place(program: fx.Graph, buffers: Collection[str]) -> None:
                 user.replace_input_with(node, replacement)
     written_names = written_buffers(program, buffers)
     for node in list(program.nodes):
-        if node.name in written_names or (_is_mutable(node) and node.name in aliases):
+        if node.name in written_names or (is_mutable(node) and node.name in aliases):
             _copy_for_readers(program, node)
 
 
@@ -105,7 +105,7 @@ def written_buffers(program: fx.Graph, buffers: Collection[str]) -> set[str]:
     """The placeholders among ``buffers`` that an operation of ``program`` writes to."""
     first = {name: name for name in buffers}  # a node that is a buffer -> its placeholder
     for node in program.nodes:
-        if _is_mutable(node) and node.args[0].name in first:
+        if is_mutable(node) and node.args[0].name in first:
             first[node.name] = first[node.args[0].name]
     chained = {first[name] for name in first if name != first[name]}
     normalised = {
@@ -133,7 +133,7 @@ def _copy_for_readers(program: fx.Graph, buffer: fx.Node) -> None:
         with program.inserting_before(user):
             copy = program.call_function(torch.ops.aten.clone.default, (buffer,))
         copy.meta = {**user.meta, "val": buffer.meta["val"]}
-        kept = user.args[:1] if _is_mutable(user) else ()
+        kept = user.args[:1] if is_mutable(user) else ()
         rest = fx.node.map_arg((user.args[len(kept) :], user.kwargs), lambda n, copy=copy: copy if n is buffer else n)
         user.args, user.kwargs = (*kept, *rest[0]), rest[1]
         if not copy.users:
@@ -151,7 +151,8 @@ def _check_out_of_place(node: fx.Node, written: fx.Node, position: dict[fx.Node,
             f"{node.target} writes in place to a parameter or an input of the model{node_line(node)}; "
             "write to a copy there, or use the out-of-place form"
         )
-    if any(_is_view(user) for user in (written, *(user for user in written.users if position[user] < position[node]))):
+    earlier_users = [user for user in written.users if position[user] < position[node]]
+    if any(_is_view(other) for other in (written, *earlier_users)):
         raise CaptureError(
             f"{node.target} writes in place to a tensor that has other views{node_line(node)}; "
             "use the out-of-place form there"
@@ -163,7 +164,8 @@ def _out_of_place(target: Any) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), name, None), target._overloadname, None)
 
 
-def _is_mutable(node: fx.Node) -> bool:
+def is_mutable(node: fx.Node) -> bool:
+    """Whether the operator writes to its first argument, and returns it."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
@@ -172,6 +174,8 @@ def _is_view(node: fx.Node) -> bool:
         return True
     if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
         return False
+    if node.target.overloadpacket is torch.ops.aten.to and _dtype(node) != _dtype(node.args[0]):
+        return False  # it says that it may be a view, and is one only where it changes nothing
     return any(result.alias_info is not None for result in node.target._schema.returns)
 
 

@@ -13,7 +13,7 @@ from torch import fx
 from auto3d.capture.export import ExportedModel, is_differentiable
 from auto3d.capture.flops import FlopCount
 from auto3d.capture.graph import Graph, Node, Value
-from auto3d.capture.rewrite import CaptureError
+from auto3d.capture.rewrite import CaptureError, is_mutable
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 CHEAP_FLOPS = 2  # per element made: an outer product, as of rotary embeddings, may be repeated; a matrix product not
@@ -93,6 +93,8 @@ def _describe(program: fx.Graph, exported: ExportedModel, micro_batch_size: int)
         if node.op != "call_function" or (node.target is operator.getitem and node.args[0].op == "call_function"):
             continue
         sources = node.all_input_nodes
+        if is_mutable(node):  # returns the buffer that it wrote to
+            state_names[node.name] = state_names[node.args[0].name]
         outputs = _outputs(node)
         flops = count_flops(node.target, *_values_of(node))
         cheap = flops <= CHEAP_FLOPS * sum(prod(value.shape) for value in outputs)

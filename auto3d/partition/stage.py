@@ -34,6 +34,16 @@ class Stage:
     has_loss: bool
 
 
+def possible_cuts(graph: Graph) -> list[int]:
+    """Positions where a stage may begin, and the end: all operations on a buffer that is written stay together."""
+    users: dict[str, list[int]] = {}
+    for position, node in enumerate(graph.nodes):
+        for name in graph.written_buffers & set(node.state):
+            users.setdefault(name, []).append(position)
+    inside = {position for own in users.values() for position in range(own[0] + 1, own[-1] + 1)}
+    return [position for position in range(len(graph.nodes) + 1) if position not in inside]
+
+
 def cut(graph: Graph, stages: Sequence[StagePlan]) -> tuple[Stage, ...]:
     """The stages of ``graph``.
 

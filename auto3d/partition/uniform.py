@@ -5,6 +5,7 @@ from itertools import accumulate, pairwise
 
 from auto3d.capture.graph import Graph
 from auto3d.errors import InputError
+from auto3d.partition.stage import possible_cuts
 from auto3d.plan import StagePlan
 
 TOLERANCE = 0.05  # a stage may exceed the best balance by this share if that makes messages smaller
@@ -19,17 +20,20 @@ def uniform(graph: Graph, stages: int) -> tuple[StagePlan, ...]:
 
     Every stage has operations that cost something: raises PartitionError where there are too few of them.
     """
-    costly = sum(node.flops > 0 for node in graph.nodes)
-    if stages > max(costly, 1):
+    if stages == 1:
+        return (StagePlan(first=0, last=len(graph.nodes)),)
+    positions = possible_cuts(graph)
+    flops = [0, *accumulate(node.flops for node in graph.nodes)]  # before each operation
+    before = [flops[position] for position in positions]
+    costly = sum(after > here for here, after in pairwise(before))
+    if stages > costly:
         raise PartitionError(
             f"{stages} stages, but only {costly} operations of the model cost anything; each stage needs one"
         )
-    if stages == 1:
-        return (StagePlan(first=0, last=len(graph.nodes)),)
-    before = [0, *accumulate(node.flops for node in graph.nodes)]  # FLOPs before each position
     limit = int(_smallest_maximum(before, stages) * (1 + TOLERANCE))
-    bounds = _fewest_bytes(before, crossing_bytes(graph), stages, limit)
-    return tuple(StagePlan(first=first, last=last) for first, last in pairwise(bounds))
+    crossing = crossing_bytes(graph)
+    bounds = _fewest_bytes(before, [crossing[position] for position in positions], stages, limit)
+    return tuple(StagePlan(first=positions[first], last=positions[last]) for first, last in pairwise(bounds))
 
 
 def crossing_bytes(graph: Graph) -> list[int]:

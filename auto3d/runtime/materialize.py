@@ -121,9 +121,8 @@ class _ForeignStorage(TorchDispatchMode):
         super().__init__()
         self._foreign: dict[int, tuple[torch.UntypedStorage, int]] = {}  # key -> storage and its bytes
         self._resident: set[int] = set()  # keys of foreign storages that have memory now
-        self._lost: dict[
-            int, StorageWeakRef
-        ] = {}  # storages whose content is not the model's; a reference keeps its key
+        # Storages whose content is not the model's; the reference keeps a key from being used again.
+        self._lost: dict[int, StorageWeakRef] = {}
 
     def registration(self, foreign_by_order: list[bool]) -> Callable[[nn.Parameter], None]:
         """To be called with each parameter that is registered, in order."""

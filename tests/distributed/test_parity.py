@@ -1,14 +1,16 @@
 """A Plan on any number of processes equals plain PyTorch on one that accumulates the same micro-batches."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 
 from auto3d.cluster import place_ranks
+from auto3d.partition.stage import cut
 from auto3d.partition.uniform import uniform
-from auto3d.plan import Plan
+from auto3d.plan import Plan, PlanError, StagePlan
 from auto3d.runtime.data import Batches
 from auto3d.runtime.optimizer import OptimizerSettings, build_optimizer
 from auto3d.runtime.training import TrainingSettings, build_rank
@@ -97,7 +99,7 @@ def plain_pytorch(
         total = 0.0
         for index in range(count):
             output = module(**batches.micro_batch(iteration, index, tuple(data.inputs)))
-            loss = (output if isinstance(output, torch.Tensor) else output.loss) / count
+            loss = (output if isinstance(output, torch.Tensor) else output["loss"]) / count
             loss.backward()
             total += loss.item()
         norm = torch.nn.utils.clip_grad_norm_(module.parameters(), CLIP_NORM).item()
@@ -107,8 +109,9 @@ def plain_pytorch(
             {
                 "loss": total,
                 "norm": norm,
-                "gradients": {n: p.grad.numpy().copy() for n, p in module.named_parameters() if p.requires_grad},
+                "gradients": {n: p.grad.numpy().copy() for n, p in module.named_parameters() if p.grad is not None},
                 "parameters": {name: p.detach().numpy().copy() for name, p in module.named_parameters()},
+                "buffers": {name: buffer.numpy().copy() for name, buffer in module.named_buffers()},
             }
         )
     return history
@@ -137,6 +140,10 @@ def assert_parity(ranks: list[dict], reference: list[dict], *, tensors: bool = T
         assert seen == set(expected["parameters"]), "together, the ranks hold every parameter"
 
 
+BY_HAND_OF_ONE = tuple(
+    tuple(parse(word) for word in line.split())
+    for line in ("F0@0 F0@1 F0@2 B0@2 B0@1 B0@0 S@2 S@1 S@0 U@0 U@1 U@2", "F0@3 B0@3 S@3 U@3")
+)
 DEGREES = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)]
 
 
@@ -163,16 +170,39 @@ def test_adamw_losses_equal_plain_pytorch(processes):
     assert_parity(ranks, plain_pytorch("gpt2", micro_batch_size=2, optimizer=ADAMW), tensors=False)
 
 
-@pytest.mark.parametrize("pp", [1, 2, 3])
-def test_shared_layer_batch_norm_and_skip(processes, pp):
-    plan = make_plan("residual", dp=1, pp=pp)
-    ranks = processes.run(pp, run_rank, "residual", plan, SGD)
-    reference = plain_pytorch("residual", micro_batch_size=2, optimizer=SGD)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(
+    ("model", "pp"), [("residual", 1), ("residual", 3), ("averaging", 2), ("reused", 2), ("reused", 4)]
+)
+def test_models_that_are_not_a_chain_of_blocks(processes, model, pp, schedule):
+    """Shared layers, skips, batch statistics, moving averages, code without gradients: on each, buffers too."""
+    plan = make_plan(model, dp=1, pp=pp, schedule=schedule)
+    ranks = processes.run(pp, run_rank, model, plan, SGD)
+    reference = plain_pytorch(model, micro_batch_size=2, optimizer=SGD)
     assert_parity(ranks, reference)
-    statistics = [rank["history"][-1]["buffers"] for rank in ranks]
-    assert sum("normal.running_var" in buffers for buffers in statistics) == 1
-    counted = next(buffers for buffers in statistics if buffers)["normal.num_batches_tracked"]
-    assert counted == ITERATIONS * GLOBAL_BATCH // 2
+    held = [name for rank in ranks for name in rank["history"][-1]["buffers"]]
+    assert sorted(held) == sorted(reference[-1]["buffers"]), "each buffer lives on one rank"
+    for rank in ranks:
+        for name, value in rank["history"][-1]["buffers"].items():
+            assert_close(value, reference[-1]["buffers"][name], name)
+
+
+def test_a_loss_that_another_stage_uses(processes):
+    """The loss is made on one stage and sent to the next, which averages it."""
+    graph = captured("averaging", 2).graph
+    after_loss = graph.producer[graph.loss] + 1
+    stages = (StagePlan(first=0, last=after_loss), StagePlan(first=after_loss, last=len(graph.nodes)))
+    ranks = processes.run(2, run_rank, "averaging", make_plan("averaging", dp=1, pp=2, stages=stages), SGD)
+    assert "mean_loss" in ranks[1]["history"][-1]["buffers"]
+    assert_parity(ranks, plain_pytorch("averaging", micro_batch_size=2, optimizer=SGD))
+
+
+def test_a_written_buffer_that_two_stages_use_is_refused():
+    graph = captured("averaging", 2).graph
+    between = next(index for index, node in enumerate(graph.nodes) if "average" in node.state) + 1
+    stages = (StagePlan(first=0, last=between), StagePlan(first=between, last=len(graph.nodes)))
+    with pytest.raises(PlanError, match="stages: 0, 1 all use the buffer average"):
+        cut(graph, stages)
 
 
 def test_parameters_tied_across_stages_stay_equal(processes):
@@ -226,6 +256,33 @@ def test_any_list_of_operations_runs(processes):
     plan = make_plan("gpt2", dp=1, pp=2, stages=uniform(captured("gpt2", 2).graph, 4))
     ranks = processes.run(2, run_rank, "gpt2", plan, SGD, schedule)
     assert_parity(ranks, plain_pytorch("gpt2", micro_batch_size=2, optimizer=SGD))
+
+
+def test_a_value_that_two_stages_of_one_device_use(processes):
+    """Three stages on the first device: what stage 0 makes goes to 1 and 2, and its gradients come from both."""
+    text = ["F0@0 F0@1 F0@2 F1@0 F1@1 F1@2 B0@2 B0@1 B0@0 B1@2 B1@1 B1@0 S@2 S@1 S@0 U@0 U@1 U@2",
+            "F0@3 B0@3 F1@3 B1@3 S@3 U@3"]  # fmt: skip
+    schedule = Schedule(
+        name="by hand",
+        stages=4,
+        micro_batches=2,
+        device_of={(0, 0): 0, (1, 0): 0, (2, 0): 0, (3, 0): 1},
+        operations=tuple(tuple(parse(word) for word in line.split()) for line in text),
+    )
+    graph = captured("residual", 4).graph
+    skip = next(index for index, node in enumerate(graph.nodes) if node.operator == "aten.batch_norm.default")
+    bounds = [0, skip, skip + 2, skip + 4, len(graph.nodes)]
+    stages = tuple(StagePlan(first=first, last=last) for first, last in pairwise(bounds))
+    plan = make_plan("residual", dp=1, pp=2, micro_batch_size=4, stages=stages)
+    users = {transfer.target for stage in cut(graph, plan.stages) for transfer in stage.sent if transfer.source == 0}
+    assert {1, 2} <= users
+    ranks = processes.run(2, run_rank, "residual", plan, SGD, schedule)
+    assert_parity(ranks, plain_pytorch("residual", micro_batch_size=4, optimizer=SGD))
+    fewer = replace(schedule, micro_batches=1)
+    with pytest.raises(
+        AssertionError, match="PlanError: schedule: by hand has 2 devices, 4 stages and 1 micro-batches"
+    ):
+        processes.run(2, run_rank, "residual", plan, SGD, replace(fewer, operations=BY_HAND_OF_ONE))
 
 
 def test_weights_from_a_state_dict(processes):

@@ -121,3 +121,10 @@ def test_stages_of_another_size_are_refused():
     graph = captured("residual", 2).graph
     with pytest.raises(PlanError, match=f"they end at operation 3; the model has {len(graph.nodes)}"):
         cut(graph, [StagePlan(first=0, last=3)])
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_operations_on_a_written_buffer_stay_on_one_stage(stages):
+    graph = captured("averaging", 2).graph
+    for buffer in ("average", "mean_loss"):
+        assert sum(buffer in stage.state for stage in cut(graph, uniform(graph, stages))) == 1
