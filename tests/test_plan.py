@@ -32,6 +32,8 @@ def test_json_gives_the_same_plan_back():
         ({"dp": 3}, ["global_batch: 16", "3 × 2 = 6"]),
         ({"dp": 0}, ["dp: 0", "1 or more"]),
         ({"dp": "two"}, ["dp", "integer", "'two'"]),
+        ({"dp": "2"}, ["dp", "integer", "'2'"]),
+        ({"seed": -1}, ["seed: -1", "0 or more"]),
         ({"tp": 2}, ["tp: 2", "must be 1"]),
         ({"pp": 3}, ["2 stages for pp = 3"]),
         ({"colour": 1}, ["colour: unknown", "dp, tp, pp"]),

@@ -45,7 +45,9 @@ def _inline(
     elif region.target is _AUTOCAST and not region.args[2]:
         with_gradient, body, arguments = True, region.args[4], region.args[5:]
     else:
-        raise CaptureError(f"{region.target} cannot be cut into operations{node_line(region)}")
+        bodies = [owner.get_submodule(n.target).graph.nodes for n in region.all_input_nodes if n.op == "get_attr"]
+        line = next((node_line(node) for nodes in bodies for node in nodes if node_line(node)), "")
+        raise CaptureError(f"{region.target} cannot be cut into operations{line}; the model must do without it there")
     inner = owner.get_submodule(body.target)
     values: dict[fx.Node, Any] = {}
     for placeholder, argument in zip(inner.graph.find_nodes(op="placeholder"), arguments, strict=True):

@@ -75,6 +75,33 @@ class WritesToView(Broken):
         return hidden.sum()
 
 
+class WritesToInput(Broken):
+    def forward(self, x):
+        x.mul_(2)
+        return self.layer(x).sum()
+
+
+class MixesPrecision(Broken):
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            hidden = self.layer(x)
+        return hidden.sum()
+
+
+class KeepsTensor(Broken):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = torch.arange(4.0)
+
+    def forward(self, x):
+        return self.layer(x + self.positions).sum()
+
+
+class CannotBeBuilt(nn.Module):
+    def __init__(self) -> None:
+        raise ValueError("width must be a multiple of 3")
+
+
 class HasNoLoss(Broken):
     def forward(self, x):
         return self.layer(x)
@@ -94,6 +121,10 @@ class LooksAtData(Broken):
     ("model", "words"),
     [
         (WritesToView, ["mul_", "writes in place", "test_capture.py"]),
+        (WritesToInput, ["mul_", "writes in place to a parameter or an input", "test_capture.py"]),
+        (MixesPrecision, ["autocast", "cannot be cut", "test_capture.py"]),
+        (KeepsTensor, ["keeps the tensor positions", "register_buffer"]),
+        (CannotBeBuilt, ["cannot be built: width must be a multiple of 3", "test_capture.py"]),
         (HasNoLoss, ["HasNoLoss returns no loss", "scalar"]),
         (FixesBatch, ["FixesBatch", "batch"]),
         (LooksAtData, ["LooksAtData cannot be captured", "test_capture.py"]),
