@@ -4,10 +4,8 @@ The exported graph has a symbolic batch size, so one export serves every micro-b
 in.
 """
 
-import sysconfig
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,12 +14,11 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 from torch.utils._pytree import tree_leaves
 
-from auto3d.capture.rewrite import CaptureError, inline_regions, remove_in_place, written_buffers
+from auto3d.capture.errors import CaptureError, error_line
+from auto3d.capture.rewrite import inline_regions, remove_in_place, written_buffers
 from auto3d.errors import InputError
 
 _TRACED_BATCH = 2  # a batch of 1 would be burned into the graph
-_ENGINE, _TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
-_STANDARD_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +57,7 @@ def export(build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec]) -> E
     except InputError:
         raise
     except Exception as error:  # of the model's own code
-        raise CaptureError(f"the model cannot be built: {_first_line(error)}{_user_line(error)}") from error
+        raise CaptureError(f"the model cannot be built: {_first_line(error)}{error_line(error)}") from error
     model.train()
     arguments = {
         name: torch.zeros((_TRACED_BATCH, *spec.shape), dtype=spec.dtype, device="meta")
@@ -72,7 +69,7 @@ def export(build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec]) -> E
         )
     except Exception as error:  # torch.export raises many kinds; each means that this model cannot be captured
         raise CaptureError(
-            f"{type(model).__name__} cannot be captured: {_first_line(error)}{_user_line(error)}"
+            f"{type(model).__name__} cannot be captured: {_first_line(error)}{error_line(error)}"
         ) from error
 
     signature = exported.graph_signature
@@ -139,19 +136,6 @@ def _reached_by_gradient(loss: fx.Node) -> set[str]:
 
 def is_differentiable(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
-
-
-def _user_line(error: Exception) -> str:
-    """`` at FILE, line N``: the deepest line of the model's own code in the traceback."""
-    found = ""
-    trace = error.__traceback__
-    while trace is not None:
-        file = Path(trace.tb_frame.f_code.co_filename)
-        of_python = file.is_relative_to(_STANDARD_LIBRARY) and "site-packages" not in file.parts
-        if file.is_file() and not of_python and not file.is_relative_to(_ENGINE) and not file.is_relative_to(_TORCH):
-            found = f" at File {str(file)!r}, line {trace.tb_lineno}"
-        trace = trace.tb_next
-    return found
 
 
 def _is_free(size: int | torch.SymInt) -> bool:

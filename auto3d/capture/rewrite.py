@@ -7,15 +7,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from auto3d.errors import InputError
+from auto3d.capture.errors import CaptureError, node_line
 
 _SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
 _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 _NORMALISATIONS = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default)
-
-
-class CaptureError(InputError):
-    """A model that cannot be captured; the message names the line of the model's code where there is one."""
 
 
 def inline_regions(module: fx.GraphModule, buffers: Collection[str]) -> None:
@@ -118,14 +114,6 @@ def written_buffers(program: fx.Graph, buffers: Collection[str]) -> set[str]:
         if argument.name in buffers
     }
     return chained | normalised
-
-
-def node_line(node: fx.Node) -> str:
-    """`` at FILE:LINE`` of the model's code that made this node, or nothing."""
-    frames = [
-        line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File ")
-    ]
-    return f" at {frames[-1]}" if frames else ""
 
 
 def _copy_for_readers(program: fx.Graph, buffer: fx.Node) -> None:

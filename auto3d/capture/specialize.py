@@ -10,10 +10,11 @@ import sympy
 import torch
 from torch import fx
 
+from auto3d.capture.errors import CaptureError
 from auto3d.capture.export import ExportedModel, is_differentiable
 from auto3d.capture.flops import FlopCount
 from auto3d.capture.graph import Graph, Node, Value
-from auto3d.capture.rewrite import CaptureError, is_mutable
+from auto3d.capture.rewrite import is_mutable
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 CHEAP_FLOPS = 2  # per element made: an outer product, as of rotary embeddings, may be repeated; a matrix product not

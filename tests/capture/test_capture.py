@@ -7,7 +7,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from auto3d.capture.export import CaptureError, InputSpec, export
+from auto3d.capture.errors import CaptureError
+from auto3d.capture.export import InputSpec, export
 from auto3d.capture.specialize import specialize
 from auto3d.runtime.data import Batches
 from auto3d.runtime.memory import PeakMemory
