@@ -1,7 +1,8 @@
 """Rewrite an exported program so that it may be cut anywhere: no regions, and no writes but those to buffers."""
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,6 +12,10 @@ from auto3d.capture.errors import CaptureError, node_line
 
 _SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
 _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
+_SCATTER = {  # view -> operator that gives the whole with the view's part replaced
+    torch.ops.aten.slice.Tensor: torch.ops.aten.slice_scatter.default,
+    torch.ops.aten.select.int: torch.ops.aten.select_scatter.default,
+}
 _NORMALISATIONS = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default)
 
 
@@ -66,7 +71,7 @@ def _inline(
 
 
 def remove_in_place(program: fx.Graph, buffers: Collection[str]) -> None:
-    """Write in-place operators on fresh values out of place.
+    """Write in-place operators on fresh values out of place, through slices of them too.
 
     Those on ``buffers`` (batch statistics, moving averages) stay, for a buffer lives on one stage; who reads such a
     buffer gets a copy, since the next micro-batch may write to it before this one's backward. Raises CaptureError for a
@@ -77,26 +82,50 @@ def remove_in_place(program: fx.Graph, buffers: Collection[str]) -> None:
     for node in list(program.nodes):
         if not is_mutable(node):
             continue
-        written = node.args[0]
-        if written.name in aliases:
+        if node.args[0].name in aliases:
             aliases.add(node.name)
             continue
-        _check_out_of_place(node, written, position)
-        replacement = node
-        node.target = _out_of_place(node.target)
-        if any(_is_tensor(other) and _dtype(other) != _dtype(written) for other in node.all_input_nodes):
-            with program.inserting_after(node):  # in place the type stays; out of place it would be the wider one
-                replacement = program.call_function(torch.ops.aten.to.dtype, (node, _dtype(written)))
-            replacement.meta = dict(node.meta)
-            position[replacement] = position[node]
-        for user in [user for user in (*written.users, *node.users) if user is not replacement]:
-            if position[user] > position[node]:
-                user.replace_input_with(written, replacement)
-                user.replace_input_with(node, replacement)
+        for old, new in _write_out_of_place(program, node, position).items():
+            for user in list(old.users):
+                if position[user] > position[node]:
+                    user.replace_input_with(old, new)
     written_names = written_buffers(program, buffers)
     for node in list(program.nodes):
         if node.name in written_names or (is_mutable(node) and node.name in aliases):
             _copy_for_readers(program, node)
+
+
+def _write_out_of_place(program: fx.Graph, node: fx.Node, position: dict[fx.Node, int]) -> dict[fx.Node, fx.Node]:
+    """Make ``node`` an operator that writes nothing; returns what later operators must use in the place of what."""
+    written = node.args[0]
+    chain = [written]  # what is written to, what that is a slice of, and so on
+    while chain[-1].target in _SCATTER:
+        chain.append(chain[-1].args[0])
+    _check_out_of_place(node, chain, position)
+
+    def insert(target: Any, *args: Any, like: fx.Node, after: fx.Node, **kwargs: Any) -> fx.Node:
+        with program.inserting_after(after):
+            made = program.call_function(target, args, kwargs)
+        made.meta = {**node.meta, "val": like.meta["val"]}
+        position[made] = position[node]
+        return made
+
+    new = {}
+    value = node
+    is_copy = node.target is torch.ops.aten.copy_.default
+    if is_copy:  # whose other form has no derivative
+        node.target, node.args = torch.ops.aten.expand_as.default, (node.args[1], written)
+    else:
+        node.target = _out_of_place(node.target)
+    if is_copy or any(_is_tensor(other) and _dtype(other) != _dtype(written) for other in node.all_input_nodes):
+        # in place the type stays; out of place it would be the wider one
+        value = insert(torch.ops.aten._to_copy.default, node, dtype=_dtype(written), like=written, after=node)
+        new[node] = value
+    new[written] = value
+    for view, whole in pairwise(chain):
+        value = insert(_SCATTER[view.target], whole, value, *view.args[1:], like=whole, after=value)
+        new[whole] = value
+    return new
 
 
 def written_buffers(program: fx.Graph, buffers: Collection[str]) -> set[str]:
@@ -130,23 +159,30 @@ def _copy_for_readers(program: fx.Graph, buffer: fx.Node) -> None:
             program.erase_node(copy)
 
 
-def _check_out_of_place(node: fx.Node, written: fx.Node, position: dict[fx.Node, int]) -> None:
+def _check_out_of_place(node: fx.Node, chain: Sequence[fx.Node], position: dict[fx.Node, int]) -> None:
     arguments = node.target._schema.arguments
     if any(argument.alias_info is not None and argument.alias_info.is_write for argument in arguments[1:]):
         raise CaptureError(f"{node.target} writes to more than one tensor{node_line(node)}; use another form there")
     if _out_of_place(node.target) is None:
         raise CaptureError(f"{node.target} writes in place and has no other form{node_line(node)}")
-    if written.op == "placeholder":
+    if chain[-1].op == "placeholder":
         raise CaptureError(
-            f"{node.target} writes in place to a parameter or an input of the model{node_line(node)}; "
+            f"{node.target} writes in place to a parameter, a buffer's part or an input of the model{node_line(node)}; "
             "write to a copy there, or use the out-of-place form"
         )
-    earlier_users = [user for user in written.users if position[user] < position[node]]
-    if any(_is_view(other) for other in (written, *earlier_users)):
+    others = [user for old in chain for user in old.users if user not in chain and position[user] < position[node]]
+    if _is_view(chain[-1]) or any(_is_view(other) and _used_after(other, node, position) for other in others):
         raise CaptureError(
             f"{node.target} writes in place to a tensor that has other views{node_line(node)}; "
             "use the out-of-place form there"
         )
+
+
+def _used_after(view: fx.Node, node: fx.Node, position: dict[fx.Node, int]) -> bool:
+    """Whether anything after ``node`` uses ``view``, or a view of it."""
+    return any(
+        position[user] > position[node] or (_is_view(user) and _used_after(user, node, position)) for user in view.users
+    )
 
 
 def _out_of_place(target: Any) -> Any:

@@ -156,7 +156,7 @@ def test_sgd_equals_plain_pytorch(processes, dp, pp, schedule, micro_batch_size)
     assert_parity(ranks, plain_pytorch("gpt2", micro_batch_size=micro_batch_size, optimizer=SGD))
 
 
-@pytest.mark.parametrize("model", ["bert", "llama", "vit"])
+@pytest.mark.parametrize("model", ["bert", "llama", "vit", "t5"])
 def test_other_models_of_transformers(processes, model):
     plan = make_plan(model, dp=1, pp=4)
     ranks = processes.run(4, run_rank, model, plan, SGD)
