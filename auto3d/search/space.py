@@ -11,7 +11,7 @@ from auto3d.cluster import Cluster, place_ranks
 from auto3d.partition.uniform import PartitionError, uniform
 from auto3d.plan import Plan, PlanError, check_degrees
 from auto3d.schedule import SCHEDULES, build_schedule
-from auto3d.schedule.operation import most_in_flight
+from auto3d.schedule.memory import peak_activations
 
 Axis = Sequence | Literal["auto"]
 
@@ -105,8 +105,8 @@ def _check_worth(schedule: str, schedules: Sequence[str], *, devices: int, micro
     if same:
         raise PlanError(f"the same operations as {same[0]}")
     if devices == 1:
-        leanest = min(schedules, key=lambda name: most_in_flight(built[name]))
-        if most_in_flight(built[leanest]) < most_in_flight(built[schedule]):
+        leanest = min(schedules, key=lambda name: max(peak_activations(built[name])))
+        if max(peak_activations(built[leanest])) < max(peak_activations(built[schedule])):
             raise PlanError(f"one stage has no pipeline: as fast as {leanest}, which holds fewer activations")
 
 

@@ -1,0 +1,60 @@
+"""ZB-V: two chunks per device, placed in a V, with the backward split (Qi et al., 2024, section 6)."""
+
+from collections import Counter
+
+from auto3d.schedule.family import Family
+from auto3d.schedule.operation import Kind, Operation, Schedule
+from auto3d.schedule.sync import place_syncs
+
+F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
+
+
+def zb_v(*, devices: int, micro_batches: int, sync: str = "lazy") -> Schedule:
+    """Device s holds stages s (the way down) and 2D - 1 - s (the way up); no bubble where F = I = W, at D activations.
+
+    The order that the paper finds by search for equal times, written down: it fills with 2(D - s) - 1 forwards down,
+    then takes the first micro-batches up and back, then repeats F I W down, F I W up, and drains with the weight halves.
+    It needs 2D - 1 micro-batches to unfold; fewer take the order of those 2D - 1 without the ones that do not exist.
+    """
+    unfolded = max(micro_batches, 2 * devices - 1)
+
+    def device(home: int) -> tuple[Operation, ...]:
+        down, up = home, 2 * devices - 1 - home
+        upturned = devices - home  # devices from here to the turn of the V
+        repeats = unfolded - devices  # of both chunks, the last of them without a forward down
+        drained = upturned - 1
+        pattern = (
+            [(F, down)] * (2 * upturned - 1)
+            + [(F, up), (F, down)] * home
+            + [(F, up), (I, up), (W, up)] * upturned
+            + [(F, down), (I, down), (W, down), (F, up), (I, up), (W, up)] * (repeats - drained)
+            + [(I, down), (W, down), (F, up), (I, up), (W, up)] * drained
+            + [(I, down), (I, up)] * home
+            + [(I, down), (W, down)] * upturned
+            + [(W, up)] * home
+            + [(W, down)] * home
+        )
+        counts: Counter[tuple[Kind, int]] = Counter()
+        operations = []
+        for kind, stage in pattern:
+            micro_batch = counts[kind, stage]
+            counts[kind, stage] += 1
+            if micro_batch < micro_batches:
+                operations.append(Operation(kind, stage, (micro_batch,)))
+        return tuple(operations)
+
+    schedule = Schedule(
+        name="zb-v",
+        stages=2 * devices,
+        micro_batches=micro_batches,
+        device_of={(stage, 0): min(stage, 2 * devices - 1 - stage) for stage in range(2 * devices)},
+        operations=tuple(device(home) for home in range(devices)),
+    )
+    return place_syncs(schedule, sync)
+
+
+FAMILY = Family(
+    name="zb-v",
+    summary="two chunks per device in a V, backward split, no bubbles at 1F1B's activations (Qi et al. 2024)",
+    build=zb_v,
+)
