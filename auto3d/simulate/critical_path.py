@@ -34,7 +34,7 @@ def critical_numbers(timeline: Timeline) -> list[int]:
     head_of_link: dict[int, int] = {}  # link -> operation whose message was the last on it
     for first, stop in timeline.spans:
         for number in range(first, stop):
-            duration, after, link = work.steps[number]
+            _, after, link = work.steps[number]
             bound = start[number] - (work.receive[number] if work.receive else 0.0) - close
             candidates = [maker[needed] for needed in work.waits[number] if arrival[needed] >= bound]
             if number not in first_of_device and _free(timeline, number - 1) >= bound:

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from auto3d.schedule.dependencies import dependencies, numbered
 from auto3d.schedule.operation import Kind, Operation, Schedule
@@ -122,7 +122,7 @@ def _waits(schedule: Schedule, operations: list[Operation]) -> list[tuple[int, .
 def _receives(bounds: list[int], steps: list[Step], waits: list[tuple[int, ...]]) -> list[float]:
     """A message is received once, by the first operation of its receiver that needs it."""
     receive = [0.0] * len(waits)
-    for first, stop in zip(bounds, bounds[1:], strict=False):
+    for first, stop in pairwise(bounds):
         received: set[int] = set()
         for number in range(first, stop):
             for needed in waits[number]:

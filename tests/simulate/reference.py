@@ -17,7 +17,9 @@ def reference_times(schedule: Schedule, costs: Costs) -> dict[Place, tuple[float
 
     def makers(kinds: str, stage: int, micro_batches: tuple[int, ...]) -> list[Place]:
         """The operations of one of ``kinds`` on ``stage`` that share a micro-batch with these."""
-        return [p for p in by_stage.get(stage, []) if at(p).kind in kinds and set(at(p).micro_batches) & set(micro_batches)]
+        return [
+            p for p in by_stage.get(stage, []) if at(p).kind in kinds and set(at(p).micro_batches) & set(micro_batches)
+        ]
 
     by_stage: dict[int, list[Place]] = {}
     for place in places:

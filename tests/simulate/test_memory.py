@@ -45,4 +45,6 @@ def test_a_recomputing_stage_keeps_its_inputs_and_one_full_set():
 def test_sizes_that_do_not_fit():
     schedule = build_schedule("1f1b", devices=3, micro_batches=4)
     with pytest.raises(InputError, match="weights has 1 values; there are 3 stages"):
-        bytes_over_time(simulate(schedule, uniform(schedule)), Sizes(activations=(1,) * 3, input=(1,) * 3, weights=(1,)))
+        bytes_over_time(
+            simulate(schedule, uniform(schedule)), Sizes(activations=(1,) * 3, input=(1,) * 3, weights=(1,))
+        )

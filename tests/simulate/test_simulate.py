@@ -1,5 +1,6 @@
 """The simulator against a reference that only says the rules, and against what must hold of any timeline."""
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -8,7 +9,7 @@ import pytest
 from auto3d.errors import InputError
 from auto3d.schedule import SCHEDULES, build_schedule
 from auto3d.schedule.check import ScheduleError
-from auto3d.schedule.operation import Kind, Schedule, parse
+from auto3d.schedule.operation import Schedule, parse
 from auto3d.simulate.costs import Costs, Link, uniform
 from auto3d.simulate.critical_path import count, critical_numbers, critical_path
 from auto3d.simulate.idle import bubble_ratio, busy, idle, idle_within, steady_state
@@ -48,7 +49,7 @@ def test_what_holds_of_any_timeline(seed):
     timeline = simulate(schedule, costs)
     for device, work in enumerate(busy(timeline)):
         numbers = timeline.numbers(device)
-        for one, next_one in zip(numbers, numbers[1:], strict=False):
+        for one, next_one in itertools.pairwise(numbers):
             assert timeline.start[next_one] >= timeline.end[one]
         assert timeline.makespan >= work - 1e-9
     assert min(idle(timeline)) >= -1e-9
@@ -68,7 +69,7 @@ def test_the_critical_path_has_no_slack(seed):
     receive = timeline.work.receive or [0.0] * len(timeline.start)
     assert timeline.start[path[0]] == pytest.approx(receive[path[0]])
     queued = bool(costs.overlap) and any(link.latency or link.forward or link.backward for link in costs.links)
-    for one, next_one in zip(path, path[1:], strict=False):
+    for one, next_one in itertools.pairwise(path):
         gap = timeline.start[next_one] - receive[next_one] - timeline.end[one]
         if gap > 1e-9:
             _, after, link = timeline.work.steps[one]
@@ -92,7 +93,7 @@ def test_messages_without_overlap_occupy_both_ends():
     schedule = by_hand("F0@0 F1@0 B0@0 B1@0", "F0@1 B0@1 F1@1 B1@1")
     costs = replaced(uniform(schedule, backward=1, overlap=False), links=(Link(latency=1),))
     timeline = simulate(schedule, costs)
-    # F0 0-1, sent 1-2; F1 2-3, sent 3-4 | received 1-2, F0 2-3, B0 3-4, sent 4-5, received 5-6, F1 6-7, B1 7-8, sent 8-9
+    # F0 0-1, sent 1-2; F1 2-3, sent 3-4 | F0 received 1-2, 2-3, B0 3-4, sent 4-5, F1 received 5-6, 6-7, B1 7-8
     assert timeline.start == [0, 2, 5, 9, 2, 3, 6, 7]
 
 
