@@ -5,8 +5,9 @@ from collections import Counter
 from auto3d.schedule.family import Family
 from auto3d.schedule.operation import Kind, Operation, Schedule
 from auto3d.schedule.sync import place_syncs
+from auto3d.schedule.weight_filling import fill_with_weights
 
-F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
+F, I = Kind.FORWARD, Kind.BACKWARD_INPUT  # noqa: E741
 
 
 def zb_v(*, devices: int, micro_batches: int, sync: str = "lazy") -> Schedule:
@@ -26,13 +27,11 @@ def zb_v(*, devices: int, micro_batches: int, sync: str = "lazy") -> Schedule:
         pattern = (
             [(F, down)] * (2 * upturned - 1)
             + [(F, up), (F, down)] * home
-            + [(F, up), (I, up), (W, up)] * upturned
-            + [(F, down), (I, down), (W, down), (F, up), (I, up), (W, up)] * (repeats - drained)
-            + [(I, down), (W, down), (F, up), (I, up), (W, up)] * drained
+            + [(F, up), (I, up)] * upturned
+            + [(F, down), (I, down), (F, up), (I, up)] * (repeats - drained)
+            + [(I, down), (F, up), (I, up)] * drained
             + [(I, down), (I, up)] * home
-            + [(I, down), (W, down)] * upturned
-            + [(W, up)] * home
-            + [(W, down)] * home
+            + [(I, down)] * upturned
         )
         counts: Counter[tuple[Kind, int]] = Counter()
         operations = []
@@ -48,7 +47,7 @@ def zb_v(*, devices: int, micro_batches: int, sync: str = "lazy") -> Schedule:
         stages=2 * devices,
         micro_batches=micro_batches,
         device_of={(stage, 0): min(stage, 2 * devices - 1 - stage) for stage in range(2 * devices)},
-        operations=tuple(device(home) for home in range(devices)),
+        operations=fill_with_weights([device(home) for home in range(devices)], 2 * devices, limit=2 * devices),
     )
     return place_syncs(schedule, sync)
 
