@@ -37,9 +37,7 @@ def pipedream_2bw(
         operations=tuple(device(stage) for stage in range(devices)),
         recompute=recomputing("pipedream-2bw", devices, recompute),
         iterations=iterations,
-        weight_version={
-            (stage, m): max(0, m // micro_batches - 1) for stage in range(devices) for m in range(numbers)
-        },
+        weight_version={(stage, m): max(0, m // micro_batches - 1) for stage in range(devices) for m in range(numbers)},
     )
     return place_updates(schedule, sync, every=micro_batches)
 

@@ -33,7 +33,7 @@ def place_syncs(schedule: Schedule, sync: str) -> Schedule:
             if operation.kind in BACKWARDS:
                 last[operation.stage, operation.pipe] = index
         replicas = sorted(last, key=lambda replica: last[replica])
-        early = {last[stage, pipe]: (stage, pipe) for stage, pipe in replicas if 0 <= last[stage, pipe]}
+        early = {last[stage, pipe]: (stage, pipe) for stage, pipe in replicas if last[stage, pipe] >= 0}
         early = {index: replica for index, replica in early.items() if index < last_waits[device]}
         with_syncs: list[Operation] = []
         for index, operation in enumerate(operations):
@@ -70,7 +70,7 @@ def place_updates(schedule: Schedule, sync: str, *, every: int) -> Schedule:
 
 
 def _last_waits(schedule: Schedule) -> list[int]:
-    """Per device, the index of the last operation it waits for (0: none), with a backward of two units, all else one."""
+    """Per device, the index of the last operation that it waits for (0: none), if B takes two units and all else one."""
     needs = dependencies(schedule)
     starts = [0]
     for operations in schedule.operations:

@@ -25,9 +25,7 @@ def fill_with_weights(
         operation = orders[device][position[device]]
         (m,) = operation.micro_batches
         if operation.kind is Kind.FORWARD:
-            return held[device] < limit and (
-                operation.stage == 0 or (Kind.FORWARD, operation.stage - 1, m) in done
-            )
+            return held[device] < limit and (operation.stage == 0 or (Kind.FORWARD, operation.stage - 1, m) in done)
         return operation.stage == stages - 1 or (Kind.BACKWARD_INPUT, operation.stage + 1, m) in done
 
     while any(position[device] < len(order) or waiting[device] for device, order in enumerate(orders)):

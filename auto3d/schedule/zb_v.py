@@ -13,9 +13,10 @@ F, I = Kind.FORWARD, Kind.BACKWARD_INPUT  # noqa: E741
 def zb_v(*, devices: int, micro_batches: int, sync: str = "lazy") -> Schedule:
     """Device s holds stages s (the way down) and 2D - 1 - s (the way up); no bubble where F = I = W, at D activations.
 
-    The order that the paper finds by search for equal times, written down: it fills with 2(D - s) - 1 forwards down,
-    then takes the first micro-batches up and back, then repeats F I W down, F I W up, and drains with the weight halves.
-    It needs 2D - 1 micro-batches to unfold; fewer take the order of those 2D - 1 without the ones that do not exist.
+    The paper finds the order by a search for given times. For equal times it can be written down: 2(D - s) - 1 forwards
+    down; then the first micro-batches up and back; then F I down, F I up in turn; then what is left. W fill the waits.
+    It takes 2D - 1 micro-batches to unfold; fewer follow the order of 2D - 1 without the ones that do not exist. No
+    bubble is left between a device's operations from N = 2D - 1 on, and (D - 1)/2 F against the makespan from N = D on.
     """
     unfolded = max(micro_batches, 2 * devices - 1)
 
