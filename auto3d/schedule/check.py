@@ -17,10 +17,10 @@ def check(schedule: Schedule) -> None:
     Proved:
 
     - every operation is on the device where its stage of its pipe lives, and every pipe has all stages;
-    - every micro-batch passes every stage forward and backward exactly once, all in one pipe, the backward as one B or as
-      I and then W; R at most once, between F and B, and only on stages that recompute;
-    - each replica of a stage is synced after the backwards it sums and updated after that: once at the end, and not before
-      all syncs of its device; or, where the schedule says weight versions, any number of times, with the same
+    - every micro-batch passes every stage forward and backward exactly once, all in one pipe, the backward as one B or
+      as I and then W; R at most once, between F and B, and only on stages that recompute;
+    - each replica of a stage is synced after the backwards it sums and updated after that: once at the end, and not
+      before all syncs of its device; or, where the schedule says weight versions, any number of times, with the same
       micro-batches in the n-th update of every stage;
     - a weight version is made before a forward uses it, and no older one is used after a newer one;
     - all devices come to their end, in dependency order, even if every send is a rendezvous: see ``_check_progress``.
@@ -192,14 +192,14 @@ def _check_progress(schedule: Schedule) -> None:
     """Walk all devices to their end, with little room for messages.
 
     A message goes from device to device where an operation uses what another made. Messages of one kind (F, or the
-    gradient) from one stage of one pipe form a channel. A device has one receive posted per channel, for the message that
-    it uses next: when it has ended the operation that used the one before. A send is a rendezvous, met when its receive is
-    posted; a device does other work meanwhile, but begins no operation that sends to the same device before it is met.
+    gradient) from one stage of one pipe form a channel. A device has one receive posted per channel, for the message
+    that it uses next, from when it has ended the operation that used the one before. A send is a rendezvous, met when
+    its receive is posted; meanwhile a device does other work, but begins no operation that sends to the same device.
 
-    So a device holds one message to each of its peers and one from each channel. It is the strictest that all schedules of
-    the papers pass: with all sends met before the next operation, or one receive posted per device, two neighbours of an
-    interleaved 1F1B, of ZB-V or of Chimera's doubling would each wait for the other to receive. Syncs are started, not
-    waited for; an update waits for them alone, so neither can block.
+    So a device holds the messages of one operation to each of its peers, and one message from each channel. The papers'
+    schedules need that much: if a device met all its sends before its next operation, or posted one receive at a time,
+    two neighbours of an interleaved 1F1B, of ZB-V or of Chimera's doubling would each wait for the other to receive.
+    Gradient syncs are started, not waited for, and an update waits for nothing else, so neither can block.
     """
     operations = numbered(schedule)
     needs = dependencies(schedule)

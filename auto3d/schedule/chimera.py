@@ -35,8 +35,8 @@ def chimera(
       Idle (D - 2)(F + B)/2 + (k - 1)(D - 2)(B - 2F) for N = 2kD, two pipes and 2F <= B <= 3F.
     - ``halving``: the order of doubling with each micro-batch in two parts: forwards of both, backwards of one.
 
-    Figure 7(d) takes out half of the bubbles at the start: the paper does not say how for any D. Here the first forwards
-    of each pipe take their two micro-batches one by one, so that the first arrives early; see ``_single_pairs``.
+    Figure 7(d) takes out half of the bubbles at the start: the paper does not say how for any D. Here the first pairs
+    of each pipe go forward one micro-batch by one, so that the first arrives early; see ``_single_pairs``.
     """
     _check_sizes(devices, pipes)
     check_choice("chimera", "scale", scale, SCALES)
@@ -109,9 +109,9 @@ def _groups(numbers: range, pipes: int, *, doubled: bool, parts: int) -> list[li
 def _single_pairs(devices: int, pipes: int) -> int:
     """How many pairs of each pipe run one by one in the first doubled unit: all but the last.
 
-    The middle device is D/(2f) - 1 hops from the first, and starts two forwards per hop late if those are doubled, one if
-    they are single. Half as many single pairs reach the closed form where B = 2F; these do where B is up to 3F, that is
-    with recomputation too.
+    The middle device is D/(2f) - 1 hops from the first, and starts two forwards per hop late if those are doubled, one
+    if they are single. Half as many single pairs reach the closed form where B = 2F; these do where B is up to 3F, that
+    is with recomputation too.
     """
     return devices // pipes - 1
 
