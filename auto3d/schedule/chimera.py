@@ -32,11 +32,11 @@ def chimera(
       for N = KD and two pipes.
     - ``doubling``: units of 2D, in which a forward takes two micro-batches and backwards one, first all backwards of
       first ones, then all of second ones, as in figure 7(c); what is left at the end, if D or less, is a direct unit.
-      Idle (D - 2)(F + B)/2 where N = 2D.
+      Idle (D - 2)(F + B)/2 + (k - 1)(D - 2)(B - 2F) for N = 2kD, two pipes and 2F <= B <= 3F.
     - ``halving``: the order of doubling with each micro-batch in two parts: forwards of both, backwards of one.
 
-    Figure 7(d) takes out half of the bubbles at the start: the paper does not say how for any D. Here the first forwards
-    of each pipe take their two micro-batches one by one, so that the first arrives early; see ``_single_pairs``.
+    Figure 7(d) takes out half of the bubbles at the start: the paper does not say how for any D. Here the first pairs
+    of each pipe go forward one micro-batch by one, so that the first arrives early; see ``_single_pairs``.
     """
     _check_sizes(devices, pipes)
     check_choice("chimera", "scale", scale, SCALES)
@@ -107,14 +107,13 @@ def _groups(numbers: range, pipes: int, *, doubled: bool, parts: int) -> list[li
 
 
 def _single_pairs(devices: int, pipes: int) -> int:
-    """How many pairs of each pipe run one by one in the first doubled unit.
+    """How many pairs of each pipe run one by one in the first doubled unit: all but the last.
 
-    A doubled forward takes two single ones of time per device, so the middle device, D/(2f) - 1 = d hops from the first,
-    starts after 2d; after singles it starts after d. Pair j is due 4j - d after the start if all is moved ahead by that d,
-    and can leave the first device at 2j: those with 2j < d are late, and catch up one single forward per hop.
+    The middle device is D/(2f) - 1 hops from the first, and starts two forwards per hop late if those are doubled, one
+    if they are single. Half as many single pairs reach the closed form where B = 2F; these do where B is up to 3F, that
+    is with recomputation too.
     """
-    hops = devices // pipes - 1
-    return -(-hops // 2)
+    return devices // pipes - 1
 
 
 def _unit(

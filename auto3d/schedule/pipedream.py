@@ -12,8 +12,8 @@ def pipedream(
 ) -> Schedule:
     """``iterations`` iterations of ``micro_batches`` without a flush; no bubbles but in the first fill and last drain.
 
-    A micro-batch runs its backward with the weights of its forward, so stage s keeps up to D - s versions. Stages see a
-    micro-batch with different numbers of updates: the paper's vertical sync, which would prevent that, is off there too.
+    A micro-batch runs its backward with the weights of its forward, so stage s keeps up to D - s versions. Later stages
+    see a micro-batch with more updates: vertical sync, which would prevent that, is off in the paper's default too.
     """
     check_least("pipedream", "iterations", iterations, 1)
     numbers = micro_batches * iterations

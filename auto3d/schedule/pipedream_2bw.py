@@ -13,8 +13,8 @@ def pipedream_2bw(
 ) -> Schedule:
     """An update per iteration, delayed by one: W(t + 1) = W(t) - v * gradient at W(t - 1), the same at all stages.
 
-    So two versions are enough, where the first stage runs no more than one iteration ahead: the paper asks for N of D or
-    more, and D - 1 are enough, since D - 1 forwards are ahead of their backwards on the first stage.
+    Two versions are enough where no stage begins an iteration before it has updated for the last but one. The paper
+    asks for N >= D; D - 1 are enough, since the first stage is never more than D - 1 forwards ahead of its backwards.
     """
     check_least("pipedream-2bw", "iterations", iterations, 1)
     if micro_batches < devices - 1:
@@ -37,9 +37,7 @@ def pipedream_2bw(
         operations=tuple(device(stage) for stage in range(devices)),
         recompute=recomputing("pipedream-2bw", devices, recompute),
         iterations=iterations,
-        weight_version={
-            (stage, m): max(0, m // micro_batches - 1) for stage in range(devices) for m in range(numbers)
-        },
+        weight_version={(stage, m): max(0, m // micro_batches - 1) for stage in range(devices) for m in range(numbers)},
     )
     return place_updates(schedule, sync, every=micro_batches)
 

@@ -26,15 +26,12 @@ def place_syncs(schedule: Schedule, sync: str) -> Schedule:
         last_waits = [len(operations) if sync == "eager" else 0 for operations in schedule.operations]
     placed = []
     for device, operations in enumerate(schedule.operations):
-        last: dict[tuple[int, int], int] = {
-            replica: -1 for replica, home in schedule.device_of.items() if home == device
-        }
+        last = {replica: -1 for replica, home in schedule.device_of.items() if home == device}  # backward's index
         for index, operation in enumerate(operations):
             if operation.kind in BACKWARDS:
                 last[operation.stage, operation.pipe] = index
         replicas = sorted(last, key=lambda replica: last[replica])
-        early = {last[stage, pipe]: (stage, pipe) for stage, pipe in replicas if 0 <= last[stage, pipe]}
-        early = {index: replica for index, replica in early.items() if index < last_waits[device]}
+        early = {last[replica]: replica for replica in replicas if 0 <= last[replica] < last_waits[device]}
         with_syncs: list[Operation] = []
         for index, operation in enumerate(operations):
             with_syncs.append(operation)
@@ -70,7 +67,7 @@ def place_updates(schedule: Schedule, sync: str, *, every: int) -> Schedule:
 
 
 def _last_waits(schedule: Schedule) -> list[int]:
-    """Per device, the index of the last operation it waits for (0: none), with a backward of two units, all else one."""
+    """Per device, the index of the last operation that it waits for (0: none), if B takes two units, all else one."""
     needs = dependencies(schedule)
     starts = [0]
     for operations in schedule.operations:

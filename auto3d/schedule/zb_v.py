@@ -5,16 +5,18 @@ from collections import Counter
 from auto3d.schedule.family import Family
 from auto3d.schedule.operation import Kind, Operation, Schedule
 from auto3d.schedule.sync import place_syncs
+from auto3d.schedule.weight_filling import fill_with_weights
 
-F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
+F, I = Kind.FORWARD, Kind.BACKWARD_INPUT  # noqa: E741
 
 
 def zb_v(*, devices: int, micro_batches: int, sync: str = "lazy") -> Schedule:
     """Device s holds stages s (the way down) and 2D - 1 - s (the way up); no bubble where F = I = W, at D activations.
 
-    The order that the paper finds by search for equal times, written down: it fills with 2(D - s) - 1 forwards down,
-    then takes the first micro-batches up and back, then repeats F I W down, F I W up, and drains with the weight halves.
-    It needs 2D - 1 micro-batches to unfold; fewer take the order of those 2D - 1 without the ones that do not exist.
+    The paper finds the order by a search for given times. For equal times it can be written down: 2(D - s) - 1 forwards
+    down; then the first micro-batches up and back; then F I down, F I up in turn; then what is left. W fill the waits.
+    It takes 2D - 1 micro-batches to unfold; fewer follow the order of 2D - 1 without the ones that do not exist. No
+    bubble is left between a device's operations from N = 2D - 1 on, and (D - 1)/2 F against the makespan from N = D on.
     """
     unfolded = max(micro_batches, 2 * devices - 1)
 
@@ -26,13 +28,11 @@ def zb_v(*, devices: int, micro_batches: int, sync: str = "lazy") -> Schedule:
         pattern = (
             [(F, down)] * (2 * upturned - 1)
             + [(F, up), (F, down)] * home
-            + [(F, up), (I, up), (W, up)] * upturned
-            + [(F, down), (I, down), (W, down), (F, up), (I, up), (W, up)] * (repeats - drained)
-            + [(I, down), (W, down), (F, up), (I, up), (W, up)] * drained
+            + [(F, up), (I, up)] * upturned
+            + [(F, down), (I, down), (F, up), (I, up)] * (repeats - drained)
+            + [(I, down), (F, up), (I, up)] * drained
             + [(I, down), (I, up)] * home
-            + [(I, down), (W, down)] * upturned
-            + [(W, up)] * home
-            + [(W, down)] * home
+            + [(I, down)] * upturned
         )
         counts: Counter[tuple[Kind, int]] = Counter()
         operations = []
@@ -48,7 +48,7 @@ def zb_v(*, devices: int, micro_batches: int, sync: str = "lazy") -> Schedule:
         stages=2 * devices,
         micro_batches=micro_batches,
         device_of={(stage, 0): min(stage, 2 * devices - 1 - stage) for stage in range(2 * devices)},
-        operations=tuple(device(home) for home in range(devices)),
+        operations=fill_with_weights([device(home) for home in range(devices)], 2 * devices, limit=2 * devices),
     )
     return place_syncs(schedule, sync)
 

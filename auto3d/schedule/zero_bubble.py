@@ -4,55 +4,37 @@ from auto3d.schedule.alternation import alternate, of_stage
 from auto3d.schedule.family import Family
 from auto3d.schedule.operation import Kind, Operation, Schedule
 from auto3d.schedule.sync import place_syncs
+from auto3d.schedule.weight_filling import fill_with_weights
 
 
 def zb_h1(*, devices: int, micro_batches: int, sync: str = "lazy") -> Schedule:
-    """Stage s puts off its W by s micro-batches, so that every device holds D; idle (D - 1)(F + I - W) per device."""
-    return _split(
-        "zb-h1",
-        devices,
-        micro_batches,
-        sync,
-        ahead=[devices - 1 - stage for stage in range(devices)],
-        put_off=list(range(devices)),
-    )
+    """1F1B's order and its first device's D activations on every device; idle (D - 1)(F + I - W) where N >= D."""
+    ahead = [devices - 1 - stage for stage in range(devices)]
+    return place_syncs(_split("zb-h1", devices, micro_batches, ahead, limit=devices), sync)
 
 
 def zb_h2(*, devices: int, micro_batches: int, sync: str = "lazy") -> Schedule:
-    """Twice the forwards ahead, W put off by 2s: each device holds 2D - 1 micro-batches.
+    """Twice the forwards ahead, and 2D - 1 micro-batches held on every device.
 
-    From its first to its last operation a device idles (D - 1)(F + I - 2W), nothing where F = I = W. Against the
-    makespan it idles as ZB-H1: the paper gains there by an update that does not wait for all devices.
+    From its first to its last operation a device idles (D - 1)(F + I - 2W), nothing where F = I = W, if N >= 2D - 1.
+    Against the makespan it idles as ZB-H1: the paper gains there by an update that does not wait for all devices.
     """
-    return _split(
-        "zb-h2",
-        devices,
-        micro_batches,
-        sync,
-        ahead=[2 * (devices - 1 - stage) for stage in range(devices)],
-        put_off=[2 * stage for stage in range(devices)],
-    )
+    ahead = [2 * (devices - 1 - stage) for stage in range(devices)]
+    return place_syncs(_split("zb-h2", devices, micro_batches, ahead, limit=2 * devices - 1), sync)
 
 
-def _split(
-    name: str, devices: int, micro_batches: int, sync: str, *, ahead: list[int], put_off: list[int]
-) -> Schedule:
+def _split(name: str, devices: int, micro_batches: int, ahead: list[int], *, limit: int) -> Schedule:
     def device(stage: int) -> tuple[Operation, ...]:
-        forwards = of_stage(Kind.FORWARD, stage, micro_batches)
-        inputs = of_stage(Kind.BACKWARD_INPUT, stage, micro_batches)
-        weights = of_stage(Kind.BACKWARD_WEIGHT, stage, micro_batches)
-        late = put_off[stage]
-        pairs = [(half, *weights[m - late : m - late + 1]) if m >= late else (half,) for m, half in enumerate(inputs)]
-        return (*alternate(forwards, pairs, ahead[stage]), *weights[max(0, micro_batches - late) :])
+        inputs = [(half,) for half in of_stage(Kind.BACKWARD_INPUT, stage, micro_batches)]
+        return alternate(of_stage(Kind.FORWARD, stage, micro_batches), inputs, ahead[stage])
 
-    schedule = Schedule(
+    return Schedule(
         name=name,
         stages=devices,
         micro_batches=micro_batches,
         device_of={(stage, 0): stage for stage in range(devices)},
-        operations=tuple(device(stage) for stage in range(devices)),
+        operations=fill_with_weights([device(stage) for stage in range(devices)], devices, limit),
     )
-    return place_syncs(schedule, sync)
 
 
 FAMILIES = (

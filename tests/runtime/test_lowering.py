@@ -5,10 +5,10 @@ import pytest
 from auto3d.capture.graph import Value
 from auto3d.partition.stage import Transfer
 from auto3d.runtime.lowering import Message, lower
-from auto3d.schedule import SCHEDULES, build_schedule
+from auto3d.schedule import build_schedule
 from auto3d.schedule.check import ScheduleError
 from auto3d.schedule.operation import Kind
-from tests.schedule.test_schedules import by_hand
+from tests.schedule.samples import by_hand
 
 
 def transfers(stages: int, *skips: tuple[int, int]) -> list[Transfer]:
@@ -16,7 +16,10 @@ def transfers(stages: int, *skips: tuple[int, int]) -> list[Transfer]:
     return [Transfer(value=Value(f"v{a}", (2,), "float32", 4, True), source=a, target=b) for a, b in pairs]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+RUNNABLE = ("gpipe", "1f1b", "interleaved-1f1b")  # forwards and whole backwards in one pipe, one update at the end
+
+
+@pytest.mark.parametrize("name", ("gpipe", "1f1b"))
 @pytest.mark.parametrize(("stages", "skips"), [(1, ()), (2, ()), (4, ()), (5, ((0, 4), (1, 3)))])
 def test_messages_match(name, stages, skips):
     for micro_batches in (1, 3, 8):
@@ -52,7 +55,7 @@ def happens_before(programs) -> dict[tuple[int, int], set[tuple[int, int]]]:
     return before
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", ("gpipe", "1f1b"))
 @pytest.mark.parametrize("skips", [(), ((0, 3),)])
 def test_a_send_is_forgotten_at_the_first_step_that_proves_its_receipt(name, skips):
     schedule = build_schedule(name, devices=4, micro_batches=6)
