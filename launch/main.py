@@ -15,6 +15,7 @@ from rich.table import Table
 from tabulate import tabulate
 
 from auto3d.errors import InputError
+from auto3d.schedule.options import RECOMPUTE, SYNC
 from launch.recipe import load
 from launch.schema import documented_keys
 
@@ -157,14 +158,14 @@ _FILE = click.Path(dir_okay=False)
 @click.option("--pipes", type=int, help="Replicas of the model that flow through the devices (chimera).")
 @click.option("--scale", help="direct, doubling or halving: chimera with more micro-batches than stages.")
 @click.option("--chunks", type=int, help="Stages per device (interleaved-1f1b).")
-@click.option("--recompute", help="none or full, where the schedule leaves the choice.")
+@click.option("--recompute", type=click.Choice(RECOMPUTE), help="All stages or none, where the choice is free.")
 @click.option("--iterations", type=int, help="Iterations to run, of an asynchronous schedule.")
-@click.option("--sync-placement", "sync_placement", help="lazy, eager or eager-opt: when gradient syncs start.")
+@click.option("--sync-placement", type=click.Choice(SYNC), help="At the end, at once, or at once where it hides.")
 @click.option("--forward", type=_TIME, help="Time of one device's share of the model for one micro-batch. [1]")
 @click.option("--backward", type=_TIME, help="The same of the backward. [the sum of its halves, or twice --forward]")
 @click.option("--backward-input", type=_TIME, help="Its half for the gradient of the input. [the rest]")
 @click.option("--backward-weight", type=_TIME, help="Its half for the gradient of the weights. [the rest]")
-@click.option("--recompute-time", "recompute_time", type=_TIME, help="Of running the forward again. [--forward]")
+@click.option("--recompute-time", type=_TIME, help="Of running the forward again. [--forward]")
 @click.option("--p2p", type=_TIME, help="Of a message of one micro-batch from stage to stage. [0]")
 @click.option("--overlap/--no-overlap", default=None, help="Whether messages travel beside compute. [they do]")
 @click.option("--sync", type=_TIME, help="Of the gradient sync of one device's share. [0]")

@@ -92,6 +92,10 @@ def print_comparison(names: Sequence[str], request: Request, *, as_json: bool) -
 
 
 def _timeline(name: str, request: Request, options: dict[str, int | str]) -> Timeline:
+    for option in options if name in SCHEDULES else ():
+        if option not in SCHEDULES[name].options:
+            takes = ", ".join(map(_flag, SCHEDULES[name].options))
+            raise InputError(f"schedule {name}: it has no {_flag(option)}; it takes {takes}")
     schedule = build_schedule(name, devices=request.stages, micro_batches=request.micro_batches, **options)
     return simulate(schedule, uniform(schedule, **request.times))
 

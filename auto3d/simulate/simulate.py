@@ -77,7 +77,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     start, end = [0.0] * count, [0.0] * count
     arrival = [-1.0] * count  # below 0: not run yet
     position, stops, free = work.bounds[:-1], work.bounds[1:], [0.0] * schedule.devices
-    link_free = [0.0] * work.links
+    link_free = [0.0] * len(work.links)
     waiter = [-1] * count  # a device that waits for this operation; -1 for none
     also_waiting = [-1] * schedule.devices  # another one that waits for the same operation as this device
     spans: list[tuple[int, int]] = []

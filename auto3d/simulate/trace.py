@@ -4,43 +4,40 @@ from typing import Any
 
 from auto3d.simulate.simulate import Timeline
 
-_COMPUTE, _SEND, _SYNC = range(3)
-_TRACKS = {_COMPUTE: "compute", _SEND: "send", _SYNC: "gradient sync"}
-
 
 def trace(timeline: Timeline, *, seconds_per_unit: float = 1.0) -> dict[str, Any]:
-    """One process per device with a track for its operations and, where they take time, its messages and its syncs."""
+    """One process per device: a track for its operations and, where they take time, one for its messages to each other
+    device and one for the gradient sync of each of its stages."""
     microseconds = 1e6 * seconds_per_unit  # the format's unit
     events: list[dict[str, Any]] = []
-    tracks: set[tuple[int, int]] = set()
+    tracks: list[dict[str, int]] = [{} for _ in range(timeline.schedule.devices)]  # per device, name -> number
 
-    def add(device: int, track: int, name: str, category: str, start: float, end: float) -> None:
-        tracks.add((device, track))
+    def add(device: int, track: str, name: str, start: float, end: float) -> None:
         events.append(
             {
                 "name": name,
-                "cat": category,
+                "cat": track.split()[0],
                 "ph": "X",
                 "pid": device,
-                "tid": track,
+                "tid": tracks[device].setdefault(track, len(tracks[device])),
                 "ts": start * microseconds,
                 "dur": (end - start) * microseconds,
             }
         )
 
+    to = {number: receiver for (_, receiver), number in timeline.work.links.items()}
     for number, operation in enumerate(timeline.operations):
         device, end = timeline.device_of(operation), timeline.end[number]
-        add(device, _COMPUTE, str(operation), operation.kind.name.lower(), timeline.start[number], end)
+        add(device, "compute", str(operation), timeline.start[number], end)
         _, after, link = timeline.work.steps[number]
         if after and link >= 0:
             sent = timeline.arrival[number] if timeline.costs.overlap else end + after
-            add(device, _SEND, f"send {operation}", "send", sent - after, sent)
+            add(device, f"send to device {to[link]}", f"send {operation}", sent - after, sent)
     for sync in timeline.syncs:
         for device in sync.started if sync.end > sync.begin else ():
-            add(device, _SYNC, f"sync of stage {sync.stage}", "sync", sync.begin, sync.end)
-    for device, track in sorted(tracks):
-        names = {"process_name": f"device {device}", "thread_name": _TRACKS[track]}
-        events += [
-            {"name": key, "ph": "M", "pid": device, "tid": track, "args": {"name": name}} for key, name in names.items()
-        ]
+            add(device, f"sync of stage {sync.stage}", f"sync of stage {sync.stage}", sync.begin, sync.end)
+    for device, numbers in enumerate(tracks):
+        events.append({"name": "process_name", "ph": "M", "pid": device, "args": {"name": f"device {device}"}})
+        for track, number in numbers.items():
+            events.append({"name": "thread_name", "ph": "M", "pid": device, "tid": number, "args": {"name": track}})
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"schedule": timeline.schedule.name}}

@@ -17,7 +17,7 @@ and the link that the message takes, -1 for none. Operations that take the same 
 class Work:
     bounds: list[int]  # operations of device d: bounds[d] to bounds[d + 1]
     steps: list[Step]
-    links: int  # how many links, that is pairs of a sending and a receiving device, there are
+    links: dict[tuple[int, int], int]  # (sending, receiving device) -> number of the link
     waits: list[tuple[int, ...]]  # operations whose messages, or all-reduces, must be over
     receive: list[float]  # what receiving takes of the operation's own device; empty where messages overlap compute
 
@@ -33,7 +33,7 @@ def lay_out(schedule: Schedule, costs: Costs) -> Work:
         duration, after, link = steps[number]
         steps[number] = duration + count * prices[Kind.RECOMPUTE, stage, pipe, 1][0], after, link
     receive = [] if costs.overlap else _receives(bounds, steps, waits)
-    return Work(bounds=bounds, steps=steps, links=len(prices.links), waits=waits, receive=receive)
+    return Work(bounds=bounds, steps=steps, links=prices.links, waits=waits, receive=receive)
 
 
 class _Prices(dict[tuple[Kind, int, int, int], Step]):
@@ -42,7 +42,7 @@ class _Prices(dict[tuple[Kind, int, int, int], Step]):
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         super().__init__()
         self.schedule, self.costs = schedule, costs
-        self.links: dict[tuple[int, int], int] = {}  # (sending, receiving device) -> number of the link
+        self.links: dict[tuple[int, int], int] = {}
 
     def __missing__(self, key: tuple[Kind, int, int, int]) -> Step:
         kind, stage, pipe, count = key
