@@ -67,3 +67,32 @@ def idle_inside(schedule: Schedule, **times: int | Fraction) -> list[Fraction]:
     """Per device, from its first to its last operation."""
     found = spans(schedule, **times)
     return [done[-1][1] - done[0][0] - sum((end - start for start, end in done), Fraction(0)) for done in found]
+
+
+def critical_path(schedule: Schedule, **times: int | Fraction) -> tuple[int, int]:
+    """Forwards and backwards on a chain of operations without a wait, from the end back to the start."""
+    found = [
+        (start, end, device, operation)
+        for device, done in enumerate(spans(schedule, **times))
+        for (start, end), operation in zip(done, schedule.operations[device], strict=True)
+        if end > start
+    ]
+    start, _, device, operation = max(found, key=lambda entry: entry[1])
+    counts = {Kind.FORWARD: 0, Kind.BACKWARD: 0}
+    while True:
+        counts[operation.kind] += 1
+        if start == 0:
+            return counts[Kind.FORWARD], counts[Kind.BACKWARD]
+        start, _, device, operation = next(
+            entry
+            for entry in found
+            if entry[1] == start
+            and (
+                entry[2] == device
+                or (
+                    entry[3].kind is operation.kind
+                    and set(entry[3].micro_batches) & set(operation.micro_batches)
+                    and abs(entry[3].stage - operation.stage) == 1
+                )
+            )
+        )

@@ -10,7 +10,7 @@ SYNC = ("lazy", "eager", "eager-opt")
 
 
 def options_of(name: str, devices: int) -> list[dict[str, int | str]]:
-    """Every combination of the options of ``name`` that change its order of forwards and backwards; [] if none can be."""
+    """Every combination of the options of ``name`` that change its forwards and backwards; [] where it cannot be."""
     if name == "interleaved-1f1b":
         return [{"chunks": chunks} for chunks in (2, 3, 4)]
     if name == "chimera":
@@ -38,9 +38,7 @@ def schedules(name: str, devices: int, numbers: list[int], syncs: tuple[str, ...
     for micro_batches, options, sync in product(numbers, options_of(name, devices), syncs):
         if micro_batches >= least_micro_batches(name, devices):
             recompute = {"recompute": "full" if micro_batches % 2 else "none"} if "recompute" in takes else {}
-            yield build_schedule(
-                name, devices=devices, micro_batches=micro_batches, sync=sync, **options, **recompute
-            )
+            yield build_schedule(name, devices=devices, micro_batches=micro_batches, sync=sync, **options, **recompute)
 
 
 def by_hand(*lines: str, stages: int = 2, micro_batches: int = 2, **fields) -> Schedule:

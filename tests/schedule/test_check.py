@@ -191,14 +191,16 @@ def test_any_mistake_is_found(name):
         sync = chance.choice(SYNC)
         schedule = build_schedule(name, devices=devices, micro_batches=micro_batches, sync=sync, **options)
         what, wrong = mutations(schedule, chance)
-        with pytest.raises(ScheduleError):
+        try:
             check(wrong)
-            raise AssertionError(f"{what}: {schedule}")
+        except ScheduleError:
+            continue
+        raise AssertionError(f"{what} is not found: {wrong}")
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_messages_out_of_order_are_found(name):
-    """Two forwards of the last stage that change places leave a rendezvous that is never met, or a backward too early."""
+    """Two forwards of the last stage that change places: a rendezvous never met, or a backward too early."""
     for devices in (2, 4, 6):
         micro_batches = 3 * devices
         schedule = build_schedule(name, devices=devices, micro_batches=micro_batches)
