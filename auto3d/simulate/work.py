@@ -122,12 +122,13 @@ def _waits(schedule: Schedule, operations: list[Operation]) -> list[tuple[int, .
 def _receives(bounds: list[int], steps: list[Step], waits: list[tuple[int, ...]]) -> list[float]:
     """A message is received once, by the first operation of its receiver that needs it."""
     receive = [0.0] * len(waits)
+    received = bytearray(len(waits))
     for first, stop in pairwise(bounds):
-        received: set[int] = set()
         for number in range(first, stop):
             for needed in waits[number]:
-                _, after, link = steps[needed]
-                if link >= 0 and not first <= needed < stop and needed not in received:
-                    received.add(needed)
-                    receive[number] += after
+                if needed < first or needed >= stop:
+                    _, after, link = steps[needed]
+                    if link >= 0 and not received[needed]:
+                        received[needed] = True
+                        receive[number] += after
     return receive
