@@ -10,7 +10,7 @@ _BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 def critical_path(timeline: Timeline) -> list[Operation]:
     """Operations without slack between them, from the first start to the makespan: each starts when the one before it,
     its message or its all-reduce, is over. Of several such paths, the one with the most backwards, so that C_f and C_b
-    are those of the paper."""
+    are those of the paper; of those, one that stays on a device where it can, as in Merak's figure 4."""
     numbers = critical_numbers(timeline)
     return [timeline.operations[number] for number in numbers]
 
@@ -36,10 +36,10 @@ def critical_numbers(timeline: Timeline) -> list[int]:
         for number in range(first, stop):
             _, after, link = work.steps[number]
             bound = start[number] - (work.receive[number] if work.receive else 0.0) - close
-            candidates = [maker[needed] for needed in work.waits[number] if arrival[needed] >= bound]
-            if number not in first_of_device and _free(timeline, number - 1) >= bound:
-                candidates.append(number - 1)
-            best = max(candidates, key=weight.__getitem__, default=-1)
+            stays = number not in first_of_device and _free(timeline, number - 1) >= bound
+            candidates = [number - 1] if stays else []
+            candidates += [maker[needed] for needed in work.waits[number] if arrival[needed] >= bound]
+            best = max(candidates, key=weight.__getitem__, default=-1)  # of equals, the first
             before[number] = best
             weight[number] = (weight[best] if best >= 0 else 0) + (timeline.operations[number].kind in _BACKWARDS)
             if link >= 0 and after and timeline.costs.overlap:

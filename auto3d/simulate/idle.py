@@ -44,8 +44,9 @@ class SteadyState:
 def steady_state(timeline: Timeline) -> SteadyState | None:
     """Of a schedule of several overlapping iterations, between its warm-up and its drain; None where it has but one.
 
-    Read from the iterations that end while every device still has forwards to run, the later half of them; where there
-    are not two such iterations, from the last two of all, and then too short: the drain runs no forwards.
+    Read from the iterations that end while every device still has forwards to run, the later half of them. Where there
+    are not two such iterations, it is read from the last two of all; since the drain runs no forwards, these may follow
+    each other faster than a device has work for, so that work is the least.
     """
     schedule = timeline.schedule
     if schedule.iterations < 2:
@@ -63,7 +64,7 @@ def steady_state(timeline: Timeline) -> SteadyState | None:
                 ends[iteration] = max(ends[iteration], timeline.end[number])
     before_drain = [end for end in ends if end <= min(last_forward)]
     used = before_drain[(len(before_drain) - 1) // 2 :] if len(before_drain) > 1 else ends[-2:]
-    iteration_time = (used[-1] - used[0]) / (len(used) - 1)
-    work = sum(busy(timeline)) / schedule.iterations
+    work = [time / schedule.iterations for time in busy(timeline)]
+    iteration_time = max((used[-1] - used[0]) / (len(used) - 1), *work)
     whole = schedule.devices * iteration_time
-    return SteadyState(iteration_time=iteration_time, bubble_ratio=1 - work / whole if whole else 0.0)
+    return SteadyState(iteration_time=iteration_time, bubble_ratio=1 - sum(work) / whole if whole else 0.0)

@@ -134,6 +134,15 @@ def test_the_critical_path_of_chimera(depth, pipes):
     assert forwards + 2 * backwards == simulate(schedule, uniform(schedule)).makespan
 
 
+@pytest.mark.parametrize(("name", "recompute"), [("1f1b", {"recompute": "full"}), ("early-recompute", {})])
+def test_the_critical_path_of_1f1b_is_pinned_on_the_last_stage(name, recompute):
+    """As Merak's figure 4 draws it."""
+    schedule = build_schedule(name, devices=4, micro_batches=5, **recompute)
+    timeline = simulate(schedule, uniform(schedule))
+    path = [timeline.device_of(operation) for operation in critical_path(timeline) if operation.micro_batches]
+    assert path == [0, 1, 2, *[3] * (len(path) - 6), 2, 1, 0]
+
+
 def test_idle_in_two_ways():
     """ZB-H1's devices rest less between their own first and last operation than one update for all costs them."""
     schedule = build_schedule("zb-h1", devices=4, micro_batches=8)
@@ -158,6 +167,9 @@ def test_the_steady_state_goes_at_the_pace_of_the_slowest_device():
         steady = steady_state(simulate(schedule, replaced(uniform(schedule), speed=speed)))
         assert steady.iteration_time == pytest.approx(6 * 6)
         assert steady.bubble_ratio == pytest.approx(1 - (3 + 6) * 6 / (4 * 36) - 3 * 6 * 2 / (4 * 36))
+        short = build_schedule("pipedream", devices=4, micro_batches=1, iterations=2)  # all in flight at once
+        steady = steady_state(simulate(short, replaced(uniform(short), speed=speed)))
+        assert steady.iteration_time == pytest.approx(6)
     synchronous = build_schedule("1f1b", devices=4, micro_batches=6)
     assert steady_state(simulate(synchronous, uniform(synchronous))) is None
 
