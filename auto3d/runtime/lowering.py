@@ -124,6 +124,14 @@ def lower(schedule: Schedule, transfers: Sequence[Transfer]) -> tuple[Program, .
 
 
 def _check_runnable(schedule: Schedule) -> None:
+    unknown = {
+        "weight versions": schedule.weight_version,
+        "micro-batches in parts": schedule.parts > 1,
+        "recomputation": schedule.recompute,
+    }
+    for what, present in unknown.items():
+        if present:
+            raise ScheduleError(f"schedule {schedule.name} has {what}, which the runtime does not run")
     for operations in schedule.operations:
         for operation in operations:
             if operation.kind not in RUNNABLE or operation.pipe:

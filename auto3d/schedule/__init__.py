@@ -3,11 +3,38 @@
 from difflib import get_close_matches
 
 from auto3d.errors import InputError
-from auto3d.schedule import gpipe, one_forward_one_backward
+from auto3d.schedule import (
+    chimera,
+    early_recompute,
+    gems,
+    gpipe,
+    interleaved,
+    one_forward_one_backward,
+    pipedream,
+    pipedream_2bw,
+    shifted_critical_path,
+    zb_v,
+    zero_bubble,
+)
 from auto3d.schedule.family import Family
 from auto3d.schedule.operation import Schedule
 
-SCHEDULES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (gpipe, one_forward_one_backward)}
+SCHEDULES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        gpipe.FAMILY,
+        one_forward_one_backward.FAMILY,
+        interleaved.FAMILY,
+        gems.FAMILY,
+        pipedream.FAMILY,
+        pipedream_2bw.FAMILY,
+        early_recompute.FAMILY,
+        shifted_critical_path.FAMILY,
+        chimera.FAMILY,
+        *zero_bubble.FAMILIES,
+        zb_v.FAMILY,
+    )
+}
 
 
 def build_schedule(name: str, *, devices: int, micro_batches: int, **options: int | str) -> Schedule:

@@ -4,12 +4,15 @@ Operations are numbered device by device, in order: the checker, the simulator a
 these numbers, not the operations.
 """
 
+from collections import defaultdict
+from itertools import chain
+
 from auto3d.schedule.operation import Kind, Operation, Schedule
 
 
 def numbered(schedule: Schedule) -> list[Operation]:
     """All operations; an operation's index in this list is its number."""
-    return [operation for operations in schedule.operations for operation in operations]
+    return list(chain.from_iterable(schedule.operations))
 
 
 def dependencies(schedule: Schedule) -> list[tuple[int, ...]]:
@@ -20,34 +23,33 @@ def dependencies(schedule: Schedule) -> list[tuple[int, ...]]:
     what two make is taken from the later one: the checker counts them. Syncs and updates follow from the order of their
     device alone.
     """
+    f, r, b, i, w = Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
     operations = numbered(schedule)
-    width = schedule.micro_batches * schedule.parts * schedule.iterations
-    forward: dict[int, int] = {}  # stage * width + micro-batch -> number
-    gradient: dict[int, int] = {}
+    forward: defaultdict[int, dict[int, int]] = defaultdict(dict)  # stage -> micro-batch -> number
+    gradient: defaultdict[int, dict[int, int]] = defaultdict(dict)
     for number, operation in enumerate(operations):
-        if operation.kind is Kind.FORWARD:
-            made = forward
-        elif operation.kind is Kind.BACKWARD or operation.kind is Kind.BACKWARD_INPUT:
-            made = gradient
+        kind = operation.kind
+        if kind is f:
+            made = forward[operation.stage]
+        elif kind is b or kind is i:
+            made = gradient[operation.stage]
         else:
             continue
-        base = operation.stage * width
         for micro_batch in operation.micro_batches:
-            made[base + micro_batch] = number
+            made[micro_batch] = number
 
     needs: list[tuple[int, ...]] = []
     for operation in operations:
-        kind, base = operation.kind, operation.stage * width
-        if kind is Kind.FORWARD:
-            keys = [(forward, base - width)]
-        elif kind is Kind.BACKWARD or kind is Kind.BACKWARD_INPUT:
-            keys = [(forward, base), (gradient, base + width)]
-        elif kind is Kind.RECOMPUTE:
-            keys = [(forward, base)]
-        elif kind is Kind.BACKWARD_WEIGHT:
-            keys = [(gradient, base)]
+        kind, stage, micro_batches = operation.kind, operation.stage, operation.micro_batches
+        if kind is f:
+            found = (*map(forward[stage - 1].get, micro_batches),)
+        elif kind is b or kind is i:
+            found = (*map(forward[stage].get, micro_batches), *map(gradient[stage + 1].get, micro_batches))
+        elif kind is r:
+            found = (*map(forward[stage].get, micro_batches),)
+        elif kind is w:
+            found = (*map(gradient[stage].get, micro_batches),)
         else:
-            keys = []
-        found = [made.get(start + m) for made, start in keys for m in operation.micro_batches]
-        needs.append(tuple(number for number in found if number is not None))
+            found = ()
+        needs.append(tuple(number for number in found if number is not None) if None in found else found)
     return needs

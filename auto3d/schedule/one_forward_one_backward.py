@@ -1,27 +1,34 @@
 """1F1B: after a warm-up, one forward and one backward in turn (DAPPLE, PipeDream-Flush; Chimera, section 2)."""
 
+from auto3d.schedule.alternation import alternate, of_stage
 from auto3d.schedule.family import Family
 from auto3d.schedule.operation import Kind, Operation, Schedule
+from auto3d.schedule.options import recomputing
+from auto3d.schedule.sync import place_syncs
 
 
-def one_forward_one_backward(*, devices: int, micro_batches: int) -> Schedule:
-    """As many bubbles as GPipe, but stage s holds the activations of at most D - s micro-batches."""
+def one_forward_one_backward(
+    *, devices: int, micro_batches: int, recompute: str = "none", sync: str = "lazy"
+) -> Schedule:
+    """As many bubbles as GPipe, (D - 1)(F + B), but stage s holds the activations of at most D - s micro-batches.
+
+    Recomputation waits for the gradient, inside B: idle (D - 1)(F + R + B) (Merak, figure 4a).
+    """
 
     def device(stage: int) -> tuple[Operation, ...]:
-        warm_up = min(devices - stage - 1, micro_batches)
-        forwards = [Operation(Kind.FORWARD, stage, (m,)) for m in range(micro_batches)]
-        backwards = [Operation(Kind.BACKWARD, stage, (m,)) for m in range(micro_batches)]
-        steady = [operation for pair in zip(forwards[warm_up:], backwards, strict=False) for operation in pair]
-        drain = backwards[micro_batches - warm_up :]
-        return (*forwards[:warm_up], *steady, *drain, Operation(Kind.SYNC, stage), Operation(Kind.UPDATE, stage))
+        forwards = of_stage(Kind.FORWARD, stage, micro_batches)
+        backwards = [(backward,) for backward in of_stage(Kind.BACKWARD, stage, micro_batches)]
+        return alternate(forwards, backwards, ahead=devices - 1 - stage)
 
-    return Schedule(
+    schedule = Schedule(
         name="1f1b",
         stages=devices,
         micro_batches=micro_batches,
         device_of={(stage, 0): stage for stage in range(devices)},
         operations=tuple(device(stage) for stage in range(devices)),
+        recompute=recomputing("1f1b", devices, recompute),
     )
+    return place_syncs(schedule, sync)
 
 
 FAMILY = Family(

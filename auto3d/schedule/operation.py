@@ -21,6 +21,9 @@ class Kind(StrEnum):
     UPDATE = "U"
 
 
+BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
+
+
 @dataclass(frozen=True, slots=True)
 class Operation:
     kind: Kind
@@ -63,15 +66,3 @@ class Schedule:
     @property
     def devices(self) -> int:
         return len(self.operations)
-
-
-def most_in_flight(schedule: Schedule) -> int:
-    """The most micro-batches whose activations one device holds at a time."""
-    most = 0
-    for operations in schedule.operations:
-        held = 0
-        for operation in operations:
-            change = {Kind.FORWARD: 1, Kind.BACKWARD: -1}.get(operation.kind, 0)
-            held += change * len(operation.micro_batches)
-            most = max(most, held)
-    return most

@@ -8,10 +8,12 @@ from typing import Literal
 
 from auto3d.capture.specialize import CapturedModel
 from auto3d.cluster import Cluster, place_ranks
+from auto3d.errors import InputError
 from auto3d.partition.uniform import PartitionError, uniform
 from auto3d.plan import Plan, PlanError, check_degrees
 from auto3d.schedule import SCHEDULES, build_schedule
-from auto3d.schedule.operation import most_in_flight
+from auto3d.schedule.memory import peak_activations
+from auto3d.schedule.operation import Kind, Schedule
 
 Axis = Sequence | Literal["auto"]
 
@@ -99,15 +101,39 @@ def make_plan(model: CapturedModel, *, dp: int, tp: int, pp: int, global_batch: 
 
 def _check_worth(schedule: str, schedules: Sequence[str], *, devices: int, micro_batches: int) -> None:
     """Raise PlanError if another of ``schedules`` cannot be worse than ``schedule`` at these sizes."""
-    built = {name: build_schedule(name, devices=devices, micro_batches=micro_batches) for name in schedules}
+    built = {}
+    for name in schedules:
+        try:
+            built[name] = build_schedule(name, devices=devices, micro_batches=micro_batches)
+            _check_runs(built[name])
+        except InputError as error:
+            if name == schedule:
+                raise PlanError(str(error)) from None
+            built.pop(name, None)
+    schedules = list(built)
     earlier = schedules[: schedules.index(schedule)]
     same = [name for name in earlier if built[name].operations == built[schedule].operations]
     if same:
         raise PlanError(f"the same operations as {same[0]}")
     if devices == 1:
-        leanest = min(schedules, key=lambda name: most_in_flight(built[name]))
-        if most_in_flight(built[leanest]) < most_in_flight(built[schedule]):
+        leanest = min(schedules, key=lambda name: max(peak_activations(built[name])))
+        if max(peak_activations(built[leanest])) < max(peak_activations(built[schedule])):
             raise PlanError(f"one stage has no pipeline: as fast as {leanest}, which holds fewer activations")
+
+
+def _check_runs(schedule: Schedule) -> None:
+    """Raise PlanError for what no plan can hold or the runtime cannot run yet."""
+    kinds = {operation.kind for operations in schedule.operations for operation in operations}
+    beyond = {
+        f"{schedule.stages} stages on {schedule.devices} devices": schedule.stages != schedule.devices,
+        "several pipes": any(pipe for _, pipe in schedule.device_of),
+        "weight versions": schedule.weight_version,
+        "recomputation": schedule.recompute,
+        "a backward in two halves": Kind.BACKWARD_INPUT in kinds,
+    }
+    found = [what for what, present in beyond.items() if present]
+    if found:
+        raise PlanError(f"schedule {schedule.name} has {' and '.join(found)}, which the runtime does not run yet")
 
 
 def _check_devices(needed: int, cluster: Cluster, allow_idle: bool) -> None:

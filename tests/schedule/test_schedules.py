@@ -1,7 +1,4 @@
-"""Every schedule is right at every size, and the checker finds what is wrong."""
-
-import random
-from dataclasses import replace
+"""The orders themselves, the text form, the placement of syncs, and what is refused."""
 
 import pytest
 from hypothesis import given
@@ -9,32 +6,136 @@ from hypothesis import strategies as st
 
 from auto3d.errors import InputError
 from auto3d.schedule import SCHEDULES, build_schedule
-from auto3d.schedule.check import ScheduleError, check
-from auto3d.schedule.operation import Kind, Operation, Schedule, most_in_flight, parse
+from auto3d.schedule.memory import peak_activations, weight_copies
+from auto3d.schedule.operation import Kind, Operation, Schedule, parse
+from tests.schedule.samples import by_hand, schedules
+
+
+def texts(schedule: Schedule) -> list[str]:
+    return [" ".join(map(str, operations)) for operations in schedule.operations]
+
+
+def test_order_of_one_forward_one_backward():
+    assert texts(build_schedule("1f1b", devices=3, micro_batches=4)) == [
+        "F0@0 F1@0 F2@0 B0@0 F3@0 B1@0 B2@0 B3@0 S@0 U@0",
+        "F0@1 F1@1 B0@1 F2@1 B1@1 F3@1 B2@1 B3@1 S@1 U@1",
+        "F0@2 B0@2 F1@2 B1@2 F2@2 B2@2 F3@2 B3@2 S@2 U@2",
+    ]
+
+
+def test_order_of_the_shifted_critical_path():
+    """Merak, figure 4c: four stages, five micro-batches."""
+    assert texts(build_schedule("shifted-critical-path", devices=4, micro_batches=5))[1:] == [
+        "F0@1 F1@1 F2@1 R0@1 B0@1 F3@1 R1@1 B1@1 F4@1 R2@1 B2@1 R3@1 B3@1 R4@1 B4@1 S@1 U@1",
+        "F0@2 F1@2 F2@2 R0@2 B0@2 R1@2 B1@2 F3@2 R2@2 B2@2 F4@2 R3@2 B3@2 R4@2 B4@2 S@2 U@2",
+        "F0@3 B0@3 F1@3 B1@3 F2@3 B2@3 F3@3 B3@3 F4@3 B4@3 S@3 U@3",
+    ]
+
+
+def test_order_of_chimera():
+    """Chimera, figures 3 and 4b: four stages, four micro-batches; stage 3 syncs early, stage 2 has no bubble for it."""
+    assert texts(build_schedule("chimera", devices=4, micro_batches=4, sync="eager-opt")) == [
+        "F0@0 F1@0 F2@3:1 B2@3:1 F3@3:1 B3@3:1 S@3:1 B0@0 B1@0 S@0 U@3:1 U@0",
+        "F0@1 F2@2:1 F1@1 F3@2:1 B2@2:1 B0@1 B3@2:1 B1@1 S@2:1 S@1 U@2:1 U@1",
+        "F2@1:1 F0@2 F3@1:1 F1@2 B0@2 B2@1:1 B1@2 B3@1:1 S@2 S@1:1 U@2 U@1:1",
+        "F2@0:1 F3@0:1 F0@3 B0@3 F1@3 B1@3 S@3 B2@0:1 B3@0:1 S@0:1 U@3 U@0:1",
+    ]
+
+
+def test_placement_of_chimera_on_four_pipes():
+    """Chimera, figure 8: the second pipe down of eight stages goes over devices 4, 5, 6, 7, 0, 1, 2, 3."""
+    placement = build_schedule("chimera", devices=8, micro_batches=8, pipes=4).device_of
+    assert [placement[stage, 2] for stage in range(8)] == [4, 5, 6, 7, 0, 1, 2, 3]
+    assert [placement[stage, 3] for stage in range(8)] == [3, 2, 1, 0, 7, 6, 5, 4]
+
+
+def test_doubling_and_halving_are_one_order():
+    for devices in (2, 4, 8):
+        for units in (1, 2, 3):
+            doubled = build_schedule("chimera", devices=devices, micro_batches=2 * units * devices, scale="doubling")
+            halved = build_schedule("chimera", devices=devices, micro_batches=units * devices, scale="halving")
+            assert doubled.operations == halved.operations
+            assert (doubled.parts, halved.parts) == (1, 2)
+    first = texts(build_schedule("chimera", devices=2, micro_batches=4, scale="doubling"))[0]
+    assert first == "F0+1@0 F2+3@1:1 B2@1:1 B0@0 B3@1:1 B1@0 S@1:1 S@0 U@1:1 U@0"
+
+
+def test_later_units_of_doubling_are_doubled_throughout():
+    schedule = build_schedule("chimera", devices=8, micro_batches=48, scale="doubling")
+    for operations in schedule.operations:
+        for operation in operations:
+            if operation.kind is Kind.FORWARD and operation.micro_batches[0] >= 16:
+                assert len(operation.micro_batches) == 2
+            if operation.kind is Kind.BACKWARD:
+                assert len(operation.micro_batches) == 1
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("stages", range(1, 9))
-def test_right_at_every_size(name, stages):
-    for micro_batches in range(1, 4 * stages + 1):
-        check(build_schedule(name, devices=stages, micro_batches=micro_batches))
+def test_where_syncs_stand(name):
+    """Lazy: all at the end. Eager: after the replica's last backward. The updates and all else stay where they are."""
+    for devices in (2, 4, 6):
+        lazy, eager, opt = ([] for _ in range(3))
+        for sync, found in (("lazy", lazy), ("eager", eager), ("eager-opt", opt)):
+            found += schedules(name, devices, [1, devices, 3 * devices + 1], (sync,))
+        for late, early, some in zip(lazy, eager, opt, strict=True):
+            if late.weight_version:
+                assert late == early == some
+                continue
+            for device in range(devices):
+                orders = [schedule.operations[device] for schedule in (late, early, some)]
+                rest = [[o for o in order if o.kind is not Kind.SYNC] for order in orders]
+                assert rest[0] == rest[1] == rest[2]
+                kinds = "".join(o.kind for o in orders[0])
+                assert kinds.rstrip("U").rstrip("S").count("S") == 0
+                for order in orders[1:]:
+                    for index, operation in enumerate(order):
+                        if operation.kind is Kind.SYNC and any(o.kind not in "SU" for o in order[index:]):
+                            last = order[index - 1]
+                            assert last.kind in "BW"
+                            assert (last.stage, last.pipe) == (operation.stage, operation.pipe)
+                in_time = [
+                    {
+                        o
+                        for i, o in enumerate(order)
+                        if o.kind is Kind.SYNC and any(p.kind not in "SU" for p in order[i:])
+                    }
+                    for order in orders
+                ]
+                assert not in_time[0]
+                assert in_time[2] <= in_time[1]
+
+
+def test_no_gradient_sync_for_nothing_early():
+    """Only 1F1B's single replica per device: every placement is the same."""
+    orders = {
+        texts(build_schedule("1f1b", devices=4, micro_batches=6, sync=s))[0] for s in ("lazy", "eager", "eager-opt")
+    }
+    assert len(orders) == 1
 
 
 @given(stages=st.integers(1, 16), micro_batches=st.integers(1, 64))
 def test_activations_in_flight(stages, micro_batches):
     """GPipe holds all micro-batches, 1F1B at most D - s of them on stage s (Chimera, table 2)."""
-    assert most_in_flight(build_schedule("gpipe", devices=stages, micro_batches=micro_batches)) == micro_batches
-    schedule = build_schedule("1f1b", devices=stages, micro_batches=micro_batches)
-    for stage, operations in enumerate(schedule.operations):
-        alone = replace(schedule, operations=(operations,))
-        assert most_in_flight(alone) == min(micro_batches, stages - stage)
+    gpipe, alternating = (
+        build_schedule(name, devices=stages, micro_batches=micro_batches) for name in ("gpipe", "1f1b")
+    )
+    assert peak_activations(gpipe) == [micro_batches] * stages
+    assert peak_activations(alternating) == [min(micro_batches, stages - stage) for stage in range(stages)]
 
 
-def test_order_of_one_forward_one_backward():
-    first, second, third = build_schedule("1f1b", devices=3, micro_batches=4).operations
-    assert " ".join(map(str, first)) == "F0@0 F1@0 F2@0 B0@0 F3@0 B1@0 B2@0 B3@0 S@0 U@0"
-    assert " ".join(map(str, second)) == "F0@1 F1@1 B0@1 F2@1 B1@1 F3@1 B2@1 B3@1 S@1 U@1"
-    assert " ".join(map(str, third)) == "F0@2 B0@2 F1@2 B1@2 F2@2 B2@2 F3@2 B3@2 S@2 U@2"
+def test_memory_by_hand():
+    split = by_hand("F0@0 F1@0 I0@0 B1@0 W0@0 S@0 U@0", "F0+1@1 B0@1 B1@1 S@1 U@1")
+    assert peak_activations(split) == [2, 2]
+    assert peak_activations(by_hand("F0@0 I0@0 F1@0 I1@0 W0@0 W1@0 S@0 U@0", "")) == [2, 0]
+    two_chunks = by_hand("F0@0 F0@1 B0@1 B0@0", stages=2, micro_batches=1, device_of={(0, 0): 0, (1, 0): 0})
+    assert peak_activations(two_chunks) == [1]
+    assert weight_copies(two_chunks) == [1]
+    parts = by_hand("F0+1@0 B0@0 B1@0", stages=1, micro_batches=1, parts=2)
+    assert peak_activations(parts) == [1]
+    line = "F0@0 F1@0 B0@0 S@0 U@0 F2@0 B1@0 S@0 U@0 B2@0 S@0 U@0"
+    versions = {(0, 0): 0, (0, 1): 0, (0, 2): 1}
+    assert weight_copies(by_hand(line, stages=1, micro_batches=3, weight_version=versions)) == [2]
+    assert weight_copies(by_hand(line, stages=1, micro_batches=3, weight_version=versions | {(0, 2): 0})) == [3 - 1]
 
 
 @given(
@@ -57,73 +158,29 @@ def test_text_forms_of_the_design():
             parse(wrong)
 
 
-def by_hand(*lines: str, stages: int = 2, micro_batches: int = 2) -> Schedule:
-    return Schedule(
-        name="by hand",
-        stages=stages,
-        micro_batches=micro_batches,
-        device_of={(stage, 0): stage for stage in range(stages)},
-        operations=tuple(tuple(parse(word) for word in line.split()) for line in lines),
-    )
-
-
 @pytest.mark.parametrize(
-    ("lines", "words"),
+    ("name", "devices", "micro_batches", "options", "words"),
     [
-        (["F0@0 F1@0 B0@0 S@0 U@0", "F0@1 B0@1 F1@1 B1@1 S@1 U@1"], "B1@0 is done 0 times"),
-        (["F0@0 F1@0 B0@0 B0@0 B1@0 S@0 U@0", "F0@1 B0@1 F1@1 B1@1 S@1 U@1"], "B0@0 is done 2 times"),
-        (["F0@0 F1@0 F2@0 B0@0 B1@0 S@0 U@0", "F0@1 B0@1 F1@1 B1@1 S@1 U@1"], "F2@0 is outside"),
-        (["F0@0 F1@0 B0@0 B1@0 S@0 U@0", "F0@1 B0@1 F1@1 B1@1 S@0 U@1"], "its stage lives on device 0"),
-        (["F0@0 F1@0 B0@0 S@0 B1@0 U@0", "F0@1 B0@1 F1@1 B1@1 S@1 U@1"], "it must end with its one S"),
-        (["F0@0 F1@0 B0@0 B1@0 U@0", "F0@1 B0@1 F1@1 B1@1 S@1 U@1"], "it must end with its one S"),
-        (["F0@0 B0@0 F1@0 B1@0 S@0 U@0", "F0@1 F1@1 B0@1 B1@1 S@1 U@1"], "deadlock: device 0 before B0@0"),
-        (["F1@0 F0@0 B0@0 B1@0 S@0 U@0", "F0@1 B0@1 F1@1 B1@1 S@1 U@1"], "its send to F1@1 is not met"),
-        (["F0@0 F1@0 B0@0 B1@0 S@0 U@0", "B0@1 F0@1 F1@1 B1@1 S@1 U@1"], "deadlock"),
-        (["F0@0 F1@0 I0@0 B1@0 S@0 U@0", "F0@1 B0@1 F1@1 B1@1 S@1 U@1"], "kind I is not supported"),
+        ("gpip", 2, 2, {}, "did you mean gpipe"),
+        ("1f1b", 0, 2, {}, "0 devices"),
+        ("1f1b", 2, 0, {}, "0 micro-batches"),
+        ("1f1b", 2, 2, {"pipes": 2}, "option 'pipes' is not one of its own; it takes recompute, sync"),
+        ("1f1b", 2, 2, {"recompute": "half"}, "recompute is 'half'; it must be one of none, full"),
+        ("1f1b", 2, 2, {"sync": "early"}, "sync is 'early'; it must be one of lazy, eager, eager-opt"),
+        ("pipedream", 2, 2, {"sync": "early"}, "sync is 'early'; it must be one of lazy, eager, eager-opt"),
+        ("interleaved-1f1b", 2, 2, {"chunks": 1}, "chunks is 1; it must be 2 or more"),
+        ("pipedream", 2, 2, {"iterations": 0}, "iterations is 0; it must be 1 or more"),
+        ("pipedream-2bw", 8, 6, {}, "7 micro-batches or more would do"),
+        ("gems", 1, 2, {}, "on 2 devices or more"),
+        ("shifted-critical-path", 1, 2, {}, "2 devices or more"),
+        ("chimera", 5, 4, {}, "5 devices; it needs an even number, 4 or 6"),
+        ("chimera", 1, 4, {}, "1 device; it needs an even number, 2 or more"),
+        ("chimera", 8, 8, {"pipes": 6}, "6 pipes on 8 devices; .* 2, 4, 8"),
+        ("chimera", 8, 8, {"pipes": 3}, "3 pipes on 8 devices; .* 2, 4, 8"),
+        ("chimera", 8, 8, {"scale": "both"}, "scale is 'both'; it must be one of direct, doubling, halving"),
     ],
 )
-def test_the_checker_names_what_is_wrong(lines, words):
-    with pytest.raises(ScheduleError) as caught:
-        check(by_hand(*lines))
-    assert words in str(caught.value)
-
-
-def test_the_checker_accepts_what_is_right():
-    check(by_hand("F0@0 F1@0 B0@0 B1@0 S@0 U@0", "F0@1 B0@1 F1@1 B1@1 S@1 U@1"))
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_any_lost_doubled_or_moved_backward_is_found(name):
-    """Mutations of right schedules, at random: the checker lets none of them pass."""
-    chance = random.Random(0)
-    for _ in range(200):
-        stages, micro_batches = chance.randint(2, 5), chance.randint(2, 8)
-        schedule = build_schedule(name, devices=stages, micro_batches=micro_batches)
-        device = chance.randrange(stages)
-        operations = list(schedule.operations[device])
-        index = chance.randrange(2 * micro_batches)
-        mutation = chance.choice(["lose", "double", "early"])
-        if mutation == "lose":
-            del operations[index]
-        elif mutation == "double":
-            operations.insert(index, operations[index])
-        else:  # a backward before its own forward
-            backward = next(o for o in operations if o.kind is Kind.BACKWARD)
-            operations.remove(backward)
-            operations.insert(operations.index(Operation(Kind.FORWARD, device, backward.micro_batches)), backward)
-        changed = (*schedule.operations[:device], tuple(operations), *schedule.operations[device + 1 :])
-        with pytest.raises(ScheduleError):
-            check(replace(schedule, operations=changed))
-
-
-@pytest.mark.parametrize(
-    ("name", "stages", "micro_batches", "words"),
-    [
-        ("gpip", 2, 2, "did you mean gpipe"),
-        ("1f1b", 0, 2, "0 devices"),
-        ("1f1b", 2, 0, "0 micro-batches"),
-    ],
-)
-def test_impossible_schedules_are_refused(name, stages, micro_batches, words):
-    with pytest.raises(InputError, match=words):
-        build_schedule(name, devices=stages, micro_batches=micro_batches)
+def test_impossible_schedules_are_refused(name, devices, micro_batches, options, words):
+    with pytest.raises(InputError, match=words) as caught:
+        build_schedule(name, devices=devices, micro_batches=micro_batches, **options)
+    assert "\n" not in str(caught.value)

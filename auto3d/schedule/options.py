@@ -1,0 +1,26 @@
+"""Options that several families share, checked in one place."""
+
+from collections.abc import Sequence
+
+from auto3d.errors import InputError
+
+RECOMPUTE = ("none", "full")
+SYNC = ("lazy", "eager", "eager-opt")
+
+
+def check_choice(family: str, option: str, value: str, choices: Sequence[str]) -> None:
+    """Raise InputError unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise InputError(f"schedule {family}: {option} is {value!r}; it must be one of {', '.join(choices)}")
+
+
+def check_least(family: str, option: str, value: int, least: int) -> None:
+    """Raise InputError unless ``value`` is ``least`` or more."""
+    if value < least:
+        raise InputError(f"schedule {family}: {option} is {value}; it must be {least} or more")
+
+
+def recomputing(family: str, stages: int, recompute: str) -> frozenset[int]:
+    """The stages that recompute: none or all of them."""
+    check_choice(family, "recompute", recompute, RECOMPUTE)
+    return frozenset(range(stages)) if recompute == "full" else frozenset()

@@ -1,0 +1,52 @@
+"""What drawings write into their cells, and in which of their colours."""
+
+from auto3d.schedule.operation import Kind, Operation, Schedule
+
+TINTS = [  # light for forwards, middle for weight halves, dark for backwards; then again from the first
+    ("#cfe2f7", "#8fb8e8", "#4f87c9"),
+    ("#fbe0bd", "#f0bb78", "#d98a2b"),
+    ("#d5ecd0", "#9dd093", "#57a14a"),
+    ("#e6d6f0", "#c3a3d9", "#9365b5"),
+]
+SHADE = {
+    Kind.FORWARD: 0,
+    Kind.RECOMPUTE: 0,
+    Kind.BACKWARD_WEIGHT: 1,
+    Kind.BACKWARD: 2,
+    Kind.BACKWARD_INPUT: 2,
+    Kind.UPDATE: 2,
+}
+WORDS = {
+    Kind.FORWARD: "forward",
+    Kind.RECOMPUTE: "recompute",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward, input half",
+    Kind.BACKWARD_WEIGHT: "backward, weight half",
+    Kind.UPDATE: "update",
+}
+
+
+def micro_batch_label(schedule: Schedule, operation: Operation) -> str:
+    """``3``; ``2+3`` for a doubled forward; ``3a`` and ``3b`` for the halves of a micro-batch, ``3`` for both."""
+    parts = schedule.parts
+    if parts == 1:
+        return "+".join(map(str, operation.micro_batches))
+    whole = sorted({number // parts for number in operation.micro_batches})
+    if len(operation.micro_batches) == parts * len(whole):
+        return "+".join(map(str, whole))
+    return "+".join(f"{number // parts}{chr(ord('a') + number % parts)}" for number in operation.micro_batches)
+
+
+def tints(schedule: Schedule) -> tuple[str, dict[tuple[int, int], int]]:
+    """What colours stand for, ``pipe`` or, where there is one pipe, ``chunk``; and (stage, pipe) -> number of its own.
+
+    A device's chunks are its stages, in order.
+    """
+    if any(pipe for _, pipe in schedule.device_of):
+        return "pipe", {(stage, pipe): pipe for stage, pipe in schedule.device_of}
+    chunks: dict[int, int] = {}
+    found = {}
+    for (stage, pipe), device in sorted(schedule.device_of.items()):
+        found[stage, pipe] = chunks.get(device, 0)
+        chunks[device] = found[stage, pipe] + 1
+    return "chunk", found

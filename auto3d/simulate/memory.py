@@ -1,0 +1,111 @@
+"""Bytes that each device holds over time: activations and weight versions."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import accumulate
+
+from auto3d.errors import InputError
+from auto3d.schedule.operation import Kind
+from auto3d.simulate.simulate import Timeline
+from auto3d.simulate.work import recomputed_inside
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Bytes, per stage."""
+
+    activations: tuple[float, ...]  # of one micro-batch: all that a backward needs, the stage's input included
+    input: tuple[float, ...]  # of one micro-batch: what a recomputing stage keeps
+    weights: tuple[float, ...]  # of one version
+
+
+@dataclass(frozen=True, kw_only=True)
+class BytesOverTime:
+    """A step function: ``held[i]`` bytes from ``times[i]`` until the next time, or until the end."""
+
+    times: list[float]
+    held: list[float]
+
+    @property
+    def peak(self) -> float:
+        return max(self.held)
+
+
+def bytes_over_time(timeline: Timeline, sizes: Sizes) -> list[BytesOverTime]:
+    """Per device.
+
+    A forward's activations are held from its start until the end of its backward, or of the backward's weight half; on
+    a recomputing stage, its input alone until the recomputation starts. A weight version is held from the end of the
+    update that makes it, the first from the start, until there is a newer one and no operation to come uses it. What
+    ends at a time is given back before what starts at that time is taken.
+    """
+    for name, values in (("activations", sizes.activations), ("input", sizes.input), ("weights", sizes.weights)):
+        if len(values) != timeline.schedule.stages:
+            raise InputError(f"sizes: {name} has {len(values)} values; there are {timeline.schedule.stages} stages")
+    inside = recomputed_inside(timeline.schedule)
+    return [
+        _steps(_activations(timeline, sizes, device, inside) + _weights(timeline, sizes, device))
+        for device in range(timeline.schedule.devices)
+    ]
+
+
+Change = tuple[float, float]  # time, and bytes taken or, below 0, given back
+
+
+def _activations(timeline: Timeline, sizes: Sizes, device: int, inside: dict[int, int]) -> list[Change]:
+    schedule = timeline.schedule
+    halved = {
+        (operation.stage, micro_batch)
+        for operation in schedule.operations[device]
+        if operation.kind is Kind.BACKWARD_WEIGHT
+        for micro_batch in operation.micro_batches
+    }
+    changes = []
+    for number in timeline.numbers(device):
+        operation, start, end = timeline.operations[number], timeline.start[number], timeline.end[number]
+        stage, share = operation.stage, len(operation.micro_batches) / schedule.parts
+        full = sizes.activations[stage]
+        kept = sizes.input[stage] if stage in schedule.recompute else full
+        if operation.kind is Kind.FORWARD:
+            changes.append((start, share * kept))
+        elif operation.kind is Kind.RECOMPUTE:
+            changes.append((start, share * (full - kept)))
+        elif number in inside:
+            changes.append((start, inside[number] / schedule.parts * (full - kept)))
+        if operation.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT) or (
+            operation.kind is Kind.BACKWARD_INPUT and (stage, operation.micro_batches[0]) not in halved
+        ):
+            changes.append((end, -share * full))
+    return changes
+
+
+def _weights(timeline: Timeline, sizes: Sizes, device: int) -> list[Change]:
+    versions = timeline.schedule.weight_version
+    last_use: dict[tuple[int, int, int], float] = {}  # stage, pipe, version -> end of the last operation with it
+    made: defaultdict[tuple[int, int], list[float]] = defaultdict(list)  # stage, pipe -> when version 1, 2, … are there
+    for number in timeline.numbers(device):
+        operation = timeline.operations[number]
+        if operation.kind is Kind.UPDATE:
+            made[operation.stage, operation.pipe].append(timeline.end[number])
+        elif versions:
+            for micro_batch in operation.micro_batches:
+                used = versions[operation.stage, micro_batch]
+                last_use[operation.stage, operation.pipe, used] = timeline.end[number]
+    changes = []
+    for (stage, pipe), home in timeline.schedule.device_of.items():
+        if home == device:
+            bytes_ = sizes.weights[stage]
+            updates = made[stage, pipe]
+            changes += [(time, bytes_) for time in (0.0, *updates)]
+            for version, replaced in enumerate(updates):
+                changes.append((max(replaced, last_use.get((stage, pipe, version), 0.0)), -bytes_))
+    return changes
+
+
+def _steps(changes: list[Change]) -> BytesOverTime:
+    changes.sort()  # at one time, what is given back comes first
+    held = list(accumulate(change for _, change in changes))
+    last_of_time = [
+        index for index in range(len(changes)) if index + 1 == len(changes) or changes[index + 1][0] > changes[index][0]
+    ]
+    return BytesOverTime(times=[changes[i][0] for i in last_of_time], held=[held[i] for i in last_of_time])

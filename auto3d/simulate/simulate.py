@@ -1,0 +1,150 @@
+"""Schedule and costs -> when each operation starts and ends."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from auto3d.schedule.check import ScheduleError
+from auto3d.schedule.dependencies import numbered
+from auto3d.schedule.operation import Operation, Schedule
+from auto3d.simulate.costs import Costs
+from auto3d.simulate.work import Work, lay_out, sync_groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sync:
+    """One all-reduce of a stage's gradients: ``begin`` is when the last of its replicas has started it."""
+
+    stage: int
+    started: dict[int, float]  # device -> when its replica has started it
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """Times by operation number (``auto3d.schedule.dependencies``), in the unit of the costs; the first start is 0."""
+
+    schedule: Schedule
+    costs: Costs
+    operations: list[Operation]
+    work: Work
+    start: list[float]
+    end: list[float]
+    arrival: list[float]  # when its message has reached the next stage's device; of an S: its own, see Sync
+    spans: list[
+        tuple[int, int]
+    ]  # runs of operations of one device; one after the other, an order in which all could be run
+
+    @cached_property
+    def makespan(self) -> float:
+        """From the first start until the last operation and the last all-reduce have ended."""
+        return max(max(self.end, default=0.0), max((sync.end for sync in self.syncs), default=0.0))
+
+    @cached_property
+    def syncs(self) -> list[Sync]:
+        """The all-reduces, in order of stage and round."""
+        found = []
+        for (stage, _), members in sorted(sync_groups(self.operations).items()):
+            started = {self.device_of(self.operations[n]): self.end[n] for n in members}
+            begin = max(started.values())
+            found.append(Sync(stage=stage, started=started, begin=begin, end=begin + self.costs.sync[stage]))
+        return found
+
+    def device_of(self, operation: Operation) -> int:
+        return self.schedule.device_of[operation.stage, operation.pipe]
+
+    def numbers(self, device: int) -> range:
+        """The numbers of a device's operations, in order."""
+        return range(self.work.bounds[device], self.work.bounds[device + 1])
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+    """Run each device's operations in order, each as soon as its device is free and its inputs are there.
+
+    Messages of one direction between two devices queue behind each other, in the order in which they were made. Where
+    they do not overlap compute, a message occupies its sender from the end of the operation that made it, and its
+    receiver for as long again, from when the receiver turns to the operation that needs it, at the earliest together
+    with the sender. A stage's gradients are reduced beside compute, from when all its replicas have started it (S);
+    several at a time do not slow each other. An update (U) waits for all that its device has started.
+
+    Raises ScheduleError where devices wait for each other.
+    """
+    costs.check_fit(schedule)
+    operations = numbered(schedule)
+    work = lay_out(schedule, costs)
+    steps, waits, receive, overlap = work.steps, work.waits, work.receive, costs.overlap
+    count = len(operations)
+    start, end = [0.0] * count, [0.0] * count
+    arrival = [-1.0] * count  # below 0: not run yet
+    position, stops, free = work.bounds[:-1], work.bounds[1:], [0.0] * schedule.devices
+    link_free = [0.0] * len(work.links)
+    waiter = [-1] * count  # a device that waits for this operation; -1 for none
+    also_waiting = [-1] * schedule.devices  # another one that waits for the same operation as this device
+    spans: list[tuple[int, int]] = []
+
+    ready = list(range(schedule.devices))
+    while ready:
+        device = ready.pop()
+        first, stop, clock = position[device], stops[device], free[device]
+        number = first
+        while number < stop:
+            begin = clock
+            for needed in waits[number]:
+                time = arrival[needed]
+                if time > begin:
+                    begin = time
+                elif time < 0.0:
+                    break
+            else:
+                duration, after, link = steps[number]
+                if receive:
+                    begin += receive[number]
+                start[number] = begin
+                end[number] = arrival[number] = clock = begin + duration
+                if after:
+                    if link < 0:
+                        arrival[number] = clock + after
+                    elif overlap:
+                        leave = link_free[link]
+                        arrival[number] = link_free[link] = (clock if clock > leave else leave) + after
+                    else:
+                        clock += after
+                woken = waiter[number]
+                while woken >= 0:
+                    ready.append(woken)
+                    woken = also_waiting[woken]
+                number += 1
+                continue
+            also_waiting[device], waiter[needed] = waiter[needed], device
+            break
+        if number > first:
+            spans.append((first, number))
+            position[device], free[device] = number, clock
+
+    if position != stops:
+        raise ScheduleError(_deadlock(operations, waits, arrival, position, stops))
+    return Timeline(
+        schedule=schedule,
+        costs=costs,
+        operations=operations,
+        work=work,
+        start=start,
+        end=end,
+        arrival=arrival,
+        spans=spans,
+    )
+
+
+def _deadlock(
+    operations: list[Operation],
+    waits: list[tuple[int, ...]],
+    arrival: list[float],
+    position: list[int],
+    stops: list[int],
+) -> str:
+    stuck = []
+    for device, (number, stop) in enumerate(zip(position, stops, strict=True)):
+        if number < stop:
+            missing = next(needed for needed in waits[number] if arrival[needed] < 0)
+            stuck.append(f"device {device} before {operations[number]} waits for {operations[missing]}")
+    return f"deadlock: {'; '.join(stuck)}"

@@ -1,0 +1,43 @@
+"""A timeline as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing show: the Trace Event Format."""
+
+from typing import Any
+
+from auto3d.simulate.simulate import Timeline
+
+
+def trace(timeline: Timeline, *, seconds_per_unit: float = 1.0) -> dict[str, Any]:
+    """One process per device: a track for its operations and, where they take time, one for its messages to each other
+    device and one for the gradient sync of each of its stages."""
+    microseconds = 1e6 * seconds_per_unit  # the format's unit
+    events: list[dict[str, Any]] = []
+    tracks: list[dict[str, int]] = [{} for _ in range(timeline.schedule.devices)]  # per device, name -> number
+
+    def add(device: int, track: str, name: str, start: float, end: float) -> None:
+        events.append(
+            {
+                "name": name,
+                "cat": track.split()[0],
+                "ph": "X",
+                "pid": device,
+                "tid": tracks[device].setdefault(track, len(tracks[device])),
+                "ts": start * microseconds,
+                "dur": (end - start) * microseconds,
+            }
+        )
+
+    to = {number: receiver for (_, receiver), number in timeline.work.links.items()}
+    for number, operation in enumerate(timeline.operations):
+        device, end = timeline.device_of(operation), timeline.end[number]
+        add(device, "compute", str(operation), timeline.start[number], end)
+        _, after, link = timeline.work.steps[number]
+        if after and link >= 0:
+            sent = timeline.arrival[number] if timeline.costs.overlap else end + after
+            add(device, f"send to device {to[link]}", f"send {operation}", sent - after, sent)
+    for sync in timeline.syncs:
+        for device in sync.started if sync.end > sync.begin else ():
+            add(device, f"sync of stage {sync.stage}", f"sync of stage {sync.stage}", sync.begin, sync.end)
+    for device, numbers in enumerate(tracks):
+        events.append({"name": "process_name", "ph": "M", "pid": device, "args": {"name": f"device {device}"}})
+        for track, number in numbers.items():
+            events.append({"name": "thread_name", "ph": "M", "pid": device, "tid": number, "args": {"name": track}})
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"schedule": timeline.schedule.name}}

@@ -1,0 +1,52 @@
+"""Schedules to test: all options of every family at a size, and some written by hand."""
+
+from collections.abc import Iterator
+from itertools import product
+
+from auto3d.schedule import SCHEDULES, build_schedule
+from auto3d.schedule.operation import Schedule, parse
+
+SYNC = ("lazy", "eager", "eager-opt")
+
+
+def options_of(name: str, devices: int) -> list[dict[str, int | str]]:
+    """Every combination of the options of ``name`` that change its forwards and backwards; [] where it cannot be."""
+    if name == "interleaved-1f1b":
+        return [{"chunks": chunks} for chunks in (2, 3, 4)]
+    if name == "chimera":
+        halves = [] if devices % 2 else [f for f in range(1, devices // 2 + 1) if devices // 2 % f == 0]
+        scales = ("direct", "doubling", "halving")
+        return [{"pipes": 2 * f, "scale": scale} for f, scale in product(halves, scales)]
+    if name in ("pipedream", "pipedream-2bw"):
+        return [{"iterations": iterations} for iterations in (1, 3)]
+    return [] if name in ("gems", "shifted-critical-path") and devices == 1 else [{}]
+
+
+def sizes(devices: int) -> list[int]:
+    """Numbers of micro-batches around every multiple of D at which something changes, up to 4D."""
+    near = (1, 2, devices - 1, devices, devices + 1, 2 * devices - 1, 2 * devices, 2 * devices + 1, 3 * devices + 2)
+    return sorted({number for number in (*near, 4 * devices) if 1 <= number <= 4 * devices})
+
+
+def least_micro_batches(name: str, devices: int) -> int:
+    return max(1, devices - 1) if name == "pipedream-2bw" else 1
+
+
+def schedules(name: str, devices: int, numbers: list[int], syncs: tuple[str, ...] = SYNC) -> Iterator[Schedule]:
+    """``name`` with all its options at all ``numbers`` of micro-batches, recomputing at every other size."""
+    takes = SCHEDULES[name].options
+    for micro_batches, options, sync in product(numbers, options_of(name, devices), syncs):
+        if micro_batches >= least_micro_batches(name, devices):
+            recompute = {"recompute": "full" if micro_batches % 2 else "none"} if "recompute" in takes else {}
+            yield build_schedule(name, devices=devices, micro_batches=micro_batches, sync=sync, **options, **recompute)
+
+
+def by_hand(*lines: str, stages: int = 2, micro_batches: int = 2, **fields) -> Schedule:
+    fields.setdefault("device_of", {(stage, 0): stage for stage in range(stages)})
+    return Schedule(
+        name="by hand",
+        stages=stages,
+        micro_batches=micro_batches,
+        operations=tuple(tuple(parse(word) for word in line.split()) for line in lines),
+        **fields,
+    )

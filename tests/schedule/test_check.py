@@ -1,0 +1,220 @@
+"""The checker passes every schedule at every size, and finds what is wrong."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from auto3d.schedule import SCHEDULES, build_schedule
+from auto3d.schedule.check import ScheduleError, check
+from auto3d.schedule.operation import BACKWARDS, Kind, Operation, Schedule
+from tests.schedule.samples import SYNC, by_hand, least_micro_batches, options_of, schedules, sizes
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("devices", range(1, 17))
+def test_right_at_every_size(name, devices):
+    for index, micro_batches in enumerate(sizes(devices)):
+        for schedule in schedules(name, devices, [micro_batches], syncs=(SYNC[index % 3],)):
+            check(schedule)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("devices", range(1, 5))
+def test_right_at_every_small_size(name, devices):
+    for schedule in schedules(name, devices, list(range(1, 4 * devices + 1))):
+        check(schedule)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("devices", range(2, 17))
+def test_right_on_the_whole_grid(name, devices):
+    for schedule in schedules(name, devices, list(range(1, 4 * devices + 1))):
+        check(schedule)
+
+
+@given(data=st.data())
+def test_right_at_any_size(data):
+    name = data.draw(st.sampled_from(list(SCHEDULES)))
+    devices = data.draw(st.integers(2, 20).filter(lambda d: options_of(name, d)))
+    micro_batches = data.draw(st.integers(least_micro_batches(name, devices), 50))
+    options = data.draw(st.sampled_from(options_of(name, devices)))
+    sync = data.draw(st.sampled_from(SYNC))
+    check(build_schedule(name, devices=devices, micro_batches=micro_batches, sync=sync, **options))
+
+
+RIGHT = ["F0@0 F1@0 B0@0 B1@0 S@0 U@0", "F0@1 B0@1 F1@1 B1@1 S@1 U@1"]
+FIRST, SECOND = RIGHT
+ROUND = {(0, 0): 0, (1, 0): 1, (0, 1): 1, (1, 1): 0}  # two pipes, in opposite directions
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (["F0@0 F1@0 B0@0 S@0 U@0", SECOND], "B1@0 is done 0 times"),
+        (["F0@0 F1@0 B0@0 I1@0 S@0 U@0", SECOND], "W1@0 is done 0 times"),
+        (["F0@0 F1@0 B0@0 W1@0 I1@0 S@0 U@0", SECOND], "W1@0 follows F"),
+        (["F0@0 F1@0 B0@0 B0@0 B1@0 S@0 U@0", SECOND], "B0@0 follows B"),
+        (["F0@0 F1@0 B0@0 I0@0 B1@0 S@0 U@0", SECOND], "I0@0 follows B"),
+        (["F0@0 F1@0 F2@0 B0@0 B1@0 S@0 U@0", SECOND], "F2@0 is outside"),
+        (["F0@0 F1@0 R0@0 B0@0 B1@0 S@0 U@0", SECOND], "stage 0 does not recompute"),
+        ([FIRST, "B0@1 F0@1 F1@1 B1@1 S@1 U@1"], "B0@1 comes first"),
+        (["F0@0 F1@0 B0@0 B1@0 S@0 U@0", "F0@1 B0@1 F1@1 B1@1 S@0 U@1"], "its stage lives on device 0"),
+        ([FIRST, "F0@1:1 B0@1 F1@1 B1@1 S@1 U@1"], "its stage lives nowhere"),
+        ([FIRST + " S0@0".replace("S0", "S"), SECOND], "S@0 follows an update"),
+        (["F0@0 F1@0 B0@0 S@0 B1@0 U@0", SECOND], "B1@0 follows the S of its replica"),
+        (["F0@0 F1@0 B0@0 B1@0 U@0", SECOND], "U@0 comes before S@0"),
+        (["F0@0 F1@0 B0@0 B1@0 S@0", SECOND], "U@0 is done 0 times"),
+        (["F0@0 F1@0 B0@0 B1@0 S@0 S@0 U@0", SECOND], "S@0 is done twice"),
+        (["F0@0 F1@0 B0@0 B1@0 S@0 U@0 U@0", SECOND], "U@0 is done twice"),
+        (["F0@0 B0@0 F1@0 B1@0 S@0 U@0", "F0@1 F1@1 B0@1 B1@1 S@1 U@1"], "deadlock: device 0 before B0@0"),
+        (["F1@0 F0@0 B0@0 B1@0 S@0 U@0", SECOND], "its send to F1@1 is not met"),
+    ],
+)
+def test_what_is_wrong_is_named(lines, words):
+    with pytest.raises(ScheduleError) as caught:
+        check(by_hand(*lines))
+    assert words in str(caught.value)
+
+
+def test_what_is_right_passes():
+    check(by_hand(*RIGHT))
+    check(by_hand("F0@0 F1@0 I0@0 B1@0 W0@0 S@0 U@0", SECOND))
+    check(by_hand("F0@0 F1@0 R0@0 B0@0 B1@0 S@0 U@0", SECOND, recompute=frozenset({0})))
+    check(by_hand("F0+1@0 B0@0 B1@0 S@0 U@0", "F0+1@1 B0@1 B1@1 S@1 U@1"))
+
+
+def test_pipes():
+    """Two pipes, one micro-batch each; then one micro-batch that changes pipes, and a pipe that lacks a stage."""
+    lines = ["F0@0 F1@1:1 B1@1:1 B0@0 S@0 S@1:1 U@0 U@1:1", "F1@0:1 F0@1 B0@1 B1@0:1 S@1 S@0:1 U@1 U@0:1"]
+    check(by_hand(*lines, device_of=ROUND))
+    with pytest.raises(ScheduleError, match="micro-batch 1 is on pipe 1 elsewhere"):
+        check(by_hand(lines[0], lines[1].replace("F1@0:1", "F1@1"), device_of=ROUND))
+    with pytest.raises(ScheduleError, match="S@0:1 on device 1"):
+        check(by_hand(lines[0], lines[1].replace(" S@0:1", ""), device_of=ROUND))
+    with pytest.raises(ScheduleError, match="stage 1 of pipe 1 lives on device None"):
+        check(by_hand(*lines, device_of={key: home for key, home in ROUND.items() if key != (1, 1)}))
+
+
+ASYNCHRONOUS = ["F0@0 F1@0 B0@0 S@0 U@0 B1@0 S@0 U@0", "F0@1 B0@1 S@1 U@1 F1@1 B1@1 S@1 U@1"]
+VERSIONS = {(0, 0): 0, (0, 1): 0, (1, 0): 0, (1, 1): 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "versions", "words"),
+    [
+        (("", ""), {(0, 1): 1}, "F1@0 uses weight version 1; there were 0 updates"),
+        (("", ""), {(0, 0): 1}, "F0@0 uses weight version 1; there were 0 updates"),
+        (("B0@1 S@1 U@1", "B0@1 U@1"), {}, "U@1, number 1, has no S before it"),
+        (("B0@1 S@1 U@1", "B0@1 S@1"), {}, "B1@1 adds to gradients that are being synced"),
+        (("B0@1 S@1 U@1", "B0@1"), {(1, 1): 0}, "sums other micro-batches"),
+        (("B1@1 S@1 U@1", "B1@1"), {}, "U@1 is missing at the end"),
+        (("B1@1 S@1 U@1", "B1@1 S@1 U@1 S@1 U@1"), {}, "S@1 before update 3 has nothing new"),
+    ],
+)
+def test_updates_and_versions(change, versions, words):
+    check(by_hand(*ASYNCHRONOUS, weight_version=VERSIONS))
+    with pytest.raises(ScheduleError) as caught:
+        check(by_hand(ASYNCHRONOUS[0], ASYNCHRONOUS[1].replace(*change), weight_version=VERSIONS | versions))
+    assert words in str(caught.value)
+
+
+def test_a_version_never_goes_back():
+    line = "F0@0 B0@0 S@0 U@0 F1@0 B1@0 S@0 U@0 F2@0 B2@0 S@0 U@0"
+    for last, right in ((2, True), (1, True), (0, False)):
+        schedule = by_hand(line, stages=1, micro_batches=3, weight_version={(0, 0): 0, (0, 1): 1, (0, 2): last})
+        if right:
+            check(schedule)
+        else:
+            with pytest.raises(ScheduleError, match="F2@0 uses weight version 0 after version 1"):
+                check(schedule)
+
+
+def mutations(schedule: Schedule, chance: random.Random) -> tuple[str, Schedule]:
+    """``schedule`` with one mistake that no schedule may have."""
+    device = chance.randrange(schedule.devices)
+    operations = list(schedule.operations[device])
+    what = chance.choice(["lose", "double", "elsewhere", "early backward", "early sync", "late sync", "version"])
+    index = chance.choice([i for i, o in enumerate(operations) if o.kind is not Kind.RECOMPUTE])
+    changed = list(schedule.operations)
+    if what == "lose":
+        del operations[index]
+    elif what == "double":
+        operations.insert(chance.randint(0, len(operations)), operations[index])
+    elif what == "elsewhere":
+        other = (device + 1) % schedule.devices
+        changed[other] = (*changed[other], operations.pop(index))
+    elif what == "early backward":
+        index = chance.choice([i for i, o in enumerate(operations) if o.kind in BACKWARDS])
+        wrong = operations.pop(index)
+        earlier = (Kind.BACKWARD_INPUT,) if wrong.kind is Kind.BACKWARD_WEIGHT else (Kind.FORWARD,)
+        needed = next(
+            i
+            for i, o in enumerate(operations)
+            if o.kind in earlier and o.stage == wrong.stage and set(wrong.micro_batches) <= set(o.micro_batches)
+        )
+        operations.insert(needed, wrong)
+    elif what == "early sync":
+        index = chance.choice([i for i, o in enumerate(operations) if o.kind is Kind.SYNC])
+        sync = operations.pop(index)
+        before = [
+            i
+            for i, o in enumerate(operations[:index])
+            if o.kind in BACKWARDS and (o.stage, o.pipe) == (sync.stage, sync.pipe)
+        ]
+        operations.insert(before[-1] if before else 0, sync)
+        if not before:  # of a pipe without micro-batches, where it may stand anywhere: lose it instead
+            operations.remove(sync)
+    elif what == "late sync":
+        index = chance.choice([i for i, o in enumerate(operations) if o.kind is Kind.SYNC])
+        operations.append(operations.pop(index))
+    elif schedule.weight_version:
+        key = chance.choice(list(schedule.weight_version))
+        schedule = replace(schedule, weight_version=schedule.weight_version | {key: 10**6})
+    else:  # says versions where there is one update
+        schedule = replace(schedule, weight_version={(0, 0): 1})
+    changed[device] = tuple(operations)
+    return what, replace(schedule, operations=tuple(changed))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_any_mistake_is_found(name):
+    chance = random.Random(0)
+    for _ in range(400):
+        devices = chance.choice([d for d in range(2, 7) if options_of(name, d)])
+        micro_batches = chance.randint(max(2, least_micro_batches(name, devices)), 9)
+        options = chance.choice(options_of(name, devices))
+        sync = chance.choice(SYNC)
+        schedule = build_schedule(name, devices=devices, micro_batches=micro_batches, sync=sync, **options)
+        what, wrong = mutations(schedule, chance)
+        try:
+            check(wrong)
+        except ScheduleError:
+            continue
+        raise AssertionError(f"{what} is not found: {wrong}")
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_messages_out_of_order_are_found(name):
+    """Two forwards of the last stage that change places: a rendezvous never met, or a backward too early."""
+    for devices in (2, 4, 6):
+        micro_batches = 3 * devices
+        schedule = build_schedule(name, devices=devices, micro_batches=micro_batches)
+        own = list(schedule.operations[schedule.device_of[schedule.stages - 1, 0]])
+        first, second = [i for i, o in enumerate(own) if o.kind is Kind.FORWARD and o.stage == schedule.stages - 1][:2]
+        own[first], own[second] = own[second], own[first]
+        changed = list(schedule.operations)
+        changed[schedule.device_of[schedule.stages - 1, 0]] = tuple(own)
+        with pytest.raises(ScheduleError):
+            check(replace(schedule, operations=tuple(changed)))
+
+
+def test_an_operation_names_its_micro_batch():
+    """Of a doubled forward, the message names the one that is wrong."""
+    with pytest.raises(ScheduleError, match="F1@0 follows F"):
+        check(by_hand("F1@0 F0+1@0 B0@0 B1@0 S@0 U@0", SECOND))
+    assert str(Operation(Kind.FORWARD, 0, (0, 1))) == "F0+1@0"

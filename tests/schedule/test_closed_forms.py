@@ -1,0 +1,213 @@
+"""What the papers say that each schedule takes, against a brute-force walk in exact fractions."""
+
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+
+from auto3d.schedule import build_schedule
+from auto3d.schedule.memory import peak_activations, weight_copies
+from auto3d.schedule.operation import Kind, Schedule
+from tests.schedule.reference import critical_path, idle, idle_inside, makespan, spans
+from tests.schedule.samples import sizes
+
+DEPTHS = (1, 2, 3, 4, 5, 7, 8, 12, 16)
+EVEN = (2, 4, 6, 8, 12, 16)
+
+
+def built(name: str, devices: int, micro_batches: int, **options) -> Schedule:
+    return build_schedule(name, devices=devices, micro_batches=micro_batches, **options)
+
+
+@pytest.mark.parametrize("d", DEPTHS)
+def test_gpipe_and_1f1b(d):
+    for n in sizes(d):
+        for f, b in ((1, 2), (1, 1), (2, 3)):
+            for name in ("gpipe", "1f1b"):
+                assert idle(built(name, d, n), F=f, B=b) == [(d - 1) * (f + b)] * d
+        assert makespan(built("1f1b", d, n, recompute="full"), F=1, R=1, B=2) == 4 * (n + d - 1)
+        assert peak_activations(built("gpipe", d, n)) == [n] * d
+        assert peak_activations(built("1f1b", d, n)) == [min(n, d - s) for s in range(d)]
+        assert weight_copies(built("1f1b", d, n)) == weight_copies(built("gpipe", d, n)) == [1] * d
+
+
+@pytest.mark.parametrize("d", DEPTHS)
+@pytest.mark.parametrize("v", [2, 3, 4])
+def test_interleaved(d, v):
+    for k in (1, 2, 3, 4):
+        for f, b in ((1, 2), (1, 1)):
+            schedule = built("interleaved-1f1b", d, k * d, chunks=v)
+            assert idle(schedule, F=f, B=b) == [Fraction((d - 1) * (f + b), v)] * d
+        if k > 1:
+            assert peak_activations(schedule)[0] == pytest.approx(d * (1 + (d - 1) / (d * v)))
+        assert weight_copies(schedule) == pytest.approx([1] * d)
+    for n in sizes(d):  # no more than a full last group takes
+        full = -(-n // d) * d
+        assert makespan(built("interleaved-1f1b", d, n, chunks=v), F=1, B=2) <= 3 * full + Fraction(3 * (d - 1), v)
+
+
+@pytest.mark.parametrize("d", DEPTHS[1:])
+def test_gems(d):
+    for n in sizes(d):
+        schedule = built("gems", d, n)
+        assert idle(schedule, F=1, B=1) == [(n + 1) * (d - 1)] * d
+        assert idle(schedule, F=1, B=2) == [(2 * n + 1) * (d - 1)] * d
+        assert peak_activations(schedule) == [1] * d
+        assert weight_copies(schedule) == [2] * d
+
+
+@pytest.mark.parametrize("d", DEPTHS)
+def test_merak(d):
+    """Early recomputation at all N; the shifted path from N = 3 on, for fewer take longer to pass all stages."""
+    for n in sizes(d):
+        for f, b in ((1, 2), (1, 1), (2, 3), (1, 3)):
+            assert idle(built("early-recompute", d, n), F=f, R=f, B=b) == [(d - 1) * (f + b)] * d
+        assert makespan(built("early-recompute", d, n), F=1, R=1, B=2) == 4 * n + 3 * (d - 1)
+        if d >= 2:
+            schedule = built("shifted-critical-path", d, n)
+            assert not any(o.kind is Kind.RECOMPUTE for o in schedule.operations[-1])
+            through = (3 * d, 3 * d + 3)  # of one and of two micro-batches
+            assert makespan(schedule, F=1, R=1, B=2) == (4 * n + 3 * (d - 2) if n >= 3 else through[n - 1])
+            ahead = [*(d - s for s in range(d - 2)), 3, 1]
+            assert peak_activations(schedule) == [min(n, held) for held in ahead]
+            for f, b in ((1, 1), (2, 3)):
+                least = min(idle(schedule, F=f, R=f, B=b))
+                assert least == (d - 2) * (f + b) or n < 3
+        full = makespan(built("1f1b", d, n, recompute="full"), F=1, R=1, B=2)
+        assert full == makespan(built("early-recompute", d, n), F=1, R=1, B=2) + d - 1
+
+
+@pytest.mark.parametrize("d", EVEN)
+def test_chimera(d):
+    """Table 2, table 3 and figure 6, for every f."""
+    for f in [f for f in range(1, d // 2 + 1) if d // 2 % f == 0]:
+        schedule = built("chimera", d, d, pipes=2 * f)
+        assert makespan(schedule, F=1, B=1) == 2 * d + d // f - 2
+        assert idle(schedule, F=1, B=2) == [2 * (d // f - 2)] * d
+        assert weight_copies(schedule) == [2 * f] * d
+        for k in (1, 2, 3, 4):
+            direct = built("chimera", d, k * d, pipes=2 * f)
+            assert idle(direct, F=1, B=1) == [d // f - 2] * d
+            held = peak_activations(direct)
+            assert (min(held), max(held)) == (d - d // (2 * f) + 1, d)
+    schedule = built("chimera", d, d)
+    assert makespan(schedule, F=1, B=1) == 3 * d - 2
+    assert makespan(schedule, F=1, B=2) == 5 * d - 4
+    assert critical_path(schedule, F=1, B=2) == (d, 2 * d - 2)
+    assert makespan(built("chimera", d, d, recompute="full"), F=1, R=1, B=2) == 7 * d - 6
+
+
+@pytest.mark.parametrize("d", EVEN)
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_chimera_of_many_units(d, k):
+    for f, b in ((1, 1), (1, 2), (2, 3), (1, 3)):
+        assert idle(built("chimera", d, k * d), F=f, B=b) == [(d - 2) * (f + k * (b - f))] * d
+    doubled = built("chimera", d, 2 * k * d, scale="doubling")
+    halved = built("chimera", d, k * d, scale="halving")
+    for f, b in ((1, 2), (2, 5), (1, 3)):
+        expected = Fraction((d - 2) * (f + b), 2) + (k - 1) * (d - 2) * (b - 2 * f)
+        assert idle(doubled, F=f, B=b) == [expected] * d
+    # A halved unit is a doubled one in half the time: its forward takes what a whole micro-batch takes.
+    assert idle(halved, F=1, B=2) == [Fraction(3 * (d - 2), 4)] * d
+    held = peak_activations(doubled)
+    assert (min(held), max(held)) == (3 * d / 2 + 1, 2 * d)
+    assert peak_activations(halved) == [number / 2 for number in held]
+    assert d / 2 < min(peak_activations(halved)) <= max(peak_activations(halved)) == d
+    recomputing = built("chimera", d, 2 * k * d, scale="doubling", recompute="full")
+    assert idle(recomputing, F=1, R=1, B=2) == idle(doubled, F=1, B=3)
+
+
+@pytest.mark.parametrize("d", EVEN)
+def test_chimera_doubled_on_more_pipes(d):
+    for f in [f for f in range(1, d // 2 + 1) if d // 2 % f == 0]:
+        for k in (1, 2):
+            schedule = built("chimera", d, 2 * k * d, pipes=2 * f, scale="doubling")
+            assert idle(schedule, F=1, B=2) == [Fraction(3 * (d // f - 2), 2)] * d
+
+
+@pytest.mark.parametrize("d", EVEN[1:])
+def test_direct_loses_to_1f1b_in_the_end_and_doubling_does_not(d):
+    for k in (4, 8, 12):
+        n = 2 * k * d
+        taken = {
+            scale: makespan(built("chimera", d, n, scale=scale), F=1, B=2)
+            for scale in ("direct", "doubling", "halving")
+        }
+        assert taken["doubling"] < makespan(built("1f1b", d, n), F=1, B=2) < taken["direct"]
+        assert taken["halving"] < taken["doubling"]
+
+
+@pytest.mark.parametrize("d", EVEN)
+def test_chimera_of_any_number(d):
+    """N < D, N = 1, N not a multiple: no better than the work itself, no worse than a full last unit."""
+    for n in range(1, 3 * d):
+        schedule = built("chimera", d, n)
+        busiest = max(
+            sum(len(o.micro_batches) for o in operations if o.kind is Kind.FORWARD)
+            for operations in schedule.operations
+        )
+        assert busiest == n
+        full = built("chimera", d, -(-n // d) * d)
+        assert 3 * n <= makespan(schedule, F=1, B=2) <= makespan(full, F=1, B=2)
+        per_pipe = [
+            sum(
+                o.kind is Kind.FORWARD and o.stage == 0 and o.pipe == pipe
+                for operations in schedule.operations
+                for o in operations
+            )
+            for pipe in (0, 1)
+        ]
+        assert per_pipe[0] - per_pipe[1] in (0, 1)
+    assert makespan(built("chimera", d, 1), F=1, B=2) == 3 * d
+
+
+@pytest.mark.parametrize("d", DEPTHS)
+def test_zero_bubble(d):
+    for n in sizes(d):
+        h1, h2, v = (built(name, d, n) for name in ("zb-h1", "zb-h2", "zb-v"))
+        if n >= d:
+            for f, i, w in ((1, 1, 1), (2, 2, 1)):
+                assert idle(h1, F=f, I=i, W=w) == [(d - 1) * (f + i - w)] * d
+            assert idle(h2, F=1, I=1, W=1) == [d - 1] * d
+            assert idle(v, F=1, I=1, W=1) == [Fraction(d - 1, 2)] * d
+        if n >= 2 * d - 1:
+            assert idle_inside(h2, F=1, I=1, W=1) == [0] * d
+            assert idle_inside(v, F=1, I=1, W=1) == [0] * d
+        if d > 1:
+            assert idle(v, F=1, I=1, W=1)[0] < idle(h1, F=1, I=1, W=1)[0]
+        assert max(peak_activations(h1)) == min(n, d)
+        assert max(peak_activations(h2)) == min(n, 2 * d - 1)
+        assert max(peak_activations(v)) <= min(n, d)
+        assert weight_copies(v) == weight_copies(h1) == [1] * d
+
+
+@pytest.mark.parametrize("d", DEPTHS)
+def test_pipedream(d):
+    """Versions, and no bubbles between the first fill and the last drain."""
+    n = max(1, d)
+    for iterations in (3, 6):
+        total = n * iterations
+        schedule = built("pipedream", d, n, iterations=iterations)
+        double = built("pipedream-2bw", d, n, iterations=iterations)
+        assert weight_copies(schedule) == [min(d - s, total) for s in range(d)]
+        assert weight_copies(double) == [2] * d
+        for s in range(d):
+            for m in range(total):
+                assert schedule.weight_version[s, m] == max(0, m - (d - s - 1))
+                assert double.weight_version[s, m] == max(0, m // n - 1)
+        for each in (schedule, double):
+            assert peak_activations(each) == [min(total, d - s) for s in range(d)]
+            assert idle(each, F=1, B=2) == [3 * (d - 1)] * d
+            last = spans(each, F=1, B=2)[-1]
+            assert all(end == start for (_, end), (start, _) in pairwise(last))
+    for s in range(d):
+        updates = 0
+        for operation in schedule.operations[s]:
+            updates += operation.kind is Kind.UPDATE
+            if operation.kind is Kind.FORWARD:
+                assert schedule.weight_version[s, operation.micro_batches[0]] == updates
+
+
+@pytest.mark.parametrize("d", [3, 4, 8])
+def test_2bw_needs_no_more_than_d_less_one(d):
+    assert max(weight_copies(built("pipedream-2bw", d, d - 1))) == 2

@@ -1,0 +1,116 @@
+"""Random right schedules and random costs: unequal stages and devices, several pipes and stages per device, doubled
+forwards, recomputation, backwards in halves, several iterations."""
+
+import random
+
+from auto3d.schedule.operation import Kind, Operation, Schedule
+from auto3d.simulate.costs import Costs, Link
+
+
+def random_schedule(chance: random.Random) -> Schedule:
+    """Devices take turns at random to run anything that is ready; the order in which they did so is the schedule."""
+    devices, pipes = chance.randint(1, 4), chance.randint(1, 2)
+    stages, micro_batches = devices * chance.randint(1, 2), chance.randint(1, 5)
+    iterations, parts = chance.choice([(1, 1), (1, 2), (2, 1)])
+    recompute = frozenset(stage for stage in range(stages) if chance.random() < 0.3)
+    device_of = {(stage, pipe): chance.randrange(devices) for stage in range(stages) for pipe in range(pipes)}
+
+    waiting: list[tuple[Operation, set[Operation]]] = []  # and what must be done before
+    rounds = []  # the S of each iteration, its U, and what each S comes after
+    for iteration in range(iterations):
+        before_sync: dict[tuple[int, int], set[Operation]] = {replica: set() for replica in device_of}
+        first = iteration * micro_batches * parts
+        groups = _groups(chance, range(first, first + micro_batches * parts))
+        for group in groups:
+            pipe = chance.randrange(pipes)
+            forwards, gradients = set(), set()
+            for stage in range(stages):
+                forward = Operation(Kind.FORWARD, stage, group, pipe)
+                waiting.append((forward, set(forwards)))
+                forwards = {forward}
+            for stage in reversed(range(stages)):
+                forwards = {Operation(Kind.FORWARD, stage, group, pipe)}
+                made = set()
+                for m in group:
+                    before = gradients | forwards
+                    if stage in recompute and chance.random() < 0.5:
+                        recomputation = Operation(Kind.RECOMPUTE, stage, (m,), pipe)
+                        waiting.append((recomputation, forwards))
+                        before = before | {recomputation}
+                    halves = chance.random() < 0.3
+                    backward = Operation(Kind.BACKWARD_INPUT if halves else Kind.BACKWARD, stage, (m,), pipe)
+                    waiting.append((backward, before))
+                    made.add(backward)
+                    last = backward
+                    if halves:
+                        last = Operation(Kind.BACKWARD_WEIGHT, stage, (m,), pipe)
+                        waiting.append((last, {backward}))
+                    before_sync[stage, pipe].add(last)
+                gradients = made
+        rounds.append(before_sync)
+
+    order: list[list[Operation]] = [[] for _ in range(devices)]
+    done: set[Operation] = set()
+
+    def run(operation: Operation) -> None:
+        done.add(operation)
+        order[device_of[operation.stage, operation.pipe]].append(operation)
+
+    def run_some(*, until: set[Operation]) -> None:
+        """At random; forwards of the next iteration, too."""
+        while not until <= done:
+            ready = [index for index, (_, before) in enumerate(waiting) if before <= done]
+            run(waiting.pop(chance.choice(ready))[0])
+
+    for before_sync in rounds:
+        for replica in chance.sample(list(before_sync), len(before_sync)):
+            run_some(until=before_sync[replica])
+            run(Operation(Kind.SYNC, replica[0], (), replica[1]))
+        for stage, pipe in chance.sample(list(before_sync), len(before_sync)):
+            run(Operation(Kind.UPDATE, stage, (), pipe))
+            if waiting and chance.random() < 0.3:
+                run_some(until={next(operation for operation, before in waiting if before <= done)})
+    return Schedule(
+        name="random",
+        stages=stages,
+        micro_batches=micro_batches,
+        device_of=device_of,
+        operations=tuple(map(tuple, order)),
+        recompute=recompute,
+        parts=parts,
+        iterations=iterations,
+    )
+
+
+def random_costs(chance: random.Random, schedule: Schedule) -> Costs:
+    def times(count: int, scale: float = 1.0) -> tuple[float, ...]:
+        return tuple(scale * chance.choice([0.0, 1.0, chance.random()]) for _ in range(count))
+
+    communication = chance.choice([0.0, 1.0])
+    return Costs(
+        forward=times(schedule.stages),
+        backward=times(schedule.stages, 2),
+        backward_input=times(schedule.stages),
+        backward_weight=times(schedule.stages),
+        recompute=times(schedule.stages),
+        sync=times(schedule.stages, 3 * communication),
+        update=times(schedule.stages, 0.1),
+        links=tuple(
+            Link(latency=latency, forward=forward, backward=backward)
+            for latency, forward, backward in zip(
+                *(times(schedule.stages - 1, communication) for _ in range(3)), strict=True
+            )
+        ),
+        speed=tuple(chance.choice([1.0, 0.5 + chance.random()]) for _ in range(schedule.devices)),
+        overlap=chance.random() < 0.7,
+    )
+
+
+def _groups(chance: random.Random, micro_batches: range) -> list[tuple[int, ...]]:
+    """Neighbours together in ones and twos."""
+    groups, left = [], list(micro_batches)
+    while left:
+        size = chance.randint(1, 2)
+        groups.append(tuple(left[:size]))
+        left = left[size:]
+    return groups

@@ -1,0 +1,115 @@
+"""The simulator's rules, written down as they are said, with no regard to speed: the tests compare the two."""
+
+from functools import cache
+
+from auto3d.schedule.operation import Kind, Schedule
+from auto3d.simulate.costs import Costs
+
+Place = tuple[int, int]  # device, and index in its list
+
+
+def reference_times(schedule: Schedule, costs: Costs) -> dict[Place, tuple[float, float]]:
+    """Start and end of every operation."""
+    places = [(device, index) for device, own in enumerate(schedule.operations) for index in range(len(own))]
+
+    def at(place: Place):
+        return schedule.operations[place[0]][place[1]]
+
+    def makers(kinds: str, stage: int, micro_batches: tuple[int, ...]) -> list[Place]:
+        """The operations of one of ``kinds`` on ``stage`` that share a micro-batch with these."""
+        return [
+            p for p in by_stage.get(stage, []) if at(p).kind in kinds and set(at(p).micro_batches) & set(micro_batches)
+        ]
+
+    by_stage: dict[int, list[Place]] = {}
+    for place in places:
+        by_stage.setdefault(at(place).stage, []).append(place)
+
+    def round_of(place: Place) -> int:
+        before = schedule.operations[place[0]][: place[1]]
+        return sum(o == at(place) for o in before)
+
+    def inputs(place: Place) -> list[Place]:
+        """What comes from another stage."""
+        operation = at(place)
+        if operation.kind == "F":
+            return makers("F", operation.stage - 1, operation.micro_batches)
+        if operation.kind in "BI":
+            return makers("BI", operation.stage + 1, operation.micro_batches)
+        return []
+
+    def own(place: Place) -> list[Place]:
+        """What comes from the same stage."""
+        operation = at(place)
+        kinds = {"B": "F", "I": "F", "R": "F", "W": "I"}.get(operation.kind)
+        return makers(kinds, operation.stage, operation.micro_batches) if kinds else []
+
+    def duration(place: Place) -> float:
+        operation = at(place)
+        stage, speed = operation.stage, costs.speed[place[0]]
+        if operation.kind == "S":
+            return 0.0
+        if operation.kind == "U":
+            return costs.update[stage] / speed
+        time = costs.of(operation.kind)[stage] * len(operation.micro_batches)
+        if operation.kind in "BI" and stage in schedule.recompute:
+            done = [m for p in makers("R", stage, operation.micro_batches) for m in at(p).micro_batches]
+            time += costs.recompute[stage] * sum(m not in done for m in operation.micro_batches)
+        return time / schedule.parts / speed
+
+    def receiver(place: Place) -> int | None:
+        operation = at(place)
+        step = {"F": 1, "B": -1, "I": -1}.get(operation.kind)
+        device = schedule.device_of.get((operation.stage + step, operation.pipe)) if step else None
+        return None if device == place[0] else device
+
+    def message(place: Place) -> float:
+        if receiver(place) is None:
+            return 0.0
+        operation = at(place)
+        forward = operation.kind is Kind.FORWARD
+        link = costs.links[operation.stage if forward else operation.stage - 1]
+        share = len(operation.micro_batches) / schedule.parts
+        return link.latency + share * (link.forward if forward else link.backward)
+
+    @cache
+    def free(place: Place) -> float:
+        """When its device can turn to the next operation."""
+        return end(place) + (0.0 if costs.overlap else message(place))
+
+    @cache
+    def arrival(place: Place) -> float:
+        """When its message has travelled beside compute, after those before it in the same direction."""
+        device, index = place
+        if not message(place):
+            return end(place)
+        before = [p for p in ((device, i) for i in range(index)) if receiver(p) == receiver(place) and message(p)]
+        return max([end(place)] + [arrival(p) for p in before]) + message(place)
+
+    def first_to_receive(place: Place, source: Place) -> bool:
+        device, index = place
+        return not any(source in inputs((device, i)) for i in range(index))
+
+    @cache
+    def all_reduce_end(place: Place) -> float:
+        members = [p for p in by_stage[at(place).stage] if at(p).kind == "S" and round_of(p) == round_of(place)]
+        return max(end(p) for p in members) + costs.sync[at(place).stage]
+
+    @cache
+    def start(place: Place) -> float:
+        device, index = place
+        times = [0.0] + [end(p) for p in own(place)]
+        if index:
+            times.append(free((device, index - 1)))
+        if at(place).kind == "U":
+            times += [all_reduce_end((device, i)) for i in range(index) if at((device, i)).kind == "S"]
+        if costs.overlap:
+            return max(times + [arrival(p) for p in inputs(place)])
+        messages = [message(p) for p in inputs(place) if p[0] != device and first_to_receive(place, p)]
+        return max(times + [end(p) for p in inputs(place)]) + sum(messages)
+
+    @cache
+    def end(place: Place) -> float:
+        return start(place) + duration(place)
+
+    return {place: (start(place), end(place)) for place in places}

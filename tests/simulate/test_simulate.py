@@ -1,0 +1,230 @@
+"""The simulator against a reference that only says the rules, and against what must hold of any timeline."""
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+
+from auto3d.errors import InputError
+from auto3d.schedule import SCHEDULES, build_schedule
+from auto3d.schedule.check import ScheduleError
+from auto3d.schedule.operation import Schedule, parse
+from auto3d.simulate.costs import Costs, Link, uniform
+from auto3d.simulate.critical_path import count, critical_numbers, critical_path
+from auto3d.simulate.idle import bubble_ratio, busy, idle, idle_within, steady_state
+from auto3d.simulate.simulate import Timeline, simulate
+from tests.simulate.random_schedules import random_costs, random_schedule
+from tests.simulate.reference import reference_times
+
+SEEDS = range(200)
+
+
+def random_case(seed: int) -> tuple[Schedule, Costs]:
+    chance = random.Random(seed)
+    schedule = random_schedule(chance)
+    return schedule, random_costs(chance, schedule)
+
+
+def by_place(timeline: Timeline) -> dict[tuple[int, int], tuple[float, float]]:
+    return {
+        (device, index): (timeline.start[number], timeline.end[number])
+        for device in range(timeline.schedule.devices)
+        for index, number in enumerate(timeline.numbers(device))
+    }
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_equal_to_the_reference(seed):
+    schedule, costs = random_case(seed)
+    found, wanted = by_place(simulate(schedule, costs)), reference_times(schedule, costs)
+    assert found.keys() == wanted.keys()
+    for place, times in wanted.items():
+        assert found[place] == pytest.approx(times, abs=1e-9), schedule.operations[place[0]][place[1]]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_holds_of_any_timeline(seed):
+    schedule, costs = random_case(seed)
+    timeline = simulate(schedule, costs)
+    for device, work in enumerate(busy(timeline)):
+        numbers = timeline.numbers(device)
+        for one, next_one in itertools.pairwise(numbers):
+            assert timeline.start[next_one] >= timeline.end[one]
+        assert timeline.makespan >= work - 1e-9
+    assert min(idle(timeline)) >= -1e-9
+    assert all(within <= whole + 1e-9 for within, whole in zip(idle_within(timeline), idle(timeline), strict=True))
+    assert -1e-9 <= bubble_ratio(timeline) <= 1
+    assert timeline.makespan == max([*timeline.end, *(sync.end for sync in timeline.syncs)])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_critical_path_has_no_slack(seed):
+    """From 0 to the makespan, each operation starts when what came before it is over, a message at most between."""
+    schedule, costs = random_case(seed)
+    timeline = simulate(schedule, costs)
+    path = critical_numbers(timeline)
+    if timeline.makespan == 0:
+        return
+    receive = timeline.work.receive or [0.0] * len(timeline.start)
+    assert timeline.start[path[0]] == pytest.approx(receive[path[0]])
+    queued = bool(costs.overlap) and any(link.latency or link.forward or link.backward for link in costs.links)
+    for one, next_one in itertools.pairwise(path):
+        gap = timeline.start[next_one] - receive[next_one] - timeline.end[one]
+        if gap > 1e-9:
+            _, after, link = timeline.work.steps[one]
+            assert after > 0
+            assert gap <= after + 1e-9 or (queued and link >= 0)
+    _, after, _ = timeline.work.steps[path[-1]]
+    assert timeline.end[path[-1]] + after >= timeline.makespan - 1e-9
+
+
+def test_a_message_waits_for_the_one_before_it_in_its_direction_alone():
+    schedule = by_hand("F0@0 F1@0 B0@0 B1@0", "F0@1 F1@1 B0@1 B1@1")
+    costs = replaced(uniform(schedule, backward=1), links=(Link(latency=1, forward=2, backward=0.5),))
+    timeline = simulate(schedule, costs)
+    assert timeline.start == [0, 1, 10.5, 12, 4, 7, 8, 9]
+    assert [timeline.arrival[n] for n in (0, 1, 6, 7)] == [4, 7, 10.5, 12]
+    # The message of F1 left when that of F0 was there, so F0 decides; and so does B0@1 for that of B1@1.
+    assert [str(o) for o in critical_path(timeline)] == ["F0@0", "F1@1", "B0@1", "B1@0"]
+
+
+def test_messages_without_overlap_occupy_both_ends():
+    schedule = by_hand("F0@0 F1@0 B0@0 B1@0", "F0@1 B0@1 F1@1 B1@1")
+    costs = replaced(uniform(schedule, backward=1, overlap=False), links=(Link(latency=1),))
+    timeline = simulate(schedule, costs)
+    # F0 0-1, sent 1-2; F1 2-3, sent 3-4 | F0 received 1-2, 2-3, B0 3-4, sent 4-5, F1 received 5-6, 6-7, B1 7-8
+    assert timeline.start == [0, 2, 5, 9, 2, 3, 6, 7]
+
+
+def test_an_all_reduce_runs_beside_compute_once_all_replicas_have_started_it():
+    schedule = by_hand("F0@0 B0@0 S@0 F1@0:1 B1@0:1 S@0:1 U@0 U@0:1", stages=1, pipes=2)
+    timeline = simulate(schedule, replaced(uniform(schedule), sync=(5.0,)))
+    (sync,) = timeline.syncs
+    assert (sync.begin, sync.end, timeline.makespan) == (6, 11, 11)
+
+
+def test_recomputation_is_inside_the_backward_where_it_is_not_before():
+    schedule = by_hand("F0@0 F1@0 R1@0 B1@0 B0@0", stages=1, recompute=frozenset({0}))
+    timeline = simulate(schedule, uniform(schedule, recompute=1.5))
+    assert timeline.end == [1, 2, 3.5, 5.5, 9]
+
+
+def test_parts_and_speeds():
+    schedule = by_hand("F0+1@0 B0@0 B1@0", stages=1, micro_batches=1, parts=2)
+    assert simulate(schedule, uniform(schedule)).end == [1, 2, 3]
+    assert simulate(schedule, replaced(uniform(schedule), speed=(2.0,))).end == [0.5, 1, 1.5]
+
+
+def test_a_deadlock_names_the_operations():
+    schedule = by_hand("F0@0 B0@0 F1@0 B1@0", "F0@1 F1@1 B0@1 B1@1")
+    with pytest.raises(ScheduleError) as caught:
+        simulate(schedule, uniform(schedule))
+    assert str(caught.value) == "deadlock: device 0 before B0@0 waits for B0@1; device 1 before F1@1 waits for F1@0"
+
+
+@pytest.mark.parametrize(("depth", "pipes"), [(2, 2), (4, 2), (6, 2), (8, 2), (8, 4), (16, 8)])
+def test_the_critical_path_of_chimera(depth, pipes):
+    """C_f = D and C_b = 2D - 2, as in the paper's figure 6: 6 and 10; with more pipes there are other paths."""
+    schedule = build_schedule("chimera", devices=depth, micro_batches=depth, pipes=pipes)
+    path = critical_path(simulate(schedule, uniform(schedule)))
+    forwards, backwards = count(path)
+    if pipes == 2:
+        assert (forwards, backwards) == (depth, 2 * depth - 2)
+    assert forwards + 2 * backwards == simulate(schedule, uniform(schedule)).makespan
+
+
+@pytest.mark.parametrize(("name", "recompute"), [("1f1b", {"recompute": "full"}), ("early-recompute", {})])
+def test_the_critical_path_of_1f1b_is_pinned_on_the_last_stage(name, recompute):
+    """As Merak's figure 4 draws it."""
+    schedule = build_schedule(name, devices=4, micro_batches=5, **recompute)
+    timeline = simulate(schedule, uniform(schedule))
+    path = [timeline.device_of(operation) for operation in critical_path(timeline) if operation.micro_batches]
+    assert path == [0, 1, 2, *[3] * (len(path) - 6), 2, 1, 0]
+
+
+def test_idle_in_two_ways():
+    """ZB-H1's devices rest less between their own first and last operation than one update for all costs them."""
+    schedule = build_schedule("zb-h1", devices=4, micro_batches=8)
+    timeline = simulate(schedule, uniform(schedule, backward=2))
+    assert idle(timeline) == [3, 3, 3, 3]
+    assert idle_within(timeline) == [3, 2, 1, 0]
+
+
+@pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw"])
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_the_steady_state_has_no_bubbles(name, depth):
+    schedule = build_schedule(name, devices=depth, micro_batches=depth, iterations=8)
+    steady = steady_state(simulate(schedule, uniform(schedule)))
+    assert steady.iteration_time == pytest.approx(3 * depth)
+    assert steady.bubble_ratio == pytest.approx(0)
+
+
+def test_the_steady_state_goes_at_the_pace_of_the_slowest_device():
+    schedule = build_schedule("pipedream-2bw", devices=4, micro_batches=6, iterations=8)
+    for slow in range(4):
+        speed = tuple(0.5 if device == slow else 1.0 for device in range(4))
+        steady = steady_state(simulate(schedule, replaced(uniform(schedule), speed=speed)))
+        assert steady.iteration_time == pytest.approx(6 * 6)
+        assert steady.bubble_ratio == pytest.approx(1 - (3 + 6) * 6 / (4 * 36) - 3 * 6 * 2 / (4 * 36))
+        short = build_schedule("pipedream", devices=4, micro_batches=1, iterations=2)  # all in flight at once
+        steady = steady_state(simulate(short, replaced(uniform(short), speed=speed)))
+        assert steady.iteration_time == pytest.approx(6)
+    synchronous = build_schedule("1f1b", devices=4, micro_batches=6)
+    assert steady_state(simulate(synchronous, uniform(synchronous))) is None
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_time_at_all(name):
+    schedule = build_schedule(name, devices=4, micro_batches=4)
+    timeline = simulate(schedule, uniform(schedule, forward=0))
+    assert (timeline.makespan, bubble_ratio(timeline)) == (0, 0)
+    assert len(critical_path(timeline)) > 0
+
+
+def test_costs_that_cannot_be():
+    schedule = build_schedule("1f1b", devices=2, micro_batches=2)
+    for wrong, words in [
+        ({"forward": -1}, "forward of stage 0 is -1"),
+        ({"p2p": float("nan")}, "links forward of stage 0 is nan"),
+        ({"sync": float("inf")}, "sync of stage 0 is inf"),
+        ({"backward": 2, "backward_weight": 3}, "one half of the backward is longer"),
+    ]:
+        with pytest.raises(InputError, match=words):
+            uniform(schedule, **wrong)
+    with pytest.raises(InputError, match="speed of device 1 is 0"):
+        replaced(uniform(schedule), speed=(1.0, 0.0))
+    with pytest.raises(InputError, match="links has 0 values; schedule 1f1b needs 1"):
+        simulate(schedule, replaced(uniform(schedule), links=()))
+
+
+def test_halves_of_the_backward():
+    schedule = build_schedule("1f1b", devices=2, micro_batches=2)
+
+    def halves(**times: float) -> tuple[float, float, float]:
+        costs = uniform(schedule, **times)
+        return costs.backward[0], costs.backward_input[0], costs.backward_weight[0]
+
+    assert halves() == (2, 1, 1)
+    assert halves(backward=3) == (3, 1.5, 1.5)
+    assert halves(backward=3, backward_input=1) == (3, 1, 2)
+    assert halves(backward_weight=0.5) == (2, 1.5, 0.5)
+    assert halves(backward_input=2, backward_weight=2) == (4, 2, 2)
+
+
+def by_hand(
+    *lines: str, stages: int = 2, micro_batches: int = 2, pipes: int = 1, parts: int = 1, recompute=frozenset()
+) -> Schedule:
+    return Schedule(
+        name="by hand",
+        stages=stages,
+        micro_batches=micro_batches,
+        device_of={(stage, pipe): stage for stage in range(stages) for pipe in range(pipes)},
+        operations=tuple(tuple(parse(word) for word in line.split()) for line in lines),
+        parts=parts,
+        recompute=recompute,
+    )
+
+
+def replaced(costs: Costs, **changes) -> Costs:
+    return replace(costs, **changes)
