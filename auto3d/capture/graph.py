@@ -1,8 +1,6 @@
 """The Graph: a model's operations in order, with what each costs; independent of torch's classes."""
 
 from dataclasses import dataclass, field
-from functools import cached_property
-from hashlib import sha256
 from math import prod
 
 
@@ -46,24 +44,14 @@ class Graph:
     written_buffers: frozenset[str]  # names of those that a forward writes to
     loss: str  # the value to be minimised, a scalar
     micro_batch_size: int
+    fingerprint: str
+    """Equal for the same program on the same parameters, whatever the micro-batch size: a Plan holds it to know again
+    the Graph that its stages cut."""
     producer: dict[str, int] = field(init=False)  # value -> index of the node that makes it
 
     def __post_init__(self) -> None:
         made = {value.name: index for index, node in enumerate(self.nodes) for value in node.outputs}
         object.__setattr__(self, "producer", made)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Equal for the same operations on the same parameters, whatever the micro-batch size or a dropout's rate.
-
-        A Plan holds it to know again the Graph that its stages cut.
-        """
-        digest = sha256()
-        for node in self.nodes:
-            digest.update(repr((node.name, node.operator, node.reads, node.state)).encode())
-        for parameter in self.parameters.values():
-            digest.update(repr((parameter.name, parameter.shape, parameter.dtype)).encode())
-        return digest.hexdigest()[:16]
 
     def value(self, name: str) -> Value:
         """The value that a node makes under this name."""

@@ -126,6 +126,7 @@ def _describe(program: fx.Graph, exported: ExportedModel, micro_batch_size: int)
         written_buffers=exported.written_buffers,
         loss=exported.loss,
         micro_batch_size=micro_batch_size,
+        fingerprint=exported.fingerprint,
     )
 
 
