@@ -30,6 +30,9 @@ class Node:
     outputs: tuple[Value, ...]
     module: str  # path of the module that it came from: "transformer.h.0.attn"
     flops: int  # of the forward
+    backward_flops: int
+    saves: tuple[str, ...]  # values and graph inputs that its backward needs, each by the name of what holds its memory
+    saved_bytes: int  # of what else its backward needs, such as a dropout's mask
     from_inputs: bool  # depends on graph inputs, constants and unwritten buffers alone, and is cheap to repeat
 
 
@@ -41,6 +44,7 @@ class Graph:
     inputs: dict[str, Value]
     parameters: dict[str, Value]  # by the first name of each: tied parameters appear once
     buffers: dict[str, Value]
+    constants: dict[str, Value]  # tensors that the model's code makes from numbers in it
     written_buffers: frozenset[str]  # names of those that a forward writes to
     loss: str  # the value to be minimised, a scalar
     micro_batch_size: int

@@ -14,8 +14,12 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from auto3d.capture.errors import CaptureError
 from auto3d.capture.export import InputSpec, export
 from auto3d.capture.specialize import specialize
+from auto3d.partition.stage import cut
+from auto3d.plan import StagePlan
 from auto3d.runtime.data import Batches
 from auto3d.runtime.memory import PeakMemory
+from auto3d.runtime.randomness import Randomness
+from auto3d.runtime.stage import StageModule
 from tests.models import MODELS, captured, exported
 
 
@@ -31,6 +35,46 @@ def test_flops_agree_with_torch(model, micro_batch_size):
         build()(**batch)
     graph = captured(model, micro_batch_size).graph
     assert sum(node.flops for node in graph.nodes) == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("micro_batch_size", [2, 3])
+def test_saved_bytes_are_those_that_autograd_keeps(model, micro_batch_size):
+    """Measured on the captured program: a model of transformers run by itself may leave out the attention mask."""
+    build, data = MODELS[model]
+    module = build()
+    state = {**dict(module.named_buffers()), **dict(module.named_parameters())}
+    model_captured = captured(model, micro_batch_size)
+    graph = model_captured.graph
+    (stage,) = cut(graph, [StagePlan(first=0, last=len(graph.nodes))])
+    cpu = torch.device("cpu")
+    randomness = Randomness(1, first_micro_batch=0, device=cpu)
+    running = StageModule(
+        stage,
+        model_captured,
+        {**model_captured.exported.constants, **state},
+        loss_weight=1.0,
+        randomness=randomness,
+        device=cpu,
+    )
+    batches = Batches(data, seed=1, global_batch=8, micro_batch_size=micro_batch_size)
+    batch = batches.micro_batch(0, 0, tuple(data.inputs))
+    held = {tensor.untyped_storage()._cdata for tensor in state.values()}
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in held:
+            saved[storage._cdata] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        running.forward(0, {}, batch)
+    values = {value.name: value.bytes for node in graph.nodes for value in node.outputs}
+    values |= {name: value.bytes for name, value in graph.inputs.items()}
+    expected = sum(values[name] for name in {name for node in graph.nodes for name in node.saves})
+    expected += sum(node.saved_bytes for node in graph.nodes)
+    assert expected == pytest.approx(sum(storage.nbytes() for storage in saved.values()), rel=0.01, abs=128)
 
 
 def test_parameters_are_those_of_the_model_and_tied_ones_appear_once():

@@ -26,6 +26,9 @@ def chain(flops: list[int], sizes: list[int]) -> Graph:
             outputs=(Value(f"n{i}", (size,), "int8", 1, True),),
             module="",
             flops=cost,
+            backward_flops=2 * cost,
+            saves=(),
+            saved_bytes=0,
             from_inputs=False,
         )
         for i, (cost, size) in enumerate(zip(flops, sizes, strict=True))
@@ -36,6 +39,7 @@ def chain(flops: list[int], sizes: list[int]) -> Graph:
         inputs={"x": x},
         parameters={},
         buffers={},
+        constants={},
         written_buffers=frozenset(),
         loss=nodes[-1].name,
         micro_batch_size=1,
