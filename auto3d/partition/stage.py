@@ -47,12 +47,13 @@ def possible_cuts(graph: Graph) -> list[int]:
 def cut(graph: Graph, stages: Sequence[StagePlan]) -> tuple[Stage, ...]:
     """The stages of ``graph``.
 
-    Raises PlanError unless ``stages`` cover exactly its operations, and each buffer that is written has one stage.
+    Raises PlanError unless ``stages`` cover exactly its operations, values go from earlier to later ones alone, and
+    each buffer that is written has one stage.
     """
-    if stages[-1].last != len(graph.nodes):
-        raise PlanError(f"stages: they end at operation {stages[-1].last}; the model has {len(graph.nodes)} operations")
-    stage_of = [index for index, stage in enumerate(stages) for _ in range(stage.first, stage.last)]
-    needed: list[set[int]] = [set(range(stage.first, stage.last)) for stage in stages]
+    needed = [{position for span in stage.operations for position in range(*span)} for stage in stages]
+    stage_of = {position: index for index, own in enumerate(needed) for position in own}
+    if stage_of.keys() != set(range(len(graph.nodes))):
+        raise PlanError(f"stages: they end at operation {max(stage_of)}; the model has {len(graph.nodes)} operations")
     received: list[dict[str, int]] = [{} for _ in stages]  # value -> source stage
     for index in range(len(stages)):
         pending = sorted(needed[index])
@@ -66,6 +67,9 @@ def cut(graph: Graph, stages: Sequence[StagePlan]) -> tuple[Stage, ...]:
                     pending.append(maker)
                 else:
                     received[index][name] = stage_of[maker]
+                    if stage_of[maker] > index:
+                        later = stage_of[maker]
+                        raise PlanError(f"stages: stage {index} uses {name}, which the later stage {later} makes")
 
     transfers = [
         Transfer(value=graph.value(name), source=source, target=target)
@@ -84,7 +88,7 @@ def cut(graph: Graph, stages: Sequence[StagePlan]) -> tuple[Stage, ...]:
             received=tuple(transfer for transfer in transfers if transfer.target == index),
             sent=tuple(transfer for transfer in transfers if transfer.source == index),
             flops=sum(node.flops for node in nodes),
-            has_loss=graph.producer[graph.loss] in range(stages[index].first, stages[index].last),
+            has_loss=stage_of[graph.producer[graph.loss]] == index,
         )
 
     built = tuple(build(index) for index in range(len(stages)))

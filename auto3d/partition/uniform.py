@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 from auto3d.capture.graph import Graph
 from auto3d.errors import InputError
 from auto3d.partition.stage import possible_cuts
-from auto3d.plan import StagePlan
+from auto3d.plan import StagePlan, stages_between
 
 TOLERANCE = 0.05  # a stage may exceed the best balance by this share if that makes messages smaller
 
@@ -21,7 +21,7 @@ def uniform(graph: Graph, stages: int) -> tuple[StagePlan, ...]:
     Every stage has operations that cost something: raises PartitionError where there are too few of them.
     """
     if stages == 1:
-        return (StagePlan(first=0, last=len(graph.nodes)),)
+        return stages_between([0, len(graph.nodes)])
     positions = possible_cuts(graph)
     flops = [0, *accumulate(node.flops for node in graph.nodes)]  # before each operation
     before = [flops[position] for position in positions]
@@ -33,7 +33,7 @@ def uniform(graph: Graph, stages: int) -> tuple[StagePlan, ...]:
     limit = int(_smallest_maximum(before, stages) * (1 + TOLERANCE))
     crossing = crossing_bytes(graph)
     bounds = _fewest_bytes(before, [crossing[position] for position in positions], stages, limit)
-    return tuple(StagePlan(first=positions[first], last=positions[last]) for first, last in pairwise(bounds))
+    return stages_between([positions[bound] for bound in bounds])
 
 
 def crossing_bytes(graph: Graph) -> list[int]:

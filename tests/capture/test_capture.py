@@ -15,7 +15,7 @@ from auto3d.capture.errors import CaptureError
 from auto3d.capture.export import InputSpec, export
 from auto3d.capture.specialize import specialize
 from auto3d.partition.stage import cut
-from auto3d.plan import StagePlan
+from auto3d.plan import stages_between
 from auto3d.runtime.data import Batches
 from auto3d.runtime.memory import PeakMemory
 from auto3d.runtime.randomness import Randomness
@@ -46,7 +46,7 @@ def test_saved_bytes_are_those_that_autograd_keeps(model, micro_batch_size):
     state = {**dict(module.named_buffers()), **dict(module.named_parameters())}
     model_captured = captured(model, micro_batch_size)
     graph = model_captured.graph
-    (stage,) = cut(graph, [StagePlan(first=0, last=len(graph.nodes))])
+    (stage,) = cut(graph, stages_between([0, len(graph.nodes)]))
     cpu = torch.device("cpu")
     randomness = Randomness(1, first_micro_batch=0, device=cpu)
     running = StageModule(

@@ -1,7 +1,6 @@
 """A Plan on any number of processes equals plain PyTorch on one that accumulates the same micro-batches."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ import torch
 from auto3d.cluster import place_ranks
 from auto3d.partition.stage import cut
 from auto3d.partition.uniform import uniform
-from auto3d.plan import Plan, PlanError, StagePlan
+from auto3d.plan import Plan, PlanError, stages_between, stages_of_operations
 from auto3d.runtime.data import Batches
 from auto3d.runtime.optimizer import OptimizerSettings, build_optimizer
 from auto3d.runtime.training import TrainingSettings, build_rank
@@ -191,16 +190,32 @@ def test_a_loss_that_another_stage_uses(processes):
     """The loss is made on one stage and sent to the next, which averages it."""
     graph = captured("averaging", 2).graph
     after_loss = graph.producer[graph.loss] + 1
-    stages = (StagePlan(first=0, last=after_loss), StagePlan(first=after_loss, last=len(graph.nodes)))
+    stages = stages_between([0, after_loss, len(graph.nodes)])
     ranks = processes.run(2, run_rank, "averaging", make_plan("averaging", dp=1, pp=2, stages=stages), SGD)
     assert "mean_loss" in ranks[1]["history"][-1]["buffers"]
+    assert_parity(ranks, plain_pytorch("averaging", micro_batch_size=2, optimizer=SGD))
+
+
+def test_stages_that_are_not_contiguous(processes):
+    """An operation of the first stage stands, in the Graph's order, after some of the second."""
+    graph = captured("averaging", 2).graph
+    middle = uniform(graph, 2)[0].operations[-1][1]
+    independent = next(
+        position
+        for position, node in enumerate(graph.nodes)
+        if position > middle and node.reads and all(graph.producer.get(name, 0) < middle for name in node.reads)
+    )
+    stage_of = [int(position >= middle and position != independent) for position in range(len(graph.nodes))]
+    plan = make_plan("averaging", dp=1, pp=2, stages=stages_of_operations(stage_of))
+    assert [len(stage.operations) for stage in plan.stages] == [2, 2]
+    ranks = processes.run(2, run_rank, "averaging", plan, SGD)
     assert_parity(ranks, plain_pytorch("averaging", micro_batch_size=2, optimizer=SGD))
 
 
 def test_a_written_buffer_that_two_stages_use_is_refused():
     graph = captured("averaging", 2).graph
     between = next(index for index, node in enumerate(graph.nodes) if "average" in node.state) + 1
-    stages = (StagePlan(first=0, last=between), StagePlan(first=between, last=len(graph.nodes)))
+    stages = stages_between([0, between, len(graph.nodes)])
     with pytest.raises(PlanError, match="stages: 0, 1 all use the buffer average"):
         cut(graph, stages)
 
@@ -272,7 +287,7 @@ def test_a_value_that_two_stages_of_one_device_use(processes):
     graph = captured("residual", 4).graph
     skip = next(index for index, node in enumerate(graph.nodes) if node.operator == "aten.batch_norm.default")
     bounds = [0, skip, skip + 2, skip + 4, len(graph.nodes)]
-    stages = tuple(StagePlan(first=first, last=last) for first, last in pairwise(bounds))
+    stages = stages_between(bounds)
     plan = make_plan("residual", dp=1, pp=2, micro_batch_size=4, stages=stages)
     users = {transfer.target for stage in cut(graph, plan.stages) for transfer in stage.sent if transfer.source == 0}
     assert {1, 2} <= users
