@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from auto3d.capture.graph import Graph, Value
+from auto3d.errors import InputError
 from auto3d.plan import PlanError, StagePlan
 
 
@@ -34,6 +36,10 @@ class Stage:
     has_loss: bool
 
 
+class PartitionError(InputError):
+    """A model that cannot be cut into so many stages."""
+
+
 def possible_cuts(graph: Graph) -> list[int]:
     """Positions where a stage may begin, and the end: all operations on a buffer that is written stay together."""
     users: dict[str, list[int]] = {}
@@ -42,6 +48,27 @@ def possible_cuts(graph: Graph) -> list[int]:
             users.setdefault(name, []).append(position)
     inside = {position for own in users.values() for position in range(own[0] + 1, own[-1] + 1)}
     return [position for position in range(len(graph.nodes) + 1) if position not in inside]
+
+
+def crossing_bytes(graph: Graph) -> list[int]:
+    """Bytes that a cut before each operation would send onward; entry i is the cut before operation i."""
+    last_use = {name: index for index, node in enumerate(graph.nodes) for name in node.reads}
+    change = [0] * (len(graph.nodes) + 1)
+    for index, node in enumerate(graph.nodes):
+        for value in node.outputs:
+            if not node.from_inputs and last_use.get(value.name, index) > index:
+                change[index + 1] += value.bytes
+                change[last_use[value.name] + 1] -= value.bytes
+    return list(accumulate(change))
+
+
+def check_enough(before: Sequence[float], stages: int) -> None:
+    """Raise PartitionError unless ``stages`` parts can each weigh something; ``before`` is the weight at each cut."""
+    costly = sum(after > here for here, after in pairwise(before))
+    if stages > costly:
+        raise PartitionError(
+            f"{stages} stages, but only {costly} operations of the model cost anything; each stage needs one"
+        )
 
 
 def cut(graph: Graph, stages: Sequence[StagePlan]) -> tuple[Stage, ...]:

@@ -7,8 +7,8 @@ import pytest
 
 from auto3d.capture.graph import Graph, Node, Value
 from auto3d.capture.specialize import specialize
-from auto3d.partition.stage import cut
-from auto3d.partition.uniform import TOLERANCE, PartitionError, crossing_bytes, uniform
+from auto3d.partition.stage import PartitionError, crossing_bytes, cut
+from auto3d.partition.uniform import TOLERANCE, uniform
 from auto3d.plan import PlanError, stages_between, stages_of_operations
 from launch.recipe import load
 from launch.settings import exported_model
