@@ -14,6 +14,8 @@ from auto3d.partition.cost import PartitionCosts
 from auto3d.partition.stage import PartitionError, check_enough, crossing_bytes, possible_cuts
 from auto3d.plan import StagePlan, stages_between
 
+_ROUNDING = 1e-12  # two sums of the same times may differ by so much
+
 
 def autopipe(
     graph: Graph, costs: PartitionCosts, stages: int, *, cuts: Sequence[int] | None = None
@@ -32,7 +34,8 @@ def autopipe(
     crossing = crossing_bytes(graph)
     bounds = None
     if slowest is not None:
-        bounds = cheapest_cuts(before, [crossing[position] for position in cuts], earliest, slowest)
+        limit = slowest * (1 + _ROUNDING)
+        bounds = cheapest_cuts(before, [crossing[position] for position in cuts], earliest, limit)
     if bounds is None:
         raise PartitionError(
             f"{stages} stages do not fit devices of {costs.memory_bytes / 2**30:.1f} GiB; "

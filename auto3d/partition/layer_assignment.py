@@ -103,8 +103,7 @@ def _of_balanced(
     """The objective of parts that are balanced for equal speeds, a little rounded up: no other need be longer."""
     anywhere = [[0] * len(before)] * len(speeds)
     bounds = cheapest_cuts(before, messages, anywhere, smallest_maximum(before, anywhere))
-    times = [
-        (before[last] - before[first]) / speed for (first, last), speed in zip(pairwise(bounds), speeds, strict=True)
-    ]
+    parts = zip(pairwise(bounds), speeds, strict=True)
+    times = [(before[last] - before[first]) / speed for (first, last), speed in parts]
     total = (micro_batches - 1) * max(times) + sum(times) + sum(messages[place] for place in bounds[1:-1])
     return total * (1 + 1e-9)
