@@ -5,11 +5,12 @@ from what is printed there, a comment says why. The sequence follows from the mo
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
 from math import prod
+from typing import Any
 
 from auto3d.capture.graph import Graph
 from auto3d.partition.stage import PartitionError
@@ -50,6 +51,11 @@ def shard(graph: Graph, subgraphs: int | None = None) -> Sharding:
         weights = [parameters[last] - parameters[first] for first, last in pairwise(finest)]
         bounds = [finest[index] for index in _joined(weights, subgraphs)]
     return Sharding(bounds=tuple(bounds), common=common, first_user=_first_users(graph, bounds))
+
+
+def sharding_from_json(content: Mapping[str, Any]) -> Sharding:
+    """The Sharding whose fields ``content`` holds."""
+    return Sharding(bounds=tuple(content["bounds"]), common=content["common"], first_user=content["first_user"])
 
 
 def common_nodes(graph: Graph) -> dict[str, int]:
