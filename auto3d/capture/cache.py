@@ -25,6 +25,7 @@ ENTRIES = 256  # that are kept; those longest unused go
 _STARTED = time.time()
 _ENGINE = Path(__file__).parents[1]
 _INSTALLED = ("site-packages", "dist-packages")
+_KNOWN = tuple(f"{folder}{os.sep}" for folder in (sysconfig.get_paths()["stdlib"], _ENGINE))
 
 
 def default_folder() -> Path:
@@ -116,19 +117,13 @@ def _engine_files() -> list[Path]:
 
 def _loaded_sources() -> list[str]:
     """Files of the modules loaded now, without Python's own, installed packages' and the engine's."""
-    library = Path(sysconfig.get_paths()["stdlib"])
-    files = {Path(name).resolve() for module in list(sys.modules.values()) if (name := _source(module))}
-    return sorted(
-        str(file)
-        for file in files
-        if file.is_file()
-        and not (file.is_relative_to(library) or file.is_relative_to(_ENGINE) or set(_INSTALLED) & set(file.parts))
-    )
+    names = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    files = {name for name in names if isinstance(name, str) and name.endswith(".py") and os.path.isabs(name)}
+    return sorted(file for file in files if not _is_known(file))  # torch.ops calls itself a file, but not a whole path
 
 
-def _source(module: Any) -> str | None:
-    name = getattr(module, "__file__", None)
-    return name if isinstance(name, str) and name.endswith(".py") else None
+def _is_known(name: str) -> bool:
+    return name.startswith(_KNOWN) or any(f"{os.sep}{folder}{os.sep}" in name for folder in _INSTALLED)
 
 
 def _file_digest(path: str) -> str:
