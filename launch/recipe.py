@@ -233,7 +233,9 @@ def _check_together(recipe: Recipe, sources: _Sources) -> None:
     for name, of, other in (("arguments", "factory", "architecture"), ("config", "architecture", "factory")):
         if getattr(model, name) and getattr(model, of) is None:
             full_key = f"model.{name}"
-            raise RecipeError(sources.of(full_key), full_key, f"is of a {of}; the model has {other}: leave it out")
+            raise RecipeError(
+                sources.of(full_key), full_key, f"belongs to {of}, but the model has {other}: leave it out"
+            )
     _check_data_files(recipe, sources.of("data.files"))
     if model.weights is not None and not Path(model.weights).is_file():
         problem = f"found {model.weights!r}; there is no such file"

@@ -10,7 +10,7 @@ from auto3d.schedule import SCHEDULES
 AUTO = "auto"
 
 # Beyond these, planning would take longer than any run: it lists every micro-batch, and every divisor of the devices.
-LARGEST_BATCH, LARGEST_NODES, LARGEST_NODE = 10**6, 10**4, 10**3
+LARGEST_BATCH, LARGEST_NODES, LARGEST_NODE = 10**5, 10**4, 10**3
 LARGEST_INTEGER = 2**63  # of a tensor
 LARGEST_TIME_S = 10**8
 

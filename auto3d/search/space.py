@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import product
 from typing import Literal
 
@@ -101,24 +101,32 @@ def make_plan(model: CapturedModel, *, dp: int, tp: int, pp: int, global_batch: 
 
 def _check_worth(schedule: str, schedules: Sequence[str], *, devices: int, micro_batches: int) -> None:
     """Raise PlanError if another of ``schedules`` cannot be worse than ``schedule`` at these sizes."""
-    built = {}
-    for name in schedules:
-        try:
-            built[name] = build_schedule(name, devices=devices, micro_batches=micro_batches)
-            _check_runs(built[name])
-        except InputError as error:
-            if name == schedule:
-                raise PlanError(str(error)) from None
-            built.pop(name, None)
-    schedules = list(built)
-    earlier = schedules[: schedules.index(schedule)]
+    built, reasons = _built(tuple(schedules), devices, micro_batches)
+    if schedule in reasons:
+        raise PlanError(reasons[schedule])
+    names = list(built)
+    earlier = names[: names.index(schedule)]
     same = [name for name in earlier if built[name].operations == built[schedule].operations]
     if same:
         raise PlanError(f"the same operations as {same[0]}")
     if devices == 1:
-        leanest = min(schedules, key=lambda name: max(peak_activations(built[name])))
+        leanest = min(names, key=lambda name: max(peak_activations(built[name])))
         if max(peak_activations(built[leanest])) < max(peak_activations(built[schedule])):
             raise PlanError(f"one stage has no pipeline: as fast as {leanest}, which holds fewer activations")
+
+
+@lru_cache(maxsize=1)  # a schedule lists every micro-batch, and candidates that differ by their schedule come in a row
+def _built(schedules: tuple[str, ...], devices: int, micro_batches: int) -> tuple[dict[str, Schedule], dict[str, str]]:
+    """Of ``schedules`` at these sizes: those that the runtime can run, and the reasons why the others cannot."""
+    built, reasons = {}, {}
+    for name in schedules:
+        try:
+            schedule = build_schedule(name, devices=devices, micro_batches=micro_batches)
+            _check_runs(schedule)
+            built[name] = schedule
+        except InputError as error:
+            reasons[name] = str(error)
+    return built, reasons
 
 
 def _check_runs(schedule: Schedule) -> None:
