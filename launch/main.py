@@ -63,7 +63,7 @@ def _prepare_streams() -> None:
 def _interrupt(number: int, frame: FrameType | None) -> None:
     """The first interrupt ends the command; those after it must not break the clean-up, which takes a moment."""
     for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, signal.SIG_IGN)
+        signal.signal(each, lambda number, frame: None)  # not SIG_IGN: Python would complain of one that is on its way
     raise KeyboardInterrupt
 
 
