@@ -7,13 +7,15 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from auto3d.capture.specialize import CapturedModel
 from auto3d.partition.stage import Stage, cut
 from auto3d.plan import Plan, PlanError
 from auto3d.runtime.data import Batches, DataSettings
 from auto3d.runtime.exchange import Exchange
-from auto3d.runtime.executor import Executor, IterationResult
+from auto3d.runtime.executor import Executor, IterationResult, Replica
 from auto3d.runtime.gradient_sync import GradientSync, holders
 from auto3d.runtime.lowering import lower
 from auto3d.runtime.materialize import materialize
@@ -99,7 +101,7 @@ def build_rank(
     randomness = Randomness(plan.seed, first_micro_batch=first_micro_batch, device=device)
 
     # Only the stages of this rank get memory.
-    own = {stage: stages[stage] for (stage, _), home in schedule.device_of.items() if home == position}
+    own = {replica: stages[replica[0]] for replica, home in schedule.device_of.items() if home == position}
     constants = captured.exported.constants
     names = list(dict.fromkeys(name for stage in own.values() for name in stage.state if name not in constants))
     made = {
@@ -115,7 +117,7 @@ def build_rank(
     buffers = {name: tensor for name, tensor in made.items() if name not in parameters}
     tensors = {**{name: value.to(device) for name, value in constants.items()}, **buffers, **parameters}
     modules = {
-        index: StageModule(
+        replica: StageModule(
             stage,
             captured,
             tensors,
@@ -123,7 +125,7 @@ def build_rank(
             randomness=randomness,
             device=device,
         )
-        for index, stage in own.items()
+        for replica, stage in own.items()
     }
 
     # Process groups are made in the same order everywhere: first the exchange's, then the gradient sync's.
@@ -131,7 +133,7 @@ def build_rank(
         program,
         transfers,
         rank_of=[ranks[replica] for ranks in plan.placement],
-        device_of={stage: home for (stage, _), home in schedule.device_of.items()},
+        device_of=schedule.device_of,
         device=device,
         timeout_s=settings.timeout_s,
     )
@@ -198,13 +200,17 @@ def _coordinates(plan: Plan, rank: int) -> tuple[int, int]:
     return next((device, ranks.index(rank)) for device, ranks in enumerate(plan.placement) if rank in ranks)
 
 
-def _optimizers(own: Mapping[int, Stage], parameters: Mapping[str, nn.Parameter], settings: TrainingSettings) -> dict:
+def _optimizers(
+    own: Mapping[Replica, Stage], parameters: Mapping[str, nn.Parameter], settings: TrainingSettings
+) -> dict[Replica, tuple[Optimizer, LRScheduler] | None]:
     """One optimizer per stage; a parameter that two stages of this rank share belongs to the first of them."""
     left = dict(parameters)
     optimizers = {}
-    for index, stage in own.items():
+    for replica, stage in own.items():
         mine = [left.pop(name) for name in stage.state if name in left]
-        optimizers[index] = build_optimizer(mine, settings.optimizer, iterations=settings.iterations) if mine else None
+        optimizers[replica] = (
+            build_optimizer(mine, settings.optimizer, iterations=settings.iterations) if mine else None
+        )
     return optimizers
 
 

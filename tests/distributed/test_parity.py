@@ -14,6 +14,7 @@ from auto3d.runtime.data import Batches
 from auto3d.runtime.optimizer import OptimizerSettings, build_optimizer
 from auto3d.runtime.training import TrainingSettings, build_rank
 from auto3d.runtime.world import join, leave
+from auto3d.schedule import build_schedule
 from auto3d.schedule.operation import Schedule, parse
 from tests.models import MODELS, captured
 
@@ -34,7 +35,15 @@ ADAMW = replace(SGD, optimizer="adamw", learning_rate=1e-3)
 
 
 def make_plan(
-    model: str, *, dp: int, pp: int, micro_batch_size: int = 2, schedule: str = "1f1b", stages=None, seed: int = 5
+    model: str,
+    *,
+    dp: int,
+    pp: int,
+    micro_batch_size: int = 2,
+    micro_batches: int | None = None,
+    schedule: str = "1f1b",
+    stages=None,
+    seed: int = 5,
 ) -> Plan:
     graph = captured(model, micro_batch_size).graph
     return Plan(
@@ -42,7 +51,7 @@ def make_plan(
         dp=dp,
         tp=1,
         pp=pp,
-        global_batch=GLOBAL_BATCH,
+        global_batch=GLOBAL_BATCH if micro_batches is None else dp * micro_batches * micro_batch_size,
         micro_batch_size=micro_batch_size,
         schedule=schedule,
         stages=stages or uniform(graph, pp),
@@ -80,7 +89,13 @@ def run_rank(world, model: str, plan: Plan, optimizer: OptimizerSettings, schedu
 
 
 def plain_pytorch(
-    model: str, *, micro_batch_size: int, optimizer: OptimizerSettings, seed: int = 5, state=None
+    model: str,
+    *,
+    micro_batch_size: int,
+    optimizer: OptimizerSettings,
+    global_batch: int = GLOBAL_BATCH,
+    seed: int = 5,
+    state=None,
 ) -> list[dict]:
     """The reference: the unmodified model, on this process, in a plain loop."""
     build, data = MODELS[model]
@@ -90,8 +105,8 @@ def plain_pytorch(
         module.load_state_dict(state, strict=False)
     module.train()
     step, learning_rate = build_optimizer(list(module.parameters()), optimizer, iterations=ITERATIONS)
-    batches = Batches(data, seed=seed, global_batch=GLOBAL_BATCH, micro_batch_size=micro_batch_size)
-    count = GLOBAL_BATCH // micro_batch_size
+    batches = Batches(data, seed=seed, global_batch=global_batch, micro_batch_size=micro_batch_size)
+    count = global_batch // micro_batch_size
     history = []
     for iteration in range(ITERATIONS):
         module.zero_grad()
@@ -253,6 +268,28 @@ def test_dropout_does_not_depend_on_degrees_or_schedule(processes):
     assert other_seed[0]["history"][0]["result"] != single[0]["history"][0]["result"]
     without = processes.run(1, run_rank, "gpt2", make_plan("gpt2", dp=1, pp=1), SGD)
     assert without[0]["history"][0]["result"] != single[0]["history"][0]["result"], "dropout is on"
+
+
+PIPES = [
+    ("chimera", 2, 2, {}),
+    ("chimera", 4, 4, {}),
+    ("chimera", 4, 4, {"pipes": 4}),
+    ("chimera", 4, 8, {"scale": "doubling", "sync": "eager-opt"}),
+    ("chimera", 4, 5, {"sync": "eager"}),
+    ("gems", 4, 4, {"sync": "eager"}),
+    ("interleaved-1f1b", 2, 4, {"sync": "eager"}),
+]
+
+
+@pytest.mark.parametrize("model", ["gpt2", "t5"])
+@pytest.mark.parametrize(("name", "pp", "micro_batches", "options"), PIPES)
+def test_several_pipes_and_chunks(processes, model, name, pp, micro_batches, options):
+    schedule = build_schedule(name, devices=pp, micro_batches=micro_batches, **options)
+    plan = make_plan(
+        model, dp=1, pp=pp, micro_batches=micro_batches, stages=uniform(captured(model, 2).graph, schedule.stages)
+    )
+    ranks = processes.run(pp, run_rank, model, plan, SGD, schedule)
+    assert_parity(ranks, plain_pytorch(model, micro_batch_size=2, global_batch=2 * micro_batches, optimizer=SGD))
 
 
 def test_any_list_of_operations_runs(processes):

@@ -131,7 +131,6 @@ def test_operations_that_cannot_all_run_are_refused():
         ("pipedream", {}, "has weight versions"),
         ("1f1b", {"recompute": "full"}, "has recomputation"),
         ("chimera", {"scale": "halving"}, "has micro-batches in parts"),
-        ("chimera", {}, "of a single pipe; schedule chimera needs more"),
         ("zb-h1", {}, "I0@0: the runtime runs kinds"),
     ],
 )
