@@ -61,7 +61,10 @@ class Executor:
         self._result: IterationResult | None = None  # of this iteration, once its gradients are complete
         self._run = {
             Kind.FORWARD: self._forward,
+            Kind.RECOMPUTE: self._recompute,
             Kind.BACKWARD: self._backward,
+            Kind.BACKWARD_INPUT: self._backward,
+            Kind.BACKWARD_WEIGHT: self._backward_weight,
             Kind.SYNC: self._start_sync,
             Kind.UPDATE: self._update,
         }
@@ -92,8 +95,19 @@ class Executor:
     def _backward(self, step: Step) -> None:
         stage = self._stages[_replica(step)]
         arrived = self._receive(step)
+        run = stage.backward if step.operation.kind is Kind.BACKWARD else stage.backward_input
         for micro_batch in step.operation.micro_batches:
-            self._send(step, micro_batch, stage.backward(micro_batch, arrived.get(micro_batch, {})))
+            self._send(step, micro_batch, run(micro_batch, arrived.get(micro_batch, {})))
+
+    def _recompute(self, step: Step) -> None:
+        self._receive(step)
+        for micro_batch in step.operation.micro_batches:
+            self._stages[_replica(step)].recompute(micro_batch)
+
+    def _backward_weight(self, step: Step) -> None:
+        self._receive(step)
+        for micro_batch in step.operation.micro_batches:
+            self._stages[_replica(step)].backward_weight(micro_batch)
 
     def _start_sync(self, step: Step) -> None:
         self._unsynced.discard(_replica(step))

@@ -11,8 +11,6 @@ from auto3d.partition.stage import Transfer
 from auto3d.schedule.check import ScheduleError
 from auto3d.schedule.operation import Kind, Operation, Schedule
 
-RUNNABLE = (Kind.FORWARD, Kind.BACKWARD, Kind.SYNC, Kind.UPDATE)
-
 
 @dataclass(frozen=True, slots=True)
 class Message:
@@ -70,7 +68,7 @@ def lower(schedule: Schedule, transfers: Sequence[Transfer]) -> tuple[Program, .
             received = [Message(Kind.FORWARD, source, stage, m, pipe) for m in numbers for source in upstream[stage]]
             sent = [Message(Kind.FORWARD, stage, target, m, pipe) for m in numbers for target in downstream[stage]]
             return received, sent
-        if operation.kind is Kind.BACKWARD:
+        if operation.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
             users = [target for target in downstream[stage] if (stage, target) in with_gradient]
             makers = [source for source in upstream[stage] if (source, stage) in with_gradient]
             received = [Message(Kind.BACKWARD, target, stage, m, pipe) for m in numbers for target in users]
@@ -128,17 +126,7 @@ def lower(schedule: Schedule, transfers: Sequence[Transfer]) -> tuple[Program, .
 
 
 def _check_runnable(schedule: Schedule) -> None:
-    unknown = {
-        "weight versions": schedule.weight_version,
-        "micro-batches in parts": schedule.parts > 1,
-        "recomputation": schedule.recompute,
-    }
-    for what, present in unknown.items():
+    beyond = {"weight versions": schedule.weight_version, "parts of micro-batches": schedule.parts > 1}
+    for what, present in beyond.items():
         if present:
             raise ScheduleError(f"schedule {schedule.name} has {what}, which the runtime does not run")
-    for operations in schedule.operations:
-        for operation in operations:
-            if operation.kind not in RUNNABLE:
-                raise ScheduleError(
-                    f"{operation}: the runtime runs kinds {', '.join(RUNNABLE)}; schedule {schedule.name} needs more"
-                )

@@ -27,7 +27,7 @@ from auto3d.runtime.waiting import waiting_for
 from auto3d.runtime.world import World, join, leave
 from auto3d.schedule import build_schedule
 from auto3d.schedule.check import check
-from auto3d.schedule.operation import Schedule
+from auto3d.schedule.operation import Kind, Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +116,7 @@ def build_rank(
     }
     buffers = {name: tensor for name, tensor in made.items() if name not in parameters}
     tensors = {**{name: value.to(device) for name, value in constants.items()}, **buffers, **parameters}
+    split = {o.stage for own in schedule.operations for o in own if o.kind is Kind.BACKWARD_INPUT}
     modules = {
         replica: StageModule(
             stage,
@@ -124,6 +125,8 @@ def build_rank(
             loss_weight=1 / (plan.dp * plan.micro_batches),
             randomness=randomness,
             device=device,
+            recompute=replica[0] in schedule.recompute,
+            split_backward=replica[0] in split,
         )
         for replica, stage in own.items()
     }

@@ -270,7 +270,7 @@ def test_dropout_does_not_depend_on_degrees_or_schedule(processes):
     assert without[0]["history"][0]["result"] != single[0]["history"][0]["result"], "dropout is on"
 
 
-PIPES = [
+SCHEDULES_TO_TRAIN = [
     ("chimera", 2, 2, {}),
     ("chimera", 4, 4, {}),
     ("chimera", 4, 4, {"pipes": 4}),
@@ -278,18 +278,49 @@ PIPES = [
     ("chimera", 4, 5, {"sync": "eager"}),
     ("gems", 4, 4, {"sync": "eager"}),
     ("interleaved-1f1b", 2, 4, {"sync": "eager"}),
+    ("interleaved-1f1b", 2, 3, {"recompute": "full"}),
+    ("1f1b", 2, 3, {"recompute": "full"}),
+    ("early-recompute", 4, 4, {}),
+    ("shifted-critical-path", 4, 5, {}),
+    ("chimera", 4, 4, {"recompute": "full"}),
+    ("zb-h1", 4, 5, {}),
+    ("zb-h2", 2, 4, {}),
+    ("zb-v", 2, 5, {}),
 ]
 
 
 @pytest.mark.parametrize("model", ["gpt2", "t5"])
-@pytest.mark.parametrize(("name", "pp", "micro_batches", "options"), PIPES)
-def test_several_pipes_and_chunks(processes, model, name, pp, micro_batches, options):
+@pytest.mark.parametrize(("name", "pp", "micro_batches", "options"), SCHEDULES_TO_TRAIN)
+def test_every_schedule_trains(processes, model, name, pp, micro_batches, options):
     schedule = build_schedule(name, devices=pp, micro_batches=micro_batches, **options)
     plan = make_plan(
         model, dp=1, pp=pp, micro_batches=micro_batches, stages=uniform(captured(model, 2).graph, schedule.stages)
     )
     ranks = processes.run(pp, run_rank, model, plan, SGD, schedule)
     assert_parity(ranks, plain_pytorch(model, micro_batch_size=2, global_batch=2 * micro_batches, optimizer=SGD))
+
+
+@pytest.mark.parametrize(("model", "name"), [("averaging", "early-recompute"), ("residual", "zb-h1"), ("vit", "zb-h1")])
+def test_recomputation_and_split_backwards_of_other_models(processes, model, name):
+    """Buffers that a recomputed forward would write to twice; convolutions; layers that two stages share."""
+    schedule = build_schedule(name, devices=2, micro_batches=4)
+    ranks = processes.run(2, run_rank, model, make_plan(model, dp=1, pp=2), SGD, schedule)
+    reference = plain_pytorch(model, micro_batch_size=2, optimizer=SGD)
+    assert_parity(ranks, reference)
+    for rank in ranks:
+        for buffer, value in rank["history"][-1]["buffers"].items():
+            assert_close(value, reference[-1]["buffers"][buffer], buffer)
+
+
+def test_dropout_is_the_same_when_recomputed(processes):
+    plan = make_plan("gpt2-dropout", dp=1, pp=2)
+    kept = processes.run(2, run_rank, "gpt2-dropout", plan, SGD)
+    for options in ({"name": "1f1b", "recompute": "full"}, {"name": "early-recompute"}):
+        schedule = build_schedule(devices=2, micro_batches=4, **options)
+        again = processes.run(2, run_rank, "gpt2-dropout", plan, SGD, schedule)
+        for a, b in zip(kept, again, strict=True):
+            for name, gradient in a["history"][-1]["gradients"].items():
+                assert np.array_equal(gradient, b["history"][-1]["gradients"][name]), name
 
 
 def test_any_list_of_operations_runs(processes):
