@@ -58,6 +58,25 @@ class Rank:
     buffers: dict[str, torch.Tensor]
 
 
+def schedule_of(plan: Plan) -> Schedule:
+    """The schedule of ``plan``; raises InputError where there is none of this name, options and sizes."""
+    return build_schedule(plan.schedule, devices=plan.pp, micro_batches=plan.micro_batches, **plan.schedule_options)
+
+
+def samples_at_once(plan: Plan) -> int:
+    """How many samples an operation of ``plan`` runs: a micro-batch, or a part of one where the schedule halves them.
+
+    The model is captured at this size. Raises PlanError where a micro-batch has no such parts.
+    """
+    parts = schedule_of(plan).parts
+    if plan.micro_batch_size % parts:
+        raise PlanError(
+            f"micro_batch_size: {plan.micro_batch_size}; schedule {plan.schedule} runs each micro-batch in {parts} parts: "
+            f"it must be a multiple of {parts}"
+        )
+    return plan.micro_batch_size // parts
+
+
 def stages_of(captured: CapturedModel, plan: Plan) -> tuple[Stage, ...]:
     """The stages of ``plan``; raises PlanError if it was made for another model or micro-batch size."""
     if plan.graph != captured.graph.fingerprint:
@@ -65,8 +84,11 @@ def stages_of(captured: CapturedModel, plan: Plan) -> tuple[Stage, ...]:
             f"graph: the plan was made for model {plan.graph}, this one is {captured.graph.fingerprint}; "
             "make the plan again for this model and these versions of torch and transformers"
         )
-    if plan.micro_batch_size != captured.graph.micro_batch_size:
-        raise PlanError(f"micro_batch_size: {plan.micro_batch_size}, captured with {captured.graph.micro_batch_size}")
+    if samples_at_once(plan) != captured.graph.micro_batch_size:
+        raise PlanError(
+            f"micro_batch_size: the plan runs {samples_at_once(plan)} samples at once; the model was captured with "
+            f"{captured.graph.micro_batch_size}"
+        )
     return cut(captured.graph, plan.stages)
 
 
@@ -85,7 +107,7 @@ def build_rank(
     ``schedule`` replaces the plan's by one written by hand; ``state`` gives initial weights in place of the seed's.
     """
     device = world.device(settings.device)
-    schedule = schedule or build_schedule(plan.schedule, devices=plan.pp, micro_batches=plan.micro_batches)
+    schedule = schedule or schedule_of(plan)
     check(schedule)
     has = (schedule.devices, schedule.stages, schedule.micro_batches)
     if has != (plan.pp, len(plan.stages), plan.micro_batches):
@@ -97,7 +119,8 @@ def build_rank(
     transfers = [transfer for stage in stages for transfer in stage.received]
     position, replica = _coordinates(plan, world.rank)
     program = lower(schedule, transfers)[position]
-    first_micro_batch = replica * plan.micro_batches
+    micro_batches = plan.micro_batches * schedule.parts
+    first_micro_batch = replica * micro_batches
     randomness = Randomness(plan.seed, first_micro_batch=first_micro_batch, device=device)
 
     # Only the stages of this rank get memory.
@@ -122,7 +145,7 @@ def build_rank(
             stage,
             captured,
             tensors,
-            loss_weight=1 / (plan.dp * plan.micro_batches),
+            loss_weight=1 / (plan.dp * micro_batches),
             randomness=randomness,
             device=device,
             recompute=replica[0] in schedule.recompute,
@@ -148,7 +171,12 @@ def build_rank(
         _optimizers(own, own_trained, settings),
         exchange=exchange,
         sync=sync,
-        batches=Batches(data, seed=plan.seed, global_batch=plan.global_batch, micro_batch_size=plan.micro_batch_size),
+        batches=Batches(
+            data,
+            seed=plan.seed,
+            global_batch=plan.global_batch,
+            micro_batch_size=captured.graph.micro_batch_size,
+        ),
         randomness=randomness,
         first_micro_batch=first_micro_batch,
         clip_norm=settings.optimizer.clip_norm,

@@ -12,7 +12,7 @@ from auto3d.partition.uniform import uniform
 from auto3d.plan import Plan, PlanError, stages_between, stages_of_operations
 from auto3d.runtime.data import Batches
 from auto3d.runtime.optimizer import OptimizerSettings, build_optimizer
-from auto3d.runtime.training import TrainingSettings, build_rank
+from auto3d.runtime.training import TrainingSettings, build_rank, samples_at_once
 from auto3d.runtime.world import join, leave
 from auto3d.schedule import build_schedule
 from auto3d.schedule.operation import Schedule, parse
@@ -42,6 +42,7 @@ def make_plan(
     micro_batch_size: int = 2,
     micro_batches: int | None = None,
     schedule: str = "1f1b",
+    options: dict | None = None,
     stages=None,
     seed: int = 5,
 ) -> Plan:
@@ -54,6 +55,7 @@ def make_plan(
         global_batch=GLOBAL_BATCH if micro_batches is None else dp * micro_batches * micro_batch_size,
         micro_batch_size=micro_batch_size,
         schedule=schedule,
+        schedule_options=options or {},
         stages=stages or uniform(graph, pp),
         placement=place_ranks(dp=dp, pp=pp),
         seed=seed,
@@ -68,7 +70,7 @@ def run_rank(world, model: str, plan: Plan, optimizer: OptimizerSettings, schedu
     join(world, device=torch.device("cpu"), timeout_s=60)
     try:
         rank = build_rank(
-            captured(model, plan.micro_batch_size),
+            captured(model, samples_at_once(plan)),
             plan,
             settings,
             MODELS[model][1],
@@ -276,6 +278,7 @@ SCHEDULES_TO_TRAIN = [
     ("chimera", 4, 4, {"pipes": 4}),
     ("chimera", 4, 8, {"scale": "doubling", "sync": "eager-opt"}),
     ("chimera", 4, 5, {"sync": "eager"}),
+    ("chimera", 4, 4, {"scale": "halving"}),
     ("gems", 4, 4, {"sync": "eager"}),
     ("interleaved-1f1b", 2, 4, {"sync": "eager"}),
     ("interleaved-1f1b", 2, 3, {"recompute": "full"}),
@@ -294,10 +297,17 @@ SCHEDULES_TO_TRAIN = [
 def test_every_schedule_trains(processes, model, name, pp, micro_batches, options):
     schedule = build_schedule(name, devices=pp, micro_batches=micro_batches, **options)
     plan = make_plan(
-        model, dp=1, pp=pp, micro_batches=micro_batches, stages=uniform(captured(model, 2).graph, schedule.stages)
+        model,
+        dp=1,
+        pp=pp,
+        micro_batch_size=2 * schedule.parts,
+        micro_batches=micro_batches,
+        schedule=name,
+        options=options,
+        stages=uniform(captured(model, 2).graph, schedule.stages),
     )
-    ranks = processes.run(pp, run_rank, model, plan, SGD, schedule)
-    assert_parity(ranks, plain_pytorch(model, micro_batch_size=2, global_batch=2 * micro_batches, optimizer=SGD))
+    ranks = processes.run(pp, run_rank, model, plan, SGD)
+    assert_parity(ranks, plain_pytorch(model, micro_batch_size=2, global_batch=plan.global_batch, optimizer=SGD))
 
 
 @pytest.mark.parametrize(("model", "name"), [("averaging", "early-recompute"), ("residual", "zb-h1"), ("vit", "zb-h1")])

@@ -127,7 +127,6 @@ def test_operations_that_cannot_all_run_are_refused():
     ("name", "options", "words"),
     [
         ("pipedream", {}, "has weight versions"),
-        ("chimera", {"scale": "halving"}, "has parts of micro-batches"),
     ],
 )
 def test_what_the_runtime_cannot_run_yet_is_refused(name, options, words):
