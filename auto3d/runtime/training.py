@@ -71,7 +71,7 @@ def samples_at_once(plan: Plan) -> int:
     parts = schedule_of(plan).parts
     if plan.micro_batch_size % parts:
         raise PlanError(
-            f"micro_batch_size: {plan.micro_batch_size}; schedule {plan.schedule} runs each micro-batch in {parts} parts: "
+            f"micro_batch_size: {plan.micro_batch_size}; schedule {plan.schedule} runs it in {parts} parts: "
             f"it must be a multiple of {parts}"
         )
     return plan.micro_batch_size // parts
