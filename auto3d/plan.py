@@ -3,14 +3,16 @@
 Search makes Plans; the simulator and the runtime take them. A Plan can be written by hand and run.
 """
 
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import groupby, pairwise
 from json import dumps
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from auto3d.errors import InputError
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 class PlanError(InputError):
@@ -19,12 +21,27 @@ class PlanError(InputError):
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """One stage: the operations ``first`` to ``last - 1`` of the Graph, in its order."""
+    """One stage: operations of the Graph, as ranges ``[first, last)`` of their positions in its order."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
-    first: int
-    last: int
+    operations: tuple[tuple[int, int], ...]
+
+
+def stages_between(bounds: Sequence[int]) -> tuple[StagePlan, ...]:
+    """Stages that follow each other in the Graph's order, each from one bound to before the next."""
+    return tuple(StagePlan(operations=((first, last),)) for first, last in pairwise(bounds))
+
+
+def stages_of_operations(stage_of: Sequence[int]) -> tuple[StagePlan, ...]:
+    """Stages from the stage of each operation of the Graph, which may be in any order."""
+    ranges: dict[int, list[tuple[int, int]]] = {}
+    position = 0
+    for stage, group in groupby(stage_of):
+        length = sum(1 for _ in group)
+        ranges.setdefault(stage, []).append((position, position + length))
+        position += length
+    return tuple(StagePlan(operations=tuple(ranges[stage])) for stage in sorted(ranges))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +64,7 @@ class Plan:
     stages: tuple[StagePlan, ...]
     placement: tuple[tuple[int, ...], ...]
     seed: int  # of the initial weights, the data order and dropout
+    schedule_options: dict[str, int | str] = field(default_factory=dict, hash=False)  # of the schedule's family
     schema: int = SCHEMA
 
     @property
@@ -74,18 +92,16 @@ class Plan:
             raise PlanError(f"tp: {self.tp} asks for tensor parallelism, which this build does not run; tp must be 1")
         if not self.stages or len(self.stages) % self.pp:
             raise PlanError(f"stages: {len(self.stages)} stages for pp = {self.pp}; there must be a multiple of pp")
-        if self.stages[0].first != 0:
-            raise PlanError(f"stages: the first stage begins at operation {self.stages[0].first}; it must begin at 0")
-        for index, stage in enumerate(self.stages):
-            if stage.first >= stage.last:
+        end = 0
+        for first, last in sorted(span for stage in self.stages for span in stage.operations):
+            if first != end or last <= first:
                 raise PlanError(
-                    f"stages: stage {index} is empty ({stage.first} to {stage.last}); first must be below last"
+                    f"stages: the range {first} to {last} follows operation {end}; all ranges together must hold each "
+                    "operation of the model once"
                 )
-            if index and stage.first != self.stages[index - 1].last:
-                raise PlanError(
-                    f"stages: stage {index} begins at operation {stage.first}, the stage before it ends at "
-                    f"{self.stages[index - 1].last}; the two must be equal"
-                )
+            end = last
+        if not all(stage.operations for stage in self.stages):
+            raise PlanError("stages: one has no operations; each needs some")
         ranks = sorted(rank for replicas in self.placement for rank in replicas)
         shape = [len(replicas) for replicas in self.placement]
         if shape != [self.dp] * self.pp or ranks != list(range(self.ranks)):

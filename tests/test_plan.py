@@ -5,7 +5,7 @@ import json
 import pytest
 
 from auto3d.cluster import place_ranks
-from auto3d.plan import Plan, PlanError, StagePlan
+from auto3d.plan import Plan, PlanError, StagePlan, stages_between, stages_of_operations
 
 PLAN = Plan(
     graph="0123456789abcdef",
@@ -15,7 +15,7 @@ PLAN = Plan(
     global_batch=16,
     micro_batch_size=2,
     schedule="1f1b",
-    stages=(StagePlan(first=0, last=7), StagePlan(first=7, last=20)),
+    stages=stages_between([0, 7, 20]),
     placement=place_ranks(dp=2, pp=2),
     seed=3,
 )
@@ -37,10 +37,13 @@ def test_json_gives_the_same_plan_back():
         ({"tp": 2}, ["tp: 2", "must be 1"]),
         ({"pp": 3}, ["2 stages for pp = 3"]),
         ({"colour": 1}, ["colour: unknown", "dp, tp, pp"]),
-        ({"schema": 99}, ["schema: 99", "reads 1"]),
-        ({"stages": [{"first": 0, "last": 7}, {"first": 8, "last": 20}]}, ["begins at operation 8", "ends at 7"]),
-        ({"stages": [{"first": 0, "last": 7}, {"first": 7, "last": 7}]}, ["stage 1 is empty"]),
-        ({"stages": [{"first": 1, "last": 7}, {"first": 7, "last": 9}]}, ["must begin at 0"]),
+        ({"schema": 99}, ["schema: 99", "reads 2"]),
+        ({"stages": [{"operations": [[0, 7]]}, {"operations": [[8, 20]]}]}, ["8 to 20 follows operation 7"]),
+        ({"stages": [{"operations": [[0, 7]]}, {"operations": [[6, 20]]}]}, ["6 to 20 follows operation 7"]),
+        ({"stages": [{"operations": [[0, 7]]}, {"operations": [[7, 7]]}]}, ["7 to 7 follows"]),
+        ({"stages": [{"operations": [[1, 7]]}, {"operations": [[7, 9]]}]}, ["1 to 7 follows operation 0"]),
+        ({"stages": [{"operations": [[0, 7]]}, {"operations": []}]}, ["has no operations"]),
+        ({"stages": [{"operations": [[0, 7, 9]]}, {"operations": [[7, 9]]}]}, ["stages.0.operations"]),
         ({"placement": [[0, 1], [2, 2]]}, ["placement", "0 to 3 once"]),
         ({"placement": [[0], [1, 2, 3]]}, ["placement", "lists of dp = 2"]),
     ],
@@ -52,6 +55,15 @@ def test_a_plan_that_contradicts_itself_is_refused(changes, words):
     assert "\n" not in str(caught.value)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_stages_from_the_stage_of_each_operation():
+    assert stages_of_operations([0, 0, 1, 0, 1, 2]) == (
+        StagePlan(operations=((0, 2), (3, 4))),
+        StagePlan(operations=((2, 3), (4, 5))),
+        StagePlan(operations=((5, 6),)),
+    )
+    assert stages_of_operations([0, 0, 1]) == stages_between([0, 2, 3])
 
 
 def test_missing_keys_and_broken_json_are_refused():

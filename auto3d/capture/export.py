@@ -6,6 +6,8 @@ in.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -42,6 +44,23 @@ class ExportedModel:
     constants: Mapping[str, torch.Tensor]  # placeholder -> value
     inputs: Mapping[str, InputSpec]
     loss: str  # node name
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of all that a run computes: operations with their arguments and shapes, names of state, constants."""
+        placeholders = self.program.find_nodes(op="placeholder")
+        batch = next(str(node.meta["val"].shape[0]) for node in placeholders if node.name in self.inputs)
+        digest = sha256(repr((self.parameters, sorted(self.frozen), self.buffers, self.loss)).encode())
+        for node in self.program.nodes:
+            values = [
+                (str(value.dtype), str(tuple(value.shape)).replace(batch, "batch"))
+                for value in tree_leaves(node.meta.get("val"))
+                if isinstance(value, torch.Tensor)
+            ]
+            digest.update(repr((node.op, node.name, str(node.target), node.args, node.kwargs, values)).encode())
+        for name, constant in sorted(self.constants.items()):
+            digest.update(repr((name, constant.tolist())).encode())
+        return digest.hexdigest()[:16]
 
 
 def export(build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec]) -> ExportedModel:

@@ -1,8 +1,6 @@
 """The Graph: a model's operations in order, with what each costs; independent of torch's classes."""
 
 from dataclasses import dataclass, field
-from functools import cached_property
-from hashlib import sha256
 from math import prod
 
 
@@ -32,6 +30,9 @@ class Node:
     outputs: tuple[Value, ...]
     module: str  # path of the module that it came from: "transformer.h.0.attn"
     flops: int  # of the forward
+    backward_flops: int
+    saves: tuple[str, ...]  # values and graph inputs that its backward needs, each by the name of what holds its memory
+    saved_bytes: int  # of what else its backward needs, such as a dropout's mask
     from_inputs: bool  # depends on graph inputs, constants and unwritten buffers alone, and is cheap to repeat
 
 
@@ -43,27 +44,18 @@ class Graph:
     inputs: dict[str, Value]
     parameters: dict[str, Value]  # by the first name of each: tied parameters appear once
     buffers: dict[str, Value]
+    constants: dict[str, Value]  # tensors that the model's code makes from numbers in it
     written_buffers: frozenset[str]  # names of those that a forward writes to
     loss: str  # the value to be minimised, a scalar
     micro_batch_size: int
+    fingerprint: str
+    """Equal for the same program on the same parameters, whatever the micro-batch size: a Plan holds it to know again
+    the Graph that its stages cut."""
     producer: dict[str, int] = field(init=False)  # value -> index of the node that makes it
 
     def __post_init__(self) -> None:
         made = {value.name: index for index, node in enumerate(self.nodes) for value in node.outputs}
         object.__setattr__(self, "producer", made)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Equal for the same operations on the same parameters, whatever the micro-batch size or a dropout's rate.
-
-        A Plan holds it to know again the Graph that its stages cut.
-        """
-        digest = sha256()
-        for node in self.nodes:
-            digest.update(repr((node.name, node.operator, node.reads, node.state)).encode())
-        for parameter in self.parameters.values():
-            digest.update(repr((parameter.name, parameter.shape, parameter.dtype)).encode())
-        return digest.hexdigest()[:16]
 
     def value(self, name: str) -> Value:
         """The value that a node makes under this name."""

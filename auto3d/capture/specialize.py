@@ -9,11 +9,12 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from auto3d.capture.errors import CaptureError
 from auto3d.capture.export import ExportedModel, is_differentiable
-from auto3d.capture.flops import FlopCount
 from auto3d.capture.graph import Graph, Node, Value
+from auto3d.capture.operation_cost import OperationCosts
 from auto3d.capture.rewrite import is_mutable
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
@@ -83,22 +84,39 @@ def _concrete_program(exported: ExportedModel, micro_batch_size: int) -> fx.Grap
 
 
 def _describe(program: fx.Graph, exported: ExportedModel, micro_batch_size: int) -> Graph:
+    trained = set(exported.parameters.values()) - exported.frozen
     state_names = {**exported.parameters, **exported.buffers, **{name: name for name in exported.constants}}
-    count_flops = FlopCount()
+    cost_of = OperationCosts()
     nodes: list[Node] = []
     from_inputs: dict[str, bool] = {}
+    storage: dict[str, str] = {}  # value -> the value whose memory it shows: itself, or what it is a view of
     for node in program.nodes:
         if node.op == "placeholder":
             varies = node.name in exported.parameters or exported.buffers.get(node.name) in exported.written_buffers
             from_inputs[node.name] = not varies
+            storage[node.name] = node.name
+            node.meta["val"].requires_grad_(exported.parameters.get(node.name, node.name) in trained)
         if node.op != "call_function" or (node.target is operator.getitem and node.args[0].op == "call_function"):
             continue
         sources = node.all_input_nodes
         if is_mutable(node):  # returns the buffer that it wrote to
             state_names[node.name] = state_names[node.args[0].name]
         outputs = _outputs(node)
-        flops = count_flops(node.target, *_values_of(node))
-        cheap = flops <= CHEAP_FLOPS * sum(prod(value.shape) for value in outputs)
+        cost = cost_of(node.target, *_values_of(node))
+        arguments = [leaf.name for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, fx.Node)]
+        takers = _takers(node)
+        saved = [arguments[position] for position in cost.saved_arguments]
+        saved_bytes = cost.saved_bytes
+        for position, (result, argument) in enumerate(zip(cost.results, cost.alias_of, strict=True)):
+            if position in takers:
+                taker = takers[position]
+                taker.meta["val"] = result
+                storage[taker.name] = taker.name if argument is None else storage[arguments[argument]]
+            if position in cost.saved_results and position in takers:
+                saved.append(takers[position].name)
+            elif position in cost.saved_results:
+                saved_bytes += result.nbytes
+        cheap = cost.flops <= CHEAP_FLOPS * sum(prod(value.shape) for value in outputs)
         repeatable = cheap and not is_random(node) and all(from_inputs[source.name] for source in sources)
         from_inputs.update(dict.fromkeys((node.name, *(value.name for value in outputs)), repeatable))
         nodes.append(
@@ -109,7 +127,10 @@ def _describe(program: fx.Graph, exported: ExportedModel, micro_batch_size: int)
                 state=tuple(dict.fromkeys(state_names[s.name] for s in sources if s.name in state_names)),
                 outputs=outputs,
                 module=_module_path(node),
-                flops=flops,
+                flops=cost.flops,
+                backward_flops=cost.backward_flops,
+                saves=tuple(dict.fromkeys(storage[name] for name in saved if storage[name] not in state_names)),
+                saved_bytes=saved_bytes,
                 from_inputs=repeatable,
             )
         )
@@ -123,9 +144,11 @@ def _describe(program: fx.Graph, exported: ExportedModel, micro_batch_size: int)
         inputs=named({name: name for name in exported.inputs}),
         parameters=named(exported.parameters),
         buffers=named(exported.buffers),
+        constants=named({name: name for name in exported.constants}),
         written_buffers=exported.written_buffers,
         loss=exported.loss,
         micro_batch_size=micro_batch_size,
+        fingerprint=exported.fingerprint,
     )
 
 
@@ -148,6 +171,14 @@ def _outputs(node: fx.Node) -> tuple[Value, ...]:
         for user in node.users
         if user.target is operator.getitem and isinstance(user.meta["val"], torch.Tensor)
     )
+
+
+def _takers(node: fx.Node) -> dict[int, fx.Node]:
+    """Number of a result among the tensors that ``node`` makes -> the node that has it for its value."""
+    if isinstance(node.meta["val"], torch.Tensor):
+        return {0: node}
+    number_of = [index for index, value in enumerate(node.meta["val"]) if isinstance(value, torch.Tensor)]
+    return {number_of.index(user.args[1]): user for user in node.users if user.target is operator.getitem}
 
 
 def _values_of(node: fx.Node) -> tuple[tuple, dict]:

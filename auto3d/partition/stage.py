@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from auto3d.capture.graph import Graph, Value
+from auto3d.errors import InputError
 from auto3d.plan import PlanError, StagePlan
 
 
@@ -34,6 +36,10 @@ class Stage:
     has_loss: bool
 
 
+class PartitionError(InputError):
+    """A model that cannot be cut into so many stages."""
+
+
 def possible_cuts(graph: Graph) -> list[int]:
     """Positions where a stage may begin, and the end: all operations on a buffer that is written stay together."""
     users: dict[str, list[int]] = {}
@@ -44,15 +50,37 @@ def possible_cuts(graph: Graph) -> list[int]:
     return [position for position in range(len(graph.nodes) + 1) if position not in inside]
 
 
+def crossing_bytes(graph: Graph) -> list[int]:
+    """Bytes that a cut before each operation would send onward; entry i is the cut before operation i."""
+    last_use = {name: index for index, node in enumerate(graph.nodes) for name in node.reads}
+    change = [0] * (len(graph.nodes) + 1)
+    for index, node in enumerate(graph.nodes):
+        for value in node.outputs:
+            if not node.from_inputs and last_use.get(value.name, index) > index:
+                change[index + 1] += value.bytes
+                change[last_use[value.name] + 1] -= value.bytes
+    return list(accumulate(change))
+
+
+def check_enough(before: Sequence[float], stages: int) -> None:
+    """Raise PartitionError unless ``stages`` parts can each weigh something; ``before`` is the weight at each cut."""
+    costly = sum(after > here for here, after in pairwise(before))
+    if stages > costly:
+        raise PartitionError(
+            f"{stages} stages, but only {costly} operations of the model cost anything; each stage needs one"
+        )
+
+
 def cut(graph: Graph, stages: Sequence[StagePlan]) -> tuple[Stage, ...]:
     """The stages of ``graph``.
 
-    Raises PlanError unless ``stages`` cover exactly its operations, and each buffer that is written has one stage.
+    Raises PlanError unless ``stages`` cover exactly its operations, values go from earlier to later ones alone, and
+    each buffer that is written has one stage.
     """
-    if stages[-1].last != len(graph.nodes):
-        raise PlanError(f"stages: they end at operation {stages[-1].last}; the model has {len(graph.nodes)} operations")
-    stage_of = [index for index, stage in enumerate(stages) for _ in range(stage.first, stage.last)]
-    needed: list[set[int]] = [set(range(stage.first, stage.last)) for stage in stages]
+    needed = [{position for span in stage.operations for position in range(*span)} for stage in stages]
+    stage_of = {position: index for index, own in enumerate(needed) for position in own}
+    if stage_of.keys() != set(range(len(graph.nodes))):
+        raise PlanError(f"stages: they end at operation {max(stage_of)}; the model has {len(graph.nodes)} operations")
     received: list[dict[str, int]] = [{} for _ in stages]  # value -> source stage
     for index in range(len(stages)):
         pending = sorted(needed[index])
@@ -66,6 +94,9 @@ def cut(graph: Graph, stages: Sequence[StagePlan]) -> tuple[Stage, ...]:
                     pending.append(maker)
                 else:
                     received[index][name] = stage_of[maker]
+                    if stage_of[maker] > index:
+                        later = stage_of[maker]
+                        raise PlanError(f"stages: stage {index} uses {name}, which the later stage {later} makes")
 
     transfers = [
         Transfer(value=graph.value(name), source=source, target=target)
@@ -84,7 +115,7 @@ def cut(graph: Graph, stages: Sequence[StagePlan]) -> tuple[Stage, ...]:
             received=tuple(transfer for transfer in transfers if transfer.target == index),
             sent=tuple(transfer for transfer in transfers if transfer.source == index),
             flops=sum(node.flops for node in nodes),
-            has_loss=graph.producer[graph.loss] in range(stages[index].first, stages[index].last),
+            has_loss=stage_of[graph.producer[graph.loss]] == index,
         )
 
     built = tuple(build(index) for index in range(len(stages)))

@@ -9,7 +9,8 @@ from typing import Literal
 from auto3d.capture.specialize import CapturedModel
 from auto3d.cluster import Cluster, place_ranks
 from auto3d.errors import InputError
-from auto3d.partition.uniform import PartitionError, uniform
+from auto3d.partition.stage import PartitionError
+from auto3d.partition.uniform import uniform
 from auto3d.plan import Plan, PlanError, check_degrees
 from auto3d.schedule import SCHEDULES, build_schedule
 from auto3d.schedule.memory import peak_activations

@@ -31,9 +31,7 @@ class Timeline:
     start: list[float]
     end: list[float]
     arrival: list[float]  # when its message has reached the next stage's device; of an S: its own, see Sync
-    spans: list[
-        tuple[int, int]
-    ]  # runs of operations of one device; one after the other, an order in which all could be run
+    spans: list[tuple[int, int]]  # runs of one device's operations; one after the other, an order that could be run
 
     @cached_property
     def makespan(self) -> float:

@@ -7,9 +7,9 @@ import pytest
 
 from auto3d.capture.graph import Graph, Node, Value
 from auto3d.capture.specialize import specialize
-from auto3d.partition.stage import cut
-from auto3d.partition.uniform import TOLERANCE, PartitionError, crossing_bytes, uniform
-from auto3d.plan import PlanError, StagePlan
+from auto3d.partition.stage import PartitionError, crossing_bytes, cut
+from auto3d.partition.uniform import TOLERANCE, uniform
+from auto3d.plan import PlanError, stages_between, stages_of_operations
 from launch.recipe import load
 from launch.settings import exported_model
 from tests.models import captured
@@ -26,6 +26,9 @@ def chain(flops: list[int], sizes: list[int]) -> Graph:
             outputs=(Value(f"n{i}", (size,), "int8", 1, True),),
             module="",
             flops=cost,
+            backward_flops=2 * cost,
+            saves=(),
+            saved_bytes=0,
             from_inputs=False,
         )
         for i, (cost, size) in enumerate(zip(flops, sizes, strict=True))
@@ -36,9 +39,11 @@ def chain(flops: list[int], sizes: list[int]) -> Graph:
         inputs={"x": x},
         parameters={},
         buffers={},
+        constants={},
         written_buffers=frozenset(),
         loss=nodes[-1].name,
         micro_batch_size=1,
+        fingerprint="",
     )
 
 
@@ -64,7 +69,7 @@ def test_best_balance_then_fewest_bytes_as_by_brute_force():
         limit = int(min(largest for largest, _ in possible.values()) * (1 + TOLERANCE))
         fewest = min(crossing for largest, crossing in possible.values() if largest <= limit)
         found = uniform(graph, stages)
-        largest, crossing = possible[(0, *(stage.last for stage in found))]
+        largest, crossing = possible[(0, *(stage.operations[-1][1] for stage in found))]
         assert largest <= limit
         assert crossing == fewest
 
@@ -119,8 +124,8 @@ def test_too_many_stages_are_refused():
 
 def test_stages_of_another_size_are_refused():
     graph = captured("residual", 2).graph
-    with pytest.raises(PlanError, match=f"they end at operation 3; the model has {len(graph.nodes)}"):
-        cut(graph, [StagePlan(first=0, last=3)])
+    with pytest.raises(PlanError, match=f"they end at operation 2; the model has {len(graph.nodes)}"):
+        cut(graph, stages_between([0, 3]))
 
 
 @pytest.mark.parametrize("stages", [2, 3])
@@ -128,3 +133,11 @@ def test_operations_on_a_written_buffer_stay_on_one_stage(stages):
     graph = captured("averaging", 2).graph
     for buffer in ("average", "mean_loss"):
         assert sum(buffer in stage.state for stage in cut(graph, uniform(graph, stages))) == 1
+
+
+def test_stages_whose_values_go_backwards_are_refused():
+    graph = captured("residual", 2).graph
+    stage_of = [0] * len(graph.nodes)
+    stage_of[1] = 1  # makes what operation 2, on stage 0, uses
+    with pytest.raises(PlanError, match="stage 0 uses relu_, which the later stage 1 makes"):
+        cut(graph, stages_of_operations(stage_of))

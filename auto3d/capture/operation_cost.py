@@ -1,0 +1,125 @@
+"""What one operator costs: floating-point operations, and what autograd keeps; found on tensors without memory."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+_FUSED_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+@dataclass(frozen=True, slots=True)
+class OperationCost:
+    """``alias_of`` and the two ``saved_`` number the tensors among the operator's arguments and results, in order."""
+
+    flops: int  # forward
+    backward_flops: int
+    results: tuple[torch.Tensor, ...]  # on the meta device, with the strides and requires_grad that they really have
+    alias_of: tuple[int | None, ...]  # of each result: the argument of which it is a view
+    saved_arguments: tuple[int, ...]  # that the backward needs
+    saved_results: tuple[int, ...]
+    saved_bytes: int  # of what else the backward needs, such as a dropout's mask
+
+
+class OperationCosts:
+    """Runs operators on meta tensors; equal calls, of which a model has many, run once."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, OperationCost] = {}
+
+    def __call__(self, target: Callable, args: tuple, kwargs: dict) -> OperationCost:
+        """``args`` and ``kwargs`` hold meta tensors; those that require a gradient make the operator save things."""
+        strides = [tensor.stride() for tensor in _tensors((args, kwargs))]
+        key = f"{target} {args} {kwargs} {strides}"  # meta tensors print as their shape, dtype and requires_grad alone
+        if key not in self._known:
+            self._known[key] = _cost(target, args, kwargs)
+        return self._known[key]
+
+
+def _cost(target: Callable, args: tuple, kwargs: dict) -> OperationCost:
+    arguments = _tensors((args, kwargs))
+    with FlopCounterMode(display=False) as counter:
+        results, saved = _run(target, args, kwargs)
+        flops = counter.get_total_flops()
+        _run_backward(arguments, results)
+        backward_flops = counter.get_total_flops() - flops
+    if target is _ATTENTION and _can_be_fused(*args, **kwargs):
+        # On the meta device attention takes the unfused way, which computes the same but keeps the whole matrix of
+        # weights.
+        results, saved = _run(_FUSED_ATTENTION, *_fused_attention_arguments(*args, **kwargs))
+        results = results[:1]
+    argument_keys = [_key(argument) for argument in arguments]
+    result_keys = [_key(result) for result in results]
+    kept = {_key(tensor): tensor for tensor in saved}
+    return OperationCost(
+        flops=flops,
+        backward_flops=backward_flops,
+        results=tuple(result.detach().requires_grad_(result.requires_grad) for result in results),
+        alias_of=tuple(argument_keys.index(key) if key in argument_keys else None for key in result_keys),
+        saved_arguments=tuple(index for index, key in enumerate(argument_keys) if key in kept),
+        saved_results=tuple(i for i, key in enumerate(result_keys) if key in kept and key not in argument_keys),
+        saved_bytes=sum(
+            tensor.untyped_storage().nbytes()
+            for key, tensor in kept.items()
+            if key not in argument_keys and key not in result_keys
+        ),
+    )
+
+
+def _run(target: Callable, args: tuple, kwargs: dict) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The operator's results, and the tensors that autograd saved."""
+    saved: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        return _tensors(target(*args, **kwargs)), saved
+
+
+def _run_backward(arguments: list[torch.Tensor], results: list[torch.Tensor]) -> None:
+    made = [result for result in results if result.requires_grad]
+    wanted = [argument for argument in arguments if argument.requires_grad]
+    if made:
+        torch.autograd.grad(made, wanted, [torch.empty_like(result) for result in made], allow_unused=True)
+
+
+def _fused_attention_arguments(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[tuple, dict]:
+    mask = None if attn_mask is None else attn_mask.to(query.dtype)
+    return (query, key, value, dropout_p, is_causal), {"attn_mask": mask, "scale": scale}
+
+
+def _can_be_fused(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    *args: Any,
+    **kwargs: Any,
+) -> bool:
+    """Whether a CPU has a fused kernel; a GPU has one for dropout too, and then keeps less than is said here."""
+    return dropout_p == 0 and (attn_mask is None or not attn_mask.requires_grad)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
