@@ -12,7 +12,7 @@ from auto3d.capture.specialize import specialize
 from auto3d.plan import Plan, PlanError
 from auto3d.runtime.executor import IterationResult
 from auto3d.runtime.measurement import Status
-from auto3d.runtime.training import TrainingResult, stages_of, train
+from auto3d.runtime.training import TrainingResult, samples_at_once, stages_of, train
 from auto3d.runtime.waiting import PeerLostError
 from auto3d.runtime.world import World
 from launch import candidates
@@ -36,7 +36,7 @@ def run_training(
     wanted = given or _plan_of(recipe)
     _check_processes(recipe, world, wanted.dp * wanted.tp * wanted.pp)
     with at_work(console, "capturing the model"):
-        captured = specialize(exported_model(recipe), wanted.micro_batch_size)
+        captured = specialize(exported_model(recipe), samples_at_once(given) if given else wanted.micro_batch_size)
     candidate = candidates.of_plan(recipe, wanted, captured)
     plan = given or candidate.plan
     try:
