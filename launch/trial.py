@@ -9,7 +9,7 @@ from auto3d.capture.specialize import specialize
 from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.runtime.measurement import Environment, Measurement, Status
-from auto3d.runtime.training import TrainingResult, train
+from auto3d.runtime.training import TrainingResult, samples_at_once, train
 from auto3d.runtime.world import World
 from launch.model import initial_weights
 from launch.ranks import Report, die_with_parent, end_with, run_ranks
@@ -45,7 +45,7 @@ def measure(recipe: LoadedRecipe, plan: Plan, folder: Path) -> Measurement:
         "tokens_per_sample": values.data.sequence_length if has_tokens(recipe) else 0,
     }
     try:
-        captured = specialize(exported_model(recipe), plan.micro_batch_size)
+        captured = specialize(exported_model(recipe), samples_at_once(plan))
         state = initial_weights(recipe, captured.graph)
 
         def run(world: World, report: Report) -> tuple[TrainingResult, Environment]:
