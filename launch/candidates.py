@@ -39,7 +39,7 @@ def left_out(recipe: LoadedRecipe) -> str:
     return f"left out: search.max_trials is {recipe.values.search.max_trials}"
 
 
-def of_plan(recipe: LoadedRecipe, wanted: Plan | PlanRecipe, model: CapturedModel) -> Candidate:
+def of_plan(recipe: LoadedRecipe, wanted: PlanRecipe, model: CapturedModel) -> Candidate:
     """The candidate of these degrees and this schedule alone, by the same checks."""
     space = SearchSpace(
         dp=[wanted.dp],

@@ -13,6 +13,7 @@ import submitit
 
 from auto3d.capture.specialize import specialize
 from auto3d.runtime.measurement import Measurement, Status
+from auto3d.runtime.training import samples_at_once
 from launch import candidates
 from launch.model import initial_weights
 from launch.ranks import check_devices
@@ -61,7 +62,7 @@ def run_sweep(recipe: LoadedRecipe, *, retry: bool, watcher: Watcher) -> None:
     left_out = sum(candidate.reason == candidates.left_out(recipe) for candidate in found)
     plans = candidates.runnable(recipe, found)
     check_devices(recipe, max(plan.ranks for plan in plans))
-    initial_weights(recipe, specialize(model, plans[0].micro_batch_size).graph)
+    initial_weights(recipe, specialize(model, samples_at_once(plans[0])).graph)
     trials = trials_of(recipe, plans)
     with exclusive(recipe):
         write_sweep(recipe, trials, left_out=left_out)

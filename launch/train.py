@@ -1,6 +1,7 @@
 """Training by hand: one plan, on processes of our own or among those that a launcher started."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -9,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from auto3d.capture.specialize import specialize
+from auto3d.errors import InputError
 from auto3d.plan import Plan, PlanError
 from auto3d.runtime.executor import IterationResult
 from auto3d.runtime.measurement import Status
@@ -36,15 +38,15 @@ def run_training(
     wanted = given or _plan_of(recipe)
     _check_processes(recipe, world, wanted.dp * wanted.tp * wanted.pp)
     with at_work(console, "capturing the model"):
-        captured = specialize(exported_model(recipe), samples_at_once(given) if given else wanted.micro_batch_size)
-    candidate = candidates.of_plan(recipe, wanted, captured)
-    plan = given or candidate.plan
-    try:
+        model = exported_model(recipe)
+    captured = specialize(model, samples_at_once(given) if given else wanted.micro_batch_size)
+    if given is None:
+        candidate = candidates.of_plan(recipe, wanted, captured)
         if candidate.plan is None:
-            raise PlanError(candidate.reason)
+            raise recipe.error("plan", candidate.reason)
+    plan = given or candidate.plan
+    with _errors_naming(plan_file):
         stages_of(captured, plan)  # refuses a plan of another model
-    except PlanError as error:
-        raise PlanError(f"{plan_file}: {error}") if plan_file else recipe.error("plan", str(error)) from None
     settings = training_settings(values, iterations=values.training.iterations)
     data = data_settings(values)
     state = initial_weights(recipe, captured.graph)
@@ -109,15 +111,26 @@ def _read_plan(recipe: LoadedRecipe, plan_file: str) -> Plan:
     overrides = recipe.overrides_of("plan")
     if overrides:
         raise recipe.error("plan", f"{' '.join(overrides)} changes the recipe's plan, but --plan gives another")
-    try:
+    cluster = recipe.values.cluster
+    devices = cluster.nodes * cluster.devices_per_node
+    with _errors_naming(plan_file):
         plan = Plan.from_json(Path(plan_file).read_bytes())
-    except PlanError as error:
-        raise PlanError(f"{plan_file}: {error}") from None
+        samples_at_once(plan)  # refuses a schedule that is not known or does not fit
+        if plan.ranks > devices:
+            raise PlanError(f"needs {plan.ranks} devices; the cluster has {devices}")
     for key in ("global_batch", "seed"):
         present, made_for = getattr(recipe.values.training, key), getattr(plan, key)
         if present != made_for:
             raise recipe.error(f"training.{key}", f"found {present}; {plan_file} was made for {made_for}")
     return plan
+
+
+@contextmanager
+def _errors_naming(plan_file: str | None) -> Iterator[None]:
+    try:
+        yield
+    except InputError as error:
+        raise PlanError(f"{plan_file}: {error}" if plan_file else str(error)) from None
 
 
 def _record(result: TrainingResult, plan: Plan, warmup: int) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def test_the_plan_can_come_from_a_file_or_by_hand(folder, auto3d, trained):
     from_file = trained("small.yaml", "--plan", "plan.json")
     assert from_file["loss"] == by_hand["loss"]
 
-    (folder / "chimera.json").write_text(json.dumps(by_hand["plan"] | {"schedule": "chimera"}))
+    (folder / "stages.json").write_text(json.dumps(by_hand["plan"] | {"schedule": "interleaved-1f1b"}))
     (folder / "zigzag.json").write_text(json.dumps(by_hand["plan"] | {"schedule": "zigzag"}))
     for overrides, plan, words in (
         (["model.config.n_layer=3"], "plan.json", "plan.json: graph: the plan was made for model"),
@@ -85,7 +85,11 @@ def test_the_plan_can_come_from_a_file_or_by_hand(folder, auto3d, trained):
         (["training.global_batch=16"], "plan.json", "training.global_batch: found 16; plan.json was made for 8"),
         (["training.seed=3"], "plan.json", "training.seed: found 3; plan.json was made for 1"),
         (["cluster.devices_per_node=1"], "plan.json", "plan.json: needs 2 devices; the cluster has 1"),
-        ([], "chimera.json", "chimera.json: schedule chimera has several pipes"),
+        (
+            [],
+            "stages.json",
+            "schedule: interleaved-1f1b has 2 devices, 4 stages and 4 micro-batches; the plan has 2, 2",
+        ),
         ([], "zigzag.json", "zigzag.json: schedule: 'zigzag' is not known"),
     ):
         refused = auto3d("train", "small.yaml", *overrides, "--plan", plan, code=2).err

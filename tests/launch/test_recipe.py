@@ -59,7 +59,7 @@ BAD = [  # overrides of small.yaml, and words that the message must hold
     (["data.inputs=[]"], ["data.inputs", "keys and values"]),
     (["data.files=[.]"], ["data.files", "'.'", "no file"]),
     (["data.files=[short.txt]"], ["data.files", "found 5 bytes", "needs 33"]),
-    (["plan.schedule=chimera"], ["plan: schedule chimera has several pipes"]),
+    (["plan.schedule=pipedream"], ["plan: schedule pipedream has weight versions"]),
     (["plan.schedule=gems", "plan.pp=1"], ["plan: schedule gems: 1 device"]),
     (["training"], ["command line", "group.key=value"]),
     (["training=4"], ["training", "found 4", "the keys of this group"]),
