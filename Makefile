@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help setup sweep plan train table test lint clean
+.PHONY: help setup sweep plan train table test bench lint clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -30,6 +30,11 @@ table: $(INSTALLED)  ## print the table of the trials of RECIPE that are done
 
 test: $(INSTALLED)  ## run all tests
 	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(INSTALLED)  ## run all benchmarks of tests/benchmarks/ (minutes)
+	@for file in $(filter-out %/__init__.py,$(wildcard tests/benchmarks/*.py)); do \
+		name=$$(basename $$file .py); echo "== $$name"; $(BIN)/python -m tests.benchmarks.$$name || exit 1; \
+	done
 
 lint: $(INSTALLED)  ## check the code's style
 	$(BIN)/ruff check .

@@ -148,6 +148,41 @@ def _print_training(record: dict[str, Any], as_json: bool) -> None:
     )
 
 
+_COUNT = click.IntRange(min=1)
+
+
+@_recipe_command
+@click.option("--micro-batch-size", type=_COUNT, help="Samples. [that of the recipe's plan, else 1]")
+@click.option("--subgraphs", type=_COUNT, help="Into how many to shard. [as many as there can be]")
+@click.option("--fresh", is_flag=True, help="Capture it again, whatever the cache holds.")
+@click.option("--json", "as_json", is_flag=True, help="Print one record, in seconds and bytes.")
+def capture(recipe: str, overrides: tuple[str, ...], **options: Any) -> int:
+    """Capture RECIPE's model without memory: its size, FLOPs, operations and subgraphs; what that took."""
+    loaded = load(recipe, overrides)
+    from launch.capture import print_capture
+
+    print_capture(loaded, **options)
+    return 0
+
+
+@_recipe_command
+@click.option("--method", default="autopipe", show_default=True, help="How to choose the stages.")
+@click.option("--stages", type=_COUNT, required=True, help="How many.")
+@click.option("--subgraphs", type=_COUNT, help="Into how many to shard first. [as many as there can be]")
+@click.option("--micro-batch-size", type=_COUNT, help="Samples. [that of the recipe's plan, else 1]")
+@click.option("--memory-gib", type=click.FloatRange(min=0, min_open=True), help="Of a device. [enough]")
+@click.option("--fresh", is_flag=True, help="Capture the model again, whatever the cache holds.")
+@click.option("--json", "as_json", is_flag=True, help="Print one record, in seconds and bytes.")
+@click.option("--svg", type=click.Path(dir_okay=False), help="Write a picture.")
+def partition(recipe: str, overrides: tuple[str, ...], **options: Any) -> int:
+    """Cut RECIPE's model into stages and tell what is in each, as in: auto3d partition tiny --stages 4."""
+    loaded = load(recipe, overrides)
+    from launch.partition import print_partition
+
+    print_partition(loaded, **options)
+    return 0
+
+
 _TIME = click.FloatRange(min=0)
 _FILE = click.Path(dir_okay=False)
 

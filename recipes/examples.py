@@ -26,3 +26,61 @@ class ResidualPerceptron(nn.Module):
 
 def residual_perceptron(inputs: int = 64, width: int = 256, depth: int = 8, classes: int = 10) -> nn.Module:
     return ResidualPerceptron(inputs=inputs, width=width, depth=depth, classes=classes)
+
+
+class Bottleneck(nn.Module):
+    """Three convolutions around a shortcut: the block of ResNet-50 and deeper."""
+
+    def __init__(self, channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        made = 4 * width
+        self.conv1 = nn.Conv2d(channels, width, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride=stride, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(width)
+        self.conv3 = nn.Conv2d(width, made, 1, bias=False)
+        self.norm3 = nn.BatchNorm2d(made)
+        self.shortcut = nn.Identity()
+        if stride != 1 or channels != made:
+            self.shortcut = nn.Sequential(nn.Conv2d(channels, made, 1, stride=stride, bias=False), nn.BatchNorm2d(made))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        out = torch.relu(self.norm1(self.conv1(hidden)))
+        out = torch.relu(self.norm2(self.conv2(out)))
+        return torch.relu(self.norm3(self.conv3(out)) + self.shortcut(hidden))
+
+
+class ResNet(nn.Module):
+    """A classifier of images: a stem, four groups of ``blocks`` bottlenecks, each of twice the width, and a head."""
+
+    def __init__(self, *, blocks: tuple[int, ...], width: int, classes: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False)
+        self.norm = nn.BatchNorm2d(width)
+        self.pool = nn.MaxPool2d(3, stride=2, padding=1)
+        self.blocks = nn.ModuleList()
+        channels = width
+        for group, count in enumerate(blocks):
+            for block in range(count):
+                own_width = width * 2**group
+                stride = 2 if group > 0 and block == 0 else 1
+                self.blocks.append(Bottleneck(channels, own_width, stride))
+                channels = 4 * own_width
+        self.head = nn.Linear(channels, classes)
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """``pixel_values`` [batch, 3, height, width] and ``labels`` [batch] -> the loss, a scalar."""
+        hidden = self.pool(torch.relu(self.norm(self.conv(pixel_values))))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return nn.functional.cross_entropy(self.head(hidden.mean(dim=(2, 3))), labels)
+
+
+RESNET_BLOCKS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
+
+
+def resnet(depth: int = 50, width_factor: float = 1, classes: int = 1000) -> nn.Module:
+    """ResNet of He et al. (2016), table 1, with ``width_factor`` times as many channels everywhere."""
+    if depth not in RESNET_BLOCKS:
+        raise ValueError(f"depth {depth} is not one of {', '.join(map(str, RESNET_BLOCKS))}")
+    return ResNet(blocks=RESNET_BLOCKS[depth], width=round(64 * width_factor), classes=classes)

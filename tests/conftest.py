@@ -12,6 +12,12 @@ torch.set_num_threads(1)  # before anything runs: the pool forks this process
 transformers.logging.set_verbosity_error()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory):
+    """The tests neither use nor fill the cache of who runs them."""
+    os.environ["AUTO3D_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(scope="session")
 def processes():
     """Four processes that run many distributed cases, one after the other."""

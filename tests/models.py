@@ -12,6 +12,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    SwinConfig,
+    SwinForImageClassification,
     T5Config,
     T5ForConditionalGeneration,
     ViTConfig,
@@ -21,6 +23,7 @@ from transformers import (
 from auto3d.capture.export import ExportedModel, export
 from auto3d.capture.specialize import CapturedModel, specialize
 from auto3d.runtime.data import DataSettings, InputField
+from recipes.examples import resnet
 
 SEQUENCE = 32
 
@@ -60,6 +63,16 @@ def llama() -> LlamaForCausalLM:
 
 def vit() -> ViTForImageClassification:
     return ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, **SIZES, **NO_DROPOUT))
+
+
+def swin() -> SwinForImageClassification:
+    """Shifted windows, and images that shrink between its groups of layers."""
+    sizes = {"image_size": 32, "patch_size": 2, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2]}
+    return SwinForImageClassification(SwinConfig(**sizes, window_size=4, drop_path_rate=0.0, **NO_DROPOUT))
+
+
+def small_resnet() -> nn.Module:
+    return resnet(depth=50, width_factor=0.125, classes=2)
 
 
 class Residual(nn.Module):
@@ -159,6 +172,8 @@ MODELS = {
     "llama": (llama, TEXT),
     "t5": (t5, TEXT),
     "vit": (vit, IMAGES),
+    "swin": (swin, IMAGES),
+    "resnet": (small_resnet, IMAGES),
     "residual": (Residual, FEATURES),
     "reused": (Reused, REUSED),
     "averaging": (Averaging, FEATURES),

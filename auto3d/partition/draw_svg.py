@@ -1,0 +1,58 @@
+"""A partition as an SVG picture: a row per stage, a cell per subgraph as wide as its FLOPs."""
+
+from collections.abc import Sequence
+from xml.etree import ElementTree
+
+from auto3d.capture.graph import Graph
+from auto3d.partition import Partition
+from auto3d.partition.merak import Sharding
+
+ROW, CELL = 30, 22  # heights
+LEFT, TOP, WIDTH, RIGHT = 64, 34, 900, 240
+_COLOURS = ("#4878a8", "#8fb3d5")  # neighbouring subgraphs differ
+_INK = "#222222"
+
+
+def draw_svg(graph: Graph, sharding: Sharding, partition: Partition, notes: Sequence[str], caption: str) -> str:
+    """The text of an SVG file; ``notes[i]`` is written behind the row of stage i."""
+    flops = [_stage_flops(graph, sharding, stage.operations) for stage in partition.stages]
+    widest = max(sum(cells.values()) for cells in flops) or 1
+    width, height = LEFT + WIDTH + RIGHT, TOP + len(flops) * ROW + 10
+    svg = ElementTree.Element(
+        "svg", xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {width} {height}", width=str(width), height=str(height)
+    )
+    ElementTree.SubElement(svg, "style").text = f"text{{font:12px sans-serif;fill:{_INK}}}"
+    _text(svg, LEFT, 20, caption)
+    for stage, cells in enumerate(flops):
+        top = TOP + stage * ROW
+        _text(svg, 4, top + CELL - 6, f"stage {stage}")
+        x = float(LEFT)
+        for subgraph, share in cells.items():
+            cell = ElementTree.SubElement(
+                svg,
+                "rect",
+                x=f"{x:.2f}",
+                y=str(top),
+                width=f"{share / widest * WIDTH:.2f}",
+                height=str(CELL),
+                fill=_COLOURS[subgraph % 2],
+            )
+            ElementTree.SubElement(cell, "title").text = f"subgraph {subgraph}: {share / 1e9:,.1f} GFLOP forward"
+            x += share / widest * WIDTH
+        _text(svg, x + 8, top + CELL - 6, notes[stage])
+    ElementTree.indent(svg, " ")
+    return ElementTree.tostring(svg, encoding="unicode") + "\n"
+
+
+def _stage_flops(graph: Graph, sharding: Sharding, spans: Sequence[tuple[int, int]]) -> dict[int, int]:
+    """Subgraph -> FLOPs of its operations that the stage holds."""
+    own = {position for span in spans for position in range(*span)}
+    flops = {
+        number: sum(graph.nodes[position].flops for position in positions if position in own)
+        for number, positions in enumerate(sharding.subgraphs)
+    }
+    return {number: share for number, share in flops.items() if share}
+
+
+def _text(parent: ElementTree.Element, x: float, y: float, text: str) -> None:
+    ElementTree.SubElement(parent, "text", x=f"{x:.2f}", y=str(y)).text = text

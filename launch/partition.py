@@ -1,0 +1,182 @@
+"""`auto3d partition`: cut a recipe's model into stages by a method, and tell what each of them is."""
+
+import json
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from auto3d.capture.graph import Graph
+from auto3d.errors import InputError
+from auto3d.partition import Partition, partition
+from auto3d.partition.cost import PartitionCosts, analytic, parameter_bytes
+from auto3d.partition.draw_svg import draw_svg
+from auto3d.partition.merak import Sharding
+from auto3d.partition.stage import Stage, cut
+from launch.capture import PlanningModel, default_micro_batch_size
+from launch.recipe import LoadedRecipe
+
+
+def print_partition(
+    recipe: LoadedRecipe,
+    *,
+    method: str,
+    stages: int,
+    subgraphs: int | None,
+    micro_batch_size: int | None,
+    memory_gib: float | None,
+    fresh: bool,
+    as_json: bool,
+    svg: str | None,
+) -> None:
+    """Cut the recipe's model by ``method`` and print its stages; costs are those of the analytic model."""
+    model = PlanningModel(recipe, fresh=fresh)
+    graph = model.graph(micro_batch_size or default_micro_batch_size(recipe))
+    sharding = model.sharding(graph, subgraphs)
+    memory = float("inf") if memory_gib is None else memory_gib * 2**30
+    costs = analytic(graph, memory_bytes=memory)
+    micro_batches = max(1, recipe.values.training.global_batch // graph.micro_batch_size)
+    found = partition(method, graph, sharding, costs, stages=stages, micro_batches=micro_batches)
+    record = {
+        "method": method,
+        "graph": graph.fingerprint,
+        "micro_batch_size": graph.micro_batch_size,
+        "subgraphs": len(sharding.subgraphs),
+        **_record(graph, sharding, costs, found),
+    }
+    if svg:
+        notes = [f"{stage['flops_share']:.1%}, {_count(stage['parameters'])} parameters" for stage in record["stages"]]
+        caption = f"{recipe.name}, {method}, {len(notes)} stages: balance {record['balance']:.3f} (max / mean FLOPs)"
+        _write(svg, draw_svg(graph, sharding, found, notes, caption))
+    if as_json:
+        print(json.dumps(record))
+        return
+    print(_table(record))
+    if svg:
+        print(f"written: {svg}")
+
+
+def _record(graph: Graph, sharding: Sharding, costs: PartitionCosts, found: Partition) -> dict[str, Any]:
+    """Per stage, of one micro-batch; FLOPs include operations that are repeated. Balance is that of one replica."""
+    built = cut(graph, found.stages)
+    position_of = {node.name: position for position, node in enumerate(graph.nodes)}
+    own = [[p for span in stage.operations for p in range(*span)] for stage in found.stages]
+    all_flops = sum(node.flops for node in graph.nodes)
+    modules = _whole_modules(graph, own)
+    stages = []
+    for stage, operations, inside, replicas in zip(built, own, modules, found.replicas, strict=True):
+        runs = [position_of[name] for name in stage.nodes]
+        forward, backward = sum(costs.forward_s[p] for p in runs), sum(costs.backward_s[p] for p in runs)
+        stages.append(
+            {
+                "subgraphs": _subgraphs(graph, sharding, operations),
+                "operations": found.stages[stage.index].operations,
+                "modules": inside,
+                "parameters": sum(prod(graph.parameters[n].shape) for n in stage.state if n in graph.parameters),
+                "parameter_bytes": parameter_bytes(graph, operations),
+                "inputs": stage.inputs,
+                "flops": stage.flops,
+                "backward_flops": sum(graph.nodes[p].backward_flops for p in runs),
+                "flops_share": stage.flops / all_flops if all_flops else 0.0,
+                "forward_s": forward,
+                "backward_s": backward,
+                "send_bytes": sum(transfer.value.bytes for transfer in stage.sent),
+                "sent": _sent(stage),
+                "replicas": replicas,
+            }
+        )
+    return {
+        "stages": stages,
+        "balance": _balance([stage["flops"] / stage["replicas"] for stage in stages]),
+        "time_balance": _balance([(s["forward_s"] + s["backward_s"]) / s["replicas"] for s in stages]),
+    }
+
+
+def _balance(values: Sequence[float]) -> float:
+    """Largest over mean: 1 where all are equal."""
+    mean = sum(values) / len(values)
+    return max(values) / mean if mean else 1.0
+
+
+def _sent(stage: Stage) -> list[dict[str, Any]]:
+    return [
+        {"value": transfer.value.name, "bytes": transfer.value.bytes, "to": transfer.target} for transfer in stage.sent
+    ]
+
+
+def _subgraphs(graph: Graph, sharding: Sharding, operations: Sequence[int]) -> list[int]:
+    """Those of which the stage has operations of its own."""
+    own = {position for position in operations if not graph.nodes[position].from_inputs}
+    return [number for number, positions in enumerate(sharding.subgraphs) if not own.isdisjoint(positions)]
+
+
+def _whole_modules(graph: Graph, own: Sequence[Sequence[int]]) -> list[list[str]]:
+    """Per stage the largest modules of which it has all operations; else the parts of a module that it has."""
+    stages_of: dict[str, set[int]] = {}
+    paths = [
+        dict.fromkeys(graph.nodes[position].module for position in operations if not graph.nodes[position].from_inputs)
+        for operations in own
+    ]
+    for stage, modules in enumerate(paths):
+        for path in modules:
+            for prefix in _prefixes(path):
+                stages_of.setdefault(prefix, set()).add(stage)
+    found = []
+    for modules in paths:
+        whole = (next((p for p in _prefixes(path) if len(stages_of[p]) == 1), None) for path in modules)
+        found.append(list(dict.fromkeys(path for path in whole if path)))
+    return found
+
+
+def _prefixes(path: str) -> list[str]:
+    """``a.b.c`` -> a, a.b, a.b.c."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+
+
+def _table(record: dict[str, Any]) -> str:
+    headings = ["stage", "subgraphs", "parameters", "FLOPs", "time", "sent onward", "replicas", "modules"]
+    rows = [
+        (
+            index,
+            _span(stage["subgraphs"]),
+            _count(stage["parameters"]),
+            f"{stage['flops_share']:.1%}",
+            f"{(stage['forward_s'] + stage['backward_s']) * 1e3:.3g} ms",
+            f"{stage['send_bytes'] / 2**20:.4g} MiB" if stage["sent"] else "",
+            stage["replicas"],
+            " … ".join(dict.fromkeys((stage["modules"][0], stage["modules"][-1]))) if stage["modules"] else "",
+        )
+        for index, stage in enumerate(record["stages"])
+    ]
+    align = ["right", "left", *["right"] * 5, "left"]
+    balance = f"FLOPs {record['balance']:.3f}, time {record['time_balance']:.3f}"
+    return (
+        f"{tabulate(rows, headings, colalign=align, disable_numparse=True)}\n\n"
+        f"balance (max / mean): {balance}; {record['method']}, {record['subgraphs']} subgraphs, micro-batches of "
+        f"{record['micro_batch_size']}; time is analytic, forward and backward"
+    )
+
+
+def _span(numbers: Sequence[int]) -> str:
+    if not numbers:
+        return ""
+    if numbers[-1] - numbers[0] + 1 == len(numbers):
+        return f"{len(numbers)} ({numbers[0]} to {numbers[-1]})"
+    return f"{len(numbers)} in {numbers[0]} to {numbers[-1]}"
+
+
+def _count(number: float) -> str:
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.4g}{letter}"
+    return f"{number:g}"
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror}") from None

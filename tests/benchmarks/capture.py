@@ -1,0 +1,72 @@
+"""What `auto3d capture` takes, from the start of Python to its end: python -m tests.benchmarks.capture
+
+Each line is a process of its own, with an empty cache and then once more with what the first has kept.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tabulate import tabulate
+
+SEQUENCE = 2048
+GPT2 = """
+model:
+  architecture: GPT2LMHeadModel
+  config: {{n_layer: {layers}, n_embd: {hidden}, n_head: {heads}, n_positions: {sequence}}}
+data: {{source: synthetic, sequence_length: {sequence}, vocabulary_size: 50257}}
+training: {{global_batch: 1}}
+"""
+SIZES = {  # layers, hidden size, heads
+    "GPT-2 20B": (44, 6144, 64),
+    "GPT-3 175B": (96, 12288, 96),
+    **{f"GPT-2 of {layers} layers": (layers, 6144, 64) for layers in (24, 48, 96, 192, 384)},
+}
+
+
+def measure(folder: Path) -> tuple[float, dict]:
+    """Seconds that the whole process takes, and what it prints."""
+    begin = time.perf_counter()
+    command = [sys.executable, "-m", "launch.main", "capture", str(folder / "model.yaml"), "--json"]
+    environment = os.environ | {"AUTO3D_CACHE": str(folder / "cache")}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
+    return time.perf_counter() - begin, json.loads(done.stdout)
+
+
+def main() -> None:
+    rows = []
+    for name, (layers, hidden, heads) in SIZES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            recipe = GPT2.format(layers=layers, hidden=hidden, heads=heads, sequence=SEQUENCE)
+            (Path(folder) / "model.yaml").write_text(recipe)
+            cold_s, cold = measure(Path(folder))
+            cached_s, cached = measure(Path(folder))
+        assert cached["cached"]
+        rows.append(
+            (
+                name,
+                f"{cold['parameters'] / 1e9:.1f}",
+                cold["operations"],
+                cold["subgraphs"],
+                f"{cold_s:.1f}",
+                f"{cold_s / cold['operations'] * 1e3:.2f}",
+                f"{cold['peak_bytes'] / 2**20:.0f}",
+                f"{cached_s:.2f}",
+                f"{cached['peak_bytes'] / 2**20:.0f}",
+            )
+        )
+        print(f"  {name}: {cold_s:.1f} s cold, {cached_s:.2f} s cached", file=sys.stderr, flush=True)
+    headings = [
+        "model", "billion\nparameters", "operations", "subgraphs", "cold\ns", "per operation\nms", "peak\nMiB",
+        "cached\ns", "peak\nMiB",
+    ]  # fmt: skip
+    print(tabulate(rows, headings, disable_numparse=True, colalign=["left", *["right"] * 8]))
+    print("from the start of Python to its end, imports included")
+
+
+if __name__ == "__main__":
+    main()
