@@ -7,14 +7,14 @@ is done instead.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 
 from auto3d.capture.graph import Graph
 from auto3d.partition.cost import PartitionCosts
 from auto3d.partition.rannc.atomic import atomic_subcomponents, stage_of_operations
 from auto3d.partition.rannc.blocks import form_blocks
 from auto3d.partition.rannc.profile import Profiles
-from auto3d.partition.rannc.runs import Runs
 from auto3d.partition.rannc.stages import StageSearch
 from auto3d.partition.rannc.units import find_units
 from auto3d.partition.stage import PartitionError
@@ -62,27 +62,26 @@ def rannc(
     if global_batch < smallest_micro_batch:
         raise PartitionError(f"global_batch: {global_batch} is not possible; it must be {smallest_micro_batch} or more")
     profiles = Profiles(graph_at, costs_at, smallest=smallest_micro_batch, largest=global_batch)
-    subcomponents = atomic_subcomponents(profiles.graph)
+    graph, costs, devices = profiles.graph, profiles.costs, nodes * devices_per_node
     units = find_units(
-        profiles.graph,
-        subcomponents,
-        times=profiles.at(max(smallest_micro_batch, global_batch // (nodes * devices_per_node))),
+        graph,
+        atomic_subcomponents(graph),
+        times=profiles.at(max(smallest_micro_batch, global_batch // devices)),
         sizes=profiles.at(smallest_micro_batch),
-        state_factor=profiles.costs.state_factor,
-        memory_bytes=profiles.costs.memory_bytes,
+        state_factor=costs.state_factor,
+        memory_bytes=costs.memory_bytes,
     )
-    grouped = [[number for unit in block for number in units.members[unit]] for block in form_blocks(units, blocks)]
-    runs = Runs(profiles.graph, [[subcomponents[number] for number in block] for block in grouped], profiles.costs)
-    form = StageSearch(
-        runs, profiles, nodes=nodes, devices_per_node=devices_per_node, global_batch=global_batch
-    ).search()
-    stage_of = [0] * len(subcomponents)
-    for stage, run in enumerate(form.runs):
-        for block in range(run.first, run.last + 1):
-            for number in grouped[block]:
-                stage_of[number] = stage
+
+    formed = form_blocks(units, blocks)
+    cluster = {"nodes": nodes, "devices_per_node": devices_per_node, "global_batch": global_batch}
+    # Where memory leaves more than k blocks, no two neighbours fit a device, so each needs one.
+    form = StageSearch(formed, profiles, **cluster).search() if len(formed) <= max(blocks, devices) else None
+    if form is None:
+        formed = form_blocks(replace(units, memory_bytes=inf), blocks)
+        raise PartitionError(StageSearch(formed, profiles, **cluster).needed())
+    parts = [[sub for block in formed[run.first : run.last + 1] for sub in block] for run in form.runs]
     return RanncPartition(
-        stages=stages_of_operations(stage_of_operations(profiles.graph, subcomponents, stage_of)),
+        stages=stages_of_operations(stage_of_operations(graph, parts)),
         replicas=tuple(run.replicas * form.pipelines for run in form.runs),
         pipelines=form.pipelines,
         micro_batches=form.micro_batches,

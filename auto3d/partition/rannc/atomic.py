@@ -1,6 +1,6 @@
 """Atomic-level partitioning (RaNNC, section III-A): one non-constant operation each, with its own constant ones."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from auto3d.capture.graph import Graph
@@ -54,15 +54,15 @@ def atomic_subcomponents(graph: Graph) -> tuple[Subcomponent, ...]:
     )
 
 
-def stage_of_operations(graph: Graph, subcomponents: Sequence[Subcomponent], stage_of: Sequence[int]) -> list[int]:
-    """The stage of each operation of ``graph``, given that of each subcomponent.
+def stage_of_operations(graph: Graph, stages: Sequence[Iterable[Subcomponent]]) -> list[int]:
+    """The stage of each operation of ``graph``, given the subcomponents of each stage.
 
     A Plan names each operation once, so a constant one belongs to the first stage that uses it; ``stage.cut`` copies it
-    to the others, or sends its result where it depends on parameters. One that nothing uses is on the first stage.
+    to the others or, where it depends on parameters, sends them its result. One that nothing uses is on the first.
     """
-    found = [-1] * len(graph.nodes)
-    for subcomponent, stage in zip(subcomponents, stage_of, strict=True):
-        found[subcomponent.operation] = stage
-        for position in subcomponent.constants:
-            found[position] = stage if found[position] < 0 else min(found[position], stage)
-    return [max(stage, 0) for stage in found]
+    found = [0] * len(graph.nodes)
+    for stage in reversed(range(len(stages))):
+        for sub in stages[stage]:
+            for position in sub.positions:
+                found[position] = stage
+    return found

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 
+from auto3d.partition.rannc.atomic import Subcomponent
 from auto3d.partition.rannc.dag import MergingGraph, topological_order
 from auto3d.partition.rannc.units import Exchange, Units
 
@@ -12,10 +13,10 @@ PASSES = 8  # of uncoarsening over one level, at most
 Level = list[tuple[int, ...]]  # groups of units
 
 
-def form_blocks(units: Units, blocks: int) -> Level:
-    """Units in at most ``blocks`` groups, in a sequence in which they can run; in more where memory does not allow."""
-    levels = coarsen(units, blocks)
-    return compact(units, uncoarsen(units, levels), blocks)
+def form_blocks(units: Units, blocks: int) -> list[tuple[Subcomponent, ...]]:
+    """At most ``blocks`` blocks, in a sequence in which they can run; more only if no two neighbours fit a device."""
+    formed = compact(units, uncoarsen(units, coarsen(units, blocks)), blocks)
+    return [tuple(sub for unit in block for sub in units.members[unit]) for block in formed]
 
 
 def coarsen(units: Units, blocks: int) -> list[Level]:

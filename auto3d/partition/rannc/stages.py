@@ -1,14 +1,14 @@
 """Stage-level partitioning (RaNNC, section III-C): algorithm 1, stages and replicas; algorithm 2, the rest."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 
 import numpy as np
 
+from auto3d.partition.rannc.atomic import Subcomponent
 from auto3d.partition.rannc.profile import Profiles
 from auto3d.partition.rannc.runs import RunCosts, Runs
-from auto3d.partition.stage import PartitionError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,13 +139,21 @@ class StageSearch:
     of the number of nodes, and stages begin where the divisor before left off; for 1 and 2 nodes that is the same.
     """
 
-    def __init__(self, runs: Runs, profiles: Profiles, *, nodes: int, devices_per_node: int, global_batch: int) -> None:
-        self.runs, self.profiles = runs, profiles
+    def __init__(
+        self,
+        blocks: Sequence[Sequence[Subcomponent]],
+        profiles: Profiles,
+        *,
+        nodes: int,
+        devices_per_node: int,
+        global_batch: int,
+    ) -> None:
+        self.runs, self.profiles = Runs(profiles.graph, blocks, profiles.costs), profiles
         self.nodes, self.devices_per_node, self.global_batch = nodes, devices_per_node, global_batch
         self._costs: dict[int, RunCosts] = {}
 
-    def search(self) -> StageForm:
-        """Raises PartitionError, with the memory that would do, if nothing fits."""
+    def search(self) -> StageForm | None:
+        """None if nothing fits."""
         limit = self.profiles.costs.memory_bytes
         fewest = 1
         for devices, pipelines in self._pipelines():
@@ -178,7 +186,7 @@ class StageSearch:
                 if found:
                     return min(found, key=lambda form: form.iteration_s)
             fewest = most + 1
-        raise PartitionError(self._needed())
+        return None
 
     def _pipelines(self) -> Iterator[tuple[int, int]]:
         """(devices of one pipeline, pipelines)."""
@@ -225,9 +233,8 @@ class StageSearch:
             self._costs[samples] = self.runs.at(self.profiles.at(samples))
         return self._costs[samples]
 
-    def _needed(self) -> str:
+    def needed(self) -> str:
         """Why nothing fits, and what would."""
-        limit = self.profiles.costs.memory_bytes
         total = self.nodes * self.devices_per_node
         least = (inf, 0, 0)  # bytes, stages, micro-batches
         for devices, pipelines in self._pipelines():
@@ -243,7 +250,8 @@ class StageSearch:
                 f"global_batch: {self.global_batch} samples are too few for {total} devices and {self.runs.blocks} "
                 f"blocks; {enough} would do"
             )
+        have, need = self.profiles.costs.memory_bytes / 2**20, ceil(10 * least[0] / 2**20) / 10
         return (
-            f"no stages fit {total} devices of {limit / 2**20:,.1f} MiB with a batch of {self.global_batch}; the least "
-            f"that would do is {ceil(10 * least[0] / 2**20) / 10:,} MiB, with stages = {least[1]}, micro-batches = {least[2]}"
+            f"no stages fit {total} devices of {have:,.1f} MiB with a batch of {self.global_batch}; the least that "
+            f"would do is {need:,} MiB, with stages = {least[1]}, micro-batches = {least[2]}"
         )

@@ -24,7 +24,7 @@ class Exchange:
 class Units:
     """Numbered in an order in which they can run. A unit is one atomic subcomponent but where a buffer is written."""
 
-    members: tuple[tuple[int, ...], ...]  # numbers of atomic subcomponents
+    members: tuple[tuple[Subcomponent, ...], ...]
     after: tuple[frozenset[int], ...]  # units that use what this one makes
     exchanges: tuple[Exchange, ...]
     seconds: tuple[float, ...]  # forward and backward of one micro-batch
@@ -91,7 +91,7 @@ def find_units(
             for name in graph.parameters.keys() & set(node.state):
                 own[f"{name}, state"] = state_factor * graph.parameters[name].bytes
     return Units(
-        members=tuple(members),
+        members=tuple(tuple(subcomponents[number] for number in own) for own in members),
         after=tuple(map(frozenset, after)),
         exchanges=tuple(exchanges),
         seconds=tuple(seconds),
