@@ -5,10 +5,12 @@ import random
 from auto3d.capture.graph import Graph, Node, Value
 
 
-def random_graph(chance: random.Random, size: int, *, parameter_constants: bool = True, buffers: int = 1) -> Graph:
+def random_graph(
+    chance: random.Random, size: int, *, parameter_constants: bool = True, buffers: int = 1, parameters: int = 4
+) -> Graph:
     """Operations read up to three earlier values, near ones more often; the last one is the loss."""
     values = {"x": Value("x", (chance.randint(1, 9),), "float32", 4, True)}
-    parameters = {f"w{i}": Value(f"w{i}", (chance.randint(1, 9),), "float32", 4, True) for i in range(4)}
+    weights = {f"w{i}": Value(f"w{i}", (chance.randint(1, 9),), "float32", 4, True) for i in range(parameters)}
     nodes: list[Node] = []
     kinds = {"x": "input"}
     for index in range(size):
@@ -22,7 +24,7 @@ def random_graph(chance: random.Random, size: int, *, parameter_constants: bool 
         else:
             reads = {name for name in near if kinds[name] == kind and chance.random() < 0.5}
             reads = reads or ({"x"} if kind == "input" else set())
-        state = [chance.choice(list(parameters))] if kind != "input" and (chance.random() < 0.3 or not reads) else []
+        state = [chance.choice(list(weights))] if kind != "input" and (chance.random() < 0.3 or not reads) else []
         if kind == "normal" and buffers and chance.random() < 0.1:
             state.append(f"b{chance.randrange(buffers)}")
         output = Value(f"n{index}", (chance.randint(1, 9),), "float32", 4, chance.random() < 0.8)
@@ -47,7 +49,7 @@ def random_graph(chance: random.Random, size: int, *, parameter_constants: bool 
     return Graph(
         nodes=tuple(nodes),
         inputs={"x": values["x"]},
-        parameters=parameters,
+        parameters=weights,
         buffers={name: Value(name, (1,), "float32", 4, True) for name in written},
         constants={},
         written_buffers=frozenset(written),

@@ -2,12 +2,14 @@
 
 import random
 import re
+from dataclasses import replace
 from functools import lru_cache
 from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
 
+from auto3d.capture.graph import Graph, Value
 from auto3d.capture.specialize import specialize
 from auto3d.partition.cost import analytic, parameter_bytes, saved_bytes
 from auto3d.partition.rannc import RanncPartition, rannc
@@ -15,7 +17,7 @@ from auto3d.partition.rannc.atomic import stage_of_operations
 from auto3d.partition.rannc.blocks import form_blocks
 from auto3d.partition.rannc.profile import Profiles
 from auto3d.partition.rannc.runs import Runs
-from auto3d.partition.rannc.stages import Choices, form_stages
+from auto3d.partition.rannc.stages import Choices, StageSearch, form_stages
 from auto3d.partition.stage import PartitionError, cut
 from auto3d.plan import stages_of_operations
 from tests.models import MODELS, exported
@@ -129,6 +131,82 @@ def test_costs_of_runs_are_those_of_the_stages_that_they_make():
                 assert found.send_s[run] == pytest.approx(costs.message_s(sum(sent.values())))
                 assert found.send_back_s[run] == pytest.approx(costs.message_s(back))
                 assert found.received_bytes[run] == sum(value.bytes for value in received) + inputs
+
+
+def every_form(
+    runs: Runs, profiles: Profiles, *, nodes: int, per_node: int, batch: int
+) -> dict[tuple[int, int], list[float]]:
+    """(devices of a pipeline, stages) -> the objective of algorithm 1 for each possible number of micro-batches."""
+    limit, found = profiles.costs.memory_bytes, {}
+    for used in (n for n in range(1, nodes + 1) if nodes % n == 0):
+        pipelines, devices = nodes // used, used * per_node
+        for micro_batches in (2**power for power in range(9) if 2**power * pipelines <= batch):
+            for stages in range(1, min(devices, runs.blocks) + 1):
+                best = inf
+                for way in every_way(runs.blocks, stages, devices):
+                    forward, backward, fits = [], [], True
+                    for more, first, last in way:
+                        samples = batch / (pipelines * micro_batches * (more + 1))
+                        if samples < 1:
+                            fits = False
+                            break
+                        costs, run = runs.at(profiles.at(int(np.ceil(samples)))), (first, last)
+                        inputs = costs.received_bytes[run] * (micro_batches if stages > 1 else 1)
+                        fits = fits and costs.state_bytes[run] + costs.saved_bytes[run] + inputs <= limit
+                        again = costs.forward_s[run] if stages > 1 else 0.0
+                        forward.append(costs.forward_s[run] + costs.send_s[run])
+                        backward.append(costs.backward_s[run] + again + costs.send_back_s[run])
+                    if fits:
+                        best = min(best, max(forward) + max(backward))
+                if best < inf:
+                    found.setdefault((devices, stages), []).append(best)
+    return found
+
+
+def of_size(graph: Graph, samples: int) -> Graph:
+    def larger(made: Value) -> Value:
+        return replace(made, shape=(samples, *made.shape))
+
+    nodes = [replace(node, outputs=tuple(map(larger, node.outputs))) for node in graph.nodes]
+    return replace(graph, nodes=tuple(nodes), inputs={name: larger(made) for name, made in graph.inputs.items()})
+
+
+def test_the_search_takes_the_fewest_nodes_and_stages_that_fit():
+    chance = random.Random(7)
+    several = 0
+    for _ in range(40):
+        graph = random_graph(chance, 20, parameters=20)
+        nodes, per_node, batch = chance.choice([(2, 2, 6), (4, 1, 8), (3, 1, 6), (6, 1, 12)])
+
+        def graph_at(size: int, graph=graph):
+            return of_size(graph, size)
+
+        limit = chance.choice([450, 550, 650, 750])
+
+        def costs_at(size: int, limit=limit, graph_at=graph_at):
+            return analytic(graph_at(size), latency_s=1e-12, memory_bytes=limit)
+
+        profiles = Profiles(graph_at, costs_at, smallest=1, largest=batch)
+        blocks = form_blocks(units_of(graph, limit), 5)
+        if len(blocks) > 6:
+            continue
+        search = StageSearch(blocks, profiles, nodes=nodes, devices_per_node=per_node, global_batch=batch)
+        found = search.search()
+        possible = every_form(search.runs, profiles, nodes=nodes, per_node=per_node, batch=batch)
+        # a pipeline has more stages than one of fewer nodes could have
+        smaller = {d: max((e for e in range(1, d) if nodes * per_node % e == 0 and e % per_node == 0), default=0)
+                   for d, _ in possible}  # fmt: skip
+        possible = {key: values for key, values in possible.items() if key[1] > smaller[key[0]]}
+        assert (found is None) == (not possible)
+        if found is None:
+            continue
+        devices = nodes * per_node // found.pipelines
+        assert (devices, len(found.runs)) == min(possible)
+        assert sum(run.replicas for run in found.runs) == devices
+        objective = max(found.forward_s) + max(found.backward_s)
+        assert any(objective == pytest.approx(value) for value in possible[devices, len(found.runs)])
+        several += len(found.runs) > 1
+    assert several > 5
 
 
 def test_sizes_between_samples_are_interpolated():
