@@ -4,7 +4,7 @@ Search makes Plans; the simulator and the runtime take them. A Plan can be writt
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import groupby, pairwise
 from json import dumps
 
@@ -64,6 +64,7 @@ class Plan:
     stages: tuple[StagePlan, ...]
     placement: tuple[tuple[int, ...], ...]
     seed: int  # of the initial weights, the data order and dropout
+    schedule_options: dict[str, int | str] = field(default_factory=dict, hash=False)  # of the schedule's family
     schema: int = SCHEMA
 
     @property

@@ -22,7 +22,7 @@ def joined_world(environment: Mapping[str, str] = os.environ) -> World | None:
         return _mpi_world()
     # SLURM_PROCID, SLURM_NTASKS and even SLURM_STEP_ID are also set where no rank was started: in a batch script, in
     # salloc's shell (a step of one task) and, inherited, in what sbatch starts from there. Ranks are a step of several.
-    if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+    if _number(environment, "SLURM_STEP_NUM_TASKS", absent="1") > 1:
         return _world(environment, rank="SLURM_PROCID", size="SLURM_STEP_NUM_TASKS", local_rank="SLURM_LOCALID")
     if "PMI_RANK" in environment and "SLURM_STEP_ID" not in environment:
         return _mpi_world()
@@ -35,17 +35,31 @@ def _world(environment: Mapping[str, str], *, rank: str, size: str, local_rank: 
         raise JoinError(
             f"{rank} is set, so a launcher started this process; MASTER_ADDR and MASTER_PORT must be set too"
         )
-    return World(
-        rank=int(environment[rank]),
-        size=int(environment[size]),
-        local_rank=int(environment[local_rank]),
-        meeting_point=f"tcp://{address}:{port}",
+    world = World(
+        rank=_number(environment, rank),
+        size=_number(environment, size),
+        local_rank=_number(environment, local_rank),
+        meeting_point=f"tcp://{address}:{_number(environment, 'MASTER_PORT')}",
     )
+    if world.rank >= world.size:
+        raise JoinError(f"{rank} is {world.rank}, but {size} is {world.size}; a rank is below the number of ranks")
+    return world
+
+
+def _number(environment: Mapping[str, str], name: str, *, absent: str = "") -> int:
+    value = environment.get(name, absent)
+    if not value.isdecimal():
+        raise JoinError(f"{name} is {value!r} in the environment; it must be a whole number")
+    return int(value)
 
 
 def _mpi_world() -> World:
     """MPI itself tells where to meet: rank 0 takes a free port and broadcasts it."""
-    from mpi4py import MPI  # needs an MPI library, which only a machine with mpirun has
+    try:
+        from mpi4py import MPI  # needs an MPI library, which only a machine with mpirun has
+    except (ImportError, RuntimeError) as error:
+        words = str(error).splitlines()[0]
+        raise JoinError(f"the environment is that of a rank of mpirun, but MPI cannot be used: {words}") from None
 
     everyone = MPI.COMM_WORLD
     meeting_point = None

@@ -1,266 +1,70 @@
-"""The command line. Exit codes: 0 done, 1 a run failed, 2 the input cannot be used, 130 interrupted."""
+"""The way in. Exit codes: 0 done, 1 a run failed, 2 the input cannot be used, 130 interrupted."""
 
-import json
+# Only what starts at once is imported here: an interrupt during the imports of seconds is told in one line, too.
+import io
 import os
 import signal
 import sys
-from collections.abc import Callable
-from dataclasses import asdict
-from typing import Any
+from types import FrameType
 
-import click
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-from tabulate import tabulate
-
-from auto3d.errors import InputError
-from auto3d.schedule.options import RECOMPUTE, SYNC
-from launch.recipe import load
-from launch.schema import documented_keys
-
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
-
-RUN_FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+BAD_INPUT, INTERRUPTED = 2, 130
 
 
 def main() -> None:
     """Run the command, and turn every expected error into one line and an exit code."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill is an interrupt
+    _prepare_streams()
+    for number in (signal.SIGINT, signal.SIGTERM):  # a polite kill is an interrupt
+        signal.signal(number, _interrupt)
     try:
-        code = cli.main(standalone_mode=False)
-    except InputError as error:
-        code = _complain(str(error), BAD_INPUT)
-    except click.ClickException as error:
-        code = _complain(error.format_message(), BAD_INPUT)
-    except (KeyboardInterrupt, click.Abort):
-        code = _complain("interrupted", INTERRUPTED)
+        code = _run()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        code = complain("interrupted", INTERRUPTED)
     except BrokenPipeError:  # the reader of our output is gone, as in `auto3d keys | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         code = 0
+    except OSError as error:
+        what = error.strerror or f"{type(error).__name__}: {error}"
+        code = complain(f"{error.filename}: {what}" if error.filename else what, BAD_INPUT)
     sys.exit(code)
 
 
-def _complain(message: str, code: int) -> int:
+def _run() -> int:
+    import click
+
+    from auto3d.errors import InputError
+    from launch.commands import cli
+
+    try:
+        # Not cli.main(), which would turn a closed pipe into an exit code of its own.
+        with cli.make_context("auto3d", sys.argv[1:]) as context:
+            return cli.invoke(context)
+    except click.exceptions.Exit as request:  # --help, --version
+        return request.exit_code
+    except click.ClickException as error:
+        return complain(error.format_message(), BAD_INPUT)
+    except InputError as error:
+        return complain(str(error), BAD_INPUT)
+
+
+def complain(message: str, code: int) -> int:
     print(f"auto3d: {message}", file=sys.stderr)
     return code
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
-def cli() -> None:
-    """Find, run and tabulate the fastest way to train a model with data, tensor and pipeline parallelism.
-
-    RECIPE is the name of a file of recipes/, or a path to a .yaml file. OVERRIDES change single keys of it, as in
-    training.global_batch=32; `auto3d keys` lists them all.
-    """
-
-
-def _recipe_command(function: Callable) -> Callable:
-    """A command with the arguments that all commands on a recipe share."""
-    function = click.argument("overrides", nargs=-1)(function)
-    function = click.argument("recipe")(function)
-    return cli.command(name=function.__name__.rstrip("_"))(function)
+def _prepare_streams() -> None:
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it was closed before we started
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        elif isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show × is no reason to fail
 
 
-@_recipe_command
-@click.option("--json", "as_json", is_flag=True, help="Print a list of records, each with its whole plan.")
-def plan(recipe: str, overrides: tuple[str, ...], as_json: bool) -> int:
-    """Print the candidates of RECIPE's search space, and why some were pruned. Trains nothing."""
-    loaded = load(recipe, overrides)
-    from launch.sweep import find_candidates, runnable
-
-    found = find_candidates(loaded)
-    if as_json:
-        print(json.dumps([asdict(candidate) for candidate in found]))
-        runnable(loaded, found)
-        return 0
-    headings = ["dp", "tp", "pp", "micro-\nbatch", "schedule", "pruned because"]
-    print(tabulate([(c.dp, c.tp, c.pp, c.micro_batch_size, c.schedule, c.reason) for c in found], headings))
-    print(f"\n{len(found)} candidates, {len(runnable(loaded, found))} to run")
-    return 0
-
-
-@_recipe_command
-@click.option("--retry", is_flag=True, help="Run again the trials that failed or timed out.")
-def sweep(recipe: str, overrides: tuple[str, ...], retry: bool) -> int:
-    """Run every plan of RECIPE's search space as a trial, skip those that are done, and print the table."""
-    loaded = load(recipe, overrides)
-    from launch import tables
-    from launch.progress import sweep_progress
-    from launch.sweep import run_sweep
-
-    try:
-        with sweep_progress(err) as (on_start, on_end):
-            run_sweep(loaded, retry=retry, on_start=on_start, on_end=on_end)
-    except KeyboardInterrupt:
-        return _complain("interrupted; finished trials are kept, and the same command runs the rest", INTERRUPTED)
-    files = tables.write(loaded)
-    print(f"{tables.terminal(loaded)}\n\nwritten: {', '.join(map(str, files))}")
-    if tables.best(loaded) is None:
-        return _complain("no trial is ok", RUN_FAILED)
-    print(f"train under the fastest: auto3d train {recipe} --plan {files[-1]}")
-    return 0
-
-
-@_recipe_command
-@click.option("--json", "as_json", is_flag=True, help="Print a list of records, in seconds and bytes.")
-def table(recipe: str, overrides: tuple[str, ...], as_json: bool) -> int:
-    """Print the table of RECIPE's finished trials, fastest first, and write it to results/."""
-    loaded = load(recipe, overrides)
-    from launch import tables
-
-    if as_json:
-        print(json.dumps(tables.rows(loaded)))
-        return 0
-    files = tables.write(loaded)
-    print(f"{tables.terminal(loaded)}\n\nwritten: {', '.join(map(str, files))}")
-    return 0
-
-
-@_recipe_command
-@click.option("--plan", "plan_file", type=click.Path(exists=True, dir_okay=False), help="Train under this plan.")
-@click.option("--json", "as_json", is_flag=True, help="Print loss, grad_norm, iteration_s, peak_bytes and the plan.")
-def train(recipe: str, overrides: tuple[str, ...], plan_file: str | None, as_json: bool) -> int:
-    """Train RECIPE's model under --plan or the recipe's own plan, as in: auto3d train tiny plan.dp=2 plan.pp=2.
-
-    It starts its own processes, or is one of those that torchrun, srun or mpirun started.
-    """
-    loaded = load(recipe, overrides)
-    from launch.train import run_training
-
-    return run_training(loaded, plan_file, err, lambda record: _print_training(record, as_json))
-
-
-def _print_training(record: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(record))
-        return
-    plan = record["plan"]
-    print(
-        f"{len(record['loss'])} iterations under dp={plan['dp']} tp={plan['tp']} pp={plan['pp']} "
-        f"micro-batch={plan['micro_batch_size']} {plan['schedule']}: loss {record['loss'][0]:.3f} to "
-        f"{record['loss'][-1]:.3f}, {record['samples_per_s']:.1f} samples/s, "
-        f"peak memory {max(record['peak_bytes']) / 2**20:.0f} MiB per rank (measured)"
-    )
-
-
-_COUNT = click.IntRange(min=1)
-
-
-@_recipe_command
-@click.option("--micro-batch-size", type=_COUNT, help="Samples. [that of the recipe's plan, else 1]")
-@click.option("--subgraphs", type=_COUNT, help="Into how many to shard. [as many as there can be]")
-@click.option("--fresh", is_flag=True, help="Capture it again, whatever the cache holds.")
-@click.option("--json", "as_json", is_flag=True, help="Print one record, in seconds and bytes.")
-def capture(recipe: str, overrides: tuple[str, ...], **options: Any) -> int:
-    """Capture RECIPE's model without memory: its size, FLOPs, operations and subgraphs; what that took."""
-    loaded = load(recipe, overrides)
-    from launch.capture import print_capture
-
-    print_capture(loaded, **options)
-    return 0
-
-
-@_recipe_command
-@click.option("--method", default="autopipe", show_default=True, help="How to choose the stages.")
-@click.option("--stages", type=_COUNT, required=True, help="How many.")
-@click.option("--subgraphs", type=_COUNT, help="Into how many to shard first. [as many as there can be]")
-@click.option("--micro-batch-size", type=_COUNT, help="Samples. [that of the recipe's plan, else 1]")
-@click.option("--memory-gib", type=click.FloatRange(min=0, min_open=True), help="Of a device. [enough]")
-@click.option("--fresh", is_flag=True, help="Capture the model again, whatever the cache holds.")
-@click.option("--json", "as_json", is_flag=True, help="Print one record, in seconds and bytes.")
-@click.option("--svg", type=click.Path(dir_okay=False), help="Write a picture.")
-def partition(recipe: str, overrides: tuple[str, ...], **options: Any) -> int:
-    """Cut RECIPE's model into stages and tell what is in each, as in: auto3d partition tiny --stages 4."""
-    loaded = load(recipe, overrides)
-    from launch.partition import print_partition
-
-    print_partition(loaded, **options)
-    return 0
-
-
-_TIME = click.FloatRange(min=0)
-_FILE = click.Path(dir_okay=False)
-
-
-@cli.command()
-@click.argument("name", required=False)
-@click.option("--list", "list_all", is_flag=True, help="Describe all schedules and their options.")
-@click.option("--compare", metavar="A,B,...", help="A row for each; chimera:scale=doubling gives one its own option.")
-@click.option("--stages", type=int, help="Pipeline depth: how many devices the model is laid over.")
-@click.option("--micro-batches", type=int, help="Micro-batches per iteration.")
-@click.option("--pipes", type=int, help="Replicas of the model that flow through the devices (chimera).")
-@click.option("--scale", help="direct, doubling or halving: chimera with more micro-batches than stages.")
-@click.option("--chunks", type=int, help="Stages per device (interleaved-1f1b).")
-@click.option("--recompute", type=click.Choice(RECOMPUTE), help="All stages or none, where the choice is free.")
-@click.option("--iterations", type=int, help="Iterations to run, of an asynchronous schedule.")
-@click.option("--sync-placement", type=click.Choice(SYNC), help="At the end, at once, or at once where it hides.")
-@click.option("--forward", type=_TIME, help="Time of one device's share of the model for one micro-batch. [1]")
-@click.option("--backward", type=_TIME, help="The same of the backward. [the sum of its halves, or twice --forward]")
-@click.option("--backward-input", type=_TIME, help="Its half for the gradient of the input. [the rest]")
-@click.option("--backward-weight", type=_TIME, help="Its half for the gradient of the weights. [the rest]")
-@click.option("--recompute-time", type=_TIME, help="Of running the forward again. [--forward]")
-@click.option("--p2p", type=_TIME, help="Of a message of one micro-batch from stage to stage. [0]")
-@click.option("--overlap/--no-overlap", default=None, help="Whether messages travel beside compute. [they do]")
-@click.option("--sync", type=_TIME, help="Of the gradient sync of one device's share. [0]")
-@click.option("--json", "as_json", is_flag=True, help="Print the figures and all operations.")
-@click.option("--svg", type=_FILE, help="Write a picture.")
-@click.option("--trace", type=_FILE, help="Write a trace for ui.perfetto.dev or chrome://tracing.")
-@click.option("--csv", type=_FILE, help="Write the order in the form that torch.distributed.pipelining loads.")
-def schedule(
-    name: str | None,
-    list_all: bool,
-    compare: str | None,
-    stages: int | None,
-    micro_batches: int | None,
-    as_json: bool,
-    svg: str | None,
-    trace: str | None,
-    csv: str | None,
-    **given: Any,
-) -> int:
-    """Simulate and draw pipeline schedule NAME, as in: auto3d schedule chimera --stages 4 --micro-batches 8."""
-    from launch.schedule import Request, print_comparison, print_families, print_schedule
-
-    if list_all:
-        print_families(as_json)
-        return 0
-    if (name is None) == (compare is None):
-        raise click.UsageError("write one schedule's name, or --compare A,B,..., or --list")
-    if stages is None or micro_batches is None:
-        raise click.UsageError("--stages and --micro-batches are needed, as in --stages 4 --micro-batches 8")
-    families = {"pipes": "pipes", "scale": "scale", "chunks": "chunks", "recompute": "recompute"}
-    families |= {"iterations": "iterations", "sync_placement": "sync"}
-    times = {"recompute_time": "recompute"} | {
-        key: key for key in ("forward", "backward", "backward_input", "backward_weight", "p2p", "overlap", "sync")
-    }
-    request = Request(
-        stages=stages,
-        micro_batches=micro_batches,
-        options={option: given[key] for key, option in families.items() if given[key] is not None},
-        times={time: given[key] for key, time in times.items() if given[key] is not None},
-    )
-    files = {"svg": svg, "trace": trace, "csv": csv}
-    if name is not None:
-        print_schedule(name, request, out, as_json=as_json, files=files)
-        return 0
-    if any(files.values()):
-        raise click.UsageError("--svg, --trace and --csv write one schedule; --compare has several")
-    print_comparison(compare.split(","), request, as_json=as_json)
-    return 0
-
-
-@cli.command()
-def keys() -> int:
-    """List every key of a recipe: its default, what it takes, and what it means."""
-    table = Table()
-    for heading in ("key", "default", "takes", "meaning"):
-        table.add_column(heading, overflow="fold")
-    for name, default, takes, meaning in documented_keys():
-        table.add_row(name, escape(json.dumps(default)), takes, escape(meaning))
-    out.print(table)
-    return 0
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """The first interrupt ends the command; those after it must not break the clean-up, which takes a moment."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, lambda number, frame: None)  # not SIG_IGN: Python would complain of one that is on its way
+    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Recipe -> the user's model, unmodified: how to build it, and its initial weights."""
 
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -10,6 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from auto3d.capture.errors import error_line
+from auto3d.capture.graph import Graph
 from launch.recipe import RECIPES, LoadedRecipe
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are built from their configuration; nothing is ever downloaded
@@ -25,23 +28,48 @@ def build_function(recipe: LoadedRecipe) -> Callable[[], nn.Module]:
 class Weights(Mapping[str, torch.Tensor]):
     """The tensors of a safetensors file, each read when it is asked for."""
 
-    def __init__(self, recipe: LoadedRecipe) -> None:
-        try:
-            self._file = safe_open(recipe.values.model.weights, framework="pt")
-        except SafetensorError as error:
-            raise recipe.error("model.weights", f"not a safetensors file: {error}") from None
-        self._names = list(self._file.keys())
+    def __init__(self, file: str) -> None:
+        self._file = safe_open(file, framework="pt")
+        self._names = dict.fromkeys(self._file.keys())
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._names:
             raise KeyError(name)
         return self._file.get_tensor(name)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 
     def __len__(self) -> int:
         return len(self._names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file.get_slice(name).get_shape())
+
+
+def initial_weights(recipe: LoadedRecipe, graph: Graph) -> Weights | None:
+    """The recipe's weights, if it has any; raises RecipeError, by names and shapes, unless they fit the model."""
+    file = recipe.values.model.weights
+    if file is None:
+        return None
+    try:
+        weights = Weights(file)
+    except (SafetensorError, OSError) as error:
+        raise recipe.error("model.weights", f"found {file!r}, not a readable safetensors file: {error}") from None
+    known = graph.parameters | graph.buffers
+    for name in dict.fromkeys(name for node in graph.nodes for name in node.state if name in known):
+        if name not in weights:
+            if name in graph.parameters:
+                near = get_close_matches(name, weights, n=1) or list(weights)[:1]
+                hint = f"; it has {near[0]}" if near else ""
+                raise recipe.error("model.weights", f"found {file!r}, which lacks the parameter {name}{hint}")
+        elif weights.shape(name) != known[name].shape:
+            shapes = f"{list(weights.shape(name))}, the model's has {list(known[name].shape)}"
+            raise recipe.error("model.weights", f"found {file!r}, whose {name} has shape {shapes}")
+    return weights
 
 
 def _architecture(recipe: LoadedRecipe) -> Callable[[], nn.Module]:
@@ -91,27 +119,39 @@ def _factory(recipe: LoadedRecipe) -> Callable[[], nn.Module]:
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
         raise recipe.error("model.factory", f"found {name!r}; it takes package.module:function")
-    folders = [
-        os.getcwd(),
-        str(RECIPES.parent),
-    ]  # a user's own package lies beside the recipe, the examples in recipes/
-    sys.path[:0] = folders
+    # A user's modules lie where auto3d is called or beside the recipe, the examples in recipes/. The folders stay, for
+    # the ranks are forked from here, and a model may import more while it is built or run.
+    folders = [os.getcwd(), str(recipe.folder), str(RECIPES.parent)]
+    sys.path[:0] = [folder for folder in dict.fromkeys(folders) if folder not in sys.path]
     try:
         function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise recipe.error("model.factory", f"found {name!r}, which cannot be imported: {error}") from None
-    finally:
-        del sys.path[: len(folders)]
+    except (Exception, SystemExit) as error:  # of the user's module: anything
+        raise recipe.error("model.factory", f"found {name!r}, which cannot be imported: {told(error)}") from None
+    if not callable(function):
+        problem = f"found {name!r}, which is of type {type(function).__name__}; it takes a function"
+        raise recipe.error("model.factory", problem)
+    arguments = recipe.values.model.arguments
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        raise recipe.error("model.arguments", f"refused by {name}: {error}") from None
+    except ValueError:  # it has no signature, being written in C
+        pass
 
     def build() -> nn.Module:
-        module = function(**recipe.values.model.arguments)
+        module = function(**arguments)
         if not isinstance(module, nn.Module):
             raise recipe.error("model.factory", f"{name} made a {type(module).__name__}; it must make an nn.Module")
         return module
 
-    try:
-        with torch.device("meta"):
-            build()
-    except TypeError as error:
-        raise recipe.error("model.arguments", f"refused by {name}: {error}") from None
     return build
+
+
+def told(error: BaseException) -> str:
+    """Kind, first line and place of an error of the user's code."""
+    error = error.with_traceback(error.__traceback__.tb_next)  # without our own frame
+    text, place = str(error), error_line(error)
+    if isinstance(error, SyntaxError):  # of a module that never ran
+        text, place = error.msg, f" at {error.filename}, line {error.lineno}"
+    words = next((line for line in text.splitlines() if line.strip()), "")
+    return f"{type(error).__name__}{': ' if words else ''}{words}{place}"

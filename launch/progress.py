@@ -1,39 +1,65 @@
 """What a person sees while a sweep or a training runs; on standard error, so that results stay clean."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from auto3d.runtime.measurement import Status
+from auto3d.runtime.measurement import Measurement, Status
 from launch.store import Trial
-from launch.sweep import ERROR_LINES, Ended
+from launch.sweep import ERROR_LINES, FINAL, Ended, Watcher
 
 COLOURS = {Status.OK: "green", Status.OOM: "yellow", Status.FAILED: "red", Status.TIMEOUT: "red"}
 
 
 @contextmanager
-def sweep_progress(console: Console) -> Iterator[tuple[Callable[[Trial], None], Callable[[Ended], None]]]:
-    """A bar over the trials; yields what to call when a trial starts and when it has ended."""
+def at_work(console: Console, what: str) -> Iterator[None]:
+    """Says ``what`` takes a while, to a person who waits."""
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(what):
+        yield
+
+
+@contextmanager
+def sweep_progress(console: Console) -> Iterator[Watcher]:
+    """A bar over the trials, and a line for each that has ended."""
     with _bar(console) as progress:
-        task = progress.add_task("looking for plans", total=None)
+        yield _SweepProgress(progress)
 
-        def on_start(trial: Trial) -> None:
-            progress.update(task, description=trial.name)
 
-        def on_end(ended: Ended) -> None:
-            status = ended.measurement.status
-            figure = f" {ended.measurement.median_s:.3f} s/iteration" if status is Status.OK else ""
-            colour = COLOURS.get(status, "white")
-            line = f"{ended.number}/{ended.total} {escape(ended.trial.name)} [{colour}]{status}[/]{figure}"
-            progress.console.print(line, soft_wrap=True)
-            for error_line in ended.measurement.error.splitlines()[-ERROR_LINES:]:
-                progress.console.print(f"    {escape(error_line)}", soft_wrap=True)
-            progress.update(task, completed=ended.number, total=ended.total)
+class _SweepProgress:
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._task = progress.add_task("capturing the model and looking for plans", total=None)
 
-        yield on_start, on_end
+    def begin(self, total: int, kept: Sequence[tuple[Trial, Measurement]], left_out: int) -> None:
+        self._progress.update(self._task, total=total)
+        if left_out:
+            self._print(f"{left_out} plans are left out: there are more than search.max_trials")
+        for trial, measurement in kept:
+            if measurement.status not in FINAL:
+                self._print_end(f"{trial.name} (not run again)", measurement)
+
+    def start(self, trial: Trial) -> None:
+        self._progress.update(self._task, description=trial.name)
+
+    def end(self, ended: Ended) -> None:
+        self._print_end(f"{ended.number}/{ended.total} {ended.trial.name}", ended.measurement)
+        self._progress.update(self._task, completed=ended.number)
+
+    def _print_end(self, what: str, measurement: Measurement) -> None:
+        status = measurement.status
+        figure = f" {measurement.median_s:.3f} s/iteration" if status is Status.OK else ""
+        self._print(f"{escape(what)} [{COLOURS.get(status, 'white')}]{status}[/]{figure}")
+        for line in measurement.error.splitlines()[-ERROR_LINES:]:
+            self._print(f"    {escape(line)}")
+
+    def _print(self, text: str) -> None:
+        self._progress.console.print(text, soft_wrap=True)
 
 
 @contextmanager

@@ -9,8 +9,10 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -19,9 +21,11 @@ from typing import Any
 
 import torch
 
+from auto3d.errors import InputError
 from auto3d.runtime.measurement import Status
 from auto3d.runtime.waiting import PeerLostError, WaitTimeoutError
 from auto3d.runtime.world import World
+from launch.output import stdout_to_stderr
 from launch.recipe import LoadedRecipe
 
 GRACE_S = 2.0  # after one rank failed, for the others to tell why: the first to speak may only have lost its peer
@@ -41,6 +45,13 @@ class Outcome:
     error: str = ""
 
 
+@dataclass(frozen=True)
+class _Failure:
+    status: Status
+    error: str
+    refused: bool = False  # by an InputError: the message says all
+
+
 Report = Callable[[Any], None]  # sends something to the parent
 
 
@@ -54,8 +65,9 @@ def run_ranks(
 ) -> Outcome:
     """Run ``target(world, report)`` as ``size`` processes; what rank 0 reports goes to ``on_report``.
 
-    Returns when all have ended, or one has failed, or after ``timeout_s`` if given; no process is left then, whatever
-    happens. They meet by a file in ``folder``, which must be private, or in a temporary one.
+    Returns when all have ended, or one has failed, or after ``timeout_s`` if given; raises InputError if a rank did. No
+    process is left then, whatever happens. They meet by a file in ``folder``, which must be private, or in a temporary
+    one.
     """
     context = multiprocessing.get_context("fork")
     processes: list[multiprocessing.Process] = []
@@ -91,7 +103,7 @@ def _watch(
     """Read what the ranks say until all are done, or one has failed and the others had their grace."""
     deadline = math.inf if timeout_s is None else monotonic() + timeout_s
     results: dict[int, Any] = {}
-    failures: dict[int, tuple[Status, str]] = {}
+    failures: dict[int, _Failure] = {}
     while pipes:
         ready = wait(list(pipes), timeout=min(max(0.0, deadline - monotonic()), LONGEST_POLL_S))
         if not ready and monotonic() >= deadline:
@@ -104,7 +116,7 @@ def _watch(
                 del pipes[pipe]
                 if rank not in results and rank not in failures:
                     processes[rank].join()
-                    failures[rank] = (Status.FAILED, f"rank {rank} {_ending(processes[rank].exitcode)}")
+                    failures[rank] = _Failure(Status.FAILED, f"rank {rank} {_ending(processes[rank].exitcode)}")
             else:
                 if kind == "report" and rank == 0:
                     on_report(content)
@@ -115,22 +127,23 @@ def _watch(
         if failures and deadline > monotonic() + GRACE_S:
             deadline = monotonic() + GRACE_S
     if failures:
-        status, error = min(failures.values(), key=_importance)
-        return Outcome(status, error=error)
+        failure = min(failures.values(), key=_importance)
+        if failure.refused:
+            raise InputError(failure.error)
+        return Outcome(failure.status, error=failure.error)
     if len(results) < len(processes):
         missing = ", ".join(str(rank) for rank in range(len(processes)) if rank not in results)
         return Outcome(Status.TIMEOUT, error=f"not done after {timeout_s:g} s; still running: rank {missing}")
     return Outcome(Status.OK, result=results[0])
 
 
-def _importance(failure: tuple[Status, str]) -> int:
+def _importance(failure: _Failure) -> int:
     """Causes before consequences: a lost peer or a wait that timed out follows from another rank's end."""
-    status, error = failure
-    if status is Status.OOM:
+    if failure.status is Status.OOM:
         return 0
-    if PeerLostError.__name__ in error:
+    if PeerLostError.__name__ in failure.error:
         return 3
-    return 2 if status is Status.TIMEOUT else 1
+    return 2 if failure.status is Status.TIMEOUT else 1
 
 
 def _ending(exitcode: int | None) -> str:
@@ -145,10 +158,13 @@ def _run_rank(target: Callable[[World, Report], Any], world: World, pipe: Connec
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends us
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    try:
-        pipe.send(("result", target(world, lambda report: pipe.send(("report", report)))))
-    except Exception as error:
-        pipe.send(("failure", (_status(error), f"rank {world.rank}: {_last_lines(error)}")))
+    with stdout_to_stderr():
+        try:
+            pipe.send(("result", target(world, lambda report: pipe.send(("report", report)))))
+        except InputError as error:
+            pipe.send(("failure", _Failure(Status.FAILED, str(error), refused=True)))
+        except Exception as error:
+            pipe.send(("failure", _Failure(_status(error), f"rank {world.rank}: {_last_lines(error)}")))
     pipe.close()
 
 
@@ -168,6 +184,19 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def end_with(process: int, *, controller: int) -> None:
+    """Kill ``controller`` and this process when ``process``, which need not be the parent, ends in whatever way."""
+
+    def watch() -> None:
+        with suppress(ProcessLookupError):  # it is gone already
+            wait([os.pidfd_open(process)])
+        with suppress(ProcessLookupError):
+            os.kill(controller, signal.SIGKILL)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def check_devices(recipe: LoadedRecipe, ranks: int) -> None:

@@ -3,6 +3,10 @@
 ``load`` refuses what it does not understand with one line: the file, the key, the value and what is accepted.
 """
 
+import re
+import shlex
+import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -11,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
 from auto3d.errors import InputError
-from auto3d.plan import PlanError, check_degrees
-from launch.schema import AUTO, PlanRecipe, Recipe, accepted, group_schema, groups, is_axis, schema_of
+from launch.schema import Recipe, accepted, accepts, group_schema, groups, schema_of
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 COMMAND_LINE = "command line"
+_GROUPS = ", ".join(groups())
 NAMED_GROUPS = {"model": "models", "cluster": "clusters"}  # groups that may name a file of recipes/
 
 
@@ -36,11 +40,29 @@ class LoadedRecipe:
 
     name: str
     values: Recipe
+    written: str  # how the user wrote the recipe's name
+    overrides: tuple[str, ...]
+    folder: Path  # of the user's file: modules of their own may lie beside it
     _sources: "_Sources"
 
     def error(self, key: str, problem: str) -> RecipeError:
         """An error about ``key``, found later than here, with the file that gave its value."""
         return RecipeError(self._sources.of(key), key, problem)
+
+    def overrides_of(self, group: str) -> list[str]:
+        return [override for override in self.overrides if re.split(r"[.=[]", override, maxsplit=1)[0] == group]
+
+    def command(self, verb: str, *options: str, without: str = "") -> str:
+        """The shell command that does ``verb`` with this recipe as the user wrote it, less one group."""
+        dropped = self.overrides_of(without)
+        kept = [override for override in self.overrides if override not in dropped]
+        on_path = shutil.which("auto3d") or Path(sys.argv[0]).name != "auto3d"
+        return shlex.join(["auto3d" if on_path else sys.argv[0], verb, self.written, *kept, *options])
+
+    @property
+    def shipped(self) -> bool:
+        """Whether it is a file of recipes/, which `make` finds by its name."""
+        return self.folder in (Path("recipes").resolve(), RECIPES)
 
 
 def load(name: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
@@ -48,23 +70,16 @@ def load(name: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
 
     Raises RecipeError if anything in it is unknown, of a wrong type, impossible by itself or together.
     """
-    file = find(name)
+    file = _find(COMMAND_LINE, name, folder="", what="recipe")
     recipe, sources = _typed(file, _read(file), _parse_overrides(overrides))
     _check_values(recipe, sources)
     _check_together(recipe, sources)
-    return LoadedRecipe(file.stem, recipe, sources)
+    return LoadedRecipe(file.stem, recipe, name, tuple(overrides), file.resolve().parent, sources)
 
 
-def find(name: str) -> Path:
-    """The file of recipe ``name``: a path, or the name of a file of recipes/, here or where auto3d is installed."""
-    folders = [Path("recipes"), RECIPES]
-    for path in (Path(name), *(folder / f"{name}.yaml" for folder in folders)):
-        if path.is_file() and path.suffix in (".yaml", ".yml"):
-            return path
-    known = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
-    near = get_close_matches(name, known, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise RecipeError(name, "", f"no such recipe; give a .yaml file or one of {', '.join(known)}{hint}")
+def data_files(recipe: Recipe) -> list[str]:
+    """The files that data.files means, in order; none: the source of Python's standard library."""
+    return [file for pattern in recipe.data.files for file in sorted(glob(pattern))]
 
 
 def save(recipe: Recipe, file: Path) -> None:
@@ -75,77 +90,91 @@ def save(recipe: Recipe, file: Path) -> None:
 # Reading
 
 
-def _read(file: Path) -> DictConfig:
+def _read(file: Path) -> dict[Any, Any]:
     try:
-        raw = OmegaConf.load(file)
+        raw = OmegaConf.to_container(OmegaConf.load(file))
     except OSError as error:
-        raise RecipeError(file, "", error.strerror) from None
+        raise RecipeError(file, "", error.strerror or f"holds no keys; a recipe has the groups {_GROUPS}") from None
     except (YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
-        raise RecipeError(file, "", f"not YAML{where}: {getattr(error, 'problem', error)}") from None
-    if not isinstance(raw, DictConfig):
-        raise RecipeError(file, "", f"holds a list; a recipe has the groups {', '.join(groups())}")
+        problem = str(getattr(error, "problem", error)).splitlines()[0]
+        raise RecipeError(file, "", f"not YAML{where}: {problem}") from None
+    except (OmegaConfBaseException, RecursionError) as error:  # a key or a value of a kind that no recipe has
+        raise RecipeError(file, "", f"not readable: {str(error).splitlines()[0]}") from None
+    if not isinstance(raw, dict):
+        raise RecipeError(file, "", f"holds a list; a recipe has the groups {_GROUPS}")
     return raw
 
 
-def _parse_overrides(overrides: Sequence[str]) -> DictConfig:
+def _parse_overrides(overrides: Sequence[str]) -> dict[Any, Any]:
     for override in overrides:
         if "=" not in override:
             raise RecipeError(COMMAND_LINE, override, "not an override; write group.key=value")
     try:
-        return OmegaConf.from_dotlist(list(overrides))
-    except (YAMLError, OmegaConfBaseException, ValueError) as error:
+        return OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)))
+    except (YAMLError, OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
         raise RecipeError(COMMAND_LINE, " ".join(overrides), f"not readable: {str(error).splitlines()[0]}") from None
 
 
-def _typed(file: Path, raw: DictConfig, overrides: DictConfig) -> tuple[Recipe, "_Sources"]:
+def _typed(file: Path, raw: dict[Any, Any], overrides: dict[Any, Any]) -> tuple[Recipe, "_Sources"]:
     """Merge the schema's defaults, named files, the recipe and the overrides, each checked against the schema."""
     sources = _Sources(file, overrides)
-    typed = OmegaConf.structured(Recipe)
+    defaults = OmegaConf.structured(Recipe)
+    typed = {group: None if defaults[group] is None else _defaults(group) for group in groups()}
     for where, layer in ((file, raw), (COMMAND_LINE, overrides)):
-        for group in layer:
+        for group, content in layer.items():
             if group not in groups():
                 raise _unknown(where, str(group), groups())
-            content = layer._get_node(group)
-            if typed[group] is None and content._is_none():
+            if typed[group] is None and content is None:
                 continue  # an optional group, left out in so many words
-            if group in NAMED_GROUPS and isinstance(_plain(content), str):
-                named = _named_file(where, group, _plain(content))
-                sources.named[group] = named
-                typed[group] = OmegaConf.structured(group_schema(group))
-                typed[group] = _merge(named, group, typed[group], _read(named))
+            if group in NAMED_GROUPS and isinstance(content, str):
+                sources.named[group] = _find(where, content, folder=NAMED_GROUPS[group], what=group)
+                typed[group] = _merge(sources.named[group], group, _defaults(group), _read(sources.named[group]))
                 continue
-            if not isinstance(content, DictConfig) or content._is_none():
-                raise RecipeError(where, group, f"found {_plain(content)!r}; it takes the keys of this group")
-            present = typed[group] if typed[group] is not None else OmegaConf.structured(group_schema(group))
-            typed[group] = _merge(where, group, present, content)
-    return OmegaConf.to_object(typed), sources
-
-
-def _merge(where: Path | str, group: str, present: DictConfig, layer: DictConfig) -> DictConfig:
+            if not isinstance(content, dict):
+                raise RecipeError(where, group, f"found {content!r}; it takes the keys of this group")
+            typed[group] = _merge(where, group, typed[group] or _defaults(group), content)
+    whole = OmegaConf.create({group: present for group, present in typed.items() if present is not None})
     try:
-        return OmegaConf.merge(present, OmegaConf.create(OmegaConf.to_container(layer, resolve=True)))
+        OmegaConf.resolve(whole)  # ${…} may refer to any key, so this comes last
+        return OmegaConf.to_object(OmegaConf.merge(defaults, whole)), sources
     except OmegaConfBaseException as error:
-        full_key = str(error.full_key or group)
-        if full_key == group or isinstance(error, InterpolationResolutionError):
-            raise RecipeError(where, full_key, str(error).splitlines()[0]) from None
-        schema, name = schema_of(full_key)
-        if isinstance(error, ConfigKeyError):
-            raise _unknown(where, full_key, [item.name for item in fields(schema)]) from None
-        value = _plain(OmegaConf.select(OmegaConf.create({group: layer}), full_key))
-        raise RecipeError(where, full_key, f"found {value!r}; it takes {accepted(schema, name)}") from None
+        full_key = str(error.full_key or "")
+        raise RecipeError(sources.of(full_key), full_key, str(error).splitlines()[0]) from None
+    except RecursionError:
+        raise RecipeError(file, "", "a value refers to itself, or is nested too deeply") from None
 
 
-def _named_file(where: Path | str, group: str, name: str) -> Path:
-    folders = [folder / NAMED_GROUPS[group] for folder in (Path("recipes"), RECIPES)]
+def _defaults(group: str) -> DictConfig:
+    return OmegaConf.structured(group_schema(group))
+
+
+def _merge(where: Path | str, group: str, present: DictConfig, layer: dict[Any, Any]) -> DictConfig:
+    for name, value in layer.items():
+        full_key = f"{group}.{name}"
+        try:
+            present = OmegaConf.merge(present, {name: value})
+        except (OmegaConfBaseException, TypeError, RecursionError) as error:
+            if getattr(error, "full_key", None):
+                full_key = f"{group}.{error.full_key}"
+            if isinstance(error, ConfigKeyError):
+                raise _unknown(where, full_key, [item.name for item in fields(schema_of(full_key)[0])]) from None
+            found = OmegaConf.select(OmegaConf.create({group: layer}), full_key)
+            raise RecipeError(where, full_key, f"found {found!r}; it takes {accepted(*schema_of(full_key))}") from None
+    return present
+
+
+def _find(where: Path | str, name: str, *, folder: str, what: str) -> Path:
+    """The file ``name``: a path, or the name of a file of recipes/``folder``, here or where auto3d is installed."""
+    folders = [Path("recipes") / folder, RECIPES / folder]
     for path in (Path(name), *(folder / f"{name}.yaml" for folder in folders)):
-        if path.is_file():
+        if path.suffix in (".yaml", ".yml") and path.is_file():
             return path
     known = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
-    raise RecipeError(
-        where, group, f"there is no {name!r}; give a file, one of {', '.join(known)}, or the keys themselves"
-    )
+    near = get_close_matches(name, known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise RecipeError(where, what, f"there is no {name!r}; give a .yaml file, or one of {', '.join(known)}{hint}")
 
 
 def _unknown(where: Path | str, full_key: str, known: Sequence[str]) -> RecipeError:
@@ -154,20 +183,19 @@ def _unknown(where: Path | str, full_key: str, known: Sequence[str]) -> RecipeEr
     return RecipeError(where, full_key, f"unknown; {hint}it takes {', '.join(known)}")
 
 
-def _plain(node: Any) -> Any:
-    return OmegaConf.to_container(node) if OmegaConf.is_config(node) else getattr(node, "_value", lambda: node)()
-
-
 class _Sources:
     """Which file a key's value came from, for messages."""
 
-    def __init__(self, file: Path, overrides: DictConfig) -> None:
+    def __init__(self, file: Path, overrides: dict[Any, Any]) -> None:
         self.file = file
         self.named: dict[str, Path] = {}
         self._overrides = overrides
 
     def of(self, full_key: str) -> Path | str:
-        if OmegaConf.select(self._overrides, full_key) is not None:
+        found: Any = self._overrides
+        for name in full_key.split("[")[0].split("."):
+            found = found.get(name) if isinstance(found, dict) else None
+        if found is not None:
             return COMMAND_LINE
         return self.named.get(full_key.split(".")[0], self.file)
 
@@ -190,19 +218,7 @@ def _check_values(recipe: Recipe, sources: _Sources) -> None:
 def _check_group(holder: Any, prefix: str, sources: _Sources) -> None:
     for item in fields(holder):
         value = getattr(holder, item.name)
-        if is_axis(type(holder), item.name):
-            kind = str if item.metadata["choices"] else int
-            fine = value == AUTO or (isinstance(value, list) and value and all(type(one) is kind for one in value))
-        else:
-            fine = True
-        for one in value if isinstance(value, list) else [value]:
-            if one is None or one == AUTO or isinstance(one, dict) or not fine:
-                continue
-            if item.metadata["choices"]:
-                fine = one in item.metadata["choices"]
-            if item.metadata["least"] is not None:
-                fine = one >= item.metadata["least"]  # not true of nan either
-        if not fine:
+        if not accepts(type(holder), item.name, value):
             full_key = f"{prefix}.{item.name}"
             problem = f"found {value!r}; it takes {accepted(type(holder), item.name)}"
             raise RecipeError(sources.of(full_key), full_key, problem)
@@ -214,40 +230,27 @@ def _check_together(recipe: Recipe, sources: _Sources) -> None:
     if (model.architecture is None) == (model.factory is None):
         found = "neither" if model.factory is None else "both"
         raise RecipeError(sources.of("model"), "model", f"found {found}; it takes either architecture or factory")
-    for pattern in recipe.data.files:
-        if not glob(pattern):
-            raise RecipeError(sources.of("data.files"), "data.files", f"found {pattern!r}; there is no such file")
+    for name, of, other in (("arguments", "factory", "architecture"), ("config", "architecture", "factory")):
+        if getattr(model, name) and getattr(model, of) is None:
+            full_key = f"model.{name}"
+            raise RecipeError(
+                sources.of(full_key), full_key, f"belongs to {of}, but the model has {other}: leave it out"
+            )
+    _check_data_files(recipe, sources.of("data.files"))
     if model.weights is not None and not Path(model.weights).is_file():
         problem = f"found {model.weights!r}; there is no such file"
         raise RecipeError(sources.of("model.weights"), "model.weights", problem)
 
 
-def plan_of(recipe: LoadedRecipe) -> PlanRecipe:
-    """The recipe's own plan; raises RecipeError if it has none, or one that does not fit its batch or its cluster.
-
-    Only training asks for it: a sweep makes its own plans.
-    """
-    plan, cluster = recipe.values.plan, recipe.values.cluster
-    if plan is None:
-        problem = "the recipe has none; give --plan FILE, or plan.dp=… plan.pp=… plan.micro_batch_size=…"
-        raise recipe.error("plan", problem)
-    if plan.tp != 1:
-        raise recipe.error("plan.tp", f"found {plan.tp}; this build does not run tensor parallelism: it takes 1")
-    ranks, devices = plan.dp * plan.tp * plan.pp, cluster.nodes * cluster.devices_per_node
-    if ranks > devices:
-        problem = (
-            f"dp × tp × pp = {plan.dp} × {plan.tp} × {plan.pp} needs {ranks} devices; "
-            f"the cluster has {cluster.nodes} × {cluster.devices_per_node} = {devices}"
-        )
-        raise recipe.error("plan", problem)
-    try:
-        check_degrees(
-            dp=plan.dp,
-            tp=plan.tp,
-            pp=plan.pp,
-            global_batch=recipe.values.training.global_batch,
-            micro_batch_size=plan.micro_batch_size,
-        )
-    except PlanError as error:
-        raise recipe.error("plan", str(error)) from None
-    return plan
+def _check_data_files(recipe: Recipe, where: Path | str) -> None:
+    for pattern in recipe.data.files:
+        if not glob(pattern):
+            raise RecipeError(where, "data.files", f"found {pattern!r}; there is no such file")
+    files = [Path(file) for file in data_files(recipe)]
+    for file in files:
+        if not file.is_file():
+            raise RecipeError(where, "data.files", f"found {str(file)!r}, which is no file; give dir/* for its files")
+    total, least = sum(file.stat().st_size for file in files), recipe.data.sequence_length + 1
+    if files and recipe.data.source == "text" and total < least:
+        problem = f"found {total} bytes in {len(files)} files; one sample needs {least}: data.sequence_length + 1"
+        raise RecipeError(where, "data.files", problem)

@@ -20,6 +20,7 @@ from auto3d.simulate.idle import bubble_ratio, idle, idle_within, steady_state
 from auto3d.simulate.pipelining_csv import pipelining_csv
 from auto3d.simulate.simulate import Timeline, simulate
 from auto3d.simulate.trace import trace
+from launch.output import print_json
 
 _OPTION_NAMES = {"sync": "--sync-placement"}  # of the command, where it is not the family's own
 
@@ -37,7 +38,7 @@ class Request:
 def print_families(as_json: bool) -> None:
     """All schedules: names, summaries, options with their defaults."""
     if as_json:
-        print(json.dumps([{"name": f.name, "summary": f.summary, "options": f.options} for f in SCHEDULES.values()]))
+        print_json([{"name": f.name, "summary": f.summary, "options": f.options} for f in SCHEDULES.values()])
         return
     for family in SCHEDULES.values():
         options = "  ".join(f"{_flag(name)} {default}" for name, default in family.options.items())
@@ -60,7 +61,7 @@ def print_schedule(name: str, request: Request, out: Console, *, as_json: bool, 
             raise InputError(f"{path}: cannot be written: {error.strerror}") from None
     record = _record(timeline)
     if as_json:
-        print(json.dumps(record))
+        print_json(record)
         return
     out.print(draw_terminal(timeline, width=out.width, colour=bool(out.color_system) and not out.no_color))
     print(_figures(record))
@@ -81,7 +82,7 @@ def print_comparison(names: Sequence[str], request: Request, *, as_json: bool) -
         timelines.append(_timeline(name, request, shared | own))
     records = [_record(timeline) for timeline in timelines]
     if as_json:
-        print(json.dumps(records))
+        print_json(records)
         return
     headings = ["schedule", "makespan", "bubble\nratio", "weight\ncopies", "activations\nin flight"]
     rows = [[name, *_row(record)] for name, record in zip(names, records, strict=True)]

@@ -1,17 +1,30 @@
 """The schema of a recipe: every key with its default, its meaning and unit, and what it accepts."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
 from auto3d.schedule import SCHEDULES
 
 AUTO = "auto"
 
+# Beyond these, planning would take longer than any run: it lists every micro-batch, and every divisor of the devices.
+LARGEST_BATCH, LARGEST_NODES, LARGEST_NODE = 10**5, 10**4, 10**3
+LARGEST_INTEGER = 2**63  # of a tensor
+LARGEST_TIME_S = 10**8
 
-def key(default: Any, meaning: str, *, choices: Sequence[str] = (), least: float | None = None) -> Any:
-    """A key of the schema. ``least`` bounds a number, or each number of a list, from below."""
-    metadata = {"meaning": meaning, "choices": tuple(choices), "least": least}
+
+def key(
+    default: Any,
+    meaning: str,
+    *,
+    choices: Sequence[str] = (),
+    least: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """A key of the schema. A number, or each number of a list, is at least ``least`` and below ``below``."""
+    metadata = {"meaning": meaning, "choices": tuple(choices), "least": least, "below": below}
     if isinstance(default, (list, dict)):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -33,29 +46,31 @@ class InputRecipe:
         "tokens, the same tokens one later, uniform integers, or normal numbers",
         choices=("tokens", "next-tokens", "integers", "normal"),
     )
-    shape: list[int] = key([], "of integers and normal: sizes of one sample", least=1)
-    high: int = key(2, "of integers: they are below this", least=1)
+    shape: list[int] = key([], "of integers and normal: sizes of one sample", least=1, below=LARGEST_INTEGER)
+    high: int = key(2, "of integers: they are below this", least=1, below=LARGEST_INTEGER)
 
 
 @dataclass
 class DataRecipe:
     source: str = key("text", "what tokens are: bytes of files, or random", choices=("text", "synthetic"))
     files: list[str] = key([], "text: files to read, * allowed; none: the source of Python's standard library")
-    sequence_length: int = key(128, "tokens per sample", least=1)
-    vocabulary_size: int = key(256, "synthetic: tokens are below this", least=1)
+    sequence_length: int = key(128, "tokens per sample", least=1, below=LARGEST_INTEGER)
+    vocabulary_size: int = key(256, "synthetic: tokens are below this", least=1, below=LARGEST_INTEGER)
     inputs: dict[str, InputRecipe] = key({}, "the model's inputs by name; none: input_ids and labels, both tokens")
 
 
 @dataclass
 class ClusterRecipe:
-    nodes: int = key(1, "machines", least=1)
-    devices_per_node: int = key(4, "processes per machine: one per GPU, or as many as a CPU should run", least=1)
+    nodes: int = key(1, "machines", least=1, below=LARGEST_NODES)
+    devices_per_node: int = key(
+        4, "processes per machine: one per GPU, or as many as a CPU should run", least=1, below=LARGEST_NODE
+    )
     device: str = key("cpu", "what a process computes on", choices=("cpu", "cuda"))
 
 
 @dataclass
 class TrainingRecipe:
-    global_batch: int = key(16, "samples per iteration, over all replicas", least=1)
+    global_batch: int = key(16, "samples per iteration, over all replicas", least=1, below=LARGEST_BATCH)
     iterations: int = key(20, "of `auto3d train`", least=1)
     optimizer: str = key("adamw", "the optimizer", choices=("adamw", "sgd"))
     learning_rate: float = key(1e-3, "the highest of the schedule", least=0)
@@ -65,11 +80,13 @@ class TrainingRecipe:
     warmup_iterations: int = key(0, "iterations in which the rate rises linearly from 0", least=0)
     weight_decay: float = key(0.0, "decay of every parameter", least=0)
     momentum: float = key(0.9, "of sgd", least=0)
-    betas: list[float] = key([0.9, 0.999], "the two of adamw", least=0)
+    betas: list[float] = key([0.9, 0.999], "the two of adamw", least=0, below=1)
     clip_norm: float = key(1.0, "largest norm of all gradients together; 0: no clipping", least=0)
-    seed: int = key(1, "of weights, data order and dropout", least=0)
-    threads_per_rank: int = key(1, "threads of a CPU process's arithmetic", least=1)
-    timeout_s: float = key(120.0, "seconds that a process waits for another before it gives up", least=1)
+    seed: int = key(1, "of weights, data order and dropout", least=0, below=LARGEST_INTEGER)
+    threads_per_rank: int = key(1, "threads of a CPU process's arithmetic", least=1, below=LARGEST_NODE)
+    timeout_s: float = key(
+        120.0, "seconds that a process waits for another before it gives up", least=1, below=LARGEST_TIME_S
+    )
 
 
 @dataclass
@@ -92,7 +109,7 @@ class MeasureRecipe:
 @dataclass
 class LaunchRecipe:
     concurrent_trials: int = key(1, "trials at a time; more than 1 disturbs the timings on one machine", least=1)
-    trial_timeout_s: float = key(600.0, "seconds after which a trial is ended", least=1)
+    trial_timeout_s: float = key(600.0, "seconds after which a trial is ended", least=1, below=LARGEST_TIME_S)
 
 
 @dataclass
@@ -139,11 +156,38 @@ def is_axis(schema: type, name: str) -> bool:
     return get_type_hints(schema)[name] is Any
 
 
+def accepts(schema: type, name: str, value: Any) -> bool:
+    """Whether the key, of the right type already where the schema has one, takes ``value``."""
+    metadata = _field(schema, name).metadata
+    if is_axis(schema, name):
+        if value == AUTO:
+            return True
+        kind = str if metadata["choices"] else int
+        if not isinstance(value, list) or not value or any(type(one) is not kind for one in value):
+            return False
+    if value is None or isinstance(value, dict):
+        return True  # left out, or checked key by key
+    return all(_within(metadata, one) for one in (value if isinstance(value, list) else [value]))
+
+
+def _within(metadata: Mapping[str, Any], value: Any) -> bool:
+    if metadata["choices"]:
+        return value in metadata["choices"]
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
+    least, below = metadata["least"], metadata["below"]
+    return (least is None or value >= least) and (below is None or value < below)
+
+
+def _field(schema: type, name: str) -> Field:
+    return next(item for item in fields(schema) if item.name == name)
+
+
 def accepted(schema: type, name: str) -> str:
     """What the key takes, in a user's words."""
-    item = next(item for item in fields(schema) if item.name == name)
-    least = item.metadata["least"]
-    bound = f" of at least {least:g}" if least is not None else ""
+    item = _field(schema, name)
+    bounds = {"of at least": item.metadata["least"], "and below": item.metadata["below"]}
+    bound = "".join(f" {words} {number}" for words, number in bounds.items() if number is not None)
     if item.metadata["choices"]:
         names = ", ".join(item.metadata["choices"])
         return f"auto or a list of {names}" if is_axis(schema, name) else f"one of {names}"

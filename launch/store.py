@@ -2,20 +2,25 @@
 
 import fcntl
 import os
+import platform
 import shutil
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from json import dumps
 from pathlib import Path
+from typing import Any
 
-from pydantic import ValidationError
+import torch
+import transformers
+from pydantic import TypeAdapter, ValidationError
 
 from auto3d.errors import InputError
-from auto3d.plan import Plan, PlanError
-from auto3d.runtime.measurement import Measurement
-from launch.recipe import LoadedRecipe, save
+from auto3d.plan import Plan
+from auto3d.runtime.measurement import Measurement, Status
+from launch.recipe import LoadedRecipe, data_files, save
 
 RUNS = Path("runs")
 
@@ -46,12 +51,7 @@ class Trial:
 
     def measurement(self) -> Measurement | None:
         """What the trial gave, or None if it has not ended."""
-        try:
-            return Measurement.from_json(self.measurement_file.read_bytes())
-        except FileNotFoundError:
-            return None
-        except ValidationError:  # of another version, or damaged: as if it had not run
-            return None
+        return _read_measurement(self.measurement_file)
 
     def prepare(self, recipe: LoadedRecipe) -> None:
         """Write what the trial's process needs: the plan and the whole recipe."""
@@ -61,35 +61,91 @@ class Trial:
         save(recipe.values, self.recipe_file)
 
 
-def trial_of(recipe: LoadedRecipe, plan: Plan) -> Trial:
-    """The trial of ``plan``: its name tells the degrees, and changes with all that changes what would be measured."""
+@dataclass(frozen=True)
+class Sweep:
+    """The last sweep of a recipe: what it was asked for, and the trials that it consists of."""
+
+    overrides: list[str]
+    settings: str  # digest of what decides which trials there are, and what each measures
+    trials: list[str]  # names
+    left_out: int  # plans beyond search.max_trials
+
+
+_sweep_adapter = TypeAdapter(Sweep)
+
+
+def trials_of(recipe: LoadedRecipe, plans: Sequence[Plan]) -> list[Trial]:
+    """The trials of ``plans``: a name tells the degrees, and changes with all that changes what would be measured."""
+    files = data_files(recipe.values) + [recipe.values.model.weights] * (recipe.values.model.weights is not None)
+    surroundings = {
+        "files": [(str(Path(file).resolve()), (state := os.stat(file)).st_size, state.st_mtime_ns) for file in files],
+        "host": socket.gethostname(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    trials = []
+    for plan in plans:
+        digest = _digest([_measured(recipe), surroundings, plan.to_json()])[:8]
+        name = f"dp{plan.dp}-tp{plan.tp}-pp{plan.pp}-mb{plan.micro_batch_size}-{plan.schedule}-{digest}"
+        trials.append(Trial(name, _folder(recipe) / "trials" / name, plan))
+    return trials
+
+
+def write_sweep(recipe: LoadedRecipe, trials: Sequence[Trial], *, left_out: int) -> None:
+    sweep = Sweep(list(recipe.overrides), settings_digest(recipe), [trial.name for trial in trials], left_out)
+    write_whole(private_folder(_folder(recipe)) / "sweep.json", dumps(asdict(sweep), indent=1))
+
+
+def last_sweep(recipe: LoadedRecipe) -> Sweep | None:
+    """The last sweep of the recipe of this name, whatever its settings were; None if there is none that can be read."""
+    try:
+        return _sweep_adapter.validate_json((_folder(recipe) / "sweep.json").read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def measurements_of(recipe: LoadedRecipe, sweep: Sweep) -> list[Measurement]:
+    """Of the trials that have ended."""
+    found = (_read_measurement(_folder(recipe) / "trials" / name / "measurement.json") for name in sweep.trials)
+    return [measurement for measurement in found if measurement is not None]
+
+
+def settings_digest(recipe: LoadedRecipe) -> str:
+    """Equal for recipes whose sweeps, on one machine, have the same trials."""
+    return _digest([_measured(recipe), asdict(recipe.values.search)])
+
+
+def _measured(recipe: LoadedRecipe) -> dict[str, Any]:
+    """The keys that change what a trial measures."""
     values = asdict(recipe.values)
-    identity = {group: values[group] for group in ("model", "data", "cluster", "training", "measure")}
-    del identity["training"]["iterations"]  # of `auto3d train`; a trial has its own
-    text = dumps([identity, plan.to_json()], sort_keys=True)
-    digest = sha256(text.encode()).hexdigest()[:8]
-    name = f"dp{plan.dp}-tp{plan.tp}-pp{plan.pp}-mb{plan.micro_batch_size}-{plan.schedule}-{digest}"
-    return Trial(name, RUNS / recipe.name / "trials" / name, plan)
+    measured = {group: values[group] for group in ("model", "data", "cluster", "training", "measure")}
+    del measured["training"]["iterations"]  # of `auto3d train`; a trial has its own
+    del measured["training"]["timeout_s"]
+    return measured
 
 
-def finished_trials(recipe: LoadedRecipe) -> list[tuple[Trial, Measurement]]:
-    """The trials of ``recipe``, as it is now, that have ended; those of other settings under its name are left out."""
-    found = []
-    for folder in sorted((RUNS / recipe.name / "trials").glob("*")):
-        try:
-            trial = trial_of(recipe, Plan.from_json((folder / "plan.json").read_bytes()))
-        except (FileNotFoundError, PlanError):
-            continue
-        measurement = trial.measurement() if trial.name == folder.name else None
-        if measurement is not None:
-            found.append((trial, measurement))
-    return found
+def _digest(content: Any) -> str:
+    return sha256(dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _folder(recipe: LoadedRecipe) -> Path:
+    return RUNS / recipe.name
+
+
+def _read_measurement(file: Path) -> Measurement | None:
+    try:
+        measurement = Measurement.from_json(file.read_bytes())
+    except (OSError, ValidationError):  # absent, of another version, or damaged: as if it had not run
+        return None
+    damaged = measurement.status is Status.OK and not (measurement.iteration_s and measurement.peak_bytes)
+    return None if damaged else measurement
 
 
 @contextmanager
 def exclusive(recipe: LoadedRecipe) -> Iterator[None]:
     """Hold the recipe's store; raises StoreError if another process does. The kernel frees it however we end."""
-    file = private_folder(RUNS / recipe.name) / "lock"
+    file = private_folder(_folder(recipe)) / "lock"
     with file.open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -112,8 +168,12 @@ def private_folder(path: Path) -> Path:
 def write_whole(file: Path, text: str) -> None:
     """Write so that a reader sees the old content or the new, never half of it, even after a crash."""
     partial = file.with_name(f".{file.name}.{os.getpid()}")
-    with partial.open("w") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(file)
+    try:
+        with partial.open("w") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        partial.replace(file)
+    except OSError as error:  # such as a full disk, of which the error itself does not name the file
+        partial.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(file)) from error

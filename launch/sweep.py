@@ -4,21 +4,22 @@ import math
 import os
 import signal
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import submitit
 
 from auto3d.capture.specialize import specialize
-from auto3d.plan import Plan
 from auto3d.runtime.measurement import Measurement, Status
-from auto3d.search.space import Candidate, candidates
+from auto3d.runtime.training import samples_at_once
+from launch import candidates
+from launch.model import initial_weights
 from launch.ranks import check_devices
 from launch.recipe import LoadedRecipe
-from launch.settings import cluster, exported_model, search_space
-from launch.store import Trial, exclusive, private_folder, trial_of, write_whole
+from launch.settings import exported_model
+from launch.store import Trial, exclusive, private_folder, trials_of, write_sweep, write_whole
 from launch.trial import run_trial
 
 POLL_S = 0.1
@@ -37,58 +38,58 @@ class Ended:
     total: int
 
 
-def find_candidates(recipe: LoadedRecipe) -> list[Candidate]:
-    """Every combination of the recipe's search space, with its plan or the reason why it has none."""
-    values = recipe.values
-    model = exported_model(recipe)
-    return list(
-        candidates(
-            search_space(values),
-            cluster(values),
-            lambda micro_batch_size: specialize(model, micro_batch_size),
-            global_batch=values.training.global_batch,
-            seed=values.training.seed,
-        )
-    )
+class Watcher(Protocol):
+    """What is told how a sweep goes."""
+
+    def begin(self, total: int, kept: Sequence[tuple[Trial, Measurement]], left_out: int) -> None:
+        """Before the first of ``total`` trials; those ``kept`` ended earlier, and ``left_out`` plans do not run."""
+
+    def start(self, trial: Trial) -> None: ...
+
+    def end(self, ended: Ended) -> None: ...
 
 
-def runnable(recipe: LoadedRecipe, found: Sequence[Candidate]) -> list[Plan]:
-    """The plans of the candidates that have one; raises RecipeError, with the commonest reason, if none has."""
-    plans = [candidate.plan for candidate in found if candidate.plan is not None]
-    if not plans:
-        reason, times = Counter(candidate.reason for candidate in found).most_common(1)[0]
-        problem = f"none of its {len(found)} candidates can run; {times} of them because {reason}"
-        raise recipe.error("search", problem)
-    return plans
-
-
-def run_sweep(
-    recipe: LoadedRecipe, *, retry: bool, on_start: Callable[[Trial], None], on_end: Callable[[Ended], None]
-) -> None:
+def run_sweep(recipe: LoadedRecipe, *, retry: bool, watcher: Watcher) -> None:
     """Run each trial of the sweep that has not ended; with ``retry`` also those that failed or timed out.
 
-    On KeyboardInterrupt the running trials are ended; what has ended stays.
+    On SIGINT or SIGTERM the running trials are ended, and KeyboardInterrupt is raised; what has ended stays.
     """
     values = recipe.values
     if values.cluster.nodes > 1:
         raise recipe.error("cluster.nodes", f"found {values.cluster.nodes}; a sweep runs on one machine: it takes 1")
-    plans = runnable(recipe, find_candidates(recipe))
-    trials = [trial_of(recipe, plan) for plan in plans[: values.search.max_trials]]
-    check_devices(recipe, max(trial.plan.ranks for trial in trials))
+    model = exported_model(recipe)
+    found = candidates.find(recipe, model)
+    left_out = sum(candidate.reason == candidates.left_out(recipe) for candidate in found)
+    plans = candidates.runnable(recipe, found)
+    check_devices(recipe, max(plan.ranks for plan in plans))
+    initial_weights(recipe, specialize(model, samples_at_once(plans[0])).graph)
+    trials = trials_of(recipe, plans)
     with exclusive(recipe):
-        pending = [trial for trial in trials if _to_run(trial, retry)]
-        total = len(pending)
-        running: dict[Trial, submitit.Job] = {}
-        number = 0
+        write_sweep(recipe, trials, left_out=left_out)
+        ended = {trial: measurement for trial in trials if (measurement := trial.measurement()) is not None}
+        kept = {trial: one for trial, one in ended.items() if one.status in FINAL or not retry}
+        pending = [trial for trial in trials if trial not in kept]
+        watcher.begin(len(pending), list(kept.items()), left_out)
+        _run_trials(recipe, pending, watcher)
+
+
+def _run_trials(recipe: LoadedRecipe, pending: list[Trial], watcher: Watcher) -> None:
+    total = len(pending)
+    running: dict[Trial, submitit.Job] = {}
+    number = 0
+    with _interrupts_noted() as interrupted:
         try:
             while pending or running:
-                while pending and len(running) < values.launch.concurrent_trials:
+                if interrupted():
+                    raise KeyboardInterrupt
+                if pending and len(running) < recipe.values.launch.concurrent_trials:
                     trial = pending.pop(0)
-                    on_start(trial)
+                    watcher.start(trial)
                     running[trial] = _submit(trial, recipe)
+                    continue
                 for trial in [trial for trial, job in running.items() if job.done()]:
                     number += 1
-                    on_end(Ended(trial, _measurement(trial, running.pop(trial)), number, total))
+                    watcher.end(Ended(trial, _measurement(trial, running.pop(trial)), number, total))
                 time.sleep(POLL_S)
         finally:
             for job in running.values():
@@ -97,9 +98,19 @@ def run_sweep(
                 time.sleep(POLL_S)
 
 
-def _to_run(trial: Trial, retry: bool) -> bool:
-    measurement = trial.measurement()
-    return measurement is None or (retry and measurement.status not in FINAL)
+@contextmanager
+def _interrupts_noted() -> Iterator[Callable[[], bool]]:
+    """Only note SIGINT and SIGTERM, so that no trial starts without being known; yields whether one came."""
+    noted: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, frame: noted.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield lambda: bool(noted)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _submit(trial: Trial, recipe: LoadedRecipe) -> submitit.Job:
@@ -109,16 +120,17 @@ def _submit(trial: Trial, recipe: LoadedRecipe) -> submitit.Job:
         timeout_min=math.ceil((recipe.values.launch.trial_timeout_s + JOB_MARGIN_S) / 60),
         gpus_per_node=trial.plan.ranks if recipe.values.cluster.device == "cuda" else 0,
     )
-    with _interrupts_kept():
-        return executor.submit(run_trial, str(trial.recipe_file), str(trial.plan_file), str(trial.measurement_file))
-
-
-@contextmanager
-def _interrupts_kept() -> Iterator[None]:
-    """What is started inside never sees the terminal's Ctrl-C: ending trials is this process's business alone."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by what is started
+    # A trial never sees the terminal's Ctrl-C, for it inherits this mask: to end it is this process's business alone.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        yield
+        return executor.submit(
+            run_trial,
+            str(trial.recipe_file),
+            str(trial.plan_file),
+            str(trial.measurement_file),
+            modules=str(recipe.folder),
+            sweep=os.getpid(),
+        )
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 

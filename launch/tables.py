@@ -2,7 +2,9 @@
 
 import csv
 import io
+import shlex
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -10,8 +12,8 @@ from typing import Any
 from tabulate import tabulate
 
 from auto3d.runtime.measurement import Measurement, Status
-from launch.recipe import LoadedRecipe
-from launch.store import StoreError, finished_trials, write_whole
+from launch.recipe import LoadedRecipe, load
+from launch.store import StoreError, last_sweep, measurements_of, settings_digest, write_whole
 
 RESULTS = Path("results")
 
@@ -30,27 +32,53 @@ HEADINGS = {
 }
 
 
-def rows(recipe: LoadedRecipe) -> list[dict[str, Any]]:
-    """One record per finished trial of ``recipe``, fastest first; raises StoreError if there is none."""
-    measurements = [measurement for _, measurement in finished_trials(recipe)]
+@dataclass(frozen=True)
+class Results:
+    """The last sweep of a recipe: ``recipe`` with the sweep's overrides, and what its trials gave, fastest first."""
+
+    recipe: LoadedRecipe
+    measurements: list[Measurement]
+    trials: int  # that the sweep consists of
+    left_out: int
+
+
+def results_of(recipe: LoadedRecipe) -> Results:
+    """The results of the last sweep of ``recipe``, whose overrides, if any, must be that sweep's.
+
+    Raises StoreError if that sweep had other settings, or no trial has ended.
+    """
+    sweep = last_sweep(recipe)
+    if sweep is None:
+        raise StoreError(f"{recipe.name}: no finished trial; to run them: {recipe.command('sweep')}")
+    present = recipe if recipe.overrides else load(recipe.written, sweep.overrides)
+    if settings_digest(present) != sweep.settings:
+        change = f"its last sweep had other settings (overrides: {shlex.join(sweep.overrides) or 'none'})"
+        if not recipe.overrides:
+            change = "the recipe has changed since its last sweep"
+        raise StoreError(f"{recipe.name}: no finished trial: {change}; to run them: {present.command('sweep')}")
+    measurements = sorted(measurements_of(present, sweep), key=_rank)
     if not measurements:
-        raise StoreError(f"{recipe.name}: no finished trial; `auto3d sweep {recipe.name}` runs them")
-    return [_row(measurement) for measurement in sorted(measurements, key=_rank)]
+        raise StoreError(f"{recipe.name}: no finished trial; to run them: {present.command('sweep')}")
+    return Results(present, measurements, len(sweep.trials), sweep.left_out)
 
 
-def best(recipe: LoadedRecipe) -> Measurement | None:
+def rows(results: Results) -> list[dict[str, Any]]:
+    """One record per finished trial."""
+    return [_row(measurement) for measurement in results.measurements]
+
+
+def best(results: Results) -> Measurement | None:
     """The fastest trial that is ok."""
-    measurements = sorted((measurement for _, measurement in finished_trials(recipe)), key=_rank)
-    return measurements[0] if measurements and measurements[0].status is Status.OK else None
+    return next((measurement for measurement in results.measurements if measurement.status is Status.OK), None)
 
 
-def write(recipe: LoadedRecipe) -> list[Path]:
+def write(results: Results) -> list[Path]:
     """Write results/<recipe>/table.md and table.csv and, if a trial is ok, best_plan.json; returns the files."""
-    folder = RESULTS / recipe.name
+    folder = RESULTS / results.recipe.name
     folder.mkdir(parents=True, exist_ok=True)
-    records = rows(recipe)
-    contents = {"table.md": _markdown(recipe, records), "table.csv": _csv(records)}
-    fastest = best(recipe)
+    records = rows(results)
+    contents = {"table.md": _markdown(results, records), "table.csv": _csv(records)}
+    fastest = best(results)
     if fastest is not None:
         contents["best_plan.json"] = fastest.plan.to_json() + "\n"
     for name, text in contents.items():
@@ -58,15 +86,20 @@ def write(recipe: LoadedRecipe) -> list[Path]:
     return [folder / name for name in contents]
 
 
-def terminal(recipe: LoadedRecipe) -> str:
+def terminal(results: Results) -> str:
     """The table for a terminal of 80 columns, with the same caption as the Markdown one."""
-    return f"{_table(rows(recipe), list(HEADINGS.values()), 'simple')}\n\n{fill(caption(recipe), 80)}"
+    # The command at the caption's end keeps its line: it is there to be copied.
+    text, again = fill(_told(results), 80), _again(results.recipe)
+    return f"{_table(rows(results), list(HEADINGS.values()), 'simple')}\n\n{text}\nAgain: {again}"
 
 
-def caption(recipe: LoadedRecipe) -> str:
+def caption(results: Results) -> str:
     """How the numbers were made, on what, and how to make them again."""
-    values = recipe.values
-    measured = [measurement for _, measurement in finished_trials(recipe) if measurement.environment]
+    return f"{_told(results)} Again: `{_again(results.recipe)}`"
+
+
+def _told(results: Results) -> str:
+    values = results.recipe.values
     model = values.model.architecture or values.model.factory
     text = (
         f"Measured, not predicted: {model}, global batch {values.training.global_batch}; median of "
@@ -75,14 +108,26 @@ def caption(recipe: LoadedRecipe) -> str:
     )
     if values.cluster.device == "cpu":
         text += " beyond its interpreter and libraries"
-    for environment in {measurement.environment for measurement in measured}:
+    environments = {one.environment for one in results.measurements if one.environment}
+    for environment in sorted(environments, key=lambda one: (one.host, str(one))):
         text += (
-            f"; on {environment.device}, {environment.cores} cores, torch {environment.torch}, "
+            f"; on {environment.host}: {environment.device}, {environment.cores} cores, torch {environment.torch}, "
             f"transformers {environment.transformers}, Python {environment.python}"
         )
-    days = sorted({measurement.finished[:10] for measurement in measured})
+    days = sorted({one.finished[:10] for one in results.measurements if one.finished})
     text += f"; {' to '.join(dict.fromkeys([days[0], days[-1]]))}" if days else ""
-    return f"{text}. Again: make sweep RECIPE={recipe.name}"
+    ended = len(results.measurements)
+    if ended < results.trials:
+        text += f"; {results.trials - ended} of {results.trials} trials have not run"
+    if results.left_out:
+        text += f"; {results.left_out} more plans are left out by search.max_trials = {values.search.max_trials}"
+    return f"{text}."
+
+
+def _again(recipe: LoadedRecipe) -> str:
+    if recipe.shipped and not recipe.overrides:
+        return f"make sweep RECIPE={recipe.name}"
+    return recipe.command("sweep")
 
 
 def _rank(measurement: Measurement) -> tuple[int, float]:
@@ -106,6 +151,8 @@ def _row(measurement: Measurement) -> dict[str, Any]:
         "tokens_per_s": measurement.tokens_per_s if ok and measurement.tokens_per_sample else None,
         "peak_bytes": max(measurement.peak_bytes) if ok else None,
         "status": str(measurement.status),
+        "error": measurement.error,
+        "plan": asdict(plan),
     }
 
 
@@ -121,9 +168,9 @@ def _cells(record: dict[str, Any]) -> list[str]:
     return ["-" if shown[name] is None else forms.get(name, "{}").format(shown[name]) for name in HEADINGS]
 
 
-def _markdown(recipe: LoadedRecipe, records: Sequence[dict[str, Any]]) -> str:
+def _markdown(results: Results, records: Sequence[dict[str, Any]]) -> str:
     headings = [heading.replace("-\n", "-").replace("\n", " ") for heading in HEADINGS.values()]
-    return f"{_table(records, headings, 'github')}\n\n{caption(recipe)}\n"
+    return f"{_table(records, headings, 'github')}\n\n{caption(results)}\n"
 
 
 def _table(records: Sequence[dict[str, Any]], headings: Sequence[str], form: str) -> str:
@@ -134,7 +181,7 @@ def _table(records: Sequence[dict[str, Any]], headings: Sequence[str], form: str
 
 def _csv(records: Sequence[dict[str, Any]]) -> str:
     text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(HEADINGS), lineterminator="\n")
+    writer = csv.DictWriter(text, fieldnames=list(HEADINGS), lineterminator="\n", extrasaction="ignore")
     writer.writeheader()
     writer.writerows(records)
     return text.getvalue()

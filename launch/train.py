@@ -1,6 +1,7 @@
 """Training by hand: one plan, on processes of our own or among those that a launcher started."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -9,18 +10,21 @@ from typing import Any
 from rich.console import Console
 
 from auto3d.capture.specialize import specialize
+from auto3d.errors import InputError
 from auto3d.plan import Plan, PlanError
 from auto3d.runtime.executor import IterationResult
 from auto3d.runtime.measurement import Status
-from auto3d.runtime.training import TrainingResult, stages_of, train
+from auto3d.runtime.training import TrainingResult, samples_at_once, stages_of, train
 from auto3d.runtime.waiting import PeerLostError
 from auto3d.runtime.world import World
-from auto3d.search.space import make_plan
+from launch import candidates
 from launch.join import joined_world
-from launch.model import Weights
-from launch.progress import training_progress
+from launch.model import initial_weights
+from launch.output import stdout_to_stderr
+from launch.progress import at_work, training_progress
 from launch.ranks import Report, check_devices, run_ranks
-from launch.recipe import LoadedRecipe, plan_of
+from launch.recipe import LoadedRecipe
+from launch.schema import PlanRecipe
 from launch.settings import data_settings, exported_model, training_settings
 
 
@@ -31,22 +35,21 @@ def run_training(
     values = recipe.values
     world = joined_world()
     given = _read_plan(recipe, plan_file) if plan_file else None
-    wanted = given or plan_of(recipe)
+    wanted = given or _plan_of(recipe)
     _check_processes(recipe, world, wanted.dp * wanted.tp * wanted.pp)
-    captured = specialize(exported_model(recipe), wanted.micro_batch_size)
-    plan = given or make_plan(
-        captured,
-        dp=wanted.dp,
-        tp=wanted.tp,
-        pp=wanted.pp,
-        global_batch=values.training.global_batch,
-        schedule=wanted.schedule,
-        seed=values.training.seed,
-    )
-    stages_of(captured, plan)  # refuses a plan of another model before any process starts
+    with at_work(console, "capturing the model"):
+        model = exported_model(recipe)
+    captured = specialize(model, samples_at_once(given) if given else wanted.micro_batch_size)
+    if given is None:
+        candidate = candidates.of_plan(recipe, wanted, captured)
+        if candidate.plan is None:
+            raise recipe.error("plan", candidate.reason)
+    plan = given or candidate.plan
+    with _errors_naming(plan_file):
+        stages_of(captured, plan)  # refuses a plan of another model
     settings = training_settings(values, iterations=values.training.iterations)
     data = data_settings(values)
-    state = Weights(recipe) if values.model.weights else None
+    state = initial_weights(recipe, captured.graph)
 
     def run(world: World, report: Report) -> TrainingResult:
         def on_iteration(iteration: int, result: IterationResult, seconds: float) -> None:
@@ -90,21 +93,44 @@ def _check_processes(recipe: LoadedRecipe, world: World | None, needed: int) -> 
 def _run_joined(
     world: World, run: Callable[[World, Report], TrainingResult], console: Console, iterations: int
 ) -> TrainingResult:
-    if world.rank:
-        return run(world, lambda report: None)
-    with training_progress(console, iterations) as on_report:
-        return run(world, on_report)
+    with stdout_to_stderr():
+        if world.rank:
+            return run(world, lambda report: None)
+        with training_progress(console, iterations) as on_report:
+            return run(world, on_report)
+
+
+def _plan_of(recipe: LoadedRecipe) -> PlanRecipe:
+    if recipe.values.plan is None:
+        problem = "the recipe has none; give --plan FILE, or plan.dp=… plan.pp=… plan.micro_batch_size=…"
+        raise recipe.error("plan", problem)
+    return recipe.values.plan
 
 
 def _read_plan(recipe: LoadedRecipe, plan_file: str) -> Plan:
-    try:
+    overrides = recipe.overrides_of("plan")
+    if overrides:
+        raise recipe.error("plan", f"{' '.join(overrides)} changes the recipe's plan, but --plan gives another")
+    cluster = recipe.values.cluster
+    devices = cluster.nodes * cluster.devices_per_node
+    with _errors_naming(plan_file):
         plan = Plan.from_json(Path(plan_file).read_bytes())
-    except PlanError as error:
-        raise PlanError(f"{plan_file}: {error}") from None
-    if plan.global_batch != recipe.values.training.global_batch:
-        problem = f"found {recipe.values.training.global_batch}; {plan_file} was made for {plan.global_batch}"
-        raise recipe.error("training.global_batch", problem)
+        samples_at_once(plan)  # refuses a schedule that is not known or does not fit
+        if plan.ranks > devices:
+            raise PlanError(f"needs {plan.ranks} devices; the cluster has {devices}")
+    for key in ("global_batch", "seed"):
+        present, made_for = getattr(recipe.values.training, key), getattr(plan, key)
+        if present != made_for:
+            raise recipe.error(f"training.{key}", f"found {present}; {plan_file} was made for {made_for}")
     return plan
+
+
+@contextmanager
+def _errors_naming(plan_file: str | None) -> Iterator[None]:
+    try:
+        yield
+    except InputError as error:
+        raise PlanError(f"{plan_file}: {error}" if plan_file else str(error)) from None
 
 
 def _record(result: TrainingResult, plan: Plan, warmup: int) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """One trial: run a plan for a few iterations and write down what happened. This is what submitit calls."""
 
 import os
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -8,21 +9,27 @@ from auto3d.capture.specialize import specialize
 from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.runtime.measurement import Environment, Measurement, Status
-from auto3d.runtime.training import TrainingResult, train
+from auto3d.runtime.training import TrainingResult, samples_at_once, train
 from auto3d.runtime.world import World
-from launch.model import Weights
-from launch.ranks import Report, die_with_parent, run_ranks
+from launch.model import initial_weights
+from launch.ranks import Report, die_with_parent, end_with, run_ranks
 from launch.recipe import LoadedRecipe, load
 from launch.settings import data_settings, exported_model, training_settings
 from launch.store import write_whole
 
 
-def run_trial(recipe_file: str, plan_file: str, measurement_file: str) -> None:
-    """Run the trial of these two files; its measurement is written at the end, whatever the end was."""
-    if "SUBMITIT_LOCAL_JOB_ID" in os.environ:  # the pid of submitit's controller; a cancelled trial ends with it
-        die_with_parent(int(os.environ["SUBMITIT_LOCAL_JOB_ID"]))
+def run_trial(recipe_file: str, plan_file: str, measurement_file: str, *, modules: str, sweep: int) -> None:
+    """Run the trial of these files; its measurement is written at the end, whatever the end was.
+
+    ``modules`` is the folder of the user's own recipe; ``sweep`` the process that asked for the trial, which does not
+    outlive it.
+    """
+    controller = int(os.environ["SUBMITIT_LOCAL_JOB_ID"])
+    die_with_parent(controller)
+    end_with(sweep, controller=controller)
     folder = Path(measurement_file).resolve().parent
-    measurement = measure(load(recipe_file), Plan.from_json(Path(plan_file).read_bytes()), folder)
+    recipe = replace(load(recipe_file), folder=Path(modules))
+    measurement = measure(recipe, Plan.from_json(Path(plan_file).read_bytes()), folder)
     write_whole(Path(measurement_file), measurement.to_json())
 
 
@@ -38,16 +45,16 @@ def measure(recipe: LoadedRecipe, plan: Plan, folder: Path) -> Measurement:
         "tokens_per_sample": values.data.sequence_length if has_tokens(recipe) else 0,
     }
     try:
-        captured = specialize(exported_model(recipe), plan.micro_batch_size)
-        state = Weights(recipe) if values.model.weights else None
+        captured = specialize(exported_model(recipe), samples_at_once(plan))
+        state = initial_weights(recipe, captured.graph)
+
+        def run(world: World, report: Report) -> tuple[TrainingResult, Environment]:
+            result = train(captured, plan, settings, data, world, state=state)
+            return result, Environment.here(settings.device)
+
+        outcome = run_ranks(plan.ranks, run, timeout_s=values.launch.trial_timeout_s, folder=folder)
     except InputError as error:
         return Measurement(status=Status.FAILED, error=str(error), finished=_now(), **facts)
-
-    def run(world: World, report: Report) -> tuple[TrainingResult, Environment]:
-        result = train(captured, plan, settings, data, world, state=state)
-        return result, Environment.here(settings.device)
-
-    outcome = run_ranks(plan.ranks, run, timeout_s=values.launch.trial_timeout_s, folder=folder)
     if outcome.status is not Status.OK:
         return Measurement(status=outcome.status, error=outcome.error, finished=_now(), **facts)
     result, environment = outcome.result

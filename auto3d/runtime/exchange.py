@@ -31,7 +31,7 @@ class _Posted:
 class Exchange:
     """Sends and receives the messages of one rank's Program.
 
-    ``rank_of`` maps pipeline devices to ranks of this replica, ``device_of`` stages to pipeline devices. A message is
+    ``rank_of`` maps pipeline devices to ranks of this replica, ``device_of`` (stage, pipe) to devices. A message is
     the list of tensors, in the order of ``transfers``, that its two stages exchange for one micro-batch.
     """
 
@@ -41,7 +41,7 @@ class Exchange:
         transfers: Sequence[Transfer],
         *,
         rank_of: Sequence[int],
-        device_of: Mapping[int, int],
+        device_of: Mapping[tuple[int, int], int],
         device: torch.device,
         timeout_s: float,
     ) -> None:
@@ -73,7 +73,7 @@ class Exchange:
             self._post(peer)
 
     def send(self, message: Message, tensors: list[torch.Tensor]) -> None:
-        peer = self._rank_of[self._device_of[message.target]]
+        peer = self._rank_of[self._device_of[message.target, message.pipe]]
         if peer == dist.get_rank():
             self._local[message] = tensors
             return
@@ -84,7 +84,7 @@ class Exchange:
 
     def receive(self, message: Message) -> list[torch.Tensor]:
         """The tensors of ``message``; waits for them."""
-        peer = self._device_of[message.source]
+        peer = self._device_of[message.source, message.pipe]
         if self._rank_of[peer] == dist.get_rank():
             return self._local.pop(message)
         posted = self._posted[peer]
@@ -114,7 +114,7 @@ class Exchange:
         through their pairs in one order, before any receive is posted ahead of its send.
         """
         own = dist.get_rank()
-        sends = {self._rank_of[self._device_of[m.target]] for step in self._program.steps for m in step.sends}
+        sends = {self._rank_of[self._device_of[m.target, m.pipe]] for step in self._program.steps for m in step.sends}
         pairs = {(own, peer) for peer in sends} | {(self._rank_of[peer], own) for peer in self._program.arrivals}
         for source, target in sorted(pairs, key=lambda pair: (min(pair), max(pair), pair)):
             if source == target:

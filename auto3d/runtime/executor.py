@@ -17,6 +17,8 @@ from auto3d.runtime.stage import StageModule
 from auto3d.runtime.waiting import waiting_for
 from auto3d.schedule.operation import Kind
 
+Replica = tuple[int, int]  # (stage, pipe)
+
 
 @dataclass(frozen=True)
 class IterationResult:
@@ -32,8 +34,8 @@ class Executor:
     def __init__(
         self,
         program: Program,
-        stages: Mapping[int, StageModule],
-        optimizers: Mapping[int, tuple[Optimizer, LRScheduler] | None],
+        stages: Mapping[Replica, StageModule],
+        optimizers: Mapping[Replica, tuple[Optimizer, LRScheduler] | None],
         *,
         exchange: Exchange,
         sync: GradientSync,
@@ -55,11 +57,14 @@ class Executor:
         self._clip_norm = clip_norm
         self._device = device
         self._timeout_s = timeout_s
-        self._unsynced: set[int] = set()  # stages whose gradient sync has not begun in this iteration
+        self._unsynced: set[Replica] = set()  # whose gradient sync has not begun in this iteration
         self._result: IterationResult | None = None  # of this iteration, once its gradients are complete
         self._run = {
             Kind.FORWARD: self._forward,
+            Kind.RECOMPUTE: self._recompute,
             Kind.BACKWARD: self._backward,
+            Kind.BACKWARD_INPUT: self._backward,
+            Kind.BACKWARD_WEIGHT: self._backward_weight,
             Kind.SYNC: self._start_sync,
             Kind.UPDATE: self._update,
         }
@@ -78,7 +83,7 @@ class Executor:
         return self._result
 
     def _forward(self, step: Step) -> None:
-        stage = self._stages[step.operation.stage]
+        stage = self._stages[_replica(step)]
         arrived = self._receive(step)
         for micro_batch in step.operation.micro_batches:
             received = {name: tensor for name, tensors in arrived.get(micro_batch, {}).items() for tensor in tensors}
@@ -88,15 +93,26 @@ class Executor:
             self._send(step, micro_batch, stage.forward(micro_batch, received, inputs))
 
     def _backward(self, step: Step) -> None:
-        stage = self._stages[step.operation.stage]
+        stage = self._stages[_replica(step)]
         arrived = self._receive(step)
+        run = stage.backward if step.operation.kind is Kind.BACKWARD else stage.backward_input
         for micro_batch in step.operation.micro_batches:
-            self._send(step, micro_batch, stage.backward(micro_batch, arrived.get(micro_batch, {})))
+            self._send(step, micro_batch, run(micro_batch, arrived.get(micro_batch, {})))
+
+    def _recompute(self, step: Step) -> None:
+        self._receive(step)
+        for micro_batch in step.operation.micro_batches:
+            self._stages[_replica(step)].recompute(micro_batch)
+
+    def _backward_weight(self, step: Step) -> None:
+        self._receive(step)
+        for micro_batch in step.operation.micro_batches:
+            self._stages[_replica(step)].backward_weight(micro_batch)
 
     def _start_sync(self, step: Step) -> None:
-        self._unsynced.discard(step.operation.stage)
-        still_used = {name for index in self._unsynced for name in self._stages[index].stage.state}
-        self._sync.start(self._stages[step.operation.stage].stage, still_used)
+        self._unsynced.discard(_replica(step))
+        still_used = {name for replica in self._unsynced for name in self._stages[replica].stage.state}
+        self._sync.start(self._stages[_replica(step)].stage, still_used)
 
     def _update(self, step: Step) -> None:
         if self._result is None:  # the first update of the iteration on this rank; it needs the norm of all gradients
@@ -104,8 +120,8 @@ class Executor:
             self._result = self._reduce_result()
             if 0 < self._clip_norm < self._result.grad_norm:
                 self._sync.scale(self._clip_norm / (self._result.grad_norm + 1e-6))
-        if self._optimizers[step.operation.stage] is not None:
-            optimizer, learning_rate = self._optimizers[step.operation.stage]
+        if self._optimizers[_replica(step)] is not None:
+            optimizer, learning_rate = self._optimizers[_replica(step)]
             optimizer.step()
             learning_rate.step()
 
@@ -134,3 +150,7 @@ class Executor:
         messages: list[Message] = [message for message in step.sends if message.micro_batch == micro_batch]
         for message in messages:
             self._exchange.send(message, [tensors[name] for name in self._exchange.values(message)])
+
+
+def _replica(step: Step) -> Replica:
+    return step.operation.stage, step.operation.pipe

@@ -11,8 +11,6 @@ from auto3d.partition.stage import Transfer
 from auto3d.schedule.check import ScheduleError
 from auto3d.schedule.operation import Kind, Operation, Schedule
 
-RUNNABLE = (Kind.FORWARD, Kind.BACKWARD, Kind.SYNC, Kind.UPDATE)
-
 
 @dataclass(frozen=True, slots=True)
 class Message:
@@ -22,10 +20,12 @@ class Message:
     source: int
     target: int
     micro_batch: int
+    pipe: int = 0
 
     def __str__(self) -> str:
         what = "activations" if self.kind is Kind.FORWARD else "gradients"
-        return f"{what} for {Operation(self.kind, self.target, (self.micro_batch,))} from stage {self.source}"
+        user = Operation(self.kind, self.target, (self.micro_batch,), self.pipe)
+        return f"{what} for {user} from stage {self.source}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +63,18 @@ def lower(schedule: Schedule, transfers: Sequence[Transfer]) -> tuple[Program, .
 
     def messages(operation: Operation) -> tuple[list[Message], list[Message]]:
         """What the operation receives and sends."""
-        stage, pairs = operation.stage, operation.micro_batches
+        stage, pipe, numbers = operation.stage, operation.pipe, operation.micro_batches
         if operation.kind is Kind.FORWARD:
-            received = [Message(Kind.FORWARD, source, stage, m) for m in pairs for source in upstream[stage]]
-            return received, [Message(Kind.FORWARD, stage, target, m) for m in pairs for target in downstream[stage]]
-        if operation.kind is Kind.BACKWARD:
+            received = [Message(Kind.FORWARD, source, stage, m, pipe) for m in numbers for source in upstream[stage]]
+            sent = [Message(Kind.FORWARD, stage, target, m, pipe) for m in numbers for target in downstream[stage]]
+            return received, sent
+        if operation.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
             users = [target for target in downstream[stage] if (stage, target) in with_gradient]
             makers = [source for source in upstream[stage] if (source, stage) in with_gradient]
-            received = [Message(Kind.BACKWARD, target, stage, m) for m in pairs for target in users]
-            return received, [Message(Kind.BACKWARD, stage, source, m) for m in pairs for source in makers]
+            received = [Message(Kind.BACKWARD, target, stage, m, pipe) for m in numbers for target in users]
+            return received, [Message(Kind.BACKWARD, stage, source, m, pipe) for m in numbers for source in makers]
         return [], []
 
-    device_of = {stage: device for (stage, _), device in schedule.device_of.items()}
     consumed_at = {
         message: index
         for operations in schedule.operations
@@ -95,11 +95,13 @@ def lower(schedule: Schedule, transfers: Sequence[Transfer]) -> tuple[Program, .
         for message in receives:
             clock[device] = [max(pair) for pair in zip(clock[device], sent_at[message], strict=True)]
         clock[device][device] += 1
-        releases = [m for m in unreleased[device] if clock[device][device_of[m.target]] > consumed_at[m]]
+        releases = [
+            m for m in unreleased[device] if clock[device][schedule.device_of[m.target, m.pipe]] > consumed_at[m]
+        ]
         unreleased[device] = [m for m in unreleased[device] if m not in releases]
         for message in sends:
             sent_at[message] = list(clock[device])
-            peer = device_of[message.target]
+            peer = schedule.device_of[message.target, message.pipe]
             if peer != device:
                 arrivals[peer][device].append(message)
                 unreleased[device].append(message)
@@ -124,18 +126,5 @@ def lower(schedule: Schedule, transfers: Sequence[Transfer]) -> tuple[Program, .
 
 
 def _check_runnable(schedule: Schedule) -> None:
-    unknown = {
-        "weight versions": schedule.weight_version,
-        "micro-batches in parts": schedule.parts > 1,
-        "recomputation": schedule.recompute,
-    }
-    for what, present in unknown.items():
-        if present:
-            raise ScheduleError(f"schedule {schedule.name} has {what}, which the runtime does not run")
-    for operations in schedule.operations:
-        for operation in operations:
-            if operation.kind not in RUNNABLE or operation.pipe:
-                raise ScheduleError(
-                    f"{operation}: the runtime runs kinds {', '.join(RUNNABLE)} of a single pipe; "
-                    f"schedule {schedule.name} needs more"
-                )
+    if schedule.weight_version:
+        raise ScheduleError(f"schedule {schedule.name} has weight versions, which the runtime does not run")

@@ -7,13 +7,15 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from auto3d.capture.specialize import CapturedModel
 from auto3d.partition.stage import Stage, cut
 from auto3d.plan import Plan, PlanError
 from auto3d.runtime.data import Batches, DataSettings
 from auto3d.runtime.exchange import Exchange
-from auto3d.runtime.executor import Executor, IterationResult
+from auto3d.runtime.executor import Executor, IterationResult, Replica
 from auto3d.runtime.gradient_sync import GradientSync, holders
 from auto3d.runtime.lowering import lower
 from auto3d.runtime.materialize import materialize
@@ -25,7 +27,7 @@ from auto3d.runtime.waiting import waiting_for
 from auto3d.runtime.world import World, join, leave
 from auto3d.schedule import build_schedule
 from auto3d.schedule.check import check
-from auto3d.schedule.operation import Schedule
+from auto3d.schedule.operation import Kind, Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,25 @@ class Rank:
     buffers: dict[str, torch.Tensor]
 
 
+def schedule_of(plan: Plan) -> Schedule:
+    """The schedule of ``plan``; raises InputError where there is none of this name, options and sizes."""
+    return build_schedule(plan.schedule, devices=plan.pp, micro_batches=plan.micro_batches, **plan.schedule_options)
+
+
+def samples_at_once(plan: Plan) -> int:
+    """How many samples an operation of ``plan`` runs: a micro-batch, or a part of one where the schedule halves them.
+
+    The model is captured at this size. Raises PlanError where a micro-batch has no such parts.
+    """
+    parts = schedule_of(plan).parts
+    if plan.micro_batch_size % parts:
+        raise PlanError(
+            f"micro_batch_size: {plan.micro_batch_size}; schedule {plan.schedule} runs it in {parts} parts: "
+            f"it must be a multiple of {parts}"
+        )
+    return plan.micro_batch_size // parts
+
+
 def stages_of(captured: CapturedModel, plan: Plan) -> tuple[Stage, ...]:
     """The stages of ``plan``; raises PlanError if it was made for another model or micro-batch size."""
     if plan.graph != captured.graph.fingerprint:
@@ -63,8 +84,11 @@ def stages_of(captured: CapturedModel, plan: Plan) -> tuple[Stage, ...]:
             f"graph: the plan was made for model {plan.graph}, this one is {captured.graph.fingerprint}; "
             "make the plan again for this model and these versions of torch and transformers"
         )
-    if plan.micro_batch_size != captured.graph.micro_batch_size:
-        raise PlanError(f"micro_batch_size: {plan.micro_batch_size}, captured with {captured.graph.micro_batch_size}")
+    if samples_at_once(plan) != captured.graph.micro_batch_size:
+        raise PlanError(
+            f"micro_batch_size: the plan runs {samples_at_once(plan)} samples at once; the model was captured with "
+            f"{captured.graph.micro_batch_size}"
+        )
     return cut(captured.graph, plan.stages)
 
 
@@ -83,7 +107,7 @@ def build_rank(
     ``schedule`` replaces the plan's by one written by hand; ``state`` gives initial weights in place of the seed's.
     """
     device = world.device(settings.device)
-    schedule = schedule or build_schedule(plan.schedule, devices=plan.pp, micro_batches=plan.micro_batches)
+    schedule = schedule or schedule_of(plan)
     check(schedule)
     has = (schedule.devices, schedule.stages, schedule.micro_batches)
     if has != (plan.pp, len(plan.stages), plan.micro_batches):
@@ -95,11 +119,12 @@ def build_rank(
     transfers = [transfer for stage in stages for transfer in stage.received]
     position, replica = _coordinates(plan, world.rank)
     program = lower(schedule, transfers)[position]
-    first_micro_batch = replica * plan.micro_batches
+    micro_batches = plan.micro_batches * schedule.parts
+    first_micro_batch = replica * micro_batches
     randomness = Randomness(plan.seed, first_micro_batch=first_micro_batch, device=device)
 
     # Only the stages of this rank get memory.
-    own = {stage: stages[stage] for (stage, _), home in schedule.device_of.items() if home == position}
+    own = {replica: stages[replica[0]] for replica, home in schedule.device_of.items() if home == position}
     constants = captured.exported.constants
     names = list(dict.fromkeys(name for stage in own.values() for name in stage.state if name not in constants))
     made = {
@@ -114,16 +139,19 @@ def build_rank(
     }
     buffers = {name: tensor for name, tensor in made.items() if name not in parameters}
     tensors = {**{name: value.to(device) for name, value in constants.items()}, **buffers, **parameters}
+    split = {o.stage for own in schedule.operations for o in own if o.kind is Kind.BACKWARD_INPUT}
     modules = {
-        index: StageModule(
+        replica: StageModule(
             stage,
             captured,
             tensors,
-            loss_weight=1 / (plan.dp * plan.micro_batches),
+            loss_weight=1 / (plan.dp * micro_batches),
             randomness=randomness,
             device=device,
+            recompute=replica[0] in schedule.recompute,
+            split_backward=replica[0] in split,
         )
-        for index, stage in own.items()
+        for replica, stage in own.items()
     }
 
     # Process groups are made in the same order everywhere: first the exchange's, then the gradient sync's.
@@ -131,7 +159,7 @@ def build_rank(
         program,
         transfers,
         rank_of=[ranks[replica] for ranks in plan.placement],
-        device_of={stage: home for (stage, _), home in schedule.device_of.items()},
+        device_of=schedule.device_of,
         device=device,
         timeout_s=settings.timeout_s,
     )
@@ -143,7 +171,12 @@ def build_rank(
         _optimizers(own, own_trained, settings),
         exchange=exchange,
         sync=sync,
-        batches=Batches(data, seed=plan.seed, global_batch=plan.global_batch, micro_batch_size=plan.micro_batch_size),
+        batches=Batches(
+            data,
+            seed=plan.seed,
+            global_batch=plan.global_batch,
+            micro_batch_size=captured.graph.micro_batch_size,
+        ),
         randomness=randomness,
         first_micro_batch=first_micro_batch,
         clip_norm=settings.optimizer.clip_norm,
@@ -198,13 +231,17 @@ def _coordinates(plan: Plan, rank: int) -> tuple[int, int]:
     return next((device, ranks.index(rank)) for device, ranks in enumerate(plan.placement) if rank in ranks)
 
 
-def _optimizers(own: Mapping[int, Stage], parameters: Mapping[str, nn.Parameter], settings: TrainingSettings) -> dict:
+def _optimizers(
+    own: Mapping[Replica, Stage], parameters: Mapping[str, nn.Parameter], settings: TrainingSettings
+) -> dict[Replica, tuple[Optimizer, LRScheduler] | None]:
     """One optimizer per stage; a parameter that two stages of this rank share belongs to the first of them."""
     left = dict(parameters)
     optimizers = {}
-    for index, stage in own.items():
+    for replica, stage in own.items():
         mine = [left.pop(name) for name in stage.state if name in left]
-        optimizers[index] = build_optimizer(mine, settings.optimizer, iterations=settings.iterations) if mine else None
+        optimizers[replica] = (
+            build_optimizer(mine, settings.optimizer, iterations=settings.iterations) if mine else None
+        )
     return optimizers
 
 

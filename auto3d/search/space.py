@@ -2,19 +2,18 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import product
 from typing import Literal
 
 from auto3d.capture.specialize import CapturedModel
 from auto3d.cluster import Cluster, place_ranks
 from auto3d.errors import InputError
-from auto3d.partition.stage import PartitionError
 from auto3d.partition.uniform import uniform
 from auto3d.plan import Plan, PlanError, check_degrees
 from auto3d.schedule import SCHEDULES, build_schedule
 from auto3d.schedule.memory import peak_activations
-from auto3d.schedule.operation import Kind, Schedule
+from auto3d.schedule.operation import Schedule
 
 Axis = Sequence | Literal["auto"]
 
@@ -77,7 +76,7 @@ def candidates(
                 seed=seed,
             )
             _check_worth(schedule, schedules, devices=pp, micro_batches=plan.micro_batches)
-        except (PlanError, PartitionError) as error:
+        except InputError as error:
             plan, reason = None, str(error)
         yield Candidate(
             dp=dp, tp=tp, pp=pp, micro_batch_size=micro_batch_size, schedule=schedule, plan=plan, reason=reason
@@ -86,6 +85,8 @@ def candidates(
 
 def make_plan(model: CapturedModel, *, dp: int, tp: int, pp: int, global_batch: int, schedule: str, seed: int) -> Plan:
     """The Plan of these degrees, with uniform stages and the default placement; its micro-batch size is the model's."""
+    micro_batches = global_batch // (dp * model.graph.micro_batch_size)
+    shape = build_schedule(schedule, devices=pp, micro_batches=micro_batches)
     return Plan(
         graph=model.graph.fingerprint,
         dp=dp,
@@ -94,7 +95,7 @@ def make_plan(model: CapturedModel, *, dp: int, tp: int, pp: int, global_batch: 
         global_batch=global_batch,
         micro_batch_size=model.graph.micro_batch_size,
         schedule=schedule,
-        stages=uniform(model.graph, pp),
+        stages=uniform(model.graph, shape.stages),
         placement=place_ranks(dp=dp, pp=pp),
         seed=seed,
     )
@@ -102,39 +103,38 @@ def make_plan(model: CapturedModel, *, dp: int, tp: int, pp: int, global_batch: 
 
 def _check_worth(schedule: str, schedules: Sequence[str], *, devices: int, micro_batches: int) -> None:
     """Raise PlanError if another of ``schedules`` cannot be worse than ``schedule`` at these sizes."""
-    built = {}
-    for name in schedules:
-        try:
-            built[name] = build_schedule(name, devices=devices, micro_batches=micro_batches)
-            _check_runs(built[name])
-        except InputError as error:
-            if name == schedule:
-                raise PlanError(str(error)) from None
-            built.pop(name, None)
-    schedules = list(built)
-    earlier = schedules[: schedules.index(schedule)]
+    built, reasons = _built(tuple(schedules), devices, micro_batches)
+    if schedule in reasons:
+        raise PlanError(reasons[schedule])
+    names = list(built)
+    earlier = names[: names.index(schedule)]
     same = [name for name in earlier if built[name].operations == built[schedule].operations]
     if same:
         raise PlanError(f"the same operations as {same[0]}")
     if devices == 1:
-        leanest = min(schedules, key=lambda name: max(peak_activations(built[name])))
-        if max(peak_activations(built[leanest])) < max(peak_activations(built[schedule])):
-            raise PlanError(f"one stage has no pipeline: as fast as {leanest}, which holds fewer activations")
+        leanest = min(names, key=lambda name: max(peak_activations(built[name])))
+        if schedule != leanest:
+            raise PlanError(f"one device has no pipeline: as fast as {leanest}, which holds no more activations")
+
+
+@lru_cache(maxsize=1)  # a schedule lists every micro-batch, and candidates that differ by their schedule come in a row
+def _built(schedules: tuple[str, ...], devices: int, micro_batches: int) -> tuple[dict[str, Schedule], dict[str, str]]:
+    """Of ``schedules`` at these sizes: those that the runtime can run, and the reasons why the others cannot."""
+    built, reasons = {}, {}
+    for name in schedules:
+        try:
+            schedule = build_schedule(name, devices=devices, micro_batches=micro_batches)
+            _check_runs(schedule)
+            built[name] = schedule
+        except InputError as error:
+            reasons[name] = str(error)
+    return built, reasons
 
 
 def _check_runs(schedule: Schedule) -> None:
-    """Raise PlanError for what no plan can hold or the runtime cannot run yet."""
-    kinds = {operation.kind for operations in schedule.operations for operation in operations}
-    beyond = {
-        f"{schedule.stages} stages on {schedule.devices} devices": schedule.stages != schedule.devices,
-        "several pipes": any(pipe for _, pipe in schedule.device_of),
-        "weight versions": schedule.weight_version,
-        "recomputation": schedule.recompute,
-        "a backward in two halves": Kind.BACKWARD_INPUT in kinds,
-    }
-    found = [what for what, present in beyond.items() if present]
-    if found:
-        raise PlanError(f"schedule {schedule.name} has {' and '.join(found)}, which the runtime does not run yet")
+    """Raise PlanError for what the runtime cannot run yet."""
+    if schedule.weight_version:
+        raise PlanError(f"schedule {schedule.name} has weight versions, which the runtime does not run yet")
 
 
 def _check_devices(needed: int, cluster: Cluster, allow_idle: bool) -> None:

@@ -27,7 +27,12 @@ def make_exchange(world, timeout_s: float) -> Exchange:
     sends = (Step(Operation(Kind.FORWARD, 0, (0,)), (), MESSAGES, ()),)
     program = Program(steps=(), arrivals={0: MESSAGES}) if world.rank == 1 else Program(steps=sends, arrivals={})
     exchange = Exchange(
-        program, TRANSFERS, rank_of=[0, 1], device_of={0: 0, 1: 1}, device=torch.device("cpu"), timeout_s=timeout_s
+        program,
+        TRANSFERS,
+        rank_of=[0, 1],
+        device_of={(0, 0): 0, (1, 0): 1},
+        device=torch.device("cpu"),
+        timeout_s=timeout_s,
     )
     exchange.start_iteration()
     return exchange

@@ -12,8 +12,9 @@ from auto3d.partition.uniform import uniform
 from auto3d.plan import Plan, PlanError, stages_between, stages_of_operations
 from auto3d.runtime.data import Batches
 from auto3d.runtime.optimizer import OptimizerSettings, build_optimizer
-from auto3d.runtime.training import TrainingSettings, build_rank
+from auto3d.runtime.training import TrainingSettings, build_rank, samples_at_once
 from auto3d.runtime.world import join, leave
+from auto3d.schedule import build_schedule
 from auto3d.schedule.operation import Schedule, parse
 from tests.models import MODELS, captured
 
@@ -34,7 +35,16 @@ ADAMW = replace(SGD, optimizer="adamw", learning_rate=1e-3)
 
 
 def make_plan(
-    model: str, *, dp: int, pp: int, micro_batch_size: int = 2, schedule: str = "1f1b", stages=None, seed: int = 5
+    model: str,
+    *,
+    dp: int,
+    pp: int,
+    micro_batch_size: int = 2,
+    micro_batches: int | None = None,
+    schedule: str = "1f1b",
+    options: dict | None = None,
+    stages=None,
+    seed: int = 5,
 ) -> Plan:
     graph = captured(model, micro_batch_size).graph
     return Plan(
@@ -42,9 +52,10 @@ def make_plan(
         dp=dp,
         tp=1,
         pp=pp,
-        global_batch=GLOBAL_BATCH,
+        global_batch=GLOBAL_BATCH if micro_batches is None else dp * micro_batches * micro_batch_size,
         micro_batch_size=micro_batch_size,
         schedule=schedule,
+        schedule_options=options or {},
         stages=stages or uniform(graph, pp),
         placement=place_ranks(dp=dp, pp=pp),
         seed=seed,
@@ -59,7 +70,7 @@ def run_rank(world, model: str, plan: Plan, optimizer: OptimizerSettings, schedu
     join(world, device=torch.device("cpu"), timeout_s=60)
     try:
         rank = build_rank(
-            captured(model, plan.micro_batch_size),
+            captured(model, samples_at_once(plan)),
             plan,
             settings,
             MODELS[model][1],
@@ -80,7 +91,13 @@ def run_rank(world, model: str, plan: Plan, optimizer: OptimizerSettings, schedu
 
 
 def plain_pytorch(
-    model: str, *, micro_batch_size: int, optimizer: OptimizerSettings, seed: int = 5, state=None
+    model: str,
+    *,
+    micro_batch_size: int,
+    optimizer: OptimizerSettings,
+    global_batch: int = GLOBAL_BATCH,
+    seed: int = 5,
+    state=None,
 ) -> list[dict]:
     """The reference: the unmodified model, on this process, in a plain loop."""
     build, data = MODELS[model]
@@ -90,8 +107,8 @@ def plain_pytorch(
         module.load_state_dict(state, strict=False)
     module.train()
     step, learning_rate = build_optimizer(list(module.parameters()), optimizer, iterations=ITERATIONS)
-    batches = Batches(data, seed=seed, global_batch=GLOBAL_BATCH, micro_batch_size=micro_batch_size)
-    count = GLOBAL_BATCH // micro_batch_size
+    batches = Batches(data, seed=seed, global_batch=global_batch, micro_batch_size=micro_batch_size)
+    count = global_batch // micro_batch_size
     history = []
     for iteration in range(ITERATIONS):
         module.zero_grad()
@@ -253,6 +270,67 @@ def test_dropout_does_not_depend_on_degrees_or_schedule(processes):
     assert other_seed[0]["history"][0]["result"] != single[0]["history"][0]["result"]
     without = processes.run(1, run_rank, "gpt2", make_plan("gpt2", dp=1, pp=1), SGD)
     assert without[0]["history"][0]["result"] != single[0]["history"][0]["result"], "dropout is on"
+
+
+SCHEDULES_TO_TRAIN = [
+    ("chimera", 2, 2, {}),
+    ("chimera", 4, 4, {}),
+    ("chimera", 4, 4, {"pipes": 4}),
+    ("chimera", 4, 8, {"scale": "doubling", "sync": "eager-opt"}),
+    ("chimera", 4, 5, {"sync": "eager"}),
+    ("chimera", 4, 4, {"scale": "halving"}),
+    ("gems", 4, 4, {"sync": "eager"}),
+    ("interleaved-1f1b", 2, 4, {"sync": "eager"}),
+    ("interleaved-1f1b", 2, 3, {"recompute": "full"}),
+    ("1f1b", 2, 3, {"recompute": "full"}),
+    ("early-recompute", 4, 4, {}),
+    ("shifted-critical-path", 4, 5, {}),
+    ("chimera", 4, 4, {"recompute": "full"}),
+    ("zb-h1", 4, 5, {}),
+    ("zb-h2", 2, 4, {}),
+    ("zb-v", 2, 5, {}),
+]
+
+
+@pytest.mark.parametrize("model", ["gpt2", "t5"])
+@pytest.mark.parametrize(("name", "pp", "micro_batches", "options"), SCHEDULES_TO_TRAIN)
+def test_every_schedule_trains(processes, model, name, pp, micro_batches, options):
+    schedule = build_schedule(name, devices=pp, micro_batches=micro_batches, **options)
+    plan = make_plan(
+        model,
+        dp=1,
+        pp=pp,
+        micro_batch_size=2 * schedule.parts,
+        micro_batches=micro_batches,
+        schedule=name,
+        options=options,
+        stages=uniform(captured(model, 2).graph, schedule.stages),
+    )
+    ranks = processes.run(pp, run_rank, model, plan, SGD)
+    assert_parity(ranks, plain_pytorch(model, micro_batch_size=2, global_batch=plan.global_batch, optimizer=SGD))
+
+
+@pytest.mark.parametrize(("model", "name"), [("averaging", "early-recompute"), ("residual", "zb-h1"), ("vit", "zb-h1")])
+def test_recomputation_and_split_backwards_of_other_models(processes, model, name):
+    """Buffers that a recomputed forward would write to twice; convolutions; layers that two stages share."""
+    schedule = build_schedule(name, devices=2, micro_batches=4)
+    ranks = processes.run(2, run_rank, model, make_plan(model, dp=1, pp=2), SGD, schedule)
+    reference = plain_pytorch(model, micro_batch_size=2, optimizer=SGD)
+    assert_parity(ranks, reference)
+    for rank in ranks:
+        for buffer, value in rank["history"][-1]["buffers"].items():
+            assert_close(value, reference[-1]["buffers"][buffer], buffer)
+
+
+def test_dropout_is_the_same_when_recomputed(processes):
+    plan = make_plan("gpt2-dropout", dp=1, pp=2)
+    kept = processes.run(2, run_rank, "gpt2-dropout", plan, SGD)
+    for options in ({"name": "1f1b", "recompute": "full"}, {"name": "early-recompute"}):
+        schedule = build_schedule(devices=2, micro_batches=4, **options)
+        again = processes.run(2, run_rank, "gpt2-dropout", plan, SGD, schedule)
+        for a, b in zip(kept, again, strict=True):
+            for name, gradient in a["history"][-1]["gradients"].items():
+                assert np.array_equal(gradient, b["history"][-1]["gradients"][name]), name
 
 
 def test_any_list_of_operations_runs(processes):

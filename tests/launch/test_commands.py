@@ -1,319 +1,214 @@
-"""The commands as a user runs them: real processes, real trials, real faults."""
+"""The commands as a user runs them: training and planning. Sweeps have a file of their own."""
 
-import csv
 import json
 import os
-import re
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from auto3d.schedule import SCHEDULES
-from tests.launch.test_recipe import GPT2
+from auto3d.plan import Plan
 
 BIN = Path(sys.executable).parent
-AUTO3D = [str(BIN / "auto3d")]
-SPACE = ["search.dp=[1,2]", "search.pp=[2]", "search.micro_batch_size=[2]", "search.allow_idle_devices=true"]
+AUTO3D = [sys.executable, "-m", "launch.main"]
 
 
-@pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "small.yaml").write_text(GPT2)
-    return tmp_path
-
-
-def run(
-    folder: Path, *command: str, code: int = 0, environment: dict[str, str] | None = None
-) -> subprocess.CompletedProcess:
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        env=os.environ | (environment or {}),
-    )
+def run(folder: Path, *command: str, code: int = 0) -> subprocess.CompletedProcess:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == code, f"{done.stdout}\n{done.stderr}"
     return done
 
 
-def train_json(folder: Path, *command: str) -> dict:
-    (line,) = run(folder, *command).stdout.splitlines()
-    return json.loads(line)
+@pytest.fixture
+def trained(auto3d):
+    """Trains with --json and gives the record: the one line of standard output."""
+
+    def train(*arguments: str) -> dict:
+        (line,) = auto3d("train", *arguments, "--json").out.splitlines()
+        return json.loads(line)
+
+    return train
 
 
 # Training
 
 
-def test_training_is_the_same_however_its_processes_are_started(folder):
+def test_training_is_the_same_however_its_processes_are_started(folder, trained):
     """By auto3d itself, by torchrun, and by mpirun: the same losses to the last bit."""
-    arguments = ["train", "small.yaml", "plan.dp=2", "plan.pp=2", "training.iterations=4", "--json"]
-    own = train_json(folder, *AUTO3D, *arguments)
-    assert len(own["loss"]) == len(own["grad_norm"]) == len(own["iteration_s"]) == 4
+    arguments = ["own.yaml", "plan.dp=2", "plan.pp=2", "plan.micro_batch_size=2"]
+    own = trained(*arguments)
+    assert len(own["loss"]) == len(own["grad_norm"]) == len(own["iteration_s"]) == 2
     assert len(own["peak_bytes"]) == 4
     assert min(own["peak_bytes"]) > 0
     assert (own["plan"]["dp"], own["plan"]["pp"], own["plan"]["schedule"]) == (2, 2, "1f1b")
     assert own["samples_per_s"] > 0
 
-    torchrun = [str(BIN / "torchrun"), "--nproc-per-node=4", "--master-port=0", "--rdzv-backend=c10d"]
-    by_torchrun = train_json(folder, *torchrun, "--rdzv-endpoint=localhost:0", str(BIN / "auto3d"), *arguments)
-    assert by_torchrun["loss"] == own["loss"]
-    by_mpirun = train_json(folder, str(BIN / "mpirun"), "-n", "4", *AUTO3D, *arguments)
-    assert by_mpirun["loss"] == own["loss"]
-    assert by_mpirun["grad_norm"] == own["grad_norm"]
-
-    too_few = run(folder, str(BIN / "mpirun"), "-n", "3", *AUTO3D, *arguments, code=2)
-    assert "plan: it needs dp × tp × pp = 4 ranks; the launcher started 3" in too_few.stderr
+    torchrun = [str(BIN / "torchrun"), "--nproc-per-node=4", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    mpirun = [str(BIN / "mpirun"), "-n", "4"]
+    for launcher in ([*torchrun, *AUTO3D[1:]], [*mpirun, *AUTO3D]):
+        (line,) = run(folder, *launcher, "train", *arguments, "--json").stdout.splitlines()
+        assert json.loads(line)["loss"] == own["loss"]
+        assert json.loads(line)["grad_norm"] == own["grad_norm"]
 
 
-def test_the_plan_can_come_from_a_file_or_by_hand(folder):
-    by_hand = train_json(folder, *AUTO3D, "train", "small.yaml", "training.iterations=2", "--json")
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        (TORCHRUN, "plan: it needs dp × tp × pp = 2 ranks; the launcher started 3"),
+        (TORCHRUN | {"RANK": "x"}, "RANK is 'x' in the environment; it must be a whole number"),
+        ({"SLURM_STEP_NUM_TASKS": "-"}, "SLURM_STEP_NUM_TASKS is '-'"),
+    ],
+)
+def test_an_environment_that_does_not_fit_is_refused(folder, auto3d, monkeypatch, environment, words):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert words in auto3d("train", "own.yaml", code=2).err
+
+
+def test_the_plan_can_come_from_a_file_or_by_hand(folder, auto3d, trained):
+    by_hand = trained("small.yaml")
     (folder / "plan.json").write_text(json.dumps(by_hand["plan"]))
-    from_file = train_json(
-        folder, *AUTO3D, "train", "small.yaml", "training.iterations=2", "--json", "--plan", "plan.json"
-    )
+    from_file = trained("small.yaml", "--plan", "plan.json")
     assert from_file["loss"] == by_hand["loss"]
-    other = run(folder, *AUTO3D, "train", "small.yaml", "model.config.n_layer=3", "--plan", "plan.json", code=2)
-    assert "the plan was made for model" in other.stderr
+
+    (folder / "stages.json").write_text(json.dumps(by_hand["plan"] | {"schedule": "interleaved-1f1b"}))
+    (folder / "zigzag.json").write_text(json.dumps(by_hand["plan"] | {"schedule": "zigzag"}))
+    for overrides, plan, words in (
+        (["model.config.n_layer=3"], "plan.json", "plan.json: graph: the plan was made for model"),
+        (["plan.pp=1"], "plan.json", "plan: plan.pp=1 changes the recipe's plan, but --plan gives another"),
+        (["training.global_batch=16"], "plan.json", "training.global_batch: found 16; plan.json was made for 8"),
+        (["training.seed=3"], "plan.json", "training.seed: found 3; plan.json was made for 1"),
+        (["cluster.devices_per_node=1"], "plan.json", "plan.json: needs 2 devices; the cluster has 1"),
+        (
+            [],
+            "stages.json",
+            "schedule: interleaved-1f1b has 2 devices, 4 stages and 4 micro-batches; the plan has 2, 2",
+        ),
+        ([], "zigzag.json", "zigzag.json: schedule: 'zigzag' is not known"),
+    ):
+        refused = auto3d("train", "small.yaml", *overrides, "--plan", plan, code=2).err
+        assert words in refused
+        assert refused.count("\n") == 1
 
 
-def test_a_factory_and_weights_of_ones_own(folder):
-    (folder / "mine.py").write_text(
-        "import torch\nfrom torch import nn\n"
-        "class Net(nn.Module):\n"
-        "    def __init__(self, width):\n"
-        "        super().__init__()\n"
-        "        self.a, self.b = nn.Linear(8, width), nn.Linear(width, 3)\n"
-        "    def forward(self, x, y):\n"
-        "        return nn.functional.cross_entropy(self.b(torch.relu(self.a(x))), y)\n"
-        "def make(width=16):\n"
-        "    return Net(width)\n"
-        "if __name__ == '__main__':\n"
-        "    from safetensors.torch import save_file\n"
-        "    save_file({name: torch.zeros_like(p) for name, p in make().named_parameters()}, 'zeros.safetensors')\n"
-    )
-    (folder / "own.yaml").write_text(
-        "model: {factory: 'mine:make'}\n"
-        "data: {source: synthetic, inputs: {x: {kind: normal, shape: [8]}, y: {kind: integers, high: 3}}}\n"
-        "training: {global_batch: 8, iterations: 2}\n"
-        "plan: {pp: 2, micro_batch_size: 4}\n"
-    )
-    drawn = train_json(folder, *AUTO3D, "train", "own.yaml", "--json")
-    run(folder, sys.executable, "mine.py")
-    zeros = train_json(folder, *AUTO3D, "train", "own.yaml", "--json", "model.weights=zeros.safetensors")
+def test_a_factory_and_weights_of_ones_own(folder, auto3d, trained):
+    drawn = trained("own.yaml")
+    shapes = {"a.weight": (16, 8), "a.bias": (16,), "b.weight": (3, 16), "b.bias": (3,)}
+    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, folder / "zeros.safetensors")
+    zeros = trained("own.yaml", "model.weights=zeros.safetensors")
     assert zeros["loss"][0] == pytest.approx(1.0986122886681098)  # ln 3: all classes alike
     assert drawn["loss"][0] != zeros["loss"][0]
-    refused = run(folder, *AUTO3D, "train", "own.yaml", "model.arguments.widht=3", code=2)
-    assert "model.arguments: refused by mine:make" in refused.stderr
+    assert "a line of the user's own" in auto3d("train", "own.yaml", "--json").err, "what they print is no result"
 
 
-def test_the_loss_falls_on_real_text(tmp_path):
-    """From about ln(256) = 5.5 to below 3.5 in 60 iterations of the shipped recipe."""
-    result = train_json(tmp_path, *AUTO3D, "train", "tiny", "training.iterations=60", "--json")
+def test_json_has_null_where_a_number_is_none(folder, auto3d):
+    change_model(folder, "(self.a(x))", "(self.a(x)) * 1e30 * 1e30")
+    (line,) = auto3d("train", "own.yaml", "--json").out.splitlines()
+    assert json.loads(line, parse_constant=pytest.fail)["loss"][-1] is None
+
+
+def change_model(folder: Path, old: str, new: str) -> None:
+    text = (folder / "mine.py").read_text()
+    assert old in text
+    (folder / "mine.py").write_text(text.replace(old, new))
+
+
+def test_what_a_rank_refuses_is_told_without_a_traceback(folder, auto3d):
+    """Weights of one stage drawn from those of another can only be found out where the stages are built."""
+    layer = "nn.Linear(width, 3)\n"
+    change_model(folder, layer, f"{layer}        self.b.weight.data += self.a.weight.data.sum()\n")
+    refused = auto3d("train", "own.yaml", "plan.micro_batch_size=2", code=2)
+    assert "auto3d: b.weight: the module computes its initial value from a parameter of another stage" in refused.err
+    assert "Traceback" not in refused.err
+
+
+def test_the_loss_falls_on_real_text(folder, trained):
+    """From about ln(256) = 5.5 to below 3.5 in 30 iterations of the shipped recipe."""
+    result = trained("tiny", "training.iterations=30")
     assert 5.0 < result["loss"][0] < 5.8
     assert result["loss"][-1] < 3.5
 
 
-# Sweeps
+# Planning
 
 
-def processes_below(pid: int) -> list[psutil.Process]:
-    try:
-        return psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-
-
-def ranks_below(pid: int) -> list[psutil.Process]:
-    """Ranks are what a trial's own process forked."""
-    found = []
-    for process in processes_below(pid):
-        try:
-            if "submitit.core._submit" in process.cmdline() and "submitit.core._submit" in process.parent().cmdline():
-                found.append(process)
-        except (psutil.NoSuchProcess, AttributeError):
-            continue
-    return found
-
-
-def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 90) -> object:
-    deadline = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
-        time.sleep(0.05)
-    return value
-
-
-def gone(processes: list[psutil.Process]) -> bool:
-    def is_gone(process: psutil.Process) -> bool:
-        try:
-            return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return True
-
-    return all(is_gone(process) for process in processes)
-
-
-def start_sweep(folder: Path, *arguments: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [*AUTO3D, "sweep", "small.yaml", *SPACE, *arguments],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def trial_lines(output: str) -> dict[str, str]:
-    """Trial -> status, of the trials that a sweep ran."""
-    return dict(re.findall(r"^\d+/\d+ (\S+)-[0-9a-f]{8} (\w+)", output, flags=re.MULTILINE))
-
-
-def test_a_sweep_survives_killed_and_hung_ranks_and_runs_nothing_twice(folder):
-    slow = "measure.iterations=400"  # long enough to be hit in the middle of an iteration
-    sweep = start_sweep(folder, slow, "training.timeout_s=5")
-
-    ranks = wait_until(lambda: len(r := ranks_below(sweep.pid)) == 2 and r, "the ranks of the first trial")
-    time.sleep(2)
-    everything = processes_below(sweep.pid)
-    killed_at = time.monotonic()
-    ranks[0].send_signal(signal.SIGKILL)
-    wait_until(lambda: gone(everything), "the trial of the killed rank to be gone", timeout_s=15)
-    assert time.monotonic() - killed_at < 15
-
-    others = wait_until(lambda: len(r := ranks_below(sweep.pid)) == 2 and r, "the ranks of the second trial")
-    time.sleep(2)
-    others[1].send_signal(signal.SIGSTOP)
-    output, _ = sweep.communicate(timeout=200)
-    assert sweep.returncode == 0, output
-    assert gone(others)
-    statuses = trial_lines(output)
-    assert list(statuses.values()) == ["failed", "timeout", "ok", "ok"], output
-    assert "was killed by SIGKILL" in output
-    assert re.search(r"rank 0 waited 5 s for (activations|gradients|the)", output), output
-
-    again = run(folder, *AUTO3D, "sweep", "small.yaml", *SPACE, slow, "training.timeout_s=5")
-    assert trial_lines(again.stderr) == {}, "every trial has ended, so none runs"
-
-    retried = run(folder, *AUTO3D, "sweep", "small.yaml", *SPACE, slow, "training.timeout_s=5", "--retry")
-    assert list(trial_lines(retried.stderr).values()) == ["ok", "ok"]
-    assert set(trial_lines(retried.stderr)) == set(list(statuses)[:2])
-
-
-def test_the_table_is_complete_and_best_first(folder):
-    shown = run(folder, *AUTO3D, "sweep", "small.yaml", *SPACE)
-    with (folder / "results/small/table.csv").open() as file:
-        records = list(csv.DictReader(file))
-    assert [record["status"] for record in records] == ["ok"] * 4
-    times = [float(record["iteration_s"]) for record in records]
-    assert times == sorted(times)
-    for record in records:
-        assert float(record["samples_per_s"]) == pytest.approx(8 / float(record["iteration_s"]))
-        assert float(record["tokens_per_s"]) == pytest.approx(8 * 32 / float(record["iteration_s"]))
-        assert int(record["peak_bytes"]) > 0
-    markdown = (folder / "results/small/table.md").read_text()
-    assert markdown.count("\n|") == 5
-    assert "Measured" in markdown
-    assert "make sweep RECIPE=small" in markdown
-    assert json.loads(run(folder, *AUTO3D, "table", "small.yaml", "--json").stdout)[0]["iteration_s"] == times[0]
-    best = json.loads((folder / "results/small/best_plan.json").read_text())
-    assert [str(best[key]) for key in ("dp", "pp", "schedule")] == [records[0][key] for key in ("dp", "pp", "schedule")]
-    assert "results/small/best_plan.json" in shown.stdout
-    for private in (folder / "runs/small", *(folder / "runs/small/trials").glob("*/job")):
-        assert private.stat().st_mode & 0o077 == 0, private
-
-    other = run(folder, *AUTO3D, "table", "small.yaml", "training.global_batch=16", code=2)
-    assert "no finished trial" in other.stderr, "trials of another batch are not shown as this one's"
-
-
-def test_a_trial_that_fails_shows_its_error_and_the_sweep_goes_on(folder):
-    (folder / "fragile.py").write_text(
-        "import torch\nfrom torch import nn\n"
-        "class Net(nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.embedding, self.b = nn.Embedding(8, 16), nn.Linear(16, 4)\n"
-        "    def forward(self, x):  # a micro-batch of 1 reads beyond the embedding\n"
-        "        shift = 8 // (x.shape[0] * x.shape[0])\n"
-        "        return nn.functional.cross_entropy(self.b(self.embedding(x + shift)), x)\n"
-        "def make():\n"
-        "    return Net()\n"
-    )
-    (folder / "fragile.yaml").write_text(
-        "model: {factory: 'fragile:make'}\n"
-        "data: {source: synthetic, inputs: {x: {kind: integers, high: 4}}}\n"
-        "training: {global_batch: 4}\n"
-        "search: {dp: [1], pp: [1], micro_batch_size: [1, 2], schedule: [1f1b], allow_idle_devices: true}\n"
-    )
-    done = run(folder, *AUTO3D, "sweep", "fragile.yaml")
-    assert list(trial_lines(done.stderr).values()) == ["failed", "ok"]
-    assert "IndexError: index out of range" in done.stderr
-    assert re.findall(r"\| (\w+) +\|$", (folder / "results/fragile/table.md").read_text(), re.MULTILINE) == [
-        "status",
-        "ok",
-        "failed",
-    ]
-
-
-@pytest.mark.parametrize("how", ["ctrl-c", "terminate"])
-def test_an_interrupted_sweep_leaves_no_process_and_resumes(folder, how):
-    sweep = start_sweep(folder, "measure.iterations=60", "search.dp=[1]")
-    wait_until(lambda: (folder / "runs/small/trials").glob("*/measurement.json").__next__ and
-               list((folder / "runs/small/trials").glob("*/measurement.json")), "the first trial to end")  # fmt: skip
-    wait_until(lambda: len(ranks_below(sweep.pid)) == 2, "the ranks of the second trial")
-    everything = processes_below(sweep.pid)
-    if how == "ctrl-c":
-        os.killpg(sweep.pid, signal.SIGINT)
-    else:
-        sweep.terminate()
-    output, _ = sweep.communicate(timeout=30)
-    assert sweep.returncode == 130, output
-    assert output.rstrip().endswith("the same command runs the rest")
-    assert "Traceback" not in output
-    wait_until(lambda: gone(everything), "all processes to be gone", timeout_s=10)
-    resumed = run(folder, *AUTO3D, "sweep", "small.yaml", *SPACE, "measure.iterations=60", "search.dp=[1]")
-    assert len(trial_lines(resumed.stderr)) == 1
-    assert len(json.loads(run(folder, *AUTO3D, "table", "small.yaml", "measure.iterations=60", "--json").stdout)) == 2
-
-
-def test_two_sweeps_of_one_recipe_do_not_mix(folder):
-    sweep = start_sweep(folder)
-    wait_until(lambda: ranks_below(sweep.pid), "the first sweep to be at work")
-    refused = run(folder, *AUTO3D, "sweep", "small.yaml", *SPACE, code=2)
-    assert f"another sweep of small is running (process {sweep.pid})" in refused.stderr
-    output, _ = sweep.communicate(timeout=200)
-    assert sweep.returncode == 0, output
-
-
-def test_plan_tells_why_candidates_are_pruned(folder):
-    found = json.loads(run(folder, *AUTO3D, "plan", "small.yaml", "search.micro_batch_size=[1,2,3]", "--json").stdout)
+def test_plan_tells_why_candidates_are_pruned(folder, auto3d):
+    arguments = ["plan", "own.yaml", "search.dp=auto", "search.pp=auto", "search.allow_idle_devices=false"]
+    arguments += ["search.micro_batch_size=[1,2,3]", "search.schedule=[gpipe,1f1b]"]
+    found = json.loads(auto3d(*arguments, "--json").out)
     reasons = [candidate["reason"] for candidate in found if candidate["plan"] is None]
-    for words in ("needs 16 devices; the cluster has 4", "uses 1 of 4 devices", "global_batch: 8 does not divide",
-                  "one stage has no pipeline"):  # fmt: skip
+    for words in ("needs 16 devices; the cluster has 4", "uses 1 of 4 devices", "global_batch: 8 does not divide"):
         assert any(words in reason for reason in reasons), words
     kept = [candidate for candidate in found if candidate["plan"]]
-    assert {(c["dp"], c["pp"]) for c in kept} == {(1, 4), (2, 2), (4, 1)}
+    assert {(c["dp"], c["pp"]) for c in kept} == {(2, 2), (4, 1)}
     assert all(candidate["reason"] == "" for candidate in kept)
     assert not (folder / "runs").exists(), "it trains nothing"
-    shown = run(folder, *AUTO3D, "plan", "small.yaml").stdout
-    assert "pruned because" in shown
+
+    shown = auto3d(*arguments).out
+    times = reasons.count("needs 16 devices; the cluster has 4")
+    assert f"×{times} needs 16 devices; the cluster has 4 (dp=4 tp=1 pp=4" in shown
+    assert shown.count("needs 16 devices") == 1
+    assert auto3d(*arguments, "--all").out.count("needs 16 devices") == times
+
+    few = auto3d(*arguments, "search.max_trials=1").out
+    assert f"×{len(kept) - 1} left out: search.max_trials is 1" in few
+    assert f"{len(found)} candidates, 1 to run" in few
 
 
-def test_a_space_without_a_plan_is_refused(folder):
-    refused = run(folder, *AUTO3D, "sweep", "small.yaml", "search.micro_batch_size=[3]", code=2)
-    assert f"search: none of its {9 * len(SCHEDULES)} candidates can run" in refused.stderr
-    assert "because" in refused.stderr
-    wide = run(folder, *AUTO3D, "plan", "small.yaml", "training.global_batch=7", "search.dp=[2,4]", "search.pp=[1]",
-               "search.micro_batch_size=[2]", "search.allow_idle_devices=true", code=2)  # fmt: skip
-    assert "multiple of" in wide.stderr
-    fine = run(folder, *AUTO3D, "plan", "small.yaml", "training.global_batch=9", "search.micro_batch_size=[3]",
-               "search.allow_idle_devices=true")  # fmt: skip
-    assert "to run" in fine.stdout, "the recipe's own plan does not divide 9, but a sweep does not read it"
+def test_a_space_without_a_plan_is_refused(folder, auto3d):
+    refused = auto3d("sweep", "own.yaml", "search.micro_batch_size=[3]", code=2).err
+    assert "search: none of its 1 candidates can run; 1 of them: global_batch: 8 does not divide" in refused
+    fine = auto3d("plan", "own.yaml", "training.global_batch=9", "search.micro_batch_size=[3]")
+    assert "1 to run" in fine.out, "the recipe's own plan does not divide 9, but a sweep does not read it"
+
+
+# All commands
+
+
+def test_help_and_version(folder, auto3d):
+    assert "Commands:" in auto3d().out
+    assert auto3d("--version").out.startswith("auto3d 0.")
+
+
+def test_keys_are_plain_lines_where_no_one_looks(folder, auto3d):
+    lines = auto3d("keys").out.splitlines()
+    assert all(line.count("\t") == 3 for line in lines)
+    assert "training.learning_rate_schedule" in [line.split("\t")[0] for line in lines]
+
+
+def test_a_file_that_cannot_be_read_or_written_is_told_in_one_line(folder, auto3d):
+    assert "File name too long" in auto3d("plan", "x" * 5000, code=2).err
+    (folder / "runs").write_text("")
+    message = auto3d("sweep", "own.yaml", code=2).err.removeprefix("a line of the user's own\n")
+    assert message == "auto3d: runs/own: Not a directory\n"
+
+
+def test_a_reader_that_goes_away_is_no_error(folder):
+    done = run(folder, "bash", "-c", f"set -o pipefail; {' '.join(AUTO3D)} keys | head -c 10")
+    assert done.stderr == ""
+    closed = run(folder, "bash", "-c", f"{' '.join(AUTO3D)} keys >&-")
+    assert closed.stderr == ""
+
+
+def test_a_terminal_of_few_letters_is_no_error(folder):
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    command = [*AUTO3D, "schedule", "gpipe", "--stages", "2", "--micro-batches", "2"]
+    done = subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True)
+    assert b"(devices ? makespan)" in done.stdout
+
+
+def test_the_way_in_imports_nothing_slow():
+    """So that an interrupt during the imports of seconds, which come later, is told in one line."""
+    code = "import launch.main, sys; assert not {'torch', 'click', 'rich', 'omegaconf'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_plan_of_json_is_a_plan(folder, auto3d):
+    (kept, *_) = [c for c in json.loads(auto3d("plan", "own.yaml", "--json").out) if c["plan"]]
+    assert Plan.from_json(json.dumps(kept["plan"])).pp == 2

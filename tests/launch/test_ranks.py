@@ -28,10 +28,11 @@ def meet(world, report) -> int:
 
 def test_rank_0_gives_the_result_and_the_reports():
     reports = []
+    before = set(psutil.Process().children())  # of other tests
     outcome = run_ranks(3, meet, timeout_s=60, on_report=reports.append)
     assert (outcome.status, outcome.result) == (Status.OK, 3)
     assert reports == [("met", 0)]
-    assert not psutil.Process().children()
+    assert set(psutil.Process().children()) <= before, "none of its processes is left"
 
 
 def end_badly(how: str):
@@ -68,11 +69,12 @@ def end_badly(how: str):
 )
 def test_the_cause_is_told_within_seconds(how, status, words):
     start = time.monotonic()
+    before = set(psutil.Process().children())  # of other tests
     outcome = run_ranks(3, end_badly(how), timeout_s=60)
     assert time.monotonic() - start < 10
     assert outcome.status is status, outcome.error
     assert words in outcome.error
-    assert not psutil.Process().children()
+    assert set(psutil.Process().children()) <= before, "none of its processes is left"
 
 
 def compute_for_ever(world, report) -> None:
@@ -81,10 +83,11 @@ def compute_for_ever(world, report) -> None:
 
 
 def test_a_run_that_does_not_end_is_ended():
+    before = set(psutil.Process().children())  # of other tests
     outcome = run_ranks(2, compute_for_ever, timeout_s=1)
     assert outcome.status is Status.TIMEOUT
     assert outcome.error == "not done after 1 s; still running: rank 0, 1"
-    assert not psutil.Process().children()
+    assert set(psutil.Process().children()) <= before, "none of its processes is left"
 
 
 PARENT = """

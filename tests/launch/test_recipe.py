@@ -1,38 +1,15 @@
 """Recipes: what is right loads, what is wrong is refused in one line with exit code 2."""
 
-import sys
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from launch import main as command
 from launch.recipe import RECIPES, RecipeError, load, save
 from launch.schema import documented_keys, group_schema, groups
-
-GPT2 = """
-model:
-  architecture: GPT2LMHeadModel
-  config: {n_layer: 2, n_head: 2, n_embd: 32, n_positions: 32, vocab_size: 256, bos_token_id: 0, eos_token_id: 0}
-data: {sequence_length: 32}
-training: {global_batch: 8}
-plan: {dp: 1, pp: 2, micro_batch_size: 2}
-"""
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "small.yaml").write_text(GPT2)
-    return tmp_path
-
-
-def run(monkeypatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["auto3d", *arguments])
-    with pytest.raises(SystemExit) as caught:
-        command.main()
-    return caught.value.code
-
+from tests.launch.conftest import GPT2, MINE
 
 BAD = [  # overrides of small.yaml, and words that the message must hold
     (["training.globl_batch=4"], ["command line", "training.globl_batch", "did you mean global_batch"]),
@@ -43,8 +20,8 @@ BAD = [  # overrides of small.yaml, and words that the message must hold
     (["training.global_batch=7"], ["global_batch: 7", "multiple of 1 × 2 = 2"]),
     (["training.betas=[0.9]"], ["training.betas", "[0.9]", "two numbers"]),
     (["training.optimizer=lion"], ["training.optimizer", "'lion'", "adamw, sgd"]),
-    (["plan.dp=4"], ["dp × tp × pp = 4 × 1 × 2 needs 8 devices", "1 × 4 = 4"]),
-    (["plan.tp=2"], ["plan.tp", "found 2", "it takes 1"]),
+    (["plan.dp=4"], ["plan", "needs 8 devices; the cluster has 4"]),
+    (["plan.tp=2"], ["plan", "tp: 2 asks for tensor parallelism"]),
     (["plan.schedule=zigzag"], ["plan.schedule", "'zigzag'", "gpipe, 1f1b"]),
     (["search.dp=2"], ["search.dp", "found 2", "auto or a list of whole numbers"]),
     (["search.pp=[1.5]"], ["search.pp", "[1.5]"]),
@@ -66,10 +43,24 @@ BAD = [  # overrides of small.yaml, and words that the message must hold
     (["model.config.n_layer=abc"], ["model.config", "refused by GPT2LMHeadModel", "n_layer"]),
     (["model.config.vocab_size=100"], ["model.config.vocab_size", "found 100", "256"]),
     (["model.weights=none.safetensors"], ["model.weights", "none.safetensors", "no such file"]),
-    (["model.weights=small.yaml"], ["model.weights", "not a safetensors file"]),
-    (["model.architecture=null", "model.factory=nowhere:make"], ["model.factory", "nowhere", "cannot be imported"]),
-    (["model.architecture=null", "model.factory=os"], ["model.factory", "package.module:function"]),
-    (["training.seed=${nothing}"], ["training.seed", "nothing"]),
+    (["model.weights=small.yaml"], ["model.weights", "not a readable safetensors file"]),
+    (["model.arguments.width=3"], ["model.arguments", "belongs to factory", "leave it out"]),
+    (["model.architecture=null", "model.factory=a:b"], ["model.config", "belongs to architecture", "leave it out"]),
+    (["training.seed=${nothing}"], ["command line: training.seed", "nothing"]),
+    (["training.seed=${training.seed}"], ["training.seed", "Recursive"]),
+    (["training.betas[0]=1"], ["training.betas", "a list of numbers"]),
+    (["training.betas=[0.9,1]"], ["training.betas", "[0.9, 1.0]", "below 1"]),
+    (["training.learning_rate=inf"], ["training.learning_rate", "inf"]),
+    (["training.seed=9223372036854775808"], ["training.seed", "below 9223372036854775808"]),
+    (["training.global_batch=9999999998"], ["training.global_batch", "below 100000"]),
+    (["training.optimizer=auto"], ["training.optimizer", "'auto'", "adamw, sgd"]),
+    (["search.schedule=[auto]"], ["search.schedule", "['auto']"]),
+    (["cluster.devices_per_node=100000000000"], ["cluster.devices_per_node", "below 1000"]),
+    (["data.inputs=[]"], ["data.inputs", "keys and values"]),
+    (["data.files=[.]"], ["data.files", "'.'", "no file"]),
+    (["data.files=[short.txt]"], ["data.files", "found 5 bytes", "needs 33"]),
+    (["plan.schedule=pipedream"], ["plan: schedule pipedream has weight versions"]),
+    (["plan.schedule=gems", "plan.pp=1"], ["plan: schedule gems: 1 device"]),
     (["training"], ["command line", "group.key=value"]),
     (["training=4"], ["training", "found 4", "the keys of this group"]),
     (["cluster.device=cuda"], ["cluster.device", "'cuda'", "this machine has 0"]),
@@ -77,18 +68,72 @@ BAD = [  # overrides of small.yaml, and words that the message must hold
 
 
 @pytest.mark.parametrize(("overrides", "words"), BAD, ids=[" ".join(overrides) for overrides, _ in BAD])
-def test_bad_recipes_are_refused_in_one_line(folder, monkeypatch, capsys, overrides, words):
-    assert run(monkeypatch, "train", "small.yaml", *overrides) == 2
-    message = capsys.readouterr().err
+def test_bad_recipes_are_refused_in_one_line(folder, auto3d, overrides, words):
+    (folder / "short.txt").write_text("hello")
+    message = auto3d("train", "small.yaml", *overrides, code=2).err
     assert message.startswith("auto3d: ")
     assert message.count("\n") == 1
     for word in words:
         assert word in message
 
 
+FACTORIES = """
+notcallable = 5
+def number(): return 5
+def index(): return [][3]
+def ends(): raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["model.factory=nowhere:make"], ["model.factory", "nowhere", "cannot be imported: ModuleNotFoundError"]),
+        (["model.factory=os"], ["model.factory", "package.module:function"]),
+        (["model.factory=factories:absent"], ["cannot be imported: AttributeError"]),
+        (["model.factory=factories:notcallable"], ["of type int", "it takes a function"]),
+        (["model.factory=factories:number"], ["made a int"]),
+        (["model.factory=factories:index"], ["index out of range", "factories.py, line 3"]),
+        (["model.factory=factories:ends"], ["ended the program: SystemExit: 3", "factories.py, line 4"]),
+        (["model.factory=zero:make"], ["cannot be imported: ZeroDivisionError", "zero.py, line 1"]),
+        (["model.factory=syntax:make"], ["cannot be imported: SyntaxError", "syntax.py, line 1"]),
+        (["model.factory=exits:make"], ["cannot be imported: SystemExit: 4", "exits.py, line 1"]),
+        (["model.arguments.widht=3"], ["model.arguments", "refused by mine:make", "widht"]),
+        (["model.config.n_layer=3"], ["model.config", "belongs to architecture"]),
+        (["model.weights=other.safetensors"], ["model.weights", "lacks the parameter a.weight", "net.a.weight"]),
+        (["model.weights=wide.safetensors"], ["model.weights", "a.weight has shape [32, 8], the model's has [16, 8]"]),
+    ],
+    ids=lambda value: value[0] if "=" in value[0] else "",
+)
+def test_errors_of_a_users_own_model_are_told_in_one_line(folder, auto3d, overrides, words):
+    modules = {"factories": FACTORIES.lstrip(), "zero": "1/0", "syntax": "def make(:", "exits": "raise SystemExit(4)"}
+    for name, text in modules.items():
+        (folder / f"{name}.py").write_text(text)
+    names = {"a.weight": (32, 8), "a.bias": (32,), "b.weight": (3, 32), "b.bias": (3,)}
+    tensors = {name: torch.zeros(shape) for name, shape in names.items()}
+    save_file(tensors, folder / "wide.safetensors")
+    save_file({f"net.{name}": tensor for name, tensor in tensors.items()}, folder / "other.safetensors")
+    message = auto3d("train", "own.yaml", *overrides, code=2).err.removeprefix("a line of the user's own\n")
+    assert message.count("\n") == 1
+    for word in words:
+        assert word in message
+
+
+def test_modules_may_lie_beside_the_recipe(folder, auto3d, monkeypatch):
+    (folder / "elsewhere").mkdir()
+    (folder / "elsewhere" / "beside.py").write_text(MINE)
+    (folder / "elsewhere" / "own.yaml").write_text((folder / "own.yaml").read_text().replace("mine:", "beside:"))
+    assert "2 to run" in auto3d("plan", "elsewhere/own.yaml").out
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        ("null: 2", ["bad.yaml", "not readable"]),
+        ("5", ["bad.yaml", "holds no keys"]),
+        ("training: {seed: \x01}", ["bad.yaml", "not YAML"]),
+        ("model: {config: {a: !!set {b}}}", ["bad.yaml", "not readable"]),
+        ("model: {architecture: a, config: " + "{a: " * 400 + "1" + "}" * 400 + "}", ["bad.yaml", "recursion"]),
         ("training: {global_batch: 8", ["bad.yaml", "line 2", "not YAML"]),
         ("- a\n- b", ["bad.yaml", "holds a list"]),
         ("training: {seed: x}", ["bad.yaml: training.seed", "'x'", "whole number"]),
@@ -98,11 +143,10 @@ def test_bad_recipes_are_refused_in_one_line(folder, monkeypatch, capsys, overri
         ("model: own.yaml", ["own.yaml: model.architectur", "did you mean architecture"]),
     ],
 )
-def test_the_message_names_the_file(folder, monkeypatch, capsys, text, words):
+def test_the_message_names_the_file(folder, auto3d, text, words):
     (folder / "bad.yaml").write_text(text)
     (folder / "own.yaml").write_text("architectur: GPT2LMHeadModel")
-    assert run(monkeypatch, "plan", "bad.yaml") == 2
-    message = capsys.readouterr().err
+    message = auto3d("plan", "bad.yaml", code=2).err
     assert message.count("\n") == 1
     for word in words:
         assert word in message
@@ -111,8 +155,8 @@ def test_the_message_names_the_file(folder, monkeypatch, capsys, text, words):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["plan", "tinny"], ["no such recipe", "did you mean tiny"]),
-        (["plan", "none/none.yaml"], ["no such recipe"]),
+        (["plan", "tinny"], ["recipe: there is no 'tinny'", "did you mean tiny"]),
+        (["plan", "none/none.yaml"], ["recipe: there is no 'none/none.yaml'"]),
         (["table", "small.yaml"], ["no finished trial", "auto3d sweep"]),
         (["train", "small.yaml", "--plan", "none.json"], ["none.json", "does not exist"]),
         (["train", "small.yaml", "--plan", "small.yaml"], ["small.yaml", "Invalid JSON"]),
@@ -120,17 +164,15 @@ def test_the_message_names_the_file(folder, monkeypatch, capsys, text, words):
         (["train"], ["RECIPE"]),
     ],
 )
-def test_bad_commands(folder, monkeypatch, capsys, arguments, words):
-    assert run(monkeypatch, *arguments) == 2
-    message = capsys.readouterr().err
+def test_bad_commands(folder, auto3d, arguments, words):
+    message = auto3d(*arguments, code=2).err
     for word in words:
         assert word in message
 
 
-def test_no_plan_in_recipe_and_no_plan_file(folder, monkeypatch, capsys):
+def test_no_plan_in_recipe_and_no_plan_file(folder, auto3d):
     (folder / "planless.yaml").write_text(GPT2[: GPT2.index("plan:")])
-    assert run(monkeypatch, "train", "planless.yaml") == 2
-    assert "--plan FILE" in capsys.readouterr().err
+    assert "--plan FILE" in auto3d("train", "planless.yaml", code=2).err
 
 
 def test_overrides_win_over_the_file_and_the_file_over_defaults(folder):
@@ -155,6 +197,9 @@ def test_values_may_refer_to_each_other(folder):
         GPT2.replace("sequence_length: 32", "sequence_length: '${model.config.n_positions}'")
     )
     assert load("linked.yaml").values.data.sequence_length == 32
+    assert load("small.yaml", ["plan.dp=${plan.pp}"]).values.plan.dp == 2, "of the file, from the command line"
+    with pytest.raises(RecipeError, match=r"training\.seed: .*'many'"):
+        load("small.yaml", ["training.optimizer=many", "training.seed=${training.optimizer}"])
 
 
 def test_saved_recipe_loads_to_the_same(folder):

@@ -1,0 +1,138 @@
+"""Split backward: operators whose backward gives the gradient of their input now and those of their weights later.
+
+A zero-bubble schedule's I runs autograd with these operators in the place of the stage's matrix products and
+convolutions, and its W what they have put off. Other parameters (of norms and embeddings) get their gradients in I:
+they cost little.
+"""
+
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+aten = torch.ops.aten
+_WEIGHT_AND_BIAS = {  # operator -> where its weight and its bias stand among its arguments
+    aten.linear.default: (1, 2),
+    aten.addmm.default: (2, 0),
+    aten.conv1d.default: (1, 2),
+    aten.conv2d.default: (1, 2),
+    aten.conv3d.default: (1, 2),
+}
+
+
+class PutOff:
+    """What the backward of one stage has put off, in order."""
+
+    def __init__(self) -> None:
+        self._work: list[Callable[[], None]] = []
+
+    def add(self, work: Callable[[], None]) -> None:
+        self._work.append(work)
+
+    def take(self) -> list[Callable[[], None]]:
+        """All that was put off since the last call."""
+        work, self._work = self._work, []
+        return work
+
+
+def can_be_split(node: fx.Node, parameters: Collection[fx.Node]) -> bool:
+    """Whether ``node`` multiplies by weights that are ``parameters`` themselves, not something computed from them."""
+    if node.target not in _WEIGHT_AND_BIAS or node.kwargs:
+        return False
+    weight, bias = _WEIGHT_AND_BIAS[node.target]
+    given = node.args[bias] if len(node.args) > bias else None
+    return node.args[weight] in parameters and (given is None or given in parameters)
+
+
+class SplitOperation(nn.Module):
+    """One of those operators; it adds its weights' gradients to their ``.grad`` when what it put off is run."""
+
+    def __init__(self, target: Callable, put_off: PutOff) -> None:
+        super().__init__()
+        self._target = target
+        self._put_off = put_off
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        if self._target is aten.addmm.default:
+            bias, value, weight = args
+            return _Product.apply(value, weight, bias, False, self._put_off)
+        value, weight, bias, *rest = (*args, None)[: max(3, len(args))]
+        if self._target is aten.linear.default:
+            return _Product.apply(value, weight, bias, True, self._put_off)
+        dimensions = value.dim() - 2
+        stride, padding, dilation, groups = (*rest, *([1], [0], [1], 1)[len(rest) :])
+        geometry = [list(size) * (dimensions if len(size) == 1 else 1) for size in (stride, padding, dilation)]
+        return _Convolution.apply(value, weight, bias, (*geometry, groups), self._put_off)
+
+
+class _Product(torch.autograd.Function):
+    """value [..., in] times weight, [out, in] if ``transposed`` and [in, out] if not, plus bias [out]."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Any, weight: Any, bias: Any, transposed: bool, put_off: PutOff) -> torch.Tensor:
+        ctx.save_for_backward(value)
+        ctx.weight, ctx.bias, ctx.transposed, ctx.put_off = weight, bias, transposed, put_off
+        return nn.functional.linear(value, weight if transposed else weight.t(), bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
+        (value,) = ctx.saved_tensors
+        ctx.put_off.add(partial(_add_product, gradient, value, ctx.weight, ctx.bias, ctx.transposed))
+        weight = ctx.weight if ctx.transposed else ctx.weight.t()
+        return (gradient @ weight if ctx.needs_input_grad[0] else None), None, None, None, None
+
+
+def _add_product(
+    gradient: torch.Tensor, value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool
+) -> None:
+    gradient, value = gradient.reshape(-1, gradient.shape[-1]), value.reshape(-1, value.shape[-1])
+    if weight.requires_grad:
+        weight.grad.addmm_(gradient.t(), value) if transposed else weight.grad.addmm_(value.t(), gradient)
+    if bias is not None and bias.requires_grad:
+        bias.grad.add_(gradient.sum(0))
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Any, weight: Any, bias: Any, geometry: tuple, put_off: PutOff) -> torch.Tensor:
+        ctx.save_for_backward(value)
+        ctx.weight, ctx.bias, ctx.geometry, ctx.put_off = weight, bias, geometry, put_off
+        stride, padding, dilation, groups = geometry
+        return torch.convolution(value, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
+        (value,) = ctx.saved_tensors
+        ctx.put_off.add(partial(_add_convolution, gradient, value, ctx.weight, ctx.bias, ctx.geometry))
+        mask = (ctx.needs_input_grad[0], False, False)
+        own, _, _ = _convolution_backward(gradient, value, ctx.weight, ctx.bias, ctx.geometry, mask)
+        return own, None, None, None, None
+
+
+def _add_convolution(
+    gradient: torch.Tensor, value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, geometry: tuple
+) -> None:
+    mask = (False, weight.requires_grad, bias is not None and bias.requires_grad)
+    _, of_weight, of_bias = _convolution_backward(gradient, value, weight, bias, geometry, mask)
+    if of_weight is not None:
+        weight.grad.add_(of_weight)
+    if of_bias is not None:
+        bias.grad.add_(of_bias)
+
+
+def _convolution_backward(
+    gradient: torch.Tensor,
+    value: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    geometry: tuple,
+    mask: tuple[bool, bool, bool],
+) -> tuple:
+    stride, padding, dilation, groups = geometry
+    bias_sizes = None if bias is None else list(bias.shape)
+    no_padding = [0] * len(stride)
+    return aten.convolution_backward(
+        gradient, value, weight, bias_sizes, stride, padding, dilation, False, no_padding, groups, mask
+    )

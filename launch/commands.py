@@ -1,0 +1,271 @@
+"""The commands: what each takes, and what it prints."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from auto3d.schedule.options import RECOMPUTE, SYNC
+from launch.main import INTERRUPTED, complain
+from launch.output import print_json
+from launch.recipe import load
+from launch.schema import documented_keys
+
+RUN_FAILED = 1
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise  # rich calls this where it caught a BrokenPipeError, and would exit by itself
+
+
+_PLAIN = {"markup": False, "soft_wrap": True}
+out = _Console(highlight=False)
+err = _Console(stderr=True, highlight=False)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]}, invoke_without_command=True)
+@click.version_option(package_name="auto3d", message="auto3d %(version)s")
+@click.pass_context
+def cli(context: click.Context) -> int:
+    """Find, run and tabulate the fastest way to train a model with data, tensor and pipeline parallelism.
+
+    RECIPE is the name of a file of recipes/, or a path to a .yaml file. OVERRIDES change single keys of it, as in
+    training.global_batch=32; `auto3d keys` lists them all.
+    """
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+    return 0
+
+
+def _recipe_command(function: Callable) -> Callable:
+    """A command with the arguments that all commands on a recipe share."""
+    function = click.argument("overrides", nargs=-1)(function)
+    function = click.argument("recipe")(function)
+    return cli.command(name=function.__name__.rstrip("_"))(function)
+
+
+@_recipe_command
+@click.option("--json", "as_json", is_flag=True, help="Print a list of all candidates, each with its whole plan.")
+@click.option("--all", "show_all", is_flag=True, help="A line for each pruned candidate, too.")
+def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, show_all: bool) -> int:
+    """Print the plans that a sweep of RECIPE runs, and why other candidates were pruned. Trains nothing."""
+    loaded = load(recipe, overrides)
+    from launch import candidates
+    from launch.progress import at_work
+    from launch.settings import exported_model
+
+    with at_work(err, "capturing the model and looking for plans"):
+        found = candidates.find(loaded, exported_model(loaded))
+    if as_json:
+        print_json([asdict(candidate) for candidate in found])
+        candidates.runnable(loaded, found)
+        return 0
+    print(candidates.listing(found, show_all=show_all))
+    print(f"\n{len(found)} candidates, {len(candidates.runnable(loaded, found))} to run")
+    return 0
+
+
+@_recipe_command
+@click.option("--retry", is_flag=True, help="Run again the trials that failed or timed out.")
+def sweep(recipe: str, overrides: tuple[str, ...], retry: bool) -> int:
+    """Run every plan of RECIPE's search space as a trial, skip those that are done, and print the table."""
+    loaded = load(recipe, overrides)
+    from launch import tables
+    from launch.progress import sweep_progress
+    from launch.sweep import FINAL, run_sweep
+
+    try:
+        with sweep_progress(err) as watcher:
+            run_sweep(loaded, retry=retry, watcher=watcher)
+    except KeyboardInterrupt:
+        return complain("interrupted; finished trials are kept, and the same command runs the rest", INTERRUPTED)
+    results = tables.results_of(loaded)
+    files = tables.write(results)
+    print(f"{tables.terminal(results)}\n\nwritten: {', '.join(map(str, files))}")
+    failed = sum(measurement.status not in FINAL for measurement in results.measurements)
+    if failed:
+        err.print(f"{failed} failed or timed out; to run them again: {loaded.command('sweep', '--retry')}", **_PLAIN)
+    if tables.best(results) is None:
+        return complain("no trial is ok", RUN_FAILED)
+    print(f"train under the fastest: {loaded.command('train', '--plan', str(files[-1]), without='plan')}")
+    return 0
+
+
+@_recipe_command
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print a list of records, in seconds and bytes, each with its plan and its error; write no file.",
+)
+def table(recipe: str, overrides: tuple[str, ...], as_json: bool) -> int:
+    """Print the table of RECIPE's last sweep, fastest first, and write it to results/.
+
+    OVERRIDES, if any, must be those of that sweep.
+    """
+    loaded = load(recipe, overrides)
+    from launch import tables
+
+    results = tables.results_of(loaded)
+    if as_json:
+        print_json(tables.rows(results))
+        return 0
+    files = tables.write(results)
+    print(f"{tables.terminal(results)}\n\nwritten: {', '.join(map(str, files))}")
+    return 0
+
+
+@_recipe_command
+@click.option("--plan", "plan_file", type=click.Path(exists=True, dir_okay=False), help="Train under this plan.")
+@click.option("--json", "as_json", is_flag=True, help="Print loss, grad_norm, iteration_s, peak_bytes and the plan.")
+def train(recipe: str, overrides: tuple[str, ...], plan_file: str | None, as_json: bool) -> int:
+    """Train RECIPE's model under --plan or the recipe's own plan, as in: auto3d train tiny plan.dp=2 plan.pp=2.
+
+    It starts its own processes, or is one of those that torchrun, srun or mpirun started.
+    """
+    loaded = load(recipe, overrides)
+    from launch.train import run_training
+
+    return run_training(loaded, plan_file, err, lambda record: _print_training(record, as_json))
+
+
+def _print_training(record: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print_json(record)
+        return
+    plan = record["plan"]
+    print(
+        f"{len(record['loss'])} iterations under dp={plan['dp']} tp={plan['tp']} pp={plan['pp']} "
+        f"micro-batch={plan['micro_batch_size']} {plan['schedule']}: loss {record['loss'][0]:.3f} to "
+        f"{record['loss'][-1]:.3f}, {record['samples_per_s']:.1f} samples/s, "
+        f"peak memory {max(record['peak_bytes']) / 2**20:.0f} MiB per rank (measured)"
+    )
+
+
+_COUNT = click.IntRange(min=1)
+
+
+@_recipe_command
+@click.option("--micro-batch-size", type=_COUNT, help="Samples. [that of the recipe's plan, else 1]")
+@click.option("--subgraphs", type=_COUNT, help="Into how many to shard. [as many as there can be]")
+@click.option("--fresh", is_flag=True, help="Capture it again, whatever the cache holds.")
+@click.option("--json", "as_json", is_flag=True, help="Print one record, in seconds and bytes.")
+def capture(recipe: str, overrides: tuple[str, ...], **options: Any) -> int:
+    """Capture RECIPE's model without memory: its size, FLOPs, operations and subgraphs; what that took."""
+    loaded = load(recipe, overrides)
+    from launch.capture import print_capture
+
+    print_capture(loaded, **options)
+    return 0
+
+
+@_recipe_command
+@click.option("--method", default="autopipe", show_default=True, help="How to choose the stages.")
+@click.option("--stages", type=_COUNT, required=True, help="How many.")
+@click.option("--subgraphs", type=_COUNT, help="Into how many to shard first. [as many as there can be]")
+@click.option("--micro-batch-size", type=_COUNT, help="Samples. [that of the recipe's plan, else 1]")
+@click.option("--memory-gib", type=click.FloatRange(min=0, min_open=True), help="Of a device. [enough]")
+@click.option("--fresh", is_flag=True, help="Capture the model again, whatever the cache holds.")
+@click.option("--json", "as_json", is_flag=True, help="Print one record, in seconds and bytes.")
+@click.option("--svg", type=click.Path(dir_okay=False), help="Write a picture.")
+def partition(recipe: str, overrides: tuple[str, ...], **options: Any) -> int:
+    """Cut RECIPE's model into stages and tell what is in each, as in: auto3d partition tiny --stages 4."""
+    loaded = load(recipe, overrides)
+    from launch.partition import print_partition
+
+    print_partition(loaded, **options)
+    return 0
+
+
+_TIME = click.FloatRange(min=0)
+_FILE = click.Path(dir_okay=False)
+
+
+@cli.command()
+@click.argument("name", required=False)
+@click.option("--list", "list_all", is_flag=True, help="Describe all schedules and their options.")
+@click.option("--compare", metavar="A,B,...", help="A row for each; chimera:scale=doubling gives one its own option.")
+@click.option("--stages", type=int, help="Pipeline depth: how many devices the model is laid over.")
+@click.option("--micro-batches", type=int, help="Micro-batches per iteration.")
+@click.option("--pipes", type=int, help="Replicas of the model that flow through the devices (chimera).")
+@click.option("--scale", help="direct, doubling or halving: chimera with more micro-batches than stages.")
+@click.option("--chunks", type=int, help="Stages per device (interleaved-1f1b).")
+@click.option("--recompute", type=click.Choice(RECOMPUTE), help="All stages or none, where the choice is free.")
+@click.option("--iterations", type=int, help="Iterations to run, of an asynchronous schedule.")
+@click.option("--sync-placement", type=click.Choice(SYNC), help="At the end, at once, or at once where it hides.")
+@click.option("--forward", type=_TIME, help="Time of one device's share of the model for one micro-batch. [1]")
+@click.option("--backward", type=_TIME, help="The same of the backward. [the sum of its halves, or twice --forward]")
+@click.option("--backward-input", type=_TIME, help="Its half for the gradient of the input. [the rest]")
+@click.option("--backward-weight", type=_TIME, help="Its half for the gradient of the weights. [the rest]")
+@click.option("--recompute-time", type=_TIME, help="Of running the forward again. [--forward]")
+@click.option("--p2p", type=_TIME, help="Of a message of one micro-batch from stage to stage. [0]")
+@click.option("--overlap/--no-overlap", default=None, help="Whether messages travel beside compute. [they do]")
+@click.option("--sync", type=_TIME, help="Of the gradient sync of one device's share. [0]")
+@click.option("--json", "as_json", is_flag=True, help="Print the figures and all operations.")
+@click.option("--svg", type=_FILE, help="Write a picture.")
+@click.option("--trace", type=_FILE, help="Write a trace for ui.perfetto.dev or chrome://tracing.")
+@click.option("--csv", type=_FILE, help="Write the order in the form that torch.distributed.pipelining loads.")
+def schedule(
+    name: str | None,
+    list_all: bool,
+    compare: str | None,
+    stages: int | None,
+    micro_batches: int | None,
+    as_json: bool,
+    svg: str | None,
+    trace: str | None,
+    csv: str | None,
+    **given: Any,
+) -> int:
+    """Simulate and draw pipeline schedule NAME, as in: auto3d schedule chimera --stages 4 --micro-batches 8."""
+    from launch.schedule import Request, print_comparison, print_families, print_schedule
+
+    if list_all:
+        print_families(as_json)
+        return 0
+    if (name is None) == (compare is None):
+        raise click.UsageError("write one schedule's name, or --compare A,B,..., or --list")
+    if stages is None or micro_batches is None:
+        raise click.UsageError("--stages and --micro-batches are needed, as in --stages 4 --micro-batches 8")
+    families = {"pipes": "pipes", "scale": "scale", "chunks": "chunks", "recompute": "recompute"}
+    families |= {"iterations": "iterations", "sync_placement": "sync"}
+    times = {"recompute_time": "recompute"} | {
+        key: key for key in ("forward", "backward", "backward_input", "backward_weight", "p2p", "overlap", "sync")
+    }
+    request = Request(
+        stages=stages,
+        micro_batches=micro_batches,
+        options={option: given[key] for key, option in families.items() if given[key] is not None},
+        times={time: given[key] for key, time in times.items() if given[key] is not None},
+    )
+    files = {"svg": svg, "trace": trace, "csv": csv}
+    if name is not None:
+        print_schedule(name, request, out, as_json=as_json, files=files)
+        return 0
+    if any(files.values()):
+        raise click.UsageError("--svg, --trace and --csv write one schedule; --compare has several")
+    print_comparison(compare.split(","), request, as_json=as_json)
+    return 0
+
+
+@cli.command()
+def keys() -> int:
+    """List every key of a recipe: its default, what it takes, and what it means."""
+    if not out.is_terminal:
+        for name, default, takes, meaning in documented_keys():
+            print(name, json.dumps(default), takes, meaning, sep="\t")
+        return 0
+    table = Table()
+    table.add_column("key", no_wrap=True)
+    for heading in ("default", "takes", "meaning"):
+        table.add_column(heading, overflow="fold")
+    for name, default, takes, meaning in documented_keys():
+        table.add_row(name, escape(json.dumps(default)), takes, escape(meaning))
+    out.print(table)
+    return 0

@@ -1,0 +1,79 @@
+"""Recipes to try commands on, and the command line run in this process, which saves the seconds of its imports."""
+
+import os
+import signal
+import sys
+
+import pytest
+
+from launch import main as command
+
+GPT2 = """
+model:
+  architecture: GPT2LMHeadModel
+  config: {n_layer: 2, n_head: 2, n_embd: 32, n_positions: 32, vocab_size: 256, bos_token_id: 0, eos_token_id: 0}
+data: {sequence_length: 32}
+training: {global_batch: 8, iterations: 2}
+plan: {dp: 1, pp: 2, micro_batch_size: 2}
+"""
+
+OWN = """
+model: {factory: 'mine:make'}
+data: {source: synthetic, inputs: {x: {kind: normal, shape: [8]}, y: {kind: integers, high: 3}}}
+training: {global_batch: 8, iterations: 2}
+search: {dp: [1], pp: [2], micro_batch_size: [2, 4], schedule: [1f1b], allow_idle_devices: true}
+plan: {pp: 2, micro_batch_size: 4}
+"""
+
+MINE = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, width), nn.Linear(width, 3)
+
+    def forward(self, x, y):
+        return nn.functional.cross_entropy(self.b(torch.relu(self.a(x))), y)
+
+def make(width=16):
+    print("a line of the user's own")
+    return Net(width)
+"""
+
+
+def write_recipes(folder) -> None:
+    (folder / "small.yaml").write_text(GPT2)
+    (folder / "own.yaml").write_text(OWN)
+    (folder / "mine.py").write_text(MINE)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_recipes(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def auto3d(monkeypatch, capsys):
+    """Runs a command here and gives what it printed: ``out`` and ``err``."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    modules = set(sys.modules)
+
+    def run(*arguments: str, code: int = 0):
+        monkeypatch.setattr(sys, "argv", ["auto3d", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            command.main()
+        printed = capsys.readouterr()
+        assert caught.value.code == code, f"{printed.out}\n{printed.err}"
+        return printed
+
+    yield run
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    for name in set(sys.modules) - modules:  # a module of one test's folder is not another's
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(os.getcwd()):
+            del sys.modules[name]
