@@ -1,13 +1,13 @@
 """Block-level partitioning (RaNNC, section III-B): k-way multilevel, down to k blocks that can run in sequence."""
 
 from collections import Counter
-from collections.abc import Iterable
 
 from auto3d.partition.rannc.atomic import Subcomponent
 from auto3d.partition.rannc.dag import MergingGraph, topological_order
-from auto3d.partition.rannc.units import Exchange, Units
+from auto3d.partition.rannc.units import Units
 
 TOLERANCE = 0.05  # uncoarsening may let a block grow to this much above the mean to send less
+OVERSIZE = 2.0  # coarsening makes no block that is longer than this times the mean
 PASSES = 8  # of uncoarsening over one level, at most
 
 Level = list[tuple[int, ...]]  # groups of units
@@ -23,13 +23,15 @@ def coarsen(units: Units, blocks: int) -> list[Level]:
     """Merge neighbours, the shortest first, each once per level, until ``blocks`` are left or none can be merged.
 
     Whether two may be merged is decided on what the merges before have made of the graph: of two merges of one level,
-    each alone may be possible and both not.
+    each alone may be possible and both not. Nor is a block made that is longer than ``OVERSIZE`` times the mean: where
+    a model branches widely, that of the fork would swallow one branch after the other.
     """
     graph = MergingGraph(units.after)
     groups = {unit: (unit,) for unit in range(len(units.members))}
     seconds = dict(enumerate(units.seconds))
     at_most = {unit: sum(held.values()) for unit, held in enumerate(units.held)}  # bytes, shared ones counted twice
     levels = [list(groups.values())]
+    longest = OVERSIZE * sum(units.seconds) / blocks
     while len(groups) > blocks:
         settled: set[int] = set()  # merged in this level
         for group in sorted(groups, key=lambda each: (seconds[each], each)):
@@ -37,6 +39,8 @@ def coarsen(units: Units, blocks: int) -> list[Level]:
                 continue
             others = graph.neighbours(group) - settled
             for other in sorted(others, key=lambda each: (seconds[each], abs(graph.place[each] - graph.place[group]))):
+                if seconds[group] + seconds[other] > longest:
+                    break
                 bytes_at_most = at_most[group] + at_most[other]
                 if bytes_at_most > units.memory_bytes and not units.fit(groups[group] + groups[other]):
                     continue
@@ -82,10 +86,14 @@ class _Borders:
         for unit, after in enumerate(units.after):
             for follower in after:
                 self.neighbours[follower].add(unit)
-        self.exchanges_of: list[list[Exchange]] = [[] for _ in units.after]
-        for exchange in units.exchanges:
-            for unit in (exchange.maker, *exchange.users):
-                self.exchanges_of[unit].append(exchange)
+        self.makes: list[list[int]] = [[] for _ in units.after]  # numbers of exchanges, by unit
+        self.uses: list[list[int]] = [[] for _ in units.after]
+        for number, exchange in enumerate(units.exchanges):
+            self.makes[exchange.maker].append(number)
+            for user in exchange.users:
+                self.uses[user].append(number)
+        # exchange -> block -> its units that use the value
+        self.users = [Counter(self.block_of[user] for user in exchange.users) for exchange in units.exchanges]
         pairs = ((self.block_of[unit], self.block_of[each]) for unit, after in enumerate(units.after) for each in after)
         self.edges = Counter(pairs)  # (block, block) -> pairs of units
 
@@ -101,11 +109,14 @@ class _Borders:
         if not targets or len(group) == len(self.members[home]):
             return False
         weight = sum(self.units.seconds[unit] for unit in group)
-        exchanges = {id(exchange): exchange for unit in group for exchange in self.exchanges_of[unit]}.values()
-        moving, before = set(group), self._bytes(exchanges)
+        moving = set(group)
+        made = {number for unit in group for number in self.makes[unit]}
+        used = Counter(number for unit in group for number in self.uses[unit])
         found = []
         for target in sorted(targets):
-            sent = self._bytes(exchanges, moving, target) - before
+            sent = sum(
+                self._sends_more(number, used[number], number in made, home, target) for number in made | set(used)
+            )
             was = max(self.seconds[home], self.seconds[target])
             longest = max(self.seconds[home] - weight, self.seconds[target] + weight)
             if (sent < 0 and longest <= max(was, self.limit)) or (sent <= 0 and longest < was):
@@ -120,17 +131,24 @@ class _Borders:
                 self.seconds[home] -= weight
                 self.seconds[target] += weight
                 self.block_of.update(dict.fromkeys(group, target))
+                for number, units in used.items():
+                    self.users[number] += Counter({target: units})
+                    self.users[number] -= Counter({home: units})
                 return True
         return False
 
-    def _bytes(self, exchanges: Iterable[Exchange], moving: Iterable[int] = (), target: int = -1) -> float:
-        """What ``exchanges`` send between blocks, each value once to each block that uses it."""
-        total = 0.0
-        for exchange in exchanges:
-            blocks = {target if user in moving else self.block_of[user] for user in exchange.users}
-            source = target if exchange.maker in moving else self.block_of[exchange.maker]
-            total += exchange.bytes * len(blocks - {source})
-        return total
+    def _sends_more(self, number: int, moved: int, maker_moves: bool, home: int, target: int) -> float:
+        """By how many bytes exchange ``number`` grows if ``moved`` of its users, and maybe its maker, change block.
+
+        A value is sent once to each block that uses it.
+        """
+        users, source = self.users[number], self.block_of[self.units.exchanges[number].maker]
+        before = len(users) - (source in users)
+        leaves, comes = 0 < moved == users[home], moved > 0 and target not in users
+        source = target if maker_moves else source
+        uses_itself = {home: users[home] > moved, target: users[target] + moved > 0}.get(source, source in users)
+        after = len(users) - leaves + comes - uses_itself
+        return self.units.exchanges[number].bytes * (after - before)
 
     def _edges_after(self, moving: set[int], target: int) -> Counter[tuple[int, int]]:
         edges = self.edges.copy()
