@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help setup sweep plan train table test bench lint clean
+.PHONY: help setup sweep plan train table test soak bench lint clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -30,6 +30,9 @@ table: $(INSTALLED)  ## print the table of the trials of RECIPE that are done
 
 test: $(INSTALLED)  ## run all tests
 	$(BIN)/python -m pytest $(ARGS)
+
+soak: $(INSTALLED)  ## run the long tests: whole grids where `make test` takes samples (about ten minutes)
+	$(BIN)/python -m pytest -m soak $(ARGS)
 
 bench: $(INSTALLED)  ## run all benchmarks of tests/benchmarks/ (minutes)
 	@for file in $(filter-out %/__init__.py,$(wildcard tests/benchmarks/*.py)); do \

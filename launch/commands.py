@@ -167,7 +167,7 @@ def capture(recipe: str, overrides: tuple[str, ...], **options: Any) -> int:
 
 @_recipe_command
 @click.option("--method", default="autopipe", show_default=True, help="How to choose the stages.")
-@click.option("--stages", type=_COUNT, required=True, help="How many.")
+@click.option("--stages", type=_COUNT, help="How many; rannc finds that itself.")
 @click.option("--subgraphs", type=_COUNT, help="Into how many to shard first. [as many as there can be]")
 @click.option("--micro-batch-size", type=_COUNT, help="Samples. [that of the recipe's plan, else 1]")
 @click.option("--memory-gib", type=click.FloatRange(min=0, min_open=True), help="Of a device. [enough]")

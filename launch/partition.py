@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from tabulate import tabulate
 
 from auto3d.capture.graph import Graph
 from auto3d.errors import InputError
-from auto3d.partition import Partition, partition
+from auto3d.partition import Partition, Request, partition
 from auto3d.partition.cost import PartitionCosts, analytic, parameter_bytes
 from auto3d.partition.draw_svg import draw_svg
 from auto3d.partition.merak import Sharding
@@ -23,7 +24,7 @@ def print_partition(
     recipe: LoadedRecipe,
     *,
     method: str,
-    stages: int,
+    stages: int | None,
     subgraphs: int | None,
     micro_batch_size: int | None,
     memory_gib: float | None,
@@ -33,17 +34,26 @@ def print_partition(
 ) -> None:
     """Cut the recipe's model by ``method`` and print its stages; costs are those of the analytic model."""
     model = PlanningModel(recipe, fresh=fresh)
-    graph = model.graph(micro_batch_size or default_micro_batch_size(recipe))
-    sharding = model.sharding(graph, subgraphs)
+    graph_at = cache(model.graph)
     memory = float("inf") if memory_gib is None else memory_gib * 2**30
-    costs = analytic(graph, memory_bytes=memory)
-    micro_batches = max(1, recipe.values.training.global_batch // graph.micro_batch_size)
-    found = partition(method, graph, sharding, costs, stages=stages, micro_batches=micro_batches)
+    request = Request(
+        graph_at=graph_at,
+        costs_at=lambda size: analytic(graph_at(size), memory_bytes=memory),
+        sharding=model.sharding(graph_at(micro_batch_size or default_micro_batch_size(recipe)), subgraphs),
+        stages=stages,
+        micro_batch_size=micro_batch_size or default_micro_batch_size(recipe),
+        global_batch=recipe.values.training.global_batch,
+        nodes=recipe.values.cluster.nodes,
+        devices_per_node=recipe.values.cluster.devices_per_node,
+    )
+    graph, sharding, costs = request.graph, request.sharding, request.costs
+    found = partition(method, request)
     record = {
         "method": method,
         "graph": graph.fingerprint,
         "micro_batch_size": graph.micro_batch_size,
         "subgraphs": len(sharding.subgraphs),
+        "micro_batches": found.micro_batches,
         **_record(graph, sharding, costs, found),
     }
     if svg:

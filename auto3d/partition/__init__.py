@@ -1,6 +1,6 @@
 """Graph -> stages. Each method is one file; ``METHODS`` is the only place that knows them by name."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -10,8 +10,31 @@ from auto3d.partition.autopipe import autopipe
 from auto3d.partition.cost import PartitionCosts
 from auto3d.partition.layer_assignment import layer_assignment
 from auto3d.partition.merak import Sharding
+from auto3d.partition.rannc import rannc
 from auto3d.partition.uniform import uniform
 from auto3d.plan import StagePlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is to be cut, and for which devices: each method takes of it what it needs."""
+
+    graph_at: Callable[[int], Graph]  # by micro-batch size
+    costs_at: Callable[[int], PartitionCosts]
+    sharding: Sharding
+    stages: int | None  # None: the method chooses
+    micro_batch_size: int
+    global_batch: int
+    nodes: int
+    devices_per_node: int
+
+    @property
+    def graph(self) -> Graph:
+        return self.graph_at(self.micro_batch_size)
+
+    @property
+    def costs(self) -> PartitionCosts:
+        return self.costs_at(self.micro_batch_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,33 +43,57 @@ class Partition:
 
     stages: tuple[StagePlan, ...]
     replicas: tuple[int, ...]
+    micro_batches: int | None = None  # of each pipeline, where the method chooses that too
 
 
-Method = Callable[[Graph, Sharding, PartitionCosts, int, int], Sequence[StagePlan] | Partition]
+def _uniform(request: Request) -> Partition:
+    return _single(uniform(request.graph, request.stages))
 
-METHODS: dict[str, Method] = {  # each gets the number of stages and of micro-batches
-    "uniform": lambda graph, sharding, costs, stages, micro_batches: uniform(graph, stages),
-    "autopipe": lambda graph, sharding, costs, stages, micro_batches: autopipe(
-        graph, costs, stages, cuts=sharding.bounds
-    ),
-    "layer-assignment": lambda graph, sharding, costs, stages, micro_batches: layer_assignment(
-        graph, costs, stages, micro_batches=micro_batches, cuts=sharding.bounds
-    ),
+
+def _autopipe(request: Request) -> Partition:
+    return _single(autopipe(request.graph, request.costs, request.stages, cuts=request.sharding.bounds))
+
+
+def _layer_assignment(request: Request) -> Partition:
+    micro_batches = max(1, request.global_batch // request.micro_batch_size)
+    found = layer_assignment(
+        request.graph, request.costs, request.stages, micro_batches=micro_batches, cuts=request.sharding.bounds
+    )
+    return _single(found)
+
+
+def _rannc(request: Request) -> Partition:
+    found = rannc(
+        request.graph_at,
+        request.costs_at,
+        nodes=request.nodes,
+        devices_per_node=request.devices_per_node,
+        global_batch=request.global_batch,
+    )
+    return Partition(stages=found.stages, replicas=found.replicas, micro_batches=found.micro_batches)
+
+
+METHODS: dict[str, Callable[[Request], Partition]] = {
+    "uniform": _uniform,
+    "autopipe": _autopipe,
+    "layer-assignment": _layer_assignment,
+    "rannc": _rannc,
 }
+CHOOSE_STAGES = ("rannc",)  # methods that find the number of stages themselves
 
 
-def partition(
-    method: str, graph: Graph, sharding: Sharding, costs: PartitionCosts, *, stages: int, micro_batches: int
-) -> Partition:
-    """``stages`` stages of ``graph`` by ``method``; raises InputError where the name or a number is not possible."""
+def partition(method: str, request: Request) -> Partition:
+    """Stages by ``method``; raises InputError where the name or a number is not possible."""
     if method not in METHODS:
         near = get_close_matches(method, METHODS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise InputError(f"method: {method!r} is not known; there are {', '.join(METHODS)}{hint}")
-    for name, number in {"stages": stages, "micro-batches": micro_batches}.items():
-        if number < 1:
-            raise InputError(f"{name}: {number} is not possible; it must be 1 or more")
-    found = METHODS[method](graph, sharding, costs, stages, micro_batches)
-    if isinstance(found, Partition):
-        return found
-    return Partition(stages=tuple(found), replicas=(1,) * len(found))
+    if method in CHOOSE_STAGES and request.stages is not None:
+        raise InputError(f"stages: {request.stages} is given; {method} finds the number of stages itself")
+    if method not in CHOOSE_STAGES and (request.stages is None or request.stages < 1):
+        raise InputError(f"stages: {request.stages or 'none'} given; {method} takes a number of 1 or more")
+    return METHODS[method](request)
+
+
+def _single(stages: tuple[StagePlan, ...]) -> Partition:
+    return Partition(stages=stages, replicas=(1,) * len(stages))

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from auto3d.partition import METHODS
+from auto3d.partition import CHOOSE_STAGES, METHODS
 from launch.main import main
 
 ROOT = Path(__file__).parents[2]
@@ -88,7 +88,7 @@ def test_a_cached_model_needs_neither_torch_nor_the_models_code(tmp_path):
     assert json.loads(in_process(tmp_path, *command))["graph"] != first["graph"]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [method for method in METHODS if method not in CHOOSE_STAGES])
 def test_stages_hold_the_whole_model(auto3d, method):
     whole = json.loads(auto3d("capture", "tiny", "--json"))
     record = json.loads(auto3d("partition", "tiny", "--method", method, "--stages", "4", "--json"))
@@ -105,6 +105,18 @@ def test_stages_hold_the_whole_model(auto3d, method):
     layers = [name for stage in stages for name in stage["modules"] if ".h." in name]
     assert layers == [f"transformer.h.{layer}" for layer in range(8)]
     assert [stage["inputs"] for stage in stages] == [["input_ids"], [], [], ["labels"]]
+
+
+def test_rannc_chooses_stages_and_replicas(auto3d):
+    """On tiny's four devices with memory enough, and with so little that the model must be divided."""
+    whole = json.loads(auto3d("capture", "tiny", "--json"))
+    for memory in ([], ["--memory-gib", "0.03"]):
+        record = json.loads(auto3d("partition", "tiny", "--method", "rannc", "--json", *memory))
+        stages = record["stages"]
+        assert sum(stage["flops"] for stage in stages) == whole["flops"]
+        assert sum(stage["replicas"] for stage in stages) <= 4
+        assert record["micro_batches"] >= 1
+        assert (len(stages) > 1) == bool(memory)
 
 
 def test_a_module_that_is_cut_is_named_by_its_parts(auto3d):
@@ -133,7 +145,8 @@ def test_picture_and_table(auto3d, tmp_path):
         (["--stages", "4", "--method", "autopip"], ["'autopip'", "uniform", "did you mean autopipe?"]),
         (["--stages", "4", "--subgraphs", "400"], ["400 subgraphs", "at most 19"]),
         (["--stages", "0"], ["--stages", "0"]),
-        ([], ["--stages"]),
+        ([], ["stages: none given", "autopipe takes a number"]),
+        (["--method", "rannc", "--stages", "2"], ["stages: 2 is given", "rannc finds"]),
         (["--stages", "4", "--memory-gib", "0.001"], ["4 stages do not fit"]),
         (["--stages", "4", "--svg", "no/such/folder.svg"], ["no/such/folder.svg", "cannot be written"]),
         (["--stages", "4", "model.config.n_layer=0.5"], ["n_layer"]),
