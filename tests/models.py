@@ -8,6 +8,7 @@ from torch import nn
 from transformers import (
     BertConfig,
     BertForMaskedLM,
+    BertForPreTraining,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -59,6 +60,14 @@ def t5() -> T5ForConditionalGeneration:
 
 def llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(vocab_size=256, use_cache=False, **SIZES))
+
+
+def llama_with_tied_embeddings() -> LlamaForCausalLM:
+    return LlamaForCausalLM(LlamaConfig(vocab_size=256, use_cache=False, tie_word_embeddings=True, **SIZES))
+
+
+def bert_for_pretraining() -> BertForPreTraining:
+    return BertForPreTraining(BertConfig(vocab_size=256, **SIZES, **NO_DROPOUT))
 
 
 def vit() -> ViTForImageClassification:
@@ -154,6 +163,7 @@ FEATURES = DataSettings(
     vocabulary_size=2,
     inputs={"features": InputField(kind="normal", shape=(16,)), "label": InputField(kind="integers", shape=(), high=4)},
 )
+PAIRS = replace(TEXT, inputs={**TEXT.inputs, "next_sentence_label": InputField(kind="integers", high=2)})
 REUSED = replace(FEATURES, inputs={"input": FEATURES.inputs["features"], "label": FEATURES.inputs["label"]})
 IMAGES = DataSettings(
     source="synthetic",
@@ -170,6 +180,8 @@ MODELS = {
     "gpt2-dropout": (gpt2_with_dropout, TEXT),
     "bert": (bert, TEXT),
     "llama": (llama, TEXT),
+    "llama-tied": (llama_with_tied_embeddings, TEXT),
+    "bert-pretraining": (bert_for_pretraining, PAIRS),
     "t5": (t5, TEXT),
     "vit": (vit, IMAGES),
     "swin": (swin, IMAGES),

@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from auto3d.capture.graph import Graph
 from auto3d.cluster import place_ranks
+from auto3d.partition import Request, partition
+from auto3d.partition.cost import analytic
+from auto3d.partition.merak import shard
 from auto3d.partition.stage import cut
 from auto3d.partition.uniform import uniform
 from auto3d.plan import Plan, PlanError, stages_between, stages_of_operations
@@ -211,6 +215,33 @@ def test_a_loss_that_another_stage_uses(processes):
     ranks = processes.run(2, run_rank, "averaging", make_plan("averaging", dp=1, pp=2, stages=stages), SGD)
     assert "mean_loss" in ranks[1]["history"][-1]["buffers"]
     assert_parity(ranks, plain_pytorch("averaging", micro_batch_size=2, optimizer=SGD))
+
+
+@pytest.mark.parametrize("model", ["t5", "bert-pretraining", "llama", "llama-tied"])
+@pytest.mark.parametrize("method", ["autopipe", "layer-assignment", "rannc"])
+@pytest.mark.parametrize("pp", [2, 4])
+def test_stages_of_every_partitioner_train(processes, model, method, pp):
+    def graph_at(size: int) -> Graph:
+        return captured(model, size).graph
+
+    graph = graph_at(2)
+    weights = sum(value.bytes for value in graph.parameters.values())
+    memory = 4 * weights * 1.3 / pp + 250_000 if method == "rannc" else float("inf")  # so little that it must divide
+    request = Request(
+        graph_at=graph_at,
+        costs_at=lambda size: analytic(graph_at(size), memory_bytes=memory),
+        sharding=shard(graph),
+        stages=None if method == "rannc" else pp,
+        micro_batch_size=2,
+        global_batch=GLOBAL_BATCH,
+        nodes=1,
+        devices_per_node=4,
+    )
+    stages = partition(method, request).stages
+    assert len(stages) in ((2, 3, 4) if method == "rannc" else (pp,))
+    plan = make_plan(model, dp=1, pp=len(stages), stages=stages)
+    ranks = processes.run(plan.ranks, run_rank, model, plan, SGD)
+    assert_parity(ranks, plain_pytorch(model, micro_batch_size=2, optimizer=SGD))
 
 
 def test_stages_that_are_not_contiguous(processes):
