@@ -10,7 +10,6 @@ from xml.etree import ElementTree
 import pytest
 
 from auto3d.partition import CHOOSE_STAGES, METHODS
-from launch.main import main
 
 ROOT = Path(__file__).parents[2]
 MINE = """
@@ -32,16 +31,12 @@ def build(depth):
 
 
 @pytest.fixture
-def auto3d(monkeypatch, capsys):
-    """The command as the shell runs it, in this process: what it prints, or what it complains of."""
+def auto3d(auto3d):
+    """What the command prints or, where it ends with another code than 0, complains of."""
 
     def run(*arguments: str, code: int = 0) -> str:
-        monkeypatch.setattr(sys, "argv", ["auto3d", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        output = capsys.readouterr()
-        assert ended.value.code == code, output.err
-        return output.err if code else output.out
+        printed = auto3d(*arguments, code=code)
+        return printed.err if code else printed.out
 
     return run
 

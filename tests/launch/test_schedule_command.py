@@ -1,26 +1,20 @@
 """`auto3d schedule`: its figures against closed forms, the files it writes, and what it says of bad input."""
 
 import json
-import sys
 from xml.etree import ElementTree
 
 import pytest
 
 from auto3d.schedule import SCHEDULES
-from launch.main import main
 
 
 @pytest.fixture
-def auto3d(monkeypatch, capsys):
-    """The command as the shell runs it, in this process: exit code, what it prints, what it complains of."""
+def auto3d(auto3d):
+    """What the command prints or, where it ends with another code than 0, complains of."""
 
     def run(*arguments: str, code: int = 0) -> str:
-        monkeypatch.setattr(sys, "argv", ["auto3d", "schedule", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        output = capsys.readouterr()
-        assert ended.value.code == code, output.err
-        return output.err if code else output.out
+        printed = auto3d("schedule", *arguments, code=code)
+        return printed.err if code else printed.out
 
     return run
 
