@@ -1,6 +1,5 @@
 """Recipes to try commands on, and the command line run in this process, which saves the seconds of its imports."""
 
-import os
 import signal
 import sys
 
@@ -57,7 +56,7 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def auto3d(monkeypatch, capsys):
+def auto3d(monkeypatch, capsys, tmp_path):
     """Runs a command here and gives what it printed: ``out`` and ``err``."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     monkeypatch.setattr(sys, "path", sys.path.copy())
@@ -75,5 +74,5 @@ def auto3d(monkeypatch, capsys):
     for number, handler in handlers.items():
         signal.signal(number, handler)
     for name in set(sys.modules) - modules:  # a module of one test's folder is not another's
-        if str(getattr(sys.modules[name], "__file__", None)).startswith(os.getcwd()):
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(str(tmp_path)):
             del sys.modules[name]
