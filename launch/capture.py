@@ -1,6 +1,5 @@
 """`auto3d capture`, and the Graphs that planning commands work on: from the cache, or captured and put there."""
 
-import json
 import os
 import resource
 import sys
@@ -17,6 +16,7 @@ from auto3d.capture.cache import Cache
 from auto3d.capture.graph import Graph
 from auto3d.capture.graph_json import graph_from_json, graph_to_json
 from auto3d.partition.merak import Sharding, shard, sharding_from_json
+from launch.output import print_json
 from launch.recipe import LoadedRecipe
 
 if TYPE_CHECKING:
@@ -99,7 +99,10 @@ def print_capture(
         "cached": not model.captured,
         "graph": graph.fingerprint,
     }
-    print(json.dumps(record) if as_json else _figures(record))
+    if as_json:
+        print_json(record)
+    else:
+        print(_figures(record))
 
 
 def _figures(record: dict[str, Any]) -> str:

@@ -1,22 +1,20 @@
 """`auto3d partition`: cut a recipe's model into stages by a method, and tell what each of them is."""
 
-import json
 from collections.abc import Sequence
 from functools import cache
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
 
 from auto3d.capture.graph import Graph
-from auto3d.errors import InputError
 from auto3d.partition import Partition, Request, partition
 from auto3d.partition.cost import PartitionCosts, analytic, parameter_bytes
 from auto3d.partition.draw_svg import draw_svg
 from auto3d.partition.merak import Sharding
 from auto3d.partition.stage import Stage, cut
 from launch.capture import PlanningModel, default_micro_batch_size
+from launch.output import print_json, write_text
 from launch.recipe import LoadedRecipe
 
 
@@ -59,9 +57,9 @@ def print_partition(
     if svg:
         notes = [f"{stage['flops_share']:.1%}, {_count(stage['parameters'])} parameters" for stage in record["stages"]]
         caption = f"{recipe.name}, {method}, {len(notes)} stages: balance {record['balance']:.3f} (max / mean FLOPs)"
-        _write(svg, draw_svg(graph, sharding, found, notes, caption))
+        write_text(svg, draw_svg(graph, sharding, found, notes, caption))
     if as_json:
-        print(json.dumps(record))
+        print_json(record)
         return
     print(_table(record))
     if svg:
@@ -183,10 +181,3 @@ def _count(number: float) -> str:
         if number >= size:
             return f"{number / size:.4g}{letter}"
     return f"{number:g}"
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror}") from None

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -20,7 +19,7 @@ from auto3d.simulate.idle import bubble_ratio, idle, idle_within, steady_state
 from auto3d.simulate.pipelining_csv import pipelining_csv
 from auto3d.simulate.simulate import Timeline, simulate
 from auto3d.simulate.trace import trace
-from launch.output import print_json
+from launch.output import print_json, write_text
 
 _OPTION_NAMES = {"sync": "--sync-placement"}  # of the command, where it is not the family's own
 
@@ -55,10 +54,7 @@ def print_schedule(name: str, request: Request, out: Console, *, as_json: bool, 
     }
     written = [(path, texts[form]()) for form, path in files.items() if path]
     for path, text in written:
-        try:
-            Path(path).write_text(text)
-        except OSError as error:
-            raise InputError(f"{path}: cannot be written: {error.strerror}") from None
+        write_text(path, text)
     record = _record(timeline)
     if as_json:
         print_json(record)

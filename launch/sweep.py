@@ -62,7 +62,8 @@ def run_sweep(recipe: LoadedRecipe, *, retry: bool, watcher: Watcher) -> None:
     left_out = sum(candidate.reason == candidates.left_out(recipe) for candidate in found)
     plans = candidates.runnable(recipe, found)
     check_devices(recipe, max(plan.ranks for plan in plans))
-    initial_weights(recipe, specialize(model, samples_at_once(plans[0])).graph)
+    if values.model.weights is not None:
+        initial_weights(recipe, specialize(model, samples_at_once(plans[0])).graph)
     trials = trials_of(recipe, plans)
     with exclusive(recipe):
         write_sweep(recipe, trials, left_out=left_out)

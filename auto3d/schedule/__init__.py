@@ -1,6 +1,7 @@
 """Plan -> operations. Each family is one file; ``SCHEDULES`` is the only place that knows them by name."""
 
 from difflib import get_close_matches
+from functools import lru_cache
 
 from auto3d.errors import InputError
 from auto3d.schedule import (
@@ -37,6 +38,7 @@ SCHEDULES: dict[str, Family] = {
 }
 
 
+@lru_cache(maxsize=16)  # it lists every micro-batch, and is asked for more than once by whoever makes or runs a plan
 def build_schedule(name: str, *, devices: int, micro_batches: int, **options: int | str) -> Schedule:
     """The operations of schedule ``name``; raises InputError where the name, a size or an option is not possible."""
     if name not in SCHEDULES:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from itertools import product
 from typing import Literal
 
@@ -103,7 +103,7 @@ def make_plan(model: CapturedModel, *, dp: int, tp: int, pp: int, global_batch: 
 
 def _check_worth(schedule: str, schedules: Sequence[str], *, devices: int, micro_batches: int) -> None:
     """Raise PlanError if another of ``schedules`` cannot be worse than ``schedule`` at these sizes."""
-    built, reasons = _built(tuple(schedules), devices, micro_batches)
+    built, reasons = _built(schedules, devices, micro_batches)
     if schedule in reasons:
         raise PlanError(reasons[schedule])
     names = list(built)
@@ -117,8 +117,7 @@ def _check_worth(schedule: str, schedules: Sequence[str], *, devices: int, micro
             raise PlanError(f"one device has no pipeline: as fast as {leanest}, which holds no more activations")
 
 
-@lru_cache(maxsize=1)  # a schedule lists every micro-batch, and candidates that differ by their schedule come in a row
-def _built(schedules: tuple[str, ...], devices: int, micro_batches: int) -> tuple[dict[str, Schedule], dict[str, str]]:
+def _built(schedules: Sequence[str], devices: int, micro_batches: int) -> tuple[dict[str, Schedule], dict[str, str]]:
     """Of ``schedules`` at these sizes: those that the runtime can run, and the reasons why the others cannot."""
     built, reasons = {}, {}
     for name in schedules:

@@ -1,10 +1,9 @@
 """The operations that decide how long an iteration takes (Chimera, section 3.4)."""
 
-from auto3d.schedule.operation import Kind, Operation
+from auto3d.schedule.operation import BACKWARDS, Kind, Operation
 from auto3d.simulate.simulate import Timeline
 
 _CLOSE = 1e-9  # of the makespan: times that differ by less are the same, added up in another order
-_BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 def critical_path(timeline: Timeline) -> list[Operation]:
@@ -41,7 +40,7 @@ def critical_numbers(timeline: Timeline) -> list[int]:
             candidates += [maker[needed] for needed in work.waits[number] if arrival[needed] >= bound]
             best = max(candidates, key=weight.__getitem__, default=-1)  # of equals, the first
             before[number] = best
-            weight[number] = (weight[best] if best >= 0 else 0) + (timeline.operations[number].kind in _BACKWARDS)
+            weight[number] = (weight[best] if best >= 0 else 0) + (timeline.operations[number].kind in BACKWARDS)
             if link >= 0 and after and timeline.costs.overlap:
                 if arrival[number] - after > timeline.end[number] + close:
                     maker[number] = maker[head_of_link[link]]
