@@ -6,12 +6,11 @@ from itertools import combinations, pairwise
 import pytest
 
 from auto3d.capture.graph import Graph, Node, Value
-from auto3d.capture.specialize import specialize
 from auto3d.partition.stage import PartitionError, crossing_bytes, cut
 from auto3d.partition.uniform import TOLERANCE, uniform
 from auto3d.plan import PlanError, stages_between, stages_of_operations
+from launch.model import captured_model
 from launch.recipe import load
-from launch.settings import exported_model
 from tests.models import captured
 
 
@@ -77,7 +76,7 @@ def test_best_balance_then_fewest_bytes_as_by_brute_force():
 def test_gpt2_is_cut_between_blocks():
     """One tensor crosses each cut: masks and positions are repeated, not sent."""
     recipe = load("tiny")
-    graph = specialize(exported_model(recipe), 2).graph
+    graph = captured_model(recipe, 2).graph
     stages = cut(graph, uniform(graph, 4))
     assert [len(stage.sent) for stage in stages] == [1, 1, 1, 0]
     assert [len(stage.received) for stage in stages] == [0, 1, 1, 1]
