@@ -1,13 +1,12 @@
 """A recipe's search space: which plans a sweep runs, and why it leaves others out."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from tabulate import tabulate
 
-from auto3d.capture.export import ExportedModel
-from auto3d.capture.specialize import CapturedModel, specialize
+from auto3d.capture.graph import Graph
 from auto3d.plan import Plan
 from auto3d.search.space import Candidate, SearchSpace, candidates
 from launch.recipe import LoadedRecipe
@@ -15,13 +14,13 @@ from launch.schema import PlanRecipe
 from launch.settings import cluster, search_space
 
 
-def find(recipe: LoadedRecipe, model: ExportedModel) -> list[Candidate]:
+def find(recipe: LoadedRecipe, graph_at: Callable[[int], Graph]) -> list[Candidate]:
     """Every combination of the recipe's search space, with its plan or the reason why it does not run."""
     values = recipe.values
     found = candidates(
         search_space(values),
         cluster(values),
-        lambda micro_batch_size: specialize(model, micro_batch_size),
+        graph_at,
         global_batch=values.training.global_batch,
         seed=values.training.seed,
     )
@@ -39,7 +38,7 @@ def left_out(recipe: LoadedRecipe) -> str:
     return f"left out: search.max_trials is {recipe.values.search.max_trials}"
 
 
-def of_plan(recipe: LoadedRecipe, wanted: PlanRecipe, model: CapturedModel) -> Candidate:
+def of_plan(recipe: LoadedRecipe, wanted: PlanRecipe, graph: Graph) -> Candidate:
     """The candidate of these degrees and this schedule alone, by the same checks."""
     space = SearchSpace(
         dp=[wanted.dp],
@@ -51,7 +50,7 @@ def of_plan(recipe: LoadedRecipe, wanted: PlanRecipe, model: CapturedModel) -> C
     )
     training = recipe.values.training
     (candidate,) = candidates(
-        space, cluster(recipe.values), lambda _: model, global_batch=training.global_batch, seed=training.seed
+        space, cluster(recipe.values), lambda _: graph, global_batch=training.global_batch, seed=training.seed
     )
     return candidate
 

@@ -5,10 +5,9 @@ import resource
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import cached_property
 from math import prod
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tabulate import tabulate
 
@@ -18,9 +17,6 @@ from auto3d.capture.graph_json import graph_from_json, graph_to_json
 from auto3d.partition.merak import Sharding, shard, sharding_from_json
 from launch.output import print_json
 from launch.recipe import LoadedRecipe
-
-if TYPE_CHECKING:
-    from auto3d.capture.export import ExportedModel
 
 
 class PlanningModel:
@@ -37,23 +33,17 @@ class PlanningModel:
 
     def graph(self, micro_batch_size: int) -> Graph:
         def capture() -> Graph:
-            from auto3d.capture.specialize import specialize
+            from launch.model import captured_model
 
-            return specialize(self._exported, micro_batch_size).graph
+            return captured_model(self._recipe, micro_batch_size).graph
 
         identity = self._identity(graph_at=micro_batch_size)
         return self._remember(identity, capture, graph_to_json, graph_from_json)
 
     def sharding(self, graph: Graph, subgraphs: int | None = None) -> Sharding:
-        """The subgraphs of ``graph``, which are the same at every micro-batch size."""
-        identity = self._identity(subgraphs=subgraphs)
+        """The subgraphs of ``graph``, one of this model's."""
+        identity = self._identity(sharding_at=graph.micro_batch_size, subgraphs=subgraphs)
         return self._remember(identity, lambda: shard(graph, subgraphs), asdict, sharding_from_json)
-
-    @cached_property
-    def _exported(self) -> "ExportedModel":
-        from launch.settings import exported_model
-
-        return exported_model(self._recipe)
 
     def _remember(self, identity: dict, make: Callable, write: Callable, read: Callable) -> Any:
         found = None if self._fresh else self._cache.load(identity, read)

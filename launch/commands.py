@@ -57,11 +57,11 @@ def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, show_all: bool)
     """Print the plans that a sweep of RECIPE runs, and why other candidates were pruned. Trains nothing."""
     loaded = load(recipe, overrides)
     from launch import candidates
+    from launch.model import captured_model
     from launch.progress import at_work
-    from launch.settings import exported_model
 
     with at_work(err, "capturing the model and looking for plans"):
-        found = candidates.find(loaded, exported_model(loaded))
+        found = candidates.find(loaded, lambda micro_batch_size: captured_model(loaded, micro_batch_size).graph)
     if as_json:
         print_json([asdict(candidate) for candidate in found])
         candidates.runnable(loaded, found)

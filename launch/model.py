@@ -1,4 +1,4 @@
-"""Recipe -> the user's model, unmodified: how to build it, and its initial weights."""
+"""Recipe -> the user's model, unmodified: how to build it, the model captured, and its initial weights."""
 
 import importlib
 import inspect
@@ -13,9 +13,22 @@ from torch import nn
 
 from auto3d.capture.errors import error_line
 from auto3d.capture.graph import Graph
+from auto3d.capture.model import CapturedModel, capture
+from launch.data import data_settings
+from launch.output import stdout_to_stderr
 from launch.recipe import RECIPES, LoadedRecipe
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are built from their configuration; nothing is ever downloaded
+
+
+def captured_model(recipe: LoadedRecipe, micro_batch_size: int) -> CapturedModel:
+    """The recipe's model, captured for micro-batches of so many samples."""
+    with stdout_to_stderr():
+        build = build_function(recipe)
+        try:
+            return capture(build, data_settings(recipe.values).input_specs(), micro_batch_size)
+        except SystemExit as error:
+            raise recipe.error("model", f"its code ended the program: {told(error)}") from None
 
 
 def build_function(recipe: LoadedRecipe) -> Callable[[], nn.Module]:

@@ -36,7 +36,7 @@ def print_partition(
     memory = float("inf") if memory_gib is None else memory_gib * 2**30
     request = Request(
         graph_at=graph_at,
-        costs_at=lambda size: analytic(graph_at(size), memory_bytes=memory),
+        costs_of=lambda graph: analytic(graph, memory_bytes=memory),
         sharding=model.sharding(graph_at(micro_batch_size or default_micro_batch_size(recipe)), subgraphs),
         stages=stages,
         micro_batch_size=micro_batch_size or default_micro_batch_size(recipe),

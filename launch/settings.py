@@ -1,38 +1,10 @@
 """Recipe -> the engine's own settings, group by group."""
 
-from auto3d.capture.export import ExportedModel, export
 from auto3d.cluster import Cluster
-from auto3d.runtime.data import DataSettings, InputField
 from auto3d.runtime.optimizer import OptimizerSettings
 from auto3d.runtime.training import TrainingSettings
 from auto3d.search.space import SearchSpace
-from launch.model import build_function, told
-from launch.output import stdout_to_stderr
-from launch.recipe import LoadedRecipe, data_files
 from launch.schema import Recipe
-
-
-def exported_model(recipe: LoadedRecipe) -> ExportedModel:
-    """The recipe's model, captured."""
-    with stdout_to_stderr():
-        build = build_function(recipe)
-        try:
-            return export(build, data_settings(recipe.values).input_specs())
-        except SystemExit as error:
-            raise recipe.error("model", f"its code ended the program: {told(error)}") from None
-
-
-def data_settings(recipe: Recipe) -> DataSettings:
-    inputs = {
-        name: InputField(kind=i.kind, shape=tuple(i.shape), high=i.high) for name, i in recipe.data.inputs.items()
-    }
-    return DataSettings(
-        source=recipe.data.source,
-        files=tuple(data_files(recipe)),
-        sequence_length=recipe.data.sequence_length,
-        vocabulary_size=recipe.data.vocabulary_size,
-        inputs=inputs or {"input_ids": InputField(kind="tokens"), "labels": InputField(kind="tokens")},
-    )
 
 
 def cluster(recipe: Recipe) -> Cluster:

@@ -7,18 +7,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 import submitit
 
-from auto3d.capture.specialize import specialize
+from auto3d.capture.graph import Graph
 from auto3d.runtime.measurement import Measurement, Status
 from auto3d.runtime.training import samples_at_once
 from launch import candidates
-from launch.model import initial_weights
+from launch.model import captured_model, initial_weights
 from launch.ranks import check_devices
 from launch.recipe import LoadedRecipe
-from launch.settings import exported_model
 from launch.store import Trial, exclusive, private_folder, trials_of, write_sweep, write_whole
 from launch.trial import run_trial
 
@@ -57,13 +57,17 @@ def run_sweep(recipe: LoadedRecipe, *, retry: bool, watcher: Watcher) -> None:
     values = recipe.values
     if values.cluster.nodes > 1:
         raise recipe.error("cluster.nodes", f"found {values.cluster.nodes}; a sweep runs on one machine: it takes 1")
-    model = exported_model(recipe)
-    found = candidates.find(recipe, model)
+
+    @cache
+    def graph_at(micro_batch_size: int) -> Graph:
+        return captured_model(recipe, micro_batch_size).graph
+
+    found = candidates.find(recipe, graph_at)
     left_out = sum(candidate.reason == candidates.left_out(recipe) for candidate in found)
     plans = candidates.runnable(recipe, found)
     check_devices(recipe, max(plan.ranks for plan in plans))
     if values.model.weights is not None:
-        initial_weights(recipe, specialize(model, samples_at_once(plans[0])).graph)
+        initial_weights(recipe, graph_at(samples_at_once(plans[0])))
     trials = trials_of(recipe, plans)
     with exclusive(recipe):
         write_sweep(recipe, trials, left_out=left_out)

@@ -9,7 +9,6 @@ from typing import Any
 
 from rich.console import Console
 
-from auto3d.capture.specialize import specialize
 from auto3d.errors import InputError
 from auto3d.plan import Plan, PlanError
 from auto3d.runtime.executor import IterationResult
@@ -18,14 +17,15 @@ from auto3d.runtime.training import TrainingResult, samples_at_once, stages_of, 
 from auto3d.runtime.waiting import PeerLostError
 from auto3d.runtime.world import World
 from launch import candidates
+from launch.data import data_settings
 from launch.join import joined_world
-from launch.model import initial_weights
+from launch.model import captured_model, initial_weights
 from launch.output import stdout_to_stderr
 from launch.progress import at_work, training_progress
 from launch.ranks import Report, check_devices, run_ranks
 from launch.recipe import LoadedRecipe
 from launch.schema import PlanRecipe
-from launch.settings import data_settings, exported_model, training_settings
+from launch.settings import training_settings
 
 
 def run_training(
@@ -38,10 +38,9 @@ def run_training(
     wanted = given or _plan_of(recipe)
     _check_processes(recipe, world, wanted.dp * wanted.tp * wanted.pp)
     with at_work(console, "capturing the model"):
-        model = exported_model(recipe)
-    captured = specialize(model, samples_at_once(given) if given else wanted.micro_batch_size)
+        captured = captured_model(recipe, samples_at_once(given) if given else wanted.micro_batch_size)
     if given is None:
-        candidate = candidates.of_plan(recipe, wanted, captured)
+        candidate = candidates.of_plan(recipe, wanted, captured.graph)
         if candidate.plan is None:
             raise recipe.error("plan", candidate.reason)
     plan = given or candidate.plan

@@ -5,16 +5,16 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from auto3d.capture.specialize import specialize
 from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.runtime.measurement import Environment, Measurement, Status
 from auto3d.runtime.training import TrainingResult, samples_at_once, train
 from auto3d.runtime.world import World
-from launch.model import initial_weights
+from launch.data import data_settings
+from launch.model import captured_model, initial_weights
 from launch.ranks import Report, die_with_parent, end_with, run_ranks
 from launch.recipe import LoadedRecipe, load
-from launch.settings import data_settings, exported_model, training_settings
+from launch.settings import training_settings
 from launch.store import write_whole
 
 
@@ -45,7 +45,7 @@ def measure(recipe: LoadedRecipe, plan: Plan, folder: Path) -> Measurement:
         "tokens_per_sample": values.data.sequence_length if has_tokens(recipe) else 0,
     }
     try:
-        captured = specialize(exported_model(recipe), samples_at_once(plan))
+        captured = captured_model(recipe, samples_at_once(plan))
         state = initial_weights(recipe, captured.graph)
 
         def run(world: World, report: Report) -> tuple[TrainingResult, Environment]:

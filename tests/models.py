@@ -21,8 +21,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from auto3d.capture.export import ExportedModel, export
-from auto3d.capture.specialize import CapturedModel, specialize
+from auto3d.capture.model import CapturedModel, capture
 from auto3d.runtime.data import DataSettings, InputField
 from recipes.examples import resnet
 
@@ -193,11 +192,6 @@ MODELS = {
 
 
 @lru_cache
-def exported(model: str) -> ExportedModel:
-    build, data = MODELS[model]
-    return export(build, data.input_specs())
-
-
-@lru_cache
 def captured(model: str, micro_batch_size: int) -> CapturedModel:
-    return specialize(exported(model), micro_batch_size)
+    build, data = MODELS[model]
+    return capture(build, data.input_specs(), micro_batch_size)

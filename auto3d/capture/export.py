@@ -1,10 +1,8 @@
-"""Export an unmodified module on the meta device: no weight is ever allocated.
-
-The exported graph has a symbolic batch size, so one export serves every micro-batch size; ``specialize`` puts it
-in.
-"""
+"""Export an unmodified module on the meta device, at one micro-batch size: no weight is ever allocated."""
 
 import gc
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,15 +12,12 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.export import Dim
 from torch.utils import _pytree as pytree
 from torch.utils._pytree import tree_leaves
 
-from auto3d.capture.errors import CaptureError, error_line
+from auto3d.capture.errors import CaptureError, error_line, node_line
 from auto3d.capture.rewrite import inline_regions, remove_in_place, written_buffers
 from auto3d.errors import InputError
-
-_TRACED_BATCH = 2  # a batch of 1 would be burned into the graph
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,27 +30,26 @@ class InputSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportedModel:
-    """A model's program with symbolic batch size, and where its state comes from."""
+    """A model's program for micro-batches of one size, and where its state comes from."""
 
     build: Callable[[], nn.Module]
+    inputs: Mapping[str, InputSpec]
+    micro_batch_size: int
     program: fx.Graph
     parameters: Mapping[str, str]  # placeholder -> first name of the parameter: tied ones share it
     frozen: frozenset[str]  # names of parameters that no gradient reaches
     buffers: Mapping[str, str]  # placeholder -> first name
     written_buffers: frozenset[str]  # names of buffers that a forward writes to, such as batch statistics
     constants: Mapping[str, torch.Tensor]  # placeholder -> value
-    inputs: Mapping[str, InputSpec]
     loss: str  # node name
 
     @cached_property
     def fingerprint(self) -> str:
         """Hash of all that a run computes: operations with their arguments and shapes, names of state, constants."""
-        placeholders = self.program.find_nodes(op="placeholder")
-        batch = next(str(node.meta["val"].shape[0]) for node in placeholders if node.name in self.inputs)
         digest = sha256(repr((self.parameters, sorted(self.frozen), self.buffers, self.loss)).encode())
         for node in self.program.nodes:
             values = [
-                (str(value.dtype), str(tuple(value.shape)).replace(batch, "batch"))
+                (str(value.dtype), tuple(value.shape))
                 for value in tree_leaves(node.meta.get("val"))
                 if isinstance(value, torch.Tensor)
             ]
@@ -65,12 +59,12 @@ class ExportedModel:
         return digest.hexdigest()[:16]
 
 
-def export(build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec]) -> ExportedModel:
-    """Capture the module that ``build`` makes, in training mode, called with ``inputs`` as keyword arguments.
+def export(build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec], micro_batch_size: int) -> ExportedModel:
+    """Export the module that ``build`` makes, in training mode, called with ``inputs`` as keyword arguments.
 
-    Raises CaptureError if the module cannot be built or torch.export cannot follow it, if it fixes the batch size, has
-    no loss among its outputs, keeps a tensor that is neither parameter nor buffer, or writes in place where other
-    tensors see it.
+    Raises CaptureError if the module cannot be built, if it fails at this micro-batch size or torch.export cannot
+    follow it, if its sizes depend on the data, if it has no loss among its outputs, keeps a tensor that is neither
+    parameter nor buffer, or writes in place where other tensors see it.
     """
     try:
         with torch.device("meta"):
@@ -81,17 +75,16 @@ def export(build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec]) -> E
         raise CaptureError(f"the model cannot be built: {_first_line(error)}{error_line(error)}") from error
     model.train()
     arguments = {
-        name: torch.zeros((_TRACED_BATCH, *spec.shape), dtype=spec.dtype, device="meta")
+        name: torch.zeros((micro_batch_size, *spec.shape), dtype=spec.dtype, device="meta")
         for name, spec in inputs.items()
     }
     try:
         with _without_collection():
-            exported = torch.export.export(
-                model, (), arguments, strict=False, dynamic_shapes={name: {0: Dim.AUTO} for name in arguments}
-            )
+            exported = torch.export.export(model, (), arguments, strict=False)
     except Exception as error:  # torch.export raises many kinds; each means that this model cannot be captured
         raise CaptureError(
-            f"{type(model).__name__} cannot be captured: {_first_line(error)}{error_line(error)}"
+            f"{type(model).__name__} cannot be captured at micro-batch size {micro_batch_size}: "
+            f"{_first_line(error)}{error_line(error)}"
         ) from error
 
     signature = exported.graph_signature
@@ -114,23 +107,20 @@ def export(build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec]) -> E
     loss = _find_loss(model, exported)
     program.output_node().args = ((loss,),)
     program.eliminate_dead_code()  # what only other outputs need; writes to buffers stay
-    for node in program.find_nodes(op="placeholder"):
-        if node.name in inputs and not _is_free(node.meta["val"].shape[0]):
-            raise CaptureError(
-                f"{type(model).__name__} fixes the batch size of its input {node.name} to {_TRACED_BATCH}; "
-                "its code must take the batch size from the tensor's shape"
-            )
+    _check_sizes(program)
+    _name_by_module(program)
     reached = {parameters[placeholder] for placeholder in _reached_by_gradient(loss) & parameters.keys()}
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     return ExportedModel(
         build=build,
+        inputs=dict(inputs),
+        micro_batch_size=micro_batch_size,
         program=program,
         parameters=parameters,
         frozen=frozenset(set(parameters.values()) - (reached & trainable)),
         buffers=buffers,
         written_buffers=frozenset(buffers[placeholder] for placeholder in written_buffers(program, buffers.keys())),
         constants=constants,
-        inputs=dict(inputs),
         loss=loss.name,
     )
 
@@ -168,12 +158,14 @@ def _reached_by_gradient(loss: fx.Node) -> set[str]:
     return {node.name for node in reached}
 
 
+def module_path(node: fx.Node) -> str:
+    """Of the module whose code made the node: "transformer.h.0.attn"."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return next(reversed(stack.values()))[0] if stack else ""
+
+
 def is_differentiable(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
-
-
-def _is_free(size: int | torch.SymInt) -> bool:
-    return isinstance(size, torch.SymInt) and bool(size.node.expr.free_symbols)
 
 
 def _first_line(error: Exception) -> str:
@@ -185,6 +177,32 @@ def _remove_assertions(program: fx.Graph) -> None:
     for node in reversed(program.nodes):
         if node.op == "call_function" and not node.users and "assert" in str(node.target):
             program.erase_node(node)
+
+
+def _check_sizes(program: fx.Graph) -> None:
+    for node in program.nodes:
+        for value in tree_leaves(node.meta.get("val")):
+            sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+            if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):
+                raise CaptureError(f"{node.target} gives a size or a number that depends on the data{node_line(node)}")
+
+
+def _name_by_module(program: fx.Graph) -> None:
+    """Number operations within their module, so that a mask's, which may be others at another size, rename no other."""
+    taken = {node.name for node in program.find_nodes(op="placeholder")}
+    used: Counter[str] = Counter()
+    for node in program.nodes:
+        if node.op != "call_function":
+            continue
+        path = module_path(node).replace(".", "_")
+        stem = re.sub(r"_\d+$", "", node.name)
+        stem = f"{path}_{stem}" if path else stem
+        name = stem
+        while name in taken:
+            used[stem] += 1
+            name = f"{stem}_{used[stem]}"
+        taken.add(name)
+        node.name = name
 
 
 def _find_loss(model: nn.Module, exported: torch.export.ExportedProgram) -> fx.Node:

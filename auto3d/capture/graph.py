@@ -49,13 +49,28 @@ class Graph:
     loss: str  # the value to be minimised, a scalar
     micro_batch_size: int
     fingerprint: str
-    """Equal for the same program on the same parameters, whatever the micro-batch size: a Plan holds it to know again
-    the Graph that its stages cut."""
+    """Equal for the same program on the same parameters at the same micro-batch size: a Plan holds it to know again the
+    Graph that its stages cut."""
     producer: dict[str, int] = field(init=False)  # value -> index of the node that makes it
 
     def __post_init__(self) -> None:
         made = {value.name: index for index, node in enumerate(self.nodes) for value in node.outputs}
         object.__setattr__(self, "producer", made)
+
+    def same_operations(self, other: "Graph") -> bool:
+        """Whether two micro-batch sizes of a model have the same operations under the same names.
+
+        Those that depend on inputs alone need not be the same: at one size, say, a mask is not expanded.
+        """
+
+        def operations(graph: Graph) -> list[tuple]:
+            return [
+                (node.name, node.operator, node.state, [value.name for value in node.outputs])
+                for node in graph.nodes
+                if not node.from_inputs
+            ]
+
+        return operations(self) == operations(other)
 
     def value(self, name: str) -> Value:
         """The value that a node makes under this name."""

@@ -3,14 +3,17 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache, partial
 
 from auto3d.capture.graph import Graph
+from auto3d.capture.interpolate import interpolate
 from auto3d.errors import InputError
 from auto3d.partition.autopipe import autopipe
 from auto3d.partition.cost import PartitionCosts
 from auto3d.partition.layer_assignment import layer_assignment
 from auto3d.partition.merak import Sharding
 from auto3d.partition.rannc import rannc
+from auto3d.partition.stage import same_stages
 from auto3d.partition.uniform import uniform
 from auto3d.plan import StagePlan
 
@@ -20,7 +23,7 @@ class Request:
     """What is to be cut, and for which devices: each method takes of it what it needs."""
 
     graph_at: Callable[[int], Graph]  # by micro-batch size
-    costs_at: Callable[[int], PartitionCosts]
+    costs_of: Callable[[Graph], PartitionCosts]
     sharding: Sharding
     stages: int | None  # None: the method chooses
     micro_batch_size: int
@@ -34,7 +37,7 @@ class Request:
 
     @property
     def costs(self) -> PartitionCosts:
-        return self.costs_at(self.micro_batch_size)
+        return self.costs_of(self.graph)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +66,19 @@ def _layer_assignment(request: Request) -> Partition:
 
 
 def _rannc(request: Request) -> Partition:
+    # It asks for about ten sizes, and two tell of all. At 1 there may be fewer operations than at all others.
+    first = request.graph_at(max(2, request.micro_batch_size))
+    second = request.graph_at(max(request.global_batch, first.micro_batch_size + 1))
+    graph_at = cache(partial(interpolate, first, second))
     found = rannc(
-        request.graph_at,
-        request.costs_at,
+        graph_at,
+        lambda micro_batch_size: request.costs_of(graph_at(micro_batch_size)),
         nodes=request.nodes,
         devices_per_node=request.devices_per_node,
         global_batch=request.global_batch,
     )
-    return Partition(stages=found.stages, replicas=found.replicas, micro_batches=found.micro_batches)
+    stages = same_stages(found.stages, first, request.graph)
+    return Partition(stages=stages, replicas=found.replicas, micro_batches=found.micro_batches)
 
 
 METHODS: dict[str, Callable[[Request], Partition]] = {

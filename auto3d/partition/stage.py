@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 
 from auto3d.capture.graph import Graph, Value
 from auto3d.errors import InputError
-from auto3d.plan import PlanError, StagePlan
+from auto3d.plan import PlanError, StagePlan, stages_of_operations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +69,36 @@ def check_enough(before: Sequence[float], stages: int) -> None:
         raise PartitionError(
             f"{stages} stages, but only {costly} operations of the model cost anything; each stage needs one"
         )
+
+
+def same_stages(stages: Sequence[StagePlan], graph: Graph, other: Graph) -> tuple[StagePlan, ...]:
+    """``stages`` of ``graph`` as those of ``other``, the same model at another micro-batch size.
+
+    Operations that depend on inputs alone need not be the same; each belongs to the first stage that uses it. Raises
+    PartitionError where any other differs.
+    """
+    if not graph.same_operations(other):
+        raise PartitionError(
+            f"the model's operations at micro-batch size {graph.micro_batch_size} are not those at "
+            f"{other.micro_batch_size}; stages of the one do not cut the other"
+        )
+    stage_of = {
+        graph.nodes[position].name: index
+        for index, stage in enumerate(stages)
+        for span in stage.operations
+        for position in range(*span)
+    }
+    found: list[int] = []
+    first_user: dict[str, int] = {}
+    for node in reversed(other.nodes):
+        if node.from_inputs:
+            stage = min((first_user.get(value.name, len(stages) - 1) for value in node.outputs), default=0)
+        else:
+            stage = stage_of[node.name]
+        found.append(stage)
+        for name in node.reads:
+            first_user[name] = min(stage, first_user.get(name, stage))
+    return stages_of_operations(found[::-1])
 
 
 def cut(graph: Graph, stages: Sequence[StagePlan]) -> tuple[Stage, ...]:

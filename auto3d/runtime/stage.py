@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from auto3d.capture.specialize import CapturedModel
+from auto3d.capture.model import CapturedModel
 from auto3d.partition.stage import Stage
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage_program import stage_program

@@ -8,7 +8,8 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_map_only
 
-from auto3d.capture.specialize import CapturedModel, is_random
+from auto3d.capture.describe import is_random
+from auto3d.capture.model import CapturedModel
 from auto3d.partition.stage import Stage
 from auto3d.runtime.randomness import Randomness, SeededOperation
 from auto3d.runtime.weight_gradients import PutOff, SplitOperation, can_be_split
@@ -28,11 +29,11 @@ def stage_program(
     With ``put_off``, its backward leaves the gradients of weights there, where it can.
     """
     names = {**captured.exported.parameters, **captured.exported.buffers}
-    source = {node.name: node for node in captured.program.nodes}
+    source = {node.name: node for node in captured.exported.program.nodes}
     graph = fx.Graph()
     state = {name: graph.placeholder(f"state_{position}") for position, name in enumerate(stage.state)}
     env: dict[fx.Node, fx.Node] = {}
-    for node in captured.program.find_nodes(op="placeholder"):
+    for node in captured.exported.program.find_nodes(op="placeholder"):
         name = names.get(node.name, node.name)
         if name in state:
             env[node] = state[name]
@@ -43,7 +44,7 @@ def stage_program(
     own = set(stage.nodes)
     trained = {state[name] for name in stage.state if name in captured.graph.parameters}
     modules: dict[str, nn.Module] = {}
-    for node in captured.program.nodes:
+    for node in captured.exported.program.nodes:
         if node in env:
             continue
         if node.name not in own and not (node.target is operator.getitem and node.args[0] in env):

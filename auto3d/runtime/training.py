@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from auto3d.capture.specialize import CapturedModel
+from auto3d.capture.model import CapturedModel
 from auto3d.partition.stage import Stage, cut
 from auto3d.plan import Plan, PlanError
 from auto3d.runtime.data import Batches, DataSettings

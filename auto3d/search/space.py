@@ -2,11 +2,10 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import product
 from typing import Literal
 
-from auto3d.capture.specialize import CapturedModel
+from auto3d.capture.graph import Graph
 from auto3d.cluster import Cluster, place_ranks
 from auto3d.errors import InputError
 from auto3d.partition.uniform import uniform
@@ -44,16 +43,20 @@ class Candidate:
 
 
 def candidates(
-    space: SearchSpace, cluster: Cluster, model_at: Callable[[int], CapturedModel], *, global_batch: int, seed: int
+    space: SearchSpace, cluster: Cluster, graph_at: Callable[[int], Graph], *, global_batch: int, seed: int
 ) -> Iterator[Candidate]:
-    """Every combination of ``space`` in order; ``model_at`` gives the model at a micro-batch size."""
+    """Every combination of ``space`` in order; ``graph_at`` gives the model's Graph at a micro-batch size.
+
+    A size at which it raises InputError is no candidate (batch statistics need two samples), unless it does at all:
+    then that error is raised at the end.
+    """
     divisors = [number for number in range(1, cluster.devices + 1) if cluster.devices % number == 0]
     sizes = [2**power for power in range(global_batch.bit_length()) if 2**power <= global_batch]
 
     def values(axis: Axis, auto: Sequence) -> Sequence:
         return auto if axis == "auto" else list(dict.fromkeys(axis))
 
-    model_at = cache(model_at)
+    graphs = _Graphs(graph_at)
     schedules = values(space.schedule, list(SCHEDULES))
     for dp, tp, pp, micro_batch_size, schedule in product(
         values(space.dp, divisors),
@@ -67,7 +70,7 @@ def candidates(
             _check_devices(dp * tp * pp, cluster, space.allow_idle_devices)
             check_degrees(dp=dp, tp=tp, pp=pp, global_batch=global_batch, micro_batch_size=micro_batch_size)
             plan = make_plan(
-                model_at(micro_batch_size),
+                graphs.at(micro_batch_size),
                 dp=dp,
                 tp=tp,
                 pp=pp,
@@ -81,21 +84,47 @@ def candidates(
         yield Candidate(
             dp=dp, tp=tp, pp=pp, micro_batch_size=micro_batch_size, schedule=schedule, plan=plan, reason=reason
         )
+    graphs.check()
 
 
-def make_plan(model: CapturedModel, *, dp: int, tp: int, pp: int, global_batch: int, schedule: str, seed: int) -> Plan:
-    """The Plan of these degrees, with uniform stages and the default placement; its micro-batch size is the model's."""
-    micro_batches = global_batch // (dp * model.graph.micro_batch_size)
+class _Graphs:
+    """Each Graph is asked for once, also where the model cannot be captured."""
+
+    def __init__(self, graph_at: Callable[[int], Graph]) -> None:
+        self._graph_at = graph_at
+        self._found: dict[int, Graph | InputError] = {}
+
+    def at(self, micro_batch_size: int) -> Graph:
+        if micro_batch_size not in self._found:
+            try:
+                self._found[micro_batch_size] = self._graph_at(micro_batch_size)
+            except InputError as error:
+                self._found[micro_batch_size] = error
+        found = self._found[micro_batch_size]
+        if isinstance(found, InputError):
+            raise found
+        return found
+
+    def check(self) -> None:
+        """Raise the first error if there was nothing else."""
+        found = list(self._found.values())
+        if found and all(isinstance(one, InputError) for one in found):
+            raise found[0]
+
+
+def make_plan(graph: Graph, *, dp: int, tp: int, pp: int, global_batch: int, schedule: str, seed: int) -> Plan:
+    """The Plan of these degrees, with uniform stages and the default placement; its micro-batch size is the Graph's."""
+    micro_batches = global_batch // (dp * graph.micro_batch_size)
     shape = build_schedule(schedule, devices=pp, micro_batches=micro_batches)
     return Plan(
-        graph=model.graph.fingerprint,
+        graph=graph.fingerprint,
         dp=dp,
         tp=tp,
         pp=pp,
         global_batch=global_batch,
-        micro_batch_size=model.graph.micro_batch_size,
+        micro_batch_size=graph.micro_batch_size,
         schedule=schedule,
-        stages=uniform(model.graph, shape.stages),
+        stages=uniform(graph, shape.stages),
         placement=place_ranks(dp=dp, pp=pp),
         seed=seed,
     )

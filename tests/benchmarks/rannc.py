@@ -26,9 +26,10 @@ from tabulate import tabulate
 from torch import nn
 from transformers import BertConfig, BertForPreTraining
 
-from auto3d.capture.export import InputSpec, export
+from auto3d.capture.export import InputSpec
 from auto3d.capture.graph import Graph
-from auto3d.capture.specialize import specialize
+from auto3d.capture.interpolate import interpolate
+from auto3d.capture.model import capture
 from auto3d.partition.cost import PartitionCosts, analytic
 from auto3d.partition.rannc import BLOCKS, StageSearch, atomic_subcomponents, find_units, form_blocks
 from auto3d.partition.rannc.profile import Profiles
@@ -92,19 +93,19 @@ CASES = {  # name: model, inputs, global batch
     "ResNet152×8": (lambda: ResNet152(8), IMAGES, 512),
 }
 HEADS = [
-    "model", "operations", "atomic", "export s", "profiles s", "atomic s", "block s", "stage s", "blocks",
+    "model", "operations", "atomic", "capture s", "profiles s", "atomic s", "block s", "stage s", "blocks",
     "block max/mean", "stages", "replicas", "micro-batches", "stage max/mean", "iteration s",
 ]  # fmt: skip
 
 
 def measure(build: Callable[[], nn.Module], inputs: dict[str, InputSpec], global_batch: int) -> list[object]:
     clock = [time.perf_counter()]
-    exported = export(build, inputs)
+    first, second = (capture(build, inputs, size).graph for size in (2, global_batch))
     clock.append(time.perf_counter())
 
     @lru_cache
     def graph_at(size: int) -> Graph:
-        return specialize(exported, size).graph
+        return interpolate(first, second, size)
 
     def costs_at(size: int) -> PartitionCosts:
         return analytic(graph_at(size), **DEVICE)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,15 +13,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from auto3d.capture.errors import CaptureError
-from auto3d.capture.export import InputSpec, export
-from auto3d.capture.specialize import specialize
+from auto3d.capture.export import InputSpec
+from auto3d.capture.interpolate import interpolate
+from auto3d.capture.model import capture
 from auto3d.partition.stage import cut
 from auto3d.plan import stages_between
 from auto3d.runtime.data import Batches
 from auto3d.runtime.memory import PeakMemory
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage import StageModule
-from tests.models import MODELS, captured, exported
+from tests.models import MODELS, captured
 
 
 @pytest.mark.parametrize("model", ["gpt2", "bert", "llama", "vit", "t5", "residual"])
@@ -83,10 +85,12 @@ def test_parameters_are_those_of_the_model_and_tied_ones_appear_once():
         assert {name: v.shape for name, v in captured(model, 2).graph.parameters.items()} == expected
 
 
-def test_fingerprint_tells_models_apart_but_not_micro_batch_sizes():
-    assert captured("gpt2", 1).graph.fingerprint == captured("gpt2", 4).graph.fingerprint
-    fingerprints = {captured(model, 2).graph.fingerprint for model in MODELS}
-    assert len(fingerprints) == len(MODELS)
+def test_fingerprint_tells_models_and_micro_batch_sizes_apart():
+    fingerprints = {captured(model, size).graph.fingerprint for model in MODELS for size in (2, 3)}
+    assert len(fingerprints) == 2 * len(MODELS)
+
+
+ROWS = {"x": InputSpec(shape=(4,), dtype=torch.float32)}
 
 
 class Repeats(nn.Module):
@@ -103,7 +107,7 @@ class Repeats(nn.Module):
 
 def test_fingerprint_tells_arguments_apart_and_is_the_same_in_another_process():
     def fingerprint(*arguments) -> str:
-        return export(lambda: Repeats(*arguments), {"x": InputSpec(shape=(4,), dtype=torch.float32)}).fingerprint
+        return capture(lambda: Repeats(*arguments), ROWS, 2).graph.fingerprint
 
     assert len({fingerprint(2), fingerprint(3), fingerprint(2, 2.0)}) == 3
     code = "from tests.models import captured; print(captured('t5', 2).graph.fingerprint)"
@@ -116,14 +120,14 @@ def test_a_model_of_billions_is_captured_without_memory():
     config = GPT2Config(n_layer=12, n_embd=8192, n_head=64, n_positions=1024, use_cache=False)
     specs = {name: InputSpec(shape=(1024,), dtype=torch.int64) for name in ("input_ids", "labels")}
     memory = PeakMemory(torch.device("cpu"))
-    graph = specialize(export(lambda: GPT2LMHeadModel(config), specs), 4).graph
+    graph = capture(lambda: GPT2LMHeadModel(config), specs, 4).graph
     weights = sum(value.bytes for value in graph.parameters.values())
     assert weights > 35e9
     assert memory.bytes() < 1e9
 
 
 def test_batch_statistics_stay_in_place_and_nothing_else():
-    program = exported("residual").program
+    program = captured("residual", 2).exported.program
     written = [
         node.args[0].name
         for node in program.nodes
@@ -131,6 +135,47 @@ def test_batch_statistics_stay_in_place_and_nothing_else():
     ]
     assert written == ["b_normal_num_batches_tracked"]
     assert "aten.relu.default" in {str(node.target) for node in program.nodes}
+
+
+class DecidesByBatch(nn.Module):
+    """Two branches on the batch size, and a number that is it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.more = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.one(x).tanh() if x.shape[0] == 1 else self.more(x)
+        return hidden.sum() / (x.shape[0] + 1)
+
+
+@pytest.mark.parametrize(("size", "used"), [(1, "one"), (2, "more"), (5, "more")])
+def test_what_a_model_does_with_the_batch_size_is_captured(size, used):
+    model = capture(DecidesByBatch, ROWS, 2).at(size)
+    assert {name for node in model.graph.nodes for name in node.state} == {f"{used}.weight", f"{used}.bias"}
+    module, x = DecidesByBatch(), torch.rand(size, 4)
+    (stage,) = cut(model.graph, stages_between([0, len(model.graph.nodes)]))
+    cpu = torch.device("cpu")
+    randomness = Randomness(1, first_micro_batch=0, device=cpu)
+    running = StageModule(
+        stage, model, dict(module.named_parameters()), loss_weight=1.0, randomness=randomness, device=cpu
+    )
+    running.forward(0, {}, {"x": x})
+    assert running.loss == module(x)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_micro_batch_sizes_differ_at_most_in_operations_on_inputs_alone(model):
+    sizes = [2, 3] if model in ("resnet", "residual", "averaging") else [1, 2, 3]  # those three need two samples
+    first, *others = (captured(model, size).graph for size in sizes)
+    assert all(first.same_operations(other) for other in others)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_what_two_micro_batch_sizes_tell_of_a_third(model):
+    found = interpolate(captured(model, 2).graph, captured(model, 3).graph, 4)
+    expected = captured(model, 4).graph
+    assert replace(found, fingerprint=expected.fingerprint) == expected
 
 
 class Broken(nn.Module):
@@ -183,6 +228,11 @@ class FixesBatch(Broken):
         return self.layer(x.reshape(2, 4)).sum()
 
 
+class SelectsByData(Broken):
+    def forward(self, x):
+        return self.layer(x)[x > 0].sum()
+
+
 class LooksAtData(Broken):
     def forward(self, x):
         return self.layer(x).sum() if x.sum() > 0 else self.layer(-x).sum()
@@ -197,12 +247,13 @@ class LooksAtData(Broken):
         (KeepsTensor, ["keeps the tensor positions", "register_buffer"]),
         (CannotBeBuilt, ["cannot be built: width must be a multiple of 3", "test_capture.py"]),
         (HasNoLoss, ["HasNoLoss returns no loss", "scalar"]),
-        (FixesBatch, ["FixesBatch", "batch"]),
+        (FixesBatch, ["FixesBatch cannot be captured at micro-batch size 3: shape '[2, 4]' is inv", "test_capture.py"]),
+        (SelectsByData, ["size", "depends on the data", "test_capture.py"]),
         (LooksAtData, ["LooksAtData cannot be captured", "test_capture.py"]),
     ],
 )
 def test_what_cannot_be_captured_is_refused_with_the_place(model, words):
     with pytest.raises(CaptureError) as caught:
-        export(model, {"x": InputSpec(shape=(4,), dtype=torch.float32)})
+        capture(model, ROWS, 3)
     for word in words:
         assert word in str(caught.value)

@@ -229,7 +229,7 @@ def test_stages_of_every_partitioner_train(processes, model, method, pp):
     memory = 4 * weights * 1.3 / pp + 250_000 if method == "rannc" else float("inf")  # so little that it must divide
     request = Request(
         graph_at=graph_at,
-        costs_at=lambda size: analytic(graph_at(size), memory_bytes=memory),
+        costs_of=lambda graph: analytic(graph, memory_bytes=memory),
         sharding=shard(graph),
         stages=None if method == "rannc" else pp,
         micro_batch_size=2,

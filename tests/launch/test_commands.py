@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from auto3d.plan import Plan
+from tests.launch.conftest import MINE
 
 BIN = Path(sys.executable).parent
 AUTO3D = [sys.executable, "-m", "launch.main"]
@@ -168,6 +169,17 @@ def test_a_space_without_a_plan_is_refused(folder, auto3d):
     assert "1 to run" in fine.out, "the recipe's own plan does not divide 9, but a sweep does not read it"
 
 
+def test_a_micro_batch_size_at_which_the_model_fails_is_pruned(folder, auto3d):
+    one_is_too_few = MINE.replace("self.a(x)", "nn.functional.batch_norm(self.a(x), None, None, training=True)")
+    (folder / "mine.py").write_text(one_is_too_few)
+    found = json.loads(auto3d("plan", "own.yaml", "search.micro_batch_size=[1,2]", "--json").out)
+    assert [candidate["micro_batch_size"] for candidate in found if candidate["plan"]] == [2]
+    refused = auto3d("plan", "own.yaml", "search.micro_batch_size=[1]", code=2).err
+    for message in (found[0]["reason"], refused):
+        assert "Net cannot be captured at micro-batch size 1: Expected more than 1 value per channel" in message
+        assert "mine.py, line 11" in message
+
+
 # All commands
 
 
@@ -185,7 +197,7 @@ def test_keys_are_plain_lines_where_no_one_looks(folder, auto3d):
 def test_a_file_that_cannot_be_read_or_written_is_told_in_one_line(folder, auto3d):
     assert "File name too long" in auto3d("plan", "x" * 5000, code=2).err
     (folder / "runs").write_text("")
-    message = auto3d("sweep", "own.yaml", code=2).err.removeprefix("a line of the user's own\n")
+    message = auto3d("sweep", "own.yaml", code=2).err.replace("a line of the user's own\n", "")
     assert message == "auto3d: runs/own: Not a directory\n"
 
 

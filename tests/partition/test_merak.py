@@ -8,9 +8,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from auto3d.capture.export import InputSpec, export
+from auto3d.capture.export import InputSpec
 from auto3d.capture.graph import Graph
-from auto3d.capture.specialize import CapturedModel, specialize
+from auto3d.capture.model import CapturedModel, capture
 from auto3d.partition.merak import Sharding, common_nodes, shard, sharding_bounds
 from auto3d.partition.stage import PartitionError, cut
 from auto3d.plan import stages_between
@@ -27,7 +27,7 @@ MICRO_BATCH_SIZE = 4
 def gpt2_of_48_layers() -> Graph:
     config = GPT2Config(n_layer=48, n_embd=1600, n_head=25, n_positions=1024, use_cache=False)
     specs = {name: InputSpec(shape=(1024,), dtype=torch.int64) for name in ("input_ids", "labels")}
-    return specialize(export(lambda: GPT2LMHeadModel(config), specs), 1).graph
+    return capture(lambda: GPT2LMHeadModel(config), specs, 1).graph
 
 
 def live(graph: Graph, position: int) -> set[str]:

@@ -3,14 +3,13 @@
 import random
 import re
 from dataclasses import replace
-from functools import lru_cache
 from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
 
 from auto3d.capture.graph import Graph, Value
-from auto3d.capture.specialize import specialize
+from auto3d.capture.interpolate import interpolate
 from auto3d.partition.cost import analytic, parameter_bytes, saved_bytes
 from auto3d.partition.rannc import RanncPartition, rannc
 from auto3d.partition.rannc.atomic import stage_of_operations
@@ -20,7 +19,7 @@ from auto3d.partition.rannc.runs import Runs
 from auto3d.partition.rannc.stages import Choices, StageSearch, form_stages
 from auto3d.partition.stage import PartitionError, cut
 from auto3d.plan import stages_of_operations
-from tests.models import MODELS, exported
+from tests.models import MODELS, captured
 from tests.partition.random_graphs import random_graph
 from tests.partition.test_rannc_blocks import units_of
 
@@ -210,7 +209,9 @@ def test_the_search_takes_the_fewest_nodes_and_stages_that_fit():
 
 
 def test_sizes_between_samples_are_interpolated():
-    graph_at = lru_cache(lambda size: specialize(exported("bert"), size).graph)
+    def graph_at(size: int) -> Graph:
+        return captured("bert", size).graph
+
     profiles = Profiles(graph_at, lambda size: analytic(graph_at(size)), smallest=1, largest=12)
     exact = Profiles(graph_at, lambda size: analytic(graph_at(size)), smallest=6, largest=6).at(6)
     found = profiles.at(6)  # between the samples 4 and 8
@@ -221,7 +222,8 @@ def test_sizes_between_samples_are_interpolated():
 
 
 def partition(model: str, memory_bytes: float, **settings: int) -> RanncPartition:
-    graph_at = lru_cache(lambda size: specialize(exported(model), size).graph)
+    def graph_at(size: int) -> Graph:
+        return interpolate(captured(model, 2).graph, captured(model, 3).graph, size)
 
     def costs_at(size: int):
         return analytic(graph_at(size), memory_bytes=memory_bytes, latency_s=1e-8)
@@ -239,7 +241,7 @@ def partition(model: str, memory_bytes: float, **settings: int) -> RanncPartitio
 @pytest.mark.parametrize("model", MODELS)
 def test_stages_of_models_fit_and_are_never_empty(model):
     """From all the memory that one device could want, down to none."""
-    graph = specialize(exported(model), 2).graph
+    graph = captured(model, 2).graph
     constant = {node.name for node in graph.nodes if node.from_inputs}
     enough = partition(model, inf)
     assert (len(enough.stages), enough.replicas, enough.pipelines) == (1, (4,), 2)

@@ -6,12 +6,11 @@ from itertools import combinations, pairwise
 import pytest
 
 from auto3d.capture.graph import Graph, Node, Value
-from auto3d.capture.specialize import specialize
-from auto3d.partition.stage import PartitionError, crossing_bytes, cut
+from auto3d.partition.stage import PartitionError, crossing_bytes, cut, same_stages
 from auto3d.partition.uniform import TOLERANCE, uniform
 from auto3d.plan import PlanError, stages_between, stages_of_operations
+from launch.model import captured_model
 from launch.recipe import load
-from launch.settings import exported_model
 from tests.models import captured
 
 
@@ -74,10 +73,25 @@ def test_best_balance_then_fewest_bytes_as_by_brute_force():
         assert crossing == fewest
 
 
+@pytest.mark.parametrize("model", ["gpt2", "llama", "t5"])
+def test_stages_of_one_micro_batch_size_are_those_of_another(model):
+    """At 1 GPT-2 and LLaMA expand nothing, and have fewer operations."""
+    one, two = captured(model, 1).graph, captured(model, 2).graph
+    constant = {node.name for graph in (one, two) for node in graph.nodes if node.from_inputs}
+    stages = uniform(two, 4)
+    found = same_stages(stages, two, one)
+    for at_two, at_one in zip(cut(two, stages), cut(one, found), strict=True):
+        assert set(at_two.nodes) - constant == set(at_one.nodes) - constant
+        assert (at_two.inputs, at_two.state) == (at_one.inputs, at_one.state)
+        assert [t.value.name for t in at_two.sent] == [t.value.name for t in at_one.sent]
+    with pytest.raises(PartitionError, match="operations at micro-batch size 2 are not those at 2;"):
+        same_stages(stages, two, captured("bert", 2).graph)
+
+
 def test_gpt2_is_cut_between_blocks():
     """One tensor crosses each cut: masks and positions are repeated, not sent."""
     recipe = load("tiny")
-    graph = specialize(exported_model(recipe), 2).graph
+    graph = captured_model(recipe, 2).graph
     stages = cut(graph, uniform(graph, 4))
     assert [len(stage.sent) for stage in stages] == [1, 1, 1, 0]
     assert [len(stage.received) for stage in stages] == [0, 1, 1, 1]
@@ -139,5 +153,5 @@ def test_stages_whose_values_go_backwards_are_refused():
     graph = captured("residual", 2).graph
     stage_of = [0] * len(graph.nodes)
     stage_of[1] = 1  # makes what operation 2, on stage 0, uses
-    with pytest.raises(PlanError, match="stage 0 uses relu_, which the later stage 1 makes"):
+    with pytest.raises(PlanError, match="stage 0 uses activation_relu_, which the later stage 1 makes"):
         cut(graph, stages_of_operations(stage_of))

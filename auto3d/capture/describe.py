@@ -1,39 +1,20 @@
-"""Put a micro-batch size into an exported model: a program of plain numbers, and the Graph that describes it."""
+"""Describe an exported model as a Graph: what each of its operations costs, and what autograd keeps of it."""
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
-from typing import Any
 
-import sympy
 import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from auto3d.capture.errors import CaptureError
-from auto3d.capture.export import ExportedModel, is_differentiable
+from auto3d.capture.export import ExportedModel, is_differentiable, module_path
 from auto3d.capture.graph import Graph, Node, Value
 from auto3d.capture.operation_cost import OperationCosts
 from auto3d.capture.rewrite import is_mutable
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 CHEAP_FLOPS = 2  # per element made: an outer product, as of rotary embeddings, may be repeated; a matrix product not
-
-
-@dataclass(frozen=True, kw_only=True)
-class CapturedModel:
-    """A model at one micro-batch size: ``graph`` describes what ``program`` does, node by node under the same names."""
-
-    graph: Graph
-    program: fx.Graph
-    exported: ExportedModel
-
-
-def specialize(exported: ExportedModel, micro_batch_size: int) -> CapturedModel:
-    """The model of ``exported`` for micro-batches of ``micro_batch_size`` samples."""
-    program = _concrete_program(exported, micro_batch_size)
-    return CapturedModel(graph=_describe(program, exported, micro_batch_size), program=program, exported=exported)
 
 
 def is_random(node: fx.Node) -> bool:
@@ -44,58 +25,23 @@ def is_random(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
-def _concrete_program(exported: ExportedModel, micro_batch_size: int) -> fx.Graph:
-    """Copy the program with every symbolic integer replaced by its value; each node's ``val`` is a meta tensor."""
-    symbols = {
-        node.meta["val"].shape[0].node.expr: micro_batch_size
-        for node in exported.program.find_nodes(op="placeholder")
-        if node.name in exported.inputs
-    }
-    known: dict[sympy.Expr, int | float | bool] = {}
+def describe(exported: ExportedModel) -> Graph:
+    """The Graph of ``exported``, node by node under the names of its program.
 
-    def number(symbolic: Any) -> int | float | bool:
-        expression = symbolic.node.expr
-        if expression not in known:
-            value = expression.subs(symbols)
-            if value.free_symbols:
-                raise CaptureError(f"a size of the model, {expression}, does not follow from the batch size alone")
-            known[expression] = symbolic.node.pytype(value)
-        return known[expression]
-
-    def concrete(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            shape = [number(size) if isinstance(size, torch.SymInt) else size for size in value.shape]
-            return torch.empty(shape, dtype=value.dtype, device="meta")
-        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            return number(value)
-        return type(value)(concrete(item) for item in value) if isinstance(value, (list, tuple)) else value
-
-    program = fx.Graph()
-    copies: dict[fx.Node, Any] = {}
-    for node in exported.program.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            copies[node] = number(value)
-            continue
-        copies[node] = program.node_copy(node, copies.__getitem__)
-        copies[node].name = node.name  # an input may be called as a function of Python is, which fx would change
-        copies[node].meta["val"] = concrete(value)
-    return program
-
-
-def _describe(program: fx.Graph, exported: ExportedModel, micro_batch_size: int) -> Graph:
+    Each node's ``val`` becomes a meta tensor with the strides and ``requires_grad`` that the value has in a run.
+    """
     trained = set(exported.parameters.values()) - exported.frozen
     state_names = {**exported.parameters, **exported.buffers, **{name: name for name in exported.constants}}
     cost_of = OperationCosts()
     nodes: list[Node] = []
     from_inputs: dict[str, bool] = {}
     storage: dict[str, str] = {}  # value -> the value whose memory it shows: itself, or what it is a view of
-    for node in program.nodes:
+    for node in exported.program.nodes:
         if node.op == "placeholder":
             varies = node.name in exported.parameters or exported.buffers.get(node.name) in exported.written_buffers
             from_inputs[node.name] = not varies
             storage[node.name] = node.name
-            node.meta["val"].requires_grad_(exported.parameters.get(node.name, node.name) in trained)
+            node.meta["val"] = _placed(node.meta["val"]).requires_grad_(exported.parameters.get(node.name) in trained)
         if node.op != "call_function" or (node.target is operator.getitem and node.args[0].op == "call_function"):
             continue
         sources = node.all_input_nodes
@@ -126,7 +72,7 @@ def _describe(program: fx.Graph, exported: ExportedModel, micro_batch_size: int)
                 reads=tuple(source.name for source in sources if source.name not in state_names),
                 state=tuple(dict.fromkeys(state_names[s.name] for s in sources if s.name in state_names)),
                 outputs=outputs,
-                module=_module_path(node),
+                module=module_path(node),
                 flops=cost.flops,
                 backward_flops=cost.backward_flops,
                 saves=tuple(dict.fromkeys(storage[name] for name in saved if storage[name] not in state_names)),
@@ -134,7 +80,7 @@ def _describe(program: fx.Graph, exported: ExportedModel, micro_batch_size: int)
                 from_inputs=repeatable,
             )
         )
-    placeholders = {node.name: node.meta["val"] for node in program.find_nodes(op="placeholder")}
+    placeholders = {node.name: node.meta["val"] for node in exported.program.find_nodes(op="placeholder")}
 
     def named(placeholder_names: Mapping[str, str]) -> dict[str, Value]:
         return {name: _value(name, placeholders[placeholder]) for placeholder, name in placeholder_names.items()}
@@ -147,9 +93,14 @@ def _describe(program: fx.Graph, exported: ExportedModel, micro_batch_size: int)
         constants=named({name: name for name in exported.constants}),
         written_buffers=exported.written_buffers,
         loss=exported.loss,
-        micro_batch_size=micro_batch_size,
+        micro_batch_size=exported.micro_batch_size,
         fingerprint=exported.fingerprint,
     )
+
+
+def _placed(value: torch.Tensor) -> torch.Tensor:
+    """The tensor of the export, which only pretends to be on a device, as one that is on the meta device."""
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
 def _value(name: str, tensor: torch.Tensor) -> Value:
@@ -183,8 +134,3 @@ def _takers(node: fx.Node) -> dict[int, fx.Node]:
 
 def _values_of(node: fx.Node) -> tuple[tuple, dict]:
     return fx.node.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
-
-
-def _module_path(node: fx.Node) -> str:
-    stack = node.meta.get("nn_module_stack") or {}
-    return next(reversed(stack.values()))[0] if stack else ""

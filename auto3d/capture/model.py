@@ -1,0 +1,31 @@
+"""The way in: an unmodified model at one micro-batch size, as a program that runs and the Graph that describes it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from auto3d.capture.describe import describe
+from auto3d.capture.export import ExportedModel, InputSpec, export
+from auto3d.capture.graph import Graph
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapturedModel:
+    """``graph`` describes what ``exported.program`` does, node by node under the same names."""
+
+    graph: Graph
+    exported: ExportedModel
+
+    def at(self, micro_batch_size: int) -> "CapturedModel":
+        """The same model captured at another micro-batch size; ``Graph.same_operations`` tells if it does the same."""
+        return capture(self.exported.build, self.exported.inputs, micro_batch_size)
+
+
+def capture(build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec], micro_batch_size: int) -> CapturedModel:
+    """Capture the module that ``build`` makes for micro-batches of so many samples; raises CaptureError as ``export``.
+
+    What its code decides by the batch size is decided for this one.
+    """
+    exported = export(build, inputs, micro_batch_size)
+    return CapturedModel(graph=describe(exported), exported=exported)
