@@ -24,6 +24,7 @@ def find(recipe: LoadedRecipe, model: ExportedModel) -> list[Candidate]:
         lambda micro_batch_size: specialize(model, micro_batch_size),
         global_batch=values.training.global_batch,
         seed=values.training.seed,
+        clip_norm=values.training.clip_norm,
     )
     left, listed = values.search.max_trials, []
     for candidate in found:
@@ -51,7 +52,12 @@ def of_plan(recipe: LoadedRecipe, wanted: PlanRecipe, model: CapturedModel) -> C
     )
     training = recipe.values.training
     (candidate,) = candidates(
-        space, cluster(recipe.values), lambda _: model, global_batch=training.global_batch, seed=training.seed
+        space,
+        cluster(recipe.values),
+        lambda _: model,
+        global_batch=training.global_batch,
+        seed=training.seed,
+        clip_norm=training.clip_norm,
     )
     return candidate
 
