@@ -23,6 +23,7 @@ def find(recipe: LoadedRecipe, graph_at: Callable[[int], Graph]) -> list[Candida
         graph_at,
         global_batch=values.training.global_batch,
         seed=values.training.seed,
+        clip_norm=values.training.clip_norm,
     )
     left, listed = values.search.max_trials, []
     for candidate in found:
@@ -50,7 +51,12 @@ def of_plan(recipe: LoadedRecipe, wanted: PlanRecipe, graph: Graph) -> Candidate
     )
     training = recipe.values.training
     (candidate,) = candidates(
-        space, cluster(recipe.values), lambda _: graph, global_batch=training.global_batch, seed=training.seed
+        space,
+        cluster(recipe.values),
+        lambda _: graph,
+        global_batch=training.global_batch,
+        seed=training.seed,
+        clip_norm=training.clip_norm,
     )
     return candidate
 

@@ -81,7 +81,9 @@ class TrainingRecipe:
     weight_decay: float = key(0.0, "decay of every parameter", least=0)
     momentum: float = key(0.9, "of sgd", least=0)
     betas: list[float] = key([0.9, 0.999], "the two of adamw", least=0, below=1)
-    clip_norm: float = key(1.0, "largest norm of all gradients together; 0: no clipping", least=0)
+    clip_norm: float = key(
+        1.0, "largest norm of all gradients together; 0: no clipping, as asynchronous schedules need", least=0
+    )
     seed: int = key(1, "of weights, data order and dropout", least=0, below=LARGEST_INTEGER)
     threads_per_rank: int = key(1, "threads of a CPU process's arithmetic", least=1, below=LARGEST_NODE)
     timeout_s: float = key(
@@ -95,7 +97,7 @@ class SearchRecipe:
     tp: Any = key([1], "tensor-parallel degrees; only 1 can run yet", least=1)
     pp: Any = key(AUTO, "pipeline depths: a list, or auto: every divisor of the devices", least=1)
     micro_batch_size: Any = key(AUTO, "samples: a list, or auto: every power of 2 up to the global batch", least=1)
-    schedule: Any = key(AUTO, "pipeline schedules: a list, or auto: all", choices=tuple(SCHEDULES))
+    schedule: Any = key(AUTO, "pipeline schedules: a list, or auto: all synchronous ones", choices=tuple(SCHEDULES))
     allow_idle_devices: bool = key(False, "also try plans that use fewer devices than the cluster has")
     max_trials: int = key(64, "plans that a sweep runs at most", least=1)
 

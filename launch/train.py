@@ -51,9 +51,9 @@ def run_training(
     state = initial_weights(recipe, captured.graph)
 
     def run(world: World, report: Report) -> TrainingResult:
-        def on_iteration(iteration: int, result: IterationResult, seconds: float) -> None:
+        def on_iteration(iteration: int, result: IterationResult) -> None:
             if world.rank == 0:
-                report((iteration, result.loss, seconds))
+                report((iteration, result.loss, result.seconds))
 
         return train(captured, plan, settings, data, world, state=state, on_iteration=on_iteration)
 

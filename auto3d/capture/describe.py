@@ -30,7 +30,6 @@ def describe(exported: ExportedModel) -> Graph:
 
     Each node's ``val`` becomes a meta tensor with the strides and ``requires_grad`` that the value has in a run.
     """
-    trained = set(exported.parameters.values()) - exported.frozen
     state_names = {**exported.parameters, **exported.buffers, **{name: name for name in exported.constants}}
     cost_of = OperationCosts()
     nodes: list[Node] = []
@@ -41,7 +40,7 @@ def describe(exported: ExportedModel) -> Graph:
             varies = node.name in exported.parameters or exported.buffers.get(node.name) in exported.written_buffers
             from_inputs[node.name] = not varies
             storage[node.name] = node.name
-            node.meta["val"] = _placed(node.meta["val"]).requires_grad_(exported.parameters.get(node.name) in trained)
+            node.meta["val"] = _placed(node.meta["val"]).requires_grad_(exported.parameters.get(node.name) in exported.trained)
         if node.op != "call_function" or (node.target is operator.getitem and node.args[0].op == "call_function"):
             continue
         sources = node.all_input_nodes
@@ -91,6 +90,7 @@ def describe(exported: ExportedModel) -> Graph:
         parameters=named(exported.parameters),
         buffers=named(exported.buffers),
         constants=named({name: name for name in exported.constants}),
+        trained=exported.trained,
         written_buffers=exported.written_buffers,
         loss=exported.loss,
         micro_batch_size=exported.micro_batch_size,

@@ -37,7 +37,7 @@ class ExportedModel:
     micro_batch_size: int
     program: fx.Graph
     parameters: Mapping[str, str]  # placeholder -> first name of the parameter: tied ones share it
-    frozen: frozenset[str]  # names of parameters that no gradient reaches
+    trained: frozenset[str]  # names of parameters that a gradient reaches
     buffers: Mapping[str, str]  # placeholder -> first name
     written_buffers: frozenset[str]  # names of buffers that a forward writes to, such as batch statistics
     constants: Mapping[str, torch.Tensor]  # placeholder -> value
@@ -46,7 +46,7 @@ class ExportedModel:
     @cached_property
     def fingerprint(self) -> str:
         """Hash of all that a run computes: operations with their arguments and shapes, names of state, constants."""
-        digest = sha256(repr((self.parameters, sorted(self.frozen), self.buffers, self.loss)).encode())
+        digest = sha256(repr((self.parameters, sorted(self.trained), self.buffers, self.loss)).encode())
         for node in self.program.nodes:
             values = [
                 (str(value.dtype), tuple(value.shape))
@@ -117,7 +117,7 @@ def export(build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec], micr
         micro_batch_size=micro_batch_size,
         program=program,
         parameters=parameters,
-        frozen=frozenset(set(parameters.values()) - (reached & trainable)),
+        trained=frozenset(reached & trainable),
         buffers=buffers,
         written_buffers=frozenset(buffers[placeholder] for placeholder in written_buffers(program, buffers.keys())),
         constants=constants,

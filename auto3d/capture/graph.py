@@ -45,6 +45,7 @@ class Graph:
     parameters: dict[str, Value]  # by the first name of each: tied parameters appear once
     buffers: dict[str, Value]
     constants: dict[str, Value]  # tensors that the model's code makes from numbers in it
+    trained: frozenset[str]  # names of the parameters that a gradient reaches
     written_buffers: frozenset[str]  # names of those that a forward writes to
     loss: str  # the value to be minimised, a scalar
     micro_batch_size: int

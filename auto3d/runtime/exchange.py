@@ -29,7 +29,7 @@ class _Posted:
 
 
 class Exchange:
-    """Sends and receives the messages of one rank's Program.
+    """Sends and receives the messages of one rank's Programs, all between the same peers as those of ``program``.
 
     ``rank_of`` maps pipeline devices to ranks of this replica, ``device_of`` (stage, pipe) to devices. A message is
     the list of tensors, in the order of ``transfers``, that its two stages exchange for one micro-batch.
@@ -47,7 +47,6 @@ class Exchange:
     ) -> None:
         ranks = list(range(dist.get_world_size()))
         self._upward, self._downward = new_group(ranks, timeout_s), new_group(ranks, timeout_s)
-        self._program = program
         self._rank_of = rank_of
         self._device_of = device_of
         self._device = device
@@ -59,15 +58,15 @@ class Exchange:
         self._sent: dict[Message, _Posted] = {}
         self._posted: dict[int, deque[_Posted]] = {}
         self._to_post: dict[int, deque[Message]] = {}
-        self._connect()
+        self._connect(program)
 
     def values(self, message: Message) -> list[str]:
         """Names of the values that ``message`` carries, activations or gradients of them, in order."""
         return [transfer.value.name for transfer in self._carried(message)]
 
-    def start_iteration(self) -> None:
-        """Post the first receives from every peer."""
-        self._to_post = {peer: deque(messages) for peer, messages in self._program.arrivals.items()}
+    def start(self, program: Program) -> None:
+        """Begin ``program``: post the first receives from every peer."""
+        self._to_post = {peer: deque(messages) for peer, messages in program.arrivals.items()}
         self._posted = {peer: deque() for peer in self._to_post}
         for peer in self._to_post:
             self._post(peer)
@@ -103,19 +102,20 @@ class Exchange:
         for work in entry.works:
             wait(work, timeout_s=self._timeout_s, what=f"the receiver of {message}")
 
-    def end_iteration(self) -> None:
+    def end(self) -> None:
+        """End the program: forget what was sent."""
         for message in list(self._sent):
             self.release(message)
 
-    def _connect(self) -> None:
+    def _connect(self, program: Program) -> None:
         """Send one element to, and receive one from, each rank that this one exchanges with.
 
         NCCL makes a connection at the first use of a pair, and blocks until the other side does too: so all ranks go
         through their pairs in one order, before any receive is posted ahead of its send.
         """
         own = dist.get_rank()
-        sends = {self._rank_of[self._device_of[m.target, m.pipe]] for step in self._program.steps for m in step.sends}
-        pairs = {(own, peer) for peer in sends} | {(self._rank_of[peer], own) for peer in self._program.arrivals}
+        sends = {self._rank_of[self._device_of[m.target, m.pipe]] for step in program.steps for m in step.sends}
+        pairs = {(own, peer) for peer in sends} | {(self._rank_of[peer], own) for peer in program.arrivals}
         for source, target in sorted(pairs, key=lambda pair: (min(pair), max(pair), pair)):
             if source == target:
                 continue

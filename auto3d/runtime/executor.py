@@ -1,7 +1,9 @@
 """The executor: one loop over a program's steps, one small function per kind of operation."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from time import perf_counter
 
 import torch
 import torch.distributed as dist
@@ -11,29 +13,27 @@ from torch.optim.lr_scheduler import LRScheduler
 from auto3d.runtime.data import Batches
 from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.gradient_sync import GradientSync
-from auto3d.runtime.lowering import Message, Program, Step
+from auto3d.runtime.lowering import Message, Program, Replica, Step
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage import StageModule
-from auto3d.runtime.waiting import waiting_for
+from auto3d.runtime.waiting import wait, waiting_for
 from auto3d.schedule.operation import Kind
-
-Replica = tuple[int, int]  # (stage, pipe)
 
 
 @dataclass(frozen=True)
 class IterationResult:
-    """The same on every rank."""
+    """The same on every rank, but for the time."""
 
     loss: float  # mean over the global batch's micro-batches
-    grad_norm: float  # before clipping
+    grad_norm: float | None  # before clipping; None if asynchronous: the gradients are never all there at once
+    seconds: float = field(compare=False)  # from the end of the iteration before to its end, on this rank
 
 
 class Executor:
-    """Runs the program of one rank, iteration after iteration."""
+    """Runs the programs of one rank, one after the other; ``micro_batches`` is how many an iteration has."""
 
     def __init__(
         self,
-        program: Program,
         stages: Mapping[Replica, StageModule],
         optimizers: Mapping[Replica, tuple[Optimizer, LRScheduler] | None],
         *,
@@ -42,11 +42,11 @@ class Executor:
         batches: Batches,
         randomness: Randomness,
         first_micro_batch: int,
+        micro_batches: int,
         clip_norm: float,
         device: torch.device,
         timeout_s: float,
     ) -> None:
-        self._program = program
         self._stages = stages
         self._optimizers = optimizers
         self._exchange = exchange
@@ -54,11 +54,17 @@ class Executor:
         self._batches = batches
         self._randomness = randomness
         self._first_micro_batch = first_micro_batch
+        self._micro_batches = micro_batches
         self._clip_norm = clip_norm
         self._device = device
         self._timeout_s = timeout_s
-        self._unsynced: set[Replica] = set()  # whose gradient sync has not begun in this iteration
-        self._result: IterationResult | None = None  # of this iteration, once its gradients are complete
+        self._program: Program | None = None  # that runs
+        self._unsynced: set[Replica] = set()  # whose gradient sync has not begun since its last update
+        self._updates: Counter[Replica] = Counter()  # in this program
+        self._totals: tuple[float, float] | None = None  # loss and gradient norm, once all gradients are complete
+        self._ended = 0  # iterations of this program, on this rank
+        self._ended_at = 0.0
+        self._reducing: deque[tuple[dist.Work, torch.Tensor, float]] = deque()  # losses and seconds of ended iterations
         self._run = {
             Kind.FORWARD: self._forward,
             Kind.RECOMPUTE: self._recompute,
@@ -69,26 +75,41 @@ class Executor:
             Kind.UPDATE: self._update,
         }
 
-    def run_iteration(self, iteration: int) -> IterationResult:
-        self._randomness.iteration = iteration
-        self._unsynced = set(self._stages)
-        self._result = None
-        for stage in self._stages.values():
-            stage.loss.zero_()
-        self._sync.start_iteration()
-        self._exchange.start_iteration()
-        for step in self._program.steps:
+    def run(self, program: Program, first_iteration: int) -> Iterator[IterationResult]:
+        """Run ``program`` from ``first_iteration`` on; yields the result of each of its iterations once it is known.
+
+        Those of an asynchronous program come late, since their losses travel while the next iterations run.
+        """
+        self._start(program, first_iteration)
+        for step in program.steps:
             self._run[step.operation.kind](step)
-        self._exchange.end_iteration()
-        return self._result
+            if step.operation.kind is Kind.UPDATE and step is not program.steps[-1] and self._iteration_is_over():
+                yield from self._end_iteration()
+        self._exchange.end()
+        yield from self._end_iteration()
+        yield from self._arrived_losses(wait_for_all=True)
+
+    def _start(self, program: Program, first_iteration: int) -> None:
+        self._program = program
+        self._randomness.iteration = first_iteration
+        self._unsynced = set(self._stages)
+        self._updates.clear()
+        self._totals = None
+        self._ended, self._ended_at = 0, perf_counter()
+        for replica, stage in self._stages.items():
+            stage.weights.start(program.versions[replica])
+        self._sync.zero({stage for stage, _ in self._stages})
+        self._exchange.start(program)
 
     def _forward(self, step: Step) -> None:
         stage = self._stages[_replica(step)]
         arrived = self._receive(step)
         for micro_batch in step.operation.micro_batches:
             received = {name: tensor for name, tensors in arrived.get(micro_batch, {}).items() for tensor in tensors}
-            index = self._first_micro_batch + micro_batch
-            inputs = self._batches.micro_batch(self._randomness.iteration, index, stage.stage.inputs)
+            later, index = divmod(micro_batch, self._micro_batches)
+            inputs = self._batches.micro_batch(
+                self._randomness.iteration + later, self._first_micro_batch + index, stage.stage.inputs
+            )
             inputs = {name: tensor.to(self._device, non_blocking=True) for name, tensor in inputs.items()}
             self._send(step, micro_batch, stage.forward(micro_batch, received, inputs))
 
@@ -115,25 +136,66 @@ class Executor:
         self._sync.start(self._stages[_replica(step)].stage, still_used)
 
     def _update(self, step: Step) -> None:
-        if self._result is None:  # the first update of the iteration on this rank; it needs the norm of all gradients
-            self._sync.wait()
-            self._result = self._reduce_result()
-            if 0 < self._clip_norm < self._result.grad_norm:
-                self._sync.scale(self._clip_norm / (self._result.grad_norm + 1e-6))
-        if self._optimizers[_replica(step)] is not None:
-            optimizer, learning_rate = self._optimizers[_replica(step)]
+        replica = _replica(step)
+        if self._program.asynchronous:
+            self._sync.wait({replica[0]})
+        elif self._totals is None:  # the first update of the iteration on this rank; it needs the norm of all gradients
+            self._sync.wait({stage for stage, _ in self._stages})
+            self._totals = self._reduce_totals()
+            if 0 < self._clip_norm < self._totals[1]:
+                self._sync.scale(self._clip_norm / (self._totals[1] + 1e-6))
+        self._stages[replica].weights.next()
+        self._updates[replica] += 1
+        if self._optimizers[replica] is not None:
+            optimizer, learning_rate = self._optimizers[replica]
             optimizer.step()
-            learning_rate.step()
+            if self._updates[replica] % self._program.updates == 0:  # the rate changes from iteration to iteration
+                learning_rate.step()
+        if self._program.asynchronous:
+            self._unsynced.add(replica)
+            self._sync.zero({replica[0]})
 
-    def _reduce_result(self) -> IterationResult:
-        """Sum the squared gradient norms and the losses over all ranks, in one all-reduce."""
+    def _reduce_totals(self) -> tuple[float, float]:
+        """Sum the losses and the squared gradient norms over all ranks, in one all-reduce."""
         totals = torch.zeros(2, dtype=torch.float64, device=self._device)
-        totals[0] = self._sync.squared_norm()
-        totals[1] = sum(stage.loss for stage in self._stages.values())
+        totals[0] = self._take_loss(0)
+        totals[1] = self._sync.squared_norm()
         with waiting_for("the loss and gradient norm of all ranks", self._timeout_s):
             dist.all_reduce(totals)
-        squared_norm, loss = totals.tolist()
-        return IterationResult(loss, squared_norm**0.5)
+        loss, squared_norm = totals.tolist()
+        return loss, squared_norm**0.5
+
+    def _take_loss(self, iteration: int) -> torch.Tensor | float:
+        """This rank's share of the mean loss of an iteration of the program."""
+        micro_batches = range(iteration * self._micro_batches, (iteration + 1) * self._micro_batches)
+        losses = [stage.losses.pop(m) for stage in self._stages.values() for m in micro_batches if m in stage.losses]
+        return sum(loss.double() for loss in losses) / self._program.updates
+
+    def _iteration_is_over(self) -> bool:
+        return min(self._updates[replica] for replica in self._stages) == (self._ended + 1) * self._program.updates
+
+    def _end_iteration(self) -> Iterator[IterationResult]:
+        """Note the end of an iteration on this rank; yields the results that are known by now, of any iteration."""
+        if self._device.type == "cuda":  # whose update is still queued; other streams wait for messages of later steps
+            torch.cuda.current_stream(self._device).synchronize()
+        now = perf_counter()
+        seconds, self._ended_at = now - self._ended_at, now
+        if self._program.asynchronous:
+            # Waiting for it here would be a flush: other ranks are not as far.
+            loss = torch.zeros(1, dtype=torch.float64, device=self._device)
+            loss += self._take_loss(self._ended)
+            with waiting_for("the loss of all ranks", self._timeout_s):
+                self._reducing.append((dist.all_reduce(loss, async_op=True), loss, seconds))
+            yield from self._arrived_losses(wait_for_all=False)
+        else:
+            yield IterationResult(*self._totals, seconds)
+        self._ended += 1
+
+    def _arrived_losses(self, *, wait_for_all: bool) -> Iterator[IterationResult]:
+        while self._reducing and (wait_for_all or self._reducing[0][0].is_completed()):
+            work, loss, seconds = self._reducing.popleft()
+            wait(work, timeout_s=self._timeout_s, what="the loss of all ranks")
+            yield IterationResult(loss.item(), None, seconds)
 
     def _receive(self, step: Step) -> dict[int, dict[str, list[torch.Tensor]]]:
         """Micro-batch -> value -> its activations, or its gradients from every stage that used it."""

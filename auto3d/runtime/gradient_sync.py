@@ -73,10 +73,13 @@ class GradientSync:
                 with waiting_for(f"a connection between {holders}", self._timeout_s):
                     dist.all_reduce(torch.zeros(1, device=device), group=group)
 
-    def start_iteration(self) -> None:
-        for buffer in self._buffers.values():
-            buffer.zero_()
-        self._unsynced = {share: set(names) for share, names in self._names.items() if share[0] in self._groups}
+    def zero(self, stages: Collection[int]) -> None:
+        """Begin the gradients of ``stages`` anew."""
+        for share, names in self._names.items():
+            if _concerns(share[0], stages):
+                self._buffers[share].zero_()
+                if share[0] in self._groups:
+                    self._unsynced[share] = set(names)
 
     def start(self, stage: Stage, still_used: set[str]) -> None:
         """Begin the sums that ``stage`` completes; ``still_used`` is the state of this rank's stages not yet synced."""
@@ -89,10 +92,12 @@ class GradientSync:
                 work = dist.all_reduce(self._buffers[share], group=self._groups[holders], async_op=True)
             self._works.append((work, holders))
 
-    def wait(self) -> None:
+    def wait(self, stages: Collection[int]) -> None:
+        """Wait for the sums of the gradients of ``stages``."""
         for work, holders in self._works:
-            wait(work, timeout_s=self._timeout_s, what=f"the gradient all-reduce of {holders}")
-        self._works = []
+            if _concerns(holders, stages):
+                wait(work, timeout_s=self._timeout_s, what=f"the gradient all-reduce of {holders}")
+        self._works = [(work, holders) for work, holders in self._works if not _concerns(holders, stages)]
 
     def squared_norm(self) -> torch.Tensor | float:
         """This rank's share of the squared norm of all gradients: a parameter is counted by its first holder alone."""
@@ -102,6 +107,10 @@ class GradientSync:
     def scale(self, factor: float) -> None:
         for buffer in self._buffers.values():
             buffer.mul_(factor)
+
+
+def _concerns(holders: Holders, stages: Collection[int]) -> bool:
+    return any(stage in holders.stages for stage in stages)
 
 
 def _flat_gradients(parameters: Sequence[nn.Parameter]) -> torch.Tensor:

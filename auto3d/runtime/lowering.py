@@ -5,11 +5,13 @@ Schedules do not write sends and receives; this pass derives them from the value
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from auto3d.partition.stage import Transfer
 from auto3d.schedule.check import ScheduleError
 from auto3d.schedule.operation import Kind, Operation, Schedule
+
+Replica = tuple[int, int]  # (stage, pipe)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +42,15 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What one pipeline device does in an iteration."""
+    """What one pipeline device does in an iteration or, if they overlap, in several."""
 
     steps: tuple[Step, ...]
     arrivals: dict[int, tuple[Message, ...]]  # peer device -> its messages to this device, in the order it sends them
+    versions: dict[Replica, dict[int, int]] = field(default_factory=dict)
+    """Of each own stage: micro-batch -> how many of the program's updates its forward and backward see."""
+    iterations: int = 1
+    updates: int = 1  # of each stage in an iteration
+    asynchronous: bool = False  # a stage is updated by itself, not after the backwards of all
 
 
 def lower(schedule: Schedule, transfers: Sequence[Transfer]) -> tuple[Program, ...]:
@@ -53,7 +60,6 @@ def lower(schedule: Schedule, transfers: Sequence[Transfer]) -> tuple[Program, .
     from the first step at which a chain of messages proves that its receiver has consumed it. So no device ever waits
     for a send, and none holds a tensor longer than it must.
     """
-    _check_runnable(schedule)
     downstream: dict[int, list[int]] = defaultdict(list)
     upstream: dict[int, list[int]] = defaultdict(list)
     for source, target in sorted({(t.source, t.target) for t in transfers}):
@@ -120,11 +126,23 @@ def lower(schedule: Schedule, transfers: Sequence[Transfer]) -> tuple[Program, .
             stuck = ", ".join(f"device {d} at {schedule.operations[d][len(steps[d])]}" for d in sorted(pending))
             raise ScheduleError(f"deadlock: {stuck}")
     return tuple(
-        Program(steps=tuple(own), arrivals={peer: tuple(order) for peer, order in arrived.items()})
-        for own, arrived in zip(steps, arrivals, strict=True)
+        Program(
+            steps=tuple(own),
+            arrivals={peer: tuple(order) for peer, order in arrived.items()},
+            versions=_versions(schedule, device),
+            iterations=schedule.iterations,
+            updates=schedule.updates,
+            asynchronous=bool(schedule.weight_version),
+        )
+        for device, (own, arrived) in enumerate(zip(steps, arrivals, strict=True))
     )
 
 
-def _check_runnable(schedule: Schedule) -> None:
-    if schedule.weight_version:
-        raise ScheduleError(f"schedule {schedule.name} has weight versions, which the runtime does not run")
+def _versions(schedule: Schedule, device: int) -> dict[Replica, dict[int, int]]:
+    versions: dict[Replica, dict[int, int]] = {own: {} for own, home in schedule.device_of.items() if home == device}
+    for operation in schedule.operations[device]:
+        if operation.kind is Kind.FORWARD:
+            for m in operation.micro_batches:
+                version = schedule.weight_version.get((operation.stage, m), 0)
+                versions[operation.stage, operation.pipe][m] = version
+    return versions

@@ -59,7 +59,7 @@ class Measurement:
     warmup_iterations: int = 0  # run before the measured ones, and left out
     iteration_s: list[float] = field(default_factory=list)  # of the slowest rank
     loss: list[float] = field(default_factory=list)
-    grad_norm: list[float] = field(default_factory=list)
+    grad_norm: list[float | None] = field(default_factory=list)
     peak_bytes: list[int] = field(default_factory=list)  # per rank
     tokens_per_sample: int = 0
     environment: Environment | None = None

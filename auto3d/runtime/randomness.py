@@ -14,13 +14,17 @@ _MASK = (1 << 64) - 1
 
 
 class Randomness:
-    """The position from which the next random operation is seeded."""
+    """The position from which the next random operation is seeded.
 
-    def __init__(self, seed: int, *, first_micro_batch: int, device: torch.device) -> None:
-        self.iteration = 0
-        self.micro_batch = 0  # of this replica; ``first_micro_batch`` makes it one of the global batch
+    A program numbers its micro-batches on through its iterations, each of which has ``micro_batches``.
+    """
+
+    def __init__(self, seed: int, *, first_micro_batch: int, micro_batches: int, device: torch.device) -> None:
+        self.iteration = 0  # the first of the program that runs
+        self.micro_batch = 0  # of the program; ``first_micro_batch`` makes this replica's one of the global batch
         self._seed = seed
         self._first_micro_batch = first_micro_batch
+        self._micro_batches = micro_batches
         if device.type == "cuda":
             self._generator = torch.cuda.default_generators[device.index]
         else:
@@ -28,8 +32,9 @@ class Randomness:
 
     def seed(self, operation: int) -> None:
         """Seed the generator for operation number ``operation`` of the Graph."""
+        later, index = divmod(self.micro_batch, self._micro_batches)
         mixed = 0
-        for number in (self._seed, self.iteration, self._first_micro_batch + self.micro_batch, operation):
+        for number in (self._seed, self.iteration + later, self._first_micro_batch + index, operation):
             mixed = _mix(mixed ^ (number & _MASK))
         self._generator.manual_seed(mixed)
 

@@ -10,6 +10,7 @@ from auto3d.partition.stage import Stage
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage_program import stage_program
 from auto3d.runtime.weight_gradients import PutOff
+from auto3d.runtime.weight_versions import WeightVersions
 
 
 @dataclass
@@ -26,7 +27,8 @@ class StageModule:
     """Runs one stage, one micro-batch at a time.
 
     ``tensors`` holds at least the stage's state, by name, on ``device``; parameters among them collect gradients in
-    ``.grad``. A micro-batch's loss counts ``loss_weight``, so that the sum over micro-batches and replicas is the mean.
+    their ``.grad``, and each micro-batch sees the version of them that ``weights`` has for it. A micro-batch's loss
+    counts ``loss_weight``, so that the sum over the micro-batches of an update, and over replicas, is the mean.
     A stage that recomputes keeps no more of its forward than what it was given; one that splits its backward leaves
     the gradients of its weights to ``backward_weight``.
     """
@@ -45,14 +47,14 @@ class StageModule:
     ) -> None:
         self.stage = stage
         self.sent = list(dict.fromkeys(transfer.value.name for transfer in stage.sent))
-        self.loss = torch.zeros((), dtype=torch.float64, device=device)  # weighted sum over an iteration
+        self.losses: dict[int, torch.Tensor] = {}  # micro-batch -> its weighted loss, until it is taken
         self._loss_name = captured.graph.loss if stage.has_loss else None
         self._outputs = list(dict.fromkeys([*self.sent, *([self._loss_name] if stage.has_loss else [])]))
         self._put_off = PutOff() if split_backward else None
         self._module = stage_program(
             stage, captured, self._outputs, randomness=randomness, device=device, put_off=self._put_off
         )
-        self._state = [tensors[name] for name in stage.state]
+        self.weights = WeightVersions([tensors[name] for name in stage.state])
         self._written = [tensors[name] for name in stage.state if name in captured.graph.written_buffers]
         self._loss_weight = loss_weight
         self._randomness = randomness
@@ -79,7 +81,7 @@ class StageModule:
         if not self._recompute:
             in_flight.outputs = outputs
         if self.stage.has_loss:
-            self.loss += outputs[self._outputs.index(self._loss_name)].detach() * self._loss_weight
+            self.losses[micro_batch] = outputs[self._outputs.index(self._loss_name)].detach() * self._loss_weight
         return {name: output.detach().contiguous() for name, output in zip(self.sent, outputs, strict=False)}
 
     def recompute(self, micro_batch: int) -> None:
@@ -127,13 +129,14 @@ class StageModule:
 
     @torch.no_grad()
     def backward_weight(self, micro_batch: int) -> None:
-        """The gradients that ``backward_input`` of ``micro_batch`` put off."""
+        """The gradients that ``backward_input`` of ``micro_batch`` put off; this ends it."""
         for work in self._weight_work.pop(micro_batch, []):
             work()
+        self.weights.end(micro_batch)
 
     def _run(self, micro_batch: int, in_flight: _InFlight) -> list[torch.Tensor]:
         self._randomness.micro_batch = micro_batch
-        return self._module(*self._state, *in_flight.received, *in_flight.inputs)
+        return self._module(*self.weights.of(micro_batch), *in_flight.received, *in_flight.inputs)
 
 
 def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,8 +1,7 @@
 """Train a captured model by a Plan: how a rank builds itself, in order, and the loop around it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from time import perf_counter
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -11,13 +10,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from auto3d.capture.model import CapturedModel
-from auto3d.partition.stage import Stage, cut
+from auto3d.partition.stage import Stage, Transfer, cut
 from auto3d.plan import Plan, PlanError
 from auto3d.runtime.data import Batches, DataSettings
 from auto3d.runtime.exchange import Exchange
-from auto3d.runtime.executor import Executor, IterationResult, Replica
+from auto3d.runtime.executor import Executor, IterationResult
 from auto3d.runtime.gradient_sync import GradientSync, holders
-from auto3d.runtime.lowering import lower
+from auto3d.runtime.lowering import Program, Replica, lower
 from auto3d.runtime.materialize import materialize
 from auto3d.runtime.memory import PeakMemory
 from auto3d.runtime.optimizer import OptimizerSettings, build_optimizer
@@ -25,9 +24,12 @@ from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage import StageModule
 from auto3d.runtime.waiting import waiting_for
 from auto3d.runtime.world import World, join, leave
-from auto3d.schedule import build_schedule
+from auto3d.schedule import SCHEDULES, build_schedule
+from auto3d.schedule.asynchronous import check_trainable
 from auto3d.schedule.check import check
 from auto3d.schedule.operation import Kind, Schedule
+
+MICRO_BATCHES_WITHOUT_FLUSH = 1024  # of an asynchronous schedule: a flush costs as much as pp - 1 of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,16 +46,17 @@ class TrainingResult:
     """What a run gave; the same on every rank. One entry per iteration, but ``peak_bytes`` has one per rank."""
 
     loss: list[float]
-    grad_norm: list[float]
+    grad_norm: list[float | None]  # None under an asynchronous schedule
     iteration_s: list[float]  # of the slowest rank
     peak_bytes: list[int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """One rank, built: its executor and the state that it trains."""
+    """One rank, built: its executor, the programs that make up the run, and the state that it trains."""
 
     executor: Executor
+    programs: tuple[Program, ...]  # to be run one after the other
     parameters: dict[str, nn.Parameter]
     buffers: dict[str, torch.Tensor]
 
@@ -61,6 +64,23 @@ class Rank:
 def schedule_of(plan: Plan) -> Schedule:
     """The schedule of ``plan``; raises InputError where there is none of this name, options and sizes."""
     return build_schedule(plan.schedule, devices=plan.pp, micro_batches=plan.micro_batches, **plan.schedule_options)
+
+
+def schedules_of(plan: Plan, iterations: int) -> list[Schedule]:
+    """Schedules of ``plan`` that together are ``iterations`` iterations, each flushed before the next begins.
+
+    An asynchronous one has as many iterations as its option says, or about MICRO_BATCHES_WITHOUT_FLUSH micro-batches;
+    the last of them has what is left. So a run does, as far as it goes, what a longer run of the plan does.
+    """
+    if not SCHEDULES[plan.schedule].asynchronous:
+        return [schedule_of(plan)] * iterations
+    default = max(1, MICRO_BATCHES_WITHOUT_FLUSH // plan.micro_batches)
+    most = int(plan.schedule_options.get("iterations", default))
+    whole, rest = divmod(iterations, most)
+    return [
+        schedule_of(replace(plan, schedule_options={**plan.schedule_options, "iterations": length}))
+        for length in [most] * whole + [rest] * (rest > 0)
+    ]
 
 
 def samples_at_once(plan: Plan) -> int:
@@ -107,8 +127,9 @@ def build_rank(
     ``schedule`` replaces the plan's by one written by hand; ``state`` gives initial weights in place of the seed's.
     """
     device = world.device(settings.device)
-    schedule = schedule or schedule_of(plan)
-    check(schedule)
+    by_hand = [schedule] * (settings.iterations // schedule.iterations) if schedule else []
+    schedules = by_hand or schedules_of(plan, settings.iterations)
+    schedule = schedules[0]
     has = (schedule.devices, schedule.stages, schedule.micro_batches)
     if has != (plan.pp, len(plan.stages), plan.micro_batches):
         raise PlanError(
@@ -116,12 +137,14 @@ def build_rank(
             f"the plan has {plan.pp}, {len(plan.stages)} and {plan.micro_batches}"
         )
     stages = stages_of(captured, plan)
+    trained = captured.graph.trained
+    check_trainable(schedule, stages, trained, clip_norm=settings.optimizer.clip_norm)
     transfers = [transfer for stage in stages for transfer in stage.received]
     position, replica = _coordinates(plan, world.rank)
-    program = lower(schedule, transfers)[position]
+    programs = _programs(schedules, transfers, position)
     micro_batches = plan.micro_batches * schedule.parts
     first_micro_batch = replica * micro_batches
-    randomness = Randomness(plan.seed, first_micro_batch=first_micro_batch, device=device)
+    randomness = Randomness(plan.seed, first_micro_batch=first_micro_batch, micro_batches=micro_batches, device=device)
 
     # Only the stages of this rank get memory.
     own = {replica: stages[replica[0]] for replica, home in schedule.device_of.items() if home == position}
@@ -131,7 +154,6 @@ def build_rank(
         name: tensor.to(device)
         for name, tensor in materialize(captured.exported.build, names, seed=plan.seed, state=state).items()
     }
-    trained = captured.graph.parameters.keys() - captured.exported.frozen
     parameters = {
         name: nn.Parameter(tensor, requires_grad=name in trained)
         for name, tensor in made.items()
@@ -139,24 +161,10 @@ def build_rank(
     }
     buffers = {name: tensor for name, tensor in made.items() if name not in parameters}
     tensors = {**{name: value.to(device) for name, value in constants.items()}, **buffers, **parameters}
-    split = {o.stage for own in schedule.operations for o in own if o.kind is Kind.BACKWARD_INPUT}
-    modules = {
-        replica: StageModule(
-            stage,
-            captured,
-            tensors,
-            loss_weight=1 / (plan.dp * micro_batches),
-            randomness=randomness,
-            device=device,
-            recompute=replica[0] in schedule.recompute,
-            split_backward=replica[0] in split,
-        )
-        for replica, stage in own.items()
-    }
 
     # Process groups are made in the same order everywhere: first the exchange's, then the gradient sync's.
     exchange = Exchange(
-        program,
+        programs[0],
         transfers,
         rank_of=[ranks[replica] for ranks in plan.placement],
         device_of=schedule.device_of,
@@ -165,8 +173,21 @@ def build_rank(
     )
     own_trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     sync = GradientSync(own_trained, holders(plan, schedule, stages, trained), timeout_s=settings.timeout_s)
+    split = {o.stage for own in schedule.operations for o in own if o.kind is Kind.BACKWARD_INPUT}
+    modules = {
+        replica: StageModule(
+            stage,
+            captured,
+            tensors,
+            loss_weight=schedule.updates / (plan.dp * micro_batches),
+            randomness=randomness,
+            device=device,
+            recompute=replica[0] in schedule.recompute,
+            split_backward=replica[0] in split,
+        )
+        for replica, stage in own.items()
+    }
     executor = Executor(
-        program,
         modules,
         _optimizers(own, own_trained, settings),
         exchange=exchange,
@@ -179,11 +200,12 @@ def build_rank(
         ),
         randomness=randomness,
         first_micro_batch=first_micro_batch,
+        micro_batches=micro_batches,
         clip_norm=settings.optimizer.clip_norm,
         device=device,
         timeout_s=settings.timeout_s,
     )
-    return Rank(executor=executor, parameters=parameters, buffers=buffers)
+    return Rank(executor=executor, programs=programs, parameters=parameters, buffers=buffers)
 
 
 def train(
@@ -194,9 +216,9 @@ def train(
     world: World,
     *,
     state: Mapping[str, torch.Tensor] | None = None,
-    on_iteration: Callable[[int, IterationResult, float], None] = lambda iteration, result, seconds: None,
+    on_iteration: Callable[[int, IterationResult], None] = lambda iteration, result: None,
 ) -> TrainingResult:
-    """Train for ``settings.iterations`` as rank ``world.rank``; calls ``on_iteration`` after each with its seconds."""
+    """Train for ``settings.iterations`` as rank ``world.rank``; calls ``on_iteration`` with each and its result."""
     if world.size != plan.ranks:
         raise PlanError(
             f"the plan needs dp × tp × pp = {plan.dp} × {plan.tp} × {plan.pp} = {plan.ranks} ranks; "
@@ -208,14 +230,12 @@ def train(
     try:
         memory = PeakMemory(device)
         rank = build_rank(captured, plan, settings, data, world, state=state)
-        results, seconds = [], []
-        for iteration in range(settings.iterations):
-            start = perf_counter()
-            results.append(rank.executor.run_iteration(iteration))
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)  # the optimizer's step is still queued
-            seconds.append(perf_counter() - start)
-            on_iteration(iteration, results[-1], seconds[-1])
+        results: list[IterationResult] = []
+        for program in rank.programs:
+            for result in rank.executor.run(program, len(results)):
+                on_iteration(len(results), result)
+                results.append(result)
+        seconds = [result.seconds for result in results]
         return TrainingResult(
             loss=[result.loss for result in results],
             grad_norm=[result.grad_norm for result in results],
@@ -224,6 +244,16 @@ def train(
         )
     finally:
         leave()
+
+
+def _programs(schedules: Sequence[Schedule], transfers: Sequence[Transfer], position: int) -> tuple[Program, ...]:
+    """What pipeline device ``position`` runs of each of ``schedules``, which differ in their iterations alone."""
+    lowered: dict[int, Program] = {}
+    for schedule in schedules:
+        if schedule.iterations not in lowered:
+            check(schedule)
+            lowered[schedule.iterations] = lower(schedule, transfers)[position]
+    return tuple(lowered[schedule.iterations] for schedule in schedules)
 
 
 def _coordinates(plan: Plan, rank: int) -> tuple[int, int]:

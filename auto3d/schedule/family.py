@@ -20,3 +20,8 @@ class Family:
         """Option -> default."""
         parameters = signature(self.build).parameters.values()
         return {p.name: p.default for p in parameters if p.name not in ("devices", "micro_batches")}
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether its iterations overlap: then it trains with gradients of older weights than those it updates."""
+        return "iterations" in self.options

@@ -66,3 +66,9 @@ class Schedule:
     @property
     def devices(self) -> int:
         return len(self.operations)
+
+    @property
+    def updates(self) -> int:
+        """Updates of each stage in an iteration: more than one where each is for a part of its micro-batches."""
+        update = next(operation for operation in self.operations[0] if operation.kind is Kind.UPDATE)
+        return self.operations[0].count(update) // self.iterations

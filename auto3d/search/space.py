@@ -8,9 +8,11 @@ from typing import Literal
 from auto3d.capture.graph import Graph
 from auto3d.cluster import Cluster, place_ranks
 from auto3d.errors import InputError
+from auto3d.partition.stage import cut
 from auto3d.partition.uniform import uniform
 from auto3d.plan import Plan, PlanError, check_degrees
 from auto3d.schedule import SCHEDULES, build_schedule
+from auto3d.schedule.asynchronous import check_trainable
 from auto3d.schedule.memory import peak_activations
 from auto3d.schedule.operation import Schedule
 
@@ -19,7 +21,10 @@ Axis = Sequence | Literal["auto"]
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpace:
-    """Axes to combine; each is a list of values, or "auto" for all that make sense on the cluster."""
+    """Axes to combine; each is a list of values, or "auto" for all that make sense on the cluster.
+
+    Asynchronous schedules make sense to those alone who name them: under them a model learns something else.
+    """
 
     dp: Axis
     tp: Axis
@@ -43,12 +48,19 @@ class Candidate:
 
 
 def candidates(
-    space: SearchSpace, cluster: Cluster, graph_at: Callable[[int], Graph], *, global_batch: int, seed: int
+    space: SearchSpace,
+    cluster: Cluster,
+    graph_at: Callable[[int], Graph],
+    *,
+    global_batch: int,
+    seed: int,
+    clip_norm: float,
 ) -> Iterator[Candidate]:
     """Every combination of ``space`` in order; ``graph_at`` gives the model's Graph at a micro-batch size.
 
-    A size at which it raises InputError is no candidate (batch statistics need two samples), unless it does at all:
-    then that error is raised at the end.
+    ``clip_norm`` is what training clips the gradient norm to, if above 0: not every schedule can. A size at which
+    ``graph_at`` raises InputError is no candidate (batch statistics need two samples), unless it does at all: then that
+    error is raised at the end.
     """
     divisors = [number for number in range(1, cluster.devices + 1) if cluster.devices % number == 0]
     sizes = [2**power for power in range(global_batch.bit_length()) if 2**power <= global_batch]
@@ -57,7 +69,7 @@ def candidates(
         return auto if axis == "auto" else list(dict.fromkeys(axis))
 
     graphs = _Graphs(graph_at)
-    schedules = values(space.schedule, list(SCHEDULES))
+    schedules = values(space.schedule, [name for name, family in SCHEDULES.items() if not family.asynchronous])
     for dp, tp, pp, micro_batch_size, schedule in product(
         values(space.dp, divisors),
         values(space.tp, divisors),
@@ -78,6 +90,7 @@ def candidates(
                 schedule=schedule,
                 seed=seed,
             )
+            _check_trainable(plan, graphs.at(micro_batch_size), clip_norm)
             _check_worth(schedule, schedules, devices=pp, micro_batches=plan.micro_batches)
         except InputError as error:
             plan, reason = None, str(error)
@@ -130,6 +143,12 @@ def make_plan(graph: Graph, *, dp: int, tp: int, pp: int, global_batch: int, sch
     )
 
 
+def _check_trainable(plan: Plan, graph: Graph, clip_norm: float) -> None:
+    if SCHEDULES[plan.schedule].asynchronous:
+        schedule = build_schedule(plan.schedule, devices=plan.pp, micro_batches=plan.micro_batches)
+        check_trainable(schedule, cut(graph, plan.stages), graph.trained, clip_norm=clip_norm)
+
+
 def _check_worth(schedule: str, schedules: Sequence[str], *, devices: int, micro_batches: int) -> None:
     """Raise PlanError if another of ``schedules`` cannot be worse than ``schedule`` at these sizes."""
     built, reasons = _built(schedules, devices, micro_batches)
@@ -147,22 +166,14 @@ def _check_worth(schedule: str, schedules: Sequence[str], *, devices: int, micro
 
 
 def _built(schedules: Sequence[str], devices: int, micro_batches: int) -> tuple[dict[str, Schedule], dict[str, str]]:
-    """Of ``schedules`` at these sizes: those that the runtime can run, and the reasons why the others cannot."""
+    """Of ``schedules`` at these sizes: those that there are, and the reasons why there are no others."""
     built, reasons = {}, {}
     for name in schedules:
         try:
-            schedule = build_schedule(name, devices=devices, micro_batches=micro_batches)
-            _check_runs(schedule)
-            built[name] = schedule
+            built[name] = build_schedule(name, devices=devices, micro_batches=micro_batches)
         except InputError as error:
             reasons[name] = str(error)
     return built, reasons
-
-
-def _check_runs(schedule: Schedule) -> None:
-    """Raise PlanError for what the runtime cannot run yet."""
-    if schedule.weight_version:
-        raise PlanError(f"schedule {schedule.name} has weight versions, which the runtime does not run yet")
 
 
 def _check_devices(needed: int, cluster: Cluster, allow_idle: bool) -> None:

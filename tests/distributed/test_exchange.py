@@ -34,7 +34,7 @@ def make_exchange(world, timeout_s: float) -> Exchange:
         device=torch.device("cpu"),
         timeout_s=timeout_s,
     )
-    exchange.start_iteration()
+    exchange.start(program)
     return exchange
 
 
@@ -45,7 +45,7 @@ def send_or_receive(world, order: list[int]) -> list:
             for message in MESSAGES:
                 value = float(message.micro_batch)
                 exchange.send(message, [torch.full((4, 8), value), torch.tensor([True, False, True, value > 2])])
-            exchange.end_iteration()
+            exchange.end()
             return []
         return [[tensor.tolist() for tensor in exchange.receive(MESSAGES[index])] for index in order]
     finally:

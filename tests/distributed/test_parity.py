@@ -83,8 +83,8 @@ def run_rank(world, model: str, plan: Plan, optimizer: OptimizerSettings, schedu
             state=state,
         )
         history = []
-        for iteration in range(ITERATIONS):
-            result = rank.executor.run_iteration(iteration)
+        for iteration, program in enumerate(rank.programs):
+            (result,) = rank.executor.run(program, iteration)
             gradients = {name: p.grad.numpy().copy() for name, p in rank.parameters.items() if p.requires_grad}
             parameters = {name: p.detach().numpy().copy() for name, p in rank.parameters.items()}
             buffers = {name: b.numpy().copy() for name, b in rank.buffers.items()}

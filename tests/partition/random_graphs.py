@@ -52,6 +52,7 @@ def random_graph(
         parameters=weights,
         buffers={name: Value(name, (1,), "float32", 4, True) for name in written},
         constants={},
+        trained=frozenset(),
         written_buffers=frozenset(written),
         loss=nodes[-1].name,
         micro_batch_size=1,

@@ -39,6 +39,7 @@ def chain(flops: list[int], sizes: list[int]) -> Graph:
         parameters={},
         buffers={},
         constants={},
+        trained=frozenset(),
         written_buffers=frozenset(),
         loss=nodes[-1].name,
         micro_batch_size=1,

@@ -121,15 +121,3 @@ def test_only_differentiable_values_send_gradients_back():
 def test_operations_that_cannot_all_run_are_refused():
     with pytest.raises(ScheduleError, match="deadlock: device 0 at B0@0"):
         lower(by_hand("F0@0 B0@0 F1@0 B1@0 S@0 U@0", "F0@1 F1@1 B0@1 B1@1 S@1 U@1"), transfers(2))
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "words"),
-    [
-        ("pipedream", {}, "has weight versions"),
-    ],
-)
-def test_what_the_runtime_cannot_run_yet_is_refused(name, options, words):
-    schedule = build_schedule(name, devices=2, micro_batches=4, **options)
-    with pytest.raises(ScheduleError, match=words):
-        lower(schedule, transfers(2))

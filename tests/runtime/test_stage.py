@@ -28,10 +28,11 @@ def whole_model(model: str, **options: bool) -> tuple[StageModule, dict[str, tor
         model_captured,
         {**model_captured.exported.constants, **dict(module.named_buffers()), **parameters},
         loss_weight=1.0,
-        randomness=Randomness(1, first_micro_batch=0, device=CPU),
+        randomness=Randomness(1, first_micro_batch=0, micro_batches=1, device=CPU),
         device=CPU,
         **options,
     )
+    running.weights.start({0: 0})
     batch = Batches(data, seed=1, global_batch=2, micro_batch_size=2).micro_batch(0, 0, tuple(data.inputs))
     return running, parameters, batch
 

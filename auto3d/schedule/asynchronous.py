@@ -1,0 +1,31 @@
+"""What an asynchronous schedule asks of a model and its training: search and runtime refuse the rest."""
+
+from collections.abc import Collection, Sequence
+
+from auto3d.partition.stage import Stage
+from auto3d.plan import PlanError
+from auto3d.schedule.operation import Schedule
+
+
+def check_trainable(schedule: Schedule, stages: Sequence[Stage], trained: Collection[str], *, clip_norm: float) -> None:
+    """Raise PlanError if an asynchronous ``schedule`` cannot train ``stages``, whose parameters ``trained`` learn."""
+    if not schedule.weight_version:
+        return
+    if clip_norm > 0:
+        raise PlanError(
+            f"clip_norm: {clip_norm:g}; schedule {schedule.name} updates each stage by itself, so the norm of all "
+            "gradients is never known: it must be 0"
+        )
+    versions = [
+        [version for (stage, _), version in sorted(schedule.weight_version.items()) if stage == index]
+        for index in range(schedule.stages)
+    ]
+    first_user: dict[str, int] = {}
+    for stage in stages:
+        for name in stage.state:
+            first = first_user.setdefault(name, stage.index)
+            if name in trained and versions[first] != versions[stage.index]:
+                raise PlanError(
+                    f"stages: {first} and {stage.index} share the parameter {name}, of which schedule {schedule.name} "
+                    "gives them different versions; a synchronous schedule trains them"
+                )
