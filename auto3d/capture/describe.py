@@ -40,7 +40,8 @@ def describe(exported: ExportedModel) -> Graph:
             varies = node.name in exported.parameters or exported.buffers.get(node.name) in exported.written_buffers
             from_inputs[node.name] = not varies
             storage[node.name] = node.name
-            node.meta["val"] = _placed(node.meta["val"]).requires_grad_(exported.parameters.get(node.name) in exported.trained)
+            learns = exported.parameters.get(node.name) in exported.trained
+            node.meta["val"] = _placed(node.meta["val"]).requires_grad_(learns)
         if node.op != "call_function" or (node.target is operator.getitem and node.args[0].op == "call_function"):
             continue
         sources = node.all_input_nodes

@@ -23,7 +23,7 @@ class WeightVersions:
         self._leaves = {0: self._show()}
 
     def start(self, version_of: Mapping[int, int]) -> None:
-        """Begin a program: ``version_of`` maps its micro-batches to how many of its updates each of them sees."""
+        """Begin a program: ``version_of`` maps its micro-batches to how many of its updates each sees, 0 if left out."""
         self._version_of = version_of
         self._users = Counter(version_of.values())
         self._leaves = {0: self._leaves[self._newest]}
@@ -31,11 +31,11 @@ class WeightVersions:
 
     def of(self, micro_batch: int) -> list[torch.Tensor]:
         """The state that ``micro_batch`` runs with."""
-        return self._leaves[self._version_of[micro_batch]]
+        return self._leaves[self._version_of.get(micro_batch, 0)]
 
     def end(self, micro_batch: int) -> None:
         """Drop the version of ``micro_batch``, whose backward has run, if it was the last to need it."""
-        version = self._version_of[micro_batch]
+        version = self._version_of.get(micro_batch, 0)
         self._users[version] -= 1
         if not self._users[version] and version != self._newest:
             del self._leaves[version]

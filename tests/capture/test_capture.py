@@ -50,7 +50,7 @@ def test_saved_bytes_are_those_that_autograd_keeps(model, micro_batch_size):
     graph = model_captured.graph
     (stage,) = cut(graph, stages_between([0, len(graph.nodes)]))
     cpu = torch.device("cpu")
-    randomness = Randomness(1, first_micro_batch=0, device=cpu)
+    randomness = Randomness(1, first_micro_batch=0, micro_batches=1, device=cpu)
     running = StageModule(
         stage,
         model_captured,
@@ -156,7 +156,7 @@ def test_what_a_model_does_with_the_batch_size_is_captured(size, used):
     module, x = DecidesByBatch(), torch.rand(size, 4)
     (stage,) = cut(model.graph, stages_between([0, len(model.graph.nodes)]))
     cpu = torch.device("cpu")
-    randomness = Randomness(1, first_micro_batch=0, device=cpu)
+    randomness = Randomness(1, first_micro_batch=0, micro_batches=1, device=cpu)
     running = StageModule(
         stage, model, dict(module.named_parameters()), loss_weight=1.0, randomness=randomness, device=cpu
     )
