@@ -23,7 +23,7 @@ class WeightVersions:
         self._leaves = {0: self._show()}
 
     def start(self, version_of: Mapping[int, int]) -> None:
-        """Begin a program: ``version_of`` maps its micro-batches to how many of its updates each sees, 0 if left out."""
+        """Begin a program: ``version_of`` maps its micro-batches to how many updates each sees, 0 if left out."""
         self._version_of = version_of
         self._users = Counter(version_of.values())
         self._leaves = {0: self._leaves[self._newest]}
