@@ -1,10 +1,8 @@
 """Export an unmodified module on the meta device, at one micro-batch size: no weight is ever allocated."""
 
-import gc
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -79,8 +77,7 @@ def export(build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec], micr
         for name, spec in inputs.items()
     }
     try:
-        with _without_collection():
-            exported = torch.export.export(model, (), arguments, strict=False)
+        exported = torch.export.export(model, (), arguments, strict=False)
     except Exception as error:  # torch.export raises many kinds; each means that this model cannot be captured
         raise CaptureError(
             f"{type(model).__name__} cannot be captured at micro-batch size {micro_batch_size}: "
@@ -123,18 +120,6 @@ def export(build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec], micr
         constants=constants,
         loss=loss.name,
     )
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Let no garbage be collected: there is none in a graph that only grows, and looking for it takes a tenth."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _first_names(placeholders: Mapping[str, str], named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:

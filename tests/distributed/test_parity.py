@@ -50,9 +50,8 @@ def make_plan(
     stages=None,
     seed: int = 5,
 ) -> Plan:
-    graph = captured(model, micro_batch_size).graph
-    return Plan(
-        graph=graph.fingerprint,
+    plan = Plan(
+        graph="",
         dp=dp,
         tp=1,
         pp=pp,
@@ -60,10 +59,11 @@ def make_plan(
         micro_batch_size=micro_batch_size,
         schedule=schedule,
         schedule_options=options or {},
-        stages=stages or uniform(graph, pp),
+        stages=stages or uniform(captured(model, micro_batch_size).graph, pp),
         placement=place_ranks(dp=dp, pp=pp),
         seed=seed,
     )
+    return replace(plan, graph=captured(model, samples_at_once(plan)).graph.fingerprint)
 
 
 def run_rank(world, model: str, plan: Plan, optimizer: OptimizerSettings, schedule=None, state=None) -> dict:
