@@ -80,6 +80,7 @@ def test_the_plan_can_come_from_a_file_or_by_hand(folder, auto3d, trained):
 
     (folder / "stages.json").write_text(json.dumps(by_hand["plan"] | {"schedule": "interleaved-1f1b"}))
     (folder / "zigzag.json").write_text(json.dumps(by_hand["plan"] | {"schedule": "zigzag"}))
+    (folder / "old.json").write_text(json.dumps(by_hand["plan"] | {"schedule": "pipedream-2bw"}))
     for overrides, plan, words in (
         (["model.config.n_layer=3"], "plan.json", "plan.json: graph: the plan was made for model"),
         (["plan.pp=1"], "plan.json", "plan: plan.pp=1 changes the recipe's plan, but --plan gives another"),
@@ -92,6 +93,7 @@ def test_the_plan_can_come_from_a_file_or_by_hand(folder, auto3d, trained):
             "schedule: interleaved-1f1b has 2 devices, 4 stages and 4 micro-batches; the plan has 2, 2",
         ),
         ([], "zigzag.json", "zigzag.json: schedule: 'zigzag' is not known"),
+        ([], "old.json", "clip_norm: 1; schedule pipedream-2bw updates each stage by itself"),
     ):
         refused = auto3d("train", "small.yaml", *overrides, "--plan", plan, code=2).err
         assert words in refused
@@ -106,6 +108,16 @@ def test_a_factory_and_weights_of_ones_own(folder, auto3d, trained):
     assert zeros["loss"][0] == pytest.approx(1.0986122886681098)  # ln 3: all classes alike
     assert drawn["loss"][0] != zeros["loss"][0]
     assert "a line of the user's own" in auto3d("train", "own.yaml", "--json").err, "what they print is no result"
+
+
+def test_an_asynchronous_plan_trains_several_iterations_at_once(folder, auto3d, trained):
+    arguments = ["own.yaml", "training.clip_norm=0", "training.iterations=5", "training.learning_rate=0"]
+    expected = trained(*arguments)
+    result = trained(*arguments, "plan.schedule=pipedream")
+    assert result["loss"] == expected["loss"]
+    assert result["grad_norm"] == [None] * 5
+    assert len(result["iteration_s"]) == 5
+    assert "iteration 5/5: loss" in auto3d("train", *arguments, "plan.schedule=pipedream").err
 
 
 def test_json_has_null_where_a_number_is_none(folder, auto3d):
@@ -137,6 +149,19 @@ def test_the_loss_falls_on_real_text(folder, trained):
 
 
 # Planning
+
+
+def test_asynchronous_schedules_are_tried_where_they_are_named(folder, auto3d):
+    def schedules(*overrides: str) -> dict[str, str]:
+        found = json.loads(auto3d("plan", "own.yaml", "search.micro_batch_size=[2]", *overrides, "--json").out)
+        return {candidate["schedule"]: candidate["reason"] for candidate in found}
+
+    assert not any("pipedream" in name for name in schedules("search.schedule=auto"))
+    named = "search.schedule=[1f1b,pipedream,pipedream-2bw]"
+    assert set(schedules(named, "training.clip_norm=0").values()) == {""}
+    reasons = schedules(named)
+    assert reasons.pop("1f1b") == ""
+    assert all(reason.startswith("clip_norm: 1; schedule") for reason in reasons.values())
 
 
 def test_plan_tells_why_candidates_are_pruned(folder, auto3d):
