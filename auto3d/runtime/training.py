@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -14,6 +15,7 @@ from auto3d.capture.specialize import CapturedModel
 from auto3d.partition.stage import Stage, cut
 from auto3d.plan import Plan, PlanError
 from auto3d.runtime.data import Batches, DataSettings
+from auto3d.runtime.emulation import DeviceClock, EmulatedExchange, EmulatedStage, EmulatedSync, Emulation
 from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.executor import Executor, IterationResult, Replica
 from auto3d.runtime.gradient_sync import GradientSync, holders
@@ -37,11 +39,15 @@ class TrainingSettings:
     device: str  # "cpu" or "cuda"
     threads_per_rank: int  # of a CPU rank's arithmetic
     timeout_s: float  # of every wait for another rank
+    emulation: Emulation | None = None  # of devices in whose place operations only wait; None: real ones
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingResult:
-    """What a run gave; the same on every rank. One entry per iteration, but ``peak_bytes`` has one per rank."""
+    """What a run gave; the same on every rank. One entry per iteration, but ``peak_bytes`` has one per rank.
+
+    Emulated devices compute nothing and hold nothing: of them there is ``iteration_s``, and the other lists are empty.
+    """
 
     loss: list[float]
     grad_norm: list[float]
@@ -115,7 +121,9 @@ def build_rank(
             f"schedule: {schedule.name} has {has[0]} devices, {has[1]} stages and {has[2]} micro-batches; "
             f"the plan has {plan.pp}, {len(plan.stages)} and {plan.micro_batches}"
         )
-    stages = stages_of(captured, plan)
+    stages, emulation = stages_of(captured, plan), settings.emulation
+    if emulation is not None:
+        stages = emulation.stages(stages)
     transfers = [transfer for stage in stages for transfer in stage.received]
     position, replica = _coordinates(plan, world.rank)
     program = lower(schedule, transfers)[position]
@@ -123,14 +131,14 @@ def build_rank(
     first_micro_batch = replica * micro_batches
     randomness = Randomness(plan.seed, first_micro_batch=first_micro_batch, device=device)
 
-    # Only the stages of this rank get memory.
+    # Only the stages of this rank get memory; those of an emulated device none.
     own = {replica: stages[replica[0]] for replica, home in schedule.device_of.items() if home == position}
     constants = captured.exported.constants
     names = list(dict.fromkeys(name for stage in own.values() for name in stage.state if name not in constants))
-    made = {
-        name: tensor.to(device)
-        for name, tensor in materialize(captured.exported.build, names, seed=plan.seed, state=state).items()
-    }
+    made: dict[str, torch.Tensor] = {}
+    if emulation is None:
+        initial = materialize(captured.exported.build, names, seed=plan.seed, state=state)
+        made = {name: tensor.to(device) for name, tensor in initial.items()}
     trained = captured.graph.parameters.keys() - captured.exported.frozen
     parameters = {
         name: nn.Parameter(tensor, requires_grad=name in trained)
@@ -140,22 +148,38 @@ def build_rank(
     buffers = {name: tensor for name, tensor in made.items() if name not in parameters}
     tensors = {**{name: value.to(device) for name, value in constants.items()}, **buffers, **parameters}
     split = {o.stage for own in schedule.operations for o in own if o.kind is Kind.BACKWARD_INPUT}
-    modules = {
-        replica: StageModule(
-            stage,
-            captured,
-            tensors,
-            loss_weight=1 / (plan.dp * micro_batches),
-            randomness=randomness,
-            device=device,
-            recompute=replica[0] in schedule.recompute,
-            split_backward=replica[0] in split,
-        )
-        for replica, stage in own.items()
-    }
+    clock = DeviceClock()  # of an emulated device
+    if emulation is None:
+        modules = {
+            replica: StageModule(
+                stage,
+                captured,
+                tensors,
+                loss_weight=1 / (plan.dp * micro_batches),
+                randomness=randomness,
+                device=device,
+                recompute=replica[0] in schedule.recompute,
+                split_backward=replica[0] in split,
+            )
+            for replica, stage in own.items()
+        }
+    else:
+        costs = emulation.costs(captured.graph, stages, schedule)
+        modules = {
+            replica: EmulatedStage(
+                stage,
+                costs,
+                parts=schedule.parts,
+                recompute=replica[0] in schedule.recompute,
+                clock=clock,
+                device=device,
+            )
+            for replica, stage in own.items()
+        }
 
     # Process groups are made in the same order everywhere: first the exchange's, then the gradient sync's.
-    exchange = Exchange(
+    make_exchange = Exchange if emulation is None else partial(EmulatedExchange, clock=clock)
+    exchange = make_exchange(
         program,
         transfers,
         rank_of=[ranks[replica] for ranks in plan.placement],
@@ -164,7 +188,17 @@ def build_rank(
         timeout_s=settings.timeout_s,
     )
     own_trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-    sync = GradientSync(own_trained, holders(plan, schedule, stages, trained), timeout_s=settings.timeout_s)
+    all_holders = holders(plan, schedule, stages, trained)
+    if emulation is None:
+        sync = GradientSync(own_trained, all_holders, timeout_s=settings.timeout_s)
+    else:
+        sync = EmulatedSync(
+            {name: captured.graph.parameters[name] for name in names if name in trained},
+            all_holders,
+            sync_bytes=emulation.each("sync_bytes", len(stages)),
+            clock=clock,
+            timeout_s=settings.timeout_s,
+        )
     executor = Executor(
         program,
         modules,
@@ -216,10 +250,13 @@ def train(
                 torch.cuda.synchronize(device)  # the optimizer's step is still queued
             seconds.append(perf_counter() - start)
             on_iteration(iteration, results[-1], seconds[-1])
+        iteration_s = _of_all_ranks(seconds, device, timeout_s=settings.timeout_s).max(dim=0).values.tolist()
+        if settings.emulation is not None:
+            return TrainingResult(loss=[], grad_norm=[], iteration_s=iteration_s, peak_bytes=[])
         return TrainingResult(
             loss=[result.loss for result in results],
             grad_norm=[result.grad_norm for result in results],
-            iteration_s=_of_all_ranks(seconds, device, timeout_s=settings.timeout_s).max(dim=0).values.tolist(),
+            iteration_s=iteration_s,
             peak_bytes=_of_all_ranks([memory.bytes()], device, timeout_s=settings.timeout_s).flatten().tolist(),
         )
     finally:
