@@ -18,7 +18,7 @@ from launch import candidates
 from launch.model import initial_weights
 from launch.ranks import check_devices
 from launch.recipe import LoadedRecipe
-from launch.settings import exported_model
+from launch.settings import device, exported_model
 from launch.store import Trial, exclusive, private_folder, trials_of, write_sweep, write_whole
 from launch.trial import run_trial
 
@@ -119,7 +119,7 @@ def _submit(trial: Trial, recipe: LoadedRecipe) -> submitit.Job:
     executor = submitit.LocalExecutor(folder=private_folder(trial.folder / "job"))
     executor.update_parameters(
         timeout_min=math.ceil((recipe.values.launch.trial_timeout_s + JOB_MARGIN_S) / 60),
-        gpus_per_node=trial.plan.ranks if recipe.values.cluster.device == "cuda" else 0,
+        gpus_per_node=trial.plan.ranks if device(recipe.values) == "cuda" else 0,
     )
     # A trial never sees the terminal's Ctrl-C, for it inherits this mask: to end it is this process's business alone.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

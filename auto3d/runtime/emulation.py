@@ -1,14 +1,14 @@
 """Emulated devices: all is real but the arithmetic; in its place an operation waits for as long as it is told.
 
-Processes, schedule, executor, messages and gradient syncs are those of real training, with their true sizes. No weight is
-made, no data is loaded, nothing is computed, and so there is no loss. It lets a few cores run as many devices as they
-can carry the messages of.
+Processes, schedule, executor, messages and gradient syncs are those of real training, and have their true sizes. No weight
+is made, no data is loaded, nothing is computed, and so there is no loss. It lets a few cores run as many devices as
+they can carry the messages of.
 """
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import nan
 from resource import RUSAGE_THREAD, getrusage
 from typing import Any
@@ -36,8 +36,8 @@ class Emulation:
     """What operations take and messages weigh: a number of every stage or a tuple with one for each; None: the times of
     the analytic cost model, and the true sizes.
 
-    Times are of one whole micro-batch. ``backward_s`` is the sum of its halves, and they are each half of it, where
-    only the other is given; ``recompute_s`` is ``forward_s`` where it is not given.
+    Times are of one whole micro-batch. A half of the backward that is not given takes half of it; a backward of which
+    only both halves are given takes their sum; a recomputation that is not given takes as long as the forward.
     """
 
     forward_s: PerStage = None
@@ -48,14 +48,6 @@ class Emulation:
     send_bytes: PerStage = None  # of what a stage sends to a later one for one micro-batch, and of its gradient
     sync_bytes: PerStage = None  # of each gradient all-reduce that a stage takes part in
 
-    def __post_init__(self) -> None:
-        if (self.backward_input_s is None) != (self.backward_weight_s is None):
-            missing = "backward_input_s" if self.backward_input_s is None else "backward_weight_s"
-            raise InputError(f"emulation: {missing} is missing; it takes both halves of the backward, or neither")
-
-    def given(self) -> dict[str, PerStage]:
-        return {name: value for name in self.__dataclass_fields__ if (value := getattr(self, name)) is not None}
-
     def each(self, name: str, stages: int) -> tuple[float, ...] | None:
         """What is given for each of ``stages``; raises InputError where it is a tuple of another length."""
         value = getattr(self, name)
@@ -63,20 +55,20 @@ class Emulation:
             return None if value is None else (value,) * stages
         if len(value) != stages:
             raise InputError(
-                f"emulation: {name} has {len(value)} values, but the plan {stages} stages; it takes one number, or "
-                f"one for each stage"
+                f"emulation: {name} has {len(value)} values, and the plan {stages} stages; it takes a number, or one "
+                "for each stage"
             )
         return value
 
     def check_fits(self, stages: int) -> None:
         """Raise InputError unless all that is given fits a plan of so many stages."""
-        for name in self.given():
-            self.each(name, stages)
+        for field in fields(self):
+            self.each(field.name, stages)
 
     def costs(self, graph: Graph, stages: Sequence[Stage], schedule: Schedule) -> Costs:
         """The times in the form that the simulator takes; ``graph`` is the model at the size that operations run.
 
-        Messages and syncs take what they take on this machine, and are 0 in it; so are updates, of which there are none.
+        Messages and syncs are 0 in it, since they take what they really take; so are updates, of which there are none.
         """
         count = len(stages)
         model = analytic(graph)
@@ -87,7 +79,7 @@ class Emulation:
 
         forward = self.each("forward_s", count) or modelled(model.forward_s)
         whole, inputs, weights = (self.each(f"backward{half}_s", count) for half in ("", "_input", "_weight"))
-        if whole is None and inputs is not None:
+        if whole is None and inputs is not None and weights is not None:
             whole = tuple(map(sum, zip(inputs, weights, strict=True)))
         whole = whole or modelled(model.backward_s)
         half = tuple(time / 2 for time in whole)

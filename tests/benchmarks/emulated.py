@@ -1,16 +1,16 @@
 """Emulated devices against the simulator: python -m tests.benchmarks.emulated
 
-16 processes on whatever cores there are; equal stages, F:B = 1:2. Exits with 1 unless every measured time per iteration is
-within TOLERANCE of the simulated one, and the schedules of one size are in its order.
+8 and 16 real processes on this machine's cores, equal stages, F:B = 1:2, as many micro-batches as devices and twice as
+many. Exits with 1 unless every time per iteration is within TOLERANCE of the simulated one, and the schedules of each
+size are in the simulator's order. Where this process may ask for it, its ranks are scheduled in real time (SCHED_RR),
+so that they wake in time whatever else the machine does. results/emulated/README.md has the figures.
 """
 
 import os
-import platform
 import sys
 from itertools import combinations
 from statistics import median
 
-import torch
 from tabulate import tabulate
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -21,15 +21,17 @@ from auto3d.partition.uniform import uniform
 from auto3d.plan import Plan
 from auto3d.runtime.data import DataSettings, InputField
 from auto3d.runtime.emulation import Emulation
-from auto3d.runtime.measurement import Status
+from auto3d.runtime.measurement import Environment, Status
 from auto3d.runtime.optimizer import OptimizerSettings
-from auto3d.runtime.training import TrainingSettings, schedule_of, stages_of, train
+from auto3d.runtime.training import TrainingResult, TrainingSettings, schedule_of, stages_of, train
+from auto3d.runtime.world import World
 from auto3d.simulate.simulate import simulate
-from launch.ranks import run_ranks
+from launch.ranks import Report, run_ranks
 
-FORWARD_S = 0.025
+FORWARD_S = 0.03  # of one micro-batch on one stage
 WARMUP, ITERATIONS = 1, 5
 TOLERANCE = 0.03
+TIE = 1e-9  # of two simulated times
 TIMEOUT_S = 120
 SEQUENCE, WIDTH, MICRO_BATCH_SIZE = 256, 64, 4  # messages of 256 KiB
 DEVICES = (8, 16)
@@ -42,6 +44,8 @@ SCHEDULES = (
     ("chimera", {"scale": "doubling"}),
     ("zb-h1", {}),
 )
+HEADS = ["devices", "micro-batches", "schedule", "simulated", "emulated", "spread", "difference"]
+ALIGN = ["right", "right", "left", *["right"] * 4]
 DATA = DataSettings(
     source="synthetic",
     files=(),
@@ -93,31 +97,65 @@ def plan_of(captured: CapturedModel, name: str, options: dict, devices: int, mic
     )
 
 
-def measured(captured: CapturedModel, plan: Plan) -> list[float]:
-    """Seconds of each iteration after the warm-up."""
-    outcome = run_ranks(
-        plan.ranks, lambda world, report: train(captured, plan, SETTINGS, DATA, world), timeout_s=TIMEOUT_S
-    )
+def in_real_time() -> bool:
+    """Ask for it for this process; whether it is granted."""
+    try:
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    except PermissionError:
+        return False
+    return True
+
+
+def measured(captured: CapturedModel, plan: Plan) -> tuple[list[float], bool]:
+    """Seconds of each iteration after the warm-up, and whether its ranks ran in real time."""
+
+    def run(world: World, report: Report) -> tuple[TrainingResult, bool]:
+        granted = in_real_time()
+        return train(captured, plan, SETTINGS, DATA, world), granted
+
+    outcome = run_ranks(plan.ranks, run, timeout_s=TIMEOUT_S)
     assert outcome.status is Status.OK, outcome.error
-    return outcome.result.iteration_s[WARMUP:]
+    result, granted = outcome.result
+    return result.iteration_s[WARMUP:], granted
 
 
 def main() -> int:
     captured = specialize(export(gpt2, DATA.input_specs()), MICRO_BATCH_SIZE)
-    wrong = []
+    rows, problems = [], []
     for devices in DEVICES:
         for micro_batches in (devices, 2 * devices):
-            found = {}
+            times: dict[str, tuple[float, float]] = {}  # schedule -> simulated and measured
             for name, options in SCHEDULES:
                 plan = plan_of(captured, name, options, devices, micro_batches)
                 schedule = schedule_of(plan)
                 costs = SETTINGS.emulation.costs(captured.graph, stages_of(captured, plan), schedule)
+                simulated = simulate(schedule, costs).makespan
+                iterations, granted = measured(captured, plan)
+                time = median(iterations)
                 label = " ".join((name, *options.values()))
-                times = measured(captured, plan)
-                found[label] = simulate(schedule, costs).makespan, median(times), max(times) - min(times)
-                simulated, time, spread = found[label]
-                print(devices, micro_batches, label, f"{simulated:.4f} {time:.4f} {spread:.4f} {time/simulated-1:+.2%}", os.getloadavg()[0], flush=True)
-    return 1 if wrong else 0
+                times[label] = simulated, time
+                spread = max(iterations) - min(iterations)
+                rows.append(
+                    [devices, micro_batches, label, f"{simulated:.4f}", f"{time:.4f}", f"{spread:.4f}"]
+                    + [f"{time / simulated - 1:+.2%}"]
+                )
+                if abs(time / simulated - 1) > TOLERANCE:
+                    problems.append(f"D={devices} N={micro_batches} {label}: beyond {TOLERANCE:.0%}")
+            for a, b in combinations(times, 2):
+                (simulated_a, time_a), (simulated_b, time_b) = times[a], times[b]
+                if abs(simulated_a - simulated_b) > TIE and (simulated_a < simulated_b) != (time_a < time_b):
+                    problems.append(f"D={devices} N={micro_batches}: {a} and {b} are in the other order")
+    print(tabulate(rows, HEADS, tablefmt="github", disable_numparse=True, colalign=ALIGN))
+    here = Environment.here("cpu")
+    print(
+        f"\nSeconds per iteration, simulated and emulated: forward {FORWARD_S} s and backward {2 * FORWARD_S} s per stage "
+        f"and micro-batch, messages of {SEQUENCE * WIDTH * MICRO_BATCH_SIZE * 4 // 1024} KiB, gradient syncs of true size; "
+        f"the simulator has 0 for both. Median of {ITERATIONS} iterations after {WARMUP} of warm-up, spread from fastest "
+        f"to slowest, {'with' if granted else 'without'} real-time scheduling; {here.device}, {here.cores} cores, torch "
+        f"{here.torch}, Python {here.python}; load average of the machine {os.getloadavg()[1]:.1f}."
+    )
+    print("\n".join(problems) or "all within tolerance and in order")
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":
