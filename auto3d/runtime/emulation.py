@@ -1,8 +1,8 @@
 """Emulated devices: all is real but the arithmetic; in its place an operation waits for as long as it is told.
 
-Processes, schedule, executor, messages and gradient syncs are those of real training, and have their true sizes. No weight
-is made, no data is loaded, nothing is computed, and so there is no loss. It lets a few cores run as many devices as
-they can carry the messages of.
+Processes, schedule, executor, messages and gradient syncs are those of real training, and have their true sizes. No
+weight is made, no data is loaded, nothing is computed, and so there is no loss. It lets a few cores run as many devices
+as they can carry the messages of.
 """
 
 import time
@@ -128,11 +128,11 @@ class DeviceClock:
     """
 
     def __init__(self) -> None:
-        self._free = time.perf_counter()
+        self.free = time.perf_counter()
 
     def idle(self) -> None:
         """The device had nothing to do until now."""
-        self._free = max(self._free, time.perf_counter())
+        self.free = max(self.free, time.perf_counter())
 
     @contextmanager
     def needing(self) -> Iterator[None]:
@@ -144,8 +144,8 @@ class DeviceClock:
 
     def work(self, seconds: float) -> None:
         """Return when an operation of so many seconds is done."""
-        self._free += seconds
-        time.sleep(max(0.0, self._free - time.perf_counter()))
+        self.free += seconds
+        time.sleep(max(0.0, self.free - time.perf_counter()))
 
 
 def _times_slept() -> int:

@@ -33,7 +33,8 @@ WARMUP, ITERATIONS = 1, 5
 TOLERANCE = 0.03
 TIE = 1e-9  # of two simulated times
 TIMEOUT_S = 120
-SEQUENCE, WIDTH, MICRO_BATCH_SIZE = 256, 64, 4  # messages of 256 KiB
+SEQUENCE, WIDTH, MICRO_BATCH_SIZE = 256, 64, 4
+MESSAGE_BYTES = SEQUENCE * WIDTH * MICRO_BATCH_SIZE * 4
 DEVICES = (8, 16)
 SCHEDULES = (
     ("gpipe", {}),
@@ -135,10 +136,8 @@ def main() -> int:
                 label = " ".join((name, *options.values()))
                 times[label] = simulated, time
                 spread = max(iterations) - min(iterations)
-                rows.append(
-                    [devices, micro_batches, label, f"{simulated:.4f}", f"{time:.4f}", f"{spread:.4f}"]
-                    + [f"{time / simulated - 1:+.2%}"]
-                )
+                figures = [f"{figure:.4f}" for figure in (simulated, time, spread)]
+                rows.append([devices, micro_batches, label, *figures, f"{time / simulated - 1:+.2%}"])
                 if abs(time / simulated - 1) > TOLERANCE:
                     problems.append(f"D={devices} N={micro_batches} {label}: beyond {TOLERANCE:.0%}")
             for a, b in combinations(times, 2):
@@ -148,11 +147,11 @@ def main() -> int:
     print(tabulate(rows, HEADS, tablefmt="github", disable_numparse=True, colalign=ALIGN))
     here = Environment.here("cpu")
     print(
-        f"\nSeconds per iteration, simulated and emulated: forward {FORWARD_S} s and backward {2 * FORWARD_S} s per stage "
-        f"and micro-batch, messages of {SEQUENCE * WIDTH * MICRO_BATCH_SIZE * 4 // 1024} KiB, gradient syncs of true size; "
-        f"the simulator has 0 for both. Median of {ITERATIONS} iterations after {WARMUP} of warm-up, spread from fastest "
-        f"to slowest, {'with' if granted else 'without'} real-time scheduling; {here.device}, {here.cores} cores, torch "
-        f"{here.torch}, Python {here.python}; load average of the machine {os.getloadavg()[1]:.1f}."
+        f"\nSeconds per iteration. Emulated: real processes and messages, operations that wait. Forward {FORWARD_S} s, "
+        f"backward {2 * FORWARD_S} s per stage and micro-batch; messages of {MESSAGE_BYTES // 1024} KiB and gradient "
+        f"syncs of true size, 0 s for the simulator. Median of {ITERATIONS} iterations after {WARMUP} of warm-up, "
+        f"spread from fastest to slowest, {'with' if granted else 'without'} real-time scheduling; {here.device}, "
+        f"{here.cores} cores, load average {os.getloadavg()[1]:.1f}, torch {here.torch}, Python {here.python}."
     )
     print("\n".join(problems) or "all within tolerance and in order")
     return 1 if problems else 0
