@@ -18,7 +18,7 @@ from launch import candidates
 from launch.model import initial_weights
 from launch.ranks import check_devices
 from launch.recipe import LoadedRecipe
-from launch.settings import device, exported_model
+from launch.settings import device, emulation, exported_model
 from launch.store import Trial, exclusive, private_folder, trials_of, write_sweep, write_whole
 from launch.trial import run_trial
 
@@ -90,7 +90,7 @@ def _run_trials(recipe: LoadedRecipe, pending: list[Trial], watcher: Watcher) ->
                     continue
                 for trial in [trial for trial, job in running.items() if job.done()]:
                     number += 1
-                    watcher.end(Ended(trial, _measurement(trial, running.pop(trial)), number, total))
+                    watcher.end(Ended(trial, _measurement(recipe, trial, running.pop(trial)), number, total))
                 time.sleep(POLL_S)
         finally:
             for job in running.values():
@@ -136,11 +136,16 @@ def _submit(trial: Trial, recipe: LoadedRecipe) -> submitit.Job:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-def _measurement(trial: Trial, job: submitit.Job) -> Measurement:
+def _measurement(recipe: LoadedRecipe, trial: Trial, job: submitit.Job) -> Measurement:
     """What the trial wrote or, if it could not write, the last lines that it printed."""
     measurement = trial.measurement()
     if measurement is None:
         lines = (job.stderr() or "it printed nothing").rstrip().splitlines()
-        measurement = Measurement(plan=trial.plan, status=Status.FAILED, error="\n".join(lines[-ERROR_LINES:]))
+        measurement = Measurement(
+            plan=trial.plan,
+            status=Status.FAILED,
+            emulated=emulation(recipe.values) is not None,
+            error="\n".join(lines[-ERROR_LINES:]),
+        )
         write_whole(trial.measurement_file, measurement.to_json())
     return measurement
