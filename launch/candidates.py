@@ -7,11 +7,12 @@ from dataclasses import replace
 from tabulate import tabulate
 
 from auto3d.capture.graph import Graph
+from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.search.space import Candidate, SearchSpace, candidates
 from launch.recipe import LoadedRecipe
 from launch.schema import PlanRecipe
-from launch.settings import cluster, search_space
+from launch.settings import cluster, emulation, search_space
 
 
 def find(recipe: LoadedRecipe, graph_at: Callable[[int], Graph]) -> list[Candidate]:
@@ -25,8 +26,14 @@ def find(recipe: LoadedRecipe, graph_at: Callable[[int], Graph]) -> list[Candida
         seed=values.training.seed,
         clip_norm=values.training.clip_norm,
     )
+    emulated = emulation(values)
     left, listed = values.search.max_trials, []
     for candidate in found:
+        if candidate.plan is not None and emulated is not None:
+            try:
+                emulated.check_fits(len(candidate.plan.stages))
+            except InputError as error:
+                candidate = replace(candidate, plan=None, reason=str(error))
         if candidate.plan is not None and left == 0:
             candidate = replace(candidate, plan=None, reason=left_out(recipe))
         left -= candidate.plan is not None

@@ -140,10 +140,15 @@ def _print_training(record: dict[str, Any], as_json: bool) -> None:
         print_json(record)
         return
     plan = record["plan"]
+    under = (
+        f"{len(record['iteration_s'])} iterations under dp={plan['dp']} tp={plan['tp']} pp={plan['pp']} "
+        f"micro-batch={plan['micro_batch_size']} {plan['schedule']}"
+    )
+    if record["emulated"]:
+        print(f"{under}: {record['samples_per_s']:.1f} samples/s (emulated, not measured: nothing was computed)")
+        return
     print(
-        f"{len(record['loss'])} iterations under dp={plan['dp']} tp={plan['tp']} pp={plan['pp']} "
-        f"micro-batch={plan['micro_batch_size']} {plan['schedule']}: loss {record['loss'][0]:.3f} to "
-        f"{record['loss'][-1]:.3f}, {record['samples_per_s']:.1f} samples/s, "
+        f"{under}: loss {record['loss'][0]:.3f} to {record['loss'][-1]:.3f}, {record['samples_per_s']:.1f} samples/s, "
         f"peak memory {max(record['peak_bytes']) / 2**20:.0f} MiB per rank (measured)"
     )
 

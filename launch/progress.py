@@ -54,6 +54,7 @@ class _SweepProgress:
     def _print_end(self, what: str, measurement: Measurement) -> None:
         status = measurement.status
         figure = f" {measurement.median_s:.3f} s/iteration" if status is Status.OK else ""
+        figure += " (emulated)" if measurement.emulated else ""
         self._print(f"{escape(what)} [{COLOURS.get(status, 'white')}]{status}[/]{figure}")
         for line in measurement.error.splitlines()[-ERROR_LINES:]:
             self._print(f"    {escape(line)}")
@@ -63,16 +64,17 @@ class _SweepProgress:
 
 
 @contextmanager
-def training_progress(console: Console, iterations: int) -> Iterator[Callable[[tuple[int, float, float]], None]]:
-    """A bar over the iterations; yields what to call with (iteration, loss, seconds)."""
+def training_progress(console: Console, iterations: int) -> Iterator[Callable[[tuple[int, float | None, float]], None]]:
+    """A bar over the iterations; yields what to call with (iteration, loss, seconds); no loss: emulated."""
     with _bar(console) as progress:
         task = progress.add_task("starting", total=iterations)
 
-        def on_iteration(report: tuple[int, float, float]) -> None:
+        def on_iteration(report: tuple[int, float | None, float]) -> None:
             iteration, loss, seconds = report
-            progress.update(task, completed=iteration + 1, description=f"loss {loss:.3f}, {seconds:.3f} s/iteration")
+            what = "emulated" if loss is None else f"loss {loss:.4f}"
+            progress.update(task, completed=iteration + 1, description=f"{what}, {seconds:.3f} s/iteration")
             if not console.is_terminal:
-                console.print(f"iteration {iteration + 1}/{iterations}: loss {loss:.4f}, {seconds:.3f} s")
+                console.print(f"iteration {iteration + 1}/{iterations}: {what}, {seconds:.3f} s")
 
         yield on_iteration
 

@@ -27,6 +27,7 @@ from auto3d.runtime.waiting import PeerLostError, WaitTimeoutError
 from auto3d.runtime.world import World
 from launch.output import stdout_to_stderr
 from launch.recipe import LoadedRecipe
+from launch.settings import device
 
 GRACE_S = 2.0  # after one rank failed, for the others to tell why: the first to speak may only have lost its peer
 TRACEBACK_LINES = 12
@@ -201,6 +202,6 @@ def end_with(process: int, *, controller: int) -> None:
 
 def check_devices(recipe: LoadedRecipe, ranks: int) -> None:
     """Raise RecipeError if this machine lacks the GPUs for ``ranks`` ranks."""
-    if recipe.values.cluster.device == "cuda" and torch.cuda.device_count() < ranks:
+    if device(recipe.values) == "cuda" and torch.cuda.device_count() < ranks:
         problem = f"found 'cuda'; {ranks} ranks need a GPU each, and this machine has {torch.cuda.device_count()}"
         raise recipe.error("cluster.device", problem)

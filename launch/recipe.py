@@ -236,6 +236,9 @@ def _check_together(recipe: Recipe, sources: _Sources) -> None:
             raise RecipeError(
                 sources.of(full_key), full_key, f"belongs to {of}, but the model has {other}: leave it out"
             )
+    if recipe.emulation is not None and recipe.training.compute != "emulated":
+        problem = f"belongs to training.compute: emulated, but that is {recipe.training.compute}: leave it out"
+        raise RecipeError(sources.of("emulation"), "emulation", problem)
     _check_data_files(recipe, sources.of("data.files"))
     if model.weights is not None and not Path(model.weights).is_file():
         problem = f"found {model.weights!r}; there is no such file"

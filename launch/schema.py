@@ -22,9 +22,13 @@ def key(
     choices: Sequence[str] = (),
     least: float | None = None,
     below: float | None = None,
+    per_stage: type | None = None,
 ) -> Any:
-    """A key of the schema. A number, or each number of a list, is at least ``least`` and below ``below``."""
-    metadata = {"meaning": meaning, "choices": tuple(choices), "least": least, "below": below}
+    """A key of the schema. A number, or each number of a list, is at least ``least`` and below ``below``.
+
+    ``per_stage``: it takes one number, of that type, or a list of them with one for each stage.
+    """
+    metadata = {"meaning": meaning, "choices": tuple(choices), "least": least, "below": below, "per_stage": per_stage}
     if isinstance(default, (list, dict)):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -70,6 +74,11 @@ class ClusterRecipe:
 
 @dataclass
 class TrainingRecipe:
+    compute: str = key(
+        "real",
+        "what operations do: compute, or only take the time that the group emulation gives them",
+        choices=("real", "emulated"),
+    )
     global_batch: int = key(16, "samples per iteration, over all replicas", least=1, below=LARGEST_BATCH)
     iterations: int = key(20, "of `auto3d train`", least=1)
     optimizer: str = key("adamw", "the optimizer", choices=("adamw", "sgd"))
@@ -89,6 +98,21 @@ class TrainingRecipe:
     timeout_s: float = key(
         120.0, "seconds that a process waits for another before it gives up", least=1, below=LARGEST_TIME_S
     )
+
+
+_TIME = {"least": 0, "below": LARGEST_TIME_S, "per_stage": float}
+_SIZE = {"least": 1, "below": LARGEST_INTEGER, "per_stage": int}
+
+
+@dataclass
+class EmulationRecipe:
+    forward_s: Any = key(None, "seconds of a stage's forward of one micro-batch; none: by the cost model", **_TIME)
+    backward_s: Any = key(None, "of its backward; none: the sum of its halves, or by the cost model", **_TIME)
+    backward_input_s: Any = key(None, "of the half for the gradient of the input; none: half of the backward", **_TIME)
+    backward_weight_s: Any = key(None, "of the half for those of the weights; none: half of the backward", **_TIME)
+    recompute_s: Any = key(None, "of running the forward again; none: as the forward", **_TIME)
+    send_bytes: Any = key(None, "of what a stage sends to a later one for one micro-batch; none: true size", **_SIZE)
+    sync_bytes: Any = key(None, "of each gradient all-reduce that a stage takes part in; none: true size", **_SIZE)
 
 
 @dataclass
@@ -129,6 +153,7 @@ class Recipe:
     data: DataRecipe = field(default_factory=DataRecipe)
     cluster: ClusterRecipe = field(default_factory=ClusterRecipe)
     training: TrainingRecipe = field(default_factory=TrainingRecipe)
+    emulation: EmulationRecipe | None = None  # of training.compute: emulated
     search: SearchRecipe = field(default_factory=SearchRecipe)
     measure: MeasureRecipe = field(default_factory=MeasureRecipe)
     launch: LaunchRecipe = field(default_factory=LaunchRecipe)
@@ -155,7 +180,7 @@ def schema_of(full_key: str) -> tuple[type, str]:
 
 def is_axis(schema: type, name: str) -> bool:
     """Whether the key is an axis of the search space: auto, or a list."""
-    return get_type_hints(schema)[name] is Any
+    return get_type_hints(schema)[name] is Any and _field(schema, name).metadata["per_stage"] is None
 
 
 def accepts(schema: type, name: str, value: Any) -> bool:
@@ -169,6 +194,10 @@ def accepts(schema: type, name: str, value: Any) -> bool:
             return False
     if value is None or isinstance(value, dict):
         return True  # left out, or checked key by key
+    if metadata["per_stage"] is not None:
+        kinds = (int, metadata["per_stage"])  # a whole number is a number too
+        if value == [] or any(type(one) not in kinds for one in (value if isinstance(value, list) else [value])):
+            return False
     return all(_within(metadata, one) for one in (value if isinstance(value, list) else [value]))
 
 
@@ -193,6 +222,8 @@ def accepted(schema: type, name: str) -> str:
     if item.metadata["choices"]:
         names = ", ".join(item.metadata["choices"])
         return f"auto or a list of {names}" if is_axis(schema, name) else f"one of {names}"
+    if item.metadata["per_stage"] is not None:
+        return f"{_WORDS[item.metadata['per_stage']][0]}, or a list with one for each stage,{bound}"
     return f"{_type_in_words(get_type_hints(schema)[name])}{bound}"
 
 

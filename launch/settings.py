@@ -1,6 +1,9 @@
 """Recipe -> the engine's own settings, group by group."""
 
+from dataclasses import asdict
+
 from auto3d.cluster import Cluster
+from auto3d.runtime.emulation import Emulation
 from auto3d.runtime.optimizer import OptimizerSettings
 from auto3d.runtime.training import TrainingSettings
 from auto3d.search.space import SearchSpace
@@ -29,10 +32,24 @@ def training_settings(recipe: Recipe, *, iterations: int) -> TrainingSettings:
             warmup_iterations=training.warmup_iterations,
             clip_norm=training.clip_norm,
         ),
-        device=recipe.cluster.device,
+        device=device(recipe),
         threads_per_rank=training.threads_per_rank,
         timeout_s=training.timeout_s,
+        emulation=emulation(recipe),
     )
+
+
+def device(recipe: Recipe) -> str:
+    """What a rank runs on: emulated devices are processes of a CPU, whatever they stand for."""
+    return "cpu" if recipe.training.compute == "emulated" else recipe.cluster.device
+
+
+def emulation(recipe: Recipe) -> Emulation | None:
+    """What devices emulate; None if they are real."""
+    if recipe.training.compute == "real":
+        return None
+    given = asdict(recipe.emulation) if recipe.emulation else {}
+    return Emulation(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
 
 
 def search_space(recipe: Recipe) -> SearchSpace:

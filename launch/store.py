@@ -119,7 +119,7 @@ def settings_digest(recipe: LoadedRecipe) -> str:
 def _measured(recipe: LoadedRecipe) -> dict[str, Any]:
     """The keys that change what a trial measures."""
     values = asdict(recipe.values)
-    measured = {group: values[group] for group in ("model", "data", "cluster", "training", "measure")}
+    measured = {group: values[group] for group in ("model", "data", "cluster", "training", "emulation", "measure")}
     del measured["training"]["iterations"]  # of `auto3d train`; a trial has its own
     del measured["training"]["timeout_s"]
     return measured
@@ -138,7 +138,9 @@ def _read_measurement(file: Path) -> Measurement | None:
         measurement = Measurement.from_json(file.read_bytes())
     except (OSError, ValidationError):  # absent, of another version, or damaged: as if it had not run
         return None
-    damaged = measurement.status is Status.OK and not (measurement.iteration_s and measurement.peak_bytes)
+    damaged = measurement.status is Status.OK and not (
+        measurement.iteration_s and (measurement.peak_bytes or measurement.emulated)
+    )
     return None if damaged else measurement
 
 

@@ -19,6 +19,7 @@ from launch import candidates
 from launch.model import captured_model, initial_weights
 from launch.ranks import check_devices
 from launch.recipe import LoadedRecipe
+from launch.settings import device, emulation
 from launch.store import Trial, exclusive, private_folder, trials_of, write_sweep, write_whole
 from launch.trial import run_trial
 
@@ -94,7 +95,7 @@ def _run_trials(recipe: LoadedRecipe, pending: list[Trial], watcher: Watcher) ->
                     continue
                 for trial in [trial for trial, job in running.items() if job.done()]:
                     number += 1
-                    watcher.end(Ended(trial, _measurement(trial, running.pop(trial)), number, total))
+                    watcher.end(Ended(trial, _measurement(recipe, trial, running.pop(trial)), number, total))
                 time.sleep(POLL_S)
         finally:
             for job in running.values():
@@ -123,7 +124,7 @@ def _submit(trial: Trial, recipe: LoadedRecipe) -> submitit.Job:
     executor = submitit.LocalExecutor(folder=private_folder(trial.folder / "job"))
     executor.update_parameters(
         timeout_min=math.ceil((recipe.values.launch.trial_timeout_s + JOB_MARGIN_S) / 60),
-        gpus_per_node=trial.plan.ranks if recipe.values.cluster.device == "cuda" else 0,
+        gpus_per_node=trial.plan.ranks if device(recipe.values) == "cuda" else 0,
     )
     # A trial never sees the terminal's Ctrl-C, for it inherits this mask: to end it is this process's business alone.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -140,11 +141,16 @@ def _submit(trial: Trial, recipe: LoadedRecipe) -> submitit.Job:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-def _measurement(trial: Trial, job: submitit.Job) -> Measurement:
+def _measurement(recipe: LoadedRecipe, trial: Trial, job: submitit.Job) -> Measurement:
     """What the trial wrote or, if it could not write, the last lines that it printed."""
     measurement = trial.measurement()
     if measurement is None:
         lines = (job.stderr() or "it printed nothing").rstrip().splitlines()
-        measurement = Measurement(plan=trial.plan, status=Status.FAILED, error="\n".join(lines[-ERROR_LINES:]))
+        measurement = Measurement(
+            plan=trial.plan,
+            status=Status.FAILED,
+            emulated=emulation(recipe.values) is not None,
+            error="\n".join(lines[-ERROR_LINES:]),
+        )
         write_whole(trial.measurement_file, measurement.to_json())
     return measurement

@@ -3,7 +3,7 @@
 import csv
 import io
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from textwrap import fill
@@ -13,6 +13,7 @@ from tabulate import tabulate
 
 from auto3d.runtime.measurement import Measurement, Status
 from launch.recipe import LoadedRecipe, load
+from launch.settings import emulation
 from launch.store import StoreError, last_sweep, measurements_of, settings_digest, write_whole
 
 RESULTS = Path("results")
@@ -30,6 +31,7 @@ HEADINGS = {
     "peak_bytes": "peak\n(MiB)",
     "status": "status",
 }
+EMULATED_HEADINGS = HEADINGS | {"devices": "devices"}  # that they are emulated, on every row
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def terminal(results: Results) -> str:
     """The table for a terminal of 80 columns, with the same caption as the Markdown one."""
     # The command at the caption's end keeps its line: it is there to be copied.
     text, again = fill(_told(results), 80), _again(results.recipe)
-    return f"{_table(rows(results), list(HEADINGS.values()), 'simple')}\n\n{text}\nAgain: {again}"
+    return f"{_table(rows(results), 'simple')}\n\n{text}\nAgain: {again}"
 
 
 def caption(results: Results) -> str:
@@ -101,13 +103,21 @@ def caption(results: Results) -> str:
 def _told(results: Results) -> str:
     values = results.recipe.values
     model = values.model.architecture or values.model.factory
-    text = (
-        f"Measured, not predicted: {model}, global batch {values.training.global_batch}; median of "
-        f"{values.measure.iterations} iterations after {values.measure.warmup_iterations} of warm-up, "
-        "spread from fastest to slowest, peak memory of the fullest rank"
+    what = f"{model}, global batch {values.training.global_batch}"
+    how = (
+        f"median of {values.measure.iterations} iterations after {values.measure.warmup_iterations} of warm-up, "
+        "spread from fastest to slowest"
     )
-    if values.cluster.device == "cpu":
-        text += " beyond its interpreter and libraries"
+    if emulated := emulation(values):
+        given = {name: value for name, value in asdict(emulated).items() if value is not None}
+        but = f", but for {', '.join(f'{name} {value}' for name, value in given.items())}" if given else ""
+        text = (
+            f"Emulated, not measured on real devices: {what}; messages and gradient syncs are real, operations compute "
+            f"nothing but take their time; times are of the analytic cost model, and sizes true{but}; {how}"
+        )
+    else:
+        text = f"Measured, not predicted: {what}; {how}, peak memory of the fullest rank"
+        text += " beyond its interpreter and libraries" if values.cluster.device == "cpu" else ""
     environments = {one.environment for one in results.measurements if one.environment}
     for environment in sorted(environments, key=lambda one: (one.host, str(one))):
         text += (
@@ -149,14 +159,20 @@ def _row(measurement: Measurement) -> dict[str, Any]:
         "spread_s": measurement.spread_s if ok else None,
         "samples_per_s": measurement.samples_per_s if ok else None,
         "tokens_per_s": measurement.tokens_per_s if ok and measurement.tokens_per_sample else None,
-        "peak_bytes": max(measurement.peak_bytes) if ok else None,
+        "peak_bytes": max(measurement.peak_bytes, default=None) if ok else None,
         "status": str(measurement.status),
+        "devices": "emulated" if measurement.emulated else "real",
         "error": measurement.error,
         "plan": asdict(plan),
     }
 
 
-def _cells(record: dict[str, Any]) -> list[str]:
+def _columns(records: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Name -> heading."""
+    return EMULATED_HEADINGS if any(record["devices"] == "emulated" for record in records) else HEADINGS
+
+
+def _cells(record: dict[str, Any], columns: Collection[str]) -> list[str]:
     """The record as people read it."""
     forms = {
         "iteration_s": "{:.3f}",
@@ -165,23 +181,26 @@ def _cells(record: dict[str, Any]) -> list[str]:
         "tokens_per_s": "{:,.0f}",
     }
     shown = {**record, "peak_bytes": None if record["peak_bytes"] is None else f"{record['peak_bytes'] / 2**20:.0f}"}
-    return ["-" if shown[name] is None else forms.get(name, "{}").format(shown[name]) for name in HEADINGS]
+    return ["-" if shown[name] is None else forms.get(name, "{}").format(shown[name]) for name in columns]
 
 
 def _markdown(results: Results, records: Sequence[dict[str, Any]]) -> str:
-    headings = [heading.replace("-\n", "-").replace("\n", " ") for heading in HEADINGS.values()]
-    return f"{_table(records, headings, 'github')}\n\n{caption(results)}\n"
+    return f"{_table(records, 'github')}\n\n{caption(results)}\n"
 
 
-def _table(records: Sequence[dict[str, Any]], headings: Sequence[str], form: str) -> str:
-    align = ["left" if name in ("schedule", "status") else "right" for name in HEADINGS]
-    cells = [_cells(record) for record in records]
+def _table(records: Sequence[dict[str, Any]], form: str) -> str:
+    columns = _columns(records)
+    align = ["left" if name in ("schedule", "status", "devices") else "right" for name in columns]
+    cells = [_cells(record, columns) for record in records]
+    headings = list(columns.values())
+    if form == "github":
+        headings = [heading.replace("-\n", "-").replace("\n", " ") for heading in headings]
     return tabulate(cells, headings, tablefmt=form, colalign=align, disable_numparse=True)
 
 
 def _csv(records: Sequence[dict[str, Any]]) -> str:
     text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(HEADINGS), lineterminator="\n", extrasaction="ignore")
+    writer = csv.DictWriter(text, fieldnames=list(_columns(records)), lineterminator="\n", extrasaction="ignore")
     writer.writeheader()
     writer.writerows(records)
     return text.getvalue()

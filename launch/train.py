@@ -24,7 +24,7 @@ from launch.output import stdout_to_stderr
 from launch.progress import at_work, training_progress
 from launch.ranks import Report, check_devices, run_ranks
 from launch.recipe import LoadedRecipe
-from launch.schema import PlanRecipe
+from launch.schema import PlanRecipe, Recipe
 from launch.settings import training_settings
 
 
@@ -47,13 +47,15 @@ def run_training(
     with _errors_naming(plan_file):
         stages_of(captured, plan)  # refuses a plan of another model
     settings = training_settings(values, iterations=values.training.iterations)
+    if settings.emulation is not None:
+        settings.emulation.check_fits(len(plan.stages))
     data = data_settings(values)
     state = initial_weights(recipe, captured.graph)
 
     def run(world: World, report: Report) -> TrainingResult:
         def on_iteration(iteration: int, result: IterationResult) -> None:
             if world.rank == 0:
-                report((iteration, result.loss, result.seconds))
+                report((iteration, None if settings.emulation else result.loss, result.seconds))
 
         return train(captured, plan, settings, data, world, state=state, on_iteration=on_iteration)
 
@@ -64,14 +66,14 @@ def run_training(
             console.print(f"auto3d: {error}", markup=False, soft_wrap=True)
             return 1
         if world.rank == 0:
-            on_result(_record(result, plan, values.measure.warmup_iterations))
+            on_result(_record(result, plan, values))
         return 0
     with training_progress(console, settings.iterations) as on_report:
         outcome = run_ranks(plan.ranks, run, timeout_s=None, on_report=on_report)
     if outcome.status is not Status.OK:
         console.print(f"auto3d: training ended as {outcome.status}:\n{outcome.error}", markup=False, soft_wrap=True)
         return 1
-    on_result(_record(outcome.result, plan, values.measure.warmup_iterations))
+    on_result(_record(outcome.result, plan, values))
     return 0
 
 
@@ -132,6 +134,11 @@ def _errors_naming(plan_file: str | None) -> Iterator[None]:
         raise PlanError(f"{plan_file}: {error}" if plan_file else str(error)) from None
 
 
-def _record(result: TrainingResult, plan: Plan, warmup: int) -> dict[str, Any]:
-    measured = result.iteration_s[min(warmup, len(result.iteration_s) - 1) :]
-    return {**asdict(result), "samples_per_s": plan.global_batch / median(measured), "plan": asdict(plan)}
+def _record(result: TrainingResult, plan: Plan, values: Recipe) -> dict[str, Any]:
+    measured = result.iteration_s[min(values.measure.warmup_iterations, len(result.iteration_s) - 1) :]
+    return {
+        "emulated": values.training.compute == "emulated",
+        **asdict(result),
+        "samples_per_s": plan.global_batch / median(measured),
+        "plan": asdict(plan),
+    }

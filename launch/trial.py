@@ -41,6 +41,7 @@ def measure(recipe: LoadedRecipe, plan: Plan, folder: Path) -> Measurement:
     data = data_settings(values)
     facts = {
         "plan": plan,
+        "emulated": settings.emulation is not None,
         "warmup_iterations": warmup,
         "tokens_per_sample": values.data.sequence_length if has_tokens(recipe) else 0,
     }

@@ -37,7 +37,7 @@ def holders(plan: Plan, schedule: Schedule, stages: Sequence[Stage], parameters:
     return {name: Holders(tuple(sorted(ranks[name])), tuple(sorted(users[name]))) for name in ranks}
 
 
-_Share = tuple[Holders, str]  # holders and type of the parameters that share a buffer
+Share = tuple[Holders, str]  # holders and type of the parameters that share a buffer
 
 
 class GradientSync:
@@ -54,7 +54,7 @@ class GradientSync:
         self._timeout_s = timeout_s
         shared = [each for each in sorted(set(holders.values())) if len(each.ranks) > 1]
         self._groups = {each: new_group(each.ranks, timeout_s) for each in shared}
-        self._names: dict[_Share, list[str]] = {}
+        self._names: dict[Share, list[str]] = {}
         for name in holders:  # whose order all ranks share; the order in which stages use parameters they do not
             if name in parameters:
                 self._names.setdefault((holders[name], str(parameters[name].dtype)), []).append(name)
@@ -62,7 +62,7 @@ class GradientSync:
             share: _flat_gradients([parameters[name] for name in names]) for share, names in self._names.items()
         }
         self._works: list[tuple[dist.Work, Holders]] = []
-        self._unsynced: dict[_Share, set[str]] = {}
+        self._unsynced: dict[Share, set[str]] = {}
         self._connect()
 
     def _connect(self) -> None:
@@ -89,8 +89,13 @@ class GradientSync:
             del self._unsynced[share]
             holders, _ = share
             with waiting_for(f"the gradient all-reduce of {holders}", self._timeout_s):
-                work = dist.all_reduce(self._buffers[share], group=self._groups[holders], async_op=True)
-            self._works.append((work, holders))
+                for piece in self._pieces(share):
+                    work = dist.all_reduce(piece, group=self._groups[holders], async_op=True)
+                    self._works.append((work, holders))
+
+    def _pieces(self, share: Share) -> list[torch.Tensor]:
+        """What the sum over the holders of ``share`` is made of, one all-reduce each."""
+        return [self._buffers[share]]
 
     def wait(self, stages: Collection[int]) -> None:
         """Wait for the sums of the gradients of ``stages``."""

@@ -49,12 +49,16 @@ class Environment:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One trial. The lists hold measured iterations only; they are empty unless ``status`` is ok."""
+    """One trial. The lists hold measured iterations only; they are empty unless ``status`` is ok.
+
+    Where devices were ``emulated``, the times are of operations that only waited, and there is no loss and no memory.
+    """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     plan: Plan
     status: Status
+    emulated: bool = False
     error: str = ""  # why the status is not ok, for a person
     warmup_iterations: int = 0  # run before the measured ones, and left out
     iteration_s: list[float] = field(default_factory=list)  # of the slowest rank

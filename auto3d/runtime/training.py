@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from auto3d.capture.model import CapturedModel
 from auto3d.partition.stage import Stage, Transfer, cut
 from auto3d.plan import Plan, PlanError
 from auto3d.runtime.data import Batches, DataSettings
+from auto3d.runtime.emulation import DeviceClock, EmulatedExchange, EmulatedStage, EmulatedSync, Emulation
 from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.executor import Executor, IterationResult
 from auto3d.runtime.gradient_sync import GradientSync, holders
@@ -39,11 +41,15 @@ class TrainingSettings:
     device: str  # "cpu" or "cuda"
     threads_per_rank: int  # of a CPU rank's arithmetic
     timeout_s: float  # of every wait for another rank
+    emulation: Emulation | None = None  # of devices in whose place operations only wait; None: real ones
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingResult:
-    """What a run gave; the same on every rank. One entry per iteration, but ``peak_bytes`` has one per rank."""
+    """What a run gave; the same on every rank. One entry per iteration, but ``peak_bytes`` has one per rank.
+
+    Emulated devices compute nothing and hold nothing: of them there is ``iteration_s``, and the other lists are empty.
+    """
 
     loss: list[float]
     grad_norm: list[float | None]  # None under an asynchronous schedule
@@ -136,9 +142,11 @@ def build_rank(
             f"schedule: {schedule.name} has {has[0]} devices, {has[1]} stages and {has[2]} micro-batches; "
             f"the plan has {plan.pp}, {len(plan.stages)} and {plan.micro_batches}"
         )
-    stages = stages_of(captured, plan)
+    stages, emulation = stages_of(captured, plan), settings.emulation
     trained = captured.graph.trained
     check_trainable(schedule, stages, trained, clip_norm=settings.optimizer.clip_norm)
+    if emulation is not None:
+        stages = emulation.stages(stages)
     transfers = [transfer for stage in stages for transfer in stage.received]
     position, replica = _coordinates(plan, world.rank)
     programs = _programs(schedules, transfers, position)
@@ -146,14 +154,14 @@ def build_rank(
     first_micro_batch = replica * micro_batches
     randomness = Randomness(plan.seed, first_micro_batch=first_micro_batch, micro_batches=micro_batches, device=device)
 
-    # Only the stages of this rank get memory.
+    # Only the stages of this rank get memory; those of an emulated device none.
     own = {replica: stages[replica[0]] for replica, home in schedule.device_of.items() if home == position}
     constants = captured.exported.constants
     names = list(dict.fromkeys(name for stage in own.values() for name in stage.state if name not in constants))
-    made = {
-        name: tensor.to(device)
-        for name, tensor in materialize(captured.exported.build, names, seed=plan.seed, state=state).items()
-    }
+    made: dict[str, torch.Tensor] = {}
+    if emulation is None:
+        initial = materialize(captured.exported.build, names, seed=plan.seed, state=state)
+        made = {name: tensor.to(device) for name, tensor in initial.items()}
     parameters = {
         name: nn.Parameter(tensor, requires_grad=name in trained)
         for name, tensor in made.items()
@@ -163,7 +171,9 @@ def build_rank(
     tensors = {**{name: value.to(device) for name, value in constants.items()}, **buffers, **parameters}
 
     # Process groups are made in the same order everywhere: first the exchange's, then the gradient sync's.
-    exchange = Exchange(
+    clock = DeviceClock()  # of an emulated device
+    make_exchange = Exchange if emulation is None else partial(EmulatedExchange, clock=clock)
+    exchange = make_exchange(
         programs[0],
         transfers,
         rank_of=[ranks[replica] for ranks in plan.placement],
@@ -172,21 +182,45 @@ def build_rank(
         timeout_s=settings.timeout_s,
     )
     own_trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-    sync = GradientSync(own_trained, holders(plan, schedule, stages, trained), timeout_s=settings.timeout_s)
-    split = {o.stage for own in schedule.operations for o in own if o.kind is Kind.BACKWARD_INPUT}
-    modules = {
-        replica: StageModule(
-            stage,
-            captured,
-            tensors,
-            loss_weight=schedule.updates / (plan.dp * micro_batches),
-            randomness=randomness,
-            device=device,
-            recompute=replica[0] in schedule.recompute,
-            split_backward=replica[0] in split,
+    all_holders = holders(plan, schedule, stages, trained)
+    if emulation is None:
+        sync = GradientSync(own_trained, all_holders, timeout_s=settings.timeout_s)
+    else:
+        sync = EmulatedSync(
+            {name: captured.graph.parameters[name] for name in names if name in trained},
+            all_holders,
+            sync_bytes=emulation.each("sync_bytes", len(stages)),
+            clock=clock,
+            timeout_s=settings.timeout_s,
         )
-        for replica, stage in own.items()
-    }
+    if emulation is None:
+        split = {o.stage for own in schedule.operations for o in own if o.kind is Kind.BACKWARD_INPUT}
+        modules = {
+            replica: StageModule(
+                stage,
+                captured,
+                tensors,
+                loss_weight=schedule.updates / (plan.dp * micro_batches),
+                randomness=randomness,
+                device=device,
+                recompute=replica[0] in schedule.recompute,
+                split_backward=replica[0] in split,
+            )
+            for replica, stage in own.items()
+        }
+    else:
+        costs = emulation.costs(captured.graph, stages, schedule)
+        modules = {
+            replica: EmulatedStage(
+                stage,
+                costs,
+                parts=schedule.parts,
+                recompute=replica[0] in schedule.recompute,
+                clock=clock,
+                device=device,
+            )
+            for replica, stage in own.items()
+        }
     executor = Executor(
         modules,
         _optimizers(own, own_trained, settings),
@@ -236,10 +270,13 @@ def train(
                 on_iteration(len(results), result)
                 results.append(result)
         seconds = [result.seconds for result in results]
+        iteration_s = _of_all_ranks(seconds, device, timeout_s=settings.timeout_s).max(dim=0).values.tolist()
+        if settings.emulation is not None:
+            return TrainingResult(loss=[], grad_norm=[], iteration_s=iteration_s, peak_bytes=[])
         return TrainingResult(
             loss=[result.loss for result in results],
             grad_norm=[result.grad_norm for result in results],
-            iteration_s=_of_all_ranks(seconds, device, timeout_s=settings.timeout_s).max(dim=0).values.tolist(),
+            iteration_s=iteration_s,
             peak_bytes=_of_all_ranks([memory.bytes()], device, timeout_s=settings.timeout_s).flatten().tolist(),
         )
     finally:

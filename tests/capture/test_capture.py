@@ -161,7 +161,7 @@ def test_what_a_model_does_with_the_batch_size_is_captured(size, used):
         stage, model, dict(module.named_parameters()), loss_weight=1.0, randomness=randomness, device=cpu
     )
     running.forward(0, {}, {"x": x})
-    assert running.loss == module(x)
+    assert running.losses[0] == module(x)
 
 
 @pytest.mark.parametrize("model", MODELS)

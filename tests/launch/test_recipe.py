@@ -11,6 +11,7 @@ from launch.recipe import RECIPES, RecipeError, load, save
 from launch.schema import documented_keys, group_schema, groups
 from tests.launch.conftest import GPT2, MINE
 
+EMULATED = ["training.compute=emulated"]
 BAD = [  # overrides of small.yaml, and words that the message must hold
     (["training.globl_batch=4"], ["command line", "training.globl_batch", "did you mean global_batch"]),
     (["trainng.global_batch=4"], ["trainng", "did you mean training"]),
@@ -42,6 +43,18 @@ BAD = [  # overrides of small.yaml, and words that the message must hold
     (["model.config.n_layers=3"], ["model.config.n_layers", "did you mean n_layer"]),
     (["model.config.n_layer=abc"], ["model.config", "refused by GPT2LMHeadModel", "n_layer"]),
     (["model.config.vocab_size=100"], ["model.config.vocab_size", "found 100", "256"]),
+    (["training.compute=emulate"], ["training.compute", "'emulate'", "real, emulated"]),
+    (["emulation.forward_s=1"], ["emulation", "belongs to training.compute: emulated", "is real: leave it out"]),
+    ([*EMULATED, "emulation.forward_s=-1"], ["emulation.forward_s", "-1", "a list with one for each stage", "least 0"]),
+    ([*EMULATED, "emulation.backward_s=[1,.nan]"], ["emulation.backward_s", "[1, nan]"]),
+    ([*EMULATED, "emulation.backward_s=[]"], ["emulation.backward_s", "[]"]),
+    ([*EMULATED, "emulation.send_bytes=1.5"], ["emulation.send_bytes", "1.5", "a whole number, or a list"]),
+    ([*EMULATED, "emulation.sync_bytes=[2,many]"], ["emulation.sync_bytes", "'many'"]),
+    ([*EMULATED, "emulation.foward_s=1"], ["emulation.foward_s", "did you mean forward_s"]),
+    (
+        [*EMULATED, "emulation.forward_s=[1,2,3]"],
+        ["forward_s has 3 values, and the plan 2 stages", "a number, or one for each stage"],
+    ),
     (["model.weights=none.safetensors"], ["model.weights", "none.safetensors", "no such file"]),
     (["model.weights=small.yaml"], ["model.weights", "not a readable safetensors file"]),
     (["model.arguments.width=3"], ["model.arguments", "belongs to factory", "leave it out"]),

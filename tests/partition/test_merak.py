@@ -150,7 +150,7 @@ def run_in_sequence(model: CapturedModel, bounds: tuple[int, ...], module: torch
     for stage in reversed(running):
         for name, gradient in stage.backward(0, gradients).items():
             gradients.setdefault(name, []).append(gradient)
-    return running[-1].loss.item()
+    return running[-1].losses[0].item()
 
 
 def batch_of(model: str) -> dict[str, torch.Tensor]:

@@ -1,0 +1,140 @@
+"""Emulated devices under the one executor: what they do, in which order, and what they do without."""
+
+from dataclasses import replace
+from itertools import accumulate
+from math import isnan
+
+import pytest
+import torch
+
+from auto3d.partition.stage import cut
+from auto3d.partition.uniform import uniform
+from auto3d.runtime import training
+from auto3d.runtime.emulation import DeviceClock, Emulation
+from auto3d.runtime.memory import PeakMemory
+from auto3d.runtime.training import TrainingSettings, build_rank, samples_at_once, schedule_of, train
+from auto3d.runtime.world import join, leave
+from auto3d.schedule import build_schedule
+from auto3d.simulate.simulate import simulate
+from tests.distributed.test_parity import SGD, make_plan
+from tests.models import MODELS, captured
+
+TIMES = Emulation(
+    forward_s=(0.001, 0.002, 0.001, 0.002),
+    backward_s=0.004,
+    backward_input_s=0.0015,
+    backward_weight_s=0.0025,
+    recompute_s=0.003,
+)
+SETTINGS = TrainingSettings(
+    iterations=2, optimizer=SGD, device="cpu", threads_per_rank=1, timeout_s=60, emulation=TIMES
+)
+
+
+def plan_of(model: str, name: str, *, dp: int, pp: int, micro_batches: int, **options: str):
+    schedule = build_schedule(name, devices=pp, micro_batches=micro_batches, **options)
+    return make_plan(
+        model,
+        dp=dp,
+        pp=pp,
+        micro_batch_size=2 * schedule.parts,
+        micro_batches=micro_batches,
+        schedule=name,
+        options=options,
+        stages=uniform(captured(model, 2).graph, schedule.stages),
+    )
+
+
+class Noting(DeviceClock):
+    noted: list[float] = []  # noqa: RUF012
+
+    def work(self, seconds: float) -> None:
+        self.noted.append(seconds)
+        super().work(seconds)
+
+
+def run_noting(world, model: str, plan, settings: TrainingSettings) -> tuple[list, list[float]]:
+    """Results of two iterations, and how long each piece of work of the first was."""
+    join(world, device=torch.device("cpu"), timeout_s=60)
+    training.DeviceClock, Noting.noted = Noting, []
+    try:
+        rank = build_rank(captured(model, samples_at_once(plan)), plan, settings, MODELS[model][1], world)
+        (first,) = rank.executor.run(rank.programs[0], 0)
+        noted = list(Noting.noted)
+        assert not rank.parameters
+        assert not rank.buffers
+        return [first, *rank.executor.run(rank.programs[1], 1)], noted
+    finally:
+        training.DeviceClock = DeviceClock
+        leave()
+
+
+@pytest.mark.parametrize(
+    ("name", "dp", "pp", "micro_batches", "options"),
+    [
+        ("1f1b", 1, 4, 5, {"recompute": "full"}),
+        ("1f1b", 2, 2, 3, {}),
+        ("early-recompute", 1, 4, 4, {}),
+        ("interleaved-1f1b", 2, 2, 4, {"sync": "eager"}),
+        ("chimera", 1, 4, 8, {"scale": "doubling", "sync": "eager-opt"}),
+        ("chimera", 1, 4, 4, {"scale": "halving"}),
+        ("zb-h1", 1, 4, 5, {}),
+    ],
+)
+def test_operations_take_their_times_in_the_order_of_the_schedule(processes, name, dp, pp, micro_batches, options):
+    """On each device, the pieces of work end where the simulator's operations do, if no device ever waits."""
+    model = "t5"
+    plan = plan_of(model, name, dp=dp, pp=pp, micro_batches=micro_batches, **options)
+    schedule = schedule_of(plan)
+    graph = captured(model, samples_at_once(plan)).graph
+    emulation = replace(TIMES, forward_s=TIMES.forward_s[: schedule.stages])
+    settings = replace(SETTINGS, emulation=emulation)
+    timeline = simulate(schedule, emulation.costs(graph, cut(graph, plan.stages), schedule))
+    ranks = processes.run(plan.ranks, run_noting, model, plan, settings)
+    for device, replicas in enumerate(plan.placement):
+        wanted = [timeline.end[number] - timeline.start[number] for number in timeline.numbers(device)]
+        for rank in replicas:
+            results, noted = ranks[rank]
+            assert all(isnan(result.loss) and isnan(result.grad_norm) for result in results), "there is no such thing"
+            ends = [round(end, 9) for end in accumulate(noted)]
+            assert {round(end, 9) for end in accumulate(wanted)} <= {0.0, *ends}
+            assert ends[-1] == pytest.approx(sum(wanted))
+
+
+def run_without_weights(world, plan, settings: TrainingSettings) -> tuple:
+    memory = PeakMemory(torch.device("cpu"))
+    result = train(captured("enormous", 2), plan, settings, MODELS["enormous"][1], world)
+    return result, memory.bytes()
+
+
+def test_a_model_that_no_machine_here_holds_runs(processes):
+    """Embedding and head are tied, so their gradient is summed: as many bytes as it has."""
+    graph = captured("enormous", 2).graph
+    assert sum(value.bytes for value in graph.parameters.values()) > 25e9
+    plan = plan_of("enormous", "1f1b", dp=1, pp=2, micro_batches=2)
+    settings = replace(SETTINGS, emulation=Emulation(forward_s=0.001, backward_s=0.001))
+    for result, grown in processes.run(2, run_without_weights, plan, settings):
+        assert len(result.iteration_s) == settings.iterations
+        assert result.loss == result.grad_norm == result.peak_bytes == []
+        assert grown < 2**28, "of that, the capture takes most"
+
+
+def summed_bytes(world, plan, settings: TrainingSettings) -> list[int]:
+    """Bytes of each gradient all-reduce that this rank takes part in."""
+    join(world, device=torch.device("cpu"), timeout_s=60)
+    try:
+        rank = build_rank(captured("t5", samples_at_once(plan)), plan, settings, MODELS["t5"][1], world)
+        sync = rank.executor._sync
+        return [sum(piece.nbytes for piece in sync._pieces(share)) for share in sync._names if share[0] in sync._groups]
+    finally:
+        leave()
+
+
+def test_gradient_syncs_have_their_true_sizes(processes):
+    plan = plan_of("t5", "chimera", dp=1, pp=4, micro_batches=4)
+    real = processes.run(4, summed_bytes, plan, replace(SETTINGS, emulation=None))
+    assert processes.run(4, summed_bytes, plan, SETTINGS) == real
+    assert all(len(sizes) >= 2 for sizes in real), "a device holds two stages, each on another device too"
+    given = replace(TIMES, sync_bytes=(400, 800, 1200, 2 * 2**24 + 4))
+    for sizes in processes.run(4, summed_bytes, plan, replace(SETTINGS, emulation=given)):
+        assert set(sizes) <= {400, 800, 1200, 2 * 2**24 + 4}
