@@ -11,6 +11,7 @@ import re
 import shutil
 import socket
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import daemons
@@ -45,12 +46,18 @@ def main() -> int:
     return 0
 
 
-def up(folder: Path, description_name: str, num_nodes: int | None) -> None:
-    """Start the cluster, or whatever of it does not run."""
-    description = read_description(description_name, folder=HERE, num_nodes=num_nodes)
+def up(folder: Path, description_name: str | None, num_nodes: int | None) -> None:
+    """Start the cluster, or whatever of it does not run; without arguments, the one that is there already."""
     paths = Paths(folder)
+    present = _read_state(paths)
+    if present and description_name is None and num_nodes is None:
+        description = present.description
+    else:
+        description = read_description(description_name or "mixed", folder=HERE, num_nodes=num_nodes)
+    if present and description != present.description:
+        raise DescriptionError(f"another cluster is up in {folder}; run `make cluster-down` first")
     install_missing(say)
-    subnet = _claim_folder(paths, description)
+    subnet = present.subnet if present else _claim_folder(paths, description)
     for problem in network.make_network(description, subnet, folder):
         say(f"warning: {problem}")
     write_configuration(paths, description, subnet)
@@ -78,12 +85,11 @@ def down(folder: Path) -> None:
 def status(folder: Path) -> int:
     """Print what runs; returns 0 if all of it does."""
     paths = Paths(folder)
-    if not paths.state.exists():
+    present = _read_state(paths)
+    if present is None:
         say("there is no cluster; `make cluster-up` starts one")
         return 1
-    state = json.loads(paths.state.read_text())
-    description = Description.from_dict(state["description"])
-    print(f"folder    {folder}\nnetwork   {state['subnet']}")
+    print(f"folder    {folder}\nnetwork   {present.subnet}")
     good = True
     for program in ("munged", "mariadbd", "slurmdbd", "slurmctld"):
         runs = daemons.running(CONTROL, program)
@@ -94,7 +100,7 @@ def status(folder: Path) -> int:
     except ClusterError as error:
         print(f"nodes     {error}")
         return 1
-    for node in description.nodes:
+    for node in present.description.nodes:
         state = states.get(node.name, "unknown") if daemons.running(node.name, "slurmd") else "its slurmd DOES NOT RUN"
         good &= daemons.usable(state)
         print(f"{node.name:<9} {state}; {network.link(node)}")
@@ -102,13 +108,23 @@ def status(folder: Path) -> int:
     return 0 if good else 1
 
 
+@dataclass(frozen=True)
+class _State:
+    """What was decided when the cluster was first started."""
+
+    description: Description
+    subnet: str
+
+
+def _read_state(paths: Paths) -> _State | None:
+    if not paths.state.exists():
+        return None
+    content = json.loads(paths.state.read_text())
+    return _State(Description.from_dict(content["description"]), content["subnet"])
+
+
 def _claim_folder(paths: Paths, description: Description) -> str:
-    """Take the folder for this cluster, or find that it is; returns the cluster's subnet."""
-    if paths.state.exists():
-        state = json.loads(paths.state.read_text())
-        if Description.from_dict(state["description"]) != description:
-            raise DescriptionError("another cluster than the one described is up; run `make cluster-down` first")
-        return state["subnet"]
+    """Take the folder for a new cluster; returns the cluster's subnet."""
     if paths.folder.exists() and any(paths.folder.iterdir()):
         raise DescriptionError(f"{paths.folder} is not empty and not ours; name a new folder: FOLDER=/path")
     daemons.kill_everything()  # of a cluster whose removal was interrupted
@@ -159,7 +175,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("verb", choices=("up", "down", "status"))
     parser.add_argument("--nodes", type=int, help="start only the first so many of the description")
-    parser.add_argument("--description", default="mixed", help="a YAML file beside this one, or a path to one")
+    parser.add_argument("--description", help="a YAML file beside this one, or a path to one (default mixed)")
     parser.add_argument("--folder", type=Path, help=f"where the cluster keeps its files (default {DEFAULT_FOLDER})")
     return parser.parse_args()
 

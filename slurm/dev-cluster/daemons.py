@@ -57,7 +57,7 @@ def start_database(paths: Paths) -> None:
         unfinished = paths.database.with_name("database.new")
         run("rm", "-rf", str(unfinished))
         install = ["mariadb-install-db", *DATABASE_OPTIONS, f"--datadir={unfinished}", "--skip-test-db"]
-        run(*install, "--auth-root-authentication-method=socket", timeout_s=DATABASE_TIMEOUT_S)
+        run(*_inside(CONTROL), *install, "--auth-root-authentication-method=socket", timeout_s=DATABASE_TIMEOUT_S)
         unfinished.rename(paths.database)
     socket = f"--socket={paths.database_socket}"
     pid_file = f"--pid-file={paths.private}/mariadbd.pid"
@@ -177,15 +177,11 @@ def _ensure(
 
 
 def _start(paths: Paths, host: str, command: list[str], environment: Mapping[str, str] = {}) -> subprocess.Popen:
-    """Start ``command`` in the network of ``host`` and under its name; the file system is this machine's.
-
-    Not by `ip netns exec`: it mounts another /sys, in which slurmd finds no control groups.
-    """
-    enter = ["nsenter", f"--net={NAMESPACES / namespace(host)}", "unshare", "--uts"]
-    set_name = ["sh", "-c", 'hostname "$0" && exec "$@"', host]
+    """Start ``command`` in the network of ``host`` and under its name; the file system is this machine's."""
+    set_name = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', host]
     with open(_output(paths, host, command[0]), "wb") as output:
         return subprocess.Popen(
-            [*enter, *set_name, *command],
+            [*_inside(host), *set_name, *command],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -198,6 +194,11 @@ def _start(paths: Paths, host: str, command: list[str], environment: Mapping[str
 def _kill(pid: int, signal_number: int = signal.SIGKILL) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, signal_number)
+
+
+def _inside(host: str) -> list[str]:
+    """Not `ip netns exec`: it mounts another /sys, in which slurmd finds no control groups."""
+    return ["nsenter", f"--net={NAMESPACES / namespace(host)}"]
 
 
 def _output(paths: Paths, host: str, program: str) -> Path:

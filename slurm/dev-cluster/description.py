@@ -63,9 +63,7 @@ def read_description(name: str, *, folder: Path, num_nodes: int | None) -> Descr
         raise DescriptionError(f"{path}: cpus_per_node: found {cpus!r}; give a whole number from 1 to 1024")
     wanted = len(described) if num_nodes is None else num_nodes
     if not 1 <= wanted <= len(described):
-        raise DescriptionError(
-            f"NODES={wanted}: {path} describes {len(described)} nodes; ask for 1 to {len(described)}"
-        )
+        raise DescriptionError(f"NODES={wanted}: {path} describes {len(described)} nodes; give 1 to {len(described)}")
     return Description(nodes=described[:wanted], cpus_per_node=cpus)
 
 
