@@ -139,8 +139,10 @@ SwitchType=switch/none
 JobAcctGatherType=jobacct_gather/linux
 JobAcctGatherFrequency=5
 
-# Quick to notice a dead node and to try again.
+# Quick to notice a dead node and to try again; patient with a machine that is busy.
 SlurmdTimeout=20
+TCPTimeout=10
+MessageTimeout=30
 KillWait=5
 ReturnToService=2
 SchedulerParameters=sched_interval=5,bf_interval=5

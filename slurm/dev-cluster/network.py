@@ -71,8 +71,8 @@ def make_network(description: Description, subnet: str, folder: Path) -> list[st
     """Make whatever is missing; returns what this machine's kernel cannot do, for people to read."""
     if owner() is None:
         run("ip", "link", "add", SWITCH, "type", "bridge")
-    run("ip", "link", "set", SWITCH, "alias", str(folder), "up")
-    run("ip", "address", "replace", f"{address(subnet, -2)}/24", "dev", SWITCH)
+    run("ip", "link", "set", SWITCH, "alias", str(folder))
+    _set_address(["ip"], SWITCH, address(subnet, -2))
     addresses = host_addresses(description, subnet)
     for host, host_address in addresses.items():
         _make_host(host, host_address)
@@ -119,8 +119,14 @@ def _make_host(host: str, host_address: str) -> None:
         run("ip", "link", "add", outside, "type", "veth", "peer", "name", INTERFACE, "netns", name)
     run("ip", "link", "set", outside, "master", SWITCH, "up")
     run("ip", "-netns", name, "link", "set", "lo", "up")
-    run("ip", "-netns", name, "address", "replace", f"{host_address}/24", "dev", INTERFACE)
-    run("ip", "-netns", name, "link", "set", INTERFACE, "up")
+    _set_address(["ip", "-netns", name], INTERFACE, host_address)
+
+
+def _set_address(ip: list[str], device: str, host_address: str) -> None:
+    """Its hardware address follows from it: the others' caches are right even after the device was made again."""
+    hardware = "02:00:" + ":".join(f"{byte:02x}" for byte in ipaddress.ip_address(host_address).packed)
+    run(*ip, "link", "set", device, "address", hardware, "up")
+    run(*ip, "address", "replace", f"{host_address}/24", "dev", device)
 
 
 def _shape(node: Node) -> bool:
