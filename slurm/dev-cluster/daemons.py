@@ -62,7 +62,7 @@ def start_database(paths: Paths) -> None:
     socket = f"--socket={paths.database_socket}"
     pid_file = f"--pid-file={paths.private}/mariadbd.pid"
     mariadbd = ["mariadbd", *DATABASE_OPTIONS, f"--datadir={paths.database}", socket, pid_file]
-    _ensure(paths, CONTROL, mariadbd, ask=["mariadb-admin", "--no-defaults", socket, "ping"])
+    _ensure(paths, CONTROL, mariadbd, ask=["mariadb", "--no-defaults", socket, "--execute=SELECT 1"])
 
 
 def start_accounting(paths: Paths) -> None:
