@@ -5,14 +5,16 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+CLUSTER_PROGRAM := slurm/dev-cluster/cluster.py $(if $(FOLDER),--folder $(FOLDER))
 
-.PHONY: help setup sweep plan train table test soak bench lint clean
+.PHONY: help setup sweep plan train table test soak bench lint clean cluster-up cluster-down cluster-status
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 19
 	@echo
 	@echo '  RECIPE=name     a recipe of recipes/, or a path to one (now: $(RECIPE))'
 	@echo '  ARGS="..."      more arguments: overrides such as training.global_batch=32, or options such as --json'
+	@echo '  NODES=4 CLUSTER=mixed FOLDER=/path  of the SLURM cluster: how many nodes, of which description, with its files where'
 
 setup: $(INSTALLED)  ## make .venv and install everything (again only if pyproject.toml or constraints.txt change)
 
@@ -42,6 +44,15 @@ bench: $(INSTALLED)  ## run all benchmarks of tests/benchmarks/ (minutes)
 lint: $(INSTALLED)  ## check the code's style
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+cluster-up: $(INSTALLED)  ## start, or mend, a SLURM cluster on this machine (as root): docs/slurm.md
+	@$(BIN)/python $(CLUSTER_PROGRAM) up $(if $(NODES),--nodes $(NODES)) $(if $(CLUSTER),--description $(CLUSTER))
+
+cluster-down:  ## end that cluster and remove all that belongs to it
+	@$(PYTHON) $(CLUSTER_PROGRAM) down
+
+cluster-status:  ## print what of that cluster runs
+	@$(PYTHON) $(CLUSTER_PROGRAM) status
 
 clean:  ## remove the environment; runs/ and results/ stay
 	rm -rf .venv build *.egg-info

@@ -1,0 +1,185 @@
+"""The cluster's folder, and the files that SLURM reads."""
+
+import os
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from description import CONTROL, Description
+from network import control_address, host_addresses
+
+CLUSTER_NAME = "auto3d"
+MAX_ARRAY_SIZE = 11  # small, so that a sweep of a few trials needs several arrays: indices 0 to 10
+GRACE_S = 5  # between the warning of a job that is preempted and its end
+MEMORY_OF_CPU_MIB = 512  # what a job gets for each CPU unless it asks; nothing enforces it
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Where everything is, in one folder. Other users may read what a client needs, and nothing of ``private``."""
+
+    folder: Path
+
+    @property
+    def state(self) -> Path:  # what cluster this is; its presence marks the folder as ours
+        return self.folder / "cluster.json"
+
+    @property
+    def slurm_conf(self) -> Path:
+        return self.folder / "slurm.conf"
+
+    @property
+    def env(self) -> Path:
+        return self.folder / "env"
+
+    @property
+    def munge_socket(self) -> Path:
+        return self.folder / "munge" / "socket"
+
+    @property
+    def spool(self) -> Path:  # jobs' scripts: readable by their users
+        return self.folder / "spool"
+
+    @property
+    def private(self) -> Path:
+        return self.folder / "private"
+
+    @property
+    def munge_key(self) -> Path:
+        return self.private / "munge.key"
+
+    @property
+    def database(self) -> Path:
+        return self.private / "database"
+
+    @property
+    def database_socket(self) -> Path:
+        return self.private / "database.socket"
+
+    @property
+    def controller(self) -> Path:
+        return self.private / "controller"
+
+    @property
+    def logs(self) -> Path:
+        return self.private / "logs"
+
+    @property
+    def client_environment(self) -> dict[str, str]:
+        return {"SLURM_CONF": str(self.slurm_conf)}
+
+
+def write_configuration(paths: Paths, description: Description, subnet: str) -> None:
+    """Write everything that SLURM and its clients read, and make the folders that they write to."""
+    paths.private.mkdir(mode=0o700, exist_ok=True)
+    for folder in (paths.controller, paths.logs):
+        folder.mkdir(mode=0o700, exist_ok=True)
+    for folder in (paths.munge_socket.parent, paths.spool):
+        folder.mkdir(exist_ok=True)
+        folder.chmod(0o755)
+    write(paths.slurm_conf, slurm_conf(paths, description, subnet))
+    write(paths.folder / "slurmdbd.conf", slurmdbd_conf(paths, subnet), mode=0o600)
+    write(paths.folder / "cgroup.conf", CGROUP_CONF)
+    write(paths.env, env(paths))
+
+
+def write(path: Path, text: str, *, mode: int = 0o644) -> None:
+    """Write a whole file or nothing."""
+    unfinished = path.with_name(f".{path.name}.new")
+    unfinished.unlink(missing_ok=True)
+    with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
+        file.write(text)
+    unfinished.chmod(mode)  # whatever the umask is
+    unfinished.replace(path)
+
+
+def env(paths: Paths) -> str:
+    """What a shell reads to use the cluster. slurm.conf names the socket of munge (AuthInfo)."""
+    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in paths.client_environment.items())
+
+
+# No cgroup is made: proctrack/linuxproc and task/none need none. slurmd looks at the mounted ones all the same.
+CGROUP_CONF = "IgnoreSystemd=yes\n"
+
+
+def slurm_conf(paths: Paths, description: Description, subnet: str) -> str:
+    addresses = host_addresses(description, subnet)
+    memory_mib = MEMORY_OF_CPU_MIB * description.cpus_per_node
+    nodes = "\n".join(
+        f"NodeName={node.name} NodeAddr={addresses[node.name]} CPUs={description.cpus_per_node} RealMemory={memory_mib}"
+        for node in description.nodes
+    )
+    return f"""\
+# Written by `make cluster-up`.
+ClusterName={CLUSTER_NAME}
+SlurmctldHost={CONTROL}({addresses[CONTROL]})
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={paths.munge_socket}
+CredType=cred/munge
+
+# Ports are those of SLURM. They clash with nothing, for every host has a network namespace of its own.
+SlurmctldPort=6817
+SlurmdPort=6818
+
+StateSaveLocation={paths.controller}
+SlurmdSpoolDir={paths.spool}/%n
+SlurmctldPidFile={paths.private}/slurmctld.pid
+SlurmdPidFile={paths.private}/slurmd-%n.pid
+SlurmdLogFile={paths.logs}/slurmd-%n.log
+SlurmctldSyslogDebug=quiet
+SlurmdSyslogDebug=quiet
+MailProg=/bin/true
+
+# Nodes have more CPUs than the machine, and all its memory; nothing is bound or confined.
+SlurmdParameters=config_overrides
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+JobAcctGatherType=jobacct_gather/linux
+JobAcctGatherFrequency=5
+
+# Quick to notice a dead node and to try again; patient with a machine that is busy.
+SlurmdTimeout=20
+TCPTimeout=10
+MessageTimeout=30
+KillWait=5
+ReturnToService=2
+SchedulerParameters=sched_interval=5,bf_interval=5
+
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU_Memory
+DefMemPerCPU={MEMORY_OF_CPU_MIB}
+MaxArraySize={MAX_ARRAY_SIZE}
+JobRequeue=1
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
+
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost={addresses[CONTROL]}
+AccountingStoragePort=6819
+AccountingStoragePass={paths.munge_socket}
+
+{nodes}
+# A job in `high` sends one in `low` back to the queue, {GRACE_S} seconds after a warning signal.
+PartitionName=low Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime={GRACE_S}
+PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF
+"""
+
+
+def slurmdbd_conf(paths: Paths, subnet: str) -> str:
+    return f"""\
+AuthType=auth/munge
+AuthInfo=socket={paths.munge_socket}
+DbdHost={CONTROL}
+DbdAddr={control_address(subnet)}
+DbdPort=6819
+SlurmUser=root
+PidFile={paths.private}/slurmdbd.pid
+DebugLevelSyslog=quiet
+StorageType=accounting_storage/mysql
+StorageHost=localhost
+StorageLoc=slurm
+StorageUser=root
+"""

@@ -1,0 +1,236 @@
+"""The cluster's daemons. A process is the cluster's if it is in one of its network namespaces, jobs included.
+
+So nothing has to be remembered to find them all again, and none of another's is ever touched.
+"""
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic
+
+from commands import ENVIRONMENT, run, succeeds, wait_until
+from configuration import CLUSTER_NAME, Paths
+from description import CONTROL
+from errors import ClusterError
+from network import NAMESPACES, namespace, namespaces
+
+START_TIMEOUT_S = 60
+DATABASE_TIMEOUT_S = 120
+CLIENTS = ("srun", "sbatch", "salloc")
+ANSWER_TIMEOUT_S = 15  # of a daemon that runs already
+
+# The database listens on its socket only, which is in a private folder, and knows but one user: root of this machine.
+DATABASE_OPTIONS = (
+    "--no-defaults",
+    "--user=root",
+    "--skip-networking",
+    "--skip-log-bin",
+    "--performance-schema=off",
+    "--innodb-buffer-pool-size=64M",
+    "--innodb-log-file-size=16M",
+    "--innodb-lock-wait-timeout=900",
+    "--innodb-flush-log-at-trx-commit=0",
+)
+
+
+def start_munge(paths: Paths) -> None:
+    if not paths.munge_key.exists():
+        run("mungekey", "--create", f"--keyfile={paths.munge_key}")
+    munged = [
+        "munged",
+        "--foreground",
+        "--force",  # as root
+        f"--socket={paths.munge_socket}",
+        f"--key-file={paths.munge_key}",
+        f"--pid-file={paths.private}/munged.pid",
+        f"--seed-file={paths.private}/munged.seed",
+        f"--log-file={paths.logs}/munged.log",
+    ]
+    _ensure(paths, CONTROL, munged, ask=["munge", f"--socket={paths.munge_socket}", "--no-input"])
+
+
+def start_database(paths: Paths) -> None:
+    if not paths.database.exists():
+        unfinished = paths.database.with_name("database.new")
+        run("rm", "-rf", str(unfinished))
+        install = ["mariadb-install-db", *DATABASE_OPTIONS, f"--datadir={unfinished}", "--skip-test-db"]
+        run(*_inside(CONTROL), *install, "--auth-root-authentication-method=socket", timeout_s=DATABASE_TIMEOUT_S)
+        unfinished.rename(paths.database)
+    socket = f"--socket={paths.database_socket}"
+    pid_file = f"--pid-file={paths.private}/mariadbd.pid"
+    mariadbd = ["mariadbd", *DATABASE_OPTIONS, f"--datadir={paths.database}", socket, pid_file]
+    _ensure(paths, CONTROL, mariadbd, ask=["mariadb", "--no-defaults", socket, "--execute=SELECT 1"])
+
+
+def start_accounting(paths: Paths) -> None:
+    sacctmgr = ["sacctmgr", "--immediate", "--noheader", "--parsable2"]
+    list_clusters = [*sacctmgr, "show", "cluster", "format=cluster"]
+    slurmdbd = ["slurmdbd", "-D"]
+    _ensure(paths, CONTROL, slurmdbd, ask=list_clusters, environment={"MYSQL_UNIX_PORT": str(paths.database_socket)})
+    if CLUSTER_NAME not in run(*list_clusters, environment=paths.client_environment).split():
+        run(*sacctmgr, "add", "cluster", CLUSTER_NAME, environment=paths.client_environment)
+
+
+def start_controller(paths: Paths) -> None:
+    _ensure(paths, CONTROL, ["slurmctld", "-D"], ask=["scontrol", "ping"])
+
+
+def start_nodes(paths: Paths, nodes: Iterable[str]) -> None:
+    """Start a slurmd on each node, and wait until the controller has work for all of them."""
+    nodes = list(nodes)
+    for node in nodes:
+        if not running(node, "slurmd"):
+            _start(paths, node, ["slurmd", "-D", "-N", node])
+    resumed = monotonic() + 5  # till then, a node may come back by itself
+
+    def all_usable() -> bool:
+        unusable = [node for node, state in node_states(paths).items() if not usable(state)]
+        if unusable and monotonic() > resumed:
+            resume = ["scontrol", "update", f"NodeName={','.join(unusable)}", "State=RESUME"]
+            succeeds(*resume, environment=paths.client_environment)  # fails while a node is only starting
+        return not unusable
+
+    if not wait_until(all_usable, timeout_s=START_TIMEOUT_S):
+        states = ", ".join(f"{node} is {state}" for node, state in node_states(paths).items() if not usable(state))
+        raise ClusterError(f"waited {START_TIMEOUT_S} s for all nodes to be idle; {states}; see {paths.logs}")
+
+
+def node_states(paths: Paths) -> dict[str, str]:
+    """The state of each node as `sinfo` tells it, such as ``idle`` or ``down*``; a star: it does not answer."""
+    lines = run("sinfo", "--Node", "--noheader", "--format=%N %T", environment=paths.client_environment).splitlines()
+    return dict(line.split() for line in lines)
+
+
+def usable(state: str) -> bool:
+    return state in ("idle", "mixed", "allocated", "completing")
+
+
+def running(host: str, program: str) -> bool:
+    return bool(_pids(host, program))
+
+
+def kill(host: str, program: str) -> None:
+    """End ``program`` on ``host``, and wait until it has."""
+    for pid in _pids(host, program):
+        _kill(pid)
+    if not wait_until(lambda: not running(host, program), timeout_s=ANSWER_TIMEOUT_S):
+        raise ClusterError(f"waited {ANSWER_TIMEOUT_S} s for {program} on {host} to end after SIGKILL")
+
+
+def end_clients(paths: Paths) -> None:
+    """End the users' srun, sbatch and salloc on this machine: they would ask for a cluster that is gone, for hours."""
+    for signal_number, timeout_s in ((signal.SIGTERM, 2), (signal.SIGKILL, ANSWER_TIMEOUT_S)):
+        for pid in _clients(paths):
+            _kill(pid, signal_number)
+        if wait_until(lambda: not _clients(paths), timeout_s=timeout_s):
+            return
+    raise ClusterError(f"waited {ANSWER_TIMEOUT_S} s for clients to end after SIGKILL; still there: {_clients(paths)}")
+
+
+def kill_everything() -> None:
+    """End every process in the cluster's namespaces. At once: what they could still write is about to be deleted."""
+
+    def all_gone() -> bool:
+        left = [pid for name in namespaces() for pid in _pids_in(name)]
+        for pid in left:
+            _kill(pid)
+        return not left
+
+    if not wait_until(all_gone, timeout_s=START_TIMEOUT_S):
+        left = {name: _pids_in(name) for name in namespaces()}
+        raise ClusterError(f"waited {START_TIMEOUT_S} s for processes to end after SIGKILL; still there: {left}")
+
+
+def _ensure(
+    paths: Paths, host: str, command: list[str], *, ask: list[str], environment: Mapping[str, str] = {}
+) -> None:
+    """Start a daemon unless it runs, and wait until the client ``ask`` gets its answer.
+
+    One that runs and does not answer is replaced.
+    """
+    program, output = command[0], _output(paths, host, command[0])
+    problem = ""
+
+    def answers() -> bool:
+        nonlocal problem
+        try:
+            run(*ask, environment=paths.client_environment)
+        except ClusterError as error:
+            problem = str(error)
+        else:
+            problem = ""
+        return not problem
+
+    if running(host, program):
+        if wait_until(answers, timeout_s=ANSWER_TIMEOUT_S):
+            return
+        kill(host, program)
+    process = _start(paths, host, command, environment)
+    if not wait_until(lambda: process.poll() is not None or answers(), timeout_s=START_TIMEOUT_S):
+        raise ClusterError(f"waited {START_TIMEOUT_S} s for {program} to answer: {problem} (see {output})")
+    if process.poll() is not None:
+        words = "; ".join(output.read_text(errors="replace").strip().splitlines()[-3:])
+        raise ClusterError(f"{program} ended with exit code {process.returncode}: {words} (see {output})")
+
+
+def _start(paths: Paths, host: str, command: list[str], environment: Mapping[str, str] = {}) -> subprocess.Popen:
+    """Start ``command`` in the network of ``host`` and under its name; the file system is this machine's."""
+    set_name = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', host]
+    with open(_output(paths, host, command[0]), "wb") as output:
+        return subprocess.Popen(
+            [*_inside(host), *set_name, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C is not for it
+            env={**ENVIRONMENT, **paths.client_environment, **environment},
+            cwd="/",
+        )
+
+
+def _kill(pid: int, signal_number: int = signal.SIGKILL) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal_number)
+
+
+def _inside(host: str) -> list[str]:
+    """Not `ip netns exec`: it mounts another /sys, in which slurmd finds no control groups."""
+    return ["nsenter", f"--net={NAMESPACES / namespace(host)}"]
+
+
+def _output(paths: Paths, host: str, program: str) -> Path:
+    return paths.logs / f"{program}-{host}.out"
+
+
+def _pids(host: str, program: str) -> list[int]:
+    return [pid for pid in _pids_in(namespace(host)) if _name(pid) == program]
+
+
+def _pids_in(name: str) -> list[int]:
+    if not (NAMESPACES / name).exists():
+        return []
+    return [int(pid) for pid in run("ip", "netns", "pids", name).split()]
+
+
+def _clients(paths: Paths) -> list[int]:
+    """Those that were told of this cluster by SLURM_CONF."""
+    told = b"SLURM_CONF=" + os.fsencode(paths.slurm_conf)
+    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
+    return [pid for pid in pids if _name(pid) in CLIENTS and told in _environment(pid).split(b"\0")]
+
+
+def _environment(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:  # it has just ended
+        return b""
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:  # it has just ended
+        return ""

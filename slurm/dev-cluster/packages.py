@@ -1,0 +1,51 @@
+"""The Debian packages that the cluster needs."""
+
+import shutil
+from collections.abc import Callable
+
+from commands import run, succeeds
+from errors import ClusterError
+
+# Without mariadb-server: it would start a database of its own, and ours needs the programs only.
+PACKAGES = (
+    "iproute2",
+    "mariadb-client-core",
+    "mariadb-server-core",
+    "munge",
+    "slurm-client",
+    "slurm-wlm-basic-plugins",
+    "slurmctld",
+    "slurmd",
+    "slurmdbd",
+)
+SERVICES = ("slurmd", "slurmctld", "slurmdbd", "munge")  # what apt may start when it installs the package of that name
+INSTALL_TIMEOUT_S = 600
+
+
+def install_missing(say: Callable[[str], None]) -> None:
+    """Install what is missing by apt-get, and stop the daemons that apt started with it: ours are private ones."""
+    missing = [package for package in PACKAGES if not _installed(package)]
+    if not missing:
+        return
+    if shutil.which("apt-get") is None:
+        raise ClusterError(f"{', '.join(missing)} are not installed, and there is no apt-get to install them with")
+    say(f"installing by apt-get: {' '.join(missing)}")
+    apt_get = ["apt-get", "-o", "DPkg::Lock::Timeout=120", "--quiet", "--yes"]
+    run(*apt_get, "update", timeout_s=INSTALL_TIMEOUT_S)
+    try:
+        run(
+            *apt_get, "--no-install-recommends", "install", *missing,
+            timeout_s=INSTALL_TIMEOUT_S, environment={"DEBIAN_FRONTEND": "noninteractive"},
+        )  # fmt: skip
+    finally:
+        for service in SERVICES:
+            if service in missing:
+                succeeds("service", service, "stop", timeout_s=60)
+                succeeds("update-rc.d", service, "disable")  # nor after the next boot
+
+
+def _installed(package: str) -> bool:
+    try:
+        return run("dpkg-query", "--show", "--showformat=${db:Status-Status}", package) == "installed"
+    except ClusterError:  # no such package is known
+        return False

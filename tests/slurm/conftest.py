@@ -1,0 +1,75 @@
+"""The SLURM cluster that `make cluster-up` started; without one, its tests are skipped, or fail if one is required."""
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic, sleep
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+PROGRAM = [sys.executable, str(REPOSITORY / "slurm" / "dev-cluster" / "cluster.py")]
+ALIAS = Path("/sys/class/net/auto3d/ifalias")  # of the cluster's switch: the folder of the cluster
+
+
+class SlurmCluster:
+    """Runs SLURM's commands from this machine, which is no node of the cluster."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        lines = (folder / "env").read_text().splitlines()
+        told = dict(shlex.split(line)[1].split("=", 1) for line in lines)  # export NAME=VALUE
+        own = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+        # the tests start in other folders too, and a process of theirs computes on one core
+        self.environment = own | told | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+
+    def run(self, *command: str, timeout_s: float = 60, code: int = 0, **environment: str) -> str:
+        """What the command printed; srun waits for ever if a node does not answer, so all have a time-out."""
+        done = subprocess.run(
+            command,
+            cwd=REPOSITORY,
+            env=self.environment | environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+        assert done.returncode == code, f"{shlex.join(command)}\n{done.stdout}\n{done.stderr}"
+        return done.stdout if code == 0 else done.stderr
+
+    def node_states(self) -> dict[str, str]:
+        lines = self.run("sinfo", "--Node", "--noheader", "--partition=low", "--format=%N %T").splitlines()
+        return dict(line.split() for line in lines)
+
+    def all_idle(self) -> bool:
+        return set(self.node_states().values()) == {"idle"}
+
+
+def wait_for(what: str, true: Callable[[], bool], *, timeout_s: float) -> None:
+    deadline = monotonic() + timeout_s
+    while not true():
+        assert monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
+        sleep(0.2)
+
+
+@pytest.fixture(scope="session")
+def present_cluster() -> SlurmCluster:
+    status = subprocess.run([*PROGRAM, "status"], capture_output=True, text=True, timeout=120, check=False)
+    if status.returncode != 0:
+        reason = f"no SLURM cluster: {(status.stderr or status.stdout).strip()}"
+        if os.environ.get("AUTO3D_REQUIRE_SLURM"):
+            pytest.fail(f"{reason} (AUTO3D_REQUIRE_SLURM is set)")
+        pytest.skip(reason)
+    return SlurmCluster(Path(ALIAS.read_text().strip()))
+
+
+@pytest.fixture
+def cluster(present_cluster):
+    """All nodes are idle before a test, and no job is left after it."""
+    wait_for("all nodes to be idle", present_cluster.all_idle, timeout_s=60)
+    yield present_cluster
+    for partition in ("low", "high"):
+        present_cluster.run("scancel", f"--partition={partition}")
