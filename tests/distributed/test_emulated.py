@@ -109,9 +109,8 @@ def test_operations_take_their_times_in_the_order_of_the_schedule(processes, nam
 @lru_cache
 def enormous() -> CapturedModel:
     """Two layers of 13 GB each. Not among MODELS, for other tests make the weights of those."""
-    config = GPT2Config(
-        n_layer=2, n_embd=16384, n_head=2, n_positions=32, vocab_size=256, use_cache=False, bos_token_id=0, eos_token_id=0
-    )  # fmt: skip
+    sizes = {"n_layer": 2, "n_embd": 16384, "n_head": 2, "n_positions": 32, "vocab_size": 256}
+    config = GPT2Config(**sizes, use_cache=False, bos_token_id=0, eos_token_id=0)
     return specialize(export(lambda: GPT2LMHeadModel(config), TEXT.input_specs()), 2)
 
 
