@@ -38,16 +38,6 @@ def gpt2(dropout: float = 0.0) -> GPT2LMHeadModel:
     )  # fmt: skip
 
 
-def enormous() -> GPT2LMHeadModel:
-    """26 GB of weights in two layers: more than a test may ever make."""
-    return GPT2LMHeadModel(
-        GPT2Config(
-            n_layer=2, n_embd=16384, n_head=2, n_positions=SEQUENCE, vocab_size=256, use_cache=False,
-            bos_token_id=0, eos_token_id=0,
-        )
-    )  # fmt: skip
-
-
 def gpt2_with_dropout() -> GPT2LMHeadModel:
     return gpt2(dropout=0.1)
 
@@ -187,7 +177,6 @@ IMAGES = DataSettings(
 MODELS = {
     "gpt2": (gpt2, TEXT),
     "gpt2-dropout": (gpt2_with_dropout, TEXT),
-    "enormous": (enormous, TEXT),
     "bert": (bert, TEXT),
     "llama": (llama, TEXT),
     "llama-tied": (llama_with_tied_embeddings, TEXT),

@@ -27,7 +27,7 @@ from auto3d.runtime.world import World
 from auto3d.simulate.simulate import simulate
 from launch.ranks import Report, run_ranks
 
-FORWARD_S = 0.03  # of one micro-batch on one stage
+FORWARD_S = 0.04  # of one micro-batch on one stage
 WARMUP, ITERATIONS = 1, 3
 TOLERANCE = 0.03
 TIE = 1e-9  # of two simulated times
