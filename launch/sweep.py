@@ -13,7 +13,7 @@ import submitit
 
 from auto3d.capture.specialize import specialize
 from auto3d.runtime.measurement import Measurement, Status
-from auto3d.runtime.training import samples_at_once
+from auto3d.schedule import samples_at_once
 from launch import candidates
 from launch.model import initial_weights
 from launch.ranks import check_devices

@@ -14,9 +14,11 @@ from auto3d.errors import InputError
 from auto3d.plan import Plan, PlanError
 from auto3d.runtime.executor import IterationResult
 from auto3d.runtime.measurement import Status
-from auto3d.runtime.training import TrainingResult, samples_at_once, stages_of, train
+from auto3d.runtime.out_of_memory import OutOfMemoryError
+from auto3d.runtime.training import TrainingResult, stages_of, train
 from auto3d.runtime.waiting import PeerLostError
 from auto3d.runtime.world import World
+from auto3d.schedule import samples_at_once
 from launch import candidates
 from launch.join import joined_world
 from launch.model import initial_weights
@@ -61,7 +63,7 @@ def run_training(
     if world is not None:
         try:
             result = _run_joined(world, run, console, settings.iterations)
-        except (PeerLostError, TimeoutError) as error:  # another rank ended or hangs; its own output tells why
+        except (OutOfMemoryError, PeerLostError, TimeoutError) as error:  # of another rank, its own output tells why
             console.print(f"auto3d: {error}", markup=False, soft_wrap=True)
             return 1
         if world.rank == 0:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from auto3d.capture.specialize import CapturedModel
+from auto3d.cost.memory import DeviceMemory, predict
 from auto3d.partition.stage import Stage, cut
 from auto3d.plan import Plan, PlanError
 from auto3d.runtime.data import Batches, DataSettings
@@ -20,12 +21,13 @@ from auto3d.runtime.gradient_sync import GradientSync, holders
 from auto3d.runtime.lowering import lower
 from auto3d.runtime.materialize import materialize
 from auto3d.runtime.memory import PeakMemory
-from auto3d.runtime.optimizer import OptimizerSettings, build_optimizer
+from auto3d.runtime.optimizer import OptimizerSettings, build_optimizer, state_copies
+from auto3d.runtime.out_of_memory import out_of_memory_in
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage import StageModule
 from auto3d.runtime.waiting import waiting_for
 from auto3d.runtime.world import World, join, leave
-from auto3d.schedule import build_schedule
+from auto3d.schedule import samples_at_once, schedule_of
 from auto3d.schedule.check import check
 from auto3d.schedule.operation import Kind, Schedule
 
@@ -58,25 +60,6 @@ class Rank:
     buffers: dict[str, torch.Tensor]
 
 
-def schedule_of(plan: Plan) -> Schedule:
-    """The schedule of ``plan``; raises InputError where there is none of this name, options and sizes."""
-    return build_schedule(plan.schedule, devices=plan.pp, micro_batches=plan.micro_batches, **plan.schedule_options)
-
-
-def samples_at_once(plan: Plan) -> int:
-    """How many samples an operation of ``plan`` runs: a micro-batch, or a part of one where the schedule halves them.
-
-    The model is captured at this size. Raises PlanError where a micro-batch has no such parts.
-    """
-    parts = schedule_of(plan).parts
-    if plan.micro_batch_size % parts:
-        raise PlanError(
-            f"micro_batch_size: {plan.micro_batch_size}; schedule {plan.schedule} runs it in {parts} parts: "
-            f"it must be a multiple of {parts}"
-        )
-    return plan.micro_batch_size // parts
-
-
 def stages_of(captured: CapturedModel, plan: Plan) -> tuple[Stage, ...]:
     """The stages of ``plan``; raises PlanError if it was made for another model or micro-batch size."""
     if plan.graph != captured.graph.fingerprint:
@@ -90,6 +73,14 @@ def stages_of(captured: CapturedModel, plan: Plan) -> tuple[Stage, ...]:
             f"{captured.graph.micro_batch_size}"
         )
     return cut(captured.graph, plan.stages)
+
+
+def predicted_memory(
+    captured: CapturedModel, plan: Plan, schedule: Schedule, optimizer: OptimizerSettings
+) -> tuple[DeviceMemory, ...]:
+    """What each pipeline device needs."""
+    copies = state_copies(optimizer)
+    return predict(captured.graph, plan, schedule, optimizer_copies=copies, frozen=captured.exported.frozen)
 
 
 def build_rank(
@@ -119,6 +110,7 @@ def build_rank(
     transfers = [transfer for stage in stages for transfer in stage.received]
     position, replica = _coordinates(plan, world.rank)
     program = lower(schedule, transfers)[position]
+    predicted = predicted_memory(captured, plan, schedule, settings.optimizer)[position]
     micro_batches = plan.micro_batches * schedule.parts
     first_micro_batch = replica * micro_batches
     randomness = Randomness(plan.seed, first_micro_batch=first_micro_batch, device=device)
@@ -127,10 +119,11 @@ def build_rank(
     own = {replica: stages[replica[0]] for replica, home in schedule.device_of.items() if home == position}
     constants = captured.exported.constants
     names = list(dict.fromkeys(name for stage in own.values() for name in stage.state if name not in constants))
-    made = {
-        name: tensor.to(device)
-        for name, tensor in materialize(captured.exported.build, names, seed=plan.seed, state=state).items()
-    }
+    with out_of_memory_in("the making of its weights", predicted):
+        made = {
+            name: tensor.to(device)
+            for name, tensor in materialize(captured.exported.build, names, seed=plan.seed, state=state).items()
+        }
     trained = captured.graph.parameters.keys() - captured.exported.frozen
     parameters = {
         name: nn.Parameter(tensor, requires_grad=name in trained)
@@ -149,6 +142,7 @@ def build_rank(
             randomness=randomness,
             device=device,
             recompute=replica[0] in schedule.recompute,
+            kept=plan.stages[replica[0]].kept,
             split_backward=replica[0] in split,
         )
         for replica, stage in own.items()
@@ -164,7 +158,8 @@ def build_rank(
         timeout_s=settings.timeout_s,
     )
     own_trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-    sync = GradientSync(own_trained, holders(plan, schedule, stages, trained), timeout_s=settings.timeout_s)
+    with out_of_memory_in("the making of its gradients", predicted):
+        sync = GradientSync(own_trained, holders(plan, schedule, stages, trained), timeout_s=settings.timeout_s)
     executor = Executor(
         program,
         modules,
@@ -181,6 +176,7 @@ def build_rank(
         first_micro_batch=first_micro_batch,
         clip_norm=settings.optimizer.clip_norm,
         device=device,
+        predicted=predicted,
         timeout_s=settings.timeout_s,
     )
     return Rank(executor=executor, parameters=parameters, buffers=buffers)
