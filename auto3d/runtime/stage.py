@@ -21,7 +21,7 @@ class _InFlight:
 
     received: dict[str, torch.Tensor]  # leaves of the stage's autograd graph, of this stage alone
     values: dict[str, torch.Tensor]  # all that segments take: the received, the inputs, and leaves between segments
-    found: list[list[torch.Tensor]]  # per segment the buffers that it writes to as it found them, if it runs again
+    found: list[dict[str, torch.Tensor]]  # per segment the buffers that it writes to as it found them, if it runs again
     outputs: list[list[torch.Tensor] | None]  # per segment; None where the forward kept nothing
 
 
@@ -30,12 +30,20 @@ class _Segment:
 
     def __init__(self, segment: Segment, module: nn.Module, captured: CapturedModel, tensors: Mapping) -> None:
         self.kept, self.takes, self.gives = segment.kept, segment.takes, segment.gives
-        self.state = [tensors[name] for name in segment.state]
-        self.written = [tensors[name] for name in segment.state if name in captured.graph.written_buffers]
+        self._state = {name: tensors[name] for name in segment.state}
+        self._written = captured.graph.written_buffers.intersection(segment.state)
         self._module = module
 
-    def run(self, values: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        return self._module(*self.state, *(values[name] for name in self.takes))
+    def found(self) -> dict[str, torch.Tensor]:
+        """Copies of the buffers that it writes to."""
+        return {name: self._state[name].clone() for name in self._written}
+
+    def run(
+        self, values: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
+        """What it gives; ``buffers`` stand for those of its state with these names."""
+        state = {**self._state, **(buffers or {})}
+        return self._module(*state.values(), *(values[name] for name in self.takes))
 
 
 class StageModule:
@@ -102,7 +110,7 @@ class StageModule:
         self._randomness.micro_batch = micro_batch
         made: dict[str, torch.Tensor] = {}
         for segment in self._segments:
-            in_flight.found.append([] if segment.kept else _copies(segment.written))
+            in_flight.found.append({} if segment.kept else segment.found())
             with torch.set_grad_enabled(segment.kept):
                 outputs = segment.run(in_flight.values)
             in_flight.outputs.append(outputs if segment.kept else None)
@@ -159,13 +167,10 @@ class StageModule:
             work()
 
     def _run_again(self, number: int, micro_batch: int) -> None:
-        """Run one segment with the buffers that it found the first time; what they hold now, they hold afterwards."""
-        segment, in_flight = self._segments[number], self._in_flight[micro_batch]
-        now = _copies(segment.written)
-        _overwrite(segment.written, in_flight.found[number])
+        """Run one segment on the buffers as it found them the first time: the stage's own are not written twice."""
+        in_flight = self._in_flight[micro_batch]
         self._randomness.micro_batch = micro_batch
-        in_flight.outputs[number] = segment.run(in_flight.values)
-        _overwrite(segment.written, now)
+        in_flight.outputs[number] = self._segments[number].run(in_flight.values, in_flight.found[number])
 
     def _backward_of(self, number: int, in_flight: _InFlight, gradients: Mapping[str, Sequence[torch.Tensor]]) -> None:
         """Backward through one segment, whose activations are given back."""
@@ -186,12 +191,3 @@ class StageModule:
 
 def _has_gradient(graph: Graph, name: str) -> bool:
     return graph.value(name).differentiable and not graph.nodes[graph.producer[name]].from_inputs
-
-
-def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor.clone() for tensor in tensors]
-
-
-def _overwrite(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    for tensor, value in zip(tensors, values, strict=True):
-        tensor.copy_(value)
