@@ -4,17 +4,17 @@ Counted is what the runtime holds on purpose: state, what autograd keeps for mic
 the largest operation works on. An allocator's fragments, a library's workspace and the process itself come on top.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 
 from auto3d.capture.graph import Graph, Node
 from auto3d.partition.segment import Segment, segments
-from auto3d.partition.stage import Stage, Transfer, cut
+from auto3d.partition.stage import Stage, cut
 from auto3d.plan import Plan
 from auto3d.schedule.memory import versions
 from auto3d.schedule.operation import Kind, Operation, Schedule
 
-MESSAGES_PER_PEER = 3  # two receives posted ahead, and one message on its way out
+MESSAGES_PER_PEER = 3  # two receives posted ahead, and a message on its way out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class DeviceMemory:
     gradients: int
     optimizer: int
     activations: int  # that wait for their backward
-    given: int  # what its stages were given, and what passes between the kept and the recomputed part of one
+    given: int  # of these micro-batches, what their stages were given, and what passes between parts of one
     messages: int
     working: int  # what the largest single operation reads and makes
 
@@ -93,10 +93,11 @@ def predict(
 class _Footprint:
     """Bytes of one micro-batch on one stage."""
 
-    given: int
+    given: int  # from the forward until the backward, beside activations
     kept: int  # activations from the forward on
     again: int  # activations that a recomputation adds
     inside: int  # the most activations at a time where the backward recomputes, segment after segment
+    put_off: int  # what a backward that is split leaves to its weight half
     working: int
 
 
@@ -111,12 +112,14 @@ def _footprint(graph: Graph, stage: Stage, kept: tuple[tuple[int, int], ...] | N
         inside = max(inside, left if is_kept else left + size)
         left -= size if is_kept else 0
     given = {name for segment in divided for name in segment.takes}
+    nodes = [node_of[name] for name in stage.nodes]
     return _Footprint(
-        given=sum((graph.inputs[name] if name in graph.inputs else graph.value(name)).bytes for name in given),
+        given=_bytes(graph, given),
         kept=total,
         again=sum(size for is_kept, size in held if not is_kept),
         inside=inside,
-        working=max((_working(graph, node_of[name]) for name in stage.nodes), default=0),
+        put_off=sum(_bytes(graph, node.reads) + _made(node) for node in nodes if _has_weight_half(graph, node)),
+        working=max(_working(graph, node) for node in nodes),
     )
 
 
@@ -134,38 +137,48 @@ def _activations(nodes: Iterable[Node], segment: Segment) -> int:
 
 def _working(graph: Graph, node: Node) -> int:
     """Gradients of all that an operation reads and makes; they are as large as these."""
-    reads = sum((graph.inputs[name] if name in graph.inputs else graph.value(name)).bytes for name in node.reads)
     weights = sum(graph.parameters[name].bytes for name in node.state if name in graph.parameters)
-    return reads + weights + sum(value.bytes for value in node.outputs)
+    return _bytes(graph, node.reads) + weights + _made(node)
 
 
-def _fullest(operations: Iterable[Operation], footprints: list[_Footprint]) -> tuple[int, int]:
+def _has_weight_half(graph: Graph, node: Node) -> bool:
+    """Whether it multiplies by weights: their gradient needs what it read, and the gradient of what it made."""
+    return node.backward_flops > 0 and any(name in graph.parameters for name in node.state)
+
+
+def _bytes(graph: Graph, names: Iterable[str]) -> int:
+    return sum((graph.inputs[name] if name in graph.inputs else graph.value(name)).bytes for name in names)
+
+
+def _made(node: Node) -> int:
+    return sum(value.bytes for value in node.outputs)
+
+
+def _fullest(operations: Sequence[Operation], footprints: Sequence[_Footprint]) -> tuple[int, int]:
     """Activations and given values of all micro-batches, when they are most together."""
-    operations = list(operations)
-    halved = {(o.stage, m) for o in operations if o.kind is Kind.BACKWARD_WEIGHT for m in o.micro_batches}
     recomputed: set[tuple[int, int, int]] = set()
+    split = {(o.stage, o.pipe) for o in operations if o.kind is Kind.BACKWARD_WEIGHT}
     activations = given = 0
     fullest = (0, 0)
     for operation in operations:
         bytes_of = footprints[operation.stage]
         for micro_batch in operation.micro_batches:
             key = operation.stage, operation.pipe, micro_batch
-            inside = 0
             if operation.kind is Kind.FORWARD:
                 activations += bytes_of.kept
                 given += bytes_of.given
             elif operation.kind is Kind.RECOMPUTE:
                 activations += bytes_of.again
                 recomputed.add(key)
-            elif operation.kind is not Kind.BACKWARD_WEIGHT and key not in recomputed:
-                inside = bytes_of.inside - bytes_of.kept
-            fullest = max(fullest, (activations + inside, given), key=sum)
-            last = operation.kind is Kind.BACKWARD_WEIGHT or (
-                operation.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and (operation.stage, micro_batch) not in halved
-            )
-            if last:
+            elif operation.kind is Kind.BACKWARD_WEIGHT:
+                activations -= bytes_of.put_off
+            else:
+                inside = 0 if key in recomputed else bytes_of.inside - bytes_of.kept
+                fullest = max(fullest, (activations + inside, given), key=sum)
                 activations -= bytes_of.kept + (bytes_of.again if key in recomputed else 0)
+                activations += bytes_of.put_off if (operation.stage, operation.pipe) in split else 0
                 given -= bytes_of.given
+            fullest = max(fullest, (activations, given), key=sum)
     return fullest
 
 
@@ -174,15 +187,14 @@ def _messages(stages: tuple[Stage, ...], schedule: Schedule, own: list[tuple[int
     largest: dict[int, int] = {}
     for stage, pipe in own:
         here = schedule.device_of[stage, pipe]
-        forward: dict[int, list[Transfer]] = {}
+        messages: dict[int, int] = {}  # other stage -> bytes of what comes from there
         for transfer in stages[stage].received:
-            forward.setdefault(transfer.source, []).append(transfer)
+            messages[transfer.source] = messages.get(transfer.source, 0) + transfer.value.bytes
         for transfer in stages[stage].sent:
             if transfer.value.differentiable:
-                forward.setdefault(transfer.target, []).append(transfer)
-        for other, transfers in forward.items():
+                messages[transfer.target] = messages.get(transfer.target, 0) + transfer.value.bytes
+        for other, size in messages.items():
             peer = schedule.device_of[other, pipe]
             if peer != here:
-                size = sum(transfer.value.bytes for transfer in transfers)
                 largest[peer] = max(largest.get(peer, 0), size)
     return MESSAGES_PER_PEER * sum(largest.values())
