@@ -13,6 +13,7 @@ AUTO = "auto"
 LARGEST_BATCH, LARGEST_NODES, LARGEST_NODE = 10**5, 10**4, 10**3
 LARGEST_INTEGER = 2**63  # of a tensor
 LARGEST_TIME_S = 10**8
+RECOMPUTE = {"choices": ("none", "full", AUTO), "least": 0, "most": 1}
 
 
 def key(
@@ -22,9 +23,15 @@ def key(
     choices: Sequence[str] = (),
     least: float | None = None,
     below: float | None = None,
+    most: float | None = None,
+    values: Sequence[type] = (),
 ) -> Any:
-    """A key of the schema. A number, or each number of a list, is at least ``least`` and below ``below``."""
-    metadata = {"meaning": meaning, "choices": tuple(choices), "least": least, "below": below}
+    """A key of the schema. A number, or each number of a list, is at least ``least``, below ``below``, at most ``most``.
+
+    With ``choices`` and ``most``, it is one of the words or such a number; ``values`` are the types of a mapping's.
+    """
+    limits = {"least": least, "below": below, "most": most}
+    metadata = {"meaning": meaning, "choices": tuple(choices), "values": tuple(values), **limits}
     if isinstance(default, (list, dict)):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -66,6 +73,11 @@ class ClusterRecipe:
         4, "processes per machine: one per GPU, or as many as a CPU should run", least=1, below=LARGEST_NODE
     )
     device: str = key("cpu", "what a process computes on", choices=("cpu", "cuda"))
+    memory_gib: float | None = key(
+        None,
+        "GiB that a process may fill on its device: plans that need more are refused; none: not known",
+        least=0.001,
+    )
 
 
 @dataclass
@@ -96,6 +108,7 @@ class SearchRecipe:
     pp: Any = key(AUTO, "pipeline depths: a list, or auto: every divisor of the devices", least=1)
     micro_batch_size: Any = key(AUTO, "samples: a list, or auto: every power of 2 up to the global batch", least=1)
     schedule: Any = key(AUTO, "pipeline schedules: a list, or auto: all", choices=tuple(SCHEDULES))
+    recompute: Any = key(["none"], "what stages recompute: a list of what plan.recompute takes", **RECOMPUTE)
     allow_idle_devices: bool = key(False, "also try plans that use fewer devices than the cluster has")
     max_trials: int = key(64, "plans that a sweep runs at most", least=1)
 
@@ -119,6 +132,15 @@ class PlanRecipe:
     pp: int = key(1, "pipeline depth", least=1)
     micro_batch_size: int = key(1, "samples", least=1)
     schedule: str = key("1f1b", "the pipeline schedule", choices=tuple(SCHEDULES))
+    schedule_options: dict[str, Any] = key(
+        {}, "the schedule's own options, as in {chunks: 4, sync: eager}", values=(int, str)
+    )
+    recompute: int | float | str = key(
+        "none",
+        "what stages recompute: all but this share of the first stage's subgraphs, and a share of the others' that costs "
+        "as much memory; auto: the largest share that cluster.memory_gib has room for",
+        **RECOMPUTE,
+    )
 
 
 @dataclass
@@ -162,21 +184,30 @@ def accepts(schema: type, name: str, value: Any) -> bool:
     if is_axis(schema, name):
         if value == AUTO:
             return True
-        kind = str if metadata["choices"] else int
-        if not isinstance(value, list) or not value or any(type(one) is not kind for one in value):
+        kinds = _kinds(metadata)
+        if not isinstance(value, list) or not value or any(type(one) not in kinds for one in value):
             return False
+    if isinstance(value, dict) and metadata["values"]:
+        return all(type(one) in metadata["values"] for one in value.values())
     if value is None or isinstance(value, dict):
         return True  # left out, or checked key by key
     return all(_within(metadata, one) for one in (value if isinstance(value, list) else [value]))
 
 
 def _within(metadata: Mapping[str, Any], value: Any) -> bool:
-    if metadata["choices"]:
+    if metadata["choices"] and type(value) not in (int, float):
         return value in metadata["choices"]
     if isinstance(value, float) and not math.isfinite(value):
         return False
-    least, below = metadata["least"], metadata["below"]
-    return (least is None or value >= least) and (below is None or value < below)
+    least, below, most = metadata["least"], metadata["below"], metadata["most"]
+    return (least is None or value >= least) and (below is None or value < below) and (most is None or value <= most)
+
+
+def _kinds(metadata: Mapping[str, Any]) -> tuple[type, ...]:
+    """The types of an axis's values."""
+    if metadata["choices"]:
+        return (str,) if metadata["most"] is None else (str, int, float)
+    return (int,)
 
 
 def _field(schema: type, name: str) -> Field:
@@ -190,7 +221,11 @@ def accepted(schema: type, name: str) -> str:
     bound = "".join(f" {words} {number}" for words, number in bounds.items() if number is not None)
     if item.metadata["choices"]:
         names = ", ".join(item.metadata["choices"])
+        if item.metadata["most"] is not None:
+            names += f", or a number from {item.metadata['least']} to {item.metadata['most']}"
         return f"auto or a list of {names}" if is_axis(schema, name) else f"one of {names}"
+    if item.metadata["values"]:
+        return "names, each with a whole number or a text"
     return f"{_type_in_words(get_type_hints(schema)[name])}{bound}"
 
 

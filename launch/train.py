@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -41,12 +42,9 @@ def run_training(
     _check_processes(recipe, world, wanted.dp * wanted.tp * wanted.pp)
     with at_work(console, "capturing the model"):
         model = exported_model(recipe)
-    captured = specialize(model, samples_at_once(given) if given else wanted.micro_batch_size)
-    if given is None:
-        candidate = candidates.of_plan(recipe, wanted, captured)
-        if candidate.plan is None:
-            raise recipe.error("plan", candidate.reason)
-    plan = given or candidate.plan
+    model_at = cache(partial(specialize, model))
+    plan = given or candidates.of_plan(recipe, wanted, model_at)
+    captured = model_at(samples_at_once(plan))
     with _errors_naming(plan_file):
         stages_of(captured, plan)  # refuses a plan of another model
     settings = training_settings(values, iterations=values.training.iterations)

@@ -1,19 +1,21 @@
 """The search space: every combination of its axes, made a Plan or refused with a reason."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
 from typing import Literal
 
 from auto3d.capture.specialize import CapturedModel
 from auto3d.cluster import Cluster, place_ranks
+from auto3d.cost.memory import in_gib, predict
 from auto3d.errors import InputError
 from auto3d.partition.uniform import uniform
 from auto3d.plan import Plan, PlanError, check_degrees
-from auto3d.schedule import SCHEDULES, build_schedule
+from auto3d.schedule import SCHEDULES, build_schedule, samples_of_part, schedule_of
 from auto3d.schedule.memory import peak_activations
 from auto3d.schedule.operation import Schedule
+from auto3d.search.recompute import AUTO, FULL, NONE, Shares, largest_share, schedule_options
 
 Axis = Sequence | Literal["auto"]
 
@@ -27,7 +29,9 @@ class SearchSpace:
     pp: Axis
     micro_batch_size: Axis
     schedule: Axis
+    recompute: Axis  # of none, full, auto, and shares from 0 to 1
     allow_idle_devices: bool  # whether a plan may use fewer devices than there are
+    schedule_options: Mapping[str, int | str] = field(default_factory=dict)  # of every schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,14 +43,24 @@ class Candidate:
     pp: int
     micro_batch_size: int
     schedule: str
+    recompute: str | float
     plan: Plan | None
     reason: str
 
 
 def candidates(
-    space: SearchSpace, cluster: Cluster, model_at: Callable[[int], CapturedModel], *, global_batch: int, seed: int
+    space: SearchSpace,
+    cluster: Cluster,
+    model_at: Callable[[int], CapturedModel],
+    *,
+    global_batch: int,
+    seed: int,
+    optimizer_copies: int,
 ) -> Iterator[Candidate]:
-    """Every combination of ``space`` in order; ``model_at`` gives the model at a micro-batch size."""
+    """Every combination of ``space`` in order; ``model_at`` gives the model at a micro-batch size.
+
+    ``optimizer_copies`` of each parameter are the optimizer's state, where the memory of a device limits plans.
+    """
     divisors = [number for number in range(1, cluster.devices + 1) if cluster.devices % number == 0]
     sizes = [2**power for power in range(global_batch.bit_length()) if 2**power <= global_batch]
 
@@ -62,67 +76,147 @@ def candidates(
         values(space.micro_batch_size, sizes),
         schedules,
     ):
-        plan, reason = None, ""
-        try:
-            _check_devices(dp * tp * pp, cluster, space.allow_idle_devices)
-            check_degrees(dp=dp, tp=tp, pp=pp, global_batch=global_batch, micro_batch_size=micro_batch_size)
-            plan = make_plan(
-                model_at(micro_batch_size),
+        earlier: dict[str | float, Plan] = {}
+        for recompute in values(space.recompute, [AUTO]):
+            plan, reason = None, ""
+            try:
+                _check_devices(dp * tp * pp, cluster, space.allow_idle_devices)
+                check_degrees(dp=dp, tp=tp, pp=pp, global_batch=global_batch, micro_batch_size=micro_batch_size)
+                plan = make_plan(
+                    model_at,
+                    dp=dp,
+                    tp=tp,
+                    pp=pp,
+                    global_batch=global_batch,
+                    micro_batch_size=micro_batch_size,
+                    schedule=schedule,
+                    options=space.schedule_options,
+                    recompute=recompute,
+                    seed=seed,
+                    memory_bytes=cluster.memory_bytes,
+                    optimizer_copies=optimizer_copies,
+                )
+                _check_worth(plan, schedules, space.schedule_options, recompute)
+                same = next((other for other, present in earlier.items() if present == plan), None)
+                if same is not None:
+                    raise PlanError(f"the same plan as with recompute {same}")
+                earlier[recompute] = plan
+            except InputError as error:
+                plan, reason = None, str(error)
+            yield Candidate(
                 dp=dp,
                 tp=tp,
                 pp=pp,
-                global_batch=global_batch,
+                micro_batch_size=micro_batch_size,
                 schedule=schedule,
-                seed=seed,
+                recompute=recompute,
+                plan=plan,
+                reason=reason,
             )
-            _check_worth(schedule, schedules, devices=pp, micro_batches=plan.micro_batches)
-        except InputError as error:
-            plan, reason = None, str(error)
-        yield Candidate(
-            dp=dp, tp=tp, pp=pp, micro_batch_size=micro_batch_size, schedule=schedule, plan=plan, reason=reason
-        )
 
 
-def make_plan(model: CapturedModel, *, dp: int, tp: int, pp: int, global_batch: int, schedule: str, seed: int) -> Plan:
-    """The Plan of these degrees, with uniform stages and the default placement; its micro-batch size is the model's."""
-    micro_batches = global_batch // (dp * model.graph.micro_batch_size)
-    shape = build_schedule(schedule, devices=pp, micro_batches=micro_batches)
-    return Plan(
+def make_plan(
+    model_at: Callable[[int], CapturedModel],
+    *,
+    dp: int,
+    tp: int,
+    pp: int,
+    global_batch: int,
+    micro_batch_size: int,
+    schedule: str,
+    options: Mapping[str, int | str],
+    recompute: str | float,
+    seed: int,
+    memory_bytes: float | None,
+    optimizer_copies: int,
+) -> Plan:
+    """The Plan of these degrees, with uniform stages and the default placement.
+
+    Raises PlanError where a device lacks the memory for it, as far as that is known.
+    """
+    micro_batches = global_batch // (dp * micro_batch_size)
+    own = schedule_options(schedule, options, recompute, devices=pp, micro_batches=micro_batches)
+    shape = build_schedule(schedule, devices=pp, micro_batches=micro_batches, **own)
+    model = model_at(samples_of_part(shape, micro_batch_size))
+    plan = Plan(
         graph=model.graph.fingerprint,
         dp=dp,
         tp=tp,
         pp=pp,
         global_batch=global_batch,
-        micro_batch_size=model.graph.micro_batch_size,
+        micro_batch_size=micro_batch_size,
         schedule=schedule,
+        schedule_options=own,
         stages=uniform(model.graph, shape.stages),
         placement=place_ranks(dp=dp, pp=pp),
         seed=seed,
     )
 
+    def missing(plan: Plan) -> str:
+        return shortage(model, plan, memory_bytes, optimizer_copies)
 
-def _check_worth(schedule: str, schedules: Sequence[str], *, devices: int, micro_batches: int) -> None:
-    """Raise PlanError if another of ``schedules`` cannot be worse than ``schedule`` at these sizes."""
-    built, reasons = _built(schedules, devices, micro_batches)
+    if recompute == AUTO:
+        if memory_bytes is None:
+            raise PlanError("recompute: auto needs to know the memory of a device")
+        return largest_share(Shares(model.graph, plan), missing)
+    if recompute not in (NONE, FULL):
+        plan = Shares(model.graph, plan).plan(float(recompute))
+    if memory_bytes is not None and (words := missing(plan)):
+        raise PlanError(words)
+    return plan
+
+
+def shortage(model: CapturedModel, plan: Plan, memory_bytes: float, optimizer_copies: int) -> str:
+    """Why ``plan`` does not fit into devices of ``memory_bytes``, by its estimate; nothing where it does."""
+    needed = predict(
+        model.graph,
+        plan,
+        schedule_of(plan),
+        optimizer_copies=optimizer_copies,
+        frozen=model.exported.frozen,
+    )
+    device = max(range(plan.pp), key=lambda device: needed[device].total)
+    if needed[device].total <= memory_bytes:
+        return ""
+    return f"infeasible: pipeline device {device} needs {needed[device]}; a device has {in_gib(memory_bytes)} GiB"
+
+
+def _check_worth(
+    plan: Plan, schedules: Sequence[str], options: Mapping[str, int | str], recompute: str | float
+) -> None:
+    """Raise PlanError if another of ``schedules`` cannot be worse than that of ``plan`` at its sizes."""
+    built, reasons = _built(schedules, options, recompute, devices=plan.pp, micro_batches=plan.micro_batches)
+    schedule = plan.schedule
     if schedule in reasons:
         raise PlanError(reasons[schedule])
     names = list(built)
-    earlier = names[: names.index(schedule)]
-    same = [name for name in earlier if built[name].operations == built[schedule].operations]
+
+    def work(name: str) -> tuple:
+        return built[name].operations, built[name].recompute
+
+    same = [name for name in names[: names.index(schedule)] if work(name) == work(schedule)]
     if same:
         raise PlanError(f"the same operations as {same[0]}")
-    if devices == 1:
+    if plan.pp == 1:
         leanest = min(names, key=lambda name: max(peak_activations(built[name])))
         if schedule != leanest:
             raise PlanError(f"one device has no pipeline: as fast as {leanest}, which holds no more activations")
 
 
-def _built(schedules: Sequence[str], devices: int, micro_batches: int) -> tuple[dict[str, Schedule], dict[str, str]]:
+def _built(
+    schedules: Sequence[str],
+    options: Mapping[str, int | str],
+    recompute: str | float,
+    *,
+    devices: int,
+    micro_batches: int,
+) -> tuple[dict[str, Schedule], dict[str, str]]:
     """Of ``schedules`` at these sizes: those that the runtime can run, and the reasons why the others cannot."""
     built, reasons = {}, {}
     for name in schedules:
         try:
-            schedule = build_schedule(name, devices=devices, micro_batches=micro_batches)
+            own = schedule_options(name, options, recompute, devices=devices, micro_batches=micro_batches)
+            schedule = build_schedule(name, devices=devices, micro_batches=micro_batches, **own)
             _check_runs(schedule)
             built[name] = schedule
         except InputError as error:
