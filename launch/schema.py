@@ -26,9 +26,9 @@ def key(
     most: float | None = None,
     values: Sequence[type] = (),
 ) -> Any:
-    """A key of the schema. A number, or each number of a list, is at least ``least``, below ``below``, at most ``most``.
+    """A key of the schema. A number, or each of a list, is at least ``least``, at most ``most``, below ``below``.
 
-    With ``choices`` and ``most``, it is one of the words or such a number; ``values`` are the types of a mapping's.
+    With ``choices`` and ``most`` it is one of these words or such a number. ``values`` are the types of a mapping's.
     """
     limits = {"least": least, "below": below, "most": most}
     metadata = {"meaning": meaning, "choices": tuple(choices), "values": tuple(values), **limits}
@@ -137,8 +137,8 @@ class PlanRecipe:
     )
     recompute: int | float | str = key(
         "none",
-        "what stages recompute: all but this share of the first stage's subgraphs, and a share of the others' that costs "
-        "as much memory; auto: the largest share that cluster.memory_gib has room for",
+        "what stages run again for the backward; a number: all but this share of the first stage's subgraphs, and of "
+        "the others' as large a share as costs equal memory; auto: the largest for which cluster.memory_gib has room",
         **RECOMPUTE,
     )
 

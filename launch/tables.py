@@ -11,7 +11,9 @@ from typing import Any
 
 from tabulate import tabulate
 
+from auto3d.plan import Plan
 from auto3d.runtime.measurement import Measurement, Status
+from auto3d.schedule import schedule_of
 from launch.recipe import LoadedRecipe, load
 from launch.store import StoreError, last_sweep, measurements_of, settings_digest, write_whole
 
@@ -23,6 +25,7 @@ HEADINGS = {
     "pp": "pp",
     "micro_batch_size": "micro-\nbatch",
     "schedule": "schedule",
+    "recompute": "recomputed",
     "iteration_s": "s per\niteration",
     "spread_s": "spread\n(s)",
     "samples_per_s": "samples\nper s",
@@ -145,6 +148,7 @@ def _row(measurement: Measurement) -> dict[str, Any]:
         "pp": plan.pp,
         "micro_batch_size": plan.micro_batch_size,
         "schedule": plan.schedule,
+        "recompute": _recomputed(plan),
         "iteration_s": measurement.median_s if ok else None,
         "spread_s": measurement.spread_s if ok else None,
         "samples_per_s": measurement.samples_per_s if ok else None,
@@ -154,6 +158,17 @@ def _row(measurement: Measurement) -> dict[str, Any]:
         "error": measurement.error,
         "plan": asdict(plan),
     }
+
+
+def _recomputed(plan: Plan) -> str:
+    """The share of all operations that run twice."""
+    stages = [plan.stages[stage] for stage in schedule_of(plan).recompute]
+    again = sum(_count(stage.operations) - _count(stage.kept) for stage in stages)
+    return f"{again / sum(_count(stage.operations) for stage in plan.stages):.0%}" if again else "none"
+
+
+def _count(ranges: Sequence[tuple[int, int]]) -> int:
+    return sum(last - first for first, last in ranges)
 
 
 def _cells(record: dict[str, Any]) -> list[str]:
@@ -175,8 +190,15 @@ def _markdown(results: Results, records: Sequence[dict[str, Any]]) -> str:
 
 def _table(records: Sequence[dict[str, Any]], headings: Sequence[str], form: str) -> str:
     align = ["left" if name in ("schedule", "status") else "right" for name in HEADINGS]
-    cells = [_cells(record) for record in records]
-    return tabulate(cells, headings, tablefmt=form, colalign=align, disable_numparse=True)
+    rows = [list(headings), *(_cells(record) for record in records)]
+    if all(record["recompute"] == "none" for record in records):  # as in most sweeps: no column for that
+        left_out = list(HEADINGS).index("recompute")
+        align, rows = _without(align, left_out), [_without(row, left_out) for row in rows]
+    return tabulate(rows[1:], rows[0], tablefmt=form, colalign=align, disable_numparse=True)
+
+
+def _without(row: list[str], position: int) -> list[str]:
+    return row[:position] + row[position + 1 :]
 
 
 def _csv(records: Sequence[dict[str, Any]]) -> str:

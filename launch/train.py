@@ -38,7 +38,7 @@ def run_training(
     values = recipe.values
     world = joined_world()
     given = _read_plan(recipe, plan_file) if plan_file else None
-    wanted = given or _plan_of(recipe)
+    wanted = given or plan_of(recipe)
     _check_processes(recipe, world, wanted.dp * wanted.tp * wanted.pp)
     with at_work(console, "capturing the model"):
         model = exported_model(recipe)
@@ -100,7 +100,8 @@ def _run_joined(
             return run(world, on_report)
 
 
-def _plan_of(recipe: LoadedRecipe) -> PlanRecipe:
+def plan_of(recipe: LoadedRecipe) -> PlanRecipe:
+    """The recipe's own plan; raises RecipeError where it has none."""
     if recipe.values.plan is None:
         problem = "the recipe has none; give --plan FILE, or plan.dp=… plan.pp=… plan.micro_batch_size=…"
         raise recipe.error("plan", problem)
