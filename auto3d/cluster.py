@@ -10,6 +10,7 @@ class Cluster:
     nodes: int
     devices_per_node: int
     device: str  # "cpu" or "cuda"
+    memory_bytes: float | None = None  # of each device, where it is known
 
     @property
     def devices(self) -> int:

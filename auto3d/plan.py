@@ -12,7 +12,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from auto3d.errors import InputError
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 class PlanError(InputError):
@@ -26,6 +26,8 @@ class StagePlan:
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
     operations: tuple[tuple[int, int], ...]
+    kept: tuple[tuple[int, int], ...] = ()
+    """Those among them whose activations are kept although the stage recomputes. Without effect where it does not."""
 
 
 def stages_between(bounds: Sequence[int]) -> tuple[StagePlan, ...]:
@@ -102,6 +104,16 @@ class Plan:
             end = last
         if not all(stage.operations for stage in self.stages):
             raise PlanError("stages: one has no operations; each needs some")
+        for number, stage in enumerate(self.stages):
+            end = 0
+            for first, last in stage.kept:
+                inside = any(start <= first and last <= stop for start, stop in stage.operations)
+                if not end <= first < last or not inside:
+                    raise PlanError(
+                        f"stages: stage {number} keeps {first} to {last}; each range of kept must follow the one "
+                        f"before it and lie in one range of the stage's operations"
+                    )
+                end = last
         ranks = sorted(rank for replicas in self.placement for rank in replicas)
         shape = [len(replicas) for replicas in self.placement]
         if shape != [self.dp] * self.pp or ranks != list(range(self.ranks)):

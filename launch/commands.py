@@ -153,6 +153,30 @@ def _print_training(record: dict[str, Any], as_json: bool) -> None:
     )
 
 
+@_recipe_command
+@click.option("--json", "as_json", is_flag=True, help="Print the share and what was tried, each with its status.")
+def recompute(recipe: str, overrides: tuple[str, ...], as_json: bool) -> int:
+    """Find by short real trials the largest share of RECIPE's plan that need not be recomputed for lack of memory."""
+    loaded = load(recipe, overrides)
+    from launch.recompute import Tried, try_shares
+
+    tried: list[Tried] = []
+
+    def report(one: Tried) -> None:
+        tried.append(one)
+        measurement = one.measurement
+        told = f"fits, {measurement.median_s:.3f} s/iteration" if one.fits else f"{measurement.status}\n"
+        err.print(f"recompute={one.share!r}: {told}{measurement.error}", **_PLAIN)
+
+    share = try_shares(loaded, report)
+    if as_json:
+        records = [{"recompute": one.share, "status": one.measurement.status} for one in tried]
+        print_json({"recompute": share, "tried": records})
+    elif share is not None:
+        print(f"the largest that fits: {loaded.command('train', f'plan.recompute={share!r}')}")
+    return 0 if share is not None else complain("no share fits, or a trial failed", RUN_FAILED)
+
+
 _COUNT = click.IntRange(min=1)
 
 

@@ -23,6 +23,7 @@ import torch
 
 from auto3d.errors import InputError
 from auto3d.runtime.measurement import Status
+from auto3d.runtime.out_of_memory import OutOfMemoryError, is_out_of_memory
 from auto3d.runtime.waiting import PeerLostError, WaitTimeoutError
 from auto3d.runtime.world import World
 from launch.output import stdout_to_stderr
@@ -164,14 +165,15 @@ def _run_rank(target: Callable[[World, Report], Any], world: World, pipe: Connec
             pipe.send(("result", target(world, lambda report: pipe.send(("report", report)))))
         except InputError as error:
             pipe.send(("failure", _Failure(Status.FAILED, str(error), refused=True)))
+        except OutOfMemoryError as error:
+            pipe.send(("failure", _Failure(Status.OOM, str(error))))
         except Exception as error:
             pipe.send(("failure", _Failure(_status(error), f"rank {world.rank}: {_last_lines(error)}")))
     pipe.close()
 
 
 def _status(error: Exception) -> Status:
-    # torch's CPU allocator raises a plain RuntimeError; these are its own words
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator: can't allocate" in str(error):
+    if is_out_of_memory(error):
         return Status.OOM
     return Status.TIMEOUT if isinstance(error, WaitTimeoutError) else Status.FAILED
 

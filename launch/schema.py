@@ -13,6 +13,7 @@ AUTO = "auto"
 LARGEST_BATCH, LARGEST_NODES, LARGEST_NODE = 10**5, 10**4, 10**3
 LARGEST_INTEGER = 2**63  # of a tensor
 LARGEST_TIME_S = 10**8
+RECOMPUTE = {"choices": ("none", "full", AUTO), "least": 0, "most": 1}
 
 
 def key(
@@ -23,12 +24,17 @@ def key(
     least: float | None = None,
     below: float | None = None,
     per_stage: type | None = None,
+    most: float | None = None,
+    values: Sequence[type] = (),
 ) -> Any:
-    """A key of the schema. A number, or each number of a list, is at least ``least`` and below ``below``.
+    """A key of the schema. A number, or each of a list, is at least ``least``, at most ``most``, below ``below``.
 
+    With ``choices`` and ``most`` it is one of these words or such a number. ``values`` are the types of a mapping's.
     ``per_stage``: it takes one number, of that type, or a list of them with one for each stage.
     """
-    metadata = {"meaning": meaning, "choices": tuple(choices), "least": least, "below": below, "per_stage": per_stage}
+    limits = {"least": least, "below": below, "most": most}
+    kinds = {"values": tuple(values), "per_stage": per_stage}
+    metadata = {"meaning": meaning, "choices": tuple(choices), **kinds, **limits}
     if isinstance(default, (list, dict)):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -70,6 +76,11 @@ class ClusterRecipe:
         4, "processes per machine: one per GPU, or as many as a CPU should run", least=1, below=LARGEST_NODE
     )
     device: str = key("cpu", "what a process computes on", choices=("cpu", "cuda"))
+    memory_gib: float | None = key(
+        None,
+        "GiB that a process may fill on its device: plans that need more are refused; none: not known",
+        least=0.001,
+    )
 
 
 @dataclass
@@ -122,6 +133,7 @@ class SearchRecipe:
     pp: Any = key(AUTO, "pipeline depths: a list, or auto: every divisor of the devices", least=1)
     micro_batch_size: Any = key(AUTO, "samples: a list, or auto: every power of 2 up to the global batch", least=1)
     schedule: Any = key(AUTO, "pipeline schedules: a list, or auto: all synchronous ones", choices=tuple(SCHEDULES))
+    recompute: Any = key(["none"], "what stages recompute: a list of what plan.recompute takes", **RECOMPUTE)
     allow_idle_devices: bool = key(False, "also try plans that use fewer devices than the cluster has")
     max_trials: int = key(64, "plans that a sweep runs at most", least=1)
 
@@ -145,6 +157,15 @@ class PlanRecipe:
     pp: int = key(1, "pipeline depth", least=1)
     micro_batch_size: int = key(1, "samples", least=1)
     schedule: str = key("1f1b", "the pipeline schedule", choices=tuple(SCHEDULES))
+    schedule_options: dict[str, Any] = key(
+        {}, "the schedule's own options, as in {chunks: 4, sync: eager}", values=(int, str)
+    )
+    recompute: int | float | str = key(
+        "none",
+        "what stages run again for the backward; a number: all but this share of the first stage's subgraphs, and of "
+        "the others' as large a share as costs equal memory; auto: the largest for which cluster.memory_gib has room",
+        **RECOMPUTE,
+    )
 
 
 @dataclass
@@ -189,9 +210,11 @@ def accepts(schema: type, name: str, value: Any) -> bool:
     if is_axis(schema, name):
         if value == AUTO:
             return True
-        kind = str if metadata["choices"] else int
-        if not isinstance(value, list) or not value or any(type(one) is not kind for one in value):
+        kinds = _kinds(metadata)
+        if not isinstance(value, list) or not value or any(type(one) not in kinds for one in value):
             return False
+    if isinstance(value, dict) and metadata["values"]:
+        return all(type(one) in metadata["values"] for one in value.values())
     if value is None or isinstance(value, dict):
         return True  # left out, or checked key by key
     if metadata["per_stage"] is not None:
@@ -202,12 +225,19 @@ def accepts(schema: type, name: str, value: Any) -> bool:
 
 
 def _within(metadata: Mapping[str, Any], value: Any) -> bool:
-    if metadata["choices"]:
+    if metadata["choices"] and type(value) not in (int, float):
         return value in metadata["choices"]
     if isinstance(value, float) and not math.isfinite(value):
         return False
-    least, below = metadata["least"], metadata["below"]
-    return (least is None or value >= least) and (below is None or value < below)
+    least, below, most = metadata["least"], metadata["below"], metadata["most"]
+    return (least is None or value >= least) and (below is None or value < below) and (most is None or value <= most)
+
+
+def _kinds(metadata: Mapping[str, Any]) -> tuple[type, ...]:
+    """The types of an axis's values."""
+    if metadata["choices"]:
+        return (str,) if metadata["most"] is None else (str, int, float)
+    return (int,)
 
 
 def _field(schema: type, name: str) -> Field:
@@ -221,9 +251,13 @@ def accepted(schema: type, name: str) -> str:
     bound = "".join(f" {words} {number}" for words, number in bounds.items() if number is not None)
     if item.metadata["choices"]:
         names = ", ".join(item.metadata["choices"])
+        if item.metadata["most"] is not None:
+            names += f", or a number from {item.metadata['least']} to {item.metadata['most']}"
         return f"auto or a list of {names}" if is_axis(schema, name) else f"one of {names}"
     if item.metadata["per_stage"] is not None:
         return f"{_WORDS[item.metadata['per_stage']][0]}, or a list with one for each stage,{bound}"
+    if item.metadata["values"]:
+        return "names, each with a whole number or a text"
     return f"{_type_in_words(get_type_hints(schema)[name])}{bound}"
 
 

@@ -15,6 +15,21 @@ def cluster(recipe: Recipe) -> Cluster:
         nodes=recipe.cluster.nodes,
         devices_per_node=recipe.cluster.devices_per_node,
         device=recipe.cluster.device,
+        memory_bytes=None if recipe.cluster.memory_gib is None else recipe.cluster.memory_gib * 2**30,
+    )
+
+
+def optimizer_settings(recipe: Recipe) -> OptimizerSettings:
+    training = recipe.training
+    return OptimizerSettings(
+        optimizer=training.optimizer,
+        learning_rate=training.learning_rate,
+        weight_decay=training.weight_decay,
+        momentum=training.momentum,
+        betas=tuple(training.betas),
+        learning_rate_schedule=training.learning_rate_schedule,
+        warmup_iterations=training.warmup_iterations,
+        clip_norm=training.clip_norm,
     )
 
 
@@ -22,16 +37,7 @@ def training_settings(recipe: Recipe, *, iterations: int) -> TrainingSettings:
     training = recipe.training
     return TrainingSettings(
         iterations=iterations,
-        optimizer=OptimizerSettings(
-            optimizer=training.optimizer,
-            learning_rate=training.learning_rate,
-            weight_decay=training.weight_decay,
-            momentum=training.momentum,
-            betas=tuple(training.betas),
-            learning_rate_schedule=training.learning_rate_schedule,
-            warmup_iterations=training.warmup_iterations,
-            clip_norm=training.clip_norm,
-        ),
+        optimizer=optimizer_settings(recipe),
         device=device(recipe),
         threads_per_rank=training.threads_per_rank,
         timeout_s=training.timeout_s,
@@ -60,5 +66,6 @@ def search_space(recipe: Recipe) -> SearchSpace:
         pp=search.pp,
         micro_batch_size=search.micro_batch_size,
         schedule=search.schedule,
+        recompute=search.recompute,
         allow_idle_devices=search.allow_idle_devices,
     )

@@ -113,7 +113,7 @@ def measurements_of(recipe: LoadedRecipe, sweep: Sweep) -> list[Measurement]:
 
 def settings_digest(recipe: LoadedRecipe) -> str:
     """Equal for recipes whose sweeps, on one machine, have the same trials."""
-    return _digest([_measured(recipe), asdict(recipe.values.search)])
+    return _digest([_measured(recipe), asdict(recipe.values.search), recipe.values.cluster.memory_gib])
 
 
 def _measured(recipe: LoadedRecipe) -> dict[str, Any]:
@@ -122,6 +122,7 @@ def _measured(recipe: LoadedRecipe) -> dict[str, Any]:
     measured = {group: values[group] for group in ("model", "data", "cluster", "training", "emulation", "measure")}
     del measured["training"]["iterations"]  # of `auto3d train`; a trial has its own
     del measured["training"]["timeout_s"]
+    del measured["cluster"]["memory_gib"]  # decides which plans there are, not what one of them does
     return measured
 
 

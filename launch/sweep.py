@@ -14,7 +14,7 @@ import submitit
 
 from auto3d.capture.graph import Graph
 from auto3d.runtime.measurement import Measurement, Status
-from auto3d.runtime.training import samples_at_once
+from auto3d.schedule import samples_at_once
 from launch import candidates
 from launch.model import captured_model, initial_weights
 from launch.ranks import check_devices
@@ -56,8 +56,7 @@ def run_sweep(recipe: LoadedRecipe, *, retry: bool, watcher: Watcher) -> None:
     On SIGINT or SIGTERM the running trials are ended, and KeyboardInterrupt is raised; what has ended stays.
     """
     values = recipe.values
-    if values.cluster.nodes > 1:
-        raise recipe.error("cluster.nodes", f"found {values.cluster.nodes}; a sweep runs on one machine: it takes 1")
+    check_one_machine(recipe)
 
     @cache
     def graph_at(micro_batch_size: int) -> Graph:
@@ -76,10 +75,17 @@ def run_sweep(recipe: LoadedRecipe, *, retry: bool, watcher: Watcher) -> None:
         kept = {trial: one for trial, one in ended.items() if one.status in FINAL or not retry}
         pending = [trial for trial in trials if trial not in kept]
         watcher.begin(len(pending), list(kept.items()), left_out)
-        _run_trials(recipe, pending, watcher)
+        run_trials(recipe, pending, watcher)
 
 
-def _run_trials(recipe: LoadedRecipe, pending: list[Trial], watcher: Watcher) -> None:
+def check_one_machine(recipe: LoadedRecipe) -> None:
+    nodes = recipe.values.cluster.nodes
+    if nodes > 1:
+        raise recipe.error("cluster.nodes", f"found {nodes}; a sweep runs on one machine: it takes 1")
+
+
+def run_trials(recipe: LoadedRecipe, pending: list[Trial], watcher: Watcher) -> None:
+    """Run ``pending``, which it empties, a few at a time; ``watcher`` hears of the start and the end of each."""
     total = len(pending)
     running: dict[Trial, submitit.Job] = {}
     number = 0

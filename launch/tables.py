@@ -11,7 +11,9 @@ from typing import Any
 
 from tabulate import tabulate
 
+from auto3d.plan import Plan
 from auto3d.runtime.measurement import Measurement, Status
+from auto3d.schedule import schedule_of
 from launch.recipe import LoadedRecipe, load
 from launch.settings import emulation
 from launch.store import StoreError, last_sweep, measurements_of, settings_digest, write_whole
@@ -24,6 +26,7 @@ HEADINGS = {
     "pp": "pp",
     "micro_batch_size": "micro-\nbatch",
     "schedule": "schedule",
+    "recompute": "recomputed",
     "iteration_s": "s per\niteration",
     "spread_s": "spread\n(s)",
     "samples_per_s": "samples\nper s",
@@ -31,7 +34,6 @@ HEADINGS = {
     "peak_bytes": "peak\n(MiB)",
     "status": "status",
 }
-EMULATED_HEADINGS = HEADINGS | {"devices": "devices"}  # that they are emulated, on every row
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,7 @@ def _row(measurement: Measurement) -> dict[str, Any]:
         "pp": plan.pp,
         "micro_batch_size": plan.micro_batch_size,
         "schedule": plan.schedule,
+        "recompute": _recomputed(plan),
         "iteration_s": measurement.median_s if ok else None,
         "spread_s": measurement.spread_s if ok else None,
         "samples_per_s": measurement.samples_per_s if ok else None,
@@ -167,9 +170,25 @@ def _row(measurement: Measurement) -> dict[str, Any]:
     }
 
 
+def _recomputed(plan: Plan) -> str:
+    """The share of all operations that run twice."""
+    stages = [plan.stages[stage] for stage in schedule_of(plan).recompute]
+    again = sum(_count(stage.operations) - _count(stage.kept) for stage in stages)
+    return f"{again / sum(_count(stage.operations) for stage in plan.stages):.0%}" if again else "none"
+
+
+def _count(ranges: Sequence[tuple[int, int]]) -> int:
+    return sum(last - first for first, last in ranges)
+
+
 def _columns(records: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Name -> heading."""
-    return EMULATED_HEADINGS if any(record["devices"] == "emulated" for record in records) else HEADINGS
+    """Name -> heading, of what tells the trials apart."""
+    columns = dict(HEADINGS)
+    if all(record["recompute"] == "none" for record in records):  # as in most sweeps
+        del columns["recompute"]
+    if any(record["devices"] == "emulated" for record in records):
+        columns["devices"] = "devices"  # on every row
+    return columns
 
 
 def _cells(record: dict[str, Any], columns: Collection[str]) -> list[str]:

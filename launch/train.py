@@ -3,19 +3,23 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from rich.console import Console
 
+from auto3d.capture.model import CapturedModel
 from auto3d.errors import InputError
 from auto3d.plan import Plan, PlanError
 from auto3d.runtime.executor import IterationResult
 from auto3d.runtime.measurement import Status
-from auto3d.runtime.training import TrainingResult, samples_at_once, stages_of, train
+from auto3d.runtime.out_of_memory import OutOfMemoryError
+from auto3d.runtime.training import TrainingResult, stages_of, train
 from auto3d.runtime.waiting import PeerLostError
 from auto3d.runtime.world import World
+from auto3d.schedule import samples_at_once
 from launch import candidates
 from launch.data import data_settings
 from launch.join import joined_world
@@ -35,15 +39,16 @@ def run_training(
     values = recipe.values
     world = joined_world()
     given = _read_plan(recipe, plan_file) if plan_file else None
-    wanted = given or _plan_of(recipe)
+    wanted = given or plan_of(recipe)
     _check_processes(recipe, world, wanted.dp * wanted.tp * wanted.pp)
-    with at_work(console, "capturing the model"):
-        captured = captured_model(recipe, samples_at_once(given) if given else wanted.micro_batch_size)
-    if given is None:
-        candidate = candidates.of_plan(recipe, wanted, captured.graph)
-        if candidate.plan is None:
-            raise recipe.error("plan", candidate.reason)
-    plan = given or candidate.plan
+
+    @cache
+    def captured_at(micro_batch_size: int) -> CapturedModel:
+        with at_work(console, "capturing the model"):
+            return captured_model(recipe, micro_batch_size)
+
+    plan = given or candidates.of_plan(recipe, wanted, lambda size: captured_at(size).graph)
+    captured = captured_at(samples_at_once(plan))
     with _errors_naming(plan_file):
         stages_of(captured, plan)  # refuses a plan of another model
     settings = training_settings(values, iterations=values.training.iterations)
@@ -62,7 +67,7 @@ def run_training(
     if world is not None:
         try:
             result = _run_joined(world, run, console, settings.iterations)
-        except (PeerLostError, TimeoutError) as error:  # another rank ended or hangs; its own output tells why
+        except (OutOfMemoryError, PeerLostError, TimeoutError) as error:  # of another rank, its own output tells why
             console.print(f"auto3d: {error}", markup=False, soft_wrap=True)
             return 1
         if world.rank == 0:
@@ -101,7 +106,8 @@ def _run_joined(
             return run(world, on_report)
 
 
-def _plan_of(recipe: LoadedRecipe) -> PlanRecipe:
+def plan_of(recipe: LoadedRecipe) -> PlanRecipe:
+    """The recipe's own plan; raises RecipeError where it has none."""
     if recipe.values.plan is None:
         problem = "the recipe has none; give --plan FILE, or plan.dp=… plan.pp=… plan.micro_batch_size=…"
         raise recipe.error("plan", problem)

@@ -8,8 +8,9 @@ from pathlib import Path
 from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.runtime.measurement import Environment, Measurement, Status
-from auto3d.runtime.training import TrainingResult, samples_at_once, train
+from auto3d.runtime.training import TrainingResult, train
 from auto3d.runtime.world import World
+from auto3d.schedule import samples_at_once
 from launch.data import data_settings
 from launch.model import captured_model, initial_weights
 from launch.ranks import Report, die_with_parent, end_with, run_ranks

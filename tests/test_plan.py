@@ -1,6 +1,7 @@
 """A Plan is complete, consistent, and survives its JSON form."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -21,8 +22,14 @@ PLAN = Plan(
 )
 
 
+def keeping(*kept: list[int]) -> list[dict]:
+    return [{"operations": [[0, 7]]}, {"operations": [[7, 20]], "kept": kept}]
+
+
 def test_json_gives_the_same_plan_back():
     assert Plan.from_json(PLAN.to_json()) == PLAN
+    kept = replace(PLAN, stages=(StagePlan(operations=((0, 7),)), StagePlan(operations=((7, 20),), kept=((9, 20),))))
+    assert Plan.from_json(kept.to_json()) == kept
     assert PLAN.micro_batches == 4
 
 
@@ -37,13 +44,17 @@ def test_json_gives_the_same_plan_back():
         ({"tp": 2}, ["tp: 2", "must be 1"]),
         ({"pp": 3}, ["2 stages for pp = 3"]),
         ({"colour": 1}, ["colour: unknown", "dp, tp, pp"]),
-        ({"schema": 99}, ["schema: 99", "reads 2"]),
+        ({"schema": 99}, ["schema: 99", "reads 3"]),
         ({"stages": [{"operations": [[0, 7]]}, {"operations": [[8, 20]]}]}, ["8 to 20 follows operation 7"]),
         ({"stages": [{"operations": [[0, 7]]}, {"operations": [[6, 20]]}]}, ["6 to 20 follows operation 7"]),
         ({"stages": [{"operations": [[0, 7]]}, {"operations": [[7, 7]]}]}, ["7 to 7 follows"]),
         ({"stages": [{"operations": [[1, 7]]}, {"operations": [[7, 9]]}]}, ["1 to 7 follows operation 0"]),
         ({"stages": [{"operations": [[0, 7]]}, {"operations": []}]}, ["has no operations"]),
         ({"stages": [{"operations": [[0, 7, 9]]}, {"operations": [[7, 9]]}]}, ["stages.0.operations"]),
+        ({"stages": keeping([9, 9])}, ["stage 1 keeps 9 to 9"]),
+        ({"stages": keeping([7, 9], [8, 12])}, ["stage 1 keeps 8 to 12", "follow"]),
+        ({"stages": keeping([6, 20])}, ["stage 1 keeps 6 to 20", "lie in"]),
+        ({"stages": keeping([7])}, ["stages.1.kept"]),
         ({"placement": [[0, 1], [2, 2]]}, ["placement", "0 to 3 once"]),
         ({"placement": [[0], [1, 2, 3]]}, ["placement", "lists of dp = 2"]),
     ],

@@ -10,10 +10,12 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from auto3d.cost.memory import DeviceMemory
 from auto3d.runtime.data import Batches
 from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.gradient_sync import GradientSync
 from auto3d.runtime.lowering import Message, Program, Replica, Step
+from auto3d.runtime.out_of_memory import out_of_memory_in
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage import StageModule
 from auto3d.runtime.waiting import wait, waiting_for
@@ -45,6 +47,7 @@ class Executor:
         micro_batches: int,
         clip_norm: float,
         device: torch.device,
+        predicted: DeviceMemory,
         timeout_s: float,
     ) -> None:
         self._stages = stages
@@ -57,6 +60,7 @@ class Executor:
         self._micro_batches = micro_batches
         self._clip_norm = clip_norm
         self._device = device
+        self._predicted = predicted
         self._timeout_s = timeout_s
         self._program: Program | None = None  # that runs
         self._unsynced: set[Replica] = set()  # whose gradient sync has not begun since its last update
@@ -82,7 +86,8 @@ class Executor:
         """
         self._start(program, first_iteration)
         for step in program.steps:
-            self._run[step.operation.kind](step)
+            with out_of_memory_in(step.operation, self._predicted):
+                self._run[step.operation.kind](step)
             if step.operation.kind is Kind.UPDATE and step is not program.steps[-1] and self._iteration_is_over():
                 yield from self._end_iteration()
         self._exchange.end()

@@ -26,6 +26,11 @@ class OptimizerSettings:
     clip_norm: float  # of the global gradient norm; 0 does not clip
 
 
+def state_copies(settings: OptimizerSettings) -> int:
+    """How many values the optimizer keeps for each one that is trained."""
+    return {"adamw": 2, "sgd": int(settings.momentum > 0)}.get(settings.optimizer, 0)
+
+
 def build_optimizer(
     parameters: Sequence[nn.Parameter], settings: OptimizerSettings, *, iterations: int
 ) -> tuple[torch.optim.Optimizer, LRScheduler]:

@@ -4,11 +4,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
+from auto3d.capture.graph import Graph
 from auto3d.capture.model import CapturedModel
+from auto3d.partition.segment import Segment, segments
 from auto3d.partition.stage import Stage
 from auto3d.runtime.randomness import Randomness
-from auto3d.runtime.stage_program import stage_program
+from auto3d.runtime.stage_program import segment_program
 from auto3d.runtime.weight_gradients import PutOff
 from auto3d.runtime.weight_versions import WeightVersions
 
@@ -17,10 +20,28 @@ from auto3d.runtime.weight_versions import WeightVersions
 class _InFlight:
     """What a micro-batch's backward needs from its forward."""
 
-    received: list[torch.Tensor]  # leaves of the stage's autograd graph, of this stage alone
-    inputs: list[torch.Tensor]
-    written: list[torch.Tensor]  # the buffers that it writes to as it found them, where it must be run again
-    outputs: list[torch.Tensor] | None  # None where the forward kept nothing and must be run again
+    received: dict[str, torch.Tensor]  # leaves of the stage's autograd graph, of this stage alone
+    values: dict[str, torch.Tensor]  # all that segments take: the received, the inputs, and leaves between segments
+    found: list[dict[str, torch.Tensor]]  # per segment the buffers that it writes to as it found them, if it runs again
+    outputs: list[list[torch.Tensor] | None]  # per segment; None where the forward kept nothing
+
+
+class _Segment:
+    """One segment as it runs."""
+
+    def __init__(self, segment: Segment, module: nn.Module, captured: CapturedModel) -> None:
+        self.kept, self.takes, self.gives = segment.kept, segment.takes, segment.gives
+        self._state = segment.state
+        self._written = captured.graph.written_buffers.intersection(segment.state)
+        self._module = module
+
+    def found(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copies of the buffers that it writes to."""
+        return {name: state[name].clone() for name in self._written}
+
+    def run(self, state: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """What it gives."""
+        return self._module(*(state[name] for name in self._state), *(values[name] for name in self.takes))
 
 
 class StageModule:
@@ -29,8 +50,9 @@ class StageModule:
     ``tensors`` holds at least the stage's state, by name, on ``device``; parameters among them collect gradients in
     their ``.grad``, and each micro-batch sees the version of them that ``weights`` has for it. A micro-batch's loss
     counts ``loss_weight``, so that the sum over the micro-batches of an update, and over replicas, is the mean.
-    A stage that recomputes keeps no more of its forward than what it was given; one that splits its backward leaves
-    the gradients of its weights to ``backward_weight``.
+    A stage that recomputes keeps no more of its forward than the activations of the operations ``kept`` (ranges of
+    their positions), what it was given, and what passes between the two; one that splits its backward leaves the
+    gradients of its weights to ``backward_weight``.
     """
 
     def __init__(
@@ -43,22 +65,34 @@ class StageModule:
         randomness: Randomness,
         device: torch.device,
         recompute: bool = False,
+        kept: Sequence[tuple[int, int]] = (),
         split_backward: bool = False,
     ) -> None:
         self.stage = stage
         self.sent = list(dict.fromkeys(transfer.value.name for transfer in stage.sent))
         self.losses: dict[int, torch.Tensor] = {}  # micro-batch -> its weighted loss, until it is taken
         self._loss_name = captured.graph.loss if stage.has_loss else None
-        self._outputs = list(dict.fromkeys([*self.sent, *([self._loss_name] if stage.has_loss else [])]))
         self._put_off = PutOff() if split_backward else None
-        self._module = stage_program(
-            stage, captured, self._outputs, randomness=randomness, device=device, put_off=self._put_off
-        )
-        self.weights = WeightVersions([tensors[name] for name in stage.state])
-        self._written = [tensors[name] for name in stage.state if name in captured.graph.written_buffers]
+        self.weights = WeightVersions({name: tensors[name] for name in stage.state})
+        if not recompute:
+            kept = [(0, len(captured.graph.nodes))]
+        self._segments = [
+            _Segment(
+                segment,
+                segment_program(segment, captured, randomness=randomness, device=device, put_off=self._put_off),
+                captured,
+            )
+            for segment in segments(captured.graph, stage, kept)
+        ]
+        between = {name for segment in self._segments for name in segment.gives}
+        self._between = {  # value that passes between segments -> whether it has a gradient
+            name: _has_gradient(captured.graph, name)
+            for segment in self._segments
+            for name in segment.takes
+            if name in between
+        }
         self._loss_weight = loss_weight
         self._randomness = randomness
-        self._recompute = recompute
         self._in_flight: dict[int, _InFlight] = {}
         self._weight_work: dict[int, list[Callable[[], None]]] = {}
 
@@ -66,31 +100,33 @@ class StageModule:
         self, micro_batch: int, received: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Run ``micro_batch``; returns the values to send, contiguous and free of autograd."""
-        in_flight = _InFlight(
-            received=[
-                received[transfer.value.name].detach().requires_grad_(transfer.value.differentiable)
-                for transfer in self.stage.received
-            ],
-            inputs=[inputs[name] for name in self.stage.inputs],
-            written=_copies(self._written) if self._recompute else [],
-            outputs=None,
-        )
+        leaves = {
+            transfer.value.name: received[transfer.value.name].detach().requires_grad_(transfer.value.differentiable)
+            for transfer in self.stage.received
+        }
+        in_flight = _InFlight(leaves, {**inputs, **leaves}, [], [])
         self._in_flight[micro_batch] = in_flight
-        with torch.set_grad_enabled(not self._recompute):
-            outputs = self._run(micro_batch, in_flight)
-        if not self._recompute:
-            in_flight.outputs = outputs
+        self._randomness.micro_batch = micro_batch
+        state = self.weights.of(micro_batch)
+        made: dict[str, torch.Tensor] = {}
+        for segment in self._segments:
+            in_flight.found.append({} if segment.kept else segment.found(state))
+            with torch.set_grad_enabled(segment.kept):
+                outputs = segment.run(state, in_flight.values)
+            in_flight.outputs.append(outputs if segment.kept else None)
+            for name, output in zip(segment.gives, outputs, strict=True):
+                made[name] = output.detach()
+                if name in self._between:
+                    in_flight.values[name] = output.detach().requires_grad_(self._between[name])
         if self.stage.has_loss:
-            self.losses[micro_batch] = outputs[self._outputs.index(self._loss_name)].detach() * self._loss_weight
-        return {name: output.detach().contiguous() for name, output in zip(self.sent, outputs, strict=False)}
+            self.losses[micro_batch] = made[self._loss_name] * self._loss_weight
+        return {name: made[name].contiguous() for name in self.sent}
 
     def recompute(self, micro_batch: int) -> None:
-        """Make again what the forward of ``micro_batch`` dropped, with the buffers that it found, which stay as now."""
-        in_flight = self._in_flight[micro_batch]
-        now = _copies(self._written)
-        _overwrite(self._written, in_flight.written)
-        in_flight.outputs = self._run(micro_batch, in_flight)
-        _overwrite(self._written, now)
+        """Make again what the forward of ``micro_batch`` dropped."""
+        for number, segment in enumerate(self._segments):
+            if not segment.kept:
+                self._run_again(number, micro_batch)
 
     def backward(self, micro_batch: int, gradients: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Run the backward of ``micro_batch``, given each sent value's gradients from the stages that used it.
@@ -105,25 +141,22 @@ class StageModule:
     def backward_input(
         self, micro_batch: int, gradients: Mapping[str, Sequence[torch.Tensor]]
     ) -> dict[str, torch.Tensor]:
-        """As ``backward``, without what a split backward puts off."""
-        if self._in_flight[micro_batch].outputs is None:
-            self.recompute(micro_batch)
-        in_flight = self._in_flight.pop(micro_batch)
-        outputs, output_gradients = [], []
-        for name, output in zip(self._outputs, in_flight.outputs, strict=True):
-            arrived = list(gradients.get(name, ()))
-            if name == self._loss_name:
-                arrived.append(torch.full_like(output, self._loss_weight))
-            if arrived and output.requires_grad:
-                outputs.append(output)
-                output_gradients.append(sum(arrived[1:], start=arrived[0]))
-        if outputs:
-            torch.autograd.backward(outputs, output_gradients)
+        """As ``backward``, without what a split backward puts off.
+
+        From the last segment to the first: where there was no ``recompute``, each is run again only when the
+        activations of those after it are gone.
+        """
+        in_flight = self._in_flight[micro_batch]
+        for number in reversed(range(len(self._segments))):
+            if in_flight.outputs[number] is None:
+                self._run_again(number, micro_batch)
+            self._backward_of(number, in_flight, gradients)
+        del self._in_flight[micro_batch]
         if self._put_off is not None:
             self._weight_work[micro_batch] = self._put_off.take()
         return {
-            transfer.value.name: leaf.grad.contiguous() if leaf.grad is not None else torch.zeros_like(leaf)
-            for transfer, leaf in zip(self.stage.received, in_flight.received, strict=True)
+            name: leaf.grad.contiguous() if leaf.grad is not None else torch.zeros_like(leaf)
+            for name, leaf in in_flight.received.items()
             if leaf.requires_grad
         }
 
@@ -134,15 +167,30 @@ class StageModule:
             work()
         self.weights.end(micro_batch)
 
-    def _run(self, micro_batch: int, in_flight: _InFlight) -> list[torch.Tensor]:
+    def _run_again(self, number: int, micro_batch: int) -> None:
+        """Run one segment on the buffers as it found them the first time: the stage's own are not written twice."""
+        in_flight = self._in_flight[micro_batch]
         self._randomness.micro_batch = micro_batch
-        return self._module(*self.weights.of(micro_batch), *in_flight.received, *in_flight.inputs)
+        in_flight.outputs[number] = self._segments[number].run(
+            {**self.weights.of(micro_batch), **in_flight.found[number]}, in_flight.values
+        )
+
+    def _backward_of(self, number: int, in_flight: _InFlight, gradients: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        """Backward through one segment, whose activations are given back."""
+        outputs, in_flight.outputs[number] = in_flight.outputs[number], []
+        used, output_gradients = [], []
+        for name, output in zip(self._segments[number].gives, outputs, strict=True):
+            arrived = list(gradients.get(name, ()))
+            if name == self._loss_name:
+                arrived.append(torch.full_like(output, self._loss_weight))
+            if name in self._between and in_flight.values[name].grad is not None:
+                arrived.append(in_flight.values[name].grad)
+            if arrived and output.requires_grad:
+                used.append(output)
+                output_gradients.append(sum(arrived[1:], start=arrived[0]))
+        if used:
+            torch.autograd.backward(used, output_gradients)
 
 
-def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor.clone() for tensor in tensors]
-
-
-def _overwrite(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    for tensor, value in zip(tensors, values, strict=True):
-        tensor.copy_(value)
+def _has_gradient(graph: Graph, name: str) -> bool:
+    return graph.value(name).differentiable and not graph.nodes[graph.producer[name]].from_inputs

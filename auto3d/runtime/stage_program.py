@@ -1,7 +1,6 @@
-"""A stage's piece of the captured program as a module that runs: on its device, seeded, and split if asked."""
+"""A segment's piece of the captured program as a module that runs: on its device, seeded, and split if asked."""
 
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,39 +9,38 @@ from torch.utils._pytree import tree_map_only
 
 from auto3d.capture.describe import is_random
 from auto3d.capture.model import CapturedModel
-from auto3d.partition.stage import Stage
+from auto3d.partition.segment import Segment
 from auto3d.runtime.randomness import Randomness, SeededOperation
 from auto3d.runtime.weight_gradients import PutOff, SplitOperation, can_be_split
 
 
-def stage_program(
-    stage: Stage,
+def segment_program(
+    segment: Segment,
     captured: CapturedModel,
-    outputs: Sequence[str],
     *,
     randomness: Randomness,
     device: torch.device,
     put_off: PutOff | None,
 ) -> fx.GraphModule:
-    """A module that takes the stage's state, received values and inputs, in this order, and returns ``outputs``.
+    """A module that takes the segment's state and the values that it takes, in this order, and returns what it gives.
 
     With ``put_off``, its backward leaves the gradients of weights there, where it can.
     """
     names = {**captured.exported.parameters, **captured.exported.buffers}
     source = {node.name: node for node in captured.exported.program.nodes}
     graph = fx.Graph()
-    state = {name: graph.placeholder(f"state_{position}") for position, name in enumerate(stage.state)}
+    state = {name: graph.placeholder(f"state_{position}") for position, name in enumerate(segment.state)}
     env: dict[fx.Node, fx.Node] = {}
     for node in captured.exported.program.find_nodes(op="placeholder"):
         name = names.get(node.name, node.name)
         if name in state:
             env[node] = state[name]
-    for position, name in enumerate((*(transfer.value.name for transfer in stage.received), *stage.inputs)):
+    for position, name in enumerate(segment.takes):
         env[source[name]] = graph.placeholder(f"given_{position}")
 
     operation_number = {node.name: number for number, node in enumerate(captured.graph.nodes)}
-    own = set(stage.nodes)
-    trained = {state[name] for name in stage.state if name in captured.graph.parameters}
+    own = set(segment.nodes)
+    trained = {state[name] for name in segment.state if name in captured.graph.parameters}
     modules: dict[str, nn.Module] = {}
     for node in captured.exported.program.nodes:
         if node in env:
@@ -58,7 +56,7 @@ def stage_program(
         if node.name in modules:
             copy.op, copy.target = "call_module", node.name
         env[node] = copy
-    graph.output([env[source[name]] for name in outputs])
+    graph.output([env[source[name]] for name in segment.gives])
     return fx.GraphModule(modules, graph)
 
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from auto3d.capture.model import CapturedModel
+from auto3d.cost.memory import predict
 from auto3d.partition.stage import Stage, Transfer, cut
 from auto3d.plan import Plan, PlanError
 from auto3d.runtime.data import Batches, DataSettings
@@ -21,12 +22,13 @@ from auto3d.runtime.gradient_sync import GradientSync, holders
 from auto3d.runtime.lowering import Program, Replica, lower
 from auto3d.runtime.materialize import materialize
 from auto3d.runtime.memory import PeakMemory
-from auto3d.runtime.optimizer import OptimizerSettings, build_optimizer
+from auto3d.runtime.optimizer import OptimizerSettings, build_optimizer, state_copies
+from auto3d.runtime.out_of_memory import out_of_memory_in
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage import StageModule
 from auto3d.runtime.waiting import waiting_for
 from auto3d.runtime.world import World, join, leave
-from auto3d.schedule import SCHEDULES, build_schedule
+from auto3d.schedule import SCHEDULES, samples_at_once, schedule_of
 from auto3d.schedule.asynchronous import check_trainable
 from auto3d.schedule.check import check
 from auto3d.schedule.operation import Kind, Schedule
@@ -67,11 +69,6 @@ class Rank:
     buffers: dict[str, torch.Tensor]
 
 
-def schedule_of(plan: Plan) -> Schedule:
-    """The schedule of ``plan``; raises InputError where there is none of this name, options and sizes."""
-    return build_schedule(plan.schedule, devices=plan.pp, micro_batches=plan.micro_batches, **plan.schedule_options)
-
-
 def schedules_of(plan: Plan, iterations: int) -> list[Schedule]:
     """Schedules of ``plan`` that together are ``iterations`` iterations, each flushed before the next begins.
 
@@ -87,20 +84,6 @@ def schedules_of(plan: Plan, iterations: int) -> list[Schedule]:
         schedule_of(replace(plan, schedule_options={**plan.schedule_options, "iterations": length}))
         for length in [most] * whole + [rest] * (rest > 0)
     ]
-
-
-def samples_at_once(plan: Plan) -> int:
-    """How many samples an operation of ``plan`` runs: a micro-batch, or a part of one where the schedule halves them.
-
-    The model is captured at this size. Raises PlanError where a micro-batch has no such parts.
-    """
-    parts = schedule_of(plan).parts
-    if plan.micro_batch_size % parts:
-        raise PlanError(
-            f"micro_batch_size: {plan.micro_batch_size}; schedule {plan.schedule} runs it in {parts} parts: "
-            f"it must be a multiple of {parts}"
-        )
-    return plan.micro_batch_size // parts
 
 
 def stages_of(captured: CapturedModel, plan: Plan) -> tuple[Stage, ...]:
@@ -150,6 +133,8 @@ def build_rank(
     transfers = [transfer for stage in stages for transfer in stage.received]
     position, replica = _coordinates(plan, world.rank)
     programs = _programs(schedules, transfers, position)
+    copies = state_copies(settings.optimizer)
+    predicted = predict(captured.graph, plan, schedule, optimizer_copies=copies)[position]
     micro_batches = plan.micro_batches * schedule.parts
     first_micro_batch = replica * micro_batches
     randomness = Randomness(plan.seed, first_micro_batch=first_micro_batch, micro_batches=micro_batches, device=device)
@@ -160,8 +145,9 @@ def build_rank(
     names = list(dict.fromkeys(name for stage in own.values() for name in stage.state if name not in constants))
     made: dict[str, torch.Tensor] = {}
     if emulation is None:
-        initial = materialize(captured.exported.build, names, seed=plan.seed, state=state)
-        made = {name: tensor.to(device) for name, tensor in initial.items()}
+        with out_of_memory_in("the making of its weights", predicted):
+            initial = materialize(captured.exported.build, names, seed=plan.seed, state=state)
+            made = {name: tensor.to(device) for name, tensor in initial.items()}
     parameters = {
         name: nn.Parameter(tensor, requires_grad=name in trained)
         for name, tensor in made.items()
@@ -184,7 +170,8 @@ def build_rank(
     own_trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     all_holders = holders(plan, schedule, stages, trained)
     if emulation is None:
-        sync = GradientSync(own_trained, all_holders, timeout_s=settings.timeout_s)
+        with out_of_memory_in("the making of its gradients", predicted):
+            sync = GradientSync(own_trained, all_holders, timeout_s=settings.timeout_s)
     else:
         sync = EmulatedSync(
             {name: captured.graph.parameters[name] for name in names if name in trained},
@@ -204,6 +191,7 @@ def build_rank(
                 randomness=randomness,
                 device=device,
                 recompute=replica[0] in schedule.recompute,
+                kept=plan.stages[replica[0]].kept,
                 split_backward=replica[0] in split,
             )
             for replica, stage in own.items()
@@ -237,6 +225,7 @@ def build_rank(
         micro_batches=micro_batches,
         clip_norm=settings.optimizer.clip_norm,
         device=device,
+        predicted=predicted,
         timeout_s=settings.timeout_s,
     )
     return Rank(executor=executor, programs=programs, parameters=parameters, buffers=buffers)

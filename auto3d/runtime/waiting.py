@@ -5,8 +5,9 @@ from contextlib import contextmanager
 from datetime import timedelta
 from time import monotonic
 
-import torch
 import torch.distributed as dist
+
+from auto3d.runtime.out_of_memory import is_out_of_memory
 
 
 class WaitTimeoutError(TimeoutError):
@@ -23,9 +24,9 @@ def waiting_for(what: str, timeout_s: float) -> Iterator[None]:
     start = monotonic()
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise
     except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
         if monotonic() - start >= timeout_s * 0.99:
             raise WaitTimeoutError(f"rank {dist.get_rank()} waited {timeout_s:g} s for {what}") from error
         cause = str(error).splitlines()[0].split(". ")[0]

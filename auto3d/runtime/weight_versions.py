@@ -1,7 +1,7 @@
 """The versions of one stage's weights: what a micro-batch ran its forward with stays until its backward has run."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
@@ -15,7 +15,7 @@ class WeightVersions:
     add their gradients to the one ``.grad`` of their parameter, which must be there already. Buffers have no versions.
     """
 
-    def __init__(self, state: Sequence[torch.Tensor]) -> None:
+    def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
         self._state = state
         self._version_of: Mapping[int, int] = {}
         self._users: Counter[int] = Counter()  # version -> micro-batches of the program that have yet to end
@@ -29,8 +29,8 @@ class WeightVersions:
         self._leaves = {0: self._leaves[self._newest]}
         self._newest = 0
 
-    def of(self, micro_batch: int) -> list[torch.Tensor]:
-        """The state that ``micro_batch`` runs with."""
+    def of(self, micro_batch: int) -> dict[str, torch.Tensor]:
+        """The state that ``micro_batch`` runs with, by name."""
         return self._leaves[self._version_of.get(micro_batch, 0)]
 
     def end(self, micro_batch: int) -> None:
@@ -43,7 +43,7 @@ class WeightVersions:
     def next(self) -> None:
         """Begin a new version, which the optimizer may then update in place."""
         if self._users[self._newest]:
-            for tensor in self._state:
+            for tensor in self._state.values():
                 if tensor.requires_grad:
                     tensor.data = tensor.data.clone()
             leaves = self._show()
@@ -52,8 +52,8 @@ class WeightVersions:
         self._newest += 1
         self._leaves[self._newest] = leaves
 
-    def _show(self) -> list[torch.Tensor]:
-        return [_leaf(tensor) if tensor.requires_grad else tensor for tensor in self._state]
+    def _show(self) -> dict[str, torch.Tensor]:
+        return {name: _leaf(tensor) if tensor.requires_grad else tensor for name, tensor in self._state.items()}
 
 
 def _leaf(parameter: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 
 from auto3d.errors import InputError
+from auto3d.plan import Plan, PlanError
 from auto3d.schedule import (
     chimera,
     early_recompute,
@@ -46,8 +47,34 @@ def build_schedule(name: str, *, devices: int, micro_batches: int, **options: in
     if devices < 1 or micro_batches < 1:
         raise InputError(f"schedule {name}: {devices} devices, {micro_batches} micro-batches; both must be 1 or more")
     family = SCHEDULES[name]
-    for option in options:
+    for option, value in options.items():
         if option not in family.options:
             takes = ", ".join(family.options) or "none"
             raise InputError(f"schedule {name}: option {option!r} is not one of its own; it takes {takes}")
+        if type(value) is not type(family.options[option]):
+            kind = "a whole number" if isinstance(family.options[option], int) else "text"
+            raise InputError(f"schedule {name}: {option} is {value!r}; it must be {kind}")
     return family.build(devices=devices, micro_batches=micro_batches, **options)
+
+
+def schedule_of(plan: Plan) -> Schedule:
+    """The schedule of ``plan``; raises InputError where there is none of this name, options and sizes."""
+    return build_schedule(plan.schedule, devices=plan.pp, micro_batches=plan.micro_batches, **plan.schedule_options)
+
+
+def samples_at_once(plan: Plan) -> int:
+    """How many samples an operation of ``plan`` runs: a micro-batch, or a part of one where the schedule halves them.
+
+    The model is captured at this size. Raises PlanError where a micro-batch has no such parts.
+    """
+    return samples_of_part(schedule_of(plan), plan.micro_batch_size)
+
+
+def samples_of_part(schedule: Schedule, micro_batch_size: int) -> int:
+    """The same of a schedule by itself."""
+    if micro_batch_size % schedule.parts:
+        raise PlanError(
+            f"micro_batch_size: {micro_batch_size}; schedule {schedule.name} runs it in {schedule.parts} parts: "
+            f"it must be a multiple of {schedule.parts}"
+        )
+    return micro_batch_size // schedule.parts

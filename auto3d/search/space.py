@@ -1,20 +1,22 @@
 """The search space: every combination of its axes, made a Plan or refused with a reason."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Literal
 
 from auto3d.capture.graph import Graph
 from auto3d.cluster import Cluster, place_ranks
+from auto3d.cost.memory import in_gib, predict
 from auto3d.errors import InputError
 from auto3d.partition.stage import cut
 from auto3d.partition.uniform import uniform
 from auto3d.plan import Plan, PlanError, check_degrees
-from auto3d.schedule import SCHEDULES, build_schedule
+from auto3d.schedule import SCHEDULES, build_schedule, samples_of_part, schedule_of
 from auto3d.schedule.asynchronous import check_trainable
 from auto3d.schedule.memory import peak_activations
 from auto3d.schedule.operation import Schedule
+from auto3d.search.recompute import AUTO, FULL, NONE, Shares, largest_share, schedule_options
 
 Axis = Sequence | Literal["auto"]
 
@@ -31,7 +33,19 @@ class SearchSpace:
     pp: Axis
     micro_batch_size: Axis
     schedule: Axis
+    recompute: Axis  # of none, full, auto, and shares from 0 to 1
     allow_idle_devices: bool  # whether a plan may use fewer devices than there are
+    schedule_options: Mapping[str, int | str] = field(default_factory=dict)  # of every schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What training asks of every plan."""
+
+    global_batch: int
+    seed: int
+    clip_norm: float  # what the gradient norm is clipped to, if above 0: not every schedule can
+    optimizer_copies: int  # of each trained parameter: the optimizer's state, where memory limits plans
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,27 +57,21 @@ class Candidate:
     pp: int
     micro_batch_size: int
     schedule: str
+    recompute: str | float
     plan: Plan | None
     reason: str
 
 
 def candidates(
-    space: SearchSpace,
-    cluster: Cluster,
-    graph_at: Callable[[int], Graph],
-    *,
-    global_batch: int,
-    seed: int,
-    clip_norm: float,
+    space: SearchSpace, cluster: Cluster, graph_at: Callable[[int], Graph], task: Task
 ) -> Iterator[Candidate]:
-    """Every combination of ``space`` in order; ``graph_at`` gives the model's Graph at a micro-batch size.
+    """Every combination of ``space`` in order; ``graph_at`` gives the model's Graph at a number of samples.
 
-    ``clip_norm`` is what training clips the gradient norm to, if above 0: not every schedule can. A size at which
-    ``graph_at`` raises InputError is no candidate (batch statistics need two samples), unless it does at all: then that
-    error is raised at the end.
+    A number at which it raises InputError is no candidate (batch statistics need two samples), unless it does at all:
+    then that error is raised at the end.
     """
     divisors = [number for number in range(1, cluster.devices + 1) if cluster.devices % number == 0]
-    sizes = [2**power for power in range(global_batch.bit_length()) if 2**power <= global_batch]
+    sizes = [2**power for power in range(task.global_batch.bit_length()) if 2**power <= task.global_batch]
 
     def values(axis: Axis, auto: Sequence) -> Sequence:
         return auto if axis == "auto" else list(dict.fromkeys(axis))
@@ -77,26 +85,30 @@ def candidates(
         values(space.micro_batch_size, sizes),
         schedules,
     ):
-        plan, reason = None, ""
-        try:
-            _check_devices(dp * tp * pp, cluster, space.allow_idle_devices)
-            check_degrees(dp=dp, tp=tp, pp=pp, global_batch=global_batch, micro_batch_size=micro_batch_size)
-            plan = make_plan(
-                graphs.at(micro_batch_size),
-                dp=dp,
-                tp=tp,
-                pp=pp,
-                global_batch=global_batch,
-                schedule=schedule,
-                seed=seed,
-            )
-            _check_trainable(plan, graphs.at(micro_batch_size), clip_norm)
-            _check_worth(schedule, schedules, devices=pp, micro_batches=plan.micro_batches)
-        except InputError as error:
-            plan, reason = None, str(error)
-        yield Candidate(
-            dp=dp, tp=tp, pp=pp, micro_batch_size=micro_batch_size, schedule=schedule, plan=plan, reason=reason
-        )
+        earlier: dict[str | float, Plan] = {}
+        for recompute in values(space.recompute, [AUTO]):
+            degrees = {"dp": dp, "tp": tp, "pp": pp, "micro_batch_size": micro_batch_size}
+            plan, reason = None, ""
+            try:
+                _check_devices(dp * tp * pp, cluster, space.allow_idle_devices)
+                check_degrees(**degrees, global_batch=task.global_batch)
+                plan = _make_plan(
+                    graphs.at,
+                    task,
+                    **degrees,
+                    schedule=schedule,
+                    options=space.schedule_options,
+                    recompute=recompute,
+                    memory_bytes=cluster.memory_bytes,
+                )
+                _check_worth(plan, schedules, space.schedule_options, recompute)
+                same = next((other for other, present in earlier.items() if present == plan), None)
+                if same is not None:
+                    raise PlanError(f"the same plan as with recompute {same}")
+                earlier[recompute] = plan
+            except InputError as error:
+                plan, reason = None, str(error)
+            yield Candidate(**degrees, schedule=schedule, recompute=recompute, plan=plan, reason=reason)
     graphs.check()
 
 
@@ -125,52 +137,102 @@ class _Graphs:
             raise found[0]
 
 
-def make_plan(graph: Graph, *, dp: int, tp: int, pp: int, global_batch: int, schedule: str, seed: int) -> Plan:
-    """The Plan of these degrees, with uniform stages and the default placement; its micro-batch size is the Graph's."""
-    micro_batches = global_batch // (dp * graph.micro_batch_size)
-    shape = build_schedule(schedule, devices=pp, micro_batches=micro_batches)
-    return Plan(
+def _make_plan(
+    graph_at: Callable[[int], Graph],
+    task: Task,
+    *,
+    dp: int,
+    tp: int,
+    pp: int,
+    micro_batch_size: int,
+    schedule: str,
+    options: Mapping[str, int | str],
+    recompute: str | float,
+    memory_bytes: float | None,
+) -> Plan:
+    """The Plan of these degrees, with uniform stages and the default placement.
+
+    Raises PlanError where its schedule cannot train the model, or a device lacks the memory for it, as far as that is
+    known.
+    """
+    micro_batches = task.global_batch // (dp * micro_batch_size)
+    own = schedule_options(schedule, options, recompute, devices=pp, micro_batches=micro_batches)
+    shape = build_schedule(schedule, devices=pp, micro_batches=micro_batches, **own)
+    graph = graph_at(samples_of_part(shape, micro_batch_size))
+    plan = Plan(
         graph=graph.fingerprint,
         dp=dp,
         tp=tp,
         pp=pp,
-        global_batch=global_batch,
-        micro_batch_size=graph.micro_batch_size,
+        global_batch=task.global_batch,
+        micro_batch_size=micro_batch_size,
         schedule=schedule,
+        schedule_options=own,
         stages=uniform(graph, shape.stages),
         placement=place_ranks(dp=dp, pp=pp),
-        seed=seed,
+        seed=task.seed,
     )
+    check_trainable(shape, cut(graph, plan.stages), graph.trained, clip_norm=task.clip_norm)
+
+    def missing(plan: Plan) -> str:
+        return shortage(graph, plan, memory_bytes, task.optimizer_copies)
+
+    if recompute == AUTO:
+        if memory_bytes is None:
+            raise PlanError("recompute: auto needs to know the memory of a device")
+        return largest_share(Shares(graph, plan), missing)
+    if recompute not in (NONE, FULL):
+        plan = Shares(graph, plan).plan(float(recompute))
+    if memory_bytes is not None and (words := missing(plan)):
+        raise PlanError(words)
+    return plan
 
 
-def _check_trainable(plan: Plan, graph: Graph, clip_norm: float) -> None:
-    if SCHEDULES[plan.schedule].asynchronous:
-        schedule = build_schedule(plan.schedule, devices=plan.pp, micro_batches=plan.micro_batches)
-        check_trainable(schedule, cut(graph, plan.stages), graph.trained, clip_norm=clip_norm)
+def shortage(graph: Graph, plan: Plan, memory_bytes: float, optimizer_copies: int) -> str:
+    """Why ``plan`` does not fit into devices of ``memory_bytes``, by its estimate; nothing where it does."""
+    needed = predict(graph, plan, schedule_of(plan), optimizer_copies=optimizer_copies)
+    device = max(range(plan.pp), key=lambda device: needed[device].total)
+    if needed[device].total <= memory_bytes:
+        return ""
+    return f"infeasible: pipeline device {device} needs {needed[device]}; a device has {in_gib(memory_bytes)} GiB"
 
 
-def _check_worth(schedule: str, schedules: Sequence[str], *, devices: int, micro_batches: int) -> None:
-    """Raise PlanError if another of ``schedules`` cannot be worse than ``schedule`` at these sizes."""
-    built, reasons = _built(schedules, devices, micro_batches)
+def _check_worth(
+    plan: Plan, schedules: Sequence[str], options: Mapping[str, int | str], recompute: str | float
+) -> None:
+    """Raise PlanError if another of ``schedules`` cannot be worse than that of ``plan`` at its sizes."""
+    built, reasons = _built(schedules, options, recompute, devices=plan.pp, micro_batches=plan.micro_batches)
+    schedule = plan.schedule
     if schedule in reasons:
         raise PlanError(reasons[schedule])
     names = list(built)
-    earlier = names[: names.index(schedule)]
-    same = [name for name in earlier if built[name].operations == built[schedule].operations]
+
+    def work(name: str) -> tuple:
+        return built[name].operations, built[name].recompute
+
+    same = [name for name in names[: names.index(schedule)] if work(name) == work(schedule)]
     if same:
         raise PlanError(f"the same operations as {same[0]}")
-    if devices == 1:
+    if plan.pp == 1:
         leanest = min(names, key=lambda name: max(peak_activations(built[name])))
         if schedule != leanest:
             raise PlanError(f"one device has no pipeline: as fast as {leanest}, which holds no more activations")
 
 
-def _built(schedules: Sequence[str], devices: int, micro_batches: int) -> tuple[dict[str, Schedule], dict[str, str]]:
+def _built(
+    schedules: Sequence[str],
+    options: Mapping[str, int | str],
+    recompute: str | float,
+    *,
+    devices: int,
+    micro_batches: int,
+) -> tuple[dict[str, Schedule], dict[str, str]]:
     """Of ``schedules`` at these sizes: those that there are, and the reasons why there are no others."""
     built, reasons = {}, {}
     for name in schedules:
         try:
-            built[name] = build_schedule(name, devices=devices, micro_batches=micro_batches)
+            own = schedule_options(name, options, recompute, devices=devices, micro_batches=micro_batches)
+            built[name] = build_schedule(name, devices=devices, micro_batches=micro_batches, **own)
         except InputError as error:
             reasons[name] = str(error)
     return built, reasons

@@ -1,6 +1,6 @@
 """How long operations, messages and gradient syncs take: what the simulator is given."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
@@ -77,6 +77,7 @@ def uniform(
     backward_input: float | None = None,
     backward_weight: float | None = None,
     recompute: float | None = None,
+    kept: Sequence[float] | None = None,
     sync: float = 0.0,
     update: float = 0.0,
     p2p: float = 0.0,
@@ -87,7 +88,7 @@ def uniform(
     Where v stages share a device (the chunks of an interleaved schedule), each takes 1/v of these times, except for
     ``p2p``: the message of one micro-batch is as long between any two stages. ``backward`` is twice ``forward`` unless
     it or both its halves are given; a half not given is the rest of ``backward``, and both are half of it where neither
-    is. ``recompute`` is ``forward`` unless given.
+    is. ``recompute`` is ``forward`` unless given; ``kept`` is the share of each stage that is not recomputed.
     """
     if backward is None:
         both = backward_input is not None and backward_weight is not None
@@ -103,12 +104,13 @@ def uniform(
     def each(time: float) -> tuple[float, ...]:
         return (time * share,) * schedule.stages
 
+    again = each(forward if recompute is None else recompute)
     return Costs(
         forward=each(forward),
         backward=each(backward),
         backward_input=each(backward_input),
         backward_weight=each(backward_weight),
-        recompute=each(forward if recompute is None else recompute),
+        recompute=tuple(time * (1 - own) for time, own in zip(again, kept or [0.0] * len(again), strict=True)),
         sync=each(sync),
         update=each(update),
         links=(Link(forward=p2p, backward=p2p),) * (schedule.stages - 1),

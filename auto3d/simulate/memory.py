@@ -15,7 +15,7 @@ class Sizes:
     """Bytes, per stage."""
 
     activations: tuple[float, ...]  # of one micro-batch: all that a backward needs, the stage's input included
-    input: tuple[float, ...]  # of one micro-batch: what a recomputing stage keeps
+    kept: tuple[float, ...]  # of one micro-batch: what a recomputing stage keeps, its input and what it need not redo
     weights: tuple[float, ...]  # of one version
 
 
@@ -35,11 +35,11 @@ def bytes_over_time(timeline: Timeline, sizes: Sizes) -> list[BytesOverTime]:
     """Per device.
 
     A forward's activations are held from its start until the end of its backward, or of the backward's weight half; on
-    a recomputing stage, its input alone until the recomputation starts. A weight version is held from the end of the
-    update that makes it, the first from the start, until there is a newer one and no operation to come uses it. What
-    ends at a time is given back before what starts at that time is taken.
+    a recomputing stage, what it keeps alone until the recomputation starts. A weight version is held from the end of
+    the update that makes it, the first from the start, until there is a newer one and no operation to come uses it.
+    What ends at a time is given back before what starts at that time is taken.
     """
-    for name, values in (("activations", sizes.activations), ("input", sizes.input), ("weights", sizes.weights)):
+    for name, values in (("activations", sizes.activations), ("kept", sizes.kept), ("weights", sizes.weights)):
         if len(values) != timeline.schedule.stages:
             raise InputError(f"sizes: {name} has {len(values)} values; there are {timeline.schedule.stages} stages")
     inside = recomputed_inside(timeline.schedule)
@@ -65,7 +65,7 @@ def _activations(timeline: Timeline, sizes: Sizes, device: int, inside: dict[int
         operation, start, end = timeline.operations[number], timeline.start[number], timeline.end[number]
         stage, share = operation.stage, len(operation.micro_batches) / schedule.parts
         full = sizes.activations[stage]
-        kept = sizes.input[stage] if stage in schedule.recompute else full
+        kept = sizes.kept[stage] if stage in schedule.recompute else full
         if operation.kind is Kind.FORWARD:
             changes.append((start, share * kept))
         elif operation.kind is Kind.RECOMPUTE:

@@ -7,10 +7,10 @@ from math import isnan
 
 import pytest
 import torch
+from auto3d.capture.specialize import CapturedModel, specialize
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from auto3d.capture.export import export
-from auto3d.capture.specialize import CapturedModel, specialize
 from auto3d.partition.stage import cut
 from auto3d.partition.uniform import uniform
 from auto3d.plan import Plan

@@ -16,10 +16,11 @@ from auto3d.partition.uniform import uniform
 from auto3d.plan import Plan, PlanError, stages_between, stages_of_operations
 from auto3d.runtime.data import Batches
 from auto3d.runtime.optimizer import OptimizerSettings, build_optimizer
-from auto3d.runtime.training import TrainingSettings, build_rank, samples_at_once
+from auto3d.runtime.training import TrainingSettings, build_rank
 from auto3d.runtime.world import join, leave
-from auto3d.schedule import build_schedule
+from auto3d.schedule import build_schedule, samples_at_once
 from auto3d.schedule.operation import Schedule, parse
+from auto3d.search.recompute import Shares
 from tests.models import MODELS, captured
 
 ITERATIONS = 3
@@ -341,7 +342,10 @@ def test_every_schedule_trains(processes, model, name, pp, micro_batches, option
     assert_parity(ranks, plain_pytorch(model, micro_batch_size=2, global_batch=plan.global_batch, optimizer=SGD))
 
 
-@pytest.mark.parametrize(("model", "name"), [("averaging", "early-recompute"), ("residual", "zb-h1"), ("vit", "zb-h1")])
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [("averaging", "early-recompute"), ("residual", "early-recompute"), ("residual", "zb-h1"), ("vit", "zb-h1")],
+)
 def test_recomputation_and_split_backwards_of_other_models(processes, model, name):
     """Buffers that a recomputed forward would write to twice; convolutions; layers that two stages share."""
     schedule = build_schedule(name, devices=2, micro_batches=4)
@@ -353,15 +357,59 @@ def test_recomputation_and_split_backwards_of_other_models(processes, model, nam
             assert_close(value, reference[-1]["buffers"][buffer], buffer)
 
 
-def test_dropout_is_the_same_when_recomputed(processes):
+@pytest.mark.parametrize(("name", "options"), [("1f1b", {"recompute": "full"}), ("early-recompute", {})])
+@pytest.mark.parametrize("share", [None, 0.3, 0.7])
+def test_dropout_is_the_same_when_recomputed(processes, name, options, share):
     plan = make_plan("gpt2-dropout", dp=1, pp=2)
     kept = processes.run(2, run_rank, "gpt2-dropout", plan, SGD)
-    for options in ({"name": "1f1b", "recompute": "full"}, {"name": "early-recompute"}):
-        schedule = build_schedule(devices=2, micro_batches=4, **options)
-        again = processes.run(2, run_rank, "gpt2-dropout", plan, SGD, schedule)
-        for a, b in zip(kept, again, strict=True):
-            for name, gradient in a["history"][-1]["gradients"].items():
-                assert np.array_equal(gradient, b["history"][-1]["gradients"][name]), name
+    recomputing = replace(plan, schedule=name, schedule_options=options)
+    if share is not None:
+        recomputing = Shares(captured("gpt2-dropout", 2).graph, recomputing).plan(share)
+        assert any(0 < held(stage.kept) < held(stage.operations) for stage in recomputing.stages)
+    again = processes.run(2, run_rank, "gpt2-dropout", recomputing, SGD)
+    for a, b in zip(kept, again, strict=True):
+        for parameter, gradient in a["history"][-1]["gradients"].items():
+            assert np.array_equal(gradient, b["history"][-1]["gradients"][parameter]), parameter
+
+
+def held(ranges: tuple[tuple[int, int], ...]) -> int:
+    return sum(last - first for first, last in ranges)
+
+
+SHARES_TO_TRAIN = [
+    ("gpt2", "1f1b", 4, 5, {"recompute": "full"}, 0.4),
+    ("t5", "1f1b", 4, 4, {"recompute": "full"}, 0.3),
+    ("t5", "shifted-critical-path", 4, 4, {}, 0.4),
+    ("residual", "gpipe", 2, 3, {"recompute": "full"}, 0.5),
+    ("vit", "early-recompute", 2, 4, {}, 0.5),
+    ("gpt2", "chimera", 4, 4, {"recompute": "full"}, 0.5),
+    ("gpt2", "chimera", 4, 4, {"recompute": "full", "scale": "halving"}, 0.5),
+    ("t5", "interleaved-1f1b", 2, 3, {"recompute": "full"}, 0.5),
+]
+
+
+@pytest.mark.parametrize(("model", "name", "pp", "micro_batches", "options", "share"), SHARES_TO_TRAIN)
+def test_stages_that_keep_a_share_train(processes, model, name, pp, micro_batches, options, share):
+    schedule = build_schedule(name, devices=pp, micro_batches=micro_batches, **options)
+    graph = captured(model, 2).graph
+    plan = make_plan(
+        model,
+        dp=1,
+        pp=pp,
+        micro_batch_size=2 * schedule.parts,
+        micro_batches=micro_batches,
+        schedule=name,
+        options=options,
+        stages=uniform(graph, schedule.stages),
+    )
+    plan = Shares(graph, plan).plan(share)
+    assert any(0 < held(stage.kept) < held(stage.operations) for stage in plan.stages)
+    ranks = processes.run(pp, run_rank, model, plan, SGD)
+    reference = plain_pytorch(model, micro_batch_size=2, global_batch=plan.global_batch, optimizer=SGD)
+    assert_parity(ranks, reference)
+    for rank in ranks:
+        for buffer, value in rank["history"][-1]["buffers"].items():
+            assert_close(value, reference[-1]["buffers"][buffer], buffer)
 
 
 def test_any_list_of_operations_runs(processes):

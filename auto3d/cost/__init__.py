@@ -1,0 +1,1 @@
+"""What a Plan costs: bytes, predicted from the Graph alone."""

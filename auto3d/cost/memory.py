@@ -1,0 +1,197 @@
+"""The bytes that a Plan needs on each pipeline device, predicted from the Graph and the order of operations.
+
+Counted is what the runtime holds on purpose: state, what autograd keeps for micro-batches in flight, messages, and what
+the largest operation works on. An allocator's fragments, a library's workspace and the process itself come on top.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+
+from auto3d.capture.graph import Graph, Node
+from auto3d.partition.segment import Segment, segments
+from auto3d.partition.stage import Stage, cut
+from auto3d.plan import Plan
+from auto3d.schedule.memory import versions
+from auto3d.schedule.operation import Kind, Operation, Schedule
+
+MESSAGES_PER_PEER = 3  # two receives posted ahead, and a message on its way out
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceMemory:
+    """Bytes that a rank on one pipeline device holds at its fullest."""
+
+    weights: int  # parameters, buffers and constants of its stages, each once
+    versions: int  # older versions of them, where the schedule is asynchronous
+    gradients: int
+    optimizer: int
+    activations: int  # that wait for their backward
+    given: int  # of these micro-batches, what their stages were given, and what passes between parts of one
+    messages: int
+    working: int  # what the largest single operation reads and makes
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, item.name) for item in fields(self))
+
+    def __str__(self) -> str:
+        """``2.31 GiB: weights 0.5, gradients 0.5, …``, largest first."""
+        parts = sorted(((getattr(self, item.name), item.name) for item in fields(self)), reverse=True)
+        told = ", ".join(f"{name} {in_gib(size)}" for size, name in parts if size)
+        return f"{in_gib(self.total)} GiB: {told}"
+
+
+def in_gib(size: float) -> str:
+    return f"{size / 2**30:.3g}"
+
+
+def predict(graph: Graph, plan: Plan, schedule: Schedule, *, optimizer_copies: int) -> tuple[DeviceMemory, ...]:
+    """Per pipeline device, at its fullest.
+
+    ``graph`` is of the samples that an operation of ``schedule`` runs; ``optimizer_copies`` of each trained parameter
+    are the optimizer's state.
+    """
+    stages = cut(graph, plan.stages)
+    footprints = [
+        _footprint(graph, stage, plan.stages[stage.index].kept if stage.index in schedule.recompute else None)
+        for stage in stages
+    ]
+    alive = versions(schedule)
+    sizes = {
+        name: value.bytes
+        for group in (graph.parameters, graph.buffers, graph.constants)
+        for name, value in group.items()
+    }
+    found = []
+    for device, operations in enumerate(schedule.operations):
+        own = [replica for replica, home in schedule.device_of.items() if home == device]
+        state = {name for stage, _ in own for name in stages[stage].state}
+        learned = sum(sizes[name] for name in state & graph.trained)
+        activations, given = _fullest(operations, footprints)
+        found.append(
+            DeviceMemory(
+                weights=sum(sizes[name] for name in state),
+                versions=sum(
+                    (alive[stage, pipe] - 1) * sum(sizes[n] for n in graph.trained.intersection(stages[stage].state))
+                    for stage, pipe in own
+                ),
+                gradients=learned,
+                optimizer=optimizer_copies * learned,
+                activations=activations,
+                given=given,
+                messages=_messages(stages, schedule, own),
+                working=max((footprints[stage].working for stage, _ in own), default=0),
+            )
+        )
+    return tuple(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Footprint:
+    """Bytes of one micro-batch on one stage."""
+
+    given: int  # from the forward until the backward, beside activations
+    kept: int  # activations from the forward on
+    again: int  # activations that a recomputation adds
+    inside: int  # the most activations at a time where the backward recomputes, segment after segment
+    put_off: int  # what a backward that is split leaves to its weight half
+    working: int
+
+
+def _footprint(graph: Graph, stage: Stage, kept: tuple[tuple[int, int], ...] | None) -> _Footprint:
+    """``kept`` None: the stage does not recompute."""
+    divided = segments(graph, stage, [(0, len(graph.nodes))] if kept is None else kept)
+    node_of = {node.name: node for node in graph.nodes}
+    held = [(segment.kept, _activations([node_of[name] for name in segment.nodes], segment)) for segment in divided]
+    left = total = sum(size for is_kept, size in held if is_kept)
+    inside = total
+    for is_kept, size in reversed(held):
+        inside = max(inside, left if is_kept else left + size)
+        left -= size if is_kept else 0
+    given = {name for segment in divided for name in segment.takes}
+    nodes = [node_of[name] for name in stage.nodes]
+    return _Footprint(
+        given=_bytes(graph, given),
+        kept=total,
+        again=sum(size for is_kept, size in held if not is_kept),
+        inside=inside,
+        put_off=sum(_bytes(graph, node.reads) + _made(node) for node in nodes if _has_weight_half(graph, node)),
+        working=max(_working(graph, node) for node in nodes),
+    )
+
+
+def _activations(nodes: Iterable[Node], segment: Segment) -> int:
+    """What a segment makes and its backward needs, or those after it, each tensor once."""
+    needed = set(segment.gives)
+    made: dict[str, int] = {}
+    total = 0
+    for node in nodes:
+        needed.update(node.saves)
+        made |= {value.name: value.bytes for value in node.outputs}
+        total += node.saved_bytes
+    return total + sum(size for name, size in made.items() if name in needed)
+
+
+def _working(graph: Graph, node: Node) -> int:
+    """Gradients of all that an operation reads and makes; they are as large as these."""
+    weights = sum(graph.parameters[name].bytes for name in node.state if name in graph.parameters)
+    return _bytes(graph, node.reads) + weights + _made(node)
+
+
+def _has_weight_half(graph: Graph, node: Node) -> bool:
+    """Whether it multiplies by weights: their gradient needs what it read, and the gradient of what it made."""
+    return node.backward_flops > 0 and any(name in graph.parameters for name in node.state)
+
+
+def _bytes(graph: Graph, names: Iterable[str]) -> int:
+    return sum((graph.inputs[name] if name in graph.inputs else graph.value(name)).bytes for name in names)
+
+
+def _made(node: Node) -> int:
+    return sum(value.bytes for value in node.outputs)
+
+
+def _fullest(operations: Sequence[Operation], footprints: Sequence[_Footprint]) -> tuple[int, int]:
+    """Activations and given values of all micro-batches, when they are most together."""
+    recomputed: set[tuple[int, int, int]] = set()
+    split = {(o.stage, o.pipe) for o in operations if o.kind is Kind.BACKWARD_WEIGHT}
+    activations = given = 0
+    fullest = (0, 0)
+    for operation in operations:
+        bytes_of = footprints[operation.stage]
+        for micro_batch in operation.micro_batches:
+            key = operation.stage, operation.pipe, micro_batch
+            if operation.kind is Kind.FORWARD:
+                activations += bytes_of.kept
+                given += bytes_of.given
+            elif operation.kind is Kind.RECOMPUTE:
+                activations += bytes_of.again
+                recomputed.add(key)
+            elif operation.kind is Kind.BACKWARD_WEIGHT:
+                activations -= bytes_of.put_off
+            else:
+                inside = 0 if key in recomputed else bytes_of.inside - bytes_of.kept
+                fullest = max(fullest, (activations + inside, given), key=sum)
+                activations -= bytes_of.kept + (bytes_of.again if key in recomputed else 0)
+                activations += bytes_of.put_off if (operation.stage, operation.pipe) in split else 0
+                given -= bytes_of.given
+            fullest = max(fullest, (activations, given), key=sum)
+    return fullest
+
+
+def _messages(stages: tuple[Stage, ...], schedule: Schedule, own: list[tuple[int, int]]) -> int:
+    """The largest message that each peer sends to this device, as often as such are held at a time."""
+    largest: dict[int, int] = {}
+    for stage, pipe in own:
+        here = schedule.device_of[stage, pipe]
+        messages: dict[int, int] = {}  # other stage -> bytes of what comes from there
+        for transfer in stages[stage].received:
+            messages[transfer.source] = messages.get(transfer.source, 0) + transfer.value.bytes
+        for transfer in stages[stage].sent:
+            if transfer.value.differentiable:
+                messages[transfer.target] = messages.get(transfer.target, 0) + transfer.value.bytes
+        for other, size in messages.items():
+            peer = schedule.device_of[other, pipe]
+            if peer != here:
+                largest[peer] = max(largest.get(peer, 0), size)
+    return MESSAGES_PER_PEER * sum(largest.values())

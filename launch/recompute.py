@@ -1,0 +1,83 @@
+"""`auto3d recompute`: the largest share of a plan that need not be recomputed, found by real trials."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+from auto3d.capture.graph import Graph
+from auto3d.plan import Plan
+from auto3d.runtime.measurement import Measurement, Status
+from auto3d.runtime.optimizer import state_copies
+from auto3d.schedule import samples_at_once
+from auto3d.search.recompute import FULL, Shares
+from auto3d.search.space import shortage
+from launch import candidates
+from launch.model import captured_model
+from launch.ranks import check_devices
+from launch.recipe import LoadedRecipe
+from launch.settings import cluster, optimizer_settings
+from launch.store import Trial, exclusive, trials_of
+from launch.sweep import FINAL, Ended, check_one_machine, run_trials
+from launch.train import plan_of
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A share of the first stage that was tried, and what became of it."""
+
+    share: float
+    measurement: Measurement
+
+    @property
+    def fits(self) -> bool:
+        return self.measurement.status is Status.OK
+
+
+def try_shares(recipe: LoadedRecipe, report: Callable[[Tried], None]) -> float | None:
+    """The largest α₁ whose trial does not run out of memory, by bisection; None where none fits, or a trial failed.
+
+    The first try is the largest that the estimate has room for, where ``cluster.memory_gib`` is known. Each is a trial
+    of the recipe's plan: kept in the store, never run twice. That more memory is needed the more is kept, is assumed.
+    """
+    check_one_machine(recipe)
+
+    @cache
+    def graph_at(micro_batch_size: int) -> Graph:
+        return captured_model(recipe, micro_batch_size).graph
+
+    base = candidates.of_plan(recipe, replace(plan_of(recipe), recompute=FULL), graph_at)
+    graph = graph_at(samples_at_once(base))
+    check_devices(recipe, base.ranks)
+    shares = Shares(graph, base)
+    plans = [(share, shares.plan(share)) for share in shares.first]
+    memory, copies = cluster(recipe.values).memory_bytes, state_copies(optimizer_settings(recipe.values))
+    low, high = -1, len(plans)  # the largest that is known to fit, the smallest that is known not to
+    probe = (low + high) // 2
+    if memory is not None:
+        fitting = [n for n, (_, plan) in enumerate(plans) if not shortage(graph, plan, memory, copies)]
+        probe = max(fitting, default=0)
+    with exclusive(recipe):
+        while high - low > 1:
+            share, plan = plans[probe]
+            tried = Tried(share, _measure(recipe, plan))
+            report(tried)
+            if tried.measurement.status not in FINAL:
+                return None
+            low, high = (probe, high) if tried.fits else (low, probe)
+            probe = (low + high) // 2
+    return plans[low][0] if low >= 0 else None
+
+
+def _measure(recipe: LoadedRecipe, plan: Plan) -> Measurement:
+    (trial,) = trials_of(recipe, [plan])
+    known = trial.measurement()
+    if known is None or known.status not in FINAL:
+        run_trials(recipe, [trial], _Unwatched())
+        known = trial.measurement()
+    return known
+
+
+class _Unwatched:
+    def start(self, trial: Trial) -> None: ...
+
+    def end(self, ended: Ended) -> None: ...

@@ -1,0 +1,102 @@
+"""What a search makes of recompute: none, full, a share, or the largest share that fits."""
+
+import pytest
+
+from auto3d.cluster import Cluster
+from auto3d.cost.memory import predict
+from auto3d.schedule import SCHEDULES, schedule_of
+from auto3d.search.recompute import Shares
+from auto3d.search.space import Candidate, SearchSpace, Task, candidates, shortage
+from tests.models import captured
+
+GIB = 2**30
+
+
+def search(recompute, *, schedule=("1f1b",), memory_bytes=None, pp=(4,), options=None, size=4) -> list[Candidate]:
+    space = SearchSpace(
+        dp=[1], tp=[1], pp=list(pp), micro_batch_size=[size], schedule=list(schedule), recompute=recompute,
+        allow_idle_devices=True, schedule_options=options or {},
+    )  # fmt: skip
+    cluster = Cluster(nodes=1, devices_per_node=4, device="cpu", memory_bytes=memory_bytes)
+    task = Task(global_batch=32, seed=1, clip_norm=0.0, optimizer_copies=2)
+    return list(candidates(space, cluster, lambda size: captured("gpt2", size).graph, task))
+
+
+def needed(plan) -> int:
+    graph = captured("gpt2", 4).graph
+    return max(device.total for device in predict(graph, plan, schedule_of(plan), optimizer_copies=2))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "shifted-critical-path", "early-recompute", "chimera"])
+def test_auto_keeps_the_most_that_fits(schedule):
+    """Against every α₁ in steps of a thousandth, in memory from too little to enough for all."""
+    (full,) = search(["full" if "recompute" in SCHEDULES[schedule].options else "none"], schedule=[schedule])
+    shares = Shares(captured("gpt2", 4).graph, full.plan)
+    plans = [shares.plan(step / 1000) for step in range(1001)]
+    sizes = {id(plan): needed(plan) for plan in plans}
+    least, most = min(sizes.values()), max(sizes.values())
+    for part in (0.0, 0.2, 0.5, 0.8, 1.0):
+        memory = least + part * (most - least)
+        (found,) = search(["auto"], schedule=[schedule], memory_bytes=memory)
+        fitting = [plan for plan in plans if sizes[id(plan)] <= memory]
+        assert found.plan == fitting[-1], found.reason
+    (none,) = search(["auto"], schedule=[schedule], memory_bytes=least * 0.9)
+    assert none.plan is None
+    assert none.reason.startswith("infeasible: pipeline device ")
+    assert none.reason.endswith("GiB, even where as much is recomputed as can be")
+
+
+def test_a_plan_that_cannot_fit_is_refused_with_its_bytes():
+    (free,) = search(["none"])
+    memory = needed(free.plan) - 1
+    (refused,) = search(["none"], memory_bytes=memory)
+    assert refused.plan is None
+    assert "infeasible: pipeline device 0 needs " in refused.reason
+    assert "activations " in refused.reason
+    assert refused.reason.endswith(f"a device has {memory / GIB:.3g} GiB")
+    (fits,) = search(["none"], memory_bytes=memory + 1)
+    assert fits.plan == free.plan
+    assert not shortage(captured("gpt2", 4).graph, free.plan, memory + 1, 2)
+
+
+def test_each_value_makes_its_own_plan():
+    none, full, share, all_kept = search(["none", "full", 0.4, 1.0])
+    assert none.plan.schedule_options == {}
+    assert full.plan.schedule_options == share.plan.schedule_options == {"recompute": "full"}
+    assert not any(stage.kept for stage in (*none.plan.stages, *full.plan.stages))
+    assert share.plan.stages[-1].kept == share.plan.stages[-1].operations, "the last stage holds one micro-batch"
+    assert all_kept.plan is None
+    assert all_kept.reason == "the same plan as with recompute none"
+    always, same = search(["none", "full"], schedule=["early-recompute"])
+    assert schedule_of(always.plan).recompute
+    assert same.reason == "the same plan as with recompute none"
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2", "zb-v"])
+def test_schedules_that_do_not_recompute_say_so(schedule):
+    for recompute in ("full", 0.5, "auto"):
+        (refused,) = search([recompute], schedule=[schedule], memory_bytes=GIB)
+        assert refused.plan is None
+        assert refused.reason == f"recompute: {recompute}; schedule {schedule} does not recompute: it takes none"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"recompute": "full"}, "schedule_options: recompute is 'full'; it is said by recompute, not here"),
+        ({"chunks": 4}, "schedule 1f1b: option 'chunks' is not one of its own; it takes recompute, sync"),
+        ({"sync": 3}, "schedule 1f1b: sync is 3; it must be text"),
+        ({"sync": "late"}, "schedule 1f1b: sync is 'late'; it must be one of lazy"),
+    ],
+)
+def test_options_that_are_not_the_schedules(options, words):
+    (refused,) = search(["none"], options=options)
+    assert words in refused.reason
+
+
+def test_options_of_a_schedule_make_its_plan():
+    (found,) = search([0.5], schedule=["chimera"], options={"scale": "halving"})
+    assert found.plan.micro_batch_size == 4
+    assert found.plan.schedule_options == {"scale": "halving", "recompute": "full"}
+    (odd,) = search(["none"], schedule=["chimera"], options={"scale": "halving"}, size=1)
+    assert "runs it in 2 parts: it must be a multiple of 2" in odd.reason
