@@ -60,9 +60,9 @@ def held_by_rank(world, model: str, plan: Plan, optimizer: OptimizerSettings) ->
             rank = build_rank(model_captured, plan, settings, MODELS[model][1], world)
             for tensor in (*rank.parameters.values(), *rank.buffers.values()):
                 held.add(tensor)
-            rank.executor.run_iteration(0)
+            list(rank.executor.run(rank.programs[0], 0))
             held.peak = 0
-            rank.executor.run_iteration(1)
+            list(rank.executor.run(rank.programs[1], 1))
         return held.peak
     finally:
         leave()

@@ -7,10 +7,9 @@ from math import isnan
 
 import pytest
 import torch
-from auto3d.capture.specialize import CapturedModel, specialize
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from auto3d.capture.export import export
+from auto3d.capture.model import CapturedModel, capture
 from auto3d.partition.stage import cut
 from auto3d.partition.uniform import uniform
 from auto3d.plan import Plan
@@ -111,7 +110,7 @@ def enormous() -> CapturedModel:
     """Two layers of 13 GB each. Not among MODELS, for other tests make the weights of those."""
     sizes = {"n_layer": 2, "n_embd": 16384, "n_head": 2, "n_positions": 32, "vocab_size": 256}
     config = GPT2Config(**sizes, use_cache=False, bos_token_id=0, eos_token_id=0)
-    return specialize(export(lambda: GPT2LMHeadModel(config), TEXT.input_specs()), 2)
+    return capture(lambda: GPT2LMHeadModel(config), TEXT.input_specs(), 2)
 
 
 def run_enormous(world, plan: Plan, settings: TrainingSettings) -> tuple[TrainingResult, int]:
