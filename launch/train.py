@@ -14,6 +14,7 @@ from auto3d.errors import InputError
 from auto3d.plan import Plan, PlanError
 from auto3d.runtime.executor import IterationResult
 from auto3d.runtime.measurement import Status
+from auto3d.runtime.replicas import resplit_dimensions
 from auto3d.runtime.training import TrainingResult, samples_at_once, stages_of, train
 from auto3d.runtime.waiting import PeerLostError
 from auto3d.runtime.world import World
@@ -36,7 +37,7 @@ def run_training(
     world = joined_world()
     given = _read_plan(recipe, plan_file) if plan_file else None
     wanted = given or _plan_of(recipe)
-    _check_processes(recipe, world, wanted.dp * wanted.tp * wanted.pp)
+    _check_processes(recipe, world, given.ranks if given else wanted.dp * wanted.tp * wanted.pp)
     with at_work(console, "capturing the model"):
         model = exported_model(recipe)
     captured = specialize(model, samples_at_once(given) if given else wanted.micro_batch_size)
@@ -46,7 +47,8 @@ def run_training(
             raise recipe.error("plan", candidate.reason)
     plan = given or candidate.plan
     with _errors_naming(plan_file):
-        stages_of(captured, plan)  # refuses a plan of another model
+        # Refuses a plan of another model, or whose stages cannot have so many replicas.
+        resplit_dimensions(captured, plan, stages_of(captured, plan))
     settings = training_settings(values, iterations=values.training.iterations)
     data = data_settings(values)
     state = initial_weights(recipe, captured.graph)
@@ -86,7 +88,7 @@ def _check_processes(recipe: LoadedRecipe, world: World | None, needed: int) -> 
         check_devices(recipe, needed)
         return
     if world.size != needed:
-        raise recipe.error("plan", f"it needs dp × tp × pp = {needed} ranks; the launcher started {world.size}")
+        raise recipe.error("plan", f"it needs {needed} ranks, one for each device; the launcher started {world.size}")
     check_devices(recipe, world.local_rank + 1)
 
 

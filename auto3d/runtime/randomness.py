@@ -1,7 +1,8 @@
 """Random numbers that depend on what is computed, not on where or when.
 
 Each random operation is seeded from (plan's seed, iteration, micro-batch, operation), so dropout is the same whatever
-the degrees and the schedule, and a recomputed forward draws what the first one drew.
+the degrees and the schedule, and a recomputed forward draws what the first one drew. Replicas of a stage that share a
+micro-batch count each part as a micro-batch of its own.
 """
 
 from collections.abc import Callable
@@ -16,11 +17,14 @@ _MASK = (1 << 64) - 1
 class Randomness:
     """The position from which the next random operation is seeded."""
 
-    def __init__(self, seed: int, *, first_micro_batch: int, device: torch.device) -> None:
+    def __init__(
+        self, seed: int, *, first_micro_batch: int, device: torch.device, part: int = 0, replicas: int = 1
+    ) -> None:
         self.iteration = 0
         self.micro_batch = 0  # of this replica; ``first_micro_batch`` makes it one of the global batch
         self._seed = seed
         self._first_micro_batch = first_micro_batch
+        self._part, self._replicas = part, replicas
         if device.type == "cuda":
             self._generator = torch.cuda.default_generators[device.index]
         else:
@@ -28,8 +32,9 @@ class Randomness:
 
     def seed(self, operation: int) -> None:
         """Seed the generator for operation number ``operation`` of the Graph."""
+        part = (self._first_micro_batch + self.micro_batch) * self._replicas + self._part
         mixed = 0
-        for number in (self._seed, self.iteration, self._first_micro_batch + self.micro_batch, operation):
+        for number in (self._seed, self.iteration, part, operation):
             mixed = _mix(mixed ^ (number & _MASK))
         self._generator.manual_seed(mixed)
 

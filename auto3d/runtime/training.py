@@ -22,6 +22,7 @@ from auto3d.runtime.materialize import materialize
 from auto3d.runtime.memory import PeakMemory
 from auto3d.runtime.optimizer import OptimizerSettings, build_optimizer
 from auto3d.runtime.randomness import Randomness
+from auto3d.runtime.replicas import captured_at, replicas_of_devices, resplit_dimensions
 from auto3d.runtime.stage import StageModule
 from auto3d.runtime.waiting import waiting_for
 from auto3d.runtime.world import World, join, leave
@@ -66,14 +67,18 @@ def schedule_of(plan: Plan) -> Schedule:
 def samples_at_once(plan: Plan) -> int:
     """How many samples an operation of ``plan`` runs: a micro-batch, or a part of one where the schedule halves them.
 
-    The model is captured at this size. Raises PlanError where a micro-batch has no such parts.
+    All replicas of a stage run them together. The model is captured at this size. Raises PlanError where a micro-batch
+    has no such parts, or the plan's replicas do not fit its schedule.
     """
-    parts = schedule_of(plan).parts
-    if plan.micro_batch_size % parts:
-        raise PlanError(
-            f"micro_batch_size: {plan.micro_batch_size}; schedule {plan.schedule} runs it in {parts} parts: "
-            f"it must be a multiple of {parts}"
-        )
+    schedule = schedule_of(plan)
+    parts = schedule.parts
+    for replicas in sorted(set(replicas_of_devices(plan, schedule))):
+        if plan.micro_batch_size % (parts * replicas):
+            shared = f" by {replicas} replicas each" if replicas > 1 else ""
+            raise PlanError(
+                f"micro_batch_size: {plan.micro_batch_size}; schedule {plan.schedule} runs it in {parts} parts"
+                f"{shared}: it must be a multiple of {parts * replicas}"
+            )
     return plan.micro_batch_size // parts
 
 
@@ -116,12 +121,18 @@ def build_rank(
             f"the plan has {plan.pp}, {len(plan.stages)} and {plan.micro_batches}"
         )
     stages = stages_of(captured, plan)
+    position, replica, part = plan.position(world.rank)
+    counts = replicas_of_devices(plan, schedule)
+    replicas, samples = counts[position], captured.graph.micro_batch_size
+    dimensions = resplit_dimensions(captured, plan, stages)
+    if replicas > 1:  # this rank runs a share of each micro-batch, and the model as it is at that size
+        captured = captured_at(captured, samples // replicas)
+        stages = cut(captured.graph, plan.stages)
     transfers = [transfer for stage in stages for transfer in stage.received]
-    position, replica = _coordinates(plan, world.rank)
     program = lower(schedule, transfers)[position]
     micro_batches = plan.micro_batches * schedule.parts
     first_micro_batch = replica * micro_batches
-    randomness = Randomness(plan.seed, first_micro_batch=first_micro_batch, device=device)
+    randomness = Randomness(plan.seed, first_micro_batch=first_micro_batch, device=device, part=part, replicas=replicas)
 
     # Only the stages of this rank get memory.
     own = {replica: stages[replica[0]] for replica, home in schedule.device_of.items() if home == position}
@@ -145,7 +156,7 @@ def build_rank(
             stage,
             captured,
             tensors,
-            loss_weight=1 / (plan.dp * micro_batches),
+            loss_weight=1 / (plan.dp * micro_batches * replicas),
             randomness=randomness,
             device=device,
             recompute=replica[0] in schedule.recompute,
@@ -158,8 +169,11 @@ def build_rank(
     exchange = Exchange(
         program,
         transfers,
-        rank_of=[ranks[replica] for ranks in plan.placement],
+        ranks_of=[
+            ranks[replica * count : (replica + 1) * count] for ranks, count in zip(plan.placement, counts, strict=True)
+        ],
         device_of=schedule.device_of,
+        sample_dimensions=dimensions,
         device=device,
         timeout_s=settings.timeout_s,
     )
@@ -175,7 +189,9 @@ def build_rank(
             data,
             seed=plan.seed,
             global_batch=plan.global_batch,
-            micro_batch_size=captured.graph.micro_batch_size,
+            micro_batch_size=samples,
+            part=part,
+            replicas=replicas,
         ),
         randomness=randomness,
         first_micro_batch=first_micro_batch,
@@ -198,10 +214,7 @@ def train(
 ) -> TrainingResult:
     """Train for ``settings.iterations`` as rank ``world.rank``; calls ``on_iteration`` after each with its seconds."""
     if world.size != plan.ranks:
-        raise PlanError(
-            f"the plan needs dp × tp × pp = {plan.dp} × {plan.tp} × {plan.pp} = {plan.ranks} ranks; "
-            f"there are {world.size}"
-        )
+        raise PlanError(f"the plan needs {plan.ranks} ranks; there are {world.size}")
     torch.set_num_threads(settings.threads_per_rank)
     device = world.device(settings.device)
     join(world, device=device, timeout_s=settings.timeout_s)
@@ -224,11 +237,6 @@ def train(
         )
     finally:
         leave()
-
-
-def _coordinates(plan: Plan, rank: int) -> tuple[int, int]:
-    """The pipeline device and the replica that ``rank`` plays."""
-    return next((device, ranks.index(rank)) for device, ranks in enumerate(plan.placement) if rank in ranks)
 
 
 def _optimizers(

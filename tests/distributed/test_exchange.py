@@ -29,8 +29,9 @@ def make_exchange(world, timeout_s: float) -> Exchange:
     exchange = Exchange(
         program,
         TRANSFERS,
-        rank_of=[0, 1],
+        ranks_of=[[0], [1]],
         device_of={(0, 0): 0, (1, 0): 1},
+        sample_dimensions={},
         device=torch.device("cpu"),
         timeout_s=timeout_s,
     )
@@ -47,7 +48,7 @@ def send_or_receive(world, order: list[int]) -> list:
                 exchange.send(message, [torch.full((4, 8), value), torch.tensor([True, False, True, value > 2])])
             exchange.end_iteration()
             return []
-        return [[tensor.tolist() for tensor in exchange.receive(MESSAGES[index])] for index in order]
+        return [[tensor.tolist() for tensor in exchange.receive(MESSAGES[index]).values()] for index in order]
     finally:
         leave()
 
