@@ -35,10 +35,13 @@ def sample_dimensions(graph: Graph, smaller: Graph) -> dict[str, int]:
         name: _Layout(0, 1, 1) for name, value in graph.inputs.items() if value.shape != smaller.inputs[name].shape
     }
     shapes = {name: value.shape for name, value in graph.inputs.items()}
-    for node, small in zip(graph.nodes, smaller.nodes, strict=True):
-        for value, small_value in zip(node.outputs, small.outputs, strict=True):
+    small_values = {value.name: value for node in smaller.nodes for value in node.outputs}
+    for node in graph.nodes:
+        for value in node.outputs:
             shapes[value.name] = value.shape
-            found = _growing(value, small_value, graph.micro_batch_size, smaller.micro_batch_size)
+            if value.name not in small_values:
+                continue
+            found = _growing(value, small_values[value.name], graph.micro_batch_size, smaller.micro_batch_size)
             if found is None:
                 continue
             dimension, each = found

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from auto3d.capture.specialize import CapturedModel, specialize
 from auto3d.partition.samples import made_from_samples, sample_dimensions
-from auto3d.partition.stage import Stage
+from auto3d.partition.stage import Stage, cut
 from auto3d.plan import Plan, PlanError
 from auto3d.schedule.operation import Schedule
 
@@ -14,6 +14,12 @@ def captured_at(captured: CapturedModel, samples: int) -> CapturedModel:
     if captured.graph.micro_batch_size == samples:
         return captured
     return specialize(captured.exported, samples)
+
+
+def share_of(captured: CapturedModel, plan: Plan, replicas: int) -> tuple[CapturedModel, tuple[Stage, ...]]:
+    """The model and the stages of ``plan`` as each of ``replicas`` runs them, at its share of a micro-batch."""
+    share = captured_at(captured, captured.graph.micro_batch_size // replicas)
+    return share, cut(share.graph, plan.stages)
 
 
 def replicas_of_devices(plan: Plan, schedule: Schedule) -> tuple[int, ...]:

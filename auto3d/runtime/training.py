@@ -22,7 +22,7 @@ from auto3d.runtime.materialize import materialize
 from auto3d.runtime.memory import PeakMemory
 from auto3d.runtime.optimizer import OptimizerSettings, build_optimizer
 from auto3d.runtime.randomness import Randomness
-from auto3d.runtime.replicas import captured_at, replicas_of_devices, resplit_dimensions
+from auto3d.runtime.replicas import replicas_of_devices, resplit_dimensions, share_of
 from auto3d.runtime.stage import StageModule
 from auto3d.runtime.waiting import waiting_for
 from auto3d.runtime.world import World, join, leave
@@ -125,9 +125,8 @@ def build_rank(
     counts = replicas_of_devices(plan, schedule)
     replicas, samples = counts[position], captured.graph.micro_batch_size
     dimensions = resplit_dimensions(captured, plan, stages)
-    if replicas > 1:  # this rank runs a share of each micro-batch, and the model as it is at that size
-        captured = captured_at(captured, samples // replicas)
-        stages = cut(captured.graph, plan.stages)
+    if replicas > 1:
+        captured, stages = share_of(captured, plan, replicas)
     transfers = [transfer for stage in stages for transfer in stage.received]
     program = lower(schedule, transfers)[position]
     micro_batches = plan.micro_batches * schedule.parts
