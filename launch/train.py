@@ -14,8 +14,7 @@ from auto3d.errors import InputError
 from auto3d.plan import Plan, PlanError
 from auto3d.runtime.executor import IterationResult
 from auto3d.runtime.measurement import Status
-from auto3d.runtime.replicas import resplit_dimensions
-from auto3d.runtime.training import TrainingResult, samples_at_once, stages_of, train
+from auto3d.runtime.training import TrainingResult, check_plan, samples_at_once, train
 from auto3d.runtime.waiting import PeerLostError
 from auto3d.runtime.world import World
 from launch import candidates
@@ -47,8 +46,7 @@ def run_training(
             raise recipe.error("plan", candidate.reason)
     plan = given or candidate.plan
     with _errors_naming(plan_file):
-        # Refuses a plan of another model, or whose stages cannot have so many replicas.
-        resplit_dimensions(captured, plan, stages_of(captured, plan))
+        check_plan(captured, plan)
     settings = training_settings(values, iterations=values.training.iterations)
     data = data_settings(values)
     state = initial_weights(recipe, captured.graph)

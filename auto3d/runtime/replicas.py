@@ -23,7 +23,17 @@ def share_of(captured: CapturedModel, plan: Plan, replicas: int) -> tuple[Captur
 
 
 def replicas_of_devices(plan: Plan, schedule: Schedule) -> tuple[int, ...]:
-    """The replicas of the stages of each pipeline device; raises PlanError where these differ or do not fit."""
+    """The replicas of the stages of each pipeline device.
+
+    Raises PlanError where ``schedule`` has other sizes than the plan, where the stages of a device have different
+    numbers of replicas, or where these are not those of the placement.
+    """
+    has = (schedule.devices, schedule.stages, schedule.micro_batches)
+    if has != (plan.pp, len(plan.stages), plan.micro_batches):
+        raise PlanError(
+            f"schedule: {schedule.name} has {has[0]} devices, {has[1]} stages and {has[2]} micro-batches; "
+            f"the plan has {plan.pp}, {len(plan.stages)} and {plan.micro_batches}"
+        )
     found = []
     for device in range(plan.pp):
         stages = sorted({stage for (stage, _), home in schedule.device_of.items() if home == device})

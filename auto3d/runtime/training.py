@@ -67,12 +67,11 @@ def schedule_of(plan: Plan) -> Schedule:
 def samples_at_once(plan: Plan) -> int:
     """How many samples an operation of ``plan`` runs: a micro-batch, or a part of one where the schedule halves them.
 
-    All replicas of a stage run them together. The model is captured at this size. Raises PlanError where a micro-batch
-    has no such parts, or the plan's replicas do not fit its schedule.
+    All replicas of a stage run them together. The model is captured at this size. Raises PlanError where they cannot be
+    so divided.
     """
-    schedule = schedule_of(plan)
-    parts = schedule.parts
-    for replicas in sorted(set(replicas_of_devices(plan, schedule))):
+    parts = schedule_of(plan).parts
+    for replicas in sorted({stage.replicas for stage in plan.stages}):
         if plan.micro_batch_size % (parts * replicas):
             shared = f" by {replicas} replicas each" if replicas > 1 else ""
             raise PlanError(
@@ -97,6 +96,12 @@ def stages_of(captured: CapturedModel, plan: Plan) -> tuple[Stage, ...]:
     return cut(captured.graph, plan.stages)
 
 
+def check_plan(captured: CapturedModel, plan: Plan) -> None:
+    """Raise PlanError where ``plan`` does not fit its schedule or its model, as its ranks would do later."""
+    replicas_of_devices(plan, schedule_of(plan))
+    resplit_dimensions(captured, plan, stages_of(captured, plan))
+
+
 def build_rank(
     captured: CapturedModel,
     plan: Plan,
@@ -114,15 +119,9 @@ def build_rank(
     device = world.device(settings.device)
     schedule = schedule or schedule_of(plan)
     check(schedule)
-    has = (schedule.devices, schedule.stages, schedule.micro_batches)
-    if has != (plan.pp, len(plan.stages), plan.micro_batches):
-        raise PlanError(
-            f"schedule: {schedule.name} has {has[0]} devices, {has[1]} stages and {has[2]} micro-batches; "
-            f"the plan has {plan.pp}, {len(plan.stages)} and {plan.micro_batches}"
-        )
+    counts = replicas_of_devices(plan, schedule)
     stages = stages_of(captured, plan)
     position, replica, part = plan.position(world.rank)
-    counts = replicas_of_devices(plan, schedule)
     replicas, samples = counts[position], captured.graph.micro_batch_size
     dimensions = resplit_dimensions(captured, plan, stages)
     if replicas > 1:

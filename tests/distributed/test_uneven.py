@@ -18,7 +18,7 @@ from auto3d.partition.uniform import uniform
 from auto3d.plan import Plan, PlanError, StagePlan, stages_between
 from auto3d.runtime.data import Batches
 from auto3d.runtime.replicas import resplit_dimensions
-from auto3d.runtime.training import TrainingSettings, build_rank, samples_at_once
+from auto3d.runtime.training import TrainingSettings, build_rank, check_plan, samples_at_once
 from auto3d.runtime.world import join, leave
 from auto3d.schedule import build_schedule
 from auto3d.search.partitioned import plan_of
@@ -279,12 +279,14 @@ def test_a_value_of_several_samples_is_refused_between_different_replicas():
 
 def test_replicas_that_do_not_fit_the_schedule_are_refused():
     plan = make_plan("gpt2", [1, 3], schedule="interleaved-1f1b")
+    model = captured("gpt2", 6)
+    check_plan(model, plan)
     mixed = replace(plan, stages=(replace(plan.stages[0], replicas=2), *plan.stages[1:]))
     with pytest.raises(PlanError, match=r"stages: 0, 2 are on one device of schedule interleaved-1f1b, and have 2, 1"):
-        samples_at_once(mixed)
+        check_plan(model, mixed)
     turned = replace(plan, placement=place_ranks(dp=1, pp=2, replicas=[3, 1]))
     with pytest.raises(PlanError, match=r"placement: \[0, 1, 2\] are the ranks of device 0, .* dp × replicas = 1 × 1"):
-        samples_at_once(turned)
+        check_plan(model, turned)
     halves = make_plan("gpt2", [2, 2], micro_batch_size=4, schedule="chimera", options={"scale": "halving"})
     assert samples_at_once(halves) == 2
     with pytest.raises(PlanError, match="micro_batch_size: 6; schedule chimera runs it in 2 parts by 2 replicas each"):
