@@ -28,6 +28,7 @@ class StagePlan:
     operations: tuple[tuple[int, int], ...]
     kept: tuple[tuple[int, int], ...] = ()
     """Those among them whose activations are kept although the stage recomputes. Without effect where it does not."""
+    replicas: int = 1  # in each replica of the pipeline; they share the samples of every micro-batch equally
 
 
 def stages_between(bounds: Sequence[int]) -> tuple[StagePlan, ...]:
@@ -50,8 +51,10 @@ def stages_of_operations(stage_of: Sequence[int]) -> tuple[StagePlan, ...]:
 class Plan:
     """Degrees, batch, schedule, stages and placement of one way to train one model.
 
-    ``placement[device][replica]`` is the rank that plays pipeline device ``device`` in data-parallel replica
-    ``replica``. Which stages live on a pipeline device is the schedule's decision.
+    ``dp`` replicas of the whole pipeline have their own micro-batches; inside each, a stage may have replicas of its
+    own. ``placement[device][replica × r + part]`` is the rank that plays pipeline device ``device`` in data-parallel
+    replica ``replica`` and, where its stages have r replicas, runs part ``part`` of each micro-batch. Which stages live
+    on a pipeline device is the schedule's decision.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
@@ -61,7 +64,7 @@ class Plan:
     tp: int
     pp: int
     global_batch: int  # samples per iteration, over all replicas
-    micro_batch_size: int  # samples
+    micro_batch_size: int  # samples, of all replicas of a stage together
     schedule: str
     stages: tuple[StagePlan, ...]
     placement: tuple[tuple[int, ...], ...]
@@ -76,7 +79,12 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        return self.dp * self.tp * self.pp
+        return self.tp * sum(len(ranks) for ranks in self.placement)
+
+    def position(self, rank: int) -> tuple[int, int, int]:
+        """The pipeline device, the replica of the pipeline, and the part of its micro-batches that ``rank`` plays."""
+        device = next(device for device, ranks in enumerate(self.placement) if rank in ranks)
+        return device, *divmod(self.placement[device].index(rank), len(self.placement[device]) // self.dp)
 
     def __post_init__(self) -> None:
         check_degrees(
@@ -114,12 +122,27 @@ class Plan:
                         f"before it and lie in one range of the stage's operations"
                     )
                 end = last
-        ranks = sorted(rank for replicas in self.placement for rank in replicas)
-        shape = [len(replicas) for replicas in self.placement]
-        if shape != [self.dp] * self.pp or ranks != list(range(self.ranks)):
+        replicas = sorted({stage.replicas for stage in self.stages})
+        for number in replicas:
+            if number < 1:
+                raise PlanError(f"stages: replicas: {number} is not possible; it must be 1 or more")
+            if self.micro_batch_size % number:
+                raise PlanError(
+                    f"micro_batch_size: {self.micro_batch_size} does not divide into the {number} replicas of a stage; "
+                    f"it must be a multiple of {number}"
+                )
+        ranks = sorted(rank for ranks in self.placement for rank in ranks)
+        counts = {self.dp * number for number in replicas}
+        if (
+            len(self.placement) != self.pp
+            or not counts.issuperset(map(len, self.placement))
+            or ranks != list(range(self.ranks))
+        ):
+            each = f" × {' or '.join(map(str, replicas))} replicas of its stages" if replicas != [1] else ""
+            needed = self.pp * max(counts) if len(counts) == 1 else len(ranks)
             raise PlanError(
-                f"placement: {[list(replicas) for replicas in self.placement]} must be pp = {self.pp} lists of "
-                f"dp = {self.dp} ranks that use each of 0 to {self.ranks - 1} once"
+                f"placement: {[list(ranks) for ranks in self.placement]} must be pp = {self.pp} lists of "
+                f"dp = {self.dp}{each} ranks that use each of 0 to {needed - 1} once"
             )
 
     def to_json(self) -> str:

@@ -27,7 +27,7 @@ def find(recipe: LoadedRecipe, graph_at: Callable[[int], Graph]) -> list[Candida
     for candidate in found:
         if candidate.plan is not None and emulated is not None:
             try:
-                emulated.check_fits(len(candidate.plan.stages))
+                emulated.check_fits(candidate.plan.stages)
             except InputError as error:
                 candidate = replace(candidate, plan=None, reason=str(error))
         if candidate.plan is not None and left == 0:

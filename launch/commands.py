@@ -203,6 +203,7 @@ def capture(recipe: str, overrides: tuple[str, ...], **options: Any) -> int:
 @click.option("--fresh", is_flag=True, help="Capture the model again, whatever the cache holds.")
 @click.option("--json", "as_json", is_flag=True, help="Print one record, in seconds and bytes.")
 @click.option("--svg", type=click.Path(dir_okay=False), help="Write a picture.")
+@click.option("--plan", "plan_file", type=click.Path(dir_okay=False), help="Write the plan, for `auto3d train --plan`.")
 def partition(recipe: str, overrides: tuple[str, ...], **options: Any) -> int:
     """Cut RECIPE's model into stages and tell what is in each, as in: auto3d partition tiny --stages 4."""
     loaded = load(recipe, overrides)

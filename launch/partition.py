@@ -13,6 +13,7 @@ from auto3d.partition.cost import PartitionCosts, analytic, parameter_bytes
 from auto3d.partition.draw_svg import draw_svg
 from auto3d.partition.merak import Sharding
 from auto3d.partition.stage import Stage, cut
+from auto3d.search.partitioned import plan_of
 from launch.capture import PlanningModel, default_micro_batch_size
 from launch.output import print_json, write_text
 from launch.recipe import LoadedRecipe
@@ -29,8 +30,12 @@ def print_partition(
     fresh: bool,
     as_json: bool,
     svg: str | None,
+    plan_file: str | None,
 ) -> None:
-    """Cut the recipe's model by ``method`` and print its stages; costs are those of the analytic model."""
+    """Cut the recipe's model by ``method`` and print its stages; costs are those of the analytic model.
+
+    ``plan_file``: write the plan of these stages there, for `auto3d train --plan`.
+    """
     model = PlanningModel(recipe, fresh=fresh)
     graph_at = cache(model.graph)
     memory = float("inf") if memory_gib is None else memory_gib * 2**30
@@ -43,6 +48,7 @@ def print_partition(
         global_batch=recipe.values.training.global_batch,
         nodes=recipe.values.cluster.nodes,
         devices_per_node=recipe.values.cluster.devices_per_node,
+        equal_shares=plan_file is not None,
     )
     graph, sharding, costs = request.graph, request.sharding, request.costs
     found = partition(method, request)
@@ -52,18 +58,24 @@ def print_partition(
         "micro_batch_size": graph.micro_batch_size,
         "subgraphs": len(sharding.subgraphs),
         "micro_batches": found.micro_batches,
+        "pipelines": found.pipelines,
         **_record(graph, sharding, costs, found),
     }
     if svg:
         notes = [f"{stage['flops_share']:.1%}, {_count(stage['parameters'])} parameters" for stage in record["stages"]]
         caption = f"{recipe.name}, {method}, {len(notes)} stages: balance {record['balance']:.3f} (max / mean FLOPs)"
         write_text(svg, draw_svg(graph, sharding, found, notes, caption))
+    if plan_file:
+        plan = plan_of(found, request, seed=recipe.values.training.seed)
+        write_text(plan_file, plan.to_json() + "\n")
     if as_json:
         print_json(record)
         return
     print(_table(record))
     if svg:
         print(f"written: {svg}")
+    if plan_file:
+        print(f"train under it: {recipe.command('train', '--plan', plan_file, without='plan')}")
 
 
 def _record(graph: Graph, sharding: Sharding, costs: PartitionCosts, found: Partition) -> dict[str, Any]:

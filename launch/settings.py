@@ -5,7 +5,7 @@ from dataclasses import asdict
 from auto3d.cluster import Cluster
 from auto3d.runtime.emulation import Emulation
 from auto3d.runtime.optimizer import OptimizerSettings
-from auto3d.runtime.training import TrainingSettings
+from auto3d.runtime.rank import TrainingSettings
 from auto3d.search.space import SearchSpace
 from launch.schema import Recipe
 

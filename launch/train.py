@@ -16,7 +16,8 @@ from auto3d.plan import Plan, PlanError
 from auto3d.runtime.executor import IterationResult
 from auto3d.runtime.measurement import Status
 from auto3d.runtime.out_of_memory import OutOfMemoryError
-from auto3d.runtime.training import TrainingResult, stages_of, train
+from auto3d.runtime.rank import check_plan
+from auto3d.runtime.training import TrainingResult, train
 from auto3d.runtime.waiting import PeerLostError
 from auto3d.runtime.world import World
 from auto3d.schedule import samples_at_once
@@ -40,7 +41,7 @@ def run_training(
     world = joined_world()
     given = _read_plan(recipe, plan_file) if plan_file else None
     wanted = given or plan_of(recipe)
-    _check_processes(recipe, world, wanted.dp * wanted.tp * wanted.pp)
+    _check_processes(recipe, world, given.ranks if given else wanted.dp * wanted.tp * wanted.pp)
 
     @cache
     def captured_at(micro_batch_size: int) -> CapturedModel:
@@ -49,11 +50,9 @@ def run_training(
 
     plan = given or candidates.of_plan(recipe, wanted, lambda size: captured_at(size).graph)
     captured = captured_at(samples_at_once(plan))
-    with _errors_naming(plan_file):
-        stages_of(captured, plan)  # refuses a plan of another model
     settings = training_settings(values, iterations=values.training.iterations)
-    if settings.emulation is not None:
-        settings.emulation.check_fits(len(plan.stages))
+    with _errors_naming(plan_file):
+        check_plan(captured, plan, settings)
     data = data_settings(values)
     state = initial_weights(recipe, captured.graph)
 
@@ -92,7 +91,7 @@ def _check_processes(recipe: LoadedRecipe, world: World | None, needed: int) -> 
         check_devices(recipe, needed)
         return
     if world.size != needed:
-        raise recipe.error("plan", f"it needs dp × tp × pp = {needed} ranks; the launcher started {world.size}")
+        raise recipe.error("plan", f"it needs {needed} ranks, one for each device; the launcher started {world.size}")
     check_devices(recipe, world.local_rank + 1)
 
 

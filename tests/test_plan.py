@@ -26,6 +26,10 @@ def keeping(*kept: list[int]) -> list[dict]:
     return [{"operations": [[0, 7]]}, {"operations": [[7, 20]], "kept": kept}]
 
 
+def stages_with(*replicas) -> list[dict]:
+    return [{"operations": [span], "replicas": r} for span, r in zip([[0, 7], [7, 20]], replicas, strict=True)]
+
+
 def test_json_gives_the_same_plan_back():
     assert Plan.from_json(PLAN.to_json()) == PLAN
     kept = replace(PLAN, stages=(StagePlan(operations=((0, 7),)), StagePlan(operations=((7, 20),), kept=((9, 20),))))
@@ -56,7 +60,16 @@ def test_json_gives_the_same_plan_back():
         ({"stages": keeping([6, 20])}, ["stage 1 keeps 6 to 20", "lie in"]),
         ({"stages": keeping([7])}, ["stages.1.kept"]),
         ({"placement": [[0, 1], [2, 2]]}, ["placement", "0 to 3 once"]),
-        ({"placement": [[0], [1, 2, 3]]}, ["placement", "lists of dp = 2"]),
+        ({"placement": [[0], [1, 2, 3]]}, ["placement", "lists of dp = 2 ranks", "0 to 3 once"]),
+        ({"stages": stages_with(0, 1)}, ["stages: replicas: 0", "1 or more"]),
+        ({"stages": stages_with(1, 3)}, ["micro_batch_size: 2", "3 replicas", "multiple of 3"]),
+        ({"stages": stages_with(2, 2)}, ["dp = 2 × 2 replicas", "0 to 7 once"]),
+        ({"stages": stages_with("two", 1)}, ["stages.0.replicas", "integer", "'two'"]),
+        ({"placement": [[0, 1, 2], [3, 4]], "stages": stages_with(2, 1)}, ["dp = 2 × 1 or 2 replicas", "0 to 4 once"]),
+        (
+            {"placement": [[0, 1, 2, 3], [4, 4]], "stages": stages_with(2, 1)},
+            ["dp = 2 × 1 or 2 replicas", "0 to 5 once"],
+        ),
     ],
 )
 def test_a_plan_that_contradicts_itself_is_refused(changes, words):
@@ -88,3 +101,16 @@ def test_missing_keys_and_broken_json_are_refused():
 
 def test_placement_keeps_replicas_of_a_stage_together():
     assert place_ranks(dp=3, pp=2) == ((0, 1, 2), (3, 4, 5))
+    assert place_ranks(dp=2, pp=2, replicas=[2, 1]) == ((0, 1, 2, 3), (4, 5))
+
+
+def test_a_stage_may_have_replicas_of_its_own():
+    uneven = replace(
+        PLAN,
+        stages=tuple(replace(stage, replicas=r) for stage, r in zip(PLAN.stages, (2, 1), strict=True)),
+        placement=place_ranks(dp=2, pp=2, replicas=[2, 1]),
+    )
+    assert Plan.from_json(uneven.to_json()) == uneven
+    assert (uneven.ranks, uneven.micro_batches) == (6, 4)
+    device_replica_part = [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1), (1, 0, 0), (1, 1, 0)]
+    assert [uneven.position(rank) for rank in range(6)] == device_replica_part

@@ -1,7 +1,7 @@
 """Graph -> stages. Each method is one file; ``METHODS`` is the only place that knows them by name."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache, partial
 
@@ -30,6 +30,7 @@ class Request:
     global_batch: int
     nodes: int
     devices_per_node: int
+    equal_shares: bool = False  # whether replicas must get equally many samples, as in a Plan
 
     @property
     def graph(self) -> Graph:
@@ -45,8 +46,11 @@ class Partition:
     """Stages of a Graph, and on how many devices each runs, every one with its share of the samples."""
 
     stages: tuple[StagePlan, ...]
-    replicas: tuple[int, ...]
+    replicas: tuple[int, ...]  # of each stage, over all pipelines
+    pipelines: int = 1  # copies of the whole pipeline
     micro_batches: int | None = None  # of each pipeline, where the method chooses that too
+    schedule: str = "1f1b"  # that the method has in mind
+    schedule_options: dict[str, int | str] = field(default_factory=dict)
 
 
 def _uniform(request: Request) -> Partition:
@@ -76,9 +80,16 @@ def _rannc(request: Request) -> Partition:
         nodes=request.nodes,
         devices_per_node=request.devices_per_node,
         global_batch=request.global_batch,
+        equal_shares=request.equal_shares,
     )
-    stages = same_stages(found.stages, first, request.graph)
-    return Partition(stages=stages, replicas=found.replicas, micro_batches=found.micro_batches)
+    return Partition(
+        stages=same_stages(found.stages, first, request.graph),
+        replicas=found.replicas,
+        pipelines=found.pipelines,
+        micro_batches=found.micro_batches,
+        schedule="gpipe",
+        schedule_options={"recompute": "full" if len(found.stages) > 1 else "none"},
+    )
 
 
 METHODS: dict[str, Callable[[Request], Partition]] = {

@@ -1,8 +1,8 @@
 """What a stage is made of, once a Graph is cut: its operations, state, inputs, and the values it gets and gives."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby, pairwise
 
 from auto3d.capture.graph import Graph, Value
 from auto3d.errors import InputError
@@ -72,7 +72,7 @@ def check_enough(before: Sequence[float], stages: int) -> None:
 
 
 def same_stages(stages: Sequence[StagePlan], graph: Graph, other: Graph) -> tuple[StagePlan, ...]:
-    """``stages`` of ``graph`` as those of ``other``, the same model at another micro-batch size.
+    """``stages`` of ``graph`` as those of ``other``, the same model at another micro-batch size, and what they keep.
 
     Operations that depend on inputs alone need not be the same; each belongs to the first stage that uses it. Raises
     PartitionError where any other differs.
@@ -98,7 +98,23 @@ def same_stages(stages: Sequence[StagePlan], graph: Graph, other: Graph) -> tupl
         found.append(stage)
         for name in node.reads:
             first_user[name] = min(stage, first_user.get(name, stage))
-    return stages_of_operations(found[::-1])
+    same = stages_of_operations(found[::-1])
+    kept = {graph.nodes[position].name for stage in stages for span in stage.kept for position in range(*span)}
+    return tuple(
+        replace(there, replicas=here.replicas, kept=_spans_of(other, there.operations, kept))
+        for here, there in zip(stages, same, strict=True)
+    )
+
+
+def _spans_of(graph: Graph, spans: Sequence[tuple[int, int]], names: set[str]) -> tuple[tuple[int, int], ...]:
+    """The ranges, inside ``spans``, of operations called ``names``."""
+    found = []
+    for span in spans:
+        for inside, run in groupby(range(*span), key=lambda position: graph.nodes[position].name in names):
+            positions = list(run)
+            if inside:
+                found.append((positions[0], positions[-1] + 1))
+    return tuple(found)
 
 
 def cut(graph: Graph, stages: Sequence[StagePlan]) -> tuple[Stage, ...]:

@@ -64,20 +64,34 @@ class DataSettings:
 
 
 class Batches:
-    """Makes micro-batches. Sample ``i`` of all that training ever sees is drawn from (seed, i) alone."""
+    """Makes micro-batches. Sample ``i`` of all that training ever sees is drawn from (seed, i) alone.
 
-    def __init__(self, settings: DataSettings, *, seed: int, global_batch: int, micro_batch_size: int) -> None:
+    Where a stage has ``replicas`` that share each micro-batch, it makes the samples of number ``part`` of them alone.
+    """
+
+    def __init__(
+        self,
+        settings: DataSettings,
+        *,
+        seed: int,
+        global_batch: int,
+        micro_batch_size: int,
+        part: int = 0,
+        replicas: int = 1,
+    ) -> None:
         self._settings = settings
         self._seed = seed
         self._global_batch = global_batch
         self._micro_batch_size = micro_batch_size
+        self._samples = micro_batch_size // replicas
+        self._first = part * self._samples  # in each micro-batch
 
     def micro_batch(self, iteration: int, index: int, names: Collection[str]) -> dict[str, torch.Tensor]:
-        """The inputs called ``names`` of micro-batch ``index`` of the global batch; each [micro_batch_size, *shape]."""
+        """The inputs called ``names`` of micro-batch ``index`` of the global batch; each [samples, *shape]."""
         if not names:
             return {}
-        first = iteration * self._global_batch + index * self._micro_batch_size
-        samples = [self._sample(sample, names) for sample in range(first, first + self._micro_batch_size)]
+        first = iteration * self._global_batch + index * self._micro_batch_size + self._first
+        samples = [self._sample(sample, names) for sample in range(first, first + self._samples)]
         return {name: torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in names}
 
     def _sample(self, sample: int, names: Collection[str]) -> dict[str, np.ndarray]:

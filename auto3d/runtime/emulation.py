@@ -19,7 +19,8 @@ from torch import nn
 from auto3d.capture.graph import Graph, Value
 from auto3d.errors import InputError
 from auto3d.partition.cost import analytic
-from auto3d.partition.stage import Stage, Transfer
+from auto3d.partition.stage import Stage, Transfer, cut
+from auto3d.plan import PlanError, StagePlan
 from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.gradient_sync import GradientSync, Holders, Share
 from auto3d.runtime.lowering import Message, Program
@@ -38,7 +39,8 @@ class Emulation:
     the analytic cost model, and the true sizes.
 
     Times are of one whole micro-batch. A half of the backward that is not given takes half of it; a backward of which
-    only both halves are given takes their sum; a recomputation that is not given takes as long as the forward.
+    only both halves are given takes their sum; a recomputation that is not given takes the forward's time, or of it the
+    share of what is not kept.
     """
 
     forward_s: PerStage = None
@@ -61,22 +63,27 @@ class Emulation:
             )
         return value
 
-    def check_fits(self, stages: int) -> None:
-        """Raise InputError unless all that is given fits a plan of so many stages."""
+    def check_fits(self, stages: Sequence[StagePlan]) -> None:
+        """Raise InputError unless all that is given fits ``stages``, and they can be emulated."""
         for field in fields(self):
-            self.each(field.name, stages)
+            self.each(field.name, len(stages))
+        for number, stage in enumerate(stages):
+            if stage.replicas > 1:
+                raise PlanError(f"stages: {number} has {stage.replicas} replicas; emulated devices take one of each")
 
-    def costs(self, graph: Graph, stages: Sequence[Stage], schedule: Schedule) -> Costs:
+    def costs(self, graph: Graph, stages: Sequence[StagePlan], schedule: Schedule) -> Costs:
         """The times in the form that the simulator takes; ``graph`` is the model at the size that operations run.
 
         Messages and syncs are 0 in it, since they take what they really take; so are updates, of which there are none.
         """
-        count = len(stages)
         model = analytic(graph)
+        count = len(stages)
         position_of = {node.name: position for position, node in enumerate(graph.nodes)}
 
         def modelled(times: Sequence[float]) -> tuple[float, ...]:
-            return tuple(schedule.parts * sum(times[position_of[name]] for name in stage.nodes) for stage in stages)
+            return tuple(
+                schedule.parts * sum(times[position_of[name]] for name in stage.nodes) for stage in cut(graph, stages)
+            )
 
         forward = self.each("forward_s", count) or modelled(model.forward_s)
         whole, inputs, weights = (self.each(f"backward{half}_s", count) for half in ("", "_input", "_weight"))
@@ -84,12 +91,16 @@ class Emulation:
             whole = tuple(map(sum, zip(inputs, weights, strict=True)))
         whole = whole or modelled(model.backward_s)
         half = tuple(time / 2 for time in whole)
+        kept = [sum(sum(model.forward_s[first:last]) for first, last in stage.kept) for stage in stages]
+        shares = zip(modelled(model.forward_s), kept, strict=True)
+        dropped = [1 - schedule.parts * own / total if total else 1.0 for total, own in shares]
+        recomputed = tuple(time * share for time, share in zip(forward, dropped, strict=True))
         return Costs(
             forward=forward,
             backward=whole,
             backward_input=inputs or half,
             backward_weight=weights or half,
-            recompute=self.each("recompute_s", count) or forward,
+            recompute=self.each("recompute_s", count) or recomputed,
             sync=(0.0,) * count,
             update=(0.0,) * count,
             links=(Link(),) * (count - 1),
@@ -210,16 +221,16 @@ def _empty(values: Iterable[Value], device: torch.device) -> dict[str, torch.Ten
 class EmulatedExchange(Exchange):
     """Real messages, for whose arrival the device's clock waits."""
 
-    def __init__(self, *args: Any, clock: DeviceClock, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._clock = clock
+        self.clock = DeviceClock()
 
     def start(self, program: Program) -> None:
-        self._clock.idle()
+        self.clock.idle()
         super().start(program)
 
-    def receive(self, message: Message) -> list[torch.Tensor]:
-        with self._clock.needing():
+    def receive(self, message: Message) -> dict[str, torch.Tensor]:
+        with self.clock.needing():
             return super().receive(message)
 
 

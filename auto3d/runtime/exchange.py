@@ -6,7 +6,7 @@ other.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,11 +14,28 @@ import torch.distributed as dist
 
 from auto3d.partition.stage import Transfer
 from auto3d.runtime.lowering import Message, Program
+from auto3d.runtime.resplit import pieces
 from auto3d.runtime.waiting import wait, waiting_for
 from auto3d.runtime.world import new_group
 from auto3d.schedule.operation import Kind
 
 POSTED_AHEAD = 2  # receives that wait for each peer: one being filled while the one before is used
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """What one tensor of a message has for one peer: some of its samples or, where ``dimension`` is None, all of it."""
+
+    number: int  # of the tensor in the message
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    dimension: int | None
+    start: int  # in this rank's own tensor
+
+    def taken_from(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.dimension is None:
+            return tensor
+        return tensor.narrow(self.dimension, self.start, self.shape[self.dimension]).contiguous()
 
 
 @dataclass
@@ -31,8 +48,11 @@ class _Posted:
 class Exchange:
     """Sends and receives the messages of one rank's Programs, all between the same peers as those of ``program``.
 
-    ``rank_of`` maps pipeline devices to ranks of this replica, ``device_of`` (stage, pipe) to devices. A message is
-    the list of tensors, in the order of ``transfers``, that its two stages exchange for one micro-batch.
+    ``ranks_of`` maps pipeline devices to their ranks in this replica of the pipeline: several where their stages have
+    replicas, which share each micro-batch's samples in order. ``device_of`` maps (stage, pipe) to devices. A message is
+    the tensors, in the order of ``transfers``, that its two stages exchange for one micro-batch, as this rank has them;
+    where the two have other numbers of replicas, each pair of ranks exchanges the samples that both have, which are in
+    the dimension that ``sample_dimensions`` tells, or values without samples, of which one copy is enough.
     """
 
     def __init__(
@@ -40,22 +60,25 @@ class Exchange:
         program: Program,
         transfers: Sequence[Transfer],
         *,
-        rank_of: Sequence[int],
+        ranks_of: Sequence[Sequence[int]],
         device_of: Mapping[tuple[int, int], int],
+        sample_dimensions: Mapping[str, int],
         device: torch.device,
         timeout_s: float,
     ) -> None:
         ranks = list(range(dist.get_world_size()))
         self._upward, self._downward = new_group(ranks, timeout_s), new_group(ranks, timeout_s)
-        self._rank_of = rank_of
+        self._ranks_of = ranks_of
         self._device_of = device_of
+        self._sample_dimensions = sample_dimensions
         self._device = device
         self._timeout_s = timeout_s
         self._transfers: dict[tuple[int, int], list[Transfer]] = {}
         for transfer in transfers:
             self._transfers.setdefault((transfer.source, transfer.target), []).append(transfer)
+        self._routes: dict[tuple[Kind, int, int, int], dict[int, list[_Load]]] = {}
         self._local: dict[Message, list[torch.Tensor]] = {}
-        self._sent: dict[Message, _Posted] = {}
+        self._sent: dict[Message, list[_Posted]] = {}
         self._posted: dict[int, deque[_Posted]] = {}
         self._to_post: dict[int, deque[Message]] = {}
         self._connect(program)
@@ -66,41 +89,42 @@ class Exchange:
 
     def start(self, program: Program) -> None:
         """Begin ``program``: post the first receives from every peer."""
-        self._to_post = {peer: deque(messages) for peer, messages in program.arrivals.items()}
+        self._to_post = {peer: deque(messages) for peer, messages in self._arrivals_of(program).items()}
         self._posted = {peer: deque() for peer in self._to_post}
         for peer in self._to_post:
             self._post(peer)
 
     def send(self, message: Message, tensors: list[torch.Tensor]) -> None:
-        peer = self._rank_of[self._device_of[message.target, message.pipe]]
-        if peer == dist.get_rank():
+        if self._is_local(message):
             self._local[message] = tensors
             return
-        group = self._group(dist.get_rank(), peer)
-        with waiting_for(f"the receiver of {message} (rank {peer})", self._timeout_s):
-            works = [dist.isend(tensor, peer, group=group) for tensor in tensors]
-        self._sent[message] = _Posted(message, tensors, works)
+        self._sent[message] = []
+        for peer, loads in self._route(message).items():
+            group = self._group(dist.get_rank(), peer)
+            taken = [load.taken_from(tensors[load.number]) for load in loads]
+            with waiting_for(f"the receiver of {message} (rank {peer})", self._timeout_s):
+                works = [dist.isend(tensor, peer, group=group) for tensor in taken]
+            self._sent[message].append(_Posted(message, taken, works))
 
-    def receive(self, message: Message) -> list[torch.Tensor]:
-        """The tensors of ``message``; waits for them."""
-        peer = self._device_of[message.source, message.pipe]
-        if self._rank_of[peer] == dist.get_rank():
-            return self._local.pop(message)
-        posted = self._posted[peer]
-        while all(entry.message != message for entry in posted):  # a schedule may consume out of the sender's order
-            self._post_next(peer)
-        entry = next(entry for entry in posted if entry.message == message)
-        for work in entry.works:
-            wait(work, timeout_s=self._timeout_s, what=f"{message} (rank {self._rank_of[peer]})")
-        posted.remove(entry)
-        self._post(peer)
-        return entry.tensors
+    def receive(self, message: Message) -> dict[str, torch.Tensor]:
+        """The tensors of ``message`` by value; waits for them.
+
+        A gradient is missing where no peer had this rank's copy of the value.
+        """
+        names = self.values(message)
+        if self._is_local(message):
+            return dict(zip(names, self._local.pop(message), strict=True))
+        arrived: dict[str, list[tuple[_Load, torch.Tensor]]] = {}
+        for peer, loads in self._route(message).items():
+            for load, tensor in zip(loads, self._receive_from(peer, message), strict=True):
+                arrived.setdefault(names[load.number], []).append((load, tensor))
+        return {name: _joined(own) for name, own in arrived.items()}
 
     def release(self, message: Message) -> None:
-        """Forget a sent message; its receiver has it, or is about to."""
-        entry = self._sent.pop(message)
-        for work in entry.works:
-            wait(work, timeout_s=self._timeout_s, what=f"the receiver of {message}")
+        """Forget a sent message; its receivers have it, or are about to."""
+        for entry in self._sent.pop(message):
+            for work in entry.works:
+                wait(work, timeout_s=self._timeout_s, what=f"the receiver of {message}")
 
     def end(self) -> None:
         """End the program: forget what was sent."""
@@ -114,11 +138,10 @@ class Exchange:
         through their pairs in one order, before any receive is posted ahead of its send.
         """
         own = dist.get_rank()
-        sends = {self._rank_of[self._device_of[m.target, m.pipe]] for step in program.steps for m in step.sends}
-        pairs = {(own, peer) for peer in sends} | {(self._rank_of[peer], own) for peer in program.arrivals}
+        sends = {m for step in program.steps for m in step.sends if not self._is_local(m)}
+        pairs = {(own, peer) for message in sends for peer in self._route(message)}
+        pairs |= {(peer, own) for peer in self._arrivals_of(program)}
         for source, target in sorted(pairs, key=lambda pair: (min(pair), max(pair), pair)):
-            if source == target:
-                continue
             element = torch.zeros(1, device=self._device)
             group = self._group(source, target)
             what = f"a connection from rank {source} to rank {target}"
@@ -130,21 +153,76 @@ class Exchange:
                 )
             wait(work, timeout_s=self._timeout_s, what=what)
 
+    def _arrivals_of(self, program: Program) -> dict[int, list[Message]]:
+        """Peer -> its messages to this rank, in the order it sends them."""
+        arrivals: dict[int, list[Message]] = {}
+        for messages in program.arrivals.values():
+            for message in messages:
+                for peer in self._route(message):
+                    arrivals.setdefault(peer, []).append(message)
+        return arrivals
+
+    def _receive_from(self, peer: int, message: Message) -> list[torch.Tensor]:
+        posted = self._posted[peer]
+        while all(entry.message != message for entry in posted):  # a schedule may consume out of the sender's order
+            self._post_next(peer)
+        entry = next(entry for entry in posted if entry.message == message)
+        for work in entry.works:
+            wait(work, timeout_s=self._timeout_s, what=f"{message} (rank {peer})")
+        posted.remove(entry)
+        self._post(peer)
+        return entry.tensors
+
     def _post(self, peer: int) -> None:
         while len(self._posted[peer]) < POSTED_AHEAD and self._to_post[peer]:
             self._post_next(peer)
 
     def _post_next(self, peer: int) -> None:
         message = self._to_post[peer].popleft()
-        rank = self._rank_of[peer]
-        group = self._group(rank, dist.get_rank())
+        group = self._group(peer, dist.get_rank())
         tensors = [
-            torch.empty(transfer.value.shape, dtype=getattr(torch, transfer.value.dtype), device=self._device)
-            for transfer in self._carried(message)
+            torch.empty(load.shape, dtype=load.dtype, device=self._device) for load in self._route(message)[peer]
         ]
-        with waiting_for(f"{message} (rank {rank})", self._timeout_s):
-            works = [dist.irecv(tensor, rank, group=group) for tensor in tensors]
+        with waiting_for(f"{message} (rank {peer})", self._timeout_s):
+            works = [dist.irecv(tensor, peer, group=group) for tensor in tensors]
         self._posted[peer].append(_Posted(message, tensors, works))
+
+    def _is_local(self, message: Message) -> bool:
+        return self._device_of[message.source, message.pipe] == self._device_of[message.target, message.pipe]
+
+    def _route(self, message: Message) -> dict[int, list[_Load]]:
+        """Peer -> what of ``message`` this rank sends it, or receives from it; the same for every micro-batch."""
+        key = (message.kind, message.source, message.target, message.pipe)
+        if key not in self._routes:
+            route: dict[int, list[_Load]] = {}
+            for peer, load in self._loads(message):
+                route.setdefault(peer, []).append(load)
+            self._routes[key] = route
+        return self._routes[key]
+
+    def _loads(self, message: Message) -> Iterator[tuple[int, _Load]]:
+        sources = self._ranks_of[self._device_of[message.source, message.pipe]]
+        targets = self._ranks_of[self._device_of[message.target, message.pipe]]
+        sends, forward = dist.get_rank() in sources, message.kind is Kind.FORWARD
+        own, peers = (sources, targets) if sends else (targets, sources)
+        for number, transfer in enumerate(self._carried(message)):
+            shape = list(transfer.value.shape)
+            dimension = None if len(own) == len(peers) else self._sample_dimensions.get(transfer.value.name)
+            length = None if dimension is None else shape[dimension] * len(own)
+            # A gradient goes the way back of its value.
+            makers, users = (sources, targets) if forward else (targets, sources)
+            for piece in pieces(length, sources=len(makers), targets=len(users)):
+                if not forward:
+                    piece = piece.back()
+                here, there, start = (
+                    (piece.source, piece.target, piece.start) if sends else (piece.target, piece.source, piece.into)
+                )
+                if own[here] != dist.get_rank():
+                    continue
+                if dimension is not None:
+                    shape[dimension] = piece.length
+                dtype = getattr(torch, transfer.value.dtype)
+                yield peers[there], _Load(number, tuple(shape), dtype, dimension, start)
 
     def _carried(self, message: Message) -> list[Transfer]:
         if message.kind is Kind.FORWARD:
@@ -155,3 +233,12 @@ class Exchange:
 
     def _group(self, source: int, target: int) -> dist.ProcessGroup:
         return self._upward if source < target else self._downward
+
+
+def _joined(arrived: Sequence[tuple[_Load, torch.Tensor]]) -> torch.Tensor:
+    """One tensor of what peers sent: samples one after the other; several gradients of one copy, which add up."""
+    tensors = [tensor for _, tensor in sorted(arrived, key=lambda pair: pair[0].start)]
+    if len(tensors) == 1:
+        return tensors[0]
+    dimension = arrived[0][0].dimension
+    return sum(tensors[1:], start=tensors[0]) if dimension is None else torch.cat(tensors, dimension)

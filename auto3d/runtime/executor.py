@@ -207,7 +207,7 @@ class Executor:
         arrived: dict[int, dict[str, list[torch.Tensor]]] = {}
         for message in step.receives:
             values = arrived.setdefault(message.micro_batch, {})
-            for name, tensor in zip(self._exchange.values(message), self._exchange.receive(message), strict=True):
+            for name, tensor in self._exchange.receive(message).items():
                 values.setdefault(name, []).append(tensor)
         for message in step.releases:
             self._exchange.release(message)

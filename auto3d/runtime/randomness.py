@@ -1,7 +1,8 @@
 """Random numbers that depend on what is computed, not on where or when.
 
 Each random operation is seeded from (plan's seed, iteration, micro-batch, operation), so dropout is the same whatever
-the degrees and the schedule, and a recomputed forward draws what the first one drew.
+the degrees and the schedule, and a recomputed forward draws what the first one drew. Replicas of a stage that share a
+micro-batch count each part as a micro-batch of its own.
 """
 
 from collections.abc import Callable
@@ -16,15 +17,26 @@ _MASK = (1 << 64) - 1
 class Randomness:
     """The position from which the next random operation is seeded.
 
-    A program numbers its micro-batches on through its iterations, each of which has ``micro_batches``.
+    A program numbers its micro-batches on through its iterations, each of which has ``micro_batches``. Where replicas
+    of a stage share a micro-batch, each draws its own numbers for its ``part`` of it.
     """
 
-    def __init__(self, seed: int, *, first_micro_batch: int, micro_batches: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        first_micro_batch: int,
+        micro_batches: int,
+        device: torch.device,
+        part: int = 0,
+        replicas: int = 1,
+    ) -> None:
         self.iteration = 0  # the first of the program that runs
         self.micro_batch = 0  # of the program; ``first_micro_batch`` makes this replica's one of the global batch
         self._seed = seed
         self._first_micro_batch = first_micro_batch
         self._micro_batches = micro_batches
+        self._part, self._replicas = part, replicas
         if device.type == "cuda":
             self._generator = torch.cuda.default_generators[device.index]
         else:
@@ -33,8 +45,9 @@ class Randomness:
     def seed(self, operation: int) -> None:
         """Seed the generator for operation number ``operation`` of the Graph."""
         later, index = divmod(self.micro_batch, self._micro_batches)
+        part = (self._first_micro_batch + index) * self._replicas + self._part
         mixed = 0
-        for number in (self._seed, self.iteration + later, self._first_micro_batch + index, operation):
+        for number in (self._seed, self.iteration + later, part, operation):
             mixed = _mix(mixed ^ (number & _MASK))
         self._generator.manual_seed(mixed)
 

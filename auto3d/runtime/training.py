@@ -1,49 +1,19 @@
-"""Train a captured model by a Plan: how a rank builds itself, in order, and the loop around it."""
+"""Train a captured model by a Plan: the loop around a rank, and what it gave."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from auto3d.capture.model import CapturedModel
-from auto3d.cost.memory import predict
-from auto3d.partition.stage import Stage, Transfer, cut
 from auto3d.plan import Plan, PlanError
-from auto3d.runtime.data import Batches, DataSettings
-from auto3d.runtime.emulation import DeviceClock, EmulatedExchange, EmulatedStage, EmulatedSync, Emulation
-from auto3d.runtime.exchange import Exchange
-from auto3d.runtime.executor import Executor, IterationResult
-from auto3d.runtime.gradient_sync import GradientSync, holders
-from auto3d.runtime.lowering import Program, Replica, lower
-from auto3d.runtime.materialize import materialize
+from auto3d.runtime.data import DataSettings
+from auto3d.runtime.executor import IterationResult
 from auto3d.runtime.memory import PeakMemory
-from auto3d.runtime.optimizer import OptimizerSettings, build_optimizer, state_copies
-from auto3d.runtime.out_of_memory import out_of_memory_in
-from auto3d.runtime.randomness import Randomness
-from auto3d.runtime.stage import StageModule
+from auto3d.runtime.rank import TrainingSettings, build_rank
 from auto3d.runtime.waiting import waiting_for
 from auto3d.runtime.world import World, join, leave
-from auto3d.schedule import SCHEDULES, samples_at_once, schedule_of
-from auto3d.schedule.asynchronous import check_trainable
-from auto3d.schedule.check import check
-from auto3d.schedule.operation import Kind, Schedule
-
-MICRO_BATCHES_WITHOUT_FLUSH = 1024  # of an asynchronous schedule: a flush costs as much as pp - 1 of them
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingSettings:
-    iterations: int
-    optimizer: OptimizerSettings
-    device: str  # "cpu" or "cuda"
-    threads_per_rank: int  # of a CPU rank's arithmetic
-    timeout_s: float  # of every wait for another rank
-    emulation: Emulation | None = None  # of devices in whose place operations only wait; None: real ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,178 +29,6 @@ class TrainingResult:
     peak_bytes: list[int]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rank:
-    """One rank, built: its executor, the programs that make up the run, and the state that it trains."""
-
-    executor: Executor
-    programs: tuple[Program, ...]  # to be run one after the other
-    parameters: dict[str, nn.Parameter]
-    buffers: dict[str, torch.Tensor]
-
-
-def schedules_of(plan: Plan, iterations: int) -> list[Schedule]:
-    """Schedules of ``plan`` that together are ``iterations`` iterations, each flushed before the next begins.
-
-    An asynchronous one has as many iterations as its option says, or about MICRO_BATCHES_WITHOUT_FLUSH micro-batches;
-    the last of them has what is left. So a run does, as far as it goes, what a longer run of the plan does.
-    """
-    if not SCHEDULES[plan.schedule].asynchronous:
-        return [schedule_of(plan)] * iterations
-    default = max(1, MICRO_BATCHES_WITHOUT_FLUSH // plan.micro_batches)
-    most = int(plan.schedule_options.get("iterations", default))
-    whole, rest = divmod(iterations, most)
-    return [
-        schedule_of(replace(plan, schedule_options={**plan.schedule_options, "iterations": length}))
-        for length in [most] * whole + [rest] * (rest > 0)
-    ]
-
-
-def stages_of(captured: CapturedModel, plan: Plan) -> tuple[Stage, ...]:
-    """The stages of ``plan``; raises PlanError if it was made for another model or micro-batch size."""
-    if plan.graph != captured.graph.fingerprint:
-        raise PlanError(
-            f"graph: the plan was made for model {plan.graph}, this one is {captured.graph.fingerprint}; "
-            "make the plan again for this model and these versions of torch and transformers"
-        )
-    if samples_at_once(plan) != captured.graph.micro_batch_size:
-        raise PlanError(
-            f"micro_batch_size: the plan runs {samples_at_once(plan)} samples at once; the model was captured with "
-            f"{captured.graph.micro_batch_size}"
-        )
-    return cut(captured.graph, plan.stages)
-
-
-def build_rank(
-    captured: CapturedModel,
-    plan: Plan,
-    settings: TrainingSettings,
-    data: DataSettings,
-    world: World,
-    *,
-    schedule: Schedule | None = None,
-    state: Mapping[str, torch.Tensor] | None = None,
-) -> Rank:
-    """Build this rank of ``plan``; every rank of the joined world must call it.
-
-    ``schedule`` replaces the plan's by one written by hand; ``state`` gives initial weights in place of the seed's.
-    """
-    device = world.device(settings.device)
-    by_hand = [schedule] * (settings.iterations // schedule.iterations) if schedule else []
-    schedules = by_hand or schedules_of(plan, settings.iterations)
-    schedule = schedules[0]
-    has = (schedule.devices, schedule.stages, schedule.micro_batches)
-    if has != (plan.pp, len(plan.stages), plan.micro_batches):
-        raise PlanError(
-            f"schedule: {schedule.name} has {has[0]} devices, {has[1]} stages and {has[2]} micro-batches; "
-            f"the plan has {plan.pp}, {len(plan.stages)} and {plan.micro_batches}"
-        )
-    stages, emulation = stages_of(captured, plan), settings.emulation
-    trained = captured.graph.trained
-    check_trainable(schedule, stages, trained, clip_norm=settings.optimizer.clip_norm)
-    if emulation is not None:
-        stages = emulation.stages(stages)
-    transfers = [transfer for stage in stages for transfer in stage.received]
-    position, replica = _coordinates(plan, world.rank)
-    programs = _programs(schedules, transfers, position)
-    copies = state_copies(settings.optimizer)
-    predicted = predict(captured.graph, plan, schedule, optimizer_copies=copies)[position]
-    micro_batches = plan.micro_batches * schedule.parts
-    first_micro_batch = replica * micro_batches
-    randomness = Randomness(plan.seed, first_micro_batch=first_micro_batch, micro_batches=micro_batches, device=device)
-
-    # Only the stages of this rank get memory; those of an emulated device none.
-    own = {replica: stages[replica[0]] for replica, home in schedule.device_of.items() if home == position}
-    constants = captured.exported.constants
-    names = list(dict.fromkeys(name for stage in own.values() for name in stage.state if name not in constants))
-    made: dict[str, torch.Tensor] = {}
-    if emulation is None:
-        with out_of_memory_in("the making of its weights", predicted):
-            initial = materialize(captured.exported.build, names, seed=plan.seed, state=state)
-            made = {name: tensor.to(device) for name, tensor in initial.items()}
-    parameters = {
-        name: nn.Parameter(tensor, requires_grad=name in trained)
-        for name, tensor in made.items()
-        if name in captured.graph.parameters
-    }
-    buffers = {name: tensor for name, tensor in made.items() if name not in parameters}
-    tensors = {**{name: value.to(device) for name, value in constants.items()}, **buffers, **parameters}
-
-    # Process groups are made in the same order everywhere: first the exchange's, then the gradient sync's.
-    clock = DeviceClock()  # of an emulated device
-    make_exchange = Exchange if emulation is None else partial(EmulatedExchange, clock=clock)
-    exchange = make_exchange(
-        programs[0],
-        transfers,
-        rank_of=[ranks[replica] for ranks in plan.placement],
-        device_of=schedule.device_of,
-        device=device,
-        timeout_s=settings.timeout_s,
-    )
-    own_trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-    all_holders = holders(plan, schedule, stages, trained)
-    if emulation is None:
-        with out_of_memory_in("the making of its gradients", predicted):
-            sync = GradientSync(own_trained, all_holders, timeout_s=settings.timeout_s)
-    else:
-        sync = EmulatedSync(
-            {name: captured.graph.parameters[name] for name in names if name in trained},
-            all_holders,
-            sync_bytes=emulation.each("sync_bytes", len(stages)),
-            clock=clock,
-            timeout_s=settings.timeout_s,
-        )
-    if emulation is None:
-        split = {o.stage for own in schedule.operations for o in own if o.kind is Kind.BACKWARD_INPUT}
-        modules = {
-            replica: StageModule(
-                stage,
-                captured,
-                tensors,
-                loss_weight=schedule.updates / (plan.dp * micro_batches),
-                randomness=randomness,
-                device=device,
-                recompute=replica[0] in schedule.recompute,
-                kept=plan.stages[replica[0]].kept,
-                split_backward=replica[0] in split,
-            )
-            for replica, stage in own.items()
-        }
-    else:
-        costs = emulation.costs(captured.graph, stages, schedule)
-        modules = {
-            replica: EmulatedStage(
-                stage,
-                costs,
-                parts=schedule.parts,
-                recompute=replica[0] in schedule.recompute,
-                clock=clock,
-                device=device,
-            )
-            for replica, stage in own.items()
-        }
-    executor = Executor(
-        modules,
-        _optimizers(own, own_trained, settings),
-        exchange=exchange,
-        sync=sync,
-        batches=Batches(
-            data,
-            seed=plan.seed,
-            global_batch=plan.global_batch,
-            micro_batch_size=captured.graph.micro_batch_size,
-        ),
-        randomness=randomness,
-        first_micro_batch=first_micro_batch,
-        micro_batches=micro_batches,
-        clip_norm=settings.optimizer.clip_norm,
-        device=device,
-        predicted=predicted,
-        timeout_s=settings.timeout_s,
-    )
-    return Rank(executor=executor, programs=programs, parameters=parameters, buffers=buffers)
-
-
 def train(
     captured: CapturedModel,
     plan: Plan,
@@ -243,10 +41,7 @@ def train(
 ) -> TrainingResult:
     """Train for ``settings.iterations`` as rank ``world.rank``; calls ``on_iteration`` with each and its result."""
     if world.size != plan.ranks:
-        raise PlanError(
-            f"the plan needs dp × tp × pp = {plan.dp} × {plan.tp} × {plan.pp} = {plan.ranks} ranks; "
-            f"there are {world.size}"
-        )
+        raise PlanError(f"the plan needs {plan.ranks} ranks; there are {world.size}")
     torch.set_num_threads(settings.threads_per_rank)
     device = world.device(settings.device)
     join(world, device=device, timeout_s=settings.timeout_s)
@@ -270,35 +65,6 @@ def train(
         )
     finally:
         leave()
-
-
-def _programs(schedules: Sequence[Schedule], transfers: Sequence[Transfer], position: int) -> tuple[Program, ...]:
-    """What pipeline device ``position`` runs of each of ``schedules``, which differ in their iterations alone."""
-    lowered: dict[int, Program] = {}
-    for schedule in schedules:
-        if schedule.iterations not in lowered:
-            check(schedule)
-            lowered[schedule.iterations] = lower(schedule, transfers)[position]
-    return tuple(lowered[schedule.iterations] for schedule in schedules)
-
-
-def _coordinates(plan: Plan, rank: int) -> tuple[int, int]:
-    """The pipeline device and the replica that ``rank`` plays."""
-    return next((device, ranks.index(rank)) for device, ranks in enumerate(plan.placement) if rank in ranks)
-
-
-def _optimizers(
-    own: Mapping[Replica, Stage], parameters: Mapping[str, nn.Parameter], settings: TrainingSettings
-) -> dict[Replica, tuple[Optimizer, LRScheduler] | None]:
-    """One optimizer per stage; a parameter that two stages of this rank share belongs to the first of them."""
-    left = dict(parameters)
-    optimizers = {}
-    for replica, stage in own.items():
-        mine = [left.pop(name) for name in stage.state if name in left]
-        optimizers[replica] = (
-            build_optimizer(mine, settings.optimizer, iterations=settings.iterations) if mine else None
-        )
-    return optimizers
 
 
 def _of_all_ranks(values: Sequence[float] | Sequence[int], device: torch.device, *, timeout_s: float) -> torch.Tensor:

@@ -65,16 +65,22 @@ def schedule_of(plan: Plan) -> Schedule:
 def samples_at_once(plan: Plan) -> int:
     """How many samples an operation of ``plan`` runs: a micro-batch, or a part of one where the schedule halves them.
 
-    The model is captured at this size. Raises PlanError where a micro-batch has no such parts.
+    All replicas of a stage run them together. The model is captured at this size. Raises PlanError where they cannot be
+    so divided.
     """
-    return samples_of_part(schedule_of(plan), plan.micro_batch_size)
+    schedule = schedule_of(plan)
+    for replicas in sorted({stage.replicas for stage in plan.stages}):
+        samples = samples_of_part(schedule, plan.micro_batch_size, replicas)
+    return samples * replicas
 
 
-def samples_of_part(schedule: Schedule, micro_batch_size: int) -> int:
-    """The same of a schedule by itself."""
-    if micro_batch_size % schedule.parts:
+def samples_of_part(schedule: Schedule, micro_batch_size: int, replicas: int = 1) -> int:
+    """How many of them each of ``replicas`` runs under a schedule by itself."""
+    shares = schedule.parts * replicas
+    if micro_batch_size % shares:
+        shared = f" by {replicas} replicas each" if replicas > 1 else ""
         raise PlanError(
-            f"micro_batch_size: {micro_batch_size}; schedule {schedule.name} runs it in {schedule.parts} parts: "
-            f"it must be a multiple of {schedule.parts}"
+            f"micro_batch_size: {micro_batch_size}; schedule {schedule.name} runs it in {schedule.parts} parts"
+            f"{shared}: it must be a multiple of {shares}"
         )
-    return micro_batch_size // schedule.parts
+    return micro_batch_size // shares

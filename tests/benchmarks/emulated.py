@@ -22,8 +22,10 @@ from auto3d.runtime.data import DataSettings, InputField
 from auto3d.runtime.emulation import Emulation
 from auto3d.runtime.measurement import Environment, Status
 from auto3d.runtime.optimizer import OptimizerSettings
-from auto3d.runtime.training import TrainingResult, TrainingSettings, schedule_of, stages_of, train
+from auto3d.runtime.rank import TrainingSettings
+from auto3d.runtime.training import TrainingResult, train
 from auto3d.runtime.world import World
+from auto3d.schedule import schedule_of
 from auto3d.simulate.simulate import simulate
 from launch.ranks import Report, run_ranks
 
@@ -128,7 +130,7 @@ def main() -> int:
             for name, options in SCHEDULES:
                 plan = plan_of(captured, name, options, devices, micro_batches)
                 schedule = schedule_of(plan)
-                costs = SETTINGS.emulation.costs(captured.graph, stages_of(captured, plan), schedule)
+                costs = SETTINGS.emulation.costs(captured.graph, plan.stages, schedule)
                 simulated = simulate(schedule, costs).makespan
                 iterations, granted = measured(captured, plan)
                 time = median(iterations)

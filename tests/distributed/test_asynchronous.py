@@ -12,7 +12,7 @@ from auto3d.partition.stage import cut
 from auto3d.plan import Plan
 from auto3d.runtime.data import Batches
 from auto3d.runtime.optimizer import OptimizerSettings, build_optimizer
-from auto3d.runtime.training import TrainingSettings, build_rank, schedules_of
+from auto3d.runtime.rank import TrainingSettings, build_rank, schedules_of
 from auto3d.runtime.world import join, leave
 from auto3d.schedule.memory import weight_copies
 from tests.distributed.test_parity import SGD, assert_close, make_plan

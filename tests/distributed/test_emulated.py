@@ -10,15 +10,15 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from auto3d.capture.model import CapturedModel, capture
-from auto3d.partition.stage import cut
 from auto3d.partition.uniform import uniform
 from auto3d.plan import Plan
-from auto3d.runtime import training
+from auto3d.runtime import emulation as emulation_module
 from auto3d.runtime.emulation import DeviceClock, Emulation
 from auto3d.runtime.memory import PeakMemory
-from auto3d.runtime.training import TrainingResult, TrainingSettings, build_rank, samples_at_once, schedule_of, train
+from auto3d.runtime.rank import TrainingSettings, build_rank
+from auto3d.runtime.training import TrainingResult, train
 from auto3d.runtime.world import join, leave
-from auto3d.schedule import build_schedule
+from auto3d.schedule import build_schedule, samples_at_once, schedule_of
 from auto3d.simulate.simulate import simulate
 from tests.distributed.test_parity import SGD, make_plan
 from tests.models import MODELS, TEXT, captured
@@ -60,7 +60,7 @@ class Noting(DeviceClock):
 def run_noting(world, model: str, plan, settings: TrainingSettings) -> tuple[list, list[float]]:
     """Results of two iterations, and how long each piece of work of the first was."""
     join(world, device=torch.device("cpu"), timeout_s=60)
-    training.DeviceClock, Noting.noted = Noting, []
+    emulation_module.DeviceClock, Noting.noted = Noting, []
     try:
         rank = build_rank(captured(model, samples_at_once(plan)), plan, settings, MODELS[model][1], world)
         (first,) = rank.executor.run(rank.programs[0], 0)
@@ -69,7 +69,7 @@ def run_noting(world, model: str, plan, settings: TrainingSettings) -> tuple[lis
         assert not rank.buffers
         return [first, *rank.executor.run(rank.programs[1], 1)], noted
     finally:
-        training.DeviceClock = DeviceClock
+        emulation_module.DeviceClock = DeviceClock
         leave()
 
 
@@ -93,7 +93,7 @@ def test_operations_take_their_times_in_the_order_of_the_schedule(processes, nam
     graph = captured(model, samples_at_once(plan)).graph
     emulation = replace(TIMES, forward_s=TIMES.forward_s[: schedule.stages])
     settings = replace(SETTINGS, emulation=emulation)
-    timeline = simulate(schedule, emulation.costs(graph, cut(graph, plan.stages), schedule))
+    timeline = simulate(schedule, emulation.costs(graph, plan.stages, schedule))
     ranks = processes.run(plan.ranks, run_noting, model, plan, settings)
     for device, replicas in enumerate(plan.placement):
         wanted = [timeline.end[number] - timeline.start[number] for number in timeline.numbers(device)]

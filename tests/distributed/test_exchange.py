@@ -29,8 +29,9 @@ def make_exchange(world, timeout_s: float) -> Exchange:
     exchange = Exchange(
         program,
         TRANSFERS,
-        rank_of=[0, 1],
+        ranks_of=[[0], [1]],
         device_of={(0, 0): 0, (1, 0): 1},
+        sample_dimensions={},
         device=torch.device("cpu"),
         timeout_s=timeout_s,
     )
@@ -47,7 +48,7 @@ def send_or_receive(world, order: list[int]) -> list:
                 exchange.send(message, [torch.full((4, 8), value), torch.tensor([True, False, True, value > 2])])
             exchange.end()
             return []
-        return [[tensor.tolist() for tensor in exchange.receive(MESSAGES[index])] for index in order]
+        return [[tensor.tolist() for tensor in exchange.receive(MESSAGES[index]).values()] for index in order]
     finally:
         leave()
 
@@ -101,3 +102,59 @@ def test_a_dead_peer_is_noticed_at_once(processes):
     assert message.startswith(
         "rank 1 was waiting for activations for F0@1 from stage 0 (rank 0) when the connection broke"
     )
+
+
+def exchange_between(world, counts: tuple[int, int]) -> dict[str, list]:
+    """Two devices of ``counts`` ranks: activations there, gradients back; what this rank got."""
+    ranks_of = [list(range(counts[0])), list(range(counts[0], sum(counts)))]
+    device = int(world.rank >= counts[0])
+    part, own = ranks_of[device].index(world.rank), counts[device]
+    there, back = Message(Kind.FORWARD, 0, 1, 0), Message(Kind.BACKWARD, 1, 0, 0)
+    sent = (back,) if device else (there,)
+    step = Step(Operation(Kind.BACKWARD if device else Kind.FORWARD, device, (0,)), (), sent, ())
+    program = Program(steps=(step,), arrivals={1 - device: (there,) if device else (back,)})
+    transfers = [
+        Transfer(value=Value("hidden", (2, 12 // own, 3), "float32", 4, True), source=0, target=1),
+        Transfer(value=Value("bias", (5,), "float32", 4, True), source=0, target=1),
+        Transfer(value=Value("index", (12 // own,), "int64", 8, False), source=0, target=1),
+    ]
+    join(world, device=torch.device("cpu"), timeout_s=30)
+    try:
+        exchange = Exchange(
+            program,
+            transfers,
+            ranks_of=ranks_of,
+            device_of={(0, 0): 0, (1, 0): 1},
+            sample_dimensions={"hidden": 1, "index": 0},
+            device=torch.device("cpu"),
+            timeout_s=30,
+        )
+        exchange.start_iteration()
+        hidden = torch.arange(72.0).view(2, 12, 3).chunk(own, 1)[part].contiguous()
+        if device == 0:
+            exchange.send(there, [hidden, torch.full((5,), 7.0), torch.arange(12).chunk(own)[part].contiguous()])
+            received = exchange.receive(back)
+        else:
+            received = exchange.receive(there)
+            exchange.send(back, [-hidden, torch.full((5,), 2.0**part)])
+        exchange.end_iteration()
+        return {name: tensor.tolist() for name, tensor in received.items()}
+    finally:
+        leave()
+
+
+@pytest.mark.parametrize("counts", [(1, 3), (3, 1), (2, 1), (1, 2), (2, 2)], ids=str)
+def test_samples_are_split_again_and_gradients_of_copies_add_up(processes, counts):
+    """The samples are not in the first dimension; the bias is the same on all ranks of the first device."""
+    received = processes.run(sum(counts), exchange_between, counts)
+    makers, users = received[: counts[0]], received[counts[0] :]
+    hidden = torch.arange(72.0).view(2, 12, 3)
+    for part, got in enumerate(users):
+        assert got["hidden"] == hidden.chunk(counts[1], 1)[part].tolist()
+        assert got["index"] == torch.arange(12).chunk(counts[1])[part].tolist()
+        assert got["bias"] == [7.0] * 5
+    for part, got in enumerate(makers):
+        assert got["hidden"] == (-hidden).chunk(counts[0], 1)[part].tolist()
+        assert "index" not in got, "it has no gradient"
+    gradients = sum(torch.tensor(got["bias"]) for got in makers if "bias" in got)
+    assert gradients.tolist() == [float(sum(2**part for part in range(counts[1])))] * 5, "each counts once"

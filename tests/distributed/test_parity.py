@@ -16,7 +16,7 @@ from auto3d.partition.uniform import uniform
 from auto3d.plan import Plan, PlanError, stages_between, stages_of_operations
 from auto3d.runtime.data import Batches
 from auto3d.runtime.optimizer import OptimizerSettings, build_optimizer
-from auto3d.runtime.training import TrainingSettings, build_rank
+from auto3d.runtime.rank import TrainingSettings, build_rank
 from auto3d.runtime.world import join, leave
 from auto3d.schedule import build_schedule, samples_at_once
 from auto3d.schedule.operation import Schedule, parse

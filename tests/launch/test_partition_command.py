@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from auto3d.partition import CHOOSE_STAGES, METHODS
+from auto3d.plan import Plan
 
 ROOT = Path(__file__).parents[2]
 MINE = """
@@ -114,6 +115,25 @@ def test_rannc_chooses_stages_and_replicas(auto3d):
         assert (len(stages) > 1) == bool(memory)
 
 
+def test_a_partition_can_be_trained(auto3d, tmp_path):
+    """RaNNC's plan has stages with replicas of their own; those of the other methods have one each."""
+    file = tmp_path / "plan.json"
+    small = ["training.iterations=1", "model.config.n_layer=4"]
+    printed = auto3d("partition", "tiny", *small, "--method", "rannc", "--memory-gib", "0.012", "--plan", str(file))
+    plan = Plan.from_json(file.read_text())
+    assert plan.ranks == 4
+    assert f"auto3d train tiny {' '.join(small)} --plan {file}" in printed
+    record = json.loads(auto3d("train", "tiny", *small, "--plan", str(file), "--json"))
+    assert record["plan"] == json.loads(plan.to_json())
+    assert len(record["peak_bytes"]) == 4
+
+    auto3d("partition", "tiny", "--stages", "2", "--micro-batch-size", "4", "--plan", str(file))
+    plan = Plan.from_json(file.read_text())
+    assert (plan.dp, plan.pp, plan.ranks, plan.micro_batches, plan.schedule) == (1, 2, 2, 4, "1f1b")
+    message = auto3d("partition", "tiny", "--stages", "2", "--micro-batch-size", "3", "--plan", str(file), code=2)
+    assert "global_batch: 16 does not divide" in message
+
+
 def test_a_module_that_is_cut_is_named_by_its_parts(auto3d):
     stages = json.loads(auto3d("partition", "tiny", "--stages", "3", "--json"))["stages"]
     names = [name for stage in stages for name in stage["modules"]]
@@ -144,6 +164,7 @@ def test_picture_and_table(auto3d, tmp_path):
         (["--method", "rannc", "--stages", "2"], ["stages: 2 is given", "rannc finds"]),
         (["--stages", "4", "--memory-gib", "0.001"], ["4 stages do not fit"]),
         (["--stages", "4", "--svg", "no/such/folder.svg"], ["no/such/folder.svg", "cannot be written"]),
+        (["--stages", "4", "--plan", "no/such/plan.json"], ["no/such/plan.json", "cannot be written"]),
         (["--stages", "4", "model.config.n_layer=0.5"], ["n_layer"]),
     ],
 )

@@ -279,3 +279,15 @@ def test_a_batch_that_is_too_small_is_refused():
     assert partition("bert", inf, global_batch=8, nodes=4, devices_per_node=8)
     with pytest.raises(PartitionError, match="nodes: 0 is not possible; it must be 1 or more"):
         partition("bert", inf, nodes=0)
+
+
+def test_replicas_share_samples_equally_where_a_plan_must():
+    """Of 12 samples, five devices can be given equal shares only if no stage has five."""
+    free = partition("bert", inf, nodes=1, devices_per_node=5)
+    assert (len(free.stages), free.replicas) == (1, (5,))
+    equal = partition("bert", inf, nodes=1, devices_per_node=5, equal_shares=True, smallest_micro_batch=1)
+    assert sum(equal.replicas) == 5
+    assert all(12 % (equal.micro_batches * replicas) == 0 for replicas in equal.replicas)
+    assert equal.samples == tuple(12 // (equal.micro_batches * replicas) for replicas in equal.replicas)
+    with pytest.raises(PartitionError, match="12 samples cannot be shared equally by 5 devices and 1 blocks; a multi"):
+        partition("bert", inf, nodes=1, devices_per_node=5, equal_shares=True, blocks=1)

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 def costs_of(emulation: Emulation, *, stages: int = 2, schedule: str = "1f1b", **options: str):
     graph = captured("gpt2", 2).graph
     built = build_schedule(schedule, devices=stages, micro_batches=4, **options)
-    return emulation.costs(graph, cut(graph, uniform(graph, stages)), built)
+    return emulation.costs(graph, uniform(graph, stages), built)
 
 
 def test_what_is_not_given_follows_from_what_is():
@@ -54,8 +54,8 @@ def test_the_cost_model_gives_the_rest():
 def test_a_list_of_another_length_is_refused():
     for name in ("forward_s", "send_bytes", "sync_bytes"):
         with pytest.raises(InputError, match=f"{name} has 3 values, and the plan 2 stages; it takes a number, or one"):
-            Emulation(**{name: (1, 2, 3)}).check_fits(2)
-    Emulation(forward_s=(1.0, 2.0), send_bytes=3).check_fits(2)
+            Emulation(**{name: (1, 2, 3)}).check_fits(stages_between([0, 1, 2]))
+    Emulation(forward_s=(1.0, 2.0), send_bytes=3).check_fits(stages_between([0, 1, 2]))
 
 
 @pytest.mark.parametrize("model", ["gpt2", "t5", "reused"])
@@ -70,10 +70,12 @@ def test_messages_have_their_true_sizes(model):
     schedule = build_schedule("1f1b", devices=3, micro_batches=1)
     real_stages = cut(model_captured.graph, uniform(model_captured.graph, 3))
     emulated_stages = Emulation().stages(real_stages)
-    costs = Emulation(forward_s=0.0, backward_s=0.0).costs(model_captured.graph, emulated_stages, schedule)
+    costs = Emulation(forward_s=0.0, backward_s=0.0).costs(
+        model_captured.graph, uniform(model_captured.graph, 3), schedule
+    )
     tensors = {**model_captured.exported.constants, **dict(module.named_buffers()), **dict(module.named_parameters())}
     batch = Batches(data, seed=1, global_batch=2, micro_batch_size=2).micro_batch(0, 0, tuple(data.inputs))
-    randomness = Randomness(1, first_micro_batch=0, device=CPU)
+    randomness = Randomness(1, first_micro_batch=0, micro_batches=1, device=CPU)
     pairs, values = [], {}
     for real, emulated in zip(real_stages, emulated_stages, strict=True):
         running = StageModule(real, model_captured, tensors, loss_weight=1.0, randomness=randomness, device=CPU)

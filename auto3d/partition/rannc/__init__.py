@@ -48,12 +48,14 @@ def rannc(
     global_batch: int,
     blocks: int = BLOCKS,
     smallest_micro_batch: int = 1,
+    equal_shares: bool = False,
 ) -> RanncPartition:
     """The stages of a model on a cluster, given its Graph and costs at any micro-batch size.
 
     Both are asked for micro-batches of ``smallest_micro_batch`` samples (a model with batch statistics may need 2), of
-    the powers of two between that and ``global_batch``, and of ``global_batch``. Raises PartitionError, with what would
-    fit, where nothing does.
+    the powers of two between that and ``global_batch``, and of ``global_batch``. With ``equal_shares``, all replicas of
+    a stage get equally many samples of every micro-batch. Raises PartitionError, with what would fit, where nothing
+    does.
     """
     numbers = (nodes, devices_per_node, blocks, smallest_micro_batch)
     for name, number in zip(("nodes", "devices_per_node", "blocks", "smallest_micro_batch"), numbers, strict=True):
@@ -73,7 +75,12 @@ def rannc(
     )
 
     formed = form_blocks(units, blocks)
-    cluster = {"nodes": nodes, "devices_per_node": devices_per_node, "global_batch": global_batch}
+    cluster = {
+        "nodes": nodes,
+        "devices_per_node": devices_per_node,
+        "global_batch": global_batch,
+        "equal_shares": equal_shares,
+    }
     # Where memory leaves more than k blocks, no two neighbours fit a device, so each needs one.
     form = StageSearch(formed, profiles, **cluster).search() if len(formed) <= max(blocks, devices) else None
     if form is None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import ceil, inf
+from math import ceil, inf, lcm
 
 import numpy as np
 
@@ -148,9 +148,11 @@ class StageSearch:
         nodes: int,
         devices_per_node: int,
         global_batch: int,
+        equal_shares: bool = False,
     ) -> None:
         self.runs, self.profiles = Runs(profiles.graph, blocks, profiles.costs), profiles
         self.nodes, self.devices_per_node, self.global_batch = nodes, devices_per_node, global_batch
+        self.equal_shares = equal_shares
         self._costs: dict[int, RunCosts] = {}
 
     def search(self) -> StageForm | None:
@@ -206,7 +208,8 @@ class StageSearch:
 
         Replicas share the samples of a micro-batch. Where these do not divide, the paper rounds down; but some replica
         has one sample more, in some micro-batch, and all wait for it, so times and memory are those of the number
-        rounded up. The number rounded down must be one that the model can run with.
+        rounded up. The number rounded down must be one that the model can run with. With ``equal_shares``, they must
+        divide.
 
         A device holds its weights with gradients and optimizer state, what autograd keeps of one micro-batch, and the
         stage's inputs of all of them: every forward comes before the first backward. The last is not in the paper,
@@ -217,6 +220,8 @@ class StageSearch:
         forward_s, backward_s, memory_bytes = np.full(shape, inf), np.full(shape, inf), np.full(shape, inf)
         run = np.triu_indices(self.runs.blocks)
         for replicas in range(1, min(devices, self.global_batch // (shares * self.profiles.smallest)) + 1):
+            if self.equal_shares and self.global_batch % (shares * replicas):
+                continue
             costs = self._costs_of(self._samples(shares, replicas))
             again = costs.forward_s if checkpointing else 0.0
             held = micro_batches if checkpointing else 1
@@ -246,9 +251,17 @@ class StageSearch:
                     reached = longest(choices.memory_bytes, stages[-1], devices) if stages else []
                     least = min(least, *((reached[s][-1, devices], s, micro_batches) for s in stages), least)
         if least[0] == inf:
-            enough = -(-total // min(total, self.runs.blocks)) * self.profiles.smallest
+            most = min(total, self.runs.blocks)
+            few, many = total // most, -(-total // most)
+            if self.equal_shares:
+                problem, enough = (
+                    "cannot be shared equally by",
+                    f"a multiple of {lcm(few, many) * self.profiles.smallest}",
+                )
+            else:
+                problem, enough = "are too few for", f"{many * self.profiles.smallest}"
             return (
-                f"global_batch: {self.global_batch} samples are too few for {total} devices and {self.runs.blocks} "
+                f"global_batch: {self.global_batch} samples {problem} {total} devices and {self.runs.blocks} "
                 f"blocks; {enough} would do"
             )
         have, need = self.profiles.costs.memory_bytes / 2**20, ceil(10 * least[0] / 2**20) / 10

@@ -1,0 +1,91 @@
+"""Where the samples of a micro-batch are in each value of a Graph, so that a value can be split by samples."""
+
+from dataclasses import dataclass
+from math import prod
+
+from auto3d.capture.graph import Graph, Node, Value
+
+_RESHAPES = frozenset(
+    f"aten.{name}"
+    for name in ("view.default", "reshape.default", "_unsafe_view.default", "flatten.using_ints", "unflatten.int")
+)
+_REORDERING = ("aten.index", "aten.sort", "aten.argsort", "aten.topk", "aten.flip", "aten.roll", "aten.repeat")
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """The samples are in ``dimension``, with ``each`` elements of it to a sample.
+
+    ``outer`` is how often it runs through all samples: [batch * sequence] has 1, [sequence * batch] has as many as the
+    sequence is long, and equal slices of it are not equal shares of the samples.
+    """
+
+    dimension: int
+    each: int
+    outer: int
+
+
+def sample_dimensions(graph: Graph, smaller: Graph) -> dict[str, int]:
+    """Value -> the dimension along which equal slices of it hold equal shares of the samples, in order.
+
+    ``smaller`` is the same model at a smaller micro-batch size: a dimension that has samples grows with that size.
+    Values that have none, several, or samples in another order are left out.
+    """
+    layouts: dict[str, _Layout] = {
+        name: _Layout(0, 1, 1) for name, value in graph.inputs.items() if value.shape != smaller.inputs[name].shape
+    }
+    shapes = {name: value.shape for name, value in graph.inputs.items()}
+    small_values = {value.name: value for node in smaller.nodes for value in node.outputs}
+    for node in graph.nodes:
+        for value in node.outputs:
+            shapes[value.name] = value.shape
+            if value.name not in small_values:
+                continue
+            found = _growing(value, small_values[value.name], graph.micro_batch_size, smaller.micro_batch_size)
+            if found is None:
+                continue
+            dimension, each = found
+            outer = _outer(node, value, dimension, each, layouts, shapes)
+            if outer is not None:
+                layouts[value.name] = _Layout(dimension, each, outer)
+    return {name: layout.dimension for name, layout in layouts.items() if layout.outer == 1}
+
+
+def made_from_samples(graph: Graph) -> frozenset[str]:
+    """The values that depend on the model's inputs, or on a buffer in which it gathers what it saw of them."""
+    found = set(graph.inputs)
+    for node in graph.nodes:
+        if not found.isdisjoint(node.reads) or not graph.written_buffers.isdisjoint(node.state):
+            found.update((node.name, *(value.name for value in node.outputs)))
+    return frozenset(found)
+
+
+def _growing(value: Value, small: Value, size: int, small_size: int) -> tuple[int, int] | None:
+    """The one dimension that grows with the micro-batch size, and its elements to a sample."""
+    pairs = enumerate(zip(value.shape, small.shape, strict=True))
+    different = [(dimension, here, there) for dimension, (here, there) in pairs if here != there]
+    if len(different) != 1:
+        return None
+    dimension, here, there = different[0]
+    each = here // size
+    return (dimension, each) if (here, there) == (each * size, each * small_size) else None
+
+
+def _outer(
+    node: Node, value: Value, dimension: int, each: int, layouts: dict[str, _Layout], shapes: dict[str, tuple[int, ...]]
+) -> int | None:
+    """The new value's ``outer``, from those of what ``node`` reads; None where it cannot be told."""
+    read = [(layouts[name], shapes[name]) for name in node.reads if name in layouts]
+    if node.operator in _RESHAPES:  # which keeps all elements in their order
+        if not read or 0 in value.shape:
+            return None
+        layout, shape = read[0]
+        before, now_before = layout.outer * prod(shape[: layout.dimension]), prod(value.shape[:dimension])
+        outer, rest = divmod(before, now_before)
+        return outer if rest == 0 and outer > 0 and each % outer == 0 else None
+    if each == 1:
+        return 1
+    if node.operator.startswith(_REORDERING):
+        return None
+    outers = {layout.outer for layout, _ in read if layout.each == each}
+    return outers.pop() if len(outers) == 1 else None

@@ -1,0 +1,284 @@
+"""One rank of a Plan, built: its programs, its stages, its messages, its gradient sums and its optimizers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from auto3d.capture.model import CapturedModel
+from auto3d.cost.memory import DeviceMemory, predict
+from auto3d.partition.stage import Stage, Transfer, cut
+from auto3d.plan import Plan, PlanError
+from auto3d.runtime.data import Batches, DataSettings
+from auto3d.runtime.emulation import DeviceClock, EmulatedExchange, EmulatedStage, EmulatedSync, Emulation
+from auto3d.runtime.exchange import Exchange
+from auto3d.runtime.executor import Executor
+from auto3d.runtime.gradient_sync import GradientSync, Holders, holders
+from auto3d.runtime.lowering import Program, Replica, lower
+from auto3d.runtime.materialize import materialize
+from auto3d.runtime.optimizer import OptimizerSettings, build_optimizer, state_copies
+from auto3d.runtime.out_of_memory import out_of_memory_in
+from auto3d.runtime.randomness import Randomness
+from auto3d.runtime.replicas import replicas_of_devices, resplit_dimensions, share_of
+from auto3d.runtime.stage import StageModule
+from auto3d.runtime.world import World
+from auto3d.schedule import SCHEDULES, samples_at_once, schedule_of
+from auto3d.schedule.asynchronous import check_trainable
+from auto3d.schedule.check import check
+from auto3d.schedule.operation import Kind, Schedule
+
+MICRO_BATCHES_WITHOUT_FLUSH = 1024  # of an asynchronous schedule: a flush costs as much as pp - 1 of them
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings:
+    iterations: int
+    optimizer: OptimizerSettings
+    device: str  # "cpu" or "cuda"
+    threads_per_rank: int  # of a CPU rank's arithmetic
+    timeout_s: float  # of every wait for another rank
+    emulation: Emulation | None = None  # of devices in whose place operations only wait; None: real ones
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """One rank, built: its executor, the programs that make up the run, and the state that it trains."""
+
+    executor: Executor
+    programs: tuple[Program, ...]  # to be run one after the other
+    parameters: dict[str, nn.Parameter]
+    buffers: dict[str, torch.Tensor]
+
+
+def schedules_of(plan: Plan, iterations: int) -> list[Schedule]:
+    """Schedules of ``plan`` that together are ``iterations`` iterations, each flushed before the next begins.
+
+    An asynchronous one has as many iterations as its option says, or about MICRO_BATCHES_WITHOUT_FLUSH micro-batches;
+    the last of them has what is left. So a run does, as far as it goes, what a longer run of the plan does.
+    """
+    if not SCHEDULES[plan.schedule].asynchronous:
+        return [schedule_of(plan)] * iterations
+    default = max(1, MICRO_BATCHES_WITHOUT_FLUSH // plan.micro_batches)
+    most = int(plan.schedule_options.get("iterations", default))
+    whole, rest = divmod(iterations, most)
+    return [
+        schedule_of(replace(plan, schedule_options={**plan.schedule_options, "iterations": length}))
+        for length in [most] * whole + [rest] * (rest > 0)
+    ]
+
+
+def stages_of(captured: CapturedModel, plan: Plan) -> tuple[Stage, ...]:
+    """The stages of ``plan``; raises PlanError if it was made for another model or micro-batch size."""
+    if plan.graph != captured.graph.fingerprint:
+        raise PlanError(
+            f"graph: the plan was made for model {plan.graph}, this one is {captured.graph.fingerprint}; "
+            "make the plan again for this model and these versions of torch and transformers"
+        )
+    if samples_at_once(plan) != captured.graph.micro_batch_size:
+        raise PlanError(
+            f"micro_batch_size: the plan runs {samples_at_once(plan)} samples at once; the model was captured with "
+            f"{captured.graph.micro_batch_size}"
+        )
+    return cut(captured.graph, plan.stages)
+
+
+def check_plan(captured: CapturedModel, plan: Plan, settings: TrainingSettings) -> None:
+    """Raise InputError where ``plan`` does not fit its schedule, its model or ``settings``, as its ranks would later."""
+    schedule, stages = schedule_of(plan), stages_of(captured, plan)
+    replicas_of_devices(plan, schedule)
+    resplit_dimensions(captured, plan, stages)
+    check_trainable(schedule, stages, captured.graph.trained, clip_norm=settings.optimizer.clip_norm)
+    if settings.emulation is not None:
+        settings.emulation.check_fits(plan.stages)
+
+
+def build_rank(
+    captured: CapturedModel,
+    plan: Plan,
+    settings: TrainingSettings,
+    data: DataSettings,
+    world: World,
+    *,
+    schedule: Schedule | None = None,
+    state: Mapping[str, torch.Tensor] | None = None,
+) -> Rank:
+    """Build this rank of ``plan``; every rank of the joined world must call it.
+
+    ``schedule`` replaces the plan's by one written by hand; ``state`` gives initial weights in place of the seed's.
+    """
+    device, emulation = world.device(settings.device), settings.emulation
+    by_hand = [schedule] * (settings.iterations // schedule.iterations) if schedule else []
+    schedules = by_hand or schedules_of(plan, settings.iterations)
+    schedule = schedules[0]
+    counts = replicas_of_devices(plan, schedule)
+    stages, trained = stages_of(captured, plan), captured.graph.trained
+    check_trainable(schedule, stages, trained, clip_norm=settings.optimizer.clip_norm)
+    dimensions = resplit_dimensions(captured, plan, stages)
+
+    position, replica, part = plan.position(world.rank)
+    replicas, samples = counts[position], captured.graph.micro_batch_size
+    captured, plan = share_of(captured, plan, replicas)
+    stages = cut(captured.graph, plan.stages)
+    if emulation is not None:
+        stages = emulation.stages(stages)
+    transfers = [transfer for stage in stages for transfer in stage.received]
+    programs = _programs(schedules, transfers, position)
+    copies = state_copies(settings.optimizer)
+    predicted = predict(captured.graph, plan, schedule, optimizer_copies=copies)[position]
+    own = {replica: stages[replica[0]] for replica, home in schedule.device_of.items() if home == position}
+
+    # Process groups are made in the same order everywhere: first the exchange's, then the gradient sync's.
+    exchange = (Exchange if emulation is None else EmulatedExchange)(
+        programs[0],
+        transfers,
+        ranks_of=[
+            ranks[replica * count : (replica + 1) * count] for ranks, count in zip(plan.placement, counts, strict=True)
+        ],
+        device_of=schedule.device_of,
+        sample_dimensions=dimensions,
+        device=device,
+        timeout_s=settings.timeout_s,
+    )
+    micro_batches = plan.micro_batches * schedule.parts
+    numbers = {"first_micro_batch": replica * micro_batches, "micro_batches": micro_batches}
+    share = {"part": part, "replicas": replicas}
+    randomness = Randomness(plan.seed, **numbers, **share, device=device)
+    all_holders = holders(plan, schedule, stages, trained)
+    if emulation is None:
+        tensors = _state(captured, own, predicted, device=device, seed=plan.seed, given=state)
+        learning = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+        with out_of_memory_in("the making of its gradients", predicted):
+            sync = GradientSync(learning, all_holders, timeout_s=settings.timeout_s)
+        loss_weight = schedule.updates / (plan.dp * micro_batches * replicas)
+        modules = _stage_modules(
+            own, captured, plan, schedule, tensors, loss_weight=loss_weight, randomness=randomness, device=device
+        )
+    else:
+        tensors, learning = {}, {}
+        modules, sync = _emulated(own, captured, plan, schedule, all_holders, exchange.clock, settings, device=device)
+    executor = Executor(
+        modules,
+        _optimizers(own, learning, settings),
+        exchange=exchange,
+        sync=sync,
+        batches=Batches(data, seed=plan.seed, global_batch=plan.global_batch, micro_batch_size=samples, **share),
+        randomness=randomness,
+        **numbers,
+        clip_norm=settings.optimizer.clip_norm,
+        device=device,
+        predicted=predicted,
+        timeout_s=settings.timeout_s,
+    )
+    return Rank(
+        executor=executor,
+        programs=programs,
+        parameters={name: tensor for name, tensor in tensors.items() if name in captured.graph.parameters},
+        buffers={name: tensor for name, tensor in tensors.items() if name in captured.graph.buffers},
+    )
+
+
+def _programs(schedules: Sequence[Schedule], transfers: Sequence[Transfer], position: int) -> tuple[Program, ...]:
+    """What pipeline device ``position`` runs of each of ``schedules``, which differ in their iterations alone."""
+    lowered: dict[int, Program] = {}
+    for schedule in schedules:
+        if schedule.iterations not in lowered:
+            check(schedule)
+            lowered[schedule.iterations] = lower(schedule, transfers)[position]
+    return tuple(lowered[schedule.iterations] for schedule in schedules)
+
+
+def _state(
+    captured: CapturedModel,
+    own: Mapping[Replica, Stage],
+    predicted: DeviceMemory,
+    *,
+    device: torch.device,
+    seed: int,
+    given: Mapping[str, torch.Tensor] | None,
+) -> dict[str, torch.Tensor]:
+    """Parameters, buffers and constants of this rank's stages; only they get memory."""
+    constants, graph = captured.exported.constants, captured.graph
+    names = list(dict.fromkeys(name for stage in own.values() for name in stage.state if name not in constants))
+    with out_of_memory_in("the making of its weights", predicted):
+        initial = materialize(captured.exported.build, names, seed=seed, state=given)
+        made = {name: tensor.to(device) for name, tensor in initial.items()}
+        made |= {name: value.to(device) for name, value in constants.items()}
+    return {
+        name: nn.Parameter(tensor, requires_grad=name in graph.trained) if name in graph.parameters else tensor
+        for name, tensor in made.items()
+    }
+
+
+def _stage_modules(
+    own: Mapping[Replica, Stage],
+    captured: CapturedModel,
+    plan: Plan,
+    schedule: Schedule,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    loss_weight: float,
+    randomness: Randomness,
+    device: torch.device,
+) -> dict[Replica, StageModule]:
+    split = {o.stage for operations in schedule.operations for o in operations if o.kind is Kind.BACKWARD_INPUT}
+    return {
+        (number, pipe): StageModule(
+            stage,
+            captured,
+            tensors,
+            loss_weight=loss_weight,
+            randomness=randomness,
+            device=device,
+            recompute=number in schedule.recompute,
+            kept=plan.stages[number].kept,
+            split_backward=number in split,
+        )
+        for (number, pipe), stage in own.items()
+    }
+
+
+def _emulated(
+    own: Mapping[Replica, Stage],
+    captured: CapturedModel,
+    plan: Plan,
+    schedule: Schedule,
+    holders: Mapping[str, Holders],
+    clock: DeviceClock,
+    settings: TrainingSettings,
+    *,
+    device: torch.device,
+) -> tuple[dict[Replica, EmulatedStage], EmulatedSync]:
+    emulation = settings.emulation
+    costs = emulation.costs(captured.graph, plan.stages, schedule)
+    stages = {
+        (number, pipe): EmulatedStage(
+            stage, costs, parts=schedule.parts, recompute=number in schedule.recompute, clock=clock, device=device
+        )
+        for (number, pipe), stage in own.items()
+    }
+    names = {name for stage in own.values() for name in stage.state}
+    sync = EmulatedSync(
+        {name: captured.graph.parameters[name] for name in holders if name in names},
+        holders,
+        sync_bytes=emulation.each("sync_bytes", len(plan.stages)),
+        clock=clock,
+        timeout_s=settings.timeout_s,
+    )
+    return stages, sync
+
+
+def _optimizers(
+    own: Mapping[Replica, Stage], parameters: Mapping[str, nn.Parameter], settings: TrainingSettings
+) -> dict[Replica, tuple[Optimizer, LRScheduler] | None]:
+    """One optimizer per stage; a parameter that two stages of this rank share belongs to the first of them."""
+    left = dict(parameters)
+    optimizers = {}
+    for replica, stage in own.items():
+        mine = [left.pop(name) for name in stage.state if name in left]
+        optimizers[replica] = (
+            build_optimizer(mine, settings.optimizer, iterations=settings.iterations) if mine else None
+        )
+    return optimizers
