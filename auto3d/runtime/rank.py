@@ -86,7 +86,7 @@ def stages_of(captured: CapturedModel, plan: Plan) -> tuple[Stage, ...]:
 
 
 def check_plan(captured: CapturedModel, plan: Plan, settings: TrainingSettings) -> None:
-    """Raise InputError where ``plan`` does not fit its schedule, its model or ``settings``, as its ranks would later."""
+    """Raise InputError where ``plan`` does not fit its schedule, its model or ``settings``, as its ranks would."""
     schedule, stages = schedule_of(plan), stages_of(captured, plan)
     replicas_of_devices(plan, schedule)
     resplit_dimensions(captured, plan, stages)

@@ -281,13 +281,14 @@ def test_a_value_of_several_samples_is_refused_between_different_replicas():
 def test_replicas_that_do_not_fit_the_schedule_are_refused():
     plan = make_plan("gpt2", [1, 3], schedule="interleaved-1f1b")
     model = captured("gpt2", 6)
-    check_plan(model, plan)
+    settings = TrainingSettings(iterations=1, optimizer=SGD, device="cpu", threads_per_rank=1, timeout_s=60)
+    check_plan(model, plan, settings)
     mixed = replace(plan, stages=(replace(plan.stages[0], replicas=2), *plan.stages[1:]))
     with pytest.raises(PlanError, match=r"stages: 0, 2 are on one device of schedule interleaved-1f1b, and have 2, 1"):
-        check_plan(model, mixed)
+        check_plan(model, mixed, settings)
     turned = replace(plan, placement=place_ranks(dp=1, pp=2, replicas=[3, 1]))
     with pytest.raises(PlanError, match=r"placement: \[0, 1, 2\] are the ranks of device 0, .* dp × replicas = 1 × 1"):
-        check_plan(model, turned)
+        check_plan(model, turned, settings)
     halves = make_plan("gpt2", [2, 2], micro_batch_size=4, schedule="chimera", options={"scale": "halving"})
     assert samples_at_once(halves) == 2
     with pytest.raises(PlanError, match="micro_batch_size: 6; schedule chimera runs it in 2 parts by 2 replicas each"):

@@ -1,5 +1,7 @@
 """Where samples are in a value: what a model makes of half a micro-batch is that half of what it makes of the whole."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -7,11 +9,12 @@ from torch import nn
 from auto3d.capture.export import InputSpec
 from auto3d.capture.model import CapturedModel, capture
 from auto3d.partition.samples import made_from_samples, sample_dimensions
+from auto3d.partition.segment import segments
 from auto3d.partition.stage import cut
 from auto3d.plan import stages_between
 from auto3d.runtime.data import Batches
 from auto3d.runtime.randomness import Randomness
-from auto3d.runtime.stage_program import stage_program
+from auto3d.runtime.stage_program import segment_program
 from tests.models import MODELS, captured
 
 CPU = torch.device("cpu")
@@ -34,11 +37,13 @@ def values_of(model: CapturedModel, module: nn.Module, inputs: dict[str, torch.T
     """All values of the graph, run as one stage."""
     names = [value.name for node in model.graph.nodes for value in node.outputs]
     (stage,) = cut(model.graph, stages_between([0, len(model.graph.nodes)]))
-    randomness = Randomness(1, first_micro_batch=0, device=CPU)
-    program = stage_program(stage, model, names, randomness=randomness, device=CPU, put_off=None)
+    randomness = Randomness(1, first_micro_batch=0, micro_batches=1, device=CPU)
+    (whole,) = segments(model.graph, stage, stages_between([0, len(model.graph.nodes)])[0].operations)
+    whole = replace(whole, gives=tuple(names))
+    program = segment_program(whole, model, randomness=randomness, device=CPU, put_off=None)
     tensors = {**model.exported.constants, **dict(module.named_buffers()), **dict(module.named_parameters())}
     with torch.no_grad():
-        made = program(*(tensors[name] for name in stage.state), *(inputs[name] for name in stage.inputs))
+        made = program(*(tensors[name] for name in whole.state), *(inputs[name] for name in whole.takes))
     return dict(zip(names, made, strict=True))
 
 
