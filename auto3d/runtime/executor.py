@@ -8,12 +8,11 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from auto3d.cost.memory import DeviceMemory
 from auto3d.runtime.data import Batches
 from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.gradient_sync import GradientSync
 from auto3d.runtime.lowering import Message, Program, Step
-from auto3d.runtime.out_of_memory import out_of_memory_in
+from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage import StageModule
 from auto3d.runtime.waiting import waiting_for
@@ -46,7 +45,7 @@ class Executor:
         first_micro_batch: int,
         clip_norm: float,
         device: torch.device,
-        predicted: DeviceMemory,
+        memory: MemoryWatch,
         timeout_s: float,
     ) -> None:
         self._program = program
@@ -59,7 +58,7 @@ class Executor:
         self._first_micro_batch = first_micro_batch
         self._clip_norm = clip_norm
         self._device = device
-        self._predicted = predicted
+        self._memory = memory
         self._timeout_s = timeout_s
         self._unsynced: set[Replica] = set()  # whose gradient sync has not begun in this iteration
         self._result: IterationResult | None = None  # of this iteration, once its gradients are complete
@@ -82,7 +81,7 @@ class Executor:
         self._sync.start_iteration()
         self._exchange.start_iteration()
         for step in self._program.steps:
-            with out_of_memory_in(step.operation, self._predicted):
+            with self._memory.during(step.operation):
                 self._run[step.operation.kind](step)
         self._exchange.end_iteration()
         return self._result

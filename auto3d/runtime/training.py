@@ -22,7 +22,7 @@ from auto3d.runtime.lowering import lower
 from auto3d.runtime.materialize import materialize
 from auto3d.runtime.memory import PeakMemory
 from auto3d.runtime.optimizer import OptimizerSettings, build_optimizer, state_copies
-from auto3d.runtime.out_of_memory import out_of_memory_in
+from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage import StageModule
 from auto3d.runtime.waiting import waiting_for
@@ -110,7 +110,7 @@ def build_rank(
     transfers = [transfer for stage in stages for transfer in stage.received]
     position, replica = _coordinates(plan, world.rank)
     program = lower(schedule, transfers)[position]
-    predicted = predicted_memory(captured, plan, schedule, settings.optimizer)[position]
+    memory = MemoryWatch(position, predicted_memory(captured, plan, schedule, settings.optimizer)[position])
     micro_batches = plan.micro_batches * schedule.parts
     first_micro_batch = replica * micro_batches
     randomness = Randomness(plan.seed, first_micro_batch=first_micro_batch, device=device)
@@ -119,7 +119,7 @@ def build_rank(
     own = {replica: stages[replica[0]] for replica, home in schedule.device_of.items() if home == position}
     constants = captured.exported.constants
     names = list(dict.fromkeys(name for stage in own.values() for name in stage.state if name not in constants))
-    with out_of_memory_in("the making of its weights", predicted):
+    with memory.during("the making of its weights"):
         made = {
             name: tensor.to(device)
             for name, tensor in materialize(captured.exported.build, names, seed=plan.seed, state=state).items()
@@ -158,7 +158,7 @@ def build_rank(
         timeout_s=settings.timeout_s,
     )
     own_trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-    with out_of_memory_in("the making of its gradients", predicted):
+    with memory.during("the making of its gradients"):
         sync = GradientSync(own_trained, holders(plan, schedule, stages, trained), timeout_s=settings.timeout_s)
     executor = Executor(
         program,
@@ -176,7 +176,7 @@ def build_rank(
         first_micro_batch=first_micro_batch,
         clip_norm=settings.optimizer.clip_norm,
         device=device,
-        predicted=predicted,
+        memory=memory,
         timeout_s=settings.timeout_s,
     )
     return Rank(executor=executor, parameters=parameters, buffers=buffers)
