@@ -10,12 +10,11 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from auto3d.cost.memory import DeviceMemory
 from auto3d.runtime.data import Batches
 from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.gradient_sync import GradientSync
 from auto3d.runtime.lowering import Message, Program, Replica, Step
-from auto3d.runtime.out_of_memory import out_of_memory_in
+from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage import StageModule
 from auto3d.runtime.waiting import wait, waiting_for
@@ -47,7 +46,7 @@ class Executor:
         micro_batches: int,
         clip_norm: float,
         device: torch.device,
-        predicted: DeviceMemory,
+        memory: MemoryWatch,
         timeout_s: float,
     ) -> None:
         self._stages = stages
@@ -60,7 +59,7 @@ class Executor:
         self._micro_batches = micro_batches
         self._clip_norm = clip_norm
         self._device = device
-        self._predicted = predicted
+        self._memory = memory
         self._timeout_s = timeout_s
         self._program: Program | None = None  # that runs
         self._unsynced: set[Replica] = set()  # whose gradient sync has not begun since its last update
@@ -86,7 +85,7 @@ class Executor:
         """
         self._start(program, first_iteration)
         for step in program.steps:
-            with out_of_memory_in(step.operation, self._predicted):
+            with self._memory.during(step.operation):
                 self._run[step.operation.kind](step)
             if step.operation.kind is Kind.UPDATE and step is not program.steps[-1] and self._iteration_is_over():
                 yield from self._end_iteration()

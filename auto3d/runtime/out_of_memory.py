@@ -3,6 +3,7 @@
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -21,14 +22,22 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, known) or "DefaultCPUAllocator: can't allocate" in str(error)
 
 
-@contextmanager
-def out_of_memory_in(what: object, predicted: DeviceMemory) -> Iterator[None]:
-    """Where memory runs out inside, raise OutOfMemoryError that says so of ``what``, an operation for example."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, OutOfMemoryError) or not is_out_of_memory(error):
-            raise
-        raise OutOfMemoryError(
-            f"rank {dist.get_rank()} ({socket.gethostname()}) ran out of memory in {what}; predicted {predicted}"
-        ) from error
+@dataclass(frozen=True)
+class MemoryWatch:
+    """Tells where this rank ran out of memory, and what was predicted for its pipeline device."""
+
+    device: int
+    predicted: DeviceMemory
+
+    @contextmanager
+    def during(self, what: object) -> Iterator[None]:
+        """Where memory runs out inside, raise OutOfMemoryError that says so of ``what``, an operation for example."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, OutOfMemoryError) or not is_out_of_memory(error):
+                raise
+            raise OutOfMemoryError(
+                f"rank {dist.get_rank()} ({socket.gethostname()}) ran out of memory in {what}; predicted for pipeline "
+                f"device {self.device}: {self.predicted}"
+            ) from error

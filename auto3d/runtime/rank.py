@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from auto3d.capture.model import CapturedModel
-from auto3d.cost.memory import DeviceMemory, predict
+from auto3d.cost.memory import predict
 from auto3d.partition.stage import Stage, Transfer, cut
 from auto3d.plan import Plan, PlanError
 from auto3d.runtime.data import Batches, DataSettings
@@ -20,7 +20,7 @@ from auto3d.runtime.gradient_sync import GradientSync, Holders, holders
 from auto3d.runtime.lowering import Program, Replica, lower
 from auto3d.runtime.materialize import materialize
 from auto3d.runtime.optimizer import OptimizerSettings, build_optimizer, state_copies
-from auto3d.runtime.out_of_memory import out_of_memory_in
+from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.replicas import replicas_of_devices, resplit_dimensions, share_of
 from auto3d.runtime.stage import StageModule
@@ -127,7 +127,7 @@ def build_rank(
     transfers = [transfer for stage in stages for transfer in stage.received]
     programs = _programs(schedules, transfers, position)
     copies = state_copies(settings.optimizer)
-    predicted = predict(captured.graph, plan, schedule, optimizer_copies=copies)[position]
+    memory = MemoryWatch(position, predict(captured.graph, plan, schedule, optimizer_copies=copies)[position])
     own = {replica: stages[replica[0]] for replica, home in schedule.device_of.items() if home == position}
 
     # Process groups are made in the same order everywhere: first the exchange's, then the gradient sync's.
@@ -148,9 +148,9 @@ def build_rank(
     randomness = Randomness(plan.seed, **numbers, **share, device=device)
     all_holders = holders(plan, schedule, stages, trained)
     if emulation is None:
-        tensors = _state(captured, own, predicted, device=device, seed=plan.seed, given=state)
+        tensors = _state(captured, own, memory, device=device, seed=plan.seed, given=state)
         learning = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
-        with out_of_memory_in("the making of its gradients", predicted):
+        with memory.during("the making of its gradients"):
             sync = GradientSync(learning, all_holders, timeout_s=settings.timeout_s)
         loss_weight = schedule.updates / (plan.dp * micro_batches * replicas)
         modules = _stage_modules(
@@ -169,7 +169,7 @@ def build_rank(
         **numbers,
         clip_norm=settings.optimizer.clip_norm,
         device=device,
-        predicted=predicted,
+        memory=memory,
         timeout_s=settings.timeout_s,
     )
     return Rank(
@@ -193,7 +193,7 @@ def _programs(schedules: Sequence[Schedule], transfers: Sequence[Transfer], posi
 def _state(
     captured: CapturedModel,
     own: Mapping[Replica, Stage],
-    predicted: DeviceMemory,
+    memory: MemoryWatch,
     *,
     device: torch.device,
     seed: int,
@@ -202,7 +202,7 @@ def _state(
     """Parameters, buffers and constants of this rank's stages; only they get memory."""
     constants, graph = captured.exported.constants, captured.graph
     names = list(dict.fromkeys(name for stage in own.values() for name in stage.state if name not in constants))
-    with out_of_memory_in("the making of its weights", predicted):
+    with memory.during("the making of its weights"):
         initial = materialize(captured.exported.build, names, seed=seed, state=given)
         made = {name: tensor.to(device) for name, tensor in initial.items()}
         made |= {name: value.to(device) for name, value in constants.items()}
