@@ -53,7 +53,7 @@ class StageModule:
             stage, captured, self._outputs, randomness=randomness, device=device, put_off=self._put_off
         )
         self._state = [tensors[name] for name in stage.state]
-        self._written = [tensors[name] for name in stage.state if name in captured.graph.written_buffers]
+        self._written = [place for place, name in enumerate(stage.state) if name in captured.graph.written_buffers]
         self._loss_weight = loss_weight
         self._randomness = randomness
         self._recompute = recompute
@@ -70,12 +70,12 @@ class StageModule:
                 for transfer in self.stage.received
             ],
             inputs=[inputs[name] for name in self.stage.inputs],
-            written=_copies(self._written) if self._recompute else [],
+            written=[self._state[place].clone() for place in self._written] if self._recompute else [],
             outputs=None,
         )
         self._in_flight[micro_batch] = in_flight
         with torch.set_grad_enabled(not self._recompute):
-            outputs = self._run(micro_batch, in_flight)
+            outputs = self._run(micro_batch, in_flight, self._state)
         if not self._recompute:
             in_flight.outputs = outputs
         if self.stage.has_loss:
@@ -83,12 +83,12 @@ class StageModule:
         return {name: output.detach().contiguous() for name, output in zip(self.sent, outputs, strict=False)}
 
     def recompute(self, micro_batch: int) -> None:
-        """Make again what the forward of ``micro_batch`` dropped, with the buffers that it found, which stay as now."""
+        """Make again what the forward of ``micro_batch`` dropped, on copies of the buffers that it found."""
         in_flight = self._in_flight[micro_batch]
-        now = _copies(self._written)
-        _overwrite(self._written, in_flight.written)
-        in_flight.outputs = self._run(micro_batch, in_flight)
-        _overwrite(self._written, now)
+        state = list(self._state)
+        for place, found in zip(self._written, in_flight.written, strict=True):
+            state[place] = found
+        in_flight.outputs = self._run(micro_batch, in_flight, state)
 
     def backward(self, micro_batch: int, gradients: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Run the backward of ``micro_batch``, given each sent value's gradients from the stages that used it.
@@ -131,15 +131,6 @@ class StageModule:
         for work in self._weight_work.pop(micro_batch, []):
             work()
 
-    def _run(self, micro_batch: int, in_flight: _InFlight) -> list[torch.Tensor]:
+    def _run(self, micro_batch: int, in_flight: _InFlight, state: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         self._randomness.micro_batch = micro_batch
-        return self._module(*self._state, *in_flight.received, *in_flight.inputs)
-
-
-def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor.clone() for tensor in tensors]
-
-
-def _overwrite(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    for tensor, value in zip(tensors, values, strict=True):
-        tensor.copy_(value)
+        return self._module(*state, *in_flight.received, *in_flight.inputs)
