@@ -1,6 +1,7 @@
 """One stage as it runs: forward, recomputation and backward of single micro-batches, in any order."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -74,7 +75,7 @@ class StageModule:
             outputs=None,
         )
         self._in_flight[micro_batch] = in_flight
-        with torch.set_grad_enabled(not self._recompute):
+        with _keeping_nothing() if self._recompute else nullcontext():
             outputs = self._run(micro_batch, in_flight, self._state)
         if not self._recompute:
             in_flight.outputs = outputs
@@ -134,3 +135,8 @@ class StageModule:
     def _run(self, micro_batch: int, in_flight: _InFlight, state: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         self._randomness.micro_batch = micro_batch
         return self._module(*state, *in_flight.received, *in_flight.inputs)
+
+
+def _keeping_nothing() -> AbstractContextManager:
+    """Autograd keeps no activations. Yet it is on: without it attention takes another kernel, and rounds otherwise."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: None)

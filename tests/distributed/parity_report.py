@@ -45,7 +45,6 @@ TIED = {"GPT-2": ("gpt2", "transformer.wte.weight"), "LLaMA, tied": ("llama-tied
 BATCH = tracer.Batch(micro_batch_size=2, micro_batches=8, iterations=3, seed=5)
 TIED_ITERATIONS = 10
 OPTIMIZER = replace(SGD, clip_norm=0.0)
-NEGLIGIBLE = 1e-6  # of a model's largest gradient: what is zero but for rounding, as of the bias of attention's keys
 Gradients = list[dict[str, np.ndarray]]  # per iteration, by parameter
 
 
@@ -60,7 +59,7 @@ class Report:
         self.counts[whose, outcome] = self.counts.get((whose, outcome), 0) + 1
         text = [] if outcome == "right" and whose == "auto3d" else [outcome]
         if error is not None:
-            text.append(f"{error:.0e}".replace("e-0", "e-"))
+            text.append(f"{error:.0e}".replace("e-0", "e-") if error else "0")
         if note:
             if note not in self.notes:
                 self.notes.append(note)
@@ -103,18 +102,13 @@ def reference(model: str, parts: int, dp: int, iterations: int) -> list[dict]:
 
 
 def gradient_error(ranks: list[Gradients], expected: Gradients) -> float:
-    """The largest max|a - b| / max|b| of any gradient on any rank in any iteration."""
-    errors = []
-    for iteration, gradients in enumerate(expected):
-        largest = {name: float(np.abs(gradient).max()) for name, gradient in gradients.items()}
-        least = NEGLIGIBLE * max(largest.values())
-        errors += [
-            float(np.abs(gradient - gradients[name]).max()) / largest[name]
-            for rank in ranks
-            for name, gradient in rank[iteration].items()
-            if largest[name] > least
-        ]
-    return max(errors)
+    """The largest max|a - b| / (max|b| + 10^-2) of any gradient on any rank in any iteration: the bound is 10^-5."""
+    return max(
+        float(np.abs(gradient - gradients[name]).max() / (np.abs(gradients[name]).max() + 1e-2))
+        for iteration, gradients in enumerate(expected)
+        for rank in ranks
+        for name, gradient in rank[iteration].items()
+    )
 
 
 def orders(devices: int) -> Iterator[tuple[str, str, dict]]:
@@ -197,7 +191,7 @@ def tied(report: Report, processes: Processes, of: tuple[str, str], *, name: str
     except AssertionError as error:
         return report.cell("tied", "wrong", note=failure(error))
     one = expected[-1]["parameters"][weight]
-    error = float(np.abs(copies[0] - one).max() / np.abs(one).max())
+    error = float(np.abs(copies[0] - one).max() / np.abs(one).max())  # of weights, none of which is nearly zero
     return report.cell("tied", f"{len(copies)} equal", error=error)
 
 
@@ -261,13 +255,14 @@ def main() -> None:
 TEXT = """\
 # Parity with one process
 
-Each cell is one training run of an unmodified model over four processes: the largest relative error of any gradient,
-max|a − b| / max|b| over the elements of each, against plain PyTorch on one process that accumulates the same
-micro-batches. fp32, {batch.iterations} iterations of SGD with momentum,
+Each cell is one training run of an unmodified model over four processes, compared with plain PyTorch on one process
+that accumulates the same micro-batches: fp32, {batch.iterations} iterations of SGD with momentum,
 {batch.micro_batches} micro-batches of {batch.micro_batch_size} samples per replica, small models of the
-families' own classes (`tests/models.py`), no dropout. Left out of the number are gradients below 10⁻⁶ of the model's
-largest, which are zero but for rounding. A run of auto3d is right, and says nothing else, where loss, gradient norm,
-every gradient and every parameter keep max|a − b| ≤ 10⁻⁵ · max|b| + 10⁻⁷ after every iteration on every rank.
+families' own classes (`tests/models.py`), no dropout. The number is the largest relative error of any gradient,
+max|a − b| / (max|b| + 10⁻²) over its elements, where the bound allows 10⁻⁵: the 10⁻² are there for gradients that are
+zero but for rounding, as of the bias of attention's keys. A run of auto3d is right, and says nothing else, where loss,
+gradient norm, every gradient and every parameter keep the bound, max|a − b| ≤ 10⁻⁵ · max|b| + 10⁻⁷, after every
+iteration on every rank. 0 is equal bit by bit.
 
 auto3d: {ours}. The tracer: {theirs}.
 

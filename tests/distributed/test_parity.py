@@ -166,15 +166,18 @@ def test_dropout_does_not_depend_on_degrees_or_schedule(processes):
     assert without[0]["history"][0]["result"] != single[0]["history"][0]["result"], "dropout is on"
 
 
-def test_dropout_is_the_same_when_recomputed(processes):
-    plan = make_plan("gpt2-dropout", dp=1, pp=2)
-    kept = processes.run(2, run_rank, "gpt2-dropout", plan, SGD)
+@pytest.mark.parametrize("model", ["gpt2-dropout", "swin", "residual"])
+def test_recomputation_changes_no_bit(processes, model):
+    """Neither of dropout, nor of attention whose bias is trained, nor of batch statistics."""
+    plan = make_plan(model, dp=1, pp=2)
+    kept = processes.run(2, run_rank, model, plan, SGD)
     for options in ({"name": "1f1b", "recompute": "full"}, {"name": "early-recompute"}):
         schedule = build_schedule(devices=2, micro_batches=4, **options)
-        again = processes.run(2, run_rank, "gpt2-dropout", plan, SGD, schedule)
+        again = processes.run(2, run_rank, model, plan, SGD, schedule)
         for a, b in zip(kept, again, strict=True):
-            for name, gradient in a["history"][-1]["gradients"].items():
-                assert np.array_equal(gradient, b["history"][-1]["gradients"][name]), name
+            for what in ("gradients", "buffers"):
+                for name, value in a["history"][-1][what].items():
+                    assert np.array_equal(value, b["history"][-1][what][name]), name
 
 
 def test_any_list_of_operations_runs(processes):
