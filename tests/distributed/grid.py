@@ -18,7 +18,7 @@ from tests.schedule.samples import SYNC, options_of
 SAMPLES = 2  # that an operation runs at once
 WIDTHS = ((2, 1), (2, 2), (4, 1))  # (D, dp): of the four processes
 MICRO_BATCHES = {"D": lambda d: d, "2D": lambda d: 2 * d, "D+1": lambda d: d + 1}
-RECOMPUTE = ("none", "full")
+RECOMPUTE = ("none", "full")  # of each stage that may
 MODELS = {  # with the most stages that the grid cuts each into
     "gpt2-dropout": 16,  # tied embedding and head
     "bert-dropout": 16,
@@ -40,7 +40,7 @@ class Cell:
     devices: int
     dp: int
     micro_batches: str  # one of MICRO_BATCHES
-    recompute: str | None  # one of RECOMPUTE; None where the schedule itself decides
+    recompute: str  # one of RECOMPUTE
     sync: str
 
     @property
@@ -48,7 +48,7 @@ class Cell:
         """What the pairwise cover combines. A schedule with its options is one value: they make the order."""
         order = " ".join([self.schedule, *(f"{name}={value}" for name, value in self.options)])
         others = {name: value for name, value in vars(self).items() if name not in ("schedule", "options")}
-        return {"order": order} | {name: value for name, value in others.items() if value is not None}
+        return {"order": order} | others
 
     def __str__(self) -> str:
         return "-".join(str(value).replace(" ", "-") for value in self.axes.values())
@@ -74,7 +74,7 @@ def plan_of(cell: Cell) -> Plan:
 
 
 def _options(cell: Cell) -> dict[str, int | str]:
-    recompute = {} if cell.recompute is None else {"recompute": cell.recompute}
+    recompute = {"recompute": cell.recompute} if "recompute" in SCHEDULES[cell.schedule].options else {}
     return dict(cell.options) | {"sync": cell.sync} | recompute
 
 
@@ -86,7 +86,6 @@ def cells() -> tuple[Cell, ...]:
 
 def _cells() -> Iterator[Cell]:
     for name, (devices, dp) in product(SCHEDULES, WIDTHS):
-        recompute = RECOMPUTE if "recompute" in SCHEDULES[name].options else (None,)
         for options in options_of(name, devices):
             schedule = build_schedule(name, devices=devices, micro_batches=devices, **options)
             if schedule.weight_version:  # asynchronous: not equal to one process
@@ -97,6 +96,10 @@ def _cells() -> Iterator[Cell]:
                 for model, most in MODELS.items()
                 if schedule.stages <= most and (replicas == 1 or model not in ONE_REPLICA)
             ]
+            if "recompute" in SCHEDULES[name].options:
+                recompute = RECOMPUTE
+            else:  # the schedule decides whether there is any
+                recompute = RECOMPUTE[1:] if schedule.recompute else RECOMPUTE[:1]
             for values in product(models, MICRO_BATCHES, SYNC, recompute):
                 own = dict(zip(("model", "micro_batches", "sync", "recompute"), values, strict=True))
                 yield Cell(schedule=name, options=tuple(options.items()), devices=devices, dp=dp, **own)
@@ -112,7 +115,7 @@ def whole() -> list[list[Cell]]:
     """Groups of cells that differ in recomputation alone: all there are, but of dp and sync a draw for each group."""
     groups: dict[Cell, dict[tuple[int, str], list[Cell]]] = {}
     for cell in cells():
-        group = groups.setdefault(replace(cell, dp=0, sync="", recompute=None), {})
+        group = groups.setdefault(replace(cell, dp=0, sync="", recompute=""), {})
         group.setdefault((cell.dp, cell.sync), []).append(cell)
     draw = Random(1)
     return [draw.choice(list(group.values())) for group in groups.values()]
