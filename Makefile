@@ -7,7 +7,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 CLUSTER_PROGRAM := slurm/dev-cluster/cluster.py $(if $(FOLDER),--folder $(FOLDER))
 
-.PHONY: help setup sweep plan train table test soak bench lint clean cluster-up cluster-down cluster-status
+.PHONY: help setup sweep plan train table test soak parity bench lint clean cluster-up cluster-down cluster-status
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 19
@@ -35,6 +35,10 @@ test: $(INSTALLED)  ## run all tests
 
 soak: $(INSTALLED)  ## run the long tests: whole grids where `make test` takes samples (about ten minutes)
 	$(BIN)/python -m pytest -m soak $(ARGS)
+
+parity: $(INSTALLED)  ## every schedule on every model against one process, and results/parity.md (most of an hour)
+	$(BIN)/python -m pytest -m parity $(ARGS)
+	$(BIN)/python -m tests.distributed.parity_report
 
 bench: $(INSTALLED)  ## run all benchmarks of tests/benchmarks/ (minutes)
 	@for file in $(filter-out %/__init__.py,$(wildcard tests/benchmarks/*.py)); do \

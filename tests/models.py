@@ -1,7 +1,7 @@
 """The small models that tests train: unmodified, built as a user's recipe would."""
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import nn
@@ -13,6 +13,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    ResNetConfig,
+    ResNetForImageClassification,
     SwinConfig,
     SwinForImageClassification,
     T5Config,
@@ -38,21 +40,18 @@ def gpt2(dropout: float = 0.0) -> GPT2LMHeadModel:
     )  # fmt: skip
 
 
-def gpt2_with_dropout() -> GPT2LMHeadModel:
-    return gpt2(dropout=0.1)
-
-
 SIZES = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 64}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+DROPOUT = dict.fromkeys(NO_DROPOUT, 0.1)
 
 
-def bert() -> BertForMaskedLM:
-    return BertForMaskedLM(BertConfig(vocab_size=256, **SIZES, **NO_DROPOUT))
+def bert(dropout: dict[str, float] = NO_DROPOUT) -> BertForMaskedLM:
+    return BertForMaskedLM(BertConfig(vocab_size=256, **SIZES, **dropout))
 
 
-def t5() -> T5ForConditionalGeneration:
+def t5(dropout: float = 0.0) -> T5ForConditionalGeneration:
     """Two stacks with skips between them, and labels that are shifted in place."""
-    sizes = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2, "d_kv": 16, "dropout_rate": 0.0}
+    sizes = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2, "d_kv": 16, "dropout_rate": dropout}
     tokens = {"vocab_size": 256, "decoder_start_token_id": 0, "pad_token_id": 0}
     return T5ForConditionalGeneration(T5Config(use_cache=False, **sizes, **tokens))
 
@@ -69,8 +68,8 @@ def bert_for_pretraining() -> BertForPreTraining:
     return BertForPreTraining(BertConfig(vocab_size=256, **SIZES, **NO_DROPOUT))
 
 
-def vit() -> ViTForImageClassification:
-    return ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, **SIZES, **NO_DROPOUT))
+def vit(dropout: dict[str, float] = NO_DROPOUT) -> ViTForImageClassification:
+    return ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, **SIZES, **dropout))
 
 
 def swin() -> SwinForImageClassification:
@@ -81,6 +80,12 @@ def swin() -> SwinForImageClassification:
 
 def small_resnet() -> nn.Module:
     return resnet(depth=50, width_factor=0.125, classes=2)
+
+
+def resnet_of_transformers() -> ResNetForImageClassification:
+    """Few groups, so that statistics are of 32 numbers or more: where they are of 2, they magnify rounding."""
+    sizes = {"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [2, 2]}
+    return ResNetForImageClassification(ResNetConfig(**sizes, layer_type="bottleneck"))
 
 
 class Residual(nn.Module):
@@ -148,6 +153,22 @@ class Averaging(nn.Module):
         return loss
 
 
+class Twins(nn.Module):
+    """Two embeddings of one shape, each its own, and between them so much without parameters that it fills a stage."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.first, self.second = nn.Embedding(256, width), nn.Embedding(256, width)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(input_ids)
+        for _ in range(8):
+            weights = torch.softmax(hidden @ hidden.mT, dim=-1)
+            hidden = nn.functional.layer_norm(hidden + weights @ hidden, hidden.shape[-1:])
+        logits = hidden @ self.second.weight.mT + self.second(input_ids).sum(-1, keepdim=True)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
 TEXT = DataSettings(
     source="text",
     files=(),
@@ -176,7 +197,7 @@ IMAGES = DataSettings(
 )
 MODELS = {
     "gpt2": (gpt2, TEXT),
-    "gpt2-dropout": (gpt2_with_dropout, TEXT),
+    "gpt2-dropout": (partial(gpt2, 0.1), TEXT),
     "bert": (bert, TEXT),
     "llama": (llama, TEXT),
     "llama-tied": (llama_with_tied_embeddings, TEXT),
@@ -189,9 +210,17 @@ MODELS = {
     "reused": (Reused, REUSED),
     "averaging": (Averaging, FEATURES),
 }
+TOKENS = replace(TEXT, source="synthetic")
+TRAINED = MODELS | {  # by the parity tests alone
+    "bert-dropout": (partial(bert, DROPOUT), TOKENS),
+    "t5-dropout": (partial(t5, 0.1), TOKENS),
+    "vit-dropout": (partial(vit, DROPOUT), IMAGES),
+    "resnet-transformers": (resnet_of_transformers, IMAGES),
+    "twins": (Twins, TOKENS),
+}
 
 
 @lru_cache
 def captured(model: str, micro_batch_size: int) -> CapturedModel:
-    build, data = MODELS[model]
+    build, data = TRAINED[model]
     return capture(build, data.input_specs(), micro_batch_size)

@@ -1,6 +1,7 @@
 """One stage as it runs: forward, recomputation and backward of single micro-batches, in any order."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -111,7 +112,7 @@ class StageModule:
         made: dict[str, torch.Tensor] = {}
         for segment in self._segments:
             in_flight.found.append({} if segment.kept else segment.found(state))
-            with torch.set_grad_enabled(segment.kept):
+            with nullcontext() if segment.kept else _keeping_nothing():
                 outputs = segment.run(state, in_flight.values)
             in_flight.outputs.append(outputs if segment.kept else None)
             for name, output in zip(segment.gives, outputs, strict=True):
@@ -190,6 +191,11 @@ class StageModule:
                 output_gradients.append(sum(arrived[1:], start=arrived[0]))
         if used:
             torch.autograd.backward(used, output_gradients)
+
+
+def _keeping_nothing() -> AbstractContextManager:
+    """Autograd keeps no activations. Yet it is on: without it attention takes another kernel, and rounds otherwise."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: None)
 
 
 def _has_gradient(graph: Graph, name: str) -> bool:

@@ -18,7 +18,7 @@ from auto3d.runtime.optimizer import OptimizerSettings, state_copies
 from auto3d.runtime.rank import TrainingSettings, build_rank
 from auto3d.runtime.world import join, leave
 from auto3d.schedule import build_schedule, samples_at_once, schedule_of
-from tests.distributed.test_parity import ADAMW, SGD, make_plan
+from tests.distributed.parity import ADAMW, SGD, make_plan
 from tests.models import MODELS, captured
 
 

@@ -15,7 +15,7 @@ from auto3d.runtime.optimizer import OptimizerSettings, build_optimizer
 from auto3d.runtime.rank import TrainingSettings, build_rank, schedules_of
 from auto3d.runtime.world import join, leave
 from auto3d.schedule.memory import weight_copies
-from tests.distributed.test_parity import SGD, assert_close, make_plan
+from tests.distributed.parity import SGD, assert_close, make_plan
 from tests.models import MODELS, captured
 
 ITERATIONS = 3

@@ -20,7 +20,7 @@ from auto3d.runtime.training import TrainingResult, train
 from auto3d.runtime.world import join, leave
 from auto3d.schedule import build_schedule, samples_at_once, schedule_of
 from auto3d.simulate.simulate import simulate
-from tests.distributed.test_parity import SGD, make_plan
+from tests.distributed.parity import SGD, make_plan
 from tests.models import MODELS, TEXT, captured
 
 TIMES = Emulation(

@@ -23,7 +23,7 @@ from auto3d.runtime.replicas import resplit_dimensions
 from auto3d.runtime.world import join, leave
 from auto3d.schedule import build_schedule, samples_at_once
 from auto3d.search.partitioned import plan_of
-from tests.distributed.test_parity import SGD, assert_close, assert_parity, plain_pytorch, run_rank
+from tests.distributed.parity import SGD, assert_close, assert_parity, plain_pytorch, run_rank
 from tests.models import TEXT, captured
 from tests.processes import ProcessPool
 

@@ -1,0 +1,126 @@
+"""The grid of `make parity`: every synchronous schedule with all its options, sizes, recomputation and models."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from random import Random
+
+from auto3d.partition.uniform import uniform
+from auto3d.plan import Plan
+from auto3d.schedule import SCHEDULES, build_schedule
+from auto3d.schedule.operation import Schedule
+from auto3d.search.recompute import Shares
+from tests.distributed.parity import make_plan
+from tests.models import captured
+from tests.pairwise import pairwise_cover
+from tests.schedule.samples import SYNC, options_of
+
+SAMPLES = 2  # that an operation runs at once
+WIDTHS = ((2, 1), (2, 2), (4, 1))  # (D, dp): of the four processes
+MICRO_BATCHES = {"D": lambda d: d, "2D": lambda d: 2 * d, "D+1": lambda d: d + 1}
+RECOMPUTE = ("none", "full", 0.5)  # of each stage that may; a number is the share of the first stage that is kept
+MODELS = {  # with the most stages that the grid cuts each into
+    "gpt2-dropout": 16,  # tied embedding and head
+    "bert-dropout": 16,
+    "t5-dropout": 16,  # skips over stages, a tied embedding of three users
+    "vit-dropout": 16,
+    "resnet-transformers": 12,  # batch statistics
+    "residual": 4,  # an input and a layer that two stages share, batch statistics, the loss computed inside
+    "averaging": 2,  # code without gradients, a buffer that is written and then used, a loss that is used again
+    "twins": 16,  # stages without parameters, embeddings of equal shape that are not tied, a shared input
+}
+ONE_REPLICA = {"averaging"}  # whose forward uses what all earlier micro-batches left in a buffer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    model: str
+    schedule: str
+    options: tuple[tuple[str, int | str], ...]  # those that change the order: chunks, pipes, scale
+    devices: int
+    dp: int
+    micro_batches: str  # one of MICRO_BATCHES
+    recompute: str | float  # one of RECOMPUTE
+    sync: str
+
+    @property
+    def axes(self) -> dict[str, str | int]:
+        """What the pairwise cover combines. A schedule with its options is one value: they make the order."""
+        order = " ".join([self.schedule, *(f"{name}={value}" for name, value in self.options)])
+        others = {name: value for name, value in vars(self).items() if name not in ("schedule", "options")}
+        return {"order": order} | others
+
+    def __str__(self) -> str:
+        return "-".join(str(value).replace(" ", "-") for value in self.axes.values())
+
+
+def schedule_of(cell: Cell) -> Schedule:
+    numbers = MICRO_BATCHES[cell.micro_batches](cell.devices)
+    return build_schedule(cell.schedule, devices=cell.devices, micro_batches=numbers, **_options(cell))
+
+
+def plan_of(cell: Cell) -> Plan:
+    schedule = schedule_of(cell)
+    plan = make_plan(
+        cell.model,
+        dp=cell.dp,
+        pp=cell.devices,
+        micro_batch_size=SAMPLES * schedule.parts,
+        micro_batches=schedule.micro_batches,
+        schedule=cell.schedule,
+        options=_options(cell),
+        stages=uniform(captured(cell.model, SAMPLES).graph, schedule.stages),
+    )
+    if isinstance(cell.recompute, float):
+        return Shares(captured(cell.model, SAMPLES).graph, plan).plan(cell.recompute)
+    return plan
+
+
+def _options(cell: Cell) -> dict[str, int | str]:
+    word = "none" if cell.recompute == "none" else "full"
+    recompute = {"recompute": word} if "recompute" in SCHEDULES[cell.schedule].options else {}
+    return dict(cell.options) | {"sync": cell.sync} | recompute
+
+
+@lru_cache
+def cells() -> tuple[Cell, ...]:
+    """All that can be."""
+    return tuple(_cells())
+
+
+def _cells() -> Iterator[Cell]:
+    for name, (devices, dp) in product(SCHEDULES, WIDTHS):
+        for options in options_of(name, devices):
+            schedule = build_schedule(name, devices=devices, micro_batches=devices, **options)
+            if schedule.weight_version:  # asynchronous: not equal to one process
+                continue
+            replicas = dp * len({pipe for _, pipe in schedule.device_of})
+            models = [
+                model
+                for model, most in MODELS.items()
+                if schedule.stages <= most and (replicas == 1 or model not in ONE_REPLICA)
+            ]
+            if "recompute" in SCHEDULES[name].options:
+                recompute = RECOMPUTE
+            else:  # the schedule decides whether there is any
+                recompute = RECOMPUTE[1:] if schedule.recompute else RECOMPUTE[:1]
+            for values in product(models, MICRO_BATCHES, SYNC, recompute):
+                own = dict(zip(("model", "micro_batches", "sync", "recompute"), values, strict=True))
+                yield Cell(schedule=name, options=tuple(options.items()), devices=devices, dp=dp, **own)
+
+
+def pairwise() -> list[Cell]:
+    """Few cells in which every two values meet that can."""
+    mixed = Random(1).sample(cells(), len(cells()))  # of equally good cells the cover takes the first
+    return [mixed[position] for position in pairwise_cover([cell.axes for cell in mixed])]
+
+
+def whole() -> list[list[Cell]]:
+    """Groups of cells that differ in recomputation alone: all there are, but of dp and sync a draw for each group."""
+    groups: dict[Cell, dict[tuple[int, str], list[Cell]]] = {}
+    for cell in cells():
+        group = groups.setdefault(replace(cell, dp=0, sync="", recompute=""), {})
+        group.setdefault((cell.dp, cell.sync), []).append(cell)
+    draw = Random(1)
+    return [draw.choice(list(group.values())) for group in groups.values()]

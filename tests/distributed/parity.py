@@ -1,0 +1,205 @@
+"""How a Plan's training is compared with plain PyTorch: the run of one rank, the reference, and the bound."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from auto3d.capture.describe import is_random
+from auto3d.cluster import place_ranks
+from auto3d.partition.uniform import uniform
+from auto3d.plan import Plan
+from auto3d.runtime.data import Batches
+from auto3d.runtime.optimizer import OptimizerSettings, build_optimizer
+from auto3d.runtime.randomness import Randomness
+from auto3d.runtime.rank import TrainingSettings, build_rank
+from auto3d.runtime.world import World, join, leave
+from auto3d.schedule import samples_at_once
+from auto3d.schedule.operation import Schedule
+from tests.models import TRAINED, captured
+
+CPU = torch.device("cpu")
+ITERATIONS = 3
+GLOBAL_BATCH = 8
+CLIP_NORM = 0.1  # below the norms that occur, so clipping acts in every iteration
+SGD = OptimizerSettings(
+    optimizer="sgd",
+    learning_rate=0.1,
+    weight_decay=0.01,
+    momentum=0.9,
+    betas=(0.9, 0.95),
+    learning_rate_schedule="linear",
+    warmup_iterations=1,
+    clip_norm=CLIP_NORM,
+)
+ADAMW = replace(SGD, optimizer="adamw", learning_rate=1e-3)
+
+
+def make_plan(
+    model: str,
+    *,
+    dp: int,
+    pp: int,
+    micro_batch_size: int = 2,
+    micro_batches: int | None = None,
+    schedule: str = "1f1b",
+    options: dict | None = None,
+    stages=None,
+    seed: int = 5,
+) -> Plan:
+    plan = Plan(
+        graph="",
+        dp=dp,
+        tp=1,
+        pp=pp,
+        global_batch=GLOBAL_BATCH if micro_batches is None else dp * micro_batches * micro_batch_size,
+        micro_batch_size=micro_batch_size,
+        schedule=schedule,
+        schedule_options=options or {},
+        stages=stages or uniform(captured(model, micro_batch_size).graph, pp),
+        placement=place_ranks(dp=dp, pp=pp),
+        seed=seed,
+    )
+    return replace(plan, graph=captured(model, samples_at_once(plan)).graph.fingerprint)
+
+
+def run_rank(
+    world: World,
+    model: str,
+    plan: Plan,
+    optimizer: OptimizerSettings,
+    schedule: Schedule | None = None,
+    state: Mapping[str, torch.Tensor] | None = None,
+    iterations: int = ITERATIONS,
+) -> dict:
+    """Train as one rank; returns the losses, norms and, per iteration, this rank's gradients and parameters."""
+    settings = TrainingSettings(
+        iterations=iterations, optimizer=optimizer, device="cpu", threads_per_rank=1, timeout_s=60
+    )
+    join(world, device=CPU, timeout_s=60)
+    try:
+        rank = build_rank(
+            captured(model, samples_at_once(plan)),
+            plan,
+            settings,
+            TRAINED[model][1],
+            world,
+            schedule=schedule,
+            state=state,
+        )
+        history = []
+        for iteration, program in enumerate(rank.programs):
+            (result,) = rank.executor.run(program, iteration)
+            gradients = {name: p.grad.numpy().copy() for name, p in rank.parameters.items() if p.requires_grad}
+            parameters = {name: p.detach().numpy().copy() for name, p in rank.parameters.items()}
+            buffers = {name: b.numpy().copy() for name, b in rank.buffers.items()}
+            history.append({"result": result, "gradients": gradients, "parameters": parameters, "buffers": buffers})
+        return {"history": history}
+    finally:
+        leave()
+
+
+class _Seeded(TorchFunctionMode):
+    """Seeds each random function of an eager forward as the runtime seeds that operation of the Graph."""
+
+    def __init__(self, randomness: Randomness, operations: Sequence[int]) -> None:
+        super().__init__()
+        self._randomness = randomness
+        self._operations = iter(operations)
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        attention = func is functional.scaled_dot_product_attention and kwargs.get("dropout_p")
+        if attention or func in (functional.dropout, torch.native_dropout):
+            self._randomness.seed(next(self._operations))
+        return func(*args, **kwargs)
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        assert error[0] or next(self._operations, None) is None, "the Graph draws more often than the model"
+
+
+def plain_pytorch(
+    model: str,
+    *,
+    micro_batch_size: int,
+    optimizer: OptimizerSettings,
+    global_batch: int = GLOBAL_BATCH,
+    seed: int = 5,
+    state: Mapping[str, torch.Tensor] | None = None,
+    iterations: int = ITERATIONS,
+) -> list[dict]:
+    """The reference: the unmodified model, on this process, in a plain loop; only its dropout is seeded as ours."""
+    build, data = TRAINED[model]
+    torch.manual_seed(seed)
+    module = build()
+    if state is not None:
+        module.load_state_dict(state, strict=False)
+    module.train()
+    step, learning_rate = build_optimizer(list(module.parameters()), optimizer, iterations=iterations)
+    batches = Batches(data, seed=seed, global_batch=global_batch, micro_batch_size=micro_batch_size)
+    count = global_batch // micro_batch_size
+    randomness = Randomness(seed, first_micro_batch=0, micro_batches=count, device=CPU)
+    ours = captured(model, micro_batch_size)
+    nodes = [node for node in ours.exported.program.nodes if is_random(node)]
+    number = {node.name: position for position, node in enumerate(ours.graph.nodes)}
+    history = []
+    for iteration in range(iterations):
+        module.zero_grad()
+        total = 0.0
+        for index in range(count):
+            randomness.iteration, randomness.micro_batch = iteration, index
+            with _Seeded(randomness, [number[node.name] for node in nodes]):
+                output = module(**batches.micro_batch(iteration, index, tuple(data.inputs)))
+            loss = (output if isinstance(output, torch.Tensor) else output["loss"]) / count
+            loss.backward()
+            total += loss.item()
+        norm = torch.nn.utils.clip_grad_norm_(module.parameters(), optimizer.clip_norm or float("inf")).item()
+        assert norm > optimizer.clip_norm, "this case does not clip"
+        step.step()
+        learning_rate.step()
+        history.append(
+            {
+                "loss": total,
+                "norm": norm,
+                "gradients": {n: p.grad.numpy().copy() for n, p in module.named_parameters() if p.grad is not None},
+                "parameters": {name: p.detach().numpy().copy() for name, p in module.named_parameters()},
+                "buffers": {name: buffer.numpy().copy() for name, buffer in module.named_buffers()},
+            }
+        )
+    return history
+
+
+def assert_close(ours: np.ndarray, theirs: np.ndarray, what: str) -> None:
+    difference = np.abs(ours - theirs).max()
+    bound = 1e-5 * np.abs(theirs).max() + 1e-7
+    assert difference <= bound, f"{what}: differs by {difference:.3g}, at most {bound:.3g} is allowed"
+
+
+def assert_parity(ranks: list[dict], reference: list[dict], *, tensors: bool = True) -> None:
+    for iteration, expected in enumerate(reference):
+        seen = set()
+        for number, rank in enumerate(ranks):
+            got = rank["history"][iteration]
+            where = f"iteration {iteration}, rank {number}"
+            assert_close(np.float64(got["result"].loss), np.float64(expected["loss"]), f"loss, {where}")
+            assert_close(np.float64(got["result"].grad_norm), np.float64(expected["norm"]), f"norm, {where}")
+            for name in got["gradients"] if tensors else ():
+                assert_close(got["gradients"][name], expected["gradients"][name], f"gradient of {name}, {where}")
+            for name in got["parameters"] if tensors else ():
+                assert_close(got["parameters"][name], expected["parameters"][name], f"{name}, {where}")
+            seen.update(got["parameters"])
+        assert seen == set(expected["parameters"]), "together, the ranks hold every parameter"
+
+
+def assert_buffers(ranks: list[dict], reference: list[dict]) -> None:
+    """Of one replica: each buffer lives on one rank, and ends as on one process."""
+    held = [name for rank in ranks for name in rank["history"][-1]["buffers"]]
+    assert sorted(held) == sorted(reference[-1]["buffers"]), "each buffer lives on one rank"
+    for rank in ranks:
+        for name, value in rank["history"][-1]["buffers"].items():
+            assert_close(value, reference[-1]["buffers"][name], name)

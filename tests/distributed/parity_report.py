@@ -1,0 +1,298 @@
+"""Writes results/parity.md: python -m tests.distributed.parity_report (the end of `make parity`; minutes)
+
+Every schedule on eight model families against one process, beside what torch.distributed.pipelining's tracer gives for
+the same models; and weights that two stages share after ten iterations. Ends with status 1 if a run of ours is wrong.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from datetime import date
+from functools import lru_cache, partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import numpy as np
+import torch
+import transformers
+from tabulate import tabulate
+
+from auto3d.partition.uniform import uniform
+from auto3d.runtime.measurement import Environment
+from auto3d.schedule import SCHEDULES, build_schedule
+from tests.distributed import tracer
+from tests.distributed.parity import SGD, assert_close, assert_parity, make_plan, plain_pytorch, run_rank
+from tests.models import captured
+from tests.processes import ProcessPool
+from tests.schedule.samples import options_of
+
+FILE = Path("results/parity.md")
+MODELS = {
+    "GPT-2": "gpt2",
+    "BERT, pre-training": "bert-pretraining",
+    "BERT, masked LM": "bert",
+    "T5": "t5",
+    "ViT": "vit",
+    "Swin": "swin",
+    "LLaMA": "llama",
+    "ResNet": "resnet-transformers",
+}
+TIED = {"GPT-2": ("gpt2", "transformer.wte.weight"), "LLaMA, tied": ("llama-tied", "model.embed_tokens.weight")}
+BATCH = tracer.Batch(micro_batch_size=2, micro_batches=8, iterations=3, seed=5)
+TIED_ITERATIONS = 10
+OPTIMIZER = replace(SGD, clip_norm=0.0)
+Gradients = list[dict[str, np.ndarray]]  # per iteration, by parameter
+
+
+@dataclass
+class Report:
+    """What the runs gave: the cells of tables, and the notes that they refer to."""
+
+    notes: list[str] = field(default_factory=list)
+    counts: dict[tuple[str, str], int] = field(default_factory=dict)  # (whose, outcome) -> cells
+
+    def cell(self, whose: str, outcome: str, *, error: float | None = None, note: str = "") -> str:
+        self.counts[whose, outcome] = self.counts.get((whose, outcome), 0) + 1
+        text = [] if outcome == "right" and whose == "auto3d" else [outcome]
+        if error is not None:
+            text.append(f"{error:.0e}".replace("e-0", "e-") if error else "0")
+        if note:
+            if note not in self.notes:
+                self.notes.append(note)
+            text.append(f"[{self.notes.index(note) + 1}]")
+        return " ".join(text)
+
+    def count(self, whose: str) -> str:
+        return ", ".join(f"{number} {outcome}" for (who, outcome), number in self.counts.items() if who == whose)
+
+
+class Processes:
+    """A pool that is started anew after a run that failed: its ranks may still be waiting for each other."""
+
+    def __init__(self) -> None:
+        self._pool = ProcessPool(4)
+
+    def run(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        try:
+            return self._pool.run(size, function, *arguments)
+        except AssertionError:
+            self.close()
+            self._pool = ProcessPool(4)
+            raise
+
+    def close(self) -> None:
+        self._pool.__exit__()
+
+
+@lru_cache
+def reference(model: str, parts: int, dp: int, iterations: int) -> list[dict]:
+    """Plain PyTorch on one process; of asynchronous schedules there is none here."""
+    return plain_pytorch(
+        model,
+        micro_batch_size=BATCH.micro_batch_size,
+        global_batch=BATCH.samples * parts * dp,
+        optimizer=OPTIMIZER,
+        iterations=iterations,
+        seed=BATCH.seed,
+    )
+
+
+def gradient_error(ranks: list[Gradients], expected: Gradients) -> float:
+    """The largest max|a - b| / (max|b| + 10^-2) of any gradient on any rank in any iteration: the bound is 10^-5."""
+    return max(
+        float(np.abs(gradient - gradients[name]).max() / (np.abs(gradients[name]).max() + 1e-2))
+        for iteration, gradients in enumerate(expected)
+        for rank in ranks
+        for name, gradient in rank[iteration].items()
+    )
+
+
+def orders(devices: int) -> Iterator[tuple[str, str, dict]]:
+    """Label, schedule and options of each synchronous schedule."""
+    for name in SCHEDULES:
+        for options in options_of(name, devices):
+            if not build_schedule(name, devices=devices, micro_batches=devices, **options).weight_version:
+                yield " ".join([name, *(f"{key}={value}" for key, value in options.items())]), name, options
+
+
+def train(processes: Processes, model: str, name: str, options: dict, *, dp: int, pp: int, iterations: int):
+    """The ranks' histories and that of one process; raises AssertionError where a rank failed."""
+    schedule = build_schedule(name, devices=pp, micro_batches=BATCH.micro_batches, **options)
+    plan = make_plan(
+        model,
+        dp=dp,
+        pp=pp,
+        micro_batch_size=BATCH.micro_batch_size * schedule.parts,
+        micro_batches=BATCH.micro_batches,
+        schedule=name,
+        options=options,
+        stages=uniform(captured(model, BATCH.micro_batch_size).graph, schedule.stages),
+        seed=BATCH.seed,
+    )
+    ranks = processes.run(plan.ranks, run_rank, model, plan, OPTIMIZER, None, None, iterations)
+    return ranks, reference(model, schedule.parts, dp, iterations)
+
+
+def failure(error: AssertionError) -> str:
+    """The line of a traceback that says what happened."""
+    return [line for line in str(error).splitlines() if line and not line.startswith(" ")][-1]
+
+
+def ours(report: Report, processes: Processes, model: str, *, name: str, options: dict, dp: int, pp: int) -> str:
+    try:
+        ranks, expected = train(processes, model, name, options, dp=dp, pp=pp, iterations=BATCH.iterations)
+    except AssertionError as error:
+        return report.cell("auto3d", "failed", note=failure(error))
+    error = gradient_error(
+        [[step["gradients"] for step in rank["history"]] for rank in ranks], [step["gradients"] for step in expected]
+    )
+    try:
+        assert_parity(ranks, expected)
+    except AssertionError as difference:
+        return report.cell("auto3d", "wrong", error=error, note=str(difference))
+    return report.cell("auto3d", "right", error=error)
+
+
+def theirs(report: Report, model: str, *, schedule: str, loss_inside: bool) -> str:
+    """A run of the tracer, in processes of its own."""
+    with ProcessPool(4) as pool:
+        try:
+            ranks = pool.run(4, tracer.train_traced, model, schedule, loss_inside, BATCH, OPTIMIZER)
+        except AssertionError as error:
+            return report.cell("tracer", "hung", note=failure(error))
+    errors = sorted((rank["at"], rank["error"]) for rank in ranks if "error" in rank)
+    if errors:
+        _, first = errors[0]  # what came later is its consequence
+        return report.cell("tracer", "hung" if "Timed out" in first else "refused", note=first)
+    expected = [step["gradients"] for step in reference(model, 1, 1, BATCH.iterations)]
+    found = [rank["gradients"] for rank in ranks]
+    try:
+        for iteration, gradients in enumerate(expected):
+            assert set().union(*(rank[iteration] for rank in found)) == set(gradients), "some gradients are not there"
+            for rank, (name, gradient) in product(found, gradients.items()):
+                assert_close(rank[iteration].get(name, gradient), gradient, f"gradient of {name}")
+        return report.cell("tracer", "right", error=gradient_error(found, expected))
+    except AssertionError as difference:
+        return report.cell("tracer", "wrong", error=gradient_error(found, expected), note=str(difference))
+
+
+def tied(report: Report, processes: Processes, of: tuple[str, str], *, name: str, options: dict) -> str:
+    model, weight = of
+    try:
+        ranks, expected = train(processes, model, name, options, dp=1, pp=4, iterations=TIED_ITERATIONS)
+        copies = [r["history"][-1]["parameters"][weight] for r in ranks if weight in r["history"][-1]["parameters"]]
+        assert all(np.array_equal(copies[0], copy) for copy in copies), f"{len(copies)} copies of {weight} differ"
+        assert_parity(ranks, expected)
+    except AssertionError as error:
+        return report.cell("tied", "wrong", note=failure(error))
+    one = expected[-1]["parameters"][weight]
+    error = float(np.abs(copies[0] - one).max() / np.abs(one).max())  # of weights, none of which is nearly zero
+    return report.cell("tied", f"{len(copies)} equal" if len(copies) > 1 else "one", error=error)
+
+
+def rows_of(labels: dict[str, Callable[[str], str]], models: dict[str, Any]) -> Iterator[list[str]]:
+    """A row per label, with a cell for each of ``models``; each is printed when it is there."""
+    for label, cell in labels.items():
+        row = [label, *(cell(model) for model in models.values())]
+        print(*row, sep=" | ", flush=True)
+        yield row
+
+
+def table(first: str, models: dict[str, Any], *groups: dict[str, Callable[[str], str]]) -> str:
+    rows = [row for group in groups for row in rows_of(group, models)]
+    return tabulate(rows, headers=[first, *models], tablefmt="pipe", disable_numparse=True)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    report, processes = Report(), Processes()
+
+    def cells(dp: int, pp: int) -> dict[str, Callable[[str], str]]:
+        return {
+            label: partial(ours, report, processes, name=name, options=options, dp=dp, pp=pp)
+            for label, name, options in orders(pp)
+        }
+
+    of_tracer = {
+        f"tracer, {schedule}, loss {'inside' if inside else 'outside'}": partial(
+            theirs, report, schedule=schedule, loss_inside=inside
+        )
+        for inside, schedule in product((False, True), tracer.SCHEDULES)
+    }
+    of_tied = {
+        label: partial(tied, report, processes, name=name, options=options) for label, name, options in orders(4)
+    }
+    four = table("pp 4", MODELS, cells(1, 4), of_tracer)
+    two = table("dp 2, pp 2", MODELS, cells(2, 2))
+    ten = table("pp 4", TIED, of_tied)
+    processes.close()
+
+    FILE.write_text(
+        TEXT.format(
+            four=four,
+            two=two,
+            ten=ten,
+            notes="\n".join(f"{number}. {note}" for number, note in enumerate(report.notes, start=1)),
+            ours=report.count("auto3d"),
+            theirs=report.count("tracer"),
+            batch=BATCH,
+            tied_iterations=TIED_ITERATIONS,
+            skipped=", ".join(sorted(SCHEDULES.keys() - {name for _, name, _ in orders(4)})),
+            here=Environment.here("cpu"),
+            date=date.today().isoformat(),
+        )
+    )
+    print(f"{FILE}: auto3d: {report.count('auto3d')}; tied: {report.count('tied')}; tracer: {report.count('tracer')}")
+    sys.exit(any(outcome in ("wrong", "failed") for whose, outcome in report.counts if whose != "tracer"))
+
+
+TEXT = """\
+# Parity with one process
+
+Each cell is one training run of an unmodified model over four processes, compared with plain PyTorch on one process
+that accumulates the same micro-batches: fp32, {batch.iterations} iterations of SGD with momentum,
+{batch.micro_batches} micro-batches of {batch.micro_batch_size} samples per replica, small models of the
+families' own classes (`tests/models.py`), no dropout. The number is the largest relative error of any gradient,
+max|a − b| / (max|b| + 10⁻²) over its elements, where the bound allows 10⁻⁵: the 10⁻² are there for gradients that are
+zero but for rounding, as of the bias of attention's keys. A run of auto3d is right, and says nothing else, where loss,
+gradient norm, every gradient and every parameter keep the bound, max|a − b| ≤ 10⁻⁵ · max|b| + 10⁻⁷, after every
+iteration on every rank. 0 is equal bit by bit.
+
+auto3d: {ours}. The tracer: {theirs}.
+
+{four}
+
+*tracer*: the same models through `torch.distributed.pipelining.pipeline`, split at three modules into four stages and
+run by its `ScheduleGPipe` and `Schedule1F1B` over gloo, on the same micro-batches with the same optimizer. *loss
+inside*: the model is given its labels, as it is under auto3d. *loss outside*: it is not, and its loss is written around
+it by hand, which is how the tracer's schedules are meant to be used; T5 is then given its decoder's inputs too.
+*right*, *wrong*: by the same bound on every gradient. *refused*: the first error of any rank. *hung*: no answer
+within the time-out. Its schedules of several stages per rank (interleaved, zero bubble) are not tried; a stage of it
+lives on one rank, so Chimera and GEMS have no counterpart.
+
+{two}
+
+## Tied weights after {tied_iterations} iterations
+
+How many ranks hold a copy of the weight that embedding and head share, all equal bit by bit (one where a rank runs both
+the first stage and the last), and their largest relative difference from one process. Everything else is compared too.
+
+{ten}
+
+## Notes
+
+{notes}
+
+Not here: {skipped}, which are asynchronous and so not equal to one process.
+
+Made by `make parity`, of which `python -m tests.distributed.parity_report` is the second half, on {here.device},
+{here.cores} cores, Python {here.python}, torch {here.torch}, transformers {here.transformers}, gloo; {date}.
+"""
+
+if __name__ == "__main__":
+    main()

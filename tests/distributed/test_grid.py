@@ -1,0 +1,52 @@
+"""Every schedule on every model, with all its options: the whole grid in `make parity`, a pairwise cover of it here."""
+
+from functools import lru_cache
+
+import numpy as np
+import pytest
+
+from auto3d.partition.stage import cut
+from auto3d.partition.uniform import uniform
+from tests.distributed.grid import SAMPLES, Cell, pairwise, plan_of, schedule_of, whole
+from tests.distributed.parity import SGD, assert_buffers, assert_parity, plain_pytorch, run_rank
+from tests.models import captured
+
+
+@lru_cache
+def reference(model: str, global_batch: int) -> list[dict]:
+    return plain_pytorch(model, micro_batch_size=SAMPLES, global_batch=global_batch, optimizer=SGD)
+
+
+def run(processes, cell: Cell) -> list[dict]:
+    """Train ``cell``, and compare it with plain PyTorch."""
+    plan = plan_of(cell)
+    ranks = processes.run(plan.ranks, run_rank, cell.model, plan, SGD)
+    expected = reference(cell.model, plan.global_batch)
+    assert_parity(ranks, expected)
+    pipes = {pipe for _, pipe in schedule_of(cell).device_of}
+    if cell.dp == 1 and len(pipes) == 1:  # each replica has its own buffers
+        assert_buffers(ranks, expected)
+    return ranks
+
+
+@pytest.mark.parametrize("cell", pairwise(), ids=str)
+def test_pairwise_cover_of_the_grid(processes, cell):
+    run(processes, cell)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("group", whole(), ids=lambda group: str(group[0]))
+def test_whole_grid(processes, group):
+    """Recomputation changes no bit of any gradient."""
+    first, *others = [run(processes, cell) for cell in group]
+    for ranks in others:
+        for kept, again in zip(first, ranks, strict=True):
+            for name, gradient in kept["history"][-1]["gradients"].items():
+                assert np.array_equal(gradient, again["history"][-1]["gradients"][name]), name
+
+
+def test_a_stage_of_the_twins_has_no_parameters():
+    graph = captured("twins", SAMPLES).graph
+    held = [set(stage.state) & set(graph.parameters) for stage in cut(graph, uniform(graph, 4))]
+    assert set() in held
+    assert [own for own in held if own] == [{"first.weight"}, {"second.weight"}]

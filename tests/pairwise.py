@@ -1,0 +1,33 @@
+"""Few cases in place of many: every two values of two axes still meet in one of them."""
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+
+import numpy as np
+
+Case = Mapping[str, str | int]  # axis -> value
+
+
+def pairs(case: Case) -> list[tuple]:
+    """Every two axes of ``case``, each with its value."""
+    return list(combinations(sorted(case.items(), key=lambda item: item[0]), 2))
+
+
+def pairwise_cover(cases: Sequence[Case]) -> list[int]:
+    """Positions of some of ``cases`` in which every pair occurs that occurs in any; chosen greedily, so nearly fewest.
+
+    What cannot go together is simply not among ``cases``. A case need not have every axis.
+    """
+    number: dict[tuple, int] = {}
+    held = [[number.setdefault(pair, len(number)) for pair in pairs(case)] for case in cases]
+    longest = max(len(own) for own in held)
+    filler = len(number)
+    table = np.array([own + [filler] * (longest - len(own)) for own in held])
+    missing = np.ones(len(number) + 1, dtype=bool)
+    missing[filler] = False
+    chosen = []
+    while missing.any():
+        best = int(missing[table].sum(axis=1).argmax())
+        chosen.append(best)
+        missing[table[best]] = False
+    return chosen
