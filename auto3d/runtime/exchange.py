@@ -15,6 +15,7 @@ import torch.distributed as dist
 from auto3d.partition.stage import Transfer
 from auto3d.runtime.lowering import Message, Program
 from auto3d.runtime.waiting import wait, waiting_for
+from auto3d.runtime.whereabouts import HERE
 from auto3d.runtime.world import new_group
 from auto3d.schedule.operation import Kind
 
@@ -78,7 +79,7 @@ class Exchange:
             self._local[message] = tensors
             return
         group = self._group(dist.get_rank(), peer)
-        with waiting_for(f"the receiver of {message} (rank {peer})", self._timeout_s):
+        with waiting_for(f"the receiver of {message} ({HERE.name(peer)})", self._timeout_s):
             works = [dist.isend(tensor, peer, group=group) for tensor in tensors]
         self._sent[message] = _Posted(message, tensors, works)
 
@@ -92,7 +93,7 @@ class Exchange:
             self._post_next(peer)
         entry = next(entry for entry in posted if entry.message == message)
         for work in entry.works:
-            wait(work, timeout_s=self._timeout_s, what=f"{message} (rank {self._rank_of[peer]})")
+            wait(work, timeout_s=self._timeout_s, what=f"{message} ({HERE.name(self._rank_of[peer])})")
         posted.remove(entry)
         self._post(peer)
         return entry.tensors
@@ -100,8 +101,9 @@ class Exchange:
     def release(self, message: Message) -> None:
         """Forget a sent message; its receiver has it, or is about to."""
         entry = self._sent.pop(message)
+        peer = self._rank_of[self._device_of[message.target, message.pipe]]
         for work in entry.works:
-            wait(work, timeout_s=self._timeout_s, what=f"the receiver of {message}")
+            wait(work, timeout_s=self._timeout_s, what=f"the receiver of {message} ({HERE.name(peer)})")
 
     def end_iteration(self) -> None:
         for message in list(self._sent):
@@ -121,7 +123,7 @@ class Exchange:
                 continue
             element = torch.zeros(1, device=self._device)
             group = self._group(source, target)
-            what = f"a connection from rank {source} to rank {target}"
+            what = f"a connection from {HERE.name(source)} to {HERE.name(target)}"
             with waiting_for(what, self._timeout_s):
                 work = (
                     dist.isend(element, target, group=group)
@@ -142,7 +144,7 @@ class Exchange:
             torch.empty(transfer.value.shape, dtype=getattr(torch, transfer.value.dtype), device=self._device)
             for transfer in self._carried(message)
         ]
-        with waiting_for(f"{message} (rank {rank})", self._timeout_s):
+        with waiting_for(f"{message} ({HERE.name(rank)})", self._timeout_s):
             works = [dist.irecv(tensor, rank, group=group) for tensor in tensors]
         self._posted[peer].append(_Posted(message, tensors, works))
 

@@ -15,6 +15,7 @@ from auto3d.runtime.lowering import Message, Program, Step
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage import StageModule
 from auto3d.runtime.waiting import waiting_for
+from auto3d.runtime.whereabouts import HERE
 from auto3d.schedule.operation import Kind
 
 Replica = tuple[int, int]  # (stage, pipe)
@@ -78,7 +79,9 @@ class Executor:
         self._sync.start_iteration()
         self._exchange.start_iteration()
         for step in self._program.steps:
+            HERE.is_at(f"in iteration {iteration + 1} at {step.operation} of stage {step.operation.stage}")
             self._run[step.operation.kind](step)
+        HERE.is_at(f"at the end of iteration {iteration + 1}")
         self._exchange.end_iteration()
         return self._result
 
@@ -132,7 +135,7 @@ class Executor:
         totals[1] = sum(stage.loss for stage in self._stages.values())
         with waiting_for("the loss and gradient norm of all ranks", self._timeout_s):
             dist.all_reduce(totals)
-        squared_norm, loss = totals.tolist()
+            squared_norm, loss = totals.tolist()  # with NCCL it is this that waits
         return IterationResult(loss, squared_norm**0.5)
 
     def _receive(self, step: Step) -> dict[int, dict[str, list[torch.Tensor]]]:

@@ -24,6 +24,7 @@ from auto3d.runtime.optimizer import OptimizerSettings, build_optimizer
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage import StageModule
 from auto3d.runtime.waiting import waiting_for
+from auto3d.runtime.whereabouts import HERE
 from auto3d.runtime.world import World, join, leave
 from auto3d.schedule import build_schedule
 from auto3d.schedule.check import check
@@ -222,6 +223,9 @@ def train(
             iteration_s=_of_all_ranks(seconds, device, timeout_s=settings.timeout_s).max(dim=0).values.tolist(),
             peak_bytes=_of_all_ranks([memory.bytes()], device, timeout_s=settings.timeout_s).flatten().tolist(),
         )
+    except Exception as error:
+        error.add_note(f"{HERE} failed")
+        raise
     finally:
         leave()
 
