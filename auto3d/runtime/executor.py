@@ -81,7 +81,6 @@ class Executor:
         for step in self._program.steps:
             HERE.is_at(f"in iteration {iteration + 1} at {step.operation} of stage {step.operation.stage}")
             self._run[step.operation.kind](step)
-        HERE.is_at(f"at the end of iteration {iteration + 1}")
         self._exchange.end_iteration()
         return self._result
 
