@@ -27,16 +27,16 @@ class Board:
     def __init__(self, ranks: int) -> None:
         self._memory = mmap.mmap(-1, ranks * LINE_BYTES)
         for rank in range(ranks):
-            self.write(rank, Place(BEFORE, "", monotonic()))
+            self.write(rank, BEFORE, "")
 
-    def write(self, rank: int, place: Place) -> None:
-        line = f"{place.since}\n{place.at}\n{place.waiting_for}".encode()[:LINE_BYTES]
+    def write(self, rank: int, at: str, waiting_for: str) -> None:
+        line = f"{monotonic()}\n{at}\n{waiting_for}".encode()[: LINE_BYTES - 1] + b"\0"
         start = rank * LINE_BYTES
-        self._memory[start : start + LINE_BYTES] = line.ljust(LINE_BYTES, b"\0")
+        self._memory[start : start + len(line)] = line
 
     def read(self, rank: int) -> Place:
         start = rank * LINE_BYTES
-        line = self._memory[start : start + LINE_BYTES].rstrip(b"\0").decode(errors="replace")
+        line = self._memory[start : start + LINE_BYTES].partition(b"\0")[0].decode(errors="replace")
         since, at, waiting_for = line.split("\n")
         return Place(at, waiting_for, float(since))
 
@@ -73,7 +73,7 @@ class Whereabouts:
 
     def _write(self, waiting_for: str) -> None:
         if self._board is not None:
-            self._board.write(self.rank, Place(self._at, waiting_for, monotonic()))
+            self._board.write(self.rank, self._at, waiting_for)
 
 
 HERE = Whereabouts()
