@@ -25,7 +25,9 @@ from auto3d.errors import InputError
 from auto3d.runtime.measurement import Status
 from auto3d.runtime.out_of_memory import OutOfMemoryError, is_out_of_memory
 from auto3d.runtime.waiting import PeerLostError, WaitTimeoutError
+from auto3d.runtime.whereabouts import HERE, Board
 from auto3d.runtime.world import World
+from launch.diagnosis import Ending, Failure, Snapshot, death, diagnose, look, told
 from launch.output import stdout_to_stderr
 from launch.recipe import LoadedRecipe
 from launch.settings import device
@@ -47,13 +49,6 @@ class Outcome:
     error: str = ""
 
 
-@dataclass(frozen=True)
-class _Failure:
-    status: Status
-    error: str
-    refused: bool = False  # by an InputError: the message says all
-
-
 Report = Callable[[Any], None]  # sends something to the parent
 
 
@@ -62,18 +57,20 @@ def run_ranks(
     target: Callable[[World, Report], Any],
     *,
     timeout_s: float | None,
+    straggle_s: float = math.inf,
     folder: Path | None = None,
     on_report: Callable[[Any], None] = lambda report: None,
 ) -> Outcome:
     """Run ``target(world, report)`` as ``size`` processes; what rank 0 reports goes to ``on_report``.
 
-    Returns when all have ended, or one has failed, or after ``timeout_s`` if given; raises InputError if a rank did. No
-    process is left then, whatever happens. They meet by a file in ``folder``, which must be private, or in a temporary
-    one.
+    Returns when all have ended, or one has failed, or after ``timeout_s`` if given, or ``straggle_s`` after the first
+    has ended; raises InputError if a rank did. No process is left then, whatever happens. They meet by a file in
+    ``folder``, which must be private, or in a temporary one.
     """
     context = multiprocessing.get_context("fork")
     processes: list[multiprocessing.Process] = []
     pipes: dict[Connection, int] = {}
+    board = Board(size)
     with tempfile.TemporaryDirectory(prefix="auto3d-", dir=folder) as meeting_folder:
         try:
             for rank in range(size):
@@ -82,13 +79,13 @@ def run_ranks(
                     rank=rank, size=size, local_rank=rank, meeting_point=f"file://{meeting_folder}/meeting-point"
                 )
                 process = context.Process(
-                    target=_run_rank, args=(target, world, there, os.getpid()), name=f"rank {rank}"
+                    target=_run_rank, args=(target, world, there, board, os.getpid()), name=f"rank {rank}"
                 )
                 process.start()
                 there.close()
                 processes.append(process)
                 pipes[here] = rank
-            return _watch(processes, pipes, timeout_s, on_report)
+            return _watch(processes, pipes, board, timeout_s, straggle_s, on_report)
         finally:
             for process in processes:
                 process.kill()
@@ -99,13 +96,17 @@ def run_ranks(
 def _watch(
     processes: list[multiprocessing.Process],
     pipes: dict[Connection, int],
+    board: Board,
     timeout_s: float | None,
+    straggle_s: float,
     on_report: Callable[[Any], None],
 ) -> Outcome:
     """Read what the ranks say until all are done, or one has failed and the others had their grace."""
-    deadline = math.inf if timeout_s is None else monotonic() + timeout_s
+    start = monotonic()
+    deadline = math.inf if timeout_s is None else start + timeout_s
     results: dict[int, Any] = {}
-    failures: dict[int, _Failure] = {}
+    failures: dict[int, Failure] = {}
+    first: Snapshot | None = None  # when the first failed
     while pipes:
         ready = wait(list(pipes), timeout=min(max(0.0, deadline - monotonic()), LONGEST_POLL_S))
         if not ready and monotonic() >= deadline:
@@ -118,45 +119,34 @@ def _watch(
                 del pipes[pipe]
                 if rank not in results and rank not in failures:
                     processes[rank].join()
-                    failures[rank] = _Failure(Status.FAILED, f"rank {rank} {_ending(processes[rank].exitcode)}")
+                    failures[rank] = death(rank, board.read(rank), processes[rank].exitcode)
             else:
                 if kind == "report" and rank == 0:
                     on_report(content)
                 elif kind == "result":
                     results[rank] = content
+                    deadline = min(deadline, monotonic() + straggle_s)
                 elif kind == "failure":
                     failures[rank] = content
-        if failures and deadline > monotonic() + GRACE_S:
-            deadline = monotonic() + GRACE_S
+        if failures and first is None:
+            first = look(board, [process.pid for process in processes])
+            deadline = min(deadline, monotonic() + GRACE_S)
     if failures:
-        failure = min(failures.values(), key=_importance)
-        if failure.refused:
+        failure = diagnose(failures, first)
+        if failure.ending is Ending.REFUSED:
             raise InputError(failure.error)
         return Outcome(failure.status, error=failure.error)
     if len(results) < len(processes):
-        missing = ", ".join(str(rank) for rank in range(len(processes)) if rank not in results)
-        return Outcome(Status.TIMEOUT, error=f"not done after {timeout_s:g} s; still running: rank {missing}")
+        places = [told(rank, board.read(rank), "still runs") for rank in range(len(processes)) if rank not in results]
+        return Outcome(Status.TIMEOUT, error="\n".join([f"not done after {monotonic() - start:.0f} s", *places]))
     return Outcome(Status.OK, result=results[0])
 
 
-def _importance(failure: _Failure) -> int:
-    """Causes before consequences: a lost peer or a wait that timed out follows from another rank's end."""
-    if failure.status is Status.OOM:
-        return 0
-    if PeerLostError.__name__ in failure.error:
-        return 3
-    return 2 if failure.status is Status.TIMEOUT else 1
-
-
-def _ending(exitcode: int | None) -> str:
-    if exitcode is not None and exitcode < 0:
-        hint = ", as the kernel does when memory runs out" if exitcode == -signal.SIGKILL else ""
-        return f"was killed by {signal.Signals(-exitcode).name}{hint}"
-    return f"ended with exit code {exitcode} and no result"
-
-
-def _run_rank(target: Callable[[World, Report], Any], world: World, pipe: Connection, parent: int) -> None:
+def _run_rank(
+    target: Callable[[World, Report], Any], world: World, pipe: Connection, board: Board, parent: int
+) -> None:
     """The life of one rank."""
+    HERE.write_on(board, world.rank)
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends us
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -164,18 +154,22 @@ def _run_rank(target: Callable[[World, Report], Any], world: World, pipe: Connec
         try:
             pipe.send(("result", target(world, lambda report: pipe.send(("report", report)))))
         except InputError as error:
-            pipe.send(("failure", _Failure(Status.FAILED, str(error), refused=True)))
+            pipe.send(("failure", Failure(Ending.REFUSED, Status.FAILED, str(error))))
         except OutOfMemoryError as error:
-            pipe.send(("failure", _Failure(Status.OOM, str(error))))
+            pipe.send(("failure", Failure(Ending.RAISED, Status.OOM, str(error))))
+        except WaitTimeoutError as error:
+            pipe.send(("failure", Failure(Ending.WAITED, Status.TIMEOUT, str(error))))
+        except PeerLostError as error:
+            pipe.send(("failure", Failure(Ending.WAITED, Status.FAILED, str(error))))
         except Exception as error:
-            pipe.send(("failure", _Failure(_status(error), f"rank {world.rank}: {_last_lines(error)}")))
+            pipe.send(("failure", Failure(Ending.RAISED, _status(error), f"rank {world.rank}: {_last_lines(error)}")))
     pipe.close()
 
 
 def _status(error: Exception) -> Status:
     if is_out_of_memory(error):
         return Status.OOM
-    return Status.TIMEOUT if isinstance(error, WaitTimeoutError) else Status.FAILED
+    return Status.FAILED
 
 
 def _last_lines(error: Exception) -> str:

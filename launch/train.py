@@ -73,7 +73,7 @@ def run_training(
             on_result(_record(result, plan, values))
         return 0
     with training_progress(console, settings.iterations) as on_report:
-        outcome = run_ranks(plan.ranks, run, timeout_s=None, on_report=on_report)
+        outcome = run_ranks(plan.ranks, run, timeout_s=None, straggle_s=settings.timeout_s, on_report=on_report)
     if outcome.status is not Status.OK:
         console.print(f"auto3d: training ended as {outcome.status}:\n{outcome.error}", markup=False, soft_wrap=True)
         return 1

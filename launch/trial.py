@@ -54,7 +54,8 @@ def measure(recipe: LoadedRecipe, plan: Plan, folder: Path) -> Measurement:
             result = train(captured, plan, settings, data, world, state=state)
             return result, Environment.here(settings.device)
 
-        outcome = run_ranks(plan.ranks, run, timeout_s=values.launch.trial_timeout_s, folder=folder)
+        limits = {"timeout_s": values.launch.trial_timeout_s, "straggle_s": settings.timeout_s}
+        outcome = run_ranks(plan.ranks, run, folder=folder, **limits)
     except InputError as error:
         return Measurement(status=Status.FAILED, error=str(error), finished=_now(), **facts)
     if outcome.status is not Status.OK:

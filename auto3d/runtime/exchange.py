@@ -16,6 +16,7 @@ from auto3d.partition.stage import Transfer
 from auto3d.runtime.lowering import Message, Program
 from auto3d.runtime.resplit import pieces
 from auto3d.runtime.waiting import wait, waiting_for
+from auto3d.runtime.whereabouts import HERE
 from auto3d.runtime.world import new_group
 from auto3d.schedule.operation import Kind
 
@@ -102,7 +103,7 @@ class Exchange:
         for peer, loads in self._route(message).items():
             group = self._group(dist.get_rank(), peer)
             taken = [load.taken_from(tensors[load.number]) for load in loads]
-            with waiting_for(f"the receiver of {message} (rank {peer})", self._timeout_s):
+            with waiting_for(f"the receiver of {message} ({HERE.name(peer)})", self._timeout_s):
                 works = [dist.isend(tensor, peer, group=group) for tensor in taken]
             self._sent[message].append(_Posted(message, taken, works))
 
@@ -122,9 +123,9 @@ class Exchange:
 
     def release(self, message: Message) -> None:
         """Forget a sent message; its receivers have it, or are about to."""
-        for entry in self._sent.pop(message):
+        for peer, entry in zip(self._route(message), self._sent.pop(message), strict=True):
             for work in entry.works:
-                wait(work, timeout_s=self._timeout_s, what=f"the receiver of {message}")
+                wait(work, timeout_s=self._timeout_s, what=f"the receiver of {message} ({HERE.name(peer)})")
 
     def end(self) -> None:
         """End the program: forget what was sent."""
@@ -144,7 +145,7 @@ class Exchange:
         for source, target in sorted(pairs, key=lambda pair: (min(pair), max(pair), pair)):
             element = torch.zeros(1, device=self._device)
             group = self._group(source, target)
-            what = f"a connection from rank {source} to rank {target}"
+            what = f"a connection from {HERE.name(source)} to {HERE.name(target)}"
             with waiting_for(what, self._timeout_s):
                 work = (
                     dist.isend(element, target, group=group)
@@ -168,7 +169,7 @@ class Exchange:
             self._post_next(peer)
         entry = next(entry for entry in posted if entry.message == message)
         for work in entry.works:
-            wait(work, timeout_s=self._timeout_s, what=f"{message} (rank {peer})")
+            wait(work, timeout_s=self._timeout_s, what=f"{message} ({HERE.name(peer)})")
         posted.remove(entry)
         self._post(peer)
         return entry.tensors
@@ -183,7 +184,7 @@ class Exchange:
         tensors = [
             torch.empty(load.shape, dtype=load.dtype, device=self._device) for load in self._route(message)[peer]
         ]
-        with waiting_for(f"{message} (rank {peer})", self._timeout_s):
+        with waiting_for(f"{message} ({HERE.name(peer)})", self._timeout_s):
             works = [dist.irecv(tensor, peer, group=group) for tensor in tensors]
         self._posted[peer].append(_Posted(message, tensors, works))
 

@@ -18,6 +18,7 @@ from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage import StageModule
 from auto3d.runtime.waiting import wait, waiting_for
+from auto3d.runtime.whereabouts import HERE
 from auto3d.schedule.operation import Kind
 
 
@@ -85,6 +86,7 @@ class Executor:
         """
         self._start(program, first_iteration)
         for step in program.steps:
+            HERE.is_at(f"in iteration {self._iteration_of(step)} at {step.operation} of stage {step.operation.stage}")
             with self._memory.during(step.operation):
                 self._run[step.operation.kind](step)
             if step.operation.kind is Kind.UPDATE and step is not program.steps[-1] and self._iteration_is_over():
@@ -92,6 +94,12 @@ class Executor:
         self._exchange.end()
         yield from self._end_iteration()
         yield from self._arrived_losses(wait_for_all=True)
+
+    def _iteration_of(self, step: Step) -> int:
+        """As people count; that of an update or a sync is the one it ends."""
+        numbers = step.operation.micro_batches
+        later = numbers[0] // self._micro_batches if numbers else self._ended
+        return self._randomness.iteration + later + 1
 
     def _start(self, program: Program, first_iteration: int) -> None:
         self._program = program
@@ -166,7 +174,7 @@ class Executor:
         totals[1] = self._sync.squared_norm()
         with waiting_for("the loss and gradient norm of all ranks", self._timeout_s):
             dist.all_reduce(totals)
-        loss, squared_norm = totals.tolist()
+            loss, squared_norm = totals.tolist()  # with NCCL it is this that waits
         return loss, squared_norm**0.5
 
     def _take_loss(self, iteration: int) -> torch.Tensor | float:

@@ -46,6 +46,7 @@ def materialize(
         with _ForeignStorage() as foreign, _on_registration(foreign.registration(foreign_by_order)):
             model = build()
         foreign.release_all()
+    _return_freed_memory()
     parameters = dict(model.named_parameters())
     tensors = {**dict(model.named_buffers()), **parameters}
     own = {name: tensors[name].detach() for name in names}
@@ -66,6 +67,12 @@ def materialize(
                 "which one stage alone cannot do; give a state dict"
             )
     return own
+
+
+def _return_freed_memory() -> None:
+    """Else glibc keeps what is freed, and the process grows to the whole model."""
+    if hasattr(_C_LIBRARY, "malloc_trim"):
+        _C_LIBRARY.malloc_trim(0)
 
 
 def _foreign_by_order(build: Callable[[], nn.Module], names: Collection[str]) -> list[bool]:
@@ -150,8 +157,8 @@ class _ForeignStorage(TorchDispatchMode):
             storage.resize_(0)
             self._lose(storage)
         self._resident -= keys
-        if max(self._foreign[key][1] for key in keys) > _TRIM_BYTES and hasattr(_C_LIBRARY, "malloc_trim"):
-            _C_LIBRARY.malloc_trim(0)  # else glibc keeps what is freed, and the process grows to the whole model
+        if max(self._foreign[key][1] for key in keys) > _TRIM_BYTES:
+            _return_freed_memory()
 
     def _lose(self, storage: torch.UntypedStorage) -> None:
         self._lost[storage._cdata] = StorageWeakRef(storage)

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_map_only
 from auto3d.capture.describe import is_random
 from auto3d.capture.model import CapturedModel
 from auto3d.partition.segment import Segment
+from auto3d.runtime.constants import fold_constants
 from auto3d.runtime.randomness import Randomness, SeededOperation
 from auto3d.runtime.weight_gradients import PutOff, SplitOperation, can_be_split
 
@@ -57,7 +58,9 @@ def segment_program(
             copy.op, copy.target = "call_module", node.name
         env[node] = copy
     graph.output([env[source[name]] for name in segment.gives])
-    return fx.GraphModule(modules, graph)
+    module = fx.GraphModule(modules, graph)
+    fold_constants(module)
+    return module
 
 
 def _on_device(arguments: Any, device: torch.device) -> Any:

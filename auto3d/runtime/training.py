@@ -13,6 +13,7 @@ from auto3d.runtime.executor import IterationResult
 from auto3d.runtime.memory import PeakMemory
 from auto3d.runtime.rank import TrainingSettings, build_rank
 from auto3d.runtime.waiting import waiting_for
+from auto3d.runtime.whereabouts import HERE
 from auto3d.runtime.world import World, join, leave
 
 
@@ -63,6 +64,9 @@ def train(
             iteration_s=iteration_s,
             peak_bytes=_of_all_ranks([memory.bytes()], device, timeout_s=settings.timeout_s).flatten().tolist(),
         )
+    except Exception as error:
+        error.add_note(f"{HERE} failed")
+        raise
     finally:
         leave()
 

@@ -1,5 +1,6 @@
-"""Waits that end: each has a time-out, and says what it waited for."""
+"""Waits that end: each has a time-out, and says who waited, where in its training, and for what."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -8,6 +9,7 @@ from time import monotonic
 import torch.distributed as dist
 
 from auto3d.runtime.out_of_memory import is_out_of_memory
+from auto3d.runtime.whereabouts import HERE
 
 
 class WaitTimeoutError(TimeoutError):
@@ -22,17 +24,17 @@ class PeerLostError(ConnectionError):
 def waiting_for(what: str, timeout_s: float) -> Iterator[None]:
     """Calls of torch.distributed inside raise WaitTimeoutError or PeerLostError, which say ``what`` was waited for."""
     start = monotonic()
+    HERE.waits_for(what)
     try:
         yield
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
         if monotonic() - start >= timeout_s * 0.99:
-            raise WaitTimeoutError(f"rank {dist.get_rank()} waited {timeout_s:g} s for {what}") from error
-        cause = str(error).splitlines()[0].split(". ")[0]
-        raise PeerLostError(
-            f"rank {dist.get_rank()} was waiting for {what} when the connection broke ({cause})"
-        ) from error
+            raise WaitTimeoutError(f"{HERE} waited {timeout_s:g} s for {what}") from error
+        cause = re.sub(r"^\[.*?\] ", "", str(error)).splitlines()[0].split(". ")[0]  # without gloo's file and line
+        raise PeerLostError(f"{HERE} was waiting for {what} when the connection broke ({cause})") from error
+    HERE.computes()
 
 
 def wait(work: dist.Work, *, timeout_s: float, what: str) -> None:

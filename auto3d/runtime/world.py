@@ -9,7 +9,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from auto3d.runtime.waiting import waiting_for
+from auto3d.runtime.waiting import WaitTimeoutError, waiting_for
+from auto3d.runtime.whereabouts import HERE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,7 @@ class World:
 
 
 def join(world: World, *, device: torch.device, timeout_s: float) -> None:
-    """Join the other ranks; raises TimeoutError if they are not all there within ``timeout_s``."""
+    """Join the other ranks; raises WaitTimeoutError if they are not all there within ``timeout_s``."""
     if world.meeting_point.startswith("file:"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one node: whatever its host name resolves to
     if device.type == "cuda":
@@ -41,10 +42,14 @@ def join(world: World, *, device: torch.device, timeout_s: float) -> None:
             timeout=timedelta(seconds=timeout_s),
         )
     except dist.DistError as error:
-        raise TimeoutError(
+        raise WaitTimeoutError(
             f"rank {world.rank} of {world.size} on {socket.gethostname()}: the ranks did not meet at "
             f"{world.meeting_point}, for which they have {timeout_s:g} s ({str(error).splitlines()[0]})"
         ) from error
+    HERE.rank, hosts = world.rank, [""] * world.size
+    with waiting_for("the names of all ranks' hosts", timeout_s):
+        dist.all_gather_object(hosts, socket.gethostname())
+    HERE.hosts = hosts
 
 
 def new_group(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup:

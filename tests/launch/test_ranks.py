@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -44,6 +45,8 @@ def end_badly(how: str):
                 os.kill(os.getpid(), signal.SIGKILL)
             if how == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
+            if how == "compute":
+                time.sleep(60)
             if how == "exit":
                 os._exit(7)
             if how == "raise":
@@ -59,12 +62,13 @@ def end_badly(how: str):
 @pytest.mark.parametrize(
     ("how", "status", "words"),
     [
-        ("kill", Status.FAILED, "rank 1 was killed by SIGKILL"),
-        ("exit", Status.FAILED, "rank 1 ended with exit code 7"),
+        ("kill", Status.FAILED, "rank 1 on HOST, before its first iteration, was killed by SIGKILL"),
+        ("exit", Status.FAILED, "rank 1 on HOST, before its first iteration, ended with exit code 7"),
         ("raise", Status.FAILED, "ValueError: a bug of the model"),
         ("memory", Status.OOM, "can't allocate memory"),
-        ("stop", Status.TIMEOUT, "waited 3 s for a message that never comes"),
-        ("silence", Status.TIMEOUT, "waited 3 s for a message that never comes"),
+        ("stop", Status.TIMEOUT, "rank 1 on HOST, before its first iteration, is stopped"),
+        ("compute", Status.TIMEOUT, "rank 1 on HOST, before its first iteration, was not done after 3."),
+        ("silence", Status.TIMEOUT, "on HOST, before its first iteration, waited 3 s for a message that never comes"),
     ],
 )
 def test_the_cause_is_told_within_seconds(how, status, words):
@@ -73,7 +77,9 @@ def test_the_cause_is_told_within_seconds(how, status, words):
     outcome = run_ranks(3, end_badly(how), timeout_s=60)
     assert time.monotonic() - start < 10
     assert outcome.status is status, outcome.error
-    assert words in outcome.error
+    assert words.replace("HOST", socket.gethostname()) in outcome.error
+    if how in ("stop", "compute"):
+        assert outcome.error.count("waited 3 s for a message that never comes") == 2, "by the two others"
     assert set(psutil.Process().children()) <= before, "none of its processes is left"
 
 
@@ -86,7 +92,11 @@ def test_a_run_that_does_not_end_is_ended():
     before = set(psutil.Process().children())  # of other tests
     outcome = run_ranks(2, compute_for_ever, timeout_s=1)
     assert outcome.status is Status.TIMEOUT
-    assert outcome.error == "not done after 1 s; still running: rank 0, 1"
+    first, *others = outcome.error.splitlines()
+    assert first == "not done after 1 s"
+    assert others == [
+        f"rank {rank} on {socket.gethostname()}, before its first iteration, still runs" for rank in (0, 1)
+    ]
     assert set(psutil.Process().children()) <= before, "none of its processes is left"
 
 

@@ -1,0 +1,296 @@
+"""Our runtime beside torch.distributed.pipelining, and the executor's own time: python -m tests.benchmarks.runtime
+
+The same GPT-2, cut at the same blocks, with the same weights, data, loss and optimizer, on the same processes, one
+thread each, over gloo; blocks of iterations in turn. For torch its stages are written by hand, as its tracer does not
+take the whole of transformers' models; the head is not tied to the embedding, for it does not sum their gradients.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from auto3d.capture.specialize import CapturedModel, specialize
+from tabulate import tabulate
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from auto3d.capture.export import export
+from auto3d.cluster import place_ranks
+from auto3d.plan import Plan, stages_of_operations
+from auto3d.runtime.data import Batches, DataSettings, InputField
+from auto3d.runtime.memory import PeakMemory
+from auto3d.runtime.optimizer import OptimizerSettings, build_optimizer
+from auto3d.runtime.training import TrainingSettings, build_rank
+from auto3d.runtime.world import World, join, leave
+from launch.ranks import Report, run_ranks
+
+LAYERS, HIDDEN, HEADS, SEQUENCE, VOCABULARY = 8, 256, 4, 128, 1024
+MICRO_BATCH_SIZE, MICRO_BATCHES = 2, 8
+SEED = 1
+TIMEOUT_S = 120
+CASES = [(schedule, ranks) for ranks in (2, 4) for schedule in ("1f1b", "gpipe")]
+THEIR_SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+REPETITIONS = 5
+ITERATIONS = 2  # in each repetition, so that one may run into the next
+EMPTY_MICRO_BATCHES = 256
+
+Iteration = Callable[[int], float | None]  # runs one; gives the mean loss where it is known
+
+TOKENS = DataSettings(
+    source="synthetic",
+    files=(),
+    sequence_length=SEQUENCE,
+    vocabulary_size=VOCABULARY,
+    inputs={"input_ids": InputField(kind="tokens"), "labels": InputField(kind="tokens")},
+)
+FEATURES = DataSettings(
+    source="synthetic",
+    files=(),
+    sequence_length=1,
+    vocabulary_size=2,
+    inputs={"value": InputField(kind="normal", shape=(1,))},
+)
+ADAMW = OptimizerSettings(
+    optimizer="adamw",
+    learning_rate=1e-3,
+    weight_decay=0.01,
+    momentum=0.0,
+    betas=(0.9, 0.999),
+    learning_rate_schedule="constant",
+    warmup_iterations=0,
+    clip_norm=0.0,
+)
+SETTINGS = TrainingSettings(iterations=1000, optimizer=ADAMW, device="cpu", threads_per_rank=1, timeout_s=TIMEOUT_S)
+
+
+def gpt2() -> GPT2LMHeadModel:
+    config = GPT2Config(
+        n_layer=LAYERS, n_embd=HIDDEN, n_head=HEADS, n_positions=SEQUENCE, vocab_size=VOCABULARY, use_cache=False,
+        resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, bos_token_id=0, eos_token_id=0, tie_word_embeddings=False,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+class Empty(nn.Module):
+    """As little as two stages can compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return (value * self.first * self.second).mean()
+
+
+def plan_of(captured: CapturedModel, schedule: str, stage_of: list[int], micro_batches: int) -> Plan:
+    ranks = stage_of[-1] + 1
+    return Plan(
+        graph=captured.graph.fingerprint,
+        dp=1,
+        tp=1,
+        pp=ranks,
+        global_batch=micro_batches * captured.graph.micro_batch_size,
+        micro_batch_size=captured.graph.micro_batch_size,
+        schedule=schedule,
+        schedule_options={},
+        stages=stages_of_operations(stage_of),
+        placement=place_ranks(dp=1, pp=ranks),
+        seed=SEED,
+    )
+
+
+def stage_of_blocks(captured: CapturedModel, stages: int) -> list[int]:
+    """The stage of each operation: cut between transformer blocks, as many on each stage."""
+    found, stage = [], 0
+    for node in captured.graph.nodes:
+        if node.module.startswith("transformer.h."):
+            stage = int(node.module.split(".")[2]) * stages // LAYERS
+        found.append(stage)
+    return found
+
+
+class Piece(nn.Module):
+    """One stage of ``gpt2()``, for torch.distributed.pipelining."""
+
+    def __init__(self, model: GPT2LMHeadModel, stage: int, stages: int) -> None:
+        super().__init__()
+        body = model.transformer
+        self.blocks = body.h[stage * LAYERS // stages : (stage + 1) * LAYERS // stages]
+        self.embeddings = nn.ModuleList([body.wte, body.wpe] if stage == 0 else [])
+        self.head = nn.Sequential(body.ln_f, model.lm_head) if stage == stages - 1 else nn.Identity()
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        if self.embeddings:
+            tokens, positions = self.embeddings
+            given = tokens(given) + positions(torch.arange(SEQUENCE))
+        for block in self.blocks:
+            given = block(given)  # without a mask its attention is causal
+        return self.head(given)
+
+
+def ours(captured: CapturedModel, world: World, schedule: str) -> Iteration:
+    stage_of = stage_of_blocks(captured, world.size)
+    rank = build_rank(captured, plan_of(captured, schedule, stage_of, MICRO_BATCHES), SETTINGS, TOKENS, world)
+    return lambda iteration: rank.executor.run_iteration(iteration).loss
+
+
+def theirs(captured: CapturedModel, world: World, schedule: str) -> Iteration:
+    torch.manual_seed(SEED)
+    piece = Piece(gpt2(), world.rank, world.size)
+    optimizer, learning_rate = build_optimizer(list(piece.parameters()), ADAMW, iterations=SETTINGS.iterations)
+    stage = PipelineStage(piece, world.rank, world.size, torch.device("cpu"))
+    loss = partial(ForCausalLMLoss, vocab_size=VOCABULARY)
+    pipeline = THEIR_SCHEDULES[schedule](stage, MICRO_BATCHES, loss_fn=loss)
+    batch = MICRO_BATCHES * MICRO_BATCH_SIZE
+    batches = Batches(TOKENS, seed=SEED, global_batch=batch, micro_batch_size=batch)
+
+    def run(iteration: int) -> float | None:
+        optimizer.zero_grad()
+        result = None
+        if world.rank == 0:
+            pipeline.step(batches.micro_batch(iteration, 0, ["input_ids"])["input_ids"], return_outputs=False)
+        elif world.rank == world.size - 1:
+            losses: list[torch.Tensor] = []
+            labels = batches.micro_batch(iteration, 0, ["labels"])["labels"]
+            pipeline.step(target=labels, losses=losses, return_outputs=False)
+            result = torch.stack(losses).mean().item()
+        else:
+            pipeline.step(return_outputs=False)
+        optimizer.step()
+        learning_rate.step()
+        return result
+
+    return run
+
+
+SYSTEMS = {"ours": ours, "torch": theirs}
+
+
+@dataclass(frozen=True)
+class Times:
+    """Of one iteration, in each repetition."""
+
+    seconds: list[float]
+    processor_s: list[float]  # of all ranks together
+
+
+def times(captured: CapturedModel, schedule: str, world: World, report: Report) -> dict[str, Times]:
+    begin(world)
+    systems = {name: build(captured, world, schedule) for name, build in SYSTEMS.items()}
+    found = {name: Times([], []) for name in systems}
+    losses = [[run(iteration) for iteration in range(ITERATIONS)] for run in systems.values()]
+    if world.rank == world.size - 1:
+        torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-4, atol=1e-5)
+    for repetition in range(REPETITIONS):
+        for name in sorted(systems, reverse=repetition % 2 == 0):
+            dist.barrier()
+            start, used = time.perf_counter(), time.process_time()
+            for index in range(ITERATIONS):
+                systems[name](ITERATIONS * (1 + repetition) + index)
+            processor_s = torch.tensor(time.process_time() - used)
+            dist.all_reduce(processor_s)  # and so a barrier
+            found[name].seconds.append((time.perf_counter() - start) / ITERATIONS)
+            found[name].processor_s.append(float(processor_s) / ITERATIONS)
+    leave()
+    return found
+
+
+def peak_bytes(captured: CapturedModel, schedule: str, name: str, world: World, report: Report) -> list[int]:
+    """Of each rank: what it grows by, and what of that its first iterations, not its building, take at most."""
+    begin(world)
+    memory = PeakMemory(torch.device("cpu"))
+    run = SYSTEMS[name](captured, world, schedule)
+    Path("/proc/self/clear_refs").write_text("5")  # of torch's stage the whole model was built: that does not count
+    for iteration in range(3):
+        run(iteration)
+    found = [0] * world.size
+    dist.all_gather_object(found, memory.bytes())
+    leave()
+    return found
+
+
+def own_seconds(captured: CapturedModel, world: World, report: Report) -> tuple[float, int]:
+    """Processor time of one iteration of stages that compute nearly nothing, and the number of operations."""
+    begin(world)
+    plan = plan_of(captured, "1f1b", [0, 1, 1], EMPTY_MICRO_BATCHES)
+    rank = build_rank(captured, plan, SETTINGS, FEATURES, world)
+    found = []
+    for iteration in range(10):
+        start = time.thread_time()
+        rank.executor.run_iteration(iteration)
+        found.append(time.thread_time() - start)
+    leave()
+    return median(found[2:]), 2 * EMPTY_MICRO_BATCHES + 2
+
+
+def begin(world: World) -> None:
+    torch.set_num_threads(1)
+    join(world, device=torch.device("cpu"), timeout_s=TIMEOUT_S)
+
+
+def on_ranks(ranks: int, target: Callable) -> object:
+    outcome = run_ranks(ranks, target, timeout_s=1800)
+    assert outcome.error == "", outcome.error
+    return outcome.result
+
+
+def one_core_ms() -> float:
+    """Processor time of a micro-batch's forward and backward, of the whole model on one core."""
+    model, found = gpt2(), []
+    tokens = torch.randint(VOCABULARY, (MICRO_BATCH_SIZE, SEQUENCE))
+    for _ in range(10):
+        start = time.process_time()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        found.append(time.process_time() - start)
+    return 1000 * median(found)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    captured = specialize(export(gpt2, TOKENS.input_specs()), MICRO_BATCH_SIZE)
+    rows = []
+    for schedule, ranks in CASES:
+        found = on_ranks(ranks, partial(times, captured, schedule))
+        peaks = {name: on_ranks(ranks, partial(peak_bytes, captured, schedule, name)) for name in SYSTEMS}
+        samples = MICRO_BATCHES * MICRO_BATCH_SIZE
+        for name, one in found.items():
+            ratio = median(their / own for own, their in zip(one.seconds, found["torch"].seconds, strict=True))
+            rows.append(
+                (
+                    schedule,
+                    ranks,
+                    name,
+                    f"{samples / median(one.seconds):.1f}",
+                    f"{samples / max(one.seconds):.1f} to {samples / min(one.seconds):.1f}",
+                    f"{ratio:.3f}",
+                    f"{median(one.processor_s):.3f}",
+                    " ".join(f"{peak / 2**20:.0f}" for peak in peaks[name]),
+                )
+            )
+            print("  ", *rows[-1], file=sys.stderr, flush=True)
+    empty = specialize(export(Empty, FEATURES.input_specs()), 1)
+    own_s, operations = on_ranks(2, partial(own_seconds, empty))
+    headings = [
+        "schedule", "ranks", "runtime", "samples/s", "slowest to fastest", "of torch's", "processor s/iteration",
+        "peak MiB of each rank",
+    ]  # fmt: skip
+    print(tabulate(rows, headings, "github", disable_numparse=True))
+    print(f"\nGPT-2 of {LAYERS} layers × {HIDDEN}, {SEQUENCE} tokens, in {MICRO_BATCHES} micro-batches of")
+    print(f"{MICRO_BATCH_SIZE}, one of which a core computes in {one_core_ms():.0f} ms. Medians of {REPETITIONS}")
+    print(f"repetitions of {ITERATIONS} iterations in turn; the ratio is that of the repetitions.")
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the end; torch {torch.__version__}.\n")
+    print(f"The executor's own time: {1e6 * own_s / operations:.0f} µs of processor time per operation, with its")
+    print(f"messages and the little that empty stages compute (1F1B, 2 ranks, {EMPTY_MICRO_BATCHES} micro-batches).")
+
+
+if __name__ == "__main__":
+    main()
