@@ -16,20 +16,19 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from auto3d.capture.specialize import CapturedModel, specialize
 from tabulate import tabulate
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from auto3d.capture.export import export
+from auto3d.capture.model import CapturedModel, capture
 from auto3d.cluster import place_ranks
 from auto3d.plan import Plan, stages_of_operations
 from auto3d.runtime.data import Batches, DataSettings, InputField
 from auto3d.runtime.memory import PeakMemory
 from auto3d.runtime.optimizer import OptimizerSettings, build_optimizer
-from auto3d.runtime.training import TrainingSettings, build_rank
+from auto3d.runtime.rank import TrainingSettings, build_rank
 from auto3d.runtime.world import World, join, leave
 from launch.ranks import Report, run_ranks
 
@@ -140,7 +139,7 @@ class Piece(nn.Module):
 def ours(captured: CapturedModel, world: World, schedule: str) -> Iteration:
     stage_of = stage_of_blocks(captured, world.size)
     rank = build_rank(captured, plan_of(captured, schedule, stage_of, MICRO_BATCHES), SETTINGS, TOKENS, world)
-    return lambda iteration: rank.executor.run_iteration(iteration).loss
+    return lambda iteration: list(rank.executor.run(rank.programs[0], iteration))[0].loss
 
 
 def theirs(captured: CapturedModel, world: World, schedule: str) -> Iteration:
@@ -226,7 +225,7 @@ def own_seconds(captured: CapturedModel, world: World, report: Report) -> tuple[
     found = []
     for iteration in range(10):
         start = time.thread_time()
-        rank.executor.run_iteration(iteration)
+        list(rank.executor.run(rank.programs[0], iteration))
         found.append(time.thread_time() - start)
     leave()
     return median(found[2:]), 2 * EMPTY_MICRO_BATCHES + 2
@@ -256,7 +255,7 @@ def one_core_ms() -> float:
 
 def main() -> None:
     torch.set_num_threads(1)
-    captured = specialize(export(gpt2, TOKENS.input_specs()), MICRO_BATCH_SIZE)
+    captured = capture(gpt2, TOKENS.input_specs(), MICRO_BATCH_SIZE)
     rows = []
     for schedule, ranks in CASES:
         found = on_ranks(ranks, partial(times, captured, schedule))
@@ -277,7 +276,7 @@ def main() -> None:
                 )
             )
             print("  ", *rows[-1], file=sys.stderr, flush=True)
-    empty = specialize(export(Empty, FEATURES.input_specs()), 1)
+    empty = capture(Empty, FEATURES.input_specs(), 1)
     own_s, operations = on_ranks(2, partial(own_seconds, empty))
     headings = [
         "schedule", "ranks", "runtime", "samples/s", "slowest to fastest", "of torch's", "processor s/iteration",

@@ -131,7 +131,7 @@ def exchange_between(world, counts: tuple[int, int]) -> dict[str, list]:
             device=torch.device("cpu"),
             timeout_s=30,
         )
-        exchange.start_iteration()
+        exchange.start(program)
         hidden = torch.arange(72.0).view(2, 12, 3).chunk(own, 1)[part].contiguous()
         if device == 0:
             exchange.send(there, [hidden, torch.full((5,), 7.0), torch.arange(12).chunk(own)[part].contiguous()])
@@ -139,7 +139,7 @@ def exchange_between(world, counts: tuple[int, int]) -> dict[str, list]:
         else:
             received = exchange.receive(there)
             exchange.send(back, [-hidden, torch.full((5,), 2.0**part)])
-        exchange.end_iteration()
+        exchange.end()
         return {name: tensor.tolist() for name, tensor in received.items()}
     finally:
         leave()
