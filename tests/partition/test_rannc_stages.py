@@ -248,7 +248,7 @@ def test_stages_of_models_fit_and_are_never_empty(model):
     stages_found = {1}
     memory_bytes = enough.memory_bytes[0]
     while memory_bytes > 1000:
-        memory_bytes *= 0.8
+        memory_bytes *= 0.85
         try:
             found = partition(model, memory_bytes)
         except PartitionError:
