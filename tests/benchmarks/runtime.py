@@ -139,7 +139,12 @@ class Piece(nn.Module):
 def ours(captured: CapturedModel, world: World, schedule: str) -> Iteration:
     stage_of = stage_of_blocks(captured, world.size)
     rank = build_rank(captured, plan_of(captured, schedule, stage_of, MICRO_BATCHES), SETTINGS, TOKENS, world)
-    return lambda iteration: list(rank.executor.run(rank.programs[0], iteration))[0].loss
+
+    def run(iteration: int) -> float:
+        (result,) = rank.executor.run(rank.programs[0], iteration)
+        return result.loss
+
+    return run
 
 
 def theirs(captured: CapturedModel, world: World, schedule: str) -> Iteration:
