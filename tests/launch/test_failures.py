@@ -1,6 +1,7 @@
 """One rank of `auto3d train` is killed or stopped in the middle of an iteration: the command ends soon and says why."""
 
 import signal
+import socket
 
 import pytest
 
@@ -11,6 +12,12 @@ from tests.launch.failures import SCHEDULES, SIGNALS, TIMES, strike
 def test_the_command_ends_and_names_rank_host_stage_and_operation(schedule, number):
     end = strike(schedule, number, seed=TIMES)
     assert not end.faults(number), end.output
+
+
+def test_an_error_of_the_model_is_told_with_its_operation(folder, auto3d):
+    *_, error, where = auto3d("train", "own.yaml", "data.inputs.y.high=1000", code=1).err.splitlines()
+    assert error.startswith("IndexError: Target ")
+    assert where == f"rank 1 on {socket.gethostname()}, in iteration 1 at F0@1 of stage 1, failed"
 
 
 @pytest.mark.soak
