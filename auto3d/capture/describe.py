@@ -10,17 +10,17 @@ from torch.utils._pytree import tree_leaves
 
 from auto3d.capture.export import ExportedModel, is_differentiable, module_path
 from auto3d.capture.graph import Graph, Node, Value
+from auto3d.capture.masks import ATTENTION, DROPOUT
 from auto3d.capture.operation_cost import OperationCosts
 from auto3d.capture.rewrite import is_mutable
 
-ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 CHEAP_FLOPS = 2  # per element made: an outer product, as of rotary embeddings, may be repeated; a matrix product not
 
 
 def is_random(node: fx.Node) -> bool:
     """Whether the node draws random numbers when it runs."""
     if node.target is ATTENTION:  # torch does not tag it, though it draws where its dropout is above 0
-        dropout = node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0)
+        dropout = node.kwargs.get("dropout_p", node.args[DROPOUT] if len(node.args) > DROPOUT else 0.0)
         return bool(dropout)
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
@@ -35,6 +35,11 @@ def describe(exported: ExportedModel) -> Graph:
     nodes: list[Node] = []
     from_inputs: dict[str, bool] = {}
     storage: dict[str, str] = {}  # value -> the value whose memory it shows: itself, or what it is a view of
+    fixed: set[str] = set()  # values that no data enters: held once, not for each micro-batch
+
+    def held_once(name: str) -> bool:
+        return name in state_names or name in fixed
+
     for node in exported.program.nodes:
         if node.op == "placeholder":
             varies = node.name in exported.parameters or exported.buffers.get(node.name) in exported.written_buffers
@@ -48,6 +53,8 @@ def describe(exported: ExportedModel) -> Graph:
         if is_mutable(node):  # returns the buffer that it wrote to
             state_names[node.name] = state_names[node.args[0].name]
         outputs = _outputs(node)
+        if all(source.name in fixed for source in sources) and not is_random(node):
+            fixed.update((node.name, *(value.name for value in outputs)))
         cost = cost_of(node.target, *_values_of(node))
         arguments = [leaf.name for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, fx.Node)]
         takers = _takers(node)
@@ -75,7 +82,7 @@ def describe(exported: ExportedModel) -> Graph:
                 module=module_path(node),
                 flops=cost.flops,
                 backward_flops=cost.backward_flops,
-                saves=tuple(dict.fromkeys(storage[name] for name in saved if storage[name] not in state_names)),
+                saves=tuple(dict.fromkeys(held for held in map(storage.__getitem__, saved) if not held_once(held))),
                 saved_bytes=saved_bytes,
                 from_inputs=repeatable,
             )

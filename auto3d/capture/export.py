@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._pytree import tree_leaves
 
 from auto3d.capture.errors import CaptureError, error_line, node_line
+from auto3d.capture.masks import leave_masks_to_kernel
 from auto3d.capture.rewrite import inline_regions, remove_in_place, written_buffers
 from auto3d.errors import InputError
 
@@ -101,6 +102,7 @@ def export(build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec], micr
     inline_regions(exported.graph_module, buffers.keys())
     _remove_assertions(program)
     remove_in_place(program, buffers.keys())
+    leave_masks_to_kernel(program)
     loss = _find_loss(model, exported)
     program.output_node().args = ((loss,),)
     program.eliminate_dead_code()  # what only other outputs need; writes to buffers stay

@@ -62,6 +62,8 @@ def made_from_samples(graph: Graph) -> frozenset[str]:
 
 def _growing(value: Value, small: Value, size: int, small_size: int) -> tuple[int, int] | None:
     """The one dimension that grows with the micro-batch size, and its elements to a sample."""
+    if len(value.shape) != len(small.shape):
+        return None
     pairs = enumerate(zip(value.shape, small.shape, strict=True))
     different = [(dimension, here, there) for dimension, (here, there) in pairs if here != there]
     if len(different) != 1:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from auto3d.runtime.waiting import WaitTimeoutError, waiting_for
-from auto3d.runtime.whereabouts import HERE
+from auto3d.runtime.whereabouts import BEFORE, HERE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,7 @@ def join(world: World, *, device: torch.device, timeout_s: float) -> None:
             f"{world.meeting_point}, for which they have {timeout_s:g} s ({str(error).splitlines()[0]})"
         ) from error
     HERE.rank, hosts = world.rank, [""] * world.size
+    HERE.is_at(BEFORE)
     with waiting_for("the names of all ranks' hosts", timeout_s):
         dist.all_gather_object(hosts, socket.gethostname())
     HERE.hosts = hosts

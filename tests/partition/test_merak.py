@@ -138,6 +138,8 @@ def run_in_sequence(model: CapturedModel, bounds: tuple[int, ...], module: torch
     """Run the stages between ``bounds`` one after the other and back; gradients are left in the module's parameters."""
     stages = cut(model.graph, stages_between(bounds))
     tensors = {**dict(module.named_buffers()), **dict(module.named_parameters()), **model.exported.constants}
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
     randomness = Randomness(1, first_micro_batch=0, micro_batches=1, device=CPU)
     running = [
         StageModule(stage, model, tensors, loss_weight=1.0, randomness=randomness, device=CPU) for stage in stages
