@@ -13,7 +13,7 @@ from torch import nn
 
 from auto3d.capture.errors import error_line
 from auto3d.capture.graph import Graph
-from auto3d.capture.model import CapturedModel, capture
+from auto3d.capture.model import CapturedModel, capture, without_collection
 from launch.data import data_settings
 from launch.output import stdout_to_stderr
 from launch.recipe import RECIPES, LoadedRecipe
@@ -23,7 +23,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are built from their conf
 
 def captured_model(recipe: LoadedRecipe, micro_batch_size: int) -> CapturedModel:
     """The recipe's model, captured for micro-batches of so many samples."""
-    with stdout_to_stderr():
+    with stdout_to_stderr(), without_collection():
         build = build_function(recipe)
         try:
             return capture(build, data_settings(recipe.values).input_specs(), micro_batch_size)

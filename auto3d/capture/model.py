@@ -29,14 +29,14 @@ def capture(build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec], mic
 
     What its code decides by the batch size is decided for this one.
     """
-    with _without_collection():
+    with without_collection():
         exported = export(build, inputs, micro_batch_size)
         return CapturedModel(graph=describe(exported), exported=exported)
 
 
 @contextmanager
-def _without_collection() -> Iterator[None]:
-    """Let no garbage be collected: there is none in a graph that only grows, and looking for it takes a tenth."""
+def without_collection() -> Iterator[None]:
+    """Let no garbage be collected: imports and a graph that only grows make none, and looking for it takes a tenth."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -3,15 +3,16 @@
 32 devices in 4 nodes, k = 32: enlarged BERT with a batch of 256 sequences of 512, ResNet152x8 with a batch of 512
 (section IV-B). Devices as the paper's V100s: 32 GB, 15.7 TFLOP/s in FP32, 900 GB/s, 25 GB/s between two of them.
 
-Measured once each on two shared cores of a virtual machine, Python 3.11.7, wall time in seconds:
+Measured once each on two shared cores of a virtual machine, Python 3.11.7, processor time in seconds:
 
-model                       operations  atomic  export  profiles  atomic  block  stage  block max/mean  stages
-BERT, 256 layers × 2048           6195    6163    39.2      28.0    0.03   1.14   0.14            1.07       9
-same, attention op by op          7477    7443    58.0      30.6    0.06   0.51   0.16            1.08       9
-BERT, 512 layers, op by op       14901   14867   147.2      20.3    0.05   1.68   0.45            1.05      18
-ResNet152×8                        671     671     6.8       6.1    0.00   0.02   0.02            1.25       2
+model                       operations  atomic  capture  profiles  atomic  block  stage  block max/mean  stages
+BERT, 256 layers × 2048           6193    6162     24.4       1.1    0.02   0.54   0.11            1.07       9
+same, attention op by op          7475    7442     26.8       1.4    0.02   0.57   0.12            1.08       9
+BERT, 512 layers, op by op       14899   14866     57.8       3.1    0.55   0.90   0.50            1.05      18
+ResNet152×8                        671     671      3.4       0.1    0.00   0.03   0.02            1.25       2
 
-``export`` and ``profiles`` (the Graph at nine or ten micro-batch sizes) are capture's; the other columns are RaNNC's.
+``capture`` is that of two micro-batch sizes, and ``profiles`` the Graphs at nine or ten that follow from them; the
+other columns are RaNNC's.
 The paper counts about 15,000 atomic subcomponents in the 256 layers: operations of ONNX are finer than ours, of which
 the model with 512 layers has as many.
 """
