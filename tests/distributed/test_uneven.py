@@ -198,7 +198,7 @@ def test_what_rannc_finds_is_a_plan_that_trains(processes, model, memory):
     found = partition("rannc", request)
     plan = plan_of(found, request, seed=5)
     assert [stage.replicas for stage in plan.stages] == [1, 2, 1]
-    assert plan.micro_batches == found.micro_batches == 8
+    assert plan.micro_batches == found.micro_batches > 1
     assert plan.schedule_options == {"recompute": "full"}, "as RaNNC's memory takes for granted"
     assert_equals_one_process(processes, model, plan)
 
