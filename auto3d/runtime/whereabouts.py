@@ -5,6 +5,7 @@ A process is one rank, so it has one ``HERE``, as torch.distributed has one defa
 
 import mmap
 import socket
+import struct
 from dataclasses import dataclass
 from time import monotonic
 
@@ -30,15 +31,13 @@ class Board:
             self.write(rank, BEFORE, "")
 
     def write(self, rank: int, at: str, waiting_for: str) -> None:
-        line = f"{monotonic()}\n{at}\n{waiting_for}".encode()[: LINE_BYTES - 1] + b"\0"
-        start = rank * LINE_BYTES
-        self._memory[start : start + len(line)] = line
+        text = f"{at}\n{waiting_for}".encode()[: LINE_BYTES - 9]
+        struct.pack_into(f"d{len(text)}sx", self._memory, rank * LINE_BYTES, monotonic(), text)
 
     def read(self, rank: int) -> Place:
-        start = rank * LINE_BYTES
-        line = self._memory[start : start + LINE_BYTES].partition(b"\0")[0].decode(errors="replace")
-        since, at, waiting_for = line.split("\n")
-        return Place(at, waiting_for, float(since))
+        since, text = struct.unpack_from(f"d{LINE_BYTES - 8}s", self._memory, rank * LINE_BYTES)
+        at, _, waiting_for = text.partition(b"\0")[0].decode(errors="replace").partition("\n")
+        return Place(at, waiting_for, since)
 
 
 class Whereabouts:

@@ -38,7 +38,7 @@ SEED = 1
 TIMEOUT_S = 120
 CASES = [(schedule, ranks) for ranks in (2, 4) for schedule in ("1f1b", "gpipe")]
 THEIR_SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
-REPETITIONS = 5
+REPETITIONS = 15
 ITERATIONS = 2  # in each repetition, so that one may run into the next
 EMPTY_MICRO_BATCHES = 256
 

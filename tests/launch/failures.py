@@ -101,6 +101,7 @@ def strike(schedule: str, number: signal.Signals, seed: int) -> End:
 
 
 def _command(arguments: Sequence[str], output: Path) -> None:
+    os.setsid()  # else the kernel wakes stopped ranks when the shell that started this program ends (exit(3))
     sys.stdout = sys.stderr = output.open("w", buffering=1)
     os.dup2(sys.stderr.fileno(), 1)
     os.dup2(sys.stderr.fileno(), 2)
