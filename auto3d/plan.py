@@ -52,9 +52,9 @@ class Plan:
     """Degrees, batch, schedule, stages and placement of one way to train one model.
 
     ``dp`` replicas of the whole pipeline have their own micro-batches; inside each, a stage may have replicas of its
-    own. ``placement[device][replica × r + part]`` is the rank that plays pipeline device ``device`` in data-parallel
-    replica ``replica`` and, where its stages have r replicas, runs part ``part`` of each micro-batch. Which stages live
-    on a pipeline device is the schedule's decision.
+    own. ``placement[device][(replica × r + part) × tp + shard]`` is the rank that plays pipeline device ``device`` in
+    data-parallel replica ``replica`` and, where its stages have r replicas, runs part ``part`` of each micro-batch on
+    shard ``shard`` of the weights. Which stages live on a pipeline device is the schedule's decision.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
@@ -79,12 +79,13 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        return self.tp * sum(len(ranks) for ranks in self.placement)
+        return sum(len(ranks) for ranks in self.placement)
 
     def position(self, rank: int) -> tuple[int, int, int]:
         """The pipeline device, the replica of the pipeline, and the part of its micro-batches that ``rank`` plays."""
         device = next(device for device, ranks in enumerate(self.placement) if rank in ranks)
-        return device, *divmod(self.placement[device].index(rank), len(self.placement[device]) // self.dp)
+        index = self.placement[device].index(rank) // self.tp
+        return device, *divmod(index, len(self.placement[device]) // (self.dp * self.tp))
 
     def __post_init__(self) -> None:
         check_degrees(
@@ -98,8 +99,6 @@ class Plan:
             raise PlanError(f"schema: {self.schema} is not a version this build reads; it reads {SCHEMA}")
         if self.seed < 0:
             raise PlanError(f"seed: {self.seed} is not possible; it must be 0 or more")
-        if self.tp != 1:
-            raise PlanError(f"tp: {self.tp} asks for tensor parallelism, which this build does not run; tp must be 1")
         if not self.stages or len(self.stages) % self.pp:
             raise PlanError(f"stages: {len(self.stages)} stages for pp = {self.pp}; there must be a multiple of pp")
         end = 0
@@ -132,13 +131,14 @@ class Plan:
                     f"it must be a multiple of {number}"
                 )
         ranks = sorted(rank for ranks in self.placement for rank in ranks)
-        counts = {self.dp * number for number in replicas}
+        counts = {self.dp * number * self.tp for number in replicas}
         if (
             len(self.placement) != self.pp
             or not counts.issuperset(map(len, self.placement))
             or ranks != list(range(self.ranks))
         ):
             each = f" × {' or '.join(map(str, replicas))} replicas of its stages" if replicas != [1] else ""
+            each += f" × tp = {self.tp}" if self.tp > 1 else ""
             needed = self.pp * max(counts) if len(counts) == 1 else len(ranks)
             raise PlanError(
                 f"placement: {[list(ranks) for ranks in self.placement]} must be pp = {self.pp} lists of "

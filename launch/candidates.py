@@ -69,7 +69,7 @@ def _candidates(recipe: LoadedRecipe, space: SearchSpace, graph_at: Callable[[in
         clip_norm=recipe.values.training.clip_norm,
         optimizer_copies=state_copies(optimizer_settings(recipe.values)),
     )
-    return candidates(space, cluster(recipe.values), graph_at, task)
+    return candidates(space, cluster(recipe), graph_at, task)
 
 
 def _check_memory_known(recipe: LoadedRecipe, key: str) -> None:

@@ -178,6 +178,7 @@ def recompute(recipe: str, overrides: tuple[str, ...], as_json: bool) -> int:
 
 
 _COUNT = click.IntRange(min=1)
+_EXISTING = click.Path(exists=True, dir_okay=False)
 
 
 @_recipe_command
@@ -210,6 +211,23 @@ def partition(recipe: str, overrides: tuple[str, ...], **options: Any) -> int:
     from launch.partition import print_partition
 
     print_partition(loaded, **options)
+    return 0
+
+
+@_recipe_command
+@click.option("--candidates", "file", required=True, type=_EXISTING, help="A CSV file with a row for each.")
+@click.option("--out", "out_file", type=click.Path(dir_okay=False), help="Write its rows with what is predicted.")
+@click.option("--json", "as_json", is_flag=True, help="Print a list of records, in seconds and bytes.")
+def predict(recipe: str, overrides: tuple[str, ...], **options: Any) -> int:
+    """Predict seconds per iteration and peak bytes of each configuration in a CSV file; runs nothing.
+
+    Its columns are micro_batch_size, tp, dp and pp and, where they are there, partition_cuts, schedule (as in
+    interleaved-1f1b:chunks=2), recompute, and keys of the recipe, such as model.config.n_layer.
+    """
+    loaded = load(recipe, overrides)
+    from launch.predict import print_predictions
+
+    print_predictions(loaded, **options)
     return 0
 
 

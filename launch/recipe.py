@@ -8,7 +8,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from glob import glob
 from pathlib import Path
@@ -19,7 +19,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
 from auto3d.errors import InputError
-from launch.schema import Recipe, accepted, accepts, group_schema, groups, schema_of
+from launch.schema import AcceleratorRecipe, Recipe, accepted, accepts, group_schema, groups, schema_of
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 COMMAND_LINE = "command line"
@@ -48,6 +48,23 @@ class LoadedRecipe:
     def error(self, key: str, problem: str) -> RecipeError:
         """An error about ``key``, found later than here, with the file that gave its value."""
         return RecipeError(self._sources.of(key), key, problem)
+
+    def accelerator(self, key: str, name: str) -> tuple[Path, AcceleratorRecipe]:
+        """The file of recipes/accelerators/ that ``key`` names, and what it holds."""
+        file = _find(self._sources.of(key), name, folder="accelerators", what=key)
+        values = OmegaConf.structured(AcceleratorRecipe)
+        for item, value in _read(file).items():
+            try:
+                values = OmegaConf.merge(values, {item: value})
+            except (OmegaConfBaseException, TypeError) as error:
+                known = [each.name for each in fields(AcceleratorRecipe)]
+                if isinstance(error, ConfigKeyError):
+                    raise _unknown(file, str(item), known) from None
+                problem = f"found {value!r}; it takes {accepted(AcceleratorRecipe, str(item))}"
+                raise RecipeError(file, str(item), problem) from None
+        found = OmegaConf.to_object(values)
+        _check_group(found, "", _Sources(file, {}))
+        return file, found
 
     def overrides_of(self, group: str) -> list[str]:
         return [override for override in self.overrides if re.split(r"[.=[]", override, maxsplit=1)[0] == group]
@@ -218,8 +235,15 @@ def _check_values(recipe: Recipe, sources: _Sources) -> None:
 def _check_group(holder: Any, prefix: str, sources: _Sources) -> None:
     for item in fields(holder):
         value = getattr(holder, item.name)
+        inside = [value] if is_dataclass(value) else value if isinstance(value, list) else []
+        for number, inner in enumerate(inside):
+            if is_dataclass(inner):
+                where = f"{prefix}.{item.name}{'' if inner is value else f'[{number}]'}"
+                _check_group(inner, where, sources)
+        if is_dataclass(value) or (inside and is_dataclass(inside[0])):
+            continue
         if not accepts(type(holder), item.name, value):
-            full_key = f"{prefix}.{item.name}"
+            full_key = f"{prefix}.{item.name}".lstrip(".")
             problem = f"found {value!r}; it takes {accepted(type(holder), item.name)}"
             raise RecipeError(sources.of(full_key), full_key, problem)
 
@@ -227,9 +251,10 @@ def _check_group(holder: Any, prefix: str, sources: _Sources) -> None:
 def _check_together(recipe: Recipe, sources: _Sources) -> None:
     """What no value shows by itself."""
     model = recipe.model
-    if (model.architecture is None) == (model.factory is None):
-        found = "neither" if model.factory is None else "both"
-        raise RecipeError(sources.of("model"), "model", f"found {found}; it takes either architecture or factory")
+    given = [name for name in ("architecture", "factory", "layers") if getattr(model, name) is not None]
+    if len(given) != 1:
+        found = " and ".join(given) or "none of them"
+        raise RecipeError(sources.of("model"), "model", f"found {found}; it takes one of architecture, factory, layers")
     for name, of, other in (("arguments", "factory", "architecture"), ("config", "architecture", "factory")):
         if getattr(model, name) and getattr(model, of) is None:
             full_key = f"model.{name}"

@@ -50,7 +50,7 @@ def try_shares(recipe: LoadedRecipe, report: Callable[[Tried], None]) -> float |
     check_devices(recipe, base.ranks)
     shares = Shares(graph, base)
     plans = [(share, shares.plan(share)) for share in shares.first]
-    memory, copies = cluster(recipe.values).memory_bytes, state_copies(optimizer_settings(recipe.values))
+    memory, copies = cluster(recipe).memory_bytes, state_copies(optimizer_settings(recipe.values))
     low, high = -1, len(plans)  # the largest that is known to fit, the smallest that is known not to
     probe = (low + high) // 2
     if memory is not None:

@@ -1,6 +1,7 @@
 """The schema of a recipe: every key with its default, its meaning and unit, and what it accepts."""
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
@@ -14,6 +15,19 @@ LARGEST_BATCH, LARGEST_NODES, LARGEST_NODE = 10**5, 10**4, 10**3
 LARGEST_INTEGER = 2**63  # of a tensor
 LARGEST_TIME_S = 10**8
 RECOMPUTE = {"choices": ("none", "full", AUTO), "least": 0, "most": 1}
+
+
+def _group(meaning: str) -> dict[str, Any]:
+    """The metadata of a group inside a group."""
+    return {
+        "meaning": meaning,
+        "choices": (),
+        "values": (),
+        "per_stage": None,
+        "least": None,
+        "below": None,
+        "most": None,
+    }
 
 
 def key(
@@ -41,12 +55,32 @@ def key(
 
 
 @dataclass
+class LayerRecipe:
+    count: int = key(1, "equal layers that follow each other", least=1, below=LARGEST_BATCH)
+    parameters: float = key(0.0, "elements of its weights", least=0)
+    flops: float = key(0.0, "of its forward, for one sample", least=0)
+    products: int = key(1, "matrix products that these FLOPs are in", least=1)
+    traffic: float = key(
+        0.0, "elements that its forward reads and writes beside matrix products, for one sample", least=0
+    )
+    undivided: float = key(0.0, "elements of that traffic which tensor parallelism does not divide", least=0)
+    saved: float = key(0.0, "elements that wait for its backward, for one sample", least=0)
+    output: float = key(0.0, "elements that it gives to the next layer, for one sample", least=0)
+    reductions: int = key(
+        0, "all-reduces of its output in a forward under tensor parallelism, and in a backward", least=0
+    )
+
+
+@dataclass
 class ModelRecipe:
     architecture: str | None = key(None, "a model class of transformers, such as GPT2LMHeadModel")
     config: dict[str, Any] = key({}, "keys of that class's configuration; the others keep its defaults")
     factory: str | None = key(None, "instead of architecture: package.module:function that makes an nn.Module")
     arguments: dict[str, Any] = key({}, "keyword arguments of the factory")
     weights: str | None = key(None, "a safetensors file with initial weights; none: drawn from training.seed")
+    layers: str | None = key(None, "instead of both, to predict alone: a CSV file of measured layers (docs/cost.md)")
+    layers_of: str | None = key(None, "of layers: whose rows of the column model")
+    layer_sizes: list[LayerRecipe] = key([], "of layers: what they hold and compute, in order")
 
 
 @dataclass
@@ -70,17 +104,66 @@ class DataRecipe:
 
 
 @dataclass
-class ClusterRecipe:
+class LinkRecipe:
+    gbit_per_s: float = key(100.0, "bandwidth of one lane in each direction", least=1e-6)
+    latency_us: float = key(20.0, "microseconds of a message", least=0)
+    lanes: int | None = key(None, "that the devices of a node share; none: one for each device", least=1)
+
+
+@dataclass
+class NodesRecipe:
     nodes: int = key(1, "machines", least=1, below=LARGEST_NODES)
     devices_per_node: int = key(
         4, "processes per machine: one per GPU, or as many as a CPU should run", least=1, below=LARGEST_NODE
     )
+    accelerator: str | None = key(None, "the kind of device: a file of recipes/accelerators/; none: round figures")
+    inside: LinkRecipe = field(default_factory=LinkRecipe, metadata=_group("links between the devices of a node"))
+    outside: LinkRecipe | None = field(
+        default_factory=LinkRecipe, metadata=_group("a node's links to the others; none: it has none")
+    )
+
+
+@dataclass
+class AcceleratorRecipe:
+    """A file of recipes/accelerators/."""
+
+    peak_tflops: dict[str, float] = key({}, "TFLOP/s of matrix products by precision")
+    memory_gib: float | None = key(None, "GiB that a process may fill; none: not known", least=0.001)
+    memory_gb_per_s: float = key(700.0, "bandwidth of its memory", least=1e-6)
+    matrix_efficiency: float = key(0.6, "share of the peak that large matrix products reach", least=0.001, most=1)
+    half_gflops: float = key(1.0, "a matrix product as small as this takes twice its time at that share", least=0)
+    memory_efficiency: float = key(0.75, "share of the memory's bandwidth that is reached", least=0.001, most=1)
+    launch_us: float = key(10.0, "microseconds from the launch of one operation to that of the next", least=0)
+    collective_launch_us: float = key(20.0, "of a collective among the operations of a stage", least=0)
+    micro_batch_us: float = key(0.0, "of the host for each micro-batch of a stage, beside its operations", least=0)
+    iteration_ms: float = key(0.0, "milliseconds of each iteration, whatever its size", least=0)
+
+
+@dataclass
+class ClusterRecipe(NodesRecipe):
+    more: list[NodesRecipe] = key([], "further nodes, of other kinds")
     device: str = key("cpu", "what a process computes on", choices=("cpu", "cuda"))
+    memory_gib: float | None = key(
+        None,
+        "GiB that a process may fill on its device: plans that need more are refused; none: that of the accelerator",
+        least=0.001,
+    )
     memory_gib: float | None = key(
         None,
         "GiB that a process may fill on its device: plans that need more are refused; none: not known",
         least=0.001,
     )
+
+
+@dataclass
+class PredictionRecipe:
+    precision: str = key("float32", "of weights and activations", choices=("float32", "float16", "bfloat16"))
+    sync_precision: str = key("float32", "of the gradient all-reduce", choices=("float32", "float16", "bfloat16"))
+    fused: bool = key(False, "elementwise operations that follow each other are one kernel, as in Megatron-LM")
+    overlap: bool = key(True, "messages travel beside compute")
+    recompute_ends: bool = key(True, "full recomputation takes in embedding and head; Megatron-LM's does not")
+    shard_optimizer: bool = key(False, "each data-parallel replica keeps its part of the optimizer's state (ZeRO-1)")
+    method: str = key("simulated", "how the time is found on these costs", choices=("simulated", "amp", "chimera"))
 
 
 @dataclass
@@ -175,6 +258,7 @@ class Recipe:
     cluster: ClusterRecipe = field(default_factory=ClusterRecipe)
     training: TrainingRecipe = field(default_factory=TrainingRecipe)
     emulation: EmulationRecipe | None = None  # of training.compute: emulated
+    prediction: PredictionRecipe = field(default_factory=PredictionRecipe)  # the system whose times are predicted
     search: SearchRecipe = field(default_factory=SearchRecipe)
     measure: MeasureRecipe = field(default_factory=MeasureRecipe)
     launch: LaunchRecipe = field(default_factory=LaunchRecipe)
@@ -192,11 +276,20 @@ def group_schema(group: str) -> type:
 
 def schema_of(full_key: str) -> tuple[type, str]:
     """The schema that holds ``full_key`` and its name there: of data.inputs.labels.kind, InputRecipe and kind."""
-    group, name, *inner = full_key.split("[")[0].split(".")
+    group, name, *inner = re.sub(r"\[\d+\]", "", full_key).split(".")
     schema = group_schema(group)
-    if len(inner) == 2 and name == "inputs":
-        return InputRecipe, inner[1]
+    while inner and (below := _inner_schema(schema, name)) is not None:
+        if name == "inputs":
+            inner.pop(0)
+        if inner:
+            schema, name = below, inner.pop(0)
     return schema, name
+
+
+def _inner_schema(schema: type, name: str) -> type | None:
+    """The schema of a key that holds a group, several by name, or a list of them."""
+    hint = get_type_hints(schema).get(name)
+    return next((option for option in (hint, *get_args(hint)) if is_dataclass(option)), None)
 
 
 def is_axis(schema: type, name: str) -> bool:
@@ -267,19 +360,23 @@ def documented_keys() -> Iterator[tuple[str, Any, str, str]]:
     def describe(schema: type, prefix: str) -> Iterator[tuple[str, Any, str, str]]:
         for item in fields(schema):
             default = item.default if item.default is not MISSING else item.default_factory()
-            yield f"{prefix}{item.name}", default, accepted(schema, item.name), item.metadata["meaning"]
+            inner = _inner_schema(schema, item.name)
+            many = {dict: ".NAME", list: "[N]"}.get(get_origin(get_type_hints(schema)[item.name]), "")
+            if inner is None or many:
+                yield f"{prefix}{item.name}", default, accepted(schema, item.name), item.metadata["meaning"]
+            if inner is not None:
+                yield from describe(inner, f"{prefix}{item.name}{many}.")
 
     for group in groups():
         yield from describe(group_schema(group), f"{group}.")
-        if group == "data":
-            yield from describe(InputRecipe, "data.inputs.NAME.")
 
 
 def _type_in_words(hint: Any) -> str:
     if hint is Any:
         return "auto or a list of whole numbers"
     if get_origin(hint) is list:
-        return f"a list of {_WORDS[get_args(hint)[0]][1]}"
+        inner = get_args(hint)[0]
+        return f"a list of {'groups of keys' if is_dataclass(inner) else _WORDS[inner][1]}"
     if get_origin(hint) is dict:
         return "keys and values"
     return _WORDS[next(option for option in (*get_args(hint), hint) if option in _WORDS)][0]

@@ -1,21 +1,79 @@
 """Recipe -> the engine's own settings, group by group."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
-from auto3d.cluster import Cluster
+from auto3d.cluster import Accelerator, Cluster, ClusterError, Link, Node
+from auto3d.cost.model import Training
+from auto3d.cost.work import PRECISION_BYTES
 from auto3d.runtime.emulation import Emulation
 from auto3d.runtime.optimizer import OptimizerSettings
 from auto3d.runtime.rank import TrainingSettings
 from auto3d.search.space import SearchSpace
-from launch.schema import Recipe
+from launch.recipe import LoadedRecipe
+from launch.schema import LinkRecipe, Recipe
 
 
-def cluster(recipe: Recipe) -> Cluster:
-    return Cluster(
-        nodes=recipe.cluster.nodes,
-        devices_per_node=recipe.cluster.devices_per_node,
-        device=recipe.cluster.device,
-        memory_bytes=None if recipe.cluster.memory_gib is None else recipe.cluster.memory_gib * 2**30,
+def cluster(recipe: LoadedRecipe) -> Cluster:
+    """The recipe's cluster; raises RecipeError where an accelerator is not known or not whole."""
+    values = recipe.values.cluster
+    nodes = []
+    for number, kind in enumerate([values, *values.more]):
+        where = f"cluster.more[{number - 1}]" if number else "cluster"
+        accelerator = _accelerator(recipe, f"{where}.accelerator", kind.accelerator)
+        if values.memory_gib is not None:
+            accelerator = replace(accelerator, memory_bytes=values.memory_gib * 2**30)
+        node = Node(
+            devices=kind.devices_per_node,
+            accelerator=accelerator,
+            inside=_link(kind.inside),
+            outside=None if kind.outside is None else _link(kind.outside),
+        )
+        nodes += [node] * kind.nodes
+    try:
+        return Cluster(nodes=tuple(nodes), device=values.device)
+    except ClusterError as error:
+        raise recipe.error("cluster", str(error)) from None
+
+
+def _link(values: LinkRecipe) -> Link:
+    return Link(latency_s=values.latency_us / 1e6, bandwidth=values.gbit_per_s * 1e9 / 8, lanes=values.lanes)
+
+
+def _accelerator(recipe: LoadedRecipe, where: str, name: str | None) -> Accelerator:
+    if name is None:
+        return Accelerator()
+    file, values = recipe.accelerator(where, name)
+    precision = recipe.values.prediction.precision
+    if precision not in values.peak_tflops:
+        known = ", ".join(values.peak_tflops) or "none"
+        raise recipe.error(
+            "prediction.precision", f"found {precision!r}; {file} has peak_tflops of {known}: it takes one of these"
+        )
+    return Accelerator(
+        name=file.stem,
+        peak_flops=values.peak_tflops[precision] * 1e12,
+        memory_bandwidth=values.memory_gb_per_s * 1e9,
+        memory_bytes=None if values.memory_gib is None else values.memory_gib * 2**30,
+        matrix_efficiency=values.matrix_efficiency,
+        half_flops=values.half_gflops * 1e9,
+        memory_efficiency=values.memory_efficiency,
+        launch_s=values.launch_us / 1e6,
+        collective_launch_s=values.collective_launch_us / 1e6,
+        micro_batch_s=values.micro_batch_us / 1e6,
+        iteration_s=values.iteration_ms / 1e3,
+    )
+
+
+def training(recipe: Recipe) -> Training:
+    """How the recipe's plans are trained, as the cost model sees it."""
+    prediction = recipe.prediction
+    return Training(
+        precision=prediction.precision,
+        sync_bytes=PRECISION_BYTES[prediction.sync_precision],
+        optimizer=recipe.training.optimizer,
+        shard_optimizer=prediction.shard_optimizer,
+        overlap=prediction.overlap,
+        recompute_ends=prediction.recompute_ends,
     )
 
 

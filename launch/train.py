@@ -30,7 +30,7 @@ from launch.progress import at_work, training_progress
 from launch.ranks import Report, check_devices, run_ranks
 from launch.recipe import LoadedRecipe
 from launch.schema import PlanRecipe, Recipe
-from launch.settings import training_settings
+from launch.settings import cluster, training_settings
 
 
 def run_training(
@@ -117,8 +117,7 @@ def _read_plan(recipe: LoadedRecipe, plan_file: str) -> Plan:
     overrides = recipe.overrides_of("plan")
     if overrides:
         raise recipe.error("plan", f"{' '.join(overrides)} changes the recipe's plan, but --plan gives another")
-    cluster = recipe.values.cluster
-    devices = cluster.nodes * cluster.devices_per_node
+    devices = cluster(recipe).devices
     with _errors_naming(plan_file):
         plan = Plan.from_json(Path(plan_file).read_bytes())
         samples_at_once(plan)  # refuses a schedule that is not known or does not fit

@@ -85,6 +85,7 @@ def describe(exported: ExportedModel) -> Graph:
                 saves=tuple(dict.fromkeys(held for held in map(storage.__getitem__, saved) if not held_once(held))),
                 saved_bytes=saved_bytes,
                 from_inputs=repeatable,
+                is_view=all(argument is not None for argument in cost.alias_of) and not is_mutable(node),
             )
         )
     placeholders = {node.name: node.meta["val"] for node in exported.program.find_nodes(op="placeholder")}

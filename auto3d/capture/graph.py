@@ -34,6 +34,7 @@ class Node:
     saves: tuple[str, ...]  # values and graph inputs that its backward needs, each by the name of what holds its memory
     saved_bytes: int  # of what else its backward needs, such as a dropout's mask
     from_inputs: bool  # depends on graph inputs, constants and unwritten buffers alone, and is cheap to repeat
+    is_view: bool = False  # its results show memory of what it reads: it computes and moves nothing
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ def graph_to_json(graph: Graph) -> dict[str, Any]:
                 node.saves,
                 node.saved_bytes,
                 node.from_inputs,
+                node.is_view,
             ]
             for node in graph.nodes
         ],
@@ -54,7 +55,7 @@ def graph_from_json(content: Mapping[str, Any]) -> Graph:
 
 
 def _node(row: list) -> Node:
-    name, operator, reads, state, outputs, module, flops, backward_flops, saves, saved_bytes, from_inputs = row
+    name, operator, reads, state, outputs, module, flops, backward_flops, saves, saved_bytes, *flags = row
     return Node(
         name,
         operator,
@@ -66,7 +67,7 @@ def _node(row: list) -> Node:
         backward_flops,
         tuple(saves),
         saved_bytes,
-        from_inputs,
+        *flags,
     )
 
 

@@ -22,9 +22,11 @@ def share_of(captured: CapturedModel, plan: Plan, replicas: int) -> tuple[Captur
 def replicas_of_devices(plan: Plan, schedule: Schedule) -> tuple[int, ...]:
     """The replicas of the stages of each pipeline device.
 
-    Raises PlanError where ``schedule`` has other sizes than the plan, where the stages of a device have different
-    numbers of replicas, or where these are not those of the placement.
+    Raises PlanError where the plan asks for tensor parallelism, where ``schedule`` has other sizes than the plan, where
+    the stages of a device have different numbers of replicas, or where these are not those of the placement.
     """
+    if plan.tp != 1:
+        raise PlanError(f"tp: {plan.tp} asks for tensor parallelism, which this build does not run; tp must be 1")
     has = (schedule.devices, schedule.stages, schedule.micro_batches)
     if has != (plan.pp, len(plan.stages), plan.micro_batches):
         raise PlanError(

@@ -155,6 +155,8 @@ def _make_plan(
     Raises PlanError where its schedule cannot train the model, or a device lacks the memory for it, as far as that is
     known.
     """
+    if tp != 1:
+        raise PlanError(f"tp: {tp} asks for tensor parallelism, which this build does not run; tp must be 1")
     micro_batches = task.global_batch // (dp * micro_batch_size)
     own = schedule_options(schedule, options, recompute, devices=pp, micro_batches=micro_batches)
     shape = build_schedule(schedule, devices=pp, micro_batches=micro_batches, **own)

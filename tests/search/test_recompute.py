@@ -2,7 +2,7 @@
 
 import pytest
 
-from auto3d.cluster import Cluster
+from auto3d.cluster import Accelerator, Cluster, Node
 from auto3d.cost.memory import predict
 from auto3d.schedule import SCHEDULES, schedule_of
 from auto3d.search.recompute import Shares
@@ -17,7 +17,7 @@ def search(recompute, *, schedule=("1f1b",), memory_bytes=None, pp=(4,), options
         dp=[1], tp=[1], pp=list(pp), micro_batch_size=[size], schedule=list(schedule), recompute=recompute,
         allow_idle_devices=True, schedule_options=options or {},
     )  # fmt: skip
-    cluster = Cluster(nodes=1, devices_per_node=4, device="cpu", memory_bytes=memory_bytes)
+    cluster = Cluster(nodes=(Node(devices=4, accelerator=Accelerator(memory_bytes=memory_bytes)),), device="cpu")
     task = Task(global_batch=32, seed=1, clip_norm=0.0, optimizer_copies=2)
     return list(candidates(space, cluster, lambda size: captured("gpt2", size).graph, task))
 

@@ -1,0 +1,437 @@
+"""The cost model: how long an iteration of a Plan takes on a cluster, and how much memory it needs there.
+
+The costs of the Plan's stages, messages and gradient syncs go to the simulator; the papers' closed forms take the same
+costs. Ranks fill the cluster's devices in order; the Plan's placement says what each of them plays.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import pairwise
+
+import numpy as np
+
+from auto3d.cluster import Accelerator, Cluster, Link
+from auto3d.cost.collectives import Traffic, ring_s, tree_s
+from auto3d.cost.times import Times, before, times_of
+from auto3d.cost.work import PRECISION_BYTES, Work
+from auto3d.plan import Plan, StagePlan
+from auto3d.schedule import build_schedule
+from auto3d.schedule.memory import in_flight
+from auto3d.schedule.operation import Schedule
+from auto3d.simulate.costs import Costs
+from auto3d.simulate.costs import Link as Message
+from auto3d.simulate.simulate import simulate
+
+MOMENTS = {"adamw": 2, "sgd": 1}  # that the optimizer keeps of each parameter
+FRAGMENTATION = 1.06  # what an allocator holds beyond what is used
+
+TimesOf = Callable[[int, Accelerator, int], Times]  # by samples, kind of device and tensor-parallel degree
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How the plans are trained that are to be estimated; the defaults are what this project's runtime does."""
+
+    precision: str = "float32"  # of weights and activations; below 32 bits the optimizer keeps a copy in 32
+    sync_bytes: int = 4  # of each element in the gradient all-reduce
+    optimizer: str = "adamw"
+    shard_optimizer: bool = False  # ZeRO-1: each data-parallel replica keeps its part of the optimizer's state
+    overlap: bool = True  # messages travel beside compute
+    recompute_ends: bool = True  # full recomputation takes in what surrounds the repeated blocks
+
+    @property
+    def master_bytes(self) -> int:
+        return 4 if PRECISION_BYTES[self.precision] < 4 else 0
+
+    @property
+    def update_traffic(self) -> int:
+        """Bytes that an update reads and writes of each parameter."""
+        weights = self.master_bytes or 4
+        return self.sync_bytes + 2 * weights + 8 * MOMENTS[self.optimizer] + (self.master_bytes and 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Seconds of an iteration, what they consist of on the way that decides, and bytes on each pipeline device."""
+
+    seconds: float
+    compute_s: float  # of the busiest device, with what it recomputes
+    tensor_s: float  # tensor-parallel collectives that compute does not hide; so the next two
+    message_s: float
+    sync_s: float
+    update_s: float
+    bubble_s: float  # that devices wait for each other
+    memory: tuple[float, ...]
+
+
+class CostModel:
+    """Estimates Plans of one model on ``cluster``; ``work_at`` gives its Work at a number of samples."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        training: Training,
+        work_at: Callable[[int], Work],
+        *,
+        times_at: TimesOf | None = None,
+    ) -> None:
+        self.cluster = cluster
+        self.training = training
+        self._work = lru_cache(None)(lambda samples: _Tables(work_at(samples)))
+        self._times = lru_cache(None)(
+            times_at or (lambda samples, accelerator, tp: times_of(work_at(samples), accelerator, tp))
+        )
+        self._traffic = lru_cache(1024)(self._make_traffic)
+        self._collectives = lru_cache(None)(self._make_collectives)
+
+    def seconds(self, plan: Plan) -> float:
+        """Of an iteration, by the simulator."""
+        return self._worst(plan, _simulated)
+
+    def closed_form_s(self, plan: Plan) -> float:
+        """Of an iteration, by AMP's equations 2 to 4 on our costs: exact for 1F1B on equal stages, and quick."""
+        return self._worst(plan, _amp)
+
+    def estimate(self, plan: Plan, seconds_of: Callable[[Schedule, Costs], float] | None = None) -> Estimate:
+        """By the simulator or by ``seconds_of``, such as a closed form; says what the time consists of."""
+        seconds_of = seconds_of or _simulated
+        schedule = _schedule(plan)
+        replica = max(self._replicas(plan), key=lambda replica: seconds_of(schedule, self.costs(plan, replica)))
+        costs = self.costs(plan, replica)
+        whole = seconds_of(schedule, costs)
+        none = (0.0,) * schedule.stages
+        without_sync = seconds_of(schedule, replace(costs, sync=none))
+        silent = replace(costs, sync=none, links=(Message(),) * (schedule.stages - 1))
+        without_messages = seconds_of(schedule, silent)
+        alone = replace(self.costs(plan, replica, collectives=False), sync=none, links=silent.links)
+        without_tensor = seconds_of(schedule, alone)
+        compute, update = _busiest(schedule, alone)
+        iteration = max(self.cluster.accelerator(rank).iteration_s for ranks in plan.placement for rank in ranks)
+        return Estimate(
+            seconds=whole + iteration,
+            compute_s=compute,
+            tensor_s=without_messages - without_tensor,
+            message_s=without_sync - without_messages,
+            sync_s=whole - without_sync,
+            update_s=update + iteration,
+            bubble_s=without_tensor - compute - update,
+            memory=self.memory(plan),
+        )
+
+    # Costs of a plan
+
+    def costs(self, plan: Plan, replica: int = 0, *, collectives: bool = True) -> Costs:
+        """What the simulator takes, of one replica of the pipeline; without ``collectives`` its ranks reduce for free."""
+        schedule = _schedule(plan)
+        samples, parts = plan.micro_batch_size // schedule.parts, schedule.parts
+        homes = _homes(schedule)
+        traffic = self._traffic(plan.placement, plan.tp, plan.dp, homes)
+        forward, backward, weight, recompute, update = [], [], [], [], []
+        for number, stage in enumerate(plan.stages):
+            ranks = [rank for home in homes[number] for rank in self._ranks(plan, home, replica)]
+            accelerator = self.cluster.slowest(ranks)
+            each = samples // stage.replicas
+            link = traffic.tensor[homes[number][0], replica] if plan.tp > 1 and collectives else None
+            whole = self._seconds(each, accelerator, plan.tp, link, stage.operations)
+            forward.append(parts * (whole[0] + accelerator.micro_batch_s))
+            backward.append(parts * whole[1])
+            weight.append(parts * min(whole[2], whole[1]))
+            again = 0.0
+            if number in schedule.recompute:
+                dropped = _without(stage.operations, self._kept(each, stage))
+                again = self._seconds(each, accelerator, plan.tp, link, dropped)[0] if dropped else 0.0
+            recompute.append(parts * again)
+            update.append(self._update_s(plan, stage, accelerator))
+        return Costs(
+            forward=tuple(forward),
+            backward=tuple(backward),
+            backward_input=tuple(whole - half for whole, half in zip(backward, weight, strict=True)),
+            backward_weight=tuple(weight),
+            recompute=tuple(recompute),
+            sync=self._syncs(plan, homes, traffic),
+            update=tuple(update),
+            links=tuple(
+                self._message(plan, schedule, boundary, replica, traffic) for boundary in range(len(plan.stages) - 1)
+            ),
+            speed=(1.0,) * schedule.devices,
+            overlap=self.training.overlap,
+        )
+
+    def _seconds(
+        self, samples: int, accelerator: Accelerator, tp: int, link: Link | None, operations: Sequence[tuple[int, int]]
+    ) -> tuple[float, float, float]:
+        """Forward, backward, and of that the half for the weights, of one micro-batch."""
+        times = self._times(samples, accelerator, tp)
+        total = sum(times.range(first, last) for first, last in operations)
+        reduced = np.zeros(2)
+        if link is not None:
+            table = self._collectives(samples, tp, link)
+            reduced = sum(table[:, last] - table[:, first] for first, last in operations)
+        forward = max(total[0] + reduced[0], total[1])
+        backward = max(total[2] + reduced[1], total[3])
+        return float(forward), float(backward), float(total[4])
+
+    def _make_collectives(self, samples: int, tp: int, link: Link) -> np.ndarray:
+        """[2, operations + 1]: seconds of all all-reduces before each operation, forward and backward."""
+        work = self._work(samples).work
+
+        def seconds(sizes: np.ndarray) -> np.ndarray:
+            each = [min(ring_s(tp, size, link), tree_s(tp, size, link)) if size else 0.0 for size in sizes]
+            return before(each)
+
+        return np.stack([seconds(work.reduced), seconds(work.backward_reduced)])
+
+    def _ranks(self, plan: Plan, device: int, replica: int) -> tuple[int, ...]:
+        each = len(plan.placement[device]) // plan.dp
+        return plan.placement[device][replica * each : (replica + 1) * each]
+
+    def _kept(self, samples: int, stage: StagePlan) -> tuple[tuple[int, int], ...]:
+        if self.training.recompute_ends or stage.kept:
+            return stage.kept
+        blocks = self._work(samples).blocks
+        return tuple(
+            (max(first, start), min(last, stop))
+            for first, last in stage.operations
+            for start, stop in ((0, blocks[0]), (blocks[1], len(self._work(samples).work)))
+            if max(first, start) < min(last, stop)
+        )
+
+    def _update_s(self, plan: Plan, stage: StagePlan, accelerator: Accelerator) -> float:
+        elements = self._elements(plan, stage)
+        shards = plan.dp * stage.replicas if self.training.shard_optimizer else 1
+        moved = elements / shards * self.training.update_traffic
+        return moved / (accelerator.memory_bandwidth * accelerator.memory_efficiency)
+
+    def _elements(self, plan: Plan, stage: StagePlan) -> float:
+        """Parameters that a rank of ``stage`` holds."""
+        return self._work(plan.micro_batch_size).parameters(stage.operations, plan.tp)
+
+    def _syncs(self, plan: Plan, homes: tuple[tuple[int, ...], ...], traffic: "_Traffic") -> tuple[float, ...]:
+        tables = self._work(plan.micro_batch_size)
+        found = []
+        for number, stage in enumerate(plan.stages):
+            group = traffic.replicas[number]
+            size = self._elements(plan, stage) * self.training.sync_bytes
+            found.append(traffic.sync.all_reduce_s(group, size))
+        for elements, stages in tables.shared(plan.stages, plan.tp):
+            # A tied parameter is reduced over all stages that hold it, after each has reduced its own.
+            group = [traffic.replicas[number][0] for number in stages]
+            found[stages[-1]] += traffic.sync.all_reduce_s(group, elements * self.training.sync_bytes)
+        return tuple(found)
+
+    def _message(self, plan: Plan, schedule: Schedule, boundary: int, replica: int, traffic: "_Traffic") -> Message:
+        source, target = (schedule.device_of[stage, 0] for stage in (boundary, boundary + 1))
+        if source == target:
+            return Message()
+        size = (
+            schedule.parts
+            * self._work(plan.micro_batch_size // schedule.parts).work.crossing[plan.stages[boundary].operations[-1][1]]
+        )
+        first, last = self._ranks(plan, source, replica)[0], self._ranks(plan, target, replica)[0]
+        # Each tensor-parallel rank sends its part, and they gather it on the other side (Narayanan et al. 2021, 4.1).
+        link = traffic.messages.link((first, last))
+        seconds = size / plan.tp / link.bandwidth
+        if plan.tp > 1:
+            seconds += ring_s(plan.tp, size, traffic.tensor[target, replica]) / 2
+        return Message(latency=link.latency_s, forward=seconds, backward=seconds)
+
+    def _make_traffic(
+        self, placement: tuple[tuple[int, ...], ...], tp: int, dp: int, homes: tuple[tuple[int, ...], ...]
+    ) -> "_Traffic":
+        return _Traffic(self.cluster, placement, tp, dp, homes)
+
+    def _replicas(self, plan: Plan) -> list[int]:
+        """One replica of the pipeline of each kind: on what devices it is, and which of its messages leave a node."""
+        found: dict[tuple, int] = {}
+        for replica in range(plan.dp):
+            first = [self._ranks(plan, device, replica) for device in range(plan.pp)]
+            nodes = [self.cluster.node_of[ranks[0]] for ranks in first]
+            kinds = tuple(self.cluster.slowest(ranks) for ranks in first)
+            leaves = tuple(here == there for here, there in pairwise(nodes))
+            spans = tuple(self.cluster.node_of[ranks[0]] == self.cluster.node_of[ranks[-1]] for ranks in first)
+            outside = tuple(self.cluster.nodes[node].outside for node in nodes)
+            found.setdefault((kinds, leaves, spans, outside), replica)
+        return list(found.values())
+
+    def _worst(self, plan: Plan, seconds_of: Callable[[Schedule, Costs], float]) -> float:
+        schedule = _schedule(plan)
+        iteration = max(self.cluster.accelerator(ranks[0]).iteration_s for ranks in plan.placement)
+        return iteration + max(seconds_of(schedule, self.costs(plan, replica)) for replica in self._replicas(plan))
+
+    # Memory
+
+    def memory(self, plan: Plan) -> tuple[float, ...]:
+        """Bytes on each pipeline device at its fullest: state, activations in flight, buffers of messages."""
+        schedule = _schedule(plan)
+        held = _in_flight(plan.schedule, plan.pp, plan.micro_batches, tuple(sorted(plan.schedule_options.items())))
+        samples = plan.micro_batch_size // schedule.parts
+        weight = PRECISION_BYTES[self.training.precision]
+        optimizer = self.training.master_bytes + 4 * MOMENTS[self.training.optimizer]
+        found = [0.0] * plan.pp
+        for number, (stage, flights) in enumerate(zip(plan.stages, held, strict=True)):
+            tables = self._work(samples // stage.replicas)
+            elements = self._elements(plan, stage)
+            shards = plan.dp * stage.replicas if self.training.shard_optimizer else 1
+            state = elements * (weight + self.training.sync_bytes + optimizer / shards)
+            saved = tables.saved(stage.operations, plan.tp)
+            boundary = tables.work.crossing[stage.operations[0][0]]
+            active = saved
+            if number in schedule.recompute:
+                dropped = _without(stage.operations, self._kept(samples // stage.replicas, stage))
+                active = saved - tables.saved(dropped, plan.tp)
+            buffers = 2 * (boundary + tables.work.crossing[stage.operations[-1][1]])
+            total = state + flights * (active + boundary) + (saved - active) + buffers
+            for home in _homes(schedule)[number]:
+                found[home] += total
+        return tuple(FRAGMENTATION * total for total in found)
+
+
+class _Tables:
+    """Sums over ranges of operations of one Work."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self._saved = {}
+        self._parameters = {}
+
+    @cached_property
+    def blocks(self) -> tuple[int, int]:
+        """Where the repeated blocks begin and end: between the first and the last operation that is reduced over
+        tensor-parallel ranks forward and backward."""
+        inner = np.flatnonzero(self.work.backward_reduced)
+        ends = np.flatnonzero(self.work.reduced)
+        if not len(inner) or not len(ends):
+            return 0, len(self.work)
+        return int(ends[0]) + 1 if ends[0] < inner[0] else 0, int(ends[-1]) + 1
+
+    def saved(self, operations: Sequence[tuple[int, int]], tp: int) -> float:
+        if tp not in self._saved:
+            self._saved[tp] = before(np.where(self.work.parallel, 1 / tp, 1.0) * self.work.saved)
+        return sum(float(self._saved[tp][last] - self._saved[tp][first]) for first, last in operations)
+
+    def parameters(self, operations: Sequence[tuple[int, int]], tp: int) -> float:
+        if tp not in self._parameters:
+            self._parameters[tp] = before(np.where(self.work.parallel, 1 / tp, 1.0) * self.work.parameters)
+        table = self._parameters[tp]
+        own = sum(float(table[last] - table[first]) for first, last in operations)
+        for elements, users in self.work.tied:
+            if not _inside(users[0], operations) and any(_inside(user, operations) for user in users):
+                own += elements / (tp if self.work.parallel[users[0]] else 1)
+        return own
+
+    def shared(self, stages: Sequence[StagePlan], tp: int) -> list[tuple[float, list[int]]]:
+        """Tied parameters of several stages: elements on each rank, and the stages."""
+        found = []
+        for elements, users in self.work.tied:
+            holders = [n for n, stage in enumerate(stages) if any(_inside(user, stage.operations) for user in users)]
+            if len(holders) > 1:
+                found.append((elements / (tp if self.work.parallel[users[0]] else 1), holders))
+        return found
+
+
+class _Traffic:
+    """What communicates at a time under a placement: tensor-parallel groups, messages, and gradient syncs."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        placement: tuple[tuple[int, ...], ...],
+        tp: int,
+        dp: int,
+        homes: tuple[tuple[int, ...], ...],
+    ) -> None:
+        groups = {}
+        for device, ranks in enumerate(placement):
+            each = len(ranks) // dp
+            for replica in range(dp):
+                groups[device, replica] = ranks[replica * each : replica * each + tp]
+        every = [ranks[first : first + tp] for ranks in placement for first in range(0, len(ranks), tp)]
+        inside = Traffic(cluster, every)
+        self.tensor = {key: inside.link(group) for key, group in groups.items()} if tp > 1 else {}
+        pairs = [
+            (source, target) for here, there in pairwise(placement) for source, target in zip(here, there, strict=False)
+        ]
+        # An upward message and a downward one are on their way at a time, in opposite directions.
+        self.messages = Traffic(cluster, pairs)
+        self.replicas = [tuple(rank for home in stage_homes for rank in placement[home][::tp]) for stage_homes in homes]
+        shards = [
+            tuple(rank for home in stage_homes for rank in placement[home][shard::tp])
+            for stage_homes in dict.fromkeys(homes)
+            for shard in range(tp)
+        ]
+        self.sync = Traffic(cluster, shards)
+
+
+def _inside(position: int, operations: Sequence[tuple[int, int]]) -> bool:
+    return any(first <= position < last for first, last in operations)
+
+
+def _without(operations: Sequence[tuple[int, int]], kept: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """``operations`` less ``kept``, which are among them, in order."""
+    found = []
+    for first, last in operations:
+        for start, stop in kept:
+            if first <= start and stop <= last:
+                if start > first:
+                    found.append((first, start))
+                first = stop
+        if first < last:
+            found.append((first, last))
+    return tuple(found)
+
+
+def _schedule(plan: Plan) -> Schedule:
+    return _built(plan.schedule, plan.pp, plan.micro_batches, tuple(sorted(plan.schedule_options.items())))
+
+
+@lru_cache(512)
+def _built(name: str, devices: int, micro_batches: int, options: tuple[tuple[str, int | str], ...]) -> Schedule:
+    return build_schedule(name, devices=devices, micro_batches=micro_batches, **dict(options))
+
+
+@lru_cache(4096)
+def _in_flight(name: str, devices: int, micro_batches: int, options: tuple[tuple[str, int | str], ...]) -> list[int]:
+    return in_flight(_built(name, devices, micro_batches, options))
+
+
+def _homes(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
+    """The pipeline devices of each stage: several where several pipes flow through them."""
+    found: list[list[int]] = [[] for _ in range(schedule.stages)]
+    for (stage, _), device in sorted(schedule.device_of.items()):
+        found[stage].append(device)
+    return tuple(map(tuple, found))
+
+
+def _busiest(schedule: Schedule, costs: Costs) -> tuple[float, float]:
+    """Seconds of compute and of updates on the device that has most of both."""
+    timeline = simulate(schedule, costs)
+    best = (0.0, 0.0)
+    for device in range(schedule.devices):
+        spent = [0.0, 0.0]
+        for number in timeline.numbers(device):
+            operation = timeline.operations[number]
+            spent[operation.kind.name == "UPDATE"] += timeline.end[number] - timeline.start[number]
+        best = max(best, tuple(spent), key=sum)
+    return best
+
+
+def _simulated(schedule: Schedule, costs: Costs) -> float:
+    return simulate(schedule, costs).makespan
+
+
+def _amp(schedule: Schedule, costs: Costs) -> float:
+    """AMP, section 4.3: the slowest stage M - 1 times, each stage and each message once, and the slowest sync.
+
+    Messages are there and back, beside compute. Stages of one device, or of several pipes on it, count together.
+    """
+    devices = schedule.devices
+    recompute = [time if stage in schedule.recompute else 0.0 for stage, time in enumerate(costs.recompute)]
+    once = [sum(parts) for parts in zip(costs.forward, costs.backward, recompute, strict=True)]
+    pipes = len(schedule.device_of) // schedule.stages
+    stage_time = [0.0] * devices
+    for (stage, _), device in schedule.device_of.items():
+        stage_time[device] += once[stage] / pipes
+    messages = [2 * link.latency + link.forward + link.backward for link in costs.links]
+    pipeline = (schedule.micro_batches - 1) * max(stage_time) + sum(once) + sum(messages)
+    return pipeline + max(costs.sync) + max(costs.update)

@@ -1,0 +1,79 @@
+"""What is to be planned: a captured model, or one that is known by measured layers; both look the same to a search."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import sha256
+from typing import Protocol
+
+from auto3d.capture.graph import Graph
+from auto3d.cost.layers import Layer
+from auto3d.cost.model import TimesOf
+from auto3d.cost.work import Work
+from auto3d.partition.blocks import blocks, even_bounds
+from auto3d.partition.uniform import uniform
+from auto3d.plan import PlanError, StagePlan, stages_between
+
+METHODS = ("uniform", "blocks", "layer-assignment")
+
+
+class Subject(Protocol):
+    """Positions, as in a Plan's stages, are operations of the Graph at ``samples``, or layers."""
+
+    times: TimesOf | None  # where they were measured
+
+    def work(self, samples: int) -> Work: ...
+
+    def fingerprint(self, samples: int) -> str:
+        """What a Plan at this number of samples holds as its graph."""
+        ...
+
+    def cuts(self, samples: int) -> Sequence[int]:
+        """Positions between which stages consist of whole subgraphs, with 0 and the end."""
+        ...
+
+    def stages(self, method: str, count: int, samples: int) -> tuple[StagePlan, ...]:
+        """By ``uniform`` or ``blocks``, which need no costs; raises PartitionError where there are too few parts."""
+        ...
+
+
+class CapturedSubject:
+    """Graphs at any number of samples, and their work."""
+
+    times = None
+
+    def __init__(
+        self,
+        graph_at: Callable[[int], Graph],
+        work: Callable[[Graph], Work],
+        cuts: Callable[[Graph], Sequence[int]],
+    ) -> None:
+        self.graph = lru_cache(None)(graph_at)
+        self.work = lru_cache(None)(lambda samples: work(self.graph(samples)))
+        self.cuts = lru_cache(None)(lambda samples: cuts(self.graph(samples)))
+        self.stages = lru_cache(None)(self._stages)
+
+    def fingerprint(self, samples: int) -> str:
+        return self.graph(samples).fingerprint
+
+    def _stages(self, method: str, count: int, samples: int) -> tuple[StagePlan, ...]:
+        return {"uniform": uniform, "blocks": blocks}[method](self.graph(samples), count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayeredSubject:
+    layers: tuple[Layer, ...]
+    work: Callable[[int], Work]
+    times: TimesOf
+
+    def fingerprint(self, samples: int) -> str:
+        return sha256(f"{self.layers} {samples}".encode()).hexdigest()
+
+    def cuts(self, samples: int) -> Sequence[int]:
+        return range(len(self.layers) + 1)
+
+    def stages(self, method: str, count: int, samples: int) -> tuple[StagePlan, ...]:
+        if method != "blocks":
+            raise PlanError(f"partition: {method} needs a captured model; measured layers take blocks")
+        heavy = [number for number, layer in enumerate(self.layers) if layer.reductions > 1]
+        return stages_between(even_bounds([*heavy, heavy[-1] + 1], count, len(self.layers)))

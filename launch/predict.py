@@ -1,0 +1,194 @@
+"""`auto3d predict`: the seconds of an iteration and the peak bytes of each configuration of a CSV file."""
+
+import csv
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from tabulate import tabulate
+
+from auto3d.cluster import place_ranks
+from auto3d.cost.model import CostModel
+from auto3d.errors import InputError
+from auto3d.plan import Plan, check_degrees, stages_between
+from auto3d.schedule import build_schedule
+from auto3d.search.recompute import schedule_options
+from auto3d.search.subject import Subject
+from launch.costs import cost_model, subject_of
+from launch.output import print_json
+from launch.recipe import LoadedRecipe, RecipeError, load
+from launch.schema import PlanRecipe
+
+DEGREES = ("micro_batch_size", "tp", "dp", "pp")
+PLAN_COLUMNS = (*DEGREES, "partition_cuts", "schedule", "recompute", "partition")
+ADDED = ("predicted_s", "predicted_peak_bytes", "problem")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one row; ``problem`` says why there is none, or that the plan does not fit into memory."""
+
+    row: Mapping[str, str]
+    seconds: float | None
+    peak_bytes: float | None
+    problem: str
+
+
+def print_predictions(recipe: LoadedRecipe, *, file: str, out_file: str | None, as_json: bool) -> None:
+    """Predict every row of ``file``; print a table, or write the rows with what was predicted to ``out_file``."""
+    rows = read_candidates(file)
+    found = list(predict(recipe, rows))
+    if out_file:
+        write(out_file, found)
+    if as_json:
+        print_json(
+            [{**one.row, **dict(zip(ADDED, (one.seconds, one.peak_bytes, one.problem), strict=True))} for one in found]
+        )
+    elif out_file:
+        print(f"written: {out_file}, {len(found)} rows")
+    else:
+        shown = [name for name in rows[0] if name in PLAN_COLUMNS or "." in name]
+        cells = [
+            (
+                *(one.row[name] for name in shown),
+                "" if one.seconds is None else f"{one.seconds:.4g}",
+                "" if one.peak_bytes is None else f"{one.peak_bytes / 2**30:.3g}",
+                one.problem,
+            )
+            for one in found
+        ]
+        print(tabulate(cells, [*shown, "predicted s", "peak GiB", "problem"], disable_numparse=True))
+    how = recipe.values.prediction.method
+    err = f"{len(found)} candidates, {sum(bool(one.problem) for one in found)} with a problem; times are {how}, not measured"
+    print(err, file=sys.stderr)
+
+
+def read_candidates(file: str) -> list[dict[str, str]]:
+    """The rows of a CSV file; raises InputError where it lacks a column that every candidate needs."""
+    with Path(file).open(newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    if not rows:
+        raise InputError(f"{file}: holds no rows; a row for each candidate is needed")
+    missing = [name for name in DEGREES if name not in rows[0]]
+    if missing:
+        raise InputError(
+            f"{file}: lacks the column {missing[0]}; it takes {', '.join(PLAN_COLUMNS)} and keys of a recipe such as "
+            "model.config.n_layer"
+        )
+    return rows
+
+
+def predict(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> Iterator[Prediction]:
+    """A prediction for each of ``rows``; a column with a dot in its name is a key of the recipe that the row changes.
+
+    Other columns, such as measured seconds, are passed over. Raises RecipeError where a row changes the recipe into one
+    that cannot be.
+    """
+    keys = [name for name in rows[0] if "." in name]
+
+    @cache
+    def model_of(overrides: tuple[str, ...]) -> tuple[LoadedRecipe, Subject, CostModel]:
+        changed = load(recipe.written, [*recipe.overrides, *overrides]) if overrides else recipe
+        subject = subject_of(changed)
+        return changed, subject, cost_model(changed, subject)
+
+    for number, row in enumerate(rows, 2):
+        overrides = tuple(f"{key}={row[key]}" for key in keys if row[key])
+        try:
+            changed, subject, model = model_of(overrides)
+            plan = _plan(changed, subject, model, row)
+            peak = max(model.memory(plan))
+            problem = _shortage(model, plan)
+            yield Prediction(row, METHODS[changed.values.prediction.method](model, plan), peak, problem)
+        except RecipeError:
+            raise
+        except InputError as error:
+            yield Prediction(row, None, None, f"line {number}: {error}")
+
+
+METHODS: dict[str, Callable[[CostModel, Plan], float]] = {
+    "simulated": CostModel.seconds,
+    "amp": CostModel.closed_form_s,
+}
+
+
+def write(file: str, predictions: Sequence[Prediction]) -> None:
+    """The rows as they were, with what was predicted in columns of its own."""
+    with Path(file).open("w", newline="") as lines:
+        writer = csv.DictWriter(lines, [*predictions[0].row, *ADDED], extrasaction="ignore")
+        writer.writeheader()
+        for one in predictions:
+            seconds = "" if one.seconds is None else f"{one.seconds:.6g}"
+            peak = "" if one.peak_bytes is None else f"{one.peak_bytes:.0f}"
+            writer.writerow({**one.row, **dict(zip(ADDED, (seconds, peak, one.problem), strict=True))})
+
+
+def _shortage(model: CostModel, plan: Plan) -> str:
+    for device, needed in enumerate(model.memory(plan)):
+        kinds = [model.cluster.accelerator(rank) for rank in plan.placement[device]]
+        least = min((kind.memory_bytes for kind in kinds if kind.memory_bytes), default=None)
+        if least is not None and needed > least:
+            return f"pipeline device {device} needs {needed / 2**30:.3g} GiB; it has {least / 2**30:.3g}"
+    return ""
+
+
+def _plan(recipe: LoadedRecipe, subject: Subject, model: CostModel, row: Mapping[str, str]) -> Plan:
+    """The plan of a row; what it does not say is as in the recipe's plan."""
+    base = recipe.values.plan or PlanRecipe()
+    degrees = {name: _whole(row, name) for name in DEGREES}
+    schedule, options = base.schedule, dict(base.schedule_options)
+    if row.get("schedule"):
+        schedule, options = _schedule(row["schedule"])
+    recompute = row.get("recompute") or base.recompute
+    training = recipe.values.training
+    check_degrees(**degrees, global_batch=training.global_batch)
+    needed = degrees["tp"] * degrees["dp"] * degrees["pp"]
+    if needed > model.cluster.devices:
+        raise InputError(f"needs {needed} devices; the cluster has {model.cluster.devices}")
+    micro_batches = training.global_batch // (degrees["dp"] * degrees["micro_batch_size"])
+    sizes = {"devices": degrees["pp"], "micro_batches": micro_batches}
+    options = schedule_options(schedule, options, recompute, **sizes)
+    shape = build_schedule(schedule, **sizes, **options)
+    samples = degrees["micro_batch_size"] // shape.parts
+    cuts = subject.cuts(samples)
+    if row.get("partition_cuts"):
+        wanted = json.loads(row["partition_cuts"])
+        if (
+            len(wanted) != shape.stages + 1
+            or wanted[0] != 0
+            or wanted[-1] != len(cuts) - 1
+            or sorted(set(wanted)) != wanted
+        ):
+            raise InputError(
+                f"partition_cuts: {wanted} must be {shape.stages + 1} rising numbers from 0 to {len(cuts) - 1}"
+            )
+        stages = stages_between([cuts[place] for place in wanted])
+    else:
+        stages = subject.stages(row.get("partition") or "blocks", shape.stages, samples)
+    return Plan(
+        graph=subject.fingerprint(samples),
+        **degrees,
+        global_batch=training.global_batch,
+        schedule=schedule,
+        schedule_options=options,
+        stages=stages,
+        placement=place_ranks(dp=degrees["dp"], pp=degrees["pp"], tp=degrees["tp"]),
+        seed=training.seed,
+    )
+
+
+def _whole(row: Mapping[str, str], name: str) -> int:
+    try:
+        return int(row[name])
+    except ValueError:
+        raise InputError(f"{name}: found {row[name]!r}; it takes a whole number") from None
+
+
+def _schedule(text: str) -> tuple[str, dict[str, int | str]]:
+    """``interleaved-1f1b:chunks=4`` -> the name and its options."""
+    name, _, rest = text.partition(":")
+    given = [option.partition("=") for option in rest.split(":")] if rest else []
+    return name, {key: int(value) if value.isdigit() else value for key, _, value in given}
