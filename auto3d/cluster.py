@@ -34,7 +34,7 @@ class Accelerator:
     half_flops: float = 1e9  # a product as small as this takes twice its time at full efficiency
     memory_efficiency: float = 0.75
     launch_s: float = 10e-6  # from the launch of one operation to that of the next
-    collective_launch_s: float = 20e-6  # of a collective among the operations of a stage
+    collective_launch_s: float = 10e-6  # of a collective in a stage, for each other rank that it waits for
     micro_batch_s: float = 0.0  # of the host for each micro-batch of a stage, beside its operations
     iteration_s: float = 0.0  # of each iteration, whatever its size: loss scale, norm, data
 

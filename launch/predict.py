@@ -5,12 +5,13 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from tabulate import tabulate
 
 from auto3d.cluster import place_ranks
+from auto3d.cost.closed_forms import chimera_s
 from auto3d.cost.model import CostModel
 from auto3d.errors import InputError
 from auto3d.plan import Plan, check_degrees, stages_between
@@ -19,7 +20,7 @@ from auto3d.search.recompute import schedule_options
 from auto3d.search.subject import Subject
 from launch.costs import cost_model, subject_of
 from launch.output import print_json
-from launch.recipe import LoadedRecipe, RecipeError, load
+from launch.recipe import LoadedRecipe, load
 from launch.schema import PlanRecipe
 
 DEGREES = ("micro_batch_size", "tp", "dp", "pp")
@@ -39,7 +40,7 @@ class Prediction:
 
 def print_predictions(recipe: LoadedRecipe, *, file: str, out_file: str | None, as_json: bool) -> None:
     """Predict every row of ``file``; print a table, or write the rows with what was predicted to ``out_file``."""
-    rows = read_candidates(file)
+    rows = read_candidates(recipe, file)
     found = list(predict(recipe, rows))
     if out_file:
         write(out_file, found)
@@ -62,14 +63,18 @@ def print_predictions(recipe: LoadedRecipe, *, file: str, out_file: str | None, 
         ]
         print(tabulate(cells, [*shown, "predicted s", "peak GiB", "problem"], disable_numparse=True))
     how = recipe.values.prediction.method
-    err = f"{len(found)} candidates, {sum(bool(one.problem) for one in found)} with a problem; times are {how}, not measured"
-    print(err, file=sys.stderr)
+    problems = sum(bool(one.problem) for one in found)
+    print(f"{len(found)} candidates, {problems} with a problem; times are {how}, not measured", file=sys.stderr)
 
 
-def read_candidates(file: str) -> list[dict[str, str]]:
-    """The rows of a CSV file; raises InputError where it lacks a column that every candidate needs."""
+def read_candidates(recipe: LoadedRecipe, file: str) -> list[dict[str, str]]:
+    """The rows of a CSV file, under the names of columns that the recipe gives them.
+
+    Raises InputError where it lacks a column that every candidate needs.
+    """
+    renamed = recipe.values.prediction.columns
     with Path(file).open(newline="") as lines:
-        rows = list(csv.DictReader(lines))
+        rows = [{renamed.get(name, name): value for name, value in row.items()} for row in csv.DictReader(lines)]
     if not rows:
         raise InputError(f"{file}: holds no rows; a row for each candidate is needed")
     missing = [name for name in DEGREES if name not in rows[0]]
@@ -82,36 +87,59 @@ def read_candidates(file: str) -> list[dict[str, str]]:
 
 
 def predict(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> Iterator[Prediction]:
-    """A prediction for each of ``rows``; a column with a dot in its name is a key of the recipe that the row changes.
+    """A prediction for each of ``rows``."""
+    for one in bind(recipe, rows):
+        if one.plan is None:
+            yield Prediction(one.row, None, None, one.problem)
+            continue
+        seconds = METHODS[one.recipe.values.prediction.method](one.model, one.plan)
+        yield Prediction(one.row, seconds, max(one.model.memory(one.plan)), _shortage(one.model, one.plan))
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A row with the plan that it means, of the recipe as it changes it; ``problem`` says why there is none."""
+
+    row: Mapping[str, str]
+    recipe: LoadedRecipe
+    model: CostModel
+    plan: Plan | None
+    problem: str
+
+
+def bind(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> Iterator[Bound]:
+    """The plan of each of ``rows``; a column with a dot in its name is a key of the recipe that the row changes.
 
     Other columns, such as measured seconds, are passed over. Raises RecipeError where a row changes the recipe into one
     that cannot be.
     """
     keys = [name for name in rows[0] if "." in name]
 
+    subjects: dict[str, Subject] = {}
+    models: dict[str, CostModel] = {}
+
     @cache
     def model_of(overrides: tuple[str, ...]) -> tuple[LoadedRecipe, Subject, CostModel]:
         changed = load(recipe.written, [*recipe.overrides, *overrides]) if overrides else recipe
-        subject = subject_of(changed)
-        return changed, subject, cost_model(changed, subject)
+        values = changed.values
+        known = f"{values.model} {values.data} {values.prediction}"
+        subject = subjects.setdefault(known, subjects.get(known) or subject_of(changed))
+        known += f"{values.cluster} {values.training.optimizer}"
+        return changed, subject, models.setdefault(known, models.get(known) or cost_model(changed, subject))
 
     for number, row in enumerate(rows, 2):
         overrides = tuple(f"{key}={row[key]}" for key in keys if row[key])
+        changed, subject, model = model_of(overrides)
         try:
-            changed, subject, model = model_of(overrides)
-            plan = _plan(changed, subject, model, row)
-            peak = max(model.memory(plan))
-            problem = _shortage(model, plan)
-            yield Prediction(row, METHODS[changed.values.prediction.method](model, plan), peak, problem)
-        except RecipeError:
-            raise
+            yield Bound(row, changed, model, _plan(changed, subject, model, row), "")
         except InputError as error:
-            yield Prediction(row, None, None, f"line {number}: {error}")
+            yield Bound(row, changed, model, None, f"line {number}: {error}")
 
 
 METHODS: dict[str, Callable[[CostModel, Plan], float]] = {
     "simulated": CostModel.seconds,
     "amp": CostModel.closed_form_s,
+    "chimera": partial(CostModel.closed_form_s, form=chimera_s),
 }
 
 

@@ -58,6 +58,7 @@ def work_of_layers(layers: Sequence[Layer], samples: int, *, precision: str) -> 
         undivided=size * each("undivided"),
         launches=none,
         backward_launches=none,
+        softmaxes=none,
         parallel=(each("flops") > 0) | (each("parameters") > 0),
         reduced=reduced,
         backward_reduced=np.where(flops > 0, reduced, 0.0),

@@ -12,6 +12,7 @@ from itertools import pairwise
 import numpy as np
 
 from auto3d.cluster import Accelerator, Cluster, Link
+from auto3d.cost.closed_forms import amp_s
 from auto3d.cost.collectives import Traffic, ring_s, tree_s
 from auto3d.cost.times import Times, before, times_of
 from auto3d.cost.work import PRECISION_BYTES, Work
@@ -26,6 +27,7 @@ from auto3d.simulate.simulate import simulate
 MOMENTS = {"adamw": 2, "sgd": 1}  # that the optimizer keeps of each parameter
 FRAGMENTATION = 1.06  # what an allocator holds beyond what is used
 
+SecondsOf = Callable[[Schedule, Costs], float]  # the simulator, or a closed form
 TimesOf = Callable[[int, Accelerator, int], Times]  # by samples, kind of device and tensor-parallel degree
 
 
@@ -78,22 +80,27 @@ class CostModel:
     ) -> None:
         self.cluster = cluster
         self.training = training
-        self._work = lru_cache(None)(lambda samples: _Tables(work_at(samples)))
+        self._work_at, self._times_at = lru_cache(None)(work_at), times_at
+        self._work = lru_cache(None)(lambda samples: _Tables(self._work_at(samples)))
         self._times = lru_cache(None)(
-            times_at or (lambda samples, accelerator, tp: times_of(work_at(samples), accelerator, tp))
+            times_at or (lambda samples, accelerator, tp: times_of(self._work_at(samples), accelerator, tp))
         )
         self._traffic = lru_cache(1024)(self._make_traffic)
         self._collectives = lru_cache(None)(self._make_collectives)
+
+    def on(self, cluster: Cluster) -> "CostModel":
+        """Of the same model and training on another cluster."""
+        return CostModel(cluster, self.training, self._work_at, times_at=self._times_at)
 
     def seconds(self, plan: Plan) -> float:
         """Of an iteration, by the simulator."""
         return self._worst(plan, _simulated)
 
-    def closed_form_s(self, plan: Plan) -> float:
-        """Of an iteration, by AMP's equations 2 to 4 on our costs: exact for 1F1B on equal stages, and quick."""
-        return self._worst(plan, _amp)
+    def closed_form_s(self, plan: Plan, form: SecondsOf = amp_s) -> float:
+        """Of an iteration, by a paper's closed form on our costs; AMP's is exact for 1F1B on equal stages."""
+        return self._worst(plan, form)
 
-    def estimate(self, plan: Plan, seconds_of: Callable[[Schedule, Costs], float] | None = None) -> Estimate:
+    def estimate(self, plan: Plan, seconds_of: SecondsOf | None = None) -> Estimate:
         """By the simulator or by ``seconds_of``, such as a closed form; says what the time consists of."""
         seconds_of = seconds_of or _simulated
         schedule = _schedule(plan)
@@ -122,7 +129,7 @@ class CostModel:
     # Costs of a plan
 
     def costs(self, plan: Plan, replica: int = 0, *, collectives: bool = True) -> Costs:
-        """What the simulator takes, of one replica of the pipeline; without ``collectives`` its ranks reduce for free."""
+        """What the simulator takes, of one replica of the pipeline; tensor-parallel ``collectives`` can be left out."""
         schedule = _schedule(plan)
         samples, parts = plan.micro_batch_size // schedule.parts, schedule.parts
         homes = _homes(schedule)
@@ -216,8 +223,10 @@ class CostModel:
             found.append(traffic.sync.all_reduce_s(group, size))
         for elements, stages in tables.shared(plan.stages, plan.tp):
             # A tied parameter is reduced over all stages that hold it, after each has reduced its own.
-            group = [traffic.replicas[number][0] for number in stages]
-            found[stages[-1]] += traffic.sync.all_reduce_s(group, elements * self.training.sync_bytes)
+            heads = [plan.placement[homes[number][0]] for number in stages]
+            shards = [tuple(ranks[shard] for ranks in heads) for shard in range(plan.tp)]
+            size = elements * self.training.sync_bytes
+            found[stages[-1]] += Traffic(self.cluster, shards).all_reduce_s(shards[0], size)
         return tuple(found)
 
     def _message(self, plan: Plan, schedule: Schedule, boundary: int, replica: int, traffic: "_Traffic") -> Message:
@@ -254,7 +263,7 @@ class CostModel:
             found.setdefault((kinds, leaves, spans, outside), replica)
         return list(found.values())
 
-    def _worst(self, plan: Plan, seconds_of: Callable[[Schedule, Costs], float]) -> float:
+    def _worst(self, plan: Plan, seconds_of: SecondsOf) -> float:
         schedule = _schedule(plan)
         iteration = max(self.cluster.accelerator(ranks[0]).iteration_s for ranks in plan.placement)
         return iteration + max(seconds_of(schedule, self.costs(plan, replica)) for replica in self._replicas(plan))
@@ -281,7 +290,10 @@ class CostModel:
                 dropped = _without(stage.operations, self._kept(samples // stage.replicas, stage))
                 active = saved - tables.saved(dropped, plan.tp)
             buffers = 2 * (boundary + tables.work.crossing[stage.operations[-1][1]])
-            total = state + flights * (active + boundary) + (saved - active) + buffers
+            again = saved - active
+            if not self.training.recompute_ends:  # one block after the other
+                again /= max(1, tables.blocks_of(stage.operations))
+            total = state + flights * (active + boundary) + again + buffers
             for home in _homes(schedule)[number]:
                 found[home] += total
         return tuple(FRAGMENTATION * total for total in found)
@@ -304,6 +316,10 @@ class _Tables:
         if not len(inner) or not len(ends):
             return 0, len(self.work)
         return int(ends[0]) + 1 if ends[0] < inner[0] else 0, int(ends[-1]) + 1
+
+    def blocks_of(self, operations: Sequence[tuple[int, int]]) -> int:
+        """Repeated blocks among ``operations``: each is reduced over tensor-parallel ranks twice in the backward."""
+        return sum(int(np.count_nonzero(self.work.backward_reduced[first:last])) for first, last in operations) // 2
 
     def saved(self, operations: Sequence[tuple[int, int]], tp: int) -> float:
         if tp not in self._saved:
@@ -418,20 +434,3 @@ def _busiest(schedule: Schedule, costs: Costs) -> tuple[float, float]:
 
 def _simulated(schedule: Schedule, costs: Costs) -> float:
     return simulate(schedule, costs).makespan
-
-
-def _amp(schedule: Schedule, costs: Costs) -> float:
-    """AMP, section 4.3: the slowest stage M - 1 times, each stage and each message once, and the slowest sync.
-
-    Messages are there and back, beside compute. Stages of one device, or of several pipes on it, count together.
-    """
-    devices = schedule.devices
-    recompute = [time if stage in schedule.recompute else 0.0 for stage, time in enumerate(costs.recompute)]
-    once = [sum(parts) for parts in zip(costs.forward, costs.backward, recompute, strict=True)]
-    pipes = len(schedule.device_of) // schedule.stages
-    stage_time = [0.0] * devices
-    for (stage, _), device in schedule.device_of.items():
-        stage_time[device] += once[stage] / pipes
-    messages = [2 * link.latency + link.forward + link.backward for link in costs.links]
-    pipeline = (schedule.micro_batches - 1) * max(stage_time) + sum(once) + sum(messages)
-    return pipeline + max(costs.sync) + max(costs.update)
