@@ -92,7 +92,11 @@ def predict(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> Iterator
         if one.plan is None:
             yield Prediction(one.row, None, None, one.problem)
             continue
-        seconds = METHODS[one.recipe.values.prediction.method](one.model, one.plan)
+        try:
+            seconds = METHODS[one.recipe.values.prediction.method](one.model, one.plan)
+        except InputError as error:  # such as layers that were not measured at this degree
+            yield Prediction(one.row, None, None, str(error))
+            continue
         yield Prediction(one.row, seconds, max(one.model.memory(one.plan)), _shortage(one.model, one.plan))
 
 
