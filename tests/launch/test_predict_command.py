@@ -70,7 +70,7 @@ def test_a_row_that_cannot_be_says_why_and_the_others_are_predicted(auto3d, laye
     bad = [
         "3,1,1,1,,,,,",
         '1,1,1,2,"[0,9,5]",,,,',
-        "1,1,16,1,,,,,",
+        "1,1,2,8,,,,,",
         "x,1,1,1,,,,,",
         "1,1,1,1,,zigzag,,,",
         "1,4,1,1,,,,,",
