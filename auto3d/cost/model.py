@@ -16,9 +16,7 @@ from auto3d.cost.collectives import Traffic, ring_s, tree_s
 from auto3d.cost.times import Times, before, times_of
 from auto3d.cost.work import PRECISION_BYTES, Work
 from auto3d.plan import Plan, StagePlan
-from auto3d.schedule import build_schedule
-from auto3d.schedule.memory import in_flight
-from auto3d.schedule.operation import Schedule
+from auto3d.schedule.shape import Shape, shape_of
 from auto3d.simulate.costs import Costs
 from auto3d.simulate.costs import Link as Message
 from auto3d.simulate.simulate import simulate
@@ -93,20 +91,20 @@ class CostModel:
         """Of an iteration, by AMP's equations 2 to 4 on our costs: exact for 1F1B on equal stages, and quick."""
         return self._worst(plan, _amp)
 
-    def estimate(self, plan: Plan, seconds_of: Callable[[Schedule, Costs], float] | None = None) -> Estimate:
+    def estimate(self, plan: Plan, seconds_of: Callable[[Shape, Costs], float] | None = None) -> Estimate:
         """By the simulator or by ``seconds_of``, such as a closed form; says what the time consists of."""
         seconds_of = seconds_of or _simulated
-        schedule = _schedule(plan)
-        replica = max(self._replicas(plan), key=lambda replica: seconds_of(schedule, self.costs(plan, replica)))
+        shape = shape_of(plan)
+        replica = max(self._replicas(plan), key=lambda replica: seconds_of(shape, self.costs(plan, replica)))
         costs = self.costs(plan, replica)
-        whole = seconds_of(schedule, costs)
-        none = (0.0,) * schedule.stages
-        without_sync = seconds_of(schedule, replace(costs, sync=none))
-        silent = replace(costs, sync=none, links=(Message(),) * (schedule.stages - 1))
-        without_messages = seconds_of(schedule, silent)
+        whole = seconds_of(shape, costs)
+        none = (0.0,) * shape.stages
+        without_sync = seconds_of(shape, replace(costs, sync=none))
+        silent = replace(costs, sync=none, links=(Message(),) * (shape.stages - 1))
+        without_messages = seconds_of(shape, silent)
         alone = replace(self.costs(plan, replica, collectives=False), sync=none, links=silent.links)
-        without_tensor = seconds_of(schedule, alone)
-        compute, update = _busiest(schedule, alone)
+        without_tensor = seconds_of(shape, alone)
+        compute, update = _busiest(shape, alone)
         iteration = max(self.cluster.accelerator(rank).iteration_s for ranks in plan.placement for rank in ranks)
         return Estimate(
             seconds=whole + iteration,
@@ -123,9 +121,9 @@ class CostModel:
 
     def costs(self, plan: Plan, replica: int = 0, *, collectives: bool = True) -> Costs:
         """What the simulator takes, of one replica of the pipeline; without ``collectives`` its ranks reduce for free."""
-        schedule = _schedule(plan)
-        samples, parts = plan.micro_batch_size // schedule.parts, schedule.parts
-        homes = _homes(schedule)
+        shape = shape_of(plan)
+        samples, parts = plan.micro_batch_size // shape.parts, shape.parts
+        homes = shape.homes
         traffic = self._traffic(plan.placement, plan.tp, plan.dp, homes)
         forward, backward, weight, recompute, update = [], [], [], [], []
         for number, stage in enumerate(plan.stages):
@@ -138,7 +136,7 @@ class CostModel:
             backward.append(parts * whole[1])
             weight.append(parts * min(whole[2], whole[1]))
             again = 0.0
-            if number in schedule.recompute:
+            if number in shape.recompute:
                 dropped = _without(stage.operations, self._kept(each, stage))
                 again = self._seconds(each, accelerator, plan.tp, link, dropped)[0] if dropped else 0.0
             recompute.append(parts * again)
@@ -152,9 +150,9 @@ class CostModel:
             sync=self._syncs(plan, homes, traffic),
             update=tuple(update),
             links=tuple(
-                self._message(plan, schedule, boundary, replica, traffic) for boundary in range(len(plan.stages) - 1)
+                self._message(plan, shape, boundary, replica, traffic) for boundary in range(len(plan.stages) - 1)
             ),
-            speed=(1.0,) * schedule.devices,
+            speed=(1.0,) * shape.devices,
             overlap=self.training.overlap,
         )
 
@@ -220,13 +218,13 @@ class CostModel:
             found[stages[-1]] += traffic.sync.all_reduce_s(group, elements * self.training.sync_bytes)
         return tuple(found)
 
-    def _message(self, plan: Plan, schedule: Schedule, boundary: int, replica: int, traffic: "_Traffic") -> Message:
-        source, target = (schedule.device_of[stage, 0] for stage in (boundary, boundary + 1))
+    def _message(self, plan: Plan, shape: Shape, boundary: int, replica: int, traffic: "_Traffic") -> Message:
+        source, target = (shape.device_of[stage, 0] for stage in (boundary, boundary + 1))
         if source == target:
             return Message()
         size = (
-            schedule.parts
-            * self._work(plan.micro_batch_size // schedule.parts).work.crossing[plan.stages[boundary].operations[-1][1]]
+            shape.parts
+            * self._work(plan.micro_batch_size // shape.parts).work.crossing[plan.stages[boundary].operations[-1][1]]
         )
         first, last = self._ranks(plan, source, replica)[0], self._ranks(plan, target, replica)[0]
         # Each tensor-parallel rank sends its part, and they gather it on the other side (Narayanan et al. 2021, 4.1).
@@ -254,22 +252,21 @@ class CostModel:
             found.setdefault((kinds, leaves, spans, outside), replica)
         return list(found.values())
 
-    def _worst(self, plan: Plan, seconds_of: Callable[[Schedule, Costs], float]) -> float:
-        schedule = _schedule(plan)
+    def _worst(self, plan: Plan, seconds_of: Callable[[Shape, Costs], float]) -> float:
+        shape = shape_of(plan)
         iteration = max(self.cluster.accelerator(ranks[0]).iteration_s for ranks in plan.placement)
-        return iteration + max(seconds_of(schedule, self.costs(plan, replica)) for replica in self._replicas(plan))
+        return iteration + max(seconds_of(shape, self.costs(plan, replica)) for replica in self._replicas(plan))
 
     # Memory
 
     def memory(self, plan: Plan) -> tuple[float, ...]:
         """Bytes on each pipeline device at its fullest: state, activations in flight, buffers of messages."""
-        schedule = _schedule(plan)
-        held = _in_flight(plan.schedule, plan.pp, plan.micro_batches, tuple(sorted(plan.schedule_options.items())))
-        samples = plan.micro_batch_size // schedule.parts
+        shape = shape_of(plan)
+        samples = plan.micro_batch_size // shape.parts
         weight = PRECISION_BYTES[self.training.precision]
         optimizer = self.training.master_bytes + 4 * MOMENTS[self.training.optimizer]
         found = [0.0] * plan.pp
-        for number, (stage, flights) in enumerate(zip(plan.stages, held, strict=True)):
+        for number, (stage, flights) in enumerate(zip(plan.stages, shape.in_flight, strict=True)):
             tables = self._work(samples // stage.replicas)
             elements = self._elements(plan, stage)
             shards = plan.dp * stage.replicas if self.training.shard_optimizer else 1
@@ -277,12 +274,12 @@ class CostModel:
             saved = tables.saved(stage.operations, plan.tp)
             boundary = tables.work.crossing[stage.operations[0][0]]
             active = saved
-            if number in schedule.recompute:
+            if number in shape.recompute:
                 dropped = _without(stage.operations, self._kept(samples // stage.replicas, stage))
                 active = saved - tables.saved(dropped, plan.tp)
             buffers = 2 * (boundary + tables.work.crossing[stage.operations[-1][1]])
             total = state + flights * (active + boundary) + (saved - active) + buffers
-            for home in _homes(schedule)[number]:
+            for home in shape.homes[number]:
                 found[home] += total
         return tuple(FRAGMENTATION * total for total in found)
 
@@ -381,33 +378,11 @@ def _without(operations: Sequence[tuple[int, int]], kept: Sequence[tuple[int, in
     return tuple(found)
 
 
-def _schedule(plan: Plan) -> Schedule:
-    return _built(plan.schedule, plan.pp, plan.micro_batches, tuple(sorted(plan.schedule_options.items())))
-
-
-@lru_cache(512)
-def _built(name: str, devices: int, micro_batches: int, options: tuple[tuple[str, int | str], ...]) -> Schedule:
-    return build_schedule(name, devices=devices, micro_batches=micro_batches, **dict(options))
-
-
-@lru_cache(4096)
-def _in_flight(name: str, devices: int, micro_batches: int, options: tuple[tuple[str, int | str], ...]) -> list[int]:
-    return in_flight(_built(name, devices, micro_batches, options))
-
-
-def _homes(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
-    """The pipeline devices of each stage: several where several pipes flow through them."""
-    found: list[list[int]] = [[] for _ in range(schedule.stages)]
-    for (stage, _), device in sorted(schedule.device_of.items()):
-        found[stage].append(device)
-    return tuple(map(tuple, found))
-
-
-def _busiest(schedule: Schedule, costs: Costs) -> tuple[float, float]:
+def _busiest(shape: Shape, costs: Costs) -> tuple[float, float]:
     """Seconds of compute and of updates on the device that has most of both."""
-    timeline = simulate(schedule, costs)
+    timeline = simulate(shape.schedule(), costs)
     best = (0.0, 0.0)
-    for device in range(schedule.devices):
+    for device in range(shape.devices):
         spent = [0.0, 0.0]
         for number in timeline.numbers(device):
             operation = timeline.operations[number]
@@ -416,22 +391,22 @@ def _busiest(schedule: Schedule, costs: Costs) -> tuple[float, float]:
     return best
 
 
-def _simulated(schedule: Schedule, costs: Costs) -> float:
-    return simulate(schedule, costs).makespan
+def _simulated(shape: Shape, costs: Costs) -> float:
+    return simulate(shape.schedule(), costs).makespan
 
 
-def _amp(schedule: Schedule, costs: Costs) -> float:
+def _amp(shape: Shape, costs: Costs) -> float:
     """AMP, section 4.3: the slowest stage M - 1 times, each stage and each message once, and the slowest sync.
 
     Messages are there and back, beside compute. Stages of one device, or of several pipes on it, count together.
     """
-    devices = schedule.devices
-    recompute = [time if stage in schedule.recompute else 0.0 for stage, time in enumerate(costs.recompute)]
+    devices = shape.devices
+    recompute = [time if stage in shape.recompute else 0.0 for stage, time in enumerate(costs.recompute)]
     once = [sum(parts) for parts in zip(costs.forward, costs.backward, recompute, strict=True)]
-    pipes = len(schedule.device_of) // schedule.stages
+    pipes = len(shape.device_of) // shape.stages
     stage_time = [0.0] * devices
-    for (stage, _), device in schedule.device_of.items():
+    for (stage, _), device in shape.device_of.items():
         stage_time[device] += once[stage] / pipes
     messages = [2 * link.latency + link.forward + link.backward for link in costs.links]
-    pipeline = (schedule.micro_batches - 1) * max(stage_time) + sum(once) + sum(messages)
+    pipeline = (shape.micro_batches - 1) * max(stage_time) + sum(once) + sum(messages)
     return pipeline + max(costs.sync) + max(costs.update)
