@@ -82,20 +82,22 @@ class CostModel:
         )
         self._traffic = lru_cache(1024)(self._make_traffic)
         self._collectives = lru_cache(None)(self._make_collectives)
+        self._seconds = lru_cache(2**16)(self._make_seconds)  # plans of a search have stages in common
 
     def seconds(self, plan: Plan) -> float:
         """Of an iteration, by the simulator."""
-        return self._worst(plan, _simulated)
+        return self.slowest_replica_s(plan, _simulated)
 
     def closed_form_s(self, plan: Plan) -> float:
         """Of an iteration, by AMP's equations 2 to 4 on our costs: exact for 1F1B on equal stages, and quick."""
-        return self._worst(plan, _amp)
+        return self.slowest_replica_s(plan, _amp)
 
     def estimate(self, plan: Plan, seconds_of: Callable[[Shape, Costs], float] | None = None) -> Estimate:
         """By the simulator or by ``seconds_of``, such as a closed form; says what the time consists of."""
         seconds_of = seconds_of or _simulated
         shape = shape_of(plan)
-        replica = max(self._replicas(plan), key=lambda replica: seconds_of(shape, self.costs(plan, replica)))
+        traffic = self._traffic_of(plan)
+        replica = max(traffic.different, key=lambda replica: seconds_of(shape, self.costs(plan, replica)))
         costs = self.costs(plan, replica)
         whole = seconds_of(shape, costs)
         none = (0.0,) * shape.stages
@@ -105,14 +107,13 @@ class CostModel:
         alone = replace(self.costs(plan, replica, collectives=False), sync=none, links=silent.links)
         without_tensor = seconds_of(shape, alone)
         compute, update = _busiest(shape, alone)
-        iteration = max(self.cluster.accelerator(rank).iteration_s for ranks in plan.placement for rank in ranks)
         return Estimate(
-            seconds=whole + iteration,
+            seconds=whole + traffic.iteration_s,
             compute_s=compute,
             tensor_s=without_messages - without_tensor,
             message_s=without_sync - without_messages,
             sync_s=whole - without_sync,
-            update_s=update + iteration,
+            update_s=update + traffic.iteration_s,
             bubble_s=without_tensor - compute - update,
             memory=self.memory(plan),
         )
@@ -120,15 +121,15 @@ class CostModel:
     # Costs of a plan
 
     def costs(self, plan: Plan, replica: int = 0, *, collectives: bool = True) -> Costs:
-        """What the simulator takes, of one replica of the pipeline; without ``collectives`` its ranks reduce for free."""
+        """What the simulator takes, of one replica of the pipeline. Without ``collectives``, tensor-parallel ranks reduce
+        for free."""
         shape = shape_of(plan)
         samples, parts = plan.micro_batch_size // shape.parts, shape.parts
         homes = shape.homes
-        traffic = self._traffic(plan.placement, plan.tp, plan.dp, homes)
+        traffic = self._traffic_of(plan)
         forward, backward, weight, recompute, update = [], [], [], [], []
         for number, stage in enumerate(plan.stages):
-            ranks = [rank for home in homes[number] for rank in self._ranks(plan, home, replica)]
-            accelerator = self.cluster.slowest(ranks)
+            accelerator = traffic.accelerator(homes[number], replica)
             each = samples // stage.replicas
             link = traffic.tensor[homes[number][0], replica] if plan.tp > 1 and collectives else None
             whole = self._seconds(each, accelerator, plan.tp, link, stage.operations)
@@ -147,7 +148,7 @@ class CostModel:
             backward_input=tuple(whole - half for whole, half in zip(backward, weight, strict=True)),
             backward_weight=tuple(weight),
             recompute=tuple(recompute),
-            sync=self._syncs(plan, homes, traffic),
+            sync=self._syncs(plan, traffic),
             update=tuple(update),
             links=tuple(
                 self._message(plan, shape, boundary, replica, traffic) for boundary in range(len(plan.stages) - 1)
@@ -156,8 +157,13 @@ class CostModel:
             overlap=self.training.overlap,
         )
 
-    def _seconds(
-        self, samples: int, accelerator: Accelerator, tp: int, link: Link | None, operations: Sequence[tuple[int, int]]
+    def _make_seconds(
+        self,
+        samples: int,
+        accelerator: Accelerator,
+        tp: int,
+        link: Link | None,
+        operations: tuple[tuple[int, int], ...],
     ) -> tuple[float, float, float]:
         """Forward, backward, and of that the half for the weights, of one micro-batch."""
         times = self._times(samples, accelerator, tp)
@@ -180,10 +186,6 @@ class CostModel:
 
         return np.stack([seconds(work.reduced), seconds(work.backward_reduced)])
 
-    def _ranks(self, plan: Plan, device: int, replica: int) -> tuple[int, ...]:
-        each = len(plan.placement[device]) // plan.dp
-        return plan.placement[device][replica * each : (replica + 1) * each]
-
     def _kept(self, samples: int, stage: StagePlan) -> tuple[tuple[int, int], ...]:
         if self.training.recompute_ends or stage.kept:
             return stage.kept
@@ -205,7 +207,7 @@ class CostModel:
         """Parameters that a rank of ``stage`` holds."""
         return self._work(plan.micro_batch_size).parameters(stage.operations, plan.tp)
 
-    def _syncs(self, plan: Plan, homes: tuple[tuple[int, ...], ...], traffic: "_Traffic") -> tuple[float, ...]:
+    def _syncs(self, plan: Plan, traffic: "_Traffic") -> tuple[float, ...]:
         tables = self._work(plan.micro_batch_size)
         found = []
         for number, stage in enumerate(plan.stages):
@@ -226,36 +228,26 @@ class CostModel:
             shape.parts
             * self._work(plan.micro_batch_size // shape.parts).work.crossing[plan.stages[boundary].operations[-1][1]]
         )
-        first, last = self._ranks(plan, source, replica)[0], self._ranks(plan, target, replica)[0]
         # Each tensor-parallel rank sends its part, and they gather it on the other side (Narayanan et al. 2021, 4.1).
-        link = traffic.messages.link((first, last))
+        link = traffic.messages.link((traffic.ranks(source, replica)[0], traffic.ranks(target, replica)[0]))
         seconds = size / plan.tp / link.bandwidth
         if plan.tp > 1:
             seconds += ring_s(plan.tp, size, traffic.tensor[target, replica]) / 2
         return Message(latency=link.latency_s, forward=seconds, backward=seconds)
+
+    def _traffic_of(self, plan: Plan) -> "_Traffic":
+        return self._traffic(plan.placement, plan.tp, plan.dp, shape_of(plan).homes)
 
     def _make_traffic(
         self, placement: tuple[tuple[int, ...], ...], tp: int, dp: int, homes: tuple[tuple[int, ...], ...]
     ) -> "_Traffic":
         return _Traffic(self.cluster, placement, tp, dp, homes)
 
-    def _replicas(self, plan: Plan) -> list[int]:
-        """One replica of the pipeline of each kind: on what devices it is, and which of its messages leave a node."""
-        found: dict[tuple, int] = {}
-        for replica in range(plan.dp):
-            first = [self._ranks(plan, device, replica) for device in range(plan.pp)]
-            nodes = [self.cluster.node_of[ranks[0]] for ranks in first]
-            kinds = tuple(self.cluster.slowest(ranks) for ranks in first)
-            leaves = tuple(here == there for here, there in pairwise(nodes))
-            spans = tuple(self.cluster.node_of[ranks[0]] == self.cluster.node_of[ranks[-1]] for ranks in first)
-            outside = tuple(self.cluster.nodes[node].outside for node in nodes)
-            found.setdefault((kinds, leaves, spans, outside), replica)
-        return list(found.values())
-
-    def _worst(self, plan: Plan, seconds_of: Callable[[Shape, Costs], float]) -> float:
-        shape = shape_of(plan)
-        iteration = max(self.cluster.accelerator(ranks[0]).iteration_s for ranks in plan.placement)
-        return iteration + max(seconds_of(shape, self.costs(plan, replica)) for replica in self._replicas(plan))
+    def slowest_replica_s(self, plan: Plan, seconds_of: Callable[[Shape, Costs], float]) -> float:
+        """Of an iteration, by ``seconds_of`` for the replica of the pipeline that takes longest."""
+        shape, traffic = shape_of(plan), self._traffic_of(plan)
+        replicas = (seconds_of(shape, self.costs(plan, replica)) for replica in traffic.different)
+        return traffic.iteration_s + max(replicas)
 
     # Memory
 
@@ -338,14 +330,18 @@ class _Traffic:
         dp: int,
         homes: tuple[tuple[int, ...], ...],
     ) -> None:
-        groups = {}
+        self._ranks = {}
         for device, ranks in enumerate(placement):
             each = len(ranks) // dp
             for replica in range(dp):
-                groups[device, replica] = ranks[replica * each : replica * each + tp]
+                self._ranks[device, replica] = ranks[replica * each : (replica + 1) * each]
+        self._slowest = {key: cluster.slowest(ranks) for key, ranks in self._ranks.items()}
+        self._cluster = cluster
+        self.different = self._different(dp, len(placement))
+        self.iteration_s = max(kind.iteration_s for kind in dict.fromkeys(self._slowest.values()))
         every = [ranks[first : first + tp] for ranks in placement for first in range(0, len(ranks), tp)]
         inside = Traffic(cluster, every)
-        self.tensor = {key: inside.link(group) for key, group in groups.items()} if tp > 1 else {}
+        self.tensor = {key: inside.link(ranks[:tp]) for key, ranks in self._ranks.items()} if tp > 1 else {}
         pairs = [
             (source, target) for here, there in pairwise(placement) for source, target in zip(here, there, strict=False)
         ]
@@ -358,6 +354,32 @@ class _Traffic:
             for shard in range(tp)
         ]
         self.sync = Traffic(cluster, shards)
+
+    def ranks(self, device: int, replica: int) -> tuple[int, ...]:
+        """That play a pipeline device in one replica of the pipeline."""
+        return self._ranks[device, replica]
+
+    def accelerator(self, devices: Sequence[int], replica: int) -> Accelerator:
+        """The slowest kind among those that play pipeline devices ``devices``."""
+        kinds = dict.fromkeys(self._slowest[device, replica] for device in devices)
+        return (
+            next(iter(kinds))
+            if len(kinds) == 1
+            else self._cluster.slowest(rank for device in devices for rank in self._ranks[device, replica])
+        )
+
+    def _different(self, dp: int, pp: int) -> list[int]:
+        """One replica of the pipeline of each kind: on what devices it is, and which of its messages leave a node."""
+        cluster, found = self._cluster, {}
+        for replica in range(dp):
+            own = [self._ranks[device, replica] for device in range(pp)]
+            nodes = [cluster.node_of[ranks[0]] for ranks in own]
+            kinds = tuple(id(self._slowest[device, replica]) for device in range(pp))
+            stays = tuple(here == there for here, there in pairwise(nodes))
+            inside = tuple(cluster.node_of[ranks[0]] == cluster.node_of[ranks[-1]] for ranks in own)
+            outside = tuple(cluster.nodes[node].outside for node in nodes)
+            found.setdefault((kinds, stays, inside, outside), replica)
+        return list(found.values())
 
 
 def _inside(position: int, operations: Sequence[tuple[int, int]]) -> bool:
@@ -392,7 +414,8 @@ def _busiest(shape: Shape, costs: Costs) -> tuple[float, float]:
 
 
 def _simulated(shape: Shape, costs: Costs) -> float:
-    return simulate(shape.schedule(), costs).makespan
+    schedule = shape.schedule()
+    return simulate(schedule, costs).makespan / schedule.iterations
 
 
 def _amp(shape: Shape, costs: Costs) -> float:
