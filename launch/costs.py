@@ -2,7 +2,7 @@
 
 import csv
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,13 +22,7 @@ def subject_of(recipe: LoadedRecipe) -> Subject:
     """The recipe's model as search and cost model see it."""
     values = recipe.values
     if values.model.layers is None:
-        model = PlanningModel(recipe)
-
-        def work(graph: Graph) -> Work:
-            bounds = model.sharding(graph).bounds
-            return work_of(graph, bounds, precision=values.prediction.precision, fused=values.prediction.fused)
-
-        return CapturedSubject(model.graph, work, lambda graph: model.sharding(graph).bounds)
+        return captured_subject(recipe, PlanningModel(recipe).graph)
     layers = [
         Layer(**{name: value for name, value in asdict(sizes).items() if name != "count"})
         for sizes in values.model.layer_sizes
@@ -43,6 +37,16 @@ def subject_of(recipe: LoadedRecipe) -> Subject:
             layers, measured, samples, accelerator, tp, precision=precision
         ),
     )
+
+
+def captured_subject(recipe: LoadedRecipe, graph_at: Callable[[int], Graph]) -> CapturedSubject:
+    """The recipe's model where its Graphs are captured anyway, as in a process that is to run it."""
+    model, prediction = PlanningModel(recipe), recipe.values.prediction
+
+    def work(graph: Graph) -> Work:
+        return work_of(graph, model.sharding(graph).bounds, precision=prediction.precision, fused=prediction.fused)
+
+    return CapturedSubject(graph_at, work, lambda graph: model.sharding(graph).bounds)
 
 
 def cost_model(recipe: LoadedRecipe, subject: Subject) -> CostModel:

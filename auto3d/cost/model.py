@@ -63,6 +63,19 @@ class Estimate:
     memory: tuple[float, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """What a partition balances: seconds of one micro-batch, forward, backward and what is recomputed.
+
+    ``before`` is by cut, on the fastest kind of device of the pipeline; so is ``messages``, of a message there and back
+    on its slowest link. ``speeds`` are those of the stages' devices beside the fastest.
+    """
+
+    before: tuple[float, ...]
+    messages: tuple[float, ...]
+    speeds: tuple[float, ...]
+
+
 class CostModel:
     """Estimates Plans of one model on ``cluster``; ``work_at`` gives its Work at a number of samples."""
 
@@ -82,6 +95,7 @@ class CostModel:
         )
         self._traffic = lru_cache(1024)(self._make_traffic)
         self._collectives = lru_cache(None)(self._make_collectives)
+        self._parts = lru_cache(1024)(self._make_parts)
         self._seconds = lru_cache(2**16)(self._make_seconds)  # plans of a search have stages in common
 
     def seconds(self, plan: Plan) -> float:
@@ -121,8 +135,10 @@ class CostModel:
     # Costs of a plan
 
     def costs(self, plan: Plan, replica: int = 0, *, collectives: bool = True) -> Costs:
-        """What the simulator takes, of one replica of the pipeline. Without ``collectives``, tensor-parallel ranks reduce
-        for free."""
+        """What the simulator takes, of one replica of the pipeline.
+
+        Without ``collectives``, tensor-parallel ranks reduce for free.
+        """
         shape = shape_of(plan)
         samples, parts = plan.micro_batch_size // shape.parts, shape.parts
         homes = shape.homes
@@ -156,6 +172,49 @@ class CostModel:
             speed=(1.0,) * shape.devices,
             overlap=self.training.overlap,
         )
+
+    def pipeline(self, plan: Plan, cuts: Sequence[int]) -> "Pipeline":
+        """What a pipeline of ``plan``'s degrees, placement and schedule takes wherever it is cut; its stages do not
+        matter."""
+        shape, traffic = shape_of(plan), self._traffic_of(plan)
+        samples = plan.micro_batch_size // shape.parts
+        hardware = []
+        for homes in shape.homes:
+            keys = [(home, replica) for home in homes for replica in range(plan.dp)]
+            link = min((traffic.tensor[key] for key in keys), key=lambda link: link.bandwidth) if plan.tp > 1 else None
+            hardware.append((self.cluster.slowest(rank for key in keys for rank in traffic.ranks(*key)), link))
+        recompute = bool(shape.recompute)
+        parts = {
+            key: self._parts(samples, key[0], plan.tp, key[1], tuple(cuts), recompute)
+            for key in dict.fromkeys(hardware)
+        }
+        fastest = min(parts.values(), key=lambda seconds: float(seconds.sum()))
+        crossing = self._work(samples).work.crossing[list(cuts)]
+        links = [
+            traffic.messages.link((traffic.ranks(here[0], replica)[0], traffic.ranks(there[0], replica)[0]))
+            for here, there in pairwise(shape.homes)
+            for replica in traffic.different
+            if here[0] != there[0]
+        ]
+        slowest = min(links, key=lambda link: link.bandwidth, default=Link(latency_s=0.0, bandwidth=1.0))
+        messages = np.where(crossing > 0, 2 * (slowest.latency_s + crossing / plan.tp / slowest.bandwidth), 0.0)
+        return Pipeline(
+            before=tuple(before(shape.parts * fastest)),
+            messages=tuple(shape.parts * messages if links else 0 * messages),
+            speeds=tuple(float(fastest.sum() / parts[key].sum()) for key in hardware),
+        )
+
+    def _make_parts(
+        self, samples: int, accelerator: Accelerator, tp: int, link: Link | None, cuts: tuple[int, ...], recompute: bool
+    ) -> np.ndarray:
+        """Seconds of one micro-batch forward and backward between neighbouring ``cuts``."""
+        places = list(cuts)
+        times = np.diff(self._times(samples, accelerator, tp).table[:, places])
+        reduced = np.zeros((2, len(cuts) - 1))
+        if link is not None:
+            reduced = np.diff(self._collectives(samples, tp, link)[:, places])
+        forward, backward = np.maximum(times[0] + reduced[0], times[1]), np.maximum(times[2] + reduced[1], times[3])
+        return forward * (2 if recompute else 1) + backward
 
     def _make_seconds(
         self,
