@@ -64,8 +64,8 @@ def print_predictions(recipe: LoadedRecipe, *, file: str, out_file: str | None, 
         ]
         print(tabulate(cells, [*shown, "predicted s", "peak GiB", "problem"], disable_numparse=True))
     how = recipe.values.prediction.method
-    err = f"{len(found)} candidates, {sum(bool(one.problem) for one in found)} with a problem; times are {how}, not measured"
-    print(err, file=sys.stderr)
+    problems = sum(bool(one.problem) for one in found)
+    print(f"{len(found)} candidates, {problems} with a problem; times are {how}, not measured", file=sys.stderr)
 
 
 def read_candidates(file: str) -> list[dict[str, str]]:

@@ -90,6 +90,12 @@ class Refusals:
         for words, times in self._counts.most_common():
             yield times, *self._examples[words]
 
+    def __add__(self, other: "Refusals") -> "Refusals":
+        both = Refusals()
+        both._counts = self._counts + other._counts
+        both._examples = other._examples | self._examples
+        return both
+
     @property
     def total(self) -> int:
         return self._counts.total()

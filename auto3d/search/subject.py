@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from hashlib import sha256
 from itertools import accumulate
 from typing import Protocol
@@ -62,7 +62,7 @@ class CapturedSubject:
         work: Callable[[Graph], Work],
         cuts: Callable[[Graph], Sequence[int]],
     ) -> None:
-        self.graph = lru_cache(None)(graph_at)
+        self.graph, self.work_of = lru_cache(None)(graph_at), work
         self.work = lru_cache(None)(lambda samples: work(self.graph(samples)))
         self.cuts = lru_cache(None)(lambda samples: cuts(self.graph(samples)))
         self.stages = lru_cache(None)(self._stages)
@@ -89,8 +89,12 @@ class LayeredSubject:
     work: Callable[[int], Work]
     times: TimesOf
 
+    @cached_property
+    def _digest(self) -> str:
+        return sha256(str(self.layers).encode()).hexdigest()
+
     def fingerprint(self, samples: int) -> str:
-        return sha256(f"{self.layers} {samples}".encode()).hexdigest()
+        return f"{self._digest} {samples}"
 
     def cuts(self, samples: int) -> Sequence[int]:
         return range(len(self.layers) + 1)
