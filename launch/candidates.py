@@ -12,7 +12,9 @@ from auto3d.runtime.optimizer import state_copies
 from auto3d.schedule import samples_at_once, schedule_of
 from auto3d.search.listing import Listed, listed
 from auto3d.search.make import PlanMaker
+from auto3d.search.search import Ranked
 from auto3d.search.space import Candidate, Domain, Task, write_schedule
+from launch.capture import PlanningModel
 from launch.costs import captured_subject, cost_model
 from launch.recipe import LoadedRecipe
 from launch.schema import AUTO, PlanRecipe
@@ -61,6 +63,13 @@ def candidate_of(wanted: PlanRecipe) -> Candidate:
         schedule=write_schedule(wanted.schedule, wanted.schedule_options),
         recompute=wanted.recompute,
     )
+
+
+def exact_plan(recipe: LoadedRecipe, ranked: Ranked) -> Plan:
+    """The plan of a search as it can run, of the Graph at its own micro-batch size; raises InputError if it cannot."""
+    if recipe.values.model.layers is not None or ranked.plan.tp > 1 or ranked.plan.graph:
+        return ranked.plan
+    return runnable_maker(recipe, PlanningModel(recipe).graph).plan(ranked.candidate)
 
 
 def task(recipe: LoadedRecipe) -> Task:

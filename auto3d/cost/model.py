@@ -275,8 +275,7 @@ class CostModel:
             found.append(traffic.sync.all_reduce_s(group, size))
         for elements, stages in tables.shared(plan.stages, plan.tp):
             # A tied parameter is reduced over all stages that hold it, after each has reduced its own.
-            group = [traffic.replicas[number][0] for number in stages]
-            found[stages[-1]] += traffic.sync.all_reduce_s(group, elements * self.training.sync_bytes)
+            found[stages[-1]] += traffic.tied_s(tuple(stages), elements * self.training.sync_bytes)
         return tuple(found)
 
     def _message(self, plan: Plan, shape: Shape, boundary: int, replica: int, traffic: "_Traffic") -> Message:
@@ -389,6 +388,8 @@ class _Traffic:
         dp: int,
         homes: tuple[tuple[int, ...], ...],
     ) -> None:
+        self._placement, self._tp, self._homes = placement, tp, homes
+        self._tied: dict[tuple[int, ...], tuple[Traffic, tuple[int, ...]]] = {}
         self._ranks = {}
         for device, ranks in enumerate(placement):
             each = len(ranks) // dp
@@ -417,6 +418,15 @@ class _Traffic:
     def ranks(self, device: int, replica: int) -> tuple[int, ...]:
         """That play a pipeline device in one replica of the pipeline."""
         return self._ranks[device, replica]
+
+    def tied_s(self, stages: tuple[int, ...], size: float) -> float:
+        """Of an all-reduce among the first replicas of ``stages``, on each shard at a time."""
+        if stages not in self._tied:
+            heads = [self._placement[self._homes[stage][0]] for stage in stages]
+            groups = [tuple(ranks[shard] for ranks in heads) for shard in range(self._tp)]
+            self._tied[stages] = Traffic(self._cluster, groups), groups[0]
+        traffic, group = self._tied[stages]
+        return traffic.all_reduce_s(group, size)
 
     def accelerator(self, devices: Sequence[int], replica: int) -> Accelerator:
         """The slowest kind among those that play pipeline devices ``devices``."""
