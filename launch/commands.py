@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 import click
@@ -51,23 +50,22 @@ def _recipe_command(function: Callable) -> Callable:
 
 
 @_recipe_command
-@click.option("--json", "as_json", is_flag=True, help="Print a list of all candidates, each with its whole plan.")
-@click.option("--all", "show_all", is_flag=True, help="A line for each pruned candidate, too.")
+@click.option("--json", "as_json", is_flag=True, help="Print one record, in seconds and bytes, with the best plans.")
+@click.option("--all", "show_all", is_flag=True, help="A line for every candidate, not for the best twenty.")
 def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, show_all: bool) -> int:
-    """Print the plans that a sweep of RECIPE runs, and why other candidates were pruned. Trains nothing."""
-    loaded = load(recipe, overrides)
-    from launch import candidates
-    from launch.model import captured_model
-    from launch.progress import at_work
+    """Search RECIPE's space for the fastest plan by prediction, and say why it is best. Trains nothing.
 
-    with at_work(err, "capturing the model and looking for plans"):
-        found = candidates.find(loaded, lambda micro_batch_size: captured_model(loaded, micro_batch_size).graph)
-    if as_json:
-        print_json([asdict(candidate) for candidate in found])
-        candidates.runnable(loaded, found)
-        return 0
-    print(candidates.listing(found, show_all=show_all))
-    print(f"\n{len(found)} candidates, {len(candidates.runnable(loaded, found))} to run")
+    search.algorithm is annealing, random, megatron, exhaustive or rannc; search.candidates and search.seconds are its
+    budget.
+    """
+    loaded = load(recipe, overrides)
+    from launch.plan import print_plans
+    from launch.progress import search_progress
+    from launch.search import search_recipe
+
+    with search_progress(err) as tell:
+        search = search_recipe(loaded, tell)
+    print_plans(loaded, search, as_json=as_json, show_all=show_all)
     return 0
 
 

@@ -2,17 +2,22 @@
 
 import csv
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
 from auto3d.capture.graph import Graph
+from auto3d.capture.interpolate import interpolate
 from auto3d.cost.layers import Layer, Measured, times_of_layers, work_of_layers
 from auto3d.cost.model import CostModel
 from auto3d.cost.work import Work, work_of
+from auto3d.errors import InputError
+from auto3d.partition.merak import Sharding
 from auto3d.search.subject import CapturedSubject, LayeredSubject, Subject
 from launch.capture import PlanningModel
 from launch.recipe import LoadedRecipe
+from launch.schema import AUTO
 from launch.settings import cluster, training
 
 PUBLISHED_DATA = "AUTO3D_PUBLISHED_DATA"  # the folder of published measurements, which are not part of the project
@@ -22,13 +27,7 @@ def subject_of(recipe: LoadedRecipe) -> Subject:
     """The recipe's model as search and cost model see it."""
     values = recipe.values
     if values.model.layers is None:
-        model = PlanningModel(recipe)
-
-        def work(graph: Graph) -> Work:
-            bounds = model.sharding(graph).bounds
-            return work_of(graph, bounds, precision=values.prediction.precision, fused=values.prediction.fused)
-
-        return CapturedSubject(model.graph, work, lambda graph: model.sharding(graph).bounds)
+        return captured_subject(recipe, PlanningModel(recipe).graph)
     layers = [
         Layer(**{name: value for name, value in asdict(sizes).items() if name != "count"})
         for sizes in values.model.layer_sizes
@@ -43,6 +42,57 @@ def subject_of(recipe: LoadedRecipe) -> Subject:
             layers, measured, samples, accelerator, tp, precision=precision
         ),
     )
+
+
+def planning_subject(recipe: LoadedRecipe) -> Subject:
+    """The recipe's model for a search: captured at two sizes, which tell of all others, unless its code differs there.
+
+    A plan of another size names no Graph, so it cannot run: ``launch.candidates.exact_plan`` makes one that can.
+    """
+    if recipe.values.model.layers is not None:
+        return subject_of(recipe)
+    model = PlanningModel(recipe)
+    wanted = recipe.values.search.micro_batch_size
+    known: dict[int, Graph | InputError] = {}
+    for samples in (1, 2, 4) if wanted == AUTO else sorted(set(wanted)):
+        try:
+            known[samples] = model.graph(samples)
+        except InputError as error:
+            known[samples] = error
+        captured = [found for found in known.values() if isinstance(found, Graph)]
+        if len(captured) == 2:
+            break
+
+    def graph_at(samples: int) -> Graph:
+        found = known.get(samples)
+        if isinstance(found, InputError):
+            raise found
+        if found is None and len(captured) == 2:
+            with suppress(InputError):
+                return interpolate(*captured, samples)
+        return found or model.graph(samples)
+
+    def sharding(graph: Graph) -> Sharding:
+        """Of one that is told from others, that of these: it has the same operations."""
+        return model.sharding(graph if graph.fingerprint else captured[0])
+
+    return _captured_subject(recipe, graph_at, sharding)
+
+
+def captured_subject(recipe: LoadedRecipe, graph_at: Callable[[int], Graph]) -> CapturedSubject:
+    """The recipe's model where its Graphs are captured anyway, as in a process that is to run it."""
+    return _captured_subject(recipe, graph_at, PlanningModel(recipe).sharding)
+
+
+def _captured_subject(
+    recipe: LoadedRecipe, graph_at: Callable[[int], Graph], sharding: Callable[[Graph], Sharding]
+) -> CapturedSubject:
+    prediction = recipe.values.prediction
+
+    def work(graph: Graph) -> Work:
+        return work_of(graph, sharding(graph).bounds, precision=prediction.precision, fused=prediction.fused)
+
+    return CapturedSubject(graph_at, work, lambda graph: sharding(graph).bounds)
 
 
 def cost_model(recipe: LoadedRecipe, subject: Subject) -> CostModel:

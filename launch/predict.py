@@ -10,21 +10,23 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from auto3d.cluster import place_ranks
 from auto3d.cost.closed_forms import chimera_s
 from auto3d.cost.model import CostModel
 from auto3d.errors import InputError
-from auto3d.plan import Plan, check_degrees, stages_between
-from auto3d.schedule import build_schedule
-from auto3d.search.recompute import schedule_options
+from auto3d.plan import Plan
+from auto3d.search.make import PlanMaker, shortage_of
+from auto3d.search.placement import MEGATRON
+from auto3d.search.recompute import AUTO, FULL, NONE
+from auto3d.search.space import Candidate, write_schedule
 from auto3d.search.subject import Subject
+from launch.candidates import task
 from launch.costs import cost_model, subject_of
 from launch.output import print_json
 from launch.recipe import LoadedRecipe, load
 from launch.schema import PlanRecipe
 
 DEGREES = ("micro_batch_size", "tp", "dp", "pp")
-PLAN_COLUMNS = (*DEGREES, "partition_cuts", "schedule", "recompute", "partition")
+PLAN_COLUMNS = (*DEGREES, "partition_cuts", "schedule", "recompute", "partition", "placement")
 ADDED = ("predicted_s", "predicted_peak_bytes", "problem")
 
 
@@ -97,7 +99,7 @@ def predict(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> Iterator
         except InputError as error:  # such as layers that were not measured at this degree
             yield Prediction(one.row, None, None, str(error))
             continue
-        yield Prediction(one.row, seconds, max(one.model.memory(one.plan)), _shortage(one.model, one.plan))
+        yield Prediction(one.row, seconds, max(one.model.memory(one.plan)), shortage_of(one.model, one.plan))
 
 
 @dataclass(frozen=True)
@@ -123,21 +125,22 @@ def bind(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> Iterator[Bo
     models: dict[str, CostModel] = {}
 
     @cache
-    def model_of(overrides: tuple[str, ...]) -> tuple[LoadedRecipe, Subject, CostModel]:
+    def maker_of(overrides: tuple[str, ...]) -> tuple[LoadedRecipe, PlanMaker]:
         changed = load(recipe.written, [*recipe.overrides, *overrides]) if overrides else recipe
         values = changed.values
         known = f"{values.model} {values.data} {values.prediction}"
         subject = subjects.setdefault(known, subjects.get(known) or subject_of(changed))
         known += f"{values.cluster} {values.training.optimizer}"
-        return changed, subject, models.setdefault(known, models.get(known) or cost_model(changed, subject))
+        model = models.setdefault(known, models.get(known) or cost_model(changed, subject))
+        return changed, PlanMaker(subject, model, task(changed))
 
     for number, row in enumerate(rows, 2):
         overrides = tuple(f"{key}={row[key]}" for key in keys if row[key])
-        changed, subject, model = model_of(overrides)
+        changed, maker = maker_of(overrides)
         try:
-            yield Bound(row, changed, model, _plan(changed, subject, model, row), "")
+            yield Bound(row, changed, maker.model, maker.unlimited(_candidate(changed, row)), "")
         except InputError as error:
-            yield Bound(row, changed, model, None, f"line {number}: {error}")
+            yield Bound(row, changed, maker.model, None, f"line {number}: {error}")
 
 
 METHODS: dict[str, Callable[[CostModel, Plan], float]] = {
@@ -158,57 +161,17 @@ def write(file: str, predictions: Sequence[Prediction]) -> None:
             writer.writerow({**one.row, **dict(zip(ADDED, (seconds, peak, one.problem), strict=True))})
 
 
-def _shortage(model: CostModel, plan: Plan) -> str:
-    for device, needed in enumerate(model.memory(plan)):
-        kinds = [model.cluster.accelerator(rank) for rank in plan.placement[device]]
-        least = min((kind.memory_bytes for kind in kinds if kind.memory_bytes), default=None)
-        if least is not None and needed > least:
-            return f"pipeline device {device} needs {needed / 2**30:.3g} GiB; it has {least / 2**30:.3g}"
-    return ""
-
-
-def _plan(recipe: LoadedRecipe, subject: Subject, model: CostModel, row: Mapping[str, str]) -> Plan:
-    """The plan of a row; what it does not say is as in the recipe's plan."""
+def _candidate(recipe: LoadedRecipe, row: Mapping[str, str]) -> Candidate:
+    """What a row means; what it does not say is as in the recipe's plan."""
     base = recipe.values.plan or PlanRecipe()
-    degrees = {name: _whole(row, name) for name in DEGREES}
-    schedule, options = base.schedule, dict(base.schedule_options)
-    if row.get("schedule"):
-        schedule, options = _schedule(row["schedule"])
     recompute = row.get("recompute") or base.recompute
-    training = recipe.values.training
-    check_degrees(**degrees, global_batch=training.global_batch)
-    needed = degrees["tp"] * degrees["dp"] * degrees["pp"]
-    if needed > model.cluster.devices:
-        raise InputError(f"needs {needed} devices; the cluster has {model.cluster.devices}")
-    micro_batches = training.global_batch // (degrees["dp"] * degrees["micro_batch_size"])
-    sizes = {"devices": degrees["pp"], "micro_batches": micro_batches}
-    options = schedule_options(schedule, options, recompute, **sizes)
-    shape = build_schedule(schedule, **sizes, **options)
-    samples = degrees["micro_batch_size"] // shape.parts
-    cuts = subject.cuts(samples)
-    if row.get("partition_cuts"):
-        wanted = json.loads(row["partition_cuts"])
-        if (
-            len(wanted) != shape.stages + 1
-            or wanted[0] != 0
-            or wanted[-1] != len(cuts) - 1
-            or sorted(set(wanted)) != wanted
-        ):
-            raise InputError(
-                f"partition_cuts: {wanted} must be {shape.stages + 1} rising numbers from 0 to {len(cuts) - 1}"
-            )
-        stages = stages_between([cuts[place] for place in wanted])
-    else:
-        stages = subject.stages(row.get("partition") or "blocks", shape.stages, samples)
-    return Plan(
-        graph=subject.fingerprint(samples),
-        **degrees,
-        global_batch=training.global_batch,
-        schedule=schedule,
-        schedule_options=options,
-        stages=stages,
-        placement=place_ranks(dp=degrees["dp"], pp=degrees["pp"], tp=degrees["tp"]),
-        seed=training.seed,
+    return Candidate(
+        **{name: _whole(row, name) for name in DEGREES},
+        schedule=row.get("schedule") or write_schedule(base.schedule, base.schedule_options),
+        recompute=recompute if recompute in (NONE, FULL, AUTO) else float(recompute),
+        partition=row.get("partition") or "blocks",
+        placement=row.get("placement") or MEGATRON,
+        cuts=tuple(json.loads(row["partition_cuts"])) if row.get("partition_cuts") else None,
     )
 
 
@@ -217,10 +180,3 @@ def _whole(row: Mapping[str, str], name: str) -> int:
         return int(row[name])
     except ValueError:
         raise InputError(f"{name}: found {row[name]!r}; it takes a whole number") from None
-
-
-def _schedule(text: str) -> tuple[str, dict[str, int | str]]:
-    """``interleaved-1f1b:chunks=4`` -> the name and its options."""
-    name, _, rest = text.partition(":")
-    given = [option.partition("=") for option in rest.split(":")] if rest else []
-    return name, {key: int(value) if value.isdigit() else value for key, _, value in given}

@@ -25,6 +25,17 @@ def at_work(console: Console, what: str) -> Iterator[None]:
 
 
 @contextmanager
+def search_progress(console: Console) -> Iterator[Callable[[int, float], None]]:
+    """Says how far a search is, to a person who waits; yields what to tell it."""
+    what = "capturing the model and searching"
+    if not console.is_terminal:
+        yield lambda looked_at, best_s: None
+        return
+    with console.status(what) as status:
+        yield lambda looked_at, best_s: status.update(f"{what}: {looked_at} candidates, best {best_s:.4g} s")
+
+
+@contextmanager
 def sweep_progress(console: Console) -> Iterator[Watcher]:
     """A bar over the trials, and a line for each that has ended."""
     with _bar(console) as progress:

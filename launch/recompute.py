@@ -5,12 +5,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from auto3d.capture.graph import Graph
+from auto3d.partition.merak import shard
+from auto3d.partition.recompute import subgraph_starts
 from auto3d.plan import Plan
 from auto3d.runtime.measurement import Measurement, Status
 from auto3d.runtime.optimizer import state_copies
 from auto3d.schedule import samples_at_once
 from auto3d.search.recompute import FULL, Shares
-from auto3d.search.space import shortage
 from launch import candidates
 from launch.model import captured_model
 from launch.ranks import check_devices
@@ -48,13 +49,14 @@ def try_shares(recipe: LoadedRecipe, report: Callable[[Tried], None]) -> float |
     base = candidates.of_plan(recipe, replace(plan_of(recipe), recompute=FULL), graph_at)
     graph = graph_at(samples_at_once(base))
     check_devices(recipe, base.ranks)
-    shares = Shares(graph, base)
+    bounds = shard(graph).bounds
+    shares = Shares(base, lambda stage: subgraph_starts(graph, stage, bounds))
     plans = [(share, shares.plan(share)) for share in shares.first]
     memory, copies = cluster(recipe).memory_bytes, state_copies(optimizer_settings(recipe.values))
     low, high = -1, len(plans)  # the largest that is known to fit, the smallest that is known not to
     probe = (low + high) // 2
     if memory is not None:
-        fitting = [n for n, (_, plan) in enumerate(plans) if not shortage(graph, plan, memory, copies)]
+        fitting = [n for n, (_, plan) in enumerate(plans) if not candidates.shortage(graph, plan, memory, copies)]
         probe = max(fitting, default=0)
     with exclusive(recipe):
         while high - low > 1:

@@ -7,6 +7,9 @@ from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
 from auto3d.schedule import SCHEDULES
+from auto3d.search.algorithms import ALGORITHMS
+from auto3d.search.placement import PLACEMENTS
+from auto3d.search.space import PARTITIONS
 
 AUTO = "auto"
 
@@ -24,6 +27,7 @@ def _group(meaning: str) -> dict[str, Any]:
         "choices": (),
         "values": (),
         "per_stage": None,
+        "options": False,
         "least": None,
         "below": None,
         "most": None,
@@ -40,14 +44,16 @@ def key(
     per_stage: type | None = None,
     most: float | None = None,
     values: Sequence[type] = (),
+    options: bool = False,
 ) -> Any:
     """A key of the schema. A number, or each of a list, is at least ``least``, at most ``most``, below ``below``.
 
-    With ``choices`` and ``most`` it is one of these words or such a number. ``values`` are the types of a mapping's.
+    With ``choices`` and ``most`` it is one of these words or such a number; with ``options``, what follows a colon in
+    such a word is looked at later. ``values`` are the types of a mapping's.
     ``per_stage``: it takes one number, of that type, or a list of them with one for each stage.
     """
     limits = {"least": least, "below": below, "most": most}
-    kinds = {"values": tuple(values), "per_stage": per_stage}
+    kinds = {"values": tuple(values), "per_stage": per_stage, "options": options}
     metadata = {"meaning": meaning, "choices": tuple(choices), **kinds, **limits}
     if isinstance(default, (list, dict)):
         return field(default_factory=default.copy, metadata=metadata)
@@ -150,11 +156,6 @@ class ClusterRecipe(NodesRecipe):
         "GiB that a process may fill on its device: plans that need more are refused; none: that of the accelerator",
         least=0.001,
     )
-    memory_gib: float | None = key(
-        None,
-        "GiB that a process may fill on its device: plans that need more are refused; none: not known",
-        least=0.001,
-    )
 
 
 @dataclass
@@ -219,13 +220,32 @@ class EmulationRecipe:
 @dataclass
 class SearchRecipe:
     dp: Any = key(AUTO, "data-parallel degrees: a list, or auto: every divisor of the devices", least=1)
-    tp: Any = key([1], "tensor-parallel degrees; only 1 can run yet", least=1)
+    tp: Any = key([1], "tensor-parallel degrees: a list, or auto; only 1 can run yet, others are predicted", least=1)
     pp: Any = key(AUTO, "pipeline depths: a list, or auto: every divisor of the devices", least=1)
     micro_batch_size: Any = key(AUTO, "samples: a list, or auto: every power of 2 up to the global batch", least=1)
-    schedule: Any = key(AUTO, "pipeline schedules: a list, or auto: all synchronous ones", choices=tuple(SCHEDULES))
+    schedule: Any = key(
+        AUTO,
+        "pipeline schedules: a list, or auto: all synchronous ones; interleaved-1f1b:chunks=4 has options of its own",
+        choices=tuple(SCHEDULES),
+        options=True,
+    )
     recompute: Any = key(["none"], "what stages recompute: a list of what plan.recompute takes", **RECOMPUTE)
+    partition: Any = key(["uniform"], "how stages are cut: a list, or auto: all ways", choices=PARTITIONS)
+    placement: Any = key(
+        ["megatron"], "how ranks lie on the cluster: a list, or auto: Megatron-LM's order, others, AMP's tilings",
+        choices=PLACEMENTS,
+    )  # fmt: skip
     allow_idle_devices: bool = key(False, "also try plans that use fewer devices than the cluster has")
     max_trials: int = key(64, "plans that a sweep runs at most", least=1)
+    algorithm: str = key(
+        AUTO,
+        "how `plan` and `tune` search; auto: exhaustive where the space is small, else annealing",
+        choices=(AUTO, *ALGORITHMS),
+    )
+    candidates: int = key(2000, "that a search estimates at most", least=1)
+    seconds: float = key(60.0, "that a search takes at most", least=0.1, below=LARGEST_TIME_S)
+    trials: int = key(10, "of the best candidates that `tune` runs at most", least=1)
+    seed: int = key(1, "of the search", least=0, below=LARGEST_INTEGER)
 
 
 @dataclass
@@ -326,7 +346,7 @@ def accepts(schema: type, name: str, value: Any) -> bool:
 
 def _within(metadata: Mapping[str, Any], value: Any) -> bool:
     if metadata["choices"] and type(value) not in (int, float):
-        return value in metadata["choices"]
+        return (value.split(":")[0] if metadata["options"] else value) in metadata["choices"]
     if isinstance(value, float) and not math.isfinite(value):
         return False
     least, below, most = metadata["least"], metadata["below"], metadata["most"]

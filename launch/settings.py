@@ -125,5 +125,7 @@ def search_space(recipe: Recipe) -> SearchSpace:
         micro_batch_size=search.micro_batch_size,
         schedule=search.schedule,
         recompute=search.recompute,
+        partition=search.partition,
+        placement=search.placement,
         allow_idle_devices=search.allow_idle_devices,
     )

@@ -23,6 +23,7 @@ class Traffic:
         self._cluster = cluster
         self._inside: Counter[int] = Counter()  # node -> devices that talk to others of it
         self._outside: Counter[int] = Counter()  # node -> devices that talk to other nodes
+        self._links: dict[tuple[int, ...], Link] = {}
         for group in groups:
             homes = Counter(cluster.node_of[device] for device in group)
             for node, count in homes.items():
@@ -33,6 +34,12 @@ class Traffic:
 
     def link(self, group: Group) -> Link:
         """The slowest link on the way around ``group``, with the bandwidth that it gives this group."""
+        key = tuple(group)
+        if key not in self._links:
+            self._links[key] = self._find_link(group)
+        return self._links[key]
+
+    def _find_link(self, group: Group) -> Link:
         cluster = self._cluster
         homes = Counter(cluster.node_of[device] for device in group)
         latency, bandwidth = 0.0, inf

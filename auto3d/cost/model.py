@@ -17,9 +17,7 @@ from auto3d.cost.collectives import Traffic, ring_s, tree_s
 from auto3d.cost.times import Times, before, times_of
 from auto3d.cost.work import PRECISION_BYTES, Work
 from auto3d.plan import Plan, StagePlan
-from auto3d.schedule import build_schedule
-from auto3d.schedule.memory import in_flight
-from auto3d.schedule.operation import Schedule
+from auto3d.schedule.shape import Shape, shape_of
 from auto3d.simulate.costs import Costs
 from auto3d.simulate.costs import Link as Message
 from auto3d.simulate.simulate import simulate
@@ -27,7 +25,7 @@ from auto3d.simulate.simulate import simulate
 MOMENTS = {"adamw": 2, "sgd": 1}  # that the optimizer keeps of each parameter
 FRAGMENTATION = 1.06  # what an allocator holds beyond what is used
 
-SecondsOf = Callable[[Schedule, Costs], float]  # the simulator, or a closed form
+SecondsOf = Callable[[Shape, Costs], float]  # the simulator, or a closed form
 TimesOf = Callable[[int, Accelerator, int], Times]  # by samples, kind of device and tensor-parallel degree
 
 
@@ -67,6 +65,19 @@ class Estimate:
     memory: tuple[float, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """What a partition balances: seconds of one micro-batch, forward, backward and what is recomputed.
+
+    ``before`` is by cut, on the fastest kind of device of the pipeline; so is ``messages``, of a message there and back
+    on its slowest link. ``speeds`` are those of the stages' devices beside the fastest.
+    """
+
+    before: tuple[float, ...]
+    messages: tuple[float, ...]
+    speeds: tuple[float, ...]
+
+
 class CostModel:
     """Estimates Plans of one model on ``cluster``; ``work_at`` gives its Work at a number of samples."""
 
@@ -87,6 +98,8 @@ class CostModel:
         )
         self._traffic = lru_cache(1024)(self._make_traffic)
         self._collectives = lru_cache(None)(self._make_collectives)
+        self._parts = lru_cache(1024)(self._make_parts)
+        self._seconds = lru_cache(2**16)(self._make_seconds)  # plans of a search have stages in common
 
     def on(self, cluster: Cluster) -> "CostModel":
         """Of the same model and training on another cluster."""
@@ -94,34 +107,34 @@ class CostModel:
 
     def seconds(self, plan: Plan) -> float:
         """Of an iteration, by the simulator."""
-        return self._worst(plan, _simulated)
+        return self.slowest_replica_s(plan, _simulated)
 
     def closed_form_s(self, plan: Plan, form: SecondsOf = amp_s) -> float:
         """Of an iteration, by a paper's closed form on our costs; AMP's is exact for 1F1B on equal stages."""
-        return self._worst(plan, form)
+        return self.slowest_replica_s(plan, form)
 
     def estimate(self, plan: Plan, seconds_of: SecondsOf | None = None) -> Estimate:
         """By the simulator or by ``seconds_of``, such as a closed form; says what the time consists of."""
         seconds_of = seconds_of or _simulated
-        schedule = _schedule(plan)
-        replica = max(self._replicas(plan), key=lambda replica: seconds_of(schedule, self.costs(plan, replica)))
+        shape = shape_of(plan)
+        traffic = self._traffic_of(plan)
+        replica = max(traffic.different, key=lambda replica: seconds_of(shape, self.costs(plan, replica)))
         costs = self.costs(plan, replica)
-        whole = seconds_of(schedule, costs)
-        none = (0.0,) * schedule.stages
-        without_sync = seconds_of(schedule, replace(costs, sync=none))
-        silent = replace(costs, sync=none, links=(Message(),) * (schedule.stages - 1))
-        without_messages = seconds_of(schedule, silent)
+        whole = seconds_of(shape, costs)
+        none = (0.0,) * shape.stages
+        without_sync = seconds_of(shape, replace(costs, sync=none))
+        silent = replace(costs, sync=none, links=(Message(),) * (shape.stages - 1))
+        without_messages = seconds_of(shape, silent)
         alone = replace(self.costs(plan, replica, collectives=False), sync=none, links=silent.links)
-        without_tensor = seconds_of(schedule, alone)
-        compute, update = _busiest(schedule, alone)
-        iteration = max(self.cluster.accelerator(rank).iteration_s for ranks in plan.placement for rank in ranks)
+        without_tensor = seconds_of(shape, alone)
+        compute, update = _busiest(shape, alone)
         return Estimate(
-            seconds=whole + iteration,
+            seconds=whole + traffic.iteration_s,
             compute_s=compute,
             tensor_s=without_messages - without_tensor,
             message_s=without_sync - without_messages,
             sync_s=whole - without_sync,
-            update_s=update + iteration,
+            update_s=update + traffic.iteration_s,
             bubble_s=without_tensor - compute - update,
             memory=self.memory(plan),
         )
@@ -129,15 +142,17 @@ class CostModel:
     # Costs of a plan
 
     def costs(self, plan: Plan, replica: int = 0, *, collectives: bool = True) -> Costs:
-        """What the simulator takes, of one replica of the pipeline; tensor-parallel ``collectives`` can be left out."""
-        schedule = _schedule(plan)
-        samples, parts = plan.micro_batch_size // schedule.parts, schedule.parts
-        homes = _homes(schedule)
-        traffic = self._traffic(plan.placement, plan.tp, plan.dp, homes)
+        """What the simulator takes, of one replica of the pipeline.
+
+        Without ``collectives``, tensor-parallel ranks reduce for free.
+        """
+        shape = shape_of(plan)
+        samples, parts = plan.micro_batch_size // shape.parts, shape.parts
+        homes = shape.homes
+        traffic = self._traffic_of(plan)
         forward, backward, weight, recompute, update = [], [], [], [], []
         for number, stage in enumerate(plan.stages):
-            ranks = [rank for home in homes[number] for rank in self._ranks(plan, home, replica)]
-            accelerator = self.cluster.slowest(ranks)
+            accelerator = traffic.accelerator(homes[number], replica)
             each = samples // stage.replicas
             link = traffic.tensor[homes[number][0], replica] if plan.tp > 1 and collectives else None
             whole = self._seconds(each, accelerator, plan.tp, link, stage.operations)
@@ -145,7 +160,7 @@ class CostModel:
             backward.append(parts * whole[1])
             weight.append(parts * min(whole[2], whole[1]))
             again = 0.0
-            if number in schedule.recompute:
+            if number in shape.recompute:
                 dropped = _without(stage.operations, self._kept(each, stage))
                 again = self._seconds(each, accelerator, plan.tp, link, dropped)[0] if dropped else 0.0
             recompute.append(parts * again)
@@ -156,17 +171,65 @@ class CostModel:
             backward_input=tuple(whole - half for whole, half in zip(backward, weight, strict=True)),
             backward_weight=tuple(weight),
             recompute=tuple(recompute),
-            sync=self._syncs(plan, homes, traffic),
+            sync=self._syncs(plan, traffic),
             update=tuple(update),
             links=tuple(
-                self._message(plan, schedule, boundary, replica, traffic) for boundary in range(len(plan.stages) - 1)
+                self._message(plan, shape, boundary, replica, traffic) for boundary in range(len(plan.stages) - 1)
             ),
-            speed=(1.0,) * schedule.devices,
+            speed=(1.0,) * shape.devices,
             overlap=self.training.overlap,
         )
 
-    def _seconds(
-        self, samples: int, accelerator: Accelerator, tp: int, link: Link | None, operations: Sequence[tuple[int, int]]
+    def pipeline(self, plan: Plan, cuts: Sequence[int]) -> "Pipeline":
+        """What a pipeline of ``plan``'s degrees, placement and schedule takes wherever it is cut; its stages do not
+        matter."""
+        shape, traffic = shape_of(plan), self._traffic_of(plan)
+        samples = plan.micro_batch_size // shape.parts
+        hardware = []
+        for homes in shape.homes:
+            keys = [(home, replica) for home in homes for replica in range(plan.dp)]
+            link = min((traffic.tensor[key] for key in keys), key=lambda link: link.bandwidth) if plan.tp > 1 else None
+            hardware.append((self.cluster.slowest(rank for key in keys for rank in traffic.ranks(*key)), link))
+        recompute = bool(shape.recompute)
+        parts = {
+            key: self._parts(samples, key[0], plan.tp, key[1], tuple(cuts), recompute)
+            for key in dict.fromkeys(hardware)
+        }
+        fastest = min(parts.values(), key=lambda seconds: float(seconds.sum()))
+        crossing = self._work(samples).work.crossing[list(cuts)]
+        links = [
+            traffic.messages.link((traffic.ranks(here[0], replica)[0], traffic.ranks(there[0], replica)[0]))
+            for here, there in pairwise(shape.homes)
+            for replica in traffic.different
+            if here[0] != there[0]
+        ]
+        slowest = min(links, key=lambda link: link.bandwidth, default=Link(latency_s=0.0, bandwidth=1.0))
+        messages = np.where(crossing > 0, 2 * (slowest.latency_s + crossing / plan.tp / slowest.bandwidth), 0.0)
+        return Pipeline(
+            before=tuple(before(shape.parts * fastest)),
+            messages=tuple(shape.parts * messages if links else 0 * messages),
+            speeds=tuple(float(fastest.sum() / parts[key].sum()) for key in hardware),
+        )
+
+    def _make_parts(
+        self, samples: int, accelerator: Accelerator, tp: int, link: Link | None, cuts: tuple[int, ...], recompute: bool
+    ) -> np.ndarray:
+        """Seconds of one micro-batch forward and backward between neighbouring ``cuts``."""
+        places = list(cuts)
+        times = np.diff(self._times(samples, accelerator, tp).table[:, places])
+        reduced = np.zeros((2, len(cuts) - 1))
+        if link is not None:
+            reduced = np.diff(self._collectives(samples, tp, link)[:, places])
+        forward, backward = np.maximum(times[0] + reduced[0], times[1]), np.maximum(times[2] + reduced[1], times[3])
+        return forward * (2 if recompute else 1) + backward
+
+    def _make_seconds(
+        self,
+        samples: int,
+        accelerator: Accelerator,
+        tp: int,
+        link: Link | None,
+        operations: tuple[tuple[int, int], ...],
     ) -> tuple[float, float, float]:
         """Forward, backward, and of that the half for the weights, of one micro-batch."""
         times = self._times(samples, accelerator, tp)
@@ -189,10 +252,6 @@ class CostModel:
 
         return np.stack([seconds(work.reduced), seconds(work.backward_reduced)])
 
-    def _ranks(self, plan: Plan, device: int, replica: int) -> tuple[int, ...]:
-        each = len(plan.placement[device]) // plan.dp
-        return plan.placement[device][replica * each : (replica + 1) * each]
-
     def _kept(self, samples: int, stage: StagePlan) -> tuple[tuple[int, int], ...]:
         if self.training.recompute_ends or stage.kept:
             return stage.kept
@@ -214,7 +273,7 @@ class CostModel:
         """Parameters that a rank of ``stage`` holds."""
         return self._work(plan.micro_batch_size).parameters(stage.operations, plan.tp)
 
-    def _syncs(self, plan: Plan, homes: tuple[tuple[int, ...], ...], traffic: "_Traffic") -> tuple[float, ...]:
+    def _syncs(self, plan: Plan, traffic: "_Traffic") -> tuple[float, ...]:
         tables = self._work(plan.micro_batch_size)
         found = []
         for number, stage in enumerate(plan.stages):
@@ -223,62 +282,48 @@ class CostModel:
             found.append(traffic.sync.all_reduce_s(group, size))
         for elements, stages in tables.shared(plan.stages, plan.tp):
             # A tied parameter is reduced over all stages that hold it, after each has reduced its own.
-            heads = [plan.placement[homes[number][0]] for number in stages]
-            shards = [tuple(ranks[shard] for ranks in heads) for shard in range(plan.tp)]
-            size = elements * self.training.sync_bytes
-            found[stages[-1]] += Traffic(self.cluster, shards).all_reduce_s(shards[0], size)
+            found[stages[-1]] += traffic.tied_s(tuple(stages), elements * self.training.sync_bytes)
         return tuple(found)
 
-    def _message(self, plan: Plan, schedule: Schedule, boundary: int, replica: int, traffic: "_Traffic") -> Message:
-        source, target = (schedule.device_of[stage, 0] for stage in (boundary, boundary + 1))
+    def _message(self, plan: Plan, shape: Shape, boundary: int, replica: int, traffic: "_Traffic") -> Message:
+        source, target = (shape.device_of[stage, 0] for stage in (boundary, boundary + 1))
         if source == target:
             return Message()
         size = (
-            schedule.parts
-            * self._work(plan.micro_batch_size // schedule.parts).work.crossing[plan.stages[boundary].operations[-1][1]]
+            shape.parts
+            * self._work(plan.micro_batch_size // shape.parts).work.crossing[plan.stages[boundary].operations[-1][1]]
         )
-        first, last = self._ranks(plan, source, replica)[0], self._ranks(plan, target, replica)[0]
         # Each tensor-parallel rank sends its part, and they gather it on the other side (Narayanan et al. 2021, 4.1).
-        link = traffic.messages.link((first, last))
+        link = traffic.messages.link((traffic.ranks(source, replica)[0], traffic.ranks(target, replica)[0]))
         seconds = size / plan.tp / link.bandwidth
         if plan.tp > 1:
             seconds += ring_s(plan.tp, size, traffic.tensor[target, replica]) / 2
         return Message(latency=link.latency_s, forward=seconds, backward=seconds)
+
+    def _traffic_of(self, plan: Plan) -> "_Traffic":
+        return self._traffic(plan.placement, plan.tp, plan.dp, shape_of(plan).homes)
 
     def _make_traffic(
         self, placement: tuple[tuple[int, ...], ...], tp: int, dp: int, homes: tuple[tuple[int, ...], ...]
     ) -> "_Traffic":
         return _Traffic(self.cluster, placement, tp, dp, homes)
 
-    def _replicas(self, plan: Plan) -> list[int]:
-        """One replica of the pipeline of each kind: on what devices it is, and which of its messages leave a node."""
-        found: dict[tuple, int] = {}
-        for replica in range(plan.dp):
-            first = [self._ranks(plan, device, replica) for device in range(plan.pp)]
-            nodes = [self.cluster.node_of[ranks[0]] for ranks in first]
-            kinds = tuple(self.cluster.slowest(ranks) for ranks in first)
-            leaves = tuple(here == there for here, there in pairwise(nodes))
-            spans = tuple(self.cluster.node_of[ranks[0]] == self.cluster.node_of[ranks[-1]] for ranks in first)
-            outside = tuple(self.cluster.nodes[node].outside for node in nodes)
-            found.setdefault((kinds, leaves, spans, outside), replica)
-        return list(found.values())
-
-    def _worst(self, plan: Plan, seconds_of: SecondsOf) -> float:
-        schedule = _schedule(plan)
-        iteration = max(self.cluster.accelerator(ranks[0]).iteration_s for ranks in plan.placement)
-        return iteration + max(seconds_of(schedule, self.costs(plan, replica)) for replica in self._replicas(plan))
+    def slowest_replica_s(self, plan: Plan, seconds_of: SecondsOf) -> float:
+        """Of an iteration, by ``seconds_of`` for the replica of the pipeline that takes longest."""
+        shape, traffic = shape_of(plan), self._traffic_of(plan)
+        replicas = (seconds_of(shape, self.costs(plan, replica)) for replica in traffic.different)
+        return traffic.iteration_s + max(replicas)
 
     # Memory
 
     def memory(self, plan: Plan) -> tuple[float, ...]:
         """Bytes on each pipeline device at its fullest: state, activations in flight, buffers of messages."""
-        schedule = _schedule(plan)
-        held = _in_flight(plan.schedule, plan.pp, plan.micro_batches, tuple(sorted(plan.schedule_options.items())))
-        samples = plan.micro_batch_size // schedule.parts
+        shape = shape_of(plan)
+        samples = plan.micro_batch_size // shape.parts
         weight = PRECISION_BYTES[self.training.precision]
         optimizer = self.training.master_bytes + 4 * MOMENTS[self.training.optimizer]
         found = [0.0] * plan.pp
-        for number, (stage, flights) in enumerate(zip(plan.stages, held, strict=True)):
+        for number, (stage, flights) in enumerate(zip(plan.stages, shape.in_flight, strict=True)):
             tables = self._work(samples // stage.replicas)
             elements = self._elements(plan, stage)
             shards = plan.dp * stage.replicas if self.training.shard_optimizer else 1
@@ -286,7 +331,7 @@ class CostModel:
             saved = tables.saved(stage.operations, plan.tp)
             boundary = tables.work.crossing[stage.operations[0][0]]
             active = saved
-            if number in schedule.recompute:
+            if number in shape.recompute:
                 dropped = _without(stage.operations, self._kept(samples // stage.replicas, stage))
                 active = saved - tables.saved(dropped, plan.tp)
             buffers = 2 * (boundary + tables.work.crossing[stage.operations[-1][1]])
@@ -294,7 +339,7 @@ class CostModel:
             if not self.training.recompute_ends:  # one block after the other
                 again /= max(1, tables.blocks_of(stage.operations))
             total = state + flights * (active + boundary) + again + buffers
-            for home in _homes(schedule)[number]:
+            for home in shape.homes[number]:
                 found[home] += total
         return tuple(FRAGMENTATION * total for total in found)
 
@@ -357,14 +402,20 @@ class _Traffic:
         dp: int,
         homes: tuple[tuple[int, ...], ...],
     ) -> None:
-        groups = {}
+        self._placement, self._tp, self._homes = placement, tp, homes
+        self._tied: dict[tuple[int, ...], tuple[Traffic, tuple[int, ...]]] = {}
+        self._ranks = {}
         for device, ranks in enumerate(placement):
             each = len(ranks) // dp
             for replica in range(dp):
-                groups[device, replica] = ranks[replica * each : replica * each + tp]
+                self._ranks[device, replica] = ranks[replica * each : (replica + 1) * each]
+        self._slowest = {key: cluster.slowest(ranks) for key, ranks in self._ranks.items()}
+        self._cluster = cluster
+        self.different = self._different(dp, len(placement))
+        self.iteration_s = max(kind.iteration_s for kind in dict.fromkeys(self._slowest.values()))
         every = [ranks[first : first + tp] for ranks in placement for first in range(0, len(ranks), tp)]
         inside = Traffic(cluster, every)
-        self.tensor = {key: inside.link(group) for key, group in groups.items()} if tp > 1 else {}
+        self.tensor = {key: inside.link(ranks[:tp]) for key, ranks in self._ranks.items()} if tp > 1 else {}
         pairs = [
             (source, target) for here, there in pairwise(placement) for source, target in zip(here, there, strict=False)
         ]
@@ -377,6 +428,41 @@ class _Traffic:
             for shard in range(tp)
         ]
         self.sync = Traffic(cluster, shards)
+
+    def ranks(self, device: int, replica: int) -> tuple[int, ...]:
+        """That play a pipeline device in one replica of the pipeline."""
+        return self._ranks[device, replica]
+
+    def tied_s(self, stages: tuple[int, ...], size: float) -> float:
+        """Of an all-reduce among the first replicas of ``stages``, on each shard at a time."""
+        if stages not in self._tied:
+            heads = [self._placement[self._homes[stage][0]] for stage in stages]
+            groups = [tuple(ranks[shard] for ranks in heads) for shard in range(self._tp)]
+            self._tied[stages] = Traffic(self._cluster, groups), groups[0]
+        traffic, group = self._tied[stages]
+        return traffic.all_reduce_s(group, size)
+
+    def accelerator(self, devices: Sequence[int], replica: int) -> Accelerator:
+        """The slowest kind among those that play pipeline devices ``devices``."""
+        kinds = dict.fromkeys(self._slowest[device, replica] for device in devices)
+        return (
+            next(iter(kinds))
+            if len(kinds) == 1
+            else self._cluster.slowest(rank for device in devices for rank in self._ranks[device, replica])
+        )
+
+    def _different(self, dp: int, pp: int) -> list[int]:
+        """One replica of the pipeline of each kind: on what devices it is, and which of its messages leave a node."""
+        cluster, found = self._cluster, {}
+        for replica in range(dp):
+            own = [self._ranks[device, replica] for device in range(pp)]
+            nodes = [cluster.node_of[ranks[0]] for ranks in own]
+            kinds = tuple(id(self._slowest[device, replica]) for device in range(pp))
+            stays = tuple(here == there for here, there in pairwise(nodes))
+            inside = tuple(cluster.node_of[ranks[0]] == cluster.node_of[ranks[-1]] for ranks in own)
+            outside = tuple(cluster.nodes[node].outside for node in nodes)
+            found.setdefault((kinds, stays, inside, outside), replica)
+        return list(found.values())
 
 
 def _inside(position: int, operations: Sequence[tuple[int, int]]) -> bool:
@@ -397,33 +483,11 @@ def _without(operations: Sequence[tuple[int, int]], kept: Sequence[tuple[int, in
     return tuple(found)
 
 
-def _schedule(plan: Plan) -> Schedule:
-    return _built(plan.schedule, plan.pp, plan.micro_batches, tuple(sorted(plan.schedule_options.items())))
-
-
-@lru_cache(512)
-def _built(name: str, devices: int, micro_batches: int, options: tuple[tuple[str, int | str], ...]) -> Schedule:
-    return build_schedule(name, devices=devices, micro_batches=micro_batches, **dict(options))
-
-
-@lru_cache(4096)
-def _in_flight(name: str, devices: int, micro_batches: int, options: tuple[tuple[str, int | str], ...]) -> list[int]:
-    return in_flight(_built(name, devices, micro_batches, options))
-
-
-def _homes(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
-    """The pipeline devices of each stage: several where several pipes flow through them."""
-    found: list[list[int]] = [[] for _ in range(schedule.stages)]
-    for (stage, _), device in sorted(schedule.device_of.items()):
-        found[stage].append(device)
-    return tuple(map(tuple, found))
-
-
-def _busiest(schedule: Schedule, costs: Costs) -> tuple[float, float]:
+def _busiest(shape: Shape, costs: Costs) -> tuple[float, float]:
     """Seconds of compute and of updates on the device that has most of both."""
-    timeline = simulate(schedule, costs)
+    timeline = simulate(shape.schedule(), costs)
     best = (0.0, 0.0)
-    for device in range(schedule.devices):
+    for device in range(shape.devices):
         spent = [0.0, 0.0]
         for number in timeline.numbers(device):
             operation = timeline.operations[number]
@@ -432,5 +496,6 @@ def _busiest(schedule: Schedule, costs: Costs) -> tuple[float, float]:
     return best
 
 
-def _simulated(schedule: Schedule, costs: Costs) -> float:
-    return simulate(schedule, costs).makespan
+def _simulated(shape: Shape, costs: Costs) -> float:
+    schedule = shape.schedule()
+    return simulate(schedule, costs).makespan / schedule.iterations

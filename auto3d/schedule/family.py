@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from inspect import signature
 
 from auto3d.schedule.operation import Schedule
@@ -15,7 +16,7 @@ class Family:
     summary: str  # one line, with its source
     build: Callable[..., Schedule]
 
-    @property
+    @cached_property
     def options(self) -> dict[str, int | str]:
         """Option -> default."""
         parameters = signature(self.build).parameters.values()

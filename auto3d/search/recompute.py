@@ -1,14 +1,12 @@
 """What a Plan recomputes: nothing, everything, or all but Merak's share of each stage, as large as memory allows."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from auto3d.capture.graph import Graph
-from auto3d.partition.merak import shard
-from auto3d.partition.recompute import first_shares, keep_last, kept_shares, subgraph_starts
-from auto3d.plan import Plan, PlanError
-from auto3d.schedule import SCHEDULES, build_schedule, schedule_of
-from auto3d.schedule.memory import in_flight
+from auto3d.partition.recompute import first_shares, keep_last, kept_shares
+from auto3d.plan import Plan, PlanError, StagePlan
+from auto3d.schedule import SCHEDULES
+from auto3d.schedule.shape import shape, shape_of
 
 NONE, FULL, AUTO = "none", "full", "auto"
 
@@ -27,7 +25,7 @@ def schedule_options(
         return given
     if schedule in SCHEDULES and "recompute" in SCHEDULES[schedule].options:
         return {**given, "recompute": "full"}
-    if not build_schedule(schedule, devices=devices, micro_batches=micro_batches, **given).recompute:
+    if not shape(schedule, devices=devices, micro_batches=micro_batches, options=given).recompute:
         raise PlanError(f"recompute: {recompute}; schedule {schedule} does not recompute: it takes none")
     return given
 
@@ -35,15 +33,12 @@ def schedule_options(
 class Shares:
     """The plans that differ from ``plan``, whose schedule recomputes, in what its stages keep."""
 
-    def __init__(self, graph: Graph, plan: Plan) -> None:
-        schedule = schedule_of(plan)
-        bounds = shard(graph).bounds
+    def __init__(self, plan: Plan, starts: Callable[[StagePlan], Sequence[int]]) -> None:
+        """``starts`` gives the positions at which the subgraphs of a stage begin."""
+        form = shape_of(plan)
         self._plan = plan
-        self._in_flight = in_flight(schedule)
-        self._starts = [
-            subgraph_starts(graph, stage, bounds) if number in schedule.recompute else []
-            for number, stage in enumerate(plan.stages)
-        ]
+        self._in_flight = form.in_flight
+        self._starts = [starts(stage) if number in form.recompute else [] for number, stage in enumerate(plan.stages)]
 
     @property
     def first(self) -> list[float]:

@@ -1,24 +1,23 @@
-"""The search space: every combination of its axes, made a Plan or refused with a reason."""
+"""The search space: its axes, and the candidates that they make."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
+from math import prod
+from re import sub
 from typing import Literal
 
-from auto3d.capture.graph import Graph
-from auto3d.cluster import Cluster, place_ranks
-from auto3d.cost.memory import in_gib, predict
+from auto3d.cluster import Cluster
 from auto3d.errors import InputError
-from auto3d.partition.stage import cut
-from auto3d.partition.uniform import uniform
-from auto3d.plan import Plan, PlanError, check_degrees
-from auto3d.schedule import SCHEDULES, build_schedule, samples_of_part, schedule_of
-from auto3d.schedule.asynchronous import check_trainable
-from auto3d.schedule.memory import peak_activations
-from auto3d.schedule.operation import Schedule
-from auto3d.search.recompute import AUTO, FULL, NONE, Shares, largest_share, schedule_options
+from auto3d.plan import PlanError, check_degrees
+from auto3d.schedule import SCHEDULES
+from auto3d.search.placement import MEGATRON, PLACEMENTS
+from auto3d.search.recompute import AUTO, FULL, NONE
 
 Axis = Sequence | Literal["auto"]
+PARTITIONS = ("uniform", "blocks", "layer-assignment", "autopipe")  # methods that take a number of stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,14 +27,15 @@ class SearchSpace:
     Asynchronous schedules make sense to those alone who name them: under them a model learns something else.
     """
 
-    dp: Axis
-    tp: Axis
-    pp: Axis
-    micro_batch_size: Axis
-    schedule: Axis
-    recompute: Axis  # of none, full, auto, and shares from 0 to 1
-    allow_idle_devices: bool  # whether a plan may use fewer devices than there are
-    schedule_options: Mapping[str, int | str] = field(default_factory=dict)  # of every schedule
+    dp: Axis = AUTO
+    tp: Axis = (1,)
+    pp: Axis = AUTO
+    micro_batch_size: Axis = AUTO
+    schedule: Axis = AUTO  # names, with options of their own as in interleaved-1f1b:chunks=4
+    recompute: Axis = (NONE,)  # of none, full, auto, and shares from 0 to 1
+    partition: Axis = ("uniform",)
+    placement: Axis = (MEGATRON,)
+    allow_idle_devices: bool = False  # whether a plan may use fewer devices than there are
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,204 +44,164 @@ class Task:
 
     global_batch: int
     seed: int
-    clip_norm: float  # what the gradient norm is clipped to, if above 0: not every schedule can
-    optimizer_copies: int  # of each trained parameter: the optimizer's state, where memory limits plans
+    clip_norm: float = 0.0  # what the gradient norm is clipped to, if above 0: not every schedule can
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One combination: either its ``plan``, or the ``reason`` why it cannot or need not run."""
+    """One value of each axis: what a Plan is made from."""
 
     dp: int
     tp: int
     pp: int
     micro_batch_size: int
-    schedule: str
-    recompute: str | float
-    plan: Plan | None
-    reason: str
+    schedule: str = "1f1b"
+    recompute: str | float = NONE
+    partition: str = "uniform"
+    placement: str = MEGATRON
+    cuts: tuple[int, ...] | None = None
+    """Bounds of the stages, as numbers of the model's cuts; they take the place of ``partition``."""
+
+    def __str__(self) -> str:
+        return (
+            f"dp={self.dp} tp={self.tp} pp={self.pp} micro-batch={self.micro_batch_size} {self.schedule} "
+            f"recompute={self.recompute} {self.partition} {self.placement}"
+        )
 
 
-def candidates(
-    space: SearchSpace, cluster: Cluster, graph_at: Callable[[int], Graph], task: Task
-) -> Iterator[Candidate]:
-    """Every combination of ``space`` in order; ``graph_at`` gives the model's Graph at a number of samples.
-
-    A number at which it raises InputError is no candidate (batch statistics need two samples), unless it does at all:
-    then that error is raised at the end.
-    """
-    divisors = [number for number in range(1, cluster.devices + 1) if cluster.devices % number == 0]
-    sizes = [2**power for power in range(task.global_batch.bit_length()) if 2**power <= task.global_batch]
-
-    def values(axis: Axis, auto: Sequence) -> Sequence:
-        return auto if axis == "auto" else list(dict.fromkeys(axis))
-
-    graphs = _Graphs(graph_at)
-    schedules = values(space.schedule, [name for name, family in SCHEDULES.items() if not family.asynchronous])
-    for dp, tp, pp, micro_batch_size, schedule in product(
-        values(space.dp, divisors),
-        values(space.tp, divisors),
-        values(space.pp, divisors),
-        values(space.micro_batch_size, sizes),
-        schedules,
-    ):
-        earlier: dict[str | float, Plan] = {}
-        for recompute in values(space.recompute, [AUTO]):
-            degrees = {"dp": dp, "tp": tp, "pp": pp, "micro_batch_size": micro_batch_size}
-            plan, reason = None, ""
-            try:
-                _check_devices(dp * tp * pp, cluster, space.allow_idle_devices)
-                check_degrees(**degrees, global_batch=task.global_batch)
-                plan = _make_plan(
-                    graphs.at,
-                    task,
-                    **degrees,
-                    schedule=schedule,
-                    options=space.schedule_options,
-                    recompute=recompute,
-                    memory_bytes=cluster.memory_bytes,
-                )
-                _check_worth(plan, schedules, space.schedule_options, recompute)
-                same = next((other for other, present in earlier.items() if present == plan), None)
-                if same is not None:
-                    raise PlanError(f"the same plan as with recompute {same}")
-                earlier[recompute] = plan
-            except InputError as error:
-                plan, reason = None, str(error)
-            yield Candidate(**degrees, schedule=schedule, recompute=recompute, plan=plan, reason=reason)
-    graphs.check()
+_DEGREES = ("dp", "tp", "pp", "micro_batch_size")
+CHOICES = ("schedule", "recompute", "partition", "placement")  # the other axes
 
 
-class _Graphs:
-    """Each Graph is asked for once, also where the model cannot be captured."""
+class Refusals:
+    """How many candidates cannot be, by reason; reasons that differ in their numbers alone are one."""
 
-    def __init__(self, graph_at: Callable[[int], Graph]) -> None:
-        self._graph_at = graph_at
-        self._found: dict[int, Graph | InputError] = {}
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._examples: dict[str, tuple[Candidate, str]] = {}
 
-    def at(self, micro_batch_size: int) -> Graph:
-        if micro_batch_size not in self._found:
-            try:
-                self._found[micro_batch_size] = self._graph_at(micro_batch_size)
-            except InputError as error:
-                self._found[micro_batch_size] = error
-        found = self._found[micro_batch_size]
-        if isinstance(found, InputError):
-            raise found
+    def add(self, candidate: Candidate, reason: str, times: int = 1) -> None:
+        words = sub(r"\d[\d.e+,-]*", "N", reason.split(": weights")[0])
+        self._counts[words] += times
+        self._examples.setdefault(words, (candidate, reason))
+
+    def __iter__(self) -> Iterator[tuple[int, Candidate, str]]:
+        """Commonest first: how many, and one of them with its reason."""
+        for words, times in self._counts.most_common():
+            yield times, *self._examples[words]
+
+    def __add__(self, other: "Refusals") -> "Refusals":
+        both = Refusals()
+        both._counts = self._counts + other._counts
+        both._examples = other._examples | self._examples
+        return both
+
+    @property
+    def total(self) -> int:
+        return self._counts.total()
+
+
+class Domain:
+    """The candidates of ``space`` on ``cluster``: ``degrees`` that fit together, and ``choices`` for each of the other
+    axes. ``refused`` has those that do not fit together."""
+
+    def __init__(self, space: SearchSpace, cluster: Cluster, task: Task) -> None:
+        self.cluster, self.task = cluster, task
+        self._allow_idle = space.allow_idle_devices
+        divisors = [number for number in range(1, cluster.devices + 1) if cluster.devices % number == 0]
+        sizes = [2**power for power in range(task.global_batch.bit_length()) if 2**power <= task.global_batch]
+        every = {
+            "dp": divisors,
+            "tp": divisors,
+            "pp": divisors,
+            "micro_batch_size": sizes,
+            "schedule": [name for name, family in SCHEDULES.items() if not family.asynchronous],
+            "recompute": [NONE, FULL] if cluster.memory_bytes is None else [AUTO],
+            "partition": list(PARTITIONS),
+            "placement": list(PLACEMENTS),
+        }
+        self._values = {
+            name: auto if getattr(space, name) == AUTO else list(dict.fromkeys(getattr(space, name)))
+            for name, auto in every.items()
+        }
+        self.choices = {name: self._values[name] for name in CHOICES}
+        schedules = self.choices["schedule"]
+        self._alone = "1f1b" if "1f1b" in schedules else schedules[0]
+
+    @cached_property
+    def degrees(self) -> list[Candidate]:
+        """One candidate, with the first of all other choices, for all that are of its degrees and micro-batch size."""
+        return [candidate for candidate in self._all_degrees() if not self._misfit(candidate)]
+
+    @cached_property
+    def refused(self) -> Refusals:
+        found = Refusals()
+        for candidate in self._all_degrees():
+            if reason := self._misfit(candidate):
+                found.add(candidate, reason, times=prod(map(len, self.choices.values())))
         return found
 
-    def check(self) -> None:
-        """Raise the first error if there was nothing else."""
-        found = list(self._found.values())
-        if found and all(isinstance(one, InputError) for one in found):
-            raise found[0]
+    def __iter__(self) -> Iterator[Candidate]:
+        for candidate in self.degrees:
+            yield from self.variants(candidate)
 
+    def __len__(self) -> int:
+        return sum(prod(map(len, self.choices_of(candidate).values())) for candidate in self.degrees)
 
-def _make_plan(
-    graph_at: Callable[[int], Graph],
-    task: Task,
-    *,
-    dp: int,
-    tp: int,
-    pp: int,
-    micro_batch_size: int,
-    schedule: str,
-    options: Mapping[str, int | str],
-    recompute: str | float,
-    memory_bytes: float | None,
-) -> Plan:
-    """The Plan of these degrees, with uniform stages and the default placement.
+    def choices_of(self, candidate: Candidate) -> dict[str, list]:
+        """Those of its degrees: one device has no pipeline, so there a single schedule stands for all."""
+        return self.choices if candidate.pp > 1 else {**self.choices, "schedule": [self._alone]}
 
-    Raises PlanError where its schedule cannot train the model, or a device lacks the memory for it, as far as that is
-    known.
-    """
-    if tp != 1:
-        raise PlanError(f"tp: {tp} asks for tensor parallelism, which this build does not run; tp must be 1")
-    micro_batches = task.global_batch // (dp * micro_batch_size)
-    own = schedule_options(schedule, options, recompute, devices=pp, micro_batches=micro_batches)
-    shape = build_schedule(schedule, devices=pp, micro_batches=micro_batches, **own)
-    graph = graph_at(samples_of_part(shape, micro_batch_size))
-    plan = Plan(
-        graph=graph.fingerprint,
-        dp=dp,
-        tp=tp,
-        pp=pp,
-        global_batch=task.global_batch,
-        micro_batch_size=micro_batch_size,
-        schedule=schedule,
-        schedule_options=own,
-        stages=uniform(graph, shape.stages),
-        placement=place_ranks(dp=dp, pp=pp),
-        seed=task.seed,
-    )
-    check_trainable(shape, cut(graph, plan.stages), graph.trained, clip_norm=task.clip_norm)
+    def variants(self, candidate: Candidate) -> Iterator[Candidate]:
+        """All candidates of its degrees."""
+        choices = self.choices_of(candidate)
+        for values in product(*choices.values()):
+            yield replace(candidate, **dict(zip(choices, values, strict=True)))
 
-    def missing(plan: Plan) -> str:
-        return shortage(graph, plan, memory_bytes, task.optimizer_copies)
+    def everything(self) -> Iterator[tuple[Candidate, str]]:
+        """Every combination, with the reason where its degrees do not fit."""
+        for candidate in self._all_degrees():
+            reason = self._misfit(candidate)
+            for values in product(*self.choices.values()):
+                yield replace(candidate, **dict(zip(self.choices, values, strict=True))), reason
 
-    if recompute == AUTO:
-        if memory_bytes is None:
-            raise PlanError("recompute: auto needs to know the memory of a device")
-        return largest_share(Shares(graph, plan), missing)
-    if recompute not in (NONE, FULL):
-        plan = Shares(graph, plan).plan(float(recompute))
-    if memory_bytes is not None and (words := missing(plan)):
-        raise PlanError(words)
-    return plan
+    def _all_degrees(self) -> Iterator[Candidate]:
+        first = {name: values[0] for name, values in self.choices.items()}
+        for values in product(*(self._values[name] for name in _DEGREES)):
+            yield Candidate(**dict(zip(_DEGREES, values, strict=True)), **first)
 
-
-def shortage(graph: Graph, plan: Plan, memory_bytes: float, optimizer_copies: int) -> str:
-    """Why ``plan`` does not fit into devices of ``memory_bytes``, by its estimate; nothing where it does."""
-    needed = predict(graph, plan, schedule_of(plan), optimizer_copies=optimizer_copies)
-    device = max(range(plan.pp), key=lambda device: needed[device].total)
-    if needed[device].total <= memory_bytes:
-        return ""
-    return f"infeasible: pipeline device {device} needs {needed[device]}; a device has {in_gib(memory_bytes)} GiB"
-
-
-def _check_worth(
-    plan: Plan, schedules: Sequence[str], options: Mapping[str, int | str], recompute: str | float
-) -> None:
-    """Raise PlanError if another of ``schedules`` cannot be worse than that of ``plan`` at its sizes."""
-    built, reasons = _built(schedules, options, recompute, devices=plan.pp, micro_batches=plan.micro_batches)
-    schedule = plan.schedule
-    if schedule in reasons:
-        raise PlanError(reasons[schedule])
-    names = list(built)
-
-    def work(name: str) -> tuple:
-        return built[name].operations, built[name].recompute
-
-    same = [name for name in names[: names.index(schedule)] if work(name) == work(schedule)]
-    if same:
-        raise PlanError(f"the same operations as {same[0]}")
-    if plan.pp == 1:
-        leanest = min(names, key=lambda name: max(peak_activations(built[name])))
-        if schedule != leanest:
-            raise PlanError(f"one device has no pipeline: as fast as {leanest}, which holds no more activations")
-
-
-def _built(
-    schedules: Sequence[str],
-    options: Mapping[str, int | str],
-    recompute: str | float,
-    *,
-    devices: int,
-    micro_batches: int,
-) -> tuple[dict[str, Schedule], dict[str, str]]:
-    """Of ``schedules`` at these sizes: those that there are, and the reasons why there are no others."""
-    built, reasons = {}, {}
-    for name in schedules:
+    def _misfit(self, candidate: Candidate) -> str:
+        needed, there = candidate.dp * candidate.tp * candidate.pp, self.cluster.devices
+        if needed < there and not self._allow_idle:
+            return f"uses {needed} of {there} devices, and allow_idle_devices is false"
         try:
-            own = schedule_options(name, options, recompute, devices=devices, micro_batches=micro_batches)
-            built[name] = build_schedule(name, devices=devices, micro_batches=micro_batches, **own)
+            check_fits(candidate, self.cluster, self.task)
         except InputError as error:
-            reasons[name] = str(error)
-    return built, reasons
+            return str(error)
+        return ""
 
 
-def _check_devices(needed: int, cluster: Cluster, allow_idle: bool) -> None:
+def check_fits(candidate: Candidate, cluster: Cluster, task: Task) -> None:
+    """Raise PlanError where its degrees fit neither the cluster nor the global batch."""
+    needed = candidate.dp * candidate.tp * candidate.pp
     if needed > cluster.devices:
         raise PlanError(f"needs {needed} devices; the cluster has {cluster.devices}")
-    if needed < cluster.devices and not allow_idle:
-        raise PlanError(f"uses {needed} of {cluster.devices} devices, and allow_idle_devices is false")
+    degrees = {name: getattr(candidate, name) for name in _DEGREES}
+    check_degrees(**degrees, global_batch=task.global_batch)
+
+
+def parse_schedule(text: str) -> tuple[str, dict[str, int | str]]:
+    """``interleaved-1f1b:chunks=4`` -> the name and its options; raises InputError where it is not of this form."""
+    name, *given = text.split(":")
+    options: dict[str, int | str] = {}
+    for pair in given:
+        option, sign, value = pair.partition("=")
+        if not (sign and option and value):
+            raise InputError(f"schedule: {text!r}: write NAME:option=value, as in interleaved-1f1b:chunks=4")
+        options[option] = int(value) if value.isdecimal() else value
+    return name, options
+
+
+def write_schedule(name: str, options: dict[str, int | str]) -> str:
+    """The text that ``parse_schedule`` reads."""
+    return ":".join([name, *(f"{option}={value}" for option, value in options.items())])

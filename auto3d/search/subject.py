@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from hashlib import sha256
+from itertools import accumulate
 from typing import Protocol
 
 from auto3d.capture.graph import Graph
@@ -11,10 +12,13 @@ from auto3d.cost.layers import Layer
 from auto3d.cost.model import TimesOf
 from auto3d.cost.work import Work
 from auto3d.partition.blocks import blocks, even_bounds
-from auto3d.partition.uniform import uniform
-from auto3d.plan import PlanError, StagePlan, stages_between
-
-METHODS = ("uniform", "blocks", "layer-assignment")
+from auto3d.partition.contiguous import cheapest_cuts, smallest_maximum
+from auto3d.partition.recompute import subgraph_starts
+from auto3d.partition.stage import check_enough, cut
+from auto3d.partition.uniform import TOLERANCE, uniform
+from auto3d.plan import StagePlan, stages_between
+from auto3d.schedule.asynchronous import check_trainable
+from auto3d.schedule.operation import Schedule
 
 
 class Subject(Protocol):
@@ -36,6 +40,16 @@ class Subject(Protocol):
         """By ``uniform`` or ``blocks``, which need no costs; raises PartitionError where there are too few parts."""
         ...
 
+    def starts(self, stage: StagePlan, samples: int) -> Sequence[int]:
+        """Positions at which the subgraphs inside ``stage`` begin."""
+        ...
+
+    def check_trainable(
+        self, schedule: Schedule, stages: Sequence[StagePlan], samples: int, *, clip_norm: float
+    ) -> None:
+        """Raise PlanError if an asynchronous ``schedule`` cannot train these stages."""
+        ...
+
 
 class CapturedSubject:
     """Graphs at any number of samples, and their work."""
@@ -48,7 +62,7 @@ class CapturedSubject:
         work: Callable[[Graph], Work],
         cuts: Callable[[Graph], Sequence[int]],
     ) -> None:
-        self.graph = lru_cache(None)(graph_at)
+        self.graph, self.work_of = lru_cache(None)(graph_at), work
         self.work = lru_cache(None)(lambda samples: work(self.graph(samples)))
         self.cuts = lru_cache(None)(lambda samples: cuts(self.graph(samples)))
         self.stages = lru_cache(None)(self._stages)
@@ -59,6 +73,15 @@ class CapturedSubject:
     def _stages(self, method: str, count: int, samples: int) -> tuple[StagePlan, ...]:
         return {"uniform": uniform, "blocks": blocks}[method](self.graph(samples), count)
 
+    def starts(self, stage: StagePlan, samples: int) -> Sequence[int]:
+        return subgraph_starts(self.graph(samples), stage, self.cuts(samples))
+
+    def check_trainable(
+        self, schedule: Schedule, stages: Sequence[StagePlan], samples: int, *, clip_norm: float
+    ) -> None:
+        graph = self.graph(samples)
+        check_trainable(schedule, cut(graph, stages), graph.trained, clip_norm=clip_norm)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayeredSubject:
@@ -66,14 +89,31 @@ class LayeredSubject:
     work: Callable[[int], Work]
     times: TimesOf
 
+    @cached_property
+    def _digest(self) -> str:
+        return sha256(str(self.layers).encode()).hexdigest()
+
     def fingerprint(self, samples: int) -> str:
-        return sha256(f"{self.layers} {samples}".encode()).hexdigest()
+        return f"{self._digest} {samples}"
 
     def cuts(self, samples: int) -> Sequence[int]:
         return range(len(self.layers) + 1)
 
     def stages(self, method: str, count: int, samples: int) -> tuple[StagePlan, ...]:
-        if method != "blocks":
-            raise PlanError(f"partition: {method} needs a captured model; measured layers take blocks")
+        if method == "uniform":
+            before = [0.0, *accumulate(layer.flops for layer in self.layers)]
+            check_enough(before, count)
+            anywhere = [[0] * len(before)] * count
+            sent = [0.0, *(layer.output for layer in self.layers)]
+            limit = smallest_maximum(before, anywhere) * (1 + TOLERANCE)
+            return stages_between(cheapest_cuts(before, sent, anywhere, limit))
         heavy = [number for number, layer in enumerate(self.layers) if layer.reductions > 1]
         return stages_between(even_bounds([*heavy, heavy[-1] + 1], count, len(self.layers)))
+
+    def starts(self, stage: StagePlan, samples: int) -> Sequence[int]:
+        return [position for span in stage.operations for position in range(*span)]
+
+    def check_trainable(
+        self, schedule: Schedule, stages: Sequence[StagePlan], samples: int, *, clip_norm: float
+    ) -> None:
+        check_trainable(schedule, (), (), clip_norm=clip_norm)

@@ -18,7 +18,7 @@ from auto3d.partition.blocks import blocks
 from auto3d.partition.merak import shard
 from auto3d.plan import Plan, stages_between
 from auto3d.runtime.data import DataSettings, InputField
-from auto3d.schedule import build_schedule
+from auto3d.schedule.shape import shape
 from auto3d.simulate.costs import Costs
 from auto3d.simulate.costs import Link as Message
 
@@ -44,12 +44,12 @@ def costs(**changes) -> Costs:
 
 def test_amp_equations_2_to_4():
     """M = 4: (4 - 1) × 6 + (3 + 6) + 1, and the slower sync, 5, and update."""
-    assert amp_s(build_schedule("1f1b", devices=2, micro_batches=4), costs()) == pytest.approx(18 + 9 + 1 + 5 + 0.25)
+    assert amp_s(shape("1f1b", devices=2, micro_batches=4, options={}), costs()) == pytest.approx(18 + 9 + 1 + 5 + 0.25)
 
 
 def test_chimera_equation_1():
     """Figure 6: N = D = 6 has 6 forwards and 10 backwards on its critical path."""
-    schedule = build_schedule("chimera", devices=6, micro_batches=6)
+    schedule = shape("chimera", devices=6, micro_batches=6, options={})
     equal = {name: (time,) * 6 for name, time in (("forward", 1.0), ("backward", 2.0), ("recompute", 0.0))}
     equal |= {"backward_input": (1.0,) * 6, "backward_weight": (1.0,) * 6, "update": (0.0,) * 6, "speed": (1.0,) * 6}
     given = costs(**equal, sync=(0.0,) * 6, links=(Message(latency=0.01, forward=0.09, backward=0.09),) * 5)

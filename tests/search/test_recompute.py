@@ -4,22 +4,39 @@ import pytest
 
 from auto3d.cluster import Accelerator, Cluster, Node
 from auto3d.cost.memory import predict
+from auto3d.cost.model import CostModel, Training
+from auto3d.cost.work import work_of
+from auto3d.partition.merak import shard
+from auto3d.partition.recompute import subgraph_starts
 from auto3d.schedule import SCHEDULES, schedule_of
+from auto3d.search.listing import Listed, listed
+from auto3d.search.make import PlanMaker
 from auto3d.search.recompute import Shares
-from auto3d.search.space import Candidate, SearchSpace, Task, candidates, shortage
+from auto3d.search.space import Domain, SearchSpace, Task
+from auto3d.search.subject import CapturedSubject
+from launch.candidates import shortage
 from tests.models import captured
 
 GIB = 2**30
 
 
-def search(recompute, *, schedule=("1f1b",), memory_bytes=None, pp=(4,), options=None, size=4) -> list[Candidate]:
+def search(recompute, *, schedule=("1f1b",), memory_bytes=None, pp=(4,), size=4) -> list[Listed]:
     space = SearchSpace(
-        dp=[1], tp=[1], pp=list(pp), micro_batch_size=[size], schedule=list(schedule), recompute=recompute,
-        allow_idle_devices=True, schedule_options=options or {},
+        dp=[1], pp=list(pp), micro_batch_size=[size], schedule=list(schedule), recompute=recompute,
+        allow_idle_devices=True,
     )  # fmt: skip
     cluster = Cluster(nodes=(Node(devices=4, accelerator=Accelerator(memory_bytes=memory_bytes)),), device="cpu")
-    task = Task(global_batch=32, seed=1, clip_norm=0.0, optimizer_copies=2)
-    return list(candidates(space, cluster, lambda size: captured("gpt2", size).graph, task))
+    task = Task(global_batch=32, seed=1)
+
+    def graph_at(size):
+        return captured("gpt2", size).graph
+
+    def missing(plan):
+        return "" if memory_bytes is None else shortage(graph_at(size), plan, memory_bytes, 2)
+
+    subject = CapturedSubject(graph_at, lambda graph: work_of(graph, shard(graph).bounds), lambda g: shard(g).bounds)
+    model = CostModel(cluster, Training(), subject.work)
+    return list(listed(Domain(space, cluster, task), PlanMaker(subject, model, task, shortage=missing)))
 
 
 def needed(plan) -> int:
@@ -31,7 +48,8 @@ def needed(plan) -> int:
 def test_auto_keeps_the_most_that_fits(schedule):
     """Against every α₁ in steps of a thousandth, in memory from too little to enough for all."""
     (full,) = search(["full" if "recompute" in SCHEDULES[schedule].options else "none"], schedule=[schedule])
-    shares = Shares(captured("gpt2", 4).graph, full.plan)
+    graph = captured("gpt2", 4).graph
+    shares = Shares(full.plan, lambda stage: subgraph_starts(graph, stage, shard(graph).bounds))
     plans = [shares.plan(step / 1000) for step in range(1001)]
     sizes = {id(plan): needed(plan) for plan in plans}
     least, most = min(sizes.values()), max(sizes.values())
@@ -83,20 +101,21 @@ def test_schedules_that_do_not_recompute_say_so(schedule):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"recompute": "full"}, "schedule_options: recompute is 'full'; it is said by recompute, not here"),
-        ({"chunks": 4}, "schedule 1f1b: option 'chunks' is not one of its own; it takes recompute, sync"),
-        ({"sync": 3}, "schedule 1f1b: sync is 3; it must be text"),
-        ({"sync": "late"}, "schedule 1f1b: sync is 'late'; it must be one of lazy"),
+        ("recompute=full", "schedule_options: recompute is 'full'; it is said by recompute, not here"),
+        ("chunks=4", "schedule 1f1b: option 'chunks' is not one of its own; it takes recompute, sync"),
+        ("sync=3", "schedule 1f1b: sync is 3; it must be text"),
+        ("sync=late", "schedule 1f1b: sync is 'late'; it must be one of lazy"),
+        ("sync", "schedule: '1f1b:sync': write NAME:option=value, as in interleaved-1f1b:chunks=4"),
     ],
 )
 def test_options_that_are_not_the_schedules(options, words):
-    (refused,) = search(["none"], options=options)
+    (refused,) = search(["none"], schedule=[f"1f1b:{options}"])
     assert words in refused.reason
 
 
 def test_options_of_a_schedule_make_its_plan():
-    (found,) = search([0.5], schedule=["chimera"], options={"scale": "halving"})
+    (found,) = search([0.5], schedule=["chimera:scale=halving"])
     assert found.plan.micro_batch_size == 4
     assert found.plan.schedule_options == {"scale": "halving", "recompute": "full"}
-    (odd,) = search(["none"], schedule=["chimera"], options={"scale": "halving"}, size=1)
+    (odd,) = search(["none"], schedule=["chimera:scale=halving"], size=1)
     assert "runs it in 2 parts: it must be a multiple of 2" in odd.reason

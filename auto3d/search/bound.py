@@ -1,0 +1,41 @@
+"""A time that no simulation of a plan can beat, told without simulating it: what lets a search pass over plans."""
+
+from itertools import accumulate
+
+from auto3d.schedule import SCHEDULES
+from auto3d.schedule.shape import Shape
+from auto3d.simulate.costs import Costs
+
+_ROUNDING = 1 - 1e-9  # the simulator adds the same times in another order
+
+
+def least_s(shape: Shape, costs: Costs) -> float:
+    """Seconds of an iteration at the least.
+
+    A device works for all micro-batches of its stages, not before the first has come to it from stage 0; and after its
+    last backward, where that is whole, the gradient still goes down to stage 0. The sync and the update of a stage come
+    after that. Of several pipes on the same devices, and of an asynchronous schedule, only the mean work is known.
+    """
+    again = [time if stage in shape.recompute else 0.0 for stage, time in enumerate(costs.recompute)]
+    once = [sum(parts) for parts in zip(costs.forward, costs.backward, again, strict=True)]
+    if len(shape.device_of) > shape.stages or SCHEDULES[shape.name].asynchronous:
+        return _ROUNDING * shape.micro_batches * sum(once) / shape.devices
+    up = [0.0, *(link.latency + link.forward / shape.parts for link in costs.links)]
+    down = [0.0, *(link.latency + link.backward / shape.parts for link in costs.links)]
+    forward = [0.0, *(time / shape.parts for time in costs.forward[:-1])]
+    backward = [0.0, *(time / shape.parts for time in costs.backward[:-1])]
+    fill = list(accumulate(message + time for message, time in zip(up, forward, strict=True)))
+    drain = list(accumulate(message + time for message, time in zip(down, backward, strict=True)))
+    stages_of: list[list[int]] = [[] for _ in range(shape.devices)]
+    for (stage, _), device in shape.device_of.items():
+        stages_of[device].append(stage)
+    best = 0.0
+    for own in stages_of:
+        worked = min(fill[stage] for stage in own) + shape.micro_batches * sum(once[stage] for stage in own)
+        best = max(best, worked + sum(costs.update[stage] for stage in own))
+        if len(own) == 1:
+            best = max(best, worked + costs.sync[own[0]] + costs.update[own[0]])
+        if not shape.splits_backward:
+            least = min(drain[stage] for stage in own)
+            best = max(best, worked + least + costs.sync[0] + costs.update[0])
+    return _ROUNDING * best

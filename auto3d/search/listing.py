@@ -1,0 +1,77 @@
+"""Every combination of a search space, made a Plan or refused with a reason: what a sweep runs."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from auto3d.errors import InputError
+from auto3d.plan import Plan, PlanError
+from auto3d.schedule import build_schedule
+from auto3d.schedule.memory import peak_activations
+from auto3d.schedule.operation import Schedule
+from auto3d.search.make import PlanMaker
+from auto3d.search.recompute import schedule_options
+from auto3d.search.space import Candidate, Domain, parse_schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listed:
+    """One candidate: either its ``plan``, or the ``reason`` why it cannot or need not run."""
+
+    candidate: Candidate
+    plan: Plan | None
+    reason: str
+
+
+def listed(domain: Domain, maker: PlanMaker) -> Iterator[Listed]:
+    """All candidates in order. Of plans that are the same, or do the same, the first is listed.
+
+    Numbers of samples at which the model cannot be captured are no candidates (batch statistics need two samples),
+    unless it cannot at all: then that error is raised at the end.
+    """
+    made: dict[Plan, Candidate] = {}
+    for candidate, reason in domain.everything():
+        plan = None
+        try:
+            if reason:
+                raise PlanError(reason)
+            plan = maker.plan(candidate)
+            _check_worth(plan, domain.choices["schedule"], candidate)
+            if (same := made.setdefault(plan, candidate)) != candidate:
+                raise PlanError(f"the same plan as with {_difference(candidate, same)}")
+        except InputError as error:
+            plan, reason = None, str(error)
+        yield Listed(candidate=candidate, plan=plan, reason=reason)
+    maker.check_captured()
+
+
+def _difference(candidate: Candidate, other: Candidate) -> str:
+    names = [name for name in Candidate.__dataclass_fields__ if getattr(candidate, name) != getattr(other, name)]
+    return ", ".join(f"{name} {getattr(other, name)}" for name in names)
+
+
+def _check_worth(plan: Plan, schedules: Sequence[str], candidate: Candidate) -> None:
+    """Raise PlanError if another of ``schedules`` cannot be worse than that of ``plan`` at its sizes."""
+    built = dict(_built(schedules, candidate, plan.micro_batches))
+    own, names = candidate.schedule, list(built)
+
+    def work(name: str) -> tuple:
+        return built[name].operations, built[name].recompute
+
+    same = [name for name in names[: names.index(own)] if work(name) == work(own)]
+    if same:
+        raise PlanError(f"the same operations as {same[0]}")
+    if plan.pp == 1:
+        leanest = min(names, key=lambda name: max(peak_activations(built[name])))
+        if own != leanest:
+            raise PlanError(f"one device has no pipeline: as fast as {leanest}, which holds no more activations")
+
+
+def _built(schedules: Sequence[str], candidate: Candidate, micro_batches: int) -> Iterator[tuple[str, Schedule]]:
+    """Those of ``schedules`` that there are at these sizes."""
+    sizes = {"devices": candidate.pp, "micro_batches": micro_batches}
+    for text in schedules:
+        name, given = parse_schedule(text)
+        try:
+            yield text, build_schedule(name, **sizes, **schedule_options(name, given, candidate.recompute, **sizes))
+        except InputError:
+            continue

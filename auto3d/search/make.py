@@ -1,0 +1,155 @@
+"""Candidate -> Plan: the one place where plans are made of degrees and choices."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+
+from auto3d.cost.model import CostModel, Pipeline
+from auto3d.errors import InputError
+from auto3d.partition.contiguous import cheapest_cuts, smallest_maximum
+from auto3d.partition.layer_assignment import shortest_pipeline
+from auto3d.partition.stage import check_enough
+from auto3d.plan import Plan, PlanError, StagePlan, stages_between
+from auto3d.schedule import SCHEDULES, build_schedule, samples_of_part
+from auto3d.schedule.shape import Shape, shape, shape_of
+from auto3d.search.placement import place
+from auto3d.search.recompute import AUTO, FULL, NONE, Shares, largest_share, schedule_options
+from auto3d.search.space import Candidate, Task, check_fits, parse_schedule
+from auto3d.search.subject import Subject
+
+_ROUNDING = 1e-12  # two sums of the same times may differ by so much
+
+
+class PlanMaker:
+    """Makes Plans of ``subject`` for ``task`` on the cluster of ``model``, whose times balance stages.
+
+    ``shortage`` says what memory a Plan lacks, nothing where it fits (default: by ``model``, on the devices that are
+    known); ``check`` raises InputError for a Plan that cannot be for another reason.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        model: CostModel,
+        task: Task,
+        *,
+        shortage: Callable[[Plan], str] | None = None,
+        check: Callable[[Plan], None] | None = None,
+    ) -> None:
+        self.subject, self.model, self.task = subject, model, task
+        self._shortage = shortage or (lambda plan: shortage_of(model, plan))
+        self._check = check or (lambda plan: None)
+        self._bounds = lru_cache(4096)(_bounds)
+        self._captured: dict[int, InputError | None] = {}  # number of samples -> why there is no model at it
+
+    def plan(self, candidate: Candidate) -> Plan:
+        """The Plan of ``candidate``; raises InputError where there is none, or a device lacks the memory for it."""
+        plan = self.unlimited(candidate)
+        if candidate.recompute == AUTO:
+            if self.model.cluster.memory_bytes is None:
+                raise PlanError("recompute: auto needs to know the memory of a device")
+            plan = largest_share(self._shares(plan), self._shortage)
+        elif missing := self._shortage(plan):
+            raise PlanError(missing)
+        self._check(plan)
+        return plan
+
+    def unlimited(self, candidate: Candidate) -> Plan:
+        """The Plan of ``candidate`` whatever memory it needs; with recompute auto, of one that keeps nothing."""
+        check_fits(candidate, self.model.cluster, self.task)
+        name, given = parse_schedule(candidate.schedule)
+        micro_batches = self.task.global_batch // (candidate.dp * candidate.micro_batch_size)
+        sizes = {"devices": candidate.pp, "micro_batches": micro_batches}
+        options = schedule_options(name, given, candidate.recompute, **sizes)
+        form = shape(name, **sizes, options=options)
+        samples = samples_of_part(form, candidate.micro_batch_size)
+        plan = Plan(
+            graph=self._fingerprint(samples),
+            dp=candidate.dp,
+            tp=candidate.tp,
+            pp=candidate.pp,
+            global_batch=self.task.global_batch,
+            micro_batch_size=candidate.micro_batch_size,
+            schedule=name,
+            schedule_options=options,
+            stages=self._draft(form, samples),
+            placement=place(candidate.placement, self.model.cluster, dp=candidate.dp, tp=candidate.tp, pp=candidate.pp),
+            seed=self.task.seed,
+        )
+        plan = replace(plan, stages=self._stages(candidate, plan, form, samples))
+        if SCHEDULES[name].asynchronous:
+            schedule = build_schedule(name, **sizes, **options)
+            self.subject.check_trainable(schedule, plan.stages, samples, clip_norm=self.task.clip_norm)
+        if candidate.recompute not in (NONE, FULL, AUTO):
+            plan = self._shares(plan).plan(float(candidate.recompute))
+        return plan
+
+    def check_captured(self) -> None:
+        """Raise the first error if the model could not be captured at any number of samples."""
+        if self._captured and all(self._captured.values()):
+            raise next(iter(self._captured.values()))
+
+    def _fingerprint(self, samples: int) -> str:
+        """The model is asked for once, also where it cannot be captured."""
+        if samples not in self._captured:
+            try:
+                self._captured[samples] = None
+                self.subject.fingerprint(samples)
+            except InputError as error:
+                self._captured[samples] = error
+        if error := self._captured[samples]:
+            raise error
+        return self.subject.fingerprint(samples)
+
+    def _shares(self, plan: Plan) -> Shares:
+        samples = plan.micro_batch_size // shape_of(plan).parts
+        return Shares(plan, lambda stage: self.subject.starts(stage, samples))
+
+    def _draft(self, form: Shape, samples: int) -> tuple[StagePlan, ...]:
+        """Any stages."""
+        cuts = self.subject.cuts(samples)
+        if len(cuts) <= form.stages:
+            raise PlanError(f"{form.stages} stages, but the model has {len(cuts) - 1} subgraphs; each stage needs one")
+        return stages_between([*cuts[: form.stages], cuts[-1]])
+
+    def _stages(self, candidate: Candidate, plan: Plan, form: Shape, samples: int) -> tuple[StagePlan, ...]:
+        cuts = self.subject.cuts(samples)
+        if candidate.cuts is not None:
+            wanted, count = list(candidate.cuts), form.stages
+            if (
+                len(wanted) != count + 1
+                or (wanted[0], wanted[-1]) != (0, len(cuts) - 1)
+                or sorted(set(wanted)) != wanted
+            ):
+                raise PlanError(
+                    f"partition_cuts: {wanted} must be {count + 1} rising numbers from 0 to {len(cuts) - 1}"
+                )
+            return stages_between([cuts[place] for place in wanted])
+        if candidate.partition in ("uniform", "blocks"):
+            return self.subject.stages(candidate.partition, form.stages, samples)
+        if form.stages == 1:
+            return stages_between([0, cuts[-1]])
+        pipeline = self.model.pipeline(plan, cuts)
+        bounds = self._bounds(candidate.partition, pipeline, form.stages, form.micro_batches)
+        return stages_between([cuts[place] for place in bounds])
+
+
+def _bounds(method: str, pipeline: Pipeline, stages: int, micro_batches: int) -> list[int]:
+    """Places of the cuts that bound the stages."""
+    before = pipeline.before
+    check_enough(before, stages)
+    if method == "layer-assignment":
+        return shortest_pipeline(before, pipeline.messages, pipeline.speeds, micro_batches=micro_batches)
+    anywhere = [[0] * len(before)] * stages
+    limit = smallest_maximum(before, anywhere) * (1 + _ROUNDING)
+    return cheapest_cuts(before, pipeline.messages, anywhere, limit)
+
+
+def shortage_of(model: CostModel, plan: Plan) -> str:
+    """Why ``plan`` does not fit into the memory of the devices that it is placed on; nothing where it does."""
+    for device, needed in enumerate(model.memory(plan)):
+        kinds = dict.fromkeys(model.cluster.accelerator(rank) for rank in plan.placement[device])
+        least = min((kind.memory_bytes for kind in kinds if kind.memory_bytes), default=None)
+        if least is not None and needed > least:
+            return f"pipeline device {device} needs {needed / 2**30:.3g} GiB; it has {least / 2**30:.3g}"
+    return ""

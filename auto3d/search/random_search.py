@@ -1,0 +1,29 @@
+"""Random search: candidates drawn evenly, as AMP compares itself with (Li et al. 2022, section 5)."""
+
+from dataclasses import replace
+from math import inf
+from random import Random
+
+from auto3d.search.search import Search
+from auto3d.search.space import Candidate, Domain
+
+
+def random_search(search: Search, seed: int) -> None:
+    """Look at as many candidates, each at most once, as the budget has; simulate those that may be among the best."""
+    random = Random(seed)
+    seen: set[Candidate] = set()
+    while len(seen) < len(search.domain) and not search.spent:
+        candidate = draw(search.domain, random)
+        if candidate in seen:
+            continue
+        seen.add(candidate)
+        bound = search.bound(candidate)
+        if bound < inf and bound <= search.limit():
+            search.seconds(candidate)
+
+
+def draw(domain: Domain, random: Random) -> Candidate:
+    """Any candidate, each choice by itself."""
+    degrees = random.choice(domain.degrees)
+    choices = domain.choices_of(degrees)
+    return replace(degrees, **{name: random.choice(values) for name, values in choices.items()})

@@ -1,0 +1,201 @@
+"""Search: candidates become plans, bounds never lose the best, algorithms find it."""
+
+from dataclasses import replace
+from itertools import combinations
+from math import inf
+from random import Random
+
+import pytest
+
+from auto3d.cluster import Accelerator, Cluster, Link, Node
+from auto3d.errors import InputError
+from auto3d.plan import PlanError
+from auto3d.schedule import SCHEDULES
+from auto3d.schedule.shape import shape
+from auto3d.search.algorithms import ALGORITHMS
+from auto3d.search.bound import least_s
+from auto3d.search.exhaustive import exhaustive
+from auto3d.search.placement import PLACEMENTS, place
+from auto3d.search.space import Candidate, Domain, SearchSpace, Task
+from auto3d.simulate.costs import Costs
+from auto3d.simulate.costs import Link as Message
+from auto3d.simulate.simulate import simulate
+from tests.search.cases import random_case, searched
+
+# Placement
+
+
+def test_amp_tilings_by_hand():
+    """Two nodes of four devices, dominoes of dp = 2 by tp = 2, as figure 2 of the paper lays them."""
+    cluster = Cluster(nodes=(Node(devices=4), Node(devices=4)), device="cuda")
+    degrees = {"dp": 2, "tp": 2, "pp": 2}
+    assert place("megatron", cluster, **degrees) == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert place("pipelines-first", cluster, **degrees) == ((0, 1, 4, 5), (2, 3, 6, 7))
+    assert place("horizontal", cluster, **degrees) == ((0, 1, 4, 5), (2, 3, 6, 7))
+    assert place("vertical", cluster, **degrees) == ((0, 4, 1, 5), (2, 6, 3, 7))
+    narrow = {"dp": 2, "tp": 1, "pp": 4}
+    assert place("vertical", cluster, **narrow) == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert place("vertical-columns", cluster, **narrow) == ((0, 1), (4, 5), (2, 3), (6, 7))
+    with pytest.raises(PlanError, match="dominoes of 8 × 1 devices do not tile 2 × 4 devices"):
+        place("horizontal", cluster, dp=8, tp=1, pp=1)
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_every_placement_uses_each_rank_once(name):
+    cluster = Cluster(nodes=(Node(devices=4),) * 4, device="cuda")
+    found = 0
+    for tp in (1, 2, 4, 8, 16):
+        for dp in (1, 2, 4, 8, 16):
+            if 16 % (tp * dp) == 0:
+                try:
+                    placement = place(name, cluster, dp=dp, tp=tp, pp=16 // tp // dp)
+                except PlanError:
+                    continue
+                found += 1
+                assert {len(ranks) for ranks in placement} == {tp * dp}
+                assert sorted(rank for ranks in placement for rank in ranks) == list(range(16))
+    assert found >= 9
+
+
+# Plans
+
+
+def test_layer_assignment_is_the_best_of_all_cuts_on_devices_of_two_kinds():
+    """By AMP's closed form, without gradient syncs and updates, which its objective leaves out."""
+    for seed in range(40):
+        domain, maker = random_case(seed, partition=["layer-assignment"])
+        cuts = len(maker.subject.layers)
+        for candidate in domain.degrees:
+            if candidate.pp != 4 or candidate.dp != 1 or candidate.tp != 1:
+                continue
+            candidate = replace(candidate, schedule="1f1b", micro_batch_size=1)
+
+            def seconds(candidate: Candidate, maker=maker) -> float:
+                plan = maker.unlimited(candidate)
+                costs = maker.model.costs(plan)
+                none = (0.0,) * 4
+                costs = replace(costs, sync=none, update=none)
+                once = [f + b for f, b in zip(costs.forward, costs.backward, strict=True)]
+                return (plan.micro_batches - 1) * max(once) + sum(once)
+
+            own = seconds(candidate)
+            best = min(seconds(replace(candidate, cuts=(0, *inner, cuts))) for inner in combinations(range(1, cuts), 3))
+            assert own <= best * 1.02 + 1e-4, (seed, candidate)
+            return
+    raise AssertionError("no case has a pipeline of four stages")
+
+
+def test_reasons_that_differ_in_numbers_are_counted_together():
+    domain, maker = random_case(3, placement=["megatron"], partition=["blocks"])
+    search = searched(exhaustive, (domain, maker))
+    refused = list(search.refused())
+    words = [reason for _, _, reason in refused]
+    assert len(words) == len({reason.translate(str.maketrans("", "", "0123456789.")) for reason in words})
+    assert search.refused().total == domain.refused.total + len(domain) - len(
+        [one for one in domain if search.bound(one) < inf]
+    )
+    assert [times for times, _, _ in refused] == sorted((times for times, _, _ in refused), reverse=True)
+
+
+def test_a_model_without_memory_for_any_plan_gives_none():
+    cluster = Cluster(nodes=(Node(devices=2, accelerator=Accelerator(memory_bytes=2**20)),), device="cuda")
+    _, maker = random_case(0)
+    maker.model.cluster = cluster
+    task = Task(global_batch=8, seed=1)
+    space = SearchSpace(tp="auto", schedule=["1f1b"])
+    for name in ("annealing", "random", "megatron", "exhaustive"):
+        search = searched(ALGORITHMS[name], (Domain(space, cluster, task), maker), candidates=50)
+        assert search.ranked() == []
+        assert any("GiB; it has" in reason for _, _, reason in search.refused())
+
+
+# Bounds
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_simulation_beats_its_bound(name):
+    random = Random(name)
+    tightest = 0.0
+    for devices in (1, 2, 3, 4):
+        for micro_batches in (1, 2, 3, 4, 8, 11):
+            for options in ({}, {"recompute": "full"}):
+                try:
+                    form = shape(name, devices=devices, micro_batches=micro_batches, options=options)
+                except InputError:
+                    continue
+                for _ in range(6):
+
+                    def times(least: float, count: int = form.stages) -> tuple[float, ...]:
+                        return tuple(random.uniform(least, 1) * random.choice([1, 5]) for _ in range(count))
+
+                    half, other = times(0.1), times(0.1)
+                    costs = Costs(
+                        forward=times(0.1),
+                        backward=tuple(a + b for a, b in zip(half, other, strict=True)),
+                        backward_input=half,
+                        backward_weight=other,
+                        recompute=times(0.0),
+                        sync=times(0.0),
+                        update=times(0.0),
+                        links=tuple(Message(latency=t / 4, forward=t, backward=t) for t in times(0.0)[1:]),
+                        speed=(1.0,) * form.devices,
+                        overlap=random.random() < 0.5,
+                    )
+                    schedule = form.schedule()
+                    seconds = simulate(schedule, costs).makespan / schedule.iterations
+                    bound = least_s(form, costs)
+                    assert bound <= seconds, (devices, micro_batches, options)
+                    tightest = max(tightest, bound / seconds)
+    assert tightest > 0.4
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_pruning_loses_none_of_the_best(seed):
+    few = {"placement": ["megatron", "vertical"], "partition": ["blocks", "layer-assignment"], "recompute": ["full"]}
+    pruned = searched(exhaustive, random_case(seed, **few))
+    whole = searched(exhaustive, random_case(seed, **few), bound_of=lambda plan: 0.0)
+    assert [one.seconds for one in pruned.ranked()[:10]] == [one.seconds for one in whole.ranked()[:10]]
+    assert pruned.simulated < whole.simulated
+
+
+# Algorithms
+
+
+@pytest.mark.parametrize("name", ["annealing", "random", "megatron"])
+def test_a_seed_gives_the_same_result_and_nothing_beats_the_exhaustive_search(name):
+    axes = {"placement": ["megatron", "vertical"], "partition": ["blocks", "layer-assignment"]}
+    best = searched(exhaustive, random_case(3, **axes)).ranked()[0].seconds
+    first, again = (searched(ALGORITHMS[name], random_case(3, **axes), candidates=300) for _ in range(2))
+    assert [one.candidate for one in first.ranked()] == [one.candidate for one in again.ranked()]
+    assert first.looked_at <= 300
+    assert first.ranked()[0].seconds >= best
+    if name == "annealing":
+        assert first.ranked()[0].seconds <= 1.05 * best
+
+
+def test_megatron_takes_the_smallest_model_parallelism_that_holds_the_model():
+    domain, maker = random_case(2, recompute=["none"])
+    search = searched(ALGORITHMS["megatron"], (domain, maker))
+    for one in search.ranked():
+        plan = one.plan
+        assert plan.tp <= domain.cluster.devices_per_node
+        smaller = [
+            replace(other, schedule="1f1b", partition="blocks", placement="megatron")
+            for other in domain.degrees
+            if other.micro_batch_size == plan.micro_batch_size
+            and other.tp * other.pp < plan.tp * plan.pp
+            and other.tp <= domain.cluster.devices_per_node
+        ]
+        assert all(search.bound(other) == inf for other in smaller)
+
+
+def test_links_that_are_slow_are_not_used_for_syncs():
+    """AMP, section 5.2: replicas of a stage inside nodes, the pipeline between them."""
+    domain, maker = random_case(2)
+    slow = Link(latency_s=1e-4, bandwidth=1e7, lanes=1)
+    maker.model.cluster = Cluster(
+        nodes=tuple(replace(node, outside=slow) for node in domain.cluster.nodes), device="cuda"
+    )
+    best = searched(ALGORITHMS["annealing"], (domain, maker), candidates=600).ranked()[0].plan
+    homes = [{maker.model.cluster.node_of[rank] for rank in ranks} for ranks in best.placement]
+    assert all(len(nodes) == 1 for nodes in homes)
