@@ -20,7 +20,7 @@ from auto3d.plan import Plan, StagePlan
 from auto3d.schedule import build_schedule
 from auto3d.schedule.memory import in_flight
 from auto3d.schedule.operation import Schedule
-from auto3d.simulate.costs import Costs
+from auto3d.simulate.costs import Costs, Sharing
 from auto3d.simulate.costs import Link as Message
 from auto3d.simulate.simulate import simulate
 
@@ -163,7 +163,17 @@ class CostModel:
             ),
             speed=(1.0,) * schedule.devices,
             overlap=self.training.overlap,
+            sharing=self._sharing(plan),
         )
+
+    def _sharing(self, plan: Plan) -> tuple[Sharing, ...]:
+        """What the plan's processes share on each node where they share something."""
+        found = []
+        for number in sorted({self.cluster.node_of[rank] for ranks in plan.placement for rank in ranks}):
+            if slowdown := self.cluster.nodes[number].slowdown:
+                here = [sum(self.cluster.node_of[rank] == number for rank in ranks) for ranks in plan.placement]
+                found.append(Sharing(slowdown=slowdown, processes=tuple(here)))
+        return tuple(found)
 
     def _seconds(
         self, samples: int, accelerator: Accelerator, tp: int, link: Link | None, operations: Sequence[tuple[int, int]]
@@ -207,6 +217,8 @@ class CostModel:
     def _update_s(self, plan: Plan, stage: StagePlan, accelerator: Accelerator) -> float:
         elements = self._elements(plan, stage)
         shards = plan.dp * stage.replicas if self.training.shard_optimizer else 1
+        if accelerator.update_s is not None:
+            return elements / shards * accelerator.update_s
         moved = elements / shards * self.training.update_traffic
         return moved / (accelerator.memory_bandwidth * accelerator.memory_efficiency)
 
