@@ -69,7 +69,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduceTimes:
-    """Measured seconds of all-reduces inside a node: ``seconds[i][j]`` among ranks[i] devices, of sizes[j] bytes each."""
+    """Measured all-reduces inside a node: ``seconds[i][j]`` among ranks[i] devices, of sizes[j] bytes each."""
 
     ranks: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -91,7 +91,8 @@ class Node:
     """A machine. ``inside`` connects its devices; ``outside`` connects it to other nodes, None: to none.
 
     ``slowdown[n - 1]`` is how much longer a device takes while n of the node's compute: processes on a CPU share its
-    cores and its memory's bandwidth. Nothing: they share nothing.
+    cores and its memory's bandwidth. Nothing: they share nothing. ``handling`` is what a message inside the node takes
+    of the compute of its sender, and of its receiver: seconds, and seconds for each byte.
     """
 
     devices: int
@@ -99,6 +100,7 @@ class Node:
     inside: Link = INSIDE
     outside: Link | None = OUTSIDE
     slowdown: tuple[float, ...] = ()
+    handling: tuple[float, float] = (0.0, 0.0)
     all_reduce: AllReduceTimes | None = None  # inside the node, where it was measured; None: what its links take
 
     def __post_init__(self) -> None:

@@ -157,10 +157,11 @@ def table(profile: Profile) -> str:
     subgraphs = tabulate(rows, [*heads, "weight half\n(ms)", "saved\n(MiB)"], disable_numparse=True)
     figures = [("slowdown", ", ".join(f"{factor:.2f}" for factor in profile.slowdown), "while 1, 2, … ranks compute")]
     if profile.messages:
-        link = profile.messages.link
-        figures.append(
-            ("messages", _rate(link.bandwidth), f"and {1e6 * link.latency_s:.0f} µs: the line of least error")
-        )
+        link, (each, per_byte) = profile.messages.link, profile.messages.handling
+        line = "by the line of least error"
+        figures.append(("messages", _rate(link.bandwidth), f"and {1e6 * link.latency_s:.0f} µs: {line}"))
+        told = f"and {1e6 * each:.0f} µs that either process computes for one: {line}"
+        figures.append(("their handling", _rate(1 / per_byte), told))
     if profile.all_reduce:
         for ranks, seconds in zip(profile.all_reduce.ranks, profile.all_reduce.seconds, strict=True):
             size, longest = profile.all_reduce.sizes[-1], seconds[-1]
@@ -170,8 +171,8 @@ def table(profile: Profile) -> str:
     repetitions = [one.repetitions for size in profile.sizes for one in size.subgraphs]
     how = (
         f"Measured: {profile.model}, {profile.setting.devices_per_node} ranks of {profile.setting.threads} threads on "
-        f"{profile.host}, torch {profile.torch}, {profile.made[:10]}; subgraphs alone, medians of {min(repetitions)} to "
-        f"{max(repetitions)} repetitions."
+        f"{profile.host}, torch {profile.torch}, {profile.made[:10]}; subgraphs alone, medians of "
+        f"{min(repetitions)} to {max(repetitions)} repetitions."
     )
     return f"{subgraphs}\n\n{tabulate(figures, tablefmt='plain', disable_numparse=True)}\n\n{how}"
 

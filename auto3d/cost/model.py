@@ -25,6 +25,7 @@ from auto3d.simulate.costs import Link as Message
 from auto3d.simulate.simulate import simulate
 
 MOMENTS = {"adamw": 2, "sgd": 1}  # that the optimizer keeps of each parameter
+TOTALS_BYTES = 16  # loss and gradient norm, of all ranks
 FRAGMENTATION = 1.06  # what an allocator holds beyond what is used
 
 SecondsOf = Callable[[Schedule, Costs], float]  # the simulator, or a closed form
@@ -114,7 +115,7 @@ class CostModel:
         alone = replace(self.costs(plan, replica, collectives=False), sync=none, links=silent.links)
         without_tensor = seconds_of(schedule, alone)
         compute, update = _busiest(schedule, alone)
-        iteration = max(self.cluster.accelerator(rank).iteration_s for ranks in plan.placement for rank in ranks)
+        iteration = self._iteration_s(plan)
         return Estimate(
             seconds=whole + iteration,
             compute_s=compute,
@@ -150,6 +151,11 @@ class CostModel:
                 again = self._seconds(each, accelerator, plan.tp, link, dropped)[0] if dropped else 0.0
             recompute.append(parts * again)
             update.append(self._update_s(plan, stage, accelerator))
+        for boundary in range(len(plan.stages) - 1):
+            handling = self._handling_s(plan, schedule, boundary, replica)
+            for number in (boundary, boundary + 1):
+                forward[number] += handling
+                backward[number] += handling
         return Costs(
             forward=tuple(forward),
             backward=tuple(backward),
@@ -257,6 +263,25 @@ class CostModel:
             seconds += ring_s(plan.tp, size, traffic.tensor[target, replica]) / 2
         return Message(latency=link.latency_s, forward=seconds, backward=seconds)
 
+    def _handling_s(self, plan: Plan, schedule: Schedule, boundary: int, replica: int) -> float:
+        """What a message takes of the compute of either side."""
+        source, target = (schedule.device_of[stage, 0] for stage in (boundary, boundary + 1))
+        nodes = {self.cluster.node_of[self._ranks(plan, device, replica)[0]] for device in (source, target)}
+        if source == target or len(nodes) > 1:
+            return 0.0
+        each, per_byte = self.cluster.nodes[min(nodes)].handling
+        samples = plan.micro_batch_size // schedule.parts
+        size = self._work(samples).work.crossing[plan.stages[boundary].operations[-1][1]]
+        return schedule.parts * (each + size / plan.tp * per_byte)
+
+    def _iteration_s(self, plan: Plan) -> float:
+        """What each iteration takes beside its operations: of the slowest host, and to reduce loss and norm."""
+        ranks = [rank for ranks in plan.placement for rank in ranks]
+        host = max(self.cluster.accelerator(rank).iteration_s for rank in ranks)
+        nodes = {self.cluster.node_of[rank] for rank in ranks}
+        measured = self.cluster.nodes[min(nodes)].all_reduce
+        return host + (measured.of(len(ranks), TOTALS_BYTES) if measured and len(nodes) == 1 < len(ranks) else 0.0)
+
     def _make_traffic(
         self, placement: tuple[tuple[int, ...], ...], tp: int, dp: int, homes: tuple[tuple[int, ...], ...]
     ) -> "_Traffic":
@@ -277,8 +302,9 @@ class CostModel:
 
     def _worst(self, plan: Plan, seconds_of: SecondsOf) -> float:
         schedule = _schedule(plan)
-        iteration = max(self.cluster.accelerator(ranks[0]).iteration_s for ranks in plan.placement)
-        return iteration + max(seconds_of(schedule, self.costs(plan, replica)) for replica in self._replicas(plan))
+        return self._iteration_s(plan) + max(
+            seconds_of(schedule, self.costs(plan, replica)) for replica in self._replicas(plan)
+        )
 
     # Memory
 

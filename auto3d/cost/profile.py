@@ -6,6 +6,7 @@ from json import dumps
 
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
+from scipy.optimize import nnls
 
 from auto3d.cluster import Accelerator, AllReduceTimes, Cluster, Link
 from auto3d.cost.model import TimesOf
@@ -64,13 +65,24 @@ class MessageTimes:
 
     sizes: tuple[int, ...]  # bytes
     seconds: tuple[float, ...]
+    processor_s: tuple[float, ...]  # of that, what either process computes
 
     @property
     def link(self) -> Link:
-        """Latency and bandwidth whose relative errors are least."""
-        sizes, seconds = np.array(self.sizes), np.array(self.seconds)
-        latency, per_byte = np.linalg.lstsq(np.stack([1 / seconds, sizes / seconds], axis=1), np.ones(len(sizes)))[0]
-        return Link(latency_s=max(0.0, float(latency)), bandwidth=float(1 / per_byte))
+        latency, per_byte = _line(self.sizes, self.seconds)
+        return Link(latency_s=latency, bandwidth=1 / per_byte)
+
+    @property
+    def handling(self) -> tuple[float, float]:
+        """Seconds that either process computes for a message, and for each byte of it."""
+        return _line(self.sizes, self.processor_s)
+
+
+def _line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
+    """Seconds of nothing, and of each byte, whose relative errors are least."""
+    rates = np.stack([1 / np.array(seconds), np.array(sizes) / np.array(seconds)], axis=1)
+    (least, per_byte), _ = nnls(rates, np.ones(len(sizes)))
+    return float(least), float(max(per_byte, 1e-15))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,11 +133,13 @@ class Profile:
             kind: replace(kind, update_s=self.update_s, iteration_s=0.0, micro_batch_s=0.0)
             for kind in {node.accelerator for node in cluster.nodes}
         }
+        on_processor = self.messages is not None and self.setting.device == "cpu"
         nodes = (
             replace(
                 node,
                 accelerator=accelerators[node.accelerator],
                 inside=self.messages.link if self.messages else node.inside,
+                handling=self.messages.handling if on_processor else (0.0, 0.0),
                 slowdown=self.slowdown,
                 all_reduce=self.all_reduce,
             )

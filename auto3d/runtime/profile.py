@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,11 @@ ROUNDS = 5  # through all that is measured, so that what disturbs a moment does 
 LEAST_REPETITIONS, TURN_S = 3, 0.06  # of a subgraph in each round, and about how long they take
 LOAD_S = 0.4  # that ranks compute at the same time, in each round
 MESSAGE_SIZES = tuple(4**power for power in range(5, 13))  # bytes: 1 KiB to 16 MiB
-REDUCE_SIZES = tuple(8**power for power in range(4, 9)) + (2**26,)  # bytes: 4 KiB to 16 MiB, and 64 MiB
+REDUCE_SIZES = (
+    16,
+    *(8**power for power in range(4, 9)),
+    2**26,
+)  # those of loss and norm; bytes: 4 KiB to 16 MiB, and 64 MiB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,19 +174,21 @@ class _Bench:
 
     def messages(self) -> MessageTimes:
         """Between ranks 0 and 1, there and back."""
-        seconds = []
+        seconds, processor_s = [], []
         for size in MESSAGE_SIZES:
             content = torch.zeros(size, dtype=torch.uint8, device=self._device)
-            each = []
+            each, spent = [], []
             for _ in range(self._repetitions(size)):
                 self._barrier()
-                begin = self._now()
+                begin, used = self._now(), process_time()
                 if self._world.rank < 2:
                     self._there_and_back(content)
                 each.append((self._now() - begin) / 2)
+                spent.append((process_time() - used) / 2)
             seconds.append(self._of_first(median(each[1:])))
+            processor_s.append(self._of_first(median(spent[1:])))
         self._report("messages")
-        return MessageTimes(sizes=MESSAGE_SIZES, seconds=tuple(seconds))
+        return MessageTimes(sizes=MESSAGE_SIZES, seconds=tuple(seconds), processor_s=tuple(processor_s))
 
     def all_reduces(self) -> AllReduceTimes:
         """Of the first 2, 4, … ranks and of all."""
@@ -237,7 +243,7 @@ class _Bench:
         return {name: value.to(self._device) for name, value in model.captured.exported.constants.items()}
 
     def _turn(self, whole: "_Run", split: "_Run") -> Iterator[tuple[float, float, float]]:
-        """Seconds of forward, backward, and the weight half of a split one, for some repetitions after one unmeasured."""
+        """Seconds of forward, backward, and the weight half of a split one; some repetitions, after one unmeasured."""
         deadline = self._now() + TURN_S
         for repetition in count():
             begin = self._now()
@@ -321,13 +327,16 @@ class _Run:
             split_backward=split,
         )
         self._state = {state[name].untyped_storage().data_ptr() for name in stage.state}
-        self._inputs = {name: value.to(device) for name, value in batches.micro_batch(0, 0, stage.inputs).items()}
+        self._batches, self._device = batches, device
         self._received = {one.value.name: _made_up(one.value, device) for one in stage.received}
         sent = [graph.value(name) for name in self._module.sent]
         self._gradients = {value.name: [_made_up(value, device)] for value in sent if value.differentiable}
 
     def forward(self) -> None:
-        self._module.forward(0, self._received, self._inputs)
+        """With the loading of its inputs, as in training."""
+        loaded = self._batches.micro_batch(0, 0, self._module.stage.inputs)
+        inputs = {name: value.to(self._device) for name, value in loaded.items()}
+        self._module.forward(0, self._received, inputs)
         self._module.losses.clear()
 
     def backward(self) -> None:
