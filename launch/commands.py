@@ -246,6 +246,21 @@ def calibrate(recipe: str, overrides: tuple[str, ...], **options: Any) -> int:
     return 0
 
 
+@_recipe_command
+@click.option("--json", "as_json", is_flag=True, help="Print one record, in seconds and bytes.")
+def profile(recipe: str, overrides: tuple[str, ...], as_json: bool) -> int:
+    """Measure this machine for RECIPE, for the predictions of its cluster: writes profiles/<cluster>.json and .svg.
+
+    It runs a process for each device of one node: each distinct subgraph of the model at several micro-batch sizes,
+    alone and while all compute, messages, all-reduces, and the optimizer's update.
+    """
+    loaded = load(recipe, overrides)
+    from launch.profile import print_profile
+
+    print_profile(loaded, err, as_json=as_json)
+    return 0
+
+
 _TIME = click.FloatRange(min=0)
 _FILE = click.Path(dir_okay=False)
 

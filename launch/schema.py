@@ -171,6 +171,9 @@ class PredictionRecipe:
         "other names that files of candidates have for our columns, as in {hidden: model.config.n_embd}",
         values=(str,),
     )
+    profile: str = key(
+        AUTO, "measured times to use: auto: profiles/<cluster>.json where `auto3d profile` made it; none; or a file"
+    )
     method: str = key("simulated", "how the time is found on these costs", choices=("simulated", "amp", "chimera"))
 
 

@@ -18,11 +18,12 @@ from auto3d.cost.times import Times, before, times_of
 from auto3d.cost.work import PRECISION_BYTES, Work
 from auto3d.plan import Plan, StagePlan
 from auto3d.schedule.shape import Shape, shape_of
-from auto3d.simulate.costs import Costs
+from auto3d.simulate.costs import Costs, Sharing
 from auto3d.simulate.costs import Link as Message
 from auto3d.simulate.simulate import simulate
 
 MOMENTS = {"adamw": 2, "sgd": 1}  # that the optimizer keeps of each parameter
+TOTALS_BYTES = 16  # loss and gradient norm, of all ranks
 FRAGMENTATION = 1.06  # what an allocator holds beyond what is used
 
 SecondsOf = Callable[[Shape, Costs], float]  # the simulator, or a closed form
@@ -96,6 +97,8 @@ class CostModel:
         self._times = lru_cache(None)(
             times_at or (lambda samples, accelerator, tp: times_of(self._work_at(samples), accelerator, tp))
         )
+        self._handles_messages = any(any(node.handling) for node in cluster.nodes)
+        self._shares_processors = any(node.slowdown for node in cluster.nodes)
         self._traffic = lru_cache(1024)(self._make_traffic)
         self._collectives = lru_cache(None)(self._make_collectives)
         self._parts = lru_cache(1024)(self._make_parts)
@@ -165,6 +168,11 @@ class CostModel:
                 again = self._seconds(each, accelerator, plan.tp, link, dropped)[0] if dropped else 0.0
             recompute.append(parts * again)
             update.append(self._update_s(plan, stage, accelerator))
+        for boundary in range(len(plan.stages) - 1) if self._handles_messages else ():
+            handling = self._handling_s(plan, shape, boundary, replica)
+            for number in (boundary, boundary + 1):
+                forward[number] += handling
+                backward[number] += handling
         return Costs(
             forward=tuple(forward),
             backward=tuple(backward),
@@ -178,7 +186,17 @@ class CostModel:
             ),
             speed=(1.0,) * shape.devices,
             overlap=self.training.overlap,
+            sharing=self._sharing(plan) if self._shares_processors else (),
         )
+
+    def _sharing(self, plan: Plan) -> tuple[Sharing, ...]:
+        """What the plan's processes share on each node where they share something."""
+        found = []
+        for number in sorted({self.cluster.node_of[rank] for ranks in plan.placement for rank in ranks}):
+            if slowdown := self.cluster.nodes[number].slowdown:
+                here = [sum(self.cluster.node_of[rank] == number for rank in ranks) for ranks in plan.placement]
+                found.append(Sharing(slowdown=slowdown, processes=tuple(here)))
+        return tuple(found)
 
     def pipeline(self, plan: Plan, cuts: Sequence[int]) -> "Pipeline":
         """What a pipeline of ``plan``'s degrees, placement and schedule takes wherever it is cut; its stages do not
@@ -266,6 +284,8 @@ class CostModel:
     def _update_s(self, plan: Plan, stage: StagePlan, accelerator: Accelerator) -> float:
         elements = self._elements(plan, stage)
         shards = plan.dp * stage.replicas if self.training.shard_optimizer else 1
+        if accelerator.update_s is not None:
+            return elements / shards * accelerator.update_s
         moved = elements / shards * self.training.update_traffic
         return moved / (accelerator.memory_bandwidth * accelerator.memory_efficiency)
 
@@ -302,6 +322,17 @@ class CostModel:
 
     def _traffic_of(self, plan: Plan) -> "_Traffic":
         return self._traffic(plan.placement, plan.tp, plan.dp, shape_of(plan).homes)
+
+    def _handling_s(self, plan: Plan, shape: Shape, boundary: int, replica: int) -> float:
+        """What a message takes of the compute of either side."""
+        source, target = (shape.device_of[stage, 0] for stage in (boundary, boundary + 1))
+        nodes = {self.cluster.node_of[self._traffic_of(plan).ranks(device, replica)[0]] for device in (source, target)}
+        if source == target or len(nodes) > 1:
+            return 0.0
+        each, per_byte = self.cluster.nodes[min(nodes)].handling
+        samples = plan.micro_batch_size // shape.parts
+        size = self._work(samples).work.crossing[plan.stages[boundary].operations[-1][1]]
+        return shape.parts * (each + size / plan.tp * per_byte)
 
     def _make_traffic(
         self, placement: tuple[tuple[int, ...], ...], tp: int, dp: int, homes: tuple[tuple[int, ...], ...]
@@ -412,7 +443,13 @@ class _Traffic:
         self._slowest = {key: cluster.slowest(ranks) for key, ranks in self._ranks.items()}
         self._cluster = cluster
         self.different = self._different(dp, len(placement))
+        # Beside its operations, each iteration takes what the slowest host does, and an all-reduce of loss and norm.
         self.iteration_s = max(kind.iteration_s for kind in dict.fromkeys(self._slowest.values()))
+        ranks = [rank for ranks in placement for rank in ranks]
+        nodes = {cluster.node_of[rank] for rank in ranks}
+        measured = cluster.nodes[min(nodes)].all_reduce
+        if measured is not None and len(nodes) == 1 < len(ranks):
+            self.iteration_s += measured.of(len(ranks), TOTALS_BYTES)
         every = [ranks[first : first + tp] for ranks in placement for first in range(0, len(ranks), tp)]
         inside = Traffic(cluster, every)
         self.tensor = {key: inside.link(ranks[:tp]) for key, ranks in self._ranks.items()} if tp > 1 else {}
