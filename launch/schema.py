@@ -64,6 +64,7 @@ def key(
 class LayerRecipe:
     count: int = key(1, "equal layers that follow each other", least=1, below=LARGEST_BATCH)
     parameters: float = key(0.0, "elements of its weights", least=0)
+    tied: float = key(0.0, "elements of more weights, which are the first layer's", least=0)
     flops: float = key(0.0, "of its forward, for one sample", least=0)
     products: int = key(1, "matrix products that these FLOPs are in", least=1)
     traffic: float = key(

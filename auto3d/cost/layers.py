@@ -26,6 +26,7 @@ class Layer:
     """Elements and FLOPs of one sample; parameters are those of the layer."""
 
     parameters: float = 0.0
+    tied: float = 0.0  # more parameters, which are the first layer's
     flops: float = 0.0
     products: int = 1  # matrix products that these are in
     traffic: float = 0.0  # that its forward reads and writes beside matrix products
@@ -65,6 +66,7 @@ def work_of_layers(layers: Sequence[Layer], samples: int, *, precision: str) -> 
         parameters=each("parameters"),
         saved=size * each("saved"),
         crossing=crossing,
+        tied=tuple((layer.tied, (0, place)) for place, layer in enumerate(layers) if layer.tied),
     )
 
 
