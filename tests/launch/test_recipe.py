@@ -155,7 +155,7 @@ def test_modules_may_lie_beside_the_recipe(folder, auto3d, monkeypatch):
     (folder / "elsewhere").mkdir()
     (folder / "elsewhere" / "beside.py").write_text(MINE)
     (folder / "elsewhere" / "own.yaml").write_text((folder / "own.yaml").read_text().replace("mine:", "beside:"))
-    assert "2 to run" in auto3d("plan", "elsewhere/own.yaml").out
+    assert "2 simulated" in auto3d("plan", "elsewhere/own.yaml").out
 
 
 @pytest.mark.parametrize(
