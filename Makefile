@@ -7,7 +7,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 CLUSTER_PROGRAM := slurm/dev-cluster/cluster.py $(if $(FOLDER),--folder $(FOLDER))
 
-.PHONY: help setup sweep plan train table test soak parity bench lint clean cluster-up cluster-down cluster-status
+.PHONY: help setup sweep tune plan train table test soak parity bench lint clean cluster-up cluster-down cluster-status
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 19
@@ -21,7 +21,10 @@ setup: $(INSTALLED)  ## make .venv and install everything (again only if pyproje
 sweep: $(INSTALLED)  ## run every plan of RECIPE's search space and print the table
 	@$(BIN)/auto3d sweep $(RECIPE) $(ARGS)
 
-plan: $(INSTALLED)  ## print the candidates of RECIPE, and why others were pruned; trains nothing
+tune: $(INSTALLED)  ## search RECIPE's space, try the best plans, and print predicted beside measured
+	@$(BIN)/auto3d tune $(RECIPE) $(ARGS)
+
+plan: $(INSTALLED)  ## print RECIPE's candidates, fastest first by prediction, and why the best is; trains nothing
 	@$(BIN)/auto3d plan $(RECIPE) $(ARGS)
 
 train: $(INSTALLED)  ## train RECIPE under its plan, or under ARGS="--plan plan.json"

@@ -70,6 +70,33 @@ def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, show_all: bool)
 
 
 @_recipe_command
+def tune(recipe: str, overrides: tuple[str, ...]) -> int:
+    """Search as `plan` does, then try the best candidates, and write the fastest plan to results/.
+
+    Each trial corrects what is predicted for those that are left. search.trials is how many run at most; finished ones
+    never run twice.
+    """
+    loaded = load(recipe, overrides)
+    from launch import tune as tuning
+    from launch.progress import search_progress, sweep_progress
+    from launch.search import search_recipe
+
+    try:
+        with search_progress(err) as tell:
+            search = search_recipe(loaded, tell)
+        with sweep_progress(err) as watcher:
+            tried = tuning.run_tune(loaded, search, watcher)
+    except KeyboardInterrupt:
+        return complain("interrupted; finished trials are kept, and the same command runs the rest", INTERRUPTED)
+    files = tuning.write(loaded, tried)
+    print(f"{tuning.table(tried, 'simple')}\n\n{tuning.told(tried)}\n\nwritten: {', '.join(map(str, files))}")
+    if tuning.fastest(tried) is None:
+        return complain("no trial is ok", RUN_FAILED)
+    print(f"train under the fastest: {loaded.command('train', '--plan', str(files[-1]), without='plan')}")
+    return 0
+
+
+@_recipe_command
 @click.option("--retry", is_flag=True, help="Run again the trials that failed or timed out.")
 def sweep(recipe: str, overrides: tuple[str, ...], retry: bool) -> int:
     """Run every plan of RECIPE's search space as a trial, skip those that are done, and print the table."""

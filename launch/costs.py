@@ -3,8 +3,8 @@
 import csv
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 
 from auto3d.capture.graph import Graph
@@ -18,9 +18,9 @@ from auto3d.search.subject import CapturedSubject, LayeredSubject, Subject
 from launch.capture import PlanningModel
 from launch.profile import read_profile
 from launch.recipe import LoadedRecipe
-from launch.schema import AUTO
 from launch.settings import cluster, training
 
+INTERPOLATED = (2, 4)  # samples; at 1 there may be fewer operations than at all others
 PUBLISHED_DATA = "AUTO3D_PUBLISHED_DATA"  # the folder of published measurements, which are not part of the project
 
 
@@ -46,36 +46,30 @@ def subject_of(recipe: LoadedRecipe) -> Subject:
 
 
 def planning_subject(recipe: LoadedRecipe) -> Subject:
-    """The recipe's model for a search: captured at two sizes, which tell of all others, unless its code differs there.
+    """The recipe's model for a search.
 
-    A plan of another size names no Graph, so it cannot run: ``launch.candidates.exact_plan`` makes one that can.
+    For several machines a plan is only predicted, so two captures tell of all micro-batch sizes, unless the model's
+    code differs there. A plan of another size names no Graph; ``launch.candidates.exact_plan`` makes one that can run.
     """
-    if recipe.values.model.layers is not None:
+    if recipe.values.model.layers is not None or len(cluster(recipe).nodes) == 1:
         return subject_of(recipe)
     model = PlanningModel(recipe)
-    wanted = recipe.values.search.micro_batch_size
-    known: dict[int, Graph | InputError] = {}
-    for samples in (1, 2, 4) if wanted == AUTO else sorted(set(wanted)):
-        try:
-            known[samples] = model.graph(samples)
-        except InputError as error:
-            known[samples] = error
-        captured = [found for found in known.values() if isinstance(found, Graph)]
-        if len(captured) == 2:
-            break
+
+    @cache
+    def captured(samples: int) -> Graph:
+        return model.graph(samples)
 
     def graph_at(samples: int) -> Graph:
-        found = known.get(samples)
-        if isinstance(found, InputError):
-            raise found
-        if found is None and len(captured) == 2:
-            with suppress(InputError):
-                return interpolate(*captured, samples)
-        return found or model.graph(samples)
+        if samples in INTERPOLATED:
+            return captured(samples)
+        try:
+            return interpolate(*map(captured, INTERPOLATED), samples)
+        except InputError:
+            return captured(samples)
 
     def sharding(graph: Graph) -> Sharding:
         """Of one that is told from others, that of these: it has the same operations."""
-        return model.sharding(graph if graph.fingerprint else captured[0])
+        return model.sharding(graph if graph.fingerprint else captured(INTERPOLATED[0]))
 
     return _captured_subject(recipe, graph_at, sharding)
 

@@ -247,7 +247,7 @@ class SearchRecipe:
         choices=(AUTO, *ALGORITHMS),
     )
     candidates: int = key(2000, "that a search estimates at most", least=1)
-    seconds: float = key(60.0, "that a search takes at most", least=0.1, below=LARGEST_TIME_S)
+    seconds: float = key(60.0, "of processor time that a search takes at most", least=0.1, below=LARGEST_TIME_S)
     trials: int = key(10, "of the best candidates that `tune` runs at most", least=1)
     seed: int = key(1, "of the search", least=0, below=LARGEST_INTEGER)
 

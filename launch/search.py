@@ -31,6 +31,7 @@ def search_recipe(recipe: LoadedRecipe, tell: Callable[[int, float], None] | Non
     model = cost_model(recipe, subject)
     domain = Domain(search_space(recipe.values), model.cluster, task(recipe))
     maker = PlanMaker(subject, model, task(recipe), check=check)
+    maker.capture(sorted({one.micro_batch_size for one in domain.degrees}))
     budget = Budget(candidates=settings.candidates, seconds=settings.seconds, best=settings.trials)
     search = Search(domain, maker, budget, tell=tell)
     if domain.degrees:

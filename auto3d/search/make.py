@@ -1,6 +1,7 @@
 """Candidate -> Plan: the one place where plans are made of degrees and choices."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 
@@ -83,6 +84,12 @@ class PlanMaker:
         if candidate.recompute not in (NONE, FULL, AUTO):
             plan = self._shares(plan).plan(float(candidate.recompute))
         return plan
+
+    def capture(self, sizes: Iterable[int]) -> None:
+        """Have the model captured at these numbers of samples now, so that a search's time is its own."""
+        for samples in sizes:
+            with suppress(InputError):
+                self._fingerprint(samples)
 
     def check_captured(self) -> None:
         """Raise the first error if the model could not be captured at any number of samples."""

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import nsmallest
 from math import inf
-from time import monotonic
+from time import process_time
 
 from auto3d.cost.model import CostModel
 from auto3d.errors import InputError
@@ -16,7 +16,7 @@ from auto3d.search.space import Candidate, Domain, Refusals
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Of one search. ``seconds`` end it wherever it is; without them a seed always gives the same result."""
+    """Of one search. ``seconds`` of processor time end it wherever it is; without them a seed always gives the same."""
 
     candidates: int  # to look at
     seconds: float = inf
@@ -55,7 +55,7 @@ class Search:
         self._seconds_of = seconds_of or model.seconds
         self._bound_of = bound_of or (lambda plan: model.slowest_replica_s(plan, least_s))
         self._tell = tell or (lambda looked_at, best: None)
-        self._began = monotonic()
+        self._began = process_time()
         self._plans: dict[Candidate, Plan] = {}
         self._bounds: dict[Candidate, float] = {}
         self._seconds: dict[Candidate, float] = {}
@@ -69,7 +69,8 @@ class Search:
 
     @property
     def elapsed_s(self) -> float:
-        return monotonic() - self._began
+        """Of processor time, so that what else the machine does changes no result."""
+        return process_time() - self._began
 
     @property
     def simulated(self) -> int:

@@ -151,10 +151,15 @@ def test_the_loss_falls_on_real_text(folder, trained):
 # Planning
 
 
+def planned(auto3d, *overrides: str) -> dict:
+    return json.loads(auto3d("plan", "own.yaml", *overrides, "--json").out)
+
+
 def test_asynchronous_schedules_are_tried_where_they_are_named(folder, auto3d):
     def schedules(*overrides: str) -> dict[str, str]:
-        found = json.loads(auto3d("plan", "own.yaml", "search.micro_batch_size=[2]", *overrides, "--json").out)
-        return {candidate["schedule"]: candidate["reason"] for candidate in found}
+        found = planned(auto3d, "search.micro_batch_size=[2]", *overrides)
+        reasons = {one["schedule"]: one["reason"] for one in found["infeasible"]}
+        return {one["schedule"]: "" for one in found["candidates"]} | reasons
 
     assert not any("pipedream" in name for name in schedules("search.schedule=auto"))
     named = "search.schedule=[1f1b,pipedream,pipedream-2bw]"
@@ -164,43 +169,46 @@ def test_asynchronous_schedules_are_tried_where_they_are_named(folder, auto3d):
     assert all(reason.startswith("clip_norm: 1; schedule") for reason in reasons.values())
 
 
-def test_plan_tells_why_candidates_are_pruned(folder, auto3d):
-    arguments = ["plan", "own.yaml", "search.dp=auto", "search.pp=auto", "search.allow_idle_devices=false"]
+def test_plan_ranks_candidates_and_counts_those_that_cannot_be(folder, auto3d):
+    arguments = ["search.dp=auto", "search.pp=auto", "search.tp=[1,2]", "search.allow_idle_devices=false"]
     arguments += ["search.micro_batch_size=[1,2,3]", "search.schedule=[gpipe,1f1b]"]
-    found = json.loads(auto3d(*arguments, "--json").out)
-    reasons = [candidate["reason"] for candidate in found if candidate["plan"] is None]
-    for words in ("needs 16 devices; the cluster has 4", "uses 1 of 4 devices", "global_batch: 8 does not divide"):
-        assert any(words in reason for reason in reasons), words
-    kept = [candidate for candidate in found if candidate["plan"]]
-    assert {(c["dp"], c["pp"]) for c in kept} == {(2, 2), (4, 1)}
-    assert all(candidate["reason"] == "" for candidate in kept)
+    found = planned(auto3d, *arguments)
+    kept = found["candidates"]
+    assert {(one["dp"], one["tp"], one["pp"]) for one in kept} == {(2, 1, 2), (4, 1, 1), (1, 2, 2), (2, 2, 1)}
+    times = [one["predicted_s"] for one in kept]
+    assert times == sorted(times)
+    assert {one["does_not_run_yet"] for one in kept if one["tp"] == 2} == {"tensor parallelism"}
+    assert {one["does_not_run_yet"] for one in kept if one["tp"] == 1} == {""}
+    best = kept[0]
+    parts = ("compute_s", "bubble_s", "tensor_s", "message_s", "sync_s", "update_s")
+    assert sum(best["estimate"][part] for part in parts) == pytest.approx(best["predicted_s"])
+    counts = {one["reason"]: one["count"] for one in found["infeasible"]}
+    for words in ("devices; the cluster has 4", "of 4 devices, and allow_idle", "global_batch: 8 does not divide"):
+        assert sum(words in reason for reason in counts) == 1, words
+    listed = sum(counts.values()) + found["looked_at"] - sum(one["count"] for one in found["infeasible"][3:])
+    assert listed == 3 * 2 * 3 * 3 * 2 - sum(one["pp"] == 1 for one in kept)
     assert not (folder / "runs").exists(), "it trains nothing"
 
-    shown = auto3d(*arguments).out
-    times = reasons.count("needs 16 devices; the cluster has 4")
-    assert f"×{times} needs 16 devices; the cluster has 4 (dp=4 tp=1 pp=4" in shown
-    assert shown.count("needs 16 devices") == 1
-    assert auto3d(*arguments, "--all").out.count("needs 16 devices") == times
-
-    few = auto3d(*arguments, "search.max_trials=1").out
-    assert f"×{len(kept) - 1} left out: search.max_trials is 1" in few
-    assert f"{len(found)} candidates, 1 to run" in few
+    shown = auto3d("plan", "own.yaml", *arguments).out
+    assert "tensor parallelism" in shown
+    assert "why the best is best" in shown
+    assert "exhaustive search of" in shown
 
 
 def test_a_space_without_a_plan_is_refused(folder, auto3d):
     refused = auto3d("sweep", "own.yaml", "search.micro_batch_size=[3]", code=2).err
     assert "search: none of its 1 candidates can run; 1 of them: global_batch: 8 does not divide" in refused
     fine = auto3d("plan", "own.yaml", "training.global_batch=9", "search.micro_batch_size=[3]")
-    assert "1 to run" in fine.out, "the recipe's own plan does not divide 9, but a sweep does not read it"
+    assert "1 simulated" in fine.out, "the recipe's own plan does not divide 9, but a search does not read it"
 
 
 def test_a_micro_batch_size_at_which_the_model_fails_is_pruned(folder, auto3d):
     one_is_too_few = MINE.replace("self.a(x)", "nn.functional.batch_norm(self.a(x), None, None, training=True)")
     (folder / "mine.py").write_text(one_is_too_few)
-    found = json.loads(auto3d("plan", "own.yaml", "search.micro_batch_size=[1,2]", "--json").out)
-    assert [candidate["micro_batch_size"] for candidate in found if candidate["plan"]] == [2]
+    found = planned(auto3d, "search.micro_batch_size=[1,2]")
+    assert [candidate["micro_batch_size"] for candidate in found["candidates"]] == [2]
     refused = auto3d("plan", "own.yaml", "search.micro_batch_size=[1]", code=2).err
-    for message in (found[0]["reason"], refused):
+    for message in (found["infeasible"][0]["reason"], refused):
         assert "Net cannot be captured at micro-batch size 1: Expected more than 1 value per channel" in message
         assert "mine.py, line 11" in message
 
@@ -247,5 +255,5 @@ def test_the_way_in_imports_nothing_slow():
 
 
 def test_a_plan_of_json_is_a_plan(folder, auto3d):
-    (kept, *_) = [c for c in json.loads(auto3d("plan", "own.yaml", "--json").out) if c["plan"]]
+    kept = planned(auto3d)["candidates"][0]
     assert Plan.from_json(json.dumps(kept["plan"])).pp == 2

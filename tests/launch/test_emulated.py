@@ -30,7 +30,7 @@ def test_training_says_that_it_was_emulated(folder, auto3d):
 
 def test_a_sweep_and_its_tables_say_that_they_were_emulated(folder, auto3d):
     arguments = ["own.yaml", *EMULATED, "search.pp=[1,2]", "search.micro_batch_size=[4]"]
-    pruned = auto3d("plan", *arguments, "search.schedule=[1f1b,interleaved-1f1b]", "--all").out
+    pruned = auto3d("plan", *arguments, "search.schedule=[1f1b,interleaved-1f1b]").out
     assert "emulation: backward_s has 2 values, and the plan 1 stages" in pruned
     swept = auto3d("sweep", *arguments)
     assert re.search(r"1/1 \S+ ok \d+\.\d+ s/iteration \(emulated\)", swept.err)
