@@ -93,7 +93,7 @@ def _captured_subject(
 def cost_model(recipe: LoadedRecipe, subject: Subject) -> CostModel:
     """Of the recipe's cluster and training, with what was measured where there is a profile of it."""
     machine, times = cluster(recipe), subject.times
-    if times is None and (profile := read_profile(recipe, subject.fingerprint)) is not None:
+    if (profile := read_profile(recipe, subject.fingerprint)) is not None:
         machine, times = profile.measured(machine), profile.times_at(subject.work, subject.cuts)
     return CostModel(machine, training(recipe.values), subject.work, times_at=times)
 

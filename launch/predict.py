@@ -22,6 +22,7 @@ from auto3d.search.subject import Subject
 from launch.candidates import task
 from launch.costs import cost_model, subject_of
 from launch.output import print_json
+from launch.profile import basis
 from launch.recipe import LoadedRecipe, load
 from launch.schema import PlanRecipe
 
@@ -66,7 +67,8 @@ def print_predictions(recipe: LoadedRecipe, *, file: str, out_file: str | None, 
         print(tabulate(cells, [*shown, "predicted s", "peak GiB", "problem"], disable_numparse=True))
     how = recipe.values.prediction.method
     problems = sum(bool(one.problem) for one in found)
-    print(f"{len(found)} candidates, {problems} with a problem; times are {how}, not measured", file=sys.stderr)
+    told = f"times are {how} on {basis(recipe)}, not measured"
+    print(f"{len(found)} candidates, {problems} with a problem; {told}", file=sys.stderr)
 
 
 def read_candidates(recipe: LoadedRecipe, file: str) -> list[dict[str, str]]:

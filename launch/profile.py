@@ -34,20 +34,35 @@ def setting_of(recipe: LoadedRecipe) -> Setting:
     )
 
 
+def chosen_file(recipe: LoadedRecipe) -> Path | None:
+    """The profile that ``prediction.profile`` chooses, if there is one; raises RecipeError where a named one is not."""
+    wanted = recipe.values.prediction.profile
+    if wanted == "none" or recipe.values.model.layers is not None:
+        return None
+    if wanted == AUTO:
+        return profile_file(recipe) if profile_file(recipe).is_file() else None
+    if not Path(wanted).is_file():
+        raise recipe.error("prediction.profile", f"found {wanted!r}; there is no such file")
+    return Path(wanted)
+
+
+def basis(recipe: LoadedRecipe) -> str:
+    """What its predicted times are made of, for a person."""
+    if recipe.values.model.layers is not None:
+        return f"the layers of {recipe.values.model.layers}"
+    file = chosen_file(recipe)
+    return f"what {file} measured" if file else "the cluster's description"
+
+
 def read_profile(recipe: LoadedRecipe, fingerprint: Callable[[int], str]) -> Profile | None:
     """The profile of the recipe's cluster, by ``prediction.profile``; None if there is none.
 
     Raises RecipeError, with the command that makes the right one, where it is of another model, device or setting.
     ``fingerprint`` gives that of the model's Graph at a micro-batch size.
     """
-    wanted = recipe.values.prediction.profile
-    if wanted == "none":
+    file = chosen_file(recipe)
+    if file is None:
         return None
-    file = profile_file(recipe) if wanted == AUTO else Path(wanted)
-    if not file.is_file():
-        if wanted == AUTO:
-            return None
-        raise recipe.error("prediction.profile", f"found {wanted!r}; there is no such file")
     try:
         profile = Profile.from_json(file.read_bytes())
         profile.check(setting_of(recipe), fingerprint)
