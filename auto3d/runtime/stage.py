@@ -49,7 +49,8 @@ class StageModule:
     """Runs one stage, one micro-batch at a time.
 
     ``tensors`` holds at least the stage's state, by name, on ``device``; parameters among them collect gradients in
-    their ``.grad``, and each micro-batch sees the version of them that ``weights`` has for it. A micro-batch's loss
+    their ``.grad``. With ``old_weights`` each micro-batch sees the version of them that ``weights`` has for it, and all
+    gradients are added to the ``.grad`` that was there when this was made. A micro-batch's loss
     counts ``loss_weight``, so that the sum over the micro-batches of an update, and over replicas, is the mean.
     A stage that recomputes keeps no more of its forward than the activations of the operations ``kept`` (ranges of
     their positions), what it was given, and what passes between the two; one that splits its backward leaves the
@@ -68,13 +69,14 @@ class StageModule:
         recompute: bool = False,
         kept: Sequence[tuple[int, int]] = (),
         split_backward: bool = False,
+        old_weights: bool = False,
     ) -> None:
         self.stage = stage
         self.sent = list(dict.fromkeys(transfer.value.name for transfer in stage.sent))
         self.losses: dict[int, torch.Tensor] = {}  # micro-batch -> its weighted loss, until it is taken
         self._loss_name = captured.graph.loss if stage.has_loss else None
         self._put_off = PutOff() if split_backward else None
-        self.weights = WeightVersions({name: tensors[name] for name in stage.state})
+        self.weights = WeightVersions({name: tensors[name] for name in stage.state}, several=old_weights)
         if not recompute:
             kept = [(0, len(captured.graph.nodes))]
         self._segments = [
