@@ -1,6 +1,7 @@
 """One stage as it runs: forward, recomputation and backward of single micro-batches, in any order."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -13,8 +14,8 @@ from auto3d.partition.segment import Segment, segments
 from auto3d.partition.stage import Stage
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage_program import segment_program
-from auto3d.runtime.weight_gradients import PutOff
-from auto3d.runtime.weight_versions import WeightVersions
+from auto3d.runtime.weight_gradients import PutOff, add_gradient
+from auto3d.runtime.weight_versions import WeightVersions, new_leaf
 
 
 @dataclass
@@ -25,14 +26,18 @@ class _InFlight:
     values: dict[str, torch.Tensor]  # all that segments take: the received, the inputs, and leaves between segments
     found: list[dict[str, torch.Tensor]]  # per segment the buffers that it writes to as it found them, if it runs again
     outputs: list[list[torch.Tensor] | None]  # per segment; None where the forward kept nothing
+    apart: dict[int, list[tuple[str, torch.Tensor]]]  # per segment: leaves for weights that other segments use too
 
 
 class _Segment:
     """One segment as it runs."""
 
-    def __init__(self, segment: Segment, module: nn.Module, captured: CapturedModel) -> None:
+    def __init__(
+        self, segment: Segment, module: nn.Module, state: Sequence[str], captured: CapturedModel, apart: Collection[str]
+    ) -> None:
         self.kept, self.takes, self.gives = segment.kept, segment.takes, segment.gives
-        self._state = segment.state
+        self._state = state
+        self._apart = apart
         self._written = captured.graph.written_buffers.intersection(segment.state)
         self._module = module
 
@@ -40,9 +45,13 @@ class _Segment:
         """Copies of the buffers that it writes to."""
         return {name: state[name].clone() for name in self._written}
 
-    def run(self, state: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """What it gives."""
-        return self._module(*(state[name] for name in self._state), *(values[name] for name in self.takes))
+    def run(
+        self, state: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[tuple[str, torch.Tensor]]]:
+        """What it gives, and the leaf that each use of a weight that is apart has in its autograd graph."""
+        taken = [(name, new_leaf(state[name]) if name in self._apart else state[name]) for name in self._state]
+        outputs = self._module(*(tensor for _, tensor in taken), *(values[name] for name in self.takes))
+        return outputs, [(name, leaf) for name, leaf in taken if name in self._apart]
 
 
 class StageModule:
@@ -79,13 +88,21 @@ class StageModule:
         self.weights = WeightVersions({name: tensors[name] for name in stage.state}, several=old_weights)
         if not recompute:
             kept = [(0, len(captured.graph.nodes))]
+        divided = segments(captured.graph, stage, kept)
+        users = Counter(name for segment in divided for name in segment.state)
+        # Autograd adds up all uses of a weight before it adds them to those of other micro-batches. So must we, or
+        # rounding would differ from that without recomputation.
+        apart = {name for name, count in users.items() if count > 1 and name in captured.graph.trained}
         self._segments = [
             _Segment(
                 segment,
-                segment_program(segment, captured, randomness=randomness, device=device, put_off=self._put_off),
+                *segment_program(
+                    segment, captured, randomness=randomness, device=device, put_off=self._put_off, apart=apart
+                ),
                 captured,
+                apart,
             )
-            for segment in segments(captured.graph, stage, kept)
+            for segment in divided
         ]
         between = {name for segment in self._segments for name in segment.gives}
         self._between = {  # value that passes between segments -> whether it has a gradient
@@ -107,15 +124,15 @@ class StageModule:
             transfer.value.name: received[transfer.value.name].detach().requires_grad_(transfer.value.differentiable)
             for transfer in self.stage.received
         }
-        in_flight = _InFlight(leaves, {**inputs, **leaves}, [], [])
+        in_flight = _InFlight(leaves, {**inputs, **leaves}, [], [], {})
         self._in_flight[micro_batch] = in_flight
         self._randomness.micro_batch = micro_batch
         state = self.weights.of(micro_batch)
         made: dict[str, torch.Tensor] = {}
-        for segment in self._segments:
+        for number, segment in enumerate(self._segments):
             in_flight.found.append({} if segment.kept else segment.found(state))
             with nullcontext() if segment.kept else _keeping_nothing():
-                outputs = segment.run(state, in_flight.values)
+                outputs, in_flight.apart[number] = segment.run(state, in_flight.values)
             in_flight.outputs.append(outputs if segment.kept else None)
             for name, output in zip(segment.gives, outputs, strict=True):
                 made[name] = output.detach()
@@ -150,11 +167,17 @@ class StageModule:
         activations of those after it are gone.
         """
         in_flight = self._in_flight[micro_batch]
+        of_apart: dict[str, torch.Tensor] = {}
         for number in reversed(range(len(self._segments))):
             if in_flight.outputs[number] is None:
                 self._run_again(number, micro_batch)
             self._backward_of(number, in_flight, gradients)
+            for name, leaf in reversed(in_flight.apart[number]):  # autograd's own order
+                if leaf.grad is not None:
+                    of_apart[name] = of_apart[name].add_(leaf.grad) if name in of_apart else leaf.grad
         del self._in_flight[micro_batch]
+        for name, gradient in of_apart.items():
+            add_gradient(gradient, self.weights.of(micro_batch)[name])
         if self._put_off is not None:
             self._weight_work[micro_batch] = self._put_off.take()
         return {
@@ -174,7 +197,7 @@ class StageModule:
         """Run one segment on the buffers as it found them the first time: the stage's own are not written twice."""
         in_flight = self._in_flight[micro_batch]
         self._randomness.micro_batch = micro_batch
-        in_flight.outputs[number] = self._segments[number].run(
+        in_flight.outputs[number], in_flight.apart[number] = self._segments[number].run(
             {**self.weights.of(micro_batch), **in_flight.found[number]}, in_flight.values
         )
 

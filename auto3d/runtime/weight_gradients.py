@@ -92,10 +92,10 @@ def _add_product(
         left, right = (gradient.t(), value) if transposed else (value.t(), gradient)
         weight.grad = left @ right if weight.grad is None else weight.grad.addmm_(left, right)
     if bias is not None and bias.requires_grad:
-        _add(gradient.sum(0), bias)
+        add_gradient(gradient.sum(0), bias)
 
 
-def _add(gradient: torch.Tensor, parameter: torch.Tensor) -> None:
+def add_gradient(gradient: torch.Tensor, parameter: torch.Tensor) -> None:
     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
@@ -122,9 +122,9 @@ def _add_convolution(
     mask = (False, weight.requires_grad, bias is not None and bias.requires_grad)
     _, of_weight, of_bias = _convolution_backward(gradient, value, weight, bias, geometry, mask)
     if of_weight is not None:
-        _add(of_weight, weight)
+        add_gradient(of_weight, weight)
     if of_bias is not None:
-        _add(of_bias, bias)
+        add_gradient(of_bias, bias)
 
 
 def _convolution_backward(

@@ -54,11 +54,18 @@ class WeightVersions:
         self._leaves[self._newest] = leaves
 
     def _show(self) -> dict[str, torch.Tensor]:
-        return {name: _leaf(tensor) if tensor.requires_grad else tensor for name, tensor in self._state.items()}
+        return {
+            name: _with_gradient_of(tensor) if tensor.requires_grad else tensor for name, tensor in self._state.items()
+        }
 
 
-def _leaf(parameter: torch.Tensor) -> torch.Tensor:
+def new_leaf(parameter: torch.Tensor) -> torch.Tensor:
+    """Shows the same memory to another autograd graph."""
     # Not detach(): the two would share a count of writes, and autograd refuse old versions once the newest is written.
-    leaf = parameter.data.requires_grad_()
+    return parameter.data.requires_grad_()
+
+
+def _with_gradient_of(parameter: torch.Tensor) -> torch.Tensor:
+    leaf = new_leaf(parameter)
     leaf.grad = parameter.grad
     return leaf
