@@ -18,6 +18,14 @@ from auto3d.runtime.weight_gradients import PutOff, add_gradient
 from auto3d.runtime.weight_versions import WeightVersions, new_leaf
 
 
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """One use of something that several segments use: it has a leaf of its own, whose gradient is for ``of``."""
+
+    leaf: torch.Tensor
+    of: torch.Tensor
+
+
 @dataclass
 class _InFlight:
     """What a micro-batch's backward needs from its forward."""
@@ -26,20 +34,24 @@ class _InFlight:
     values: dict[str, torch.Tensor]  # all that segments take: the received, the inputs, and leaves between segments
     found: list[dict[str, torch.Tensor]]  # per segment the buffers that it writes to as it found them, if it runs again
     outputs: list[list[torch.Tensor] | None]  # per segment; None where the forward kept nothing
-    apart: dict[int, list[tuple[str, torch.Tensor]]]  # per segment: leaves for weights that other segments use too
+    apart: dict[str, torch.Tensor]  # weights that several segments use: a leaf of this micro-batch alone
+    uses: dict[int, list[_Use]]  # per segment
 
 
 class _Segment:
     """One segment as it runs."""
 
     def __init__(
-        self, segment: Segment, module: nn.Module, state: Sequence[str], captured: CapturedModel, apart: Collection[str]
+        self,
+        segment: Segment,
+        captured: CapturedModel,
+        apart: Collection[str],
+        program: tuple[nn.Module, Sequence[str], Sequence[str]],
     ) -> None:
         self.kept, self.takes, self.gives = segment.kept, segment.takes, segment.gives
-        self._state = state
-        self._apart = apart
         self._written = captured.graph.written_buffers.intersection(segment.state)
-        self._module = module
+        self._apart = apart
+        self._module, self._state, self._given = program
 
     def found(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copies of the buffers that it writes to."""
@@ -47,11 +59,18 @@ class _Segment:
 
     def run(
         self, state: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]
-    ) -> tuple[list[torch.Tensor], list[tuple[str, torch.Tensor]]]:
-        """What it gives, and the leaf that each use of a weight that is apart has in its autograd graph."""
-        taken = [(name, new_leaf(state[name]) if name in self._apart else state[name]) for name in self._state]
-        outputs = self._module(*(tensor for _, tensor in taken), *(values[name] for name in self.takes))
-        return outputs, [(name, leaf) for name, leaf in taken if name in self._apart]
+    ) -> tuple[list[torch.Tensor], list[_Use]]:
+        """What it gives, and each of its uses of what is apart, in order."""
+        uses: list[_Use] = []
+
+        def seen(tensor: torch.Tensor, name: str) -> torch.Tensor:
+            if name not in self._apart or not tensor.requires_grad:
+                return tensor
+            uses.append(_Use(leaf=new_leaf(tensor), of=tensor))
+            return uses[-1].leaf
+
+        state_seen = [seen(state[name], name) for name in self._state]
+        return self._module(*state_seen, *(seen(values[name], name) for name in self._given)), uses
 
 
 class StageModule:
@@ -89,18 +108,21 @@ class StageModule:
         if not recompute:
             kept = [(0, len(captured.graph.nodes))]
         divided = segments(captured.graph, stage, kept)
-        users = Counter(name for segment in divided for name in segment.state)
-        # Autograd adds up all uses of a weight before it adds them to those of other micro-batches. So must we, or
-        # rounding would differ from that without recomputation.
-        apart = {name for name, count in users.items() if count > 1 and name in captured.graph.trained}
+        users = Counter(name for segment in divided for name in {*segment.state, *segment.takes})
+        self._weights_apart = [n for n, count in users.items() if count > 1 and n in captured.graph.trained]
+        # Autograd adds up the gradients of all uses in one order, whatever divides them. So must we, or rounding would
+        # differ from that without recomputation: uses that several segments have are added one by one.
+        apart = {*self._weights_apart, *(name for segment in divided for name in segment.takes)}
+        if len(divided) == 1:
+            apart = set()
         self._segments = [
             _Segment(
                 segment,
-                *segment_program(
-                    segment, captured, randomness=randomness, device=device, put_off=self._put_off, apart=apart
-                ),
                 captured,
                 apart,
+                segment_program(
+                    segment, captured, randomness=randomness, device=device, put_off=self._put_off, apart=apart
+                ),
             )
             for segment in divided
         ]
@@ -124,15 +146,16 @@ class StageModule:
             transfer.value.name: received[transfer.value.name].detach().requires_grad_(transfer.value.differentiable)
             for transfer in self.stage.received
         }
-        in_flight = _InFlight(leaves, {**inputs, **leaves}, [], [], {})
+        state = self.weights.of(micro_batch)
+        apart = {name: new_leaf(state[name]) for name in self._weights_apart}
+        in_flight = _InFlight(leaves, {**inputs, **leaves}, [], [], apart, {})
         self._in_flight[micro_batch] = in_flight
         self._randomness.micro_batch = micro_batch
-        state = self.weights.of(micro_batch)
         made: dict[str, torch.Tensor] = {}
         for number, segment in enumerate(self._segments):
             in_flight.found.append({} if segment.kept else segment.found(state))
             with nullcontext() if segment.kept else _keeping_nothing():
-                outputs, in_flight.apart[number] = segment.run(state, in_flight.values)
+                outputs, in_flight.uses[number] = segment.run({**state, **apart}, in_flight.values)
             in_flight.outputs.append(outputs if segment.kept else None)
             for name, output in zip(segment.gives, outputs, strict=True):
                 made[name] = output.detach()
@@ -167,17 +190,20 @@ class StageModule:
         activations of those after it are gone.
         """
         in_flight = self._in_flight[micro_batch]
-        of_apart: dict[str, torch.Tensor] = {}
+        for name in self._between:
+            if gradients.get(name):  # they come before those of the stage's own uses
+                in_flight.values[name].grad = sum(gradients[name][1:], start=gradients[name][0])
         for number in reversed(range(len(self._segments))):
             if in_flight.outputs[number] is None:
                 self._run_again(number, micro_batch)
             self._backward_of(number, in_flight, gradients)
-            for name, leaf in reversed(in_flight.apart[number]):  # autograd's own order
-                if leaf.grad is not None:
-                    of_apart[name] = of_apart[name].add_(leaf.grad) if name in of_apart else leaf.grad
+            for use in reversed(in_flight.uses.pop(number)):
+                if use.leaf.grad is not None:
+                    add_gradient(use.leaf.grad, use.of)
         del self._in_flight[micro_batch]
-        for name, gradient in of_apart.items():
-            add_gradient(gradient, self.weights.of(micro_batch)[name])
+        for name, leaf in in_flight.apart.items():
+            if leaf.grad is not None:
+                add_gradient(leaf.grad, self.weights.of(micro_batch)[name])
         if self._put_off is not None:
             self._weight_work[micro_batch] = self._put_off.take()
         return {
@@ -197,20 +223,21 @@ class StageModule:
         """Run one segment on the buffers as it found them the first time: the stage's own are not written twice."""
         in_flight = self._in_flight[micro_batch]
         self._randomness.micro_batch = micro_batch
-        in_flight.outputs[number], in_flight.apart[number] = self._segments[number].run(
-            {**self.weights.of(micro_batch), **in_flight.found[number]}, in_flight.values
-        )
+        state = {**self.weights.of(micro_batch), **in_flight.apart, **in_flight.found[number]}
+        in_flight.outputs[number], in_flight.uses[number] = self._segments[number].run(state, in_flight.values)
 
     def _backward_of(self, number: int, in_flight: _InFlight, gradients: Mapping[str, Sequence[torch.Tensor]]) -> None:
         """Backward through one segment, whose activations are given back."""
         outputs, in_flight.outputs[number] = in_flight.outputs[number], []
         used, output_gradients = [], []
         for name, output in zip(self._segments[number].gives, outputs, strict=True):
-            arrived = list(gradients.get(name, ()))
+            if name in self._between:
+                gradient = in_flight.values[name].grad  # with those that came from other stages
+                arrived = [] if gradient is None else [gradient]
+            else:
+                arrived = list(gradients.get(name, ()))
             if name == self._loss_name:
                 arrived.append(torch.full_like(output, self._loss_weight))
-            if name in self._between and in_flight.values[name].grad is not None:
-                arrived.append(in_flight.values[name].grad)
             if arrived and output.requires_grad:
                 used.append(output)
                 output_gradients.append(sum(arrived[1:], start=arrived[0]))

@@ -2,7 +2,7 @@
 
 import operator
 from collections import ChainMap
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,29 +25,35 @@ def segment_program(
     device: torch.device,
     put_off: PutOff | None,
     apart: Collection[str] = (),
-) -> tuple[fx.GraphModule, list[str]]:
+) -> tuple[fx.GraphModule, list[str], list[str]]:
     """A module that takes state and the values that the segment takes, in this order, and returns what it gives.
 
-    Also the names of that state, in order: each once, but as often as it is used, in order of use, if it is of
-    ``apart``. With ``put_off``, the module's backward leaves the gradients of weights there, where it can.
+    Also the names of that state and of these values, in order: each once, but as often as it is used, in order of use,
+    if it is of ``apart``. With ``put_off``, the module's backward leaves the gradients of weights there, where it can.
     """
     names = {**captured.exported.parameters, **captured.exported.buffers}
-    source = {node.name: node for node in captured.exported.program.nodes}
+    order = {node: number for number, node in enumerate(captured.exported.program.nodes)}
+    source = {node.name: node for node in order}
     placeholder = {names.get(n.name, n.name): n for n in captured.exported.program.find_nodes(op="placeholder")}
     own = set(segment.nodes)
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
-    env_of: dict[fx.Node, dict[fx.Node, fx.Node]] = {}  # user -> what it alone sees of state that is apart
-    taken: list[str] = []
-    for name in segment.state:
-        users = [user for user in placeholder[name].users if user.name in own] if name in apart else [None]
-        for user in users:
-            state = graph.placeholder(f"state_{len(taken)}")
-            taken.append(name)
-            (env if user is None else env_of.setdefault(user, {}))[placeholder[name]] = state
-    trained = {env[placeholder[name]] for name in taken if name in captured.graph.parameters and name not in apart}
-    for position, name in enumerate(segment.takes):
-        env[source[name]] = graph.placeholder(f"given_{position}")
+    env_of: dict[fx.Node, dict[fx.Node, fx.Node]] = {}  # user -> what it alone sees of what is apart
+
+    def take(names: Sequence[str], node_of: Mapping[str, fx.Node], prefix: str) -> list[str]:
+        taken: list[str] = []
+        for name in names:
+            node = node_of[name]
+            users = sorted((user for user in node.users if user.name in own), key=order.__getitem__)
+            for user in users if name in apart else [None]:
+                seen = graph.placeholder(f"{prefix}_{len(taken)}")
+                (env if user is None else env_of.setdefault(user, {}))[node] = seen
+                taken.append(name)
+        return taken
+
+    state = take(segment.state, placeholder, "state")
+    given = take(segment.takes, source, "given")
+    trained = {env[placeholder[name]] for name in state if name in captured.graph.parameters and name not in apart}
 
     operation_number = {node.name: number for number, node in enumerate(captured.graph.nodes)}
     modules: dict[str, nn.Module] = {}
@@ -68,7 +74,7 @@ def segment_program(
     graph.output([env[source[name]] for name in segment.gives])
     module = fx.GraphModule(modules, graph)
     fold_constants(module)
-    return module, taken
+    return module, state, given
 
 
 def _on_device(arguments: Any, device: torch.device) -> Any:
