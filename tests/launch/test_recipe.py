@@ -73,7 +73,7 @@ BAD = [  # overrides of small.yaml, and words that the message must hold
     (["data.inputs=[]"], ["data.inputs", "keys and values"]),
     (["data.files=[.]"], ["data.files", "'.'", "no file"]),
     (["data.files=[short.txt]"], ["data.files", "found 5 bytes", "needs 33"]),
-    (["plan.schedule=pipedream"], ["plan: clip_norm: 1; schedule pipedream", "it must be 0"]),
+    (["plan.schedule=pipedream"], ["plan: clip_norm: found 1; schedule pipedream takes 0"]),
     (
         ["plan.schedule=pipedream", "training.clip_norm=0"],
         ["plan: stages: 0 and 1 share the parameter transformer.wte.weight", "a synchronous schedule"],
