@@ -186,8 +186,8 @@ def table(profile: Profile) -> str:
     repetitions = [one.repetitions for size in profile.sizes for one in size.subgraphs]
     how = (
         f"Measured: {profile.model}, {profile.setting.devices_per_node} ranks of {profile.setting.threads} threads on "
-        f"{profile.host}, torch {profile.torch}, {profile.made[:10]}; subgraphs alone, medians of "
-        f"{min(repetitions)} to {max(repetitions)} repetitions."
+        f"{profile.host}, torch {profile.torch}, {profile.made[:10]}; subgraphs alone, {min(repetitions)} to "
+        f"{max(repetitions)} repetitions in rounds, medians of the fastest round."
     )
     return f"{subgraphs}\n\n{tabulate(figures, tablefmt='plain', disable_numparse=True)}\n\n{how}"
 

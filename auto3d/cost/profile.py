@@ -33,14 +33,14 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class SubgraphTimes:
-    """One distinct subgraph, run by itself while nothing else computes. Medians of ``repetitions``."""
+    """One distinct subgraph, run by itself while no other rank computes: medians, of the fastest of several rounds."""
 
     name: str  # of the first module in it
     forward_s: float
     backward_s: float
     backward_weight_s: float  # of a split backward: the half that zero-bubble schedules put off
     saved_bytes: int  # of activations that wait for the backward
-    repetitions: int
+    repetitions: int  # in all rounds
 
 
 @dataclass(frozen=True, kw_only=True)

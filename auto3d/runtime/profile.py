@@ -33,7 +33,7 @@ from auto3d.runtime.stage import StageModule
 from auto3d.runtime.waiting import wait, waiting_for
 from auto3d.runtime.world import World, join, leave, new_group
 
-ROUNDS = 5  # through all that is measured, so that what disturbs a moment does not decide a figure
+ROUNDS = 5  # through all that is measured; the fastest counts, for what else runs on the machine only adds time
 LEAST_REPETITIONS, TURN_S = 3, 0.06  # of a subgraph in each round, and about how long they take
 LOAD_S = 0.4  # that ranks compute at the same time, in each round
 MESSAGE_SIZES = tuple(4**power for power in range(5, 13))  # bytes: 1 KiB to 16 MiB
@@ -141,34 +141,32 @@ class _Bench:
     def model_times(self, number: int) -> ModelTimes:
         model = self._models[number]
         whole, split = self._runs(model), self._runs(model, split=True)
-        times: list[list[tuple[float, float, float]]] = [[] for _ in whole]
+        rounds: list[list[list[tuple[float, float, float]]]] = [[] for _ in whole]
         for _ in range(ROUNDS):
             for kind, (one, other) in enumerate(zip(whole, split, strict=True)):
                 if self._world.rank == 0:
-                    times[kind] += self._turn(one, other)
+                    rounds[kind].append(list(self._turn(one, other)))
                 self._barrier()
                 self._report(f"micro-batch of {one.samples}: {one.name}")
         return ModelTimes(
             micro_batch_size=model.captured.graph.micro_batch_size,
             graph=model.captured.graph.fingerprint,
             kinds=model.kinds,
-            subgraphs=tuple(_subgraph_times(run, found) for run, found in zip(whole, times, strict=True)),
+            subgraphs=tuple(_subgraph_times(run, found) for run, found in zip(whole, rounds, strict=True)),
         )
 
     def slowdown(self) -> tuple[float, ...]:
         """Of a rank, while 1, 2, … compute the subgraphs of the largest size: from how often they get through them."""
         runs = self._runs(max(self._models, key=lambda model: model.captured.graph.micro_batch_size))
         counts = _counts(self._world.size, least=1)
-        rounds = []
+        rates = dict.fromkeys(counts, 0.0)
         for _ in range(ROUNDS):
-            rates = []
             for computing in counts:
                 self._barrier()
                 rate = self._rate(runs) if self._world.rank < computing else 0.0
-                rates.append(self._sum(rate) / computing)
-            rounds.append([rates[0] / rate for rate in rates])
+                rates[computing] = max(rates[computing], self._sum(rate) / computing)
         self._report("ranks that compute together")
-        factors = [median(each) for each in zip(*rounds, strict=True)]
+        factors = [rates[1] / rate for rate in rates.values()]
         every = range(1, self._world.size + 1)
         return tuple(float(np.interp(computing, counts, factors)) for computing in every)
 
@@ -364,15 +362,17 @@ class _Run:
         return sum(kept.values())
 
 
-def _subgraph_times(run: _Run, found: Sequence[tuple[float, float, float]]) -> SubgraphTimes:
-    forward, backward, weight = map(median, zip(*found, strict=True)) if found else (0.0, 0.0, 0.0)
+def _subgraph_times(run: _Run, rounds: Sequence[Sequence[tuple[float, float, float]]]) -> SubgraphTimes:
+    """Of forward, backward and weight half: the median of the round in which it is least; nothing, where none is."""
+    medians = [[median(each) for each in zip(*found, strict=True)] for found in rounds]
+    forward, backward, weight = map(min, zip(*medians, strict=True)) if medians else (0.0, 0.0, 0.0)
     return SubgraphTimes(
         name=run.name,
         forward_s=forward,
         backward_s=backward,
         backward_weight_s=weight,
         saved_bytes=run.saved_bytes(),
-        repetitions=len(found),
+        repetitions=sum(map(len, rounds)),
     )
 
 
