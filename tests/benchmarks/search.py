@@ -70,8 +70,8 @@ def mixed() -> str:
     table = tabulate(rows, ["algorithm", "best (s)", "looked at", "simulated", "plan"], tablefmt="github")
     return (
         "## AMP's mixed cluster\n\n"
-        f"Simulated, not measured: the best plan is **{ratio:.2f} times** as fast as the best of Megatron-LM's heuristics "
-        f"(target: 1.5; AMP measured 1.31 s against 1.80 s).\n\n{table}\n"
+        f"Simulated, not measured: the best plan is **{ratio:.2f} times** as fast as the best of Megatron-LM's "
+        f"heuristics (target: 1.5; AMP measured 1.31 s against 1.80 s).\n\n{table}\n"
     )
 
 
@@ -89,7 +89,7 @@ def speed() -> str:
     best = search.ranked()[0]
     return (
         "## Speed, on one core\n\n"
-        f"- closed form: **{form:,.0f} candidates/s** (target: 2,000), each other ones: plans made, checked, estimated\n"
+        f"- closed form: **{form:,.0f} candidates/s** (target: 2,000), plans made, checked, estimated\n"
         f"- simulated, 16 stages and {plan.micro_batches} micro-batches: **{simulated:,.0f} plans/s** (target: 100)\n"
         f"- `auto3d plan gpt175b`, 1,024 A100: {search.looked_at} candidates in {search.elapsed_s:.1f} s of search, "
         f"once the model is captured; best {best.seconds:.2f} s ({best.candidate})\n"
