@@ -7,7 +7,8 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 CLUSTER_PROGRAM := slurm/dev-cluster/cluster.py $(if $(FOLDER),--folder $(FOLDER))
 
-.PHONY: help setup sweep tune plan train table test soak parity bench lint clean cluster-up cluster-down cluster-status
+.PHONY: help setup sweep tune plan train table profile test soak parity bench lint clean
+.PHONY: cluster-up cluster-down cluster-status
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 19
@@ -32,6 +33,9 @@ train: $(INSTALLED)  ## train RECIPE under its plan, or under ARGS="--plan plan.
 
 table: $(INSTALLED)  ## print the table of the trials of RECIPE that are done
 	@$(BIN)/auto3d table $(RECIPE) $(ARGS)
+
+profile: $(INSTALLED)  ## measure this machine for RECIPE, for predictions, and print what was measured
+	@$(BIN)/auto3d profile $(RECIPE) $(ARGS)
 
 test: $(INSTALLED)  ## run all tests
 	$(BIN)/python -m pytest $(ARGS)

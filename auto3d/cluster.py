@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from math import isfinite
 
+from numpy import interp
+
 from auto3d.errors import InputError
 
 
@@ -34,9 +36,10 @@ class Accelerator:
     half_flops: float = 1e9  # a product as small as this takes twice its time at full efficiency
     memory_efficiency: float = 0.75
     launch_s: float = 10e-6  # from the launch of one operation to that of the next
-    collective_launch_s: float = 20e-6  # of a collective among the operations of a stage
+    collective_launch_s: float = 10e-6  # of a collective in a stage, for each other rank that it waits for
     micro_batch_s: float = 0.0  # of the host for each micro-batch of a stage, beside its operations
     iteration_s: float = 0.0  # of each iteration, whatever its size: loss scale, norm, data
+    update_s: float | None = None  # of the optimizer's update of one parameter; None: what its traffic takes
 
     def __post_init__(self) -> None:
         for name in ("peak_flops", "memory_bandwidth", "matrix_efficiency", "memory_efficiency"):
@@ -64,17 +67,45 @@ class Link:
         return self.bandwidth * min(1.0, (self.lanes or devices) / devices)
 
 
+@dataclass(frozen=True, kw_only=True)
+class AllReduceTimes:
+    """Measured all-reduces inside a node: ``seconds[i][j]`` among ranks[i] devices, of sizes[j] bytes each."""
+
+    ranks: tuple[int, ...]
+    sizes: tuple[int, ...]
+    seconds: tuple[tuple[float, ...], ...]
+
+    def of(self, ranks: int, size: float) -> float:
+        """Linear between what was measured, and in proportion to the size beyond the largest."""
+        largest = self.sizes[-1]
+        beyond = max(1.0, size / largest)
+        each = [interp(min(size, largest), self.sizes, row) for row in self.seconds]
+        return beyond * float(interp(ranks, self.ranks, each))
+
+
 INSIDE, OUTSIDE = Link(latency_s=10e-6, bandwidth=20e9), Link(latency_s=20e-6, bandwidth=10e9, lanes=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """A machine. ``inside`` connects its devices; ``outside`` connects it to other nodes, None: to none."""
+    """A machine. ``inside`` connects its devices; ``outside`` connects it to other nodes, None: to none.
+
+    ``slowdown[n - 1]`` is how much longer a device takes while n of the node's compute: processes on a CPU share its
+    cores and its memory's bandwidth. Nothing: they share nothing. ``handling`` is what a message inside the node takes
+    of the compute of its sender, and of its receiver: seconds, and seconds for each byte.
+    """
 
     devices: int
     accelerator: Accelerator = field(default_factory=Accelerator)
     inside: Link = INSIDE
     outside: Link | None = OUTSIDE
+    slowdown: tuple[float, ...] = ()
+    handling: tuple[float, float] = (0.0, 0.0)
+    all_reduce: AllReduceTimes | None = None  # inside the node, where it was measured; None: what its links take
+
+    def __post_init__(self) -> None:
+        for number, factor in enumerate(self.slowdown, 1):
+            _check(f"node: slowdown of {number} devices", factor, above_zero=True)
 
 
 @dataclass(frozen=True, kw_only=True)

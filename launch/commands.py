@@ -256,6 +256,38 @@ def predict(recipe: str, overrides: tuple[str, ...], **options: Any) -> int:
     return 0
 
 
+@_recipe_command
+@click.option("--measurements", "file", required=True, type=_EXISTING, help="A CSV file as of predict, with times.")
+@click.option("--parameter", "parameters", multiple=True, help="To fit, such as launch_s; may be repeated. [compute]")
+@click.option("--folds", type=click.IntRange(min=2), default=5, show_default=True, help="To cross-validate in.")
+@click.option("--json", "as_json", is_flag=True, help="Print one record with every error.")
+def calibrate(recipe: str, overrides: tuple[str, ...], **options: Any) -> int:
+    """Fit the physical parameters of RECIPE's cluster to measured iterations, and say the error.
+
+    The file has the columns of predict, and measured_s or measured_ms.
+    """
+    loaded = load(recipe, overrides)
+    from launch.calibrate import print_calibration
+
+    print_calibration(loaded, **options, progress=err)
+    return 0
+
+
+@_recipe_command
+@click.option("--json", "as_json", is_flag=True, help="Print one record, in seconds and bytes.")
+def profile(recipe: str, overrides: tuple[str, ...], as_json: bool) -> int:
+    """Measure this machine for RECIPE, for the predictions of its cluster: writes profiles/<cluster>.json and .svg.
+
+    It runs a process for each device of one node: each distinct subgraph of the model at several micro-batch sizes,
+    alone and while all compute, messages, all-reduces, and the optimizer's update.
+    """
+    loaded = load(recipe, overrides)
+    from launch.profile import print_profile
+
+    print_profile(loaded, err, as_json=as_json)
+    return 0
+
+
 _TIME = click.FloatRange(min=0)
 _FILE = click.Path(dir_okay=False)
 

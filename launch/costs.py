@@ -16,6 +16,7 @@ from auto3d.errors import InputError
 from auto3d.partition.merak import Sharding
 from auto3d.search.subject import CapturedSubject, LayeredSubject, Subject
 from launch.capture import PlanningModel
+from launch.profile import read_profile
 from launch.recipe import LoadedRecipe
 from launch.settings import cluster, training
 
@@ -90,8 +91,11 @@ def _captured_subject(
 
 
 def cost_model(recipe: LoadedRecipe, subject: Subject) -> CostModel:
-    """Of the recipe's cluster and training."""
-    return CostModel(cluster(recipe), training(recipe.values), subject.work, times_at=subject.times)
+    """Of the recipe's cluster and training, with what was measured where there is a profile of it."""
+    machine, times = cluster(recipe), subject.times
+    if (profile := read_profile(recipe, subject.fingerprint)) is not None:
+        machine, times = profile.measured(machine), profile.times_at(subject.work, subject.cuts)
+    return CostModel(machine, training(recipe.values), subject.work, times_at=times)
 
 
 def published(name: str) -> Path:

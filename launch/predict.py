@@ -5,11 +5,12 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from tabulate import tabulate
 
+from auto3d.cost.closed_forms import chimera_s
 from auto3d.cost.model import CostModel
 from auto3d.errors import InputError
 from auto3d.plan import Plan
@@ -21,7 +22,8 @@ from auto3d.search.subject import Subject
 from launch.candidates import task
 from launch.costs import cost_model, subject_of
 from launch.output import print_json
-from launch.recipe import LoadedRecipe, RecipeError, load
+from launch.profile import basis
+from launch.recipe import LoadedRecipe, load
 from launch.schema import PlanRecipe
 
 DEGREES = ("micro_batch_size", "tp", "dp", "pp")
@@ -41,7 +43,7 @@ class Prediction:
 
 def print_predictions(recipe: LoadedRecipe, *, file: str, out_file: str | None, as_json: bool) -> None:
     """Predict every row of ``file``; print a table, or write the rows with what was predicted to ``out_file``."""
-    rows = read_candidates(file)
+    rows = read_candidates(recipe, file)
     found = list(predict(recipe, rows))
     if out_file:
         write(out_file, found)
@@ -65,13 +67,18 @@ def print_predictions(recipe: LoadedRecipe, *, file: str, out_file: str | None, 
         print(tabulate(cells, [*shown, "predicted s", "peak GiB", "problem"], disable_numparse=True))
     how = recipe.values.prediction.method
     problems = sum(bool(one.problem) for one in found)
-    print(f"{len(found)} candidates, {problems} with a problem; times are {how}, not measured", file=sys.stderr)
+    told = f"times are {how} on {basis(recipe)}, not measured"
+    print(f"{len(found)} candidates, {problems} with a problem; {told}", file=sys.stderr)
 
 
-def read_candidates(file: str) -> list[dict[str, str]]:
-    """The rows of a CSV file; raises InputError where it lacks a column that every candidate needs."""
+def read_candidates(recipe: LoadedRecipe, file: str) -> list[dict[str, str]]:
+    """The rows of a CSV file, under the names of columns that the recipe gives them.
+
+    Raises InputError where it lacks a column that every candidate needs.
+    """
+    renamed = recipe.values.prediction.columns
     with Path(file).open(newline="") as lines:
-        rows = list(csv.DictReader(lines))
+        rows = [{renamed.get(name, name): value for name, value in row.items()} for row in csv.DictReader(lines)]
     if not rows:
         raise InputError(f"{file}: holds no rows; a row for each candidate is needed")
     missing = [name for name in DEGREES if name not in rows[0]]
@@ -84,36 +91,64 @@ def read_candidates(file: str) -> list[dict[str, str]]:
 
 
 def predict(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> Iterator[Prediction]:
-    """A prediction for each of ``rows``; a column with a dot in its name is a key of the recipe that the row changes.
+    """A prediction for each of ``rows``."""
+    for one in bind(recipe, rows):
+        if one.plan is None:
+            yield Prediction(one.row, None, None, one.problem)
+            continue
+        try:
+            seconds = METHODS[one.recipe.values.prediction.method](one.model, one.plan)
+        except InputError as error:  # such as layers that were not measured at this degree
+            yield Prediction(one.row, None, None, str(error))
+            continue
+        yield Prediction(one.row, seconds, max(one.model.memory(one.plan)), shortage_of(one.model, one.plan))
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A row with the plan that it means, of the recipe as it changes it; ``problem`` says why there is none."""
+
+    row: Mapping[str, str]
+    recipe: LoadedRecipe
+    model: CostModel
+    plan: Plan | None
+    problem: str
+
+
+def bind(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> Iterator[Bound]:
+    """The plan of each of ``rows``; a column with a dot in its name is a key of the recipe that the row changes.
 
     Other columns, such as measured seconds, are passed over. Raises RecipeError where a row changes the recipe into one
     that cannot be.
     """
     keys = [name for name in rows[0] if "." in name]
 
+    subjects: dict[str, Subject] = {}
+    models: dict[str, CostModel] = {}
+
     @cache
-    def model_of(overrides: tuple[str, ...]) -> tuple[LoadedRecipe, Subject, CostModel]:
+    def maker_of(overrides: tuple[str, ...]) -> tuple[LoadedRecipe, PlanMaker]:
         changed = load(recipe.written, [*recipe.overrides, *overrides]) if overrides else recipe
-        subject = subject_of(changed)
-        return changed, subject, cost_model(changed, subject)
+        values = changed.values
+        known = f"{values.model} {values.data} {values.prediction}"
+        subject = subjects.setdefault(known, subjects.get(known) or subject_of(changed))
+        known += f"{values.cluster} {values.training.optimizer}"
+        model = models.setdefault(known, models.get(known) or cost_model(changed, subject))
+        return changed, PlanMaker(subject, model, task(changed))
 
     for number, row in enumerate(rows, 2):
         overrides = tuple(f"{key}={row[key]}" for key in keys if row[key])
+        changed, maker = maker_of(overrides)
         try:
-            changed, subject, model = model_of(overrides)
-            plan = _plan(changed, subject, model, row)
-            peak = max(model.memory(plan))
-            problem = shortage_of(model, plan)
-            yield Prediction(row, METHODS[changed.values.prediction.method](model, plan), peak, problem)
-        except RecipeError:
-            raise
+            yield Bound(row, changed, maker.model, maker.unlimited(_candidate(changed, row)), "")
         except InputError as error:
-            yield Prediction(row, None, None, f"line {number}: {error}")
+            yield Bound(row, changed, maker.model, None, f"line {number}: {error}")
 
 
 METHODS: dict[str, Callable[[CostModel, Plan], float]] = {
     "simulated": CostModel.seconds,
     "amp": CostModel.closed_form_s,
+    "chimera": partial(CostModel.closed_form_s, form=chimera_s),
 }
 
 
@@ -128,11 +163,11 @@ def write(file: str, predictions: Sequence[Prediction]) -> None:
             writer.writerow({**one.row, **dict(zip(ADDED, (seconds, peak, one.problem), strict=True))})
 
 
-def _plan(recipe: LoadedRecipe, subject: Subject, model: CostModel, row: Mapping[str, str]) -> Plan:
-    """The plan of a row, whatever memory it needs; what it does not say is as in the recipe's plan."""
+def _candidate(recipe: LoadedRecipe, row: Mapping[str, str]) -> Candidate:
+    """What a row means; what it does not say is as in the recipe's plan."""
     base = recipe.values.plan or PlanRecipe()
     recompute = row.get("recompute") or base.recompute
-    candidate = Candidate(
+    return Candidate(
         **{name: _whole(row, name) for name in DEGREES},
         schedule=row.get("schedule") or write_schedule(base.schedule, base.schedule_options),
         recompute=recompute if recompute in (NONE, FULL, AUTO) else float(recompute),
@@ -140,7 +175,6 @@ def _plan(recipe: LoadedRecipe, subject: Subject, model: CostModel, row: Mapping
         placement=row.get("placement") or MEGATRON,
         cuts=tuple(json.loads(row["partition_cuts"])) if row.get("partition_cuts") else None,
     )
-    return PlanMaker(subject, model, task(recipe)).unlimited(candidate)
 
 
 def _whole(row: Mapping[str, str], name: str) -> int:

@@ -90,6 +90,14 @@ def training_progress(console: Console, iterations: int) -> Iterator[Callable[[t
         yield on_iteration
 
 
+@contextmanager
+def profile_progress(console: Console, parts: int) -> Iterator[Callable[[str], None]]:
+    """A bar over what is measured; yields what to call with each part that is done."""
+    with _bar(console) as progress:
+        task = progress.add_task("starting", total=parts)
+        yield lambda part: progress.update(task, advance=1, description=part)
+
+
 def _bar(console: Console) -> Progress:
     return Progress(
         TextColumn("{task.description}"),

@@ -77,6 +77,11 @@ class LoadedRecipe:
         return shlex.join(["auto3d" if on_path else sys.argv[0], verb, self.written, *kept, *options])
 
     @property
+    def cluster_name(self) -> str:
+        """Of the file that describes its cluster, which may be the recipe itself."""
+        return self._sources.named.get("cluster", self._sources.file).stem
+
+    @property
     def shipped(self) -> bool:
         """Whether it is a file of recipes/, which `make` finds by its name."""
         return self.folder in (Path("recipes").resolve(), RECIPES)

@@ -64,6 +64,7 @@ def key(
 class LayerRecipe:
     count: int = key(1, "equal layers that follow each other", least=1, below=LARGEST_BATCH)
     parameters: float = key(0.0, "elements of its weights", least=0)
+    tied: float = key(0.0, "elements of more weights, which are the first layer's", least=0)
     flops: float = key(0.0, "of its forward, for one sample", least=0)
     products: int = key(1, "matrix products that these FLOPs are in", least=1)
     traffic: float = key(
@@ -140,7 +141,9 @@ class AcceleratorRecipe:
     half_gflops: float = key(1.0, "a matrix product as small as this takes twice its time at that share", least=0)
     memory_efficiency: float = key(0.75, "share of the memory's bandwidth that is reached", least=0.001, most=1)
     launch_us: float = key(10.0, "microseconds from the launch of one operation to that of the next", least=0)
-    collective_launch_us: float = key(20.0, "of a collective among the operations of a stage", least=0)
+    collective_launch_us: float = key(
+        10.0, "of a collective in a stage, for each other rank that it waits for", least=0
+    )
     micro_batch_us: float = key(0.0, "of the host for each micro-batch of a stage, beside its operations", least=0)
     iteration_ms: float = key(0.0, "milliseconds of each iteration, whatever its size", least=0)
 
@@ -164,6 +167,14 @@ class PredictionRecipe:
     overlap: bool = key(True, "messages travel beside compute")
     recompute_ends: bool = key(True, "full recomputation takes in embedding and head; Megatron-LM's does not")
     shard_optimizer: bool = key(False, "each data-parallel replica keeps its part of the optimizer's state (ZeRO-1)")
+    columns: dict[str, str] = key(
+        {},
+        "other names that files of candidates have for our columns, as in {hidden: model.config.n_embd}",
+        values=(str,),
+    )
+    profile: str = key(
+        AUTO, "measured times to use: auto: profiles/<cluster>.json where `auto3d profile` made it; none; or a file"
+    )
     method: str = key("simulated", "how the time is found on these costs", choices=("simulated", "amp", "chimera"))
 
 
@@ -370,7 +381,8 @@ def accepted(schema: type, name: str) -> str:
     if item.metadata["per_stage"] is not None:
         return f"{_WORDS[item.metadata['per_stage']][0]}, or a list with one for each stage,{bound}"
     if item.metadata["values"]:
-        return "names, each with a whole number or a text"
+        kinds = " or ".join(_WORDS[kind][0] for kind in item.metadata["values"])
+        return f"names, each with {kinds}"
     return f"{_type_in_words(get_type_hints(schema)[name])}{bound}"
 
 

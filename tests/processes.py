@@ -1,12 +1,14 @@
 """A few forked processes that stay, so that each distributed test need not pay for starting its own."""
 
 import multiprocessing
+import os
 import tempfile
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 from auto3d.runtime.world import World
+from launch.ranks import die_with_parent
 
 CASE_TIMEOUT_S = 120
 
@@ -21,7 +23,7 @@ class ProcessPool:
         self._pipes, self._processes = [], []
         for _ in range(size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there,), daemon=True)
+            process = context.Process(target=_serve, args=(there, os.getpid()), daemon=True)
             process.start()
             self._pipes.append(here)
             self._processes.append(process)
@@ -50,7 +52,8 @@ class ProcessPool:
         self._folder.cleanup()
 
 
-def _serve(pipe: Any) -> None:
+def _serve(pipe: Any, parent: int) -> None:
+    die_with_parent(parent)
     while True:
         function, world, arguments = pipe.recv()
         try:

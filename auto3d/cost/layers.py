@@ -26,6 +26,7 @@ class Layer:
     """Elements and FLOPs of one sample; parameters are those of the layer."""
 
     parameters: float = 0.0
+    tied: float = 0.0  # more parameters, which are the first layer's
     flops: float = 0.0
     products: int = 1  # matrix products that these are in
     traffic: float = 0.0  # that its forward reads and writes beside matrix products
@@ -58,12 +59,14 @@ def work_of_layers(layers: Sequence[Layer], samples: int, *, precision: str) -> 
         undivided=size * each("undivided"),
         launches=none,
         backward_launches=none,
+        softmaxes=none,
         parallel=(each("flops") > 0) | (each("parameters") > 0),
         reduced=reduced,
         backward_reduced=np.where(flops > 0, reduced, 0.0),
         parameters=each("parameters"),
         saved=size * each("saved"),
         crossing=crossing,
+        tied=tuple((layer.tied, (0, place)) for place, layer in enumerate(layers) if layer.tied),
     )
 
 

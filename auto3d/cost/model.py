@@ -12,18 +12,21 @@ from itertools import pairwise
 import numpy as np
 
 from auto3d.cluster import Accelerator, Cluster, Link
+from auto3d.cost.closed_forms import amp_s
 from auto3d.cost.collectives import Traffic, ring_s, tree_s
 from auto3d.cost.times import Times, before, times_of
 from auto3d.cost.work import PRECISION_BYTES, Work
 from auto3d.plan import Plan, StagePlan
 from auto3d.schedule.shape import Shape, shape_of
-from auto3d.simulate.costs import Costs
+from auto3d.simulate.costs import Costs, Sharing
 from auto3d.simulate.costs import Link as Message
 from auto3d.simulate.simulate import simulate
 
 MOMENTS = {"adamw": 2, "sgd": 1}  # that the optimizer keeps of each parameter
+TOTALS_BYTES = 16  # loss and gradient norm, of all ranks
 FRAGMENTATION = 1.06  # what an allocator holds beyond what is used
 
+SecondsOf = Callable[[Shape, Costs], float]  # the simulator, or a closed form
 TimesOf = Callable[[int, Accelerator, int], Times]  # by samples, kind of device and tensor-parallel degree
 
 
@@ -89,24 +92,31 @@ class CostModel:
     ) -> None:
         self.cluster = cluster
         self.training = training
-        self._work = lru_cache(None)(lambda samples: _Tables(work_at(samples)))
+        self._work_at, self._times_at = lru_cache(None)(work_at), times_at
+        self._work = lru_cache(None)(lambda samples: _Tables(self._work_at(samples)))
         self._times = lru_cache(None)(
-            times_at or (lambda samples, accelerator, tp: times_of(work_at(samples), accelerator, tp))
+            times_at or (lambda samples, accelerator, tp: times_of(self._work_at(samples), accelerator, tp))
         )
+        self._handles_messages = any(any(node.handling) for node in cluster.nodes)
+        self._shares_processors = any(node.slowdown for node in cluster.nodes)
         self._traffic = lru_cache(1024)(self._make_traffic)
         self._collectives = lru_cache(None)(self._make_collectives)
         self._parts = lru_cache(1024)(self._make_parts)
         self._seconds = lru_cache(2**16)(self._make_seconds)  # plans of a search have stages in common
 
+    def on(self, cluster: Cluster) -> "CostModel":
+        """Of the same model and training on another cluster."""
+        return CostModel(cluster, self.training, self._work_at, times_at=self._times_at)
+
     def seconds(self, plan: Plan) -> float:
         """Of an iteration, by the simulator."""
         return self.slowest_replica_s(plan, _simulated)
 
-    def closed_form_s(self, plan: Plan) -> float:
-        """Of an iteration, by AMP's equations 2 to 4 on our costs: exact for 1F1B on equal stages, and quick."""
-        return self.slowest_replica_s(plan, _amp)
+    def closed_form_s(self, plan: Plan, form: SecondsOf = amp_s) -> float:
+        """Of an iteration, by a paper's closed form on our costs; AMP's is exact for 1F1B on equal stages."""
+        return self.slowest_replica_s(plan, form)
 
-    def estimate(self, plan: Plan, seconds_of: Callable[[Shape, Costs], float] | None = None) -> Estimate:
+    def estimate(self, plan: Plan, seconds_of: SecondsOf | None = None) -> Estimate:
         """By the simulator or by ``seconds_of``, such as a closed form; says what the time consists of."""
         seconds_of = seconds_of or _simulated
         shape = shape_of(plan)
@@ -158,6 +168,11 @@ class CostModel:
                 again = self._seconds(each, accelerator, plan.tp, link, dropped)[0] if dropped else 0.0
             recompute.append(parts * again)
             update.append(self._update_s(plan, stage, accelerator))
+        for boundary in range(len(plan.stages) - 1) if self._handles_messages else ():
+            handling = self._handling_s(plan, shape, boundary, replica)
+            for number in (boundary, boundary + 1):
+                forward[number] += handling
+                backward[number] += handling
         return Costs(
             forward=tuple(forward),
             backward=tuple(backward),
@@ -171,7 +186,17 @@ class CostModel:
             ),
             speed=(1.0,) * shape.devices,
             overlap=self.training.overlap,
+            sharing=self._sharing(plan) if self._shares_processors else (),
         )
+
+    def _sharing(self, plan: Plan) -> tuple[Sharing, ...]:
+        """What the plan's processes share on each node where they share something."""
+        found = []
+        for number in sorted({self.cluster.node_of[rank] for ranks in plan.placement for rank in ranks}):
+            if slowdown := self.cluster.nodes[number].slowdown:
+                here = [sum(self.cluster.node_of[rank] == number for rank in ranks) for ranks in plan.placement]
+                found.append(Sharing(slowdown=slowdown, processes=tuple(here)))
+        return tuple(found)
 
     def pipeline(self, plan: Plan, cuts: Sequence[int]) -> "Pipeline":
         """What a pipeline of ``plan``'s degrees, placement and schedule takes wherever it is cut; its stages do not
@@ -259,6 +284,8 @@ class CostModel:
     def _update_s(self, plan: Plan, stage: StagePlan, accelerator: Accelerator) -> float:
         elements = self._elements(plan, stage)
         shards = plan.dp * stage.replicas if self.training.shard_optimizer else 1
+        if accelerator.update_s is not None:
+            return elements / shards * accelerator.update_s
         moved = elements / shards * self.training.update_traffic
         return moved / (accelerator.memory_bandwidth * accelerator.memory_efficiency)
 
@@ -296,12 +323,23 @@ class CostModel:
     def _traffic_of(self, plan: Plan) -> "_Traffic":
         return self._traffic(plan.placement, plan.tp, plan.dp, shape_of(plan).homes)
 
+    def _handling_s(self, plan: Plan, shape: Shape, boundary: int, replica: int) -> float:
+        """What a message takes of the compute of either side."""
+        source, target = (shape.device_of[stage, 0] for stage in (boundary, boundary + 1))
+        nodes = {self.cluster.node_of[self._traffic_of(plan).ranks(device, replica)[0]] for device in (source, target)}
+        if source == target or len(nodes) > 1:
+            return 0.0
+        each, per_byte = self.cluster.nodes[min(nodes)].handling
+        samples = plan.micro_batch_size // shape.parts
+        size = self._work(samples).work.crossing[plan.stages[boundary].operations[-1][1]]
+        return shape.parts * (each + size / plan.tp * per_byte)
+
     def _make_traffic(
         self, placement: tuple[tuple[int, ...], ...], tp: int, dp: int, homes: tuple[tuple[int, ...], ...]
     ) -> "_Traffic":
         return _Traffic(self.cluster, placement, tp, dp, homes)
 
-    def slowest_replica_s(self, plan: Plan, seconds_of: Callable[[Shape, Costs], float]) -> float:
+    def slowest_replica_s(self, plan: Plan, seconds_of: SecondsOf) -> float:
         """Of an iteration, by ``seconds_of`` for the replica of the pipeline that takes longest."""
         shape, traffic = shape_of(plan), self._traffic_of(plan)
         replicas = (seconds_of(shape, self.costs(plan, replica)) for replica in traffic.different)
@@ -328,7 +366,10 @@ class CostModel:
                 dropped = _without(stage.operations, self._kept(samples // stage.replicas, stage))
                 active = saved - tables.saved(dropped, plan.tp)
             buffers = 2 * (boundary + tables.work.crossing[stage.operations[-1][1]])
-            total = state + flights * (active + boundary) + (saved - active) + buffers
+            again = saved - active
+            if not self.training.recompute_ends:  # one block after the other
+                again /= max(1, tables.blocks_of(stage.operations))
+            total = state + flights * (active + boundary) + again + buffers
             for home in shape.homes[number]:
                 found[home] += total
         return tuple(FRAGMENTATION * total for total in found)
@@ -351,6 +392,10 @@ class _Tables:
         if not len(inner) or not len(ends):
             return 0, len(self.work)
         return int(ends[0]) + 1 if ends[0] < inner[0] else 0, int(ends[-1]) + 1
+
+    def blocks_of(self, operations: Sequence[tuple[int, int]]) -> int:
+        """Repeated blocks among ``operations``: each is reduced over tensor-parallel ranks twice in the backward."""
+        return sum(int(np.count_nonzero(self.work.backward_reduced[first:last])) for first, last in operations) // 2
 
     def saved(self, operations: Sequence[tuple[int, int]], tp: int) -> float:
         if tp not in self._saved:
@@ -398,7 +443,13 @@ class _Traffic:
         self._slowest = {key: cluster.slowest(ranks) for key, ranks in self._ranks.items()}
         self._cluster = cluster
         self.different = self._different(dp, len(placement))
+        # Beside its operations, each iteration takes what the slowest host does, and an all-reduce of loss and norm.
         self.iteration_s = max(kind.iteration_s for kind in dict.fromkeys(self._slowest.values()))
+        ranks = [rank for ranks in placement for rank in ranks]
+        nodes = {cluster.node_of[rank] for rank in ranks}
+        measured = cluster.nodes[min(nodes)].all_reduce
+        if measured is not None and len(nodes) == 1 < len(ranks):
+            self.iteration_s += measured.of(len(ranks), TOTALS_BYTES)
         every = [ranks[first : first + tp] for ranks in placement for first in range(0, len(ranks), tp)]
         inside = Traffic(cluster, every)
         self.tensor = {key: inside.link(ranks[:tp]) for key, ranks in self._ranks.items()} if tp > 1 else {}
@@ -485,20 +536,3 @@ def _busiest(shape: Shape, costs: Costs) -> tuple[float, float]:
 def _simulated(shape: Shape, costs: Costs) -> float:
     schedule = shape.schedule()
     return simulate(schedule, costs).makespan / schedule.iterations
-
-
-def _amp(shape: Shape, costs: Costs) -> float:
-    """AMP, section 4.3: the slowest stage M - 1 times, each stage and each message once, and the slowest sync.
-
-    Messages are there and back, beside compute. Stages of one device, or of several pipes on it, count together.
-    """
-    devices = shape.devices
-    recompute = [time if stage in shape.recompute else 0.0 for stage, time in enumerate(costs.recompute)]
-    once = [sum(parts) for parts in zip(costs.forward, costs.backward, recompute, strict=True)]
-    pipes = len(shape.device_of) // shape.stages
-    stage_time = [0.0] * devices
-    for (stage, _), device in shape.device_of.items():
-        stage_time[device] += once[stage] / pipes
-    messages = [2 * link.latency + link.forward + link.backward for link in costs.links]
-    pipeline = (shape.micro_batches - 1) * max(stage_time) + sum(once) + sum(messages)
-    return pipeline + max(costs.sync) + max(costs.update)

@@ -8,6 +8,10 @@ import numpy as np
 from auto3d.cluster import Accelerator
 from auto3d.cost.work import Work
 
+# Megatron-LM's fused softmax takes a number of matrices on each rank that divides by 4, and has four kernels more
+# elsewhere: to and from 32 bits, the scale and the mask (its fused_softmax.py, is_kernel_available).
+SOFTMAX_MULTIPLE, SOFTMAX_KERNELS = 4, 4
+
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
@@ -44,9 +48,11 @@ def times_of(work: Work, accelerator: Accelerator, tp: int = 1) -> Times:
         moved = (share * (1 - undivided) + undivided) * moved
         return (share * flops + products * accelerator.half_flops) / rate + moved / bandwidth
 
+    unfused = (work.softmaxes // tp) % SOFTMAX_MULTIPLE != 0
+
     def launched(launches: np.ndarray, reduced: np.ndarray) -> np.ndarray:
-        collectives = (reduced > 0) * (tp > 1)
-        return launches * accelerator.launch_s + collectives * accelerator.collective_launch_s
+        kernels = launches + SOFTMAX_KERNELS * unfused
+        return kernels * accelerator.launch_s + (reduced > 0) * (tp - 1) * accelerator.collective_launch_s
 
     return Times(
         forward=before(busy(work.flops, work.products, work.moved)),

@@ -7,6 +7,7 @@ tensor-parallel degree; measured layers give the same form, with a layer in the 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
+from math import prod
 
 import numpy as np
 
@@ -36,6 +37,7 @@ class Work:
     undivided: np.ndarray  # of what the forward moves where it is parallel, bytes that every tensor-parallel rank moves
     launches: np.ndarray  # kernels of the forward
     backward_launches: np.ndarray
+    softmaxes: np.ndarray  # matrices of attention weights, samples × heads, where a fused kernel may take them
     parallel: np.ndarray  # bool: tensor parallelism divides it
     reduced: np.ndarray  # bytes that tensor-parallel ranks all-reduce after it, forward
     backward_reduced: np.ndarray
@@ -90,6 +92,8 @@ def work_of(graph: Graph, bounds: Sequence[int], *, precision: str = "float32", 
         found["moved"][position] = scale * forward
         if node.flops:
             found["products"][position] = 2 if not node.state else 1  # attention: scores, and what they weigh
+            if fused and "attention" in node.operator:
+                found["softmaxes"][position] = prod(node.outputs[0].shape[:2])
             found["backward_products"][position] = 2 * found["products"][position]
             found["weight_flops"][position] = node.backward_flops / 2 if graph.trained & set(node.state) else 0
         if learns:
@@ -114,11 +118,12 @@ def _sizes(graph: Graph) -> dict[str, int]:
 
 def _moved(node: Node, sizes: dict[str, int]) -> tuple[float, float]:
     """Bytes of forward and backward. What a product reads and writes hides behind its arithmetic, but not what is
-    made on the way, such as the weights of attention, which one pass writes and the next reads."""
+    made on the way, such as the weights of attention, which one pass writes and the next reads; in the backward their
+    gradients too are read twice."""
     given = sum(sizes[name] for name in node.reads)
     made = sum(value.bytes for value in node.outputs)
     if node.flops:
-        return 2.0 * node.saved_bytes, 4.0 * node.saved_bytes
+        return 2.0 * node.saved_bytes, 3.0 * node.saved_bytes
     if node.operator.startswith("aten.embedding"):
         return 2.0 * made, 2.0 * made  # the rows that are looked up, not the table
     state = sum(sizes[name] for name in node.state)

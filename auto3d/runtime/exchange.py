@@ -78,6 +78,7 @@ class Exchange:
         for transfer in transfers:
             self._transfers.setdefault((transfer.source, transfer.target), []).append(transfer)
         self._routes: dict[tuple[Kind, int, int, int], dict[int, list[_Load]]] = {}
+        self._names: dict[tuple[Message, int], str] = {}
         self._local: dict[Message, list[torch.Tensor]] = {}
         self._sent: dict[Message, list[_Posted]] = {}
         self._posted: dict[int, deque[_Posted]] = {}
@@ -103,7 +104,7 @@ class Exchange:
         for peer, loads in self._route(message).items():
             group = self._group(dist.get_rank(), peer)
             taken = [load.taken_from(tensors[load.number]) for load in loads]
-            with waiting_for(f"the receiver of {message} ({HERE.name(peer)})", self._timeout_s):
+            with waiting_for(f"the receiver of {self._name(message, peer)}", self._timeout_s):
                 works = [dist.isend(tensor, peer, group=group) for tensor in taken]
             self._sent[message].append(_Posted(message, taken, works))
 
@@ -125,7 +126,7 @@ class Exchange:
         """Forget a sent message; its receivers have it, or are about to."""
         for peer, entry in zip(self._route(message), self._sent.pop(message), strict=True):
             for work in entry.works:
-                wait(work, timeout_s=self._timeout_s, what=f"the receiver of {message} ({HERE.name(peer)})")
+                wait(work, timeout_s=self._timeout_s, what=f"the receiver of {self._name(message, peer)}")
 
     def end(self) -> None:
         """End the program: forget what was sent."""
@@ -169,7 +170,7 @@ class Exchange:
             self._post_next(peer)
         entry = next(entry for entry in posted if entry.message == message)
         for work in entry.works:
-            wait(work, timeout_s=self._timeout_s, what=f"{message} ({HERE.name(peer)})")
+            wait(work, timeout_s=self._timeout_s, what=self._name(message, peer))
         posted.remove(entry)
         self._post(peer)
         return entry.tensors
@@ -184,9 +185,15 @@ class Exchange:
         tensors = [
             torch.empty(load.shape, dtype=load.dtype, device=self._device) for load in self._route(message)[peer]
         ]
-        with waiting_for(f"{message} ({HERE.name(peer)})", self._timeout_s):
+        with waiting_for(self._name(message, peer), self._timeout_s):
             works = [dist.irecv(tensor, peer, group=group) for tensor in tensors]
         self._posted[peer].append(_Posted(message, tensors, works))
+
+    def _name(self, message: Message, peer: int) -> str:
+        key = message, peer
+        if key not in self._names:  # every wait tells it, and every iteration has the same messages
+            self._names[key] = f"{message} ({HERE.name(peer)})"
+        return self._names[key]
 
     def _is_local(self, message: Message) -> bool:
         return self._device_of[message.source, message.pipe] == self._device_of[message.target, message.pipe]

@@ -149,12 +149,11 @@ class Executor:
 
     def _update(self, step: Step) -> None:
         replica = _replica(step)
-        if self._program.asynchronous:
+        if not self._clip_norm:  # no need to wait for ranks that still run backwards
             self._sync.wait({replica[0]})
         elif self._totals is None:  # the first update of the iteration on this rank; it needs the norm of all gradients
-            self._sync.wait({stage for stage, _ in self._stages})
             self._totals = self._reduce_totals()
-            if 0 < self._clip_norm < self._totals[1]:
+            if self._totals[1] > self._clip_norm:
                 self._sync.scale(self._clip_norm / (self._totals[1] + 1e-6))
         self._stages[replica].weights.next()
         self._updates[replica] += 1
@@ -168,7 +167,8 @@ class Executor:
             self._sync.zero({replica[0]})
 
     def _reduce_totals(self) -> tuple[float, float]:
-        """Sum the losses and the squared gradient norms over all ranks, in one all-reduce."""
+        """Sum the losses and the squared gradient norms over all ranks, in one all-reduce, once all gradients are."""
+        self._sync.wait({stage for stage, _ in self._stages})
         totals = torch.zeros(2, dtype=torch.float64, device=self._device)
         totals[0] = self._take_loss(0)
         totals[1] = self._sync.squared_norm()
@@ -188,6 +188,8 @@ class Executor:
 
     def _end_iteration(self) -> Iterator[IterationResult]:
         """Note the end of an iteration on this rank; yields the results that are known by now, of any iteration."""
+        if not self._program.asynchronous and self._totals is None:
+            self._totals = self._reduce_totals()
         if self._device.type == "cuda":  # whose update is still queued; other streams wait for messages of later steps
             torch.cuda.current_stream(self._device).synchronize()
         now = perf_counter()

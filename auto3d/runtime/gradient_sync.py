@@ -1,6 +1,6 @@
-"""Gradients of one rank: flat buffers, summed over the ranks that hold the same parameters, and their global norm."""
+"""Gradients of one rank: their memory, their sums over the ranks that hold the same parameters, and their norm."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,19 +46,27 @@ class GradientSync:
     """Sums gradients over their holders.
 
     Parameters of one type with the same holders share one flat buffer, of which their ``.grad`` are views: one
-    all-reduce, and no copy. Every rank must construct it with the same ``holders``, for process groups are made here:
-    one for each, since two stages on the same ranks may be ready in another order on each of them.
+    all-reduce, and no copy. Only those that are ``alone`` have a ``.grad`` of their own, None until autograd makes it:
+    so forwards find that memory free, and the first backward has nothing to add to. Every rank must construct it with
+    the same ``holders``, for process groups are made here: one for each, since two stages on the same ranks may be
+    ready in another order on each of them.
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], holders: Mapping[str, Holders], *, timeout_s: float
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        holders: Mapping[str, Holders],
+        *,
+        alone: Collection[str] = (),
+        timeout_s: float,
     ) -> None:
         self._timeout_s = timeout_s
         shared = [each for each in sorted(set(holders.values())) if len(each.ranks) > 1]
         self._groups = {each: new_group(each.ranks, timeout_s) for each in shared}
         self._names: dict[Share, list[str]] = {}
+        self._alone = [(parameters[name], holders[name]) for name in alone]
         for name in holders:  # whose order all ranks share; the order in which stages use parameters they do not
-            if name in parameters:
+            if name in parameters and name not in alone:
                 self._names.setdefault((holders[name], str(parameters[name].dtype)), []).append(name)
         self._buffers = {
             share: _flat_gradients([parameters[name] for name in names]) for share, names in self._names.items()
@@ -77,6 +85,9 @@ class GradientSync:
 
     def zero(self, stages: Collection[int]) -> None:
         """Begin the gradients of ``stages`` anew."""
+        for parameter, holders in self._alone:
+            if _concerns(holders, stages):
+                parameter.grad = None
         for share, names in self._names.items():
             if _concerns(share[0], stages):
                 self._buffers[share].zero_()
@@ -109,24 +120,30 @@ class GradientSync:
     def squared_norm(self) -> torch.Tensor | float:
         """This rank's share of the squared norm of all gradients: a parameter is counted by its first holder alone."""
         own = [buffer for (holders, _), buffer in self._buffers.items() if holders.ranks[0] == dist.get_rank()]
-        return sum(_squared_norm(buffer) for buffer in own)
+        norms = [norm for gradient in [*own, *self._gradients_alone()] for norm in _norms(gradient)]
+        return torch.cat(norms).double().square().sum() if norms else 0.0
 
     def scale(self, factor: float) -> None:
-        for buffer in self._buffers.values():
-            buffer.mul_(factor)
+        for gradient in [*self._buffers.values(), *self._gradients_alone()]:
+            gradient.mul_(factor)
+
+    def _gradients_alone(self) -> list[torch.Tensor]:
+        return [parameter.grad for parameter, _ in self._alone if parameter.grad is not None]
 
 
 def _concerns(holders: Holders, stages: Collection[int]) -> bool:
     return any(stage in holders.stages for stage in stages)
 
 
-def _squared_norm(buffer: torch.Tensor) -> torch.Tensor:
-    """In float64 over rows that are short enough for float32; on a CPU this takes a twentieth of float64 throughout."""
-    dtype = torch.promote_types(buffer.dtype, torch.float32)
-    whole = buffer.numel() // ROW * ROW
-    rows = torch.linalg.vector_norm(buffer[:whole].view(-1, ROW), dim=1, dtype=dtype)
-    rest = torch.linalg.vector_norm(buffer[whole:], dtype=dtype)
-    return rows.double().square().sum() + rest.double().square()
+def _norms(gradient: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Of rows short enough for float32, to be added in float64, which on a CPU would take twenty times as long here."""
+    values = gradient.flatten()
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    whole = values.numel() // ROW * ROW
+    if whole:
+        yield torch.linalg.vector_norm(values[:whole].view(-1, ROW), dim=1, dtype=dtype)
+    if whole < values.numel():
+        yield torch.linalg.vector_norm(values[whole:], dtype=dtype).view(1)
 
 
 def _flat_gradients(parameters: Sequence[nn.Parameter]) -> torch.Tensor:

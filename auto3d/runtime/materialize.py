@@ -5,7 +5,6 @@ process; but a parameter of another stage has memory only while an operation wor
 not what the model put there: such reads are followed, and refused where they reach a weight of this stage.
 """
 
-import ctypes
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from auto3d.errors import InputError
+from auto3d.runtime.memory import return_freed_memory
 
-_C_LIBRARY = ctypes.CDLL(None)
 _TRIM_BYTES = 2**20
 
 
@@ -46,7 +45,7 @@ def materialize(
         with _ForeignStorage() as foreign, _on_registration(foreign.registration(foreign_by_order)):
             model = build()
         foreign.release_all()
-    _return_freed_memory()
+    return_freed_memory()
     parameters = dict(model.named_parameters())
     tensors = {**dict(model.named_buffers()), **parameters}
     own = {name: tensors[name].detach() for name in names}
@@ -67,12 +66,6 @@ def materialize(
                 "which one stage alone cannot do; give a state dict"
             )
     return own
-
-
-def _return_freed_memory() -> None:
-    """Else glibc keeps what is freed, and the process grows to the whole model."""
-    if hasattr(_C_LIBRARY, "malloc_trim"):
-        _C_LIBRARY.malloc_trim(0)
 
 
 def _foreign_by_order(build: Callable[[], nn.Module], names: Collection[str]) -> list[bool]:
@@ -158,7 +151,7 @@ class _ForeignStorage(TorchDispatchMode):
             self._lose(storage)
         self._resident -= keys
         if max(self._foreign[key][1] for key in keys) > _TRIM_BYTES:
-            _return_freed_memory()
+            return_freed_memory()
 
     def _lose(self, storage: torch.UntypedStorage) -> None:
         self._lost[storage._cdata] = StorageWeakRef(storage)

@@ -31,6 +31,20 @@ def state_copies(settings: OptimizerSettings) -> int:
     return {"adamw": 2, "sgd": int(settings.momentum > 0)}.get(settings.optimizer, 0)
 
 
+def make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make the state that ``optimizer`` would make at its first step: before activations take memory, not in between.
+
+    So what does not fit is found at once, and a CPU's heap has no long-lived pieces among the short-lived ones.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(optimizer, torch.optim.AdamW):
+                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
+            elif group["momentum"]:
+                optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
+
+
 def build_optimizer(
     parameters: Sequence[nn.Parameter], settings: OptimizerSettings, *, iterations: int
 ) -> tuple[torch.optim.Optimizer, LRScheduler]:

@@ -1,6 +1,7 @@
 """One rank of a Plan, built: its programs, its stages, its messages, its gradient sums and its optimizers."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,7 +20,8 @@ from auto3d.runtime.executor import Executor
 from auto3d.runtime.gradient_sync import GradientSync, Holders, holders
 from auto3d.runtime.lowering import Program, Replica, lower
 from auto3d.runtime.materialize import materialize
-from auto3d.runtime.optimizer import OptimizerSettings, build_optimizer, state_copies
+from auto3d.runtime.memory import keep_freed_memory
+from auto3d.runtime.optimizer import OptimizerSettings, build_optimizer, make_state, state_copies
 from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.replicas import replicas_of_devices, resplit_dimensions, share_of
@@ -110,6 +112,8 @@ def build_rank(
     ``schedule`` replaces the plan's by one written by hand; ``state`` gives initial weights in place of the seed's.
     """
     device, emulation = world.device(settings.device), settings.emulation
+    if device.type == "cpu":
+        keep_freed_memory()
     by_hand = [schedule] * (settings.iterations // schedule.iterations) if schedule else []
     schedules = by_hand or schedules_of(plan, settings.iterations)
     schedule = schedules[0]
@@ -151,7 +155,8 @@ def build_rank(
         tensors = _state(captured, own, memory, device=device, seed=plan.seed, given=state)
         learning = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
         with memory.during("the making of its gradients"):
-            sync = GradientSync(learning, all_holders, timeout_s=settings.timeout_s)
+            alone = {} if schedule.weight_version else _alone(own, learning, all_holders)
+            sync = GradientSync(learning, all_holders, alone=alone, timeout_s=settings.timeout_s)
         loss_weight = schedule.updates / (plan.dp * micro_batches * replicas)
         modules = _stage_modules(
             own, captured, plan, schedule, tensors, loss_weight=loss_weight, randomness=randomness, device=device
@@ -212,6 +217,12 @@ def _state(
     }
 
 
+def _alone(own: Mapping[Replica, Stage], names: Collection[str], holders: Mapping[str, Holders]) -> list[str]:
+    """Those of ``names`` that one stage of this rank uses, and no other rank."""
+    users = Counter(name for stage in own.values() for name in stage.state)
+    return [name for name in names if users[name] == 1 and len(holders[name].ranks) == 1]
+
+
 def _stage_modules(
     own: Mapping[Replica, Stage],
     captured: CapturedModel,
@@ -235,6 +246,7 @@ def _stage_modules(
             recompute=number in schedule.recompute,
             kept=plan.stages[number].kept,
             split_backward=number in split,
+            old_weights=bool(schedule.weight_version),
         )
         for (number, pipe), stage in own.items()
     }
@@ -278,7 +290,8 @@ def _optimizers(
     optimizers = {}
     for replica, stage in own.items():
         mine = [left.pop(name) for name in stage.state if name in left]
-        optimizers[replica] = (
-            build_optimizer(mine, settings.optimizer, iterations=settings.iterations) if mine else None
-        )
+        optimizers[replica] = None
+        if mine:
+            optimizers[replica] = build_optimizer(mine, settings.optimizer, iterations=settings.iterations)
+            make_state(optimizers[replica][0])
     return optimizers

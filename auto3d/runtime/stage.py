@@ -1,6 +1,7 @@
 """One stage as it runs: forward, recomputation and backward of single micro-batches, in any order."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -13,8 +14,16 @@ from auto3d.partition.segment import Segment, segments
 from auto3d.partition.stage import Stage
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage_program import segment_program
-from auto3d.runtime.weight_gradients import PutOff
-from auto3d.runtime.weight_versions import WeightVersions
+from auto3d.runtime.weight_gradients import PutOff, add_gradient
+from auto3d.runtime.weight_versions import WeightVersions, new_leaf
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """One use of something that several segments use: it has a leaf of its own, whose gradient is for ``of``."""
+
+    leaf: torch.Tensor
+    of: torch.Tensor
 
 
 @dataclass
@@ -25,31 +34,51 @@ class _InFlight:
     values: dict[str, torch.Tensor]  # all that segments take: the received, the inputs, and leaves between segments
     found: list[dict[str, torch.Tensor]]  # per segment the buffers that it writes to as it found them, if it runs again
     outputs: list[list[torch.Tensor] | None]  # per segment; None where the forward kept nothing
+    apart: dict[str, torch.Tensor]  # weights that several segments use: a leaf of this micro-batch alone
+    uses: dict[int, list[_Use]]  # per segment
 
 
 class _Segment:
     """One segment as it runs."""
 
-    def __init__(self, segment: Segment, module: nn.Module, captured: CapturedModel) -> None:
+    def __init__(
+        self,
+        segment: Segment,
+        captured: CapturedModel,
+        apart: Collection[str],
+        program: tuple[nn.Module, Sequence[str], Sequence[str]],
+    ) -> None:
         self.kept, self.takes, self.gives = segment.kept, segment.takes, segment.gives
-        self._state = segment.state
         self._written = captured.graph.written_buffers.intersection(segment.state)
-        self._module = module
+        self._apart = apart
+        self._module, self._state, self._given = program
 
     def found(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copies of the buffers that it writes to."""
         return {name: state[name].clone() for name in self._written}
 
-    def run(self, state: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """What it gives."""
-        return self._module(*(state[name] for name in self._state), *(values[name] for name in self.takes))
+    def run(
+        self, state: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[_Use]]:
+        """What it gives, and each of its uses of what is apart, in order."""
+        uses: list[_Use] = []
+
+        def seen(tensor: torch.Tensor, name: str) -> torch.Tensor:
+            if name not in self._apart or not tensor.requires_grad:
+                return tensor
+            uses.append(_Use(leaf=new_leaf(tensor), of=tensor))
+            return uses[-1].leaf
+
+        state_seen = [seen(state[name], name) for name in self._state]
+        return self._module(*state_seen, *(seen(values[name], name) for name in self._given)), uses
 
 
 class StageModule:
     """Runs one stage, one micro-batch at a time.
 
     ``tensors`` holds at least the stage's state, by name, on ``device``; parameters among them collect gradients in
-    their ``.grad``, and each micro-batch sees the version of them that ``weights`` has for it. A micro-batch's loss
+    their ``.grad``. With ``old_weights`` each micro-batch sees the version of them that ``weights`` has for it, and all
+    gradients are added to the ``.grad`` that was there when this was made. A micro-batch's loss
     counts ``loss_weight``, so that the sum over the micro-batches of an update, and over replicas, is the mean.
     A stage that recomputes keeps no more of its forward than the activations of the operations ``kept`` (ranges of
     their positions), what it was given, and what passes between the two; one that splits its backward leaves the
@@ -68,22 +97,34 @@ class StageModule:
         recompute: bool = False,
         kept: Sequence[tuple[int, int]] = (),
         split_backward: bool = False,
+        old_weights: bool = False,
     ) -> None:
         self.stage = stage
         self.sent = list(dict.fromkeys(transfer.value.name for transfer in stage.sent))
         self.losses: dict[int, torch.Tensor] = {}  # micro-batch -> its weighted loss, until it is taken
         self._loss_name = captured.graph.loss if stage.has_loss else None
         self._put_off = PutOff() if split_backward else None
-        self.weights = WeightVersions({name: tensors[name] for name in stage.state})
+        self.weights = WeightVersions({name: tensors[name] for name in stage.state}, several=old_weights)
         if not recompute:
             kept = [(0, len(captured.graph.nodes))]
+        divided = segments(captured.graph, stage, kept)
+        users = Counter(name for segment in divided for name in {*segment.state, *segment.takes})
+        self._weights_apart = [n for n, count in users.items() if count > 1 and n in captured.graph.trained]
+        # Autograd adds up the gradients of all uses in one order, whatever divides them. So must we, or rounding would
+        # differ from that without recomputation: uses that several segments have are added one by one.
+        apart = {*self._weights_apart, *(name for segment in divided for name in segment.takes)}
+        if len(divided) == 1:
+            apart = set()
         self._segments = [
             _Segment(
                 segment,
-                segment_program(segment, captured, randomness=randomness, device=device, put_off=self._put_off),
                 captured,
+                apart,
+                segment_program(
+                    segment, captured, randomness=randomness, device=device, put_off=self._put_off, apart=apart
+                ),
             )
-            for segment in segments(captured.graph, stage, kept)
+            for segment in divided
         ]
         between = {name for segment in self._segments for name in segment.gives}
         self._between = {  # value that passes between segments -> whether it has a gradient
@@ -105,15 +146,16 @@ class StageModule:
             transfer.value.name: received[transfer.value.name].detach().requires_grad_(transfer.value.differentiable)
             for transfer in self.stage.received
         }
-        in_flight = _InFlight(leaves, {**inputs, **leaves}, [], [])
+        state = self.weights.of(micro_batch)
+        apart = {name: new_leaf(state[name]) for name in self._weights_apart}
+        in_flight = _InFlight(leaves, {**inputs, **leaves}, [], [], apart, {})
         self._in_flight[micro_batch] = in_flight
         self._randomness.micro_batch = micro_batch
-        state = self.weights.of(micro_batch)
         made: dict[str, torch.Tensor] = {}
-        for segment in self._segments:
+        for number, segment in enumerate(self._segments):
             in_flight.found.append({} if segment.kept else segment.found(state))
             with nullcontext() if segment.kept else _keeping_nothing():
-                outputs = segment.run(state, in_flight.values)
+                outputs, in_flight.uses[number] = segment.run({**state, **apart}, in_flight.values)
             in_flight.outputs.append(outputs if segment.kept else None)
             for name, output in zip(segment.gives, outputs, strict=True):
                 made[name] = output.detach()
@@ -148,11 +190,20 @@ class StageModule:
         activations of those after it are gone.
         """
         in_flight = self._in_flight[micro_batch]
+        for name in self._between:
+            if gradients.get(name):  # they come before those of the stage's own uses
+                in_flight.values[name].grad = sum(gradients[name][1:], start=gradients[name][0])
         for number in reversed(range(len(self._segments))):
             if in_flight.outputs[number] is None:
                 self._run_again(number, micro_batch)
             self._backward_of(number, in_flight, gradients)
+            for use in reversed(in_flight.uses.pop(number)):
+                if use.leaf.grad is not None:
+                    add_gradient(use.leaf.grad, use.of)
         del self._in_flight[micro_batch]
+        for name, leaf in in_flight.apart.items():
+            if leaf.grad is not None:
+                add_gradient(leaf.grad, self.weights.of(micro_batch)[name])
         if self._put_off is not None:
             self._weight_work[micro_batch] = self._put_off.take()
         return {
@@ -172,20 +223,21 @@ class StageModule:
         """Run one segment on the buffers as it found them the first time: the stage's own are not written twice."""
         in_flight = self._in_flight[micro_batch]
         self._randomness.micro_batch = micro_batch
-        in_flight.outputs[number] = self._segments[number].run(
-            {**self.weights.of(micro_batch), **in_flight.found[number]}, in_flight.values
-        )
+        state = {**self.weights.of(micro_batch), **in_flight.apart, **in_flight.found[number]}
+        in_flight.outputs[number], in_flight.uses[number] = self._segments[number].run(state, in_flight.values)
 
     def _backward_of(self, number: int, in_flight: _InFlight, gradients: Mapping[str, Sequence[torch.Tensor]]) -> None:
         """Backward through one segment, whose activations are given back."""
         outputs, in_flight.outputs[number] = in_flight.outputs[number], []
         used, output_gradients = [], []
         for name, output in zip(self._segments[number].gives, outputs, strict=True):
-            arrived = list(gradients.get(name, ()))
+            if name in self._between:
+                gradient = in_flight.values[name].grad  # with those that came from other stages
+                arrived = [] if gradient is None else [gradient]
+            else:
+                arrived = list(gradients.get(name, ()))
             if name == self._loss_name:
                 arrived.append(torch.full_like(output, self._loss_weight))
-            if name in self._between and in_flight.values[name].grad is not None:
-                arrived.append(in_flight.values[name].grad)
             if arrived and output.requires_grad:
                 used.append(output)
                 output_gradients.append(sum(arrived[1:], start=arrived[0]))

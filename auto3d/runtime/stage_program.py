@@ -1,6 +1,8 @@
 """A segment's piece of the captured program as a module that runs: on its device, seeded, and split if asked."""
 
 import operator
+from collections import ChainMap
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,33 +24,45 @@ def segment_program(
     randomness: Randomness,
     device: torch.device,
     put_off: PutOff | None,
-) -> fx.GraphModule:
-    """A module that takes the segment's state and the values that it takes, in this order, and returns what it gives.
+    apart: Collection[str] = (),
+) -> tuple[fx.GraphModule, list[str], list[str]]:
+    """A module that takes state and the values that the segment takes, in this order, and returns what it gives.
 
-    With ``put_off``, its backward leaves the gradients of weights there, where it can.
+    Also the names of that state and of these values, in order: each once, but as often as it is used, in order of use,
+    if it is of ``apart``. With ``put_off``, the module's backward leaves the gradients of weights there, where it can.
     """
     names = {**captured.exported.parameters, **captured.exported.buffers}
-    source = {node.name: node for node in captured.exported.program.nodes}
+    order = {node: number for number, node in enumerate(captured.exported.program.nodes)}
+    source = {node.name: node for node in order}
+    placeholder = {names.get(n.name, n.name): n for n in captured.exported.program.find_nodes(op="placeholder")}
+    own = set(segment.nodes)
     graph = fx.Graph()
-    state = {name: graph.placeholder(f"state_{position}") for position, name in enumerate(segment.state)}
     env: dict[fx.Node, fx.Node] = {}
-    for node in captured.exported.program.find_nodes(op="placeholder"):
-        name = names.get(node.name, node.name)
-        if name in state:
-            env[node] = state[name]
-    for position, name in enumerate(segment.takes):
-        env[source[name]] = graph.placeholder(f"given_{position}")
+    env_of: dict[fx.Node, dict[fx.Node, fx.Node]] = {}  # user -> what it alone sees of what is apart
+
+    def take(names: Sequence[str], node_of: Mapping[str, fx.Node], prefix: str) -> list[str]:
+        taken: list[str] = []
+        for name in names:
+            node = node_of[name]
+            users = sorted((user for user in node.users if user.name in own), key=order.__getitem__)
+            for user in users if name in apart else [None]:
+                seen = graph.placeholder(f"{prefix}_{len(taken)}")
+                (env if user is None else env_of.setdefault(user, {}))[node] = seen
+                taken.append(name)
+        return taken
+
+    state = take(segment.state, placeholder, "state")
+    given = take(segment.takes, source, "given")
+    trained = {env[placeholder[name]] for name in state if name in captured.graph.parameters and name not in apart}
 
     operation_number = {node.name: number for number, node in enumerate(captured.graph.nodes)}
-    own = set(segment.nodes)
-    trained = {state[name] for name in segment.state if name in captured.graph.parameters}
     modules: dict[str, nn.Module] = {}
     for node in captured.exported.program.nodes:
         if node in env:
             continue
         if node.name not in own and not (node.target is operator.getitem and node.args[0] in env):
             continue
-        copy = graph.node_copy(node, env.__getitem__)
+        copy = graph.node_copy(node, ChainMap(env_of.get(node, {}), env).__getitem__)
         copy.args, copy.kwargs = _on_device((copy.args, copy.kwargs), device)
         if is_random(node):
             modules[node.name] = SeededOperation(node.target, operation_number[node.name], randomness)
@@ -60,7 +74,7 @@ def segment_program(
     graph.output([env[source[name]] for name in segment.gives])
     module = fx.GraphModule(modules, graph)
     fold_constants(module)
-    return module
+    return module, state, given
 
 
 def _on_device(arguments: Any, device: torch.device) -> Any:

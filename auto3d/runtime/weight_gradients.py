@@ -89,9 +89,14 @@ def _add_product(
 ) -> None:
     gradient, value = gradient.reshape(-1, gradient.shape[-1]), value.reshape(-1, value.shape[-1])
     if weight.requires_grad:
-        weight.grad.addmm_(gradient.t(), value) if transposed else weight.grad.addmm_(value.t(), gradient)
+        left, right = (gradient.t(), value) if transposed else (value.t(), gradient)
+        weight.grad = left @ right if weight.grad is None else weight.grad.addmm_(left, right)
     if bias is not None and bias.requires_grad:
-        bias.grad.add_(gradient.sum(0))
+        add_gradient(gradient.sum(0), bias)
+
+
+def add_gradient(gradient: torch.Tensor, parameter: torch.Tensor) -> None:
+    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
 class _Convolution(torch.autograd.Function):
@@ -117,9 +122,9 @@ def _add_convolution(
     mask = (False, weight.requires_grad, bias is not None and bias.requires_grad)
     _, of_weight, of_bias = _convolution_backward(gradient, value, weight, bias, geometry, mask)
     if of_weight is not None:
-        weight.grad.add_(of_weight)
+        add_gradient(of_weight, weight)
     if of_bias is not None:
-        bias.grad.add_(of_bias)
+        add_gradient(of_bias, bias)
 
 
 def _convolution_backward(

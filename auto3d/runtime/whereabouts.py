@@ -32,7 +32,8 @@ class Board:
 
     def write(self, rank: int, at: str, waiting_for: str) -> None:
         text = f"{at}\n{waiting_for}".encode()[: LINE_BYTES - 9]
-        struct.pack_into(f"d{len(text)}sx", self._memory, rank * LINE_BYTES, monotonic(), text)
+        line = struct.pack("d", monotonic()) + text + b"\0"
+        self._memory[rank * LINE_BYTES : rank * LINE_BYTES + len(line)] = line
 
     def read(self, rank: int) -> Place:
         since, text = struct.unpack_from(f"d{LINE_BYTES - 8}s", self._memory, rank * LINE_BYTES)

@@ -13,8 +13,8 @@ def check_trainable(schedule: Schedule, stages: Sequence[Stage], trained: Collec
         return
     if clip_norm > 0:
         raise PlanError(
-            f"clip_norm: {clip_norm:g}; schedule {schedule.name} updates each stage by itself, so the norm of all "
-            "gradients is never known: it must be 0"
+            f"clip_norm: found {clip_norm:g}; schedule {schedule.name} takes 0 alone: it updates each stage by itself, "
+            "so the norm of all gradients is never known"
         )
     versions = [
         [version for (stage, _), version in sorted(schedule.weight_version.items()) if stage == index]

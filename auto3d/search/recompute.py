@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import ceil
 
 from auto3d.partition.recompute import first_shares, keep_last, kept_shares
 from auto3d.plan import Plan, PlanError, StagePlan
@@ -42,8 +43,12 @@ class Shares:
 
     @property
     def first(self) -> list[float]:
-        """Every share α₁ of the first stage at which some stage keeps more, ascending."""
-        return first_shares(self._in_flight, [len(starts) for starts in self._starts])
+        """Every share α₁ of the first stage at which some stage keeps more, ascending.
+
+        Rounded up in the fourth decimal, since a share's subgraphs are rounded down: people read them, and write them.
+        """
+        exact = first_shares(self._in_flight, [len(starts) for starts in self._starts])
+        return sorted({ceil(round(share * 10**4, 6)) / 10**4 for share in exact})
 
     def plan(self, first: float) -> Plan:
         """The plan of α₁ = ``first``; where every stage keeps all, without recomputation if that is an option."""

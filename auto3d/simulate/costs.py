@@ -19,6 +19,22 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """One machine whose processes slow each other down: ``slowdown[n - 1]`` times while n of them compute.
+
+    ``processes`` says how many compute there for each pipeline device: its replicas do what it does, at the same time.
+    """
+
+    slowdown: tuple[float, ...]
+    processes: tuple[int, ...]
+
+    def of(self, computing: int) -> float:
+        """While so many compute; beyond those that are known, they take turns."""
+        known = len(self.slowdown)
+        return self.slowdown[min(max(computing, 1), known) - 1] * max(1.0, computing / known)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Costs:
     """Times in seconds, or in any other unit: everything that is made of them is in the same.
 
@@ -36,6 +52,7 @@ class Costs:
     links: tuple[Link, ...]  # links[s]: between stages s and s + 1
     speed: tuple[float, ...]  # per device
     overlap: bool = True  # messages travel beside compute; if not, they occupy their sender and their receiver
+    sharing: tuple[Sharing, ...] = ()  # machines on which devices slow each other down
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward", "backward_input", "backward_weight", "recompute", "sync", "update"):

@@ -7,6 +7,7 @@ from auto3d.schedule.check import ScheduleError
 from auto3d.schedule.dependencies import numbered
 from auto3d.schedule.operation import Operation, Schedule
 from auto3d.simulate.costs import Costs
+from auto3d.simulate.shared import run_shared
 from auto3d.simulate.work import Work, lay_out, sync_groups
 
 
@@ -63,13 +64,29 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     they do not overlap compute, a message occupies its sender from the end of the operation that made it, and its
     receiver for as long again, from when the receiver turns to the operation that needs it, at the earliest together
     with the sender. A stage's gradients are reduced beside compute, from when all its replicas have started it (S);
-    several at a time do not slow each other. An update (U) waits for all that its device has started.
+    several at a time do not slow each other. An update (U) waits for all that its device has started. Devices that
+    share a machine's processors slow each other down while they compute.
 
     Raises ScheduleError where devices wait for each other.
     """
     costs.check_fit(schedule)
     operations = numbered(schedule)
     work = lay_out(schedule, costs)
+    if costs.sharing:
+        start, end, arrival, position = run_shared(work, costs)
+        if position != work.bounds[1:]:
+            raise ScheduleError(_deadlock(operations, work.waits, arrival, position, work.bounds[1:]))
+        spans = [(number, number + 1) for number in sorted(range(len(operations)), key=lambda n: (end[n], start[n], n))]
+        return Timeline(
+            schedule=schedule,
+            costs=costs,
+            operations=operations,
+            work=work,
+            start=start,
+            end=end,
+            arrival=arrival,
+            spans=spans,
+        )
     steps, waits, receive, overlap = work.steps, work.waits, work.receive, costs.overlap
     count = len(operations)
     start, end = [0.0] * count, [0.0] * count

@@ -5,12 +5,14 @@ thread each, over gloo; blocks of iterations in turn. For torch its stages are w
 take the whole of transformers' models; the head is not tied to the embedding, for it does not sum their gradients.
 """
 
+import ctypes
 import os
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -26,7 +28,7 @@ from auto3d.capture.model import CapturedModel, capture
 from auto3d.cluster import place_ranks
 from auto3d.plan import Plan, stages_of_operations
 from auto3d.runtime.data import Batches, DataSettings, InputField
-from auto3d.runtime.memory import PeakMemory
+from auto3d.runtime.memory import PeakMemory, return_freed_memory
 from auto3d.runtime.optimizer import OptimizerSettings, build_optimizer
 from auto3d.runtime.rank import TrainingSettings, build_rank
 from auto3d.runtime.world import World, join, leave
@@ -41,6 +43,7 @@ THEIR_SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 REPETITIONS = 15
 ITERATIONS = 2  # in each repetition, so that one may run into the next
 EMPTY_MICRO_BATCHES = 256
+M_MMAP_THRESHOLD = -3  # of mallopt(3): the least size that has pages of its own
 
 Iteration = Callable[[int], float | None]  # runs one; gives the mean loss where it is known
 
@@ -208,11 +211,19 @@ def times(captured: CapturedModel, schedule: str, world: World, report: Report) 
     return found
 
 
-def peak_bytes(captured: CapturedModel, schedule: str, name: str, world: World, report: Report) -> list[int]:
-    """Of each rank: what it grows by, and what of that its first iterations, not its building, take at most."""
+def peak_bytes(
+    captured: CapturedModel, schedule: str, name: str, fragments: bool, world: World, report: Report
+) -> list[int]:
+    """Of each rank: what it grows by, and what of that its first iterations, not its building, take at most.
+
+    Without ``fragments`` every tensor has pages of its own, so that what is free is nobody's.
+    """
     begin(world)
     memory = PeakMemory(torch.device("cpu"))
     run = SYSTEMS[name](captured, world, schedule)
+    if not fragments:
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
+        return_freed_memory()
     Path("/proc/self/clear_refs").write_text("5")  # of torch's stage the whole model was built: that does not count
     for iteration in range(3):
         run(iteration)
@@ -258,13 +269,20 @@ def one_core_ms() -> float:
     return 1000 * median(found)
 
 
+def in_mib(sizes: list[int]) -> str:
+    return " ".join(f"{size / 2**20:.0f}" for size in sizes)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     captured = capture(gpt2, TOKENS.input_specs(), MICRO_BATCH_SIZE)
     rows = []
     for schedule, ranks in CASES:
         found = on_ranks(ranks, partial(times, captured, schedule))
-        peaks = {name: on_ranks(ranks, partial(peak_bytes, captured, schedule, name)) for name in SYSTEMS}
+        peaks = {
+            (name, fragments): in_mib(on_ranks(ranks, partial(peak_bytes, captured, schedule, name, fragments)))
+            for name, fragments in product(SYSTEMS, (False, True))
+        }
         samples = MICRO_BATCHES * MICRO_BATCH_SIZE
         for name, one in found.items():
             ratio = median(their / own for own, their in zip(one.seconds, found["torch"].seconds, strict=True))
@@ -277,7 +295,8 @@ def main() -> None:
                     f"{samples / max(one.seconds):.1f} to {samples / min(one.seconds):.1f}",
                     f"{ratio:.3f}",
                     f"{median(one.processor_s):.3f}",
-                    " ".join(f"{peak / 2**20:.0f}" for peak in peaks[name]),
+                    peaks[name, False],
+                    peaks[name, True],
                 )
             )
             print("  ", *rows[-1], file=sys.stderr, flush=True)
@@ -285,12 +304,13 @@ def main() -> None:
     own_s, operations = on_ranks(2, partial(own_seconds, empty))
     headings = [
         "schedule", "ranks", "runtime", "samples/s", "slowest to fastest", "of torch's", "processor s/iteration",
-        "peak MiB of each rank",
+        "peak MiB of each rank", "with the heap's fragments",
     ]  # fmt: skip
     print(tabulate(rows, headings, "github", disable_numparse=True))
     print(f"\nGPT-2 of {LAYERS} layers × {HIDDEN}, {SEQUENCE} tokens, in {MICRO_BATCHES} micro-batches of")
     print(f"{MICRO_BATCH_SIZE}, one of which a core computes in {one_core_ms():.0f} ms. Medians of {REPETITIONS}")
-    print(f"repetitions of {ITERATIONS} iterations in turn; the ratio is that of the repetitions.")
+    print(f"repetitions of {ITERATIONS} iterations in turn; the ratio is that of the repetitions. Peaks are of three")
+    print("iterations, beyond what the process had before it built its stage, libraries not counted.")
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the end; torch {torch.__version__}.\n")
     print(f"The executor's own time: {1e6 * own_s / operations:.0f} µs of processor time per operation, with its")
     print(f"messages and the little that empty stages compute (1F1B, 2 ranks, {EMPTY_MICRO_BATCHES} micro-batches).")

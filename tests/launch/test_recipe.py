@@ -73,7 +73,7 @@ BAD = [  # overrides of small.yaml, and words that the message must hold
     (["data.inputs=[]"], ["data.inputs", "keys and values"]),
     (["data.files=[.]"], ["data.files", "'.'", "no file"]),
     (["data.files=[short.txt]"], ["data.files", "found 5 bytes", "needs 33"]),
-    (["plan.schedule=pipedream"], ["plan: clip_norm: 1; schedule pipedream", "it must be 0"]),
+    (["plan.schedule=pipedream"], ["plan: clip_norm: found 1; schedule pipedream takes 0"]),
     (
         ["plan.schedule=pipedream", "training.clip_norm=0"],
         ["plan: stages: 0 and 1 share the parameter transformer.wte.weight", "a synchronous schedule"],
@@ -86,7 +86,7 @@ BAD = [  # overrides of small.yaml, and words that the message must hold
     (["plan.recompute=auto"], ["plan.recompute: found auto, which needs cluster.memory_gib"]),
     (["plan.recompute=full", "plan.schedule=zb-h1"], ["plan: recompute: full; schedule zb-h1 does not recompute"]),
     (["plan.schedule_options={chunks: 4}"], ["plan: schedule 1f1b: option 'chunks'", "recompute, sync"]),
-    (["plan.schedule_options={sync: [eager]}"], ["plan.schedule_options", "with a whole number or a text"]),
+    (["plan.schedule_options={sync: [eager]}"], ["plan.schedule_options", "with a whole number or text"]),
     (["plan.schedule_options={recompute: full}"], ["plan: schedule_options: recompute is 'full'"]),
     (["plan.schedule_options=eager"], ["plan.schedule_options", "'eager'"]),
     (["search.recompute=[0.5,most]"], ["search.recompute", "most", "auto or a list of none, full, auto, or a number"]),

@@ -1,0 +1,155 @@
+"""The cost model beside published measurements: python -m tests.benchmarks.published
+
+Writes results/published: a table, the worst rows, and a plot of predicted against measured for each of the files. The
+measurements are in the folder AUTO3D_PUBLISHED_DATA. No row is predicted by parameters that it took part in fitting.
+"""
+
+import csv
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib as mpl
+from scipy.stats import spearmanr
+from tabulate import tabulate
+
+from auto3d.cost.calibrate import COMPUTE, calibrate, with_parameters
+from launch.calibrate import by_group, measurements
+from launch.costs import PUBLISHED_DATA, published
+from launch.predict import bind, predict, read_candidates
+from launch.recipe import load
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt  # after the choice of a backend that needs no screen
+
+OUT = Path("results/published")
+WORST = 6
+
+
+@dataclass(frozen=True)
+class Row:
+    what: str  # the configuration, in words
+    predicted_s: float
+    measured_s: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted_s / self.measured_s - 1
+
+
+def t4_gpt2() -> tuple[list[Row], str]:
+    recipe = load("recipes/published/t4x16-gpt2.yaml")
+    rows = []
+    for one in predict(recipe, read_candidates(recipe, str(published("t4x16_gpt2_trials.csv")))):
+        measured = float(one.row["measured_s"])
+        if one.seconds is not None and measured < float("inf"):
+            rows.append(Row(_words(one.row), one.seconds, measured))
+    order = spearmanr([row.predicted_s for row in rows], [row.measured_s for row in rows])[0]
+    return rows, f"Spearman {order:.3f} (target 0.95; AMP 0.935), mean error target 15 % (AMP 47.6 %)."
+
+
+def a100_node() -> tuple[list[Row], str, dict[str, float]]:
+    recipe = load("recipes/published/a100-node.yaml")
+    bound, measured = measurements(recipe, str(published("a100_single_node_iterations.csv")))
+    found = calibrate(measured, COMPUTE, progress=lambda words: print("  a100:", words, file=sys.stderr, flush=True))
+    rows = [
+        Row(
+            f"{_words(b.row)} hidden={b.row['model.config.n_embd']} layers={b.row['model.config.n_layer']}",
+            one.seconds * (1 + error),
+            one.seconds,
+        )
+        for b, one, error in zip(bound, measured, found.errors, strict=True)
+    ]
+    groups = [f"{name}={value} {error:.1%}" for name, value, error, _ in by_group(bound, found)]
+    fitted = ", ".join(f"{name} {value:.3g}" for name, value in found.parameters.items())
+    words = (
+        f"Target 5 % in the mean (vTrain 8.37 %), no group above 7 %: {', '.join(groups)}. {len(COMPUTE)} parameters, "
+        f"5-fold cross-validated; of all rows: {fitted}."
+    )
+    return rows, words, found.parameters
+
+
+def megatron_sc21(parameters: dict[str, float]) -> tuple[list[Row], str]:
+    recipe = load("recipes/published/megatron-sc21.yaml")
+    file = published("megatron_sc21_table1.csv")
+    rows = read_candidates(recipe, str(file))
+    with file.open(newline="") as lines:
+        for row, printed in zip(rows, csv.DictReader(lines), strict=True):
+            row["model.config.n_positions"] = printed["seq"]
+            if chunk := printed["layers_per_virtual_stage"]:
+                row["schedule"] = (
+                    f"interleaved-1f1b:chunks={int(printed['layers']) // int(printed['pp']) // int(chunk)}"
+                )
+    found = []
+    for one in bind(recipe, rows):
+        assert one.plan is not None, one.problem
+        model = one.model.on(with_parameters(one.model.cluster, parameters))
+        words = f"{one.row['model']} {_words(one.row)}"
+        found.append(Row(words, model.seconds(one.plan), float(one.row["measured_s"])))
+    return found, "With the parameters fitted to one node; target 8 % in the mean, none above 15 % (Calculon 3.65 %)."
+
+
+def _words(row: Mapping[str, str]) -> str:
+    columns = {"mb": "micro_batch_size", "tp": "tp", "dp": "dp", "pp": "pp"}
+    return " ".join(f"{name}={row[column]}" for name, column in columns.items())
+
+
+def report(name: str, title: str, rows: Sequence[Row], words: str) -> str:
+    """The section of ``rows`` in the table's file; writes their plot."""
+    figure, axes = plt.subplots(figsize=(4.5, 4.5))
+    times = [time for row in rows for time in (row.predicted_s, row.measured_s)]
+    limits = [min(times), max(times)]
+    axes.plot(limits, limits, color="0.6", linewidth=1)
+    axes.plot([row.measured_s for row in rows], [row.predicted_s for row in rows], ".", markersize=4)
+    axes.set(xscale="log", yscale="log", title=title)
+    axes.set(xlabel="measured, s per iteration", ylabel="predicted, s per iteration")
+    figure.tight_layout()
+    figure.savefig(OUT / f"{name}.png", dpi=110)
+    plt.close(figure)
+    errors = [abs(row.error) for row in rows]
+    mean = sum(errors) / len(errors)
+    worst = sorted(rows, key=lambda row: -abs(row.error))[:WORST]
+    cells = [(row.what, f"{row.predicted_s:.3f}", f"{row.measured_s:.3f}", f"{row.error:+.1%}") for row in worst]
+    return "\n".join(
+        [
+            f"## {title}\n",
+            f"{len(rows)} iterations: mean error **{mean:.1%}**, largest {max(errors):.1%}. {words}\n",
+            f"![predicted against measured]({name}.png)\n",
+            "The worst:\n",
+            tabulate(cells, ["", "predicted s", "measured s", "error"], "github", disable_numparse=True),
+            "",
+        ]
+    )
+
+
+INTRODUCTION = """# The cost model beside published measurements
+
+    make bench                                # or this benchmark alone: python -m tests.benchmarks.published
+
+Measured by others on real GPUs (vTrain, MICRO 2024; AMP, NeurIPS 2022; Narayanan et al., SC 2021), predicted by
+`auto3d predict` with the recipes of recipes/published. The files of measurements are looked for in the folder
+AUTO3D_PUBLISHED_DATA. An error is predicted / measured - 1.
+"""
+
+
+def main() -> None:
+    if not published("t4x16_gpt2_trials.csv").is_file():
+        print(f"no published measurements: {published('')} has none; {PUBLISHED_DATA} is their folder")
+        return
+    OUT.mkdir(parents=True, exist_ok=True)
+    t4, t4_words = t4_gpt2()
+    sections = [report("t4x16-gpt2", "GPT-2 on 16 T4 (AMP)", t4, t4_words)]
+    a100, a100_words, parameters = a100_node()
+    sections.append(report("a100-node", "GPT on a node of eight A100 (vTrain)", a100, a100_words))
+    sc21, sc21_words = megatron_sc21(parameters)
+    sections.append(report("megatron-sc21", "Megatron-LM on 32 to 3,072 A100 (SC 2021)", sc21, sc21_words))
+    table = [(row.what, f"{row.predicted_s:.2f}", f"{row.measured_s:.2f}", f"{row.error:+.1%}") for row in sc21]
+    sections.append(tabulate(table, ["", "predicted s", "measured s", "error"], "github", disable_numparse=True) + "\n")
+    text = "\n".join([INTRODUCTION, *sections])
+    (OUT / "README.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

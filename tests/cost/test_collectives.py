@@ -1,0 +1,85 @@
+"""Messages and collectives: the papers' equations on numbers worked by hand, and links that are shared."""
+
+import pytest
+
+from auto3d.cluster import Accelerator, Cluster, ClusterError, Link, Node
+from auto3d.cost.collectives import Traffic, amp_all_reduce_s, rabenseifner_all_reduce_s, ring_s, tree_s
+
+LINK = Link(latency_s=0.5, bandwidth=10.0)
+
+
+def two_nodes(lanes: int | None) -> Cluster:
+    node = Node(
+        devices=4,
+        inside=Link(latency_s=0.0, bandwidth=100.0),
+        outside=Link(latency_s=1.0, bandwidth=10.0, lanes=lanes),
+    )
+    return Cluster(nodes=(node, node), device="cuda")
+
+
+def test_amp_equation_1():
+    """Four workers, 80 bytes: 2 × 80 / 4 = 40 on each hop, at 10, 10, 20 and 40 bytes per second: 4 + 4 + 2 + 1."""
+    assert amp_all_reduce_s([10, 10, 20, 40], 80) == pytest.approx(11)
+    assert amp_all_reduce_s([10, 10, 20, 40], 80, beta=1.5) == pytest.approx(16.5)
+
+
+def test_ring_tree_and_rabenseifner():
+    """80 bytes over 4: a ring passes 6 messages of 20, a tree 80 up and down in 2 levels each."""
+    assert ring_s(4, 80, LINK) == pytest.approx(6 * 0.5 + 6 * 2)
+    assert tree_s(4, 80, LINK) == pytest.approx(4 * 0.5 + 16)
+    assert rabenseifner_all_reduce_s(4, 80, LINK) == pytest.approx(2 * 2 * 0.5 + 2 * 3 * 10 * 80 / (10 * 10 * 4))
+
+
+def test_a_ring_of_many_ranks_is_slower_than_a_tree_where_latency_rules():
+    cluster = Cluster(nodes=(Node(devices=64, inside=LINK),), device="cuda")
+    traffic = Traffic(cluster, [range(64)])
+    assert traffic.all_reduce_s(range(64), 1) == tree_s(64, 1, LINK) < ring_s(64, 1, LINK)
+    assert traffic.all_reduce_s(range(64), 1e6) == ring_s(64, 1e6, LINK) < tree_s(64, 1e6, LINK)
+
+
+@pytest.mark.parametrize(
+    ("lanes", "groups", "bandwidth"),
+    [
+        (1, [(0, 4)], 10),  # alone, all of the only lane
+        (1, [(0, 4), (1, 5)], 5),  # two share it
+        (1, [(0, 1, 2, 3, 4, 5, 6, 7)], 10),  # one ring, one way out at a time
+        (None, [(0, 4), (1, 5), (2, 6), (3, 7)], 10),  # each has a lane of its own
+        (None, [(0, 1, 2, 3, 4, 5, 6, 7)], 40),  # a ring on each of four lanes
+        (2, [(0, 1, 4, 5), (2, 6), (3, 7)], 10),  # four devices on two lanes: this group has two of the four
+        (2, [(0, 1), (4, 5)], 100),  # inside the node
+    ],
+)
+def test_groups_share_the_lanes_of_their_node(lanes: int | None, groups: list, bandwidth: float):
+    assert Traffic(two_nodes(lanes), groups).link(groups[0]).bandwidth == pytest.approx(bandwidth)
+
+
+def test_a_pair_of_nodes_talks_at_the_lower_of_their_figures():
+    fast, slow = (Link(latency_s=0.0, bandwidth=bandwidth, lanes=1) for bandwidth in (50.0, 10.0))
+    nodes = tuple(Node(devices=1, outside=link) for link in (fast, fast, slow))
+    cluster = Cluster(nodes=nodes, device="cuda")
+    assert Traffic(cluster, [(0, 1)]).message_s(0, 1, 100) == pytest.approx(2)
+    assert Traffic(cluster, [(0, 2)]).message_s(0, 2, 100) == pytest.approx(10)
+
+
+def test_hierarchical_all_reduce_sends_less_between_nodes():
+    """A ring of the four devices inside, then between two nodes a quarter of the bytes for each device, on one lane."""
+    cluster, group = two_nodes(1), tuple(range(8))
+    traffic = Traffic(cluster, [group])
+    inside = 2 * 3 / 4 * 400 / 100
+    between = 2 * 1.0 + 2 * 1 / 2 * 400 / 10
+    assert traffic.hierarchical_all_reduce_s(group, 400) == pytest.approx(inside + between)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Link(latency_s=0.0, bandwidth=0.0), "bandwidth is 0; it must be more than 0"),
+        (lambda: Link(latency_s=-1.0, bandwidth=1.0), "latency_s is -1"),
+        (lambda: Link(latency_s=0.0, bandwidth=1.0, lanes=0), "lanes is 0"),
+        (lambda: Accelerator(peak_flops=float("nan")), "peak_flops is nan"),
+        (lambda: Cluster(nodes=(Node(devices=1), Node(devices=1, outside=None)), device="cuda"), "node 1 has no link"),
+    ],
+)
+def test_impossible_clusters_are_refused(make, words: str):
+    with pytest.raises(ClusterError, match=words):
+        make()

@@ -1,0 +1,232 @@
+"""The cost model: closed forms by hand, what follows from physics, and the published sizes of stages."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadModel
+
+from auto3d.capture.model import capture
+from auto3d.cluster import Accelerator, Cluster, Link, Node, place_ranks
+from auto3d.cost.calibrate import Measured, calibrate
+from auto3d.cost.closed_forms import amp_s, chimera_s
+from auto3d.cost.layers import Layer, times_of_layers, work_of_layers
+from auto3d.cost.model import CostModel, Training
+from auto3d.cost.times import times_of
+from auto3d.cost.work import work_of
+from auto3d.partition.blocks import blocks
+from auto3d.partition.merak import shard
+from auto3d.plan import Plan, stages_between
+from auto3d.runtime.data import DataSettings, InputField
+from auto3d.schedule.shape import shape
+from auto3d.simulate.costs import Costs
+from auto3d.simulate.costs import Link as Message
+
+BLOCK = Layer(parameters=1e6, flops=4e9, products=4, traffic=4e6, saved=2e6, output=1e5, reductions=2)
+LAYERS = [BLOCK] * 8
+
+
+def costs(**changes) -> Costs:
+    """Two stages: forward 1 and 2, backward 2 and 4, a message of 0.5 each way, syncs of 3 and 5."""
+    given = {
+        "forward": (1.0, 2.0),
+        "backward": (2.0, 4.0),
+        "backward_input": (1.0, 2.0),
+        "backward_weight": (1.0, 2.0),
+        "recompute": (1.0, 2.0),
+        "sync": (3.0, 5.0),
+        "update": (0.0, 0.25),
+        "links": (Message(forward=0.5, backward=0.5),),
+        "speed": (1.0, 1.0),
+    }
+    return Costs(**given | changes)
+
+
+def test_amp_equations_2_to_4():
+    """M = 4: (4 - 1) × 6 + (3 + 6) + 1, and the slower sync, 5, and update."""
+    assert amp_s(shape("1f1b", devices=2, micro_batches=4, options={}), costs()) == pytest.approx(18 + 9 + 1 + 5 + 0.25)
+
+
+def test_chimera_equation_1():
+    """Figure 6: N = D = 6 has 6 forwards and 10 backwards on its critical path."""
+    schedule = shape("chimera", devices=6, micro_batches=6, options={})
+    equal = {name: (time,) * 6 for name, time in (("forward", 1.0), ("backward", 2.0), ("recompute", 0.0))}
+    equal |= {"backward_input": (1.0,) * 6, "backward_weight": (1.0,) * 6, "update": (0.0,) * 6, "speed": (1.0,) * 6}
+    given = costs(**equal, sync=(0.0,) * 6, links=(Message(latency=0.01, forward=0.09, backward=0.09),) * 5)
+    assert chimera_s(schedule, given) == pytest.approx(6 * 1.1 + 10 * 2.1)
+    slow = replace(given, sync=(7.0,) * 6)
+    assert 0 < chimera_s(schedule, slow) - chimera_s(schedule, given) <= 2 * 7.0  # two stages to each device, lazily
+
+
+def test_the_closed_form_is_the_simulator_where_stages_are_equal():
+    model = layered(LAYERS)
+    plan = plan_of(dp=2, tp=1, pp=4)
+    assert model.closed_form_s(plan) == pytest.approx(model.seconds(plan), rel=0.05)
+
+
+def layered(layers: list[Layer], accelerator: Accelerator | None = None, outside: float = 5e9) -> CostModel:
+    node = Node(
+        devices=4,
+        accelerator=accelerator or Accelerator(),
+        inside=Link(latency_s=1e-9, bandwidth=1e12),
+        outside=Link(latency_s=1e-9, bandwidth=outside, lanes=1),
+    )
+    cluster = Cluster(nodes=(node,) * 4, device="cuda")
+    return CostModel(cluster, Training(), lambda samples: work_of_layers(layers, samples, precision="float32"))
+
+
+def plan_of(*, dp: int, tp: int, pp: int, layers: int = 8, micro_batch_size: int = 1, global_batch: int = 32) -> Plan:
+    return Plan(
+        graph="",
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        global_batch=global_batch,
+        micro_batch_size=micro_batch_size,
+        schedule="1f1b",
+        stages=stages_between([layers * stage // pp for stage in range(pp + 1)]),
+        placement=place_ranks(dp=dp, pp=pp, tp=tp),
+        seed=0,
+    )
+
+
+def test_time_is_not_linear_in_the_micro_batch():
+    """Each product has a fixed part: twice the samples take less than twice as long, ever nearer to it."""
+    device = Accelerator(half_flops=4e9)
+    works = [work_of_layers([BLOCK], samples, precision="float32") for samples in (1, 2, 4, 64)]
+    seconds = [times_of(work, device).forward[-1] for work in works]
+    assert 1 < seconds[1] / seconds[0] < seconds[2] / seconds[1] < 2
+    assert seconds[3] < 64 * seconds[0]
+
+
+def test_small_layers_are_bound_by_launches():
+    """Half the arithmetic does not shorten a stage whose host cannot launch faster; tensor parallelism lengthens it."""
+    graph = captured_gpt2(layers=2, hidden=64, samples=2)
+    work = work_of(graph, shard(graph).bounds)
+    host = Accelerator(launch_s=1e-3, collective_launch_s=1e-3)
+    one, four = (times_of(work, host, tp) for tp in (1, 4))
+    assert one.forward_launch[-1] > 10 * one.forward[-1]
+    assert four.forward[-1] < one.forward[-1]
+    assert four.forward_launch[-1] == pytest.approx(one.forward_launch[-1] + 3e-3 * np.count_nonzero(work.reduced))
+
+
+def test_tensor_parallelism_divides_each_subgraph_as_megatron_does():
+    graph = captured_gpt2(layers=2, hidden=64, samples=2)
+    work = work_of(graph, shard(graph).bounds)
+    products = [p for p, node in enumerate(graph.nodes) if node.flops]
+    assert all(work.parallel[p] for p in products)
+    norms = [p for p, node in enumerate(graph.nodes) if "layer_norm" in node.operator]
+    assert not any(work.parallel[p] for p in norms)
+    assert np.count_nonzero(work.reduced) == 1 + 2 * 2  # embedding; attention and perceptron of each block
+    assert np.count_nonzero(work.backward_reduced) == 2 * 2 + 1  # and the head
+    activation = 2 * 32 * 64 * 4
+    assert set(work.reduced[work.reduced > 0]) == {activation}
+
+
+def test_every_flop_and_parameter_of_the_model_is_counted_once():
+    graph = captured_gpt2(layers=2, hidden=64, samples=2)
+    work = work_of(graph, shard(graph).bounds)
+    assert work.flops.sum() == sum(node.flops for node in graph.nodes)
+    assert work.parameters.sum() == sum(p.numel() for p in gpt2(2, 64).parameters())
+    fused = work_of(graph, shard(graph).bounds, fused=True)
+    assert fused.moved.sum() < work.moved.sum()
+    assert fused.launches.sum() < work.launches.sum()
+
+
+def test_more_traffic_on_slower_links_takes_longer_and_is_named():
+    fast, slow = layered(LAYERS), layered(LAYERS, outside=5e8)
+    spread = plan_of(dp=16, tp=1, pp=1)
+    assert slow.seconds(spread) > fast.seconds(spread)
+    found = slow.estimate(spread)
+    parts = found.compute_s + found.tensor_s + found.message_s + found.sync_s + found.update_s + found.bubble_s
+    assert found.seconds == pytest.approx(parts) == pytest.approx(slow.seconds(spread))
+    assert found.sync_s > found.compute_s
+    assert slow.seconds(plan_of(dp=4, tp=1, pp=4)) < slow.seconds(spread)  # its syncs stay inside the nodes
+
+
+def test_each_stage_counts_on_its_own_kind_of_device():
+    """The last of four nodes computes at a quarter of the speed: the pipeline is as slow as it, wherever it is."""
+    quick = layered(LAYERS)
+    node = quick.cluster.nodes[0]
+    weak = replace(node, accelerator=replace(node.accelerator, peak_flops=5e12, memory_bandwidth=175e9))
+    mixed = quick.on(Cluster(nodes=(node, node, node, weak), device="cuda"))
+    plan = plan_of(dp=4, tp=1, pp=4)
+    forward = mixed.costs(plan).forward
+    assert forward[:3] == quick.costs(plan).forward[:3]
+    assert forward[3] == pytest.approx(4 * forward[0])
+
+
+def test_measured_layers_are_no_shorter_than_measured_and_grow_with_the_batch():
+    measured = {("device", 1): (5e-3,) * 8, ("device", 2): (4e-3,) * 8}
+    device = Accelerator()
+
+    def forward(samples: int, tp: int) -> float:
+        times = times_of_layers(LAYERS, measured, samples, device, tp, precision="float32")
+        return float(np.maximum(times.forward, times.forward_launch)[-1])
+
+    assert forward(1, 1) == pytest.approx(8 * 5e-3)
+    assert forward(1, 2) == pytest.approx(8 * 4e-3)
+    assert forward(64, 1) > forward(16, 1) > forward(1, 1)
+
+
+def test_more_micro_batches_in_flight_need_more_memory_and_recomputation_less():
+    model = layered(LAYERS)
+    plan = plan_of(dp=1, tp=1, pp=4)
+    first, *_, last = model.memory(plan)
+    assert first > last  # four micro-batches in flight against one
+    assert max(model.memory(replace(plan, schedule="gpipe"))) > first
+    assert max(model.memory(replace(plan, schedule_options={"recompute": "full"}))) < first
+    assert max(model.memory(plan_of(dp=1, tp=4, pp=4))) < first / 2
+
+
+def test_calibration_finds_the_parameters_that_made_the_times():
+    """Iterations timed by the model itself, under other parameters than it starts from."""
+    truth = Accelerator(matrix_efficiency=0.45, half_flops=3e9, launch_s=0.0, iteration_s=2e-3)
+    true, start = layered(LAYERS, truth), layered(LAYERS)
+    plans = [
+        plan_of(dp=dp, tp=tp, pp=pp, micro_batch_size=size, global_batch=batch)
+        for dp, tp, pp in ((1, 1, 1), (1, 1, 4), (2, 1, 2), (1, 2, 2), (4, 2, 2))
+        for size in (1, 2, 4)
+        for batch in (16, 64)
+    ]
+    iterations = [Measured(model=start, plan=plan, seconds=true.seconds(plan)) for plan in plans]
+    found = calibrate(iterations, ["matrix_efficiency", "half_flops", "iteration_s"], folds=3)
+    assert found.mean_error < 0.005
+    assert found.parameters["matrix_efficiency"] == pytest.approx(0.45, rel=0.02)
+    assert found.parameters["half_flops"] == pytest.approx(3e9, rel=0.05)
+    assert found.parameters["iteration_s"] == pytest.approx(2e-3, rel=0.05)
+
+
+def tokens(vocabulary: int, length: int, **more: InputField) -> DataSettings:
+    inputs = {"input_ids": InputField(kind="tokens"), "labels": InputField(kind="tokens"), **more}
+    return DataSettings(source="synthetic", files=(), sequence_length=length, vocabulary_size=vocabulary, inputs=inputs)
+
+
+def gpt2(layers: int, hidden: int, vocabulary: int = 256, positions: int = 32) -> GPT2LMHeadModel:
+    return GPT2LMHeadModel(
+        GPT2Config(
+            n_layer=layers, n_embd=hidden, n_head=hidden // 16, n_positions=positions, vocab_size=vocabulary,
+            use_cache=False, bos_token_id=0, eos_token_id=0,
+        )
+    )  # fmt: skip
+
+
+def captured_gpt2(layers: int, hidden: int, samples: int, vocabulary: int = 256, positions: int = 32):
+    specs = tokens(vocabulary, 32).input_specs()
+    return capture(lambda: gpt2(layers, hidden, vocabulary, positions), specs, samples).graph
+
+
+def test_published_sizes_of_the_heaviest_stage():
+    """Elements of the heaviest stage of Bert-48 and GPT-2 in Chimera's released code; tied weights count once."""
+
+    def heaviest(graph, stages: int) -> int:
+        work = work_of(graph, shard(graph).bounds)
+        spans = [stage.operations[0] for stage in blocks(graph, stages)]
+        return round(max(work.parameters[first:last].sum() for first, last in spans))
+
+    config = BertConfig(num_hidden_layers=48, hidden_size=1024, num_attention_heads=16, intermediate_size=4096)
+    data = tokens(30522, 32, next_sentence_label=InputField(kind="integers"))
+    bert = capture(lambda: BertForPreTraining(config), data.input_specs(), 2).graph
+    assert [heaviest(bert, stages) for stages in (16, 8, 4)] == [69_571_584, 107_360_256, 182_937_600]
+    large = captured_gpt2(64, 1280, 2, vocabulary=50257, positions=1024)
+    assert [heaviest(large, stages) for stages in (32, 8)] == [104_994_560, 223_059_200]

@@ -1,0 +1,212 @@
+"""A real profile of small models on two ranks, and what the cost model makes of a profile."""
+
+from dataclasses import replace
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+
+from auto3d.cluster import Accelerator, AllReduceTimes, Cluster, Node, place_ranks
+from auto3d.cost.model import CostModel, Training
+from auto3d.cost.profile import MessageTimes, ModelTimes, Profile, ProfileError, Setting, SubgraphTimes
+from auto3d.cost.work import work_of
+from auto3d.partition.merak import shard
+from auto3d.plan import Plan, stages_between
+from auto3d.runtime import profile as runtime_profile
+from auto3d.runtime.measurement import Status
+from auto3d.runtime.optimizer import OptimizerSettings
+from auto3d.runtime.profile import Measured, distinct_subgraphs, measure
+from auto3d.runtime.rank import TrainingSettings
+from launch.ranks import run_ranks
+from tests.models import MODELS, captured
+
+ADAMW = OptimizerSettings(
+    optimizer="adamw",
+    learning_rate=1e-3,
+    weight_decay=0.0,
+    momentum=0.0,
+    betas=(0.9, 0.999),
+    learning_rate_schedule="constant",
+    warmup_iterations=0,
+    clip_norm=1.0,
+)
+SETTINGS = TrainingSettings(iterations=1, optimizer=ADAMW, device="cpu", threads_per_rank=1, timeout_s=60)
+SETTING = Setting(device="cpu", accelerator="device", devices_per_node=2, threads=1)
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """As few repetitions as there can be."""
+    for name, value in {"ROUNDS": 2, "TURN_S": 0.0, "LOAD_S": 0.0, "REDUCE_SIZES": (16, 4096)}.items():
+        monkeypatch.setattr(runtime_profile, name, value)
+    monkeypatch.setattr(runtime_profile, "MESSAGE_SIZES", (1024, 65536))
+
+
+def measured(models, data) -> Measured:
+    outcome = run_ranks(2, lambda world, report: measure(models, SETTINGS, data, world, seed=1), timeout_s=120)
+    assert outcome.status is Status.OK, outcome.error
+    return outcome.result
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "swin", "averaging"])
+def test_a_real_profile(name, short):
+    """Each distinct subgraph is measured once, and keeps for its backward what the Graph says."""
+    model = captured(name, 4)
+    bounds = shard(model.graph).bounds
+    subgraphs = distinct_subgraphs(model, bounds)
+    found = measured([subgraphs], MODELS[name][1])
+    (size,) = found.sizes
+
+    operators = [[node.operator for node in model.graph.nodes[first:last]] for first, last in pairwise(bounds)]
+    assert len(size.kinds) == len(bounds) - 1
+    assert set(size.kinds) == set(range(len(size.subgraphs)))
+    for one, other in combinations(range(len(operators)), 2):
+        assert size.kinds[one] != size.kinds[other] or operators[one] == operators[other]
+    if name == "gpt2":  # words; positions and attention; perceptron and attention in turn; norm; head and loss
+        assert size.kinds == (0, 1, 2, 3, 2, 3, 2, 3, 2, 4, 5)
+
+    assert all(one.repetitions >= 2 * runtime_profile.LEAST_REPETITIONS for one in size.subgraphs)
+    assert np.all(size.seconds > 0)
+    saved = [size.subgraphs[kind].saved_bytes for kind in size.kinds]
+    work = work_of(model.graph, bounds)
+    # Masks and the like are made in each subgraph that uses them, and saved in each.
+    assert sum(saved) == pytest.approx(work.saved.sum(), rel=0.1)
+    if name != "t5":
+        assert saved == [pytest.approx(work.saved[a:b].sum(), rel=0.01, abs=256) for a, b in pairwise(bounds)]
+
+    assert len(found.slowdown) == 2
+    assert found.slowdown[0] == 1
+    assert min(*found.messages.seconds, *found.messages.processor_s, *found.all_reduce.seconds[0], found.update_s) > 0
+    assert found.messages.link.bandwidth > 0
+
+
+def test_subgraphs_beside_a_whole_stage(short):
+    """Loosely, for both are real times: together they take about what they take as one."""
+    model = captured("gpt2", 4)
+    bounds = shard(model.graph).bounds
+    parts = distinct_subgraphs(model, bounds)
+    whole = distinct_subgraphs(model, (0, len(model.graph.nodes)))
+    sums = [size.seconds.sum(axis=1)[:2] for size in measured([parts, whole], MODELS["gpt2"][1]).sizes]
+    assert np.all(sums[0] < 4 * sums[1])
+    assert np.all(sums[1] < 4 * sums[0])
+
+
+def made_up(sizes=(2, 4)) -> Profile:
+    """Of GPT-2; a forward takes a second more with each subgraph, and for each sample."""
+    models = []
+    for samples in sizes:
+        model = captured("gpt2", samples)
+        kinds = distinct_subgraphs(model, shard(model.graph).bounds).kinds
+        times = [
+            SubgraphTimes(
+                name=str(kind),
+                forward_s=(1.0 + kind) * samples,
+                backward_s=3.0 * samples,
+                backward_weight_s=1.0 * samples,
+                saved_bytes=0,
+                repetitions=1,
+            )
+            for kind in range(max(kinds) + 1)
+        ]
+        fingerprint = model.graph.fingerprint
+        models.append(ModelTimes(micro_batch_size=samples, graph=fingerprint, kinds=kinds, subgraphs=tuple(times)))
+    return Profile(
+        setting=SETTING,
+        host="here",
+        torch="2",
+        model="GPT2LMHeadModel of tiny",
+        made="2026-01-01",
+        sizes=tuple(models),
+        slowdown=(1.0, 1.5),
+        messages=MessageTimes(sizes=(1000, 2000, 4000), seconds=(2e-3, 3e-3, 5e-3), processor_s=(1e-3, 1e-3, 1e-3)),
+        all_reduce=AllReduceTimes(ranks=(2,), sizes=(16, 1000), seconds=((1e-3, 2e-3),)),
+        update_s=1e-9,
+    )
+
+
+def test_json_and_back():
+    profile = made_up()
+    assert Profile.from_json(profile.to_json()) == profile
+
+
+def test_what_the_cost_model_makes_of_it():
+    """Sums of subgraphs as measured, lines between the sizes and beyond, shares as estimated under tensor degrees."""
+    profile, graphs = made_up(), {samples: captured("gpt2", samples).graph for samples in (2, 3, 4, 8)}
+
+    def cuts(samples):
+        return shard(graphs[samples]).bounds
+
+    def work(samples):
+        return work_of(graphs[samples], cuts(samples))
+
+    times_at = profile.times_at(work, cuts)
+    for samples in graphs:
+        times = times_at(samples, Accelerator(), 1)
+        wanted = np.array([(1.0 + kind) * samples for kind in profile.sizes[0].kinds])
+        assert np.diff(times.forward[list(cuts(samples))]) == pytest.approx(wanted)
+        assert times.backward[-1] == pytest.approx(3.0 * samples * len(wanted))
+        assert times.backward_weight[-1] == pytest.approx(samples * len(wanted))
+        assert np.all(np.diff(times.forward) >= 0)
+        assert not times.forward_launch.any()
+    whole, halves = (times_at(4, Accelerator(), tp).forward[-1] for tp in (1, 2))
+    assert 0.5 < halves / whole < 1
+
+    link = profile.messages.link
+    assert (link.latency_s, link.bandwidth) == (pytest.approx(1e-3), pytest.approx(1e6))
+    assert profile.messages.handling == (pytest.approx(1e-3), pytest.approx(0, abs=1e-12))
+    assert [profile.all_reduce.of(2, size) for size in (16, 508, 1000, 3000)] == pytest.approx(
+        [1e-3, 1.5e-3, 2e-3, 6e-3]
+    )
+
+    # One stage on each of two ranks that share processors: both compute all the time, each 1.5 times slower.
+    model = CostModel(
+        profile.measured(Cluster(nodes=(Node(devices=2),), device="cpu")), Training(), work, times_at=times_at
+    )
+    plan = Plan(
+        graph=graphs[4].fingerprint,
+        dp=2,
+        tp=1,
+        pp=1,
+        global_batch=16,
+        micro_batch_size=4,
+        schedule="gpipe",
+        stages=stages_between((0, len(graphs[4].nodes))),
+        placement=place_ranks(dp=2, pp=1),
+        seed=1,
+    )
+    parameters = sum(np.prod(value.shape) for value in graphs[4].parameters.values())
+    compute = 2 * (whole + 12.0 * len(wanted)) + parameters * 1e-9
+    reduced = profile.all_reduce.of(2, 4 * parameters) + profile.all_reduce.of(2, 16)
+    assert model.seconds(plan) == pytest.approx(1.5 * compute + reduced)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"setting": replace(SETTING, device="cuda")}, "it is of device cuda, and cpu is needed"),
+        ({"setting": replace(SETTING, threads=4)}, "it is of threads 4, and 1 is needed"),
+        ({"setting": replace(SETTING, devices_per_node=8)}, "it is of devices per node 8, and 2 is needed"),
+        ({"setting": replace(SETTING, accelerator="T4")}, "it is of accelerator T4, and device is needed"),
+    ],
+)
+def test_one_of_something_else_is_refused(change, words):
+    profile = made_up()
+    profile.check(SETTING, lambda samples: captured("gpt2", samples).graph.fingerprint)
+    with pytest.raises(ProfileError, match=words):
+        replace(profile, **change).check(SETTING, lambda samples: captured("gpt2", samples).graph.fingerprint)
+    with pytest.raises(ProfileError, match=r"it is of GPT2LMHeadModel of tiny .graph .*, and graph .* is needed"):
+        profile.check(SETTING, lambda samples: captured("bert", samples).graph.fingerprint)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda text: text[:-1], "profile: Invalid JSON"),
+        (lambda text: text.replace('"threads"', '"strings"'), "setting.threads: "),
+        (lambda text: text.replace('"schema": 1', '"schema": 99'), "schema: 99 is not a version"),
+        (lambda text: text.replace('"slowdown": [', '"slowdown": ["no", '), "slowdown.0: "),
+    ],
+)
+def test_one_that_cannot_be_read(change, words):
+    with pytest.raises(ProfileError, match=words):
+        Profile.from_json(change(made_up().to_json()))

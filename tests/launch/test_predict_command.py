@@ -1,0 +1,144 @@
+"""`auto3d predict` and `auto3d calibrate`: rows of a file in, seconds and bytes out; errors are one line."""
+
+import csv
+import json
+
+import pytest
+
+CLUSTER = """
+nodes: 2
+devices_per_node: 4
+device: cuda
+accelerator: T4
+outside: {gbit_per_s: 1, lanes: 1}
+"""
+LAYERS = """
+model:
+  layers: layers.csv
+  layers_of: small
+  layer_sizes:
+    - {parameters: 1.0e+6, traffic: 1.0e+5, output: 1.0e+5, reductions: 1}
+    - {count: 4, parameters: 3.0e+6, flops: 5.0e+9, products: 6, traffic: 1.0e+7, saved: 1.0e+6, output: 1.0e+5,
+       reductions: 2}
+cluster: mixed.yaml
+prediction: {precision: float16, overlap: false}
+training: {global_batch: 8}
+"""
+HEADER = "micro_batch_size,tp,dp,pp,partition_cuts,schedule,recompute,training.global_batch,measured_s\n"
+ROWS = """1,1,1,1,,,,,0.5
+1,1,4,2,"[0,3,5]",,,,
+1,1,1,4,,gpipe,full,,
+2,2,2,2,,interleaved-1f1b:chunks=2,,16,
+"""
+
+
+@pytest.fixture
+def layered(folder):
+    (folder / "mixed.yaml").write_text(CLUSTER)
+    (folder / "layered.yaml").write_text(LAYERS)
+    with (folder / "layers.csv").open("w") as lines:
+        lines.write("model,device,tp,layer,forward_s_per_sample\n")
+        for tp in (1, 2):
+            for layer in range(5):
+                lines.write(f"small,T4,{tp},{layer},{0.004 if layer else 0.0002}\n")
+    (folder / "rows.csv").write_text(HEADER + ROWS)
+    return folder
+
+
+def test_every_row_is_predicted_and_kept(auto3d, layered):
+    auto3d("predict", "layered.yaml", "--candidates", "rows.csv", "--out", "out.csv")
+    with (layered / "rows.csv").open() as given, (layered / "out.csv").open() as made:
+        before, after = list(csv.DictReader(given)), list(csv.DictReader(made))
+    assert [{name: row[name] for name in one} for one, row in zip(before, after, strict=True)] == before
+    assert all(float(row["predicted_s"]) > 0 and float(row["predicted_peak_bytes"]) > 0 for row in after)
+    assert not any(row["problem"] for row in after)
+    one, *_ = (float(row["predicted_s"]) for row in after)
+    assert one >= 8 * 4 * 0.004  # eight micro-batches through four layers that were measured at 4 ms
+
+
+def test_a_model_that_is_captured_takes_keys_of_its_configuration(auto3d, folder):
+    (folder / "rows.csv").write_text(
+        "micro_batch_size,tp,dp,pp,model.config.n_layer,recompute\n1,1,1,2,2,\n1,1,1,2,4,\n1,1,1,2,4,full\n1,2,2,1,2,\n"
+    )
+    result = auto3d("predict", "small.yaml", "--candidates", "rows.csv", "--json", "cluster.nodes=2")
+    shallow, deep, again, sharded = (record["predicted_s"] for record in json.loads(result.out))
+    assert shallow < deep < again
+    assert sharded > 0
+
+
+def test_a_row_that_cannot_be_says_why_and_the_others_are_predicted(auto3d, layered):
+    bad = [
+        "3,1,1,1,,,,,",
+        '1,1,1,2,"[0,9,5]",,,,',
+        "1,1,2,8,,,,,",
+        "x,1,1,1,,,,,",
+        "1,1,1,1,,zigzag,,,",
+        "1,4,1,1,,,,,",
+    ]
+    (layered / "rows.csv").write_text(HEADER + "\n".join(bad) + "\n" + ROWS)
+    result = auto3d("predict", "layered.yaml", "--candidates", "rows.csv", "--json")
+    records = json.loads(result.out)
+    words = [
+        "multiple of 1 × 3",
+        "partition_cuts",
+        "needs 16 devices",
+        "'x'",
+        "'zigzag'",
+        "none were measured on T4 at tp 4",
+    ]
+    for record, word in zip(records, words, strict=False):
+        assert record["predicted_s"] is None
+        assert word in record["problem"]
+    assert all(record["predicted_s"] for record in records[len(bad) :])
+
+
+def test_closed_forms_may_be_chosen(auto3d, layered):
+    seconds = {}
+    for method in ("simulated", "amp", "chimera"):
+        result = auto3d("predict", "layered.yaml", "--candidates", "rows.csv", "--json", f"prediction.method={method}")
+        seconds[method] = json.loads(result.out)[1]["predicted_s"]
+    assert seconds["simulated"] == pytest.approx(seconds["amp"], rel=0.3)
+    assert seconds["simulated"] == pytest.approx(seconds["chimera"], rel=0.3)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["model.layers=absent.csv"], ["model.layers", "'absent.csv'", "AUTO3D_PUBLISHED_DATA"]),
+        (["model.layers_of=other"], ["model.layers_of", "'other'", "small"]),
+        (["prediction.precision=bfloat16"], ["prediction.precision", "float32, float16"]),
+        (["cluster.outside=null"], ["cluster", "node 0 has no link to the other nodes"]),
+        (["cluster.outside.gbit_per_s=0"], ["cluster.outside.gbit_per_s", "found 0"]),
+        (["cluster.accelerator=T5"], ["cluster.accelerator", "'T5'", "T4, V100-16GB"]),
+    ],
+)
+def test_bad_recipes_for_prediction(auto3d, layered, overrides, words):
+    result = auto3d("predict", "layered.yaml", "--candidates", "rows.csv", *overrides, code=2)
+    assert result.err.count("\n") == 1
+    assert all(word in result.err for word in words), result.err
+
+
+def test_bad_files(auto3d, layered):
+    (layered / "rows.csv").write_text("tp,dp\n1,1\n")
+    result = auto3d("predict", "layered.yaml", "--candidates", "rows.csv", code=2)
+    assert "rows.csv: lacks the column micro_batch_size" in result.err
+    (layered / "rows.csv").write_text("micro_batch_size,tp,dp,pp\n1,1,1,1\n")
+    result = auto3d("calibrate", "layered.yaml", "--measurements", "rows.csv", code=2)
+    assert "measured_s or measured_ms" in result.err
+    (layered / "rows.csv").write_text(HEADER + ROWS)
+    result = auto3d("calibrate", "layered.yaml", "--measurements", "rows.csv", code=2)
+    assert "1 iterations are too few" in result.err
+
+
+def test_calibrate_finds_what_made_the_times(auto3d, layered):
+    rows = [f"{size},1,{dp},{pp},,,,," for size in (1, 2, 4) for dp, pp in ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4))]
+    (layered / "rows.csv").write_text(HEADER.replace("measured_s", "note") + "\n".join(rows) + "\n")
+    auto3d("predict", "layered.yaml", "--candidates", "rows.csv", "--out", "made.csv")
+    made = (layered / "made.csv").read_text().replace("predicted_s", "measured_s")
+    (layered / "made.csv").write_text(made)
+    result = auto3d(
+        "calibrate", "layered.yaml", "--measurements", "made.csv", "--parameter", "memory_efficiency", "--json"
+    )
+    found = json.loads(result.out)
+    assert found["mean_error"] < 0.01
+    assert found["parameters"]["memory_efficiency"] == pytest.approx(0.69, rel=0.02)

@@ -1,0 +1,68 @@
+"""`auto3d profile`, and predictions that use what it wrote."""
+
+import json
+import stat
+
+import pytest
+
+from auto3d.runtime import profile as runtime_profile
+
+HERE = ["cluster.devices_per_node=2", "search.micro_batch_size=[4]"]
+
+
+@pytest.fixture
+def short(monkeypatch):
+    for name, value in {"ROUNDS": 1, "TURN_S": 0.0, "LOAD_S": 0.0, "REDUCE_SIZES": (16, 4096)}.items():
+        monkeypatch.setattr(runtime_profile, name, value)
+
+
+def test_profile_then_predict(auto3d, folder, short):
+    (folder / "candidates.csv").write_text("micro_batch_size,tp,dp,pp\n4,1,2,1\n4,1,1,1\n")
+    predict = ["predict", "own.yaml", *HERE, "--candidates", "candidates.csv", "--json"]
+    estimated = json.loads(auto3d(*predict).out)
+
+    record = json.loads(auto3d("profile", "own.yaml", *HERE, "--json").out)
+    file = folder / record["file"]
+    assert file == folder / "profiles/own.json"
+    assert {size["micro_batch_size"] for size in record["sizes"]} == {1, 2, 4}
+    assert json.loads(file.read_text()).items() <= record.items()
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    assert file.with_suffix(".svg").read_text().startswith("<?xml")
+
+    measured = json.loads(auto3d(*predict).out)
+    assert all(one["predicted_s"] != other["predicted_s"] for one, other in zip(measured, estimated, strict=True))
+    without = json.loads(auto3d(*predict, "prediction.profile=none").out)
+    assert without == estimated
+
+    for change, words in {
+        "training.threads_per_rank=2": "it is of threads 1, and 2 is needed",
+        "cluster.devices_per_node=4": "it is of devices per node 2, and 4 is needed",
+        "model.arguments.width=8": "it is of mine:make of own (graph ",
+    }.items():
+        told = auto3d(*predict[:-1], change, code=2).err.splitlines()[-1]  # the model's own code prints, too
+        assert f"profiles/own.json: {words}" in told
+        assert "profile own.yaml" in told
+    file.write_text(file.read_text()[:-1])
+    assert "profiles/own.json: profile: Invalid JSON" in auto3d(*predict, code=2).err
+
+
+def test_the_table_says_how_it_was_made(auto3d, folder, short):
+    printed = auto3d("profile", "own.yaml", *HERE).out
+    assert "Measured: mine:make of own, 2 ranks of 1 threads" in printed
+    assert "written: profiles/own.json, profiles/own.svg" in printed
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("training.compute=emulated", "training.compute: found 'emulated'; only real devices are measured"),
+        ("cluster.more=[{nodes: 1}]", "cluster.more: found further kinds of nodes"),
+        ("prediction.profile=gone.json", "prediction.profile: found 'gone.json'; there is no such file"),
+    ],
+)
+def test_refusals(auto3d, folder, override, words):
+    (folder / "candidates.csv").write_text("micro_batch_size,tp,dp,pp\n4,1,2,1\n")
+    command = (
+        ["predict", "own.yaml", "--candidates", "candidates.csv"] if "gone" in override else ["profile", "own.yaml"]
+    )
+    assert words in auto3d(*command, override, code=2).err
