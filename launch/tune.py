@@ -127,8 +127,8 @@ def told(tried: Sequence[Tried]) -> str:
     before = mean(abs(one.ranked.seconds / one.measurement.median_s - 1) for one in good)
     after = mean(abs(one.error) for one in good)
     return (
-        f"mean error of {len(good)} trials: {before:.1%} by the cost model alone, {after:.1%} as corrected by the trials "
-        "before each (predicted); predictions are simulated, measurements are medians"
+        f"mean error of {len(good)} trials: {before:.1%} by the cost model alone, {after:.1%} by what was predicted "
+        "before each trial, when the earlier ones had corrected it; predictions are simulated, measurements are medians"
     )
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from auto3d.plan import Plan
 from launch.recipe import load
 from launch.store import exclusive
 from tests.launch.conftest import write_recipes
@@ -289,3 +290,19 @@ def test_a_trial_is_known_by_what_it_measures(folder):
     before = name(files)
     os.utime(folder / "a.txt", ns=(1, 1))
     assert name(files) != before, "the file may hold something else now"
+
+
+def test_tune_tries_the_best_and_never_twice(folder, auto3d):
+    arguments = ["tune", "own.yaml", "training.compute=emulated", "search.pp=[1,2]", "search.trials=2"]
+    arguments += ["search.algorithm=random", "search.tp=[1,2]"]
+    first = auto3d(*arguments)
+    assert first.err.count(" ok ") == 2
+    assert "mean error of 2 trials" in first.out
+    best = Plan.from_json((folder / "results/own/best_plan.json").read_bytes())
+    assert best.tp == 1, "what cannot run yet is not tried"
+    assert "cost model" in (folder / "results/own/tune.md").read_text()
+    again = auto3d(*arguments)
+    assert " ok " not in again.err
+    assert again.out == first.out
+    refused = auto3d("tune", "own.yaml", "search.tp=[2]", "search.dp=[1]", "search.pp=[1]", code=2).err
+    assert "no candidate can run yet: all have tensor parallelism" in refused
