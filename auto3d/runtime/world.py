@@ -41,7 +41,7 @@ def join(world: World, *, device: torch.device, timeout_s: float) -> None:
             world_size=world.size,
             timeout=timedelta(seconds=timeout_s),
         )
-    except dist.DistError as error:
+    except RuntimeError as error:  # a dist.DistError or, where gloo connects the ranks, a plain one
         raise WaitTimeoutError(
             f"rank {world.rank} of {world.size} on {socket.gethostname()}: the ranks did not meet at "
             f"{world.meeting_point}, for which they have {timeout_s:g} s ({str(error).splitlines()[0]})"
