@@ -6,14 +6,16 @@ costs. Ranks fill the cluster's devices in order; the Plan's placement says what
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
 
 from auto3d.cluster import Accelerator, Cluster, Link
 from auto3d.cost.closed_forms import amp_s
-from auto3d.cost.collectives import Traffic, ring_s, tree_s
+from auto3d.cost.collectives import ring_s, tree_s
+from auto3d.cost.placed import PlacedTraffic
+from auto3d.cost.tables import WorkTables, without
 from auto3d.cost.times import Times, before, times_of
 from auto3d.cost.work import PRECISION_BYTES, Work
 from auto3d.plan import Plan, StagePlan
@@ -23,7 +25,6 @@ from auto3d.simulate.costs import Link as Message
 from auto3d.simulate.simulate import simulate
 
 MOMENTS = {"adamw": 2, "sgd": 1}  # that the optimizer keeps of each parameter
-TOTALS_BYTES = 16  # loss and gradient norm, of all ranks
 FRAGMENTATION = 1.06  # what an allocator holds beyond what is used
 
 SecondsOf = Callable[[Shape, Costs], float]  # the simulator, or a closed form
@@ -93,7 +94,7 @@ class CostModel:
         self.cluster = cluster
         self.training = training
         self._work_at, self._times_at = lru_cache(None)(work_at), times_at
-        self._work = lru_cache(None)(lambda samples: _Tables(self._work_at(samples)))
+        self._work = lru_cache(None)(lambda samples: WorkTables(self._work_at(samples)))
         self._times = lru_cache(None)(
             times_at or (lambda samples, accelerator, tp: times_of(self._work_at(samples), accelerator, tp))
         )
@@ -164,7 +165,7 @@ class CostModel:
             weight.append(parts * min(whole[2], whole[1]))
             again = 0.0
             if number in shape.recompute:
-                dropped = _without(stage.operations, self._kept(each, stage))
+                dropped = without(stage.operations, self._kept(each, stage))
                 again = self._seconds(each, accelerator, plan.tp, link, dropped)[0] if dropped else 0.0
             recompute.append(parts * again)
             update.append(self._update_s(plan, stage, accelerator))
@@ -293,7 +294,7 @@ class CostModel:
         """Parameters that a rank of ``stage`` holds."""
         return self._work(plan.micro_batch_size).parameters(stage.operations, plan.tp)
 
-    def _syncs(self, plan: Plan, traffic: "_Traffic") -> tuple[float, ...]:
+    def _syncs(self, plan: Plan, traffic: PlacedTraffic) -> tuple[float, ...]:
         tables = self._work(plan.micro_batch_size)
         found = []
         for number, stage in enumerate(plan.stages):
@@ -305,7 +306,7 @@ class CostModel:
             found[stages[-1]] += traffic.tied_s(tuple(stages), elements * self.training.sync_bytes)
         return tuple(found)
 
-    def _message(self, plan: Plan, shape: Shape, boundary: int, replica: int, traffic: "_Traffic") -> Message:
+    def _message(self, plan: Plan, shape: Shape, boundary: int, replica: int, traffic: PlacedTraffic) -> Message:
         source, target = (shape.device_of[stage, 0] for stage in (boundary, boundary + 1))
         if source == target:
             return Message()
@@ -320,7 +321,7 @@ class CostModel:
             seconds += ring_s(plan.tp, size, traffic.tensor[target, replica]) / 2
         return Message(latency=link.latency_s, forward=seconds, backward=seconds)
 
-    def _traffic_of(self, plan: Plan) -> "_Traffic":
+    def _traffic_of(self, plan: Plan) -> PlacedTraffic:
         return self._traffic(plan.placement, plan.tp, plan.dp, shape_of(plan).homes)
 
     def _handling_s(self, plan: Plan, shape: Shape, boundary: int, replica: int) -> float:
@@ -336,8 +337,8 @@ class CostModel:
 
     def _make_traffic(
         self, placement: tuple[tuple[int, ...], ...], tp: int, dp: int, homes: tuple[tuple[int, ...], ...]
-    ) -> "_Traffic":
-        return _Traffic(self.cluster, placement, tp, dp, homes)
+    ) -> PlacedTraffic:
+        return PlacedTraffic(self.cluster, placement, tp, dp, homes)
 
     def slowest_replica_s(self, plan: Plan, seconds_of: SecondsOf) -> float:
         """Of an iteration, by ``seconds_of`` for the replica of the pipeline that takes longest."""
@@ -363,7 +364,7 @@ class CostModel:
             boundary = tables.work.crossing[stage.operations[0][0]]
             active = saved
             if number in shape.recompute:
-                dropped = _without(stage.operations, self._kept(samples // stage.replicas, stage))
+                dropped = without(stage.operations, self._kept(samples // stage.replicas, stage))
                 active = saved - tables.saved(dropped, plan.tp)
             buffers = 2 * (boundary + tables.work.crossing[stage.operations[-1][1]])
             again = saved - active
@@ -373,151 +374,6 @@ class CostModel:
             for home in shape.homes[number]:
                 found[home] += total
         return tuple(FRAGMENTATION * total for total in found)
-
-
-class _Tables:
-    """Sums over ranges of operations of one Work."""
-
-    def __init__(self, work: Work) -> None:
-        self.work = work
-        self._saved = {}
-        self._parameters = {}
-
-    @cached_property
-    def blocks(self) -> tuple[int, int]:
-        """Where the repeated blocks begin and end: between the first and the last operation that is reduced over
-        tensor-parallel ranks forward and backward."""
-        inner = np.flatnonzero(self.work.backward_reduced)
-        ends = np.flatnonzero(self.work.reduced)
-        if not len(inner) or not len(ends):
-            return 0, len(self.work)
-        return int(ends[0]) + 1 if ends[0] < inner[0] else 0, int(ends[-1]) + 1
-
-    def blocks_of(self, operations: Sequence[tuple[int, int]]) -> int:
-        """Repeated blocks among ``operations``: each is reduced over tensor-parallel ranks twice in the backward."""
-        return sum(int(np.count_nonzero(self.work.backward_reduced[first:last])) for first, last in operations) // 2
-
-    def saved(self, operations: Sequence[tuple[int, int]], tp: int) -> float:
-        if tp not in self._saved:
-            self._saved[tp] = before(np.where(self.work.parallel, 1 / tp, 1.0) * self.work.saved)
-        return sum(float(self._saved[tp][last] - self._saved[tp][first]) for first, last in operations)
-
-    def parameters(self, operations: Sequence[tuple[int, int]], tp: int) -> float:
-        if tp not in self._parameters:
-            self._parameters[tp] = before(np.where(self.work.parallel, 1 / tp, 1.0) * self.work.parameters)
-        table = self._parameters[tp]
-        own = sum(float(table[last] - table[first]) for first, last in operations)
-        for elements, users in self.work.tied:
-            if not _inside(users[0], operations) and any(_inside(user, operations) for user in users):
-                own += elements / (tp if self.work.parallel[users[0]] else 1)
-        return own
-
-    def shared(self, stages: Sequence[StagePlan], tp: int) -> list[tuple[float, list[int]]]:
-        """Tied parameters of several stages: elements on each rank, and the stages."""
-        found = []
-        for elements, users in self.work.tied:
-            holders = [n for n, stage in enumerate(stages) if any(_inside(user, stage.operations) for user in users)]
-            if len(holders) > 1:
-                found.append((elements / (tp if self.work.parallel[users[0]] else 1), holders))
-        return found
-
-
-class _Traffic:
-    """What communicates at a time under a placement: tensor-parallel groups, messages, and gradient syncs."""
-
-    def __init__(
-        self,
-        cluster: Cluster,
-        placement: tuple[tuple[int, ...], ...],
-        tp: int,
-        dp: int,
-        homes: tuple[tuple[int, ...], ...],
-    ) -> None:
-        self._placement, self._tp, self._homes = placement, tp, homes
-        self._tied: dict[tuple[int, ...], tuple[Traffic, tuple[int, ...]]] = {}
-        self._ranks = {}
-        for device, ranks in enumerate(placement):
-            each = len(ranks) // dp
-            for replica in range(dp):
-                self._ranks[device, replica] = ranks[replica * each : (replica + 1) * each]
-        self._slowest = {key: cluster.slowest(ranks) for key, ranks in self._ranks.items()}
-        self._cluster = cluster
-        self.different = self._different(dp, len(placement))
-        # Beside its operations, each iteration takes what the slowest host does, and an all-reduce of loss and norm.
-        self.iteration_s = max(kind.iteration_s for kind in dict.fromkeys(self._slowest.values()))
-        ranks = [rank for ranks in placement for rank in ranks]
-        nodes = {cluster.node_of[rank] for rank in ranks}
-        measured = cluster.nodes[min(nodes)].all_reduce
-        if measured is not None and len(nodes) == 1 < len(ranks):
-            self.iteration_s += measured.of(len(ranks), TOTALS_BYTES)
-        every = [ranks[first : first + tp] for ranks in placement for first in range(0, len(ranks), tp)]
-        inside = Traffic(cluster, every)
-        self.tensor = {key: inside.link(ranks[:tp]) for key, ranks in self._ranks.items()} if tp > 1 else {}
-        pairs = [
-            (source, target) for here, there in pairwise(placement) for source, target in zip(here, there, strict=False)
-        ]
-        # An upward message and a downward one are on their way at a time, in opposite directions.
-        self.messages = Traffic(cluster, pairs)
-        self.replicas = [tuple(rank for home in stage_homes for rank in placement[home][::tp]) for stage_homes in homes]
-        shards = [
-            tuple(rank for home in stage_homes for rank in placement[home][shard::tp])
-            for stage_homes in dict.fromkeys(homes)
-            for shard in range(tp)
-        ]
-        self.sync = Traffic(cluster, shards)
-
-    def ranks(self, device: int, replica: int) -> tuple[int, ...]:
-        """That play a pipeline device in one replica of the pipeline."""
-        return self._ranks[device, replica]
-
-    def tied_s(self, stages: tuple[int, ...], size: float) -> float:
-        """Of an all-reduce among the first replicas of ``stages``, on each shard at a time."""
-        if stages not in self._tied:
-            heads = [self._placement[self._homes[stage][0]] for stage in stages]
-            groups = [tuple(ranks[shard] for ranks in heads) for shard in range(self._tp)]
-            self._tied[stages] = Traffic(self._cluster, groups), groups[0]
-        traffic, group = self._tied[stages]
-        return traffic.all_reduce_s(group, size)
-
-    def accelerator(self, devices: Sequence[int], replica: int) -> Accelerator:
-        """The slowest kind among those that play pipeline devices ``devices``."""
-        kinds = dict.fromkeys(self._slowest[device, replica] for device in devices)
-        return (
-            next(iter(kinds))
-            if len(kinds) == 1
-            else self._cluster.slowest(rank for device in devices for rank in self._ranks[device, replica])
-        )
-
-    def _different(self, dp: int, pp: int) -> list[int]:
-        """One replica of the pipeline of each kind: on what devices it is, and which of its messages leave a node."""
-        cluster, found = self._cluster, {}
-        for replica in range(dp):
-            own = [self._ranks[device, replica] for device in range(pp)]
-            nodes = [cluster.node_of[ranks[0]] for ranks in own]
-            kinds = tuple(id(self._slowest[device, replica]) for device in range(pp))
-            stays = tuple(here == there for here, there in pairwise(nodes))
-            inside = tuple(cluster.node_of[ranks[0]] == cluster.node_of[ranks[-1]] for ranks in own)
-            outside = tuple(cluster.nodes[node].outside for node in nodes)
-            found.setdefault((kinds, stays, inside, outside), replica)
-        return list(found.values())
-
-
-def _inside(position: int, operations: Sequence[tuple[int, int]]) -> bool:
-    return any(first <= position < last for first, last in operations)
-
-
-def _without(operations: Sequence[tuple[int, int]], kept: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """``operations`` less ``kept``, which are among them, in order."""
-    found = []
-    for first, last in operations:
-        for start, stop in kept:
-            if first <= start and stop <= last:
-                if start > first:
-                    found.append((first, start))
-                first = stop
-        if first < last:
-            found.append((first, last))
-    return tuple(found)
 
 
 def _busiest(shape: Shape, costs: Costs) -> tuple[float, float]:

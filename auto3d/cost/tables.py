@@ -1,0 +1,75 @@
+"""Sums of a model's work over ranges of operations, which a search asks for again and again."""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+
+from auto3d.cost.times import before
+from auto3d.cost.work import Work
+from auto3d.plan import StagePlan
+
+
+class WorkTables:
+    """Sums over ranges of operations of one Work."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self._saved = {}
+        self._parameters = {}
+
+    @cached_property
+    def blocks(self) -> tuple[int, int]:
+        """Where the repeated blocks begin and end: between the first and the last operation that is reduced over
+        tensor-parallel ranks forward and backward."""
+        inner = np.flatnonzero(self.work.backward_reduced)
+        ends = np.flatnonzero(self.work.reduced)
+        if not len(inner) or not len(ends):
+            return 0, len(self.work)
+        return int(ends[0]) + 1 if ends[0] < inner[0] else 0, int(ends[-1]) + 1
+
+    def blocks_of(self, operations: Sequence[tuple[int, int]]) -> int:
+        """Repeated blocks among ``operations``: each is reduced over tensor-parallel ranks twice in the backward."""
+        return sum(int(np.count_nonzero(self.work.backward_reduced[first:last])) for first, last in operations) // 2
+
+    def saved(self, operations: Sequence[tuple[int, int]], tp: int) -> float:
+        if tp not in self._saved:
+            self._saved[tp] = before(np.where(self.work.parallel, 1 / tp, 1.0) * self.work.saved)
+        return sum(float(self._saved[tp][last] - self._saved[tp][first]) for first, last in operations)
+
+    def parameters(self, operations: Sequence[tuple[int, int]], tp: int) -> float:
+        if tp not in self._parameters:
+            self._parameters[tp] = before(np.where(self.work.parallel, 1 / tp, 1.0) * self.work.parameters)
+        table = self._parameters[tp]
+        own = sum(float(table[last] - table[first]) for first, last in operations)
+        for elements, users in self.work.tied:
+            if not _inside(users[0], operations) and any(_inside(user, operations) for user in users):
+                own += elements / (tp if self.work.parallel[users[0]] else 1)
+        return own
+
+    def shared(self, stages: Sequence[StagePlan], tp: int) -> list[tuple[float, list[int]]]:
+        """Tied parameters of several stages: elements on each rank, and the stages."""
+        found = []
+        for elements, users in self.work.tied:
+            holders = [n for n, stage in enumerate(stages) if any(_inside(user, stage.operations) for user in users)]
+            if len(holders) > 1:
+                found.append((elements / (tp if self.work.parallel[users[0]] else 1), holders))
+        return found
+
+
+def without(operations: Sequence[tuple[int, int]], kept: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """``operations`` less ``kept``, which are among them, in order."""
+    found = []
+    for first, last in operations:
+        for start, stop in kept:
+            if first <= start and stop <= last:
+                if start > first:
+                    found.append((first, start))
+                first = stop
+        if first < last:
+            found.append((first, last))
+    return tuple(found)
+
+
+def _inside(position: int, operations: Sequence[tuple[int, int]]) -> bool:
+    return any(first <= position < last for first, last in operations)
