@@ -36,7 +36,7 @@ class Net(nn.Module):
     def forward(self, x, y):
         return nn.functional.cross_entropy(self.b(torch.relu(self.a(x))), y)
 
-def make(width=16):
+def make(width=16384):
     print("a line of the user's own")
     return Net(width)
 """
@@ -73,6 +73,6 @@ def auto3d(monkeypatch, capsys, tmp_path):
     yield run
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    for name in set(sys.modules) - modules:  # a module of one test's folder is not another's
-        if str(getattr(sys.modules[name], "__file__", None)).startswith(str(tmp_path)):
+    for name in set(sys.modules) - modules:  # a module of one test's folder is not another's, nor that of a fixture's
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(str(tmp_path.parent)):
             del sys.modules[name]
