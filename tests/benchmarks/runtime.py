@@ -27,8 +27,9 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from auto3d.capture.model import CapturedModel, capture
 from auto3d.cluster import place_ranks
 from auto3d.plan import Plan, stages_of_operations
+from auto3d.runtime import rank
 from auto3d.runtime.data import Batches, DataSettings, InputField
-from auto3d.runtime.memory import PeakMemory, return_freed_memory
+from auto3d.runtime.memory import PeakMemory
 from auto3d.runtime.optimizer import OptimizerSettings, build_optimizer
 from auto3d.runtime.rank import TrainingSettings, build_rank
 from auto3d.runtime.world import World, join, leave
@@ -141,10 +142,10 @@ class Piece(nn.Module):
 
 def ours(captured: CapturedModel, world: World, schedule: str) -> Iteration:
     stage_of = stage_of_blocks(captured, world.size)
-    rank = build_rank(captured, plan_of(captured, schedule, stage_of, MICRO_BATCHES), SETTINGS, TOKENS, world)
+    built = build_rank(captured, plan_of(captured, schedule, stage_of, MICRO_BATCHES), SETTINGS, TOKENS, world)
 
     def run(iteration: int) -> float:
-        (result,) = rank.executor.run(rank.programs[0], iteration)
+        (result,) = built.executor.run(built.programs[0], iteration)
         return result.loss
 
     return run
@@ -220,10 +221,10 @@ def peak_bytes(
     """
     begin(world)
     memory = PeakMemory(torch.device("cpu"))
-    run = SYSTEMS[name](captured, world, schedule)
     if not fragments:
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
-        return_freed_memory()
+        rank.keep_freed_memory = lambda: None  # which would put them on the heap again
+    run = SYSTEMS[name](captured, world, schedule)
     Path("/proc/self/clear_refs").write_text("5")  # of torch's stage the whole model was built: that does not count
     for iteration in range(3):
         run(iteration)
@@ -237,11 +238,11 @@ def own_seconds(captured: CapturedModel, world: World, report: Report) -> tuple[
     """Processor time of one iteration of stages that compute nearly nothing, and the number of operations."""
     begin(world)
     plan = plan_of(captured, "1f1b", [0, 1, 1], EMPTY_MICRO_BATCHES)
-    rank = build_rank(captured, plan, SETTINGS, FEATURES, world)
+    built = build_rank(captured, plan, SETTINGS, FEATURES, world)
     found = []
     for iteration in range(10):
         start = time.thread_time()
-        list(rank.executor.run(rank.programs[0], iteration))
+        list(built.executor.run(built.programs[0], iteration))
         found.append(time.thread_time() - start)
     leave()
     return median(found[2:]), 2 * EMPTY_MICRO_BATCHES + 2
