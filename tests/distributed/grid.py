@@ -6,6 +6,9 @@ from functools import lru_cache
 from itertools import product
 from random import Random
 
+from auto3d.capture.graph import Graph
+from auto3d.partition.merak import shard
+from auto3d.partition.recompute import subgraph_starts
 from auto3d.partition.uniform import uniform
 from auto3d.plan import Plan
 from auto3d.schedule import SCHEDULES, build_schedule
@@ -73,8 +76,14 @@ def plan_of(cell: Cell) -> Plan:
         stages=uniform(captured(cell.model, SAMPLES).graph, schedule.stages),
     )
     if isinstance(cell.recompute, float):
-        return Shares(captured(cell.model, SAMPLES).graph, plan).plan(cell.recompute)
+        return shares_of(captured(cell.model, SAMPLES).graph, plan).plan(cell.recompute)
     return plan
+
+
+def shares_of(graph: Graph, plan: Plan) -> Shares:
+    """The plans that differ from ``plan`` in what its stages keep of Merak's subgraphs."""
+    bounds = shard(graph).bounds
+    return Shares(plan, lambda stage: subgraph_starts(graph, stage, bounds))
 
 
 def _options(cell: Cell) -> dict[str, int | str]:

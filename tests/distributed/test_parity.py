@@ -14,7 +14,7 @@ from auto3d.partition.stage import cut
 from auto3d.partition.uniform import uniform
 from auto3d.plan import PlanError, stages_between, stages_of_operations
 from auto3d.schedule.operation import Schedule, parse
-from auto3d.search.recompute import Shares
+from tests.distributed.grid import shares_of
 from tests.distributed.parity import (
     ADAMW,
     GLOBAL_BATCH,
@@ -173,7 +173,7 @@ def test_recomputation_changes_no_bit(processes, model):
     kept = processes.run(2, run_rank, model, plan, SGD)
     full = replace(plan, schedule_options={"recompute": "full"})
     early = replace(plan, schedule="early-recompute")
-    share = Shares(captured(model, 2).graph, full).plan(0.5)
+    share = shares_of(captured(model, 2).graph, full).plan(0.5)
     assert model == "residual" or any(0 < held(stage.kept) < held(stage.operations) for stage in share.stages)
     for other in (full, early, share):
         again = processes.run(2, run_rank, model, other, SGD)
