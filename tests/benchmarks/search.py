@@ -27,9 +27,9 @@ CHOICES = {  # so that the exhaustive search of a case takes seconds
     "partition": ["blocks", "layer-assignment"],
     "placement": ["megatron", "horizontal", "vertical"],
 }
-SCOPE = """The axes are reduced so that the exhaustive search of a case takes seconds: three schedules, two partitions, three
-placements, 288 to 2,040 candidates. On all axes (2,000 to 13,000 candidates, 1,000 looks) a first trial of five cases
-found three within 1 %, and missed by 2.0 % and 8.2 %: there the target is open."""
+SCOPE = """The axes are reduced so that the exhaustive search of a case takes seconds: three schedules, two partitions,
+three placements, 288 to 2,040 candidates. On all axes (2,000 to 13,000 candidates, 1,000 looks) a first trial of five
+cases found three within 1 %, and missed by 2.0 % and 8.2 %: there the target is open."""
 MIXED = "recipes/published/p3-mixed-gpt2.yaml"
 AXES = ["search.tp=[1,2,4]", "search.partition=auto", "search.placement=auto", "search.schedule=[1f1b]"]
 
