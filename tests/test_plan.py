@@ -45,7 +45,7 @@ def test_json_gives_the_same_plan_back():
         ({"dp": "two"}, ["dp", "integer", "'two'"]),
         ({"dp": "2"}, ["dp", "integer", "'2'"]),
         ({"seed": -1}, ["seed: -1", "0 or more"]),
-        ({"tp": 2}, ["tp = 2", "must be 1"]),
+        ({"tp": 2}, ["placement", "tp = 2"]),
         ({"pp": 3}, ["2 stages for pp = 3"]),
         ({"colour": 1}, ["colour: unknown", "dp, tp, pp"]),
         ({"schema": 99}, ["schema: 99", "reads 3"]),

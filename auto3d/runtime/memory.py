@@ -37,6 +37,7 @@ class PeakMemory:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         else:
+            return_freed_memory()  # else as much of what follows would go into it, and not be seen
             Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to the present (proc(5))
             self._start = _status_bytes("VmRSS") - _status_bytes("RssFile")
 

@@ -36,7 +36,7 @@ class Net(nn.Module):
     def forward(self, x, y):
         return nn.functional.cross_entropy(self.b(torch.relu(self.a(x))), y)
 
-def make(width=16384):
+def make(width=16):
     print("a line of the user's own")
     return Net(width)
 """

@@ -33,7 +33,7 @@ def make(spare):
 """
 # A value of 8 MiB per layer; the first of two stages holds two micro-batches.
 RECIPE = """
-model: {factory: 'wide:make', arguments: {spare: 75}}
+model: {factory: 'wide:make', arguments: {spare: 110}}
 data: {source: synthetic, inputs: {x: {kind: normal, shape: [32768, 16]}}}
 training: {global_batch: 8, iterations: 1, optimizer: sgd, momentum: 0}
 measure: {warmup_iterations: 0, iterations: 1}

@@ -184,7 +184,8 @@ def swept(tmp_path_factory):
     model = (folder / "mine.py").read_text()
     line = "    def forward(self, x, y):\n"
     fault = f"{line}        y = y + 8 // (x.shape[0] * x.shape[0]) // 8 * 3\n"  # beyond the classes
-    (folder / "mine.py").write_text(model.replace(line, fault))
+    wide = model.replace("width=16", "width=16384")  # so that its memory is seen beside the interpreter's
+    (folder / "mine.py").write_text(wide.replace(line, fault))
     done = subprocess.run(
         [*AUTO3D, "sweep", "own.yaml", SPACE], cwd=folder, capture_output=True, text=True, check=False
     )
