@@ -9,11 +9,11 @@ from auto3d.cost.memory import in_gib, predict
 from auto3d.errors import InputError
 from auto3d.plan import Plan, PlanError
 from auto3d.runtime.optimizer import state_copies
-from auto3d.schedule import samples_at_once, schedule_of
+from auto3d.schedule import samples_at_once, schedule_of, write_schedule
 from auto3d.search.listing import Listed, listed
 from auto3d.search.make import PlanMaker
 from auto3d.search.search import Ranked
-from auto3d.search.space import Candidate, Domain, Task, write_schedule
+from auto3d.search.space import Candidate, Domain, Task
 from launch.capture import PlanningModel
 from launch.costs import captured_subject, cost_model
 from launch.recipe import LoadedRecipe

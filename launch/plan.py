@@ -5,6 +5,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from auto3d.cost.memory import in_gib
 from auto3d.cost.model import Estimate
 from auto3d.search.search import Ranked, Search
 from auto3d.search.space import Candidate, Refusals
@@ -81,7 +82,7 @@ def _shorter(candidate: Candidate) -> str:
 
 def _memory(search: Search, best: Ranked) -> str:
     needed = search.maker.model.memory(best.plan)
-    sizes = ", ".join(f"{size / 2**30:.3g}" for size in needed)
+    sizes = ", ".join(in_gib(size) for size in needed)
     return f"memory of the best, per pipeline device: {sizes} GiB"
 
 

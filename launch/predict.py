@@ -11,13 +11,15 @@ from pathlib import Path
 from tabulate import tabulate
 
 from auto3d.cost.closed_forms import chimera_s
+from auto3d.cost.memory import in_gib
 from auto3d.cost.model import CostModel
 from auto3d.errors import InputError
 from auto3d.plan import Plan
+from auto3d.schedule import write_schedule
 from auto3d.search.make import PlanMaker, shortage_of
 from auto3d.search.placement import MEGATRON
 from auto3d.search.recompute import AUTO, FULL, NONE
-from auto3d.search.space import Candidate, write_schedule
+from auto3d.search.space import Candidate
 from auto3d.search.subject import Subject
 from launch.candidates import task
 from launch.costs import cost_model, subject_of
@@ -59,7 +61,7 @@ def print_predictions(recipe: LoadedRecipe, *, file: str, out_file: str | None, 
             (
                 *(one.row[name] for name in shown),
                 "" if one.seconds is None else f"{one.seconds:.4g}",
-                "" if one.peak_bytes is None else f"{one.peak_bytes / 2**30:.3g}",
+                "" if one.peak_bytes is None else in_gib(one.peak_bytes),
                 one.problem,
             )
             for one in found

@@ -9,7 +9,7 @@ from rich.console import Console
 from tabulate import tabulate
 
 from auto3d.errors import InputError
-from auto3d.schedule import SCHEDULES, build_schedule
+from auto3d.schedule import SCHEDULES, build_schedule, parse_schedule
 from auto3d.schedule.memory import peak_activations, weight_copies
 from auto3d.simulate.costs import uniform
 from auto3d.simulate.critical_path import count, critical_path
@@ -68,7 +68,7 @@ def print_schedule(name: str, request: Request, out: Console, *, as_json: bool, 
 
 def print_comparison(names: Sequence[str], request: Request, *, as_json: bool) -> None:
     """One row per name; a name may bring options of its own, as in ``chimera:scale=doubling:pipes=4``."""
-    asked = [_split(name) for name in names]
+    asked = [parse_schedule(name, where="--compare", example="chimera:scale=doubling") for name in names]
     for option in request.options:
         if not any(option in SCHEDULES[name].options for name, _ in asked if name in SCHEDULES):
             raise InputError(f"{_flag(option)}: none of {', '.join(name for name, _ in asked)} takes it")
@@ -174,17 +174,6 @@ def _told(request: Request, timeline: Timeline) -> str:
         f"Simulated, not measured: {request.stages} devices, {request.micro_batches} micro-batches; times of one "
         f"device's whole share of the model: {', '.join(f'{name} {time:.4g}' for name, time in times.items())}."
     )
-
-
-def _split(text: str) -> tuple[str, dict[str, int | str]]:
-    name, *given = text.split(":")
-    options: dict[str, int | str] = {}
-    for pair in given:
-        option, sign, value = pair.partition("=")
-        if not (sign and option and value):
-            raise InputError(f"--compare: {text!r}: write NAME:option=value, as in chimera:scale=doubling")
-        options[option] = int(value) if value.isdecimal() else value
-    return name, options
 
 
 def _flag(option: str) -> str:

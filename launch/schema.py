@@ -20,20 +20,6 @@ LARGEST_TIME_S = 10**8
 RECOMPUTE = {"choices": ("none", "full", AUTO), "least": 0, "most": 1}
 
 
-def _group(meaning: str) -> dict[str, Any]:
-    """The metadata of a group inside a group."""
-    return {
-        "meaning": meaning,
-        "choices": (),
-        "values": (),
-        "per_stage": None,
-        "options": False,
-        "least": None,
-        "below": None,
-        "most": None,
-    }
-
-
 def key(
     default: Any,
     meaning: str,
@@ -57,6 +43,8 @@ def key(
     metadata = {"meaning": meaning, "choices": tuple(choices), **kinds, **limits}
     if isinstance(default, (list, dict)):
         return field(default_factory=default.copy, metadata=metadata)
+    if is_dataclass(default):  # the schema of a group inside this one
+        return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
@@ -124,10 +112,8 @@ class NodesRecipe:
         4, "processes per machine: one per GPU, or as many as a CPU should run", least=1, below=LARGEST_NODE
     )
     accelerator: str | None = key(None, "the kind of device: a file of recipes/accelerators/; none: round figures")
-    inside: LinkRecipe = field(default_factory=LinkRecipe, metadata=_group("links between the devices of a node"))
-    outside: LinkRecipe | None = field(
-        default_factory=LinkRecipe, metadata=_group("a node's links to the others; none: it has none")
-    )
+    inside: LinkRecipe = key(LinkRecipe, "links between the devices of a node")
+    outside: LinkRecipe | None = key(LinkRecipe, "a node's links to the others; none: it has none")
 
 
 @dataclass

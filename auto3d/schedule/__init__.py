@@ -84,3 +84,25 @@ def samples_of_part(schedule: Schedule, micro_batch_size: int, replicas: int = 1
             f"{shared}: it must be a multiple of {shares}"
         )
     return micro_batch_size // shares
+
+
+def parse_schedule(
+    text: str, *, where: str = "schedule", example: str = "interleaved-1f1b:chunks=4"
+) -> tuple[str, dict[str, int | str]]:
+    """``interleaved-1f1b:chunks=4`` -> the name and its options.
+
+    Raises InputError, which says ``where`` it stands and gives an ``example``, if it is not of this form.
+    """
+    name, *given = text.split(":")
+    options: dict[str, int | str] = {}
+    for pair in given:
+        option, sign, value = pair.partition("=")
+        if not (sign and option and value):
+            raise InputError(f"{where}: {text!r}: write NAME:option=value, as in {example}")
+        options[option] = int(value) if value.isdecimal() else value
+    return name, options
+
+
+def write_schedule(name: str, options: dict[str, int | str]) -> str:
+    """The text that ``parse_schedule`` reads."""
+    return ":".join([name, *(f"{option}={value}" for option, value in options.items())])

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 from auto3d.errors import InputError
 from auto3d.plan import Plan, PlanError
-from auto3d.schedule import build_schedule
+from auto3d.schedule import build_schedule, parse_schedule
 from auto3d.schedule.memory import peak_activations
 from auto3d.schedule.operation import Schedule
 from auto3d.search.make import PlanMaker
 from auto3d.search.recompute import schedule_options
-from auto3d.search.space import Candidate, Domain, parse_schedule
+from auto3d.search.space import Candidate, Domain
 
 
 @dataclass(frozen=True, kw_only=True)

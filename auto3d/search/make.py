@@ -5,17 +5,18 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 
+from auto3d.cost.memory import in_gib
 from auto3d.cost.model import CostModel, Pipeline
 from auto3d.errors import InputError
 from auto3d.partition.contiguous import cheapest_cuts, smallest_maximum
 from auto3d.partition.layer_assignment import shortest_pipeline
 from auto3d.partition.stage import check_enough
 from auto3d.plan import Plan, PlanError, StagePlan, stages_between
-from auto3d.schedule import SCHEDULES, build_schedule, samples_of_part
+from auto3d.schedule import SCHEDULES, build_schedule, parse_schedule, samples_of_part
 from auto3d.schedule.shape import Shape, shape, shape_of
 from auto3d.search.placement import place
 from auto3d.search.recompute import AUTO, FULL, NONE, Shares, largest_share, schedule_options
-from auto3d.search.space import Candidate, Task, check_fits, parse_schedule
+from auto3d.search.space import Candidate, Task, check_fits
 from auto3d.search.subject import Subject
 
 _ROUNDING = 1e-12  # two sums of the same times may differ by so much
@@ -158,5 +159,5 @@ def shortage_of(model: CostModel, plan: Plan) -> str:
         kinds = dict.fromkeys(model.cluster.accelerator(rank) for rank in plan.placement[device])
         least = min((kind.memory_bytes for kind in kinds if kind.memory_bytes), default=None)
         if least is not None and needed > least:
-            return f"pipeline device {device} needs {needed / 2**30:.3g} GiB; it has {least / 2**30:.3g}"
+            return f"pipeline device {device} needs {in_gib(needed)} GiB; it has {in_gib(least)}"
     return ""

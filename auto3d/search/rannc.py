@@ -9,7 +9,7 @@ from auto3d.partition.cost import PartitionCosts
 from auto3d.plan import PlanError
 from auto3d.search.partitioned import plan_of
 from auto3d.search.search import Search
-from auto3d.search.space import Candidate, write_schedule
+from auto3d.search.space import Candidate
 from auto3d.search.subject import CapturedSubject
 
 
@@ -56,7 +56,7 @@ def rannc(search: Search, seed: int) -> None:
         tp=1,
         pp=plan.pp,
         micro_batch_size=plan.micro_batch_size,
-        schedule=write_schedule(found.schedule, {}),
+        schedule=found.schedule,
         recompute=found.schedule_options["recompute"],
         partition="rannc",
         placement="pipelines-first",

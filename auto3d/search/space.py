@@ -188,20 +188,3 @@ def check_fits(candidate: Candidate, cluster: Cluster, task: Task) -> None:
         raise PlanError(f"needs {needed} devices; the cluster has {cluster.devices}")
     degrees = {name: getattr(candidate, name) for name in _DEGREES}
     check_degrees(**degrees, global_batch=task.global_batch)
-
-
-def parse_schedule(text: str) -> tuple[str, dict[str, int | str]]:
-    """``interleaved-1f1b:chunks=4`` -> the name and its options; raises InputError where it is not of this form."""
-    name, *given = text.split(":")
-    options: dict[str, int | str] = {}
-    for pair in given:
-        option, sign, value = pair.partition("=")
-        if not (sign and option and value):
-            raise InputError(f"schedule: {text!r}: write NAME:option=value, as in interleaved-1f1b:chunks=4")
-        options[option] = int(value) if value.isdecimal() else value
-    return name, options
-
-
-def write_schedule(name: str, options: dict[str, int | str]) -> str:
-    """The text that ``parse_schedule`` reads."""
-    return ":".join([name, *(f"{option}={value}" for option, value in options.items())])

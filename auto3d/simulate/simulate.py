@@ -74,30 +74,38 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     work = lay_out(schedule, costs)
     if costs.sharing:
         start, end, arrival, position = run_shared(work, costs)
-        if position != work.bounds[1:]:
-            raise ScheduleError(_deadlock(operations, work.waits, arrival, position, work.bounds[1:]))
         spans = [(number, number + 1) for number in sorted(range(len(operations)), key=lambda n: (end[n], start[n], n))]
-        return Timeline(
-            schedule=schedule,
-            costs=costs,
-            operations=operations,
-            work=work,
-            start=start,
-            end=end,
-            arrival=arrival,
-            spans=spans,
-        )
-    steps, waits, receive, overlap = work.steps, work.waits, work.receive, costs.overlap
-    count = len(operations)
+    else:
+        start, end, arrival, position, spans = _run_apart(work, overlap=costs.overlap)
+    if position != work.bounds[1:]:
+        raise ScheduleError(_deadlock(operations, work.waits, arrival, position, work.bounds[1:]))
+    return Timeline(
+        schedule=schedule,
+        costs=costs,
+        operations=operations,
+        work=work,
+        start=start,
+        end=end,
+        arrival=arrival,
+        spans=spans,
+    )
+
+
+def _run_apart(
+    work: Work, *, overlap: bool
+) -> tuple[list[float], list[float], list[float], list[int], list[tuple[int, int]]]:
+    """Devices that share nothing: starts, ends, arrivals, how far each device came, and spans, as in Timeline."""
+    steps, waits, receive = work.steps, work.waits, work.receive
+    count, devices = len(steps), len(work.bounds) - 1
     start, end = [0.0] * count, [0.0] * count
     arrival = [-1.0] * count  # below 0: not run yet
-    position, stops, free = work.bounds[:-1], work.bounds[1:], [0.0] * schedule.devices
+    position, stops, free = work.bounds[:-1], work.bounds[1:], [0.0] * devices
     link_free = [0.0] * len(work.links)
     waiter = [-1] * count  # a device that waits for this operation; -1 for none
-    also_waiting = [-1] * schedule.devices  # another one that waits for the same operation as this device
+    also_waiting = [-1] * devices  # another one that waits for the same operation as this device
     spans: list[tuple[int, int]] = []
 
-    ready = list(range(schedule.devices))
+    ready = list(range(devices))
     while ready:
         device = ready.pop()
         first, stop, clock = position[device], stops[device], free[device]
@@ -135,19 +143,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         if number > first:
             spans.append((first, number))
             position[device], free[device] = number, clock
-
-    if position != stops:
-        raise ScheduleError(_deadlock(operations, waits, arrival, position, stops))
-    return Timeline(
-        schedule=schedule,
-        costs=costs,
-        operations=operations,
-        work=work,
-        start=start,
-        end=end,
-        arrival=arrival,
-        spans=spans,
-    )
+    return start, end, arrival, position, spans
 
 
 def _deadlock(
