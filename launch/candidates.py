@@ -62,6 +62,7 @@ def candidate_of(wanted: PlanRecipe) -> Candidate:
         micro_batch_size=wanted.micro_batch_size,
         schedule=write_schedule(wanted.schedule, wanted.schedule_options),
         recompute=wanted.recompute,
+        shard_optimizer=wanted.shard_optimizer,
     )
 
 

@@ -15,7 +15,18 @@ from launch.recipe import LoadedRecipe
 from launch.search import algorithm, cannot_run
 
 SHOWN, EXPLAINED = 20, 3
-HEADINGS = ("predicted\n(s)", "dp", "tp", "pp", "micro-\nbatch", "schedule", "recompute", "partition", "placement")
+HEADINGS = (
+    "predicted\n(s)",
+    "dp",
+    "tp",
+    "pp",
+    "micro-\nbatch",
+    "schedule",
+    "recompute",
+    "partition",
+    "placement",
+    "more",
+)
 PARTS = {
     "compute": "compute_s",
     "bubble": "bubble_s",
@@ -46,7 +57,7 @@ def print_plans(recipe: LoadedRecipe, search: Search, *, as_json: bool, show_all
 def cells(one: Ranked) -> tuple[Any, ...]:
     candidate = one.candidate
     degrees = candidate.dp, candidate.tp, candidate.pp, candidate.micro_batch_size
-    choices = candidate.schedule, candidate.recompute, candidate.partition, candidate.placement
+    choices = candidate.schedule, candidate.recompute, candidate.partition, candidate.placement, candidate.more
     return f"{one.seconds:.4g}", *degrees, *choices
 
 

@@ -175,6 +175,7 @@ def _candidate(recipe: LoadedRecipe, row: Mapping[str, str]) -> Candidate:
         recompute=recompute if recompute in (NONE, FULL, AUTO) else float(recompute),
         partition=row.get("partition") or "blocks",
         placement=row.get("placement") or MEGATRON,
+        shard_optimizer=base.shard_optimizer,
         cuts=tuple(json.loads(row["partition_cuts"])) if row.get("partition_cuts") else None,
     )
 

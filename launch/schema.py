@@ -7,9 +7,10 @@ from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
 from auto3d.schedule import SCHEDULES
+from auto3d.schedule.options import SYNC
 from auto3d.search.algorithms import ALGORITHMS
 from auto3d.search.placement import PLACEMENTS
-from auto3d.search.space import PARTITIONS
+from auto3d.search.space import PARTITIONS, REPLICAS
 
 AUTO = "auto"
 
@@ -152,7 +153,6 @@ class PredictionRecipe:
     fused: bool = key(False, "elementwise operations that follow each other are one kernel, as in Megatron-LM")
     overlap: bool = key(True, "messages travel beside compute")
     recompute_ends: bool = key(True, "full recomputation takes in embedding and head; Megatron-LM's does not")
-    shard_optimizer: bool = key(False, "each data-parallel replica keeps its part of the optimizer's state (ZeRO-1)")
     columns: dict[str, str] = key(
         {},
         "other names that files of candidates have for our columns, as in {hidden: model.config.n_embd}",
@@ -225,6 +225,13 @@ class SearchRecipe:
         ["megatron"], "how ranks lie on the cluster: a list, or auto: Megatron-LM's order, others, AMP's tilings",
         choices=PLACEMENTS,
     )  # fmt: skip
+    replicas: Any = key(
+        ["equal"],
+        "of stages: equal, uneven (more devices than stages in each pipeline, the slower stages get more of them)",
+        choices=REPLICAS,
+    )
+    sync: Any = key(["lazy"], "when gradient syncs run: after all else, or beside compute", choices=SYNC)
+    shard_optimizer: Any = key([False], "ZeRO-1, as in plan.shard_optimizer", choices=(False, True))
     allow_idle_devices: bool = key(False, "also try plans that use fewer devices than the cluster has")
     max_trials: int = key(64, "plans that a sweep runs at most", least=1)
     algorithm: str = key(
@@ -265,6 +272,9 @@ class PlanRecipe:
         "what stages run again for the backward; a number: all but this share of the first stage's subgraphs, and of "
         "the others' as large a share as costs equal memory; auto: the largest for which cluster.memory_gib has room",
         **RECOMPUTE,
+    )
+    shard_optimizer: bool = key(
+        False, "each of the replicas of a stage keeps the optimizer's state of its share of the parameters (ZeRO-1)"
     )
 
 
@@ -345,6 +355,8 @@ def _within(metadata: Mapping[str, Any], value: Any) -> bool:
 
 def _kinds(metadata: Mapping[str, Any]) -> tuple[type, ...]:
     """The types of an axis's values."""
+    if metadata["choices"] == (False, True):
+        return (bool,)
     if metadata["choices"]:
         return (str,) if metadata["most"] is None else (str, int, float)
     return (int,)
@@ -360,7 +372,7 @@ def accepted(schema: type, name: str) -> str:
     bounds = {"of at least": item.metadata["least"], "and below": item.metadata["below"]}
     bound = "".join(f" {words} {number}" for words, number in bounds.items() if number is not None)
     if item.metadata["choices"]:
-        names = ", ".join(item.metadata["choices"])
+        names = ", ".join(str(one).lower() for one in item.metadata["choices"])
         if item.metadata["most"] is not None:
             names += f", or a number from {item.metadata['least']} to {item.metadata['most']}"
         return f"auto or a list of {names}" if is_axis(schema, name) else f"one of {names}"

@@ -71,7 +71,6 @@ def training(recipe: Recipe) -> Training:
         precision=prediction.precision,
         sync_bytes=PRECISION_BYTES[prediction.sync_precision],
         optimizer=recipe.training.optimizer,
-        shard_optimizer=prediction.shard_optimizer,
         overlap=prediction.overlap,
         recompute_ends=prediction.recompute_ends,
     )
@@ -127,5 +126,8 @@ def search_space(recipe: Recipe) -> SearchSpace:
         recompute=search.recompute,
         partition=search.partition,
         placement=search.placement,
+        replicas=search.replicas,
+        sync=search.sync,
+        shard_optimizer=search.shard_optimizer,
         allow_idle_devices=search.allow_idle_devices,
     )

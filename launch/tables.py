@@ -13,7 +13,7 @@ from tabulate import tabulate
 
 from auto3d.plan import Plan
 from auto3d.runtime.measurement import Measurement, Status
-from auto3d.schedule import schedule_of
+from auto3d.schedule import schedule_of, write_schedule
 from launch.recipe import LoadedRecipe, load
 from launch.settings import emulation
 from launch.store import StoreError, last_sweep, measurements_of, settings_digest, write_whole
@@ -27,6 +27,8 @@ HEADINGS = {
     "micro_batch_size": "micro-\nbatch",
     "schedule": "schedule",
     "recompute": "recomputed",
+    "replicas": "replicas\nof stages",
+    "shard_optimizer": "ZeRO-1",
     "iteration_s": "s per\niteration",
     "spread_s": "spread\n(s)",
     "samples_per_s": "samples\nper s",
@@ -156,8 +158,10 @@ def _row(measurement: Measurement) -> dict[str, Any]:
         "tp": plan.tp,
         "pp": plan.pp,
         "micro_batch_size": plan.micro_batch_size,
-        "schedule": plan.schedule,
+        "schedule": write_schedule(plan.schedule, {k: v for k, v in plan.schedule_options.items() if k != "recompute"}),
         "recompute": _recomputed(plan),
+        "replicas": "+".join(str(stage.replicas) for stage in plan.stages),
+        "shard_optimizer": plan.shard_optimizer,
         "iteration_s": measurement.median_s if ok else None,
         "spread_s": measurement.spread_s if ok else None,
         "samples_per_s": measurement.samples_per_s if ok else None,
@@ -186,6 +190,10 @@ def _columns(records: Sequence[dict[str, Any]]) -> dict[str, str]:
     columns = dict(HEADINGS)
     if all(record["recompute"] == "none" for record in records):  # as in most sweeps
         del columns["recompute"]
+    if all(set(record["replicas"]) <= {"1", "+"} for record in records):
+        del columns["replicas"]
+    if not any(record["shard_optimizer"] for record in records):
+        del columns["shard_optimizer"]
     if any(record["devices"] == "emulated" for record in records):
         columns["devices"] = "devices"  # on every row
     return columns

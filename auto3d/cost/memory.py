@@ -76,7 +76,7 @@ def predict(graph: Graph, plan: Plan, schedule: Schedule, *, optimizer_copies: i
                     for stage, pipe in own
                 ),
                 gradients=learned,
-                optimizer=optimizer_copies * learned,
+                optimizer=optimizer_copies * learned // (len(plan.placement[device]) if plan.shard_optimizer else 1),
                 activations=activations,
                 given=given,
                 messages=_messages(stages, schedule, own),

@@ -38,7 +38,6 @@ class Training:
     precision: str = "float32"  # of weights and activations; below 32 bits the optimizer keeps a copy in 32
     sync_bytes: int = 4  # of each element in the gradient all-reduce
     optimizer: str = "adamw"
-    shard_optimizer: bool = False  # ZeRO-1: each data-parallel replica keeps its part of the optimizer's state
     overlap: bool = True  # messages travel beside compute
     recompute_ends: bool = True  # full recomputation takes in what surrounds the repeated blocks
 
@@ -157,18 +156,20 @@ class CostModel:
         forward, backward, weight, recompute, update = [], [], [], [], []
         for number, stage in enumerate(plan.stages):
             accelerator = traffic.accelerator(homes[number], replica)
-            each = samples // stage.replicas
+            each, division = self._share(samples, stage.replicas)
             link = traffic.tensor[homes[number][0], replica] if plan.tp > 1 and collectives else None
             whole = self._seconds(each, accelerator, plan.tp, link, stage.operations)
-            forward.append(parts * (whole[0] + accelerator.micro_batch_s))
-            backward.append(parts * whole[1])
-            weight.append(parts * min(whole[2], whole[1]))
+            forward.append(parts * (whole[0] / division + accelerator.micro_batch_s))
+            backward.append(parts * whole[1] / division)
+            weight.append(parts * min(whole[2], whole[1]) / division)
             again = 0.0
             if number in shape.recompute:
                 dropped = without(stage.operations, self._kept(each, stage))
                 again = self._seconds(each, accelerator, plan.tp, link, dropped)[0] if dropped else 0.0
-            recompute.append(parts * again)
-            update.append(self._update_s(plan, stage, accelerator))
+            recompute.append(parts * again / division)
+            update.append(
+                self._update_s(plan, stage, accelerator, plan.placement[homes[number][0]][:: plan.tp], traffic)
+            )
         for boundary in range(len(plan.stages) - 1) if self._handles_messages else ():
             handling = self._handling_s(plan, shape, boundary, replica)
             for number in (boundary, boundary + 1):
@@ -199,11 +200,21 @@ class CostModel:
                 found.append(Sharing(slowdown=slowdown, processes=tuple(here)))
         return tuple(found)
 
-    def pipeline(self, plan: Plan, cuts: Sequence[int]) -> "Pipeline":
-        """What a pipeline of ``plan``'s degrees, placement and schedule takes wherever it is cut; its stages do not
-        matter."""
+    def _share(self, samples: int, replicas: int) -> tuple[int, int]:
+        """At what number of samples to look up what one of ``replicas`` of a stage does, and what to divide that by.
+
+        Where the model has other operations at the replica's share, as it can at a single sample, positions do not mean
+        the same: then it is an equal part of what is done at all samples.
+        """
+        share = samples // replicas
+        same = replicas == 1 or len(self._work(share).work) == len(self._work(samples).work)
+        return (share, 1) if same else (samples, replicas)
+
+    def pipeline(self, plan: Plan, cuts: Sequence[int], *, replicas: int = 1) -> "Pipeline":
+        """What a pipeline of ``plan``'s degrees, placement and schedule takes wherever it is cut, if its stages, which
+        do not matter, have so many ``replicas``."""
         shape, traffic = shape_of(plan), self._traffic_of(plan)
-        samples = plan.micro_batch_size // shape.parts
+        samples, division = self._share(plan.micro_batch_size // shape.parts, replicas)
         hardware = []
         for homes in shape.homes:
             keys = [(home, replica) for home in homes for replica in range(plan.dp)]
@@ -225,7 +236,7 @@ class CostModel:
         slowest = min(links, key=lambda link: link.bandwidth, default=Link(latency_s=0.0, bandwidth=1.0))
         messages = np.where(crossing > 0, 2 * (slowest.latency_s + crossing / plan.tp / slowest.bandwidth), 0.0)
         return Pipeline(
-            before=tuple(before(shape.parts * fastest)),
+            before=tuple(before(shape.parts * fastest / division)),
             messages=tuple(shape.parts * messages if links else 0 * messages),
             speeds=tuple(float(fastest.sum() / parts[key].sum()) for key in hardware),
         )
@@ -282,13 +293,18 @@ class CostModel:
             if max(first, start) < min(last, stop)
         )
 
-    def _update_s(self, plan: Plan, stage: StagePlan, accelerator: Accelerator) -> float:
+    def _update_s(
+        self, plan: Plan, stage: StagePlan, accelerator: Accelerator, group: tuple[int, ...], traffic: PlacedTraffic
+    ) -> float:
+        """Of the parameters, or where the ranks of ``group`` share them, of a share and until they have the others'."""
         elements = self._elements(plan, stage)
-        shards = plan.dp * stage.replicas if self.training.shard_optimizer else 1
-        if accelerator.update_s is not None:
-            return elements / shards * accelerator.update_s
-        moved = elements / shards * self.training.update_traffic
-        return moved / (accelerator.memory_bandwidth * accelerator.memory_efficiency)
+        each = accelerator.update_s
+        if each is None:
+            each = self.training.update_traffic / (accelerator.memory_bandwidth * accelerator.memory_efficiency)
+        if not plan.shard_optimizer:
+            return elements * each
+        size = elements * PRECISION_BYTES[self.training.precision]
+        return elements / len(group) * each + traffic.sync.all_reduce_s(group, size) / 2
 
     def _elements(self, plan: Plan, stage: StagePlan) -> float:
         """Parameters that a rank of ``stage`` holds."""
@@ -356,17 +372,18 @@ class CostModel:
         optimizer = self.training.master_bytes + 4 * MOMENTS[self.training.optimizer]
         found = [0.0] * plan.pp
         for number, (stage, flights) in enumerate(zip(plan.stages, shape.in_flight, strict=True)):
-            tables = self._work(samples // stage.replicas)
+            each, division = self._share(samples, stage.replicas)
+            tables = self._work(each)
             elements = self._elements(plan, stage)
-            shards = plan.dp * stage.replicas if self.training.shard_optimizer else 1
+            shards = plan.dp * stage.replicas if plan.shard_optimizer else 1
             state = elements * (weight + self.training.sync_bytes + optimizer / shards)
-            saved = tables.saved(stage.operations, plan.tp)
-            boundary = tables.work.crossing[stage.operations[0][0]]
+            saved = tables.saved(stage.operations, plan.tp) / division
+            boundary = tables.work.crossing[stage.operations[0][0]] / division
             active = saved
             if number in shape.recompute:
-                dropped = without(stage.operations, self._kept(samples // stage.replicas, stage))
-                active = saved - tables.saved(dropped, plan.tp)
-            buffers = 2 * (boundary + tables.work.crossing[stage.operations[-1][1]])
+                dropped = without(stage.operations, self._kept(each, stage))
+                active = saved - tables.saved(dropped, plan.tp) / division
+            buffers = 2 * (boundary + tables.work.crossing[stage.operations[-1][1]] / division)
             again = saved - active
             if not self.training.recompute_ends:  # one block after the other
                 again /= max(1, tables.blocks_of(stage.operations))

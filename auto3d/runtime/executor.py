@@ -14,6 +14,7 @@ from auto3d.runtime.data import Batches
 from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.gradient_sync import GradientSync
 from auto3d.runtime.lowering import Message, Program, Replica, Step
+from auto3d.runtime.optimizer import update
 from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage import StageModule
@@ -159,7 +160,7 @@ class Executor:
         self._updates[replica] += 1
         if self._optimizers[replica] is not None:
             optimizer, learning_rate = self._optimizers[replica]
-            optimizer.step()
+            update(optimizer, timeout_s=self._timeout_s)
             if self._updates[replica] % self._program.updates == 0:  # the rate changes from iteration to iteration
                 learning_rate.step()
         if self._program.asynchronous:

@@ -1,14 +1,18 @@
 """Optimizer and learning-rate schedule, from torch and transformers."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers.optimization import get_scheduler
 
 from auto3d.errors import InputError
+from auto3d.runtime.waiting import waiting_for
 
 OPTIMIZERS = ("adamw", "sgd")
 LEARNING_RATE_SCHEDULES = ("constant", "linear", "cosine")
@@ -36,6 +40,8 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
 
     So what does not fit is found at once, and a CPU's heap has no long-lived pieces among the short-lived ones.
     """
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        optimizer = optimizer.optim  # of this rank's share
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if isinstance(optimizer, torch.optim.AdamW):
@@ -45,17 +51,35 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
                 optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
 
 
+def update(optimizer: torch.optim.Optimizer, *, timeout_s: float) -> None:
+    """One step; where other ranks update a share of the parameters, until these have come."""
+    shared = isinstance(optimizer, ZeroRedundancyOptimizer)
+    with waiting_for("the weights that other ranks update", timeout_s) if shared else nullcontext():
+        optimizer.step()
+
+
 def build_optimizer(
-    parameters: Sequence[nn.Parameter], settings: OptimizerSettings, *, iterations: int
+    parameters: Sequence[nn.Parameter],
+    settings: OptimizerSettings,
+    *,
+    iterations: int,
+    shared_by: dist.ProcessGroup | None = None,
 ) -> tuple[torch.optim.Optimizer, LRScheduler]:
-    """The optimizer of ``parameters`` and its schedule over ``iterations`` iterations; InputError for unknown names."""
-    shared = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
+    """The optimizer of ``parameters`` and its schedule over ``iterations`` iterations; InputError for unknown names.
+
+    The ranks of ``shared_by`` update a share each and send it to the others (ZeRO-1).
+    """
+    options = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
     if settings.optimizer == "adamw":
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, betas=settings.betas, **shared)
+        family, options["betas"] = torch.optim.AdamW, settings.betas
     elif settings.optimizer == "sgd":
-        optimizer = torch.optim.SGD(parameters, momentum=settings.momentum, **shared)
+        family, options["momentum"] = torch.optim.SGD, settings.momentum
     else:
         raise InputError(f"optimizer: {settings.optimizer!r} is not known; there are {', '.join(OPTIMIZERS)}")
+    if shared_by is None:
+        optimizer: torch.optim.Optimizer = family(parameters, **options)
+    else:
+        optimizer = ZeroRedundancyOptimizer(parameters, family, process_group=shared_by, **options)
     name = settings.learning_rate_schedule
     if name not in LEARNING_RATE_SCHEDULES:
         raise InputError(

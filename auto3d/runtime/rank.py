@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -26,7 +27,7 @@ from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.replicas import replicas_of_devices, resplit_dimensions, share_of
 from auto3d.runtime.stage import StageModule
-from auto3d.runtime.world import World
+from auto3d.runtime.world import World, new_group
 from auto3d.schedule import SCHEDULES, samples_at_once, schedule_of
 from auto3d.schedule.asynchronous import check_trainable
 from auto3d.schedule.check import check
@@ -164,9 +165,12 @@ def build_rank(
     else:
         tensors, learning = {}, {}
         modules, sync = _emulated(own, captured, plan, schedule, all_holders, exchange.clock, settings, device=device)
+    shared_by = None
+    if plan.shard_optimizer:
+        shared_by = [new_group(ranks, settings.timeout_s) for ranks in plan.placement][position]
     executor = Executor(
         modules,
-        _optimizers(own, learning, settings),
+        _optimizers(own, learning, settings, shared_by),
         exchange=exchange,
         sync=sync,
         batches=Batches(data, seed=plan.seed, global_batch=plan.global_batch, micro_batch_size=samples, **share),
@@ -283,7 +287,10 @@ def _emulated(
 
 
 def _optimizers(
-    own: Mapping[Replica, Stage], parameters: Mapping[str, nn.Parameter], settings: TrainingSettings
+    own: Mapping[Replica, Stage],
+    parameters: Mapping[str, nn.Parameter],
+    settings: TrainingSettings,
+    shared_by: dist.ProcessGroup | None,
 ) -> dict[Replica, tuple[Optimizer, LRScheduler] | None]:
     """One optimizer per stage; a parameter that two stages of this rank share belongs to the first of them."""
     left = dict(parameters)
@@ -292,6 +299,8 @@ def _optimizers(
         mine = [left.pop(name) for name in stage.state if name in left]
         optimizers[replica] = None
         if mine:
-            optimizers[replica] = build_optimizer(mine, settings.optimizer, iterations=settings.iterations)
+            optimizers[replica] = build_optimizer(
+                mine, settings.optimizer, iterations=settings.iterations, shared_by=shared_by
+            )
             make_state(optimizers[replica][0])
     return optimizers

@@ -18,7 +18,7 @@ from random import Random
 
 from auto3d.search.random_search import draw
 from auto3d.search.search import Search
-from auto3d.search.space import Candidate, Domain
+from auto3d.search.space import DEGREES, Candidate, Domain
 
 WARM, COLD = 0.3, 0.003  # first and last temperature: a share of the present time
 _ROUNDS = 4  # times that it cools; each begins at the best so far
@@ -56,7 +56,7 @@ class _Moves:
     def __init__(self, domain: Domain, random: Random) -> None:
         self._domain, self._random = domain, random
         self._by: dict[str, defaultdict[tuple, list[Candidate]]] = {}
-        for name, keys in (("tp", ("tp",)), ("dp", ("dp",)), ("micro_batch_size", ("dp", "tp", "pp"))):
+        for name, keys in (("tp", ("tp",)), ("dp", ("dp",)), ("micro_batch_size", ("dp", "tp", "pp", "replicas"))):
             self._by[name] = defaultdict(list)
             for one in domain.degrees:
                 self._by[name][tuple(getattr(one, key) for key in keys)].append(one)
@@ -72,16 +72,14 @@ class _Moves:
         names = ["micro_batch_size", *(name for name, values in choices.items() if len(values) > 1)]
         name = random.choice(names)
         if name == "micro_batch_size":
-            same = self._by[name][present.dp, present.tp, present.pp]
+            same = self._by[name][present.dp, present.tp, present.pp, present.replicas]
             return replace(present, micro_batch_size=random.choice(same).micro_batch_size)
         return replace(present, **{name: random.choice(choices[name])})
 
     def _degrees(self, present: Candidate, degrees: Candidate) -> Candidate:
-        """``present`` with other degrees, and a schedule that there is for them."""
-        changed = replace(
-            present, dp=degrees.dp, tp=degrees.tp, pp=degrees.pp, micro_batch_size=degrees.micro_batch_size
-        )
-        schedules = self._domain.choices_of(changed)["schedule"]
-        if changed.schedule in schedules:
-            return changed
-        return replace(changed, schedule=self._random.choice(schedules))
+        """``present`` with other degrees, and of each axis a choice that there is for them."""
+        changed = replace(present, **{name: getattr(degrees, name) for name in DEGREES})
+        for name, values in self._domain.choices_of(changed).items():
+            if getattr(changed, name) not in values:
+                changed = replace(changed, **{name: self._random.choice(values)})
+        return changed

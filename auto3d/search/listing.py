@@ -72,6 +72,7 @@ def _built(schedules: Sequence[str], candidate: Candidate, micro_batches: int) -
     for text in schedules:
         name, given = parse_schedule(text)
         try:
-            yield text, build_schedule(name, **sizes, **schedule_options(name, given, candidate.recompute, **sizes))
+            options = schedule_options(name, given, candidate.recompute, candidate.sync, **sizes)
+            yield text, build_schedule(name, **sizes, **options)
         except InputError:
             continue

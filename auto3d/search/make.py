@@ -10,13 +10,14 @@ from auto3d.cost.model import CostModel, Pipeline
 from auto3d.errors import InputError
 from auto3d.partition.contiguous import cheapest_cuts, smallest_maximum
 from auto3d.partition.layer_assignment import shortest_pipeline
+from auto3d.partition.replicated import fastest_stages
 from auto3d.partition.stage import check_enough
 from auto3d.plan import Plan, PlanError, StagePlan, stages_between
 from auto3d.schedule import SCHEDULES, build_schedule, parse_schedule, samples_of_part
 from auto3d.schedule.shape import Shape, shape, shape_of
-from auto3d.search.placement import place
+from auto3d.search.placement import MEGATRON, place, place_replicas
 from auto3d.search.recompute import AUTO, FULL, NONE, Shares, largest_share, schedule_options
-from auto3d.search.space import Candidate, Task, check_fits
+from auto3d.search.space import EQUAL, UNEVEN, Candidate, Task, check_fits
 from auto3d.search.subject import Subject
 
 _ROUNDING = 1e-12  # two sums of the same times may differ by so much
@@ -62,7 +63,7 @@ class PlanMaker:
         name, given = parse_schedule(candidate.schedule)
         micro_batches = self.task.global_batch // (candidate.dp * candidate.micro_batch_size)
         sizes = {"devices": candidate.pp, "micro_batches": micro_batches}
-        options = schedule_options(name, given, candidate.recompute, **sizes)
+        options = schedule_options(name, given, candidate.recompute, candidate.sync, **sizes)
         form = shape(name, **sizes, options=options)
         samples = samples_of_part(form, candidate.micro_batch_size)
         plan = Plan(
@@ -75,10 +76,20 @@ class PlanMaker:
             schedule=name,
             schedule_options=options,
             stages=self._draft(form, samples),
-            placement=place(candidate.placement, self.model.cluster, dp=candidate.dp, tp=candidate.tp, pp=candidate.pp),
+            placement=place(
+                candidate.placement if candidate.replicas == EQUAL else MEGATRON,
+                self.model.cluster,
+                dp=candidate.dp,
+                tp=candidate.tp,
+                pp=candidate.pp,
+            ),
             seed=self.task.seed,
+            shard_optimizer=candidate.shard_optimizer,
         )
-        plan = replace(plan, stages=self._stages(candidate, plan, form, samples))
+        if candidate.replicas == UNEVEN:
+            plan = self._unevenly(candidate, plan, form, samples)
+        else:
+            plan = replace(plan, stages=self._stages(candidate, plan, form, samples))
         if SCHEDULES[name].asynchronous:
             schedule = build_schedule(name, **sizes, **options)
             self.subject.check_trainable(schedule, plan.stages, samples, clip_norm=self.task.clip_norm)
@@ -140,6 +151,33 @@ class PlanMaker:
         pipeline = self.model.pipeline(plan, cuts)
         bounds = self._bounds(candidate.partition, pipeline, form.stages, form.micro_batches)
         return stages_between([cuts[place] for place in bounds])
+
+    def _unevenly(self, candidate: Candidate, plan: Plan, form: Shape, samples: int) -> Plan:
+        """Stages and their replicas together, whatever the partition: the slowest stage is as fast as can be.
+
+        So RaNNC chooses them (Tanaka et al. 2021, algorithm 1), for given numbers of stages and devices.
+        """
+        if form.stages != candidate.pp or len(form.device_of) != form.stages:
+            raise PlanError(f"replicas: uneven ones need one stage on each device; {plan.schedule} has several on one")
+        cuts, pipelines = self.subject.cuts(samples), candidate.dp * candidate.tp
+        before = {
+            count: self.model.pipeline(plan, cuts, replicas=count).before
+            for count in range(1, self.model.cluster.devices // pipelines - candidate.pp + 2)
+            if samples % count == 0
+        }
+        found = fastest_stages(before, stages=form.stages, devices=self.model.cluster.devices // pipelines)
+        if found is None:
+            raise PlanError(
+                f"replicas: no {form.stages} of {', '.join(map(str, before))}, which divide {samples} samples, sum up "
+                f"to the {self.model.cluster.devices // pipelines} devices of a pipeline"
+            )
+        bounds, counts = found
+        stages = stages_between([cuts[place] for place in bounds])
+        return replace(
+            plan,
+            stages=tuple(replace(stage, replicas=count) for stage, count in zip(stages, counts, strict=True)),
+            placement=place_replicas(counts, dp=candidate.dp, tp=candidate.tp),
+        )
 
 
 def _bounds(method: str, pipeline: Pipeline, stages: int, micro_batches: int) -> list[int]:

@@ -5,6 +5,7 @@ from math import inf
 
 from auto3d.search.placement import MEGATRON
 from auto3d.search.search import Search
+from auto3d.search.space import EQUAL
 
 
 def megatron(search: Search, seed: int) -> None:
@@ -15,7 +16,7 @@ def megatron(search: Search, seed: int) -> None:
     ``seed`` is for the other algorithms.
     """
     domain = search.domain
-    allowed = [one for one in domain.degrees if one.tp <= domain.cluster.devices_per_node]
+    allowed = [one for one in domain.degrees if one.tp <= domain.cluster.devices_per_node and one.replicas == EQUAL]
     for size in sorted({one.micro_batch_size for one in allowed}):
         own = sorted(
             (one for one in allowed if one.micro_batch_size == size),

@@ -1,17 +1,17 @@
 """The Plan of a partition: what a method of auto3d.partition found, made ready to run."""
 
 from dataclasses import replace
-from itertools import accumulate
 
 from auto3d.partition import Partition, Request
 from auto3d.plan import Plan, PlanError
+from auto3d.search.placement import place_replicas
 
 
 def plan_of(found: Partition, request: Request, *, seed: int) -> Plan:
     """The Plan of what ``request`` gave: one stage on each pipeline device, under the schedule of the method.
 
-    The request's micro-batch size counts where the method does not choose one. Each pipeline has its own ranks in a
-    row, so its own nodes, as RaNNC means it (section III-C). Raises PlanError where samples do not divide.
+    The request's micro-batch size counts where the method does not choose one. Raises PlanError where samples do not
+    divide.
     """
     pipelines, global_batch, micro_batch_size = found.pipelines, request.global_batch, request.micro_batch_size
     if found.micro_batches is not None:
@@ -23,11 +23,6 @@ def plan_of(found: Partition, request: Request, *, seed: int) -> Plan:
             )
         micro_batch_size = global_batch // shares
     replicas = [count // pipelines for count in found.replicas]
-    first = list(accumulate(replicas, initial=0))  # rank of each stage in a pipeline, and the ranks of one
-    placement = tuple(
-        tuple(pipeline * first[-1] + first[stage] + part for pipeline in range(pipelines) for part in range(count))
-        for stage, count in enumerate(replicas)
-    )
     return Plan(
         graph=request.graph_at(micro_batch_size).fingerprint,
         dp=pipelines,
@@ -38,6 +33,6 @@ def plan_of(found: Partition, request: Request, *, seed: int) -> Plan:
         schedule=found.schedule,
         schedule_options=found.schedule_options,
         stages=tuple(replace(stage, replicas=count) for stage, count in zip(found.stages, replicas, strict=True)),
-        placement=placement,
+        placement=place_replicas(replicas, dp=pipelines),
         seed=seed,
     )

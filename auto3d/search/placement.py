@@ -1,7 +1,8 @@
 """Where the ranks of a plan lie on the cluster: Megatron-LM's order, whole pipelines first, and AMP's tilings."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import accumulate
 
 from auto3d.cluster import Cluster, place_ranks
 from auto3d.plan import PlanError
@@ -15,6 +16,21 @@ def place(name: str, cluster: Cluster, *, dp: int, tp: int, pp: int) -> Placemen
     if name == MEGATRON:
         return place_ranks(dp=dp, pp=pp, tp=tp)
     return _PLACEMENTS[name](_mesh(cluster), dp, tp, pp)
+
+
+def place_replicas(replicas: Sequence[int], *, dp: int, tp: int = 1) -> Placement:
+    """Of stages with so many replicas each: every pipeline has ranks in a row, so nodes of its own, as RaNNC means it
+    (Tanaka et al. 2021, section III-C)."""
+    first = list(accumulate(replicas, initial=0))  # place of each stage in a pipeline, and the places of one
+    return tuple(
+        tuple(
+            (pipeline * first[-1] + first[stage] + part) * tp + shard
+            for pipeline in range(dp)
+            for part in range(count)
+            for shard in range(tp)
+        )
+        for stage, count in enumerate(replicas)
+    )
 
 
 def _mesh(cluster: Cluster) -> tuple[int, int]:

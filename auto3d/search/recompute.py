@@ -7,21 +7,29 @@ from math import ceil
 from auto3d.partition.recompute import first_shares, keep_last, kept_shares
 from auto3d.plan import Plan, PlanError, StagePlan
 from auto3d.schedule import SCHEDULES
+from auto3d.schedule.options import SYNC
 from auto3d.schedule.shape import shape, shape_of
 
 NONE, FULL, AUTO = "none", "full", "auto"
 
 
 def schedule_options(
-    schedule: str, given: Mapping[str, int | str], recompute: str | float, *, devices: int, micro_batches: int
+    schedule: str,
+    given: Mapping[str, int | str],
+    recompute: str | float,
+    sync: str,
+    *,
+    devices: int,
+    micro_batches: int,
 ) -> dict[str, int | str]:
-    """``given`` and what makes ``schedule`` recompute, unless ``recompute`` is none or the schedule always does.
+    """``given``, and what makes ``schedule`` recompute, unless ``recompute`` is none or the schedule always does, and
+    ``sync`` where ``given`` does not say.
 
     Raises PlanError where it cannot.
     """
     if "recompute" in given:
         raise PlanError(f"schedule_options: recompute is {given['recompute']!r}; it is said by recompute, not here")
-    given = dict(given)
+    given = ({} if sync == SYNC[0] else {"sync": sync}) | dict(given)
     if recompute == NONE:
         return given
     if schedule in SCHEDULES and "recompute" in SCHEDULES[schedule].options:

@@ -13,10 +13,12 @@ from auto3d.cluster import Cluster
 from auto3d.errors import InputError
 from auto3d.plan import PlanError, check_degrees
 from auto3d.schedule import SCHEDULES
+from auto3d.schedule.options import SYNC
 from auto3d.search.placement import MEGATRON, PLACEMENTS
 from auto3d.search.recompute import AUTO, FULL, NONE
 
 Axis = Sequence | Literal["auto"]
+EQUAL, UNEVEN = REPLICAS = ("equal", "uneven")
 PARTITIONS = ("uniform", "blocks", "layer-assignment", "autopipe")  # methods that take a number of stages
 
 
@@ -35,6 +37,9 @@ class SearchSpace:
     recompute: Axis = (NONE,)  # of none, full, auto, and shares from 0 to 1
     partition: Axis = ("uniform",)
     placement: Axis = (MEGATRON,)
+    replicas: Axis = (EQUAL,)
+    sync: Axis = (SYNC[0],)  # where gradient syncs stand: which of them overlap with compute
+    shard_optimizer: Axis = (False,)  # ZeRO-1
     allow_idle_devices: bool = False  # whether a plan may use fewer devices than there are
 
 
@@ -59,18 +64,32 @@ class Candidate:
     recompute: str | float = NONE
     partition: str = "uniform"
     placement: str = MEGATRON
+    replicas: str = EQUAL
+    """Of stages: equal, so that dp × tp × pp devices are used; or uneven: a pipeline has more devices than stages."""
+    sync: str = SYNC[0]
+    shard_optimizer: bool = False
     cuts: tuple[int, ...] | None = None
     """Bounds of the stages, as numbers of the model's cuts; they take the place of ``partition``."""
 
     def __str__(self) -> str:
         return (
             f"dp={self.dp} tp={self.tp} pp={self.pp} micro-batch={self.micro_batch_size} {self.schedule} "
-            f"recompute={self.recompute} {self.partition} {self.placement}"
-        )
+            f"recompute={self.recompute} {self.partition} {self.placement} {self.more}"
+        ).rstrip()
+
+    @property
+    def more(self) -> str:
+        """What of it is out of the ordinary, in words."""
+        found = {
+            "uneven replicas": self.replicas == UNEVEN,
+            f"sync={self.sync}": self.sync != SYNC[0],
+            "ZeRO-1": self.shard_optimizer,
+        }
+        return ", ".join(words for words, holds in found.items() if holds)
 
 
-_DEGREES = ("dp", "tp", "pp", "micro_batch_size")
-CHOICES = ("schedule", "recompute", "partition", "placement")  # the other axes
+DEGREES = ("dp", "tp", "pp", "micro_batch_size", "replicas")
+CHOICES = ("schedule", "recompute", "partition", "placement", "sync", "shard_optimizer")  # the other axes
 
 
 class Refusals:
@@ -119,6 +138,9 @@ class Domain:
             "recompute": [NONE, FULL] if cluster.memory_bytes is None else [AUTO],
             "partition": list(PARTITIONS),
             "placement": list(PLACEMENTS),
+            "replicas": [EQUAL, UNEVEN],
+            "sync": list(SYNC),
+            "shard_optimizer": [False, True],
         }
         self._values = {
             name: auto if getattr(space, name) == AUTO else list(dict.fromkeys(getattr(space, name)))
@@ -149,8 +171,15 @@ class Domain:
         return sum(prod(map(len, self.choices_of(candidate).values())) for candidate in self.degrees)
 
     def choices_of(self, candidate: Candidate) -> dict[str, list]:
-        """Those of its degrees: one device has no pipeline, so there a single schedule stands for all."""
-        return self.choices if candidate.pp > 1 else {**self.choices, "schedule": [self._alone]}
+        """Those of its degrees: where an axis makes no difference to them, a single choice stands for all."""
+        single = {}
+        if candidate.pp == 1:
+            single |= {"schedule": [self._alone], "sync": self.choices["sync"][:1]}
+        if candidate.replicas == UNEVEN:  # which have an order of ranks of their own
+            single["placement"] = self.choices["placement"][:1]
+        elif candidate.dp == 1:
+            single |= {"sync": self.choices["sync"][:1], "shard_optimizer": self.choices["shard_optimizer"][:1]}
+        return {**self.choices, **single}
 
     def variants(self, candidate: Candidate) -> Iterator[Candidate]:
         """All candidates of its degrees."""
@@ -167,12 +196,12 @@ class Domain:
 
     def _all_degrees(self) -> Iterator[Candidate]:
         first = {name: values[0] for name, values in self.choices.items()}
-        for values in product(*(self._values[name] for name in _DEGREES)):
-            yield Candidate(**dict(zip(_DEGREES, values, strict=True)), **first)
+        for values in product(*(self._values[name] for name in DEGREES)):
+            yield Candidate(**dict(zip(DEGREES, values, strict=True)), **first)
 
     def _misfit(self, candidate: Candidate) -> str:
         needed, there = candidate.dp * candidate.tp * candidate.pp, self.cluster.devices
-        if needed < there and not self._allow_idle:
+        if needed < there and candidate.replicas == EQUAL and not self._allow_idle:
             return f"uses {needed} of {there} devices, and allow_idle_devices is false"
         try:
             check_fits(candidate, self.cluster, self.task)
@@ -182,9 +211,16 @@ class Domain:
 
 
 def check_fits(candidate: Candidate, cluster: Cluster, task: Task) -> None:
-    """Raise PlanError where its degrees fit neither the cluster nor the global batch."""
+    """Raise PlanError where its degrees do not fit the cluster and the global batch."""
     needed = candidate.dp * candidate.tp * candidate.pp
+    if candidate.replicas == UNEVEN:
+        pipelines, devices = candidate.dp * candidate.tp, cluster.devices
+        if candidate.pp < 2 or devices % pipelines or devices // pipelines <= candidate.pp:
+            raise PlanError(
+                f"replicas: uneven ones need pp of 2 or more and more devices than stages in each pipeline; {devices} "
+                f"devices in dp × tp = {pipelines} pipelines of pp = {candidate.pp} have not"
+            )
     if needed > cluster.devices:
         raise PlanError(f"needs {needed} devices; the cluster has {cluster.devices}")
-    degrees = {name: getattr(candidate, name) for name in _DEGREES}
+    degrees = {name: getattr(candidate, name) for name in ("dp", "tp", "pp", "micro_batch_size")}
     check_degrees(**degrees, global_batch=task.global_batch)

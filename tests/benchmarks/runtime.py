@@ -1,18 +1,22 @@
 """Our runtime beside torch.distributed.pipelining, and the executor's own time: python -m tests.benchmarks.runtime
 
-The same GPT-2, cut at the same blocks, with the same weights, data, loss and optimizer, on the same processes, one
-thread each, over gloo; blocks of iterations in turn. For torch its stages are written by hand, as its tracer does not
-take the whole of transformers' models; the head is not tied to the embedding, for it does not sum their gradients.
+The same GPT-2, cut at the same blocks, with the same weights, data, loss and optimizer, on as many processes, one
+thread each, over gloo; iterations of the one while the other waits, in turn. For torch its stages are written by hand,
+as its tracer does not take the whole of transformers' models; the head is not tied to the embedding, for it does not
+sum their gradients.
 """
 
 import ctypes
+import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from multiprocessing.queues import SimpleQueue
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from statistics import median
 
@@ -41,7 +45,7 @@ SEED = 1
 TIMEOUT_S = 120
 CASES = [(schedule, ranks) for ranks in (2, 4) for schedule in ("1f1b", "gpipe")]
 THEIR_SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
-REPETITIONS = 15
+REPETITIONS = 25
 ITERATIONS = 2  # in each repetition, so that one may run into the next
 EMPTY_MICRO_BATCHES = 256
 M_MMAP_THRESHOLD = -3  # of mallopt(3): the least size that has pages of its own
@@ -185,31 +189,58 @@ SYSTEMS = {"ours": ours, "torch": theirs}
 
 @dataclass(frozen=True)
 class Times:
-    """Of one iteration, in each repetition."""
+    """Of one iteration, in each repetition; and the losses of the first iterations."""
 
     seconds: list[float]
     processor_s: list[float]  # of all ranks together
+    losses: list[float]
 
 
-def times(captured: CapturedModel, schedule: str, world: World, report: Report) -> dict[str, Times]:
+def times(captured: CapturedModel, schedule: str, ranks: int) -> dict[str, Times]:
+    """Each system on processes of its own, as in use; one waits while the other computes."""
+    context = multiprocessing.get_context("fork")
+    turns, found = context.Barrier(len(SYSTEMS)), context.SimpleQueue()
+    on_ranks(ranks * len(SYSTEMS), partial(take_turns, captured, schedule, ranks, turns, found))
+    return dict(found.get() for _ in SYSTEMS)
+
+
+def take_turns(
+    captured: CapturedModel,
+    schedule: str,
+    ranks: int,
+    turns: Barrier,
+    found: SimpleQueue,
+    world: World,
+    report: Report,
+) -> None:
+    index, rank = divmod(world.rank, ranks)
+    name = list(SYSTEMS)[index]
+    meeting_point = f"{world.meeting_point}-{name}"
+    world = replace(world, rank=rank, local_rank=rank, size=ranks, meeting_point=meeting_point)
     begin(world)
-    systems = {name: build(captured, world, schedule) for name, build in SYSTEMS.items()}
-    found = {name: Times([], []) for name in systems}
-    losses = [[run(iteration) for iteration in range(ITERATIONS)] for run in systems.values()]
-    if world.rank == world.size - 1:
-        torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-4, atol=1e-5)
-    for repetition in range(REPETITIONS):
-        for name in sorted(systems, reverse=repetition % 2 == 0):
-            dist.barrier()
-            start, used = time.perf_counter(), time.process_time()
-            for index in range(ITERATIONS):
-                systems[name](ITERATIONS * (1 + repetition) + index)
-            processor_s = torch.tensor(time.process_time() - used)
-            dist.all_reduce(processor_s)  # and so a barrier
-            found[name].seconds.append((time.perf_counter() - start) / ITERATIONS)
-            found[name].processor_s.append(float(processor_s) / ITERATIONS)
+    run = SYSTEMS[name](captured, world, schedule)
+    losses = torch.zeros(ITERATIONS, dtype=torch.float64)
+    for iteration in range(ITERATIONS):
+        losses[iteration] = run(iteration) or 0
+    dist.broadcast(losses, src=ranks - 1)
+    taken = Times([], [], losses.tolist())
+    for turn in range(len(SYSTEMS) * REPETITIONS):
+        if rank == 0:
+            turns.wait(TIMEOUT_S)
+        repetition, second = divmod(turn, len(SYSTEMS))
+        if index != (repetition + second) % len(SYSTEMS):
+            continue
+        dist.barrier()
+        start, used = time.perf_counter(), time.process_time()
+        for iteration in range(ITERATIONS * (1 + repetition), ITERATIONS * (2 + repetition)):
+            run(iteration)
+        processor_s = torch.tensor(time.process_time() - used)
+        dist.all_reduce(processor_s)  # and so a barrier
+        taken.seconds.append((time.perf_counter() - start) / ITERATIONS)
+        taken.processor_s.append(float(processor_s) / ITERATIONS)
+    if rank == 0:
+        found.put((name, taken))
     leave()
-    return found
 
 
 def peak_bytes(
@@ -279,7 +310,8 @@ def main() -> None:
     captured = capture(gpt2, TOKENS.input_specs(), MICRO_BATCH_SIZE)
     rows = []
     for schedule, ranks in CASES:
-        found = on_ranks(ranks, partial(times, captured, schedule))
+        found = times(captured, schedule, ranks)
+        torch.testing.assert_close(*(torch.tensor(one.losses) for one in found.values()), rtol=1e-4, atol=1e-5)
         peaks = {
             (name, fragments): in_mib(on_ranks(ranks, partial(peak_bytes, captured, schedule, name, fragments)))
             for name, fragments in product(SYSTEMS, (False, True))

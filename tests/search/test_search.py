@@ -16,7 +16,7 @@ from auto3d.search.algorithms import ALGORITHMS
 from auto3d.search.bound import least_s
 from auto3d.search.exhaustive import exhaustive
 from auto3d.search.placement import PLACEMENTS, place
-from auto3d.search.space import Candidate, Domain, SearchSpace, Task
+from auto3d.search.space import EQUAL, UNEVEN, Candidate, Domain, SearchSpace, Task
 from auto3d.simulate.costs import Costs
 from auto3d.simulate.costs import Link as Message
 from auto3d.simulate.simulate import simulate
@@ -83,6 +83,50 @@ def test_layer_assignment_is_the_best_of_all_cuts_on_devices_of_two_kinds():
             assert own <= best * 1.02 + 1e-4, (seed, candidate)
             return
     raise AssertionError("no case has a pipeline of four stages")
+
+
+def test_uneven_replicas_use_all_devices_and_make_the_slowest_stage_faster():
+    found = 0
+    for seed in range(12):
+        domain, maker = random_case(seed, replicas="auto", dp=[1], tp=[1], pp=[2, 3], schedule=["1f1b"])
+        if len({node.accelerator for node in domain.cluster.nodes}) > 1:
+            continue  # more devices are slower ones, too
+        for candidate in domain.degrees:
+            if candidate.replicas != UNEVEN or candidate.micro_batch_size != 8:
+                continue
+            candidate = replace(candidate, partition="layer-assignment")
+            plan = maker.unlimited(candidate)
+            equal = maker.unlimited(replace(candidate, replicas=EQUAL))
+            counts = [stage.replicas for stage in plan.stages]
+            assert sum(counts) == plan.ranks == domain.cluster.devices
+            assert set(counts) <= {1, 2, 4, 8}
+            costs = [maker.model.costs(one) for one in (plan, equal)]
+            slowest, before = (max(map(sum, zip(one.forward, one.backward, strict=True))) for one in costs)
+            assert slowest < before
+            found, uneven, of_uneven = found + 1, candidate, maker
+    assert found > 3
+    with pytest.raises(PlanError, match="uneven ones need one stage on each device; interleaved-1f1b has several"):
+        of_uneven.unlimited(replace(uneven, schedule="interleaved-1f1b"))
+    with pytest.raises(PlanError, match="replicas: uneven ones need pp of 2 or more and more devices than stages"):
+        of_uneven.unlimited(replace(uneven, pp=1))
+
+
+def test_what_sharding_the_optimizer_and_early_syncs_change():
+    domain, maker = random_case(3, dp=[2], tp=[1], schedule=["interleaved-1f1b"])
+    candidate = next(one for one in domain.degrees if one.micro_batch_size == 1 and one.pp > 1)
+    plan, model = maker.unlimited(candidate), maker.model
+    sharded = maker.unlimited(replace(candidate, shard_optimizer=True))
+    assert sharded == replace(plan, shard_optimizer=True)
+    optimizer = model.training.master_bytes + 8
+    for before, after, ranks in zip(model.memory(plan), model.memory(sharded), plan.placement, strict=True):
+        assert len(ranks) == 2
+        own = [model._elements(plan, stage) for stage in plan.stages]
+        assert 0.4 * optimizer * min(own) < before - after < 1.1 * optimizer * sum(own)
+    early = maker.unlimited(replace(candidate, sync="eager"))
+    assert early == replace(plan, schedule_options={"sync": "eager"})
+    assert model.seconds(early) <= model.seconds(plan)
+    again = maker.unlimited(replace(candidate, schedule="interleaved-1f1b:sync=lazy", sync="eager"))
+    assert again.schedule_options == {"sync": "lazy"}, "what the schedule says itself counts"
 
 
 def test_reasons_that_differ_in_numbers_are_counted_together():
