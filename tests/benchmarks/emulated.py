@@ -8,6 +8,8 @@ so that they wake in time whatever else the machine does. results/emulated/READM
 
 import os
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import combinations
 from statistics import median
 
@@ -70,8 +72,8 @@ SETTINGS = TrainingSettings(
     device="cpu",
     threads_per_rank=1,
     timeout_s=60,
-    emulation=Emulation(forward_s=FORWARD_S, backward_s=2 * FORWARD_S),
 )
+EMULATION = Emulation(forward_s=FORWARD_S, backward_s=2 * FORWARD_S)
 
 
 def gpt2() -> GPT2LMHeadModel:
@@ -108,12 +110,15 @@ def in_real_time() -> bool:
     return True
 
 
-def measured(captured: CapturedModel, plan: Plan) -> tuple[list[float], bool]:
+def measured(
+    captured: CapturedModel, plan: Plan, emulation_of: Callable[[int], Emulation] = lambda rank: EMULATION
+) -> tuple[list[float], bool]:
     """Seconds of each iteration after the warm-up, and whether its ranks ran in real time."""
 
     def run(world: World, report: Report) -> tuple[TrainingResult, bool]:
         granted = in_real_time()
-        return train(captured, plan, SETTINGS, DATA, world), granted
+        settings = replace(SETTINGS, emulation=emulation_of(world.rank))
+        return train(captured, plan, settings, DATA, world), granted
 
     outcome = run_ranks(plan.ranks, run, timeout_s=TIMEOUT_S)
     assert outcome.status is Status.OK, outcome.error
@@ -130,7 +135,7 @@ def main() -> int:
             for name, options in SCHEDULES:
                 plan = plan_of(captured, name, options, devices, micro_batches)
                 schedule = schedule_of(plan)
-                costs = SETTINGS.emulation.costs(captured.graph, plan.stages, schedule)
+                costs = EMULATION.costs(captured.graph, plan.stages, schedule)
                 simulated = simulate(schedule, costs).makespan
                 iterations, granted = measured(captured, plan)
                 time = median(iterations)
