@@ -293,6 +293,17 @@ def test_a_trial_is_known_by_what_it_measures(folder):
     assert name(files) != before, "the file may hold something else now"
 
 
+def test_uneven_replicas_and_a_shared_optimizer_are_tried_and_told(folder, auto3d):
+    axes = ["search.replicas=[uneven]", "search.shard_optimizer=auto", "search.micro_batch_size=[4]"]
+    done = auto3d("sweep", "own.yaml", "cluster.devices_per_node=3", "measure.warmup_iterations=0", *axes)
+    assert "ZeRO-1" in done.out
+    rows = list(csv.DictReader((folder / "results" / "own" / "table.csv").open()))
+    assert sorted((row["replicas"], row["shard_optimizer"], row["status"]) for row in rows) == [
+        ("1+2", "False", "ok"),
+        ("1+2", "True", "ok"),
+    ]
+
+
 def test_tune_tries_the_best_and_never_twice(folder, auto3d):
     arguments = ["tune", "own.yaml", "training.compute=emulated", "search.pp=[1,2]", "search.trials=2"]
     arguments += ["search.algorithm=random", "search.tp=[1,2]"]
