@@ -29,8 +29,8 @@ def critical_numbers(timeline: Timeline) -> list[int]:
     first_of_device = set(work.bounds)
     weight = [0] * len(start)  # backwards on the best path that ends with this operation
     before = [-1] * len(start)  # the operation before it on that path
-    maker = list(range(len(start)))  # of the first message in the queue that this operation's message is the last of
-    head_of_link: dict[int, int] = {}  # link -> operation whose message was the last on it
+    maker = list(range(len(start)))  # of the first in the queue that this operation's message, or all-reduce, ends
+    head: dict[int, int] = {}  # of each queue: the operation whose message, or all-reduce, was the last in it
     for first, stop in timeline.spans:
         for number in range(first, stop):
             _, after, link = work.steps[number]
@@ -41,10 +41,11 @@ def critical_numbers(timeline: Timeline) -> list[int]:
             best = max(candidates, key=weight.__getitem__, default=-1)  # of equals, the first
             before[number] = best
             weight[number] = (weight[best] if best >= 0 else 0) + (timeline.operations[number].kind in BACKWARDS)
-            if link >= 0 and after and timeline.costs.overlap:
+            if after and (link < 0 or timeline.costs.overlap):
+                queue = link if link >= 0 else -1 - timeline.device_of(timeline.operations[number])
                 if arrival[number] - after > timeline.end[number] + close:
-                    maker[number] = maker[head_of_link[link]]
-                head_of_link[link] = number
+                    maker[number] = maker[head[queue]]
+                head[queue] = number
     last = max(
         (n for n in range(len(start)) if max(timeline.end[n], _sync_end(timeline, n)) >= timeline.makespan - close),
         key=lambda number: (weight[number], number),

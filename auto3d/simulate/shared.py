@@ -18,6 +18,7 @@ def run_shared(work: Work, costs: Costs) -> Run:
     count, stops = len(work.steps), work.bounds[1:]
     start, end, arrival = [0.0] * count, [0.0] * count, [-1.0] * count
     position, free, link_free = work.bounds[:-1], [0.0] * len(stops), [0.0] * len(work.links)
+    sync_free = [0.0] * len(stops)
     left: dict[int, float] = {}  # device -> seconds that its operation still takes where nothing slows it down
     now = 0.0
     while True:
@@ -47,7 +48,7 @@ def run_shared(work: Work, costs: Costs) -> Run:
             end[number] = arrival[number] = free[device] = now
             _, after, link = work.steps[number]
             if after and link < 0:
-                arrival[number] = now + after
+                arrival[number] = sync_free[device] = max(now, sync_free[device]) + after
             elif after and costs.overlap:
                 arrival[number] = link_free[link] = max(now, link_free[link]) + after
             elif after:

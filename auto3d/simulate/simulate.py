@@ -13,7 +13,8 @@ from auto3d.simulate.work import Work, lay_out, sync_groups
 
 @dataclass(frozen=True, kw_only=True)
 class Sync:
-    """One all-reduce of a stage's gradients: ``begin`` is when the last of its replicas has started it."""
+    """One all-reduce of a stage's gradients: it begins once all its replicas have started it, and those that their
+    devices started before are over."""
 
     stage: int
     started: dict[int, float]  # device -> when its replica has started it
@@ -45,8 +46,8 @@ class Timeline:
         found = []
         for (stage, _), members in sorted(sync_groups(self.operations).items()):
             started = {self.device_of(self.operations[n]): self.end[n] for n in members}
-            begin = max(started.values())
-            found.append(Sync(stage=stage, started=started, begin=begin, end=begin + self.costs.sync[stage]))
+            end = max(self.arrival[n] for n in members)
+            found.append(Sync(stage=stage, started=started, begin=end - self.costs.sync[stage], end=end))
         return found
 
     def device_of(self, operation: Operation) -> int:
@@ -64,8 +65,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     they do not overlap compute, a message occupies its sender from the end of the operation that made it, and its
     receiver for as long again, from when the receiver turns to the operation that needs it, at the earliest together
     with the sender. A stage's gradients are reduced beside compute, from when all its replicas have started it (S);
-    several at a time do not slow each other. An update (U) waits for all that its device has started. Devices that
-    share a machine's processors slow each other down while they compute.
+    the all-reduces of one device take turns, in the order in which it started them. An update (U) waits for all that
+    its device has started. Devices that share a machine's processors slow each other down while they compute.
 
     Raises ScheduleError where devices wait for each other.
     """
@@ -100,7 +101,7 @@ def _run_apart(
     start, end = [0.0] * count, [0.0] * count
     arrival = [-1.0] * count  # below 0: not run yet
     position, stops, free = work.bounds[:-1], work.bounds[1:], [0.0] * devices
-    link_free = [0.0] * len(work.links)
+    link_free, sync_free = [0.0] * len(work.links), [0.0] * devices
     waiter = [-1] * count  # a device that waits for this operation; -1 for none
     also_waiting = [-1] * devices  # another one that waits for the same operation as this device
     spans: list[tuple[int, int]] = []
@@ -126,7 +127,8 @@ def _run_apart(
                 end[number] = arrival[number] = clock = begin + duration
                 if after:
                     if link < 0:
-                        arrival[number] = clock + after
+                        leave = sync_free[device]
+                        arrival[number] = sync_free[device] = (clock if clock > leave else leave) + after
                     elif overlap:
                         leave = link_free[link]
                         arrival[number] = link_free[link] = (clock if clock > leave else leave) + after

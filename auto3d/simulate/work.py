@@ -32,6 +32,10 @@ def lay_out(schedule: Schedule, costs: Costs) -> Work:
         stage, pipe = operations[number].stage, operations[number].pipe
         duration, after, link = steps[number]
         steps[number] = duration + count * prices[Kind.RECOMPUTE, stage, pipe, 1][0], after, link
+    for group in sync_groups(operations).values():
+        last_of = {schedule.device_of[operations[n].stage, operations[n].pipe]: n for n in group}
+        for number in set(group).difference(last_of.values()):
+            steps[number] = 0.0, 0.0, -1  # the device adds up what it has of the stage, and reduces it once
     receive = [] if costs.overlap else _receives(bounds, steps, waits)
     return Work(bounds=bounds, steps=steps, links=prices.links, waits=waits, receive=receive)
 

@@ -90,10 +90,21 @@ def reference_times(schedule: Schedule, costs: Costs) -> dict[Place, tuple[float
         device, index = place
         return not any(source in inputs((device, i)) for i in range(index))
 
+    def members(place: Place) -> list[Place]:
+        return [p for p in by_stage[at(place).stage] if at(p).kind == "S" and round_of(p) == round_of(place)]
+
+    @cache
+    def reduced(place: Place) -> float:
+        """When its device has done its part of the all-reduce, after those that it started before."""
+        device, index = place
+        if not costs.sync[at(place).stage] or any(p[0] == device and p[1] > index for p in members(place)):
+            return end(place)  # nothing is reduced; or, of several replicas on a device, the last starts it
+        before = [reduced((device, i)) for i in range(index) if at((device, i)).kind == "S"]
+        return max([end(place), *before]) + costs.sync[at(place).stage]
+
     @cache
     def all_reduce_end(place: Place) -> float:
-        members = [p for p in by_stage[at(place).stage] if at(p).kind == "S" and round_of(p) == round_of(place)]
-        return max(end(p) for p in members) + costs.sync[at(place).stage]
+        return max(reduced(p) for p in members(place))
 
     @cache
     def start(place: Place) -> float:

@@ -94,9 +94,9 @@ def test_labels():
 def test_terminal_without_colour():
     text = draw_terminal(timeline_of("chimera", micro_batches=4, times={"sync": 2}), width=80, colour=False)
     assert text.plain.splitlines()[:4] == [
-        "P0  01·22 33 ·0 ··1 ~~",
+        "P0  01·22 33 ·0 ··1 ~~~~",
         "    FF FBBFBB BB  BB",
-        "P1  ·0213·2 0 3 1 ~~··",
+        "P1  ·0213·2 0 3 1 ~~~~··",
         "     FFFF BBBBBBBB",
     ]
     assert not text.spans
