@@ -77,7 +77,8 @@ def compare(recipe: LoadedRecipe) -> list[str]:
     print(
         f"\n{recipe.name}: mean error {mean(map(abs, errors)):.1%}, largest {max(errors, key=abs):+.1%}, Spearman "
         f"{spearmanr(predicted, times).statistic:.2f}; the plan that is predicted fastest takes {picked:.3f} of the "
-        f"fastest's time, the one that tune chose after {recipe.values.search.trials} trials {chosen:.3f}. Measured: medians of {PASSES} trials of {recipe.values.measure.iterations} iterations after "
+        f"fastest's time, the one that tune chose after {recipe.values.search.trials} trials {chosen:.3f}. Measured: "
+        f"medians of {PASSES} trials of {recipe.values.measure.iterations} iterations after "
         f"{recipe.values.measure.warmup_iterations} of warm-up. {here.device}, {here.cores} cores, load average "
         f"{os.getloadavg()[1]:.1f}, torch {here.torch}."
     )
