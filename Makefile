@@ -40,7 +40,7 @@ profile: $(INSTALLED)  ## measure this machine for RECIPE, for predictions, and 
 test: $(INSTALLED)  ## run all tests
 	$(BIN)/python -m pytest $(ARGS)
 
-soak: $(INSTALLED)  ## run the long tests: whole grids where `make test` takes samples (about ten minutes)
+soak: $(INSTALLED)  ## run the long tests: whole grids where `make test` takes samples (half an hour)
 	$(BIN)/python -m pytest -m soak $(ARGS)
 
 parity: $(INSTALLED)  ## every schedule on every model against one process, and results/parity.md (most of an hour)
