@@ -1,7 +1,7 @@
 """Predicted by a profile of this machine beside measured: python -m tests.benchmarks.profile [RECIPE ...]
 
-For each recipe, in a folder of its own, what a user types: `auto3d profile`, `tune`, and `sweep`, which runs the plans of
-the space that tune did not try. Exits with 1 where the plan that tune chose is not among the best of all.
+For each recipe, in a folder of its own, what a user types: `auto3d profile`, `tune`, and `sweep`, which runs the plans
+of the space that tune did not try. Exits with 1 where the plan that tune chose is not among the best of all.
 """
 
 import json
