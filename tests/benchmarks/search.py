@@ -79,7 +79,7 @@ def speed() -> str:
     """Candidates per second, from candidate to seconds: the Plan, whether it fits, and its time."""
     form = _rate(CostModel.closed_form_s, candidates=3000)
     search = search_recipe(load("gpt175b"))
-    model, plan = _of_sixteen_stages(search)
+    model, plan = _of_sixteen_stages(search_recipe(load("gpt175b", ["training.global_batch=1024"])))
     model.seconds(plan)
     begin, count = process_time(), 0
     while process_time() - begin < 5:
