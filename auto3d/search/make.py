@@ -159,17 +159,18 @@ class PlanMaker:
         """
         if form.stages != candidate.pp or len(form.device_of) != form.stages:
             raise PlanError(f"replicas: uneven ones need one stage on each device; {plan.schedule} has several on one")
-        cuts, pipelines = self.subject.cuts(samples), candidate.dp * candidate.tp
+        cuts = self.subject.cuts(samples)
+        devices = self.model.cluster.devices // (candidate.dp * candidate.tp)  # of a pipeline
         before = {
             count: self.model.pipeline(plan, cuts, replicas=count).before
-            for count in range(1, self.model.cluster.devices // pipelines - candidate.pp + 2)
+            for count in range(1, devices - candidate.pp + 2)
             if samples % count == 0
         }
-        found = fastest_stages(before, stages=form.stages, devices=self.model.cluster.devices // pipelines)
+        found = fastest_stages(before, stages=form.stages, devices=devices)
         if found is None:
             raise PlanError(
                 f"replicas: no {form.stages} of {', '.join(map(str, before))}, which divide {samples} samples, sum up "
-                f"to the {self.model.cluster.devices // pipelines} devices of a pipeline"
+                f"to the {devices} devices of a pipeline"
             )
         bounds, counts = found
         stages = stages_between([cuts[place] for place in bounds])

@@ -178,7 +178,7 @@ class Domain:
         if candidate.replicas == UNEVEN:  # which have an order of ranks of their own
             single["placement"] = self.choices["placement"][:1]
         elif candidate.dp == 1:
-            single |= {"sync": self.choices["sync"][:1], "shard_optimizer": self.choices["shard_optimizer"][:1]}
+            single["shard_optimizer"] = self.choices["shard_optimizer"][:1]
         return {**self.choices, **single}
 
     def variants(self, candidate: Candidate) -> Iterator[Candidate]:
