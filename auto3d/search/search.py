@@ -1,8 +1,8 @@
 """What every search algorithm works with: estimates of candidates within a budget, and what came of them."""
 
+from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
-from heapq import nsmallest
 from math import inf
 from time import process_time
 
@@ -59,6 +59,8 @@ class Search:
         self._plans: dict[Candidate, Plan] = {}
         self._bounds: dict[Candidate, float] = {}
         self._seconds: dict[Candidate, float] = {}
+        self._estimated: set[Plan] = set()
+        self._best: list[float] = []  # seconds of different plans, as many as are asked for, fastest first
         self._refusals = Refusals()
         self.looked_at = 0
 
@@ -79,7 +81,7 @@ class Search:
 
     @property
     def fastest_s(self) -> float:
-        return min(self._seconds.values(), default=inf)
+        return self._best[0] if self._best else inf
 
     def bound(self, candidate: Candidate) -> float:
         """Seconds that its estimate cannot beat; infinity where it makes no Plan. Counts as a look at it."""
@@ -102,7 +104,12 @@ class Search:
     def seconds(self, candidate: Candidate) -> float:
         """Its estimate; ``bound`` must have been finite."""
         if candidate not in self._seconds:
-            self._seconds[candidate] = self._seconds_of(self._plans[candidate])
+            plan = self._plans[candidate]
+            self._seconds[candidate] = self._seconds_of(plan)
+            if plan not in self._estimated:
+                self._estimated.add(plan)
+                insort(self._best, self._seconds[candidate])
+                del self._best[self.budget.best :]
             self._tell(self.looked_at, self.fastest_s)
         return self._seconds[candidate]
 
@@ -116,9 +123,7 @@ class Search:
 
     def limit(self) -> float:
         """The estimate that one must beat to be among the best that are asked for."""
-        found: dict[Plan, float] = {self._plans[one]: seconds for one, seconds in self._seconds.items()}
-        best = nsmallest(self.budget.best, found.values())
-        return best[-1] if len(best) == self.budget.best else inf
+        return self._best[-1] if len(self._best) == self.budget.best else inf
 
     def refused(self) -> Refusals:
         """All that cannot be, as far as the search came across them."""

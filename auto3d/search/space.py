@@ -168,6 +168,10 @@ class Domain:
             yield from self.variants(candidate)
 
     def __len__(self) -> int:
+        return self._size
+
+    @cached_property
+    def _size(self) -> int:
         return sum(prod(map(len, self.choices_of(candidate).values())) for candidate in self.degrees)
 
     def choices_of(self, candidate: Candidate) -> dict[str, list]:
