@@ -98,13 +98,19 @@ def tune(recipe: str, overrides: tuple[str, ...]) -> int:
 
 @_recipe_command
 @click.option("--retry", is_flag=True, help="Run again the trials that failed or timed out.")
-def sweep(recipe: str, overrides: tuple[str, ...], retry: bool) -> int:
+@click.option("--dry-run", is_flag=True, help="Print the sbatch text of its jobs, and submit none; needs no SLURM.")
+@click.option("--test-only", is_flag=True, help="Ask SLURM whether it would take its jobs, and submit none.")
+def sweep(recipe: str, overrides: tuple[str, ...], retry: bool, dry_run: bool, test_only: bool) -> int:
     """Run every plan of RECIPE's search space as a trial, skip those that are done, and print the table."""
     loaded = load(recipe, overrides)
     from launch import tables
     from launch.progress import sweep_progress
-    from launch.sweep import FINAL, run_sweep
+    from launch.sweep import print_submissions, run_sweep
+    from launch.watcher import FINAL
 
+    if dry_run or test_only:
+        print_submissions(loaded, ask_slurm=test_only)
+        return 0
     try:
         with sweep_progress(err) as watcher:
             run_sweep(loaded, retry=retry, watcher=watcher)

@@ -20,6 +20,8 @@ from pydantic import TypeAdapter, ValidationError
 from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.runtime.measurement import Measurement, Status
+from launch.executor import on_slurm
+from launch.manifest import Manifest
 from launch.recipe import LoadedRecipe, data_files, save
 
 RUNS = Path("runs")
@@ -79,7 +81,7 @@ def trials_of(recipe: LoadedRecipe, plans: Sequence[Plan]) -> list[Trial]:
     files = data_files(recipe.values) + [recipe.values.model.weights] * (recipe.values.model.weights is not None)
     surroundings = {
         "files": [(str(Path(file).resolve()), (state := os.stat(file)).st_size, state.st_mtime_ns) for file in files],
-        "host": socket.gethostname(),
+        "host": _slurm_nodes(recipe) if on_slurm(recipe) else socket.gethostname(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -90,6 +92,15 @@ def trials_of(recipe: LoadedRecipe, plans: Sequence[Plan]) -> list[Trial]:
         name = f"dp{plan.dp}-tp{plan.tp}-pp{plan.pp}-mb{plan.micro_batch_size}-{plan.schedule}-{digest}"
         trials.append(Trial(name, _folder(recipe) / "trials" / name, plan))
     return trials
+
+
+def manifest_of(recipe: LoadedRecipe) -> Manifest:
+    return Manifest(_folder(recipe) / "manifest.jsonl")
+
+
+def job_folder(recipe: LoadedRecipe, submission: str) -> Path:
+    """Where a submission to SLURM keeps its sbatch text, its pickled calls and what its trials print."""
+    return (_folder(recipe) / "jobs" / submission).resolve()
 
 
 def write_sweep(recipe: LoadedRecipe, trials: Sequence[Trial], *, left_out: int) -> None:
@@ -124,6 +135,13 @@ def _measured(recipe: LoadedRecipe) -> dict[str, Any]:
     del measured["training"]["timeout_s"]
     del measured["cluster"]["memory_gib"]  # decides which plans there are, not what one of them does
     return measured
+
+
+def _slurm_nodes(recipe: LoadedRecipe) -> list[str | None]:
+    """What decides on which kind of node SLURM runs a trial, and in which container."""
+    launch = recipe.values.launch
+    names = ("partition", "constraint", "gres", "gpus_per_node", "nodelist", "container", "container_image")
+    return ["SLURM", *(getattr(launch, name) for name in names)]
 
 
 def _digest(content: Any) -> str:
@@ -164,6 +182,8 @@ def exclusive(recipe: LoadedRecipe) -> Iterator[None]:
 def private_folder(path: Path) -> Path:
     """Make ``path``, readable by this user alone: the launcher keeps pickled calls in it."""
     path.mkdir(parents=True, exist_ok=True)
+    if path.stat().st_uid != os.geteuid():
+        raise StoreError(f"{path}: belongs to another user, who could change what is run from it")
     path.chmod(0o700)
     return path
 
