@@ -25,6 +25,11 @@ class JobState:
     reason: str = ""  # why it waits
 
     @property
+    def why(self) -> str:
+        """It waits, as far as SLURM knows yet."""
+        return self.name if self.reason in ("", "None") else self.reason
+
+    @property
     def ended(self) -> bool:
         return self.name in ENDS
 

@@ -106,10 +106,6 @@ class History:
     last: Entry
     starts: int  # how often it was started
 
-    @property
-    def may_run(self) -> bool:
-        return self.last.state in (State.SUBMITTING, State.SUBMITTED, State.STARTED, State.CANCELLED)
-
 
 def histories(entries: Sequence[Entry]) -> dict[str, History]:
     """By the name of the trial."""

@@ -6,7 +6,7 @@ The tasks tell each other how they ended by files in the trial's folder, which a
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.runtime.measurement import Status
-from launch.diagnosis import Ending, Failure, likelihood
+from launch.diagnosis import Failure, likelihood
 from launch.ranks import GRACE_S, Outcome, Share
 from launch.recipe import LoadedRecipe, load
 from launch.store import write_whole
@@ -104,21 +104,22 @@ class _Others:
         ends = [] if own.status is Status.OK else [Failure(own.ending, own.status, own.error)]
         deadline = time.monotonic() + self.timeout_s
         for number in range(1, self.task.count):
-            ends += self._end_of(number, deadline)
+            ends += self._end_of(number, deadline, known=ends)
         if not ends:
             return own
         worst = min(ends, key=likelihood)
         return Outcome(worst.status, error=worst.error, ending=worst.ending)
 
-    def _end_of(self, number: int, deadline: float) -> list[Failure]:
+    def _end_of(self, number: int, deadline: float, known: Sequence[Failure]) -> list[Failure]:
         while True:
             try:
                 failure = _failure.validate_json(self._file(number).read_bytes())
                 return [] if failure is None else [failure]
             except (OSError, ValidationError):
                 if time.monotonic() >= deadline:
-                    error = f"node {number} of the job did not tell within {self.timeout_s:g} s how its ranks ended"
-                    return [Failure(Ending.SILENT, Status.TIMEOUT, error)]
+                    # It is dead, or its slurmd is: SLURM's state tells, and its requeue may start the trial again.
+                    waited = f"waited {self.timeout_s:g} s for node {number} of the job to tell how its ranks ended"
+                    raise NodesError("\n".join([waited, *(failure.error for failure in known)])) from None
             time.sleep(POLL_S)
 
     def _file(self, number: int) -> Path:

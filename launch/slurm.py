@@ -26,7 +26,7 @@ from launch.manifest import Entry, History, Manifest, State, histories
 from launch.nodes import nodes_needed, run_trial_on_nodes
 from launch.recipe import LoadedRecipe
 from launch.sbatch import check_folder, parameters, python, text
-from launch.store import Trial, job_folder, manifest_of, private_folder
+from launch.store import Trial, job_folder, log_files, manifest_of, private_folder
 from launch.watcher import Ended, Watcher, interrupts_noted, write_failure
 
 POLL_S = 1.0  # of the trials' files
@@ -226,7 +226,7 @@ def follow(recipe: LoadedRecipe, jobs: Mapping[Trial, str], watcher: Watcher) ->
                     answered = time.monotonic()
                 except SlurmError as error:
                     if time.monotonic() - answered > SILENCE_S:
-                        again = recipe.command("resume")
+                        again = recipe.follow_up("resume")
                         raise SlurmError(
                             f"{error}, for {SILENCE_S:g} s; jobs may still run: to follow them again: {again}"
                         ) from None
@@ -261,7 +261,7 @@ def _look(recipe: LoadedRecipe, trial: Trial, one: _Followed, state: JobState | 
     limit = recipe.values.launch.queue_timeout_s
     if waits and now - one.waits_since > limit:
         cancel([one.job])
-        reason = f"job {one.job} waited {limit:g} s for its nodes ({state.reason or state.name})"
+        reason = f"job {one.job} waited {limit:g} s for its nodes ({state.why})"
         with manifest_of(recipe).decided_alone():
             if trial.measurement() is None:
                 write_failure(recipe, trial, Status.TIMEOUT, reason)
@@ -314,12 +314,6 @@ def note_end(recipe: LoadedRecipe, trial: Trial, measurement: Measurement) -> No
     last = history.last if (history := histories(manifest.entries()).get(trial.name)) else None
     if last is not None and last.state is not State.ENDED:
         manifest.append([replace(last, state=State.ENDED, told=measurement.status, at=measurement.finished)])
-
-
-def log_files(recipe: LoadedRecipe, entry: Entry) -> list[Path]:
-    """What the tasks of a trial's job print, the first node's first."""
-    found = job_folder(recipe, entry.submission).glob(f"{entry.job}_*_log.*")
-    return sorted(found, key=lambda file: (int(file.name.split("_")[-2]), file.suffix))
 
 
 def _lines(file: Path) -> list[str]:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from functools import cache
 from types import MappingProxyType
 
@@ -15,7 +16,8 @@ from launch.model import captured_model, initial_weights
 from launch.ranks import check_devices
 from launch.recipe import LoadedRecipe
 from launch.sbatch import check_launch
-from launch.store import Trial, exclusive, trials_of, write_sweep
+from launch.slurm import starts_of
+from launch.store import Trial, exclusive, trials_of, write_command, write_sweep
 from launch.watcher import FINAL, Watcher
 
 EMPTY: Mapping[Trial, Measurement] = MappingProxyType({})
@@ -45,14 +47,16 @@ def sweep_of(recipe: LoadedRecipe) -> Sweep:
     return Sweep(trials_of(recipe, plans), left_out)
 
 
-def run_sweep(
-    recipe: LoadedRecipe,
-    *,
-    retry: bool,
-    watcher: Watcher,
-    follow: bool = True,
-) -> None:
-    """Run each trial of the sweep that has not ended; with ``retry`` also those that failed or timed out.
+class Retry(Enum):
+    """Which of the trials that failed or timed out run again."""
+
+    NONE = auto()
+    ALL = auto()
+    UP_TO_A_LIMIT = auto()  # those that were started fewer than launch.attempts times
+
+
+def run_sweep(recipe: LoadedRecipe, *, retry: Retry, watcher: Watcher, follow: bool = True) -> None:
+    """Run each trial of the sweep that has not ended, and those that failed as far as ``retry`` says.
 
     On SIGINT or SIGTERM KeyboardInterrupt is raised; what has ended stays. Trials that run here are ended then, jobs of
     SLURM go on.
@@ -61,9 +65,16 @@ def run_sweep(
     sweep = sweep_of(recipe)
     trials = sweep.trials
     with held(recipe):
+        write_command(recipe, "sweep")
         write_sweep(recipe, trials, left_out=sweep.left_out)
+        starts = starts_of(recipe)
+        again = {
+            Retry.NONE: lambda trial: False,
+            Retry.ALL: lambda trial: True,
+            Retry.UP_TO_A_LIMIT: lambda trial: starts.get(trial.name, 0) < recipe.values.launch.attempts,
+        }[retry]
         ended = {trial: measurement for trial in trials if (measurement := trial.measurement()) is not None}
-        kept = {trial: one for trial, one in ended.items() if one.status in FINAL or not retry}
+        kept = {trial: one for trial, one in ended.items() if one.status in FINAL or not again(trial)}
         pending = [trial for trial in trials if trial not in kept]
         watcher.begin(len(pending), list(kept.items()), sweep.left_out)
         run_trials(recipe, pending, watcher, known=ended, follow=follow)
@@ -77,7 +88,7 @@ def print_submissions(recipe: LoadedRecipe, *, ask_slurm: bool) -> None:
     if ask_slurm:
         check_reachable(recipe)
     sweep = sweep_of(recipe)
-    for submission in slurm.submissions(recipe, sweep.trials, slurm.starts_of(recipe)):
+    for submission in slurm.submissions(recipe, sweep.trials, starts_of(recipe)):
         print(slurm.ask(recipe, submission) if ask_slurm else submission.text(recipe))
 
 

@@ -16,7 +16,7 @@ from launch.candidates import exact_plan
 from launch.plan import HEADINGS, cells
 from launch.recipe import LoadedRecipe
 from launch.search import cannot_run
-from launch.store import Trial, trials_of, write_whole
+from launch.store import Trial, trials_of, write_command, write_whole
 from launch.sweep import check_place, check_ranks, held, run_trials
 from launch.tables import RESULTS
 from launch.watcher import FINAL, Ended, Watcher
@@ -57,6 +57,7 @@ def run_tune(recipe: LoadedRecipe, search: Search, watcher: Watcher) -> list[Tri
     estimates: list[Estimate] = []
     tried: list[Tried] = []
     with held(recipe):
+        write_command(recipe, "tune")
         watcher.begin(min(trials, len(left)), [], 0)
         while left and len(tried) < trials:
             known = [one.measurement.median_s for one in tried if one.error is not None]
