@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import groupby
@@ -104,7 +104,7 @@ def submit(
     A trial that has another measurement than the ``known`` one was ended by another process: it has an empty job.
     """
     manifest = manifest_of(recipe)
-    with manifest.decided_alone():
+    with interrupts_noted() as interrupted, manifest.decided_alone():
         jobs = {trial: "" for trial in pending if trial.measurement() != known.get(trial)}
         left = [trial for trial in pending if trial not in jobs]
         jobs |= _on_their_way(manifest, left)
@@ -115,6 +115,8 @@ def submit(
             ids = [jobs[trial] for trial in submission.trials]
             nodes = f"{submission.nodes} node{'s' if submission.nodes > 1 else ''}"
             watcher.tell(f"submitted {len(ids)} trials on {nodes}: job {ids[0].split('_')[0]}")
+            if interrupted():
+                raise KeyboardInterrupt
     return jobs
 
 
@@ -260,7 +262,8 @@ def _look(recipe: LoadedRecipe, trial: Trial, one: _Followed, state: JobState | 
         one.shown = "waiting"
     limit = recipe.values.launch.queue_timeout_s
     if waits and now - one.waits_since > limit:
-        cancel([one.job])
+        with suppress(SlurmError):  # it has ended just now
+            cancel([one.job])
         reason = f"job {one.job} waited {limit:g} s for its nodes ({state.why})"
         with manifest_of(recipe).decided_alone():
             if trial.measurement() is None:
@@ -280,6 +283,7 @@ def _settled(
     with manifest.decided_alone():
         if (known := trial.measurement()) is not None:
             return known
+        _find_lost(manifest, [trial.name])
         history = histories(manifest.entries())[trial.name]
         if history.last.job != one.job:  # another process started it again
             _follow_another(one, history.last.job)
