@@ -12,7 +12,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from launch.recipe import LoadedRecipe
-from launch.store import private_folder, recipe_folder, write_whole
+from launch.store import private_folder, recipe_folder, write_command, write_whole
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ _adapter = TypeAdapter(Driver)
 def start_driver(recipe: LoadedRecipe, verb: str, options: Sequence[str]) -> tuple[int, Path]:
     """Start ``verb`` on ``recipe`` in the background; returns its process and the file that it prints to."""
     folder = private_folder(recipe_folder(recipe))
+    write_command(recipe, verb)  # so that status and resume know of it from now on
     log = folder / "driver.log"
     command = [sys.executable, "-m", "launch.main", verb, recipe.written, *recipe.overrides, *options]
     with log.open("a") as stream:

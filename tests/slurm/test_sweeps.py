@@ -229,7 +229,7 @@ def test_scancel_is_told_and_resume_completes(sweeps):
 
 
 def test_a_preempted_trial_starts_again_and_the_driver_follows_it(sweeps):
-    sweep = sweeps.start("sweep", LONG, "launch.nodelist=n1,n2")
+    sweep = sweeps.start("sweep", "measure.iterations=2500", "launch.nodelist=n1,n2")  # more than GraceTime lets it do
     nodes = sweeps.running_on()
     job = sweeps.job()
     sweeps.cluster.run("srun", "--partition=high", "--exclusive", f"--nodelist={','.join(nodes)}", "true")
@@ -270,6 +270,31 @@ def test_without_accounting_squeue_tells(sweeps):
         assert statuses(sweeps) == ["ok"]
     finally:
         sweeps.cluster.run(*PROGRAM, "up", timeout_s=120)
+
+
+def test_a_restarted_controller_is_no_end(sweeps):
+    sweep = sweeps.start("sweep", "measure.iterations=2000")
+    sweeps.running_on()
+    try:
+        for pid in pids("control", "slurmctld"):
+            os.kill(pid, signal.SIGKILL)
+        refused = sweeps.auto3d("sweep", "search.micro_batch_size=[2]", code=2)
+        assert "SLURM cannot be used: sinfo " in refused
+    finally:
+        sweeps.cluster.run(*PROGRAM, "up", timeout_s=120)
+    end(sweep)
+    assert statuses(sweeps) == ["ok"]
+    assert sweeps.starts() == [1]
+
+
+def test_a_job_that_waits_too_long_is_cancelled(sweeps):
+    everything = ["--partition=high", "--exclusive", "--nodes=4", "--output=/dev/null", "--wrap", "sleep 600"]
+    sweeps.cluster.run("sbatch", *everything)
+    wait_for("no node to be idle", lambda: "idle" not in sweeps.cluster.node_states().values(), timeout_s=30)
+    output = sweeps.auto3d("sweep", "launch.queue_timeout_s=3", code=1)
+    assert f"job {sweeps.job()} waited 3 s for its nodes (" in output
+    assert not sweeps.cluster.run("squeue", "--noheader", "--partition=low")
+    assert statuses(sweeps) == ["timeout"]
 
 
 # Verbs
