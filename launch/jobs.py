@@ -71,7 +71,9 @@ def job_states(jobs: Collection[str]) -> dict[str, JobState]:
 def jobs_called(name: str) -> list[str]:
     """The ids of this user's jobs of that name; raises SlurmError if nobody answers."""
     queue = _queue()
-    listed = _run(["sacct", "--noheader", "--allocations", "--parsable2", "--format=JobID", f"--name={name}"])
+    # Without a start time sacct tells of today alone.
+    command = ["sacct", "--noheader", "--allocations", "--parsable2", "--format=JobID", "--starttime=now-30days"]
+    listed = _run([*command, f"--name={name}"])
     if queue is None and listed is None:
         raise SlurmError("neither squeue nor sacct answers")
     found = [] if queue is None else [job for job, called in queue.names.items() if called == name]

@@ -64,7 +64,8 @@ def submissions(recipe: LoadedRecipe, trials: Sequence[Trial], starts: Mapping[s
         for first in range(0, len(together), most):
             chunk = together[first : first + most]
             started = [f"{trial.name} {starts.get(trial.name, 0)}" for trial in chunk]
-            digest = sha256("\n".join(started).encode()).hexdigest()[:12]
+            here = str(job_folder(recipe, ""))  # the same recipe elsewhere has the same trials
+            digest = sha256("\n".join([here, *started]).encode()).hexdigest()[:12]
             name = f"auto3d-{re.sub(r'[^A-Za-z0-9_.-]', '_', recipe.name)[:40]}-{digest}"
             folder = job_folder(recipe, name)
             check_folder(folder)

@@ -152,7 +152,7 @@ def test_what_is_submitted_is_what_a_dry_run_prints(sweeps):
 def test_25_trials_go_out_as_arrays_of_at_most_11(sweeps):
     space = ["training.global_batch=64", "search.micro_batch_size=[1,2,4,8,16,32,64]", "search.pp=[1,2]"]
     space += ["search.schedule=[1f1b,gpipe]", "search.max_trials=25", "cluster.devices_per_node=2"]
-    space += ["cluster.nodes=1", "launch.exclusive=false", "measure.iterations=1"]
+    space += ["search.recompute=[none,full]", "cluster.nodes=1", "launch.exclusive=false", "measure.iterations=1"]
     sweeps.auto3d("sweep", *space)
     jobs = Counter(entry.job.split("_")[0] for entry in sweeps.entries() if entry.state is State.SUBMITTED)
     assert sorted(jobs.values()) == [3, 11, 11]
@@ -229,7 +229,7 @@ def test_scancel_is_told_and_resume_completes(sweeps):
 
 
 def test_a_preempted_trial_starts_again_and_the_driver_follows_it(sweeps):
-    sweep = sweeps.start("sweep", "measure.iterations=2500", "launch.nodelist=n1,n2")  # more than GraceTime lets it do
+    sweep = sweeps.start("sweep", "measure.iterations=6000", "launch.nodelist=n1,n2")  # SLURM takes half a minute
     nodes = sweeps.running_on()
     job = sweeps.job()
     sweeps.cluster.run("srun", "--partition=high", "--exclusive", f"--nodelist={','.join(nodes)}", "true")
