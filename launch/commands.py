@@ -215,7 +215,7 @@ def status(recipe: str, overrides: tuple[str, ...], watch: bool) -> int:
 @click.argument("trial")
 @click.option("-f", "--follow", is_flag=True, help="Go on until the trial has ended.")
 def logs(recipe: str, trial: str, follow: bool) -> int:
-    """Print what TRIAL, or the one trial that has TRIAL in its name, has printed."""
+    """Print what TRIAL, or the one trial that has TRIAL in its name, printed, and how it ended."""
     loaded = load(recipe)
     from launch.status import print_logs
 

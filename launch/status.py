@@ -144,7 +144,7 @@ def cancel_trials(recipe: LoadedRecipe, name: str | None) -> list[str]:
 
 
 def print_logs(recipe: LoadedRecipe, name: str, *, follow: bool) -> None:
-    """Print what the trial called ``name`` has printed and, to ``follow``, what it prints until it has ended."""
+    """Print what the trial called ``name`` printed, to ``follow`` all until it has ended, and how it ended."""
     trial = trial_called(recipe, name)
     manifest = manifest_of(recipe)
     read: dict[Path, int] = {}
@@ -161,8 +161,10 @@ def print_logs(recipe: LoadedRecipe, name: str, *, follow: bool) -> None:
                     shown = file
                 print(new.decode(errors="replace"), end="", flush=True)
         if ended:
-            return
+            break
         time.sleep(FOLLOW_S)
+    if (measurement := measurement_of(recipe, trial)) is not None:
+        print(f"==> {measurement.status} <==\n{measurement.error}".rstrip())
 
 
 def _under_way(recipe: LoadedRecipe, manifest: Manifest, trial: str) -> bool:
