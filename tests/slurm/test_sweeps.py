@@ -229,14 +229,16 @@ def test_scancel_is_told_and_resume_completes(sweeps):
 
 
 def test_a_preempted_trial_starts_again_and_the_driver_follows_it(sweeps):
-    sweep = sweeps.start("sweep", "measure.iterations=6000", "launch.nodelist=n1,n2")  # SLURM takes half a minute
+    sweep = sweeps.start("sweep", "measure.iterations=1000000", "launch.nodelist=n1,n2")
     nodes = sweeps.running_on()
     job = sweeps.job()
     sweeps.cluster.run("srun", "--partition=high", "--exclusive", f"--nodelist={','.join(nodes)}", "true")
     start_at_once(sweeps.cluster, job)
-    output = end(sweep)
+    sweeps.running_on()
+    sweeps.cluster.run("scancel", job)
+    output = end(sweep, code=1)
     assert f"SLURM sent job {job} back to the queue" in output
-    assert statuses(sweeps) == ["ok"]
+    assert "ended as CANCELLED" in output, "not as it was preempted"
     assert (sweeps.job(), sweeps.starts()) == (job, [1])
 
 
