@@ -5,6 +5,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+# Where trials run, for the targets that run some: EXECUTOR=slurm or local.
+LAUNCH := $(if $(EXECUTOR),launch.executor=$(EXECUTOR))
 CLUSTER_PROGRAM := slurm/dev-cluster/cluster.py $(if $(FOLDER),--folder $(FOLDER))
 
 .PHONY: help setup sweep tune plan train table profile test soak parity bench lint clean
@@ -15,15 +17,16 @@ help:  ## list the targets
 	@echo
 	@echo '  RECIPE=name     a recipe of recipes/, or a path to one (now: $(RECIPE))'
 	@echo '  ARGS="..."      more arguments: overrides such as training.global_batch=32, or options such as --json'
+	@echo '  EXECUTOR=slurm  where trials run: slurm, local, or auto (the default): on SLURM where it answers'
 	@echo '  NODES=4 CLUSTER=mixed FOLDER=/path  of the SLURM cluster: how many nodes, of which description, with its files where'
 
 setup: $(INSTALLED)  ## make .venv and install everything (again only if pyproject.toml or constraints.txt change)
 
 sweep: $(INSTALLED)  ## run every plan of RECIPE's search space and print the table
-	@$(BIN)/auto3d sweep $(RECIPE) $(ARGS)
+	@$(BIN)/auto3d sweep $(RECIPE) $(LAUNCH) $(ARGS)
 
 tune: $(INSTALLED)  ## search RECIPE's space, try the best plans, and print predicted beside measured
-	@$(BIN)/auto3d tune $(RECIPE) $(ARGS)
+	@$(BIN)/auto3d tune $(RECIPE) $(LAUNCH) $(ARGS)
 
 plan: $(INSTALLED)  ## print RECIPE's candidates, fastest first by prediction, and why the best is; trains nothing
 	@$(BIN)/auto3d plan $(RECIPE) $(ARGS)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -12,8 +12,11 @@ from rich.table import Table
 from auto3d.schedule.options import RECOMPUTE, SYNC
 from launch.main import INTERRUPTED, complain
 from launch.output import print_json
-from launch.recipe import load
+from launch.recipe import LoadedRecipe, load
 from launch.schema import documented_keys
+
+if TYPE_CHECKING:
+    from launch.sweep import Retry
 
 RUN_FAILED = 1
 
@@ -69,14 +72,22 @@ def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, show_all: bool)
     return 0
 
 
+_detach = click.option("--detach", is_flag=True, help="Return once it is under way, and say how to follow it.")
+
+
 @_recipe_command
-def tune(recipe: str, overrides: tuple[str, ...]) -> int:
+@_detach
+def tune(recipe: str, overrides: tuple[str, ...], detach: bool) -> int:
     """Search as `plan` does, then try the best candidates, and write the fastest plan to results/.
 
     Each trial corrects what is predicted for those that are left. search.trials is how many run at most; finished ones
     never run twice.
     """
     loaded = load(recipe, overrides)
+    return _start_driver(loaded, "tune") if detach else _tune(loaded)
+
+
+def _tune(loaded: LoadedRecipe) -> int:
     from launch import tune as tuning
     from launch.progress import search_progress, sweep_progress
     from launch.search import search_recipe
@@ -87,7 +98,7 @@ def tune(recipe: str, overrides: tuple[str, ...]) -> int:
         with sweep_progress(err) as watcher:
             tried = tuning.run_tune(loaded, search, watcher)
     except KeyboardInterrupt:
-        return complain("interrupted; finished trials are kept, and the same command runs the rest", INTERRUPTED)
+        return _interrupted(loaded)
     files = tuning.write(loaded, tried)
     print(f"{tuning.table(tried, 'simple')}\n\n{tuning.told(tried)}\n\nwritten: {', '.join(map(str, files))}")
     if tuning.fastest(tried) is None:
@@ -98,18 +109,37 @@ def tune(recipe: str, overrides: tuple[str, ...]) -> int:
 
 @_recipe_command
 @click.option("--retry", is_flag=True, help="Run again the trials that failed or timed out.")
-def sweep(recipe: str, overrides: tuple[str, ...], retry: bool) -> int:
+@click.option("--dry-run", is_flag=True, help="Print the sbatch text of its jobs, and submit none; needs no SLURM.")
+@click.option("--test-only", is_flag=True, help="Ask SLURM whether it would take its jobs, and submit none.")
+@_detach
+def sweep(recipe: str, overrides: tuple[str, ...], dry_run: bool, test_only: bool, retry: bool, detach: bool) -> int:
     """Run every plan of RECIPE's search space as a trial, skip those that are done, and print the table."""
     loaded = load(recipe, overrides)
+    from launch.executor import on_slurm
+    from launch.sweep import Retry, print_submissions
+
+    if dry_run or test_only:
+        print_submissions(loaded, ask_slurm=test_only)
+        return 0
+    if detach and not on_slurm(loaded):
+        return _start_driver(loaded, "sweep", *["--retry"] * retry)
+    return _sweep(loaded, Retry.ALL if retry else Retry.NONE, follow=not detach)
+
+
+def _sweep(loaded: LoadedRecipe, retry: "Retry", *, follow: bool = True) -> int:
     from launch import tables
     from launch.progress import sweep_progress
-    from launch.sweep import FINAL, run_sweep
+    from launch.sweep import run_sweep
+    from launch.watcher import FINAL
 
     try:
         with sweep_progress(err) as watcher:
-            run_sweep(loaded, retry=retry, watcher=watcher)
+            run_sweep(loaded, retry=retry, watcher=watcher, follow=follow)
     except KeyboardInterrupt:
-        return complain("interrupted; finished trials are kept, and the same command runs the rest", INTERRUPTED)
+        return _interrupted(loaded)
+    if not follow:
+        print(_next_commands(loaded))
+        return 0
     results = tables.results_of(loaded)
     files = tables.write(results)
     print(f"{tables.terminal(results)}\n\nwritten: {', '.join(map(str, files))}")
@@ -119,6 +149,93 @@ def sweep(recipe: str, overrides: tuple[str, ...], retry: bool) -> int:
     if tables.best(results) is None:
         return complain("no trial is ok", RUN_FAILED)
     print(f"train under the fastest: {loaded.command('train', '--plan', str(files[-1]), without='plan')}")
+    return 0
+
+
+def _start_driver(loaded: LoadedRecipe, verb: str, *options: str) -> int:
+    from launch.detach import start_driver
+    from launch.sweep import check_place
+
+    check_place(loaded)
+    pid, log = start_driver(loaded, verb, options)
+    print(f"process {pid} runs it, and prints to {log}\n{_next_commands(loaded)}")
+    return 0
+
+
+def _next_commands(loaded: LoadedRecipe) -> str:
+    told = {
+        ("status", "--watch"): "where its trials stand, until all have ended",
+        ("logs", "TRIAL", "-f"): "what one prints",
+        ("cancel",): "end all that are under way",
+        ("resume",): "follow them, run what is left or failed, and print the table",
+    }
+    commands = {loaded.follow_up(verb, *options): meaning for (verb, *options), meaning in told.items()}
+    width = max(map(len, commands))
+    return "\n".join(f"  {command:{width}}  # {meaning}" for command, meaning in commands.items())
+
+
+def _interrupted(loaded: LoadedRecipe) -> int:
+    from launch.executor import on_slurm
+
+    if on_slurm(loaded):
+        err.print(f"interrupted; jobs of SLURM go on:\n{_next_commands(loaded)}", **_PLAIN)
+        return INTERRUPTED
+    return complain("interrupted; finished trials are kept, and the same command runs the rest", INTERRUPTED)
+
+
+@_recipe_command
+def resume(recipe: str, overrides: tuple[str, ...]) -> int:
+    """Go on with the last sweep or tune of RECIPE: follow what runs, run what is left, retry what failed.
+
+    A trial that failed or timed out is started launch.attempts times at most. OVERRIDES, if any, replace those of that
+    command.
+    """
+    from launch.status import resumed
+
+    loaded, verb = resumed(load(recipe, overrides))
+    from launch.sweep import Retry
+
+    return _tune(loaded) if verb == "tune" else _sweep(loaded, Retry.UP_TO_A_LIMIT)
+
+
+@_recipe_command
+@click.option("--watch", is_flag=True, help="Say what changes, until no trial is under way.")
+def status(recipe: str, overrides: tuple[str, ...], watch: bool) -> int:
+    """Say where the trials of RECIPE's last sweep or tune stand: done, running, waiting, lost."""
+    loaded = load(recipe, overrides)
+    from launch import status as standing
+
+    found = standing.watch(loaded, err) if watch else standing.standings(loaded)
+    print(f"{standing.table(found)}\n\n{standing.summary(found)}")
+    return 0
+
+
+@cli.command()
+@click.argument("recipe")
+@click.argument("trial")
+@click.option("-f", "--follow", is_flag=True, help="Go on until the trial has ended.")
+def logs(recipe: str, trial: str, follow: bool) -> int:
+    """Print what TRIAL, or the one trial that has TRIAL in its name, printed, and how it ended."""
+    loaded = load(recipe)
+    from launch.status import print_logs
+
+    print_logs(loaded, trial, follow=follow)
+    return 0
+
+
+@cli.command()
+@click.argument("recipe")
+@click.argument("trial", required=False)
+def cancel(recipe: str, trial: str | None) -> int:
+    """End the trials of RECIPE that are under way, or TRIAL alone; `resume` runs them again."""
+    loaded = load(recipe)
+    from launch.detach import end_driver
+    from launch.status import cancel_trials
+
+    if trial is None and (pid := end_driver(loaded)) is not None:
+        print(f"asked process {pid}, which ran trials in the background, to end")
+    cancelled = cancel_trials(loaded, trial)
+    print(f"cancelled {len(cancelled)} jobs of SLURM{': ' * bool(cancelled)}{', '.join(cancelled)}")
     return 0
 
 

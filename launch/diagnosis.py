@@ -1,7 +1,7 @@
 """What to tell when ranks fail: first of the one to blame, then what others waited for in vain."""
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
@@ -37,15 +37,15 @@ class Failure:
 class Snapshot:
     """What each rank did at one moment."""
 
-    places: Sequence[Place]
-    stopped: Sequence[bool]
+    places: Mapping[int, Place]  # by rank
+    stopped: Mapping[int, bool]
     taken: float  # time.monotonic()
 
 
-def look(board: Board, processes: Sequence[int]) -> Snapshot:
+def look(board: Board, processes: Mapping[int, int]) -> Snapshot:
     """``processes`` are the ids of the ranks' processes."""
-    places = [board.read(rank) for rank in range(len(processes))]
-    return Snapshot(places, [_is_stopped(process) for process in processes], monotonic())
+    places = {rank: board.read(rank) for rank in processes}
+    return Snapshot(places, {rank: _is_stopped(process) for rank, process in processes.items()}, monotonic())
 
 
 def death(rank: int, place: Place, exitcode: int) -> Failure:
@@ -59,19 +59,24 @@ def death(rank: int, place: Place, exitcode: int) -> Failure:
 def diagnose(failures: Mapping[int, Failure], first: Snapshot) -> Failure:
     """The likeliest cause; ``first`` was seen when the first of ``failures`` was known."""
     suspects = list(failures.values())
-    for rank, place in enumerate(first.places):
+    for rank, place in first.places.items():
         if first.stopped[rank]:
             how = "is stopped, as by SIGSTOP or a debugger"
             suspects.append(Failure(Ending.STOPPED, Status.TIMEOUT, told(rank, place, how)))
-    silent = [rank for rank, place in enumerate(first.places) if rank not in failures and not place.waiting_for]
+    silent = [rank for rank, place in first.places.items() if rank not in failures and not place.waiting_for]
     for rank in sorted(silent, key=lambda rank: first.places[rank].since):
         how = f"was not done after {first.taken - first.places[rank].since:.1f} s"
         suspects.append(Failure(Ending.SILENT, Status.TIMEOUT, told(rank, first.places[rank], how)))
-    cause, *others = sorted(suspects, key=lambda one: (one.status is not Status.OOM, one.ending.value))
+    cause, *others = sorted(suspects, key=likelihood)
     if cause.ending in (Ending.REFUSED, Ending.RAISED):
         return cause
     waits = [one.error for one in others if one.ending is Ending.WAITED]
     return replace(cause, error="\n".join([cause.error, *waits[:MOST_WAITS]]))
+
+
+def likelihood(failure: Failure) -> tuple[bool, int]:
+    """Sorts failures, the likeliest cause of the others first."""
+    return failure.status is not Status.OOM, failure.ending.value
 
 
 def told(rank: int, place: Place, how: str) -> str:

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from auto3d.runtime.measurement import Measurement, Status
 from launch.store import Trial
-from launch.sweep import ERROR_LINES, FINAL, Ended, Watcher
+from launch.watcher import ERROR_LINES, FINAL, Ended, Watcher
 
 COLOURS = {Status.OK: "green", Status.OOM: "yellow", Status.FAILED: "red", Status.TIMEOUT: "red"}
 
@@ -54,6 +54,9 @@ class _SweepProgress:
         for trial, measurement in kept:
             if measurement.status not in FINAL:
                 self._print_end(f"{trial.name} (not run again)", measurement)
+
+    def tell(self, line: str) -> None:
+        self._print(escape(line))
 
     def start(self, trial: Trial) -> None:
         self._progress.update(self._task, description=trial.name)

@@ -11,7 +11,7 @@ import signal
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -42,11 +42,20 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the ranks ended: with rank 0's ``result`` if the status is ok, else with what went wrong."""
+    """How the ranks ended: with the first one's ``result`` if the status is ok, else with what went wrong."""
 
     status: Status
     result: Any = None
     error: str = ""
+    ending: Ending | None = None  # of the rank to blame
+
+
+@dataclass(frozen=True)
+class Share:
+    """The ranks of a run that are this node's, of several nodes, and where those of all nodes meet."""
+
+    ranks: range
+    meeting_point: str
 
 
 Report = Callable[[Any], None]  # sends something to the parent
@@ -59,42 +68,42 @@ def run_ranks(
     timeout_s: float | None,
     straggle_s: float = math.inf,
     folder: Path | None = None,
+    share: Share | None = None,
     on_report: Callable[[Any], None] = lambda report: None,
 ) -> Outcome:
     """Run ``target(world, report)`` as ``size`` processes; what rank 0 reports goes to ``on_report``.
 
     Returns when all have ended, or one has failed, or after ``timeout_s`` if given, or ``straggle_s`` after the first
     has ended; raises InputError if a rank did. No process is left then, whatever happens. They meet by a file in
-    ``folder``, which must be private, or in a temporary one.
+    ``folder``, which must be private, or in a temporary one; with a ``share``, only its ranks run here.
     """
     context = multiprocessing.get_context("fork")
-    processes: list[multiprocessing.Process] = []
+    processes: dict[int, multiprocessing.Process] = {}  # by rank
     pipes: dict[Connection, int] = {}
     board = Board(size)
     with tempfile.TemporaryDirectory(prefix="auto3d-", dir=folder) as meeting_folder:
+        ours = share or Share(range(size), f"file://{meeting_folder}/meeting-point")
         try:
-            for rank in range(size):
+            for local_rank, rank in enumerate(ours.ranks):
                 here, there = context.Pipe(duplex=False)
-                world = World(
-                    rank=rank, size=size, local_rank=rank, meeting_point=f"file://{meeting_folder}/meeting-point"
-                )
+                world = World(rank=rank, size=size, local_rank=local_rank, meeting_point=ours.meeting_point)
                 process = context.Process(
                     target=_run_rank, args=(target, world, there, board, os.getpid()), name=f"rank {rank}"
                 )
                 process.start()
                 there.close()
-                processes.append(process)
+                processes[rank] = process
                 pipes[here] = rank
             return _watch(processes, pipes, board, timeout_s, straggle_s, on_report)
         finally:
-            for process in processes:
+            for process in processes.values():
                 process.kill()
-            for process in processes:
+            for process in processes.values():
                 process.join()
 
 
 def _watch(
-    processes: list[multiprocessing.Process],
+    processes: Mapping[int, multiprocessing.Process],
     pipes: dict[Connection, int],
     board: Board,
     timeout_s: float | None,
@@ -129,17 +138,18 @@ def _watch(
                 elif kind == "failure":
                     failures[rank] = content
         if failures and first is None:
-            first = look(board, [process.pid for process in processes])
+            first = look(board, {rank: process.pid for rank, process in processes.items()})
             deadline = min(deadline, monotonic() + GRACE_S)
     if failures:
         failure = diagnose(failures, first)
         if failure.ending is Ending.REFUSED:
             raise InputError(failure.error)
-        return Outcome(failure.status, error=failure.error)
+        return Outcome(failure.status, error=failure.error, ending=failure.ending)
     if len(results) < len(processes):
-        places = [told(rank, board.read(rank), "still runs") for rank in range(len(processes)) if rank not in results]
-        return Outcome(Status.TIMEOUT, error="\n".join([f"not done after {monotonic() - start:.0f} s", *places]))
-    return Outcome(Status.OK, result=results[0])
+        places = [told(rank, board.read(rank), "still runs") for rank in processes if rank not in results]
+        error = "\n".join([f"not done after {monotonic() - start:.0f} s", *places])
+        return Outcome(Status.TIMEOUT, error=error, ending=Ending.SILENT)
+    return Outcome(Status.OK, result=results[min(results)])
 
 
 def _run_rank(

@@ -8,7 +8,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
 from glob import glob
 from pathlib import Path
@@ -75,6 +75,10 @@ class LoadedRecipe:
         kept = [override for override in self.overrides if override not in dropped]
         on_path = shutil.which("auto3d") or Path(sys.argv[0]).name != "auto3d"
         return shlex.join(["auto3d" if on_path else sys.argv[0], verb, self.written, *kept, *options])
+
+    def follow_up(self, verb: str, *options: str) -> str:
+        """The shell command that does ``verb`` with what was run last of this recipe, whatever its overrides were."""
+        return replace(self, overrides=()).command(verb, *options)
 
     @property
     def cluster_name(self) -> str:

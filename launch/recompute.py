@@ -14,12 +14,12 @@ from auto3d.schedule import samples_at_once
 from auto3d.search.recompute import FULL, Shares
 from launch import candidates
 from launch.model import captured_model
-from launch.ranks import check_devices
 from launch.recipe import LoadedRecipe
 from launch.settings import cluster, optimizer_settings
-from launch.store import Trial, exclusive, trials_of
-from launch.sweep import FINAL, Ended, check_one_machine, run_trials
+from launch.store import Trial, trials_of
+from launch.sweep import check_place, check_ranks, held, run_trials
 from launch.train import plan_of
+from launch.watcher import FINAL, Ended
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def try_shares(recipe: LoadedRecipe, report: Callable[[Tried], None]) -> float |
     The first try is the largest that the estimate has room for, where ``cluster.memory_gib`` is known. Each is a trial
     of the recipe's plan: kept in the store, never run twice. That more memory is needed the more is kept, is assumed.
     """
-    check_one_machine(recipe)
+    check_place(recipe)
 
     @cache
     def graph_at(micro_batch_size: int) -> Graph:
@@ -48,7 +48,7 @@ def try_shares(recipe: LoadedRecipe, report: Callable[[Tried], None]) -> float |
 
     base = candidates.of_plan(recipe, replace(plan_of(recipe), recompute=FULL), graph_at)
     graph = graph_at(samples_at_once(base))
-    check_devices(recipe, base.ranks)
+    check_ranks(recipe, base.ranks)
     bounds = shard(graph).bounds
     shares = Shares(base, lambda stage: subgraph_starts(graph, stage, bounds))
     plans = [(share, shares.plan(share)) for share in shares.first]
@@ -58,7 +58,7 @@ def try_shares(recipe: LoadedRecipe, report: Callable[[Tried], None]) -> float |
     if memory is not None:
         fitting = [n for n, (_, plan) in enumerate(plans) if not candidates.shortage(graph, plan, memory, copies)]
         probe = max(fitting, default=0)
-    with exclusive(recipe):
+    with held(recipe):
         while high - low > 1:
             share, plan = plans[probe]
             tried = Tried(share, _measure(recipe, plan))
@@ -74,12 +74,14 @@ def _measure(recipe: LoadedRecipe, plan: Plan) -> Measurement:
     (trial,) = trials_of(recipe, [plan])
     known = trial.measurement()
     if known is None or known.status not in FINAL:
-        run_trials(recipe, [trial], _Unwatched())
+        run_trials(recipe, [trial], _Unwatched(), known={} if known is None else {trial: known})
         known = trial.measurement()
     return known
 
 
 class _Unwatched:
+    def tell(self, line: str) -> None: ...
+
     def start(self, trial: Trial) -> None: ...
 
     def end(self, ended: Ended) -> None: ...

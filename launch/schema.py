@@ -253,8 +253,48 @@ class MeasureRecipe:
 
 @dataclass
 class LaunchRecipe:
+    executor: str = key(
+        AUTO,
+        "where trials run; auto: as jobs of SLURM if sinfo answers, else here",
+        choices=(AUTO, "slurm", "local"),
+    )
     concurrent_trials: int = key(1, "trials at a time; more than 1 disturbs the timings on one machine", least=1)
     trial_timeout_s: float = key(600.0, "seconds after which a trial is ended", least=1, below=LARGEST_TIME_S)
+    attempts: int = key(3, "times that a trial is started before `resume` leaves it as it failed", least=1)
+    # of SLURM; docs/slurm.md
+    partition: str | None = key(None, "the queue; none: the cluster's default")
+    account: str | None = key(None, "whom the time is charged to")
+    qos: str | None = key(None, "quality of service")
+    constraint: str | None = key(None, "features that the nodes must have, as in a100&nvlink")
+    reservation: str | None = key(None, "a reservation to run in")
+    nodelist: str | None = key(None, "nodes to run on, as in n[1-4]")
+    exclude: str | None = key(None, "nodes not to run on")
+    gpus_per_node: str | None = key(None, "as in a100:4; none: devices_per_node if they are cuda, unless gres is given")
+    gres: str | None = key(None, "generic resources of a node, as in gpu:a100:4, instead of gpus_per_node")
+    exclusive: bool = key(True, "trials share their nodes with nobody: others would disturb the timings")
+    cpus_per_node: int | None = key(None, "none: devices_per_node x threads_per_rank", least=1)
+    mem: str | None = key(None, "memory of a node, as in 64G; 0: all of it; none: the cluster's default")
+    time_limit_s: float | None = key(
+        None, "wall time of a trial's job; none: trial_timeout_s and two minutes", least=1, below=LARGEST_TIME_S
+    )
+    queue_timeout_s: float = key(
+        604800.0, "seconds that a job may wait for its nodes before it is cancelled", least=1, below=LARGEST_TIME_S
+    )
+    mail_user: str | None = key(None, "who gets mail")
+    mail_type: str | None = key(None, "about what, as in END,FAIL")
+    array_throttle: int = key(256, "trials of one job array that run at a time", least=1)
+    additional_parameters: dict[str, Any] = key(
+        {},
+        "more options of sbatch, as in {licenses: matlab}; true: one without a value",
+        values=(str, int, bool),
+    )
+    srun_args: list[str] = key([], "further arguments of the srun that starts a task on each node")
+    setup: list[str] = key([], "lines of shell before a trial, as in module load cuda")
+    teardown: list[str] = key([], "lines of shell after it")
+    container: str = key("none", "what trials run in", choices=("none", "apptainer", "pyxis"))
+    container_image: str | None = key(None, "of the container: a file, or what pyxis takes")
+    container_mounts: list[str] = key([], "folders that the container sees, as in /data:/data")
+    container_python: str = key("python3", "of the container: an interpreter that has auto3d")
 
 
 @dataclass

@@ -9,17 +9,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import sha256
+from importlib.metadata import version
 from json import dumps
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from pydantic import TypeAdapter, ValidationError
 
 from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.runtime.measurement import Measurement, Status
+from launch.executor import on_slurm
+from launch.manifest import Entry, Manifest
 from launch.recipe import LoadedRecipe, data_files, save
 
 RUNS = Path("runs")
@@ -79,36 +80,82 @@ def trials_of(recipe: LoadedRecipe, plans: Sequence[Plan]) -> list[Trial]:
     files = data_files(recipe.values) + [recipe.values.model.weights] * (recipe.values.model.weights is not None)
     surroundings = {
         "files": [(str(Path(file).resolve()), (state := os.stat(file)).st_size, state.st_mtime_ns) for file in files],
-        "host": socket.gethostname(),
+        "host": _slurm_nodes(recipe) if on_slurm(recipe) else socket.gethostname(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "torch": version("torch"),
+        "transformers": version("transformers"),
     }
     trials = []
     for plan in plans:
         digest = _digest([_measured(recipe), surroundings, plan.to_json()])[:8]
         name = f"dp{plan.dp}-tp{plan.tp}-pp{plan.pp}-mb{plan.micro_batch_size}-{plan.schedule}-{digest}"
-        trials.append(Trial(name, _folder(recipe) / "trials" / name, plan))
+        trials.append(Trial(name, recipe_folder(recipe) / "trials" / name, plan))
     return trials
+
+
+def manifest_of(recipe: LoadedRecipe) -> Manifest:
+    return Manifest(recipe_folder(recipe) / "manifest.jsonl")
+
+
+def job_folder(recipe: LoadedRecipe, submission: str) -> Path:
+    """Where a submission to SLURM keeps its sbatch text, its pickled calls and what its trials print."""
+    return (recipe_folder(recipe) / "jobs" / submission).resolve()
+
+
+def log_files(recipe: LoadedRecipe, entry: Entry) -> list[Path]:
+    """What the last start of a trial prints: by each task of its job, the first node's first, or by it alone."""
+    if entry.job:
+        found = job_folder(recipe, entry.submission).glob(f"{entry.job}_*_log.*")
+    else:
+        found = (recipe_folder(recipe) / "trials" / entry.trial / "job").glob("*_log.*")
+    return sorted(found, key=lambda file: (int(file.name.split("_")[-2]), file.suffix))
+
+
+@dataclass(frozen=True)
+class Command:
+    """What was run last of a recipe, for `resume`."""
+
+    verb: str
+    overrides: list[str]
+
+
+_command_adapter = TypeAdapter(Command)
+
+
+def write_command(recipe: LoadedRecipe, verb: str) -> None:
+    file = private_folder(recipe_folder(recipe)) / "command.json"
+    write_whole(file, dumps(asdict(Command(verb, list(recipe.overrides)))))
+
+
+def last_command(recipe: LoadedRecipe) -> Command | None:
+    try:
+        return _command_adapter.validate_json((recipe_folder(recipe) / "command.json").read_bytes())
+    except (OSError, ValidationError):
+        return None
 
 
 def write_sweep(recipe: LoadedRecipe, trials: Sequence[Trial], *, left_out: int) -> None:
     sweep = Sweep(list(recipe.overrides), settings_digest(recipe), [trial.name for trial in trials], left_out)
-    write_whole(private_folder(_folder(recipe)) / "sweep.json", dumps(asdict(sweep), indent=1))
+    write_whole(private_folder(recipe_folder(recipe)) / "sweep.json", dumps(asdict(sweep), indent=1))
 
 
 def last_sweep(recipe: LoadedRecipe) -> Sweep | None:
     """The last sweep of the recipe of this name, whatever its settings were; None if there is none that can be read."""
     try:
-        return _sweep_adapter.validate_json((_folder(recipe) / "sweep.json").read_bytes())
+        return _sweep_adapter.validate_json((recipe_folder(recipe) / "sweep.json").read_bytes())
     except (OSError, ValidationError):
         return None
 
 
 def measurements_of(recipe: LoadedRecipe, sweep: Sweep) -> list[Measurement]:
     """Of the trials that have ended."""
-    found = (_read_measurement(_folder(recipe) / "trials" / name / "measurement.json") for name in sweep.trials)
+    found = (measurement_of(recipe, name) for name in sweep.trials)
     return [measurement for measurement in found if measurement is not None]
+
+
+def measurement_of(recipe: LoadedRecipe, trial: str) -> Measurement | None:
+    """Of the trial of that name, or None if it has not ended."""
+    return _read_measurement(recipe_folder(recipe) / "trials" / trial / "measurement.json")
 
 
 def settings_digest(recipe: LoadedRecipe) -> str:
@@ -126,11 +173,18 @@ def _measured(recipe: LoadedRecipe) -> dict[str, Any]:
     return measured
 
 
+def _slurm_nodes(recipe: LoadedRecipe) -> list[str | None]:
+    """What decides on which kind of node SLURM runs a trial, and in which container."""
+    launch = recipe.values.launch
+    names = ("partition", "constraint", "gres", "gpus_per_node", "nodelist", "container", "container_image")
+    return ["SLURM", *(getattr(launch, name) for name in names)]
+
+
 def _digest(content: Any) -> str:
     return sha256(dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _folder(recipe: LoadedRecipe) -> Path:
+def recipe_folder(recipe: LoadedRecipe) -> Path:
     return RUNS / recipe.name
 
 
@@ -148,7 +202,7 @@ def _read_measurement(file: Path) -> Measurement | None:
 @contextmanager
 def exclusive(recipe: LoadedRecipe) -> Iterator[None]:
     """Hold the recipe's store; raises StoreError if another process does. The kernel frees it however we end."""
-    file = private_folder(_folder(recipe)) / "lock"
+    file = private_folder(recipe_folder(recipe)) / "lock"
     with file.open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -161,9 +215,23 @@ def exclusive(recipe: LoadedRecipe) -> Iterator[None]:
         yield
 
 
+def in_use(recipe: LoadedRecipe) -> bool:
+    """Whether a process of this machine runs trials of the recipe here."""
+    try:
+        with (recipe_folder(recipe) / "lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
 def private_folder(path: Path) -> Path:
     """Make ``path``, readable by this user alone: the launcher keeps pickled calls in it."""
     path.mkdir(parents=True, exist_ok=True)
+    if path.stat().st_uid != os.geteuid():
+        raise StoreError(f"{path}: belongs to another user, who could change what is run from it")
     path.chmod(0o700)
     return path
 

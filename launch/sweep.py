@@ -1,62 +1,38 @@
-"""A sweep: every plan of a recipe's search space as a trial, through submitit, with progress; skips what is done."""
+"""A sweep: every plan of a recipe's search space as a trial, here or on SLURM, with progress; skips what is done."""
 
-import math
-import os
-import signal
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from enum import Enum, auto
 from functools import cache
-from typing import Protocol
-
-import submitit
+from types import MappingProxyType
 
 from auto3d.capture.graph import Graph
-from auto3d.runtime.measurement import Measurement, Status
+from auto3d.runtime.measurement import Measurement
 from auto3d.schedule import samples_at_once
-from launch import candidates
+from launch import candidates, local, slurm
+from launch.executor import check_reachable, on_slurm
 from launch.model import captured_model, initial_weights
 from launch.ranks import check_devices
 from launch.recipe import LoadedRecipe
-from launch.settings import device, emulation
-from launch.store import Trial, exclusive, private_folder, trials_of, write_sweep, write_whole
-from launch.trial import run_trial
+from launch.sbatch import check_launch
+from launch.slurm import starts_of
+from launch.store import Trial, exclusive, trials_of, write_command, write_sweep
+from launch.watcher import FINAL, Watcher
 
-POLL_S = 0.1
-JOB_MARGIN_S = 120.0  # that submitit gives a trial beyond its own time-out, for imports and capture
-ERROR_LINES = 8
-FINAL = (Status.OK, Status.OOM, Status.INFEASIBLE)  # results; the others may come out better another time
+EMPTY: Mapping[Trial, Measurement] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
-class Ended:
-    """A trial that ended just now."""
+class Sweep:
+    """What a sweep consists of."""
 
-    trial: Trial
-    measurement: Measurement
-    number: int  # of those that this sweep ran, from 1
-    total: int
+    trials: list[Trial]
+    left_out: int  # plans beyond search.max_trials
 
 
-class Watcher(Protocol):
-    """What is told how a sweep goes."""
-
-    def begin(self, total: int, kept: Sequence[tuple[Trial, Measurement]], left_out: int) -> None:
-        """Before the first of ``total`` trials; those ``kept`` ended earlier, and ``left_out`` plans do not run."""
-
-    def start(self, trial: Trial) -> None: ...
-
-    def end(self, ended: Ended) -> None: ...
-
-
-def run_sweep(recipe: LoadedRecipe, *, retry: bool, watcher: Watcher) -> None:
-    """Run each trial of the sweep that has not ended; with ``retry`` also those that failed or timed out.
-
-    On SIGINT or SIGTERM the running trials are ended, and KeyboardInterrupt is raised; what has ended stays.
-    """
-    values = recipe.values
-    check_one_machine(recipe)
+def sweep_of(recipe: LoadedRecipe) -> Sweep:
+    """The trials of ``recipe``."""
 
     @cache
     def graph_at(micro_batch_size: int) -> Graph:
@@ -65,98 +41,93 @@ def run_sweep(recipe: LoadedRecipe, *, retry: bool, watcher: Watcher) -> None:
     found = candidates.find(recipe, graph_at)
     left_out = sum(candidate.reason == candidates.left_out(recipe) for candidate in found)
     plans = candidates.runnable(recipe, found)
-    check_devices(recipe, max(plan.ranks for plan in plans))
-    if values.model.weights is not None:
+    check_ranks(recipe, max(plan.ranks for plan in plans))
+    if recipe.values.model.weights is not None:
         initial_weights(recipe, graph_at(samples_at_once(plans[0])))
-    trials = trials_of(recipe, plans)
-    with exclusive(recipe):
-        write_sweep(recipe, trials, left_out=left_out)
+    return Sweep(trials_of(recipe, plans), left_out)
+
+
+class Retry(Enum):
+    """Which of the trials that failed or timed out run again."""
+
+    NONE = auto()
+    ALL = auto()
+    UP_TO_A_LIMIT = auto()  # those that were started fewer than launch.attempts times
+
+
+def run_sweep(recipe: LoadedRecipe, *, retry: Retry, watcher: Watcher, follow: bool = True) -> None:
+    """Run each trial of the sweep that has not ended, and those that failed as far as ``retry`` says.
+
+    On SIGINT or SIGTERM KeyboardInterrupt is raised; what has ended stays. Trials that run here are ended then, jobs of
+    SLURM go on.
+    """
+    check_place(recipe)
+    sweep = sweep_of(recipe)
+    trials = sweep.trials
+    with held(recipe):
+        write_command(recipe, "sweep")
+        write_sweep(recipe, trials, left_out=sweep.left_out)
+        starts = starts_of(recipe)
+        again = {
+            Retry.NONE: lambda trial: False,
+            Retry.ALL: lambda trial: True,
+            Retry.UP_TO_A_LIMIT: lambda trial: starts.get(trial.name, 0) < recipe.values.launch.attempts,
+        }[retry]
         ended = {trial: measurement for trial in trials if (measurement := trial.measurement()) is not None}
-        kept = {trial: one for trial, one in ended.items() if one.status in FINAL or not retry}
+        kept = {trial: one for trial, one in ended.items() if one.status in FINAL or not again(trial)}
         pending = [trial for trial in trials if trial not in kept]
-        watcher.begin(len(pending), list(kept.items()), left_out)
-        run_trials(recipe, pending, watcher)
+        watcher.begin(len(pending), list(kept.items()), sweep.left_out)
+        run_trials(recipe, pending, watcher, known=ended, follow=follow)
 
 
-def check_one_machine(recipe: LoadedRecipe) -> None:
+def print_submissions(recipe: LoadedRecipe, *, ask_slurm: bool) -> None:
+    """Print the sbatch text of each job of the sweep or, to ``ask_slurm``, what the scheduler says to it."""
+    launch = replace(recipe.values.launch, executor="slurm")
+    recipe = replace(recipe, values=replace(recipe.values, launch=launch))
+    check_launch(recipe)
+    if ask_slurm:
+        check_reachable(recipe)
+    sweep = sweep_of(recipe)
+    for submission in slurm.submissions(recipe, sweep.trials, starts_of(recipe)):
+        print(slurm.ask(recipe, submission) if ask_slurm else submission.text(recipe))
+
+
+def held(recipe: LoadedRecipe) -> AbstractContextManager[None]:
+    """The recipe's store, for as long as trials run on this machine; jobs of SLURM may belong to several sweeps."""
+    return nullcontext() if on_slurm(recipe) else exclusive(recipe)
+
+
+def check_place(recipe: LoadedRecipe) -> None:
+    """Raise RecipeError if trials cannot run where the recipe says."""
+    check_launch(recipe)
+    check_reachable(recipe)
     nodes = recipe.values.cluster.nodes
-    if nodes > 1:
-        raise recipe.error("cluster.nodes", f"found {nodes}; a sweep runs on one machine: it takes 1")
+    if nodes > 1 and not on_slurm(recipe):
+        problem = f"found {nodes}; trials run on this machine, which is 1; launch.executor=slurm takes several"
+        raise recipe.error("cluster.nodes", problem)
 
 
-def run_trials(recipe: LoadedRecipe, pending: list[Trial], watcher: Watcher) -> None:
-    """Run ``pending``, which it empties, a few at a time; ``watcher`` hears of the start and the end of each."""
-    total = len(pending)
-    running: dict[Trial, submitit.Job] = {}
-    number = 0
-    with _interrupts_noted() as interrupted:
-        try:
-            while pending or running:
-                if interrupted():
-                    raise KeyboardInterrupt
-                if pending and len(running) < recipe.values.launch.concurrent_trials:
-                    trial = pending.pop(0)
-                    watcher.start(trial)
-                    running[trial] = _submit(trial, recipe)
-                    continue
-                for trial in [trial for trial, job in running.items() if job.done()]:
-                    number += 1
-                    watcher.end(Ended(trial, _measurement(recipe, trial, running.pop(trial)), number, total))
-                time.sleep(POLL_S)
-        finally:
-            for job in running.values():
-                os.kill(int(job.job_id), signal.SIGKILL)  # submitit's controller; the trial and its ranks die with it
-            while any(not job.done() for job in running.values()):
-                time.sleep(POLL_S)
+def check_ranks(recipe: LoadedRecipe, ranks: int) -> None:
+    """Raise RecipeError if the devices of trials of so many ranks would be this machine's, and are not there."""
+    if not on_slurm(recipe):
+        check_devices(recipe, ranks)
 
 
-@contextmanager
-def _interrupts_noted() -> Iterator[Callable[[], bool]]:
-    """Only note SIGINT and SIGTERM, so that no trial starts without being known; yields whether one came."""
-    noted: list[int] = []
-    before = {
-        number: signal.signal(number, lambda number, frame: noted.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield lambda: bool(noted)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def run_trials(
+    recipe: LoadedRecipe,
+    pending: list[Trial],
+    watcher: Watcher,
+    *,
+    known: Mapping[Trial, Measurement] = EMPTY,
+    follow: bool = True,
+) -> None:
+    """Run ``pending`` where the recipe says; ``watcher`` hears of the start and the end of each.
 
-
-def _submit(trial: Trial, recipe: LoadedRecipe) -> submitit.Job:
-    trial.prepare(recipe)
-    executor = submitit.LocalExecutor(folder=private_folder(trial.folder / "job"))
-    executor.update_parameters(
-        timeout_min=math.ceil((recipe.values.launch.trial_timeout_s + JOB_MARGIN_S) / 60),
-        gpus_per_node=trial.plan.ranks if device(recipe.values) == "cuda" else 0,
-    )
-    # A trial never sees the terminal's Ctrl-C, for it inherits this mask: to end it is this process's business alone.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        return executor.submit(
-            run_trial,
-            str(trial.recipe_file),
-            str(trial.plan_file),
-            str(trial.measurement_file),
-            modules=str(recipe.folder),
-            sweep=os.getpid(),
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-
-
-def _measurement(recipe: LoadedRecipe, trial: Trial, job: submitit.Job) -> Measurement:
-    """What the trial wrote or, if it could not write, the last lines that it printed."""
-    measurement = trial.measurement()
-    if measurement is None:
-        lines = (job.stderr() or "it printed nothing").rstrip().splitlines()
-        measurement = Measurement(
-            plan=trial.plan,
-            status=Status.FAILED,
-            emulated=emulation(recipe.values) is not None,
-            error="\n".join(lines[-ERROR_LINES:]),
-        )
-        write_whole(trial.measurement_file, measurement.to_json())
-    return measurement
+    ``known`` are measurements of earlier runs that these replace. Unless it is to ``follow``, it only submits.
+    """
+    if not on_slurm(recipe):
+        local.run(recipe, pending, watcher)
+        return
+    jobs = slurm.submit(recipe, pending, known, watcher)
+    if follow:
+        slurm.follow(recipe, jobs, watcher)

@@ -1,6 +1,7 @@
-"""One trial: run a plan for a few iterations and write down what happened. This is what submitit calls."""
+"""One trial: run a plan for a few iterations and write down what happened. On one machine, submitit calls this."""
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,8 +13,9 @@ from auto3d.runtime.training import TrainingResult, train
 from auto3d.runtime.world import World
 from auto3d.schedule import samples_at_once
 from launch.data import data_settings
+from launch.diagnosis import Ending
 from launch.model import captured_model, initial_weights
-from launch.ranks import Report, die_with_parent, end_with, run_ranks
+from launch.ranks import Outcome, Report, Share, die_with_parent, end_with, run_ranks
 from launch.recipe import LoadedRecipe, load
 from launch.settings import training_settings
 from launch.store import write_whole
@@ -34,8 +36,18 @@ def run_trial(recipe_file: str, plan_file: str, measurement_file: str, *, module
     write_whole(Path(measurement_file), measurement.to_json())
 
 
-def measure(recipe: LoadedRecipe, plan: Plan, folder: Path) -> Measurement:
-    """Train under ``plan`` on this machine for the recipe's warm-up and measured iterations; ``folder`` is private."""
+def measure(
+    recipe: LoadedRecipe,
+    plan: Plan,
+    folder: Path,
+    *,
+    share: Share | None = None,
+    of_all: Callable[[Outcome], Outcome] = lambda outcome: outcome,
+) -> Measurement:
+    """Train under ``plan`` for the recipe's warm-up and measured iterations; ``folder`` is private.
+
+    All of it runs on this machine, or a ``share`` of it; ``of_all`` makes of how that ended how all did.
+    """
     values = recipe.values
     warmup = values.measure.warmup_iterations
     settings = training_settings(values, iterations=warmup + values.measure.iterations)
@@ -55,9 +67,10 @@ def measure(recipe: LoadedRecipe, plan: Plan, folder: Path) -> Measurement:
             return result, Environment.here(settings.device)
 
         limits = {"timeout_s": values.launch.trial_timeout_s, "straggle_s": settings.timeout_s}
-        outcome = run_ranks(plan.ranks, run, folder=folder, **limits)
+        outcome = run_ranks(plan.ranks, run, folder=folder, share=share, **limits)
     except InputError as error:
-        return Measurement(status=Status.FAILED, error=str(error), finished=_now(), **facts)
+        outcome = Outcome(Status.FAILED, error=str(error), ending=Ending.REFUSED)
+    outcome = of_all(outcome)
     if outcome.status is not Status.OK:
         return Measurement(status=outcome.status, error=outcome.error, finished=_now(), **facts)
     result, environment = outcome.result

@@ -14,12 +14,12 @@ from auto3d.search.correction import correct
 from auto3d.search.search import Ranked, Search
 from launch.candidates import exact_plan
 from launch.plan import HEADINGS, cells
-from launch.ranks import check_devices
 from launch.recipe import LoadedRecipe
 from launch.search import cannot_run
-from launch.store import Trial, exclusive, trials_of, write_whole
-from launch.sweep import FINAL, Ended, Watcher, check_one_machine, run_trials
+from launch.store import Trial, trials_of, write_command, write_whole
+from launch.sweep import check_place, check_ranks, held, run_trials
 from launch.tables import RESULTS
+from launch.watcher import FINAL, Ended, Watcher
 
 CONSIDERED = 5  # times as many candidates as there are trials are ranked anew after each
 
@@ -46,7 +46,7 @@ def run_tune(recipe: LoadedRecipe, search: Search, watcher: Watcher) -> list[Tri
     What has ended in an earlier run is not run again. On SIGINT or SIGTERM the running trial is ended, and
     KeyboardInterrupt is raised; what has ended stays.
     """
-    check_one_machine(recipe)
+    check_place(recipe)
     if recipe.values.model.layers is not None:
         raise recipe.error("model.layers", "measured layers can be predicted, not trained; tune takes a model")
     trials = recipe.values.search.trials
@@ -56,7 +56,8 @@ def run_tune(recipe: LoadedRecipe, search: Search, watcher: Watcher) -> list[Tri
     left = {one: search.maker.model.estimate(one.plan) for one in runnable}
     estimates: list[Estimate] = []
     tried: list[Tried] = []
-    with exclusive(recipe):
+    with held(recipe):
+        write_command(recipe, "tune")
         watcher.begin(min(trials, len(left)), [], 0)
         while left and len(tried) < trials:
             known = [one.measurement.median_s for one in tried if one.error is not None]
@@ -67,7 +68,7 @@ def run_tune(recipe: LoadedRecipe, search: Search, watcher: Watcher) -> list[Tri
                 (trial,) = trials_of(recipe, [exact_plan(recipe, best)])
             except InputError:  # by the bytes that the runtime counts, it does not fit
                 continue
-            check_devices(recipe, trial.plan.ranks)
+            check_ranks(recipe, trial.plan.ranks)
             measurement = _measured(recipe, trial, _Numbered(watcher, len(tried) + 1, trials))
             one = Tried(replace(best, plan=trial.plan), correction.seconds(estimate), measurement)
             tried.append(one)
@@ -79,7 +80,7 @@ def run_tune(recipe: LoadedRecipe, search: Search, watcher: Watcher) -> list[Tri
 def _measured(recipe: LoadedRecipe, trial: Trial, watcher: Watcher) -> Measurement:
     known = trial.measurement()
     if known is None or known.status not in FINAL:
-        run_trials(recipe, [trial], watcher)
+        run_trials(recipe, [trial], watcher, known={} if known is None else {trial: known})
         known = trial.measurement()
     return known
 
@@ -91,6 +92,9 @@ class _Numbered:
     watcher: Watcher
     number: int
     total: int
+
+    def tell(self, line: str) -> None:
+        self.watcher.tell(line)
 
     def start(self, trial: Trial) -> None:
         self.watcher.start(trial)

@@ -8,8 +8,6 @@ from enum import StrEnum
 from json import dumps
 from statistics import median
 
-import torch
-import transformers
 from pydantic import ConfigDict, TypeAdapter
 
 from auto3d.plan import Plan
@@ -36,6 +34,10 @@ class Environment:
 
     @staticmethod
     def here(device: str) -> "Environment":
+        # not above, for whoever only reads measurements does without these seconds
+        import torch
+        import transformers
+
         name = torch.cuda.get_device_name() if device == "cuda" else f"cpu ({platform.machine()})"
         return Environment(
             host=socket.gethostname(),

@@ -26,11 +26,13 @@ class SlurmCluster:
         # the tests start in other folders too, and a process of theirs computes on one core
         self.environment = own | told | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
 
-    def run(self, *command: str, timeout_s: float = 60, code: int = 0, **environment: str) -> str:
+    def run(
+        self, *command: str, timeout_s: float = 60, code: int = 0, cwd: Path = REPOSITORY, **environment: str
+    ) -> str:
         """What the command printed; srun waits for ever if a node does not answer, so all have a time-out."""
         done = subprocess.run(
             command,
-            cwd=REPOSITORY,
+            cwd=cwd,
             env=self.environment | environment,
             capture_output=True,
             text=True,

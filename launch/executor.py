@@ -1,0 +1,36 @@
+"""Where a recipe's trials run: as jobs of SLURM, or here."""
+
+import subprocess
+from functools import cache
+
+from launch.recipe import LoadedRecipe
+from launch.schema import AUTO
+
+SINFO_S = 20.0
+
+
+def on_slurm(recipe: LoadedRecipe) -> bool:
+    """Whether trials run as SLURM's jobs; auto: if a cluster answers."""
+    wanted = recipe.values.launch.executor
+    return not why_no_slurm() if wanted == AUTO else wanted == "slurm"
+
+
+def check_reachable(recipe: LoadedRecipe) -> None:
+    """Raise RecipeError if trials should run as SLURM's jobs, and no cluster answers."""
+    if on_slurm(recipe) and (reason := why_no_slurm()):
+        raise recipe.error("launch.executor", f"SLURM cannot be used: {reason}; local runs trials on this machine")
+
+
+@cache
+def why_no_slurm() -> str:
+    """Empty if a SLURM cluster answers. That srun is installed would say nothing."""
+    command = ["sinfo", "--noheader", "--format=%P"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SINFO_S, check=False)
+    except FileNotFoundError:
+        return "there is no sinfo here"
+    except subprocess.TimeoutExpired:
+        return f"sinfo did not answer within {SINFO_S:g} s"
+    if done.returncode:
+        return f"sinfo failed: {(done.stderr.strip().splitlines() or ['it printed nothing'])[-1]}"
+    return "" if done.stdout.strip() else "sinfo names no partition"

@@ -1,0 +1,134 @@
+"""What SLURM knows of jobs: squeue of those that wait, run or ended just now; sacct of all, if there is accounting."""
+
+import os
+import subprocess
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from submitit.slurm.slurm import SlurmInfoWatcher
+
+from auto3d.errors import InputError
+
+COMMAND_S = 60.0
+DEFAULT_ARRAY = 1001  # SLURM's MaxArraySize where it is not set
+ENDS = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED")
+ENDS += ("REVOKED", "TIMEOUT")
+
+
+class SlurmError(InputError):
+    """SLURM does not answer, or refuses."""
+
+
+@dataclass(frozen=True)
+class JobState:
+    name: str  # SLURM's word, such as RUNNING
+    reason: str = ""  # why it waits
+
+    @property
+    def why(self) -> str:
+        """It waits, as far as SLURM knows yet."""
+        return self.name if self.reason in ("", "None") else self.reason
+
+    @property
+    def ended(self) -> bool:
+        return self.name in ENDS
+
+    @property
+    def running(self) -> bool:
+        return self.name in ("RUNNING", "COMPLETING")
+
+
+@dataclass(frozen=True)
+class Queue:
+    """Of this user's jobs, by their ids, as 123 or 123_4."""
+
+    states: Mapping[str, JobState]
+    names: Mapping[str, str]
+
+
+def job_states(jobs: Collection[str]) -> dict[str, JobState]:
+    """The states of those of ``jobs`` that SLURM knows; raises SlurmError if nobody answers.
+
+    A job that accounting believes alive, but the queue does not hold, is not known: the cluster lost it.
+    """
+    if not jobs:
+        return {}
+    queue, account = _queue(), {}
+    left = [job for job in jobs if queue is None or job not in queue.states]
+    if left:
+        account = _account(left)
+        if account is None and queue is None:
+            raise SlurmError("neither squeue nor sacct answers")
+    states = {}
+    for job in jobs:
+        if queue is not None and job in queue.states:
+            states[job] = queue.states[job]
+        elif account and job in account and (queue is None or account[job].ended):
+            states[job] = account[job]
+    return states
+
+
+def jobs_called(name: str) -> list[str]:
+    """The ids of this user's jobs of that name; raises SlurmError if nobody answers."""
+    queue = _queue()
+    # Without a start time sacct tells of today alone.
+    command = ["sacct", "--noheader", "--allocations", "--parsable2", "--format=JobID", "--starttime=now-30days"]
+    listed = _run([*command, f"--name={name}"])
+    if queue is None and listed is None:
+        raise SlurmError("neither squeue nor sacct answers")
+    found = [] if queue is None else [job for job, called in queue.names.items() if called == name]
+    return list(dict.fromkeys([*found, *(listed or "").split()]))
+
+
+def cancel(jobs: Sequence[str]) -> None:
+    """Ask SLURM to end ``jobs``; raises SlurmError if it does not take it."""
+    done = _try(["scancel", *jobs])
+    if isinstance(done, str):
+        raise SlurmError(done)
+
+
+def max_array_size() -> int:
+    """How many jobs an array may have: SLURM's MaxArraySize, or its default where no cluster answers."""
+    for line in (_run(["scontrol", "show", "config"]) or "").splitlines():
+        name, _, value = line.partition("=")
+        if name.strip() == "MaxArraySize" and value.strip().isdecimal():
+            return max(1, int(value))
+    return DEFAULT_ARRAY
+
+
+def _queue() -> Queue | None:
+    command = ["squeue", "--noheader", "--array", "--states=all", f"--user={os.getuid()}", "--format=%i|%T|%j|%r"]
+    listed = _run(command)
+    if listed is None:
+        return None
+    rows = [line.split("|", 3) for line in listed.splitlines() if line.count("|") >= 3]
+    return Queue(
+        {job: JobState(state, reason) for job, state, _, reason in rows}, {job: name for job, _, name, _ in rows}
+    )
+
+
+def _account(jobs: Collection[str]) -> dict[str, JobState] | None:
+    whole = sorted({job.split("_")[0] for job in jobs})
+    command = ["sacct", "--allocations", "--parsable2", "--format=JobID,State,NodeList", f"--jobs={','.join(whole)}"]
+    listed = _run(command)
+    if listed is None:
+        return None
+    read = SlurmInfoWatcher().read_info(listed)
+    return {job: JobState(row["State"].split()[0]) for job, row in read.items() if row.get("State")}
+
+
+def _run(command: Sequence[str]) -> str | None:
+    """What it prints, or None if it fails or does not end."""
+    done = _try(command)
+    return None if isinstance(done, str) else done.stdout
+
+
+def _try(command: Sequence[str]) -> subprocess.CompletedProcess | str:
+    """What came of it, or why nothing did."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=False)
+    except FileNotFoundError:
+        return f"there is no {command[0]} here"
+    except subprocess.TimeoutExpired:
+        return f"{command[0]} did not answer within {COMMAND_S:g} s"
+    return f"{command[0]}: {done.stderr.strip()}" if done.returncode else done

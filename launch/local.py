@@ -1,0 +1,77 @@
+"""Trials on this machine, each in a process of its own by submitit; they end when the process that runs them does."""
+
+import math
+import os
+import signal
+import time
+
+import submitit
+
+from auto3d.runtime.measurement import Measurement, Status
+from launch.manifest import Entry, State
+from launch.recipe import LoadedRecipe
+from launch.sbatch import MARGIN_S
+from launch.settings import device
+from launch.store import Trial, manifest_of, private_folder
+from launch.trial import run_trial
+from launch.watcher import Ended, Watcher, interrupts_noted, write_failure
+
+POLL_S = 0.1
+
+
+def run(recipe: LoadedRecipe, pending: list[Trial], watcher: Watcher) -> None:
+    """Run ``pending``, which it empties, a few at a time; ``watcher`` hears of the start and the end of each."""
+    total = len(pending)
+    running: dict[Trial, submitit.Job] = {}
+    number = 0
+    manifest = manifest_of(recipe)
+    with interrupts_noted() as interrupted:
+        try:
+            while pending or running:
+                if interrupted():
+                    raise KeyboardInterrupt
+                if pending and len(running) < recipe.values.launch.concurrent_trials:
+                    trial = pending.pop(0)
+                    watcher.start(trial)
+                    manifest.append([Entry(trial=trial.name, state=State.STARTED)])
+                    running[trial] = _submit(trial, recipe)
+                    continue
+                for trial in [trial for trial, job in running.items() if job.done()]:
+                    number += 1
+                    measurement = _measurement(recipe, trial, running.pop(trial))
+                    manifest.append([Entry(trial=trial.name, state=State.ENDED, told=measurement.status)])
+                    watcher.end(Ended(trial, measurement, number, total))
+                time.sleep(POLL_S)
+        finally:
+            for job in running.values():
+                os.kill(int(job.job_id), signal.SIGKILL)  # submitit's controller; the trial and its ranks die with it
+            while any(not job.done() for job in running.values()):
+                time.sleep(POLL_S)
+
+
+def _submit(trial: Trial, recipe: LoadedRecipe) -> submitit.Job:
+    trial.prepare(recipe)
+    executor = submitit.LocalExecutor(folder=private_folder(trial.folder / "job"))
+    executor.update_parameters(
+        timeout_min=math.ceil((recipe.values.launch.trial_timeout_s + MARGIN_S) / 60),
+        gpus_per_node=trial.plan.ranks if device(recipe.values) == "cuda" else 0,
+    )
+    # A trial never sees the terminal's Ctrl-C, for it inherits this mask: to end it is this process's business alone.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return executor.submit(
+            run_trial,
+            str(trial.recipe_file),
+            str(trial.plan_file),
+            str(trial.measurement_file),
+            modules=str(recipe.folder),
+            sweep=os.getpid(),
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _measurement(recipe: LoadedRecipe, trial: Trial, job: submitit.Job) -> Measurement:
+    """What the trial wrote or, if it could not write, the last lines that it printed."""
+    known = trial.measurement()
+    return known or write_failure(recipe, trial, Status.FAILED, job.stderr() or "it printed nothing")

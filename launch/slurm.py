@@ -1,0 +1,325 @@
+"""Trials as jobs of SLURM, through submitit: submit what does not run yet, follow all to their ends.
+
+The manifest tells which job is which trial's, so that any process, at any time, can follow. The trial's measurement
+file is its end; where a job ends without one, SLURM's state tells why.
+"""
+
+import os
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from itertools import groupby
+from pathlib import Path
+
+import submitit
+from submitit.core.utils import FailedJobError, FailedSubmissionError
+from submitit.helpers import clean_env
+
+from auto3d.runtime.measurement import Measurement, Status
+from launch.jobs import JobState, SlurmError, cancel, job_states, jobs_called, max_array_size
+from launch.manifest import Entry, History, Manifest, State, histories
+from launch.nodes import nodes_needed, run_trial_on_nodes
+from launch.recipe import LoadedRecipe
+from launch.sbatch import check_folder, parameters, python, text
+from launch.store import Trial, job_folder, log_files, manifest_of, private_folder
+from launch.watcher import Ended, Watcher, interrupts_noted, write_failure
+
+POLL_S = 1.0  # of the trials' files
+STATES_S = 5.0  # of SLURM's commands, which load the controller that all users share
+SETTLE_S = 20.0  # from the end of a job until its last file is seen here
+UNKNOWN_S = 120.0  # until a job that SLURM does not know is given up
+SILENCE_S = 1800.0  # until we give up on a SLURM that does not answer; its jobs are not given up
+
+# Ends that are not the trial's fault.
+RETRIED = ("BOOT_FAIL", "NODE_FAIL", "PREEMPTED")
+STATUSES = {"OUT_OF_MEMORY": Status.OOM, "TIMEOUT": Status.TIMEOUT, "DEADLINE": Status.TIMEOUT}
+
+
+@dataclass(frozen=True)
+class Submission:
+    """Trials that go to SLURM together: one job, or one job array."""
+
+    name: str
+    folder: Path
+    nodes: int
+    trials: Sequence[Trial]
+
+    def text(self, recipe: LoadedRecipe) -> str:
+        """The sbatch text, exactly."""
+        return text(recipe, self.folder, nodes=self.nodes, name=self.name, trials=len(self.trials))
+
+
+def submissions(recipe: LoadedRecipe, trials: Sequence[Trial], starts: Mapping[str, int]) -> list[Submission]:
+    """Trials of equal numbers of nodes together, no more than an array may have; a name tells what is started."""
+    most = max_array_size()
+    found = []
+    by_nodes = sorted(trials, key=lambda trial: nodes_needed(recipe, trial.plan))
+    for nodes, group in groupby(by_nodes, key=lambda trial: nodes_needed(recipe, trial.plan)):
+        together = list(group)
+        for first in range(0, len(together), most):
+            chunk = together[first : first + most]
+            started = [f"{trial.name} {starts.get(trial.name, 0)}" for trial in chunk]
+            here = str(job_folder(recipe, ""))  # the same recipe elsewhere has the same trials
+            digest = sha256("\n".join([here, *started]).encode()).hexdigest()[:12]
+            name = f"auto3d-{re.sub(r'[^A-Za-z0-9_.-]', '_', recipe.name)[:40]}-{digest}"
+            folder = job_folder(recipe, name)
+            check_folder(folder)
+            found.append(Submission(name, folder, nodes, chunk))
+    return found
+
+
+def starts_of(recipe: LoadedRecipe) -> dict[str, int]:
+    """How often each trial was started."""
+    return {name: history.starts for name, history in histories(manifest_of(recipe).entries()).items()}
+
+
+def ask(recipe: LoadedRecipe, submission: Submission) -> str:
+    """What the scheduler says to `sbatch --test-only`; raises SlurmError where it refuses."""
+    with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as file, _own_environment():
+        file.write(submission.text(recipe))
+        file.flush()
+        command = ["sbatch", "--test-only", file.name]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise SlurmError(f"sbatch --test-only: {error}") from None
+    said = (done.stderr + done.stdout).strip().replace("\n", "; ")
+    if done.returncode:
+        raise SlurmError(said)
+    return said
+
+
+# Submitting
+
+
+def submit(
+    recipe: LoadedRecipe, pending: Sequence[Trial], known: Mapping[Trial, Measurement], watcher: Watcher
+) -> dict[Trial, str]:
+    """The job of each of ``pending``: that which is on its way, or else a new one.
+
+    A trial that has another measurement than the ``known`` one was ended by another process: it has an empty job.
+    """
+    manifest = manifest_of(recipe)
+    with interrupts_noted() as interrupted, manifest.decided_alone():
+        jobs = {trial: "" for trial in pending if trial.measurement() != known.get(trial)}
+        left = [trial for trial in pending if trial not in jobs]
+        jobs |= _on_their_way(manifest, left)
+        starts = starts_of(recipe)
+        new = [trial for trial in left if trial not in jobs]
+        for submission in submissions(recipe, new, starts):
+            jobs |= _submit(recipe, manifest, submission)
+            ids = [jobs[trial] for trial in submission.trials]
+            nodes = f"{submission.nodes} node{'s' if submission.nodes > 1 else ''}"
+            watcher.tell(f"submitted {len(ids)} trials on {nodes}: job {ids[0].split('_')[0]}")
+            if interrupted():
+                raise KeyboardInterrupt
+    return jobs
+
+
+def _on_their_way(manifest: Manifest, trials: Sequence[Trial]) -> dict[Trial, str]:
+    """The jobs of those trials that SLURM has not ended, by the manifest or, where a submission broke off, by name."""
+    _find_lost(manifest, [trial.name for trial in trials])
+    known = histories(manifest.entries())
+    jobs = {trial: known[trial.name].last.job for trial in trials if _has_job(known.get(trial.name))}
+    states = job_states(list(jobs.values()))
+    return {trial: job for trial, job in jobs.items() if job in states and not states[job].ended}
+
+
+def _has_job(history: History | None) -> bool:
+    return history is not None and history.last.state in (State.SUBMITTED, State.CANCELLED)
+
+
+def _find_lost(manifest: Manifest, names: Sequence[str]) -> None:
+    """Complete the manifest where a process died between asking SLURM for a job and writing down which it is."""
+    entries = manifest.entries()
+    known = histories(entries)
+    last = [known[name].last for name in names if name in known]
+    for submission in sorted({one.submission for one in last if one.state is State.SUBMITTING}):
+        asked = [one.trial for one in entries if one.submission == submission and one.state is State.SUBMITTING]
+        asked = list(dict.fromkeys(asked))  # they were asked for before if SLURM had refused them
+        found = jobs_called(submission)
+        if not found:
+            entry = Entry(trial="", state=State.REFUSED, submission=submission, told="whoever asked for it died before")
+            manifest.append([replace(entry, trial=name) for name in asked])
+            continue
+        job = max((one.split("_")[0] for one in found), key=int)
+        ids = [f"{job}_{index}" for index in range(len(asked))] if len(asked) > 1 else [job]
+        entry = Entry(trial="", state=State.SUBMITTED, submission=submission)
+        manifest.append([replace(entry, trial=name, job=one) for name, one in zip(asked, ids, strict=True)])
+
+
+def _submit(recipe: LoadedRecipe, manifest: Manifest, submission: Submission) -> dict[Trial, str]:
+    def note(state: State, jobs: Sequence[str], told: str = "") -> None:
+        pairs = zip(submission.trials, jobs, strict=True)
+        name = submission.name
+        manifest.append([Entry(trial=one.name, state=state, job=job, submission=name, told=told) for one, job in pairs])
+
+    for trial in submission.trials:
+        trial.prepare(recipe)
+    private_folder(submission.folder.parent)
+    executor = submitit.SlurmExecutor(private_folder(submission.folder), python=python(recipe))
+    executor.update_parameters(**parameters(recipe, nodes=submission.nodes, name=submission.name))
+    nobody = [""] * len(submission.trials)
+    note(State.SUBMITTING, nobody)
+    try:
+        with _own_environment(), executor.batch():
+            jobs = [
+                executor.submit(
+                    run_trial_on_nodes,
+                    str(trial.recipe_file.resolve()),
+                    str(trial.plan_file.resolve()),
+                    str(trial.measurement_file.resolve()),
+                    modules=str(recipe.folder),
+                )
+                for trial in submission.trials
+            ]
+    except (FailedJobError, FailedSubmissionError) as error:
+        said = (str(error).strip().splitlines() or ["it did not say why"])[-1]
+        note(State.REFUSED, nobody, said)
+        raise SlurmError(f"sbatch refused {len(nobody)} trials on {submission.nodes} nodes: {said}") from None
+    ids = [job.job_id for job in jobs]
+    note(State.SUBMITTED, ids)
+    return dict(zip(submission.trials, ids, strict=True))
+
+
+@contextmanager
+def _own_environment() -> Iterator[None]:
+    """Without the variables of a job that we may be in, which would become options of ours; SLURM's address stays."""
+    kept = {name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ}
+    with clean_env():
+        os.environ.update(kept)
+        yield
+
+
+# Following
+
+
+@dataclass
+class _Followed:
+    """A trial whose job is under way, and since when (time.monotonic()) something about it is not as it should be."""
+
+    job: str
+    shown: str = ""  # the last state that was told
+    waits_since: float | None = None
+    ended_since: float | None = None
+    unknown_since: float | None = None
+
+
+def follow(recipe: LoadedRecipe, jobs: Mapping[Trial, str], watcher: Watcher) -> None:
+    """Until each trial has ended; those that lost their nodes are submitted again, up to launch.attempts.
+
+    On SIGINT or SIGTERM KeyboardInterrupt is raised, and the jobs go on.
+    """
+    followed = {trial: _Followed(job) for trial, job in jobs.items()}
+    number, answered, asked = 0, time.monotonic(), -STATES_S
+    states: dict[str, JobState] = {}
+    with interrupts_noted() as interrupted:
+        while followed:
+            if interrupted():
+                raise KeyboardInterrupt
+            if time.monotonic() - asked >= STATES_S:
+                asked = time.monotonic()
+                try:
+                    states = job_states([one.job for one in followed.values() if one.job])
+                    answered = time.monotonic()
+                except SlurmError as error:
+                    if time.monotonic() - answered > SILENCE_S:
+                        again = recipe.follow_up("resume")
+                        raise SlurmError(
+                            f"{error}, for {SILENCE_S:g} s; jobs may still run: to follow them again: {again}"
+                        ) from None
+                else:
+                    for trial, one in followed.items():
+                        _look(recipe, trial, one, states.get(one.job), watcher)
+            for trial, one in list(followed.items()):
+                measurement = trial.measurement() or _settled(recipe, trial, one, states.get(one.job), watcher)
+                if measurement is not None:
+                    number += 1
+                    del followed[trial]
+                    note_end(recipe, trial, measurement)
+                    watcher.end(Ended(trial, measurement, number, len(jobs)))
+            if followed:
+                time.sleep(POLL_S)
+
+
+def _look(recipe: LoadedRecipe, trial: Trial, one: _Followed, state: JobState | None, watcher: Watcher) -> None:
+    """Note what SLURM says of the trial's job now."""
+    now = time.monotonic()
+    known, ended = state is not None, state is not None and state.ended
+    waits = known and not ended and not state.running
+    one.unknown_since = None if known else one.unknown_since or now
+    one.ended_since = (one.ended_since or now) if ended else None
+    one.waits_since = (one.waits_since or now) if waits else None
+    if known and state.running and one.shown != "running":
+        watcher.start(trial)
+        one.shown = "running"
+    if waits and one.shown == "running":
+        watcher.tell(f"{trial.name}: SLURM sent job {one.job} back to the queue; it will start again")
+        one.shown = "waiting"
+    limit = recipe.values.launch.queue_timeout_s
+    if waits and now - one.waits_since > limit:
+        with suppress(SlurmError):  # it has ended just now
+            cancel([one.job])
+        reason = f"job {one.job} waited {limit:g} s for its nodes ({state.why})"
+        with manifest_of(recipe).decided_alone():
+            if trial.measurement() is None:
+                write_failure(recipe, trial, Status.TIMEOUT, reason)
+
+
+def _settled(
+    recipe: LoadedRecipe, trial: Trial, one: _Followed, state: JobState | None, watcher: Watcher
+) -> Measurement | None:
+    """The measurement of a trial whose job ended without one; None while it may still come, or starts again."""
+    now = time.monotonic()
+    ended = one.ended_since is not None and now - one.ended_since > SETTLE_S
+    lost = one.unknown_since is not None and now - one.unknown_since > UNKNOWN_S
+    if not ended and not lost:
+        return None
+    manifest = manifest_of(recipe)
+    with manifest.decided_alone():
+        if (known := trial.measurement()) is not None:
+            return known
+        _find_lost(manifest, [trial.name])
+        history = histories(manifest.entries())[trial.name]
+        if history.last.job != one.job:  # another process started it again
+            _follow_another(one, history.last.job)
+            return None
+        name = state.name if state else ""
+        if name in RETRIED and history.starts < recipe.values.launch.attempts:
+            (submission,) = submissions(recipe, [trial], {trial.name: history.starts})
+            (job,) = _submit(recipe, manifest, submission).values()
+            watcher.tell(f"{trial.name}: job {one.job} ended as {name}; submitted again: job {job}")
+            _follow_another(one, job)
+            return None
+        return write_failure(recipe, trial, STATUSES.get(name, Status.FAILED), _why(recipe, history.last, name))
+
+
+def _follow_another(one: _Followed, job: str) -> None:
+    one.job, one.shown = job, ""
+    one.waits_since = one.ended_since = one.unknown_since = None
+
+
+def _why(recipe: LoadedRecipe, entry: Entry, state: str) -> str:
+    """What a trial's task printed last, then how SLURM says that its job ended."""
+    if not state:
+        return f"SLURM no longer knows job {entry.job}, which left no measurement"
+    said = f"job {entry.job} ended as {state} and left no measurement"
+    printed = [line for file in log_files(recipe, entry) if file.suffix == ".err" for line in _lines(file)]
+    return "\n".join([*printed, said])
+
+
+def note_end(recipe: LoadedRecipe, trial: Trial, measurement: Measurement) -> None:
+    """In the manifest, once."""
+    manifest = manifest_of(recipe)
+    last = history.last if (history := histories(manifest.entries()).get(trial.name)) else None
+    if last is not None and last.state is not State.ENDED:
+        manifest.append([replace(last, state=State.ENDED, told=measurement.status, at=measurement.finished)])
+
+
+def _lines(file: Path) -> list[str]:
+    return file.read_text(errors="replace").rstrip().splitlines()

@@ -1,0 +1,83 @@
+"""status, logs, cancel, resume and --detach, where trials run on this machine."""
+
+import psutil
+import pytest
+
+from launch.executor import why_no_slurm
+from launch.recipe import load
+from launch.store import manifest_of, trials_of
+from tests.launch.test_sweep import gone, left_in, processes_below, wait_until
+from tests.test_plan import PLAN
+
+
+def test_resume_starts_what_failed_up_to_a_limit(folder, auto3d):
+    line = "    def forward(self, x, y):\n"
+    mine = (folder / "mine.py").read_text()
+    (folder / "mine.py").write_text(mine.replace(line, f"{line}        y = y + 3 * (x.shape[0] == 2)\n"))
+    space = ["search.micro_batch_size=[2,4]", "launch.attempts=2"]
+
+    def starts() -> list[int]:
+        entries = manifest_of(load("own.yaml")).entries()
+        names = sorted({entry.trial for entry in entries})
+        return [sum(entry.trial == name and entry.state == "started" for entry in entries) for name in names]
+
+    auto3d("sweep", "own.yaml", *space)
+    assert starts() == [1, 1]
+    status = auto3d("status", "own.yaml").out
+    assert status.rstrip().endswith("1 failed, 1 ok")
+    assert "IndexError" in auto3d("logs", "own.yaml", "mb2").out
+    resumed = auto3d("resume", "own.yaml")
+    assert starts() == [2, 1], "with the overrides of the sweep"
+    assert "1/1 dp1-tp1-pp2-mb2" in resumed.err
+    auto3d("resume", "own.yaml")
+    assert starts() == [2, 1], "launch.attempts is 2"
+    assert "is in 2 names" in auto3d("logs", "own.yaml", "dp1", code=2).err
+
+
+def test_a_detached_sweep_is_followed_and_cancelled(folder, auto3d):
+    told = auto3d("sweep", "own.yaml", "search.micro_batch_size=[4]", "--detach").out
+    assert "auto3d status own.yaml --watch" in told
+    log = folder / "runs" / "own" / "driver.log"
+    wait_until(lambda: "train under the fastest" in log.read_text(), "the sweep in the background", timeout_s=120)
+    assert auto3d("status", "own.yaml", "--watch").out.rstrip().endswith("1 ok")
+    assert log.stat().st_mode & 0o077 == 0 or log.parent.stat().st_mode & 0o077 == 0
+
+    told = auto3d("sweep", "own.yaml", "measure.iterations=1000000", "--detach").out
+    driver = psutil.Process(int(told.split()[1]))
+    wait_until(lambda: processes_below(driver.pid), "its first trial")
+    assert "1 running" in auto3d("status", "own.yaml").out
+    assert f"asked process {driver.pid}" in auto3d("cancel", "own.yaml").out
+    wait_until(lambda: gone([driver]) and not left_in(folder), "all its processes to be gone", timeout_s=30)
+    assert "1 interrupted, 1 not run" in auto3d("status", "own.yaml").out
+
+
+@pytest.mark.parametrize("verb", ["status", "resume"])
+def test_nothing_was_run(folder, auto3d, verb):
+    refused = auto3d(verb, "own.yaml", code=2).err
+    assert refused == "auto3d: own: nothing was run of it here; to run it: auto3d sweep own.yaml\n"
+
+
+@pytest.fixture
+def no_slurm(folder, monkeypatch):
+    monkeypatch.setenv("PATH", str(folder))  # where there is no sinfo
+    why_no_slurm.cache_clear()
+    yield
+    why_no_slurm.cache_clear()
+
+
+def test_slurm_is_asked_for_where_there_is_none(folder, auto3d, no_slurm):
+    refused = auto3d("sweep", "own.yaml", "launch.executor=slurm", code=2).err
+    assert refused.startswith("auto3d: command line: launch.executor: SLURM cannot be used: ")
+    assert refused.count("\n") == 1
+    refused = auto3d("sweep", "own.yaml", "launch.executor=auto", "cluster.nodes=2", code=2).err
+    assert "cluster.nodes: found 2; trials run on this machine, which is 1; launch.executor=slurm takes" in refused
+
+
+def test_trials_on_slurm_are_not_those_of_this_machine_and_change_with_the_kind_of_nodes(folder):
+    def name(*overrides: str) -> str:
+        return trials_of(load("small.yaml", overrides), [PLAN])[0].name
+
+    slurm = "launch.executor=slurm"
+    names = [name(), name(slurm), name(slurm, "launch.partition=gpu"), name(slurm, "launch.constraint=a100")]
+    assert len(set(names)) == 4
+    assert name(slurm, "launch.account=b", "launch.qos=high", "launch.attempts=9") == name(slurm)

@@ -1,0 +1,237 @@
+"""Sweeps on a real cluster of four nodes: equal to those on one machine, whatever is killed, preempted or cancelled."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from launch.manifest import Entry, Manifest, State, histories
+from tests.launch.conftest import MINE
+from tests.slurm.conftest import PROGRAM, REPOSITORY, SlurmCluster, wait_for
+from tests.slurm.test_dev_cluster import pids
+
+AUTO3D = [sys.executable, "-m", "launch.main"]
+OWN = """
+model: {factory: 'mine:make'}
+data: {source: synthetic, inputs: {x: {kind: normal, shape: [8]}, y: {kind: integers, high: 3}}}
+cluster: {nodes: 4, devices_per_node: 1}
+training: {global_batch: 8, timeout_s: 30}
+search: {dp: [1], pp: [2], micro_batch_size: [4], schedule: [1f1b], allow_idle_devices: true}
+launch: {executor: slurm, trial_timeout_s: 240}
+"""
+LONG = "measure.iterations=800"  # seconds over the shaped links: long enough to be hit while it runs
+
+pytestmark = pytest.mark.timeout(900)
+
+
+class Sweeps:
+    """Commands on own.yaml of a folder that all nodes see."""
+
+    def __init__(self, cluster: SlurmCluster, folder: Path) -> None:
+        self.cluster, self.folder = cluster, folder
+        (folder / "own.yaml").write_text(OWN)
+        (folder / "mine.py").write_text(MINE)
+
+    def auto3d(self, verb: str, *arguments: str, code: int = 0, recipe: str = "own.yaml") -> str:
+        return self.cluster.run(*AUTO3D, verb, recipe, *arguments, timeout_s=500, code=code, cwd=self.folder)
+
+    def start(self, verb: str, *arguments: str) -> subprocess.Popen:
+        command = [*AUTO3D, verb, "own.yaml", *arguments]
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen(command, cwd=self.folder, env=self.cluster.environment, **streams)
+
+    def rows(self, recipe: str = "own.yaml") -> list[dict]:
+        return json.loads(self.auto3d("table", "--json", recipe=recipe))
+
+    def entries(self) -> list[Entry]:
+        return Manifest(self.folder / "runs" / "own" / "manifest.jsonl").entries()
+
+    def starts(self) -> list[int]:
+        return [history.starts for history in histories(self.entries()).values()]
+
+    def job(self) -> str:
+        """Of the trial that was submitted last."""
+        submitted = [entry.job for entry in self.entries() if entry.state is State.SUBMITTED]
+        return submitted[-1] if submitted else ""
+
+    def running_on(self) -> list[str]:
+        """The nodes of that job, once its ranks iterate."""
+        told: list[str] = []
+
+        def iterates() -> bool:
+            if not self.job():
+                return False
+            line = self.cluster.run("squeue", "--noheader", f"--jobs={self.job()}", "--format=%T %N", code=0).split()
+            if line[:1] != ["RUNNING"]:
+                return False
+            told[:] = self.cluster.run("scontrol", "show", "hostnames", line[1]).split()
+            return all(ranks_on(node) for node in told)
+
+        wait_for("the ranks of a trial", iterates, timeout_s=200)
+        return told
+
+
+def ranks_on(node: str) -> list[int]:
+    """Processes that a trial's own process forked there."""
+    found = []
+    for pid in pids(node, "python"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            lines = [Path(f"/proc/{one}/cmdline").read_bytes() for one in (pid, parent)]
+            if all(b"submitit.core._submit" in line for line in lines) and lines[0] == lines[1]:
+                found.append(pid)
+    return found
+
+
+@pytest.fixture
+def sweeps(cluster, tmp_path):
+    return Sweeps(cluster, tmp_path)
+
+
+def end(process: subprocess.Popen, *, code: int = 0) -> str:
+    output, _ = process.communicate(timeout=280)
+    assert process.returncode == code, output
+    return output
+
+
+def statuses(sweeps: Sweeps) -> list[str]:
+    return [row["status"] for row in sweeps.rows()]
+
+
+# Results
+
+
+def test_losses_on_one_two_and_four_nodes_are_those_of_this_machine(sweeps):
+    space = ["search.dp=[1,2]", "search.pp=[1,2]", "search.micro_batch_size=[4]", "search.schedule=[1f1b]"]
+    space += ["measure.iterations=2", "measure.warmup_iterations=1", "training.threads_per_rank=1"]
+    nodes = ["launch.executor=slurm", "cluster.nodes=4", "cluster.devices_per_node=1"]
+    (sweeps.folder / "recipes").symlink_to(REPOSITORY / "recipes")
+
+    def losses(*where: str) -> dict[tuple[int, int], list]:
+        sweeps.auto3d("sweep", *space, *where, recipe="tiny")
+        folders = sweeps.folder / "runs" / "tiny"
+        names = json.loads((folders / "sweep.json").read_text())["trials"]
+        found = [json.loads((folders / "trials" / name / "measurement.json").read_text()) for name in names]
+        assert [one["status"] for one in found] == ["ok"] * 4
+        return {(one["plan"]["dp"], one["plan"]["pp"]): [one["loss"], one["grad_norm"]] for one in found}
+
+    assert losses(*nodes) == losses("launch.executor=local")
+
+
+def test_what_is_submitted_is_what_a_dry_run_prints(sweeps):
+    hostile = """it's "quoted" $(touch ran) `touch ran`; touch ran # | > ran"""
+    (sweeps.folder / "own.yaml").write_text(
+        OWN.replace("executor: slurm,", f"executor: slurm, additional_parameters: {json.dumps({'comment': hostile})},")
+    )
+    told = sweeps.auto3d("sweep", "search.micro_batch_size=[2,4]", "--dry-run")
+    assert "to start at" in sweeps.auto3d("sweep", "--test-only")
+    sweeps.auto3d("sweep", "search.micro_batch_size=[2,4]", "--detach", "launch.additional_parameters.begin=now+1hour")
+    (script,) = (sweeps.folder / "runs" / "own" / "jobs").glob("*/*_submission.sh")
+    begin = "#SBATCH --begin=now+1hour\n"
+    assert begin in script.read_text()
+    assert script.read_text().replace(begin, "").rstrip() == told.rstrip()
+    job = sweeps.job().split("_")[0]
+    assert sweeps.cluster.run("squeue", "--noheader", f"--jobs={job}", "--format=%k").splitlines()[0] == hostile
+    for private in (sweeps.folder / "runs" / "own", script.parent.parent, script.parent):
+        assert private.stat().st_mode & 0o077 == 0, private
+    assert "cancelled 2 jobs" in sweeps.auto3d("cancel")
+    assert not (sweeps.folder / "ran").exists()
+
+
+def test_two_sweeps_at_once_share_their_trials(sweeps):
+    space = ["search.micro_batch_size=[2,4,8]", "measure.iterations=100"]
+    both = [sweeps.start("sweep", *space) for _ in range(2)]
+    outputs = [end(one) for one in both]
+    assert statuses(sweeps) == ["ok"] * 3
+    assert sweeps.starts() == [1] * 3, "none ran twice"
+    assert sum(output.count("submitted 3 trials") for output in outputs) == 1
+
+
+# Faults
+
+
+def test_a_killed_rank_is_told_and_resume_runs_its_trial_again(sweeps):
+    sweep = sweeps.start("sweep", LONG)
+    node = sweeps.running_on()[1]
+    os.kill(ranks_on(node)[0], signal.SIGKILL)
+    output = end(sweep, code=1)
+    assert f"rank 1 on {node}" in output
+    assert "was killed by SIGKILL" in output
+    assert statuses(sweeps) == ["failed"]
+    sweeps.auto3d("resume")
+    assert statuses(sweeps) == ["ok"]
+    assert sweeps.starts() == [2]
+    assert "(not run again)" not in sweeps.auto3d("resume")
+    assert sweeps.starts() == [2], "what is done is not run again"
+
+
+def test_a_killed_driver_loses_nothing(sweeps):
+    sweep = sweeps.start("sweep", LONG)
+    sweeps.running_on()
+    sweep.kill()
+    sweep.wait()
+    assert "1 running" in sweeps.auto3d("status")
+    assert "ok" in sweeps.auto3d("resume")
+    assert statuses(sweeps) == ["ok"]
+    assert sweeps.starts() == [1], "the job that ran was followed"
+
+
+def test_a_job_of_a_driver_that_died_while_it_submitted_is_found(sweeps):
+    sweeps.auto3d("sweep", "--detach", "measure.iterations=100")
+    file = sweeps.folder / "runs" / "own" / "manifest.jsonl"
+    asked, _ = file.read_text().splitlines(keepends=True)
+    file.write_text(asked + '{"trial": "dp1')  # as if it had died when SLURM had the job
+    sweeps.auto3d("resume")
+    assert statuses(sweeps) == ["ok"]
+    assert sweeps.starts() == [1]
+
+
+def test_scancel_is_told_and_resume_completes(sweeps):
+    sweep = sweeps.start("sweep", LONG)
+    sweeps.running_on()
+    sweeps.cluster.run("scancel", sweeps.job())
+    output = end(sweep, code=1)
+    assert "ended as CANCELLED and left no measurement" in output
+    sweeps.auto3d("resume")
+    assert statuses(sweeps) == ["ok"]
+
+
+def test_a_node_that_dies_sends_its_trial_to_others(sweeps):
+    sweep = sweeps.start("sweep", "measure.iterations=20000")
+    nodes = sweeps.running_on()
+    job = sweeps.job()
+    for pid in [*pids(nodes[1], "slurmd"), *pids(nodes[1], "slurmstepd"), *pids(nodes[1], "python")]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    try:
+        shown = ["scontrol", "show", "job", job]
+        wait_for("the job to be requeued", lambda: "Restarts=1" in sweeps.cluster.run(*shown), timeout_s=200)
+        sweeps.cluster.run("scancel", job)
+        output = end(sweep, code=1)
+        assert statuses(sweeps) == ["failed"]
+        assert "ended as CANCELLED" in output, "not as the death of the node had it"
+    finally:
+        sweeps.cluster.run(*PROGRAM, "up", timeout_s=120)
+
+
+# Verbs
+
+
+def test_status_logs_and_cancel(sweeps):
+    output = sweeps.auto3d("sweep", "--detach", "measure.iterations=100000")
+    for verb in ("status own.yaml --watch", "logs own.yaml TRIAL -f", "cancel own.yaml", "resume own.yaml"):
+        assert f"auto3d {verb}" in output
+    sweeps.running_on()
+    assert "1 running" in sweeps.auto3d("status")
+    logs = sweeps.start("logs", "pp2-mb4", "-f")
+    wait_for("the logs", lambda: "Starting with JobEnvironment" in logs.stdout.readline(), timeout_s=30)
+    refused = sweeps.auto3d("logs", "pp3", code=2)
+    assert "trial: 'pp3' is none of those that were started: dp1-tp1-pp2-mb4" in refused
+    assert "cancelled 1 jobs of SLURM: dp1" in sweeps.auto3d("cancel", "pp2")
+    end(logs)
+    assert "1 cancelled" in sweeps.auto3d("status", "--watch")
