@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
@@ -148,6 +149,17 @@ def test_what_is_submitted_is_what_a_dry_run_prints(sweeps):
     assert not (sweeps.folder / "ran").exists()
 
 
+def test_25_trials_go_out_as_arrays_of_at_most_11(sweeps):
+    space = ["training.global_batch=64", "search.micro_batch_size=[1,2,4,8,16,32,64]", "search.pp=[1,2]"]
+    space += ["search.schedule=[1f1b,gpipe]", "search.max_trials=25", "cluster.devices_per_node=2"]
+    space += ["search.recompute=[none,full]", "cluster.nodes=1", "launch.exclusive=false", "measure.iterations=1"]
+    sweeps.auto3d("sweep", *space)
+    jobs = Counter(entry.job.split("_")[0] for entry in sweeps.entries() if entry.state is State.SUBMITTED)
+    assert sorted(jobs.values()) == [3, 11, 11]
+    assert statuses(sweeps) == ["ok"] * 25
+    assert sweeps.starts() == [1] * 25
+
+
 def test_two_sweeps_at_once_share_their_trials(sweeps):
     space = ["search.micro_batch_size=[2,4,8]", "measure.iterations=100"]
     both = [sweeps.start("sweep", *space) for _ in range(2)]
@@ -155,6 +167,16 @@ def test_two_sweeps_at_once_share_their_trials(sweeps):
     assert statuses(sweeps) == ["ok"] * 3
     assert sweeps.starts() == [1] * 3, "none ran twice"
     assert sum(output.count("submitted 3 trials") for output in outputs) == 1
+
+
+def test_the_driver_as_a_job(sweeps):
+    (sweeps.folder / ".venv").symlink_to(sys.prefix)
+    script = REPOSITORY / "slurm" / "sweep.sbatch"
+    job = sweeps.cluster.run("sbatch", "--parsable", str(script), "own.yaml", cwd=sweeps.folder).strip()
+    left = ["squeue", "--noheader", f"--name=auto3d-sweep,{job}"]
+    wait_for("the driver to end", lambda: not sweeps.cluster.run(*left), timeout_s=200)
+    assert "train under the fastest" in (sweeps.folder / f"auto3d-sweep-{job}.out").read_text()
+    assert statuses(sweeps) == ["ok"]
 
 
 # Faults
@@ -206,6 +228,20 @@ def test_scancel_is_told_and_resume_completes(sweeps):
     assert statuses(sweeps) == ["ok"]
 
 
+def test_a_preempted_trial_starts_again_and_the_driver_follows_it(sweeps):
+    sweep = sweeps.start("sweep", "measure.iterations=1000000", "launch.nodelist=n1,n2")
+    nodes = sweeps.running_on()
+    job = sweeps.job()
+    sweeps.cluster.run("srun", "--partition=high", "--exclusive", f"--nodelist={','.join(nodes)}", "true")
+    start_at_once(sweeps.cluster, job)
+    sweeps.running_on()
+    sweeps.cluster.run("scancel", job)
+    output = end(sweep, code=1)
+    assert f"SLURM sent job {job} back to the queue" in output
+    assert "ended as CANCELLED" in output, "not as it was preempted"
+    assert (sweeps.job(), sweeps.starts()) == (job, [1])
+
+
 def test_a_node_that_dies_sends_its_trial_to_others(sweeps):
     sweep = sweeps.start("sweep", "measure.iterations=20000")
     nodes = sweeps.running_on()
@@ -222,6 +258,45 @@ def test_a_node_that_dies_sends_its_trial_to_others(sweeps):
         assert "ended as CANCELLED" in output, "not as the death of the node had it"
     finally:
         sweeps.cluster.run(*PROGRAM, "up", timeout_s=120)
+
+
+def test_without_accounting_squeue_tells(sweeps):
+    try:
+        for pid in pids("control", "slurmdbd"):
+            os.kill(pid, signal.SIGKILL)
+        sweep = sweeps.start("sweep", LONG)
+        sweeps.running_on()
+        sweeps.cluster.run("scancel", sweeps.job())
+        assert "ended as CANCELLED" in end(sweep, code=1)
+        sweeps.auto3d("resume")
+        assert statuses(sweeps) == ["ok"]
+    finally:
+        sweeps.cluster.run(*PROGRAM, "up", timeout_s=120)
+
+
+def test_a_restarted_controller_is_no_end(sweeps):
+    sweep = sweeps.start("sweep", "measure.iterations=2000")
+    sweeps.running_on()
+    try:
+        for pid in pids("control", "slurmctld"):
+            os.kill(pid, signal.SIGKILL)
+        refused = sweeps.auto3d("sweep", "search.micro_batch_size=[2]", code=2)
+        assert "SLURM cannot be used: sinfo " in refused
+    finally:
+        sweeps.cluster.run(*PROGRAM, "up", timeout_s=120)
+    end(sweep)
+    assert statuses(sweeps) == ["ok"]
+    assert sweeps.starts() == [1]
+
+
+def test_a_job_that_waits_too_long_is_cancelled(sweeps):
+    everything = ["--partition=high", "--exclusive", "--nodes=4", "--output=/dev/null", "--wrap", "sleep 600"]
+    sweeps.cluster.run("sbatch", *everything)
+    wait_for("no node to be idle", lambda: "idle" not in sweeps.cluster.node_states().values(), timeout_s=30)
+    output = sweeps.auto3d("sweep", "launch.queue_timeout_s=3", code=1)
+    assert f"job {sweeps.job()} waited 3 s for its nodes (" in output
+    assert not sweeps.cluster.run("squeue", "--noheader", "--partition=low")
+    assert statuses(sweeps) == ["timeout"]
 
 
 # Verbs
