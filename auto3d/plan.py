@@ -70,9 +70,8 @@ class Plan:
     placement: tuple[tuple[int, ...], ...]
     seed: int  # of the initial weights, the data order and dropout
     schedule_options: dict[str, int | str] = field(default_factory=dict, hash=False)  # of the schedule's family
-    shard_optimizer: bool = (
-        False  # ZeRO-1: of the replicas of a stage, each keeps and updates a share of its parameters
-    )
+    shard_optimizer: bool = False
+    """ZeRO-1: of the replicas of a stage, each keeps the optimizer's state of a share of its parameters."""
     schema: int = SCHEMA
 
     @property

@@ -7,7 +7,6 @@ from functools import cache
 from auto3d.capture.graph import Graph
 from auto3d.partition.merak import shard
 from auto3d.partition.recompute import subgraph_starts
-from auto3d.plan import Plan
 from auto3d.runtime.measurement import Measurement, Status
 from auto3d.runtime.optimizer import state_copies
 from auto3d.schedule import samples_at_once
@@ -17,7 +16,7 @@ from launch.model import captured_model
 from launch.recipe import LoadedRecipe
 from launch.settings import cluster, optimizer_settings
 from launch.store import Trial, trials_of
-from launch.sweep import check_place, check_ranks, held, run_trials
+from launch.sweep import check_place, check_ranks, held, measured
 from launch.train import plan_of
 from launch.watcher import FINAL, Ended
 
@@ -61,22 +60,14 @@ def try_shares(recipe: LoadedRecipe, report: Callable[[Tried], None]) -> float |
     with held(recipe):
         while high - low > 1:
             share, plan = plans[probe]
-            tried = Tried(share, _measure(recipe, plan))
+            (trial,) = trials_of(recipe, [plan])
+            tried = Tried(share, measured(recipe, trial, _Unwatched()))
             report(tried)
             if tried.measurement.status not in FINAL:
                 return None
             low, high = (probe, high) if tried.fits else (low, probe)
             probe = (low + high) // 2
     return plans[low][0] if low >= 0 else None
-
-
-def _measure(recipe: LoadedRecipe, plan: Plan) -> Measurement:
-    (trial,) = trials_of(recipe, [plan])
-    known = trial.measurement()
-    if known is None or known.status not in FINAL:
-        run_trials(recipe, [trial], _Unwatched(), known={} if known is None else {trial: known})
-        known = trial.measurement()
-    return known
 
 
 class _Unwatched:

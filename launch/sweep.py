@@ -113,6 +113,15 @@ def check_ranks(recipe: LoadedRecipe, ranks: int) -> None:
         check_devices(recipe, ranks)
 
 
+def measured(recipe: LoadedRecipe, trial: Trial, watcher: Watcher) -> Measurement:
+    """The result of ``trial``, which runs unless it has one."""
+    known = trial.measurement()
+    if known is None or known.status not in FINAL:
+        run_trials(recipe, [trial], watcher, known={} if known is None else {trial: known})
+        known = trial.measurement()
+    return known
+
+
 def run_trials(
     recipe: LoadedRecipe,
     pending: list[Trial],

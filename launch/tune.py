@@ -17,9 +17,9 @@ from launch.plan import HEADINGS, cells
 from launch.recipe import LoadedRecipe
 from launch.search import cannot_run
 from launch.store import Trial, trials_of, write_command, write_whole
-from launch.sweep import check_place, check_ranks, held, run_trials
+from launch.sweep import check_place, check_ranks, held, measured
 from launch.tables import RESULTS
-from launch.watcher import FINAL, Ended, Watcher
+from launch.watcher import Ended, Watcher
 
 CONSIDERED = 5  # times as many candidates as there are trials are ranked anew after each
 
@@ -69,20 +69,12 @@ def run_tune(recipe: LoadedRecipe, search: Search, watcher: Watcher) -> list[Tri
             except InputError:  # by the bytes that the runtime counts, it does not fit
                 continue
             check_ranks(recipe, trial.plan.ranks)
-            measurement = _measured(recipe, trial, _Numbered(watcher, len(tried) + 1, trials))
+            measurement = measured(recipe, trial, _Numbered(watcher, len(tried) + 1, trials))
             one = Tried(replace(best, plan=trial.plan), correction.seconds(estimate), measurement)
             tried.append(one)
             if one.error is not None:
                 estimates.append(estimate)
     return tried
-
-
-def _measured(recipe: LoadedRecipe, trial: Trial, watcher: Watcher) -> Measurement:
-    known = trial.measurement()
-    if known is None or known.status not in FINAL:
-        run_trials(recipe, [trial], watcher, known={} if known is None else {trial: known})
-        known = trial.measurement()
-    return known
 
 
 @dataclass(frozen=True)

@@ -43,10 +43,7 @@ def _mesh(cluster: Cluster) -> tuple[int, int]:
 def _pipelines_first(mesh: tuple[int, int], dp: int, tp: int, pp: int) -> Placement:
     """The stages of a pipeline are neighbours, and replicas of the pipeline follow each other: the transpose of
     Megatron-LM's order, whose replicas of a stage are."""
-    return tuple(
-        tuple((replica * pp + stage) * tp + shard for replica in range(dp) for shard in range(tp))
-        for stage in range(pp)
-    )
+    return place_replicas([1] * pp, dp=dp, tp=tp)
 
 
 def _tiling(*, horizontal: bool, by_columns: bool) -> Callable[[tuple[int, int], int, int, int], Placement]:

@@ -25,14 +25,15 @@ class Work:
 def lay_out(schedule: Schedule, costs: Costs) -> Work:
     operations = numbered(schedule)
     bounds = list(accumulate(map(len, schedule.operations), initial=0))
-    waits = _waits(schedule, operations)
+    groups = sync_groups(operations)
+    waits = _waits(schedule, operations, groups)
     prices = _Prices(schedule, costs)
     steps = [prices[o.kind, o.stage, o.pipe, len(o.micro_batches)] for o in operations]
     for number, count in recomputed_inside(schedule).items():
         stage, pipe = operations[number].stage, operations[number].pipe
         duration, after, link = steps[number]
         steps[number] = duration + count * prices[Kind.RECOMPUTE, stage, pipe, 1][0], after, link
-    for group in sync_groups(operations).values():
+    for group in groups.values():
         last_of = {schedule.device_of[operations[n].stage, operations[n].pipe]: n for n in group}
         for number in set(group).difference(last_of.values()):
             steps[number] = 0.0, 0.0, -1  # the device adds up what it has of the stage, and reduces it once
@@ -100,13 +101,15 @@ def sync_groups(operations: list[Operation]) -> dict[tuple[int, int], list[int]]
     return groups
 
 
-def _waits(schedule: Schedule, operations: list[Operation]) -> list[tuple[int, ...]]:
+def _waits(
+    schedule: Schedule, operations: list[Operation], groups: dict[tuple[int, int], list[int]]
+) -> list[tuple[int, ...]]:
     """The dependencies, and for each U the S, on all devices, of the all-reduces that its device has joined.
 
     An R or W need not wait for the message of its own F or I to arrive elsewhere: on its device that is in the past.
     """
     waits = dependencies(schedule)
-    group_of = {number: group for group in sync_groups(operations).values() for number in group}
+    group_of = {number: group for group in groups.values() for number in group}
     recompute, weight_half, sync, update = Kind.RECOMPUTE, Kind.BACKWARD_WEIGHT, Kind.SYNC, Kind.UPDATE
     number = 0
     for device in schedule.operations:
