@@ -1,0 +1,63 @@
+"""Commands on what is under way: how it stands, what it prints, its end, and to go on with it."""
+
+import click
+
+from launch.commands.group import cli, err, recipe_command
+from launch.commands.trials import sweep_on, tune_on
+from launch.recipe import load
+
+
+@recipe_command
+def resume(recipe: str, overrides: tuple[str, ...]) -> int:
+    """Go on with the last sweep or tune of RECIPE: follow what runs, run what is left, retry what failed.
+
+    A trial that failed or timed out is started launch.attempts times at most. OVERRIDES, if any, replace those of that
+    command.
+    """
+    from launch.status import resumed
+
+    loaded, verb = resumed(load(recipe, overrides))
+    from launch.sweep import Retry
+
+    return tune_on(loaded) if verb == "tune" else sweep_on(loaded, Retry.UP_TO_A_LIMIT)
+
+
+@recipe_command
+@click.option("--watch", is_flag=True, help="Say what changes, until no trial is under way.")
+def status(recipe: str, overrides: tuple[str, ...], watch: bool) -> int:
+    """Say where the trials of RECIPE's last sweep or tune stand: done, running, waiting, lost."""
+    loaded = load(recipe, overrides)
+    from launch import status as standing
+
+    found = standing.watch(loaded, err) if watch else standing.standings(loaded)
+    print(f"{standing.table(found)}\n\n{standing.summary(found)}")
+    return 0
+
+
+@cli.command()
+@click.argument("recipe")
+@click.argument("trial")
+@click.option("-f", "--follow", is_flag=True, help="Go on until the trial has ended.")
+def logs(recipe: str, trial: str, follow: bool) -> int:
+    """Print what TRIAL, or the one trial that has TRIAL in its name, printed, and how it ended."""
+    loaded = load(recipe)
+    from launch.status import print_logs
+
+    print_logs(loaded, trial, follow=follow)
+    return 0
+
+
+@cli.command()
+@click.argument("recipe")
+@click.argument("trial", required=False)
+def cancel(recipe: str, trial: str | None) -> int:
+    """End the trials of RECIPE that are under way, or TRIAL alone; `resume` runs them again."""
+    loaded = load(recipe)
+    from launch.detach import end_driver
+    from launch.status import cancel_trials
+
+    if trial is None and (pid := end_driver(loaded)) is not None:
+        print(f"asked process {pid}, which ran trials in the background, to end")
+    cancelled = cancel_trials(loaded, trial)
+    print(f"cancelled {len(cancelled)} jobs of SLURM{': ' * bool(cancelled)}{', '.join(cancelled)}")
+    return 0

@@ -1,0 +1,203 @@
+"""Commands that run plans for real: sweep, tune, train, recompute, and the table of what ran."""
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from launch.commands.group import PLAIN, RUN_FAILED, err, recipe_command
+from launch.main import INTERRUPTED, complain
+from launch.output import print_json
+from launch.recipe import LoadedRecipe, load
+
+if TYPE_CHECKING:
+    from launch.sweep import Retry
+
+_detach = click.option("--detach", is_flag=True, help="Return once it is under way, and say how to follow it.")
+
+
+@recipe_command
+@_detach
+def tune(recipe: str, overrides: tuple[str, ...], detach: bool) -> int:
+    """Search as `plan` does, then try the best candidates, and write the fastest plan to results/.
+
+    Each trial corrects what is predicted for those that are left. search.trials is how many run at most; finished ones
+    never run twice.
+    """
+    loaded = load(recipe, overrides)
+    return _start_driver(loaded, "tune") if detach else tune_on(loaded)
+
+
+def tune_on(loaded: LoadedRecipe) -> int:
+    from launch import tune as tuning
+    from launch.progress import search_progress, sweep_progress
+    from launch.search import search_recipe
+
+    try:
+        with search_progress(err) as tell:
+            search = search_recipe(loaded, tell)
+        with sweep_progress(err) as watcher:
+            tried = tuning.run_tune(loaded, search, watcher)
+    except KeyboardInterrupt:
+        return _interrupted(loaded)
+    files = tuning.write(loaded, tried)
+    print(f"{tuning.table(tried, 'simple')}\n\n{tuning.told(tried)}\n\nwritten: {', '.join(map(str, files))}")
+    if tuning.fastest(tried) is None:
+        return complain("no trial is ok", RUN_FAILED)
+    print(f"train under the fastest: {loaded.command('train', '--plan', str(files[-1]), without='plan')}")
+    return 0
+
+
+@recipe_command
+@click.option("--retry", is_flag=True, help="Run again the trials that failed or timed out.")
+@click.option("--dry-run", is_flag=True, help="Print the sbatch text of its jobs, and submit none; needs no SLURM.")
+@click.option("--test-only", is_flag=True, help="Ask SLURM whether it would take its jobs, and submit none.")
+@_detach
+def sweep(recipe: str, overrides: tuple[str, ...], dry_run: bool, test_only: bool, retry: bool, detach: bool) -> int:
+    """Run every plan of RECIPE's search space as a trial, skip those that are done, and print the table."""
+    loaded = load(recipe, overrides)
+    from launch.executor import on_slurm
+    from launch.sweep import Retry, print_submissions
+
+    if dry_run or test_only:
+        print_submissions(loaded, ask_slurm=test_only)
+        return 0
+    if detach and not on_slurm(loaded):
+        return _start_driver(loaded, "sweep", *["--retry"] * retry)
+    return sweep_on(loaded, Retry.ALL if retry else Retry.NONE, follow=not detach)
+
+
+def sweep_on(loaded: LoadedRecipe, retry: "Retry", *, follow: bool = True) -> int:
+    from launch import tables
+    from launch.progress import sweep_progress
+    from launch.sweep import run_sweep
+    from launch.watcher import FINAL
+
+    try:
+        with sweep_progress(err) as watcher:
+            run_sweep(loaded, retry=retry, watcher=watcher, follow=follow)
+    except KeyboardInterrupt:
+        return _interrupted(loaded)
+    if not follow:
+        print(next_commands(loaded))
+        return 0
+    results = tables.results_of(loaded)
+    files = tables.write(results)
+    print(f"{tables.terminal(results)}\n\nwritten: {', '.join(map(str, files))}")
+    failed = sum(measurement.status not in FINAL for measurement in results.measurements)
+    if failed:
+        err.print(f"{failed} failed or timed out; to run them again: {loaded.command('sweep', '--retry')}", **PLAIN)
+    if tables.best(results) is None:
+        return complain("no trial is ok", RUN_FAILED)
+    print(f"train under the fastest: {loaded.command('train', '--plan', str(files[-1]), without='plan')}")
+    return 0
+
+
+def _start_driver(loaded: LoadedRecipe, verb: str, *options: str) -> int:
+    from launch.detach import start_driver
+    from launch.sweep import check_place
+
+    check_place(loaded)
+    pid, log = start_driver(loaded, verb, options)
+    print(f"process {pid} runs it, and prints to {log}\n{next_commands(loaded)}")
+    return 0
+
+
+def next_commands(loaded: LoadedRecipe) -> str:
+    told = {
+        ("status", "--watch"): "where its trials stand, until all have ended",
+        ("logs", "TRIAL", "-f"): "what one prints",
+        ("cancel",): "end all that are under way",
+        ("resume",): "follow them, run what is left or failed, and print the table",
+    }
+    commands = {loaded.follow_up(verb, *options): meaning for (verb, *options), meaning in told.items()}
+    width = max(map(len, commands))
+    return "\n".join(f"  {command:{width}}  # {meaning}" for command, meaning in commands.items())
+
+
+def _interrupted(loaded: LoadedRecipe) -> int:
+    from launch.executor import on_slurm
+
+    if on_slurm(loaded):
+        err.print(f"interrupted; jobs of SLURM go on:\n{next_commands(loaded)}", **PLAIN)
+        return INTERRUPTED
+    return complain("interrupted; finished trials are kept, and the same command runs the rest", INTERRUPTED)
+
+
+@recipe_command
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print a list of records, in seconds and bytes, each with its plan and its error; write no file.",
+)
+def table(recipe: str, overrides: tuple[str, ...], as_json: bool) -> int:
+    """Print the table of RECIPE's last sweep, fastest first, and write it to results/.
+
+    OVERRIDES, if any, must be those of that sweep.
+    """
+    loaded = load(recipe, overrides)
+    from launch import tables
+
+    results = tables.results_of(loaded)
+    if as_json:
+        print_json(tables.rows(results))
+        return 0
+    files = tables.write(results)
+    print(f"{tables.terminal(results)}\n\nwritten: {', '.join(map(str, files))}")
+    return 0
+
+
+@recipe_command
+@click.option("--plan", "plan_file", type=click.Path(exists=True, dir_okay=False), help="Train under this plan.")
+@click.option("--json", "as_json", is_flag=True, help="Print loss, grad_norm, iteration_s, peak_bytes and the plan.")
+def train(recipe: str, overrides: tuple[str, ...], plan_file: str | None, as_json: bool) -> int:
+    """Train RECIPE's model under --plan or the recipe's own plan, as in: auto3d train tiny plan.dp=2 plan.pp=2.
+
+    It starts its own processes, or is one of those that torchrun, srun or mpirun started.
+    """
+    loaded = load(recipe, overrides)
+    from launch.train import run_training
+
+    return run_training(loaded, plan_file, err, lambda record: _print_training(record, as_json))
+
+
+def _print_training(record: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print_json(record)
+        return
+    plan = record["plan"]
+    under = (
+        f"{len(record['iteration_s'])} iterations under dp={plan['dp']} tp={plan['tp']} pp={plan['pp']} "
+        f"micro-batch={plan['micro_batch_size']} {plan['schedule']}"
+    )
+    if record["emulated"]:
+        print(f"{under}: {record['samples_per_s']:.1f} samples/s (emulated, not measured: nothing was computed)")
+        return
+    print(
+        f"{under}: loss {record['loss'][0]:.3f} to {record['loss'][-1]:.3f}, {record['samples_per_s']:.1f} samples/s, "
+        f"peak memory {max(record['peak_bytes']) / 2**20:.0f} MiB per rank (measured)"
+    )
+
+
+@recipe_command
+@click.option("--json", "as_json", is_flag=True, help="Print the share and what was tried, each with its status.")
+def recompute(recipe: str, overrides: tuple[str, ...], as_json: bool) -> int:
+    """Find by short real trials the largest share of RECIPE's plan that need not be recomputed for lack of memory."""
+    loaded = load(recipe, overrides)
+    from launch.recompute import Tried, try_shares
+
+    tried: list[Tried] = []
+
+    def report(one: Tried) -> None:
+        tried.append(one)
+        measurement = one.measurement
+        told = f"fits, {measurement.median_s:.3f} s/iteration" if one.fits else f"{measurement.status}\n"
+        err.print(f"recompute={one.share!r}: {told}{measurement.error}", **PLAIN)
+
+    share = try_shares(loaded, report)
+    if as_json:
+        records = [{"recompute": one.share, "status": one.measurement.status} for one in tried]
+        print_json({"recompute": share, "tried": records})
+    elif share is not None:
+        print(f"the largest that fits: {loaded.command('train', f'plan.recompute={share!r}')}")
+    return 0 if share is not None else complain("no share fits, or a trial failed", RUN_FAILED)
