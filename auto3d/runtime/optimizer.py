@@ -1,6 +1,6 @@
 """Optimizer and learning-rate schedule, from torch and transformers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -33,6 +33,20 @@ class OptimizerSettings:
 def state_copies(settings: OptimizerSettings) -> int:
     """How many values the optimizer keeps for each one that is trained."""
     return {"adamw": 2, "sgd": int(settings.momentum > 0)}.get(settings.optimizer, 0)
+
+
+def state_by_parameter(optimizer: torch.optim.Optimizer) -> Mapping[nn.Parameter, dict[str, torch.Tensor]]:
+    """What ``optimizer`` keeps of each parameter; of those that other ranks update, nothing."""
+    return (optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer).state
+
+
+def advance(optimizer: torch.optim.Optimizer, learning_rate: LRScheduler, iterations: int) -> None:
+    """Set the learning rate to what it is after so many iterations."""
+    learning_rate.last_epoch = iterations
+    for group, base, factor in zip(
+        optimizer.param_groups, learning_rate.base_lrs, learning_rate.lr_lambdas, strict=True
+    ):
+        group["lr"] = base * factor(iterations)
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:
