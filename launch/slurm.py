@@ -6,7 +6,6 @@ file is its end; where a job ends without one, SLURM's state tells why.
 
 import os
 import re
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,16 +20,18 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 from submitit.helpers import clean_env
 
 from auto3d.runtime.measurement import Measurement, Status
-from launch.jobs import JobState, SlurmError, cancel, job_states, jobs_called, max_array_size
+from launch.jobs import JobState, cancel, job_states, jobs_called, max_array_size
 from launch.manifest import Entry, History, Manifest, State, histories
 from launch.nodes import nodes_needed, run_trial_on_nodes
 from launch.recipe import LoadedRecipe
 from launch.sbatch import check_folder, parameters, python, text
+from launch.slurm_commands import SlurmError, run
 from launch.store import Trial, job_folder, log_files, manifest_of, private_folder
 from launch.watcher import Ended, Watcher, interrupts_noted, write_failure
 
 POLL_S = 1.0  # of the trials' files
 STATES_S = 5.0  # of SLURM's commands, which load the controller that all users share
+TEST_ONLY_S = 120.0  # the scheduler looks at the whole queue
 SETTLE_S = 20.0  # from the end of a job until its last file is seen here
 UNKNOWN_S = 120.0  # until a job that SLURM does not know is given up
 SILENCE_S = 1800.0  # until we give up on a SLURM that does not answer; its jobs are not given up
@@ -83,15 +84,8 @@ def ask(recipe: LoadedRecipe, submission: Submission) -> str:
     with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as file, _own_environment():
         file.write(submission.text(recipe))
         file.flush()
-        command = ["sbatch", "--test-only", file.name]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise SlurmError(f"sbatch --test-only: {error}") from None
-    said = (done.stderr + done.stdout).strip().replace("\n", "; ")
-    if done.returncode:
-        raise SlurmError(said)
-    return said
+        done = run(["sbatch", "--test-only", file.name], timeout_s=TEST_ONLY_S)
+    return "; ".join((done.stderr + done.stdout).strip().splitlines())
 
 
 # Submitting

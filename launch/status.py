@@ -11,9 +11,10 @@ from rich.console import Console
 from tabulate import tabulate
 
 from auto3d.errors import InputError
-from launch.jobs import JobState, SlurmError, cancel, job_states
+from launch.jobs import JobState, cancel, job_states
 from launch.manifest import Entry, History, Manifest, State, histories
 from launch.recipe import LoadedRecipe, load
+from launch.slurm_commands import SlurmError
 from launch.store import StoreError, in_use, last_command, last_sweep, log_files, manifest_of, measurement_of
 
 WATCH_S = 5.0
