@@ -1,4 +1,4 @@
-"""One trial on the nodes of a SLURM job: a task per node, which forks that node's ranks. This is what submitit calls.
+"""One trial on the nodes of a SLURM job: a task per node, which forks that node's ranks.
 
 The tasks tell each other how they ended by files in the trial's folder, which all nodes must see.
 """
@@ -17,8 +17,9 @@ from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.runtime.measurement import Status
 from launch.diagnosis import Failure, likelihood
+from launch.job import nodes_needed
 from launch.ranks import GRACE_S, Outcome, Share
-from launch.recipe import LoadedRecipe, load
+from launch.recipe import load
 from launch.store import write_whole
 from launch.trial import measure
 
@@ -78,10 +79,6 @@ def run_trial_on_nodes(recipe_file: str, plan_file: str, measurement_file: str, 
         raise NodesError(f"SLURM asked the job to end, and did not end it within {ENDING_S:g} s")
     if task.number == 0:
         write_whole(Path(measurement_file), measurement.to_json())
-
-
-def nodes_needed(recipe: LoadedRecipe, plan: Plan) -> int:
-    return -(-plan.ranks // recipe.values.cluster.devices_per_node)
 
 
 _failure = TypeAdapter(Failure | None)  # of a node; none: all its ranks are done

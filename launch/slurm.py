@@ -20,9 +20,9 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 from submitit.helpers import clean_env
 
 from auto3d.runtime.measurement import Measurement, Status
+from launch.job import nodes_needed, run_on_node
 from launch.jobs import JobState, cancel, job_states, jobs_called, max_array_size
 from launch.manifest import Entry, History, Manifest, State, histories
-from launch.nodes import nodes_needed, run_trial_on_nodes
 from launch.recipe import LoadedRecipe
 from launch.sbatch import check_folder, parameters, python, text
 from launch.slurm_commands import SlurmError, run
@@ -164,7 +164,7 @@ def _submit(recipe: LoadedRecipe, manifest: Manifest, submission: Submission) ->
         with _own_environment(), executor.batch():
             jobs = [
                 executor.submit(
-                    run_trial_on_nodes,
+                    run_on_node,
                     str(trial.recipe_file.resolve()),
                     str(trial.plan_file.resolve()),
                     str(trial.measurement_file.resolve()),

@@ -11,7 +11,8 @@ from auto3d.plan import Plan, PlanError
 from auto3d.runtime.data import DataSettings
 from auto3d.runtime.executor import IterationResult
 from auto3d.runtime.memory import PeakMemory
-from auto3d.runtime.rank import TrainingSettings, build_rank
+from auto3d.runtime.rank import build_rank
+from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.waiting import waiting_for
 from auto3d.runtime.whereabouts import HERE
 from auto3d.runtime.world import World, join, leave

@@ -103,9 +103,8 @@ class Commands:
             printed = output.read()
         if code:
             raise SystemExit(f"auto3d {' '.join(arguments)}: exit code {os.waitstatus_to_exitcode(code)}\n{printed}")
-        self.rows.append(
-            [what, f"{seconds:.1f}", f"{used.ru_utime + used.ru_stime:.1f}", f"{used.ru_maxrss / 1024:.0f}", self._calls()]
-        )
+        figures = [f"{seconds:.1f}", f"{used.ru_utime + used.ru_stime:.1f}", f"{used.ru_maxrss / 1024:.0f}"]
+        self.rows.append([what, *figures, self._calls()])
         print(*self.rows[-1], flush=True)
         return printed
 
