@@ -3,13 +3,13 @@
 import mmap
 import os
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
 
+from launch.slurm_commands import SlurmError, run
+
 ENDING_S = 600.0  # SLURM's GraceTime and KillWait together are minutes at most
-REQUEUE_S = 60.0
 POLL_S = 0.1
 WARNING = signal.SIGURG  # it does no harm to a process that does not wait for it
 
@@ -67,11 +67,9 @@ def await_end(asked: Asked, *, requeue: bool) -> None:
 
 
 def _requeue(job: str) -> None:
-    command = ["scontrol", "requeue", job]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=REQUEUE_S, check=False)
-        problem = done.stderr.strip() if done.returncode else ""
-    except (OSError, subprocess.TimeoutExpired) as error:
-        problem = str(error)
-    told = f"it cannot be queued again: {problem}" if problem else "it is queued again, and goes on from the checkpoint"
+        run(["scontrol", "requeue", job])
+        told = "it is queued again, and goes on from the checkpoint"
+    except SlurmError as error:
+        told = f"it cannot be queued again: {error}"
     print(f"job {job} was warned of its end; {told}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""A trial or a training on the nodes of a SLURM job: a task per node, which forks its ranks. submitit calls this.
+"""A trial or a training on the nodes of a SLURM job: a task per node, which forks that node's ranks.
 
 The tasks tell each other how they ended by files in the trial's folder, which all nodes must see.
 """
@@ -19,9 +19,10 @@ from auto3d.runtime.checkpoint import Checkpoints
 from auto3d.runtime.measurement import Status
 from launch.diagnosis import Failure, likelihood
 from launch.ending import Asked, asked_by_slurm, await_end
+from launch.job import nodes_needed
 from launch.progress import training_progress
 from launch.ranks import GRACE_S, Outcome, Share
-from launch.recipe import LoadedRecipe, load
+from launch.recipe import load
 from launch.store import write_whole
 from launch.trial import Training, measure
 
@@ -105,10 +106,6 @@ def _run_on_nodes(
         await_end(asked, requeue=ended_early and task.number == 0)
     if task.number == 0:
         write_whole(Path(measurement_file), measurement.to_json())
-
-
-def nodes_needed(recipe: LoadedRecipe, plan: Plan) -> int:
-    return -(-plan.ranks // recipe.values.cluster.devices_per_node)
 
 
 _failure = TypeAdapter(Failure | None)  # of a node; none: all its ranks are done

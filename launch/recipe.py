@@ -19,7 +19,8 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
 from auto3d.errors import InputError
-from launch.schema import AcceleratorRecipe, Recipe, accepted, accepts, group_schema, groups, schema_of
+from launch.keys import accepted, accepts, group_schema, groups, schema_of
+from launch.schema import AcceleratorRecipe, Recipe
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 COMMAND_LINE = "command line"

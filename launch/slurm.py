@@ -6,10 +6,9 @@ file is its end; where a job ends without one, SLURM's state tells why.
 
 import os
 import re
-import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -21,16 +20,18 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 from submitit.helpers import clean_env
 
 from auto3d.runtime.measurement import Measurement, Status
-from launch.jobs import JobState, SlurmError, cancel, job_states, jobs_called, max_array_size
+from launch.job import nodes_needed, run_on_node
+from launch.jobs import JobState, cancel, job_states, jobs_called, max_array_size
 from launch.manifest import Entry, History, Manifest, State, histories
-from launch.nodes import nodes_needed, run_training_on_nodes, run_trial_on_nodes
 from launch.recipe import LoadedRecipe
 from launch.sbatch import check_folder, parameters, python, text
+from launch.slurm_commands import SlurmError, run
 from launch.store import Trial, job_folder, log_files, manifest_of, private_folder
 from launch.watcher import Ended, Watcher, interrupts_noted, write_failure
 
 POLL_S = 1.0  # of the trials' files
 STATES_S = 5.0  # of SLURM's commands, which load the controller that all users share
+TEST_ONLY_S = 120.0  # the scheduler looks at the whole queue
 SETTLE_S = 20.0  # from the end of a job until its last file is seen here
 UNKNOWN_S = 120.0  # until a job that SLURM does not know is given up
 SILENCE_S = 1800.0  # until we give up on a SLURM that does not answer; its jobs are not given up
@@ -89,15 +90,8 @@ def ask(recipe: LoadedRecipe, submission: Submission) -> str:
     with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as file, _own_environment():
         file.write(submission.text(recipe))
         file.flush()
-        command = ["sbatch", "--test-only", file.name]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise SlurmError(f"sbatch --test-only: {error}") from None
-    said = (done.stderr + done.stdout).strip().replace("\n", "; ")
-    if done.returncode:
-        raise SlurmError(said)
-    return said
+        done = run(["sbatch", "--test-only", file.name], timeout_s=TEST_ONLY_S)
+    return "; ".join((done.stderr + done.stdout).strip().splitlines())
 
 
 # Submitting
@@ -183,7 +177,7 @@ def _submit(recipe: LoadedRecipe, manifest: Manifest, submission: Submission) ->
     note(State.SUBMITTING, nobody)
     try:
         with _own_environment(), executor.batch():
-            jobs = [executor.submit(*_call(recipe, trial)) for trial in submission.trials]
+            jobs = [executor.submit(run_on_node, *_arguments(recipe, trial)) for trial in submission.trials]
     except (FailedJobError, FailedSubmissionError) as error:
         said = (str(error).strip().splitlines() or ["it did not say why"])[-1]
         note(State.REFUSED, nobody, said)
@@ -193,13 +187,10 @@ def _submit(recipe: LoadedRecipe, manifest: Manifest, submission: Submission) ->
     return dict(zip(submission.trials, ids, strict=True))
 
 
-def _call(recipe: LoadedRecipe, trial: Trial) -> tuple[Callable[..., None], *tuple[str, ...]]:
-    """What each task of the trial's job calls."""
-    files = (trial.recipe_file, trial.plan_file, trial.measurement_file)
-    paths = [str(path.resolve()) for path in files]
-    if trial.checkpoints is None:
-        return run_trial_on_nodes, *paths, str(recipe.folder)
-    return run_training_on_nodes, *paths, str(recipe.folder), str(trial.checkpoints.resolve())
+def _arguments(recipe: LoadedRecipe, trial: Trial) -> list[str | None]:
+    """Of ``run_on_node``."""
+    files = [str(path.resolve()) for path in (trial.recipe_file, trial.plan_file, trial.measurement_file)]
+    return [*files, str(recipe.folder), None if trial.checkpoints is None else str(trial.checkpoints.resolve())]
 
 
 @contextmanager

@@ -12,9 +12,10 @@ from tabulate import tabulate
 
 from auto3d.errors import InputError
 from launch.detach import driver_of
-from launch.jobs import JobState, SlurmError, cancel, job_states
+from launch.jobs import JobState, cancel, job_states
 from launch.manifest import Entry, History, Manifest, State, histories
 from launch.recipe import LoadedRecipe, load
+from launch.slurm_commands import SlurmError
 from launch.store import (
     TRAINING,
     Command,

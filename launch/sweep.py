@@ -7,13 +7,11 @@ from enum import Enum, auto
 from functools import cache
 from types import MappingProxyType
 
-from auto3d.capture.graph import Graph
 from auto3d.runtime.measurement import Measurement
 from auto3d.schedule import samples_at_once
-from launch import candidates, local, slurm
+from launch import candidates, slurm
+from launch.capture import PlanningModel
 from launch.executor import check_reachable, on_slurm
-from launch.model import captured_model, initial_weights
-from launch.ranks import check_devices
 from launch.recipe import LoadedRecipe
 from launch.sbatch import check_launch
 from launch.slurm import starts_of
@@ -33,16 +31,14 @@ class Sweep:
 
 def sweep_of(recipe: LoadedRecipe) -> Sweep:
     """The trials of ``recipe``."""
-
-    @cache
-    def graph_at(micro_batch_size: int) -> Graph:
-        return captured_model(recipe, micro_batch_size).graph
-
+    graph_at = cache(PlanningModel(recipe).graph)
     found = candidates.find(recipe, graph_at)
     left_out = sum(candidate.reason == candidates.left_out(recipe) for candidate in found)
     plans = candidates.runnable(recipe, found)
     check_ranks(recipe, max(plan.ranks for plan in plans))
     if recipe.values.model.weights is not None:
+        from launch.model import initial_weights  # torch is slow to import, and large
+
         initial_weights(recipe, graph_at(samples_at_once(plans[0])))
     return Sweep(trials_of(recipe, plans), left_out)
 
@@ -111,6 +107,8 @@ def check_place(recipe: LoadedRecipe) -> None:
 def check_ranks(recipe: LoadedRecipe, ranks: int) -> None:
     """Raise RecipeError if the devices of trials of so many ranks would be this machine's, and are not there."""
     if not on_slurm(recipe):
+        from launch.ranks import check_devices
+
         check_devices(recipe, ranks)
 
 
@@ -136,6 +134,8 @@ def run_trials(
     ``known`` are measurements of earlier runs that these replace. Unless it is to ``follow``, it only submits.
     """
     if not on_slurm(recipe):
+        from launch import local
+
         local.run(recipe, pending, watcher)
         return
     jobs = slurm.submit(recipe, pending, known, watcher)

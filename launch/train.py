@@ -18,7 +18,8 @@ from auto3d.plan import Plan, PlanError
 from auto3d.runtime.checkpoint import Checkpoints, newest
 from auto3d.runtime.measurement import Measurement, Status
 from auto3d.runtime.out_of_memory import OutOfMemoryError
-from auto3d.runtime.rank import TrainingSettings, check_plan
+from auto3d.runtime.rank import check_plan
+from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.training import TrainingResult, train
 from auto3d.runtime.waiting import PeerLostError
 from auto3d.runtime.world import World

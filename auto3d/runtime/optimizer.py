@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -10,27 +9,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from auto3d.errors import InputError
+from auto3d.runtime.settings import LEARNING_RATE_SCHEDULES, OPTIMIZERS, OptimizerSettings
 from auto3d.runtime.waiting import waiting_for
-
-OPTIMIZERS = ("adamw", "sgd")
-LEARNING_RATE_SCHEDULES = ("constant", "linear", "cosine")
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerSettings:
-    optimizer: str  # one of OPTIMIZERS
-    learning_rate: float  # the highest of the schedule
-    weight_decay: float
-    momentum: float  # sgd
-    betas: tuple[float, float]  # adamw
-    learning_rate_schedule: str  # one of LEARNING_RATE_SCHEDULES, after the warm-up
-    warmup_iterations: int  # the rate rises linearly from 0
-    clip_norm: float  # of the global gradient norm; 0 does not clip
-
-
-def state_copies(settings: OptimizerSettings) -> int:
-    """How many values the optimizer keeps for each one that is trained."""
-    return {"adamw": 2, "sgd": int(settings.momentum > 0)}.get(settings.optimizer, 0)
 
 
 def _own_share(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

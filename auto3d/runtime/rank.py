@@ -15,17 +15,18 @@ from auto3d.cost.memory import predict
 from auto3d.partition.stage import Stage, Transfer, cut
 from auto3d.plan import Plan, PlanError
 from auto3d.runtime.data import Batches, DataSettings
-from auto3d.runtime.emulation import DeviceClock, EmulatedExchange, EmulatedStage, EmulatedSync, Emulation
+from auto3d.runtime.emulated import DeviceClock, EmulatedExchange, EmulatedStage, EmulatedSync
 from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.executor import Executor
 from auto3d.runtime.gradient_sync import GradientSync, Holders, holders
 from auto3d.runtime.lowering import Program, Replica, lower
 from auto3d.runtime.materialize import materialize
 from auto3d.runtime.memory import keep_freed_memory
-from auto3d.runtime.optimizer import OptimizerSettings, build_optimizer, make_state, state_by_parameter, state_copies
+from auto3d.runtime.optimizer import build_optimizer, make_state, state_by_parameter
 from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.replicas import replicas_of_devices, resplit_dimensions, share_of
+from auto3d.runtime.settings import TrainingSettings, state_copies
 from auto3d.runtime.stage import StageModule
 from auto3d.runtime.world import World, new_group
 from auto3d.schedule import SCHEDULES, samples_at_once, schedule_of
@@ -34,16 +35,6 @@ from auto3d.schedule.check import check
 from auto3d.schedule.operation import Kind, Schedule
 
 MICRO_BATCHES_WITHOUT_FLUSH = 1024  # of an asynchronous schedule: a flush costs as much as pp - 1 of them
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingSettings:
-    iterations: int
-    optimizer: OptimizerSettings
-    device: str  # "cpu" or "cuda"
-    threads_per_rank: int  # of a CPU rank's arithmetic
-    timeout_s: float  # of every wait for another rank
-    emulation: Emulation | None = None  # of devices in whose place operations only wait; None: real ones
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,8 @@ from auto3d.runtime.executor import IterationResult
 from auto3d.runtime.lowering import Program
 from auto3d.runtime.memory import PeakMemory
 from auto3d.runtime.optimizer import advance
-from auto3d.runtime.rank import Rank, TrainingSettings, build_rank
+from auto3d.runtime.rank import Rank, build_rank
+from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.waiting import waiting_for
 from auto3d.runtime.whereabouts import HERE
 from auto3d.runtime.world import World, join, leave

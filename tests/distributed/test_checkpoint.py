@@ -11,7 +11,7 @@ from safetensors import safe_open
 from auto3d.partition.uniform import uniform
 from auto3d.plan import Plan
 from auto3d.runtime.checkpoint import CheckpointError, Checkpoints, newest
-from auto3d.runtime.rank import TrainingSettings
+from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.training import TrainingResult, train
 from auto3d.schedule import samples_at_once
 from tests.distributed.parity import ADAMW, SGD, make_plan

@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from launch.keys import documented_keys, group_schema, groups
 from launch.recipe import RECIPES, RecipeError, load, save
-from launch.schema import AcceleratorRecipe, documented_keys, group_schema, groups
+from launch.schema import AcceleratorRecipe
 from tests.launch.conftest import GPT2, MINE
 
 EMULATED = ["training.compute=emulated"]
