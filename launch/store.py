@@ -217,9 +217,8 @@ def _read_measurement(file: Path) -> Measurement | None:
         measurement = Measurement.from_json(file.read_bytes())
     except (OSError, ValidationError):  # absent, of another version, or damaged: as if it had not run
         return None
-    damaged = measurement.status is Status.OK and not (
-        measurement.iteration_s and (measurement.peak_bytes or measurement.emulated)
-    )
+    some = measurement.iteration_s or measurement.first_iteration  # a training's last checkpoint leaves none to do
+    damaged = measurement.status is Status.OK and not (some and (measurement.peak_bytes or measurement.emulated))
     return None if damaged else measurement
 
 

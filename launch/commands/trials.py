@@ -177,10 +177,9 @@ def train(
     loaded = load(recipe, overrides)
     if dry_run or test_only:
         from launch.sweep import print_submissions
-        from launch.train import training_for
+        from launch.train import planned
 
-        of_training = lambda recipe: [training_for(recipe, plan_file, err).trial]  # noqa: E731
-        print_submissions(loaded, of_training, ask_slurm=test_only)
+        print_submissions(loaded, lambda recipe: [planned(recipe, plan_file, err).trial], ask_slurm=test_only)
         return 0
     return train_on(loaded, plan_file, fresh=fresh, as_json=as_json, detach=detach)
 
@@ -197,21 +196,17 @@ def train_on(
     if world is None and detach and not on_slurm(loaded):
         options = [*(["--plan", plan_file] if plan_file else []), *["--fresh"] * fresh]
         return _start_driver(loaded, "train", *options, plan_file=plan_file)
+    on_result = partial(_print_training, as_json=as_json)
     if world is not None or not on_slurm(loaded):
-        on_result = partial(_print_training, as_json=as_json)
         return run_training(loaded, plan_file, world, err, on_result, fresh=fresh)
     try:
         with sweep_progress(err) as watcher:
-            record = run_as_job(loaded, plan_file, err, watcher, fresh=fresh, follow=not detach)
+            code = run_as_job(loaded, plan_file, err, watcher, on_result, fresh=fresh, follow=not detach)
     except KeyboardInterrupt:
         return _interrupted(loaded)
     if detach:
         print(next_commands(loaded))
-        return 0
-    if record is None:
-        return complain("the training did not come to its end", RUN_FAILED)
-    _print_training(record, as_json=as_json)
-    return 0
+    return code
 
 
 def _print_training(record: dict[str, Any], *, as_json: bool) -> None:
@@ -219,6 +214,9 @@ def _print_training(record: dict[str, Any], *, as_json: bool) -> None:
         print_json(record)
         return
     plan = record["plan"]
+    if not record["iteration_s"]:
+        print("it was done already when its job started")
+        return
     under = (
         f"{len(record['iteration_s'])} iterations under dp={plan['dp']} tp={plan['tp']} pp={plan['pp']} "
         f"micro-batch={plan['micro_batch_size']} {plan['schedule']}"
