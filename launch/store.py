@@ -21,7 +21,7 @@ from auto3d.plan import Plan
 from auto3d.runtime.measurement import Measurement, Status
 from launch.executor import on_slurm
 from launch.manifest import Entry, Manifest
-from launch.recipe import LoadedRecipe, data_files, save
+from launch.recipe import LoadedRecipe, data_files
 
 RUNS = Path("runs")
 
@@ -59,7 +59,7 @@ class Trial:
         shutil.rmtree(self.folder, ignore_errors=True)  # of an earlier try
         private_folder(self.folder)
         write_whole(self.plan_file, self.plan.to_json())
-        save(recipe.values, self.recipe_file)
+        self.recipe_file.write_text(recipe.text, encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,10 @@ def trials_of(recipe: LoadedRecipe, plans: Sequence[Plan]) -> list[Trial]:
         "torch": version("torch"),
         "transformers": version("transformers"),
     }
+    measured = _measured(recipe)
     trials = []
     for plan in plans:
-        digest = _digest([_measured(recipe), surroundings, plan.to_json()])[:8]
+        digest = _digest([measured, surroundings, plan.to_json()])[:8]
         name = f"dp{plan.dp}-tp{plan.tp}-pp{plan.pp}-mb{plan.micro_batch_size}-{plan.schedule}-{digest}"
         trials.append(Trial(name, recipe_folder(recipe) / "trials" / name, plan))
     return trials
