@@ -15,7 +15,7 @@ from launch.jobs import JobState, cancel, job_states
 from launch.manifest import Entry, History, Manifest, State, histories
 from launch.recipe import LoadedRecipe, load
 from launch.slurm_commands import SlurmError
-from launch.store import StoreError, in_use, last_command, last_sweep, log_files, manifest_of, measurement_of
+from launch.store import Command, StoreError, in_use, last_command, last_sweep, log_files, manifest_of, measurement_of
 
 WATCH_S = 5.0
 FOLLOW_S = 0.5
@@ -39,18 +39,22 @@ class Standing:
 
 def resumed(recipe: LoadedRecipe) -> tuple[LoadedRecipe, str]:
     """``recipe`` with the overrides of its last command, unless it has others, and the verb of that command."""
-    command = last_command(recipe)
-    if command is None:
-        raise StoreError(f"{recipe.name}: nothing was run of it here; to run it: {recipe.command('sweep')}")
+    command = _last_command(recipe)
     return (recipe if recipe.overrides else load(recipe.written, command.overrides)), command.verb
 
 
+def _last_command(recipe: LoadedRecipe) -> Command:
+    command = last_command(recipe)
+    if command is None:
+        raise StoreError(f"{recipe.name}: nothing was run of it here; to run it: {recipe.command('sweep')}")
+    return command
+
+
 def standings(recipe: LoadedRecipe) -> list[Standing]:
-    """Of each trial of the last sweep, or of all that a tune has tried."""
+    """Of each trial of the last sweep, or of those that the last tune has chosen until now."""
     known = histories(manifest_of(recipe).entries())
-    sweep = last_sweep(recipe)
-    _, verb = resumed(recipe)
-    names = sweep.trials if verb == "sweep" and sweep is not None else list(known)
+    command, sweep = _last_command(recipe), last_sweep(recipe)
+    names = sweep.trials if command.verb == "sweep" and sweep is not None else command.trials
     measured = {name: measurement_of(recipe, name) for name in names}
     open_jobs = [known[name].last.job for name in names if measured[name] is None and _has_job(known.get(name))]
     try:

@@ -7,7 +7,7 @@ import shutil
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from importlib.metadata import version
 from json import dumps
@@ -118,14 +118,15 @@ class Command:
 
     verb: str
     overrides: list[str]
+    trials: list[str] = field(default_factory=list)  # of a tune: the names of those that it has chosen until now
 
 
 _command_adapter = TypeAdapter(Command)
 
 
-def write_command(recipe: LoadedRecipe, verb: str) -> None:
+def write_command(recipe: LoadedRecipe, verb: str, *, trials: Sequence[str] = ()) -> None:
     file = private_folder(recipe_folder(recipe)) / "command.json"
-    write_whole(file, dumps(asdict(Command(verb, list(recipe.overrides)))))
+    write_whole(file, dumps(asdict(Command(verb, list(recipe.overrides), list(trials)))))
 
 
 def last_command(recipe: LoadedRecipe) -> Command | None:

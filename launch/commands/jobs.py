@@ -19,7 +19,7 @@ def resume(recipe: str, overrides: tuple[str, ...]) -> int:
     loaded, verb = resumed(load(recipe, overrides))
     from launch.sweep import Retry
 
-    return tune_on(loaded) if verb == "tune" else sweep_on(loaded, Retry.UP_TO_A_LIMIT)
+    return (tune_on if verb == "tune" else sweep_on)(loaded, Retry.UP_TO_A_LIMIT)
 
 
 @recipe_command
