@@ -1,5 +1,6 @@
-"""Where a recipe's trials run: as jobs of SLURM, or here."""
+"""Where a recipe's trials and trainings run: as jobs of SLURM, or here."""
 
+import os
 from functools import cache
 
 from launch.recipe import LoadedRecipe
@@ -10,9 +11,16 @@ SINFO_S = 20.0
 
 
 def on_slurm(recipe: LoadedRecipe) -> bool:
-    """Whether trials run as SLURM's jobs; auto: if a cluster answers."""
+    """Whether trials run as SLURM's jobs; auto: if a cluster answers, and we are not in a job, whose nodes are ours."""
     wanted = recipe.values.launch.executor
-    return not why_no_slurm() if wanted == AUTO else wanted == "slurm"
+    if wanted == AUTO:
+        return not in_a_job() and not why_no_slurm()
+    return wanted == "slurm"
+
+
+def in_a_job() -> bool:
+    """Whether this process is in a job of SLURM's."""
+    return "SLURM_JOB_ID" in os.environ
 
 
 def check_reachable(recipe: LoadedRecipe) -> None:

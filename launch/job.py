@@ -8,8 +8,11 @@ def nodes_needed(recipe: LoadedRecipe, plan: Plan) -> int:
     return -(-plan.ranks // recipe.values.cluster.devices_per_node)
 
 
-def run_on_node(recipe_file: str, plan_file: str, measurement_file: str, *, modules: str) -> None:
-    """Run this node's share of the trial of these files. This is what submitit calls."""
-    from launch.nodes import run_trial_on_nodes
+def run_on_node(recipe_file: str, plan_file: str, measurement_file: str, modules: str, checkpoints: str | None) -> None:
+    """Run this node's share of the trial, or of the training with ``checkpoints``. This is what submitit calls."""
+    from launch.nodes import run_training_on_nodes, run_trial_on_nodes
 
-    run_trial_on_nodes(recipe_file, plan_file, measurement_file, modules=modules)
+    if checkpoints is None:
+        run_trial_on_nodes(recipe_file, plan_file, measurement_file, modules)
+    else:
+        run_training_on_nodes(recipe_file, plan_file, measurement_file, modules, checkpoints)

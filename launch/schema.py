@@ -171,6 +171,12 @@ class TrainingRecipe:
     )
     global_batch: int = key(16, "samples per iteration, over all replicas", least=1, below=LARGEST_BATCH)
     iterations: int = key(20, "of `auto3d train`", least=1)
+    checkpoint_every: int | None = key(
+        None,
+        "iterations of `auto3d train` between two, and one at its end; each rank writes its share within timeout_s; "
+        "none: only when SLURM asks it to end",
+        least=1,
+    )
     optimizer: str = key("adamw", "the optimizer", choices=("adamw", "sgd"))
     learning_rate: float = key(1e-3, "the highest of the schedule", least=0)
     learning_rate_schedule: str = key(
@@ -253,7 +259,7 @@ class MeasureRecipe:
 class LaunchRecipe:
     executor: str = key(
         AUTO,
-        "where trials run; auto: as jobs of SLURM if sinfo answers, else here",
+        "where trials and trainings run; auto: as jobs of SLURM if sinfo answers and we are in no job, else here",
         choices=(AUTO, "slurm", "local"),
     )
     concurrent_trials: int = key(1, "trials at a time; more than 1 disturbs the timings on one machine", least=1)
@@ -273,7 +279,14 @@ class LaunchRecipe:
     cpus_per_node: int | None = key(None, "none: devices_per_node x threads_per_rank", least=1)
     mem: str | None = key(None, "memory of a node, as in 64G; 0: all of it; none: the cluster's default")
     time_limit_s: float | None = key(
-        None, "wall time of a trial's job; none: trial_timeout_s and two minutes", least=1, below=LARGEST_TIME_S
+        None,
+        "wall time of a job; none: of a trial's, trial_timeout_s and two minutes; of a training's, an hour, after "
+        "which it goes on in another",
+        least=1,
+        below=LARGEST_TIME_S,
+    )
+    warning_s: float = key(
+        120.0, "seconds before that limit at which a training leaves a checkpoint", least=1, below=LARGEST_TIME_S
     )
     queue_timeout_s: float = key(
         604800.0, "seconds that a job may wait for its nodes before it is cancelled", least=1, below=LARGEST_TIME_S

@@ -51,9 +51,15 @@ class Submission:
     nodes: int
     trials: Sequence[Trial]
 
+    @property
+    def training(self) -> bool:
+        """It is one training, not trials."""
+        return self.trials[0].checkpoints is not None
+
     def text(self, recipe: LoadedRecipe) -> str:
         """The sbatch text, exactly."""
-        return text(recipe, self.folder, nodes=self.nodes, name=self.name, trials=len(self.trials))
+        kind = {"trials": len(self.trials), "training": self.training}
+        return text(recipe, self.folder, nodes=self.nodes, name=self.name, **kind)
 
 
 def submissions(recipe: LoadedRecipe, trials: Sequence[Trial], starts: Mapping[str, int]) -> list[Submission]:
@@ -110,10 +116,18 @@ def submit(
             jobs |= _submit(recipe, manifest, submission)
             ids = [jobs[trial] for trial in submission.trials]
             nodes = f"{submission.nodes} node{'s' if submission.nodes > 1 else ''}"
-            watcher.tell(f"submitted {len(ids)} trials on {nodes}: job {ids[0].split('_')[0]}")
+            what = "the training" if submission.training else f"{len(ids)} trials"
+            watcher.tell(f"submitted {what} on {nodes}: job {ids[0].split('_')[0]}")
             if interrupted():
                 raise KeyboardInterrupt
     return jobs
+
+
+def on_their_way(recipe: LoadedRecipe, trials: Sequence[Trial]) -> dict[Trial, str]:
+    """The jobs of those ``trials`` that SLURM has not ended."""
+    manifest = manifest_of(recipe)
+    with manifest.decided_alone():
+        return _on_their_way(manifest, trials)
 
 
 def _on_their_way(manifest: Manifest, trials: Sequence[Trial]) -> dict[Trial, str]:
@@ -158,21 +172,13 @@ def _submit(recipe: LoadedRecipe, manifest: Manifest, submission: Submission) ->
         trial.prepare(recipe)
     private_folder(submission.folder.parent)
     executor = submitit.SlurmExecutor(private_folder(submission.folder), python=python(recipe))
-    executor.update_parameters(**parameters(recipe, nodes=submission.nodes, name=submission.name))
+    shape = {"nodes": submission.nodes, "name": submission.name, "training": submission.training}
+    executor.update_parameters(**parameters(recipe, **shape))
     nobody = [""] * len(submission.trials)
     note(State.SUBMITTING, nobody)
     try:
         with _own_environment(), executor.batch():
-            jobs = [
-                executor.submit(
-                    run_on_node,
-                    str(trial.recipe_file.resolve()),
-                    str(trial.plan_file.resolve()),
-                    str(trial.measurement_file.resolve()),
-                    modules=str(recipe.folder),
-                )
-                for trial in submission.trials
-            ]
+            jobs = [executor.submit(run_on_node, *_arguments(recipe, trial)) for trial in submission.trials]
     except (FailedJobError, FailedSubmissionError) as error:
         said = (str(error).strip().splitlines() or ["it did not say why"])[-1]
         note(State.REFUSED, nobody, said)
@@ -180,6 +186,12 @@ def _submit(recipe: LoadedRecipe, manifest: Manifest, submission: Submission) ->
     ids = [job.job_id for job in jobs]
     note(State.SUBMITTED, ids)
     return dict(zip(submission.trials, ids, strict=True))
+
+
+def _arguments(recipe: LoadedRecipe, trial: Trial) -> list[str | None]:
+    """Of ``run_on_node``."""
+    files = [str(path.resolve()) for path in (trial.recipe_file, trial.plan_file, trial.measurement_file)]
+    return [*files, str(recipe.folder), None if trial.checkpoints is None else str(trial.checkpoints.resolve())]
 
 
 @contextmanager

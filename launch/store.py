@@ -24,6 +24,7 @@ from launch.manifest import Entry, Manifest
 from launch.recipe import LoadedRecipe, data_files
 
 RUNS = Path("runs")
+TRAINING = "train-"  # begins the names of trainings
 
 
 class StoreError(InputError):
@@ -32,11 +33,12 @@ class StoreError(InputError):
 
 @dataclass(frozen=True)
 class Trial:
-    """One plan of one recipe, and the folder where its run is kept."""
+    """One plan of one recipe, and the folder where its run is kept: of a few iterations, or of a whole training."""
 
     name: str
     folder: Path
     plan: Plan
+    checkpoints: Path | None = None  # of a training; a trial has none
 
     @property
     def measurement_file(self) -> Path:
@@ -77,9 +79,8 @@ _sweep_adapter = TypeAdapter(Sweep)
 
 def trials_of(recipe: LoadedRecipe, plans: Sequence[Plan]) -> list[Trial]:
     """The trials of ``plans``: a name tells the degrees, and changes with all that changes what would be measured."""
-    files = data_files(recipe.values) + [recipe.values.model.weights] * (recipe.values.model.weights is not None)
     surroundings = {
-        "files": [(str(Path(file).resolve()), (state := os.stat(file)).st_size, state.st_mtime_ns) for file in files],
+        "files": _files(recipe),
         "host": _slurm_nodes(recipe) if on_slurm(recipe) else socket.gethostname(),
         "python": platform.python_version(),
         "torch": version("torch"),
@@ -88,10 +89,31 @@ def trials_of(recipe: LoadedRecipe, plans: Sequence[Plan]) -> list[Trial]:
     measured = _measured(recipe)
     trials = []
     for plan in plans:
-        digest = _digest([measured, surroundings, plan.to_json()])[:8]
-        name = f"dp{plan.dp}-tp{plan.tp}-pp{plan.pp}-mb{plan.micro_batch_size}-{plan.schedule}-{digest}"
+        name = _name(plan, _digest([measured, surroundings, plan.to_json()]))
         trials.append(Trial(name, recipe_folder(recipe) / "trials" / name, plan))
     return trials
+
+
+def training_of(recipe: LoadedRecipe, plan: Plan) -> Trial:
+    """The training of ``recipe`` under ``plan``; its name changes with all that changes what is learnt."""
+    learnt = _measured(recipe)
+    for group in ("cluster", "measure", "emulation"):
+        del learnt[group]
+    if recipe.values.training.learning_rate_schedule != "constant":
+        learnt["iterations"] = recipe.values.training.iterations
+    name = f"{TRAINING}{_name(plan, _digest([learnt, _files(recipe), plan.to_json()]))}"
+    folder = recipe_folder(recipe)
+    return Trial(name, folder / "trials" / name, plan, checkpoints=folder / "checkpoints" / name)
+
+
+def _name(plan: Plan, digest: str) -> str:
+    return f"dp{plan.dp}-tp{plan.tp}-pp{plan.pp}-mb{plan.micro_batch_size}-{plan.schedule}-{digest[:8]}"
+
+
+def _files(recipe: LoadedRecipe) -> list[tuple[str, int, int]]:
+    """The files that the recipe reads, with what tells whether one was changed."""
+    files = data_files(recipe.values) + [recipe.values.model.weights] * (recipe.values.model.weights is not None)
+    return [(str(Path(file).resolve()), (state := os.stat(file)).st_size, state.st_mtime_ns) for file in files]
 
 
 def manifest_of(recipe: LoadedRecipe) -> Manifest:
@@ -118,15 +140,16 @@ class Command:
 
     verb: str
     overrides: list[str]
+    plan_file: str | None = None  # of a training
     trials: list[str] = field(default_factory=list)  # of a tune: the names of those that it has chosen until now
 
 
 _command_adapter = TypeAdapter(Command)
 
 
-def write_command(recipe: LoadedRecipe, verb: str, *, trials: Sequence[str] = ()) -> None:
+def write_command(recipe: LoadedRecipe, verb: str, plan_file: str | None = None, *, trials: Sequence[str] = ()) -> None:
     file = private_folder(recipe_folder(recipe)) / "command.json"
-    write_whole(file, dumps(asdict(Command(verb, list(recipe.overrides), list(trials)))))
+    write_whole(file, dumps(asdict(Command(verb, list(recipe.overrides), plan_file, list(trials)))))
 
 
 def last_command(recipe: LoadedRecipe) -> Command | None:
@@ -171,6 +194,7 @@ def _measured(recipe: LoadedRecipe) -> dict[str, Any]:
     measured = {group: values[group] for group in ("model", "data", "cluster", "training", "emulation", "measure")}
     del measured["training"]["iterations"]  # of `auto3d train`; a trial has its own
     del measured["training"]["timeout_s"]
+    del measured["training"]["checkpoint_every"]
     del measured["cluster"]["memory_gib"]  # decides which plans there are, not what one of them does
     return measured
 

@@ -1,7 +1,7 @@
 """A sweep: every plan of a recipe's search space as a trial, here or on SLURM, with progress; skips what is done."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -79,15 +79,16 @@ def run_sweep(recipe: LoadedRecipe, *, retry: Retry, watcher: Watcher, follow: b
         run_trials(recipe, pending, watcher, known=ended, follow=follow)
 
 
-def print_submissions(recipe: LoadedRecipe, *, ask_slurm: bool) -> None:
-    """Print the sbatch text of each job of the sweep or, to ``ask_slurm``, what the scheduler says to it."""
+def print_submissions(
+    recipe: LoadedRecipe, trials: Callable[[LoadedRecipe], Sequence[Trial]], *, ask_slurm: bool
+) -> None:
+    """Print the sbatch text of each job of ``trials`` or, to ``ask_slurm``, what the scheduler says to it."""
     launch = replace(recipe.values.launch, executor="slurm")
     recipe = replace(recipe, values=replace(recipe.values, launch=launch))
     check_launch(recipe)
     if ask_slurm:
         check_reachable(recipe)
-    sweep = sweep_of(recipe)
-    for submission in slurm.submissions(recipe, sweep.trials, starts_of(recipe)):
+    for submission in slurm.submissions(recipe, trials(recipe), starts_of(recipe)):
         print(slurm.ask(recipe, submission) if ask_slurm else submission.text(recipe))
 
 

@@ -1,6 +1,7 @@
 """Commands that run plans for real: sweep, tune, train, recompute, and the table of what ran."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
 
 _retry = click.option("--retry", is_flag=True, help="Run again the trials that failed or timed out.")
 _detach = click.option("--detach", is_flag=True, help="Return once it is under way, and say how to follow it.")
+_dry_run = click.option("--dry-run", is_flag=True, help="Print the sbatch text of its jobs, and submit none.")
+_test_only = click.option(
+    "--test-only", is_flag=True, help="Ask SLURM whether it would take its jobs, and submit none."
+)
 
 
 @recipe_command
@@ -58,17 +63,17 @@ def tune_on(loaded: LoadedRecipe, retry: "Retry") -> int:
 
 @recipe_command
 @_retry
-@click.option("--dry-run", is_flag=True, help="Print the sbatch text of its jobs, and submit none; needs no SLURM.")
-@click.option("--test-only", is_flag=True, help="Ask SLURM whether it would take its jobs, and submit none.")
+@_dry_run
+@_test_only
 @_detach
 def sweep(recipe: str, overrides: tuple[str, ...], dry_run: bool, test_only: bool, retry: bool, detach: bool) -> int:
     """Run every plan of RECIPE's search space as a trial, skip those that are done, and print the table."""
     loaded = load(recipe, overrides)
     from launch.executor import on_slurm
-    from launch.sweep import Retry, print_submissions
+    from launch.sweep import Retry, print_submissions, sweep_of
 
     if dry_run or test_only:
-        print_submissions(loaded, ask_slurm=test_only)
+        print_submissions(loaded, lambda recipe: sweep_of(recipe).trials, ask_slurm=test_only)
         return 0
     if detach and not on_slurm(loaded):
         return _start_driver(loaded, "sweep", *["--retry"] * retry)
@@ -105,12 +110,12 @@ def _tell_failed(loaded: LoadedRecipe, verb: str, measurements: Sequence["Measur
         err.print(f"{failed} failed or timed out; to run them again: {loaded.command(verb, '--retry')}", **PLAIN)
 
 
-def _start_driver(loaded: LoadedRecipe, verb: str, *options: str) -> int:
+def _start_driver(loaded: LoadedRecipe, verb: str, *options: str, plan_file: str | None = None) -> int:
     from launch.detach import start_driver
     from launch.sweep import check_place
 
     check_place(loaded)
-    pid, log = start_driver(loaded, verb, options)
+    pid, log = start_driver(loaded, verb, options, plan_file)
     print(f"process {pid} runs it, and prints to {log}\n{next_commands(loaded)}")
     return 0
 
@@ -162,19 +167,67 @@ def table(recipe: str, overrides: tuple[str, ...], as_json: bool) -> int:
 
 @recipe_command
 @click.option("--plan", "plan_file", type=click.Path(exists=True, dir_okay=False), help="Train under this plan.")
+@click.option("--fresh", is_flag=True, help="Begin anew, whatever checkpoints there are.")
 @click.option("--json", "as_json", is_flag=True, help="Print loss, grad_norm, iteration_s, peak_bytes and the plan.")
-def train(recipe: str, overrides: tuple[str, ...], plan_file: str | None, as_json: bool) -> int:
+@_dry_run
+@_test_only
+@_detach
+def train(
+    recipe: str,
+    overrides: tuple[str, ...],
+    plan_file: str | None,
+    fresh: bool,
+    as_json: bool,
+    dry_run: bool,
+    test_only: bool,
+    detach: bool,
+) -> int:
     """Train RECIPE's model under --plan or the recipe's own plan, as in: auto3d train tiny plan.dp=2 plan.pp=2.
 
-    It starts its own processes, or is one of those that torchrun, srun or mpirun started.
+    It starts its own processes, is one of those that torchrun, srun or mpirun started, or has SLURM start them. It goes
+    on from the newest checkpoint: training.checkpoint_every says when one is written.
     """
     loaded = load(recipe, overrides)
-    from launch.train import run_training
+    if dry_run or test_only:
+        from launch.sweep import print_submissions
+        from launch.train import training_for
 
-    return run_training(loaded, plan_file, err, lambda record: _print_training(record, as_json))
+        of_training = lambda recipe: [training_for(recipe, plan_file, err).trial]  # noqa: E731
+        print_submissions(loaded, of_training, ask_slurm=test_only)
+        return 0
+    return train_on(loaded, plan_file, fresh=fresh, as_json=as_json, detach=detach)
 
 
-def _print_training(record: dict[str, Any], as_json: bool) -> None:
+def train_on(
+    loaded: LoadedRecipe, plan_file: str | None, *, fresh: bool = False, as_json: bool = False, detach: bool = False
+) -> int:
+    from launch.executor import on_slurm
+    from launch.join import joined_world
+    from launch.progress import sweep_progress
+    from launch.train import run_as_job, run_training
+
+    world = joined_world()
+    if world is None and detach and not on_slurm(loaded):
+        options = [*(["--plan", plan_file] if plan_file else []), *["--fresh"] * fresh]
+        return _start_driver(loaded, "train", *options, plan_file=plan_file)
+    if world is not None or not on_slurm(loaded):
+        on_result = partial(_print_training, as_json=as_json)
+        return run_training(loaded, plan_file, world, err, on_result, fresh=fresh)
+    try:
+        with sweep_progress(err) as watcher:
+            record = run_as_job(loaded, plan_file, err, watcher, fresh=fresh, follow=not detach)
+    except KeyboardInterrupt:
+        return _interrupted(loaded)
+    if detach:
+        print(next_commands(loaded))
+        return 0
+    if record is None:
+        return complain("the training did not come to its end", RUN_FAILED)
+    _print_training(record, as_json=as_json)
+    return 0
+
+
+def _print_training(record: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print_json(record)
         return
