@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from auto3d.runtime.checkpoint import newest
 from tests.slurm.conftest import wait_for
-from tests.slurm.test_sweeps import Sweeps, end, start_at_once
+from tests.slurm.sweeps import Sweeps, end, start_at_once
 
 ITERATIONS = 4000
 PLAN = ["plan.pp=2", "plan.micro_batch_size=4", f"training.iterations={ITERATIONS}", "training.checkpoint_every=1000"]
