@@ -29,6 +29,10 @@ class JobState:
     def running(self) -> bool:
         return self.name in ("RUNNING", "COMPLETING")
 
+    @property
+    def waits(self) -> bool:
+        return not self.ended and not self.running
+
 
 @dataclass(frozen=True)
 class Queue:

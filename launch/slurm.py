@@ -30,7 +30,8 @@ from launch.store import Trial, job_folder, log_files, manifest_of, private_fold
 from launch.watcher import Ended, Watcher, interrupts_noted, write_failure
 
 POLL_S = 1.0  # of the trials' files
-STATES_S = 5.0  # of SLURM's commands, which load the controller that all users share
+STATES_S, LONGEST_STATES_S = 5.0, 60.0  # of SLURM's commands, which load the controller that all users share
+SPARED = 20  # times as long as it took to answer, it is not asked again
 TEST_ONLY_S = 120.0  # the scheduler looks at the whole queue
 SETTLE_S = 20.0  # from the end of a job until its last file is seen here
 UNKNOWN_S = 120.0  # until a job that SLURM does not know is given up
@@ -215,6 +216,15 @@ class _Followed:
     ended_since: float | None = None
     unknown_since: float | None = None
 
+    def is_late(self, now: float) -> bool:
+        """Its measurement should have come, if ever."""
+        ended = self.ended_since is not None and now - self.ended_since > SETTLE_S
+        return ended or (self.unknown_since is not None and now - self.unknown_since > UNKNOWN_S)
+
+    def follow_another(self, job: str) -> None:
+        self.job, self.shown = job, ""
+        self.waits_since = self.ended_since = self.unknown_since = None
+
 
 def follow(recipe: LoadedRecipe, jobs: Mapping[Trial, str], watcher: Watcher) -> None:
     """Until each trial has ended; those that lost their nodes are submitted again, up to launch.attempts.
@@ -222,13 +232,13 @@ def follow(recipe: LoadedRecipe, jobs: Mapping[Trial, str], watcher: Watcher) ->
     On SIGINT or SIGTERM KeyboardInterrupt is raised, and the jobs go on.
     """
     followed = {trial: _Followed(job) for trial, job in jobs.items()}
-    number, answered, asked = 0, time.monotonic(), -STATES_S
+    number, answered, asked, pause_s = 0, time.monotonic(), -STATES_S, STATES_S
     states: dict[str, JobState] = {}
     with interrupts_noted() as interrupted:
         while followed:
             if interrupted():
                 raise KeyboardInterrupt
-            if time.monotonic() - asked >= STATES_S:
+            if time.monotonic() - asked >= pause_s:
                 asked = time.monotonic()
                 try:
                     states = job_states([one.job for one in followed.values() if one.job])
@@ -240,15 +250,15 @@ def follow(recipe: LoadedRecipe, jobs: Mapping[Trial, str], watcher: Watcher) ->
                             f"{error}, for {SILENCE_S:g} s; jobs may still run: to follow them again: {again}"
                         ) from None
                 else:
+                    pause_s = min(max(STATES_S, SPARED * (answered - asked)), LONGEST_STATES_S)
                     for trial, one in followed.items():
                         _look(recipe, trial, one, states.get(one.job), watcher)
-            for trial, one in list(followed.items()):
-                measurement = trial.measurement() or _settled(recipe, trial, one, states.get(one.job), watcher)
-                if measurement is not None:
-                    number += 1
-                    del followed[trial]
-                    note_end(recipe, trial, measurement)
-                    watcher.end(Ended(trial, measurement, number, len(jobs)))
+            ended = _ended(recipe, followed, states, watcher)
+            note_ends(recipe, ended)
+            for trial, measurement in ended.items():
+                number += 1
+                del followed[trial]
+                watcher.end(Ended(trial, measurement, number, len(jobs)))
             if followed:
                 time.sleep(POLL_S)
 
@@ -256,8 +266,7 @@ def follow(recipe: LoadedRecipe, jobs: Mapping[Trial, str], watcher: Watcher) ->
 def _look(recipe: LoadedRecipe, trial: Trial, one: _Followed, state: JobState | None, watcher: Watcher) -> None:
     """Note what SLURM says of the trial's job now."""
     now = time.monotonic()
-    known, ended = state is not None, state is not None and state.ended
-    waits = known and not ended and not state.running
+    known, ended, waits = state is not None, state is not None and state.ended, state is not None and state.waits
     one.unknown_since = None if known else one.unknown_since or now
     one.ended_since = (one.ended_since or now) if ended else None
     one.waits_since = (one.waits_since or now) if waits else None
@@ -277,37 +286,53 @@ def _look(recipe: LoadedRecipe, trial: Trial, one: _Followed, state: JobState | 
                 write_failure(recipe, trial, Status.TIMEOUT, reason)
 
 
+def _ended(
+    recipe: LoadedRecipe, followed: Mapping[Trial, _Followed], states: Mapping[str, JobState], watcher: Watcher
+) -> dict[Trial, Measurement]:
+    """The measurements of those that have ended. Many wait for hours: the files of those that never ran are let be."""
+    ended, late = {}, {}
+    for trial, one in followed.items():
+        state = states.get(one.job)
+        if state is not None and state.waits and not one.shown:
+            continue
+        if (measurement := trial.measurement()) is not None:
+            ended[trial] = measurement
+        elif one.is_late(time.monotonic()):
+            late[trial] = one
+    return ended | _settled(recipe, late, states, watcher)
+
+
 def _settled(
-    recipe: LoadedRecipe, trial: Trial, one: _Followed, state: JobState | None, watcher: Watcher
-) -> Measurement | None:
-    """The measurement of a trial whose job ended without one; None while it may still come, or starts again."""
-    now = time.monotonic()
-    ended = one.ended_since is not None and now - one.ended_since > SETTLE_S
-    lost = one.unknown_since is not None and now - one.unknown_since > UNKNOWN_S
-    if not ended and not lost:
-        return None
+    recipe: LoadedRecipe, late: Mapping[Trial, _Followed], states: Mapping[str, JobState], watcher: Watcher
+) -> dict[Trial, Measurement]:
+    """The measurements of trials whose jobs ended without one, but for those that start again."""
+    if not late:
+        return {}
     manifest = manifest_of(recipe)
+    settled: dict[Trial, Measurement] = {}
+    again: dict[Trial, int] = {}  # how often they were started
     with manifest.decided_alone():
-        if (known := trial.measurement()) is not None:
-            return known
-        _find_lost(manifest, [trial.name])
-        history = histories(manifest.entries())[trial.name]
-        if history.last.job != one.job:  # another process started it again
-            _follow_another(one, history.last.job)
-            return None
-        name = state.name if state else ""
-        if name in RETRIED and history.starts < recipe.values.launch.attempts:
-            (submission,) = submissions(recipe, [trial], {trial.name: history.starts})
-            (job,) = _submit(recipe, manifest, submission).values()
-            watcher.tell(f"{trial.name}: job {one.job} ended as {name}; submitted again: job {job}")
-            _follow_another(one, job)
-            return None
-        return write_failure(recipe, trial, STATUSES.get(name, Status.FAILED), _why(recipe, history.last, name))
-
-
-def _follow_another(one: _Followed, job: str) -> None:
-    one.job, one.shown = job, ""
-    one.waits_since = one.ended_since = one.unknown_since = None
+        _find_lost(manifest, [trial.name for trial in late])
+        known = histories(manifest.entries())
+        for trial, one in late.items():
+            history = known[trial.name]
+            name = states[one.job].name if one.job in states else ""
+            if (measurement := trial.measurement()) is not None:
+                settled[trial] = measurement
+            elif history.last.job != one.job:  # another process started it again
+                one.follow_another(history.last.job)
+            elif name in RETRIED and history.starts < recipe.values.launch.attempts:
+                again[trial] = history.starts
+            else:
+                why = _why(recipe, history.last, name)
+                settled[trial] = write_failure(recipe, trial, STATUSES.get(name, Status.FAILED), why)
+        starts = {trial.name: count for trial, count in again.items()}
+        for submission in submissions(recipe, list(again), starts):
+            for trial, job in _submit(recipe, manifest, submission).items():
+                lost = late[trial].job
+                watcher.tell(f"{trial.name}: job {lost} ended as {states[lost].name}; submitted again: job {job}")
+                late[trial].follow_another(job)
+    return settled
 
 
 def _why(recipe: LoadedRecipe, entry: Entry, state: str) -> str:
@@ -319,12 +344,20 @@ def _why(recipe: LoadedRecipe, entry: Entry, state: str) -> str:
     return "\n".join([*printed, said])
 
 
-def note_end(recipe: LoadedRecipe, trial: Trial, measurement: Measurement) -> None:
-    """In the manifest, once."""
+def note_ends(recipe: LoadedRecipe, ended: Mapping[Trial, Measurement]) -> None:
+    """In the manifest, each once."""
+    if not ended:
+        return
     manifest = manifest_of(recipe)
-    last = history.last if (history := histories(manifest.entries()).get(trial.name)) else None
-    if last is not None and last.state is not State.ENDED:
-        manifest.append([replace(last, state=State.ENDED, told=measurement.status, at=measurement.finished)])
+    known = histories(manifest.entries())
+    last = {trial: known[trial.name].last for trial in ended if trial.name in known}
+    new = [
+        replace(entry, state=State.ENDED, told=ended[trial].status, at=ended[trial].finished)
+        for trial, entry in last.items()
+        if entry.state is not State.ENDED
+    ]
+    if new:
+        manifest.append(new)
 
 
 def _lines(file: Path) -> list[str]:

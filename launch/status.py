@@ -57,12 +57,12 @@ def resumed(recipe: LoadedRecipe) -> tuple[LoadedRecipe, Command]:
 
 
 def standings(recipe: LoadedRecipe) -> list[Standing]:
-    """Of each trial of the last sweep, of all that a tune has tried, or of the last training."""
+    """Of each trial of the last sweep, of those that the last tune has chosen until now, or of the last training."""
     entries = manifest_of(recipe).entries()
     known = histories(entries)
     sweep = last_sweep(recipe)
     _, command = resumed(recipe)
-    names = sweep.trials if command.verb == "sweep" and sweep is not None else list(known)
+    names = sweep.trials if command.verb == "sweep" and sweep is not None else command.trials
     if command.verb == "train":
         names = [entry.trial for entry in entries if entry.trial.startswith(TRAINING)][-1:]
     measured = {name: measurement_of(recipe, name) for name in names}

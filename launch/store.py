@@ -7,7 +7,7 @@ import shutil
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from importlib.metadata import version
 from json import dumps
@@ -21,7 +21,7 @@ from auto3d.plan import Plan
 from auto3d.runtime.measurement import Measurement, Status
 from launch.executor import on_slurm
 from launch.manifest import Entry, Manifest
-from launch.recipe import LoadedRecipe, data_files, save
+from launch.recipe import LoadedRecipe, data_files
 
 RUNS = Path("runs")
 TRAINING = "train-"  # begins the names of trainings
@@ -61,7 +61,7 @@ class Trial:
         shutil.rmtree(self.folder, ignore_errors=True)  # of an earlier try
         private_folder(self.folder)
         write_whole(self.plan_file, self.plan.to_json())
-        save(recipe.values, self.recipe_file)
+        self.recipe_file.write_text(recipe.text, encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,10 @@ def trials_of(recipe: LoadedRecipe, plans: Sequence[Plan]) -> list[Trial]:
         "torch": version("torch"),
         "transformers": version("transformers"),
     }
+    measured = _measured(recipe)
     trials = []
     for plan in plans:
-        name = _name(plan, _digest([_measured(recipe), surroundings, plan.to_json()]))
+        name = _name(plan, _digest([measured, surroundings, plan.to_json()]))
         trials.append(Trial(name, recipe_folder(recipe) / "trials" / name, plan))
     return trials
 
@@ -140,14 +141,15 @@ class Command:
     verb: str
     overrides: list[str]
     plan_file: str | None = None  # of a training
+    trials: list[str] = field(default_factory=list)  # of a tune: the names of those that it has chosen until now
 
 
 _command_adapter = TypeAdapter(Command)
 
 
-def write_command(recipe: LoadedRecipe, verb: str, plan_file: str | None = None) -> None:
+def write_command(recipe: LoadedRecipe, verb: str, plan_file: str | None = None, *, trials: Sequence[str] = ()) -> None:
     file = private_folder(recipe_folder(recipe)) / "command.json"
-    write_whole(file, dumps(asdict(Command(verb, list(recipe.overrides), plan_file))))
+    write_whole(file, dumps(asdict(Command(verb, list(recipe.overrides), plan_file, list(trials)))))
 
 
 def last_command(recipe: LoadedRecipe) -> Command | None:

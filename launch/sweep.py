@@ -1,5 +1,6 @@
 """A sweep: every plan of a recipe's search space as a trial, here or on SLURM, with progress; skips what is done."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -51,6 +52,13 @@ class Retry(Enum):
     UP_TO_A_LIMIT = auto()  # those that were started fewer than launch.attempts times
 
 
+def runs_again(recipe: LoadedRecipe, retry: Retry) -> Callable[[Trial], bool]:
+    """Tells of a trial that failed or timed out whether it runs again."""
+    starts = starts_of(recipe)
+    limit = {Retry.NONE: 0, Retry.ALL: math.inf, Retry.UP_TO_A_LIMIT: recipe.values.launch.attempts}[retry]
+    return lambda trial: starts.get(trial.name, 0) < limit
+
+
 def run_sweep(recipe: LoadedRecipe, *, retry: Retry, watcher: Watcher, follow: bool = True) -> None:
     """Run each trial of the sweep that has not ended, and those that failed as far as ``retry`` says.
 
@@ -63,12 +71,7 @@ def run_sweep(recipe: LoadedRecipe, *, retry: Retry, watcher: Watcher, follow: b
     with held(recipe):
         write_command(recipe, "sweep")
         write_sweep(recipe, trials, left_out=sweep.left_out)
-        starts = starts_of(recipe)
-        again = {
-            Retry.NONE: lambda trial: False,
-            Retry.ALL: lambda trial: True,
-            Retry.UP_TO_A_LIMIT: lambda trial: starts.get(trial.name, 0) < recipe.values.launch.attempts,
-        }[retry]
+        again = runs_again(recipe, retry)
         ended = {trial: measurement for trial in trials if (measurement := trial.measurement()) is not None}
         kept = {trial: one for trial, one in ended.items() if one.status in FINAL or not again(trial)}
         pending = [trial for trial in trials if trial not in kept]
@@ -112,10 +115,10 @@ def check_ranks(recipe: LoadedRecipe, ranks: int) -> None:
         check_devices(recipe, ranks)
 
 
-def measured(recipe: LoadedRecipe, trial: Trial, watcher: Watcher) -> Measurement:
-    """The result of ``trial``, which runs unless it has one."""
+def measured(recipe: LoadedRecipe, trial: Trial, watcher: Watcher, *, retry: Retry) -> Measurement:
+    """The result of ``trial``, which runs unless it has one; one that failed or timed out as ``retry`` says."""
     known = trial.measurement()
-    if known is None or known.status not in FINAL:
+    if known is None or (known.status not in FINAL and runs_again(recipe, retry)(trial)):
         run_trials(recipe, [trial], watcher, known={} if known is None else {trial: known})
         known = trial.measurement()
     return known

@@ -21,7 +21,7 @@ def resume(recipe: str, overrides: tuple[str, ...]) -> int:
 
     if command.verb == "train":
         return train_on(loaded, command.plan_file)
-    return tune_on(loaded) if command.verb == "tune" else sweep_on(loaded, Retry.UP_TO_A_LIMIT)
+    return (tune_on if command.verb == "tune" else sweep_on)(loaded, Retry.UP_TO_A_LIMIT)
 
 
 @recipe_command

@@ -1,5 +1,6 @@
 """Commands that run plans for real: sweep, tune, train, recompute, and the table of what ran."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,10 @@ from launch.output import print_json
 from launch.recipe import LoadedRecipe, load
 
 if TYPE_CHECKING:
+    from auto3d.runtime.measurement import Measurement
     from launch.sweep import Retry
 
+_retry = click.option("--retry", is_flag=True, help="Run again the trials that failed or timed out.")
 _detach = click.option("--detach", is_flag=True, help="Return once it is under way, and say how to follow it.")
 _dry_run = click.option("--dry-run", is_flag=True, help="Print the sbatch text of its jobs, and submit none.")
 _test_only = click.option(
@@ -21,18 +24,23 @@ _test_only = click.option(
 
 
 @recipe_command
+@_retry
 @_detach
-def tune(recipe: str, overrides: tuple[str, ...], detach: bool) -> int:
+def tune(recipe: str, overrides: tuple[str, ...], retry: bool, detach: bool) -> int:
     """Search as `plan` does, then try the best candidates, and write the fastest plan to results/.
 
     Each trial corrects what is predicted for those that are left. search.trials is how many run at most; finished ones
     never run twice.
     """
     loaded = load(recipe, overrides)
-    return _start_driver(loaded, "tune") if detach else tune_on(loaded)
+    if detach:
+        return _start_driver(loaded, "tune", *["--retry"] * retry)
+    from launch.sweep import Retry
+
+    return tune_on(loaded, Retry.ALL if retry else Retry.NONE)
 
 
-def tune_on(loaded: LoadedRecipe) -> int:
+def tune_on(loaded: LoadedRecipe, retry: "Retry") -> int:
     from launch import tune as tuning
     from launch.progress import search_progress, sweep_progress
     from launch.search import search_recipe
@@ -41,11 +49,12 @@ def tune_on(loaded: LoadedRecipe) -> int:
         with search_progress(err) as tell:
             search = search_recipe(loaded, tell)
         with sweep_progress(err) as watcher:
-            tried = tuning.run_tune(loaded, search, watcher)
+            tried = tuning.run_tune(loaded, search, watcher, retry=retry)
     except KeyboardInterrupt:
         return _interrupted(loaded)
     files = tuning.write(loaded, tried)
     print(f"{tuning.table(tried, 'simple')}\n\n{tuning.told(tried)}\n\nwritten: {', '.join(map(str, files))}")
+    _tell_failed(loaded, "tune", [one.measurement for one in tried])
     if tuning.fastest(tried) is None:
         return complain("no trial is ok", RUN_FAILED)
     print(f"train under the fastest: {loaded.command('train', '--plan', str(files[-1]), without='plan')}")
@@ -53,7 +62,7 @@ def tune_on(loaded: LoadedRecipe) -> int:
 
 
 @recipe_command
-@click.option("--retry", is_flag=True, help="Run again the trials that failed or timed out.")
+@_retry
 @_dry_run
 @_test_only
 @_detach
@@ -75,7 +84,6 @@ def sweep_on(loaded: LoadedRecipe, retry: "Retry", *, follow: bool = True) -> in
     from launch import tables
     from launch.progress import sweep_progress
     from launch.sweep import run_sweep
-    from launch.watcher import FINAL
 
     try:
         with sweep_progress(err) as watcher:
@@ -88,13 +96,18 @@ def sweep_on(loaded: LoadedRecipe, retry: "Retry", *, follow: bool = True) -> in
     results = tables.results_of(loaded)
     files = tables.write(results)
     print(f"{tables.terminal(results)}\n\nwritten: {', '.join(map(str, files))}")
-    failed = sum(measurement.status not in FINAL for measurement in results.measurements)
-    if failed:
-        err.print(f"{failed} failed or timed out; to run them again: {loaded.command('sweep', '--retry')}", **PLAIN)
+    _tell_failed(loaded, "sweep", results.measurements)
     if tables.best(results) is None:
         return complain("no trial is ok", RUN_FAILED)
     print(f"train under the fastest: {loaded.command('train', '--plan', str(files[-1]), without='plan')}")
     return 0
+
+
+def _tell_failed(loaded: LoadedRecipe, verb: str, measurements: Sequence["Measurement"]) -> None:
+    from launch.watcher import FINAL
+
+    if failed := sum(one.status not in FINAL for one in measurements):
+        err.print(f"{failed} failed or timed out; to run them again: {loaded.command(verb, '--retry')}", **PLAIN)
 
 
 def _start_driver(loaded: LoadedRecipe, verb: str, *options: str, plan_file: str | None = None) -> int:

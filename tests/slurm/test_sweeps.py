@@ -155,6 +155,21 @@ def test_a_preempted_trial_starts_again_and_the_driver_follows_it(sweeps):
     assert (sweeps.job(), sweeps.starts()) == (job, [1])
 
 
+def test_a_preempted_trial_that_slurm_does_not_requeue_is_submitted_again(sweeps):
+    sweep = sweeps.start("sweep", "measure.iterations=1000000", "launch.nodelist=n1,n2")
+    nodes = sweeps.running_on()
+    job = sweeps.job()
+    sweeps.cluster.run("scontrol", "update", f"JobId={job}", "Requeue=0")
+    sweeps.cluster.run("srun", "--partition=high", "--exclusive", f"--nodelist={','.join(nodes)}", "true")
+    wait_for("another job of the trial", lambda: sweeps.job() != job, timeout_s=60)
+    sweeps.running_on()
+    assert sweeps.starts() == [2]
+    sweeps.cluster.run("scancel", sweeps.job())
+    output = end(sweep, code=1)
+    assert f"job {job} ended as PREEMPTED; submitted again: job {sweeps.job()}" in output
+    assert "ended as CANCELLED" in output
+
+
 def test_a_node_that_dies_sends_its_trial_to_others(sweeps):
     sweep = sweeps.start("sweep", "measure.iterations=20000")
     nodes = sweeps.running_on()
