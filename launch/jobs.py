@@ -96,6 +96,21 @@ def max_array_size() -> int:
     return DEFAULT_ARRAY
 
 
+def partitions() -> dict[str, int]:
+    """How many nodes each partition has, the default one first; raises SlurmError if sinfo does not answer."""
+    done = _try(["sinfo", "--noheader", "--format=%P|%D"])
+    if isinstance(done, str):
+        raise SlurmError(done)
+    rows = sorted((line.strip().split("|") for line in done.stdout.splitlines()), key=lambda row: "*" not in row[0])
+    return {name.rstrip("*"): int(nodes) for name, nodes in rows}
+
+
+def why_no_accounting() -> str:
+    """Empty if sacct answers."""
+    done = _try(["sacct", "--noheader", "--allocations", "--format=JobID", "--starttime=now-1hour"])
+    return done.splitlines()[0] if isinstance(done, str) else ""
+
+
 def _queue() -> Queue | None:
     command = ["squeue", "--noheader", "--array", "--states=all", f"--user={os.getuid()}", "--format=%i|%T|%j|%r"]
     listed = _run(command)

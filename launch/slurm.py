@@ -9,9 +9,10 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
@@ -161,30 +162,43 @@ def _submit(recipe: LoadedRecipe, manifest: Manifest, submission: Submission) ->
 
     for trial in submission.trials:
         trial.prepare(recipe)
-    private_folder(submission.folder.parent)
-    executor = submitit.SlurmExecutor(private_folder(submission.folder), python=python(recipe))
-    executor.update_parameters(**parameters(recipe, nodes=submission.nodes, name=submission.name))
+    calls = [
+        partial(
+            run_trial_on_nodes,
+            str(trial.recipe_file.resolve()),
+            str(trial.plan_file.resolve()),
+            str(trial.measurement_file.resolve()),
+            modules=str(recipe.folder),
+        )
+        for trial in submission.trials
+    ]
     nobody = [""] * len(submission.trials)
     note(State.SUBMITTING, nobody)
     try:
-        with _own_environment(), executor.batch():
-            jobs = [
-                executor.submit(
-                    run_trial_on_nodes,
-                    str(trial.recipe_file.resolve()),
-                    str(trial.plan_file.resolve()),
-                    str(trial.measurement_file.resolve()),
-                    modules=str(recipe.folder),
-                )
-                for trial in submission.trials
-            ]
-    except (FailedJobError, FailedSubmissionError) as error:
-        said = (str(error).strip().splitlines() or ["it did not say why"])[-1]
-        note(State.REFUSED, nobody, said)
-        raise SlurmError(f"sbatch refused {len(nobody)} trials on {submission.nodes} nodes: {said}") from None
-    ids = [job.job_id for job in jobs]
+        ids = submit_calls(recipe, submission.folder, calls, nodes=submission.nodes, name=submission.name)
+    except SlurmError as error:
+        note(State.REFUSED, nobody, str(error))
+        raise SlurmError(f"sbatch refused {len(nobody)} trials on {submission.nodes} nodes: {error}") from None
     note(State.SUBMITTED, ids)
     return dict(zip(submission.trials, ids, strict=True))
+
+
+def submit_calls(
+    recipe: LoadedRecipe, folder: Path, calls: Sequence[Callable[[], None]], *, nodes: int, name: str
+) -> list[str]:
+    """The jobs of ``calls``, each of which a task on each of its nodes makes; raises SlurmError where sbatch refuses.
+
+    ``folder`` is of this submission alone; what its tasks print goes there.
+    """
+    private_folder(folder.parent)
+    executor = submitit.SlurmExecutor(private_folder(folder), python=python(recipe))
+    executor.update_parameters(**parameters(recipe, nodes=nodes, name=name))
+    try:
+        with _own_environment(), executor.batch():
+            jobs = [executor.submit(call) for call in calls]
+    except (FailedJobError, FailedSubmissionError) as error:
+        raise SlurmError((str(error).strip().splitlines() or ["it did not say why"])[-1]) from None
+    return [job.job_id for job in jobs]
 
 
 @contextmanager

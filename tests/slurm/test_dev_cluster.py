@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.conftest import PROGRAM, REPOSITORY, wait_for
+from tests.slurm.conftest import PROGRAM, wait_for
 
 HERE = Path(__file__).parent
 AUTO3D = [sys.executable, "-m", "launch.main"]
