@@ -230,14 +230,15 @@ def _lost(probed: Probed, wait_s: float) -> Check:
     if probed.queued_s is None:
         more = f"--wait {2 * wait_s:g} waits longer; launch.exclusive=false takes nodes that others use, too"
         return Check(Verdict.ERROR, "probe job", f"{found}; it was cancelled", more)
-    printed = probed.printed()
-    if not probed.greeted and not printed:
+    logs = probed.logs()
+    if not probed.greeted and not logs:
         advice = f"call auto3d in a folder that all nodes see, such as home or scratch; {probed.folder} is not such"
         return Check(Verdict.ERROR, "shared folder", f"{found}, and no file of its nodes is seen here", advice)
-    said = f", and said: {printed[-1]}" if printed else ""
-    heard = f"; heard of {', '.join(probed.greeted.values())}" if probed.greeted else ""
-    advice = f"the nodes need the same Python or container as trials do; all they printed is in {probed.folder}"
-    return Check(Verdict.ERROR, "probe job", f"{found}{heard}{said}", advice)
+    errors = [file.read_text(errors="replace") for file in logs if file.suffix == ".err"]
+    lines = [line for text in errors for line in text.splitlines() if line.strip()]
+    said = f"; its last error: {lines[-1]}" if lines else ""
+    advice = f"see launch.setup, launch.container and what it printed, in {probed.folder}"
+    return Check(Verdict.ERROR, "probe job", f"{found}{said}", advice)
 
 
 def _shared_folder(probed: Probed, reports: list[NodeReport]) -> Check:
@@ -279,11 +280,12 @@ def _clock(report: NodeReport) -> Check:
 def clock(host: str, least_s: float, most_s: float) -> Check:
     """Whether a clock that is ahead by something between the two is right enough, given the benefit of the doubt."""
     certain = 0.0 if least_s <= 0 <= most_s else min(abs(least_s), abs(most_s))
-    found = f"{host} differs from here by {(least_s + most_s) / 2:+.2f} s, give or take {(most_s - least_s) / 2:.2f} s"
+    found = f"it differs from that here by {(least_s + most_s) / 2:+.2f} s, give or take {(most_s - least_s) / 2:.2f} s"
+    what = f"clock of {host}"
     advice = "have the clocks set by NTP (chrony): times in logs and files of this node cannot be compared"
     if certain <= SKEW_WARNING_S:
-        return Check(Verdict.OK, "clock", found)
-    return Check(Verdict.ERROR if certain > SKEW_ERROR_S else Verdict.WARNING, "clock", found, advice)
+        return Check(Verdict.OK, what, found)
+    return Check(Verdict.ERROR if certain > SKEW_ERROR_S else Verdict.WARNING, what, found, advice)
 
 
 def _size(size_bytes: int) -> str:

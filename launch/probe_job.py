@@ -54,10 +54,9 @@ class Probed:
     def whole(self) -> bool:
         return len(self.reports) == self.nodes
 
-    def printed(self) -> list[str]:
-        """The last line of each task's errors."""
-        texts = [file.read_text(errors="replace").rstrip() for file in sorted(self.folder.glob("*_log.err"))]
-        return [text.splitlines()[-1] for text in texts if text]
+    def logs(self) -> list[Path]:
+        """What its tasks print, as far as it is seen here."""
+        return sorted(self.folder.glob("*_log.*"))
 
 
 def run_probe(recipe: LoadedRecipe, *, nodes: int, wait_s: float, tell: Callable[[str], None]) -> Probed:
