@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 
 from rich.console import Console
 from rich.markup import escape
@@ -33,6 +34,16 @@ def search_progress(console: Console) -> Iterator[Callable[[int, float], None]]:
         return
     with console.status(what) as status:
         yield lambda looked_at, best_s: status.update(f"{what}: {looked_at} candidates, best {best_s:.4g} s")
+
+
+@contextmanager
+def doctor_progress(console: Console) -> Iterator[Callable[[str], None]]:
+    """Says what the doctor waits for; yields what to tell it, where there is no terminal once for each news."""
+    if not console.is_terminal:
+        yield cache(lambda line: console.print(line, markup=False, soft_wrap=True))
+        return
+    with console.status("looking at this machine") as status:
+        yield lambda line: status.update(escape(line))
 
 
 @contextmanager
