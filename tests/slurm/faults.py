@@ -226,6 +226,14 @@ def _resume() -> list[str]:
     return [sys.executable, "-m", "launch.main", "resume", "own.yaml"]
 
 
+def _comes(true: Callable[[], bool]) -> bool:
+    """Whether it is so within half a minute."""
+    deadline = time.monotonic() + 30
+    while not (known := true()) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return known
+
+
 def _ending(driver: subprocess.Popen) -> str | None:
     try:
         return driver.communicate(timeout=DRIVER_S)[0]
@@ -257,7 +265,7 @@ def _look(struck: Struck, fault: Fault) -> list[str]:
         f"{len(known)} trials": len(known) == trials,
         f"{starts} submissions of {trials} trials": starts <= trials + fault.loses,
         "not all are in the manifest as ok": all(one.last.told == "ok" for one in known.values()),
-        "a job is left": not struck.cluster.run("squeue", "--noheader"),
+        "a job is left": _comes(lambda: not struck.cluster.run("squeue", "--noheader")),
     }
     if struck.training:
         expected, state = undisturbed(struck.cluster), struck.state()
