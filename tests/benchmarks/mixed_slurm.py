@@ -31,13 +31,13 @@ from auto3d.schedule import samples_at_once, schedule_of
 from launch.candidates import exact_plan
 from launch.capture import PlanningModel
 from launch.costs import captured_subject, cost_model
-from launch.recipe import RECIPES, LoadedRecipe, load
+from launch.recipe import LoadedRecipe, load
 from launch.search import search_recipe
 from launch.settings import cluster as cluster_of
 from tests.slurm.conftest import ALIAS, PROGRAM, SlurmCluster
 
 FILE = Path("results/slurm/mixed.md")
-RECIPE = str(RECIPES / "mixed.yaml")
+RECIPE = "mixed"
 MBIT_S = {"n1": 1000, "n2": 1000, "n3": 100, "n4": 100}  # the links that the recipe describes
 SLOW = ("n3", "n4")
 MEGATRON = ["search.algorithm=megatron", "search.placement=[megatron]"]
@@ -63,10 +63,11 @@ training, with headers and acknowledgements, and with what the ranks' meeting an
 
 Real compute of a GPT-2 of 14.3 million parameters, real messages and all-reduces of gloo; `auto3d tune` and
 `auto3d train` with launch.executor=slurm. Nodes are network namespaces of one machine, and `tc` shapes their links
-(docs/slurm.md). What that leaves out: the eight processes share the machine's {cores} cores, so each is the slower
-the more of them compute at a time, which on nodes with processors of their own is not so; and a link's latency, where
-the kernel cannot add it. `auto3d profile` measured on all four nodes at a time, so predictions are of nodes that have a
-quarter of the machine each.
+(docs/slurm.md). That leaves out a link's latency, where the kernel cannot add it, and processors of the nodes' own:
+eight processes share {cores} cores, with what else runs there (load average {load:.0f}), so each is the slower the more
+of them compute. The cost model knows that of the processes of one node alone. So `auto3d profile` measured on all four
+nodes at a time, and predictions are of nodes that have a quarter of the machine each, whatever the others do. It tells
+more of plans that wait for links than of those that mostly compute, between which trials decide.
 
 ## The trials of `auto3d tune mixed`
 
@@ -242,6 +243,7 @@ def report(recipe: LoadedRecipe, compared: Sequence[Compared], tables: Sequence[
         table=tabulate(rows, heads, tablefmt="github", disable_numparse=True),
         rounds=ROUNDS,
         cores=len(os.sched_getaffinity(0)),
+        load=os.getloadavg()[2],
         iterations=ITERATIONS,
         own=tables[0].strip(),
         heuristic=tables[1].strip(),
