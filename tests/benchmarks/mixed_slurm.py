@@ -191,8 +191,8 @@ def measure(cluster: SlurmCluster, folder: Path) -> str:
     recipe = load(RECIPE)
     chosen = {
         "`auto3d tune`": own,
-        "Megatron-LM's heuristics": first_choice(load(RECIPE, MEGATRON)),
-        "the best of their candidates, by trials": heuristic,
+        "first choice of Megatron-LM's heuristics": first_choice(load(RECIPE, MEGATRON)),
+        "their best by trials": heuristic,
     }
     plans: dict[Plan, Compared] = {}
     for name, plan in chosen.items():
@@ -214,7 +214,7 @@ def report(recipe: LoadedRecipe, compared: Sequence[Compared], tables: Sequence[
         slow = sum(size for size, name in zip(expected, MBIT_S, strict=True) if name in SLOW)
         rows.append(
             (
-                ", ".join(one.names),
+                ", also ".join(one.names),
                 told(one.plan, described),
                 f"{costs.seconds(one.plan):.2f}",
                 f"{median(one.medians):.2f}",
@@ -234,12 +234,12 @@ def report(recipe: LoadedRecipe, compared: Sequence[Compared], tables: Sequence[
     ]
     best, *others = compared
     ratios = " and ".join(
-        f"**{median(one.medians) / median(best.medians):.2f} times** as fast as that of {', '.join(one.names)} "
+        f"**{median(one.medians) / median(best.medians):.2f} times** as fast as the {', also '.join(one.names)} "
         f"(in single rounds {min(paired(one, best)):.2f} to {max(paired(one, best)):.2f})"
         for one in others
     )
     return TEXT.format(
-        ratios=ratios,
+        ratios=ratios or "that of Megatron-LM's heuristics, too",
         table=tabulate(rows, heads, tablefmt="github", disable_numparse=True),
         rounds=ROUNDS,
         cores=len(os.sched_getaffinity(0)),
