@@ -3,7 +3,7 @@
 On the cluster of `make cluster-up`; without one, nothing is measured. Each step is a command of the user's: all nodes
 are profiled at a time, `auto3d tune` searches recipes/mixed.yaml, once by itself and once by Megatron-LM's heuristics,
 and the plans that came of it train in turns. What crosses the slow links is counted by the kernel, on their nodes.
-Writes results/slurm/mixed.md.
+Writes results/slurm/mixed.md; takes a quarter of an hour.
 """
 
 import json
