@@ -90,6 +90,22 @@ def max_array_size() -> int:
     return DEFAULT_ARRAY
 
 
+def partitions() -> dict[str, int]:
+    """How many nodes each partition has, the default one first; raises SlurmError if sinfo does not answer."""
+    rows = [line.split("|") for line in run(["sinfo", "--noheader", "--format=%P|%D"]).stdout.splitlines()]
+    rows.sort(key=lambda row: not row[0].endswith("*"))
+    return {name.rstrip("*"): int(nodes) for name, nodes in rows}
+
+
+def why_no_accounting() -> str:
+    """Empty if sacct answers."""
+    try:
+        run(["sacct", "--noheader", "--allocations", "--format=JobID", "--starttime=now-1hour"])
+    except SlurmError as error:
+        return str(error)
+    return ""
+
+
 def _queue() -> Queue | None:
     command = ["squeue", "--noheader", "--array", "--states=all", f"--user={os.getuid()}", "--format=%i|%T|%j|%r"]
     listed = _printed(command)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 
 from rich.console import Console
 from rich.markup import escape
@@ -36,6 +37,16 @@ def search_progress(console: Console) -> Iterator[Callable[[int, float], None]]:
 
 
 @contextmanager
+def doctor_progress(console: Console) -> Iterator[Callable[[str], None]]:
+    """Says what the doctor waits for; yields what to tell it, where there is no terminal once for each news."""
+    if not console.is_terminal:
+        yield cache(lambda line: console.print(line, markup=False, soft_wrap=True))
+        return
+    with console.status("looking at this machine") as status:
+        yield lambda line: status.update(escape(line))
+
+
+@contextmanager
 def sweep_progress(console: Console) -> Iterator[Watcher]:
     """A bar over the trials, and a line for each that has ended."""
     with _bar(console) as progress:
@@ -67,7 +78,7 @@ class _SweepProgress:
 
     def _print_end(self, what: str, measurement: Measurement) -> None:
         status = measurement.status
-        figure = f" {measurement.median_s:.3f} s/iteration" if status is Status.OK else ""
+        figure = f" {measurement.median_s:.3f} s/iteration" if measurement.iteration_s else ""
         figure += " (emulated)" if measurement.emulated else ""
         self._print(f"{escape(what)} [{COLOURS.get(status, 'white')}]{status}[/]{figure}")
         for line in measurement.error.splitlines()[-ERROR_LINES:]:

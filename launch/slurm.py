@@ -8,9 +8,10 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
@@ -170,20 +171,15 @@ def _submit(recipe: LoadedRecipe, manifest: Manifest, submission: Submission) ->
 
     for trial in submission.trials:
         trial.prepare(recipe)
-    private_folder(submission.folder.parent)
-    executor = submitit.SlurmExecutor(private_folder(submission.folder), python=python(recipe))
+    calls = [partial(run_on_node, *_arguments(recipe, trial)) for trial in submission.trials]
     shape = {"nodes": submission.nodes, "name": submission.name, "training": submission.training}
-    executor.update_parameters(**parameters(recipe, **shape))
     nobody = [""] * len(submission.trials)
     note(State.SUBMITTING, nobody)
     try:
-        with _own_environment(), executor.batch():
-            jobs = [executor.submit(run_on_node, *_arguments(recipe, trial)) for trial in submission.trials]
-    except (FailedJobError, FailedSubmissionError) as error:
-        said = (str(error).strip().splitlines() or ["it did not say why"])[-1]
-        note(State.REFUSED, nobody, said)
-        raise SlurmError(f"sbatch refused {len(nobody)} trials on {submission.nodes} nodes: {said}") from None
-    ids = [job.job_id for job in jobs]
+        ids = submit_calls(recipe, submission.folder, calls, **shape)
+    except SlurmError as error:
+        note(State.REFUSED, nobody, str(error))
+        raise SlurmError(f"sbatch refused {len(nobody)} trials on {submission.nodes} nodes: {error}") from None
     note(State.SUBMITTED, ids)
     return dict(zip(submission.trials, ids, strict=True))
 
@@ -192,6 +188,30 @@ def _arguments(recipe: LoadedRecipe, trial: Trial) -> list[str | None]:
     """Of ``run_on_node``."""
     files = [str(path.resolve()) for path in (trial.recipe_file, trial.plan_file, trial.measurement_file)]
     return [*files, str(recipe.folder), None if trial.checkpoints is None else str(trial.checkpoints.resolve())]
+
+
+def submit_calls(
+    recipe: LoadedRecipe,
+    folder: Path,
+    calls: Sequence[Callable[[], None]],
+    *,
+    nodes: int,
+    name: str,
+    training: bool = False,
+) -> list[str]:
+    """The jobs of ``calls``, each of which a task on each of its nodes makes; raises SlurmError where sbatch refuses.
+
+    ``folder`` is of this submission alone; what its tasks print goes there.
+    """
+    private_folder(folder.parent)
+    executor = submitit.SlurmExecutor(private_folder(folder), python=python(recipe))
+    executor.update_parameters(**parameters(recipe, nodes=nodes, name=name, training=training))
+    try:
+        with _own_environment(), executor.batch():
+            jobs = [executor.submit(call) for call in calls]
+    except (FailedJobError, FailedSubmissionError) as error:
+        raise SlurmError((str(error).strip().splitlines() or ["it did not say why"])[-1]) from None
+    return [job.job_id for job in jobs]
 
 
 @contextmanager

@@ -43,8 +43,8 @@ from launch.watcher import Watcher
 
 
 @dataclass(frozen=True)
-class Training:
-    """A training that is about to begin: its plan, and the model that it was made for."""
+class PlannedTraining:
+    """A training that can begin: its plan, and the model that this was made for."""
 
     trial: Trial
     captured: CapturedModel
@@ -55,7 +55,12 @@ class Training:
         return self.trial.plan
 
 
-def training_for(recipe: LoadedRecipe, plan_file: str | None, console: Console, world: World | None = None) -> Training:
+OnResult = Callable[[dict[str, Any]], None]
+
+
+def planned(
+    recipe: LoadedRecipe, plan_file: str | None, console: Console, world: World | None = None
+) -> PlannedTraining:
     """Plan and check the training of ``recipe``, under the plan of ``plan_file`` or the recipe's own."""
     values = recipe.values
     given = _read_plan(recipe, plan_file) if plan_file else None
@@ -72,7 +77,7 @@ def training_for(recipe: LoadedRecipe, plan_file: str | None, console: Console, 
     settings = training_settings(values, iterations=values.training.iterations)
     with _errors_naming(plan_file):
         check_plan(captured, plan, settings)
-    return Training(training_of(recipe, plan), captured, settings)
+    return PlannedTraining(training_of(recipe, plan), captured, settings)
 
 
 def run_training(
@@ -80,7 +85,7 @@ def run_training(
     plan_file: str | None,
     world: World | None,
     console: Console,
-    on_result: Callable[[dict[str, Any]], None],
+    on_result: OnResult,
     *,
     fresh: bool,
 ) -> int:
@@ -89,19 +94,18 @@ def run_training(
     It is one rank of ``world``, or starts all of them. It goes on from the newest checkpoint unless it is to begin
     ``fresh``.
     """
-    training = training_for(recipe, plan_file, console, world)
-    plan, settings = training.plan, training.settings
+    training = planned(recipe, plan_file, console, world)
+    settings, checkpoints = training.settings, _checkpoints(recipe, training)
     data = data_settings(recipe.values)
     state = initial_weights(recipe, training.captured.graph)
-    first = world is None or world.rank == 0
-    begin(recipe, training, fresh=fresh, console=console if first else None)
-    checkpoints = Checkpoints(folder=training.trial.checkpoints, every=recipe.values.training.checkpoint_every)
+    if not _is_left(recipe, training, fresh=fresh, console=console if world is None or world.rank == 0 else None):
+        return 0
     asked = asked_by_slurm() if world is not None and in_a_job() else None
 
     def run(world: World, report: Report) -> TrainingResult:
         return train(
             training.captured,
-            plan,
+            training.plan,
             settings,
             data,
             world,
@@ -120,22 +124,59 @@ def run_training(
         if result.asked_to_end:
             await_end(asked, requeue=world.rank == 0)
         if world.rank == 0:
-            on_result(_record(result, plan, recipe.values))
+            on_result(_record(result, training.plan, recipe.values))
         return 0
     manifest, name = manifest_of(recipe), training.trial.name
     manifest.append([Entry(trial=name, state=State.STARTED)])
     with training_progress(console, settings.iterations) as on_report:
-        outcome = run_ranks(plan.ranks, run, timeout_s=None, straggle_s=settings.timeout_s, on_report=on_report)
+        ranks, straggle_s = training.plan.ranks, settings.timeout_s
+        outcome = run_ranks(ranks, run, timeout_s=None, straggle_s=straggle_s, on_report=on_report)
     manifest.append([Entry(trial=name, state=State.ENDED, told=outcome.status)])
     if outcome.status is not Status.OK:
-        console.print(f"auto3d: training ended as {outcome.status}:\n{outcome.error}", markup=False, soft_wrap=True)
-        return 1
-    on_result(_record(outcome.result, plan, recipe.values))
+        return _ended_badly(console, outcome.status, outcome.error)
+    on_result(_record(outcome.result, training.plan, recipe.values))
     return 0
 
 
-def begin(recipe: LoadedRecipe, training: Training, *, fresh: bool, console: Console | None) -> None:
-    """Tell on ``console`` from where the training goes on; raises InputError if it is done already.
+def run_as_job(
+    recipe: LoadedRecipe,
+    plan_file: str | None,
+    console: Console,
+    watcher: Watcher,
+    on_result: OnResult,
+    *,
+    fresh: bool,
+    follow: bool,
+) -> int:
+    """The same as a job of SLURM, if it is not under way already; unless it is to ``follow``, this only submits it."""
+    check_place(recipe)
+    training = planned(recipe, plan_file, console)
+    trial = training.trial
+    job = slurm.on_their_way(recipe, [trial]).get(trial)
+    if job is not None and fresh:
+        raise InputError(f"job {job} is this training; to end it first: {recipe.follow_up('cancel')}")
+    write_command(recipe, "train", plan_file, trials=[trial.name])
+    known = {} if (measurement := trial.measurement()) is None else {trial: measurement}
+    slurm.note_ends(recipe, known)  # it may have ended while nobody followed it
+    if job is None and not _is_left(recipe, training, fresh=fresh, console=console):
+        return 0
+    watcher.begin(1, [], 0)
+    run_trials(recipe, [trial], watcher, known=known, follow=follow)
+    if not follow:
+        return 0
+    measurement = trial.measurement()
+    if measurement.status is not Status.OK:
+        return _ended_badly(console, measurement.status, measurement.error)
+    on_result(_record(measurement, training.plan, recipe.values))
+    return 0
+
+
+def _checkpoints(recipe: LoadedRecipe, training: PlannedTraining) -> Checkpoints:
+    return Checkpoints(folder=training.trial.checkpoints, every=recipe.values.training.checkpoint_every)
+
+
+def _is_left(recipe: LoadedRecipe, training: PlannedTraining, *, fresh: bool, console: Console | None) -> bool:
+    """Whether any iteration is left to do; tells on ``console`` from where the training goes on.
 
     To begin it ``fresh`` removes its checkpoints, but not where SLURM starts the job that was told so again. Of several
     ranks, the one with a console does so.
@@ -144,49 +185,21 @@ def begin(recipe: LoadedRecipe, training: Training, *, fresh: bool, console: Con
     if fresh and os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
         if console is not None:
             shutil.rmtree(folder, ignore_errors=True)
-        return
+        return True
     done = newest(folder)
     if done is None:
-        return
-    if done >= iterations:
-        raise InputError(
-            f"{folder}: this training is done, by a checkpoint after iteration {done}; to train on from there, give "
-            "more training.iterations; to begin anew: --fresh"
-        )
+        return True
     if console is not None:
         told = f"going on after iteration {done} of {iterations}, by the checkpoint in {folder}; --fresh begins anew"
+        if done >= iterations:
+            told = f"done already, by the checkpoint after iteration {done} in {folder}; --fresh begins anew"
         console.print(told, markup=False, soft_wrap=True)
+    return done < iterations
 
 
-def run_as_job(
-    recipe: LoadedRecipe,
-    plan_file: str | None,
-    console: Console,
-    watcher: Watcher,
-    *,
-    fresh: bool,
-    follow: bool,
-) -> dict[str, Any] | None:
-    """Have SLURM run the training and, to ``follow``, wait for its end; returns the record unless it ends badly.
-
-    A job that is on its way already is the one that is followed.
-    """
-    check_place(recipe)
-    training = training_for(recipe, plan_file, console)
-    trial = training.trial
-    job = slurm.on_their_way(recipe, [trial]).get(trial)
-    if job is None:
-        begin(recipe, training, fresh=fresh, console=console)
-    elif fresh:
-        raise InputError(f"job {job} is this training; to end it first: {recipe.follow_up('cancel')}")
-    write_command(recipe, "train", plan_file)
-    known = {} if (measurement := trial.measurement()) is None else {trial: measurement}
-    watcher.begin(1, [], 0)
-    run_trials(recipe, [trial], watcher, known=known, follow=follow)
-    measurement = trial.measurement() if follow else None
-    if measurement is None or measurement.status is not Status.OK:
-        return None
-    return _record(measurement, training.plan, recipe.values)
+def _ended_badly(console: Console, status: Status, error: str) -> int:
+    console.print(f"auto3d: training ended as {status}:\n{error}", markup=False, soft_wrap=True)
+    return 1
 
 
 def _check_processes(recipe: LoadedRecipe, world: World | None, needed: int) -> None:
@@ -249,11 +262,11 @@ def _errors_naming(plan_file: str | None) -> Iterator[None]:
 
 
 def _record(result: TrainingResult | Measurement, plan: Plan, values: Recipe) -> dict[str, Any]:
-    measured = result.iteration_s[min(values.measure.warmup_iterations, len(result.iteration_s) - 1) :]
+    measured = result.iteration_s[values.measure.warmup_iterations :] or result.iteration_s
     return {
         "emulated": values.training.compute == "emulated",
         **{name: getattr(result, name) for name in ("loss", "grad_norm", "iteration_s", "peak_bytes")},
         "first_iteration": result.first_iteration,
-        "samples_per_s": plan.global_batch / median(measured),
+        "samples_per_s": plan.global_batch / median(measured) if measured else None,
         "plan": asdict(plan),
     }

@@ -1,10 +1,15 @@
-"""Commands on what is under way: how it stands, what it prints, its end, and to go on with it."""
+"""Commands on what is under way: how it stands, what it prints, its end, and to go on with it; and the doctor."""
+
+from dataclasses import asdict
 
 import click
 
-from launch.commands.group import cli, err, recipe_command
+from launch.commands.group import RUN_FAILED, cli, err, out, recipe_command
 from launch.commands.trials import sweep_on, train_on, tune_on
+from launch.output import print_json
 from launch.recipe import load
+
+DEFAULT_RECIPE = "tiny"
 
 
 @recipe_command
@@ -63,3 +68,30 @@ def cancel(recipe: str, trial: str | None) -> int:
     cancelled = cancel_trials(loaded, trial)
     print(f"cancelled {len(cancelled)} jobs of SLURM{': ' * bool(cancelled)}{', '.join(cancelled)}")
     return 0
+
+
+@cli.command()
+@click.argument("recipe", nargs=-1, metavar=f"[RECIPE={DEFAULT_RECIPE}] [OVERRIDES]...")
+@click.option("--wait", "wait_s", type=click.FloatRange(min=0), default=300.0, show_default=True,
+              help="Seconds that the probe's job may wait for its nodes.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print a list of records, in bytes, seconds and Gbit/s.")
+def doctor(recipe: tuple[str, ...], wait_s: float, as_json: bool) -> int:
+    """Check what trials need, and say of each fault what to do; measure how fast ranks sum.
+
+    On this machine, and, where trials of RECIPE run on SLURM, by a short job on two nodes, which takes the group launch
+    as they do. The exit code is 1 if anything is an error.
+    """
+    name, overrides = (recipe[0], recipe[1:]) if recipe and "=" not in recipe[0] else (DEFAULT_RECIPE, recipe)
+    loaded = load(name, overrides)
+    from launch import doctor as doctoring
+    from launch.progress import doctor_progress
+
+    found = []
+    with doctor_progress(err) as tell:
+        for check in doctoring.checks(loaded, wait_s=wait_s, tell=tell):
+            found.append(check)
+            if not as_json:
+                doctoring.show(check, out)
+    if as_json:
+        print_json([asdict(check) for check in found])
+    return RUN_FAILED if any(check.verdict == doctoring.Verdict.ERROR for check in found) else 0

@@ -25,18 +25,26 @@ _test_only = click.option(
 
 @recipe_command
 @_retry
+@_dry_run
+@_test_only
 @_detach
-def tune(recipe: str, overrides: tuple[str, ...], retry: bool, detach: bool) -> int:
+def tune(recipe: str, overrides: tuple[str, ...], dry_run: bool, test_only: bool, retry: bool, detach: bool) -> int:
     """Search as `plan` does, then try the best candidates, and write the fastest plan to results/.
 
     Each trial corrects what is predicted for those that are left. search.trials is how many run at most; finished ones
-    never run twice.
+    never run twice. --dry-run and --test-only are of the first, for the others depend on it.
     """
     loaded = load(recipe, overrides)
     if detach:
         return _start_driver(loaded, "tune", *["--retry"] * retry)
-    from launch.sweep import Retry
+    from launch.sweep import Retry, print_submissions
 
+    if dry_run or test_only:
+        from launch.search import search_recipe
+        from launch.tune import first_trial
+
+        print_submissions(loaded, lambda recipe: [first_trial(recipe, search_recipe(recipe))], ask_slurm=test_only)
+        return 0
     return tune_on(loaded, Retry.ALL if retry else Retry.NONE)
 
 
@@ -110,12 +118,14 @@ def _tell_failed(loaded: LoadedRecipe, verb: str, measurements: Sequence["Measur
         err.print(f"{failed} failed or timed out; to run them again: {loaded.command(verb, '--retry')}", **PLAIN)
 
 
-def _start_driver(loaded: LoadedRecipe, verb: str, *options: str, plan_file: str | None = None) -> int:
+def _start_driver(
+    loaded: LoadedRecipe, verb: str, *options: str, plan_file: str | None = None, trials: Sequence[str] = ()
+) -> int:
     from launch.detach import start_driver
     from launch.sweep import check_place
 
     check_place(loaded)
-    pid, log = start_driver(loaded, verb, options, plan_file)
+    pid, log = start_driver(loaded, verb, options, plan_file=plan_file, trials=trials)
     print(f"process {pid} runs it, and prints to {log}\n{next_commands(loaded)}")
     return 0
 
@@ -190,10 +200,9 @@ def train(
     loaded = load(recipe, overrides)
     if dry_run or test_only:
         from launch.sweep import print_submissions
-        from launch.train import training_for
+        from launch.train import planned
 
-        of_training = lambda recipe: [training_for(recipe, plan_file, err).trial]  # noqa: E731
-        print_submissions(loaded, of_training, ask_slurm=test_only)
+        print_submissions(loaded, lambda recipe: [planned(recipe, plan_file, err).trial], ask_slurm=test_only)
         return 0
     return train_on(loaded, plan_file, fresh=fresh, as_json=as_json, detach=detach)
 
@@ -204,27 +213,24 @@ def train_on(
     from launch.executor import on_slurm
     from launch.join import joined_world
     from launch.progress import sweep_progress
-    from launch.train import run_as_job, run_training
+    from launch.train import planned, run_as_job, run_training
 
     world = joined_world()
     if world is None and detach and not on_slurm(loaded):
         options = [*(["--plan", plan_file] if plan_file else []), *["--fresh"] * fresh]
-        return _start_driver(loaded, "train", *options, plan_file=plan_file)
+        trial = planned(loaded, plan_file, err).trial
+        return _start_driver(loaded, "train", *options, plan_file=plan_file, trials=[trial.name])
+    on_result = partial(_print_training, as_json=as_json)
     if world is not None or not on_slurm(loaded):
-        on_result = partial(_print_training, as_json=as_json)
         return run_training(loaded, plan_file, world, err, on_result, fresh=fresh)
     try:
         with sweep_progress(err) as watcher:
-            record = run_as_job(loaded, plan_file, err, watcher, fresh=fresh, follow=not detach)
+            code = run_as_job(loaded, plan_file, err, watcher, on_result, fresh=fresh, follow=not detach)
     except KeyboardInterrupt:
         return _interrupted(loaded)
     if detach:
         print(next_commands(loaded))
-        return 0
-    if record is None:
-        return complain("the training did not come to its end", RUN_FAILED)
-    _print_training(record, as_json=as_json)
-    return 0
+    return code
 
 
 def _print_training(record: dict[str, Any], *, as_json: bool) -> None:
@@ -232,6 +238,9 @@ def _print_training(record: dict[str, Any], *, as_json: bool) -> None:
         print_json(record)
         return
     plan = record["plan"]
+    if not record["iteration_s"]:
+        print("it was done already when its job started")
+        return
     under = (
         f"{len(record['iteration_s'])} iterations under dp={plan['dp']} tp={plan['tp']} pp={plan['pp']} "
         f"micro-batch={plan['micro_batch_size']} {plan['schedule']}"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.conftest import PROGRAM, REPOSITORY, wait_for
+from tests.slurm.conftest import PROGRAM, wait_for
 
 HERE = Path(__file__).parent
 AUTO3D = [sys.executable, "-m", "launch.main"]
@@ -50,25 +50,6 @@ def test_ranks_on_several_nodes_reduce(cluster, count):
         timeout_s=120, **meet,
     )  # fmt: skip
     assert sorted(out.splitlines()) == [f"{node} {count * (count + 1) // 2}" for node in nodes.split(",")]
-
-
-def test_training_on_two_nodes_is_the_same_as_on_this_machine(cluster, tmp_path):
-    """By slurm/train.sbatch as a user submits it: the same losses to the last bit."""
-    arguments = ["tiny", "plan.dp=1", "plan.pp=2", "training.iterations=3", "--json"]
-    here = json.loads(cluster.run(*AUTO3D, "train", *arguments, timeout_s=120))
-
-    (tmp_path / ".venv").symlink_to(sys.prefix)
-    (tmp_path / "recipes").symlink_to(REPOSITORY / "recipes")
-    out, err = tmp_path / "out", tmp_path / "err"
-    job = cluster.run(
-        "sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", "--chdir", str(tmp_path),
-        "--output", str(out), "--error", str(err), str(REPOSITORY / "slurm" / "train.sbatch"), *arguments,
-    ).strip()  # fmt: skip
-    wait_for("the job to end", lambda: not cluster.run("squeue", "--noheader", "--jobs", job), timeout_s=120)
-    assert out.read_text(), err.read_text()
-    on_nodes = json.loads(out.read_text())
-    assert len(on_nodes["loss"]) == 3
-    assert (on_nodes["loss"], on_nodes["grad_norm"]) == (here["loss"], here["grad_norm"])
 
 
 def test_links_are_as_wide_as_described(cluster):

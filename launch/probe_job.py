@@ -1,0 +1,129 @@
+"""The probe's job: submit it as trials are, answer its nodes, and collect what they report."""
+
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from launch.jobs import cancel, job_states
+from launch.probe import (
+    ANSWER,
+    FILES_S,
+    GREETING,
+    MEASURE_S,
+    MEET_S,
+    REPORT,
+    Answer,
+    NodeReport,
+    answer_file,
+    greeting_file,
+    probe_node,
+    read_file,
+    report_file,
+    write_file,
+)
+from launch.recipe import LoadedRecipe
+from launch.sbatch import check_folder
+from launch.settings import device
+from launch.slurm import SETTLE_S, submit_calls
+from launch.slurm_commands import SlurmError
+from launch.store import job_folder
+from launch.watcher import interrupts_noted
+
+POLL_S = 0.05
+STATES_S = 2.0  # of squeue; the controller is asked for a minute or two
+RUN_S = FILES_S + MEET_S + MEASURE_S + 60.0  # of the job; a minute for imports
+
+
+@dataclass
+class Probed:
+    """What came back of the job."""
+
+    job: str
+    folder: Path
+    token: str
+    nodes: int
+    queued_s: float | None = None  # none: it never ran
+    greeted: dict[int, str] = field(default_factory=dict)  # hosts that were heard of, by node
+    reports: dict[int, NodeReport] = field(default_factory=dict)
+    problem: str = ""  # why not all nodes reported
+
+    @property
+    def whole(self) -> bool:
+        return len(self.reports) == self.nodes
+
+    def logs(self) -> list[Path]:
+        """What its tasks print, as far as it is seen here."""
+        return sorted(self.folder.glob("*_log.*"))
+
+
+def run_probe(recipe: LoadedRecipe, *, nodes: int, wait_s: float, tell: Callable[[str], None]) -> Probed:
+    """Submit, follow, and never leave the job behind; raises SlurmError where sbatch refuses."""
+    token = secrets.token_hex(6)
+    name = f"auto3d-doctor-{token}"
+    folder = job_folder(recipe, name)
+    check_folder(folder)
+    short = replace(recipe.values.launch, time_limit_s=RUN_S + 60)
+    recipe = replace(recipe, values=replace(recipe.values, launch=short))
+    devices = recipe.values.cluster.devices_per_node
+    call = partial(probe_node, str(folder), devices=devices, device=device(recipe.values))
+    with interrupts_noted() as interrupted:
+        (job,) = submit_calls(recipe, folder, [call], nodes=nodes, name=name)
+        probed = Probed(job, folder, token, nodes)
+    try:
+        if interrupted():
+            raise KeyboardInterrupt
+        _follow(probed, wait_s, tell)
+    finally:
+        if not probed.whole:
+            with suppress(SlurmError):  # it has ended
+                cancel([job])
+    return probed
+
+
+def _follow(probed: Probed, wait_s: float, tell: Callable[[str], None]) -> None:
+    """Until all nodes have reported, or ``problem`` says why not."""
+    start = time.monotonic()
+    asked, ran_since, ended_since = -STATES_S, None, None
+    while not probed.whole:
+        _exchange(probed)
+        now = time.monotonic()
+        if now - asked >= STATES_S:
+            asked = now
+            state = job_states([probed.job]).get(probed.job)
+            if state is not None and (state.running or state.ended) and ran_since is None:
+                ran_since, probed.queued_s = now, now - start
+            if state is not None and state.ended:
+                ended_since = ended_since or now
+            tell(f"job {probed.job} on {probed.nodes} nodes: {state.why if state else 'not known yet'}")
+            if ended_since is not None and now - ended_since > SETTLE_S:
+                probed.problem = f"ended as {state.name}"
+            elif ran_since is None and now - start > wait_s:
+                why = state.why if state else "SLURM does not know it"
+                probed.problem = f"waited {wait_s:g} s for {probed.nodes} nodes ({why})"
+            elif ran_since is not None and now - ran_since > RUN_S:
+                missing = [str(node) for node in range(probed.nodes) if node not in probed.reports]
+                probed.problem = f"ran for {RUN_S:g} s, and no report came of its node {' or '.join(missing)}"
+            if probed.problem:
+                return
+        time.sleep(POLL_S)
+    if probed.queued_s is None:
+        probed.queued_s = time.monotonic() - start
+
+
+def _exchange(probed: Probed) -> None:
+    """Answer the nodes that greet, and take the reports of those that are done."""
+    for node in range(probed.nodes):
+        if node not in probed.greeted:
+            greeting = read_file(greeting_file(probed.folder, node), GREETING)
+            if greeting is not None:
+                seen = time.time()
+                write_file(answer_file(probed.folder, node), ANSWER, Answer(probed.token, seen))
+                probed.greeted[node] = greeting.host
+        elif node not in probed.reports:
+            report = read_file(report_file(probed.folder, node), REPORT)
+            if report is not None:
+                probed.reports[node] = report

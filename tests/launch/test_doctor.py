@@ -1,0 +1,74 @@
+"""`auto3d doctor` on this machine, with real processes; on SLURM: tests/slurm/test_doctor.py."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from launch.doctor import clock
+
+LOCAL = ["own.yaml", "launch.executor=local"]
+
+
+def doctor(folder, *arguments: str, code: int, **environment: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "launch.main", "doctor", *arguments]
+    done = subprocess.run(
+        command, cwd=folder, env=os.environ | environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def test_a_healthy_machine(folder):
+    checks = {check["what"]: check for check in json.loads(doctor(folder, *LOCAL, "--json", code=0).stdout)}
+    assert {check["verdict"] for what, check in checks.items() if what != "mpi"} == {"ok"}
+    assert f"{len(os.sched_getaffinity(0))} cores" in checks["devices"]["found"]
+    rates = checks["all-reduce here"]["rates"]
+    assert [rate["size_bytes"] for rate in rates][:3] == [2**12, 2**16, 2**20]
+    for rate in rates:
+        assert rate["bus_gbit_per_s"] == pytest.approx(rate["algorithm_gbit_per_s"]), "of two ranks"
+    once = [rate for rate in rates if rate["repetitions"] % 2]  # where the median is one of those timed
+    for rate in once:
+        assert rate["algorithm_gbit_per_s"] == pytest.approx(8e-9 * rate["size_bytes"] / rate["seconds"])
+
+
+def test_an_interface_that_is_not_there_is_an_error_with_what_to_do(folder):
+    done = doctor(folder, *LOCAL, code=1, GLOO_SOCKET_IFNAME="nosuch")
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("error")]
+    assert "rendezvous here" in line
+    assert "What to do: GLOO_SOCKET_IFNAME is nosuch, and " in line
+    assert "unset it" in line
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_no_slurm_is_an_error_only_where_it_is_asked_for(folder, tmp_path):
+    (tmp_path / "bin").mkdir()
+    path = str(tmp_path / "bin")  # without sinfo
+    done = doctor(folder, "own.yaml", "launch.executor=slurm", code=1, PATH=path)
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("error")]
+    assert "slurm: there is no sinfo here" in line
+    done = doctor(folder, "own.yaml", "launch.executor=auto", code=0, PATH=path)
+    assert "ok      slurm: there is no sinfo here; trials run on this machine" in done.stdout
+
+
+def test_the_recipe_may_be_left_out_and_is_checked(folder):
+    assert "launch.executor" in doctor(folder, "launch.executor=nowhere", code=2).stderr
+    assert "there is no 'nosuch'" in doctor(folder, "nosuch", code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("least_s", "most_s", "verdict"),
+    [
+        (-0.1, 0.2, "ok"),
+        (0.9, 1.4, "ok"),  # it may be 0.9
+        (1.1, 1.4, "warning"),
+        (-9.0, -1.1, "warning"),
+        (-3.0, 50.0, "ok"),  # nothing is known
+        (31.0, 32.0, "error"),
+        (-3600.1, -3600.0, "error"),
+    ],
+)
+def test_a_clock_is_wrong_where_that_is_certain(least_s, most_s, verdict):
+    assert clock("n1", least_s, most_s).verdict == verdict
