@@ -11,7 +11,7 @@ import pytest
 
 from launch.manifest import State
 from tests.slurm.conftest import PROGRAM, REPOSITORY, wait_for
-from tests.slurm.sweeps import LONG, OWN, Sweeps, end, ranks_on, start_at_once, statuses
+from tests.slurm.sweeps import LONG, OWN, Sweeps, end, ranks_on, statuses
 from tests.slurm.test_dev_cluster import pids
 
 pytestmark = pytest.mark.timeout(900)
