@@ -24,7 +24,7 @@ from tabulate import tabulate
 from auto3d.runtime.checkpoint import newest
 from launch.manifest import histories
 from tests.slurm.conftest import PROGRAM, SlurmCluster, found_cluster, wait_for
-from tests.slurm.sweeps import Sweeps, ranks_on, start_at_once
+from tests.slurm.sweeps import Sweeps, ranks_on
 from tests.slurm.test_dev_cluster import pids
 
 TIMES = 2
@@ -68,13 +68,13 @@ class Struck(Sweeps):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
-    def start_queued_at_once(self) -> None:
+    def start_queued_at_once(self, *changes: str) -> None:
         """Once SLURM has sent the job back to the queue."""
         job = self.job()
         shown = ["scontrol", "show", "job", job]
         wait_for("the job to be requeued", lambda: "Restarts=0" not in self.cluster.run(*shown), timeout_s=200)
         with suppress(AssertionError):  # it has started
-            start_at_once(self.cluster, job)
+            self.cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now", *changes)
 
     def saved(self) -> int:
         folder = next(self.folder.glob("runs/own/checkpoints/train-*"), None)
@@ -149,9 +149,9 @@ def manifest_torn(struck: Struck, driver: subprocess.Popen, node: str) -> None:
 
 
 def time_is_over(struck: Struck, driver: subprocess.Popen, node: str) -> None:
-    """A limit that is a few seconds away by now; the job was to be warned 60 s before."""
+    """The limit is less than a minute away by now; the job is to be warned two minutes before."""
     struck.cluster.run("scontrol", "update", f"JobId={struck.job()}", "TimeLimit=1")
-    struck.start_queued_at_once()
+    struck.start_queued_at_once("TimeLimit=60")
 
 
 @dataclass(frozen=True)
