@@ -161,7 +161,7 @@ def train(cluster: SlurmCluster, folder: Path, number: int, one: Compared) -> No
     """Train for some iterations under the plan of ``one``, and note what that took."""
     file = folder / f"plan-{number}.json"
     file.write_text(one.plan.to_json())
-    command = [*AUTO3D, "train", RECIPE, f"--plan={file}", f"training.iterations={1 + ITERATIONS}", "--json"]
+    command = [*AUTO3D, "train", RECIPE, f"--plan={file}", f"training.iterations={1 + ITERATIONS}", "--fresh", "--json"]
     before = crossed(cluster)
     record = json.loads(cluster.run(*command, cwd=folder, timeout_s=LIMIT_S))
     one.crossed.append((crossed(cluster) - before) / (1 + ITERATIONS))
