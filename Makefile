@@ -5,7 +5,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-# Where trials run, for the targets that run some: EXECUTOR=slurm or local.
+# Where trials and trainings run, for the targets that run some: EXECUTOR=slurm or local.
 LAUNCH := $(if $(EXECUTOR),launch.executor=$(EXECUTOR))
 CLUSTER_PROGRAM := slurm/dev-cluster/cluster.py $(if $(FOLDER),--folder $(FOLDER))
 
@@ -32,7 +32,7 @@ plan: $(INSTALLED)  ## print RECIPE's candidates, fastest first by prediction, a
 	@$(BIN)/auto3d plan $(RECIPE) $(ARGS)
 
 train: $(INSTALLED)  ## train RECIPE under its plan, or under ARGS="--plan plan.json"
-	@$(BIN)/auto3d train $(RECIPE) $(ARGS)
+	@$(BIN)/auto3d train $(RECIPE) $(LAUNCH) $(ARGS)
 
 table: $(INSTALLED)  ## print the table of the trials of RECIPE that are done
 	@$(BIN)/auto3d table $(RECIPE) $(ARGS)

@@ -5,8 +5,6 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from math import isfinite
 
-from numpy import interp
-
 from auto3d.errors import InputError
 
 
@@ -77,6 +75,8 @@ class AllReduceTimes:
 
     def of(self, ranks: int, size: float) -> float:
         """Linear between what was measured, and in proportion to the size beyond the largest."""
+        from numpy import interp  # slow to import, and needed only where a profile is
+
         largest = self.sizes[-1]
         beyond = max(1.0, size / largest)
         each = [interp(min(size, largest), self.sizes, row) for row in self.seconds]

@@ -8,7 +8,7 @@ from auto3d.capture.graph import Graph
 from auto3d.cost.memory import in_gib, predict
 from auto3d.errors import InputError
 from auto3d.plan import Plan, PlanError
-from auto3d.runtime.optimizer import state_copies
+from auto3d.runtime.settings import state_copies
 from auto3d.schedule import samples_at_once, schedule_of, write_schedule
 from auto3d.search.listing import Listed, listed
 from auto3d.search.make import PlanMaker

@@ -27,10 +27,12 @@ class Driver:
 _adapter = TypeAdapter(Driver)
 
 
-def start_driver(recipe: LoadedRecipe, verb: str, options: Sequence[str]) -> tuple[int, Path]:
+def start_driver(
+    recipe: LoadedRecipe, verb: str, options: Sequence[str], plan_file: str | None = None
+) -> tuple[int, Path]:
     """Start ``verb`` on ``recipe`` in the background; returns its process and the file that it prints to."""
     folder = private_folder(recipe_folder(recipe))
-    write_command(recipe, verb)  # so that status and resume know of it from now on
+    write_command(recipe, verb, plan_file)  # so that status and resume know of it from now on
     log = folder / "driver.log"
     command = [sys.executable, "-m", "launch.main", verb, recipe.written, *recipe.overrides, *options]
     with log.open("a") as stream:
@@ -44,13 +46,14 @@ def start_driver(recipe: LoadedRecipe, verb: str, options: Sequence[str]) -> tup
 
 def end_driver(recipe: LoadedRecipe) -> int | None:
     """Ask the background driver of ``recipe`` on this machine to end, if one runs; returns its process."""
-    driver = _running(recipe)
+    driver = driver_of(recipe)
     if driver is not None:
         os.kill(driver.pid, signal.SIGTERM)
     return None if driver is None else driver.pid
 
 
-def _running(recipe: LoadedRecipe) -> Driver | None:
+def driver_of(recipe: LoadedRecipe) -> Driver | None:
+    """The background driver of ``recipe`` that runs on this machine, if one does."""
     try:
         driver = _adapter.validate_json((recipe_folder(recipe) / "driver.json").read_bytes())
     except (OSError, ValidationError):

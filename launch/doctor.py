@@ -11,14 +11,15 @@ from rich.console import Console
 from rich.text import Text
 from tabulate import tabulate
 
-from launch.executor import on_slurm, why_no_slurm
-from launch.jobs import SlurmError, partitions, why_no_accounting
+from launch.executor import in_a_job, on_slurm, why_no_slurm
+from launch.jobs import partitions, why_no_accounting
 from launch.machine import Machine, mpi_library, this_machine
 from launch.probe import AllReduce, NodeReport, Rate, all_reduce
 from launch.probe_job import Probed, run_probe
 from launch.recipe import LoadedRecipe
 from launch.sbatch import check_launch
 from launch.settings import device
+from launch.slurm_commands import SlurmError
 
 SKEW_WARNING_S, SKEW_ERROR_S = 1.0, 30.0
 SAME = ("python", "torch")  # of which ranks that talk to each other must have the same version
@@ -166,6 +167,10 @@ def _slurm(recipe: LoadedRecipe) -> Check:
     wanted, reason = recipe.values.launch.executor, why_no_slurm()
     if wanted == "local":
         return Check(Verdict.OK, "slurm", "not asked: launch.executor is local")
+    if wanted != "slurm" and in_a_job():
+        return Check(
+            Verdict.OK, "slurm", "this is a job, and trials run in it; launch.executor=slurm submits more"
+        )
     if reason and wanted == "slurm":
         advice = "call auto3d where sinfo answers, or with launch.executor=local"
         return Check(Verdict.ERROR, "slurm", reason, advice)

@@ -1,18 +1,26 @@
-"""Where a recipe's trials run: as jobs of SLURM, or here."""
+"""Where a recipe's trials and trainings run: as jobs of SLURM, or here."""
 
-import subprocess
+import os
 from functools import cache
 
 from launch.recipe import LoadedRecipe
 from launch.schema import AUTO
+from launch.slurm_commands import SlurmError, run
 
 SINFO_S = 20.0
 
 
 def on_slurm(recipe: LoadedRecipe) -> bool:
-    """Whether trials run as SLURM's jobs; auto: if a cluster answers."""
+    """Whether trials run as SLURM's jobs; auto: if a cluster answers, and we are not in a job, whose nodes are ours."""
     wanted = recipe.values.launch.executor
-    return not why_no_slurm() if wanted == AUTO else wanted == "slurm"
+    if wanted == AUTO:
+        return not in_a_job() and not why_no_slurm()
+    return wanted == "slurm"
+
+
+def in_a_job() -> bool:
+    """Whether this process is in a job of SLURM's."""
+    return "SLURM_JOB_ID" in os.environ
 
 
 def check_reachable(recipe: LoadedRecipe) -> None:
@@ -24,13 +32,8 @@ def check_reachable(recipe: LoadedRecipe) -> None:
 @cache
 def why_no_slurm() -> str:
     """Empty if a SLURM cluster answers. That srun is installed would say nothing."""
-    command = ["sinfo", "--noheader", "--format=%P"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SINFO_S, check=False)
-    except FileNotFoundError:
-        return "there is no sinfo here"
-    except subprocess.TimeoutExpired:
-        return f"sinfo did not answer within {SINFO_S:g} s"
-    if done.returncode:
-        return f"sinfo failed: {(done.stderr.strip().splitlines() or ['it printed nothing'])[-1]}"
-    return "" if done.stdout.strip() else "sinfo names no partition"
+        partitions = run(["sinfo", "--noheader", "--format=%P"], timeout_s=SINFO_S).stdout
+    except SlurmError as error:
+        return str(error)
+    return "" if partitions.strip() else "sinfo names no partition"

@@ -1,22 +1,14 @@
 """What SLURM knows of jobs: squeue of those that wait, run or ended just now; sacct of all, if there is accounting."""
 
 import os
-import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from submitit.slurm.slurm import SlurmInfoWatcher
+from launch.slurm_commands import SlurmError, run
 
-from auto3d.errors import InputError
-
-COMMAND_S = 60.0
 DEFAULT_ARRAY = 1001  # SLURM's MaxArraySize where it is not set
 ENDS = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED")
 ENDS += ("REVOKED", "TIMEOUT")
-
-
-class SlurmError(InputError):
-    """SLURM does not answer, or refuses."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +28,10 @@ class JobState:
     @property
     def running(self) -> bool:
         return self.name in ("RUNNING", "COMPLETING")
+
+    @property
+    def waits(self) -> bool:
+        return not self.ended and not self.running
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,7 @@ def jobs_called(name: str) -> list[str]:
     queue = _queue()
     # Without a start time sacct tells of today alone.
     command = ["sacct", "--noheader", "--allocations", "--parsable2", "--format=JobID", "--starttime=now-30days"]
-    listed = _run([*command, f"--name={name}"])
+    listed = _printed([*command, f"--name={name}"])
     if queue is None and listed is None:
         raise SlurmError("neither squeue nor sacct answers")
     found = [] if queue is None else [job for job, called in queue.names.items() if called == name]
@@ -82,14 +78,12 @@ def jobs_called(name: str) -> list[str]:
 
 def cancel(jobs: Sequence[str]) -> None:
     """Ask SLURM to end ``jobs``; raises SlurmError if it does not take it."""
-    done = _try(["scancel", *jobs])
-    if isinstance(done, str):
-        raise SlurmError(done)
+    run(["scancel", *jobs])
 
 
 def max_array_size() -> int:
     """How many jobs an array may have: SLURM's MaxArraySize, or its default where no cluster answers."""
-    for line in (_run(["scontrol", "show", "config"]) or "").splitlines():
+    for line in (_printed(["scontrol", "show", "config"]) or "").splitlines():
         name, _, value = line.partition("=")
         if name.strip() == "MaxArraySize" and value.strip().isdecimal():
             return max(1, int(value))
@@ -98,22 +92,23 @@ def max_array_size() -> int:
 
 def partitions() -> dict[str, int]:
     """How many nodes each partition has, the default one first; raises SlurmError if sinfo does not answer."""
-    done = _try(["sinfo", "--noheader", "--format=%P|%D"])
-    if isinstance(done, str):
-        raise SlurmError(done)
-    rows = sorted((line.strip().split("|") for line in done.stdout.splitlines()), key=lambda row: "*" not in row[0])
+    listed = run(["sinfo", "--noheader", "--format=%P|%D"]).stdout
+    rows = sorted((line.strip().split("|") for line in listed.splitlines()), key=lambda row: "*" not in row[0])
     return {name.rstrip("*"): int(nodes) for name, nodes in rows}
 
 
 def why_no_accounting() -> str:
     """Empty if sacct answers."""
-    done = _try(["sacct", "--noheader", "--allocations", "--format=JobID", "--starttime=now-1hour"])
-    return done.splitlines()[0] if isinstance(done, str) else ""
+    try:
+        run(["sacct", "--noheader", "--allocations", "--format=JobID", "--starttime=now-1hour"])
+    except SlurmError as error:
+        return str(error)
+    return ""
 
 
 def _queue() -> Queue | None:
     command = ["squeue", "--noheader", "--array", "--states=all", f"--user={os.getuid()}", "--format=%i|%T|%j|%r"]
-    listed = _run(command)
+    listed = _printed(command)
     if listed is None:
         return None
     rows = [line.split("|", 3) for line in listed.splitlines() if line.count("|") >= 3]
@@ -123,27 +118,20 @@ def _queue() -> Queue | None:
 
 
 def _account(jobs: Collection[str]) -> dict[str, JobState] | None:
+    from submitit.slurm.slurm import SlurmInfoWatcher  # slow to import, and mostly the queue knows
+
     whole = sorted({job.split("_")[0] for job in jobs})
     command = ["sacct", "--allocations", "--parsable2", "--format=JobID,State,NodeList", f"--jobs={','.join(whole)}"]
-    listed = _run(command)
+    listed = _printed(command)
     if listed is None:
         return None
     read = SlurmInfoWatcher().read_info(listed)
     return {job: JobState(row["State"].split()[0]) for job, row in read.items() if row.get("State")}
 
 
-def _run(command: Sequence[str]) -> str | None:
-    """What it prints, or None if it fails or does not end."""
-    done = _try(command)
-    return None if isinstance(done, str) else done.stdout
-
-
-def _try(command: Sequence[str]) -> subprocess.CompletedProcess | str:
-    """What came of it, or why nothing did."""
+def _printed(command: Sequence[str]) -> str | None:
+    """None if it does not answer."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=False)
-    except FileNotFoundError:
-        return f"there is no {command[0]} here"
-    except subprocess.TimeoutExpired:
-        return f"{command[0]} did not answer within {COMMAND_S:g} s"
-    return f"{command[0]}: {done.stderr.strip()}" if done.returncode else done
+        return run(command).stdout
+    except SlurmError:
+        return None

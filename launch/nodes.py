@@ -1,10 +1,9 @@
-"""One trial on the nodes of a SLURM job: a task per node, which forks that node's ranks. This is what submitit calls.
+"""A trial or a training on the nodes of a SLURM job: a task per node, which forks that node's ranks.
 
 The tasks tell each other how they ended by files in the trial's folder, which all nodes must see.
 """
 
 import os
-import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,19 +11,23 @@ from pathlib import Path
 
 import submitit
 from pydantic import TypeAdapter, ValidationError
+from rich.console import Console
 
 from auto3d.errors import InputError
 from auto3d.plan import Plan
+from auto3d.runtime.checkpoint import Checkpoints
 from auto3d.runtime.measurement import Status
 from launch.diagnosis import Failure, likelihood
+from launch.ending import Asked, asked_by_slurm, await_end
+from launch.job import nodes_needed
+from launch.progress import training_progress
 from launch.ranks import GRACE_S, Outcome, Share
-from launch.recipe import LoadedRecipe, load
+from launch.recipe import load
 from launch.store import write_whole
-from launch.trial import measure
+from launch.trial import Training, measure
 
 POLL_S = 0.1
 FILES_S = 10.0  # beside the grace of the ranks, until a file that one node wrote is seen by another
-ENDING_S = 600.0  # SLURM's GraceTime and KillWait together are minutes at most
 FIRST_PORT, PORTS = 10_000, 20_000  # below those that Linux gives out (32768 and up)
 
 
@@ -50,13 +53,39 @@ def task_of(environment: Mapping[str, str] = os.environ) -> Task:
     return Task(job.global_rank, job.num_tasks, f"tcp://{job.hostnames[0]}:{port}", start)
 
 
-def run_trial_on_nodes(recipe_file: str, plan_file: str, measurement_file: str, *, modules: str) -> None:
+def run_trial_on_nodes(recipe_file: str, plan_file: str, measurement_file: str, modules: str) -> None:
     """Run this node's ranks of the trial of these files; the first node writes the measurement, whatever the end was.
 
     A job that SLURM sends back to the queue starts again, for a trial is short.
     """
-    asked_to_end: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: asked_to_end.append(number))
+    asked = asked_by_slurm()
+    _run_on_nodes(recipe_file, plan_file, measurement_file, modules, asked)
+
+
+def run_training_on_nodes(
+    recipe_file: str, plan_file: str, measurement_file: str, modules: str, checkpoints: str
+) -> None:
+    """Run this node's ranks of a training, as of a trial, but to the training's end.
+
+    It goes on from the newest checkpoint in the folder ``checkpoints``. When SLURM warns it, it leaves one and has the
+    job queued again.
+    """
+    asked = asked_by_slurm()
+    values = load(recipe_file).values.training
+    with training_progress(Console(), values.iterations) as on_report:
+        kept = Checkpoints(folder=Path(checkpoints), every=values.checkpoint_every)
+        training = Training(kept, asked_to_end=lambda: bool(asked), on_report=on_report)
+        _run_on_nodes(recipe_file, plan_file, measurement_file, modules, asked, training)
+
+
+def _run_on_nodes(
+    recipe_file: str,
+    plan_file: str,
+    measurement_file: str,
+    modules: str,
+    asked: Asked,
+    training: Training | None = None,
+) -> None:
     if Path(measurement_file).exists():  # it was written just before SLURM sent the job back to the queue
         return
     task = task_of()
@@ -70,18 +99,13 @@ def run_trial_on_nodes(recipe_file: str, plan_file: str, measurement_file: str, 
 
     share = Share(ranks, task.meeting_point) if task.count > 1 else None
     others = _Others(folder, task, recipe.values.training.timeout_s + GRACE_S + FILES_S)
-    measurement = measure(recipe, plan, folder, share=share, of_all=others.outcome)
-    if asked_to_end and measurement.status is not Status.OK:
-        # Of a preempted, cancelled or timed-out job, whose ranks the same signal ended. SLURM's state says which it is,
-        # as long as the job does not end by itself before SLURM ends it.
-        time.sleep(ENDING_S)
-        raise NodesError(f"SLURM asked the job to end, and did not end it within {ENDING_S:g} s")
+    measurement = measure(recipe, plan, folder, share=share, of_all=others.outcome, training=training)
+    ended_early = measurement.status is Status.OK and training is not None and not training.done(recipe, measurement)
+    if ended_early or (asked and measurement.status is not Status.OK):
+        # Ranks that SLURM's signal ended say nothing of the job's end, and those that left a checkpoint are not done.
+        await_end(asked, requeue=ended_early and task.number == 0)
     if task.number == 0:
         write_whole(Path(measurement_file), measurement.to_json())
-
-
-def nodes_needed(recipe: LoadedRecipe, plan: Plan) -> int:
-    return -(-plan.ranks // recipe.values.cluster.devices_per_node)
 
 
 _failure = TypeAdapter(Failure | None)  # of a node; none: all its ranks are done

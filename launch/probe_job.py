@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from launch.jobs import SlurmError, cancel, job_states
+from launch.jobs import cancel, job_states
 from launch.probe import (
     ANSWER,
     FILES_S,
@@ -29,6 +29,7 @@ from launch.recipe import LoadedRecipe
 from launch.sbatch import check_folder
 from launch.settings import device
 from launch.slurm import SETTLE_S, submit_calls
+from launch.slurm_commands import SlurmError
 from launch.store import job_folder
 from launch.watcher import interrupts_noted
 
@@ -70,7 +71,7 @@ def run_probe(recipe: LoadedRecipe, *, nodes: int, wait_s: float, tell: Callable
     devices = recipe.values.cluster.devices_per_node
     call = partial(probe_node, str(folder), devices=devices, device=device(recipe.values))
     with interrupts_noted() as interrupted:
-        (job,) = submit_calls(recipe, folder, [call], nodes=nodes, name=name)
+        (job,) = submit_calls(recipe, folder, [call], nodes=nodes, name=name, training=False)
         probed = Probed(job, folder, token, nodes)
     try:
         if interrupted():

@@ -78,7 +78,7 @@ class _SweepProgress:
 
     def _print_end(self, what: str, measurement: Measurement) -> None:
         status = measurement.status
-        figure = f" {measurement.median_s:.3f} s/iteration" if status is Status.OK else ""
+        figure = f" {measurement.median_s:.3f} s/iteration" if measurement.iteration_s else ""
         figure += " (emulated)" if measurement.emulated else ""
         self._print(f"{escape(what)} [{COLOURS.get(status, 'white')}]{status}[/]{figure}")
         for line in measurement.error.splitlines()[-ERROR_LINES:]:

@@ -70,12 +70,14 @@ def run_ranks(
     folder: Path | None = None,
     share: Share | None = None,
     on_report: Callable[[Any], None] = lambda report: None,
+    ignore_sigterm: bool = False,
 ) -> Outcome:
     """Run ``target(world, report)`` as ``size`` processes; what rank 0 reports goes to ``on_report``.
 
     Returns when all have ended, or one has failed, or after ``timeout_s`` if given, or ``straggle_s`` after the first
     has ended; raises InputError if a rank did. No process is left then, whatever happens. They meet by a file in
-    ``folder``, which must be private, or in a temporary one; with a ``share``, only its ranks run here.
+    ``folder``, which must be private, or in a temporary one; with a ``share``, only its ranks run here. If they
+    ``ignore_sigterm``, ``target`` has another way to hear that they should end.
     """
     context = multiprocessing.get_context("fork")
     processes: dict[int, multiprocessing.Process] = {}  # by rank
@@ -88,7 +90,9 @@ def run_ranks(
                 here, there = context.Pipe(duplex=False)
                 world = World(rank=rank, size=size, local_rank=local_rank, meeting_point=ours.meeting_point)
                 process = context.Process(
-                    target=_run_rank, args=(target, world, there, board, os.getpid()), name=f"rank {rank}"
+                    target=_run_rank,
+                    args=(target, world, there, board, os.getpid(), ignore_sigterm),
+                    name=f"rank {rank}",
                 )
                 process.start()
                 there.close()
@@ -153,13 +157,18 @@ def _watch(
 
 
 def _run_rank(
-    target: Callable[[World, Report], Any], world: World, pipe: Connection, board: Board, parent: int
+    target: Callable[[World, Report], Any],
+    world: World,
+    pipe: Connection,
+    board: Board,
+    parent: int,
+    ignore_sigterm: bool,
 ) -> None:
     """The life of one rank."""
     HERE.write_on(board, world.rank)
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends us
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if ignore_sigterm else signal.SIG_DFL)
     with stdout_to_stderr():
         try:
             pipe.send(("result", target(world, lambda report: pipe.send(("report", report)))))

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
+from functools import cached_property
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
 from auto3d.errors import InputError
-from launch.schema import AcceleratorRecipe, Recipe, accepted, accepts, group_schema, groups, schema_of
+from launch.keys import accepted, accepts, group_schema, groups, schema_of
+from launch.schema import AcceleratorRecipe, Recipe
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 COMMAND_LINE = "command line"
@@ -80,6 +82,11 @@ class LoadedRecipe:
         """The shell command that does ``verb`` with what was run last of this recipe, whatever its overrides were."""
         return replace(self, overrides=()).command(verb, *options)
 
+    @cached_property  # it takes 20 ms, and every trial has a copy
+    def text(self) -> str:
+        """The whole recipe as YAML, defaults included, so that ``load`` gives it back."""
+        return OmegaConf.to_yaml(OmegaConf.structured(self.values))
+
     @property
     def cluster_name(self) -> str:
         """Of the file that describes its cluster, which may be the recipe itself."""
@@ -106,11 +113,6 @@ def load(name: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
 def data_files(recipe: Recipe) -> list[str]:
     """The files that data.files means, in order; none: the source of Python's standard library."""
     return [file for pattern in recipe.data.files for file in sorted(glob(pattern))]
-
-
-def save(recipe: Recipe, file: Path) -> None:
-    """Write the whole recipe, defaults included, so that ``load`` gives it back."""
-    OmegaConf.save(OmegaConf.structured(recipe), file)
 
 
 # Reading

@@ -8,7 +8,7 @@ from auto3d.capture.graph import Graph
 from auto3d.partition.merak import shard
 from auto3d.partition.recompute import subgraph_starts
 from auto3d.runtime.measurement import Measurement, Status
-from auto3d.runtime.optimizer import state_copies
+from auto3d.runtime.settings import state_copies
 from auto3d.schedule import samples_at_once
 from auto3d.search.recompute import FULL, Shares
 from launch import candidates
@@ -16,7 +16,7 @@ from launch.model import captured_model
 from launch.recipe import LoadedRecipe
 from launch.settings import cluster, optimizer_settings
 from launch.store import Trial, trials_of
-from launch.sweep import check_place, check_ranks, held, measured
+from launch.sweep import Retry, check_place, check_ranks, held, measured
 from launch.train import plan_of
 from launch.watcher import FINAL, Ended
 
@@ -61,7 +61,7 @@ def try_shares(recipe: LoadedRecipe, report: Callable[[Tried], None]) -> float |
         while high - low > 1:
             share, plan = plans[probe]
             (trial,) = trials_of(recipe, [plan])
-            tried = Tried(share, measured(recipe, trial, _Unwatched()))
+            tried = Tried(share, measured(recipe, trial, _Unwatched(), retry=Retry.ALL))
             report(tried)
             if tried.measurement.status not in FINAL:
                 return None

@@ -10,10 +10,12 @@ from typing import Any
 from submitit.slurm.slurm import _make_sbatch_string
 
 from auto3d.errors import InputError
+from launch.ending import WARNING
 from launch.recipe import LoadedRecipe
 from launch.settings import device
 
 MARGIN_S = 120.0  # of a job beyond its trial's own time-out, for imports and capture
+TRAINING_S = 3600.0
 LONGEST_VALUE = 1000  # characters; sbatch takes some thousand
 # sbatch's reader of #SBATCH lines drops a backslash and ends at a newline, whatever the quotes.
 _UNQUOTABLE = re.compile(r"[\x00-\x1f\x7f\\]")
@@ -84,17 +86,18 @@ def check_folder(folder: Path) -> None:
         raise InputError(f"{str(folder)!r}: SLURM cannot write to a folder with a backslash, newline or % in its name")
 
 
-def parameters(recipe: LoadedRecipe, *, nodes: int, name: str) -> dict[str, Any]:
-    """What submitit's SlurmExecutor takes, of a trial on ``nodes`` nodes: one task on each, which forks its ranks."""
+def parameters(recipe: LoadedRecipe, *, nodes: int, name: str, training: bool) -> dict[str, Any]:
+    """What submitit's SlurmExecutor takes, of a run on ``nodes`` nodes: one task on each, which forks its ranks."""
     values, launch = recipe.values, recipe.values.launch
     cpus = launch.cpus_per_node or values.cluster.devices_per_node * values.training.threads_per_rank
-    limit_s = launch.time_limit_s or launch.trial_timeout_s + MARGIN_S
+    limit_s = launch.time_limit_s or (TRAINING_S if training else launch.trial_timeout_s + MARGIN_S)
     given = {key: getattr(launch, key) for key in _TEXTS if getattr(launch, key) is not None}
     if device(values) == "cuda" and launch.gres is None:
         given.setdefault("gpus_per_node", values.cluster.devices_per_node)
-    # submitit knows no reservation. SIGURG is no harm to a process that does not wait for it; submitit's own choice
-    # would end a job that is preempted before its handler stands, and SLURM requeues only jobs that it ends itself.
-    additional = {"requeue": True, "signal": "URG@1"}
+    # submitit knows no reservation. Its own choice of a signal would end a job that is preempted before its handler
+    # stands, and SLURM requeues only jobs that it ends itself.
+    warning_s = math.ceil(launch.warning_s) if training else 1
+    additional = {"requeue": True, "signal": f"{WARNING.name.removeprefix('SIG')}@{warning_s}"}
     if (reservation := given.pop("reservation", None)) is not None:
         additional["reservation"] = reservation
     additional |= {str(key).replace("_", "-"): value for key, value in launch.additional_parameters.items()}
@@ -141,8 +144,10 @@ def _pyxis(recipe: LoadedRecipe) -> list[str]:
     ]
 
 
-def text(recipe: LoadedRecipe, folder: Path, *, nodes: int, name: str, trials: int) -> str:
-    """Exactly what submitit gives to sbatch for so many trials; needs no cluster."""
+def text(recipe: LoadedRecipe, folder: Path, *, nodes: int, name: str, trials: int, training: bool) -> str:
+    """Exactly what submitit gives to sbatch for so many trials, or one training; needs no cluster."""
     command = f"{python(recipe)} -u -m submitit.core._submit {shlex.quote(str(folder))}"
     array = {"map_count": trials} if trials > 1 else {}
-    return _make_sbatch_string(command, folder, **parameters(recipe, nodes=nodes, name=name), **array)
+    return _make_sbatch_string(
+        command, folder, **parameters(recipe, nodes=nodes, name=name, training=training), **array
+    )

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from auto3d.plan import Plan
-from auto3d.search.algorithms import ALGORITHMS
+from auto3d.search.algorithms import run_algorithm
 from auto3d.search.make import PlanMaker
 from auto3d.search.search import Budget, Search
 from auto3d.search.space import Domain
@@ -35,7 +35,7 @@ def search_recipe(recipe: LoadedRecipe, tell: Callable[[int, float], None] | Non
     budget = Budget(candidates=settings.candidates, seconds=settings.seconds, best=settings.trials)
     search = Search(domain, maker, budget, tell=tell)
     if domain.degrees:
-        ALGORITHMS[algorithm(recipe, domain)](search, settings.seed)
+        run_algorithm(algorithm(recipe, domain), search, settings.seed)
         maker.check_captured()
     if not search.ranked():
         refused = search.refused()

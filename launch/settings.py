@@ -6,8 +6,7 @@ from auto3d.cluster import Accelerator, Cluster, ClusterError, Link, Node
 from auto3d.cost.model import Training
 from auto3d.cost.work import PRECISION_BYTES
 from auto3d.runtime.emulation import Emulation
-from auto3d.runtime.optimizer import OptimizerSettings
-from auto3d.runtime.rank import TrainingSettings
+from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
 from auto3d.search.space import SearchSpace
 from launch.recipe import LoadedRecipe
 from launch.schema import LinkRecipe, Recipe

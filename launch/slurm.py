@@ -6,7 +6,6 @@ file is its end; where a job ends without one, SLURM's state tells why.
 
 import os
 import re
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,16 +21,19 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 from submitit.helpers import clean_env
 
 from auto3d.runtime.measurement import Measurement, Status
-from launch.jobs import JobState, SlurmError, cancel, job_states, jobs_called, max_array_size
+from launch.job import nodes_needed, run_on_node
+from launch.jobs import JobState, cancel, job_states, jobs_called, max_array_size
 from launch.manifest import Entry, History, Manifest, State, histories
-from launch.nodes import nodes_needed, run_trial_on_nodes
 from launch.recipe import LoadedRecipe
 from launch.sbatch import check_folder, parameters, python, text
+from launch.slurm_commands import SlurmError, run
 from launch.store import Trial, job_folder, log_files, manifest_of, private_folder
 from launch.watcher import Ended, Watcher, interrupts_noted, write_failure
 
 POLL_S = 1.0  # of the trials' files
-STATES_S = 5.0  # of SLURM's commands, which load the controller that all users share
+STATES_S, LONGEST_STATES_S = 5.0, 60.0  # of SLURM's commands, which load the controller that all users share
+SPARED = 20  # times as long as it took to answer, it is not asked again
+TEST_ONLY_S = 120.0  # the scheduler looks at the whole queue
 SETTLE_S = 20.0  # from the end of a job until its last file is seen here
 UNKNOWN_S = 120.0  # until a job that SLURM does not know is given up
 SILENCE_S = 1800.0  # until we give up on a SLURM that does not answer; its jobs are not given up
@@ -50,9 +52,15 @@ class Submission:
     nodes: int
     trials: Sequence[Trial]
 
+    @property
+    def training(self) -> bool:
+        """It is one training, not trials."""
+        return self.trials[0].checkpoints is not None
+
     def text(self, recipe: LoadedRecipe) -> str:
         """The sbatch text, exactly."""
-        return text(recipe, self.folder, nodes=self.nodes, name=self.name, trials=len(self.trials))
+        kind = {"trials": len(self.trials), "training": self.training}
+        return text(recipe, self.folder, nodes=self.nodes, name=self.name, **kind)
 
 
 def submissions(recipe: LoadedRecipe, trials: Sequence[Trial], starts: Mapping[str, int]) -> list[Submission]:
@@ -84,15 +92,8 @@ def ask(recipe: LoadedRecipe, submission: Submission) -> str:
     with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as file, _own_environment():
         file.write(submission.text(recipe))
         file.flush()
-        command = ["sbatch", "--test-only", file.name]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise SlurmError(f"sbatch --test-only: {error}") from None
-    said = (done.stderr + done.stdout).strip().replace("\n", "; ")
-    if done.returncode:
-        raise SlurmError(said)
-    return said
+        done = run(["sbatch", "--test-only", file.name], timeout_s=TEST_ONLY_S)
+    return "; ".join((done.stderr + done.stdout).strip().splitlines())
 
 
 # Submitting
@@ -116,10 +117,18 @@ def submit(
             jobs |= _submit(recipe, manifest, submission)
             ids = [jobs[trial] for trial in submission.trials]
             nodes = f"{submission.nodes} node{'s' if submission.nodes > 1 else ''}"
-            watcher.tell(f"submitted {len(ids)} trials on {nodes}: job {ids[0].split('_')[0]}")
+            what = "the training" if submission.training else f"{len(ids)} trials"
+            watcher.tell(f"submitted {what} on {nodes}: job {ids[0].split('_')[0]}")
             if interrupted():
                 raise KeyboardInterrupt
     return jobs
+
+
+def on_their_way(recipe: LoadedRecipe, trials: Sequence[Trial]) -> dict[Trial, str]:
+    """The jobs of those ``trials`` that SLURM has not ended."""
+    manifest = manifest_of(recipe)
+    with manifest.decided_alone():
+        return _on_their_way(manifest, trials)
 
 
 def _on_their_way(manifest: Manifest, trials: Sequence[Trial]) -> dict[Trial, str]:
@@ -162,20 +171,12 @@ def _submit(recipe: LoadedRecipe, manifest: Manifest, submission: Submission) ->
 
     for trial in submission.trials:
         trial.prepare(recipe)
-    calls = [
-        partial(
-            run_trial_on_nodes,
-            str(trial.recipe_file.resolve()),
-            str(trial.plan_file.resolve()),
-            str(trial.measurement_file.resolve()),
-            modules=str(recipe.folder),
-        )
-        for trial in submission.trials
-    ]
+    calls = [partial(run_on_node, *_arguments(recipe, trial)) for trial in submission.trials]
     nobody = [""] * len(submission.trials)
     note(State.SUBMITTING, nobody)
+    shape = {"nodes": submission.nodes, "name": submission.name, "training": submission.training}
     try:
-        ids = submit_calls(recipe, submission.folder, calls, nodes=submission.nodes, name=submission.name)
+        ids = submit_calls(recipe, submission.folder, calls, **shape)
     except SlurmError as error:
         note(State.REFUSED, nobody, str(error))
         raise SlurmError(f"sbatch refused {len(nobody)} trials on {submission.nodes} nodes: {error}") from None
@@ -183,8 +184,14 @@ def _submit(recipe: LoadedRecipe, manifest: Manifest, submission: Submission) ->
     return dict(zip(submission.trials, ids, strict=True))
 
 
+def _arguments(recipe: LoadedRecipe, trial: Trial) -> list[str | None]:
+    """Of ``run_on_node``."""
+    files = [str(path.resolve()) for path in (trial.recipe_file, trial.plan_file, trial.measurement_file)]
+    return [*files, str(recipe.folder), None if trial.checkpoints is None else str(trial.checkpoints.resolve())]
+
+
 def submit_calls(
-    recipe: LoadedRecipe, folder: Path, calls: Sequence[Callable[[], None]], *, nodes: int, name: str
+    recipe: LoadedRecipe, folder: Path, calls: Sequence[Callable[[], None]], *, nodes: int, name: str, training: bool
 ) -> list[str]:
     """The jobs of ``calls``, each of which a task on each of its nodes makes; raises SlurmError where sbatch refuses.
 
@@ -192,7 +199,7 @@ def submit_calls(
     """
     private_folder(folder.parent)
     executor = submitit.SlurmExecutor(private_folder(folder), python=python(recipe))
-    executor.update_parameters(**parameters(recipe, nodes=nodes, name=name))
+    executor.update_parameters(**parameters(recipe, nodes=nodes, name=name, training=training))
     try:
         with _own_environment(), executor.batch():
             jobs = [executor.submit(call) for call in calls]
@@ -223,6 +230,15 @@ class _Followed:
     ended_since: float | None = None
     unknown_since: float | None = None
 
+    def is_late(self, now: float) -> bool:
+        """Its measurement should have come, if ever."""
+        ended = self.ended_since is not None and now - self.ended_since > SETTLE_S
+        return ended or (self.unknown_since is not None and now - self.unknown_since > UNKNOWN_S)
+
+    def follow_another(self, job: str) -> None:
+        self.job, self.shown = job, ""
+        self.waits_since = self.ended_since = self.unknown_since = None
+
 
 def follow(recipe: LoadedRecipe, jobs: Mapping[Trial, str], watcher: Watcher) -> None:
     """Until each trial has ended; those that lost their nodes are submitted again, up to launch.attempts.
@@ -230,13 +246,13 @@ def follow(recipe: LoadedRecipe, jobs: Mapping[Trial, str], watcher: Watcher) ->
     On SIGINT or SIGTERM KeyboardInterrupt is raised, and the jobs go on.
     """
     followed = {trial: _Followed(job) for trial, job in jobs.items()}
-    number, answered, asked = 0, time.monotonic(), -STATES_S
+    number, answered, asked, pause_s = 0, time.monotonic(), -STATES_S, STATES_S
     states: dict[str, JobState] = {}
     with interrupts_noted() as interrupted:
         while followed:
             if interrupted():
                 raise KeyboardInterrupt
-            if time.monotonic() - asked >= STATES_S:
+            if time.monotonic() - asked >= pause_s:
                 asked = time.monotonic()
                 try:
                     states = job_states([one.job for one in followed.values() if one.job])
@@ -248,15 +264,15 @@ def follow(recipe: LoadedRecipe, jobs: Mapping[Trial, str], watcher: Watcher) ->
                             f"{error}, for {SILENCE_S:g} s; jobs may still run: to follow them again: {again}"
                         ) from None
                 else:
+                    pause_s = min(max(STATES_S, SPARED * (answered - asked)), LONGEST_STATES_S)
                     for trial, one in followed.items():
                         _look(recipe, trial, one, states.get(one.job), watcher)
-            for trial, one in list(followed.items()):
-                measurement = trial.measurement() or _settled(recipe, trial, one, states.get(one.job), watcher)
-                if measurement is not None:
-                    number += 1
-                    del followed[trial]
-                    note_end(recipe, trial, measurement)
-                    watcher.end(Ended(trial, measurement, number, len(jobs)))
+            ended = _ended(recipe, followed, states, watcher)
+            note_ends(recipe, ended)
+            for trial, measurement in ended.items():
+                number += 1
+                del followed[trial]
+                watcher.end(Ended(trial, measurement, number, len(jobs)))
             if followed:
                 time.sleep(POLL_S)
 
@@ -264,8 +280,7 @@ def follow(recipe: LoadedRecipe, jobs: Mapping[Trial, str], watcher: Watcher) ->
 def _look(recipe: LoadedRecipe, trial: Trial, one: _Followed, state: JobState | None, watcher: Watcher) -> None:
     """Note what SLURM says of the trial's job now."""
     now = time.monotonic()
-    known, ended = state is not None, state is not None and state.ended
-    waits = known and not ended and not state.running
+    known, ended, waits = state is not None, state is not None and state.ended, state is not None and state.waits
     one.unknown_since = None if known else one.unknown_since or now
     one.ended_since = (one.ended_since or now) if ended else None
     one.waits_since = (one.waits_since or now) if waits else None
@@ -285,37 +300,53 @@ def _look(recipe: LoadedRecipe, trial: Trial, one: _Followed, state: JobState | 
                 write_failure(recipe, trial, Status.TIMEOUT, reason)
 
 
+def _ended(
+    recipe: LoadedRecipe, followed: Mapping[Trial, _Followed], states: Mapping[str, JobState], watcher: Watcher
+) -> dict[Trial, Measurement]:
+    """The measurements of those that have ended. Many wait for hours: the files of those that never ran are let be."""
+    ended, late = {}, {}
+    for trial, one in followed.items():
+        state = states.get(one.job)
+        if state is not None and state.waits and not one.shown:
+            continue
+        if (measurement := trial.measurement()) is not None:
+            ended[trial] = measurement
+        elif one.is_late(time.monotonic()):
+            late[trial] = one
+    return ended | _settled(recipe, late, states, watcher)
+
+
 def _settled(
-    recipe: LoadedRecipe, trial: Trial, one: _Followed, state: JobState | None, watcher: Watcher
-) -> Measurement | None:
-    """The measurement of a trial whose job ended without one; None while it may still come, or starts again."""
-    now = time.monotonic()
-    ended = one.ended_since is not None and now - one.ended_since > SETTLE_S
-    lost = one.unknown_since is not None and now - one.unknown_since > UNKNOWN_S
-    if not ended and not lost:
-        return None
+    recipe: LoadedRecipe, late: Mapping[Trial, _Followed], states: Mapping[str, JobState], watcher: Watcher
+) -> dict[Trial, Measurement]:
+    """The measurements of trials whose jobs ended without one, but for those that start again."""
+    if not late:
+        return {}
     manifest = manifest_of(recipe)
+    settled: dict[Trial, Measurement] = {}
+    again: dict[Trial, int] = {}  # how often they were started
     with manifest.decided_alone():
-        if (known := trial.measurement()) is not None:
-            return known
-        _find_lost(manifest, [trial.name])
-        history = histories(manifest.entries())[trial.name]
-        if history.last.job != one.job:  # another process started it again
-            _follow_another(one, history.last.job)
-            return None
-        name = state.name if state else ""
-        if name in RETRIED and history.starts < recipe.values.launch.attempts:
-            (submission,) = submissions(recipe, [trial], {trial.name: history.starts})
-            (job,) = _submit(recipe, manifest, submission).values()
-            watcher.tell(f"{trial.name}: job {one.job} ended as {name}; submitted again: job {job}")
-            _follow_another(one, job)
-            return None
-        return write_failure(recipe, trial, STATUSES.get(name, Status.FAILED), _why(recipe, history.last, name))
-
-
-def _follow_another(one: _Followed, job: str) -> None:
-    one.job, one.shown = job, ""
-    one.waits_since = one.ended_since = one.unknown_since = None
+        _find_lost(manifest, [trial.name for trial in late])
+        known = histories(manifest.entries())
+        for trial, one in late.items():
+            history = known[trial.name]
+            name = states[one.job].name if one.job in states else ""
+            if (measurement := trial.measurement()) is not None:
+                settled[trial] = measurement
+            elif history.last.job != one.job:  # another process started it again
+                one.follow_another(history.last.job)
+            elif name in RETRIED and history.starts < recipe.values.launch.attempts:
+                again[trial] = history.starts
+            else:
+                why = _why(recipe, history.last, name)
+                settled[trial] = write_failure(recipe, trial, STATUSES.get(name, Status.FAILED), why)
+        starts = {trial.name: count for trial, count in again.items()}
+        for submission in submissions(recipe, list(again), starts):
+            for trial, job in _submit(recipe, manifest, submission).items():
+                lost = late[trial].job
+                watcher.tell(f"{trial.name}: job {lost} ended as {states[lost].name}; submitted again: job {job}")
+                late[trial].follow_another(job)
+    return settled
 
 
 def _why(recipe: LoadedRecipe, entry: Entry, state: str) -> str:
@@ -327,12 +358,20 @@ def _why(recipe: LoadedRecipe, entry: Entry, state: str) -> str:
     return "\n".join([*printed, said])
 
 
-def note_end(recipe: LoadedRecipe, trial: Trial, measurement: Measurement) -> None:
-    """In the manifest, once."""
+def note_ends(recipe: LoadedRecipe, ended: Mapping[Trial, Measurement]) -> None:
+    """In the manifest, each once."""
+    if not ended:
+        return
     manifest = manifest_of(recipe)
-    last = history.last if (history := histories(manifest.entries()).get(trial.name)) else None
-    if last is not None and last.state is not State.ENDED:
-        manifest.append([replace(last, state=State.ENDED, told=measurement.status, at=measurement.finished)])
+    known = histories(manifest.entries())
+    last = {trial: known[trial.name].last for trial in ended if trial.name in known}
+    new = [
+        replace(entry, state=State.ENDED, told=ended[trial].status, at=ended[trial].finished)
+        for trial, entry in last.items()
+        if entry.state is not State.ENDED
+    ]
+    if new:
+        manifest.append(new)
 
 
 def _lines(file: Path) -> list[str]:

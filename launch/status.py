@@ -11,10 +11,22 @@ from rich.console import Console
 from tabulate import tabulate
 
 from auto3d.errors import InputError
-from launch.jobs import JobState, SlurmError, cancel, job_states
+from launch.detach import driver_of
+from launch.jobs import JobState, cancel, job_states
 from launch.manifest import Entry, History, Manifest, State, histories
 from launch.recipe import LoadedRecipe, load
-from launch.store import StoreError, in_use, last_command, last_sweep, log_files, manifest_of, measurement_of
+from launch.slurm_commands import SlurmError
+from launch.store import (
+    TRAINING,
+    Command,
+    StoreError,
+    in_use,
+    last_command,
+    last_sweep,
+    log_files,
+    manifest_of,
+    measurement_of,
+)
 
 WATCH_S = 5.0
 FOLLOW_S = 0.5
@@ -36,27 +48,30 @@ class Standing:
         return self.state.split()[0] in UNDER_WAY
 
 
-def resumed(recipe: LoadedRecipe) -> tuple[LoadedRecipe, str]:
-    """``recipe`` with the overrides of its last command, unless it has others, and the verb of that command."""
+def resumed(recipe: LoadedRecipe) -> tuple[LoadedRecipe, Command]:
+    """``recipe`` with the overrides of its last command, unless it has others, and that command."""
     command = last_command(recipe)
     if command is None:
         raise StoreError(f"{recipe.name}: nothing was run of it here; to run it: {recipe.command('sweep')}")
-    return (recipe if recipe.overrides else load(recipe.written, command.overrides)), command.verb
+    return (recipe if recipe.overrides else load(recipe.written, command.overrides)), command
 
 
 def standings(recipe: LoadedRecipe) -> list[Standing]:
-    """Of each trial of the last sweep, or of all that a tune has tried."""
-    known = histories(manifest_of(recipe).entries())
+    """Of each trial of the last sweep, of those that the last tune has chosen until now, or of the last training."""
+    entries = manifest_of(recipe).entries()
+    known = histories(entries)
     sweep = last_sweep(recipe)
-    _, verb = resumed(recipe)
-    names = sweep.trials if verb == "sweep" and sweep is not None else list(known)
+    _, command = resumed(recipe)
+    names = sweep.trials if command.verb == "sweep" and sweep is not None else command.trials
+    if command.verb == "train":
+        names = [entry.trial for entry in entries if entry.trial.startswith(TRAINING)][-1:]
     measured = {name: measurement_of(recipe, name) for name in names}
     open_jobs = [known[name].last.job for name in names if measured[name] is None and _has_job(known.get(name))]
     try:
         states = job_states(open_jobs)
     except SlurmError:
         states = None
-    runs_here = in_use(recipe)
+    runs_here = in_use(recipe) or driver_of(recipe) is not None
     found = []
     for name in names:
         history, measurement = known.get(name), measured[name]
@@ -79,6 +94,8 @@ def _unfinished(history: History | None, states: dict[str, JobState] | None, run
     last = history.last
     if last.state is State.STARTED:
         return "running" if runs_here else "interrupted"
+    if last.state is State.ENDED and not last.job:
+        return last.told  # of a training, which leaves no measurement here
     if not last.job:
         return "not run"
     if states is None:

@@ -7,7 +7,7 @@ import shutil
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from importlib.metadata import version
 from json import dumps
@@ -21,9 +21,10 @@ from auto3d.plan import Plan
 from auto3d.runtime.measurement import Measurement, Status
 from launch.executor import on_slurm
 from launch.manifest import Entry, Manifest
-from launch.recipe import LoadedRecipe, data_files, save
+from launch.recipe import LoadedRecipe, data_files
 
 RUNS = Path("runs")
+TRAINING = "train-"  # begins the names of trainings
 
 
 class StoreError(InputError):
@@ -32,11 +33,12 @@ class StoreError(InputError):
 
 @dataclass(frozen=True)
 class Trial:
-    """One plan of one recipe, and the folder where its run is kept."""
+    """One plan of one recipe, and the folder where its run is kept: of a few iterations, or of a whole training."""
 
     name: str
     folder: Path
     plan: Plan
+    checkpoints: Path | None = None  # of a training; a trial has none
 
     @property
     def measurement_file(self) -> Path:
@@ -59,7 +61,7 @@ class Trial:
         shutil.rmtree(self.folder, ignore_errors=True)  # of an earlier try
         private_folder(self.folder)
         write_whole(self.plan_file, self.plan.to_json())
-        save(recipe.values, self.recipe_file)
+        self.recipe_file.write_text(recipe.text, encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -77,20 +79,41 @@ _sweep_adapter = TypeAdapter(Sweep)
 
 def trials_of(recipe: LoadedRecipe, plans: Sequence[Plan]) -> list[Trial]:
     """The trials of ``plans``: a name tells the degrees, and changes with all that changes what would be measured."""
-    files = data_files(recipe.values) + [recipe.values.model.weights] * (recipe.values.model.weights is not None)
     surroundings = {
-        "files": [(str(Path(file).resolve()), (state := os.stat(file)).st_size, state.st_mtime_ns) for file in files],
+        "files": _files(recipe),
         "host": _slurm_nodes(recipe) if on_slurm(recipe) else socket.gethostname(),
         "python": platform.python_version(),
         "torch": version("torch"),
         "transformers": version("transformers"),
     }
+    measured = _measured(recipe)
     trials = []
     for plan in plans:
-        digest = _digest([_measured(recipe), surroundings, plan.to_json()])[:8]
-        name = f"dp{plan.dp}-tp{plan.tp}-pp{plan.pp}-mb{plan.micro_batch_size}-{plan.schedule}-{digest}"
+        name = _name(plan, _digest([measured, surroundings, plan.to_json()]))
         trials.append(Trial(name, recipe_folder(recipe) / "trials" / name, plan))
     return trials
+
+
+def training_of(recipe: LoadedRecipe, plan: Plan) -> Trial:
+    """The training of ``recipe`` under ``plan``; its name changes with all that changes what is learnt."""
+    learnt = _measured(recipe)
+    for group in ("cluster", "measure", "emulation"):
+        del learnt[group]
+    if recipe.values.training.learning_rate_schedule != "constant":
+        learnt["iterations"] = recipe.values.training.iterations
+    name = f"{TRAINING}{_name(plan, _digest([learnt, _files(recipe), plan.to_json()]))}"
+    folder = recipe_folder(recipe)
+    return Trial(name, folder / "trials" / name, plan, checkpoints=folder / "checkpoints" / name)
+
+
+def _name(plan: Plan, digest: str) -> str:
+    return f"dp{plan.dp}-tp{plan.tp}-pp{plan.pp}-mb{plan.micro_batch_size}-{plan.schedule}-{digest[:8]}"
+
+
+def _files(recipe: LoadedRecipe) -> list[tuple[str, int, int]]:
+    """The files that the recipe reads, with what tells whether one was changed."""
+    files = data_files(recipe.values) + [recipe.values.model.weights] * (recipe.values.model.weights is not None)
+    return [(str(Path(file).resolve()), (state := os.stat(file)).st_size, state.st_mtime_ns) for file in files]
 
 
 def manifest_of(recipe: LoadedRecipe) -> Manifest:
@@ -117,14 +140,16 @@ class Command:
 
     verb: str
     overrides: list[str]
+    plan_file: str | None = None  # of a training
+    trials: list[str] = field(default_factory=list)  # of a tune: the names of those that it has chosen until now
 
 
 _command_adapter = TypeAdapter(Command)
 
 
-def write_command(recipe: LoadedRecipe, verb: str) -> None:
+def write_command(recipe: LoadedRecipe, verb: str, plan_file: str | None = None, *, trials: Sequence[str] = ()) -> None:
     file = private_folder(recipe_folder(recipe)) / "command.json"
-    write_whole(file, dumps(asdict(Command(verb, list(recipe.overrides)))))
+    write_whole(file, dumps(asdict(Command(verb, list(recipe.overrides), plan_file, list(trials)))))
 
 
 def last_command(recipe: LoadedRecipe) -> Command | None:
@@ -169,6 +194,7 @@ def _measured(recipe: LoadedRecipe) -> dict[str, Any]:
     measured = {group: values[group] for group in ("model", "data", "cluster", "training", "emulation", "measure")}
     del measured["training"]["iterations"]  # of `auto3d train`; a trial has its own
     del measured["training"]["timeout_s"]
+    del measured["training"]["checkpoint_every"]
     del measured["cluster"]["memory_gib"]  # decides which plans there are, not what one of them does
     return measured
 
@@ -193,9 +219,8 @@ def _read_measurement(file: Path) -> Measurement | None:
         measurement = Measurement.from_json(file.read_bytes())
     except (OSError, ValidationError):  # absent, of another version, or damaged: as if it had not run
         return None
-    damaged = measurement.status is Status.OK and not (
-        measurement.iteration_s and (measurement.peak_bytes or measurement.emulated)
-    )
+    some = measurement.iteration_s or measurement.first_iteration  # a training's last checkpoint leaves none to do
+    damaged = measurement.status is Status.OK and not (some and (measurement.peak_bytes or measurement.emulated))
     return None if damaged else measurement
 
 

@@ -1,19 +1,18 @@
 """A sweep: every plan of a recipe's search space as a trial, here or on SLURM, with progress; skips what is done."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cache
 from types import MappingProxyType
 
-from auto3d.capture.graph import Graph
 from auto3d.runtime.measurement import Measurement
 from auto3d.schedule import samples_at_once
-from launch import candidates, local, slurm
+from launch import candidates, slurm
+from launch.capture import PlanningModel
 from launch.executor import check_reachable, on_slurm
-from launch.model import captured_model, initial_weights
-from launch.ranks import check_devices
 from launch.recipe import LoadedRecipe
 from launch.sbatch import check_launch
 from launch.slurm import starts_of
@@ -33,16 +32,14 @@ class Sweep:
 
 def sweep_of(recipe: LoadedRecipe) -> Sweep:
     """The trials of ``recipe``."""
-
-    @cache
-    def graph_at(micro_batch_size: int) -> Graph:
-        return captured_model(recipe, micro_batch_size).graph
-
+    graph_at = cache(PlanningModel(recipe).graph)
     found = candidates.find(recipe, graph_at)
     left_out = sum(candidate.reason == candidates.left_out(recipe) for candidate in found)
     plans = candidates.runnable(recipe, found)
     check_ranks(recipe, max(plan.ranks for plan in plans))
     if recipe.values.model.weights is not None:
+        from launch.model import initial_weights  # torch is slow to import, and large
+
         initial_weights(recipe, graph_at(samples_at_once(plans[0])))
     return Sweep(trials_of(recipe, plans), left_out)
 
@@ -53,6 +50,13 @@ class Retry(Enum):
     NONE = auto()
     ALL = auto()
     UP_TO_A_LIMIT = auto()  # those that were started fewer than launch.attempts times
+
+
+def runs_again(recipe: LoadedRecipe, retry: Retry) -> Callable[[Trial], bool]:
+    """Tells of a trial that failed or timed out whether it runs again."""
+    starts = starts_of(recipe)
+    limit = {Retry.NONE: 0, Retry.ALL: math.inf, Retry.UP_TO_A_LIMIT: recipe.values.launch.attempts}[retry]
+    return lambda trial: starts.get(trial.name, 0) < limit
 
 
 def run_sweep(recipe: LoadedRecipe, *, retry: Retry, watcher: Watcher, follow: bool = True) -> None:
@@ -67,12 +71,7 @@ def run_sweep(recipe: LoadedRecipe, *, retry: Retry, watcher: Watcher, follow: b
     with held(recipe):
         write_command(recipe, "sweep")
         write_sweep(recipe, trials, left_out=sweep.left_out)
-        starts = starts_of(recipe)
-        again = {
-            Retry.NONE: lambda trial: False,
-            Retry.ALL: lambda trial: True,
-            Retry.UP_TO_A_LIMIT: lambda trial: starts.get(trial.name, 0) < recipe.values.launch.attempts,
-        }[retry]
+        again = runs_again(recipe, retry)
         ended = {trial: measurement for trial in trials if (measurement := trial.measurement()) is not None}
         kept = {trial: one for trial, one in ended.items() if one.status in FINAL or not again(trial)}
         pending = [trial for trial in trials if trial not in kept]
@@ -80,15 +79,16 @@ def run_sweep(recipe: LoadedRecipe, *, retry: Retry, watcher: Watcher, follow: b
         run_trials(recipe, pending, watcher, known=ended, follow=follow)
 
 
-def print_submissions(recipe: LoadedRecipe, *, ask_slurm: bool) -> None:
-    """Print the sbatch text of each job of the sweep or, to ``ask_slurm``, what the scheduler says to it."""
+def print_submissions(
+    recipe: LoadedRecipe, trials: Callable[[LoadedRecipe], Sequence[Trial]], *, ask_slurm: bool
+) -> None:
+    """Print the sbatch text of each job of ``trials`` or, to ``ask_slurm``, what the scheduler says to it."""
     launch = replace(recipe.values.launch, executor="slurm")
     recipe = replace(recipe, values=replace(recipe.values, launch=launch))
     check_launch(recipe)
     if ask_slurm:
         check_reachable(recipe)
-    sweep = sweep_of(recipe)
-    for submission in slurm.submissions(recipe, sweep.trials, starts_of(recipe)):
+    for submission in slurm.submissions(recipe, trials(recipe), starts_of(recipe)):
         print(slurm.ask(recipe, submission) if ask_slurm else submission.text(recipe))
 
 
@@ -110,13 +110,15 @@ def check_place(recipe: LoadedRecipe) -> None:
 def check_ranks(recipe: LoadedRecipe, ranks: int) -> None:
     """Raise RecipeError if the devices of trials of so many ranks would be this machine's, and are not there."""
     if not on_slurm(recipe):
+        from launch.ranks import check_devices
+
         check_devices(recipe, ranks)
 
 
-def measured(recipe: LoadedRecipe, trial: Trial, watcher: Watcher) -> Measurement:
-    """The result of ``trial``, which runs unless it has one."""
+def measured(recipe: LoadedRecipe, trial: Trial, watcher: Watcher, *, retry: Retry) -> Measurement:
+    """The result of ``trial``, which runs unless it has one; one that failed or timed out as ``retry`` says."""
     known = trial.measurement()
-    if known is None or known.status not in FINAL:
+    if known is None or (known.status not in FINAL and runs_again(recipe, retry)(trial)):
         run_trials(recipe, [trial], watcher, known={} if known is None else {trial: known})
         known = trial.measurement()
     return known
@@ -135,6 +137,8 @@ def run_trials(
     ``known`` are measurements of earlier runs that these replace. Unless it is to ``follow``, it only submits.
     """
     if not on_slurm(recipe):
+        from launch import local
+
         local.run(recipe, pending, watcher)
         return
     jobs = slurm.submit(recipe, pending, known, watcher)

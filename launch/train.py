@@ -1,8 +1,10 @@
-"""Training by hand: one plan, on processes of our own or among those that a launcher started."""
+"""Training under one plan: on processes of our own, among those that a launcher started, or as a job of SLURM."""
 
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -13,17 +15,20 @@ from rich.console import Console
 from auto3d.capture.model import CapturedModel
 from auto3d.errors import InputError
 from auto3d.plan import Plan, PlanError
-from auto3d.runtime.executor import IterationResult
-from auto3d.runtime.measurement import Status
+from auto3d.runtime.checkpoint import Checkpoints, newest
+from auto3d.runtime.measurement import Measurement, Status
 from auto3d.runtime.out_of_memory import OutOfMemoryError
 from auto3d.runtime.rank import check_plan
+from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.training import TrainingResult, train
 from auto3d.runtime.waiting import PeerLostError
 from auto3d.runtime.world import World
 from auto3d.schedule import samples_at_once
-from launch import candidates
+from launch import candidates, slurm
 from launch.data import data_settings
-from launch.join import joined_world
+from launch.ending import asked_by_slurm, await_end
+from launch.executor import in_a_job, on_slurm
+from launch.manifest import Entry, State
 from launch.model import captured_model, initial_weights
 from launch.output import stdout_to_stderr
 from launch.progress import at_work, training_progress
@@ -31,14 +36,33 @@ from launch.ranks import Report, check_devices, run_ranks
 from launch.recipe import LoadedRecipe
 from launch.schema import PlanRecipe, Recipe
 from launch.settings import cluster, training_settings
+from launch.store import Trial, manifest_of, training_of, write_command
+from launch.sweep import check_place, run_trials
+from launch.trial import reported
+from launch.watcher import Watcher
 
 
-def run_training(
-    recipe: LoadedRecipe, plan_file: str | None, console: Console, on_result: Callable[[dict[str, Any]], None]
-) -> int:
-    """Train, show progress on ``console``, and give rank 0's record to ``on_result``; returns the exit code."""
+@dataclass(frozen=True)
+class PlannedTraining:
+    """A training that can begin: its plan, and the model that this was made for."""
+
+    trial: Trial
+    captured: CapturedModel
+    settings: TrainingSettings
+
+    @property
+    def plan(self) -> Plan:
+        return self.trial.plan
+
+
+OnResult = Callable[[dict[str, Any]], None]
+
+
+def planned(
+    recipe: LoadedRecipe, plan_file: str | None, console: Console, world: World | None = None
+) -> PlannedTraining:
+    """Plan and check the training of ``recipe``, under the plan of ``plan_file`` or the recipe's own."""
     values = recipe.values
-    world = joined_world()
     given = _read_plan(recipe, plan_file) if plan_file else None
     wanted = given or plan_of(recipe)
     _check_processes(recipe, world, given.ranks if given else wanted.dp * wanted.tp * wanted.pp)
@@ -53,15 +77,43 @@ def run_training(
     settings = training_settings(values, iterations=values.training.iterations)
     with _errors_naming(plan_file):
         check_plan(captured, plan, settings)
-    data = data_settings(values)
-    state = initial_weights(recipe, captured.graph)
+    return PlannedTraining(training_of(recipe, plan), captured, settings)
+
+
+def run_training(
+    recipe: LoadedRecipe,
+    plan_file: str | None,
+    world: World | None,
+    console: Console,
+    on_result: OnResult,
+    *,
+    fresh: bool,
+) -> int:
+    """Train, show progress on ``console``, and give rank 0's record to ``on_result``; returns the exit code.
+
+    It is one rank of ``world``, or starts all of them. It goes on from the newest checkpoint unless it is to begin
+    ``fresh``.
+    """
+    training = planned(recipe, plan_file, console, world)
+    settings, checkpoints = training.settings, _checkpoints(recipe, training)
+    data = data_settings(recipe.values)
+    state = initial_weights(recipe, training.captured.graph)
+    if not _is_left(recipe, training, fresh=fresh, console=console if world is None or world.rank == 0 else None):
+        return 0
+    asked = asked_by_slurm() if world is not None and in_a_job() else None
 
     def run(world: World, report: Report) -> TrainingResult:
-        def on_iteration(iteration: int, result: IterationResult) -> None:
-            if world.rank == 0:
-                report((iteration, None if settings.emulation else result.loss, result.seconds))
-
-        return train(captured, plan, settings, data, world, state=state, on_iteration=on_iteration)
+        return train(
+            training.captured,
+            training.plan,
+            settings,
+            data,
+            world,
+            state=state,
+            checkpoints=checkpoints,
+            asked_to_end=lambda: bool(asked),
+            on_iteration=lambda iteration, result: reported(world, report, iteration, result),
+        )
 
     if world is not None:
         try:
@@ -69,24 +121,94 @@ def run_training(
         except (OutOfMemoryError, PeerLostError, TimeoutError) as error:  # of another rank, its own output tells why
             console.print(f"auto3d: {error}", markup=False, soft_wrap=True)
             return 1
+        if result.asked_to_end:
+            await_end(asked, requeue=world.rank == 0)
         if world.rank == 0:
-            on_result(_record(result, plan, values))
+            on_result(_record(result, training.plan, recipe.values))
         return 0
+    manifest, name = manifest_of(recipe), training.trial.name
+    manifest.append([Entry(trial=name, state=State.STARTED)])
     with training_progress(console, settings.iterations) as on_report:
-        outcome = run_ranks(plan.ranks, run, timeout_s=None, straggle_s=settings.timeout_s, on_report=on_report)
+        ranks, straggle_s = training.plan.ranks, settings.timeout_s
+        outcome = run_ranks(ranks, run, timeout_s=None, straggle_s=straggle_s, on_report=on_report)
+    manifest.append([Entry(trial=name, state=State.ENDED, told=outcome.status)])
     if outcome.status is not Status.OK:
-        console.print(f"auto3d: training ended as {outcome.status}:\n{outcome.error}", markup=False, soft_wrap=True)
-        return 1
-    on_result(_record(outcome.result, plan, values))
+        return _ended_badly(console, outcome.status, outcome.error)
+    on_result(_record(outcome.result, training.plan, recipe.values))
     return 0
+
+
+def run_as_job(
+    recipe: LoadedRecipe,
+    plan_file: str | None,
+    console: Console,
+    watcher: Watcher,
+    on_result: OnResult,
+    *,
+    fresh: bool,
+    follow: bool,
+) -> int:
+    """The same as a job of SLURM, if it is not under way already; unless it is to ``follow``, this only submits it."""
+    check_place(recipe)
+    training = planned(recipe, plan_file, console)
+    trial = training.trial
+    job = slurm.on_their_way(recipe, [trial]).get(trial)
+    if job is not None and fresh:
+        raise InputError(f"job {job} is this training; to end it first: {recipe.follow_up('cancel')}")
+    write_command(recipe, "train", plan_file)
+    if job is None and not _is_left(recipe, training, fresh=fresh, console=console):
+        return 0
+    known = {} if (measurement := trial.measurement()) is None else {trial: measurement}
+    watcher.begin(1, [], 0)
+    run_trials(recipe, [trial], watcher, known=known, follow=follow)
+    if not follow:
+        return 0
+    measurement = trial.measurement()
+    if measurement.status is not Status.OK:
+        return _ended_badly(console, measurement.status, measurement.error)
+    on_result(_record(measurement, training.plan, recipe.values))
+    return 0
+
+
+def _checkpoints(recipe: LoadedRecipe, training: PlannedTraining) -> Checkpoints:
+    return Checkpoints(folder=training.trial.checkpoints, every=recipe.values.training.checkpoint_every)
+
+
+def _is_left(recipe: LoadedRecipe, training: PlannedTraining, *, fresh: bool, console: Console | None) -> bool:
+    """Whether any iteration is left to do; tells on ``console`` from where the training goes on.
+
+    To begin it ``fresh`` removes its checkpoints, but not where SLURM starts the job that was told so again. Of several
+    ranks, the one with a console does so.
+    """
+    folder, iterations = training.trial.checkpoints, recipe.values.training.iterations
+    if fresh and os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+        if console is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        return True
+    done = newest(folder)
+    if done is None:
+        return True
+    if console is not None:
+        told = f"going on after iteration {done} of {iterations}, by the checkpoint in {folder}; --fresh begins anew"
+        if done >= iterations:
+            told = f"done already, by the checkpoint after iteration {done} in {folder}; --fresh begins anew"
+        console.print(told, markup=False, soft_wrap=True)
+    return done < iterations
+
+
+def _ended_badly(console: Console, status: Status, error: str) -> int:
+    console.print(f"auto3d: training ended as {status}:\n{error}", markup=False, soft_wrap=True)
+    return 1
 
 
 def _check_processes(recipe: LoadedRecipe, world: World | None, needed: int) -> None:
     """Raise RecipeError, before the model is captured, if there are not the processes and devices that a plan needs."""
     if world is None:
+        if on_slurm(recipe):
+            return
         nodes = recipe.values.cluster.nodes
         if nodes > 1:
-            problem = f"found {nodes}; on several machines, start `auto3d train` with srun, torchrun or mpirun on each"
+            problem = f"found {nodes}; on several machines: launch.executor=slurm, or srun, torchrun or mpirun on each"
             raise recipe.error("cluster.nodes", problem)
         check_devices(recipe, needed)
         return
@@ -138,11 +260,12 @@ def _errors_naming(plan_file: str | None) -> Iterator[None]:
         raise PlanError(f"{plan_file}: {error}" if plan_file else str(error)) from None
 
 
-def _record(result: TrainingResult, plan: Plan, values: Recipe) -> dict[str, Any]:
-    measured = result.iteration_s[min(values.measure.warmup_iterations, len(result.iteration_s) - 1) :]
+def _record(result: TrainingResult | Measurement, plan: Plan, values: Recipe) -> dict[str, Any]:
+    measured = result.iteration_s[values.measure.warmup_iterations :] or result.iteration_s
     return {
         "emulated": values.training.compute == "emulated",
-        **asdict(result),
-        "samples_per_s": plan.global_batch / median(measured),
+        **{name: getattr(result, name) for name in ("loss", "grad_norm", "iteration_s", "peak_bytes")},
+        "first_iteration": result.first_iteration,
+        "samples_per_s": plan.global_batch / median(measured) if measured else None,
         "plan": asdict(plan),
     }

@@ -1,13 +1,16 @@
-"""One trial: run a plan for a few iterations and write down what happened. On one machine, submitit calls this."""
+"""One trial: run a plan for a few iterations, or a whole training, and write down what happened."""
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from auto3d.errors import InputError
 from auto3d.plan import Plan
+from auto3d.runtime.checkpoint import Checkpoints
+from auto3d.runtime.executor import IterationResult
 from auto3d.runtime.measurement import Environment, Measurement, Status
 from auto3d.runtime.training import TrainingResult, train
 from auto3d.runtime.world import World
@@ -22,7 +25,7 @@ from launch.store import write_whole
 
 
 def run_trial(recipe_file: str, plan_file: str, measurement_file: str, *, modules: str, sweep: int) -> None:
-    """Run the trial of these files; its measurement is written at the end, whatever the end was.
+    """Run the trial of these files; its measurement is written at the end, whatever the end was. submitit calls this.
 
     ``modules`` is the folder of the user's own recipe; ``sweep`` the process that asked for the trial, which does not
     outlive it.
@@ -36,6 +39,36 @@ def run_trial(recipe_file: str, plan_file: str, measurement_file: str, *, module
     write_whole(Path(measurement_file), measurement.to_json())
 
 
+IterationReport = tuple[int, float | None, float]  # its number from 0, loss (none: emulated) and seconds
+
+
+def reported(world: World, report: Report, iteration: int, result: IterationResult) -> None:
+    """Have rank 0 tell its parent of an iteration."""
+    if world.rank == 0:
+        report((iteration, result.loss, result.seconds))
+
+
+@dataclass(frozen=True)
+class Training:
+    """What makes a run the recipe's whole training, where a trial is a few of its iterations."""
+
+    checkpoints: Checkpoints
+    asked_to_end: Callable[[], bool]  # also of the ranks: no signal but SIGKILL ends them
+    on_report: Callable[[IterationReport], None]
+
+    def arguments(self, world: World, report: Report) -> dict[str, Any]:
+        """Further ones of ``train``."""
+        return {
+            "checkpoints": self.checkpoints,
+            "asked_to_end": self.asked_to_end,
+            "on_iteration": lambda iteration, result: reported(world, report, iteration, result),
+        }
+
+    def done(self, recipe: LoadedRecipe, measurement: Measurement) -> bool:
+        """Whether ``measurement`` has the last iteration."""
+        return measurement.first_iteration + len(measurement.iteration_s) == recipe.values.training.iterations
+
+
 def measure(
     recipe: LoadedRecipe,
     plan: Plan,
@@ -43,14 +76,17 @@ def measure(
     *,
     share: Share | None = None,
     of_all: Callable[[Outcome], Outcome] = lambda outcome: outcome,
+    training: Training | None = None,
 ) -> Measurement:
-    """Train under ``plan`` for the recipe's warm-up and measured iterations; ``folder`` is private.
+    """Train under ``plan`` for the recipe's warm-up and measured iterations, or all of a ``training``.
 
-    All of it runs on this machine, or a ``share`` of it; ``of_all`` makes of how that ended how all did.
+    All of it runs on this machine, or a ``share`` of it; ``of_all`` makes of how that ended how all did. ``folder`` is
+    private.
     """
     values = recipe.values
-    warmup = values.measure.warmup_iterations
-    settings = training_settings(values, iterations=warmup + values.measure.iterations)
+    warmup = 0 if training else values.measure.warmup_iterations
+    iterations = values.training.iterations if training else warmup + values.measure.iterations
+    settings = training_settings(values, iterations=iterations)
     data = data_settings(values)
     facts = {
         "plan": plan,
@@ -58,15 +94,18 @@ def measure(
         "warmup_iterations": warmup,
         "tokens_per_sample": values.data.sequence_length if has_tokens(recipe) else 0,
     }
+    limits: dict[str, Any] = {"timeout_s": values.launch.trial_timeout_s, "straggle_s": settings.timeout_s}
+    if training:
+        limits |= {"timeout_s": None, "on_report": training.on_report, "ignore_sigterm": True}
     try:
         captured = captured_model(recipe, samples_at_once(plan))
         state = initial_weights(recipe, captured.graph)
 
         def run(world: World, report: Report) -> tuple[TrainingResult, Environment]:
-            result = train(captured, plan, settings, data, world, state=state)
+            more = training.arguments(world, report) if training else {}
+            result = train(captured, plan, settings, data, world, state=state, **more)
             return result, Environment.here(settings.device)
 
-        limits = {"timeout_s": values.launch.trial_timeout_s, "straggle_s": settings.timeout_s}
         outcome = run_ranks(plan.ranks, run, folder=folder, share=share, **limits)
     except InputError as error:
         outcome = Outcome(Status.FAILED, error=str(error), ending=Ending.REFUSED)
@@ -80,6 +119,7 @@ def measure(
         loss=result.loss[warmup:],
         grad_norm=result.grad_norm[warmup:],
         peak_bytes=result.peak_bytes,
+        first_iteration=result.first_iteration,
         environment=environment,
         finished=_now(),
         **facts,

@@ -17,7 +17,7 @@ from launch.plan import HEADINGS, cells
 from launch.recipe import LoadedRecipe
 from launch.search import cannot_run
 from launch.store import Trial, trials_of, write_command, write_whole
-from launch.sweep import check_place, check_ranks, held, measured
+from launch.sweep import Retry, check_place, check_ranks, held, measured
 from launch.tables import RESULTS
 from launch.watcher import Ended, Watcher
 
@@ -40,11 +40,11 @@ class Tried:
         return self.predicted_s / self.measurement.median_s - 1
 
 
-def run_tune(recipe: LoadedRecipe, search: Search, watcher: Watcher) -> list[Tried]:
+def run_tune(recipe: LoadedRecipe, search: Search, watcher: Watcher, *, retry: Retry) -> list[Tried]:
     """Try the best candidates of ``search``, at most search.trials, each the best by what is known until then.
 
-    What has ended in an earlier run is not run again. On SIGINT or SIGTERM the running trial is ended, and
-    KeyboardInterrupt is raised; what has ended stays.
+    What has ended in an earlier run is not run again, but for what failed, as far as ``retry`` says. On SIGINT or
+    SIGTERM the running trial is ended, and KeyboardInterrupt is raised; what has ended stays.
     """
     check_place(recipe)
     if recipe.values.model.layers is not None:
@@ -58,6 +58,7 @@ def run_tune(recipe: LoadedRecipe, search: Search, watcher: Watcher) -> list[Tri
     tried: list[Tried] = []
     with held(recipe):
         write_command(recipe, "tune")
+        chosen: list[str] = []
         watcher.begin(min(trials, len(left)), [], 0)
         while left and len(tried) < trials:
             known = [one.measurement.median_s for one in tried if one.error is not None]
@@ -69,7 +70,9 @@ def run_tune(recipe: LoadedRecipe, search: Search, watcher: Watcher) -> list[Tri
             except InputError:  # by the bytes that the runtime counts, it does not fit
                 continue
             check_ranks(recipe, trial.plan.ranks)
-            measurement = measured(recipe, trial, _Numbered(watcher, len(tried) + 1, trials))
+            chosen.append(trial.name)
+            write_command(recipe, "tune", trials=chosen)
+            measurement = measured(recipe, trial, _Numbered(watcher, len(tried) + 1, trials), retry=retry)
             one = Tried(replace(best, plan=trial.plan), correction.seconds(estimate), measurement)
             tried.append(one)
             if one.error is not None:

@@ -6,7 +6,6 @@ from json import dumps
 
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
-from scipy.optimize import nnls
 
 from auto3d.cluster import Accelerator, AllReduceTimes, Cluster, Link
 from auto3d.cost.model import TimesOf
@@ -80,6 +79,8 @@ class MessageTimes:
 
 def _line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
     """Seconds of nothing, and of each byte, whose relative errors are least."""
+    from scipy.optimize import nnls  # slow to import, and predictions alone do not need it
+
     rates = np.stack([1 / np.array(seconds), np.array(sizes) / np.array(seconds)], axis=1)
     (least, per_byte), _ = nnls(rates, np.ones(len(sizes)))
     return float(least), float(max(per_byte, 1e-15))

@@ -12,7 +12,6 @@ from auto3d.partition.autopipe import autopipe
 from auto3d.partition.cost import PartitionCosts
 from auto3d.partition.layer_assignment import layer_assignment
 from auto3d.partition.merak import Sharding
-from auto3d.partition.rannc import rannc
 from auto3d.partition.stage import same_stages
 from auto3d.partition.uniform import uniform
 from auto3d.plan import StagePlan
@@ -70,6 +69,8 @@ def _layer_assignment(request: Request) -> Partition:
 
 
 def _rannc(request: Request) -> Partition:
+    from auto3d.partition.rannc import rannc  # it needs numpy, which is slow to import
+
     # It asks for about ten sizes, and two tell of all. At 1 there may be fewer operations than at all others.
     first = request.graph_at(max(2, request.micro_batch_size))
     second = request.graph_at(max(request.global_batch, first.micro_batch_size + 1))

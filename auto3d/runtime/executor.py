@@ -1,7 +1,7 @@
 """The executor: one loop over a program's steps, one small function per kind of operation."""
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -29,6 +29,7 @@ class IterationResult:
 
     loss: float  # mean over the global batch's micro-batches
     grad_norm: float | None  # before clipping; None if asynchronous: the gradients are never all there at once
+    asked_to_end: bool  # some rank was asked to, before the iteration was over
     seconds: float = field(compare=False)  # from the end of the iteration before to its end, on this rank
 
 
@@ -49,6 +50,7 @@ class Executor:
         clip_norm: float,
         device: torch.device,
         memory: MemoryWatch,
+        asked_to_end: Callable[[], bool],
         timeout_s: float,
     ) -> None:
         self._stages = stages
@@ -62,14 +64,17 @@ class Executor:
         self._clip_norm = clip_norm
         self._device = device
         self._memory = memory
+        self._asked_to_end = asked_to_end
         self._timeout_s = timeout_s
         self._program: Program | None = None  # that runs
         self._unsynced: set[Replica] = set()  # whose gradient sync has not begun since its last update
         self._updates: Counter[Replica] = Counter()  # in this program
-        self._totals: tuple[float, float] | None = None  # loss and gradient norm, once all gradients are complete
+        self._totals: tuple[float, float, bool] | None = (
+            None  # loss, gradient norm, and whether a rank was asked to end
+        )
         self._ended = 0  # iterations of this program, on this rank
         self._ended_at = 0.0
-        self._reducing: deque[tuple[dist.Work, torch.Tensor, float]] = deque()  # losses and seconds of ended iterations
+        self._reducing: deque[tuple[dist.Work, torch.Tensor, float]] = deque()  # totals and seconds of ended iterations
         self._run = {
             Kind.FORWARD: self._forward,
             Kind.RECOMPUTE: self._recompute,
@@ -167,16 +172,20 @@ class Executor:
             self._unsynced.add(replica)
             self._sync.zero({replica[0]})
 
-    def _reduce_totals(self) -> tuple[float, float]:
-        """Sum the losses and the squared gradient norms over all ranks, in one all-reduce, once all gradients are."""
+    def _reduce_totals(self) -> tuple[float, float, bool]:
+        """Sum the losses and the squared gradient norms over all ranks, in one all-reduce, once all gradients are.
+
+        With them goes whether to end, so that all ranks end after the same iteration.
+        """
         self._sync.wait({stage for stage, _ in self._stages})
-        totals = torch.zeros(2, dtype=torch.float64, device=self._device)
+        totals = torch.zeros(3, dtype=torch.float64, device=self._device)
         totals[0] = self._take_loss(0)
         totals[1] = self._sync.squared_norm()
+        totals[2] = self._asked_to_end()
         with waiting_for("the loss and gradient norm of all ranks", self._timeout_s):
             dist.all_reduce(totals)
-            loss, squared_norm = totals.tolist()  # with NCCL it is this that waits
-        return loss, squared_norm**0.5
+            loss, squared_norm, asked = totals.tolist()  # with NCCL it is this that waits
+        return loss, squared_norm**0.5, asked > 0
 
     def _take_loss(self, iteration: int) -> torch.Tensor | float:
         """This rank's share of the mean loss of an iteration of the program."""
@@ -197,10 +206,11 @@ class Executor:
         seconds, self._ended_at = now - self._ended_at, now
         if self._program.asynchronous:
             # Waiting for it here would be a flush: other ranks are not as far.
-            loss = torch.zeros(1, dtype=torch.float64, device=self._device)
-            loss += self._take_loss(self._ended)
+            totals = torch.zeros(2, dtype=torch.float64, device=self._device)
+            totals[0] = self._take_loss(self._ended)
+            totals[1] = self._asked_to_end()
             with waiting_for("the loss of all ranks", self._timeout_s):
-                self._reducing.append((dist.all_reduce(loss, async_op=True), loss, seconds))
+                self._reducing.append((dist.all_reduce(totals, async_op=True), totals, seconds))
             yield from self._arrived_losses(wait_for_all=False)
         else:
             yield IterationResult(*self._totals, seconds)
@@ -208,9 +218,10 @@ class Executor:
 
     def _arrived_losses(self, *, wait_for_all: bool) -> Iterator[IterationResult]:
         while self._reducing and (wait_for_all or self._reducing[0][0].is_completed()):
-            work, loss, seconds = self._reducing.popleft()
+            work, totals, seconds = self._reducing.popleft()
             wait(work, timeout_s=self._timeout_s, what="the loss of all ranks")
-            yield IterationResult(loss.item(), None, seconds)
+            loss, asked = totals.tolist()
+            yield IterationResult(loss, None, asked > 0, seconds)
 
     def _receive(self, step: Step) -> dict[int, dict[str, list[torch.Tensor]]]:
         """Micro-batch -> value -> its activations, or its gradients from every stage that used it."""

@@ -51,7 +51,7 @@ class Environment:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One trial. The lists hold measured iterations only; they are empty unless ``status`` is ok.
+    """One trial or training. The lists hold measured iterations only; they are empty unless ``status`` is ok.
 
     Where devices were ``emulated``, the times are of operations that only waited, and there is no loss and no memory.
     """
@@ -63,6 +63,7 @@ class Measurement:
     emulated: bool = False
     error: str = ""  # why the status is not ok, for a person
     warmup_iterations: int = 0  # run before the measured ones, and left out
+    first_iteration: int = 0  # of a training that went on from a checkpoint: those before it are in none of the lists
     iteration_s: list[float] = field(default_factory=list)  # of the slowest rank
     loss: list[float] = field(default_factory=list)
     grad_norm: list[float | None] = field(default_factory=list)

@@ -1,38 +1,35 @@
 """Optimizer and learning-rate schedule, from torch and transformers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers.optimization import get_scheduler
 
 from auto3d.errors import InputError
+from auto3d.runtime.settings import LEARNING_RATE_SCHEDULES, OPTIMIZERS, OptimizerSettings
 from auto3d.runtime.waiting import waiting_for
 
-OPTIMIZERS = ("adamw", "sgd")
-LEARNING_RATE_SCHEDULES = ("constant", "linear", "cosine")
+
+def _own_share(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer inside a ZeroRedundancyOptimizer; any other itself."""
+    return getattr(optimizer, "optim", optimizer)
 
 
-@dataclass(frozen=True, kw_only=True)
-class OptimizerSettings:
-    optimizer: str  # one of OPTIMIZERS
-    learning_rate: float  # the highest of the schedule
-    weight_decay: float
-    momentum: float  # sgd
-    betas: tuple[float, float]  # adamw
-    learning_rate_schedule: str  # one of LEARNING_RATE_SCHEDULES, after the warm-up
-    warmup_iterations: int  # the rate rises linearly from 0
-    clip_norm: float  # of the global gradient norm; 0 does not clip
+def state_by_parameter(optimizer: torch.optim.Optimizer) -> Mapping[nn.Parameter, dict[str, torch.Tensor]]:
+    """What ``optimizer`` keeps of each parameter; of those that other ranks update, nothing."""
+    return _own_share(optimizer).state
 
 
-def state_copies(settings: OptimizerSettings) -> int:
-    """How many values the optimizer keeps for each one that is trained."""
-    return {"adamw": 2, "sgd": int(settings.momentum > 0)}.get(settings.optimizer, 0)
+def advance(optimizer: torch.optim.Optimizer, learning_rate: LRScheduler, iterations: int) -> None:
+    """Set the learning rate to what it is after so many iterations."""
+    learning_rate.last_epoch = iterations
+    for group, base, factor in zip(
+        optimizer.param_groups, learning_rate.base_lrs, learning_rate.lr_lambdas, strict=True
+    ):
+        group["lr"] = base * factor(iterations)
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:
@@ -40,8 +37,7 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
 
     So what does not fit is found at once, and a CPU's heap has no long-lived pieces among the short-lived ones.
     """
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
-        optimizer = optimizer.optim  # of this rank's share
+    optimizer = _own_share(optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if isinstance(optimizer, torch.optim.AdamW):
@@ -53,7 +49,7 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
 
 def update(optimizer: torch.optim.Optimizer, *, timeout_s: float) -> None:
     """One step; where other ranks update a share of the parameters, until these have come."""
-    shared = isinstance(optimizer, ZeroRedundancyOptimizer)
+    shared = _own_share(optimizer) is not optimizer
     with waiting_for("the weights that other ranks update", timeout_s) if shared else nullcontext():
         optimizer.step()
 
@@ -69,6 +65,8 @@ def build_optimizer(
 
     The ranks of ``shared_by`` update a share each and send it to the others (ZeRO-1).
     """
+    from transformers.optimization import get_scheduler  # half a second, which drivers of trials do without
+
     options = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
     if settings.optimizer == "adamw":
         family, options["betas"] = torch.optim.AdamW, settings.betas
@@ -79,6 +77,8 @@ def build_optimizer(
     if shared_by is None:
         optimizer: torch.optim.Optimizer = family(parameters, **options)
     else:
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # a second, for it brings FSDP along
+
         optimizer = ZeroRedundancyOptimizer(parameters, family, process_group=shared_by, **options)
     name = settings.learning_rate_schedule
     if name not in LEARNING_RATE_SCHEDULES:

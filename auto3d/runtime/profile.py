@@ -28,7 +28,7 @@ from auto3d.runtime.gradient_sync import GradientSync, Holders
 from auto3d.runtime.materialize import materialize
 from auto3d.runtime.optimizer import build_optimizer
 from auto3d.runtime.randomness import Randomness
-from auto3d.runtime.rank import TrainingSettings
+from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.stage import StageModule
 from auto3d.runtime.waiting import wait, waiting_for
 from auto3d.runtime.world import World, join, leave, new_group

@@ -1,7 +1,7 @@
 """One rank of a Plan, built: its programs, its stages, its messages, its gradient sums and its optimizers."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,17 +15,18 @@ from auto3d.cost.memory import predict
 from auto3d.partition.stage import Stage, Transfer, cut
 from auto3d.plan import Plan, PlanError
 from auto3d.runtime.data import Batches, DataSettings
-from auto3d.runtime.emulation import DeviceClock, EmulatedExchange, EmulatedStage, EmulatedSync, Emulation
+from auto3d.runtime.emulated import DeviceClock, EmulatedExchange, EmulatedStage, EmulatedSync
 from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.executor import Executor
 from auto3d.runtime.gradient_sync import GradientSync, Holders, holders
 from auto3d.runtime.lowering import Program, Replica, lower
 from auto3d.runtime.materialize import materialize
 from auto3d.runtime.memory import keep_freed_memory
-from auto3d.runtime.optimizer import OptimizerSettings, build_optimizer, make_state, state_copies
+from auto3d.runtime.optimizer import build_optimizer, make_state, state_by_parameter
 from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.replicas import replicas_of_devices, resplit_dimensions, share_of
+from auto3d.runtime.settings import TrainingSettings, state_copies
 from auto3d.runtime.stage import StageModule
 from auto3d.runtime.world import World, new_group
 from auto3d.schedule import SCHEDULES, samples_at_once, schedule_of
@@ -37,16 +38,6 @@ MICRO_BATCHES_WITHOUT_FLUSH = 1024  # of an asynchronous schedule: a flush costs
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingSettings:
-    iterations: int
-    optimizer: OptimizerSettings
-    device: str  # "cpu" or "cuda"
-    threads_per_rank: int  # of a CPU rank's arithmetic
-    timeout_s: float  # of every wait for another rank
-    emulation: Emulation | None = None  # of devices in whose place operations only wait; None: real ones
-
-
-@dataclass(frozen=True, kw_only=True)
 class Rank:
     """One rank, built: its executor, the programs that make up the run, and the state that it trains."""
 
@@ -54,6 +45,16 @@ class Rank:
     programs: tuple[Program, ...]  # to be run one after the other
     parameters: dict[str, nn.Parameter]
     buffers: dict[str, torch.Tensor]
+    optimizers: dict[Replica, tuple[Optimizer, LRScheduler] | None]
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """All that training changes here, by name, but for the learning rates; who writes into it changes the rank."""
+        state = {f"model.{name}": tensor.data for name, tensor in (self.parameters | self.buffers).items()}
+        names = {parameter: name for name, parameter in self.parameters.items()}
+        for optimizer, _ in filter(None, self.optimizers.values()):
+            for parameter, kept in state_by_parameter(optimizer).items():
+                state |= {f"optimizer.{names[parameter]}.{key}": tensor for key, tensor in kept.items()}
+        return state
 
 
 def schedules_of(plan: Plan, iterations: int) -> list[Schedule]:
@@ -107,6 +108,7 @@ def build_rank(
     *,
     schedule: Schedule | None = None,
     state: Mapping[str, torch.Tensor] | None = None,
+    asked_to_end: Callable[[], bool] = lambda: False,
 ) -> Rank:
     """Build this rank of ``plan``; every rank of the joined world must call it.
 
@@ -168,9 +170,10 @@ def build_rank(
     shared_by = None
     if plan.shard_optimizer:
         shared_by = [new_group(ranks, settings.timeout_s) for ranks in plan.placement][position]
+    optimizers = _optimizers(own, learning, settings, shared_by)
     executor = Executor(
         modules,
-        _optimizers(own, learning, settings, shared_by),
+        optimizers,
         exchange=exchange,
         sync=sync,
         batches=Batches(data, seed=plan.seed, global_batch=plan.global_batch, micro_batch_size=samples, **share),
@@ -179,6 +182,7 @@ def build_rank(
         clip_norm=settings.optimizer.clip_norm,
         device=device,
         memory=memory,
+        asked_to_end=asked_to_end,
         timeout_s=settings.timeout_s,
     )
     return Rank(
@@ -186,6 +190,7 @@ def build_rank(
         programs=programs,
         parameters={name: tensor for name, tensor in tensors.items() if name in captured.graph.parameters},
         buffers={name: tensor for name, tensor in tensors.items() if name in captured.graph.buffers},
+        optimizers=optimizers,
     )
 
 

@@ -1,6 +1,6 @@
 """Train a captured model by a Plan: the loop around a rank, and what it gave."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,10 +8,14 @@ import torch.distributed as dist
 
 from auto3d.capture.model import CapturedModel
 from auto3d.plan import Plan, PlanError
+from auto3d.runtime.checkpoint import CheckpointError, Checkpoints, load, newest, save
 from auto3d.runtime.data import DataSettings
 from auto3d.runtime.executor import IterationResult
+from auto3d.runtime.lowering import Program
 from auto3d.runtime.memory import PeakMemory
-from auto3d.runtime.rank import TrainingSettings, build_rank
+from auto3d.runtime.optimizer import advance
+from auto3d.runtime.rank import Rank, build_rank
+from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.waiting import waiting_for
 from auto3d.runtime.whereabouts import HERE
 from auto3d.runtime.world import World, join, leave
@@ -28,6 +32,8 @@ class TrainingResult:
     grad_norm: list[float | None]  # None under an asynchronous schedule
     iteration_s: list[float]  # of the slowest rank
     peak_bytes: list[int]
+    first_iteration: int = 0  # those before it were done when the checkpoint was written that it went on from
+    asked_to_end: bool = False  # before all iterations were done; it left a checkpoint
 
 
 def train(
@@ -38,9 +44,15 @@ def train(
     world: World,
     *,
     state: Mapping[str, torch.Tensor] | None = None,
+    checkpoints: Checkpoints | None = None,
+    asked_to_end: Callable[[], bool] = lambda: False,
     on_iteration: Callable[[int, IterationResult], None] = lambda iteration, result: None,
 ) -> TrainingResult:
-    """Train for ``settings.iterations`` as rank ``world.rank``; calls ``on_iteration`` with each and its result."""
+    """Train for ``settings.iterations`` as rank ``world.rank``; calls ``on_iteration`` with each and its result.
+
+    With ``checkpoints`` it goes on from the newest one, writes some, and ends early, after one, soon after any rank
+    was ``asked_to_end``: after the iteration or, under an asynchronous schedule, once that is flushed.
+    """
     if world.size != plan.ranks:
         raise PlanError(f"the plan needs {plan.ranks} ranks; there are {world.size}")
     torch.set_num_threads(settings.threads_per_rank)
@@ -48,21 +60,32 @@ def train(
     join(world, device=device, timeout_s=settings.timeout_s)
     try:
         memory = PeakMemory(device)
-        rank = build_rank(captured, plan, settings, data, world, state=state)
+        rank = build_rank(captured, plan, settings, data, world, state=state, asked_to_end=asked_to_end)
+        first = done = _go_on(rank, checkpoints, timeout_s=settings.timeout_s) if checkpoints else 0
         results: list[IterationResult] = []
-        for program in rank.programs:
-            for result in rank.executor.run(program, len(results)):
-                on_iteration(len(results), result)
+        ends = False
+        for program in _from(rank.programs, first):
+            for result in rank.executor.run(program, done):
+                on_iteration(first + len(results), result)
                 results.append(result)
+                ends |= result.asked_to_end
+            before, done = done, done + program.iterations
+            if checkpoints and (ends or checkpoints.due(before, done, settings.iterations)):
+                save(checkpoints.folder, rank.state(), iteration=done, timeout_s=settings.timeout_s)
+            if checkpoints and ends:
+                break
         seconds = [result.seconds for result in results]
-        iteration_s = _of_all_ranks(seconds, device, timeout_s=settings.timeout_s).max(dim=0).values.tolist()
+        slowest_s = _of_all_ranks(seconds, torch.float64, device, timeout_s=settings.timeout_s).max(dim=0).values
+        facts = {"iteration_s": slowest_s.tolist(), "first_iteration": first}
+        facts["asked_to_end"] = done < settings.iterations
         if settings.emulation is not None:
-            return TrainingResult(loss=[], grad_norm=[], iteration_s=iteration_s, peak_bytes=[])
+            return TrainingResult(loss=[], grad_norm=[], peak_bytes=[], **facts)
+        peaks = _of_all_ranks([memory.bytes()], torch.int64, device, timeout_s=settings.timeout_s)
         return TrainingResult(
             loss=[result.loss for result in results],
             grad_norm=[result.grad_norm for result in results],
-            iteration_s=iteration_s,
-            peak_bytes=_of_all_ranks([memory.bytes()], device, timeout_s=settings.timeout_s).flatten().tolist(),
+            peak_bytes=peaks.flatten().tolist(),
+            **facts,
         )
     except Exception as error:
         error.add_note(f"{HERE} failed")
@@ -71,9 +94,39 @@ def train(
         leave()
 
 
-def _of_all_ranks(values: Sequence[float] | Sequence[int], device: torch.device, *, timeout_s: float) -> torch.Tensor:
+def _go_on(rank: Rank, checkpoints: Checkpoints, *, timeout_s: float) -> int:
+    """Give ``rank`` the state of the newest checkpoint, if there is one; returns how many iterations it had done."""
+    # What rank 0 sees decides, for files may come to be seen at other times on other nodes.
+    found = [newest(checkpoints.folder) if dist.get_rank() == 0 else None]
+    with waiting_for("rank 0 to tell which checkpoint to go on from", timeout_s):
+        dist.broadcast_object_list(found)
+    if found[0] is None:
+        return 0
+    load(checkpoints.folder, rank.state(), iteration=found[0])
+    for optimizer, learning_rate in filter(None, rank.optimizers.values()):
+        advance(optimizer, learning_rate, found[0])
+    return found[0]
+
+
+def _from(programs: Sequence[Program], iteration: int) -> Iterator[Program]:
+    """Those of ``programs`` that come after so many iterations."""
+    begins = 0
+    for program in programs:
+        if begins >= iteration:
+            yield program
+        elif begins + program.iterations > iteration:
+            raise CheckpointError(
+                f"the checkpoint was written after {iteration} iterations, and the schedule runs "
+                f"{begins + 1} to {begins + program.iterations} without a flush in between"
+            )
+        begins += program.iterations
+
+
+def _of_all_ranks(
+    values: Sequence[float] | Sequence[int], dtype: torch.dtype, device: torch.device, *, timeout_s: float
+) -> torch.Tensor:
     """[ranks, values]: what each rank gave, on every rank."""
-    own = torch.tensor(values, device=device, dtype=torch.float64 if isinstance(values[0], float) else torch.int64)
+    own = torch.tensor(values, device=device, dtype=dtype)
     gathered = torch.zeros(dist.get_world_size(), len(values), device=device, dtype=own.dtype)
     gathered[dist.get_rank()] = own
     with waiting_for("the times and the memory of all ranks", timeout_s):

@@ -5,7 +5,7 @@ from dataclasses import asdict
 import click
 
 from launch.commands.group import RUN_FAILED, cli, err, out, recipe_command
-from launch.commands.trials import sweep_on, tune_on
+from launch.commands.trials import sweep_on, train_on, tune_on
 from launch.output import print_json
 from launch.recipe import load
 
@@ -14,17 +14,19 @@ DEFAULT_RECIPE = "tiny"
 
 @recipe_command
 def resume(recipe: str, overrides: tuple[str, ...]) -> int:
-    """Go on with the last sweep or tune of RECIPE: follow what runs, run what is left, retry what failed.
+    """Go on with the last sweep, tune or detached training of RECIPE: follow what runs, run what is left or failed.
 
-    A trial that failed or timed out is started launch.attempts times at most. OVERRIDES, if any, replace those of that
-    command.
+    A trial that failed or timed out is started launch.attempts times at most; a training goes on from its newest
+    checkpoint. OVERRIDES, if any, replace those of that command.
     """
     from launch.status import resumed
 
-    loaded, verb = resumed(load(recipe, overrides))
+    loaded, command = resumed(load(recipe, overrides))
     from launch.sweep import Retry
 
-    return tune_on(loaded) if verb == "tune" else sweep_on(loaded, Retry.UP_TO_A_LIMIT)
+    if command.verb == "train":
+        return train_on(loaded, command.plan_file)
+    return (tune_on if command.verb == "tune" else sweep_on)(loaded, Retry.UP_TO_A_LIMIT)
 
 
 @recipe_command

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from auto3d.schedule.options import RECOMPUTE, SYNC
 from launch.commands.group import cli, out
-from launch.schema import documented_keys
+from launch.keys import documented_keys
 
 _TIME = click.FloatRange(min=0)
 _FILE = click.Path(dir_okay=False)

@@ -1,5 +1,7 @@
 """Commands that run plans for real: sweep, tune, train, recompute, and the table of what ran."""
 
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -10,24 +12,35 @@ from launch.output import print_json
 from launch.recipe import LoadedRecipe, load
 
 if TYPE_CHECKING:
+    from auto3d.runtime.measurement import Measurement
     from launch.sweep import Retry
 
+_retry = click.option("--retry", is_flag=True, help="Run again the trials that failed or timed out.")
 _detach = click.option("--detach", is_flag=True, help="Return once it is under way, and say how to follow it.")
+_dry_run = click.option("--dry-run", is_flag=True, help="Print the sbatch text of its jobs, and submit none.")
+_test_only = click.option(
+    "--test-only", is_flag=True, help="Ask SLURM whether it would take its jobs, and submit none."
+)
 
 
 @recipe_command
+@_retry
 @_detach
-def tune(recipe: str, overrides: tuple[str, ...], detach: bool) -> int:
+def tune(recipe: str, overrides: tuple[str, ...], retry: bool, detach: bool) -> int:
     """Search as `plan` does, then try the best candidates, and write the fastest plan to results/.
 
     Each trial corrects what is predicted for those that are left. search.trials is how many run at most; finished ones
     never run twice.
     """
     loaded = load(recipe, overrides)
-    return _start_driver(loaded, "tune") if detach else tune_on(loaded)
+    if detach:
+        return _start_driver(loaded, "tune", *["--retry"] * retry)
+    from launch.sweep import Retry
+
+    return tune_on(loaded, Retry.ALL if retry else Retry.NONE)
 
 
-def tune_on(loaded: LoadedRecipe) -> int:
+def tune_on(loaded: LoadedRecipe, retry: "Retry") -> int:
     from launch import tune as tuning
     from launch.progress import search_progress, sweep_progress
     from launch.search import search_recipe
@@ -36,11 +49,12 @@ def tune_on(loaded: LoadedRecipe) -> int:
         with search_progress(err) as tell:
             search = search_recipe(loaded, tell)
         with sweep_progress(err) as watcher:
-            tried = tuning.run_tune(loaded, search, watcher)
+            tried = tuning.run_tune(loaded, search, watcher, retry=retry)
     except KeyboardInterrupt:
         return _interrupted(loaded)
     files = tuning.write(loaded, tried)
     print(f"{tuning.table(tried, 'simple')}\n\n{tuning.told(tried)}\n\nwritten: {', '.join(map(str, files))}")
+    _tell_failed(loaded, "tune", [one.measurement for one in tried])
     if tuning.fastest(tried) is None:
         return complain("no trial is ok", RUN_FAILED)
     print(f"train under the fastest: {loaded.command('train', '--plan', str(files[-1]), without='plan')}")
@@ -48,18 +62,18 @@ def tune_on(loaded: LoadedRecipe) -> int:
 
 
 @recipe_command
-@click.option("--retry", is_flag=True, help="Run again the trials that failed or timed out.")
-@click.option("--dry-run", is_flag=True, help="Print the sbatch text of its jobs, and submit none; needs no SLURM.")
-@click.option("--test-only", is_flag=True, help="Ask SLURM whether it would take its jobs, and submit none.")
+@_retry
+@_dry_run
+@_test_only
 @_detach
 def sweep(recipe: str, overrides: tuple[str, ...], dry_run: bool, test_only: bool, retry: bool, detach: bool) -> int:
     """Run every plan of RECIPE's search space as a trial, skip those that are done, and print the table."""
     loaded = load(recipe, overrides)
     from launch.executor import on_slurm
-    from launch.sweep import Retry, print_submissions
+    from launch.sweep import Retry, print_submissions, sweep_of
 
     if dry_run or test_only:
-        print_submissions(loaded, ask_slurm=test_only)
+        print_submissions(loaded, lambda recipe: sweep_of(recipe).trials, ask_slurm=test_only)
         return 0
     if detach and not on_slurm(loaded):
         return _start_driver(loaded, "sweep", *["--retry"] * retry)
@@ -70,7 +84,6 @@ def sweep_on(loaded: LoadedRecipe, retry: "Retry", *, follow: bool = True) -> in
     from launch import tables
     from launch.progress import sweep_progress
     from launch.sweep import run_sweep
-    from launch.watcher import FINAL
 
     try:
         with sweep_progress(err) as watcher:
@@ -83,21 +96,26 @@ def sweep_on(loaded: LoadedRecipe, retry: "Retry", *, follow: bool = True) -> in
     results = tables.results_of(loaded)
     files = tables.write(results)
     print(f"{tables.terminal(results)}\n\nwritten: {', '.join(map(str, files))}")
-    failed = sum(measurement.status not in FINAL for measurement in results.measurements)
-    if failed:
-        err.print(f"{failed} failed or timed out; to run them again: {loaded.command('sweep', '--retry')}", **PLAIN)
+    _tell_failed(loaded, "sweep", results.measurements)
     if tables.best(results) is None:
         return complain("no trial is ok", RUN_FAILED)
     print(f"train under the fastest: {loaded.command('train', '--plan', str(files[-1]), without='plan')}")
     return 0
 
 
-def _start_driver(loaded: LoadedRecipe, verb: str, *options: str) -> int:
+def _tell_failed(loaded: LoadedRecipe, verb: str, measurements: Sequence["Measurement"]) -> None:
+    from launch.watcher import FINAL
+
+    if failed := sum(one.status not in FINAL for one in measurements):
+        err.print(f"{failed} failed or timed out; to run them again: {loaded.command(verb, '--retry')}", **PLAIN)
+
+
+def _start_driver(loaded: LoadedRecipe, verb: str, *options: str, plan_file: str | None = None) -> int:
     from launch.detach import start_driver
     from launch.sweep import check_place
 
     check_place(loaded)
-    pid, log = start_driver(loaded, verb, options)
+    pid, log = start_driver(loaded, verb, options, plan_file)
     print(f"process {pid} runs it, and prints to {log}\n{next_commands(loaded)}")
     return 0
 
@@ -149,23 +167,69 @@ def table(recipe: str, overrides: tuple[str, ...], as_json: bool) -> int:
 
 @recipe_command
 @click.option("--plan", "plan_file", type=click.Path(exists=True, dir_okay=False), help="Train under this plan.")
+@click.option("--fresh", is_flag=True, help="Begin anew, whatever checkpoints there are.")
 @click.option("--json", "as_json", is_flag=True, help="Print loss, grad_norm, iteration_s, peak_bytes and the plan.")
-def train(recipe: str, overrides: tuple[str, ...], plan_file: str | None, as_json: bool) -> int:
+@_dry_run
+@_test_only
+@_detach
+def train(
+    recipe: str,
+    overrides: tuple[str, ...],
+    plan_file: str | None,
+    fresh: bool,
+    as_json: bool,
+    dry_run: bool,
+    test_only: bool,
+    detach: bool,
+) -> int:
     """Train RECIPE's model under --plan or the recipe's own plan, as in: auto3d train tiny plan.dp=2 plan.pp=2.
 
-    It starts its own processes, or is one of those that torchrun, srun or mpirun started.
+    It starts its own processes, is one of those that torchrun, srun or mpirun started, or has SLURM start them. It goes
+    on from the newest checkpoint: training.checkpoint_every says when one is written.
     """
     loaded = load(recipe, overrides)
-    from launch.train import run_training
+    if dry_run or test_only:
+        from launch.sweep import print_submissions
+        from launch.train import planned
 
-    return run_training(loaded, plan_file, err, lambda record: _print_training(record, as_json))
+        print_submissions(loaded, lambda recipe: [planned(recipe, plan_file, err).trial], ask_slurm=test_only)
+        return 0
+    return train_on(loaded, plan_file, fresh=fresh, as_json=as_json, detach=detach)
 
 
-def _print_training(record: dict[str, Any], as_json: bool) -> None:
+def train_on(
+    loaded: LoadedRecipe, plan_file: str | None, *, fresh: bool = False, as_json: bool = False, detach: bool = False
+) -> int:
+    from launch.executor import on_slurm
+    from launch.join import joined_world
+    from launch.progress import sweep_progress
+    from launch.train import run_as_job, run_training
+
+    world = joined_world()
+    if world is None and detach and not on_slurm(loaded):
+        options = [*(["--plan", plan_file] if plan_file else []), *["--fresh"] * fresh]
+        return _start_driver(loaded, "train", *options, plan_file=plan_file)
+    on_result = partial(_print_training, as_json=as_json)
+    if world is not None or not on_slurm(loaded):
+        return run_training(loaded, plan_file, world, err, on_result, fresh=fresh)
+    try:
+        with sweep_progress(err) as watcher:
+            code = run_as_job(loaded, plan_file, err, watcher, on_result, fresh=fresh, follow=not detach)
+    except KeyboardInterrupt:
+        return _interrupted(loaded)
+    if detach:
+        print(next_commands(loaded))
+    return code
+
+
+def _print_training(record: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print_json(record)
         return
     plan = record["plan"]
+    if not record["iteration_s"]:
+        print("it was done already when its job started")
+        return
     under = (
         f"{len(record['iteration_s'])} iterations under dp={plan['dp']} tp={plan['tp']} pp={plan['pp']} "
         f"micro-batch={plan['micro_batch_size']} {plan['schedule']}"

@@ -23,8 +23,7 @@ from auto3d.plan import Plan
 from auto3d.runtime.data import DataSettings, InputField
 from auto3d.runtime.emulation import Emulation
 from auto3d.runtime.measurement import Environment, Status
-from auto3d.runtime.optimizer import OptimizerSettings
-from auto3d.runtime.rank import TrainingSettings
+from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
 from auto3d.runtime.training import TrainingResult, train
 from auto3d.runtime.world import World
 from auto3d.schedule import schedule_of

@@ -14,8 +14,8 @@ from auto3d.partition.merak import shard
 from auto3d.partition.recompute import keep_last, subgraph_starts
 from auto3d.partition.uniform import uniform
 from auto3d.plan import Plan, StagePlan
-from auto3d.runtime.optimizer import OptimizerSettings, state_copies
-from auto3d.runtime.rank import TrainingSettings, build_rank
+from auto3d.runtime.rank import build_rank
+from auto3d.runtime.settings import OptimizerSettings, TrainingSettings, state_copies
 from auto3d.runtime.world import join, leave
 from auto3d.schedule import build_schedule, samples_at_once, schedule_of
 from tests.distributed.parity import ADAMW, SGD, make_plan

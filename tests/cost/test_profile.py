@@ -14,9 +14,8 @@ from auto3d.partition.merak import shard
 from auto3d.plan import Plan, stages_between
 from auto3d.runtime import profile as runtime_profile
 from auto3d.runtime.measurement import Status
-from auto3d.runtime.optimizer import OptimizerSettings
 from auto3d.runtime.profile import Measured, distinct_subgraphs, measure
-from auto3d.runtime.rank import TrainingSettings
+from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
 from launch.ranks import run_ranks
 from tests.models import MODELS, captured
 

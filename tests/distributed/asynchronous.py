@@ -10,8 +10,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from auto3d.partition.stage import cut
 from auto3d.plan import Plan
 from auto3d.runtime.data import Batches
-from auto3d.runtime.optimizer import OptimizerSettings, build_optimizer
-from auto3d.runtime.rank import TrainingSettings, build_rank
+from auto3d.runtime.optimizer import build_optimizer
+from auto3d.runtime.rank import build_rank
+from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
 from auto3d.runtime.world import join, leave
 from tests.distributed.parity import SGD, assert_close
 from tests.models import TRAINED, captured

@@ -14,9 +14,10 @@ from auto3d.cluster import place_ranks
 from auto3d.partition.uniform import uniform
 from auto3d.plan import Plan
 from auto3d.runtime.data import Batches
-from auto3d.runtime.optimizer import OptimizerSettings, build_optimizer
+from auto3d.runtime.optimizer import build_optimizer
 from auto3d.runtime.randomness import Randomness
-from auto3d.runtime.rank import TrainingSettings, build_rank
+from auto3d.runtime.rank import build_rank
+from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
 from auto3d.runtime.world import World, join, leave
 from auto3d.schedule import samples_at_once
 from auto3d.schedule.operation import Schedule

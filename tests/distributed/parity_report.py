@@ -24,7 +24,8 @@ from tabulate import tabulate
 from auto3d.errors import InputError
 from auto3d.partition.uniform import uniform
 from auto3d.runtime.measurement import Environment
-from auto3d.runtime.rank import TrainingSettings, check_plan
+from auto3d.runtime.rank import check_plan
+from auto3d.runtime.settings import TrainingSettings
 from auto3d.schedule import SCHEDULES, build_schedule
 from tests.distributed import asynchronous, tracer
 from tests.distributed.parity import SGD, assert_close, assert_parity, make_plan, plain_pytorch, run_rank

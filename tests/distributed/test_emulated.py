@@ -13,9 +13,11 @@ from auto3d.capture.model import CapturedModel, capture
 from auto3d.partition.uniform import uniform
 from auto3d.plan import Plan
 from auto3d.runtime import emulation as emulation_module
-from auto3d.runtime.emulation import DeviceClock, Emulation
+from auto3d.runtime.emulated import DeviceClock
+from auto3d.runtime.emulation import Emulation
 from auto3d.runtime.memory import PeakMemory
-from auto3d.runtime.rank import TrainingSettings, build_rank
+from auto3d.runtime.rank import build_rank
+from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.training import TrainingResult, train
 from auto3d.runtime.world import join, leave
 from auto3d.schedule import build_schedule, samples_at_once, schedule_of

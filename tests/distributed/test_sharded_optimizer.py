@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from auto3d.plan import Plan
-from auto3d.runtime.rank import TrainingSettings, build_rank
+from auto3d.runtime.rank import build_rank
+from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.world import join, leave
 from auto3d.schedule import samples_at_once
 from tests.distributed.parity import ADAMW, SGD, run_rank

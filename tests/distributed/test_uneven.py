@@ -18,8 +18,9 @@ from auto3d.partition.stage import cut
 from auto3d.partition.uniform import uniform
 from auto3d.plan import Plan, PlanError, StagePlan, stages_between
 from auto3d.runtime.data import Batches
-from auto3d.runtime.rank import TrainingSettings, build_rank, check_plan
+from auto3d.runtime.rank import build_rank, check_plan
 from auto3d.runtime.replicas import resplit_dimensions
+from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.world import join, leave
 from auto3d.schedule import build_schedule, samples_at_once
 from auto3d.search.partitioned import plan_of

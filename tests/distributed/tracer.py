@@ -10,7 +10,8 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, SplitPoint
 from torch.nn.functional import cross_entropy
 
 from auto3d.runtime.data import Batches
-from auto3d.runtime.optimizer import OptimizerSettings, build_optimizer
+from auto3d.runtime.optimizer import build_optimizer
+from auto3d.runtime.settings import OptimizerSettings
 from auto3d.runtime.world import World, join, leave
 from tests.distributed.parity import CPU
 from tests.models import TRAINED

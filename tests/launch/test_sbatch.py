@@ -57,6 +57,7 @@ LAUNCH = {
         "container_image": "nvcr.io#nvidia/pytorch:25.01-py3",
         "container_mounts": ["/data:/data"],
     },
+    "training": {"time_limit_s": 7200.0, "warning_s": 300.0},
 }  # fmt: skip
 CLUSTERS = {"gpus": "cuda", "gres": "cuda", "apptainer": "cuda"}
 
@@ -77,8 +78,8 @@ def text_of(tmp_path, monkeypatch):
     def make(name: str) -> str:
         recipe = recipe_of(tmp_path, LAUNCH[name], device=CLUSTERS.get(name, "cpu"))
         check_launch(recipe)
-        trials = 1 if name == "nodes" else 11
-        made = text(recipe, JOBS, nodes=2, name="auto3d-own-0123456789ab", trials=trials)
+        kind = {"trials": 1 if name in ("nodes", "training") else 11, "training": name == "training"}
+        made = text(recipe, JOBS, nodes=2, name="auto3d-own-0123456789ab", **kind)
         return made.replace(str(tmp_path), "/home/me/project")
 
     return make

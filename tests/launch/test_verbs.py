@@ -1,26 +1,34 @@
 """status, logs, cancel, resume and --detach, where trials run on this machine."""
 
+import shlex
+
 import psutil
 import pytest
 
 from launch.executor import why_no_slurm
+from launch.manifest import histories
 from launch.recipe import load
 from launch.store import manifest_of, trials_of
 from tests.launch.test_sweep import gone, left_in, processes_below, wait_until
 from tests.test_plan import PLAN
 
 
-def test_resume_starts_what_failed_up_to_a_limit(folder, auto3d):
+@pytest.fixture
+def fails_at_two(folder):
+    """The model of own.yaml fails at micro-batches of two samples."""
     line = "    def forward(self, x, y):\n"
     mine = (folder / "mine.py").read_text()
     (folder / "mine.py").write_text(mine.replace(line, f"{line}        y = y + 3 * (x.shape[0] == 2)\n"))
+
+
+def starts() -> list[int]:
+    """Of each trial of own.yaml, by their names."""
+    known = histories(manifest_of(load("own.yaml")).entries())
+    return [known[name].starts for name in sorted(known)]
+
+
+def test_resume_starts_what_failed_up_to_a_limit(folder, auto3d, fails_at_two):
     space = ["search.micro_batch_size=[2,4]", "launch.attempts=2"]
-
-    def starts() -> list[int]:
-        entries = manifest_of(load("own.yaml")).entries()
-        names = sorted({entry.trial for entry in entries})
-        return [sum(entry.trial == name and entry.state == "started" for entry in entries) for name in names]
-
     auto3d("sweep", "own.yaml", *space)
     assert starts() == [1, 1]
     status = auto3d("status", "own.yaml").out
@@ -32,6 +40,23 @@ def test_resume_starts_what_failed_up_to_a_limit(folder, auto3d):
     auto3d("resume", "own.yaml")
     assert starts() == [2, 1], "launch.attempts is 2"
     assert "is in 2 names" in auto3d("logs", "own.yaml", "dp1", code=2).err
+
+
+def test_tune_starts_what_failed_only_when_asked_to(folder, auto3d, fails_at_two):
+    auto3d("sweep", "own.yaml", "search.micro_batch_size=[8]", "search.pp=[1]", "launch.attempts=2")
+    tune = ["tune", "own.yaml", "search.micro_batch_size=[2,4]", "search.trials=2", "launch.attempts=2"]
+    assert f"1 failed or timed out; to run them again: {shlex.join(['auto3d', *tune, '--retry'])}" in auto3d(*tune).err
+    assert starts() == [1, 1, 1]
+    status = auto3d("status", "own.yaml").out
+    assert status.count("dp1-") == 2, "not the trial of the sweep"
+    assert status.rstrip().endswith(("1 failed, 1 ok", "1 ok, 1 failed"))
+    assert "failed" in auto3d(*tune).out
+    assert starts() == [1, 1, 1]
+    for _ in range(2):
+        auto3d("resume", "own.yaml")
+        assert starts() == [1, 2, 1], "launch.attempts is 2"
+    auto3d(*tune, "--retry")
+    assert starts() == [1, 3, 1]
 
 
 def test_a_detached_sweep_is_followed_and_cancelled(folder, auto3d):

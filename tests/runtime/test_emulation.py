@@ -12,7 +12,8 @@ from auto3d.partition.stage import cut
 from auto3d.partition.uniform import uniform
 from auto3d.plan import stages_between
 from auto3d.runtime.data import Batches
-from auto3d.runtime.emulation import DeviceClock, EmulatedStage, Emulation
+from auto3d.runtime.emulated import DeviceClock, EmulatedStage
+from auto3d.runtime.emulation import Emulation
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage import StageModule
 from auto3d.schedule import build_schedule

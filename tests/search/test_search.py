@@ -1,6 +1,7 @@
 """Search: candidates become plans, bounds never lose the best, algorithms find it."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from math import inf
 from random import Random
@@ -12,7 +13,7 @@ from auto3d.errors import InputError
 from auto3d.plan import PlanError
 from auto3d.schedule import SCHEDULES
 from auto3d.schedule.shape import shape
-from auto3d.search.algorithms import ALGORITHMS
+from auto3d.search.algorithms import run_algorithm
 from auto3d.search.bound import least_s
 from auto3d.search.exhaustive import exhaustive
 from auto3d.search.placement import PLACEMENTS, place
@@ -148,7 +149,7 @@ def test_a_model_without_memory_for_any_plan_gives_none():
     task = Task(global_batch=8, seed=1)
     space = SearchSpace(tp="auto", schedule=["1f1b"])
     for name in ("annealing", "random", "megatron", "exhaustive"):
-        search = searched(ALGORITHMS[name], (Domain(space, cluster, task), maker), candidates=50)
+        search = searched(partial(run_algorithm, name), (Domain(space, cluster, task), maker), candidates=50)
         assert search.ranked() == []
         assert any("GiB; it has" in reason for _, _, reason in search.refused())
 
@@ -209,7 +210,7 @@ def test_pruning_loses_none_of_the_best(seed):
 def test_a_seed_gives_the_same_result_and_nothing_beats_the_exhaustive_search(name):
     axes = {"placement": ["megatron", "vertical"], "partition": ["blocks", "layer-assignment"]}
     best = searched(exhaustive, random_case(3, **axes)).ranked()[0].seconds
-    first, again = (searched(ALGORITHMS[name], random_case(3, **axes), candidates=300) for _ in range(2))
+    first, again = (searched(partial(run_algorithm, name), random_case(3, **axes), candidates=300) for _ in range(2))
     assert [one.candidate for one in first.ranked()] == [one.candidate for one in again.ranked()]
     assert first.looked_at <= 300
     assert first.ranked()[0].seconds >= best
@@ -219,7 +220,7 @@ def test_a_seed_gives_the_same_result_and_nothing_beats_the_exhaustive_search(na
 
 def test_megatron_takes_the_smallest_model_parallelism_that_holds_the_model():
     domain, maker = random_case(2, recompute=["none"])
-    search = searched(ALGORITHMS["megatron"], (domain, maker))
+    search = searched(partial(run_algorithm, "megatron"), (domain, maker))
     for one in search.ranked():
         plan = one.plan
         assert plan.tp <= domain.cluster.devices_per_node
@@ -240,6 +241,6 @@ def test_links_that_are_slow_are_not_used_for_syncs():
     maker.model.cluster = Cluster(
         nodes=tuple(replace(node, outside=slow) for node in domain.cluster.nodes), device="cuda"
     )
-    best = searched(ALGORITHMS["annealing"], (domain, maker), candidates=600).ranked()[0].plan
+    best = searched(partial(run_algorithm, "annealing"), (domain, maker), candidates=600).ranked()[0].plan
     homes = [{maker.model.cluster.node_of[rank] for rank in ranks} for ranks in best.placement]
     assert all(len(nodes) == 1 for nodes in homes)

@@ -3,110 +3,23 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections import Counter
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
-from launch.manifest import Entry, Manifest, State, histories
-from tests.launch.conftest import MINE
-from tests.slurm.conftest import PROGRAM, REPOSITORY, SlurmCluster, wait_for
+from launch.manifest import State
+from tests.slurm.conftest import PROGRAM, REPOSITORY, wait_for
+from tests.slurm.sweeps import LONG, OWN, Sweeps, end, ranks_on, start_at_once, statuses
 from tests.slurm.test_dev_cluster import pids
 
-AUTO3D = [sys.executable, "-m", "launch.main"]
-OWN = """
-model: {factory: 'mine:make'}
-data: {source: synthetic, inputs: {x: {kind: normal, shape: [8]}, y: {kind: integers, high: 3}}}
-cluster: {nodes: 4, devices_per_node: 1}
-training: {global_batch: 8, timeout_s: 30}
-search: {dp: [1], pp: [2], micro_batch_size: [4], schedule: [1f1b], allow_idle_devices: true}
-launch: {executor: slurm, trial_timeout_s: 240}
-"""
-LONG = "measure.iterations=800"  # seconds over the shaped links: long enough to be hit while it runs
-
 pytestmark = pytest.mark.timeout(900)
-
-
-class Sweeps:
-    """Commands on own.yaml of a folder that all nodes see."""
-
-    def __init__(self, cluster: SlurmCluster, folder: Path) -> None:
-        self.cluster, self.folder = cluster, folder
-        (folder / "own.yaml").write_text(OWN)
-        (folder / "mine.py").write_text(MINE)
-
-    def auto3d(self, verb: str, *arguments: str, code: int = 0, recipe: str = "own.yaml") -> str:
-        return self.cluster.run(*AUTO3D, verb, recipe, *arguments, timeout_s=500, code=code, cwd=self.folder)
-
-    def start(self, verb: str, *arguments: str) -> subprocess.Popen:
-        command = [*AUTO3D, verb, "own.yaml", *arguments]
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        return subprocess.Popen(command, cwd=self.folder, env=self.cluster.environment, **streams)
-
-    def rows(self, recipe: str = "own.yaml") -> list[dict]:
-        return json.loads(self.auto3d("table", "--json", recipe=recipe))
-
-    def entries(self) -> list[Entry]:
-        return Manifest(self.folder / "runs" / "own" / "manifest.jsonl").entries()
-
-    def starts(self) -> list[int]:
-        return [history.starts for history in histories(self.entries()).values()]
-
-    def job(self) -> str:
-        """Of the trial that was submitted last."""
-        submitted = [entry.job for entry in self.entries() if entry.state is State.SUBMITTED]
-        return submitted[-1] if submitted else ""
-
-    def running_on(self) -> list[str]:
-        """The nodes of that job, once its ranks iterate."""
-        told: list[str] = []
-
-        def iterates() -> bool:
-            if not self.job():
-                return False
-            line = self.cluster.run("squeue", "--noheader", f"--jobs={self.job()}", "--format=%T %N", code=0).split()
-            if line[:1] != ["RUNNING"]:
-                return False
-            told[:] = self.cluster.run("scontrol", "show", "hostnames", line[1]).split()
-            return all(ranks_on(node) for node in told)
-
-        wait_for("the ranks of a trial", iterates, timeout_s=200)
-        return told
-
-
-def ranks_on(node: str) -> list[int]:
-    """Processes that a trial's own process forked there."""
-    found = []
-    for pid in pids(node, "python"):
-        with suppress(FileNotFoundError, ProcessLookupError):
-            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-            lines = [Path(f"/proc/{one}/cmdline").read_bytes() for one in (pid, parent)]
-            if all(b"submitit.core._submit" in line for line in lines) and lines[0] == lines[1]:
-                found.append(pid)
-    return found
 
 
 @pytest.fixture
 def sweeps(cluster, tmp_path):
     return Sweeps(cluster, tmp_path)
-
-
-def end(process: subprocess.Popen, *, code: int = 0) -> str:
-    output, _ = process.communicate(timeout=280)
-    assert process.returncode == code, output
-    return output
-
-
-def statuses(sweeps: Sweeps) -> list[str]:
-    return [row["status"] for row in sweeps.rows()]
-
-
-def start_at_once(cluster: SlurmCluster, job: str) -> None:
-    """SLURM lets a job that it sent back to the queue wait for two minutes."""
-    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
 
 
 # Results
@@ -240,6 +153,21 @@ def test_a_preempted_trial_starts_again_and_the_driver_follows_it(sweeps):
     output = end(sweep, code=1)
     assert "ended as CANCELLED" in output, "not as it was preempted"
     assert (sweeps.job(), sweeps.starts()) == (job, [1])
+
+
+def test_a_preempted_trial_that_slurm_does_not_requeue_is_submitted_again(sweeps):
+    sweep = sweeps.start("sweep", "measure.iterations=1000000", "launch.nodelist=n1,n2")
+    nodes = sweeps.running_on()
+    job = sweeps.job()
+    sweeps.cluster.run("scontrol", "update", f"JobId={job}", "Requeue=0")
+    sweeps.cluster.run("srun", "--partition=high", "--exclusive", f"--nodelist={','.join(nodes)}", "true")
+    wait_for("another job of the trial", lambda: sweeps.job() != job, timeout_s=60)
+    sweeps.running_on()
+    assert sweeps.starts() == [2]
+    sweeps.cluster.run("scancel", sweeps.job())
+    output = end(sweep, code=1)
+    assert f"job {job} ended as PREEMPTED; submitted again: job {sweeps.job()}" in output
+    assert "ended as CANCELLED" in output
 
 
 def test_a_node_that_dies_sends_its_trial_to_others(sweeps):

@@ -1,0 +1,35 @@
+"""How a Plan is trained, in numbers and names. It needs no torch, for whoever only plans."""
+
+from dataclasses import dataclass
+
+from auto3d.runtime.emulation import Emulation
+
+OPTIMIZERS = ("adamw", "sgd")
+LEARNING_RATE_SCHEDULES = ("constant", "linear", "cosine")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    optimizer: str  # one of OPTIMIZERS
+    learning_rate: float  # the highest of the schedule
+    weight_decay: float
+    momentum: float  # sgd
+    betas: tuple[float, float]  # adamw
+    learning_rate_schedule: str  # one of LEARNING_RATE_SCHEDULES, after the warm-up
+    warmup_iterations: int  # the rate rises linearly from 0
+    clip_norm: float  # of the global gradient norm; 0 does not clip
+
+
+def state_copies(settings: OptimizerSettings) -> int:
+    """How many values the optimizer keeps for each one that is trained."""
+    return {"adamw": 2, "sgd": int(settings.momentum > 0)}.get(settings.optimizer, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings:
+    iterations: int
+    optimizer: OptimizerSettings
+    device: str  # "cpu" or "cuda"
+    threads_per_rank: int  # of a CPU rank's arithmetic
+    timeout_s: float  # of every wait for another rank
+    emulation: Emulation | None = None  # of devices in whose place operations only wait; None: real ones

@@ -1,0 +1,156 @@
+"""What 500 trials on SLURM cost whoever drives them: python -m tests.benchmarks.submission
+
+Every command is the user's own, in a process of its own, on the cluster of `make cluster-up`; without one, nothing is
+measured. Jobs are real, and so are their arrays, folders, pickled calls and ends; a trial's work alone is a second of
+sleep and a measurement file. Prints the table of results/slurm/README.md.
+"""
+
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from shutil import which
+from statistics import mean
+from tempfile import TemporaryDirectory
+from time import perf_counter
+
+from tabulate import tabulate
+
+from tests.slurm.conftest import ALIAS, PROGRAM, SlurmCluster
+
+LIMIT_S = 900  # of one command
+COMMANDS = ("sinfo", "scontrol", "sbatch", "squeue", "sacct", "scancel")
+RECIPE = """
+model:
+  architecture: GPT2LMHeadModel
+  config: {n_layer: 8, n_head: 2, n_embd: 32, n_positions: 32, vocab_size: 256, bos_token_id: 0, eos_token_id: 0}
+data: {sequence_length: 32}
+cluster: {nodes: 4, devices_per_node: 4}
+training: {global_batch: 32, compute: emulated}
+search:
+  dp: [1, 2]
+  pp: [2, 4]
+  micro_batch_size: [1, 2]
+  schedule: [1f1b, gpipe, interleaved-1f1b, zb-h1, chimera]
+  recompute: [none, full, 0.25, 0.5, 0.75]
+  sync: [lazy, eager]
+  shard_optimizer: [false, true]
+  partition: [uniform, blocks]
+  allow_idle_devices: true
+  max_trials: 500
+launch: {executor: slurm, exclusive: false, cpus_per_node: 1, setup: [. ./work.sh]}
+"""
+# In the place of the trial: what it would write, a second later.
+WORK = """
+sleep 1
+entry='"state": "submitted", "job": "'${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID'"'
+until trial=$(grep "$entry" runs/many/manifest.jsonl | cut -d '"' -f 4) && test "$trial"; do sleep 1; done
+cd "runs/many/trials/$trial"
+printf '{"plan": %s, "status": "ok", "emulated": true, "iteration_s": [1.0]}' "$(cat plan.json)" > .measurement.json
+mv .measurement.json measurement.json
+exit 0
+"""
+# In the place of each of SLURM's commands: it, and a line with its name, its start and end, and its longest argument.
+COUNTED = """#!/bin/sh
+start=$(date +%s.%N)
+longest=0
+for argument; do test ${{#argument}} -gt $longest && longest=${{#argument}}; done
+{real} "$@"
+code=$?
+echo "{name} $start $(date +%s.%N) $longest" >> {log}
+exit $code
+"""
+
+
+@dataclass(frozen=True)
+class Call:
+    """Of one of SLURM's commands."""
+
+    name: str
+    seconds: float
+    longest: int  # characters of an argument
+
+
+class Commands:
+    """Runs auto3d in ``folder``, and knows what each command of it took."""
+
+    def __init__(self, cluster: SlurmCluster, folder: Path) -> None:
+        self._folder, self._log = folder, folder / "calls"
+        programs = folder / "programs"
+        programs.mkdir()
+        for name in COMMANDS:
+            file = programs / name
+            file.write_text(COUNTED.format(real=which(name), name=name, log=self._log))
+            file.chmod(0o755)
+        own = {"PATH": f"{programs}:{os.environ['PATH']}", "AUTO3D_CACHE": str(folder / "cache")}
+        self._environment = cluster.environment | own
+        self.rows: list[list[str]] = []
+
+    def run(self, what: str, *arguments: str) -> str:
+        """Add the row called ``what``; returns what the command printed."""
+        self._log.write_text("")
+        command = ["timeout", str(LIMIT_S), sys.executable, "-m", "launch.main", *arguments]
+        begin = perf_counter()
+        with (self._folder / "output").open("w+") as output:
+            process = subprocess.Popen(
+                command, cwd=self._folder, env=self._environment, stdout=output, stderr=subprocess.STDOUT
+            )
+            _, code, used = os.wait4(process.pid, 0)
+            seconds = perf_counter() - begin
+            output.seek(0)
+            printed = output.read()
+        if code:
+            raise SystemExit(f"auto3d {' '.join(arguments)}: exit code {os.waitstatus_to_exitcode(code)}\n{printed}")
+        figures = [f"{seconds:.1f}", f"{used.ru_utime + used.ru_stime:.1f}", f"{used.ru_maxrss / 1024:.0f}"]
+        self.rows.append([what, *figures, self._calls()])
+        print(*self.rows[-1], flush=True)
+        return printed
+
+    def _calls(self) -> str:
+        calls: dict[str, list[Call]] = defaultdict(list)
+        for line in self._log.read_text().splitlines():
+            name, start, end, longest = line.split()
+            calls[name].append(Call(name, float(end) - float(start), int(longest)))
+        told = []
+        for name, each in calls.items():
+            longest = max(call.longest for call in each)
+            wide = f", arguments of {longest} characters" if longest > 1000 else ""
+            told.append(f"{len(each)} {name} ({mean(call.seconds for call in each):.2f} s{wide})")
+        return ", ".join(told)
+
+
+def measure(cluster: SlurmCluster, folder: Path) -> list[list[str]]:
+    (folder / "many.yaml").write_text(RECIPE)
+    (folder / "work.sh").write_text(WORK)
+    commands = Commands(cluster, folder)
+    recipe = "many.yaml"
+    later = "launch.additional_parameters.begin=now+1hour"
+    try:
+        commands.run("submit; the model is captured at two sizes", "sweep", recipe, later, "--detach")
+        assert "500 waiting" in commands.run("status of 500 that wait", "status", recipe)
+        commands.run("cancel 500", "cancel", recipe)
+        assert "500 cancelled" in commands.run("status of 500 that were cancelled", "status", recipe)
+        commands.run("submit again; the captures are in the cache", "sweep", recipe, "--detach")
+        commands.run("follow to the end", "resume", recipe)
+        assert "500 ok" in commands.run("status of 500 that ended", "status", recipe)
+    finally:
+        cluster.run("scancel", "--partition=low")
+    return commands.rows
+
+
+def main() -> None:
+    status = subprocess.run([*PROGRAM, "status"], capture_output=True, text=True, timeout=120, check=False)
+    if status.returncode:
+        print(f"nothing was measured: no SLURM cluster ({(status.stderr or status.stdout).strip().splitlines()[-1]})")
+        return
+    with TemporaryDirectory() as folder:
+        rows = measure(SlurmCluster(Path(ALIAS.read_text().strip())), Path(folder))
+    heads = ["command", "s", "processor s", "peak MiB", "calls of SLURM's commands (mean s of one)"]
+    print(tabulate(rows, heads, tablefmt="github", disable_numparse=True))
+    print(f"\n{len(os.sched_getaffinity(0))} cores, load average {os.getloadavg()[1]:.1f}")
+
+
+if __name__ == "__main__":
+    main()

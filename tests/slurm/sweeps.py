@@ -1,0 +1,97 @@
+"""Commands on a recipe of one's own on the cluster, and what they leave, for tests that disturb them."""
+
+import json
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from launch.manifest import Entry, Manifest, State, histories
+from tests.launch.conftest import MINE
+from tests.slurm.conftest import SlurmCluster, wait_for
+from tests.slurm.test_dev_cluster import pids
+
+AUTO3D = [sys.executable, "-m", "launch.main"]
+OWN = """
+model: {factory: 'mine:make'}
+data: {source: synthetic, inputs: {x: {kind: normal, shape: [8]}, y: {kind: integers, high: 3}}}
+cluster: {nodes: 4, devices_per_node: 1}
+training: {global_batch: 8, timeout_s: 30}
+search: {dp: [1], pp: [2], micro_batch_size: [4], schedule: [1f1b], allow_idle_devices: true}
+launch: {executor: slurm, trial_timeout_s: 240}
+"""
+LONG = "measure.iterations=800"  # seconds over the shaped links: long enough to be hit while it runs
+
+
+class Sweeps:
+    """Commands on own.yaml of a folder that all nodes see."""
+
+    def __init__(self, cluster: SlurmCluster, folder: Path) -> None:
+        self.cluster, self.folder = cluster, folder
+        (folder / "own.yaml").write_text(OWN)
+        (folder / "mine.py").write_text(MINE)
+
+    def auto3d(self, verb: str, *arguments: str, code: int = 0, recipe: str = "own.yaml") -> str:
+        return self.cluster.run(*AUTO3D, verb, recipe, *arguments, timeout_s=500, code=code, cwd=self.folder)
+
+    def start(self, verb: str, *arguments: str) -> subprocess.Popen:
+        command = [*AUTO3D, verb, "own.yaml", *arguments]
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen(command, cwd=self.folder, env=self.cluster.environment, **streams)
+
+    def rows(self, recipe: str = "own.yaml") -> list[dict]:
+        return json.loads(self.auto3d("table", "--json", recipe=recipe))
+
+    def entries(self) -> list[Entry]:
+        return Manifest(self.folder / "runs" / "own" / "manifest.jsonl").entries()
+
+    def starts(self) -> list[int]:
+        return [history.starts for history in histories(self.entries()).values()]
+
+    def job(self) -> str:
+        """Of the trial that was submitted last."""
+        submitted = [entry.job for entry in self.entries() if entry.state is State.SUBMITTED]
+        return submitted[-1] if submitted else ""
+
+    def running_on(self) -> list[str]:
+        """The nodes of that job, once its ranks iterate."""
+        told: list[str] = []
+
+        def iterates() -> bool:
+            if not self.job():
+                return False
+            line = self.cluster.run("squeue", "--noheader", f"--jobs={self.job()}", "--format=%T %N", code=0).split()
+            if line[:1] != ["RUNNING"]:
+                return False
+            told[:] = self.cluster.run("scontrol", "show", "hostnames", line[1]).split()
+            return all(ranks_on(node) for node in told)
+
+        wait_for("the ranks of a trial", iterates, timeout_s=200)
+        return told
+
+
+def ranks_on(node: str) -> list[int]:
+    """Processes that a trial's own process forked there."""
+    found = []
+    for pid in pids(node, "python"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            lines = [Path(f"/proc/{one}/cmdline").read_bytes() for one in (pid, parent)]
+            if all(b"submitit.core._submit" in line for line in lines) and lines[0] == lines[1]:
+                found.append(pid)
+    return found
+
+
+def end(process: subprocess.Popen, *, code: int = 0) -> str:
+    output, _ = process.communicate(timeout=280)
+    assert process.returncode == code, output
+    return output
+
+
+def statuses(sweeps: Sweeps) -> list[str]:
+    return [row["status"] for row in sweeps.rows()]
+
+
+def start_at_once(cluster: SlurmCluster, job: str) -> None:
+    """SLURM lets a job that it sent back to the queue wait for two minutes."""
+    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")

@@ -1,0 +1,71 @@
+"""Trainings on a real cluster: preempted, at their time limit or on a node that dies, they go on where they were."""
+
+import re
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from auto3d.runtime.checkpoint import newest
+from tests.slurm.conftest import wait_for
+from tests.slurm.sweeps import Sweeps, end, start_at_once
+
+ITERATIONS = 4000
+PLAN = ["plan.pp=2", "plan.micro_batch_size=4", f"training.iterations={ITERATIONS}", "training.checkpoint_every=1000"]
+HERE = ["launch.executor=local", "cluster.nodes=1", "cluster.devices_per_node=2"]
+
+pytestmark = pytest.mark.timeout(900)
+
+
+class Trainings(Sweeps):
+    @property
+    def checkpoints(self) -> Path | None:
+        return next(self.folder.glob("runs/own/checkpoints/train-*"), None)
+
+    def saved(self) -> int:
+        """Iterations that were done at the newest checkpoint."""
+        return (newest(self.checkpoints) if self.checkpoints else None) or 0
+
+    def iterations(self) -> list[int]:
+        """The numbers of all iterations that the job printed, in all of its starts."""
+        (log,) = self.folder.glob("runs/own/jobs/*/*_0_log.out")
+        return [int(found) for found in re.findall(r"^iteration (\d+)/", log.read_text(), re.MULTILINE)]
+
+
+@pytest.fixture
+def trainings(cluster, tmp_path):
+    return Trainings(cluster, tmp_path)
+
+
+def final_state(folder: Path) -> dict:
+    files = sorted((folder / f"iteration-{ITERATIONS:08d}").glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+@pytest.fixture
+def undisturbed(trainings, tmp_path_factory) -> dict:
+    """What the same training leaves on this machine."""
+    here = Trainings(trainings.cluster, tmp_path_factory.mktemp("undisturbed"))
+    here.auto3d("train", *PLAN, *HERE)
+    return final_state(here.checkpoints)
+
+
+def assert_same(state: dict, expected: dict) -> None:
+    assert state.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert tensor.equal(state[name]), name
+
+
+def test_a_preempted_training_goes_on_where_it_was(trainings, undisturbed):
+    training = trainings.start("train", *PLAN, "launch.nodelist=n1,n2")
+    wait_for("the first checkpoint", lambda: trainings.saved() >= 1000, timeout_s=100)
+    job = trainings.job()
+    trainings.cluster.run("srun", "--partition=high", "--exclusive", "--nodelist=n1,n2", "true")
+    saved = trainings.saved()
+    assert saved % 1000, "it left a checkpoint when it was warned"
+    start_at_once(trainings.cluster, job)
+    end(training)
+    assert trainings.iterations() == list(range(1, ITERATIONS + 1)), "each ran once"
+    assert trainings.starts() == [1], "it stayed the same job"
+    assert_same(final_state(trainings.checkpoints), undisturbed)
+    assert trainings.auto3d("train", *PLAN) == "", "it is done"
