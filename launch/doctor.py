@@ -168,9 +168,7 @@ def _slurm(recipe: LoadedRecipe) -> Check:
     if wanted == "local":
         return Check(Verdict.OK, "slurm", "not asked: launch.executor is local")
     if wanted != "slurm" and in_a_job():
-        return Check(
-            Verdict.OK, "slurm", "this is a job, and trials run in it; launch.executor=slurm submits more"
-        )
+        return Check(Verdict.OK, "slurm", "this is a job, and trials run in it; launch.executor=slurm submits more")
     if reason and wanted == "slurm":
         advice = "call auto3d where sinfo answers, or with launch.executor=local"
         return Check(Verdict.ERROR, "slurm", reason, advice)
