@@ -28,11 +28,16 @@ _adapter = TypeAdapter(Driver)
 
 
 def start_driver(
-    recipe: LoadedRecipe, verb: str, options: Sequence[str], plan_file: str | None = None
+    recipe: LoadedRecipe,
+    verb: str,
+    options: Sequence[str],
+    *,
+    plan_file: str | None = None,
+    trials: Sequence[str] = (),
 ) -> tuple[int, Path]:
     """Start ``verb`` on ``recipe`` in the background; returns its process and the file that it prints to."""
     folder = private_folder(recipe_folder(recipe))
-    write_command(recipe, verb, plan_file)  # so that status and resume know of it from now on
+    write_command(recipe, verb, plan_file, trials=trials)  # so that status and resume know of it from now on
     log = folder / "driver.log"
     command = [sys.executable, "-m", "launch.main", verb, recipe.written, *recipe.overrides, *options]
     with log.open("a") as stream:

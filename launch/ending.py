@@ -24,7 +24,7 @@ class Flag:
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, 1)
 
-    def raise_(self) -> None:
+    def set(self) -> None:
         self._memory[0] = 1
 
     def __bool__(self) -> bool:
@@ -45,8 +45,8 @@ class Asked:
 def asked_by_slurm() -> Asked:
     """Note from now on what SLURM asks of this process; SIGTERM no longer ends it."""
     asked = Asked(Flag(), Flag())
-    signal.signal(WARNING, lambda number, frame: asked.to_save.raise_())
-    signal.signal(signal.SIGTERM, lambda number, frame: asked.to_end.raise_())
+    signal.signal(WARNING, lambda number, frame: asked.to_save.set())
+    signal.signal(signal.SIGTERM, lambda number, frame: asked.to_end.set())
     return asked
 
 

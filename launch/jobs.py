@@ -92,8 +92,8 @@ def max_array_size() -> int:
 
 def partitions() -> dict[str, int]:
     """How many nodes each partition has, the default one first; raises SlurmError if sinfo does not answer."""
-    listed = run(["sinfo", "--noheader", "--format=%P|%D"]).stdout
-    rows = sorted((line.strip().split("|") for line in listed.splitlines()), key=lambda row: "*" not in row[0])
+    rows = [line.split("|") for line in run(["sinfo", "--noheader", "--format=%P|%D"]).stdout.splitlines()]
+    rows.sort(key=lambda row: not row[0].endswith("*"))
     return {name.rstrip("*"): int(nodes) for name, nodes in rows}
 
 

@@ -71,7 +71,7 @@ def run_probe(recipe: LoadedRecipe, *, nodes: int, wait_s: float, tell: Callable
     devices = recipe.values.cluster.devices_per_node
     call = partial(probe_node, str(folder), devices=devices, device=device(recipe.values))
     with interrupts_noted() as interrupted:
-        (job,) = submit_calls(recipe, folder, [call], nodes=nodes, name=name, training=False)
+        (job,) = submit_calls(recipe, folder, [call], nodes=nodes, name=name)
         probed = Probed(job, folder, token, nodes)
     try:
         if interrupted():

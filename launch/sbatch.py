@@ -16,6 +16,7 @@ from launch.settings import device
 
 MARGIN_S = 120.0  # of a job beyond its trial's own time-out, for imports and capture
 TRAINING_S = 3600.0
+EARLY_S = 60.0  # SLURM's signals come up to a minute early
 LONGEST_VALUE = 1000  # characters; sbatch takes some thousand
 # sbatch's reader of #SBATCH lines drops a backslash and ends at a newline, whatever the quotes.
 _UNQUOTABLE = re.compile(r"[\x00-\x1f\x7f\\]")
@@ -87,13 +88,19 @@ def check_folder(folder: Path) -> None:
 
 
 def parameters(recipe: LoadedRecipe, *, nodes: int, name: str, training: bool) -> dict[str, Any]:
-    """What submitit's SlurmExecutor takes, of a run on ``nodes`` nodes: one task on each, which forks its ranks."""
+    """What submitit's SlurmExecutor takes, of a run on ``nodes`` nodes: one task on each, which forks its ranks.
+
+    Raises RecipeError for a ``training`` that would be warned of the end of its time when it begins.
+    """
     values, launch = recipe.values, recipe.values.launch
     cpus = launch.cpus_per_node or values.cluster.devices_per_node * values.training.threads_per_rank
     limit_s = launch.time_limit_s or (TRAINING_S if training else launch.trial_timeout_s + MARGIN_S)
     given = {key: getattr(launch, key) for key in _TEXTS if getattr(launch, key) is not None}
     if device(values) == "cuda" and launch.gres is None:
         given.setdefault("gpus_per_node", values.cluster.devices_per_node)
+    if training and launch.warning_s + EARLY_S >= limit_s:
+        problem = f"found {launch.warning_s:g}; of a job of {limit_s:g} s it takes less than {limit_s - EARLY_S:g}"
+        raise recipe.error("launch.warning_s", f"{problem}, for SLURM may warn a minute early")
     # submitit knows no reservation. Its own choice of a signal would end a job that is preempted before its handler
     # stands, and SLURM requeues only jobs that it ends itself.
     warning_s = math.ceil(launch.warning_s) if training else 1

@@ -172,9 +172,9 @@ def _submit(recipe: LoadedRecipe, manifest: Manifest, submission: Submission) ->
     for trial in submission.trials:
         trial.prepare(recipe)
     calls = [partial(run_on_node, *_arguments(recipe, trial)) for trial in submission.trials]
+    shape = {"nodes": submission.nodes, "name": submission.name, "training": submission.training}
     nobody = [""] * len(submission.trials)
     note(State.SUBMITTING, nobody)
-    shape = {"nodes": submission.nodes, "name": submission.name, "training": submission.training}
     try:
         ids = submit_calls(recipe, submission.folder, calls, **shape)
     except SlurmError as error:
@@ -191,7 +191,13 @@ def _arguments(recipe: LoadedRecipe, trial: Trial) -> list[str | None]:
 
 
 def submit_calls(
-    recipe: LoadedRecipe, folder: Path, calls: Sequence[Callable[[], None]], *, nodes: int, name: str, training: bool
+    recipe: LoadedRecipe,
+    folder: Path,
+    calls: Sequence[Callable[[], None]],
+    *,
+    nodes: int,
+    name: str,
+    training: bool = False,
 ) -> list[str]:
     """The jobs of ``calls``, each of which a task on each of its nodes makes; raises SlurmError where sbatch refuses.
 

@@ -17,7 +17,6 @@ from launch.manifest import Entry, History, Manifest, State, histories
 from launch.recipe import LoadedRecipe, load
 from launch.slurm_commands import SlurmError
 from launch.store import (
-    TRAINING,
     Command,
     StoreError,
     in_use,
@@ -58,13 +57,10 @@ def resumed(recipe: LoadedRecipe) -> tuple[LoadedRecipe, Command]:
 
 def standings(recipe: LoadedRecipe) -> list[Standing]:
     """Of each trial of the last sweep, of those that the last tune has chosen until now, or of the last training."""
-    entries = manifest_of(recipe).entries()
-    known = histories(entries)
+    known = histories(manifest_of(recipe).entries())
     sweep = last_sweep(recipe)
     _, command = resumed(recipe)
     names = sweep.trials if command.verb == "sweep" and sweep is not None else command.trials
-    if command.verb == "train":
-        names = [entry.trial for entry in entries if entry.trial.startswith(TRAINING)][-1:]
     measured = {name: measurement_of(recipe, name) for name in names}
     open_jobs = [known[name].last.job for name in names if measured[name] is None and _has_job(known.get(name))]
     try:

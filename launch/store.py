@@ -24,7 +24,6 @@ from launch.manifest import Entry, Manifest
 from launch.recipe import LoadedRecipe, data_files
 
 RUNS = Path("runs")
-TRAINING = "train-"  # begins the names of trainings
 
 
 class StoreError(InputError):
@@ -101,7 +100,7 @@ def training_of(recipe: LoadedRecipe, plan: Plan) -> Trial:
         del learnt[group]
     if recipe.values.training.learning_rate_schedule != "constant":
         learnt["iterations"] = recipe.values.training.iterations
-    name = f"{TRAINING}{_name(plan, _digest([learnt, _files(recipe), plan.to_json()]))}"
+    name = f"train-{_name(plan, _digest([learnt, _files(recipe), plan.to_json()]))}"
     folder = recipe_folder(recipe)
     return Trial(name, folder / "trials" / name, plan, checkpoints=folder / "checkpoints" / name)
 
@@ -141,7 +140,7 @@ class Command:
     verb: str
     overrides: list[str]
     plan_file: str | None = None  # of a training
-    trials: list[str] = field(default_factory=list)  # of a tune: the names of those that it has chosen until now
+    trials: list[str] = field(default_factory=list)  # of a tune: those that it has chosen until now; of a training: it
 
 
 _command_adapter = TypeAdapter(Command)

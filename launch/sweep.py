@@ -73,6 +73,7 @@ def run_sweep(recipe: LoadedRecipe, *, retry: Retry, watcher: Watcher, follow: b
         write_sweep(recipe, trials, left_out=sweep.left_out)
         again = runs_again(recipe, retry)
         ended = {trial: measurement for trial in trials if (measurement := trial.measurement()) is not None}
+        slurm.note_ends(recipe, ended)  # some ended while nobody followed them
         kept = {trial: one for trial, one in ended.items() if one.status in FINAL or not again(trial)}
         pending = [trial for trial in trials if trial not in kept]
         watcher.begin(len(pending), list(kept.items()), sweep.left_out)

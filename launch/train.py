@@ -155,10 +155,11 @@ def run_as_job(
     job = slurm.on_their_way(recipe, [trial]).get(trial)
     if job is not None and fresh:
         raise InputError(f"job {job} is this training; to end it first: {recipe.follow_up('cancel')}")
-    write_command(recipe, "train", plan_file)
+    write_command(recipe, "train", plan_file, trials=[trial.name])
+    known = {} if (measurement := trial.measurement()) is None else {trial: measurement}
+    slurm.note_ends(recipe, known)  # it may have ended while nobody followed it
     if job is None and not _is_left(recipe, training, fresh=fresh, console=console):
         return 0
-    known = {} if (measurement := trial.measurement()) is None else {trial: measurement}
     watcher.begin(1, [], 0)
     run_trials(recipe, [trial], watcher, known=known, follow=follow)
     if not follow:

@@ -50,10 +50,7 @@ def run_tune(recipe: LoadedRecipe, search: Search, watcher: Watcher, *, retry: R
     if recipe.values.model.layers is not None:
         raise recipe.error("model.layers", "measured layers can be predicted, not trained; tune takes a model")
     trials = recipe.values.search.trials
-    runnable = [one for one in search.ranked() if not cannot_run(one.plan)][: CONSIDERED * trials]
-    if not runnable:
-        raise recipe.error("search", "no candidate can run yet: all have tensor parallelism; allow search.tp: [1]")
-    left = {one: search.maker.model.estimate(one.plan) for one in runnable}
+    left = {one: search.maker.model.estimate(one.plan) for one in _runnable(recipe, search)}
     estimates: list[Estimate] = []
     tried: list[Tried] = []
     with held(recipe):
@@ -65,9 +62,8 @@ def run_tune(recipe: LoadedRecipe, search: Search, watcher: Watcher, *, retry: R
             correction = correct(estimates, known)
             best = min(left, key=lambda one: correction.seconds(left[one]))
             estimate = left.pop(best)
-            try:
-                (trial,) = trials_of(recipe, [exact_plan(recipe, best)])
-            except InputError:  # by the bytes that the runtime counts, it does not fit
+            trial = _trial(recipe, best)
+            if trial is None:
                 continue
             check_ranks(recipe, trial.plan.ranks)
             chosen.append(trial.name)
@@ -78,6 +74,32 @@ def run_tune(recipe: LoadedRecipe, search: Search, watcher: Watcher, *, retry: R
             if one.error is not None:
                 estimates.append(estimate)
     return tried
+
+
+def first_trial(recipe: LoadedRecipe, search: Search) -> Trial:
+    """What a tune of ``search`` begins with; raises RecipeError if nothing of it can run."""
+    trials = (_trial(recipe, one) for one in _runnable(recipe, search))
+    first = next((trial for trial in trials if trial is not None), None)
+    if first is None:
+        raise recipe.error("search", "no candidate fits the memory of its devices")
+    return first
+
+
+def _runnable(recipe: LoadedRecipe, search: Search) -> list[Ranked]:
+    """The best candidates that can run, fastest first by prediction."""
+    found = [one for one in search.ranked() if not cannot_run(one.plan)][: CONSIDERED * recipe.values.search.trials]
+    if not found:
+        raise recipe.error("search", "no candidate can run yet: all have tensor parallelism; allow search.tp: [1]")
+    return found
+
+
+def _trial(recipe: LoadedRecipe, one: Ranked) -> Trial | None:
+    """None where it does not fit, by the bytes that the runtime counts."""
+    try:
+        (trial,) = trials_of(recipe, [exact_plan(recipe, one)])
+    except InputError:
+        return None
+    return trial
 
 
 @dataclass(frozen=True)

@@ -25,18 +25,26 @@ _test_only = click.option(
 
 @recipe_command
 @_retry
+@_dry_run
+@_test_only
 @_detach
-def tune(recipe: str, overrides: tuple[str, ...], retry: bool, detach: bool) -> int:
+def tune(recipe: str, overrides: tuple[str, ...], dry_run: bool, test_only: bool, retry: bool, detach: bool) -> int:
     """Search as `plan` does, then try the best candidates, and write the fastest plan to results/.
 
     Each trial corrects what is predicted for those that are left. search.trials is how many run at most; finished ones
-    never run twice.
+    never run twice. --dry-run and --test-only are of the first, for the others depend on it.
     """
     loaded = load(recipe, overrides)
     if detach:
         return _start_driver(loaded, "tune", *["--retry"] * retry)
-    from launch.sweep import Retry
+    from launch.sweep import Retry, print_submissions
 
+    if dry_run or test_only:
+        from launch.search import search_recipe
+        from launch.tune import first_trial
+
+        print_submissions(loaded, lambda recipe: [first_trial(recipe, search_recipe(recipe))], ask_slurm=test_only)
+        return 0
     return tune_on(loaded, Retry.ALL if retry else Retry.NONE)
 
 
@@ -110,12 +118,14 @@ def _tell_failed(loaded: LoadedRecipe, verb: str, measurements: Sequence["Measur
         err.print(f"{failed} failed or timed out; to run them again: {loaded.command(verb, '--retry')}", **PLAIN)
 
 
-def _start_driver(loaded: LoadedRecipe, verb: str, *options: str, plan_file: str | None = None) -> int:
+def _start_driver(
+    loaded: LoadedRecipe, verb: str, *options: str, plan_file: str | None = None, trials: Sequence[str] = ()
+) -> int:
     from launch.detach import start_driver
     from launch.sweep import check_place
 
     check_place(loaded)
-    pid, log = start_driver(loaded, verb, options, plan_file)
+    pid, log = start_driver(loaded, verb, options, plan_file=plan_file, trials=trials)
     print(f"process {pid} runs it, and prints to {log}\n{next_commands(loaded)}")
     return 0
 
@@ -203,12 +213,13 @@ def train_on(
     from launch.executor import on_slurm
     from launch.join import joined_world
     from launch.progress import sweep_progress
-    from launch.train import run_as_job, run_training
+    from launch.train import planned, run_as_job, run_training
 
     world = joined_world()
     if world is None and detach and not on_slurm(loaded):
         options = [*(["--plan", plan_file] if plan_file else []), *["--fresh"] * fresh]
-        return _start_driver(loaded, "train", *options, plan_file=plan_file)
+        trial = planned(loaded, plan_file, err).trial
+        return _start_driver(loaded, "train", *options, plan_file=plan_file, trials=[trial.name])
     on_result = partial(_print_training, as_json=as_json)
     if world is not None or not on_slurm(loaded):
         return run_training(loaded, plan_file, world, err, on_result, fresh=fresh)

@@ -136,7 +136,7 @@ def measure(cluster: SlurmCluster, folder: Path) -> list[list[str]]:
         commands.run("follow to the end", "resume", recipe)
         assert "500 ok" in commands.run("status of 500 that ended", "status", recipe)
     finally:
-        cluster.run("scancel", "--partition=low")
+        cluster.run(sys.executable, "-m", "launch.main", "cancel", recipe, cwd=folder)
     return commands.rows
 
 

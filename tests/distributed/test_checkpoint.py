@@ -26,7 +26,7 @@ def run(
 ) -> TrainingResult | str:
     """Train as one rank, of which the last alone is asked to end; returns the words of a CheckpointError."""
     settings = TrainingSettings(
-        iterations=ITERATIONS, optimizer=optimizer, device="cpu", threads_per_rank=1, timeout_s=20
+        iterations=ITERATIONS, optimizer=optimizer, device="cpu", threads_per_rank=1, timeout_s=60
     )
     looked = count(1)  # at the end of each iteration
     try:

@@ -175,3 +175,12 @@ def test_a_dry_run_needs_no_cluster_and_leaves_nothing(folder, auto3d, monkeypat
     assert refused == "auto3d: command line: launch.partition: found 'a\\nb'; it takes text on one line without " + (
         "backslashes, for SLURM's sake\n"
     )
+
+
+def test_a_dry_run_of_a_training_and_a_limit_that_it_would_never_get_beyond(folder, auto3d):
+    printed = auto3d("train", "own.yaml", "--dry-run", "launch.time_limit_s=7200").out
+    assert "#SBATCH --signal=URG@120" in printed
+    assert "#SBATCH --time=120" in printed
+    assert not (folder / "runs").exists()
+    refused = auto3d("train", "own.yaml", "--dry-run", "launch.time_limit_s=180", code=2).err
+    assert "launch.warning_s: found 120; of a job of 180 s it takes less than 120" in refused

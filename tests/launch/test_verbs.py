@@ -1,5 +1,6 @@
 """status, logs, cancel, resume and --detach, where trials run on this machine."""
 
+import re
 import shlex
 
 import psutil
@@ -74,6 +75,29 @@ def test_a_detached_sweep_is_followed_and_cancelled(folder, auto3d):
     assert f"asked process {driver.pid}" in auto3d("cancel", "own.yaml").out
     wait_until(lambda: gone([driver]) and not left_in(folder), "all its processes to be gone", timeout_s=30)
     assert "1 interrupted, 1 not run" in auto3d("status", "own.yaml").out
+
+
+def test_a_detached_training_is_cancelled_and_goes_on(folder, auto3d):
+    options = ["training.iterations=2000", "training.checkpoint_every=250"]
+    told = auto3d("train", "own.yaml", *options, "--detach").out
+    driver = psutil.Process(int(told.split()[1]))
+    folders = folder / "runs" / "own" / "checkpoints"
+    wait_until(lambda: list(folders.glob("*/*/checkpoint.json")), "its first checkpoint")
+    assert "1 running" in auto3d("status", "own.yaml").out
+    auto3d("cancel", "own.yaml")
+    wait_until(lambda: gone([driver]) and not left_in(folder), "all its processes to be gone", timeout_s=30)
+    assert auto3d("status", "own.yaml").out.rstrip().endswith("1 interrupted")
+
+    resumed = auto3d("resume", "own.yaml")
+    (first,) = re.findall(r"^going on after iteration (\d+) of 2000", resumed.err, re.MULTILINE)
+    assert int(first) % 250 == 0
+    assert int(first) > 0
+    assert f"iteration {int(first) + 1}/2000" in resumed.err
+    assert f"{2000 - int(first)} iterations under dp=1" in resumed.out
+    assert auto3d("status", "own.yaml").out.rstrip().endswith("1 ok")
+    again = auto3d("resume", "own.yaml")
+    assert "done already, by the checkpoint after iteration 2000" in again.err
+    assert "iteration 1/2000" in auto3d("train", "own.yaml", *options, "--fresh").err
 
 
 @pytest.mark.parametrize("verb", ["status", "resume"])

@@ -24,7 +24,7 @@ from tabulate import tabulate
 from auto3d.runtime.checkpoint import newest
 from launch.manifest import histories
 from tests.slurm.conftest import PROGRAM, SlurmCluster, found_cluster, wait_for
-from tests.slurm.sweeps import Sweeps, ranks_on, start_at_once
+from tests.slurm.sweeps import Sweeps, ranks_on
 from tests.slurm.test_dev_cluster import pids
 
 TIMES = 2
@@ -68,13 +68,13 @@ class Struck(Sweeps):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
-    def start_queued_at_once(self) -> None:
+    def start_queued_at_once(self, *changes: str) -> None:
         """Once SLURM has sent the job back to the queue."""
         job = self.job()
         shown = ["scontrol", "show", "job", job]
         wait_for("the job to be requeued", lambda: "Restarts=0" not in self.cluster.run(*shown), timeout_s=200)
         with suppress(AssertionError):  # it has started
-            start_at_once(self.cluster, job)
+            self.cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now", *changes)
 
     def saved(self) -> int:
         folder = next(self.folder.glob("runs/own/checkpoints/train-*"), None)
@@ -149,9 +149,9 @@ def manifest_torn(struck: Struck, driver: subprocess.Popen, node: str) -> None:
 
 
 def time_is_over(struck: Struck, driver: subprocess.Popen, node: str) -> None:
-    """A limit that is a few seconds away by now; the job was to be warned 60 s before."""
+    """The limit is less than a minute away by now; the job is to be warned two minutes before."""
     struck.cluster.run("scontrol", "update", f"JobId={struck.job()}", "TimeLimit=1")
-    struck.start_queued_at_once()
+    struck.start_queued_at_once("TimeLimit=60")
 
 
 @dataclass(frozen=True)
@@ -226,6 +226,14 @@ def _resume() -> list[str]:
     return [sys.executable, "-m", "launch.main", "resume", "own.yaml"]
 
 
+def _comes(true: Callable[[], bool]) -> bool:
+    """Whether it is so within half a minute."""
+    deadline = time.monotonic() + 30
+    while not (known := true()) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return known
+
+
 def _ending(driver: subprocess.Popen) -> str | None:
     try:
         return driver.communicate(timeout=DRIVER_S)[0]
@@ -257,7 +265,7 @@ def _look(struck: Struck, fault: Fault) -> list[str]:
         f"{len(known)} trials": len(known) == trials,
         f"{starts} submissions of {trials} trials": starts <= trials + fault.loses,
         "not all are in the manifest as ok": all(one.last.told == "ok" for one in known.values()),
-        "a job is left": not struck.cluster.run("squeue", "--noheader"),
+        "a job is left": _comes(lambda: not struck.cluster.run("squeue", "--noheader")),
     }
     if struck.training:
         expected, state = undisturbed(struck.cluster), struck.state()

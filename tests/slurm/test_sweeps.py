@@ -11,7 +11,7 @@ import pytest
 
 from launch.manifest import State
 from tests.slurm.conftest import PROGRAM, REPOSITORY, wait_for
-from tests.slurm.sweeps import LONG, OWN, Sweeps, end, ranks_on, start_at_once, statuses
+from tests.slurm.sweeps import LONG, OWN, Sweeps, end, ranks_on, statuses
 from tests.slurm.test_dev_cluster import pids
 
 pytestmark = pytest.mark.timeout(900)
@@ -139,20 +139,6 @@ def test_scancel_is_told_and_resume_completes(sweeps):
     assert "ended as CANCELLED and left no measurement" in output
     sweeps.auto3d("resume")
     assert statuses(sweeps) == ["ok"]
-
-
-def test_a_preempted_trial_starts_again_and_the_driver_follows_it(sweeps):
-    sweep = sweeps.start("sweep", "measure.iterations=1000000", "launch.nodelist=n1,n2")
-    nodes = sweeps.running_on()
-    job = sweeps.job()
-    sweeps.cluster.run("srun", "--partition=high", "--exclusive", f"--nodelist={','.join(nodes)}", "true")
-    start_at_once(sweeps.cluster, job)
-    sweeps.running_on()
-    assert "Restarts=1 " in sweeps.cluster.run("scontrol", "show", "job", job)
-    sweeps.cluster.run("scancel", job)
-    output = end(sweep, code=1)
-    assert "ended as CANCELLED" in output, "not as it was preempted"
-    assert (sweeps.job(), sweeps.starts()) == (job, [1])
 
 
 def test_a_preempted_trial_that_slurm_does_not_requeue_is_submitted_again(sweeps):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -9,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.conftest import REPOSITORY, SlurmCluster, wait_for
+from tests.slurm.sweeps import start_at_once
 from tests.slurm.test_dev_cluster import AUTO3D, pids
 
 TEMPLATES = ["train", "train-torchrun", "train-mpirun"]
 PLAN = ["tiny", "plan.dp=2", "plan.pp=2", "--json"]
+HERE = ["training.iterations=3", "launch.executor=local"]
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.parametrize("template", TEMPLATES)]
 
@@ -42,7 +45,7 @@ def test_losses_are_those_of_this_machine(cluster, tmp_path, template):
     out = (tmp_path / "out").read_text()
     assert out, (tmp_path / "err").read_text()
     on_nodes = json.loads(out)
-    here = json.loads(cluster.run(*AUTO3D, "train", *PLAN, "training.iterations=3", timeout_s=120))
+    here = json.loads(cluster.run(*AUTO3D, "train", *PLAN, *HERE, timeout_s=120))
     assert len(on_nodes["loss"]) == 3
     assert (on_nodes["loss"], on_nodes["grad_norm"]) == (here["loss"], here["grad_norm"])
 
@@ -58,3 +61,20 @@ def test_a_killed_rank_ends_all(cluster, tmp_path, template):
     wait_for_end(cluster, job, timeout_s=30)
     assert "JobState=FAILED" in cluster.run("scontrol", "show", "job", job)
     wait_for("all ranks to be gone", lambda: not ranks_on(first) + ranks_on(second), timeout_s=10)
+
+
+@pytest.mark.soak
+def test_a_preempted_job_goes_on_where_it_was(cluster, tmp_path, template):
+    job = submit(cluster, tmp_path, template, "training.iterations=100")
+    errors = tmp_path / "err"
+    wait_for("iterations", lambda: errors.exists() and "iteration 20/" in errors.read_text(), timeout_s=200)
+    cluster.run("srun", "--partition=high", "--exclusive", "--nodes=4", "true", timeout_s=120)
+    start_at_once(cluster, job)
+    wait_for_end(cluster, job, timeout_s=200)
+    told = errors.read_text()
+    assert "it is queued again, and goes on from the checkpoint" in told
+    numbers = [int(found) for found in re.findall(r"^iteration (\d+)/", told, re.MULTILINE)]
+    assert numbers == list(range(1, 101)), "each ran once"
+    here = json.loads(cluster.run(*AUTO3D, "train", *PLAN, *HERE[1:], "training.iterations=100", timeout_s=200))
+    record = json.loads((tmp_path / "out").read_text())
+    assert record["loss"] == here["loss"][record["first_iteration"] :]
