@@ -93,7 +93,12 @@ def _captured_subject(
 def cost_model(recipe: LoadedRecipe, subject: Subject) -> CostModel:
     """Of the recipe's cluster and training, with what was measured where there is a profile of it."""
     machine, times = cluster(recipe), subject.times
-    if (profile := read_profile(recipe, subject.fingerprint)) is not None:
+
+    def fingerprint(samples: int) -> str:
+        """Also where the subject has not captured the model, but told it from other sizes."""
+        return subject.fingerprint(samples) or PlanningModel(recipe).graph(samples).fingerprint
+
+    if (profile := read_profile(recipe, fingerprint)) is not None:
         machine, times = profile.measured(machine), profile.times_at(subject.work, subject.cuts)
     return CostModel(machine, training(recipe.values), subject.work, times_at=times)
 

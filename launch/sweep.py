@@ -15,6 +15,7 @@ from launch.capture import PlanningModel, capturing_elsewhere
 from launch.executor import check_reachable, on_slurm
 from launch.recipe import LoadedRecipe
 from launch.sbatch import check_launch
+from launch.settings import cluster
 from launch.slurm import starts_of
 from launch.store import Trial, exclusive, trials_of, write_command, write_sweep
 from launch.watcher import FINAL, Watcher
@@ -103,7 +104,7 @@ def check_place(recipe: LoadedRecipe) -> None:
     """Raise RecipeError if trials cannot run where the recipe says."""
     check_launch(recipe)
     check_reachable(recipe)
-    nodes = recipe.values.cluster.nodes
+    nodes = len(cluster(recipe).nodes)
     if nodes > 1 and not on_slurm(recipe):
         problem = f"found {nodes}; trials run on this machine, which is 1; launch.executor=slurm takes several"
         raise recipe.error("cluster.nodes", problem)

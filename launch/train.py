@@ -207,7 +207,7 @@ def _check_processes(recipe: LoadedRecipe, world: World | None, needed: int) -> 
     if world is None:
         if on_slurm(recipe):
             return
-        nodes = recipe.values.cluster.nodes
+        nodes = len(cluster(recipe).nodes)
         if nodes > 1:
             problem = f"found {nodes}; on several machines: launch.executor=slurm, or srun, torchrun or mpirun on each"
             raise recipe.error("cluster.nodes", problem)

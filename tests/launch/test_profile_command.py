@@ -46,6 +46,18 @@ def test_profile_then_predict(auto3d, folder, short):
     assert "profiles/own.json: profile: Invalid JSON" in auto3d(*predict, code=2).err
 
 
+def test_a_profile_of_a_node_serves_a_cluster_of_them(auto3d, folder, short):
+    """A search for several nodes captures the model at two sizes, and knows the profile by one that it did not."""
+    auto3d("profile", "own.yaml", *HERE)
+    search = ["plan", "own.yaml", *HERE, "cluster.nodes=2", "--json"]
+    measured, estimated = (
+        json.loads(auto3d(*search, *more).out)["candidates"] for more in ([], ["prediction.profile=none"])
+    )
+    assert len(measured) == len(estimated) == 1
+    assert measured != estimated
+    assert "it is of mine:make of own (graph " in auto3d(*search, "model.arguments.width=8", code=2).err
+
+
 def test_the_table_says_how_it_was_made(auto3d, folder, short):
     printed = auto3d("profile", "own.yaml", *HERE).out
     assert "Measured: mine:make of own, 2 ranks of 1 threads" in printed

@@ -118,7 +118,11 @@ def test_slurm_is_asked_for_where_there_is_none(folder, auto3d, no_slurm):
     refused = auto3d("sweep", "own.yaml", "launch.executor=slurm", code=2).err
     assert refused.startswith("auto3d: command line: launch.executor: SLURM cannot be used: ")
     assert refused.count("\n") == 1
-    refused = auto3d("sweep", "own.yaml", "launch.executor=auto", "cluster.nodes=2", code=2).err
+
+
+@pytest.mark.parametrize("nodes", ["cluster.nodes=2", "cluster.more=[{nodes: 1}]"])
+def test_several_nodes_are_not_this_machine(folder, auto3d, no_slurm, nodes):
+    refused = auto3d("sweep", "own.yaml", "launch.executor=auto", nodes, code=2).err
     assert "cluster.nodes: found 2; trials run on this machine, which is 1; launch.executor=slurm takes" in refused
 
 

@@ -1,0 +1,281 @@
+"""A mixed cluster for real, two nodes at 1 Gbit/s and two at 100 Mbit/s: python -m tests.benchmarks.mixed_slurm
+
+On the cluster of `make cluster-up`; without one, nothing is measured. Each step is a command of the user's: all nodes
+are profiled at a time, `auto3d tune` searches recipes/mixed.yaml, once by itself and once by Megatron-LM's heuristics,
+and the plans that came of it train in turns. What crosses the slow links is counted by the kernel, on their nodes.
+Writes results/slurm/mixed.md; takes a quarter of an hour.
+"""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+from tabulate import tabulate
+
+from auto3d.capture.graph import Graph
+from auto3d.cluster import Cluster
+from auto3d.partition.stage import cut
+from auto3d.plan import Plan
+from auto3d.runtime.gradient_sync import holders
+from auto3d.runtime.resplit import pieces
+from auto3d.schedule import samples_at_once, schedule_of
+from launch.candidates import exact_plan
+from launch.capture import PlanningModel
+from launch.costs import captured_subject, cost_model
+from launch.recipe import LoadedRecipe, load
+from launch.search import search_recipe
+from launch.settings import cluster as cluster_of
+from tests.slurm.conftest import ALIAS, PROGRAM, SlurmCluster
+
+FILE = Path("results/slurm/mixed.md")
+RECIPE = "mixed"
+MBIT_S = {"n1": 1000, "n2": 1000, "n3": 100, "n4": 100}  # the links that the recipe describes
+SLOW = ("n3", "n4")
+MEGATRON = ["search.algorithm=megatron", "search.placement=[megatron]"]
+ROUNDS = 5  # of all plans in turns
+ITERATIONS = 3  # measured in each training, after the first
+LIMIT_S = 600  # of one command
+TEXT = """# A mixed cluster, for real
+
+    make cluster-up
+    python -m tests.benchmarks.mixed_slurm
+
+Four nodes of two processes each, n1 and n2 with links of 1 Gbit/s, n3 and n4 with 100 Mbit/s: recipes/mixed.yaml.
+The plan of `auto3d tune` is {ratios}.
+
+{table}
+
+Times are of an iteration: medians of {rounds} trainings of each plan, in turns, each the median of {iterations}
+iterations after a first one. MB are those of an iteration that cross the links of n3 and n4, in and out: predicted, the
+plan's messages and the rings of its gradients' all-reduces; counted, what the kernel of these nodes counted during a
+training, with headers and acknowledgements, and with what the ranks' meeting and SLURM itself send.
+
+## How it was made
+
+Real compute of a GPT-2 of 14.3 million parameters, real messages and all-reduces of gloo; `auto3d tune` and
+`auto3d train` with launch.executor=slurm. Nodes are network namespaces of one machine, and `tc` shapes their links
+(docs/slurm.md). That leaves out a link's latency, where the kernel cannot add it, and processors of the nodes' own:
+eight processes share {cores} cores, with what else runs there (load average {load:.0f}), so each is the slower the more
+of them compute. The cost model knows that of the processes of one node alone. So `auto3d profile` measured on all four
+nodes at a time, and predictions are of nodes that have a quarter of the machine each, whatever the others do. It tells
+more of plans that wait for links than of those that mostly compute, between which trials decide.
+
+## The trials of `auto3d tune mixed`
+
+{own}
+
+## The trials of `auto3d tune mixed search.algorithm=megatron search.placement=[megatron]`
+
+{heuristic}
+"""
+AUTO3D = [sys.executable, "-m", "launch.main"]
+ONE_NODE = ["cluster.nodes=1", "cluster.more=[]"]
+
+
+@dataclass
+class Compared:
+    """A plan, and what its trainings gave."""
+
+    names: list[str]  # of those who chose it
+    plan: Plan
+    medians: list[float] = field(default_factory=list)  # seconds of an iteration, one of each training
+    crossed: list[float] = field(default_factory=list)  # bytes of an iteration on the slow links, in and out
+
+
+def link_bytes(plan: Plan, graph: Graph, cluster: Cluster) -> list[float]:
+    """Bytes that an iteration of ``plan`` sends through each node's link, in and out.
+
+    Messages between stages, each on a device of its own; and the gradients' all-reduces, around rings in the order of
+    ranks, as gloo has them.
+    """
+    found = [0.0] * len(cluster.nodes)
+
+    def add(source: int, target: int, size: float) -> None:
+        ends = {cluster.node_of[source], cluster.node_of[target]}
+        for node in ends if len(ends) > 1 else ():
+            found[node] += size
+
+    stages = cut(graph, plan.stages)
+    micro_batches = plan.global_batch // (plan.dp * plan.micro_batch_size)
+    for stage in stages:
+        for transfer in stage.sent:
+            size = micro_batches * transfer.value.bytes * (2 if transfer.value.differentiable else 1)
+            for here, there, share in _pairs(plan, transfer.source, transfer.target):
+                add(here, there, share * size)
+    for name, held in holders(plan, schedule_of(plan), stages, graph.trained).items():
+        size = 2 * (len(held.ranks) - 1) / len(held.ranks) * graph.parameters[name].bytes
+        for here, there in pairwise([*held.ranks, held.ranks[0]]):
+            add(here, there, size)
+    return found
+
+
+def _pairs(plan: Plan, source: int, target: int) -> list[tuple[int, int, float]]:
+    """The ranks that exchange a micro-batch between two stages, and the share of its samples that they do."""
+    samples = plan.micro_batch_size
+    counts = [plan.stages[stage].replicas for stage in (source, target)]
+    return [
+        (
+            plan.placement[source][replica * counts[0] + piece.source],
+            plan.placement[target][replica * counts[1] + piece.target],
+            piece.length / samples,
+        )
+        for replica in range(plan.dp)
+        for piece in pieces(samples, sources=counts[0], targets=counts[1])
+    ]
+
+
+def crossed(cluster: SlurmCluster) -> int:
+    """Bytes that the kernel has counted on the slow links until now, in and out."""
+    total = 0
+    for node in SLOW:
+        told = cluster.run("srun", "--nodes=1", f"--nodelist={node}", "cat", "/proc/net/dev")
+        counts = re.search(r"eth0: *(.*)", told).group(1).split()
+        total += int(counts[0]) + int(counts[8])
+    return total
+
+
+def profile(cluster: SlurmCluster, folder: Path) -> None:
+    """On all nodes at a time, for they share this machine's cores; that of the first is used."""
+    own = f"mkdir $SLURMD_NODENAME && cd $SLURMD_NODENAME && {shlex.join([*AUTO3D, 'profile', RECIPE, *ONE_NODE])}"
+    cluster.run("srun", "--nodes=4", "--ntasks-per-node=1", "sh", "-c", own, cwd=folder, timeout_s=LIMIT_S)
+    (folder / "profiles").symlink_to(folder / "n1" / "profiles")
+
+
+def tune(cluster: SlurmCluster, folder: Path, *overrides: str) -> tuple[Plan, str]:
+    """The fastest plan by its trials, and the table of all that were tried."""
+    print(cluster.run(*AUTO3D, "tune", RECIPE, *overrides, cwd=folder, timeout_s=LIMIT_S), flush=True)
+    results = folder / "results" / "mixed"
+    return Plan.from_json((results / "best_plan.json").read_bytes()), (results / "tune.md").read_text()
+
+
+def train(cluster: SlurmCluster, folder: Path, number: int, one: Compared) -> None:
+    """Train for some iterations under the plan of ``one``, and note what that took."""
+    file = folder / f"plan-{number}.json"
+    file.write_text(one.plan.to_json())
+    command = [*AUTO3D, "train", RECIPE, f"--plan={file}", f"training.iterations={1 + ITERATIONS}", "--json"]
+    before = crossed(cluster)
+    record = json.loads(cluster.run(*command, cwd=folder, timeout_s=LIMIT_S))
+    one.crossed.append((crossed(cluster) - before) / (1 + ITERATIONS))
+    one.medians.append(median(record["iteration_s"][1:]))
+    print(", ".join(one.names), f"{one.medians[-1]:.3f} s, {one.crossed[-1] / 1e6:.1f} MB", flush=True)
+
+
+def first_choice(recipe: LoadedRecipe) -> Plan:
+    """What a search has as the fastest before there are trials."""
+    return exact_plan(recipe, search_recipe(recipe).ranked()[0])
+
+
+def told(plan: Plan, cluster: Cluster) -> str:
+    names = list(MBIT_S)
+    homes = (dict.fromkeys(names[cluster.node_of[rank]] for rank in ranks) for ranks in plan.placement)
+    stages = ", ".join(" ".join(nodes) for nodes in homes)
+    return f"dp={plan.dp} pp={plan.pp} micro-batch={plan.micro_batch_size} {plan.schedule}; stages on {stages}"
+
+
+def measure(cluster: SlurmCluster, folder: Path) -> str:
+    """All of it; returns the report."""
+    os.environ.update(cluster.environment)
+    os.chdir(folder)  # where the profile and the results are
+    profile(cluster, folder)
+    own, own_table = tune(cluster, folder)
+    heuristic, heuristic_table = tune(cluster, folder, *MEGATRON)
+    recipe = load(RECIPE)
+    chosen = {
+        "`auto3d tune`": own,
+        "first choice of Megatron-LM's heuristics": first_choice(load(RECIPE, MEGATRON)),
+        "their best by trials": heuristic,
+    }
+    plans: dict[Plan, Compared] = {}
+    for name, plan in chosen.items():
+        plans.setdefault(plan, Compared([], plan)).names.append(name)
+    compared = list(plans.values())
+    for _ in range(ROUNDS):
+        for number, one in enumerate(compared):
+            train(cluster, folder, number, one)
+    return report(recipe, compared, [own_table, heuristic_table])
+
+
+def report(recipe: LoadedRecipe, compared: Sequence[Compared], tables: Sequence[str]) -> str:
+    model = PlanningModel(recipe)
+    costs = cost_model(recipe, captured_subject(recipe, model.graph))
+    described = cluster_of(recipe)
+    rows = []
+    for one in compared:
+        expected = link_bytes(one.plan, model.graph(samples_at_once(one.plan)), described)
+        slow = sum(size for size, name in zip(expected, MBIT_S, strict=True) if name in SLOW)
+        rows.append(
+            (
+                ", also ".join(one.names),
+                told(one.plan, described),
+                f"{costs.seconds(one.plan):.2f}",
+                f"{median(one.medians):.2f}",
+                f"{min(one.medians):.2f} to {max(one.medians):.2f}",
+                f"{slow / 1e6:.1f}",
+                f"{median(one.crossed) / 1e6:.1f}",
+            )
+        )
+    heads = [
+        "chosen by",
+        "plan",
+        "predicted (s)",
+        "measured (s)",
+        "lowest to highest",
+        "predicted (MB)",
+        "counted (MB)",
+    ]
+    best, *others = compared
+    ratios = " and ".join(
+        f"**{median(one.medians) / median(best.medians):.2f} times** as fast as the {', also '.join(one.names)} "
+        f"(in single rounds {min(paired(one, best)):.2f} to {max(paired(one, best)):.2f})"
+        for one in others
+    )
+    return TEXT.format(
+        ratios=ratios or "that of Megatron-LM's heuristics, too",
+        table=tabulate(rows, heads, tablefmt="github", disable_numparse=True),
+        rounds=ROUNDS,
+        cores=len(os.sched_getaffinity(0)),
+        load=os.getloadavg()[2],
+        iterations=ITERATIONS,
+        own=tables[0].strip(),
+        heuristic=tables[1].strip(),
+    )
+
+
+def paired(one: Compared, other: Compared) -> list[float]:
+    """Ratios of the times of one to those of the other, round by round."""
+    return [here / there for here, there in zip(one.medians, other.medians, strict=True)]
+
+
+def why_not() -> str:
+    """Why nothing can be measured here; empty if the cluster is up that the recipe describes."""
+    status = subprocess.run([*PROGRAM, "status"], capture_output=True, text=True, timeout=120, check=False)
+    if status.returncode:
+        return f"no SLURM cluster ({(status.stderr or status.stdout).strip().splitlines()[-1]})"
+    found = {name: int(rate) for name, rate in re.findall(r"^(\S+) .*?(\d+) Mbit/s", status.stdout, re.MULTILINE)}
+    return "" if found == MBIT_S else f"the cluster that is up is not that of recipes/mixed.yaml: its links are {found}"
+
+
+def main() -> None:
+    if reason := why_not():
+        print(f"nothing was measured: {reason}")
+        return
+    file = FILE.resolve()
+    with TemporaryDirectory() as folder:
+        text = measure(SlurmCluster(Path(ALIAS.read_text().strip())), Path(folder))
+        os.chdir(file.parents[2])
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
