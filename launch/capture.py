@@ -2,10 +2,13 @@
 
 import os
 import resource
+import signal
 import sys
-from collections.abc import Callable
+from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 from math import prod
+from multiprocessing import get_context
 from time import perf_counter
 from typing import Any
 
@@ -14,6 +17,7 @@ from tabulate import tabulate
 from auto3d.capture.cache import Cache
 from auto3d.capture.graph import Graph
 from auto3d.capture.graph_json import graph_from_json, graph_to_json
+from auto3d.errors import InputError
 from auto3d.partition.merak import Sharding, shard, sharding_from_json
 from launch.output import print_json
 from launch.recipe import LoadedRecipe
@@ -23,34 +27,38 @@ class PlanningModel:
     """A recipe's model as planning sees it: Graphs and their sharding, without the program that a run needs.
 
     What the cache holds is not captured, and torch is then never imported. ``fresh``: capture all the same.
+    ``elsewhere``: processes that capture it instead of this one.
     """
 
-    def __init__(self, recipe: LoadedRecipe, *, fresh: bool = False) -> None:
+    def __init__(self, recipe: LoadedRecipe, *, fresh: bool = False, elsewhere: Executor | None = None) -> None:
         self._recipe = recipe
         self._cache = Cache()
         self._fresh = fresh
+        self._elsewhere = elsewhere
         self.captured = False  # whether anything was not in the cache
 
     def graph(self, micro_batch_size: int) -> Graph:
-        def capture() -> Graph:
-            from launch.model import captured_model
-
-            return captured_model(self._recipe, micro_batch_size).graph
-
         identity = self._identity(graph_at=micro_batch_size)
-        return self._remember(identity, capture, graph_to_json, graph_from_json)
+        found = None if self._fresh else self._cache.load(identity, graph_from_json)
+        if found is not None:
+            return found
+        self.captured = True
+        if self._elsewhere is not None:
+            return _graph_from(self._elsewhere, self._recipe, micro_batch_size)
+        from launch.model import captured_model
+
+        found = captured_model(self._recipe, micro_batch_size).graph
+        self._cache.store(identity, graph_to_json(found))
+        return found
 
     def sharding(self, graph: Graph, subgraphs: int | None = None) -> Sharding:
         """The subgraphs of ``graph``, one of this model's."""
         identity = self._identity(sharding_at=graph.micro_batch_size, subgraphs=subgraphs)
-        return self._remember(identity, lambda: shard(graph, subgraphs), asdict, sharding_from_json)
-
-    def _remember(self, identity: dict, make: Callable, write: Callable, read: Callable) -> Any:
-        found = None if self._fresh else self._cache.load(identity, read)
+        found = None if self._fresh else self._cache.load(identity, sharding_from_json)
         if found is None:
-            found = make()
+            found = shard(graph, subgraphs)
             self.captured = True
-            self._cache.store(identity, write(found))
+            self._cache.store(identity, asdict(found))
         return found
 
     def _identity(self, **what: int | None) -> dict[str, Any]:
@@ -62,6 +70,30 @@ class PlanningModel:
         return {"model": model, "data": data, "where": where, **what}
 
 
+def capturing_elsewhere() -> Executor:
+    """A process that captures and then ends: what torch and a model take there, a driver need not hold for days."""
+    # Not forked, for whoever shows progress has threads. Ctrl-C is the driver's business.
+    return ProcessPoolExecutor(1, get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_IGN))
+
+
+def _graph_from(elsewhere: Executor, recipe: LoadedRecipe, micro_batch_size: int) -> Graph:
+    try:
+        content, problem = elsewhere.submit(_capture, recipe, micro_batch_size).result()
+    except BrokenProcessPool:
+        problem = "model: the process that captured it was killed, as the kernel does when memory runs out"
+    if problem:
+        raise InputError(problem)
+    return graph_from_json(content)
+
+
+def _capture(recipe: LoadedRecipe, micro_batch_size: int) -> tuple[Any, str]:
+    """The Graph, or why there is none. The cache is written here, for it notes which sources were read."""
+    try:
+        return graph_to_json(PlanningModel(recipe, fresh=True).graph(micro_batch_size)), ""
+    except InputError as error:
+        return None, str(error)
+
+
 def default_micro_batch_size(recipe: LoadedRecipe) -> int:
     return recipe.values.plan.micro_batch_size if recipe.values.plan else 1
 
@@ -70,6 +102,7 @@ def print_capture(
     recipe: LoadedRecipe, *, micro_batch_size: int | None, subgraphs: int | None, fresh: bool, as_json: bool
 ) -> None:
     """Capture and shard the recipe's model, and print its figures."""
+
     begin = perf_counter()
     model = PlanningModel(recipe, fresh=fresh)
     graph = model.graph(micro_batch_size or default_micro_batch_size(recipe))

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 from tabulate import tabulate
 
-from launch.executor import on_slurm, why_no_slurm
+from launch.executor import in_a_job, on_slurm, why_no_slurm
 from launch.jobs import partitions, why_no_accounting
 from launch.machine import Machine, mpi_library, this_machine
 from launch.probe import AllReduce, NodeReport, Rate, all_reduce
@@ -167,6 +167,8 @@ def _slurm(recipe: LoadedRecipe) -> Check:
     wanted, reason = recipe.values.launch.executor, why_no_slurm()
     if wanted == "local":
         return Check(Verdict.OK, "slurm", "not asked: launch.executor is local")
+    if wanted != "slurm" and in_a_job():
+        return Check(Verdict.OK, "slurm", "this is a job, and trials run in it; launch.executor=slurm submits more")
     if reason and wanted == "slurm":
         advice = "call auto3d where sinfo answers, or with launch.executor=local"
         return Check(Verdict.ERROR, "slurm", reason, advice)

@@ -34,6 +34,7 @@ from launch.store import job_folder
 from launch.watcher import interrupts_noted
 
 POLL_S = 0.05
+END_POLL_S = 0.5
 STATES_S = 2.0  # of squeue; the controller is asked for a minute or two
 RUN_S = FILES_S + MEET_S + MEASURE_S + 60.0  # of the job; a minute for imports
 
@@ -112,6 +113,14 @@ def _follow(probed: Probed, wait_s: float, tell: Callable[[str], None]) -> None:
         time.sleep(POLL_S)
     if probed.queued_s is None:
         probed.queued_s = time.monotonic() - start
+    _await_end(probed.job)
+
+
+def _await_end(job: str) -> None:
+    """Its tasks write the last of their files after they have reported."""
+    deadline = time.monotonic() + SETTLE_S
+    while (state := job_states([job]).get(job)) is not None and not state.ended and time.monotonic() < deadline:
+        time.sleep(END_POLL_S)
 
 
 def _exchange(probed: Probed) -> None:

@@ -64,6 +64,16 @@ exit $code
 """
 
 
+# auto3d, which at its end writes down the most memory that it had itself, in KiB.
+DRIVER = """
+import atexit, pathlib, re
+from launch.main import main
+status, peak = pathlib.Path("/proc/self/status"), pathlib.Path("peak")
+atexit.register(lambda: peak.write_text(re.search(r"VmHWM:\\s+(\\d+)", status.read_text())[1]))
+main()
+"""
+
+
 @dataclass(frozen=True)
 class Call:
     """Of one of SLURM's commands."""
@@ -91,7 +101,7 @@ class Commands:
     def run(self, what: str, *arguments: str) -> str:
         """Add the row called ``what``; returns what the command printed."""
         self._log.write_text("")
-        command = ["timeout", str(LIMIT_S), sys.executable, "-m", "launch.main", *arguments]
+        command = ["timeout", str(LIMIT_S), sys.executable, "-c", DRIVER, *arguments]
         begin = perf_counter()
         with (self._folder / "output").open("w+") as output:
             process = subprocess.Popen(
@@ -103,7 +113,8 @@ class Commands:
             printed = output.read()
         if code:
             raise SystemExit(f"auto3d {' '.join(arguments)}: exit code {os.waitstatus_to_exitcode(code)}\n{printed}")
-        figures = [f"{seconds:.1f}", f"{used.ru_utime + used.ru_stime:.1f}", f"{used.ru_maxrss / 1024:.0f}"]
+        peaks = [int((self._folder / "peak").read_text()), used.ru_maxrss]  # KiB: its own, and of all its children
+        figures = [f"{seconds:.1f}", f"{used.ru_utime + used.ru_stime:.1f}", *(f"{peak / 1024:.0f}" for peak in peaks)]
         self.rows.append([what, *figures, self._calls()])
         print(*self.rows[-1], flush=True)
         return printed
@@ -147,7 +158,14 @@ def main() -> None:
         return
     with TemporaryDirectory() as folder:
         rows = measure(SlurmCluster(Path(ALIAS.read_text().strip())), Path(folder))
-    heads = ["command", "s", "processor s", "peak MiB", "calls of SLURM's commands (mean s of one)"]
+    heads = [
+        "command",
+        "s",
+        "processor s",
+        "driver's peak MiB",
+        "largest process",
+        "calls of SLURM's commands (mean s of one)",
+    ]
     print(tabulate(rows, heads, tablefmt="github", disable_numparse=True))
     print(f"\n{len(os.sched_getaffinity(0))} cores, load average {os.getloadavg()[1]:.1f}")
 

@@ -21,7 +21,6 @@ from pathlib import Path
 from safetensors.torch import load_file
 from tabulate import tabulate
 
-from auto3d.runtime.checkpoint import newest
 from launch.manifest import histories
 from tests.slurm.conftest import PROGRAM, SlurmCluster, found_cluster, wait_for
 from tests.slurm.sweeps import Sweeps, ranks_on
@@ -32,9 +31,9 @@ FILE = Path("results/slurm/faults.md")
 RESUMES = 3  # at most; then it is not as it should be
 DRIVER_S = 400  # a driver that has not ended by then hangs
 SWEEP = ["search.micro_batch_size=[2,4]", "measure.iterations=1000", "training.timeout_s=10"]
-ITERATIONS, EVERY = 2000, 500
-TRAINING = ["plan.pp=2", "plan.micro_batch_size=4", "training.timeout_s=10"]
-TRAINING += [f"training.iterations={ITERATIONS}", f"training.checkpoint_every={EVERY}"]
+ITERATIONS, EVERY = 2000, 500  # of a training
+LONG = 20_000  # SLURM looks at the limits of jobs twice a minute
+TRAINING = ["plan.pp=2", "plan.micro_batch_size=4", "training.timeout_s=10", f"training.checkpoint_every={EVERY}"]
 HERE = ["launch.executor=local", "cluster.nodes=1", "cluster.devices_per_node=2"]
 HEADING = """\
 # Faults in sweeps and trainings on SLURM
@@ -43,7 +42,7 @@ HEADING = """\
     .venv/bin/python -m tests.slurm.faults
 
 On the development cluster: four nodes of one machine, Debian's SLURM. A sweep of two trials on two nodes each, or a
-training on two nodes with a checkpoint every {every} of {iterations} iterations, is struck at a random moment while its
+training on two nodes with a checkpoint every {every} iterations, is struck at a random moment while its
 ranks iterate. Then `auto3d resume` is called until it says that all is done. As it should be: no command hangs; what it
 says before is true; at last each trial is ok, also by the manifest, and only what was lost was submitted again; no job
 is left; and what a training has learnt is, to the bit, what it learns undisturbed.
@@ -51,12 +50,16 @@ is left; and what a training has learnt is, to the bit, what it learns undisturb
 
 
 class Struck(Sweeps):
-    """A sweep or a training that is under way."""
+    """A sweep that is under way, or a training of so many ``iterations``."""
 
-    training = False
+    def __init__(self, cluster: SlurmCluster, folder: Path, iterations: int | None) -> None:
+        super().__init__(cluster, folder)
+        self.iterations = iterations
 
     def command(self) -> list[str]:
-        return ["train", *TRAINING] if self.training else ["sweep", *SWEEP]
+        if self.iterations is None:
+            return ["sweep", *SWEEP]
+        return ["train", *TRAINING, f"training.iterations={self.iterations}"]
 
     @property
     def job_state(self) -> str:
@@ -76,12 +79,8 @@ class Struck(Sweeps):
         with suppress(AssertionError):  # it has started
             self.cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now", *changes)
 
-    def saved(self) -> int:
-        folder = next(self.folder.glob("runs/own/checkpoints/train-*"), None)
-        return (newest(folder) if folder else None) or 0
-
     def state(self) -> dict:
-        files = self.folder.glob(f"runs/own/checkpoints/train-*/iteration-{ITERATIONS:08d}/*.safetensors")
+        files = self.folder.glob(f"runs/own/checkpoints/train-*/iteration-{self.iterations:08d}/*.safetensors")
         return {name: tensor for file in sorted(files) for name, tensor in load_file(file).items()}
 
 
@@ -157,7 +156,7 @@ def time_is_over(struck: Struck, driver: subprocess.Popen, node: str) -> None:
 @dataclass(frozen=True)
 class Fault:
     strike: Callable[[Struck, subprocess.Popen, str], None]
-    training: bool
+    iterations: int | None = None  # of a training; none: it is a sweep
     says: set[str] = field(default_factory=lambda: {"ok"})  # statuses of trials when the driver has ended by itself
 
     @property
@@ -166,20 +165,20 @@ class Fault:
         return len(self.says & {"failed", "timeout"})
 
     def __str__(self) -> str:
-        return f"{'training' if self.training else 'sweep'}: {self.strike.__name__.replace('_', ' ')}"
+        return f"{'training' if self.iterations else 'sweep'}: {self.strike.__name__.replace('_', ' ')}"
 
 
-BOTH = (False, True)
+BOTH = (None, ITERATIONS)
 LOST = {"ok", "failed"}
 UNTOLD = {"ok", ""}  # the driver ended before the trial
 FAULTS = [
-    *(Fault(strike, training, LOST) for strike in (rank_killed, task_killed, job_cancelled) for training in BOTH),
-    *(Fault(strike, training, UNTOLD) for strike in (driver_killed, driver_interrupted) for training in BOTH),
-    *(Fault(strike, training) for strike in (preempted, node_killed, controller_killed) for training in BOTH),
-    Fault(link_cut, False, {"ok", "failed", "timeout"}),
-    Fault(accounting_killed, False, LOST),
-    Fault(manifest_torn, False, UNTOLD),
-    Fault(time_is_over, True),
+    *(Fault(strike, kind, LOST) for strike in (rank_killed, task_killed, job_cancelled) for kind in BOTH),
+    *(Fault(strike, kind, UNTOLD) for strike in (driver_killed, driver_interrupted) for kind in BOTH),
+    *(Fault(strike, kind) for strike in (preempted, node_killed, controller_killed) for kind in BOTH),
+    Fault(link_cut, says={"ok", "failed", "timeout"}),
+    Fault(accounting_killed, says=LOST),
+    Fault(manifest_torn, says=UNTOLD),
+    Fault(time_is_over, LONG),
 ]
 
 
@@ -198,8 +197,7 @@ def strike(cluster: SlurmCluster, fault: Fault, seed: int) -> End:
     chance = random.Random(f"{fault} {seed}")
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="auto3d-faults-") as folder:
-        struck = Struck(cluster, Path(folder))
-        struck.training = fault.training
+        struck = Struck(cluster, Path(folder), fault.iterations)
         wrong: list[str] = []
         driver = struck.start(*struck.command())
         try:
@@ -259,7 +257,7 @@ def _look(struck: Struck, fault: Fault) -> list[str]:
     """What is not as it should be at last."""
     known = histories(struck.entries())
     starts = sum(struck.starts())
-    trials = 1 if struck.training else 2
+    trials = 1 if struck.iterations else 2
     checks = {
         f"statuses {_statuses(struck)}": _all_ok(struck),
         f"{len(known)} trials": len(known) == trials,
@@ -267,19 +265,19 @@ def _look(struck: Struck, fault: Fault) -> list[str]:
         "not all are in the manifest as ok": all(one.last.told == "ok" for one in known.values()),
         "a job is left": _comes(lambda: not struck.cluster.run("squeue", "--noheader")),
     }
-    if struck.training:
-        expected, state = undisturbed(struck.cluster), struck.state()
+    if struck.iterations:
+        expected, state = undisturbed(struck.cluster, struck.iterations), struck.state()
         same = state.keys() == expected.keys() and all(state[name].equal(one) for name, one in expected.items())
         checks["it did not learn what it learns undisturbed"] = same
     return [wrong for wrong, fine in checks.items() if not fine]
 
 
 @cache
-def undisturbed(cluster: SlurmCluster) -> dict:
+def undisturbed(cluster: SlurmCluster, iterations: int) -> dict:
     """What the training leaves on this machine."""
     with tempfile.TemporaryDirectory(prefix="auto3d-faults-") as folder:
-        here = Struck(cluster, Path(folder))
-        here.auto3d("train", *TRAINING, *HERE)
+        here = Struck(cluster, Path(folder), iterations)
+        here.auto3d(*here.command(), *HERE)
         return here.state()
 
 
@@ -296,7 +294,7 @@ def main() -> None:
         rows.append((fault, f"{good} of {times}", *figures))
         print(fault, "; ".join(wrong) or "as it should be", *figures, file=sys.stderr, flush=True)
     heads = ["fault", "as it should be", "most submissions", "most resumes", "longest, s"]
-    text = HEADING.format(every=EVERY, iterations=ITERATIONS)
+    text = HEADING.format(every=EVERY)
     text += f"\n{times * len(FAULTS)} faults:\n\n{tabulate(rows, heads, tablefmt='github', floatfmt='.0f')}\n"
     FILE.parent.mkdir(parents=True, exist_ok=True)
     FILE.write_text(text)
