@@ -4,11 +4,12 @@ import os
 import resource
 import signal
 import sys
-from concurrent.futures import Executor, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import asdict
 from math import prod
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from time import perf_counter
 from typing import Any
 
@@ -27,10 +28,10 @@ class PlanningModel:
     """A recipe's model as planning sees it: Graphs and their sharding, without the program that a run needs.
 
     What the cache holds is not captured, and torch is then never imported. ``fresh``: capture all the same.
-    ``elsewhere``: processes that capture it instead of this one.
+    What is not there is captured here, or ``elsewhere``.
     """
 
-    def __init__(self, recipe: LoadedRecipe, *, fresh: bool = False, elsewhere: Executor | None = None) -> None:
+    def __init__(self, recipe: LoadedRecipe, *, fresh: bool = False, elsewhere: "Elsewhere | None" = None) -> None:
         self._recipe = recipe
         self._cache = Cache()
         self._fresh = fresh
@@ -44,7 +45,7 @@ class PlanningModel:
             return found
         self.captured = True
         if self._elsewhere is not None:
-            return _graph_from(self._elsewhere, self._recipe, micro_batch_size)
+            return self._elsewhere.graph(self._recipe, micro_batch_size)
         from launch.model import captured_model
 
         found = captured_model(self._recipe, micro_batch_size).graph
@@ -70,28 +71,59 @@ class PlanningModel:
         return {"model": model, "data": data, "where": where, **what}
 
 
-def capturing_elsewhere() -> Executor:
-    """A process that captures and then ends: what torch and a model take there, a driver need not hold for days."""
-    # Not forked, for whoever shows progress has threads. Ctrl-C is the driver's business.
-    return ProcessPoolExecutor(1, get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_IGN))
+class Elsewhere:
+    """A process that captures models, and ends: what torch and a model take there, a driver need not hold for days.
+
+    It starts when it is first needed. A context manager: at the end of the ``with`` it is gone.
+    """
+
+    def __init__(self) -> None:
+        self._process: BaseProcess | None = None
+        self._pipe: Connection | None = None
+
+    def __enter__(self) -> "Elsewhere":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+
+    def graph(self, recipe: LoadedRecipe, micro_batch_size: int) -> Graph:
+        """The Graph of the recipe's model; raises InputError where it cannot be captured."""
+        if self._process is None:
+            self._start()
+        self._pipe.send((recipe, micro_batch_size))
+        try:
+            content, problem = self._pipe.recv()
+        except EOFError:
+            problem = "model: the process that captured it was killed, as the kernel does when memory runs out"
+        if problem:
+            raise InputError(problem)
+        return graph_from_json(content)
+
+    def _start(self) -> None:
+        context = get_context("spawn")  # not fork, for whoever shows progress has threads
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_capture_all, args=(theirs,), daemon=True)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # it inherits this: Ctrl-C is the driver's business
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        theirs.close()
 
 
-def _graph_from(elsewhere: Executor, recipe: LoadedRecipe, micro_batch_size: int) -> Graph:
-    try:
-        content, problem = elsewhere.submit(_capture, recipe, micro_batch_size).result()
-    except BrokenProcessPool:
-        problem = "model: the process that captured it was killed, as the kernel does when memory runs out"
-    if problem:
-        raise InputError(problem)
-    return graph_from_json(content)
-
-
-def _capture(recipe: LoadedRecipe, micro_batch_size: int) -> tuple[Any, str]:
-    """The Graph, or why there is none. The cache is written here, for it notes which sources were read."""
-    try:
-        return graph_to_json(PlanningModel(recipe, fresh=True).graph(micro_batch_size)), ""
-    except InputError as error:
-        return None, str(error)
+def _capture_all(pipe: Connection) -> None:
+    """The life of that process. It writes to the cache itself, which notes the sources that were read."""
+    with suppress(EOFError, BrokenPipeError):  # the driver is gone
+        while True:
+            recipe, micro_batch_size = pipe.recv()
+            try:
+                answer = graph_to_json(PlanningModel(recipe, fresh=True).graph(micro_batch_size)), ""
+            except InputError as error:
+                answer = None, str(error)
+            pipe.send(answer)
 
 
 def default_micro_batch_size(recipe: LoadedRecipe) -> int:

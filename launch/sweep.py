@@ -11,7 +11,7 @@ from types import MappingProxyType
 from auto3d.runtime.measurement import Measurement
 from auto3d.schedule import samples_at_once
 from launch import candidates, slurm
-from launch.capture import PlanningModel, capturing_elsewhere
+from launch.capture import Elsewhere, PlanningModel
 from launch.executor import check_reachable, on_slurm
 from launch.recipe import LoadedRecipe
 from launch.sbatch import check_launch
@@ -33,7 +33,7 @@ class Sweep:
 
 def sweep_of(recipe: LoadedRecipe) -> Sweep:
     """The trials of ``recipe``."""
-    with capturing_elsewhere() as elsewhere:
+    with Elsewhere() as elsewhere:
         graph_at = cache(PlanningModel(recipe, elsewhere=elsewhere).graph)
         found = candidates.find(recipe, graph_at)
     left_out = sum(candidate.reason == candidates.left_out(recipe) for candidate in found)

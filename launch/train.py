@@ -112,7 +112,7 @@ def run_training(
             state=state,
             checkpoints=checkpoints,
             asked_to_end=lambda: bool(asked),
-            on_iteration=lambda iteration, result: reported(world, report, iteration, result),
+            on_iteration=reported(world, report, settings),
         )
 
     if world is not None:

@@ -12,6 +12,7 @@ from auto3d.plan import Plan
 from auto3d.runtime.checkpoint import Checkpoints
 from auto3d.runtime.executor import IterationResult
 from auto3d.runtime.measurement import Environment, Measurement, Status
+from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.training import TrainingResult, train
 from auto3d.runtime.world import World
 from auto3d.schedule import samples_at_once
@@ -42,10 +43,14 @@ def run_trial(recipe_file: str, plan_file: str, measurement_file: str, *, module
 IterationReport = tuple[int, float | None, float]  # its number from 0, loss (none: emulated) and seconds
 
 
-def reported(world: World, report: Report, iteration: int, result: IterationResult) -> None:
-    """Have rank 0 tell its parent of an iteration."""
-    if world.rank == 0:
-        report((iteration, result.loss, result.seconds))
+def reported(world: World, report: Report, settings: TrainingSettings) -> Callable[[int, IterationResult], None]:
+    """What has rank 0 tell its parent of each iteration."""
+
+    def tell(iteration: int, result: IterationResult) -> None:
+        if world.rank == 0:
+            report((iteration, None if settings.emulation else result.loss, result.seconds))
+
+    return tell
 
 
 @dataclass(frozen=True)
@@ -56,12 +61,12 @@ class Training:
     asked_to_end: Callable[[], bool]  # also of the ranks: no signal but SIGKILL ends them
     on_report: Callable[[IterationReport], None]
 
-    def arguments(self, world: World, report: Report) -> dict[str, Any]:
+    def arguments(self, world: World, report: Report, settings: TrainingSettings) -> dict[str, Any]:
         """Further ones of ``train``."""
         return {
             "checkpoints": self.checkpoints,
             "asked_to_end": self.asked_to_end,
-            "on_iteration": lambda iteration, result: reported(world, report, iteration, result),
+            "on_iteration": reported(world, report, settings),
         }
 
     def done(self, recipe: LoadedRecipe, measurement: Measurement) -> bool:
@@ -102,7 +107,7 @@ def measure(
         state = initial_weights(recipe, captured.graph)
 
         def run(world: World, report: Report) -> tuple[TrainingResult, Environment]:
-            more = training.arguments(world, report) if training else {}
+            more = training.arguments(world, report, settings) if training else {}
             result = train(captured, plan, settings, data, world, state=state, **more)
             return result, Environment.here(settings.device)
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -32,6 +33,15 @@ def start_sweep(folder: Path, *arguments: str) -> subprocess.Popen:
         text=True,
         start_new_session=True,
     )
+
+
+def controllers_below(pid: int) -> list[psutil.Process]:
+    """Of trials; not the process that captures the model before them."""
+    found = []
+    for process in processes_below(pid):
+        with suppress(psutil.NoSuchProcess):
+            found += [process] * ("submitit.local._local" in process.cmdline())
+    return found
 
 
 def processes_below(pid: int) -> list[psutil.Process]:
@@ -144,7 +154,7 @@ def test_an_interrupted_sweep_leaves_no_process(folder, how, when):
     if when == "running":
         two_ranks_at_work(sweep)
     else:
-        wait_until(lambda: processes_below(sweep.pid), "the first trial's controller")
+        wait_until(lambda: controllers_below(sweep.pid), "the first trial's controller")
     everything = processes_below(sweep.pid)
     ENDS[how](sweep)
     output, _ = sweep.communicate(timeout=30)

@@ -172,12 +172,12 @@ BOTH = (None, ITERATIONS)
 LOST = {"ok", "failed"}
 UNTOLD = {"ok", ""}  # the driver ended before the trial
 FAULTS = [
-    *(Fault(strike, kind, LOST) for strike in (rank_killed, task_killed, job_cancelled) for kind in BOTH),
-    *(Fault(strike, kind, UNTOLD) for strike in (driver_killed, driver_interrupted) for kind in BOTH),
+    *(Fault(rank_killed, kind, LOST) for kind in BOTH),
+    *(Fault(driver_killed, kind, UNTOLD) for kind in BOTH),
     *(Fault(strike, kind) for strike in (preempted, node_killed, controller_killed) for kind in BOTH),
+    *(Fault(strike, says=LOST) for strike in (task_killed, job_cancelled, accounting_killed)),
+    *(Fault(strike, says=UNTOLD) for strike in (driver_interrupted, manifest_torn)),
     Fault(link_cut, says={"ok", "failed", "timeout"}),
-    Fault(accounting_killed, says=LOST),
-    Fault(manifest_torn, says=UNTOLD),
     Fault(time_is_over, LONG),
 ]
 
