@@ -110,7 +110,11 @@ def submit(
     with interrupts_noted() as interrupted, manifest.decided_alone():
         jobs = {trial: "" for trial in pending if trial.measurement() != known.get(trial)}
         left = [trial for trial in pending if trial not in jobs]
-        jobs |= _on_their_way(manifest, left)
+        under_way = _on_their_way(manifest, left)
+        over = [job for trial, job in under_way.items() if trial in known]
+        if over:  # of a node that died after its trial had failed: SLURM queues them again, for nothing
+            cancel(over)
+        jobs |= {trial: job for trial, job in under_way.items() if trial not in known}
         starts = starts_of(recipe)
         new = [trial for trial in left if trial not in jobs]
         for submission in submissions(recipe, new, starts):
