@@ -44,6 +44,12 @@ def controllers_below(pid: int) -> list[psutil.Process]:
     return found
 
 
+def trial_of(pid: int) -> list[psutil.Process]:
+    """All processes of the trial that a sweep runs; beside them it has one of Python's own, which ends soon after it."""
+    (controller,) = controllers_below(pid)
+    return [controller, *processes_below(controller.pid)]
+
+
 def processes_below(pid: int) -> list[psutil.Process]:
     try:
         return psutil.Process(pid).children(recursive=True)
@@ -102,11 +108,11 @@ def test_a_sweep_survives_killed_and_hung_ranks_and_interrupts_and_runs_nothing_
     space = ["search.micro_batch_size=[2,4,8]", "measure.iterations=800"]  # long enough to be hit in an iteration
     sweep = start_sweep(folder, *space, "training.timeout_s=4")
     ranks = two_ranks_at_work(sweep)
-    everything = processes_below(sweep.pid)
+    everything = trial_of(sweep.pid)
     ranks[0].send_signal(signal.SIGKILL)
     wait_until(lambda: gone(everything), "the trial of the killed rank to be gone", timeout_s=15)
     two_ranks_at_work(sweep)
-    everything = processes_below(sweep.pid)
+    everything = trial_of(sweep.pid)
     sweep.terminate()
     output, _ = sweep.communicate(timeout=30)
     assert sweep.returncode == 130, output
