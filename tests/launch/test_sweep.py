@@ -45,7 +45,7 @@ def controllers_below(pid: int) -> list[psutil.Process]:
 
 
 def trial_of(pid: int) -> list[psutil.Process]:
-    """All processes of the trial that a sweep runs; beside them it has one of Python's own, which ends soon after it."""
+    """All processes of the trial that a sweep runs. The sweep has one more, Python's own, which ends after it."""
     (controller,) = controllers_below(pid)
     return [controller, *processes_below(controller.pid)]
 
