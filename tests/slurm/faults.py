@@ -30,7 +30,7 @@ TIMES = 2
 FILE = Path("results/slurm/faults.md")
 RESUMES = 3  # at most; then it is not as it should be
 DRIVER_S = 400  # a driver that has not ended by then hangs
-SWEEP = ["search.micro_batch_size=[2,4]", "measure.iterations=1000", "training.timeout_s=10"]
+SWEEP = ["search.micro_batch_size=[2,4]", "measure.iterations=2000", "training.timeout_s=10"]
 ITERATIONS, EVERY = 2000, 500  # of a training
 LONG = 20_000  # SLURM looks at the limits of jobs twice a minute
 TRAINING = ["plan.pp=2", "plan.micro_batch_size=4", "training.timeout_s=10", f"training.checkpoint_every={EVERY}"]
@@ -72,10 +72,15 @@ class Struck(Sweeps):
                     os.kill(pid, signal.SIGKILL)
 
     def start_queued_at_once(self, *changes: str) -> None:
-        """Once SLURM has sent the job back to the queue."""
+        """Once SLURM has sent the job back to the queue, unless it was over by then."""
         job = self.job()
         shown = ["scontrol", "show", "job", job]
-        wait_for("the job to be requeued", lambda: "Restarts=0" not in self.cluster.run(*shown), timeout_s=200)
+
+        def requeued_or_over() -> bool:
+            told = self.cluster.run(*shown)
+            return "Restarts=0" not in told or "JobState=COMPLETED" in told
+
+        wait_for("the job to be requeued", requeued_or_over, timeout_s=200)
         with suppress(AssertionError):  # it has started
             self.cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now", *changes)
 
@@ -204,9 +209,10 @@ def strike(cluster: SlurmCluster, fault: Fault, seed: int) -> End:
             nodes = struck.running_on()
             time.sleep(chance.uniform(0, 2))
             fault.strike(struck, driver, chance.choice(nodes))
-            output = _ending(driver)
-            if output is None:
+            if _ending(driver) is None:
                 wrong.append(f"the driver did not end within {DRIVER_S} s")
+        except AssertionError as error:
+            wrong.append(str(error).splitlines()[0])
         finally:
             driver.kill()
             cluster.run(*PROGRAM, "up", timeout_s=120)
