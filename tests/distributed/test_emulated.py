@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from auto3d.capture.model import CapturedModel, capture
 from auto3d.partition.uniform import uniform
 from auto3d.plan import Plan
-from auto3d.runtime import emulation as emulation_module
+from auto3d.runtime import emulated
 from auto3d.runtime.emulated import DeviceClock
 from auto3d.runtime.emulation import Emulation
 from auto3d.runtime.memory import PeakMemory
@@ -62,7 +62,7 @@ class Noting(DeviceClock):
 def run_noting(world, model: str, plan, settings: TrainingSettings) -> tuple[list, list[float]]:
     """Results of two iterations, and how long each piece of work of the first was."""
     join(world, device=torch.device("cpu"), timeout_s=60)
-    emulation_module.DeviceClock, Noting.noted = Noting, []
+    emulated.DeviceClock, Noting.noted = Noting, []
     try:
         rank = build_rank(captured(model, samples_at_once(plan)), plan, settings, MODELS[model][1], world)
         (first,) = rank.executor.run(rank.programs[0], 0)
@@ -71,7 +71,7 @@ def run_noting(world, model: str, plan, settings: TrainingSettings) -> tuple[lis
         assert not rank.buffers
         return [first, *rank.executor.run(rank.programs[1], 1)], noted
     finally:
-        emulation_module.DeviceClock = DeviceClock
+        emulated.DeviceClock = DeviceClock
         leave()
 
 
