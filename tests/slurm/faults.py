@@ -78,7 +78,8 @@ class Struck(Sweeps):
 
         def requeued_or_over() -> bool:
             told = self.cluster.run(*shown)
-            return "Restarts=0" not in told or "JobState=COMPLETED" in told
+            # A trial that ends in its grace leaves a job that was PREEMPTED.
+            return "Restarts=0" not in told or "JobState=COMPLETED" in told or "JobState=PREEMPTED" in told
 
         wait_for("the job to be requeued", requeued_or_over, timeout_s=200)
         with suppress(AssertionError):  # it has started
