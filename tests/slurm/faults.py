@@ -224,6 +224,8 @@ def strike(cluster: SlurmCluster, fault: Fault, seed: int) -> End:
             resumes += 1
             struck.cluster.run(*_resume(), timeout_s=DRIVER_S, cwd=struck.folder, code=None)
         wrong += _look(struck, fault)
+        for partition in ("low", "high"):
+            cluster.run("scancel", f"--partition={partition}")  # what was left is told, and must not be told twice
         return End(wrong, sum(struck.starts()), resumes, time.monotonic() - started)
 
 
@@ -232,8 +234,8 @@ def _resume() -> list[str]:
 
 
 def _comes(true: Callable[[], bool]) -> bool:
-    """Whether it is so within half a minute."""
-    deadline = time.monotonic() + 30
+    """Whether it is so within two minutes: a job whose end no controller heard is told of again that late."""
+    deadline = time.monotonic() + 120
     while not (known := true()) and time.monotonic() < deadline:
         time.sleep(0.5)
     return known
