@@ -110,11 +110,8 @@ def submit(
     with interrupts_noted() as interrupted, manifest.decided_alone():
         jobs = {trial: "" for trial in pending if trial.measurement() != known.get(trial)}
         left = [trial for trial in pending if trial not in jobs]
-        under_way = _on_their_way(manifest, left)
-        over = [job for trial, job in under_way.items() if trial in known]
-        if over:  # of a node that died after its trial had failed: SLURM queues them again, for nothing
-            cancel(over)
-        jobs |= {trial: job for trial, job in under_way.items() if trial not in known}
+        _cancel_queued_again(manifest, [trial for trial in left if trial in known])
+        jobs |= _on_their_way(manifest, [trial for trial in left if trial not in known])
         starts = starts_of(recipe)
         new = [trial for trial in left if trial not in jobs]
         for submission in submissions(recipe, new, starts):
@@ -126,6 +123,15 @@ def submit(
             if interrupted():
                 raise KeyboardInterrupt
     return jobs
+
+
+def _cancel_queued_again(manifest: Manifest, ended: Sequence[Trial]) -> None:
+    """Cancel jobs that SLURM queues again, since a node died, though their trials had ended: else these ran twice."""
+    known = histories(manifest.entries())
+    jobs = [known[trial.name].last.job for trial in ended if trial.name in known]
+    states = job_states([job for job in jobs if job])
+    if queued := [job for job, state in states.items() if not state.ended]:
+        cancel(queued)
 
 
 def on_their_way(recipe: LoadedRecipe, trials: Sequence[Trial]) -> dict[Trial, str]:
