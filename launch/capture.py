@@ -134,7 +134,6 @@ def print_capture(
     recipe: LoadedRecipe, *, micro_batch_size: int | None, subgraphs: int | None, fresh: bool, as_json: bool
 ) -> None:
     """Capture and shard the recipe's model, and print its figures."""
-
     begin = perf_counter()
     model = PlanningModel(recipe, fresh=fresh)
     graph = model.graph(micro_batch_size or default_micro_batch_size(recipe))

@@ -5,7 +5,7 @@ The tasks tell each other how they ended by files in the trial's folder, which a
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,16 +15,15 @@ from rich.console import Console
 
 from auto3d.errors import InputError
 from auto3d.plan import Plan
-from auto3d.runtime.checkpoint import Checkpoints
 from auto3d.runtime.measurement import Status
 from launch.diagnosis import Failure, likelihood
 from launch.ending import Asked, asked_by_slurm, await_end
 from launch.job import nodes_needed
 from launch.progress import training_progress
 from launch.ranks import GRACE_S, Outcome, Share
-from launch.recipe import load
+from launch.recipe import LoadedRecipe, load
 from launch.store import write_whole
-from launch.trial import Training, measure
+from launch.trial import IterationReport, Training, measure
 
 POLL_S = 0.1
 FILES_S = 10.0  # beside the grace of the ranks, until a file that one node wrote is seen by another
@@ -59,7 +58,7 @@ def run_trial_on_nodes(recipe_file: str, plan_file: str, measurement_file: str, 
     A job that SLURM sends back to the queue starts again, for a trial is short.
     """
     asked = asked_by_slurm()
-    _run_on_nodes(recipe_file, plan_file, measurement_file, modules, asked)
+    _run_on_nodes(replace(load(recipe_file), folder=Path(modules)), plan_file, measurement_file, asked)
 
 
 def run_training_on_nodes(
@@ -71,25 +70,23 @@ def run_training_on_nodes(
     job queued again.
     """
     asked = asked_by_slurm()
-    values = load(recipe_file).values.training
-    with training_progress(Console(), values.iterations) as on_report:
-        kept = Checkpoints(folder=Path(checkpoints), every=values.checkpoint_every)
-        training = Training(kept, asked_to_end=lambda: bool(asked), on_report=on_report)
-        _run_on_nodes(recipe_file, plan_file, measurement_file, modules, asked, training)
+    recipe = replace(load(recipe_file), folder=Path(modules))
+    training = Training.of(recipe, Path(checkpoints), asked_to_end=lambda: bool(asked))
+    with training_progress(Console(), recipe.values.training.iterations) as on_report:
+        _run_on_nodes(recipe, plan_file, measurement_file, asked, training, on_report)
 
 
 def _run_on_nodes(
-    recipe_file: str,
+    recipe: LoadedRecipe,
     plan_file: str,
     measurement_file: str,
-    modules: str,
     asked: Asked,
     training: Training | None = None,
+    on_report: Callable[[IterationReport], None] = lambda report: None,
 ) -> None:
     if Path(measurement_file).exists():  # it was written just before SLURM sent the job back to the queue
         return
     task = task_of()
-    recipe = replace(load(recipe_file), folder=Path(modules))
     plan = Plan.from_json(Path(plan_file).read_bytes())
     folder = Path(measurement_file).resolve().parent
     per_node = recipe.values.cluster.devices_per_node
@@ -99,7 +96,9 @@ def _run_on_nodes(
 
     share = Share(ranks, task.meeting_point) if task.count > 1 else None
     others = _Others(folder, task, recipe.values.training.timeout_s + GRACE_S + FILES_S)
-    measurement = measure(recipe, plan, folder, share=share, of_all=others.outcome, training=training)
+    measurement = measure(
+        recipe, plan, folder, share=share, of_all=others.outcome, training=training, on_report=on_report
+    )
     ended_early = measurement.status is Status.OK and training is not None and not training.done(recipe, measurement)
     if ended_early or (asked and measurement.status is not Status.OK):
         # Ranks that SLURM's signal ended say nothing of the job's end, and those that left a checkpoint are not done.

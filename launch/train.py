@@ -15,7 +15,7 @@ from rich.console import Console
 from auto3d.capture.model import CapturedModel
 from auto3d.errors import InputError
 from auto3d.plan import Plan, PlanError
-from auto3d.runtime.checkpoint import Checkpoints, newest
+from auto3d.runtime.checkpoint import newest
 from auto3d.runtime.measurement import Measurement, Status
 from auto3d.runtime.out_of_memory import OutOfMemoryError
 from auto3d.runtime.rank import check_plan
@@ -38,7 +38,7 @@ from launch.schema import PlanRecipe, Recipe
 from launch.settings import cluster, training_settings
 from launch.store import Trial, manifest_of, training_of, write_command
 from launch.sweep import check_place, run_trials
-from launch.trial import reported
+from launch.trial import Training
 from launch.watcher import Watcher
 
 
@@ -95,25 +95,17 @@ def run_training(
     ``fresh``.
     """
     training = planned(recipe, plan_file, console, world)
-    settings, checkpoints = training.settings, _checkpoints(recipe, training)
+    settings = training.settings
     data = data_settings(recipe.values)
     state = initial_weights(recipe, training.captured.graph)
     if not _is_left(recipe, training, fresh=fresh, console=console if world is None or world.rank == 0 else None):
         return 0
     asked = asked_by_slurm() if world is not None and in_a_job() else None
+    whole = Training.of(recipe, training.trial.checkpoints, asked_to_end=lambda: bool(asked))
 
     def run(world: World, report: Report) -> TrainingResult:
-        return train(
-            training.captured,
-            training.plan,
-            settings,
-            data,
-            world,
-            state=state,
-            checkpoints=checkpoints,
-            asked_to_end=lambda: bool(asked),
-            on_iteration=reported(world, report, settings),
-        )
+        more = whole.arguments(world, report, settings)
+        return train(training.captured, training.plan, settings, data, world, state=state, **more)
 
     if world is not None:
         try:
@@ -169,10 +161,6 @@ def run_as_job(
         return _ended_badly(console, measurement.status, measurement.error)
     on_result(_record(measurement, training.plan, recipe.values))
     return 0
-
-
-def _checkpoints(recipe: LoadedRecipe, training: PlannedTraining) -> Checkpoints:
-    return Checkpoints(folder=training.trial.checkpoints, every=recipe.values.training.checkpoint_every)
 
 
 def _is_left(recipe: LoadedRecipe, training: PlannedTraining, *, fresh: bool, console: Console | None) -> bool:

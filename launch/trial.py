@@ -43,31 +43,26 @@ def run_trial(recipe_file: str, plan_file: str, measurement_file: str, *, module
 IterationReport = tuple[int, float | None, float]  # its number from 0, loss (none: emulated) and seconds
 
 
-def reported(world: World, report: Report, settings: TrainingSettings) -> Callable[[int, IterationResult], None]:
-    """What has rank 0 tell its parent of each iteration."""
-
-    def tell(iteration: int, result: IterationResult) -> None:
-        if world.rank == 0:
-            report((iteration, None if settings.emulation else result.loss, result.seconds))
-
-    return tell
-
-
 @dataclass(frozen=True)
 class Training:
     """What makes a run the recipe's whole training, where a trial is a few of its iterations."""
 
     checkpoints: Checkpoints
     asked_to_end: Callable[[], bool]  # also of the ranks: no signal but SIGKILL ends them
-    on_report: Callable[[IterationReport], None]
+
+    @staticmethod
+    def of(recipe: LoadedRecipe, folder: Path, asked_to_end: Callable[[], bool]) -> "Training":
+        """With its checkpoints in ``folder``."""
+        return Training(Checkpoints(folder=folder, every=recipe.values.training.checkpoint_every), asked_to_end)
 
     def arguments(self, world: World, report: Report, settings: TrainingSettings) -> dict[str, Any]:
-        """Further ones of ``train``."""
-        return {
-            "checkpoints": self.checkpoints,
-            "asked_to_end": self.asked_to_end,
-            "on_iteration": reported(world, report, settings),
-        }
+        """Further ones of ``train``, by which rank 0 also tells its parent of each iteration."""
+
+        def on_iteration(iteration: int, result: IterationResult) -> None:
+            if world.rank == 0:
+                report((iteration, None if settings.emulation else result.loss, result.seconds))
+
+        return {"checkpoints": self.checkpoints, "asked_to_end": self.asked_to_end, "on_iteration": on_iteration}
 
     def done(self, recipe: LoadedRecipe, measurement: Measurement) -> bool:
         """Whether ``measurement`` has the last iteration."""
@@ -82,11 +77,12 @@ def measure(
     share: Share | None = None,
     of_all: Callable[[Outcome], Outcome] = lambda outcome: outcome,
     training: Training | None = None,
+    on_report: Callable[[IterationReport], None] = lambda report: None,
 ) -> Measurement:
     """Train under ``plan`` for the recipe's warm-up and measured iterations, or all of a ``training``.
 
     All of it runs on this machine, or a ``share`` of it; ``of_all`` makes of how that ended how all did. ``folder`` is
-    private.
+    private. ``on_report`` hears of each iteration of a training.
     """
     values = recipe.values
     warmup = 0 if training else values.measure.warmup_iterations
@@ -101,7 +97,7 @@ def measure(
     }
     limits: dict[str, Any] = {"timeout_s": values.launch.trial_timeout_s, "straggle_s": settings.timeout_s}
     if training:
-        limits |= {"timeout_s": None, "on_report": training.on_report, "ignore_sigterm": True}
+        limits |= {"timeout_s": None, "on_report": on_report, "ignore_sigterm": True}
     try:
         captured = captured_model(recipe, samples_at_once(plan))
         state = initial_weights(recipe, captured.graph)

@@ -8,9 +8,10 @@ them, and each rank reads its own. Random numbers and data follow from the itera
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from json import dumps
 from pathlib import Path
 
@@ -75,12 +76,13 @@ def save(folder: Path, state: Mapping[str, torch.Tensor], *, iteration: int, tim
     target.mkdir(mode=0o700, parents=True, exist_ok=True)
     own = {name: state[name].contiguous() for name in shares[dist.get_rank()]}
     if own:
-        _write(target / _file(dist.get_rank()), own)
+        _write(target / _file(dist.get_rank()), partial(save_file, own))
     with waiting_for("the other ranks to write their shares of the checkpoint", timeout_s):
         dist.barrier()
     if dist.get_rank() == 0:
         files = {_file(rank): names for rank, names in enumerate(shares) if names}
-        _write_last(target, Checkpoint(iteration=iteration, files=files))
+        text = dumps(asdict(Checkpoint(iteration=iteration, files=files)))
+        _write(target / "checkpoint.json", lambda file: file.write_text(text))
         _remove_before(folder, sorted(_whole(folder))[-KEPT:][0])
     with waiting_for("rank 0 to complete the checkpoint", timeout_s):
         dist.barrier()
@@ -164,23 +166,14 @@ def _read(folder: Path) -> Checkpoint | None:
     return checkpoint if checkpoint.version == VERSION else None
 
 
-def _write(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """The whole file, on the disk, or none."""
-    partial = file.with_name(f".{file.name}")
+def _write(file: Path, write: Callable[[Path], object]) -> None:
+    """What ``write`` writes: the whole file, on the disk, or none."""
+    unfinished = file.with_name(f".{file.name}")
     try:
-        save_file(dict(tensors), partial)
-        with partial.open("rb") as stream:
+        write(unfinished)
+        with unfinished.open("rb") as stream:
             os.fsync(stream.fileno())
-        partial.replace(file)
+        unfinished.replace(file)
     except (OSError, SafetensorError) as error:
-        partial.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
         raise OSError(f"{file}: a checkpoint cannot be written: {error}") from error
-
-
-def _write_last(folder: Path, checkpoint: Checkpoint) -> None:
-    partial = folder / ".checkpoint.json"
-    with partial.open("w") as stream:
-        stream.write(dumps(asdict(checkpoint)))
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(folder / "checkpoint.json")

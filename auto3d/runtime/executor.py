@@ -69,9 +69,7 @@ class Executor:
         self._program: Program | None = None  # that runs
         self._unsynced: set[Replica] = set()  # whose gradient sync has not begun since its last update
         self._updates: Counter[Replica] = Counter()  # in this program
-        self._totals: tuple[float, float, bool] | None = (
-            None  # loss, gradient norm, and whether a rank was asked to end
-        )
+        self._totals: tuple[float, float, bool] | None = None  # what _reduce_totals gave for this iteration
         self._ended = 0  # iterations of this program, on this rank
         self._ended_at = 0.0
         self._reducing: deque[tuple[dist.Work, torch.Tensor, float]] = deque()  # totals and seconds of ended iterations

@@ -34,7 +34,7 @@ from launch.costs import captured_subject, cost_model
 from launch.recipe import LoadedRecipe, load
 from launch.search import search_recipe
 from launch.settings import cluster as cluster_of
-from tests.slurm.conftest import ALIAS, PROGRAM, SlurmCluster
+from tests.slurm.conftest import PROGRAM, SlurmCluster, found_cluster
 
 FILE = Path("results/slurm/mixed.md")
 RECIPE = "mixed"
@@ -270,7 +270,7 @@ def main() -> None:
         return
     file = FILE.resolve()
     with TemporaryDirectory() as folder:
-        text = measure(SlurmCluster(Path(ALIAS.read_text().strip())), Path(folder))
+        text = measure(found_cluster(), Path(folder))
         os.chdir(file.parents[2])
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)

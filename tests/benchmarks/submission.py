@@ -18,7 +18,7 @@ from time import perf_counter
 
 from tabulate import tabulate
 
-from tests.slurm.conftest import ALIAS, PROGRAM, SlurmCluster
+from tests.slurm.conftest import SlurmCluster, found_cluster, why_no_cluster
 
 LIMIT_S = 900  # of one command
 COMMANDS = ("sinfo", "scontrol", "sbatch", "squeue", "sacct", "scancel")
@@ -152,12 +152,11 @@ def measure(cluster: SlurmCluster, folder: Path) -> list[list[str]]:
 
 
 def main() -> None:
-    status = subprocess.run([*PROGRAM, "status"], capture_output=True, text=True, timeout=120, check=False)
-    if status.returncode:
-        print(f"nothing was measured: no SLURM cluster ({(status.stderr or status.stdout).strip().splitlines()[-1]})")
+    if reason := why_no_cluster():
+        print(f"nothing was measured: {reason}")
         return
     with TemporaryDirectory() as folder:
-        rows = measure(SlurmCluster(Path(ALIAS.read_text().strip())), Path(folder))
+        rows = measure(found_cluster(), Path(folder))
     heads = [
         "command",
         "s",

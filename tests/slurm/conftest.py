@@ -65,11 +65,15 @@ def found_cluster() -> SlurmCluster:
     return SlurmCluster(Path(ALIAS.read_text().strip()))
 
 
+def why_no_cluster() -> str:
+    """Empty if one is up, and all of it runs."""
+    status = subprocess.run([*PROGRAM, "status"], capture_output=True, text=True, timeout=120, check=False)
+    return f"no SLURM cluster: {(status.stderr or status.stdout).strip()}" if status.returncode else ""
+
+
 @pytest.fixture(scope="session")
 def present_cluster() -> SlurmCluster:
-    status = subprocess.run([*PROGRAM, "status"], capture_output=True, text=True, timeout=120, check=False)
-    if status.returncode != 0:
-        reason = f"no SLURM cluster: {(status.stderr or status.stdout).strip()}"
+    if reason := why_no_cluster():
         if os.environ.get("AUTO3D_REQUIRE_SLURM"):
             pytest.fail(f"{reason} (AUTO3D_REQUIRE_SLURM is set)")
         pytest.skip(reason)
