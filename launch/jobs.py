@@ -35,33 +35,45 @@ class JobState:
 
 
 @dataclass(frozen=True)
-class Queue:
-    """Of this user's jobs, by their ids, as 123 or 123_4."""
+class Listed:
+    """One of this user's jobs as SLURM lists it."""
 
-    states: Mapping[str, JobState]
-    names: Mapping[str, str]
+    name: str
+    state: JobState
 
 
-def job_states(jobs: Collection[str]) -> dict[str, JobState]:
-    """The states of those of ``jobs`` that SLURM knows; raises SlurmError if nobody answers.
+# Jobs are given with their names, by which jobs of another cluster, or of one whose controller forgot some of them, are
+# told from those that have their numbers now.
+
+
+def job_states(jobs: Mapping[str, str]) -> dict[str, JobState]:
+    """The states of those of ``jobs``, names by ids, that SLURM knows; raises SlurmError if nobody answers.
 
     A job that accounting believes alive, but the queue does not hold, is not known: the cluster lost it.
     """
     if not jobs:
         return {}
     queue, account = _queue(), {}
-    left = [job for job in jobs if queue is None or job not in queue.states]
+    left = [job for job in jobs if queue is None or job not in queue]
     if left:
         account = _account(left)
         if account is None and queue is None:
             raise SlurmError("neither squeue nor sacct answers")
-    states = {}
-    for job in jobs:
-        if queue is not None and job in queue.states:
-            states[job] = queue.states[job]
-        elif account and job in account and (queue is None or account[job].ended):
-            states[job] = account[job]
-    return states
+        account = {job: one for job, one in (account or {}).items() if queue is None or one.state.ended}
+    return _states(jobs, {**account, **(queue or {})})
+
+
+def listed_states(jobs: Mapping[str, str]) -> dict[str, JobState]:
+    """The states of those of ``jobs`` that squeue still lists; raises SlurmError if it does not answer."""
+    if not jobs:
+        return {}
+    if (queue := _queue()) is None:
+        raise SlurmError("squeue does not answer")
+    return _states(jobs, queue)
+
+
+def _states(jobs: Mapping[str, str], listed: Mapping[str, Listed]) -> dict[str, JobState]:
+    return {job: listed[job].state for job, name in jobs.items() if job in listed and listed[job].name == name}
 
 
 def jobs_called(name: str) -> list[str]:
@@ -72,7 +84,7 @@ def jobs_called(name: str) -> list[str]:
     listed = _printed([*command, f"--name={name}"])
     if queue is None and listed is None:
         raise SlurmError("neither squeue nor sacct answers")
-    found = [] if queue is None else [job for job, called in queue.names.items() if called == name]
+    found = [] if queue is None else [job for job, one in queue.items() if one.name == name]
     return list(dict.fromkeys([*found, *(listed or "").split()]))
 
 
@@ -106,27 +118,27 @@ def why_no_accounting() -> str:
     return ""
 
 
-def _queue() -> Queue | None:
+def _queue() -> dict[str, Listed] | None:
     command = ["squeue", "--noheader", "--array", "--states=all", f"--user={os.getuid()}", "--format=%i|%T|%j|%r"]
     listed = _printed(command)
     if listed is None:
         return None
     rows = [line.split("|", 3) for line in listed.splitlines() if line.count("|") >= 3]
-    return Queue(
-        {job: JobState(state, reason) for job, state, _, reason in rows}, {job: name for job, _, name, _ in rows}
-    )
+    return {job: Listed(name, JobState(state, reason)) for job, state, name, reason in rows}
 
 
-def _account(jobs: Collection[str]) -> dict[str, JobState] | None:
+def _account(jobs: Collection[str]) -> dict[str, Listed] | None:
     from submitit.slurm.slurm import SlurmInfoWatcher  # slow to import, and mostly the queue knows
 
     whole = sorted({job.split("_")[0] for job in jobs})
-    command = ["sacct", "--allocations", "--parsable2", "--format=JobID,State,NodeList", f"--jobs={','.join(whole)}"]
-    listed = _printed(command)
+    command = ["sacct", "--allocations", "--parsable2", "--format=JobID,State,NodeList,JobName"]
+    listed = _printed([*command, f"--jobs={','.join(whole)}"])
     if listed is None:
         return None
     read = SlurmInfoWatcher().read_info(listed)
-    return {job: JobState(row["State"].split()[0]) for job, row in read.items() if row.get("State")}
+    return {
+        job: Listed(row["JobName"], JobState(row["State"].split()[0])) for job, row in read.items() if row.get("State")
+    }
 
 
 def _printed(command: Sequence[str]) -> str | None:

@@ -6,7 +6,7 @@ A line is one write under a lock, so writers do not mix; a line that a crash lef
 import fcntl
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -115,3 +115,8 @@ def histories(entries: Sequence[Entry]) -> dict[str, History]:
         started = entry.state in (State.SUBMITTED, State.STARTED)
         found[entry.trial] = History(entry, (known.starts if known else 0) + started)
     return found
+
+
+def names_of_jobs(entries: Iterable[Entry]) -> dict[str, str]:
+    """By their ids: a job is called as its submission."""
+    return {entry.job: entry.submission for entry in entries if entry.job}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from launch.jobs import cancel, job_states
+from launch.jobs import JobState, cancel, job_states
 from launch.probe import (
     ANSWER,
     FILES_S,
@@ -56,6 +56,10 @@ class Probed:
     def whole(self) -> bool:
         return len(self.reports) == self.nodes
 
+    def state(self) -> JobState | None:
+        """What SLURM says of it; none: it does not know it."""
+        return job_states({self.job: self.folder.name}).get(self.job)
+
     def logs(self) -> list[Path]:
         """What its tasks print, as far as it is seen here."""
         return sorted(self.folder.glob("*_log.*"))
@@ -94,7 +98,7 @@ def _follow(probed: Probed, wait_s: float, tell: Callable[[str], None]) -> None:
         now = time.monotonic()
         if now - asked >= STATES_S:
             asked = now
-            state = job_states([probed.job]).get(probed.job)
+            state = probed.state()
             if state is not None and (state.running or state.ended) and ran_since is None:
                 ran_since, probed.queued_s = now, now - start
             if state is not None and state.ended:
@@ -113,13 +117,13 @@ def _follow(probed: Probed, wait_s: float, tell: Callable[[str], None]) -> None:
         time.sleep(POLL_S)
     if probed.queued_s is None:
         probed.queued_s = time.monotonic() - start
-    _await_end(probed.job)
+    _await_end(probed)
 
 
-def _await_end(job: str) -> None:
+def _await_end(probed: Probed) -> None:
     """Its tasks write the last of their files after they have reported."""
     deadline = time.monotonic() + SETTLE_S
-    while (state := job_states([job]).get(job)) is not None and not state.ended and time.monotonic() < deadline:
+    while (state := probed.state()) is not None and not state.ended and time.monotonic() < deadline:
         time.sleep(END_POLL_S)
 
 

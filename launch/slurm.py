@@ -8,7 +8,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,8 +22,8 @@ from submitit.helpers import clean_env
 
 from auto3d.runtime.measurement import Measurement, Status
 from launch.job import nodes_needed, run_on_node
-from launch.jobs import JobState, cancel, job_states, jobs_called, max_array_size
-from launch.manifest import Entry, History, Manifest, State, histories
+from launch.jobs import JobState, cancel, job_states, jobs_called, listed_states, max_array_size
+from launch.manifest import Entry, History, Manifest, State, histories, names_of_jobs
 from launch.recipe import LoadedRecipe
 from launch.sbatch import check_folder, parameters, python, text
 from launch.slurm_commands import SlurmError, run
@@ -110,7 +110,7 @@ def submit(
     with interrupts_noted() as interrupted, manifest.decided_alone():
         jobs = {trial: "" for trial in pending if trial.measurement() != known.get(trial)}
         left = [trial for trial in pending if trial not in jobs]
-        _cancel_queued_again(manifest, [trial for trial in left if trial in known])
+        cancel_listed_again(recipe, [trial.name for trial in left if trial in known])
         jobs |= _on_their_way(manifest, [trial for trial in left if trial not in known])
         starts = starts_of(recipe)
         new = [trial for trial in left if trial not in jobs]
@@ -125,13 +125,18 @@ def submit(
     return jobs
 
 
-def _cancel_queued_again(manifest: Manifest, ended: Sequence[Trial]) -> None:
-    """Cancel jobs that SLURM queues again, since a node died, though their trials had ended: else these ran twice."""
-    known = histories(manifest.entries())
-    jobs = [known[trial.name].last.job for trial in ended if trial.name in known]
-    states = job_states([job for job in jobs if job])
-    if queued := [job for job, state in states.items() if not state.ended]:
-        cancel(queued)
+def cancel_listed_again(recipe: LoadedRecipe, retried: Collection[str] = ()) -> None:
+    """Cancel jobs that wait though their trials have ended, and any of trials to be ``retried``: else these ran twice.
+
+    A job is queued again where its node died after the trial's end; and a controller that dies as a job starts forgets
+    that, and holds it for ever. Raises SlurmError if SLURM does not answer.
+    """
+    last = [history.last for history in histories(manifest_of(recipe).entries()).values()]
+    ended = [entry for entry in last if entry.trial in retried or entry.state is State.ENDED]
+    again = {entry.job for entry in ended if entry.trial in retried}
+    states = listed_states(names_of_jobs(ended))
+    if left := [job for job, state in states.items() if state.waits or (job in again and not state.ended)]:
+        cancel(left)
 
 
 def on_their_way(recipe: LoadedRecipe, trials: Sequence[Trial]) -> dict[Trial, str]:
@@ -145,9 +150,9 @@ def _on_their_way(manifest: Manifest, trials: Sequence[Trial]) -> dict[Trial, st
     """The jobs of those trials that SLURM has not ended, by the manifest or, where a submission broke off, by name."""
     _find_lost(manifest, [trial.name for trial in trials])
     known = histories(manifest.entries())
-    jobs = {trial: known[trial.name].last.job for trial in trials if _has_job(known.get(trial.name))}
-    states = job_states(list(jobs.values()))
-    return {trial: job for trial, job in jobs.items() if job in states and not states[job].ended}
+    last = {trial: known[trial.name].last for trial in trials if _has_job(known.get(trial.name))}
+    states = job_states(names_of_jobs(last.values()))
+    return {trial: one.job for trial, one in last.items() if one.job in states and not states[one.job].ended}
 
 
 def _has_job(history: History | None) -> bool:
@@ -271,7 +276,8 @@ def follow(recipe: LoadedRecipe, jobs: Mapping[Trial, str], watcher: Watcher) ->
             if time.monotonic() - asked >= pause_s:
                 asked = time.monotonic()
                 try:
-                    states = job_states([one.job for one in followed.values() if one.job])
+                    names, wanted = names_of_jobs(manifest_of(recipe).entries()), {one.job for one in followed.values()}
+                    states = job_states({job: name for job, name in names.items() if job in wanted})
                     answered = time.monotonic()
                 except SlurmError as error:
                     if time.monotonic() - answered > SILENCE_S:
@@ -291,6 +297,8 @@ def follow(recipe: LoadedRecipe, jobs: Mapping[Trial, str], watcher: Watcher) ->
                 watcher.end(Ended(trial, measurement, number, len(jobs)))
             if followed:
                 time.sleep(POLL_S)
+    with suppress(SlurmError):
+        cancel_listed_again(recipe)
 
 
 def _look(recipe: LoadedRecipe, trial: Trial, one: _Followed, state: JobState | None, watcher: Watcher) -> None:

@@ -13,7 +13,7 @@ from tabulate import tabulate
 from auto3d.errors import InputError
 from launch.detach import driver_of
 from launch.jobs import JobState, cancel, job_states
-from launch.manifest import Entry, History, Manifest, State, histories
+from launch.manifest import Entry, History, Manifest, State, histories, names_of_jobs
 from launch.recipe import LoadedRecipe, load
 from launch.slurm_commands import SlurmError
 from launch.store import (
@@ -62,9 +62,9 @@ def standings(recipe: LoadedRecipe) -> list[Standing]:
     _, command = resumed(recipe)
     names = sweep.trials if command.verb == "sweep" and sweep is not None else command.trials
     measured = {name: measurement_of(recipe, name) for name in names}
-    open_jobs = [known[name].last.job for name in names if measured[name] is None and _has_job(known.get(name))]
+    unmeasured = [known[name].last for name in names if measured[name] is None and name in known]
     try:
-        states = job_states(open_jobs)
+        states = job_states(names_of_jobs(unmeasured))
     except SlurmError:
         states = None
     runs_here = in_use(recipe) or driver_of(recipe) is not None
@@ -78,10 +78,6 @@ def standings(recipe: LoadedRecipe) -> list[Standing]:
         else:
             found.append(Standing(name, _unfinished(history, states, runs_here), job, starts))
     return found
-
-
-def _has_job(history: History | None) -> bool:
-    return history is not None and bool(history.last.job)
 
 
 def _unfinished(history: History | None, states: dict[str, JobState] | None, runs_here: bool) -> str:
@@ -144,9 +140,9 @@ def cancel_trials(recipe: LoadedRecipe, name: str | None) -> list[str]:
     manifest = manifest_of(recipe)
     wanted = None if name is None else trial_called(recipe, name)
     with manifest.decided_alone():
-        last = [one.last for one in histories(manifest.entries()).values() if one.last.job]
+        last = [one.last for one in histories(manifest.entries()).values()]
         last = [entry for entry in last if wanted in (None, entry.trial)]
-        states = job_states([entry.job for entry in last])
+        states = job_states(names_of_jobs(last))
         live = [entry for entry in last if entry.job in states and not states[entry.job].ended]
         if live:
             cancel([entry.job for entry in live])
@@ -186,5 +182,5 @@ def _under_way(recipe: LoadedRecipe, manifest: Manifest, trial: str) -> bool:
     last = histories(manifest.entries())[trial].last
     if not last.job:
         return last.state is State.STARTED and in_use(recipe)
-    state = job_states([last.job]).get(last.job)
+    state = job_states(names_of_jobs([last])).get(last.job)
     return state is not None and not state.ended

@@ -17,12 +17,19 @@ def resume(recipe: str, overrides: tuple[str, ...]) -> int:
     """Go on with the last sweep, tune or detached training of RECIPE: follow what runs, run what is left or failed.
 
     A trial that failed or timed out is started launch.attempts times at most; a training goes on from its newest
-    checkpoint. OVERRIDES, if any, replace those of that command.
+    checkpoint. A job that SLURM queued again although its trial has ended is cancelled. OVERRIDES, if any, replace
+    those of that command.
     """
     from launch.status import resumed
 
     loaded, command = resumed(load(recipe, overrides))
+    from launch import slurm
+    from launch.executor import check_reachable, on_slurm
     from launch.sweep import Retry
+
+    check_reachable(loaded)
+    if on_slurm(loaded):
+        slurm.cancel_listed_again(loaded)
 
     if command.verb == "train":
         return train_on(loaded, command.plan_file)

@@ -23,7 +23,7 @@ from tabulate import tabulate
 
 from launch.manifest import histories
 from tests.slurm.conftest import PROGRAM, SlurmCluster, found_cluster, wait_for
-from tests.slurm.sweeps import Sweeps, ranks_on
+from tests.slurm.sweeps import SAVED_S, Sweeps, ranks_on
 from tests.slurm.test_dev_cluster import pids
 
 TIMES = 2
@@ -43,9 +43,9 @@ HEADING = """\
 
 On the development cluster: four nodes of one machine, Debian's SLURM. A sweep of two trials on two nodes each, or a
 training on two nodes with a checkpoint every {every} iterations, is struck at a random moment while its
-ranks iterate. Then `auto3d resume` is called until it says that all is done. As it should be: no command hangs; what it
-says before is true; at last each trial is ok, also by the manifest, and only what was lost was submitted again; no job
-is left; and what a training has learnt is, to the bit, what it learns undisturbed.
+ranks iterate. Then `auto3d resume` is called until all trials are ok and no job is left. As it should be: no command
+hangs; what it says before is true; at last each trial is ok, also by the manifest, and only what was lost was submitted
+again; no job is left; and what a training has learnt is, to the bit, what it learns undisturbed.
 """
 
 
@@ -135,6 +135,8 @@ def link_cut(struck: Struck, driver: subprocess.Popen, node: str) -> None:
 
 
 def controller_killed(struck: Struck, driver: subprocess.Popen, node: str) -> None:
+    """Once it knows the job for good. If it dies before, it may give the job's number to the next one."""
+    time.sleep(SAVED_S)
     struck.kill("control", "slurmctld")
     time.sleep(10)
 
@@ -220,7 +222,7 @@ def strike(cluster: SlurmCluster, fault: Fault, seed: int) -> End:
         said = _statuses(struck)
         wrong += [f"it said {status or 'nothing'}" for status in said - fault.says]
         resumes = 0
-        while resumes < RESUMES and not _all_ok(struck):
+        while resumes < RESUMES and not (_all_ok(struck) and _no_job_left(struck)):
             resumes += 1
             struck.cluster.run(*_resume(), timeout_s=DRIVER_S, cwd=struck.folder, code=None)
         wrong += _look(struck, fault)
@@ -233,12 +235,12 @@ def _resume() -> list[str]:
     return [sys.executable, "-m", "launch.main", "resume", "own.yaml"]
 
 
-def _comes(true: Callable[[], bool]) -> bool:
-    """Whether it is so within two minutes: a job whose end no controller heard is told of again that late."""
+def _no_job_left(struck: Struck) -> bool:
+    """Within two minutes: a job whose end no controller heard is told of again that late."""
     deadline = time.monotonic() + 120
-    while not (known := true()) and time.monotonic() < deadline:
+    while (listed := struck.cluster.run("squeue", "--noheader")) and time.monotonic() < deadline:
         time.sleep(0.5)
-    return known
+    return not listed
 
 
 def _ending(driver: subprocess.Popen) -> str | None:
@@ -272,7 +274,7 @@ def _look(struck: Struck, fault: Fault) -> list[str]:
         f"{len(known)} trials": len(known) == trials,
         f"{starts} submissions of {trials} trials": starts <= trials + fault.loses,
         "not all are in the manifest as ok": all(one.last.told == "ok" for one in known.values()),
-        "a job is left": _comes(lambda: not struck.cluster.run("squeue", "--noheader")),
+        "a job is left": _no_job_left(struck),
     }
     if struck.iterations:
         expected, state = undisturbed(struck.cluster, struck.iterations), struck.state()

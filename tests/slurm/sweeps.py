@@ -20,6 +20,7 @@ training: {global_batch: 8, timeout_s: 30}
 search: {dp: [1], pp: [2], micro_batch_size: [4], schedule: [1f1b], allow_idle_devices: true}
 launch: {executor: slurm, trial_timeout_s: 240}
 """
+SAVED_S = 7  # until slurmctld has written down that a job runs; if it dies before, the next job gets its number too
 LONG = "measure.iterations=800"  # seconds over the shaped links: long enough to be hit while it runs
 
 

@@ -4,14 +4,15 @@ import json
 import os
 import signal
 import sys
+import time
 from collections import Counter
 from contextlib import suppress
 
 import pytest
 
-from launch.manifest import State
+from launch.manifest import Entry, Manifest, State
 from tests.slurm.conftest import PROGRAM, REPOSITORY, wait_for
-from tests.slurm.sweeps import LONG, OWN, Sweeps, end, ranks_on, statuses
+from tests.slurm.sweeps import LONG, OWN, SAVED_S, Sweeps, end, ranks_on, statuses
 from tests.slurm.test_dev_cluster import pids
 
 pytestmark = pytest.mark.timeout(900)
@@ -189,8 +190,9 @@ def test_without_accounting_squeue_tells(sweeps):
 
 
 def test_a_restarted_controller_is_no_end(sweeps):
-    sweep = sweeps.start("sweep", "measure.iterations=2000")
+    sweep = sweeps.start("sweep", "measure.iterations=4000")
     sweeps.running_on()
+    time.sleep(SAVED_S)
     try:
         for pid in pids("control", "slurmctld"):
             os.kill(pid, signal.SIGKILL)
@@ -201,6 +203,22 @@ def test_a_restarted_controller_is_no_end(sweeps):
     end(sweep)
     assert statuses(sweeps) == ["ok"]
     assert sweeps.starts() == [1]
+
+
+def test_resume_cancels_what_is_queued_although_it_ended_and_nothing_else(sweeps):
+    sweeps.auto3d("sweep")
+    job, called = sweeps.job(), sweeps.entries()[-1].submission
+    sweeps.cluster.run("scontrol", "requeuehold", job)
+    held = ["sbatch", "--parsable", "--hold", "--output=/dev/null", "--wrap", "true"]
+    other = sweeps.cluster.run(*held).strip()
+    # A trial whose job had, on a cluster that is no more, the number that this one has now.
+    Manifest(sweeps.folder / "runs" / "own" / "manifest.jsonl").append(
+        [Entry(trial="dp1-elsewhere", state=State.ENDED, job=other, submission=called, told="ok")]
+    )
+    assert sorted(sweeps.cluster.run("squeue", "--noheader", "--format=%i").split()) == sorted([job, other])
+    sweeps.auto3d("resume")
+    assert sweeps.cluster.run("squeue", "--noheader", "--format=%i").split() == [other]
+    assert sweeps.starts() == [1, 0]
 
 
 def test_a_job_that_waits_too_long_is_cancelled(sweeps):
