@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import dataclass
 
+from auto3d.errors import InputError
 from launch.slurm_commands import SlurmError, run
 
 ENDING_S = 600.0  # SLURM's GraceTime and KillWait together are minutes at most
@@ -14,7 +15,7 @@ POLL_S = 0.1
 WARNING = signal.SIGURG  # it does no harm to a process that does not wait for it
 
 
-class EndingError(Exception):
+class EndingError(InputError):
     """SLURM asked a job to end, and did not end it."""
 
 

@@ -33,7 +33,7 @@ def check_reachable(recipe: LoadedRecipe) -> None:
 def why_no_slurm() -> str:
     """Empty if a SLURM cluster answers. That srun is installed would say nothing."""
     try:
-        partitions = run(["sinfo", "--noheader", "--format=%P"], timeout_s=SINFO_S).stdout
+        partitions = run(["sinfo", "--all", "--noheader", "--format=%P"], timeout_s=SINFO_S).stdout
     except SlurmError as error:
         return str(error)
     return "" if partitions.strip() else "sinfo names no partition"

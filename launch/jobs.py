@@ -104,7 +104,7 @@ def max_array_size() -> int:
 
 def partitions() -> dict[str, int]:
     """How many nodes each partition has, the default one first; raises SlurmError if sinfo does not answer."""
-    rows = [line.split("|") for line in run(["sinfo", "--noheader", "--format=%P|%D"]).stdout.splitlines()]
+    rows = [line.split("|") for line in run(["sinfo", "--all", "--noheader", "--format=%P|%D"]).stdout.splitlines()]
     rows.sort(key=lambda row: not row[0].endswith("*"))
     return {name.rstrip("*"): int(nodes) for name, nodes in rows}
 
@@ -119,8 +119,8 @@ def why_no_accounting() -> str:
 
 
 def _queue() -> dict[str, Listed] | None:
-    command = ["squeue", "--noheader", "--array", "--states=all", f"--user={os.getuid()}", "--format=%i|%T|%j|%r"]
-    listed = _printed(command)
+    command = ["squeue", "--all", "--noheader", "--array", "--states=all", "--format=%i|%T|%j|%r"]
+    listed = _printed([*command, f"--user={os.getuid()}"])
     if listed is None:
         return None
     rows = [line.split("|", 3) for line in listed.splitlines() if line.count("|") >= 3]

@@ -57,8 +57,11 @@ class Probed:
         return len(self.reports) == self.nodes
 
     def state(self) -> JobState | None:
-        """What SLURM says of it; none: it does not know it."""
-        return job_states({self.job: self.folder.name}).get(self.job)
+        """What SLURM says of it; none: it does not know it, or does not answer."""
+        try:
+            return job_states({self.job: self.folder.name}).get(self.job)
+        except SlurmError:
+            return None
 
     def logs(self) -> list[Path]:
         """What its tasks print, as far as it is seen here."""
@@ -107,7 +110,7 @@ def _follow(probed: Probed, wait_s: float, tell: Callable[[str], None]) -> None:
             if ended_since is not None and now - ended_since > SETTLE_S:
                 probed.problem = f"ended as {state.name}"
             elif ran_since is None and now - start > wait_s:
-                why = state.why if state else "SLURM does not know it"
+                why = state.why if state else "SLURM does not tell its state"
                 probed.problem = f"waited {wait_s:g} s for {probed.nodes} nodes ({why})"
             elif ran_since is not None and now - ran_since > RUN_S:
                 missing = [str(node) for node in range(probed.nodes) if node not in probed.reports]

@@ -31,6 +31,7 @@ _OWN_KEY = {name.replace("_", "-"): name for name in (*_TEXTS, "exclusive")} | {
 }
 _OURS = ("array", "error", "job-name", "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "requeue", "signal")
 _OURS += ("chdir", "wrap", "parsable", "test-only", "wait", "input", "export", "export-file", "no-requeue", "hold")
+_OURS += ("clusters", "quiet")  # its commands would look elsewhere, or it would not learn the job's number
 
 
 def check_launch(recipe: LoadedRecipe) -> None:
