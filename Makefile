@@ -43,8 +43,9 @@ profile: $(INSTALLED)  ## measure this machine for RECIPE, for predictions, and 
 test: $(INSTALLED)  ## run all tests
 	$(BIN)/python -m pytest $(ARGS)
 
-soak: $(INSTALLED)  ## run the long tests: whole grids where `make test` takes samples (half an hour)
+soak: $(INSTALLED)  ## run the long tests (half an hour) and, where a SLURM cluster is up, 34 faults (half an hour)
 	$(BIN)/python -m pytest -m soak $(ARGS)
+	$(BIN)/python -m tests.slurm.faults
 
 parity: $(INSTALLED)  ## every schedule on every model against one process, and results/parity.md (most of an hour)
 	$(BIN)/python -m pytest -m parity $(ARGS)

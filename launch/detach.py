@@ -11,8 +11,9 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from launch.files import private_folder, write_whole
 from launch.recipe import LoadedRecipe
-from launch.store import private_folder, recipe_folder, write_command, write_whole
+from launch.store import StoreError, recipe_folder, write_command
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,13 @@ def start_driver(
     plan_file: str | None = None,
     trials: Sequence[str] = (),
 ) -> tuple[int, Path]:
-    """Start ``verb`` on ``recipe`` in the background; returns its process and the file that it prints to."""
+    """Start ``verb`` on ``recipe`` in the background; returns its process and the file that it prints to.
+
+    Raises StoreError if there is one already, for `cancel` and `resume` know of one.
+    """
+    if (present := driver_of(recipe)) is not None:
+        told = f"process {present.pid} runs trials of it in the background; to end it: {recipe.follow_up('cancel')}"
+        raise StoreError(f"{recipe.name}: {told}")
     folder = private_folder(recipe_folder(recipe))
     write_command(recipe, verb, plan_file, trials=trials)  # so that status and resume know of it from now on
     log = folder / "driver.log"

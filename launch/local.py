@@ -8,11 +8,12 @@ import time
 import submitit
 
 from auto3d.runtime.measurement import Measurement, Status
+from launch.files import private_folder
 from launch.manifest import Entry, State
 from launch.recipe import LoadedRecipe
 from launch.sbatch import MARGIN_S
 from launch.settings import device
-from launch.store import Trial, manifest_of, private_folder
+from launch.store import Trial, manifest_of
 from launch.trial import run_trial
 from launch.watcher import Ended, Watcher, interrupts_noted, write_failure
 

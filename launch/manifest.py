@@ -17,8 +17,9 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from auto3d.errors import InputError
+from launch.files import private_folder
 
-LOCK_S = 120.0  # longer than any submission
+LOCK_S = 600.0  # longer than any submission, also where SLURM's commands do not answer
 POLL_S = 0.1
 
 
@@ -61,7 +62,7 @@ class Manifest:
 
     def append(self, entries: Sequence[Entry]) -> None:
         """Write all of ``entries`` so that they outlive a crash from then on."""
-        self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        private_folder(self.file.parent)
         lines = b"".join(dumps(asdict(entry)).encode() + b"\n" for entry in entries)
         descriptor = os.open(self.file, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -77,7 +78,7 @@ class Manifest:
     def decided_alone(self) -> Iterator[None]:
         """While one process decides what to start and starts it, others wait; raises ManifestError after LOCK_S."""
         deadline = time.monotonic() + LOCK_S
-        self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        private_folder(self.file.parent)
         with self.file.with_name("deciding").open("a") as lock:
             while True:
                 try:

@@ -18,12 +18,12 @@ from auto3d.plan import Plan
 from auto3d.runtime.measurement import Status
 from launch.diagnosis import Failure, likelihood
 from launch.ending import Asked, asked_by_slurm, await_end
+from launch.files import write_whole
 from launch.job import nodes_needed
 from launch.progress import training_progress
 from launch.ranks import GRACE_S, Outcome, Share
 from launch.recipe import LoadedRecipe, load
-from launch.store import write_whole
-from launch.trial import IterationReport, Training, measure
+from launch.trial import IterationReport, Training, is_whole, measure
 
 POLL_S = 0.1
 FILES_S = 10.0  # beside the grace of the ranks, until a file that one node wrote is seen by another
@@ -99,7 +99,7 @@ def _run_on_nodes(
     measurement = measure(
         recipe, plan, folder, share=share, of_all=others.outcome, training=training, on_report=on_report
     )
-    ended_early = measurement.status is Status.OK and training is not None and not training.done(recipe, measurement)
+    ended_early = training is not None and measurement.status is Status.OK and not is_whole(recipe, measurement)
     if ended_early or (asked and measurement.status is not Status.OK):
         # Ranks that SLURM's signal ended say nothing of the job's end, and those that left a checkpoint are not done.
         await_end(asked, requeue=ended_early and task.number == 0)

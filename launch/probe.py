@@ -18,10 +18,10 @@ from pydantic import TypeAdapter, ValidationError
 from auto3d.runtime.measurement import Status
 from auto3d.runtime.waiting import waiting_for
 from auto3d.runtime.world import World, join, leave
+from launch.files import write_whole
 from launch.machine import Machine, this_machine
 from launch.nodes import task_of
 from launch.ranks import Report, Share, run_ranks
-from launch.store import write_whole
 
 MEET_S = 60.0
 MEASURE_S = 120.0  # all sizes together

@@ -10,11 +10,11 @@ from rich.console import Console
 from tabulate import tabulate
 
 from auto3d.cost.profile import Profile, ProfileError, Setting
+from launch.files import private_folder, write_whole
 from launch.output import print_json
 from launch.recipe import LoadedRecipe
 from launch.schema import AUTO
 from launch.settings import cluster
-from launch.store import private_folder, write_whole
 
 PROFILES = Path("profiles")
 

@@ -21,13 +21,14 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 from submitit.helpers import clean_env
 
 from auto3d.runtime.measurement import Measurement, Status
+from launch.files import private_folder
 from launch.job import nodes_needed, run_on_node
 from launch.jobs import JobState, cancel, job_states, jobs_called, listed_states, max_array_size
 from launch.manifest import Entry, History, Manifest, State, histories, names_of_jobs
 from launch.recipe import LoadedRecipe
 from launch.sbatch import check_folder, parameters, python, text
 from launch.slurm_commands import SlurmError, run
-from launch.store import Trial, job_folder, log_files, manifest_of, private_folder
+from launch.store import Trial, job_folder, log_files, manifest_of
 from launch.watcher import Ended, Watcher, interrupts_noted, write_failure
 
 POLL_S = 1.0  # of the trials' files
@@ -107,7 +108,7 @@ def submit(
     A trial that has another measurement than the ``known`` one was ended by another process: it has an empty job.
     """
     manifest = manifest_of(recipe)
-    with interrupts_noted() as interrupted, manifest.decided_alone():
+    with manifest.decided_alone(), interrupts_noted() as interrupted:
         jobs = {trial: "" for trial in pending if trial.measurement() != known.get(trial)}
         left = [trial for trial in pending if trial not in jobs]
         cancel_listed_again(recipe, [trial.name for trial in left if trial in known])
@@ -121,7 +122,9 @@ def submit(
             what = "the training" if submission.training else f"{len(ids)} trials"
             watcher.tell(f"submitted {what} on {nodes}: job {ids[0].split('_')[0]}")
             if interrupted():
-                raise KeyboardInterrupt
+                break
+        if interrupted():
+            raise KeyboardInterrupt
     return jobs
 
 
@@ -148,7 +151,7 @@ def on_their_way(recipe: LoadedRecipe, trials: Sequence[Trial]) -> dict[Trial, s
 
 def _on_their_way(manifest: Manifest, trials: Sequence[Trial]) -> dict[Trial, str]:
     """The jobs of those trials that SLURM has not ended, by the manifest or, where a submission broke off, by name."""
-    _find_lost(manifest, [trial.name for trial in trials])
+    find_lost(manifest, [trial.name for trial in trials])
     known = histories(manifest.entries())
     last = {trial: known[trial.name].last for trial in trials if _has_job(known.get(trial.name))}
     states = job_states(names_of_jobs(last.values()))
@@ -159,8 +162,11 @@ def _has_job(history: History | None) -> bool:
     return history is not None and history.last.state in (State.SUBMITTED, State.CANCELLED)
 
 
-def _find_lost(manifest: Manifest, names: Sequence[str]) -> None:
-    """Complete the manifest where a process died between asking SLURM for a job and writing down which it is."""
+def find_lost(manifest: Manifest, names: Sequence[str]) -> None:
+    """Complete the manifest where a process died between asking SLURM for a job and writing down which it is.
+
+    Only within ``manifest.decided_alone()``, when nobody is asking.
+    """
     entries = manifest.entries()
     known = histories(entries)
     last = [known[name].last for name in names if name in known]
@@ -250,6 +256,7 @@ class _Followed:
     waits_since: float | None = None
     ended_since: float | None = None
     unknown_since: float | None = None
+    refused_since: float | None = None  # to be submitted again
 
     def is_late(self, now: float) -> bool:
         """Its measurement should have come, if ever."""
@@ -258,7 +265,7 @@ class _Followed:
 
     def follow_another(self, job: str) -> None:
         self.job, self.shown = job, ""
-        self.waits_since = self.ended_since = self.unknown_since = None
+        self.waits_since = self.ended_since = self.unknown_since = self.refused_since = None
 
 
 def follow(recipe: LoadedRecipe, jobs: Mapping[Trial, str], watcher: Watcher) -> None:
@@ -273,7 +280,8 @@ def follow(recipe: LoadedRecipe, jobs: Mapping[Trial, str], watcher: Watcher) ->
         while followed:
             if interrupted():
                 raise KeyboardInterrupt
-            if time.monotonic() - asked >= pause_s:
+            looks = time.monotonic() - asked >= pause_s
+            if looks:
                 asked = time.monotonic()
                 try:
                     names, wanted = names_of_jobs(manifest_of(recipe).entries()), {one.job for one in followed.values()}
@@ -289,7 +297,7 @@ def follow(recipe: LoadedRecipe, jobs: Mapping[Trial, str], watcher: Watcher) ->
                     pause_s = min(max(STATES_S, SPARED * (answered - asked)), LONGEST_STATES_S)
                     for trial, one in followed.items():
                         _look(recipe, trial, one, states.get(one.job), watcher)
-            ended = _ended(recipe, followed, states, watcher)
+            ended = _ended(recipe, followed, states, watcher, all_files=looks)
             note_ends(recipe, ended)
             for trial, measurement in ended.items():
                 number += 1
@@ -325,13 +333,22 @@ def _look(recipe: LoadedRecipe, trial: Trial, one: _Followed, state: JobState | 
 
 
 def _ended(
-    recipe: LoadedRecipe, followed: Mapping[Trial, _Followed], states: Mapping[str, JobState], watcher: Watcher
+    recipe: LoadedRecipe,
+    followed: Mapping[Trial, _Followed],
+    states: Mapping[str, JobState],
+    watcher: Watcher,
+    *,
+    all_files: bool,
 ) -> dict[Trial, Measurement]:
-    """The measurements of those that have ended. Many wait for hours: the files of those that never ran are let be."""
+    """The measurements of those that have ended.
+
+    Many wait for hours: the files of those that never ran are looked at only if it is to be ``all_files``. They have
+    some if SLURM forgot that it had started them.
+    """
     ended, late = {}, {}
     for trial, one in followed.items():
         state = states.get(one.job)
-        if state is not None and state.waits and not one.shown:
+        if state is not None and state.waits and not one.shown and not all_files:
             continue
         if (measurement := trial.measurement()) is not None:
             ended[trial] = measurement
@@ -350,26 +367,49 @@ def _settled(
     settled: dict[Trial, Measurement] = {}
     again: dict[Trial, int] = {}  # how often they were started
     with manifest.decided_alone():
-        _find_lost(manifest, [trial.name for trial in late])
+        find_lost(manifest, [trial.name for trial in late])
         known = histories(manifest.entries())
         for trial, one in late.items():
             history = known[trial.name]
             name = states[one.job].name if one.job in states else ""
             if (measurement := trial.measurement()) is not None:
                 settled[trial] = measurement
-            elif history.last.job != one.job:  # another process started it again
+            elif history.last.job not in ("", one.job):  # another process started it again
                 one.follow_another(history.last.job)
-            elif name in RETRIED and history.starts < recipe.values.launch.attempts:
+            elif (name in RETRIED or one.refused_since) and history.starts < recipe.values.launch.attempts:
                 again[trial] = history.starts
             else:
                 why = _why(recipe, history.last, name)
                 settled[trial] = write_failure(recipe, trial, STATUSES.get(name, Status.FAILED), why)
         starts = {trial.name: count for trial, count in again.items()}
         for submission in submissions(recipe, list(again), starts):
-            for trial, job in _submit(recipe, manifest, submission).items():
+            try:
+                jobs = _submit(recipe, manifest, submission)
+            except SlurmError as error:
+                settled |= _refused(recipe, {trial: late[trial] for trial in submission.trials}, error, watcher)
+                continue
+            for trial, job in jobs.items():
                 lost = late[trial].job
-                watcher.tell(f"{trial.name}: job {lost} ended as {states[lost].name}; submitted again: job {job}")
+                name = states[lost].name if lost in states else "lost"
+                watcher.tell(f"{trial.name}: job {lost} ended as {name}; submitted again: job {job}")
                 late[trial].follow_another(job)
+    return settled
+
+
+def _refused(
+    recipe: LoadedRecipe, lost: Mapping[Trial, _Followed], error: SlurmError, watcher: Watcher
+) -> dict[Trial, Measurement]:
+    """The measurements of those whose jobs SLURM has not taken again for too long; the others are tried once more."""
+    now = time.monotonic()
+    settled = {}
+    for trial, one in lost.items():
+        if one.refused_since is None:
+            watcher.tell(f"{trial.name}: job {one.job} was lost, and cannot be submitted again yet: {error}")
+            one.refused_since = now
+        one.ended_since = now  # so that it is late again after SETTLE_S
+        if now - one.refused_since > SILENCE_S:
+            told = f"job {one.job} was lost, and could not be submitted again for {SILENCE_S:g} s: {error}"
+            settled[trial] = write_failure(recipe, trial, Status.FAILED, told)
     return settled
 
 
@@ -383,19 +423,26 @@ def _why(recipe: LoadedRecipe, entry: Entry, state: str) -> str:
 
 
 def note_ends(recipe: LoadedRecipe, ended: Mapping[Trial, Measurement]) -> None:
-    """In the manifest, each once."""
+    """In the manifest, each once; not of a trial that another process has started again since."""
     if not ended:
         return
     manifest = manifest_of(recipe)
-    known = histories(manifest.entries())
-    last = {trial: known[trial.name].last for trial in ended if trial.name in known}
-    new = [
-        replace(entry, state=State.ENDED, told=ended[trial].status, at=ended[trial].finished)
-        for trial, entry in last.items()
-        if entry.state is not State.ENDED
-    ]
-    if new:
-        manifest.append(new)
+    with manifest.decided_alone():
+        known = histories(manifest.entries())
+        last = {trial: known[trial.name].last for trial in ended if trial.name in known}
+        new = [
+            replace(entry, state=State.ENDED, told=ended[trial].status, at=ended[trial].finished)
+            for trial, entry in last.items()
+            if entry.state is not State.ENDED and _finished(trial) == ended[trial].finished
+        ]
+        if new:
+            manifest.append(new)
+
+
+def _finished(trial: Trial) -> str:
+    """When; empty if it has not."""
+    measurement = trial.measurement()
+    return "" if measurement is None else measurement.finished
 
 
 def _lines(file: Path) -> list[str]:

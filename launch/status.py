@@ -11,10 +11,12 @@ from rich.console import Console
 from tabulate import tabulate
 
 from auto3d.errors import InputError
+from auto3d.runtime.measurement import Status
 from launch.detach import driver_of
 from launch.jobs import JobState, cancel, job_states
 from launch.manifest import Entry, History, Manifest, State, histories, names_of_jobs
 from launch.recipe import LoadedRecipe, load
+from launch.slurm import find_lost
 from launch.slurm_commands import SlurmError
 from launch.store import (
     Command,
@@ -29,6 +31,7 @@ from launch.store import (
 
 WATCH_S = 5.0
 FOLLOW_S = 0.5
+STATES_S = 5.0  # of SLURM's commands, while the files of a job are followed
 UNDER_WAY = ("waiting", "running")
 
 
@@ -53,6 +56,13 @@ def resumed(recipe: LoadedRecipe) -> tuple[LoadedRecipe, Command]:
     if command is None:
         raise StoreError(f"{recipe.name}: nothing was run of it here; to run it: {recipe.command('sweep')}")
     return (recipe if recipe.overrides else load(recipe.written, command.overrides)), command
+
+
+def trained_here(recipe: LoadedRecipe, command: Command) -> bool:
+    """Whether the training of that ``command`` ran on this machine, without SLURM, to its end."""
+    known = histories(manifest_of(recipe).entries())
+    last = [known[name].last for name in command.trials if name in known]
+    return any(one.state is State.ENDED and not one.job and one.told == Status.OK for one in last)
 
 
 def standings(recipe: LoadedRecipe) -> list[Standing]:
@@ -88,6 +98,8 @@ def _unfinished(history: History | None, states: dict[str, JobState] | None, run
         return "running" if runs_here else "interrupted"
     if last.state is State.ENDED and not last.job:
         return last.told  # of a training, which leaves no measurement here
+    if last.state is State.SUBMITTING:
+        return "submitted or not (whoever did it may have died; resume finds out)"
     if not last.job:
         return "not run"
     if states is None:
@@ -140,6 +152,7 @@ def cancel_trials(recipe: LoadedRecipe, name: str | None) -> list[str]:
     manifest = manifest_of(recipe)
     wanted = None if name is None else trial_called(recipe, name)
     with manifest.decided_alone():
+        find_lost(manifest, [name for name in histories(manifest.entries()) if wanted in (None, name)])
         last = [one.last for one in histories(manifest.entries()).values()]
         last = [entry for entry in last if wanted in (None, entry.trial)]
         states = job_states(names_of_jobs(last))
@@ -158,8 +171,11 @@ def print_logs(recipe: LoadedRecipe, name: str, *, follow: bool) -> None:
     manifest = manifest_of(recipe)
     read: dict[Path, int] = {}
     shown: Path | None = None
+    asked, ended = -STATES_S, not follow
     while True:
-        ended = not follow or not _under_way(recipe, manifest, trial)
+        if follow and (measurement_of(recipe, trial) is not None or time.monotonic() - asked >= STATES_S):
+            asked = time.monotonic()
+            ended = not _under_way(recipe, manifest, trial)
         for file in log_files(recipe, histories(manifest.entries())[trial].last):
             with suppress(FileNotFoundError), file.open("rb") as stream:
                 stream.seek(read.get(file, 0))

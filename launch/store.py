@@ -20,10 +20,9 @@ from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.runtime.measurement import Measurement, Status
 from launch.executor import on_slurm
+from launch.files import RUNS, private_folder, write_whole
 from launch.manifest import Entry, Manifest
 from launch.recipe import LoadedRecipe, data_files
-
-RUNS = Path("runs")
 
 
 class StoreError(InputError):
@@ -224,15 +223,20 @@ def _read_measurement(file: Path) -> Measurement | None:
 
 
 @contextmanager
-def exclusive(recipe: LoadedRecipe) -> Iterator[None]:
-    """Hold the recipe's store; raises StoreError if another process does. The kernel frees it however we end."""
-    file = private_folder(recipe_folder(recipe)) / "lock"
+def exclusive(recipe: LoadedRecipe, training: Trial | None = None) -> Iterator[None]:
+    """Hold the recipe's store, or a ``training`` of it; raises StoreError if another process does.
+
+    The kernel frees it however we end.
+    """
+    folder = recipe_folder(recipe) if training is None else training.folder
+    file = private_folder(folder) / "lock"
     with file.open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.seek(0)
-            raise StoreError(f"{file}: another sweep of {recipe.name} is running (process {lock.read()})") from None
+            what = f"another sweep of {recipe.name} is running" if training is None else "this training is running"
+            raise StoreError(f"{file}: {what} (process {lock.read()})") from None
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
@@ -249,26 +253,3 @@ def in_use(recipe: LoadedRecipe) -> bool:
     except BlockingIOError:
         return True
     return False
-
-
-def private_folder(path: Path) -> Path:
-    """Make ``path``, readable by this user alone: the launcher keeps pickled calls in it."""
-    path.mkdir(parents=True, exist_ok=True)
-    if path.stat().st_uid != os.geteuid():
-        raise StoreError(f"{path}: belongs to another user, who could change what is run from it")
-    path.chmod(0o700)
-    return path
-
-
-def write_whole(file: Path, text: str) -> None:
-    """Write so that a reader sees the old content or the new, never half of it, even after a crash."""
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        with partial.open("w") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        partial.replace(file)
-    except OSError as error:  # such as a full disk, of which the error itself does not name the file
-        partial.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(file)) from error

@@ -1,6 +1,7 @@
 """A sweep: every plan of a recipe's search space as a trial, here or on SLURM, with progress; skips what is done."""
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -29,6 +30,10 @@ class Sweep:
 
     trials: list[Trial]
     left_out: int  # plans beyond search.max_trials
+
+    def ended(self) -> dict[Trial, Measurement]:
+        """What those gave that have ended."""
+        return {trial: measurement for trial in self.trials if (measurement := trial.measurement()) is not None}
 
 
 def sweep_of(recipe: LoadedRecipe) -> Sweep:
@@ -61,8 +66,8 @@ def runs_again(recipe: LoadedRecipe, retry: Retry) -> Callable[[Trial], bool]:
     return lambda trial: starts.get(trial.name, 0) < limit
 
 
-def run_sweep(recipe: LoadedRecipe, *, retry: Retry, watcher: Watcher, follow: bool = True) -> None:
-    """Run each trial of the sweep that has not ended, and those that failed as far as ``retry`` says.
+def run_sweep(recipe: LoadedRecipe, *, retry: Retry, watcher: Watcher, follow: bool = True) -> Sweep:
+    """Run each trial of the sweep that has not ended, and those that failed as far as ``retry`` says; returns it.
 
     On SIGINT or SIGTERM KeyboardInterrupt is raised; what has ended stays. Trials that run here are ended then, jobs of
     SLURM go on.
@@ -73,25 +78,41 @@ def run_sweep(recipe: LoadedRecipe, *, retry: Retry, watcher: Watcher, follow: b
     with held(recipe):
         write_command(recipe, "sweep")
         write_sweep(recipe, trials, left_out=sweep.left_out)
-        again = runs_again(recipe, retry)
-        ended = {trial: measurement for trial in trials if (measurement := trial.measurement()) is not None}
+        ended = sweep.ended()
         slurm.note_ends(recipe, ended)  # some ended while nobody followed them
-        kept = {trial: one for trial, one in ended.items() if one.status in FINAL or not again(trial)}
+        kept = kept_of(recipe, ended, retry)
         pending = [trial for trial in trials if trial not in kept]
         watcher.begin(len(pending), list(kept.items()), sweep.left_out)
         run_trials(recipe, pending, watcher, known=ended, follow=follow)
+    return sweep
+
+
+def kept_of(recipe: LoadedRecipe, ended: Mapping[Trial, Measurement], retry: Retry) -> dict[Trial, Measurement]:
+    """Those of the ``ended`` trials that do not run again."""
+    again = runs_again(recipe, retry)
+    return {trial: one for trial, one in ended.items() if one.status in FINAL or not again(trial)}
+
+
+def left_of(recipe: LoadedRecipe, retry: Retry) -> list[Trial]:
+    """The trials of the sweep that would run."""
+    sweep = sweep_of(recipe)
+    kept = kept_of(recipe, sweep.ended(), retry)
+    return [trial for trial in sweep.trials if trial not in kept]
 
 
 def print_submissions(
     recipe: LoadedRecipe, trials: Callable[[LoadedRecipe], Sequence[Trial]], *, ask_slurm: bool
 ) -> None:
-    """Print the sbatch text of each job of ``trials`` or, to ``ask_slurm``, what the scheduler says to it."""
+    """Print the sbatch text of each job of ``trials``, if any, or, to ``ask_slurm``, what the scheduler says to it."""
     launch = replace(recipe.values.launch, executor="slurm")
     recipe = replace(recipe, values=replace(recipe.values, launch=launch))
     check_launch(recipe)
     if ask_slurm:
         check_reachable(recipe)
-    for submission in slurm.submissions(recipe, trials(recipe), starts_of(recipe)):
+    found = slurm.submissions(recipe, trials(recipe), starts_of(recipe))
+    if not found:
+        print("all trials have ended: there is no job to submit", file=sys.stderr)
+    for submission in found:
         print(slurm.ask(recipe, submission) if ask_slurm else submission.text(recipe))
 
 

@@ -14,9 +14,10 @@ from tabulate import tabulate
 from auto3d.plan import Plan
 from auto3d.runtime.measurement import Measurement, Status
 from auto3d.schedule import schedule_of, write_schedule
+from launch.files import write_whole
 from launch.recipe import LoadedRecipe, load
 from launch.settings import emulation
-from launch.store import StoreError, last_sweep, measurements_of, settings_digest, write_whole
+from launch.store import StoreError, last_sweep, measurements_of, settings_digest
 
 RESULTS = Path("results")
 
@@ -40,7 +41,7 @@ HEADINGS = {
 
 @dataclass(frozen=True)
 class Results:
-    """The last sweep of a recipe: ``recipe`` with the sweep's overrides, and what its trials gave, fastest first."""
+    """Of a sweep: ``recipe`` with its overrides, and what its trials gave, fastest first."""
 
     recipe: LoadedRecipe
     measurements: list[Measurement]
@@ -62,10 +63,14 @@ def results_of(recipe: LoadedRecipe) -> Results:
         if not recipe.overrides:
             change = "the recipe has changed since its last sweep"
         raise StoreError(f"{recipe.name}: no finished trial: {change}; to run them: {present.command('sweep')}")
-    measurements = sorted(measurements_of(present, sweep), key=_rank)
+    return results(present, measurements_of(present, sweep), len(sweep.trials), sweep.left_out)
+
+
+def results(recipe: LoadedRecipe, measurements: Sequence[Measurement], trials: int, left_out: int) -> Results:
+    """Raises StoreError if there is no measurement."""
     if not measurements:
-        raise StoreError(f"{recipe.name}: no finished trial; to run them: {present.command('sweep')}")
-    return Results(present, measurements, len(sweep.trials), sweep.left_out)
+        raise StoreError(f"{recipe.name}: no finished trial; to run them: {recipe.command('sweep')}")
+    return Results(recipe, sorted(measurements, key=_rank), trials, left_out)
 
 
 def rows(results: Results) -> list[dict[str, Any]]:

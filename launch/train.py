@@ -27,18 +27,18 @@ from auto3d.schedule import samples_at_once
 from launch import candidates, slurm
 from launch.data import data_settings
 from launch.ending import asked_by_slurm, await_end
-from launch.executor import in_a_job, on_slurm
-from launch.manifest import Entry, State
+from launch.executor import in_a_job, on_slurm, why_no_slurm
+from launch.manifest import Entry, State, histories
 from launch.model import captured_model, initial_weights
 from launch.output import stdout_to_stderr
 from launch.progress import at_work, training_progress
 from launch.ranks import Report, check_devices, run_ranks
 from launch.recipe import LoadedRecipe
-from launch.schema import PlanRecipe, Recipe
+from launch.schema import AUTO, PlanRecipe, Recipe
 from launch.settings import cluster, training_settings
-from launch.store import Trial, manifest_of, training_of, write_command
+from launch.store import Trial, exclusive, manifest_of, training_of, write_command
 from launch.sweep import check_place, run_trials
-from launch.trial import Training
+from launch.trial import Training, is_whole
 from launch.watcher import Watcher
 
 
@@ -95,12 +95,37 @@ def run_training(
     ``fresh``.
     """
     training = planned(recipe, plan_file, console, world)
+    if world is not None:
+        return _train(recipe, training, world, console, on_result, fresh=fresh)
+    _check_not_submitted(recipe, training.trial)
+    with exclusive(recipe, training.trial):
+        return _train(recipe, training, None, console, on_result, fresh=fresh)
+
+
+def _check_not_submitted(recipe: LoadedRecipe, trial: Trial) -> None:
+    """Raise InputError where this machine is the choice only because SLURM, which may have the training, is silent."""
+    history = histories(manifest_of(recipe).entries()).get(trial.name)
+    chosen = recipe.values.launch.executor != AUTO or in_a_job()
+    if not chosen and history is not None and history.last.state is State.SUBMITTED:
+        told = f"job {history.last.job} of SLURM, which does not answer now, may be this training: {why_no_slurm()}"
+        raise InputError(f"{told}; launch.executor=local trains here all the same")
+
+
+def _train(
+    recipe: LoadedRecipe,
+    training: PlannedTraining,
+    world: World | None,
+    console: Console,
+    on_result: OnResult,
+    *,
+    fresh: bool,
+) -> int:
     settings = training.settings
     data = data_settings(recipe.values)
     state = initial_weights(recipe, training.captured.graph)
     if not _is_left(recipe, training, fresh=fresh, console=console if world is None or world.rank == 0 else None):
         return 0
-    asked = asked_by_slurm() if world is not None and in_a_job() else None
+    asked = asked_by_slurm() if in_a_job() else None
     whole = Training.of(recipe, training.trial.checkpoints, asked_to_end=lambda: bool(asked))
 
     def run(world: World, report: Report) -> TrainingResult:
@@ -120,9 +145,11 @@ def run_training(
         return 0
     manifest, name = manifest_of(recipe), training.trial.name
     manifest.append([Entry(trial=name, state=State.STARTED)])
+    limits = {"timeout_s": None, "straggle_s": settings.timeout_s, "ignore_sigterm": asked is not None}
     with training_progress(console, settings.iterations) as on_report:
-        ranks, straggle_s = training.plan.ranks, settings.timeout_s
-        outcome = run_ranks(ranks, run, timeout_s=None, straggle_s=straggle_s, on_report=on_report)
+        outcome = run_ranks(training.plan.ranks, run, on_report=on_report, **limits)
+    if outcome.status is Status.OK and outcome.result.asked_to_end:
+        await_end(asked, requeue=True)
     manifest.append([Entry(trial=name, state=State.ENDED, told=outcome.status)])
     if outcome.status is not Status.OK:
         return _ended_badly(console, outcome.status, outcome.error)
@@ -150,6 +177,10 @@ def run_as_job(
     write_command(recipe, "train", plan_file, trials=[trial.name])
     known = {} if (measurement := trial.measurement()) is None else {trial: measurement}
     slurm.note_ends(recipe, known)  # it may have ended while nobody followed it
+    if measurement is not None and is_whole(recipe, measurement) and not fresh:
+        console.print(f"done already, at {measurement.finished}; --fresh begins anew", markup=False, soft_wrap=True)
+        on_result(_record(measurement, training.plan, recipe.values))
+        return 0
     if job is None and not _is_left(recipe, training, fresh=fresh, console=console):
         return 0
     watcher.begin(1, [], 0)

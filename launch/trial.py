@@ -18,11 +18,11 @@ from auto3d.runtime.world import World
 from auto3d.schedule import samples_at_once
 from launch.data import data_settings
 from launch.diagnosis import Ending
+from launch.files import private_folder, write_whole
 from launch.model import captured_model, initial_weights
 from launch.ranks import Outcome, Report, Share, die_with_parent, end_with, run_ranks
 from launch.recipe import LoadedRecipe, load
 from launch.settings import training_settings
-from launch.store import write_whole
 
 
 def run_trial(recipe_file: str, plan_file: str, measurement_file: str, *, modules: str, sweep: int) -> None:
@@ -53,6 +53,7 @@ class Training:
     @staticmethod
     def of(recipe: LoadedRecipe, folder: Path, asked_to_end: Callable[[], bool]) -> "Training":
         """With its checkpoints in ``folder``."""
+        private_folder(folder)
         return Training(Checkpoints(folder=folder, every=recipe.values.training.checkpoint_every), asked_to_end)
 
     def arguments(self, world: World, report: Report, settings: TrainingSettings) -> dict[str, Any]:
@@ -63,10 +64,6 @@ class Training:
                 report((iteration, None if settings.emulation else result.loss, result.seconds))
 
         return {"checkpoints": self.checkpoints, "asked_to_end": self.asked_to_end, "on_iteration": on_iteration}
-
-    def done(self, recipe: LoadedRecipe, measurement: Measurement) -> bool:
-        """Whether ``measurement`` has the last iteration."""
-        return measurement.first_iteration + len(measurement.iteration_s) == recipe.values.training.iterations
 
 
 def measure(
@@ -125,6 +122,12 @@ def measure(
         finished=_now(),
         **facts,
     )
+
+
+def is_whole(recipe: LoadedRecipe, measurement: Measurement) -> bool:
+    """Whether ``measurement`` is of a training up to its last iteration."""
+    done = measurement.first_iteration + len(measurement.iteration_s)
+    return measurement.status is Status.OK and done >= recipe.values.training.iterations
 
 
 def has_tokens(recipe: LoadedRecipe) -> bool:

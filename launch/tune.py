@@ -13,10 +13,11 @@ from auto3d.runtime.measurement import Measurement, Status
 from auto3d.search.correction import correct
 from auto3d.search.search import Ranked, Search
 from launch.candidates import exact_plan
+from launch.files import write_whole
 from launch.plan import HEADINGS, cells
 from launch.recipe import LoadedRecipe
 from launch.search import cannot_run
-from launch.store import Trial, trials_of, write_command, write_whole
+from launch.store import Trial, trials_of, write_command
 from launch.sweep import Retry, check_place, check_ranks, held, measured
 from launch.tables import RESULTS
 from launch.watcher import Ended, Watcher

@@ -8,9 +8,10 @@ from datetime import UTC, datetime
 from typing import Protocol
 
 from auto3d.runtime.measurement import Measurement, Status
+from launch.files import write_whole
 from launch.recipe import LoadedRecipe
 from launch.settings import emulation
-from launch.store import Trial, write_whole
+from launch.store import Trial
 
 ERROR_LINES = 8
 FINAL = (Status.OK, Status.OOM, Status.INFEASIBLE)  # results; the others may come out better another time

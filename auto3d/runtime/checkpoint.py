@@ -168,7 +168,7 @@ def _read(folder: Path) -> Checkpoint | None:
 
 def _write(file: Path, write: Callable[[Path], object]) -> None:
     """What ``write`` writes: the whole file, on the disk, or none."""
-    unfinished = file.with_name(f".{file.name}")
+    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         write(unfinished)
         with unfinished.open("rb") as stream:

@@ -20,7 +20,7 @@ def resume(recipe: str, overrides: tuple[str, ...]) -> int:
     checkpoint. A job that SLURM queued again although its trial has ended is cancelled. OVERRIDES, if any, replace
     those of that command.
     """
-    from launch.status import resumed
+    from launch.status import resumed, trained_here
 
     loaded, command = resumed(load(recipe, overrides))
     from launch import slurm
@@ -31,6 +31,9 @@ def resume(recipe: str, overrides: tuple[str, ...]) -> int:
     if on_slurm(loaded):
         slurm.cancel_listed_again(loaded)
 
+    if command.verb == "train" and not overrides and trained_here(loaded, command):
+        print(f"done already; to train anew: {loaded.command('train', '--fresh')}")
+        return 0
     if command.verb == "train":
         return train_on(loaded, command.plan_file)
     return (tune_on if command.verb == "tune" else sweep_on)(loaded, Retry.UP_TO_A_LIMIT)

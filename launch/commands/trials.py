@@ -78,14 +78,15 @@ def sweep(recipe: str, overrides: tuple[str, ...], dry_run: bool, test_only: boo
     """Run every plan of RECIPE's search space as a trial, skip those that are done, and print the table."""
     loaded = load(recipe, overrides)
     from launch.executor import on_slurm
-    from launch.sweep import Retry, print_submissions, sweep_of
+    from launch.sweep import Retry, left_of, print_submissions
 
+    which = Retry.ALL if retry else Retry.NONE
     if dry_run or test_only:
-        print_submissions(loaded, lambda recipe: sweep_of(recipe).trials, ask_slurm=test_only)
+        print_submissions(loaded, lambda recipe: left_of(recipe, which), ask_slurm=test_only)
         return 0
     if detach and not on_slurm(loaded):
         return _start_driver(loaded, "sweep", *["--retry"] * retry)
-    return sweep_on(loaded, Retry.ALL if retry else Retry.NONE, follow=not detach)
+    return sweep_on(loaded, which, follow=not detach)
 
 
 def sweep_on(loaded: LoadedRecipe, retry: "Retry", *, follow: bool = True) -> int:
@@ -95,13 +96,13 @@ def sweep_on(loaded: LoadedRecipe, retry: "Retry", *, follow: bool = True) -> in
 
     try:
         with sweep_progress(err) as watcher:
-            run_sweep(loaded, retry=retry, watcher=watcher, follow=follow)
+            sweep = run_sweep(loaded, retry=retry, watcher=watcher, follow=follow)
     except KeyboardInterrupt:
         return _interrupted(loaded)
     if not follow:
         print(next_commands(loaded))
         return 0
-    results = tables.results_of(loaded)
+    results = tables.results(loaded, list(sweep.ended().values()), len(sweep.trials), sweep.left_out)
     files = tables.write(results)
     print(f"{tables.terminal(results)}\n\nwritten: {', '.join(map(str, files))}")
     _tell_failed(loaded, "sweep", results.measurements)

@@ -1,15 +1,19 @@
 """status, logs, cancel, resume and --detach, where trials run on this machine."""
 
+import fcntl
 import re
 import shlex
 
 import psutil
 import pytest
 
+from auto3d.runtime.measurement import Status
 from launch.executor import why_no_slurm
-from launch.manifest import histories
+from launch.manifest import Entry, State, histories
 from launch.recipe import load
+from launch.slurm import note_ends
 from launch.store import manifest_of, trials_of
+from launch.watcher import write_failure
 from tests.launch.test_sweep import gone, left_in, wait_until
 from tests.test_plan import PLAN
 
@@ -63,14 +67,18 @@ def test_tune_starts_what_failed_only_when_asked_to(folder, auto3d, fails_at_two
 def test_a_detached_sweep_is_followed_and_cancelled(folder, auto3d):
     told = auto3d("sweep", "own.yaml", "search.micro_batch_size=[4]", "--detach").out
     assert "auto3d status own.yaml --watch" in told
+    driver = psutil.Process(int(told.split()[1]))
     log = folder / "runs" / "own" / "driver.log"
-    wait_until(lambda: "train under the fastest" in log.read_text(), "the sweep in the background", timeout_s=120)
+    wait_until(lambda: gone([driver]), "the sweep in the background", timeout_s=120)
+    assert "train under the fastest" in log.read_text()
     assert auto3d("status", "own.yaml", "--watch").out.rstrip().endswith("1 ok")
     assert log.stat().st_mode & 0o077 == 0 or log.parent.stat().st_mode & 0o077 == 0
 
     told = auto3d("sweep", "own.yaml", "measure.iterations=1000000", "--detach").out
     driver = psutil.Process(int(told.split()[1]))
     wait_until(lambda: "1 running" in auto3d("status", "own.yaml").out, "its first trial")
+    refused = auto3d("sweep", "own.yaml", "--detach", code=2).err
+    assert f"process {driver.pid} runs trials of it in the background; to end it: auto3d cancel own.yaml" in refused
     assert f"asked process {driver.pid}" in auto3d("cancel", "own.yaml").out
     wait_until(lambda: gone([driver]) and not left_in(folder), "all its processes to be gone", timeout_s=30)
     assert "1 interrupted, 1 not run" in auto3d("status", "own.yaml").out
@@ -94,9 +102,32 @@ def test_a_detached_training_is_cancelled_and_goes_on(folder, auto3d):
     assert f"iteration {int(first) + 1}/2000" in resumed.err
     assert f"{2000 - int(first)} iterations under dp=1" in resumed.out
     assert auto3d("status", "own.yaml").out.rstrip().endswith("1 ok")
-    again = auto3d("resume", "own.yaml")
+    assert "done already; to train anew: auto3d train own.yaml" in auto3d("resume", "own.yaml").out
+    again = auto3d("train", "own.yaml", *options)
     assert "done already, by the checkpoint after iteration 2000" in again.err
+    (file,) = folder.glob("runs/own/trials/train-*/lock")
+    with file.open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "this training is running (process " in auto3d("train", "own.yaml", *options, "--fresh", code=2).err
     assert "iteration 1/2000" in auto3d("train", "own.yaml", *options, "--fresh").err
+
+
+def test_an_end_is_noted_once_and_not_of_a_trial_that_another_process_has_started_again(folder):
+    recipe = load("own.yaml")
+    (trial,) = trials_of(recipe, [PLAN])
+    manifest = manifest_of(recipe)
+    trial.prepare(recipe)
+    manifest.append([Entry(trial=trial.name, state=State.SUBMITTED, job="1")])
+    failed = write_failure(recipe, trial, Status.FAILED, "of job 1")
+    trial.prepare(recipe)
+    manifest.append([Entry(trial=trial.name, state=State.SUBMITTED, job="2")])
+    note_ends(recipe, {trial: failed})
+    assert [one.state for one in manifest.entries()] == [State.SUBMITTED] * 2
+    measured = write_failure(recipe, trial, Status.OOM, "of job 2")
+    for _ in range(2):
+        note_ends(recipe, {trial: measured})
+    (ended,) = [one for one in manifest.entries() if one.state is State.ENDED]
+    assert (ended.job, ended.told) == ("2", "oom")
 
 
 @pytest.mark.parametrize("verb", ["status", "resume"])

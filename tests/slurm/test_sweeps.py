@@ -147,12 +147,19 @@ def test_a_preempted_trial_that_slurm_does_not_requeue_is_submitted_again(sweeps
     nodes = sweeps.running_on()
     job = sweeps.job()
     sweeps.cluster.run("scontrol", "update", f"JobId={job}", "Requeue=0")
-    sweeps.cluster.run("srun", "--partition=high", "--exclusive", f"--nodelist={','.join(nodes)}", "true")
+    partition = ["scontrol", "update", "PartitionName=low"]
+    sweeps.cluster.run(*partition, "State=INACTIVE")  # it takes no jobs
+    try:
+        sweeps.cluster.run("srun", "--partition=high", "--exclusive", f"--nodelist={','.join(nodes)}", "true")
+        wait_for("it to be refused", lambda: sweeps.entries()[-1].state is State.REFUSED, timeout_s=60)
+    finally:
+        sweeps.cluster.run(*partition, "State=UP")
     wait_for("another job of the trial", lambda: sweeps.job() != job, timeout_s=60)
     sweeps.running_on()
     assert sweeps.starts() == [2]
     sweeps.cluster.run("scancel", sweeps.job())
     output = end(sweep, code=1)
+    assert f"job {job} was lost, and cannot be submitted again yet: sbatch refused" in output
     assert f"job {job} ended as PREEMPTED; submitted again: job {sweeps.job()}" in output
     assert "ended as CANCELLED" in output
 

@@ -68,4 +68,5 @@ def test_a_preempted_training_goes_on_where_it_was(trainings, undisturbed):
     assert trainings.iterations() == list(range(1, ITERATIONS + 1)), "each ran once"
     assert trainings.starts() == [1], "it stayed the same job"
     assert_same(final_state(trainings.checkpoints), undisturbed)
-    assert trainings.auto3d("train", *PLAN) == "", "it is done"
+    again = trainings.auto3d("train", *PLAN)
+    assert again.startswith(f"{ITERATIONS - saved} iterations under "), "it is done, and tells its last start again"
