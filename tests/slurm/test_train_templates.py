@@ -15,17 +15,18 @@ from tests.slurm.test_dev_cluster import AUTO3D, pids
 
 TEMPLATES = ["train", "train-torchrun", "train-mpirun"]
 PLAN = ["tiny", "plan.dp=2", "plan.pp=2", "--json"]
+ONE = ["plan.dp=1", "plan.pp=1"]
 HERE = ["training.iterations=3", "launch.executor=local"]
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.parametrize("template", TEMPLATES)]
 
 
-def submit(cluster: SlurmCluster, folder: Path, template: str, *arguments: str) -> str:
-    """A job of two ranks on each of two nodes, in a folder that looks like the repository's."""
+def submit(cluster: SlurmCluster, folder: Path, template: str, *arguments: str, on_each: int = 2) -> str:
+    """A job of two ranks on each of two nodes, or of one, in a folder that looks like the repository's."""
     (folder / ".venv").symlink_to(sys.prefix)
     for name in ("recipes", "slurm"):
         (folder / name).symlink_to(REPOSITORY / name)
-    options = ["--nodes=2", "--ntasks-per-node=2", "--output=out", "--error=err"]
+    options = [f"--nodes={on_each}", f"--ntasks-per-node={on_each}", "--output=out", "--error=err"]
     script = f"slurm/{template}.sbatch"
     return cluster.run("sbatch", "--parsable", *options, script, *PLAN, *arguments, cwd=folder).strip()
 
@@ -64,8 +65,10 @@ def test_a_killed_rank_ends_all(cluster, tmp_path, template):
 
 
 @pytest.mark.soak
-def test_a_preempted_job_goes_on_where_it_was(cluster, tmp_path, template):
-    job = submit(cluster, tmp_path, template, "training.iterations=100")
+@pytest.mark.parametrize("plan", [[], ONE], ids=["four ranks", "one rank"])
+def test_a_preempted_job_goes_on_where_it_was(cluster, tmp_path, template, plan):
+    training = ["training.iterations=100", *plan]
+    job = submit(cluster, tmp_path, template, *training, on_each=1 if plan else 2)
     errors = tmp_path / "err"
     wait_for("iterations", lambda: errors.exists() and "iteration 20/" in errors.read_text(), timeout_s=200)
     cluster.run("srun", "--partition=high", "--exclusive", "--nodes=4", "true", timeout_s=120)
@@ -75,6 +78,6 @@ def test_a_preempted_job_goes_on_where_it_was(cluster, tmp_path, template):
     assert "it is queued again, and goes on from the checkpoint" in told
     numbers = [int(found) for found in re.findall(r"^iteration (\d+)/", told, re.MULTILINE)]
     assert numbers == list(range(1, 101)), "each ran once"
-    here = json.loads(cluster.run(*AUTO3D, "train", *PLAN, *HERE[1:], "training.iterations=100", timeout_s=200))
+    here = json.loads(cluster.run(*AUTO3D, "train", *PLAN, *HERE[1:], *training, timeout_s=200))
     record = json.loads((tmp_path / "out").read_text())
     assert record["loss"] == here["loss"][record["first_iteration"] :]
