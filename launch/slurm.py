@@ -406,7 +406,7 @@ def _refused(
         if one.refused_since is None:
             watcher.tell(f"{trial.name}: job {one.job} was lost, and cannot be submitted again yet: {error}")
             one.refused_since = now
-        one.ended_since = now  # so that it is late again after SETTLE_S
+        one.ended_since, one.unknown_since = now, None  # so that it is late again after SETTLE_S
         if now - one.refused_since > SILENCE_S:
             told = f"job {one.job} was lost, and could not be submitted again for {SILENCE_S:g} s: {error}"
             settled[trial] = write_failure(recipe, trial, Status.FAILED, told)
