@@ -20,7 +20,7 @@ def private_folder(path: Path) -> Path:
     """
     runs, whole = RUNS.resolve(), path.resolve()
     if runs in whole.parents:
-        runs.mkdir(mode=0o755, parents=True, exist_ok=True)
+        RUNS.mkdir(mode=0o755, exist_ok=True)
         mode = runs.stat().st_mode
         if mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:
             raise FolderError(f"{runs}: others can put files there that you would run; this ends it: chmod go-w {RUNS}")

@@ -23,7 +23,7 @@ from submitit.helpers import clean_env
 from auto3d.runtime.measurement import Measurement, Status
 from launch.files import private_folder
 from launch.job import nodes_needed, run_on_node
-from launch.jobs import JobState, cancel, job_states, jobs_called, listed_states, max_array_size
+from launch.jobs import JobState, cancel, find_lost, job_states, listed_states, max_array_size
 from launch.manifest import Entry, History, Manifest, State, histories, names_of_jobs
 from launch.recipe import LoadedRecipe
 from launch.sbatch import check_folder, parameters, python, text
@@ -160,28 +160,6 @@ def _on_their_way(manifest: Manifest, trials: Sequence[Trial]) -> dict[Trial, st
 
 def _has_job(history: History | None) -> bool:
     return history is not None and history.last.state in (State.SUBMITTED, State.CANCELLED)
-
-
-def find_lost(manifest: Manifest, names: Sequence[str]) -> None:
-    """Complete the manifest where a process died between asking SLURM for a job and writing down which it is.
-
-    Only within ``manifest.decided_alone()``, when nobody is asking.
-    """
-    entries = manifest.entries()
-    known = histories(entries)
-    last = [known[name].last for name in names if name in known]
-    for submission in sorted({one.submission for one in last if one.state is State.SUBMITTING}):
-        asked = [one.trial for one in entries if one.submission == submission and one.state is State.SUBMITTING]
-        asked = list(dict.fromkeys(asked))  # they were asked for before if SLURM had refused them
-        found = jobs_called(submission)
-        if not found:
-            entry = Entry(trial="", state=State.REFUSED, submission=submission, told="whoever asked for it died before")
-            manifest.append([replace(entry, trial=name) for name in asked])
-            continue
-        job = max((one.split("_")[0] for one in found), key=int)
-        ids = [f"{job}_{index}" for index in range(len(asked))] if len(asked) > 1 else [job]
-        entry = Entry(trial="", state=State.SUBMITTED, submission=submission)
-        manifest.append([replace(entry, trial=name, job=one) for name, one in zip(asked, ids, strict=True)])
 
 
 def _submit(recipe: LoadedRecipe, manifest: Manifest, submission: Submission) -> dict[Trial, str]:

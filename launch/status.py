@@ -13,10 +13,9 @@ from tabulate import tabulate
 from auto3d.errors import InputError
 from auto3d.runtime.measurement import Status
 from launch.detach import driver_of
-from launch.jobs import JobState, cancel, job_states
+from launch.jobs import JobState, cancel, find_lost, job_states
 from launch.manifest import Entry, History, Manifest, State, histories, names_of_jobs
 from launch.recipe import LoadedRecipe, load
-from launch.slurm import find_lost
 from launch.slurm_commands import SlurmError
 from launch.store import (
     Command,

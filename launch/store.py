@@ -228,8 +228,7 @@ def exclusive(recipe: LoadedRecipe, training: Trial | None = None) -> Iterator[N
 
     The kernel frees it however we end.
     """
-    folder = recipe_folder(recipe) if training is None else training.folder
-    file = private_folder(folder) / "lock"
+    file = private_folder(recipe_folder(recipe)) / ("lock" if training is None else f"{training.name}.lock")
     with file.open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -229,7 +229,7 @@ def test_a_file_that_cannot_be_read_or_written_is_told_in_one_line(folder, auto3
     assert "File name too long" in auto3d("plan", "x" * 5000, code=2).err
     (folder / "runs").write_text("")
     message = auto3d("sweep", "own.yaml", code=2).err.replace("a line of the user's own\n", "")
-    assert message == "auto3d: runs/own: Not a directory\n"
+    assert message == "auto3d: runs: File exists\n"
 
 
 def test_a_reader_that_goes_away_is_no_error(folder):

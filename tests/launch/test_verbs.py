@@ -105,7 +105,7 @@ def test_a_detached_training_is_cancelled_and_goes_on(folder, auto3d):
     assert "done already; to train anew: auto3d train own.yaml" in auto3d("resume", "own.yaml").out
     again = auto3d("train", "own.yaml", *options)
     assert "done already, by the checkpoint after iteration 2000" in again.err
-    (file,) = folder.glob("runs/own/trials/train-*/lock")
+    (file,) = folder.glob("runs/own/train-*.lock")
     with file.open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert "this training is running (process " in auto3d("train", "own.yaml", *options, "--fresh", code=2).err
