@@ -42,6 +42,13 @@ class Asked:
     def __bool__(self) -> bool:
         return bool(self.to_save) or bool(self.to_end)
 
+    def within(self, seconds: float) -> bool:
+        """Whether it asks by then."""
+        deadline = time.monotonic() + seconds
+        while not self and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        return bool(self)
+
 
 def asked_by_slurm() -> Asked:
     """Note from now on what SLURM asks of this process; SIGTERM no longer ends it."""

@@ -26,6 +26,7 @@ from launch.recipe import LoadedRecipe, load
 from launch.trial import IterationReport, Training, is_whole, measure
 
 POLL_S = 0.1
+SPREAD_S = 5.0  # SLURM's signals reach the nodes of a job one after the other
 FILES_S = 10.0  # beside the grace of the ranks, until a file that one node wrote is seen by another
 FIRST_PORT, PORTS = 10_000, 20_000  # below those that Linux gives out (32768 and up)
 
@@ -100,7 +101,7 @@ def _run_on_nodes(
         recipe, plan, folder, share=share, of_all=others.outcome, training=training, on_report=on_report
     )
     ended_early = training is not None and measurement.status is Status.OK and not is_whole(recipe, measurement)
-    if ended_early or (asked and measurement.status is not Status.OK):
+    if ended_early or (measurement.status is not Status.OK and asked.within(SPREAD_S)):
         # Ranks that SLURM's signal ended say nothing of the job's end, and those that left a checkpoint are not done.
         await_end(asked, requeue=ended_early and task.number == 0)
     if task.number == 0:
