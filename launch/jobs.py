@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from launch.manifest import Entry, Manifest, State, histories
 from launch.slurm_commands import SlurmError, run
 
+STATES_S = 5.0  # at least, between two looks at the states of jobs: they load the controller that all users share
 DEFAULT_ARRAY = 1001  # SLURM's MaxArraySize where it is not set
 ENDS = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED")
 ENDS += ("REVOKED", "TIMEOUT")

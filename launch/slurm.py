@@ -23,7 +23,7 @@ from submitit.helpers import clean_env
 from auto3d.runtime.measurement import Measurement, Status
 from launch.files import private_folder
 from launch.job import nodes_needed, run_on_node
-from launch.jobs import JobState, cancel, find_lost, job_states, listed_states, max_array_size
+from launch.jobs import STATES_S, JobState, cancel, find_lost, job_states, listed_states, max_array_size
 from launch.manifest import Entry, History, Manifest, State, histories, names_of_jobs
 from launch.recipe import LoadedRecipe
 from launch.sbatch import check_folder, parameters, python, text
@@ -32,7 +32,7 @@ from launch.store import Trial, job_folder, log_files, manifest_of
 from launch.watcher import Ended, Watcher, interrupts_noted, write_failure
 
 POLL_S = 1.0  # of the trials' files
-STATES_S, LONGEST_STATES_S = 5.0, 60.0  # of SLURM's commands, which load the controller that all users share
+LONGEST_STATES_S = 60.0  # at most, between two looks at the states of jobs
 SPARED = 20  # times as long as it took to answer, it is not asked again
 TEST_ONLY_S = 120.0  # the scheduler looks at the whole queue
 SETTLE_S = 20.0  # from the end of a job until its last file is seen here

@@ -13,7 +13,7 @@ from tabulate import tabulate
 from auto3d.errors import InputError
 from auto3d.runtime.measurement import Status
 from launch.detach import driver_of
-from launch.jobs import JobState, cancel, find_lost, job_states
+from launch.jobs import STATES_S, JobState, cancel, find_lost, job_states
 from launch.manifest import Entry, History, Manifest, State, histories, names_of_jobs
 from launch.recipe import LoadedRecipe, load
 from launch.slurm_commands import SlurmError
@@ -30,7 +30,6 @@ from launch.store import (
 
 WATCH_S = 5.0
 FOLLOW_S = 0.5
-STATES_S = 5.0  # of SLURM's commands, while the files of a job are followed
 UNDER_WAY = ("waiting", "running")
 
 

@@ -30,11 +30,10 @@ def resume(recipe: str, overrides: tuple[str, ...]) -> int:
     check_reachable(loaded)
     if on_slurm(loaded):
         slurm.cancel_listed_again(loaded)
-
-    if command.verb == "train" and not overrides and trained_here(loaded, command):
-        print(f"done already; to train anew: {loaded.command('train', '--fresh')}")
-        return 0
     if command.verb == "train":
+        if not overrides and trained_here(loaded, command):
+            print(f"done already; to train anew: {loaded.command('train', '--fresh')}")
+            return 0
         return train_on(loaded, command.plan_file)
     return (tune_on if command.verb == "tune" else sweep_on)(loaded, Retry.UP_TO_A_LIMIT)
 
