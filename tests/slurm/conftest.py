@@ -52,6 +52,14 @@ class SlurmCluster:
     def all_idle(self) -> bool:
         return set(self.node_states().values()) == {"idle"}
 
+    def start_soon(self, job: str, *changes: str) -> None:
+        """A job that SLURM sent back to the queue, and would let wait for two minutes.
+
+        Not at once: on a node where it was killed in the same second, its credential is still revoked, and it is
+        killed for good.
+        """
+        self.run("scontrol", "update", f"JobId={job}", "StartTime=now+2", *changes)
+
 
 def wait_for(what: str, true: Callable[[], bool], *, timeout_s: float) -> None:
     deadline = monotonic() + timeout_s

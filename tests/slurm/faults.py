@@ -71,7 +71,7 @@ class Struck(Sweeps):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
-    def start_queued_at_once(self, *changes: str) -> None:
+    def start_queued_soon(self, *changes: str) -> None:
         """Once SLURM has sent the job back to the queue, unless it was over by then."""
         job = self.job()
         shown = ["scontrol", "show", "job", job]
@@ -84,7 +84,7 @@ class Struck(Sweeps):
 
         wait_for("the job to be requeued", requeued_or_over, timeout_s=200)
         with suppress(AssertionError):  # it has started
-            self.cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now", *changes)
+            self.cluster.start_soon(job, *changes)
 
     def state(self) -> dict:
         files = self.folder.glob(f"runs/own/checkpoints/train-*/iteration-{self.iterations:08d}/*.safetensors")
@@ -117,12 +117,12 @@ def job_cancelled(struck: Struck, driver: subprocess.Popen, node: str) -> None:
 
 def preempted(struck: Struck, driver: subprocess.Popen, node: str) -> None:
     struck.cluster.run("srun", "--partition=high", "--exclusive", f"--nodelist={node}", "true", timeout_s=120)
-    struck.start_queued_at_once()
+    struck.start_queued_soon()
 
 
 def node_killed(struck: Struck, driver: subprocess.Popen, node: str) -> None:
     struck.kill(node, "slurmd", "slurmstepd", "python")
-    struck.start_queued_at_once()
+    struck.start_queued_soon()
 
 
 def link_cut(struck: Struck, driver: subprocess.Popen, node: str) -> None:
@@ -159,7 +159,7 @@ def manifest_torn(struck: Struck, driver: subprocess.Popen, node: str) -> None:
 def time_is_over(struck: Struck, driver: subprocess.Popen, node: str) -> None:
     """The limit is less than a minute away by now; the job is to be warned two minutes before."""
     struck.cluster.run("scontrol", "update", f"JobId={struck.job()}", "TimeLimit=1")
-    struck.start_queued_at_once("TimeLimit=60")
+    struck.start_queued_soon("TimeLimit=60")
 
 
 @dataclass(frozen=True)

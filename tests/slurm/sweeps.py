@@ -91,8 +91,3 @@ def end(process: subprocess.Popen, *, code: int = 0) -> str:
 
 def statuses(sweeps: Sweeps) -> list[str]:
     return [row["status"] for row in sweeps.rows()]
-
-
-def start_at_once(cluster: SlurmCluster, job: str) -> None:
-    """SLURM lets a job that it sent back to the queue wait for two minutes."""
-    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")

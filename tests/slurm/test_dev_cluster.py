@@ -85,7 +85,7 @@ def test_the_high_partition_sends_a_job_of_the_low_one_back_to_the_queue(cluster
     assert "JobState=PENDING" in shown
     assert "Restarts=1" in shown
 
-    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # SLURM lets it wait for two minutes
+    cluster.start_soon(job)
     wait_for("the low job to start again", lambda: "start 1\n" in out.read_text(), timeout_s=30)
 
 

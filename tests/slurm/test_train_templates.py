@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.conftest import REPOSITORY, SlurmCluster, wait_for
-from tests.slurm.sweeps import start_at_once
 from tests.slurm.test_dev_cluster import AUTO3D, pids
 
 TEMPLATES = ["train", "train-torchrun", "train-mpirun"]
@@ -72,7 +71,7 @@ def test_a_preempted_job_goes_on_where_it_was(cluster, tmp_path, template, plan)
     errors = tmp_path / "err"
     wait_for("iterations", lambda: errors.exists() and "iteration 20/" in errors.read_text(), timeout_s=200)
     cluster.run("srun", "--partition=high", "--exclusive", "--nodes=4", "true", timeout_s=120)
-    start_at_once(cluster, job)
+    cluster.start_soon(job)
     wait_for_end(cluster, job, timeout_s=200)
     told = errors.read_text()
     assert "it is queued again, and goes on from the checkpoint" in told

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from auto3d.runtime.checkpoint import newest
 from tests.slurm.conftest import wait_for
-from tests.slurm.sweeps import Sweeps, end, start_at_once
+from tests.slurm.sweeps import Sweeps, end
 
 ITERATIONS = 4000
 PLAN = ["plan.pp=2", "plan.micro_batch_size=4", f"training.iterations={ITERATIONS}", "training.checkpoint_every=1000"]
@@ -63,7 +63,7 @@ def test_a_preempted_training_goes_on_where_it_was(trainings, undisturbed):
     trainings.cluster.run("srun", "--partition=high", "--exclusive", "--nodelist=n1,n2", "true")
     saved = trainings.saved()
     assert saved % 1000, "it left a checkpoint when it was warned"
-    start_at_once(trainings.cluster, job)
+    trainings.cluster.start_soon(job)
     end(training)
     assert trainings.iterations() == list(range(1, ITERATIONS + 1)), "each ran once"
     assert trainings.starts() == [1], "it stayed the same job"
