@@ -22,6 +22,7 @@ from auto3d.errors import InputError
 from auto3d.partition.merak import Sharding, shard, sharding_from_json
 from launch.output import print_json
 from launch.recipe import LoadedRecipe
+from launch.settings import device
 
 
 class PlanningModel:
@@ -68,7 +69,7 @@ class PlanningModel:
         model = {key: value for key, value in values["model"].items() if key != "weights"}
         data = {key: value for key, value in values["data"].items() if key != "files"}
         where = [os.getcwd(), *sys.path] if model["factory"] else []
-        return {"model": model, "data": data, "where": where, **what}
+        return {"model": model, "data": data, "device": device(self._recipe.values), "where": where, **what}
 
 
 class Elsewhere:

@@ -17,6 +17,7 @@ from auto3d.capture.model import CapturedModel, capture, without_collection
 from launch.data import data_settings
 from launch.output import stdout_to_stderr
 from launch.recipe import RECIPES, LoadedRecipe
+from launch.settings import device
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are built from their configuration; nothing is ever downloaded
 
@@ -26,7 +27,8 @@ def captured_model(recipe: LoadedRecipe, micro_batch_size: int) -> CapturedModel
     with stdout_to_stderr(), without_collection():
         build = build_function(recipe)
         try:
-            return capture(build, data_settings(recipe.values).input_specs(), micro_batch_size)
+            specs = data_settings(recipe.values).input_specs()
+            return capture(build, specs, micro_batch_size, device=device(recipe.values))
         except SystemExit as error:
             raise recipe.error("model", f"its code ended the program: {told(error)}") from None
 

@@ -10,9 +10,9 @@ from torch.utils._pytree import tree_leaves
 
 from auto3d.capture.export import ExportedModel, is_differentiable, module_path
 from auto3d.capture.graph import Graph, Node, Value
+from auto3d.capture.in_place import is_mutable
 from auto3d.capture.masks import ATTENTION, DROPOUT
 from auto3d.capture.operation_cost import OperationCosts
-from auto3d.capture.rewrite import is_mutable
 
 CHEAP_FLOPS = 2  # per element made: an outer product, as of rotary embeddings, may be repeated; a matrix product not
 
@@ -55,7 +55,7 @@ def describe(exported: ExportedModel) -> Graph:
         outputs = _outputs(node)
         if all(source.name in fixed for source in sources) and not is_random(node):
             fixed.update((node.name, *(value.name for value in outputs)))
-        cost = cost_of(node.target, *_values_of(node))
+        cost = cost_of(node.target, *_values_of(node), node.meta["val"])
         arguments = [leaf.name for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, fx.Node)]
         takers = _takers(node)
         saved = [arguments[position] for position in cost.saved_arguments]

@@ -1,21 +1,50 @@
-"""The error of a model that cannot be captured, and the line of the model's own code to name in it."""
+"""The error of a model that cannot be captured: its cause in a user's words, and the line of the model's own code."""
 
 import re
 import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.proxy import TracerBase
 
 from auto3d.errors import InputError
 
 _ENGINE, _TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
 _STANDARD_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 _FRAME = re.compile(r'File "(?P<file>.+?)", line (?P<line>\d+)')
+_DATA_DEPENDENT = (
+    "its code decides by the values of tensors, or takes a size from them, which a captured program cannot; "
+    "make it a setting, or compute all cases and choose with torch.where,"
+)
+_UNTRACEABLE = "torch.export cannot follow its code; write it with plain tensor operations, or keep it out of forward,"
+KEPT_ELSEWHERE = "it uses a tensor that is kept where no attribute, list or dict of a module has it; keep it as a module's attribute,"
+_JARGON = re.compile(
+    r"\bguard|symint|symbol|unbacked|faketensor|fake tensor|functional ?tensor|proxy|higherorder|functorch|dynamo|"
+    r"file an? (issue|bug)|torch\._|\bu\d+\b|dispatch|make_fx|meta tensor|inductor|data-dependent",
+    re.IGNORECASE,
+)
 
 
 class CaptureError(InputError):
     """A model that cannot be captured; the message names the line of the model's code where there is one."""
+
+
+def cause(error: BaseException) -> str:
+    """Why the model's code failed, in one line; torch's words about its own tracing are left out."""
+    texts = [(each, _first_line(each)) for each in _chain(error)]
+    for each, text in texts:
+        if isinstance(each, GuardOnDataDependentSymNode) or "data-dependent" in text.lower():
+            return _DATA_DEPENDENT
+        if "same device" in text and "meta" in text:
+            return KEPT_ELSEWHERE
+    original, text = texts[-1]  # what the model's code itself raised, before torch wrapped it
+    if _JARGON.search(text):
+        return _UNTRACEABLE
+    return text if isinstance(original, RuntimeError | ValueError) else f"{type(original).__name__}: {text}"
 
 
 def node_line(node: fx.Node) -> str:
@@ -24,16 +53,42 @@ def node_line(node: fx.Node) -> str:
     return next((_at(file, line) for file, line in reversed(frames) if _is_model_code(file)), "")
 
 
-def error_line(error: Exception) -> str:
-    """`` at FILE, line N``: the deepest line of the model's code in the traceback, or nothing."""
+@contextmanager
+def every_line_recorded() -> Iterator[None]:
+    """Let torch.export note for each node all frames of the code that made it, and not those of ``forward`` alone."""
+    filtered = TracerBase._filter_traceback_frames
+    TracerBase._filter_traceback_frames = lambda self, frames: frames
+    try:
+        yield
+    finally:
+        TracerBase._filter_traceback_frames = filtered
+
+
+def error_line(error: BaseException) -> str:
+    """`` at FILE, line N``: the deepest line of the model's code in the tracebacks of the error and its causes."""
     found = ""
-    trace = error.__traceback__
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if _is_model_code(file):
-            found = _at(file, trace.tb_lineno)
-        trace = trace.tb_next
+    for each in _chain(error):
+        trace = each.__traceback__
+        while trace is not None:
+            file = trace.tb_frame.f_code.co_filename
+            if _is_model_code(file):
+                found = _at(file, trace.tb_lineno)
+            trace = trace.tb_next
     return found
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error, what it was raised from, and so on."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _at(file: str, line: int | str) -> str:

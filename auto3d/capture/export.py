@@ -1,22 +1,31 @@
-"""Export an unmodified module on the meta device, at one micro-batch size: no weight is ever allocated."""
+"""Export an unmodified module for the device that will run it, at one micro-batch size: no weight is ever allocated."""
 
+import logging
 import re
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
+from io import StringIO
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from auto3d.capture.errors import CaptureError, error_line, node_line
+from auto3d.capture.empty import EmptyModel, empty_model
+from auto3d.capture.errors import KEPT_ELSEWHERE, CaptureError, cause, error_line, every_line_recorded, node_line
+from auto3d.capture.in_place import name_of, remove_in_place, written_buffers
 from auto3d.capture.masks import leave_masks_to_kernel
-from auto3d.capture.rewrite import inline_regions, remove_in_place, written_buffers
+from auto3d.capture.regions import inline_regions
 from auto3d.errors import InputError
+
+_META = torch.device("meta")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +43,7 @@ class ExportedModel:
     build: Callable[[], nn.Module]
     inputs: Mapping[str, InputSpec]
     micro_batch_size: int
+    device: str  # type of the device that the model's code saw: "cpu" or "cuda"
     program: fx.Graph
     parameters: Mapping[str, str]  # placeholder -> first name of the parameter: tied ones share it
     trained: frozenset[str]  # names of parameters that a gradient reaches
@@ -58,70 +68,116 @@ class ExportedModel:
         return digest.hexdigest()[:16]
 
 
-def export(build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec], micro_batch_size: int) -> ExportedModel:
+def export(
+    build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec], micro_batch_size: int, *, device: str = "cpu"
+) -> ExportedModel:
     """Export the module that ``build`` makes, in training mode, called with ``inputs`` as keyword arguments.
 
-    Raises CaptureError if the module cannot be built, if it fails at this micro-batch size or torch.export cannot
-    follow it, if its sizes depend on the data, if it has no loss among its outputs, keeps a tensor that is neither
-    parameter nor buffer, or writes in place where other tensors see it.
+    Its code sees tensors of device type ``device``, or of the CPU where torch was built without that. Raises
+    CaptureError if the module cannot be built, if it fails at this micro-batch size or torch.export cannot follow it,
+    if its sizes depend on the data, if it has no loss among its outputs, or writes in place where that cannot be
+    followed.
     """
     try:
-        with torch.device("meta"):
-            model = build()
+        return _export(build, inputs, micro_batch_size, device)
+    except CaptureError:
+        with every_line_recorded():  # torch.export notes the lines of functions named forward alone
+            return _export(build, inputs, micro_batch_size, device)
+
+
+def _export(
+    build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec], micro_batch_size: int, device: str
+) -> ExportedModel:
+    try:
+        model = empty_model(build, device)
     except InputError:
         raise
     except Exception as error:  # of the model's own code
-        raise CaptureError(f"the model cannot be built: {_first_line(error)}{error_line(error)}") from error
-    model.train()
-    arguments = {
-        name: torch.zeros((micro_batch_size, *spec.shape), dtype=spec.dtype, device="meta")
-        for name, spec in inputs.items()
-    }
+        raise CaptureError(f"the model cannot be built: {cause(error)}{error_line(error)}") from error
+    module = model.module
+    module.train()
+    arguments = {name: model.zeros((micro_batch_size, *spec.shape), spec.dtype) for name, spec in inputs.items()}
     try:
-        exported = torch.export.export(model, (), arguments, strict=False)
+        with _quiet_torch():
+            exported = torch.export.export(module, (), arguments, strict=False)
     except Exception as error:  # torch.export raises many kinds; each means that this model cannot be captured
         raise CaptureError(
-            f"{type(model).__name__} cannot be captured at micro-batch size {micro_batch_size}: "
-            f"{_first_line(error)}{error_line(error)}"
+            f"{type(module).__name__} cannot be captured at micro-batch size {micro_batch_size}: "
+            f"{cause(error)}{error_line(error)}"
         ) from error
 
     signature = exported.graph_signature
     program = exported.graph_module.graph
-    parameters = _first_names(signature.inputs_to_parameters, model.named_parameters(remove_duplicate=False))
-    buffers = _first_names(signature.inputs_to_buffers, model.named_buffers(remove_duplicate=False))
-    constants = {
-        placeholder: exported.constants[name]
-        for placeholder, name in signature.inputs_to_lifted_tensor_constants.items()
-    }
-    for placeholder, name in signature.inputs_to_lifted_tensor_constants.items():
-        if constants[placeholder].is_meta:
-            raise CaptureError(
-                f"{type(model).__name__} keeps the tensor {name}, which is neither a parameter nor a buffer; "
-                f"register it with register_buffer, persistent or not"
-            )
-    inline_regions(exported.graph_module, buffers.keys())
+    parameters = _first_names(signature.inputs_to_parameters, module.named_parameters(remove_duplicate=False))
+    buffers = _first_names(signature.inputs_to_buffers, module.named_buffers(remove_duplicate=False))
+    held, constants = _held_and_constant(exported, model)
+    buffers |= held
+    inline_regions(exported.graph_module, model.mode, parameters=parameters.keys(), buffers=buffers.keys())
     _remove_assertions(program)
-    remove_in_place(program, buffers.keys())
+    remove_in_place(program, model.mode, buffers=buffers.keys(), inputs=inputs.keys())
+    _forget_device(program)
     leave_masks_to_kernel(program)
-    loss = _find_loss(model, exported)
+    loss = _find_loss(module, exported)
     program.output_node().args = ((loss,),)
     program.eliminate_dead_code()  # what only other outputs need; writes to buffers stay
     _check_sizes(program)
+    _check_constants(program, constants, module)
     _name_by_module(program)
     reached = {parameters[placeholder] for placeholder in _reached_by_gradient(loss) & parameters.keys()}
-    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     return ExportedModel(
         build=build,
         inputs=dict(inputs),
         micro_batch_size=micro_batch_size,
+        device=device,
         program=program,
         parameters=parameters,
         trained=frozenset(reached & trainable),
         buffers=buffers,
         written_buffers=frozenset(buffers[placeholder] for placeholder in written_buffers(program, buffers.keys())),
-        constants=constants,
+        constants={name: value for name, value in constants.items() if not isinstance(value, FakeTensor)},
         loss=loss.name,
     )
+
+
+@contextmanager
+def _quiet_torch() -> Iterator[None]:
+    """Keep what torch prints of its own graphs, where it cannot follow code, from the user: the error says it."""
+    loggers = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch.export._trace")]
+    levels, printed = [logger.level for logger in loggers], StringIO()
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        with redirect_stderr(printed):
+            yield
+        sys.stderr.write(printed.getvalue())  # the model's own
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _held_and_constant(
+    exported: torch.export.ExportedProgram, model: EmptyModel
+) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    """Placeholder -> the place of a tensor that the model holds in a container, and placeholder -> value of a constant.
+
+    A constant is made in forward, from numbers in the model's code.
+    """
+    held, constants = {}, {}
+    for placeholder, name in exported.graph_signature.inputs_to_lifted_tensor_constants.items():
+        value = exported.constants[name]
+        place = model.place_of(value)
+        if place is not None:
+            held[placeholder] = place
+        else:
+            constants[placeholder] = value
+    return held, constants
+
+
+def _forget_device(program: fx.Graph) -> None:
+    """Replace the device that the export burned into operators by the meta device: a run puts in its own."""
+    for node in program.nodes:
+        node.args, node.kwargs = tree_map_only(torch.device, lambda _: _META, (node.args, node.kwargs))
 
 
 def _first_names(placeholders: Mapping[str, str], named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
@@ -155,10 +211,6 @@ def is_differentiable(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
-def _first_line(error: Exception) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
 def _remove_assertions(program: fx.Graph) -> None:
     """Checks of metadata hold by construction, and those of the traced device would not."""
     for node in reversed(program.nodes):
@@ -171,7 +223,17 @@ def _check_sizes(program: fx.Graph) -> None:
         for value in tree_leaves(node.meta.get("val")):
             sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
             if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):
-                raise CaptureError(f"{node.target} gives a size or a number that depends on the data{node_line(node)}")
+                raise CaptureError(
+                    f"{name_of(node.target)} gives a size or a number that depends on the data{node_line(node)}; a "
+                    "program has fixed sizes: use a mask or torch.where there, and tensors in the place of numbers"
+                )
+
+
+def _check_constants(program: fx.Graph, constants: Mapping[str, torch.Tensor], module: nn.Module) -> None:
+    for node in program.find_nodes(op="placeholder"):
+        value = constants.get(node.name)
+        if value is not None and node.users and (isinstance(value, FakeTensor) or value.is_meta):
+            raise CaptureError(f"{type(module).__name__}: {KEPT_ELSEWHERE}{node_line(next(iter(node.users)))}")
 
 
 def _name_by_module(program: fx.Graph) -> None:

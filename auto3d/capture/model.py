@@ -21,16 +21,19 @@ class CapturedModel:
 
     def at(self, micro_batch_size: int) -> "CapturedModel":
         """The same model captured at another micro-batch size; ``Graph.same_operations`` tells if it does the same."""
-        return capture(self.exported.build, self.exported.inputs, micro_batch_size)
+        exported = self.exported
+        return capture(exported.build, exported.inputs, micro_batch_size, device=exported.device)
 
 
-def capture(build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec], micro_batch_size: int) -> CapturedModel:
+def capture(
+    build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec], micro_batch_size: int, *, device: str = "cpu"
+) -> CapturedModel:
     """Capture the module that ``build`` makes for micro-batches of so many samples; raises CaptureError as ``export``.
 
-    What its code decides by the batch size is decided for this one.
+    What its code decides by the batch size or the type of its device is decided for these.
     """
     with without_collection():
-        exported = export(build, inputs, micro_batch_size)
+        exported = export(build, inputs, micro_batch_size, device=device)
         return CapturedModel(graph=describe(exported), exported=exported)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from warnings import warn
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -31,13 +32,39 @@ class OperationCosts:
     def __init__(self) -> None:
         self._known: dict[str, OperationCost] = {}
 
-    def __call__(self, target: Callable, args: tuple, kwargs: dict) -> OperationCost:
-        """``args`` and ``kwargs`` hold meta tensors; those that require a gradient make the operator save things."""
+    def __call__(self, target: Callable, args: tuple, kwargs: dict, result: Any) -> OperationCost:
+        """``args`` and ``kwargs`` hold meta tensors; those that require a gradient make the operator save things.
+
+        An operator that does not run on meta tensors is taken to give ``result``, to cost the bytes that it moves alone
+        and to save all that it has.
+        """
         strides = [tensor.stride() for tensor in _tensors((args, kwargs))]
         key = f"{target} {args} {kwargs} {strides}"  # meta tensors print as their shape, dtype and requires_grad alone
         if key not in self._known:
-            self._known[key] = _cost(target, args, kwargs)
+            try:
+                self._known[key] = _cost(target, args, kwargs)
+            except Exception as error:  # of any kind, from the kernels of any operator
+                problem = f"the cost of {target} is not known ({type(error).__name__}): its bytes are counted alone"
+                warn(problem, stacklevel=2)
+                self._known[key] = _unknown_cost(args, kwargs, result)
         return self._known[key]
+
+
+def _unknown_cost(args: tuple, kwargs: dict, result: Any) -> OperationCost:
+    arguments, values = _tensors((args, kwargs)), _tensors(result)
+    learns = any(argument.requires_grad for argument in arguments)
+    results = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device="meta") for v in values]
+    return OperationCost(
+        flops=0,
+        backward_flops=0,
+        results=tuple(
+            each.requires_grad_(learns and (each.is_floating_point() or each.is_complex())) for each in results
+        ),
+        alias_of=(None,) * len(results),
+        saved_arguments=tuple(range(len(arguments))) if learns else (),
+        saved_results=tuple(range(len(results))) if learns else (),
+        saved_bytes=0,
+    )
 
 
 def _cost(target: Callable, args: tuple, kwargs: dict) -> OperationCost:
@@ -47,6 +74,9 @@ def _cost(target: Callable, args: tuple, kwargs: dict) -> OperationCost:
         flops = counter.get_total_flops()
         _run_backward(arguments, results)
         backward_flops = counter.get_total_flops() - flops
+    if flops == 0 and "grouped_mm" in str(target):  # torch has no formula for it; each row meets one group's matrix
+        flops = 2 * results[0].numel() * arguments[0].shape[-1]
+        backward_flops = flops * sum(argument.requires_grad for argument in arguments[:2])
     if target is _ATTENTION and _can_be_fused(*args, **kwargs):
         # On the meta device attention takes the unfused way, which computes the same but keeps the whole matrix of
         # weights.
@@ -114,7 +144,8 @@ def _can_be_fused(
     **kwargs: Any,
 ) -> bool:
     """Whether a CPU has a fused kernel; a GPU has one for dropout too, and then keeps less than is said here."""
-    return dropout_p == 0 and (attn_mask is None or not attn_mask.requires_grad)
+    same_heads = query.shape[-1] == value.shape[-1]  # not in multi-head latent attention
+    return same_heads and dropout_p == 0 and (attn_mask is None or not attn_mask.requires_grad)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

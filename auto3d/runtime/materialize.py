@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from auto3d.capture.empty import build_empty, held_tensors
 from auto3d.errors import InputError
 from auto3d.runtime.memory import return_freed_memory
 
@@ -47,7 +48,7 @@ def materialize(
         foreign.release_all()
     return_freed_memory()
     parameters = dict(model.named_parameters())
-    tensors = {**dict(model.named_buffers()), **parameters}
+    tensors = {**held_tensors(model), **dict(model.named_buffers()), **parameters}
     own = {name: tensors[name].detach() for name in names}
     for name, tensor in own.items():
         if tensor.untyped_storage().nbytes() < tensor.nbytes:
@@ -71,8 +72,8 @@ def materialize(
 def _foreign_by_order(build: Callable[[], nn.Module], names: Collection[str]) -> list[bool]:
     """Whether the k-th parameter that the module registers while it is built stays in it, but is not of ``names``."""
     order: list[nn.Parameter] = []
-    with torch.device("meta"), _on_registration(order.append):
-        model = build()
+    with _on_registration(order.append):
+        model = build_empty(build)
     foreign = {id(parameter) for name, parameter in model.named_parameters() if name not in names}
     return [id(parameter) in foreign for parameter in order]
 

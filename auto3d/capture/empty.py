@@ -1,0 +1,134 @@
+"""A module without memory, shown to torch.export as if it lived on the device that will run it.
+
+Code asks for the device of its tensors: a mixture of experts takes another branch on a CPU than on a GPU, and tensors
+made in forward go where the others are. So the export sees fake tensors, which hold no memory and name a real device.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+def build_empty(build: Callable[[], nn.Module]) -> nn.Module:
+    """The module that ``build`` makes, its parameters on the meta device where its constructor allows that.
+
+    A constructor that reads values, such as ``[x.item() for x in torch.linspace(0, 0.1, 4)]``, fails on the meta
+    device. It then runs on the CPU, and each parameter moves to the meta device as it is registered. One that reads the
+    values of its parameters, as an orthogonal parametrization does, runs on the CPU as it is.
+    """
+    with suppress(RuntimeError, ValueError, TypeError), torch.device("meta"):
+        return build()
+    with suppress(RuntimeError, ValueError, TypeError), _parameters_on_meta():
+        return build()
+    return build()
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    moved = WeakTensorKeyDictionary()  # parameter -> its stand-in, so that a tied parameter stays one
+
+    def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta:
+            return parameter
+        if parameter not in moved:
+            moved[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        return moved[parameter]
+
+    handle = register_module_parameter_registration_hook(move)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def held_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Tensors that a module or its submodules keep as attributes, neither parameters nor buffers, by where they are.
+
+    ``decoder.scale`` is an attribute; ``decoder.slopes.0`` is the first in a list. Tensors that autograd computed, such
+    as the weight of an old-style weight norm, are left out: forward makes them anew.
+    """
+    found: dict[str, torch.Tensor] = {}
+    _map_held(module, lambda place, tensor: found.setdefault(place, tensor))
+    return found
+
+
+def _map_held(module: nn.Module, replace: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+    """Put ``replace(place, tensor)`` in the place of each of the module's ``held_tensors``."""
+
+    def mapped(place: str, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value if value.grad_fn is not None or isinstance(value, nn.Parameter) else replace(place, value)
+        if type(value) is tuple:
+            return tuple(mapped(f"{place}.{index}", entry) for index, entry in enumerate(value))
+        if isinstance(value, dict | list):
+            for key, entry in list(value.items() if isinstance(value, dict) else enumerate(value)):
+                if isinstance(entry, torch.Tensor | dict | list | tuple):
+                    value[key] = mapped(f"{place}.{key}", entry)
+        return value
+
+    for prefix, owner in module.named_modules():
+        for name, value in list(vars(owner).items()):
+            if name not in _OF_MODULES and isinstance(value, torch.Tensor | dict | list | tuple):
+                owner.__dict__[name] = mapped(f"{prefix}.{name}" if prefix else name, value)
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))  # a module's own bookkeeping: its parameters, buffers, hooks, submodules
+
+
+@dataclass(frozen=True)
+class EmptyModel:
+    """A module of fake tensors, and the mode and device that these belong to."""
+
+    module: nn.Module
+    mode: FakeTensorMode
+    device: torch.device
+    places: WeakTensorKeyDictionary  # fake tensor in a container -> where the module holds it
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        with self.mode:
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def place_of(self, tensor: torch.Tensor) -> str | None:
+        """Where the module holds ``tensor``, one that is neither parameter nor buffer."""
+        return self.places.get(tensor)
+
+
+def empty_model(build: Callable[[], nn.Module], device: str) -> EmptyModel:
+    """The module that ``build`` makes, all of its tensors fake and on ``device``.
+
+    A plain tensor that a module keeps as an attribute becomes a buffer of that name, since it is state like one. Where
+    torch was built without CUDA, the CPU stands in for it.
+    """
+    module = build_empty(build)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    place = torch.device("cpu" if device == "cpu" or not torch.backends.cuda.is_built() else "cuda:0")
+    known = WeakTensorKeyDictionary()  # tensor -> its fake, so that a tied tensor stays one
+    places = WeakTensorKeyDictionary()
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor not in known:
+            shown = FakeTensor(mode, tensor.detach().to("meta"), place)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            known[tensor] = nn.Parameter(shown, tensor.requires_grad) if is_parameter else shown
+        return known[tensor]
+
+    def hold(where: str, tensor: torch.Tensor) -> torch.Tensor:
+        places[fake(tensor)] = where
+        return fake(tensor)
+
+    _map_held(module, hold)
+    for owner in module.modules():
+        for state in (owner._parameters, owner._buffers):
+            state.update({name: fake(tensor) for name, tensor in state.items() if tensor is not None})
+        for name in [name for name, value in vars(owner).items() if isinstance(value, FakeTensor)]:
+            owner._buffers[name] = owner.__dict__.pop(name)
+            owner._non_persistent_buffers_set.add(name)
+    return EmptyModel(module, mode, place, places)

@@ -1,0 +1,302 @@
+"""Rewrite an exported program so that it may be cut anywhere: no operation writes, but to a buffer as a whole.
+
+A write to a view becomes a new value of the whole; every view that is used later is taken anew from that.
+"""
+
+import operator
+from collections.abc import Callable, Collection
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from auto3d.capture.errors import CaptureError, node_line
+
+_aten = torch.ops.aten
+_SCATTER = {  # view -> operator that gives the whole with the view's part replaced
+    _aten.slice.Tensor: _aten.slice_scatter.default,
+    _aten.select.int: _aten.select_scatter.default,
+    _aten.diagonal.default: _aten.diagonal_scatter.default,
+}
+_TRANSPOSITIONS = {_aten.transpose, _aten.t, _aten.swapaxes, _aten.swapdims, _aten.numpy_T, _aten.mT, _aten.matrix_H}
+_SAME_ORDER = {  # views that keep all elements, in the order of their indices
+    _aten.view,
+    _aten.reshape,
+    _aten._unsafe_view,
+    _aten.view_as,
+    _aten.reshape_as,
+    _aten.flatten,
+    _aten.unflatten,
+    _aten.squeeze,
+    _aten.unsqueeze,
+    _aten.contiguous,
+    _aten.to,
+    _aten.type_as,
+    _aten.alias,
+    _aten.ravel,
+}
+_NORMALISATIONS = (_aten.batch_norm.default, _aten.instance_norm.default)
+
+
+def remove_in_place(
+    program: fx.Graph, mode: FakeTensorMode, *, buffers: Collection[str], inputs: Collection[str]
+) -> None:
+    """Write in-place operators out of place, through views of what they write to.
+
+    Those on ``buffers`` (batch statistics, moving averages) stay, for a buffer lives on one stage; who reads such a
+    buffer gets a copy, since the next micro-batch may write to it before this one's backward. ``inputs`` are the
+    model's: a write to one is seen by this micro-batch alone. Raises CaptureError for a write to anything else that
+    outlives the forward, and for one that cannot be followed.
+    """
+    for node in list(program.nodes):
+        if is_mutable(node) and _written(node) != node.args[:1]:
+            _copy_to_out(program, node, mode)
+    rewriter = _Rewriter(program, mode, set(buffers), inputs)
+    for node in list(program.nodes):
+        if is_mutable(node):
+            rewriter.remove(node)
+    written_names = written_buffers(program, buffers)
+    for node in list(program.nodes):
+        if node.name in written_names or (is_mutable(node) and node.name in rewriter.whole_buffers):
+            _copy_for_readers(program, node)
+
+
+class _Rewriter:
+    """Removes the in-place operations of a program, one after the other, in order."""
+
+    def __init__(
+        self, program: fx.Graph, mode: FakeTensorMode, whole_buffers: set[str], inputs: Collection[str]
+    ) -> None:
+        self.whole_buffers = whole_buffers  # names of nodes that are a buffer itself
+        self._program, self._mode, self._inputs = program, mode, inputs
+        self._anchor: fx.Node  # new nodes go before it
+        self._now: int  # position of the operation that is being removed, which new nodes share
+        self._position = {node: index for index, node in enumerate(program.nodes)}
+        self._views: set[fx.Node] = set()  # nodes that show the memory of their first argument
+        self._unclear: set[int] = set()  # memory that nodes show in any other way
+        shown: set[int] = set()
+        for node in program.nodes:
+            memories, source = _memories(node), node.args[0] if node.args else None
+            if isinstance(source, fx.Node) and memories & _memories(source) and node.op == "call_function":
+                if node.target is not operator.getitem or source in self._views:
+                    self._views.add(node)
+            else:
+                self._unclear |= memories & shown
+                shown |= memories
+
+    def remove(self, node: fx.Node) -> None:
+        """Let ``node`` write nothing, or a buffer as a whole, and let what comes later see its result."""
+        written, position = node.args[0], self._position[node]
+        writes_buffer = written.name in self.whole_buffers
+        self._anchor, self._now = node.next if writes_buffer else node, position
+        if torch.Tag.inplace_view in node.target.tags:  # changes the shape that this one name shows, and no memory
+            earlier, new = [], {written: self._emit(_functional(node), *node.args, **node.kwargs)}
+            self._views.add(new[written])
+        else:
+            chain = self._chain(written)
+            earlier = [each for each in self._showing(chain[-1]) if self._position[each] < position]
+            if writes_buffer:
+                self.whole_buffers.add(node.name)
+                new = {each: node for each in earlier if each.name in self.whole_buffers}
+            else:
+                new = self._values_after(node, chain)
+        if not writes_buffer:
+            new[node] = new[written]
+        for each in dict.fromkeys([*new, *earlier]):
+            later = [user for user in each.users if self._position[user] > position]
+            if later and each not in new:
+                self._regenerate(each, new)
+            for user in later:
+                user.replace_input_with(each, new[each])
+                if user.target is _aten.view.default:  # strides may be others now
+                    user.target = _aten.reshape.default
+        if not writes_buffer:
+            self._views.discard(node)
+            self._program.erase_node(node)
+
+    def _chain(self, node: fx.Node) -> list[fx.Node]:
+        """``node``, what it is a view of, and so on."""
+        chain = [node]
+        while chain[-1] in self._views:
+            chain.append(chain[-1].args[0])
+        return chain
+
+    def _showing(self, base: fx.Node) -> list[fx.Node]:
+        """``base`` and all views of it, views of views too."""
+        found = [base]
+        for node in found:
+            found.extend(user for user in node.users if user in self._views and user.args[0] is node)
+        return found
+
+    def _values_after(self, node: fx.Node, chain: list[fx.Node]) -> dict[fx.Node, fx.Node]:
+        """What ``node`` writes to, what that is a view of, and so on: each with the node of its value afterwards."""
+        base = chain[-1]
+        if _memories(base) & self._unclear:
+            raise CaptureError(
+                f"{name_of(node.target)} writes in place to memory that other tensors show in a way that cannot be "
+                f"followed{node_line(node)}; use the out-of-place form there, or write to a clone"
+            )
+        if base.op == "placeholder" and base.name not in self._inputs and base.name not in self.whole_buffers:
+            raise CaptureError(
+                f"{name_of(node.target)} writes in place to a parameter or a constant of the model{node_line(node)}; "
+                "write to a copy there, or make it a buffer"
+            )
+        new = {chain[0]: self._value_written(node)}
+        for view, whole in pairwise(chain):
+            new[whole] = self._with_part(whole, view, new[view], node)
+        if base.name in self.whole_buffers:
+            new[base] = self._emit(_aten.copy_.default, base, new[base])
+            self.whole_buffers.add(new[base].name)
+        return new
+
+    def _value_written(self, node: fx.Node) -> fx.Node:
+        written = node.args[0]
+        if node.target is _aten.copy_.default:  # whose other form has no derivative
+            value = self._emit(_aten.expand_as.default, node.args[1], written)
+        else:
+            value = self._emit(_functional(node), *node.args, **node.kwargs)
+        if _dtype(value) != _dtype(written):  # in place the type stays
+            value = self._emit(_aten._to_copy.default, value, dtype=_dtype(written))
+        return value
+
+    def _with_part(self, whole: fx.Node, view: fx.Node, value: fx.Node, node: fx.Node) -> fx.Node:
+        """``whole`` with ``value`` in the place of its ``view``."""
+        packet = getattr(view.target, "overloadpacket", None)
+        if view.target in _SCATTER:
+            return self._emit(_SCATTER[view.target], whole, value, *view.args[1:], **view.kwargs)
+        if packet in _SAME_ORDER:
+            found = self._emit(_aten.reshape.default, value, list(whole.meta["val"].shape))
+        elif packet in _TRANSPOSITIONS:
+            found = self._emit(view.target, value, *view.args[1:], **view.kwargs)
+        elif packet is _aten.permute:
+            dims = [dim % len(view.args[1]) for dim in view.args[1]]
+            found = self._emit(_aten.permute.default, value, [dims.index(dim) for dim in range(len(dims))])
+        else:
+            source = view.args[0] if view.target is operator.getitem else view
+            raise CaptureError(
+                f"{name_of(node.target)} writes in place to a tensor that shares memory with another, made by "
+                f"{name_of(source.target)}{node_line(node)}; use the out-of-place form there, or write to a clone"
+            )
+        return found
+
+    def _regenerate(self, view: fx.Node, new: dict[fx.Node, fx.Node]) -> None:
+        """Take ``view``, and the views that it is taken from, anew from what they show after the write."""
+        pending = [each for each in self._chain(view) if each not in new]
+        while pending:
+            each = pending.pop()
+            new[each] = self._emit(each.target, new[each.args[0]], *each.args[1:], **each.kwargs)
+            self._views.add(new[each])
+
+    def _emit(self, target: Callable, *args: Any, **kwargs: Any) -> fx.Node:
+        made = _emit(self._program, self._anchor, self._mode, target, args, kwargs)
+        self._position[made] = self._now
+        return made
+
+
+def _emit(
+    program: fx.Graph, before: fx.Node, mode: FakeTensorMode, target: Callable, args: tuple, kwargs: dict
+) -> fx.Node:
+    """A new node right before ``before``, with its value."""
+    with program.inserting_before(before):
+        made = program.call_function(target, args, kwargs)
+    args, kwargs = fx.node.map_arg((args, kwargs), lambda node: node.meta["val"])
+    with mode, torch.no_grad():
+        made.meta = {**before.meta, "val": target(*args, **kwargs)}
+    return made
+
+
+def _copy_to_out(program: fx.Graph, node: fx.Node, mode: FakeTensorMode) -> None:
+    """Write ``op(a, out=b)`` as ``b.copy_(op(a))``."""
+    written = _written(node)
+    if len(written) != 1 or not any(argument.is_out for argument in node.target._schema.arguments):
+        raise CaptureError(
+            f"{name_of(node.target)} writes to several tensors, or not to its first{node_line(node)}; "
+            "use another form there"
+        )
+    kwargs = {name: value for name, value in node.kwargs.items() if value is not written[0]}
+    value = _emit(program, node, mode, _functional(node), node.args, kwargs)
+    with program.inserting_before(node):
+        copy = program.call_function(_aten.copy_.default, (written[0], value))
+    copy.meta = {**node.meta, "val": written[0].meta["val"]}
+    node.replace_all_uses_with(copy)
+    program.erase_node(node)
+
+
+def _functional(node: fx.Node) -> Any:
+    """The operator that gives what ``node`` writes, from the same arguments but for ``out``."""
+    target = node.target
+    wanted = [str(each.type) for each in target._schema.arguments if not each.is_out]
+    packet = getattr(getattr(torch.ops, target.namespace), name_of(target).removesuffix("_"), None)
+    overloads = [getattr(packet, name) for name in packet.overloads()] if packet is not None else []
+    for found in sorted(overloads, key=lambda overload: overload._overloadname != target._overloadname):
+        if not found._schema.is_mutable and [str(each.type) for each in found._schema.arguments] == wanted:
+            return found
+    raise CaptureError(f"{name_of(target)} writes in place and has no other form{node_line(node)}")
+
+
+def _written(node: fx.Node) -> tuple[Any, ...]:
+    """The arguments that the operator writes to."""
+    found = []
+    for index, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(node.args[index] if index < len(node.args) else node.kwargs.get(argument.name))
+    return tuple(found)
+
+
+def written_buffers(program: fx.Graph, buffers: Collection[str]) -> set[str]:
+    """The placeholders among ``buffers`` that an operation of ``program`` writes to."""
+    first = {name: name for name in buffers}  # a node that is a buffer -> its placeholder
+    for node in program.nodes:
+        if is_mutable(node) and node.args[0].name in first:
+            first[node.name] = first[node.args[0].name]
+    chained = {first[name] for name in first if name != first[name]}
+    normalised = {
+        argument.name
+        for node in program.nodes
+        if _writes_statistics(node)
+        for argument in node.all_input_nodes
+        if argument.name in buffers
+    }
+    return chained | normalised
+
+
+def _copy_for_readers(program: fx.Graph, buffer: fx.Node) -> None:
+    for user in list(buffer.users):
+        if _writes_statistics(user) or user.op == "output":
+            continue
+        with program.inserting_before(user):
+            copy = program.call_function(_aten.clone.default, (buffer,))
+        copy.meta = {**user.meta, "val": buffer.meta["val"]}
+        kept = user.args[:1] if is_mutable(user) else ()
+        rest = fx.node.map_arg((user.args[len(kept) :], user.kwargs), lambda n, copy=copy: copy if n is buffer else n)
+        user.args, user.kwargs = (*kept, *rest[0]), rest[1]
+        if not copy.users:
+            program.erase_node(copy)
+
+
+def is_mutable(node: fx.Node) -> bool:
+    """Whether the operator writes to an argument."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _memories(node: fx.Node) -> set[int]:
+    """Numbers that nodes have in common if their values share memory."""
+    values = tree_leaves(node.meta.get("val"))
+    return {value.untyped_storage()._cdata for value in values if isinstance(value, torch.Tensor)}
+
+
+def _writes_statistics(node: fx.Node) -> bool:
+    """A batch norm in training writes its running statistics, though its schema does not say so."""
+    return node.target in _NORMALISATIONS and bool(node.args[5])
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    return node.meta["val"].dtype
+
+
+def name_of(target: Any) -> str:
+    """An operator as a user knows it: ``mul_``."""
+    return target._schema.name.split("::")[1] if isinstance(target, torch._ops.OpOverload) else target.__name__

@@ -1,0 +1,253 @@
+"""Put the operations of a program's regions in the place of their calls, as operations that mean the same alone.
+
+A region is what torch.export keeps whole: code without gradient, code under automatic mixed precision, and code that
+torch.vmap runs for all samples at once.
+"""
+
+import operator
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import predispatch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from auto3d.capture.errors import CaptureError, node_line
+from auto3d.capture.in_place import name_of
+
+_SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
+_AUTOCAST = torch.ops.higher_order.wrap_with_autocast
+_TO_COPY = torch.ops.aten._to_copy.default
+
+
+def inline_regions(
+    module: fx.GraphModule, mode: FakeTensorMode, *, parameters: Collection[str], buffers: Collection[str]
+) -> None:
+    """Inline the regions of ``module``: detached values without gradient, casts for mixed precision, batched operators.
+
+    ``buffers`` are not detached: they have no gradient, and a region may write to them. Raises CaptureError where there
+    is another kind of region, such as a loop or a branch.
+    """
+    program = module.graph
+    inliner = _Inliner(program, mode, parameters, buffers)
+    for node in [node for node in program.nodes if isinstance(node.target, torch._ops.HigherOrderOperator)]:
+        with program.inserting_before(node):
+            results = inliner.inline(node, {argument: argument for argument in node.all_input_nodes}, module)
+        for user in list(node.users):  # each takes one result out
+            user.replace_all_uses_with(results[user.args[1]])
+            program.erase_node(user)
+        program.erase_node(node)
+    for node in program.find_nodes(op="get_attr"):
+        program.erase_node(node)
+    _batch(program, mode)
+
+
+class _Inliner:
+    """Copies operations of regions to where the program inserts."""
+
+    def __init__(
+        self, program: fx.Graph, mode: FakeTensorMode, parameters: Collection[str], buffers: Collection[str]
+    ) -> None:
+        self._program, self._mode, self._parameters, self._buffers = program, mode, parameters, buffers
+        self._learns: dict[fx.Node, bool] = {}  # whether a parameter enters the node's value
+
+    def inline(
+        self,
+        region: fx.Node,
+        outer: Mapping[fx.Node, Any],
+        owner: fx.GraphModule,
+        precision: "_Autocast | None" = None,
+    ) -> tuple[Any, ...]:
+        """Copy a region's operations; ``outer`` maps what the region reads to nodes of the program."""
+        with_gradient = True
+        if region.target is _SET_GRAD:
+            with_gradient, body, *arguments = region.args
+        elif region.target is _AUTOCAST:
+            device_type, dtype, enabled, _, body, *arguments = region.args  # the export itself switches the cache off
+            if not enabled:
+                precision = None
+            elif precision is None or precision.kind != (device_type, dtype):
+                precision = _Autocast(device_type, dtype)
+        else:
+            bodies = [owner.get_submodule(n.target).graph.nodes for n in region.all_input_nodes if n.op == "get_attr"]
+            line = next((node_line(node) for nodes in bodies for node in nodes if node_line(node)), node_line(region))
+            raise CaptureError(
+                f"{name_of(region.target)} cannot be cut into operations{line}; write it with plain tensor operations"
+            )
+        inner = owner.get_submodule(body.target)
+        values: dict[fx.Node, Any] = {}
+        for placeholder, argument in zip(inner.graph.find_nodes(op="placeholder"), arguments, strict=True):
+            value = outer[argument] if isinstance(argument, fx.Node) else argument
+            if not with_gradient and isinstance(value, fx.Node) and self._has_gradient(value):
+                detached = self._program.call_function(torch.ops.aten.detach.default, (value,))
+                detached.meta = {**region.meta, "val": value.meta["val"]}
+                value = detached
+            values[placeholder] = value
+        for node in inner.graph.nodes:
+            if node.op == "output":
+                return fx.node.map_arg(tuple(node.args[0]), values.__getitem__)
+            if isinstance(node.target, torch._ops.HigherOrderOperator):
+                values[node] = self.inline(node, values, inner, precision)
+            elif node.target is operator.getitem and isinstance(values[node.args[0]], tuple):  # of a region inside
+                values[node] = values[node.args[0]][node.args[1]]
+            elif node.op == "call_function":
+                values[node] = self._program.node_copy(node, values.__getitem__)
+                if precision is not None and isinstance(node.target, torch._ops.OpOverload):
+                    self._cast_arguments(values[node], precision)
+        raise AssertionError("a graph ends with its output")
+
+    def _has_gradient(self, node: fx.Node) -> bool:
+        """Whether gradient flows from ``node`` to a parameter; not through a buffer, which a region may write to."""
+        pending = [node]
+        while pending:
+            current = pending[-1]
+            missing = [used for used in current.all_input_nodes if used not in self._learns]
+            pending += missing
+            if not missing:
+                pending.pop()
+                flows = any(self._learns[used] for used in current.all_input_nodes)
+                flows &= current.target is not torch.ops.aten.detach.default
+                self._learns[current] = flows or current.name in self._parameters
+        return self._learns[node] and _is_tensor(node)
+
+    def _cast_arguments(self, node: fx.Node, precision: "_Autocast") -> None:
+        """Put casts before ``node``, so that it computes without mixed precision what it computes with it."""
+        dtypes = precision.casts(node, self._mode)
+
+        def cast(argument: fx.Node) -> fx.Node:
+            dtype = dtypes.get(argument)
+            if dtype is None:
+                return argument
+            if (argument, dtype) in precision.cast_weights:
+                return precision.cast_weights[argument, dtype]
+            with self._program.inserting_before(node):
+                made = self._program.call_function(_TO_COPY, (argument,), {"dtype": dtype})
+            with self._mode:
+                made.meta = {**node.meta, "val": argument.meta["val"].to(dtype)}
+            if argument.name in self._parameters:
+                precision.cast_weights[argument, dtype] = made
+            return made
+
+        if dtypes:
+            node.args, node.kwargs = fx.node.map_arg((node.args, node.kwargs), cast)
+
+
+class _Autocast:
+    """What automatic mixed precision does to operators in a region."""
+
+    def __init__(self, device_type: str, dtype: torch.dtype | None) -> None:
+        self.kind = (device_type, dtype)
+        self.cast_weights: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}  # autocast casts a weight once for all uses
+
+    def casts(self, node: fx.Node, mode: FakeTensorMode) -> dict[fx.Node, torch.dtype]:
+        """The type that each argument of ``node`` is cast to; raises CaptureError if casts alone do not explain it.
+
+        Found by running the operator on fake tensors with mixed precision, and again without it on the cast ones.
+        """
+        arguments = [n for n in node.all_input_nodes if _is_tensor(n) and n.meta["val"].is_floating_point()]
+        fakes = {argument: argument.meta["val"].detach() for argument in arguments}
+        wanted = [value.dtype for value in tree_leaves(node.meta["val"]) if isinstance(value, torch.Tensor)]
+
+        def run(values: Mapping[fx.Node, torch.Tensor]) -> "_Recorded":
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values.get(n, n.meta["val"]))
+            with mode, torch.no_grad(), _Recorded() as recorded:
+                result = node.target(*args, **kwargs)
+            recorded.dtypes = [value.dtype for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
+            return recorded
+
+        with torch.autocast(self.kind[0], dtype=self.kind[1], cache_enabled=False):
+            seen = run(fakes)
+        dtypes = {}
+        for argument, fake in fakes.items():
+            to = {dtype for source, dtype in seen.casts if source is fake}
+            if len(to) == 1:
+                dtypes[argument] = to.pop()
+        with mode:
+            alone = run({argument: fake.to(dtypes.get(argument, fake.dtype)) for argument, fake in fakes.items()})
+        explained = seen.num_casts - len(dtypes) == alone.num_casts and seen.others == alone.others
+        if not explained or alone.dtypes != wanted:
+            raise CaptureError(
+                f"{name_of(node.target)} under torch.autocast cannot be written as casts{node_line(node)}; "
+                "cast its arguments there by hand, and leave autocast"
+            )
+        return dtypes
+
+
+class _Recorded(TorchDispatchMode):
+    """The operators that run, casts apart from others, and the types of what they give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others: list[Any] = []
+        self.casts: list[tuple[torch.Tensor, torch.dtype]] = []
+        self.dtypes: list[torch.dtype] = []
+
+    @property
+    def num_casts(self) -> int:
+        return len(self.casts)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _TO_COPY and kwargs.get("dtype") is not None:
+            self.casts.append((args[0], kwargs["dtype"]))
+        elif func.namespace != "prim":  # such as a look at the device
+            self.others.append(func)
+        return func(*args, **kwargs)
+
+
+_VMAP_BEGINS, _VMAP_ENDS = predispatch._vmap_increment_nesting, predispatch._vmap_decrement_nesting
+_NOT_OPERATORS = (operator.getitem, predispatch.lazy_load_decompositions)
+
+
+def _batch(program: fx.Graph, mode: FakeTensorMode) -> None:
+    """Replace the operations that torch.vmap runs for each sample by those that it runs for all."""
+    depth, region = 0, []
+    for node in list(program.nodes):
+        depth += node.target is _VMAP_BEGINS
+        if depth:
+            region.append(node)
+        depth -= node.target is _VMAP_ENDS
+        if region and not depth:
+            _replace_batched(program, region, mode)
+            region = []
+    for node in reversed(program.nodes):
+        if node.op == "call_function" and not isinstance(node.target, torch._ops.OpOverload):
+            if node.target is predispatch.lazy_load_decompositions:
+                program.erase_node(node)
+            elif node.target not in _NOT_OPERATORS and getattr(node.target, "__module__", "") == predispatch.__name__:
+                raise CaptureError(f"torch.func's transforms, but vmap, cannot be captured{node_line(node)}")
+
+
+def _replace_batched(program: fx.Graph, region: list[fx.Node], mode: FakeTensorMode) -> None:
+    inside = set(region)
+    inputs = list(dict.fromkeys(n for node in region for n in node.all_input_nodes if n not in inside))
+    outputs = [node for node in region if any(user not in inside for user in node.users)]
+
+    def run(*values: torch.Tensor) -> list[Any]:
+        made: dict[fx.Node, Any] = dict(zip(inputs, values, strict=True))
+        for node in region:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), made.__getitem__)
+            made[node] = node.target(*args, **kwargs)
+        return [made[node] for node in outputs]
+
+    with mode, torch.no_grad():
+        batched = make_fx(run)(*(node.meta["val"] for node in inputs)).graph
+    copied: dict[fx.Node, Any] = dict(zip(batched.find_nodes(op="placeholder"), inputs, strict=True))
+    with program.inserting_before(region[0]):
+        for node in batched.nodes:
+            if node.op == "call_function":
+                copied[node] = program.node_copy(node, copied.__getitem__)
+                copied[node].meta = {**region[0].meta, "val": node.meta["val"]}
+            elif node.op == "output":
+                for old, new in zip(outputs, node.args[0], strict=True):
+                    old.replace_all_uses_with(copied[new], delete_user_cb=lambda user: user not in inside)
+    for node in reversed(region):
+        program.erase_node(node)
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)

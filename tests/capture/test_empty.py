@@ -1,0 +1,93 @@
+"""Models are captured as the device that runs sees them, with the true values of the tensors that they keep or make."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, MixtralConfig, MixtralForCausalLM
+
+from auto3d.capture.empty import build_empty
+from tests.capture.one_stage import assert_equal_to_eager
+from tests.capture.test_in_place import WIDTH, Layers, X
+
+TOKENS = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+TEXT = {**SIZES, "vocab_size": 256, "use_cache": False}
+
+
+def branches_on_device(self, x, h):
+    return self.second(h) if h.device.type == "cpu" else self.first(h)
+
+
+def makes_tensors(self, x, h):
+    offset = torch.zeros(WIDTH) + torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], device=x.device)
+    return self.second(h + offset) * torch.from_numpy(np.arange(WIDTH)).float() + torch.tensor(0.5)
+
+
+@pytest.mark.parametrize("between", [branches_on_device, makes_tensors], ids=lambda function: function.__name__)
+def test_tensors_made_in_forward_and_branches_on_the_device(between):
+    assert_equal_to_eager(type("Model", (Layers,), {"between": between}), X)
+
+
+class Keeps(Layers):
+    """Plain tensors as attributes, in containers, drawn at random, computed from a parameter, and written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = torch.arange(float(WIDTH))
+        self.many = [torch.full((WIDTH,), 2.0), {"three": torch.full((WIDTH,), 3.0)}, (torch.ones(WIDTH),)]
+        self.noise = torch.randn(WIDTH)
+        self.of_weight = self.first.weight.detach().abs().mean(0)
+        self.count = torch.zeros(WIDTH)
+
+    def between(self, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        h = h * self.positions + self.many[0] * self.many[1]["three"] + self.many[2][0]
+        return self.second(h) + self.noise * self.of_weight + self.count
+
+
+def test_plain_tensors_that_a_module_keeps():
+    assert_equal_to_eager(Keeps, X)
+
+
+class ReadsValues(Layers):
+    """A constructor that reads values of tensors, and one that reads those of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates = [rate.item() for rate in torch.linspace(0, 1, 3)]
+        self.second = nn.utils.parametrizations.orthogonal(self.second)
+
+    def between(self, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+        return self.second(h) * self.rates[1]
+
+
+def test_constructors_that_read_values():
+    assert_equal_to_eager(ReadsValues, X)
+    with_rates = type("Rates", (nn.Linear,), {"__init__": _linear_that_reads_a_value})
+    assert build_empty(with_rates).weight.is_meta
+
+
+def _linear_that_reads_a_value(self: nn.Linear) -> None:
+    nn.Linear.__init__(self, 2, 2)
+    torch.ones(()).item()
+
+
+@pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm"])
+def test_mixture_of_experts_with_its_auxiliary_loss(experts):
+    def build() -> MixtralForCausalLM:
+        config = MixtralConfig(num_key_value_heads=2, num_local_experts=8, output_router_logits=True, **TEXT)
+        config._experts_implementation = experts
+        return MixtralForCausalLM(config)
+
+    captured = assert_equal_to_eager(build, {"input_ids": TOKENS, "labels": TOKENS})
+    visited = sum(n.flops for n in captured.graph.nodes if "_mlp_experts" in n.name)
+    tokens, experts_per_token, matrices = TOKENS.numel(), 2, 3
+    assert visited == SIZES["num_hidden_layers"] * tokens * experts_per_token * matrices * 2 * 32 * 64
+
+
+def test_value_heads_narrower_than_query_heads():
+    latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    experts = {"n_routed_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+    config = DeepseekV3Config(num_key_value_heads=2, n_group=1, topk_group=1, **latent, **experts, **TEXT)
+    assert_equal_to_eager(lambda: DeepseekV3ForCausalLM(config), {"input_ids": TOKENS, "labels": TOKENS})

@@ -1,0 +1,59 @@
+"""Mixed precision and torch.vmap in a model's forward become operations that give what eager code gives."""
+
+import pytest
+import torch
+from torch import nn
+
+from auto3d.capture.errors import CaptureError
+from auto3d.capture.model import capture
+from tests.capture.one_stage import assert_equal_to_eager
+from tests.capture.test_in_place import SPECS, WIDTH, Layers, X
+
+
+def one_region(self, x, h):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        low = self.second(h)
+        total = low.float().softmax(-1) + torch.nn.functional.layer_norm(low, (WIDTH,)).sum(-1, keepdim=True)
+    return total.float()
+
+
+def region_without_in_region_with(self, x, h):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        low = self.second(h)
+        with torch.autocast("cpu", enabled=False):
+            low = self.first(low.float())
+        low = self.second(low) @ self.second(low).mT
+    return low.float()
+
+
+def attention_and_convolution(self, x, h):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        heads = self.second(h).view(-1, 1, 2, 3)
+        found = nn.functional.scaled_dot_product_attention(heads, heads, heads)
+        found = nn.functional.conv1d(found.flatten(1)[:, None], self.first.weight[:1, None, :3])
+    return found.float()
+
+
+def vmapped(self, x, h):
+    return torch.vmap(lambda row: self.second(row).softmax(-1) * row.sum())(h)
+
+
+def vmapped_twice(self, x, h):
+    return torch.vmap(torch.vmap(lambda a: a * a.exp()), in_dims=1, out_dims=1)(h)
+
+
+@pytest.mark.parametrize(
+    "between",
+    [one_region, region_without_in_region_with, attention_and_convolution, vmapped, vmapped_twice],
+    ids=lambda function: function.__name__,
+)
+def test_is_as_eager(between):
+    assert_equal_to_eager(type("Model", (Layers,), {"between": between}), X)
+
+
+def test_other_transforms_are_refused():
+    def gradient(self, x, h):
+        return self.second(torch.func.grad(lambda a: (a**2).sum())(h))
+
+    with pytest.raises(CaptureError, match=r"test_regions.py, line \d+"):
+        capture(type("Model", (Layers,), {"between": gradient}), SPECS, 4)
