@@ -7,9 +7,11 @@ from dataclasses import replace
 from auto3d.capture.graph import Graph
 from auto3d.cost.memory import in_gib, predict
 from auto3d.errors import InputError
+from auto3d.partition.stage import cut
 from auto3d.plan import Plan, PlanError
 from auto3d.runtime.settings import state_copies
 from auto3d.schedule import samples_at_once, schedule_of, write_schedule
+from auto3d.schedule.carried_buffers import check_carried_buffers
 from auto3d.search.listing import Listed, listed
 from auto3d.search.make import PlanMaker
 from auto3d.search.search import Ranked
@@ -92,6 +94,9 @@ def runnable_maker(recipe: LoadedRecipe, graph_at: Callable[[int], Graph]) -> Pl
             raise PlanError(f"tp: {plan.tp} asks for tensor parallelism, which this build does not run; tp must be 1")
         if emulated is not None:
             emulated.check_fits(plan.stages)
+        graph = graph_at(samples_at_once(plan))
+        if graph.carried_buffers:
+            check_carried_buffers(graph, plan, schedule_of(plan), cut(graph, plan.stages))
 
     model = cost_model(recipe, subject)
     return PlanMaker(subject, model, task(recipe), shortage=missing, check=check)

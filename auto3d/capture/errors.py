@@ -21,7 +21,10 @@ _DATA_DEPENDENT = (
     "make it a setting, or compute all cases and choose with torch.where,"
 )
 _UNTRACEABLE = "torch.export cannot follow its code; write it with plain tensor operations, or keep it out of forward,"
-KEPT_ELSEWHERE = "it uses a tensor that is kept where no attribute, list or dict of a module has it; keep it as a module's attribute,"
+KEPT_ELSEWHERE = (
+    "it uses a tensor that is kept where no attribute, list or dict of a module has it; "
+    "keep it as an attribute of a module,"
+)
 _JARGON = re.compile(
     r"\bguard|symint|symbol|unbacked|faketensor|fake tensor|functional ?tensor|proxy|higherorder|functorch|dynamo|"
     r"file an? (issue|bug)|torch\._|\bu\d+\b|dispatch|make_fx|meta tensor|inductor|data-dependent",

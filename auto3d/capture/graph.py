@@ -1,7 +1,10 @@
 """The Graph: a model's operations in order, with what each costs; independent of torch's classes."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
+
+_NORMALISATIONS = ("aten.batch_norm.default", "aten.instance_norm.default")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,21 @@ class Graph:
     def __post_init__(self) -> None:
         made = {value.name: index for index, node in enumerate(self.nodes) for value in node.outputs}
         object.__setattr__(self, "producer", made)
+
+    @cached_property
+    def carried_buffers(self) -> frozenset[str]:
+        """Written buffers whose values enter the loss, so that a micro-batch's result depends on those before it.
+
+        The statistics of a batch norm, which training writes and does not read, are none.
+        """
+        carriers: dict[str, set[str]] = {}  # value -> the written buffers that enter it
+        for node in self.nodes:
+            entering = set().union(*(carriers.get(name, ()) for name in node.reads))
+            if node.operator not in _NORMALISATIONS:
+                entering |= self.written_buffers.intersection(node.state)
+            if entering:
+                carriers.update((value.name, entering) for value in node.outputs)
+        return frozenset(carriers.get(self.loss, ()))
 
     def same_operations(self, other: "Graph") -> bool:
         """Whether two micro-batch sizes of a model have the same operations under the same names.

@@ -31,6 +31,7 @@ from auto3d.runtime.stage import StageModule
 from auto3d.runtime.world import World, new_group
 from auto3d.schedule import SCHEDULES, samples_at_once, schedule_of
 from auto3d.schedule.asynchronous import check_trainable
+from auto3d.schedule.carried_buffers import check_carried_buffers
 from auto3d.schedule.check import check
 from auto3d.schedule.operation import Kind, Schedule
 
@@ -95,6 +96,7 @@ def check_plan(captured: CapturedModel, plan: Plan, settings: TrainingSettings) 
     replicas_of_devices(plan, schedule)
     resplit_dimensions(captured, plan, stages)
     check_trainable(schedule, stages, captured.graph.trained, clip_norm=settings.optimizer.clip_norm)
+    check_carried_buffers(captured.graph, plan, schedule, stages)
     if settings.emulation is not None:
         settings.emulation.check_fits(plan.stages)
 
@@ -123,6 +125,7 @@ def build_rank(
     counts = replicas_of_devices(plan, schedule)
     stages, trained = stages_of(captured, plan), captured.graph.trained
     check_trainable(schedule, stages, trained, clip_norm=settings.optimizer.clip_norm)
+    check_carried_buffers(captured.graph, plan, schedule, stages)
     dimensions = resplit_dimensions(captured, plan, stages)
 
     position, replica, part = plan.position(world.rank)
