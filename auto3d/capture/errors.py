@@ -17,13 +17,16 @@ _ENGINE, _TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
 _STANDARD_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 _FRAME = re.compile(r'File "(?P<file>.+?)", line (?P<line>\d+)')
 _DATA_DEPENDENT = (
-    "its code decides by the values of tensors, or takes a size from them, which a captured program cannot; "
-    "make it a setting, or compute all cases and choose with torch.where,"
+    "its code decides by the values of tensors, or takes a size from them, which a captured program cannot",
+    "make it a setting, or compute all cases and choose with torch.where",
 )
-_UNTRACEABLE = "torch.export cannot follow its code; write it with plain tensor operations, or keep it out of forward,"
+_UNTRACEABLE = (
+    "torch.export cannot follow its code",
+    "write it with plain tensor operations, or keep it out of forward",
+)
 KEPT_ELSEWHERE = (
-    "it uses a tensor that is kept where no attribute, list or dict of a module has it; "
-    "keep it as an attribute of a module,"
+    "it uses a tensor that is kept where no attribute, list or dict of a module has it",
+    "keep it as an attribute of a module",
 )
 _JARGON = re.compile(
     r"\bguard|symint|symbol|unbacked|faketensor|fake tensor|functional ?tensor|proxy|higherorder|functorch|dynamo|"
@@ -36,18 +39,26 @@ class CaptureError(InputError):
     """A model that cannot be captured; the message names the line of the model's code where there is one."""
 
 
-def cause(error: BaseException) -> str:
-    """Why the model's code failed, in one line; torch's words about its own tracing are left out."""
-    texts = [(each, _first_line(each)) for each in _chain(error)]
-    for each, text in texts:
+def explain(error: BaseException) -> str:
+    """Why the model's code failed, where, and what helps, in one line without torch's words about its own tracing."""
+    reason, remedy = _cause(error)
+    return f"{reason}{error_line(error)}{'; ' if remedy else ''}{remedy}"
+
+
+def _cause(error: BaseException) -> tuple[str, str]:
+    """The reason, and what helps where it is known."""
+    errors = list(_chain(error))
+    for each in errors:
+        text = _first_line(each)
         if isinstance(each, GuardOnDataDependentSymNode) or "data-dependent" in text.lower():
             return _DATA_DEPENDENT
         if "same device" in text and "meta" in text:
             return KEPT_ELSEWHERE
-    original, text = texts[-1]  # what the model's code itself raised, before torch wrapped it
+    original = errors[-1]  # what the model's code itself raised, before torch wrapped it
+    text = _first_line(original)
     if _JARGON.search(text):
         return _UNTRACEABLE
-    return text if isinstance(original, RuntimeError | ValueError) else f"{type(original).__name__}: {text}"
+    return text if isinstance(original, RuntimeError | ValueError) else f"{type(original).__name__}: {text}", ""
 
 
 def node_line(node: fx.Node) -> str:

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from auto3d.capture.empty import EmptyModel, empty_model
-from auto3d.capture.errors import KEPT_ELSEWHERE, CaptureError, cause, error_line, every_line_recorded, node_line
+from auto3d.capture.errors import KEPT_ELSEWHERE, CaptureError, every_line_recorded, explain, node_line
 from auto3d.capture.in_place import name_of, remove_in_place, written_buffers
 from auto3d.capture.masks import leave_masks_to_kernel
 from auto3d.capture.regions import inline_regions
@@ -93,7 +93,7 @@ def _export(
     except InputError:
         raise
     except Exception as error:  # of the model's own code
-        raise CaptureError(f"the model cannot be built: {cause(error)}{error_line(error)}") from error
+        raise CaptureError(f"the model cannot be built: {explain(error)}") from error
     module = model.module
     module.train()
     arguments = {name: model.zeros((micro_batch_size, *spec.shape), spec.dtype) for name, spec in inputs.items()}
@@ -102,8 +102,7 @@ def _export(
             exported = torch.export.export(module, (), arguments, strict=False)
     except Exception as error:  # torch.export raises many kinds; each means that this model cannot be captured
         raise CaptureError(
-            f"{type(module).__name__} cannot be captured at micro-batch size {micro_batch_size}: "
-            f"{cause(error)}{error_line(error)}"
+            f"{type(module).__name__} cannot be captured at micro-batch size {micro_batch_size}: {explain(error)}"
         ) from error
 
     signature = exported.graph_signature
@@ -233,7 +232,9 @@ def _check_constants(program: fx.Graph, constants: Mapping[str, torch.Tensor], m
     for node in program.find_nodes(op="placeholder"):
         value = constants.get(node.name)
         if value is not None and node.users and (isinstance(value, FakeTensor) or value.is_meta):
-            raise CaptureError(f"{type(module).__name__}: {KEPT_ELSEWHERE}{node_line(next(iter(node.users)))}")
+            reason, remedy = KEPT_ELSEWHERE
+            place = node_line(next(iter(node.users)))
+            raise CaptureError(f"{type(module).__name__} cannot be captured: {reason}{place}; {remedy}")
 
 
 def _name_by_module(program: fx.Graph) -> None:
