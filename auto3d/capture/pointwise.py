@@ -68,15 +68,19 @@ def restructured(expression: Expression, change: Callable[[torch.Tensor], torch.
     return _fold(_in_order(expression), lambda tensor: change(tensor) if tensor.dim() else tensor, changed)
 
 
+def bounded(expression: Expression, block: int) -> Bounds | None:
+    """Bounds of ``expression`` in blocks of so many rows and columns; None where nothing is known of it."""
+    return _fold(_in_order(expression), lambda tensor: _block_bounds(tensor, block), _bounds)
+
+
 def is_false(expression: Expression, rows: int, columns: int) -> bool:
     """Whether every element of the Boolean ``expression`` is false, broadcast to so many rows and columns.
 
     Blocks of rows and columns are bounded first, by interval arithmetic; what that leaves open is evaluated element by
     element. Leading dimensions are covered too. Raises UndecidedError where that is too much.
     """
-    order = _in_order(expression)
     block = ceil(max(rows, columns) / BLOCKS)
-    surely, possibly = _fold(order, lambda tensor: _block_bounds(tensor, block), _bounds)
+    surely, possibly = bounded(expression, block)
     if surely.any():
         return False
     grid = (ceil(rows / block), ceil(columns / block))
@@ -85,6 +89,7 @@ def is_false(expression: Expression, rows: int, columns: int) -> bool:
     for number in possibly.any(1).nonzero().flatten().tolist():
         found = possibly[number].nonzero().flatten()
         strips.append((number * block, int(found[0]) * block, min((int(found[-1]) + 1) * block, columns)))
+    order = _in_order(expression)
     leading = prod(expression.shape[:-2])
     if sum(block * (end - begin) for _, begin, end in strips) * leading > MOST_ELEMENTS:
         raise UndecidedError

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from math import prod
+from math import ceil, prod
 
 import pytest
 import torch
@@ -18,7 +18,16 @@ from auto3d.capture import export as exporting
 from auto3d.capture import fixed_values, pointwise
 from auto3d.capture.fixed_values import MOST_HELD, value_of
 from auto3d.capture.masks import ATTENTION, MASK, leave_masks_to_kernel
-from auto3d.capture.pointwise import BLOCKS, STRIP_ELEMENTS, UndecidedError, elements
+from auto3d.capture.pointwise import (
+    BLOCKS,
+    STRIP_ELEMENTS,
+    Pointwise,
+    UndecidedError,
+    aten,
+    bounded,
+    elements,
+    is_false,
+)
 from tests.models import MODELS, SIZES
 
 LENGTH = 6
@@ -294,6 +303,89 @@ def test_a_mask_is_dropped_exactly_where_all_its_elements_allow(mask, most_held,
         leave_masks_to_kernel(program)
     right = right_decision(value, length, keys)
     assert decisions(program)[0] == right or (decisions(program)[0] == "mask" and small_limits)
+
+
+ANY = torch.tensor([0, 1, 2, -1, 3, 255, 5, -3, 100, 4])
+NUMBERS = [  # of ten rows and ten columns, compact, and of two samples
+    torch.arange(10).view(1, 10, 1),
+    torch.arange(10).view(1, 1, 10),
+    ANY.view(1, 1, 10),
+    ANY.view(1, 10, 1).to(torch.uint8),
+    torch.arange(10, dtype=torch.uint8).view(1, 1, 10),
+    ANY.view(1, 10, 1) / 3,
+    torch.where(ANY == 5, float("nan"), ANY / 7).view(1, 1, 10),
+    torch.where(ANY == 3, float("inf"), ANY.float()).view(1, 10, 1),
+    torch.arange(20).view(2, 1, 10),
+    torch.tensor(2),
+]
+ORDERS = [aten.le, aten.lt, aten.ge, aten.gt, aten.eq, aten.ne]
+JUNCTIONS = [aten.__and__, aten.__or__, aten.bitwise_and, aten.bitwise_or, aten.logical_and, aten.logical_or]
+FILL = st.sampled_from([0, 1, 2, float("nan"), float("-inf"), 0.1])
+
+
+@st.composite
+def expressions(draw, depth: int, boolean: bool):
+    def of_kind(boolean: bool):
+        return draw(expressions(depth - 1, boolean))
+
+    def call(target, *args):
+        value = target(*(elements(argument) if isinstance(argument, Pointwise) else argument for argument in args))
+        return Pointwise(target, args, {}, value.dtype)
+
+    if boolean:
+        kinds = ["order", "order", "number", "and", "truth", "not", "to", "not of numbers", "where"]
+        match draw(st.sampled_from(kinds)) if depth else "order":
+            case "order":
+                return call(draw(st.sampled_from(ORDERS)).Tensor, of_kind(False), of_kind(False))
+            case "number":
+                return call(draw(st.sampled_from(ORDERS)).Scalar, of_kind(False), draw(FILL))
+            case "and":
+                junction = draw(st.sampled_from(JUNCTIONS))
+                overload = "Tensor" if "Tensor" in junction.overloads() else "default"
+                return call(getattr(junction, overload), of_kind(True), of_kind(True))
+            case "truth":
+                junction = draw(st.sampled_from([aten.logical_and, aten.logical_or]))
+                return call(junction.default, of_kind(False), of_kind(False))
+            case "not":
+                return call(draw(st.sampled_from([aten.bitwise_not, aten.logical_not])).default, of_kind(True))
+            case "to":
+                return call(aten.to.dtype, of_kind(False), torch.bool)
+            case "not of numbers":
+                return call(aten.logical_not.default, of_kind(False))
+            case "where":
+                return call(aten.where.self, of_kind(True), of_kind(True), of_kind(True))
+    match draw(st.sampled_from(["leaf", "add", "to", "where", "fill", "abs"])) if depth else "leaf":
+        case "leaf":
+            return draw(st.sampled_from(NUMBERS))
+        case "add":
+            return call(draw(st.sampled_from([aten.add, aten.sub])).Tensor, of_kind(False), of_kind(False))
+        case "to":
+            dtype = draw(st.sampled_from([torch.uint8, torch.int32, torch.int64, torch.float32, torch.bfloat16]))
+            return call(aten.to.dtype, of_kind(draw(st.booleans())), dtype)
+        case "where":
+            return call(aten.where.self, of_kind(True), of_kind(False), of_kind(False))
+        case "fill":
+            numbers = call(aten.to.dtype, of_kind(False), torch.float32)
+            return call(aten.masked_fill.Scalar, numbers, of_kind(True), draw(FILL))
+        case "abs":
+            return call(aten.abs.default, of_kind(False))
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(expressions(2, True), st.sampled_from([1, 2, 3, 10]))
+def test_bounds_hold_for_every_element(expression, block):
+    """Of integers that overflow, of numbers that are none, of types that are mixed: no bound is ever too narrow."""
+    value = elements(expression).expand(2, 10, 10)
+    blocks = ceil(10 / block)
+    surely, possibly = (
+        bound.expand(1, blocks, blocks).repeat_interleave(block, -2).repeat_interleave(block, -1)[:, :10, :10]
+        for bound in bounded(expression, block)
+    )
+    assert not (surely & ~value).any()
+    assert not (value & ~possibly).any()
+    with pytest.MonkeyPatch.context() as limits:
+        limits.setattr(pointwise, "BLOCKS", 10 // block)
+        assert is_false(expression, 10, 10) == (not value.any())
 
 
 @pytest.mark.parametrize("how", HOW)
