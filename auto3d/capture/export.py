@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._pytree import tree_leaves
 
 from auto3d.capture.errors import CaptureError, error_line, node_line
+from auto3d.capture.faithful import trace
 from auto3d.capture.masks import leave_masks_to_kernel
 from auto3d.capture.rewrite import inline_regions, remove_in_place, written_buffers
 from auto3d.errors import InputError
@@ -78,7 +79,9 @@ def export(build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec], micr
         for name, spec in inputs.items()
     }
     try:
-        exported = torch.export.export(model, (), arguments, strict=False)
+        exported = trace(model, lambda: torch.export.export(model, (), arguments, strict=False))
+    except CaptureError:
+        raise
     except Exception as error:  # torch.export raises many kinds; each means that this model cannot be captured
         raise CaptureError(
             f"{type(model).__name__} cannot be captured at micro-batch size {micro_batch_size}: "
@@ -109,14 +112,20 @@ def export(build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec], micr
     _check_sizes(program)
     _name_by_module(program)
     reached = {parameters[placeholder] for placeholder in _reached_by_gradient(loss) & parameters.keys()}
-    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trained = frozenset(
+        name for name, parameter in model.named_parameters() if parameter.requires_grad and name in reached
+    )
+    if not trained:
+        raise CaptureError(
+            f"{type(model).__name__} cannot be trained: its loss gives no gradient to any parameter{node_line(loss)}"
+        )
     return ExportedModel(
         build=build,
         inputs=dict(inputs),
         micro_batch_size=micro_batch_size,
         program=program,
         parameters=parameters,
-        trained=frozenset(reached & trainable),
+        trained=trained,
         buffers=buffers,
         written_buffers=frozenset(buffers[placeholder] for placeholder in written_buffers(program, buffers.keys())),
         constants=constants,
