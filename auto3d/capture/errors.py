@@ -5,6 +5,7 @@ import sys
 import sysconfig
 from functools import cache
 from pathlib import Path
+from types import FrameType
 
 import torch
 from torch import fx
@@ -43,9 +44,14 @@ def calling_line() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         if is_model_code(frame.f_code.co_filename):
-            return _at(frame.f_code.co_filename, frame.f_lineno)
+            return frame_line(frame)
         frame = frame.f_back
     return ""
+
+
+def frame_line(frame: FrameType) -> str:
+    """`` at FILE, line N``: the line that ``frame`` is at."""
+    return _at(frame.f_code.co_filename, frame.f_lineno)
 
 
 def _at(file: str, line: int | str) -> str:
