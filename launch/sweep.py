@@ -13,6 +13,7 @@ from auto3d.runtime.measurement import Measurement
 from auto3d.schedule import samples_at_once
 from launch import candidates, slurm
 from launch.capture import Elsewhere, PlanningModel
+from launch.check_capture import check_plans
 from launch.executor import check_reachable, on_slurm
 from launch.recipe import LoadedRecipe
 from launch.sbatch import check_launch
@@ -75,6 +76,7 @@ def run_sweep(recipe: LoadedRecipe, *, retry: Retry, watcher: Watcher, follow: b
     check_place(recipe)
     sweep = sweep_of(recipe)
     trials = sweep.trials
+    check_plans(recipe, [trial.plan for trial in trials], watcher.tell)
     with held(recipe):
         write_command(recipe, "sweep")
         write_sweep(recipe, trials, left_out=sweep.left_out)

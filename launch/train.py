@@ -25,6 +25,7 @@ from auto3d.runtime.waiting import PeerLostError
 from auto3d.runtime.world import World
 from auto3d.schedule import samples_at_once
 from launch import candidates, slurm
+from launch.check_capture import check_once
 from launch.data import data_settings
 from launch.ending import asked_by_slurm, await_end
 from launch.executor import in_a_job, on_slurm, why_no_slurm
@@ -95,11 +96,19 @@ def run_training(
     ``fresh``.
     """
     training = planned(recipe, plan_file, console, world)
+    if world is None or world.rank == 0:
+        _check_capture(recipe, training, console)
     if world is not None:
         return _train(recipe, training, world, console, on_result, fresh=fresh)
     _check_not_submitted(recipe, training.trial)
     with exclusive(recipe, training.trial):
         return _train(recipe, training, None, console, on_result, fresh=fresh)
+
+
+def _check_capture(recipe: LoadedRecipe, training: PlannedTraining, console: Console) -> None:
+    """Raise InputError where the captured model does something else than the model itself."""
+    with at_work(console, "comparing the captured model with the model itself"):
+        check_once(recipe, training.captured, lambda line: console.print(line, markup=False, soft_wrap=True))
 
 
 def _check_not_submitted(recipe: LoadedRecipe, trial: Trial) -> None:
@@ -170,6 +179,7 @@ def run_as_job(
     """The same as a job of SLURM, if it is not under way already; unless it is to ``follow``, this only submits it."""
     check_place(recipe)
     training = planned(recipe, plan_file, console)
+    _check_capture(recipe, training, console)
     trial = training.trial
     job = slurm.on_their_way(recipe, [trial]).get(trial)
     if job is not None and fresh:
