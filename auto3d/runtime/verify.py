@@ -6,12 +6,10 @@ execution, so that both draw the same numbers.
 """
 
 import inspect
-import re
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import io
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
@@ -19,8 +17,9 @@ from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from auto3d.capture.errors import CaptureError, frame_line, is_model_code
+from auto3d.capture.errors import CaptureError
 from auto3d.capture.model import CapturedModel
+from auto3d.capture.traced_branches import questions
 from auto3d.partition.segment import segments
 from auto3d.partition.stage import Stage, cut
 from auto3d.plan import stages_between
@@ -30,8 +29,7 @@ from auto3d.runtime.stage import StageModule
 from auto3d.runtime.stage_program import segment_program
 
 RELATIVE, ABSOLUTE = 1e-5, 1e-7  # of float32; the bound of the parity tests
-_QUERY = re.compile(r"is_\w*(tracing|compiling|exporting)$")  # functions that ask whether the code is traced
-_QUERIES_NAMED = 3  # lines with such a question that an error names
+_QUESTIONS_NAMED = 3  # lines that ask whether they are traced, in an error
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,8 @@ def check_against_eager(captured: CapturedModel, data: DataSettings, *, seed: in
         program = _run_program(captured, model, batch, device)
         if (difference := program.difference(eager)) is not None:
             _restore(model, first_buffers)
-            place = _first_module_that_differs(captured, model, batch, device) + _queries(captured)
+            place = _first_module_that_differs(captured, model, batch, device)
+            place += _branch(captured, lambda other: not _run_program(other, model, batch, device).difference(eager))
             raise CaptureError(
                 f"the captured program of {name} differs from the eager module: {difference}{place}; make both take "
                 "the same branch, or set training.check_capture=false to train the program all the same"
@@ -110,7 +109,7 @@ def _check_same_parameters(captured: CapturedModel, model: nn.Module, eager: _Ru
             has, lacks = where if gradient is None else reversed(where)
             raise CaptureError(
                 f"the parameter {name} of {type(model).__name__} has a gradient in the {has} and none in the {lacks}"
-                f"{_queries(captured)}; set requires_grad to False, or training.check_capture=false to train it so"
+                f"{_branch(captured)}; set requires_grad to False, or training.check_capture=false to train it so"
             )
 
 
@@ -275,29 +274,17 @@ def _place_of(module: nn.Module) -> str:
         return f" ({type(module).__name__})"
 
 
-def _queries(captured: CapturedModel) -> str:
-    """``; it asks whether it is traced at FILE, line N``: what most often makes the two differ; or nothing."""
-    lines: dict[str, None] = {}
+def _branch(captured: CapturedModel, is_equal: Callable[[CapturedModel], bool] | None = None) -> str:
+    """``; it takes another branch while it is traced at FILE, line N``, or the lines that ask for it; or nothing."""
 
-    def follow(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and _QUERY.match(frame.f_code.co_name):
-            asking: FrameType | None = frame
-            while asking is not None and _QUERY.match(asking.f_code.co_name):
-                asking = asking.f_back
-            if asking is not None and is_model_code(asking.f_code.co_filename):
-                lines[frame_line(asking)] = None
+    def capture() -> CapturedModel:
+        return captured.at(captured.graph.micro_batch_size)
 
-    with _traced_by(follow):
-        captured.at(captured.graph.micro_batch_size)
-    asked = ",".join(list(lines)[:_QUERIES_NAMED])
-    return f"; the model asks whether it is traced{asked}" if lines else ""
-
-
-@contextmanager
-def _traced_by(follow: Callable) -> Iterator[None]:
-    before = sys.gettrace()
-    sys.settrace(follow)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
+    asked = questions(capture)
+    for question in asked if is_equal else []:
+        # The other branch may need values of tensors, and torch.export then prints the whole program.
+        with question.answered_no(), suppress(CaptureError), redirect_stdout(io.StringIO()):
+            if is_equal(capture()):
+                return f"; the model takes another branch while it is traced{question.line}"
+    lines = ",".join(question.line for question in asked[:_QUESTIONS_NAMED])
+    return f"; the model asks whether it is traced{lines}" if lines else ""
