@@ -77,18 +77,17 @@ def check_once(recipe: LoadedRecipe, captured: "CapturedModel", tell: Callable[[
         tell(check(recipe, captured))
 
 
-def check_plans(recipe: LoadedRecipe, plans: Iterable[Plan], tell: Callable[[str], None]) -> None:
-    """The same for the captures that ``plans`` run, in another process: this one may last for days."""
+def check_plans(recipe: LoadedRecipe, plans: Iterable[Plan], elsewhere: Elsewhere, tell: Callable[[str], None]) -> None:
+    """The same for the captures that ``plans`` run, ``elsewhere``."""
     if not recipe.values.training.check_capture:
         return
-    with Elsewhere() as elsewhere:
-        model = PlanningModel(recipe, elsewhere=elsewhere)
-        for size in sorted({samples_at_once(plan) for plan in plans}):
-            graph = model.graph(size)
-            if reason := why_not(graph):
-                tell(_not_compared(graph, reason))
-            elif not is_checked(recipe, graph):
-                tell(elsewhere.check(recipe, size))
+    model = PlanningModel(recipe, elsewhere=elsewhere)
+    for size in sorted({samples_at_once(plan) for plan in plans}):
+        graph = model.graph(size)
+        if reason := why_not(graph):
+            tell(_not_compared(graph, reason))
+        elif not is_checked(recipe, graph):
+            tell(elsewhere.check(recipe, size))
 
 
 def _not_compared(graph: Graph, reason: str) -> str:

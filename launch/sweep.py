@@ -37,14 +37,16 @@ class Sweep:
         return {trial: measurement for trial in self.trials if (measurement := trial.measurement()) is not None}
 
 
-def sweep_of(recipe: LoadedRecipe) -> Sweep:
-    """The trials of ``recipe``."""
+def sweep_of(recipe: LoadedRecipe, tell: Callable[[str], None] | None = None) -> Sweep:
+    """The trials of ``recipe``; to run them, give ``tell``: it hears how each capture was checked."""
     with Elsewhere() as elsewhere:
         graph_at = cache(PlanningModel(recipe, elsewhere=elsewhere).graph)
         found = candidates.find(recipe, graph_at)
-    left_out = sum(candidate.reason == candidates.left_out(recipe) for candidate in found)
-    plans = candidates.runnable(recipe, found)
-    check_ranks(recipe, max(plan.ranks for plan in plans))
+        left_out = sum(candidate.reason == candidates.left_out(recipe) for candidate in found)
+        plans = candidates.runnable(recipe, found)
+        check_ranks(recipe, max(plan.ranks for plan in plans))
+        if tell is not None:
+            check_plans(recipe, plans, elsewhere, tell)
     if recipe.values.model.weights is not None:
         from launch.model import initial_weights  # torch is slow to import, and large
 
@@ -74,9 +76,8 @@ def run_sweep(recipe: LoadedRecipe, *, retry: Retry, watcher: Watcher, follow: b
     SLURM go on.
     """
     check_place(recipe)
-    sweep = sweep_of(recipe)
+    sweep = sweep_of(recipe, watcher.tell)
     trials = sweep.trials
-    check_plans(recipe, [trial.plan for trial in trials], watcher.tell)
     with held(recipe):
         write_command(recipe, "sweep")
         write_sweep(recipe, trials, left_out=sweep.left_out)
