@@ -96,8 +96,6 @@ def run_training(
     ``fresh``.
     """
     training = planned(recipe, plan_file, console, world)
-    if world is None or world.rank == 0:
-        _check_capture(recipe, training, console)
     if world is not None:
         return _train(recipe, training, world, console, on_result, fresh=fresh)
     _check_not_submitted(recipe, training.trial)
@@ -132,6 +130,8 @@ def _train(
     settings = training.settings
     data = data_settings(recipe.values)
     state = initial_weights(recipe, training.captured.graph)
+    if world is None or world.rank == 0:
+        _check_capture(recipe, training, console)
     if not _is_left(recipe, training, fresh=fresh, console=console if world is None or world.rank == 0 else None):
         return 0
     asked = asked_by_slurm() if in_a_job() else None
@@ -179,7 +179,6 @@ def run_as_job(
     """The same as a job of SLURM, if it is not under way already; unless it is to ``follow``, this only submits it."""
     check_place(recipe)
     training = planned(recipe, plan_file, console)
-    _check_capture(recipe, training, console)
     trial = training.trial
     job = slurm.on_their_way(recipe, [trial]).get(trial)
     if job is not None and fresh:
@@ -191,6 +190,7 @@ def run_as_job(
         console.print(f"done already, at {measurement.finished}; --fresh begins anew", markup=False, soft_wrap=True)
         on_result(_record(measurement, training.plan, recipe.values))
         return 0
+    _check_capture(recipe, training, console)
     if job is None and not _is_left(recipe, training, fresh=fresh, console=console):
         return 0
     watcher.begin(1, [], 0)
