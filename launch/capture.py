@@ -40,7 +40,7 @@ class PlanningModel:
         self.captured = False  # whether anything was not in the cache
 
     def graph(self, micro_batch_size: int) -> Graph:
-        identity = self._identity(graph_at=micro_batch_size)
+        identity = self.identity(graph_at=micro_batch_size)
         found = None if self._fresh else self._cache.load(identity, graph_from_json)
         if found is not None:
             return found
@@ -55,7 +55,7 @@ class PlanningModel:
 
     def sharding(self, graph: Graph, subgraphs: int | None = None) -> Sharding:
         """The subgraphs of ``graph``, one of this model's."""
-        identity = self._identity(sharding_at=graph.micro_batch_size, subgraphs=subgraphs)
+        identity = self.identity(sharding_at=graph.micro_batch_size, subgraphs=subgraphs)
         found = None if self._fresh else self._cache.load(identity, sharding_from_json)
         if found is None:
             found = shard(graph, subgraphs)
@@ -63,7 +63,7 @@ class PlanningModel:
             self._cache.store(identity, asdict(found))
         return found
 
-    def _identity(self, **what: int | None) -> dict[str, Any]:
+    def identity(self, **what: int | None) -> dict[str, Any]:
         """All of the recipe that decides the Graph; a factory is also where Python finds it."""
         values = asdict(self._recipe.values)
         model = {key: value for key, value in values["model"].items() if key != "weights"}
@@ -92,21 +92,28 @@ class Elsewhere:
 
     def graph(self, recipe: LoadedRecipe, micro_batch_size: int) -> Graph:
         """The Graph of the recipe's model; raises InputError where it cannot be captured."""
+        return graph_from_json(self._ask(recipe, micro_batch_size, check=False))
+
+    def check(self, recipe: LoadedRecipe, micro_batch_size: int) -> str:
+        """What ``check_capture.check`` says of the recipe's model; raises InputError as it does."""
+        return self._ask(recipe, micro_batch_size, check=True)
+
+    def _ask(self, recipe: LoadedRecipe, micro_batch_size: int, *, check: bool) -> Any:
         if self._process is None:
             self._start()
-        self._pipe.send((recipe, micro_batch_size))
+        self._pipe.send((recipe, micro_batch_size, check))
         try:
             content, problem = self._pipe.recv()
         except EOFError:
             problem = "model: the process that captured it was killed, as the kernel does when memory runs out"
         if problem:
             raise InputError(problem)
-        return graph_from_json(content)
+        return content
 
     def _start(self) -> None:
         context = get_context("spawn")  # not fork, for whoever shows progress has threads
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_capture_all, args=(theirs,), daemon=True)
+        self._process = context.Process(target=_capture_all, args=(theirs,))  # no daemon: a check starts a process
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # it inherits this: Ctrl-C is the driver's business
         try:
             self._process.start()
@@ -119,12 +126,23 @@ def _capture_all(pipe: Connection) -> None:
     """The life of that process. It writes to the cache itself, which notes the sources that were read."""
     with suppress(EOFError, BrokenPipeError):  # the driver is gone
         while True:
-            recipe, micro_batch_size = pipe.recv()
+            recipe, micro_batch_size, check = pipe.recv()
             try:
-                answer = graph_to_json(PlanningModel(recipe, fresh=True).graph(micro_batch_size)), ""
+                answer = (_checked if check else _captured)(recipe, micro_batch_size), ""
             except InputError as error:
                 answer = None, str(error)
             pipe.send(answer)
+
+
+def _captured(recipe: LoadedRecipe, micro_batch_size: int) -> Any:
+    return graph_to_json(PlanningModel(recipe, fresh=True).graph(micro_batch_size))
+
+
+def _checked(recipe: LoadedRecipe, micro_batch_size: int) -> str:
+    from launch.check_capture import check
+    from launch.model import captured_model
+
+    return check(recipe, captured_model(recipe, micro_batch_size))
 
 
 def default_micro_batch_size(recipe: LoadedRecipe) -> int:
@@ -132,9 +150,15 @@ def default_micro_batch_size(recipe: LoadedRecipe) -> int:
 
 
 def print_capture(
-    recipe: LoadedRecipe, *, micro_batch_size: int | None, subgraphs: int | None, fresh: bool, as_json: bool
+    recipe: LoadedRecipe,
+    *,
+    micro_batch_size: int | None,
+    subgraphs: int | None,
+    fresh: bool,
+    check: bool,
+    as_json: bool,
 ) -> None:
-    """Capture and shard the recipe's model, and print its figures."""
+    """Capture and shard the recipe's model, and print its figures; ``check`` compares it with the eager module."""
     begin = perf_counter()
     model = PlanningModel(recipe, fresh=fresh)
     graph = model.graph(micro_batch_size or default_micro_batch_size(recipe))
@@ -154,6 +178,8 @@ def print_capture(
         "cached": not model.captured,
         "graph": graph.fingerprint,
     }
+    if check:
+        record["check"] = _checked(recipe, graph.micro_batch_size)
     if as_json:
         print_json(record)
     else:
@@ -176,4 +202,6 @@ def _figures(record: dict[str, Any]) -> str:
         ("time taken", f"{record['seconds']:.2f} s, {how}"),
         ("peak memory taken", f"{record['peak_bytes'] / 2**20:,.0f} MiB"),
     ]
+    if "check" in record:
+        rows.append(("check", record["check"]))
     return tabulate(rows, tablefmt="plain", disable_numparse=True)

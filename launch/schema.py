@@ -171,6 +171,11 @@ class TrainingRecipe:
     )
     global_batch: int = key(16, "samples per iteration, over all replicas", least=1, below=LARGEST_BATCH)
     iterations: int = key(20, "of `auto3d train`", least=1)
+    check_capture: bool = key(
+        True,
+        "before train, sweep and tune: compare loss and gradients of the captured model with the model itself on one "
+        "micro-batch, where that takes at most 1 GiB and 0.1 TFLOP; once per capture",
+    )
     checkpoint_every: int | None = key(
         None,
         "iterations of `auto3d train` between two, and one at its end; each rank writes its share within timeout_s; "

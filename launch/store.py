@@ -193,6 +193,7 @@ def _measured(recipe: LoadedRecipe) -> dict[str, Any]:
     del measured["training"]["iterations"]  # of `auto3d train`; a trial has its own
     del measured["training"]["timeout_s"]
     del measured["training"]["checkpoint_every"]
+    del measured["training"]["check_capture"]
     del measured["cluster"]["memory_gib"]  # decides which plans there are, not what one of them does
     return measured
 

@@ -13,6 +13,7 @@ from auto3d.runtime.measurement import Measurement
 from auto3d.schedule import samples_at_once
 from launch import candidates, slurm
 from launch.capture import Elsewhere, PlanningModel
+from launch.check_capture import check_plans
 from launch.executor import check_reachable, on_slurm
 from launch.recipe import LoadedRecipe
 from launch.sbatch import check_launch
@@ -36,14 +37,16 @@ class Sweep:
         return {trial: measurement for trial in self.trials if (measurement := trial.measurement()) is not None}
 
 
-def sweep_of(recipe: LoadedRecipe) -> Sweep:
-    """The trials of ``recipe``."""
+def sweep_of(recipe: LoadedRecipe, tell: Callable[[str], None] | None = None) -> Sweep:
+    """The trials of ``recipe``; to run them, give ``tell``: it hears how each capture was checked."""
     with Elsewhere() as elsewhere:
         graph_at = cache(PlanningModel(recipe, elsewhere=elsewhere).graph)
         found = candidates.find(recipe, graph_at)
-    left_out = sum(candidate.reason == candidates.left_out(recipe) for candidate in found)
-    plans = candidates.runnable(recipe, found)
-    check_ranks(recipe, max(plan.ranks for plan in plans))
+        left_out = sum(candidate.reason == candidates.left_out(recipe) for candidate in found)
+        plans = candidates.runnable(recipe, found)
+        check_ranks(recipe, max(plan.ranks for plan in plans))
+        if tell is not None:
+            check_plans(recipe, plans, elsewhere, tell)
     if recipe.values.model.weights is not None:
         from launch.model import initial_weights  # torch is slow to import, and large
 
@@ -73,7 +76,7 @@ def run_sweep(recipe: LoadedRecipe, *, retry: Retry, watcher: Watcher, follow: b
     SLURM go on.
     """
     check_place(recipe)
-    sweep = sweep_of(recipe)
+    sweep = sweep_of(recipe, watcher.tell)
     trials = sweep.trials
     with held(recipe):
         write_command(recipe, "sweep")

@@ -25,6 +25,7 @@ from auto3d.runtime.waiting import PeerLostError
 from auto3d.runtime.world import World
 from auto3d.schedule import samples_at_once
 from launch import candidates, slurm
+from launch.check_capture import check_once
 from launch.data import data_settings
 from launch.ending import asked_by_slurm, await_end
 from launch.executor import in_a_job, on_slurm, why_no_slurm
@@ -102,6 +103,12 @@ def run_training(
         return _train(recipe, training, None, console, on_result, fresh=fresh)
 
 
+def _check_capture(recipe: LoadedRecipe, training: PlannedTraining, console: Console) -> None:
+    """Raise InputError where the captured model does something else than the model itself."""
+    with at_work(console, "comparing the captured model with the model itself"):
+        check_once(recipe, training.captured, lambda line: console.print(line, markup=False, soft_wrap=True))
+
+
 def _check_not_submitted(recipe: LoadedRecipe, trial: Trial) -> None:
     """Raise InputError where this machine is the choice only because SLURM, which may have the training, is silent."""
     history = histories(manifest_of(recipe).entries()).get(trial.name)
@@ -123,6 +130,8 @@ def _train(
     settings = training.settings
     data = data_settings(recipe.values)
     state = initial_weights(recipe, training.captured.graph)
+    if world is None or world.rank == 0:
+        _check_capture(recipe, training, console)
     if not _is_left(recipe, training, fresh=fresh, console=console if world is None or world.rank == 0 else None):
         return 0
     asked = asked_by_slurm() if in_a_job() else None
@@ -181,6 +190,7 @@ def run_as_job(
         console.print(f"done already, at {measurement.finished}; --fresh begins anew", markup=False, soft_wrap=True)
         on_result(_record(measurement, training.plan, recipe.values))
         return 0
+    _check_capture(recipe, training, console)
     if job is None and not _is_left(recipe, training, fresh=fresh, console=console):
         return 0
     watcher.begin(1, [], 0)

@@ -13,6 +13,8 @@ from auto3d.runtime.measurement import Measurement, Status
 from auto3d.search.correction import correct
 from auto3d.search.search import Ranked, Search
 from launch.candidates import exact_plan
+from launch.capture import Elsewhere
+from launch.check_capture import check_plans
 from launch.files import write_whole
 from launch.plan import HEADINGS, cells
 from launch.recipe import LoadedRecipe
@@ -54,7 +56,7 @@ def run_tune(recipe: LoadedRecipe, search: Search, watcher: Watcher, *, retry: R
     left = {one: search.maker.model.estimate(one.plan) for one in _runnable(recipe, search)}
     estimates: list[Estimate] = []
     tried: list[Tried] = []
-    with held(recipe):
+    with held(recipe), Elsewhere() as elsewhere:
         write_command(recipe, "tune")
         chosen: list[str] = []
         watcher.begin(min(trials, len(left)), [], 0)
@@ -67,6 +69,7 @@ def run_tune(recipe: LoadedRecipe, search: Search, watcher: Watcher, *, retry: R
             if trial is None:
                 continue
             check_ranks(recipe, trial.plan.ranks)
+            check_plans(recipe, [trial.plan], elsewhere, watcher.tell)
             chosen.append(trial.name)
             write_command(recipe, "tune", trials=chosen)
             measurement = measured(recipe, trial, _Numbered(watcher, len(tried) + 1, trials), retry=retry)

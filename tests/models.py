@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -153,6 +154,35 @@ class Averaging(nn.Module):
         return loss
 
 
+class _Round(torch.autograd.Function):
+    """Rounds to 1 / levels; its gradient is that of the identity, halved outside of [-1, 1]."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, levels: int) -> torch.Tensor:
+        ctx.save_for_backward(values)
+        return (values * levels).round() / levels
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (values,) = ctx.saved_tensors
+        return torch.where(values.abs() < 1, gradient, gradient / 2), None
+
+
+class StraightThrough(nn.Module):
+    """Quantised weights and activations, by a Function whose backward is not the derivative of its forward."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        self.head = nn.Linear(width, 4)
+
+    def forward(self, features: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = nn.functional.linear(features, _Round.apply(layer.weight, 16), layer.bias)
+            features = features + _Round.apply(hidden, 8)
+        return nn.functional.cross_entropy(self.head(features), label)
+
+
 class Twins(nn.Module):
     """Two embeddings of one shape, each its own, and between them so much without parameters that it fills a stage."""
 
@@ -209,6 +239,7 @@ MODELS = {
     "residual": (Residual, FEATURES),
     "reused": (Reused, REUSED),
     "averaging": (Averaging, FEATURES),
+    "straight-through": (StraightThrough, FEATURES),
 }
 TOKENS = replace(TEXT, source="synthetic")
 TRAINED = MODELS | {  # by the parity tests alone

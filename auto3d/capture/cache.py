@@ -1,10 +1,10 @@
 """What was found out about a model, kept on disk: plain JSON, believed only where nothing that decides it has changed.
 
 An entry is found by the hash of an identity: what the caller says decides the model, the versions of Python and of all
-installed packages, and the source of capture and partition themselves. It also names the source files that were loaded
-beside the installed packages, such as a model of one's own, with the hash of each, and begins with the hash of all it
-holds. An entry that does not fit any more, or that is damaged, is as none: it is made again. What cannot be seen from
-here is a file that the model's code opens by itself.
+installed packages, and the source of capture, partition and runtime themselves. It also names the source files that
+were loaded beside the installed packages, such as a model of one's own, with the hash of each, and begins with the hash
+of all it holds. An entry that does not fit any more, or that is damaged, is as none: it is made again. What cannot be
+seen from here is a file that the model's code opens by itself.
 """
 
 import json
@@ -112,7 +112,7 @@ def _engine_digest() -> str:
 
 
 def _engine_files() -> list[Path]:
-    return sorted(file for package in ("capture", "partition") for file in (_ENGINE / package).glob("*.py"))
+    return sorted(file for package in ("capture", "partition", "runtime") for file in (_ENGINE / package).glob("*.py"))
 
 
 def _loaded_sources() -> list[str]:

@@ -118,6 +118,8 @@ def empty_model(build: Callable[[], nn.Module], device: str) -> EmptyModel:
             shown = FakeTensor(mode, tensor.detach().to("meta"), place)
             is_parameter = isinstance(tensor, nn.Parameter)
             known[tensor] = nn.Parameter(shown, tensor.requires_grad) if is_parameter else shown
+            known[tensor]._backward_hooks = tensor._backward_hooks
+            known[tensor]._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
         return known[tensor]
 
     def hold(where: str, tensor: torch.Tensor) -> torch.Tensor:

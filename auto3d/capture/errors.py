@@ -1,10 +1,13 @@
 """The error of a model that cannot be captured: its cause in a user's words, and the line of the model's own code."""
 
 import re
+import sys
 import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from types import FrameType
 
 import torch
 from torch import fx
@@ -64,7 +67,7 @@ def _cause(error: BaseException) -> tuple[str, str]:
 def node_line(node: fx.Node) -> str:
     """`` at FILE, line N`` of the model's code that made this node, or nothing."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    return next((_at(file, line) for file, line in reversed(frames) if _is_model_code(file)), "")
+    return next((_at(file, line) for file, line in reversed(frames) if is_model_code(file)), "")
 
 
 @contextmanager
@@ -85,7 +88,7 @@ def error_line(error: BaseException) -> str:
         trace = each.__traceback__
         while trace is not None:
             file = trace.tb_frame.f_code.co_filename
-            if _is_model_code(file):
+            if is_model_code(file):
                 found = _at(file, trace.tb_lineno)
             trace = trace.tb_next
     return found
@@ -105,11 +108,28 @@ def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
+def calling_line() -> str:
+    """`` at FILE, line N``: the innermost line of the model's code that is being executed, or nothing."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if is_model_code(frame.f_code.co_filename):
+            return frame_line(frame)
+        frame = frame.f_back
+    return ""
+
+
+def frame_line(frame: FrameType) -> str:
+    """`` at FILE, line N``: the line that ``frame`` is at."""
+    return _at(frame.f_code.co_filename, frame.f_lineno)
+
+
 def _at(file: str, line: int | str) -> str:
     return f" at {file}, line {line}"
 
 
-def _is_model_code(name: str) -> bool:
+@cache
+def is_model_code(name: str) -> bool:
+    """Whether the source file is neither Python's, nor torch's, nor the engine's: a user's, or another package's."""
     file = Path(name)
     of_python = file.is_relative_to(_STANDARD_LIBRARY) and "site-packages" not in file.parts
     return file.is_file() and not (of_python or file.is_relative_to(_ENGINE) or file.is_relative_to(_TORCH))

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from auto3d.capture.empty import EmptyModel, empty_model
 from auto3d.capture.errors import KEPT_ELSEWHERE, CaptureError, every_line_recorded, explain, node_line
+from auto3d.capture.faithful import trace
 from auto3d.capture.in_place import name_of, remove_in_place, written_buffers
 from auto3d.capture.masks import leave_masks_to_kernel
 from auto3d.capture.regions import inline_regions
@@ -99,7 +100,9 @@ def _export(
     arguments = {name: model.zeros((micro_batch_size, *spec.shape), spec.dtype) for name, spec in inputs.items()}
     try:
         with _quiet_torch():
-            exported = torch.export.export(module, (), arguments, strict=False)
+            exported = trace(module, lambda: torch.export.export(module, (), arguments, strict=False))
+    except CaptureError:
+        raise
     except Exception as error:  # torch.export raises many kinds; each means that this model cannot be captured
         raise CaptureError(
             f"{type(module).__name__} cannot be captured at micro-batch size {micro_batch_size}: {explain(error)}"
@@ -123,7 +126,13 @@ def _export(
     _check_constants(program, constants, module)
     _name_by_module(program)
     reached = {parameters[placeholder] for placeholder in _reached_by_gradient(loss) & parameters.keys()}
-    trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    trained = frozenset(
+        name for name, parameter in module.named_parameters() if parameter.requires_grad and name in reached
+    )
+    if not trained:
+        raise CaptureError(
+            f"{type(module).__name__} cannot be trained: its loss gives no gradient to any parameter{node_line(loss)}"
+        )
     return ExportedModel(
         build=build,
         inputs=dict(inputs),
@@ -131,7 +140,7 @@ def _export(
         device=device,
         program=program,
         parameters=parameters,
-        trained=frozenset(reached & trainable),
+        trained=trained,
         buffers=buffers,
         written_buffers=frozenset(buffers[placeholder] for placeholder in written_buffers(program, buffers.keys())),
         constants={name: value for name, value in constants.items() if not isinstance(value, FakeTensor)},

@@ -35,6 +35,11 @@ def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, show_all: bool)
 @click.option("--micro-batch-size", type=_COUNT, help="Samples. [that of the recipe's plan, else 1]")
 @click.option("--subgraphs", type=_COUNT, help="Into how many to shard. [as many as there can be]")
 @click.option("--fresh", is_flag=True, help="Capture it again, whatever the cache holds.")
+@click.option(
+    "--check",
+    is_flag=True,
+    help="Run one micro-batch, if it is small, and compare loss and gradients with the model's own.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one record, in seconds and bytes.")
 def capture(recipe: str, overrides: tuple[str, ...], **options: Any) -> int:
     """Capture RECIPE's model without memory: its size, FLOPs, operations and subgraphs; what that took."""

@@ -50,6 +50,14 @@ def test_other_models_of_transformers(processes, model):
     assert_parity(ranks, plain_pytorch(model, micro_batch_size=2, optimizer=SGD))
 
 
+@pytest.mark.parametrize(("dp", "pp", "schedule"), [(1, 2, "1f1b"), (2, 2, "1f1b"), (1, 4, "zb-h1")])
+def test_custom_autograd_functions(processes, dp, pp, schedule):
+    """Straight-through estimators, also under a split backward."""
+    plan = make_plan("straight-through", dp=dp, pp=pp, schedule=schedule)
+    ranks = processes.run(plan.ranks, run_rank, "straight-through", plan, SGD)
+    assert_parity(ranks, plain_pytorch("straight-through", micro_batch_size=2, optimizer=SGD))
+
+
 def test_adamw_losses_equal_plain_pytorch(processes):
     """Not its parameters: where a gradient is zero in theory, AdamW amplifies its rounding to a full step."""
     plan = make_plan("gpt2", dp=2, pp=2)

@@ -12,7 +12,7 @@ model:
   architecture: GPT2LMHeadModel
   config: {n_layer: 2, n_head: 2, n_embd: 32, n_positions: 32, vocab_size: 256, bos_token_id: 0, eos_token_id: 0}
 data: {sequence_length: 32}
-training: {global_batch: 8, iterations: 2}
+training: {global_batch: 8, iterations: 2, check_capture: false}
 launch: {executor: local}
 plan: {dp: 1, pp: 2, micro_batch_size: 2}
 """
@@ -20,7 +20,7 @@ plan: {dp: 1, pp: 2, micro_batch_size: 2}
 OWN = """
 model: {factory: 'mine:make'}
 data: {source: synthetic, inputs: {x: {kind: normal, shape: [8]}, y: {kind: integers, high: 3}}}
-training: {global_batch: 8, iterations: 2}
+training: {global_batch: 8, iterations: 2, check_capture: false}
 search: {dp: [1], pp: [2], micro_batch_size: [2, 4], schedule: [1f1b], allow_idle_devices: true}
 launch: {executor: local}
 plan: {pp: 2, micro_batch_size: 4}

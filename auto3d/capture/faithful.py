@@ -1,0 +1,91 @@
+"""Trace a module so that nothing of what it does in eager mode is lost; what cannot be kept is refused."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
+
+from auto3d.capture.autograd_functions import AutogradFunctions
+from auto3d.capture.errors import CaptureError
+from auto3d.capture.gradient_hooks import check_no_gradient_hooks, refused_in_forward
+from auto3d.capture.outside_values import check_generators, refused_outside_values
+from auto3d.capture.python_state import Change, Observation, observed
+
+
+def trace(model: nn.Module, export: Callable[[], ExportedProgram]) -> ExportedProgram:
+    """The program that ``export`` makes of ``model``, with the custom autograd Functions that it calls.
+
+    Raises CaptureError, with the line of the model's code, for what a run of the program would not do.
+    """
+    check_no_gradient_hooks(model)
+    first = _traced(model, export)
+    if first.observation.changes:
+        _check_repeats(model, export, first)
+    first.functions.replace_calls(first.exported.graph_module)
+    for part in _graphs(first.exported):
+        check_generators(part)
+    return first.exported
+
+
+@dataclass(frozen=True)
+class _Traced:
+    exported: ExportedProgram
+    functions: AutogradFunctions
+    observation: Observation
+
+
+def _traced(model: nn.Module, export: Callable[[], ExportedProgram]) -> _Traced:
+    functions = AutogradFunctions()
+    with functions.recorded(), refused_in_forward(), refused_outside_values(model), observed(model) as observation:
+        exported = export()
+    return _Traced(exported, functions, observation)
+
+
+def _check_repeats(model: nn.Module, export: Callable[[], ExportedProgram], first: _Traced) -> None:
+    """Raise CaptureError unless a second forward that begins where the first ended does the same and changes nothing.
+
+    So a value that is written once, such as a cached size, is no error; a counter is.
+    """
+    changes, state = first.observation.changes, first.observation.state
+    state.set_attributes(first.observation.last_attributes)
+    try:
+        second = _traced(model, export)
+    except Exception:  # it meets a tensor of the first trace
+        second = None
+    if second is not None:
+        changes = second.observation.changes or changes
+        if not second.observation.changes and _written(first.exported) == _written(second.exported):
+            return
+    state.set_attributes(first.observation.first_attributes)
+    raise _refusal(changes[0], model, export)
+
+
+def _refusal(change: Change, model: nn.Module, export: Callable[[], ExportedProgram]) -> CaptureError:
+    line = change.line(lambda: _traced(model, export))
+    if "random" in change.owner.described:
+        return CaptureError(
+            f"{type(model).__name__} draws from {change}{line}: a captured program would draw the same for ever; "
+            "draw with torch, as in torch.rand, and choose with torch.where"
+        )
+    return CaptureError(
+        f"{type(model).__name__} changes {change} in forward{line}: a captured program would repeat the first forward; "
+        "keep what changes in a buffer, or change it outside of forward"
+    )
+
+
+def _graphs(exported: ExportedProgram) -> list[fx.Graph]:
+    return [part.graph for part in exported.graph_module.modules() if isinstance(part, fx.GraphModule)]
+
+
+def _written(exported: ExportedProgram) -> tuple:
+    """What two programs that do the same have in common."""
+    nodes = [(n.op, n.name, str(n.target), str(n.args), str(n.kwargs)) for g in _graphs(exported) for n in g.nodes]
+    constants = {
+        name: str(value) if isinstance(value, FakeTensor) or value.is_meta else value.tolist()
+        for name, value in exported.constants.items()
+        if isinstance(value, torch.Tensor)
+    }
+    return nodes, constants

@@ -1,0 +1,275 @@
+"""What a model's forward can read and change beside tensors: attributes, globals, Python's and numpy's randomness.
+
+A captured program repeats what one forward did. That is right only where the next forward would do the same, so the
+state is compared before and after the forward that is traced.
+"""
+
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import torch
+from torch import nn
+
+from auto3d.capture.errors import frame_line, is_model_code
+
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training", "_forward_hooks", "_forward_pre_hooks"}
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+_SCALARS = (bool, int, str, bytes, complex, type(None), type(...))
+_LARGEST = 100_000  # items of a container that are compared; of a longer one its length is
+_MOST = 1_000_000  # values that are compared in all
+
+Frozen = Hashable
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Something that holds values by name, as a module or a class does."""
+
+    described: str  # with {} for the name of a value
+    values: Callable[[], Mapping[str, Any]]
+
+
+class PythonState:
+    """The state that the forward of ``model`` may depend on, as it was found when this was made."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = dict(model.named_modules())
+        self._owners = [
+            Owner("Python's random state", lambda: {"": random.getstate()}),
+            Owner("numpy's random state", lambda: {"": np.random.get_state(legacy=False)}),
+            *(Owner(_of_module(path, module), partial(_attributes, module)) for path, module in self._modules.items()),
+            *(Owner(f"{cls.__name__}.{{}}", partial(_class_values, cls)) for cls in _classes(self._modules.values())),
+            *(Owner(f"{module.__name__}.{{}}", partial(vars, module)) for module in user_modules(model)),
+        ]
+
+    def now(self) -> "Snapshot":
+        freezing = _Freezing({id(module) for module in self._modules.values()})
+        return Snapshot(
+            {
+                (owner, name): freezing(value)
+                for owner in self._owners
+                for name, value in list(owner.values().items())
+                if not name.startswith("__")
+            }
+        )
+
+    def attributes(self) -> dict[str, dict[str, Any]]:
+        """The attributes of each module, by its path. torch.export resets them when the trace ends."""
+        return {path: _attributes(module) for path, module in self._modules.items()}
+
+    def set_attributes(self, attributes: Mapping[str, Mapping[str, Any]]) -> None:
+        """Give the modules the attributes that they had when ``attributes`` was called, and no others."""
+        for path, values in attributes.items():
+            own = self._modules[path].__dict__
+            for name in _attributes(self._modules[path]).keys() - values.keys():
+                del own[name]
+            own.update({name: value for name, value in values.items() if name not in _REGISTERED})
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Copies of values, comparable, by their owner and name."""
+
+    values: Mapping[tuple[Owner, str], Frozen]
+
+    def changes(self, before: "Snapshot") -> list["Change"]:
+        """What is not as it was ``before``: values that changed, are new, or are gone."""
+        keys = dict.fromkeys([*before.values, *self.values])
+        absent = object()
+        return [Change(*key) for key in keys if self.values.get(key, absent) != before.values.get(key, absent)]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A value that differs between two snapshots."""
+
+    owner: Owner
+    name: str
+
+    def __str__(self) -> str:
+        return self.owner.described.format(self.name)
+
+    def line(self, run: Callable[[], Any]) -> str:
+        """`` at FILE, line N``: the line of the model's code that changes it first while ``run`` runs, or nothing."""
+
+        def read() -> Frozen:
+            return _Freezing(set())(self.owner.values().get(self.name))
+
+        before, found, latest = read(), "", ""
+
+        def follow(frame: types.FrameType, event: str, _: Any) -> Callable | None:
+            nonlocal found, latest
+            if found or not is_model_code(frame.f_code.co_filename):
+                return None if event == "call" else follow
+            if read() != before:
+                found = latest
+            caller = frame.f_back
+            if event == "return" and caller is not None and is_model_code(caller.f_code.co_filename):
+                latest = frame_line(caller)
+            elif event != "return":
+                latest = frame_line(frame)
+            return follow
+
+        tracing = sys.gettrace()
+        sys.settrace(follow)
+        try:
+            run()
+        except Exception:  # what matters was seen before
+            return found
+        finally:
+            sys.settrace(tracing)
+        return found
+
+
+def user_modules(model: nn.Module) -> list[types.ModuleType]:
+    """The Python modules outside of installed packages in which the classes of ``model`` are written."""
+    names = dict.fromkeys(cls.__module__ for cls in _classes(model.modules()))
+    return [sys.modules[name] for name in names if name in sys.modules]
+
+
+def _classes(modules: Iterator[nn.Module]) -> list[type]:
+    kinds = dict.fromkeys(type(module) for module in modules)
+    return list(dict.fromkeys(cls for kind in kinds for cls in kind.__mro__ if _is_user_class(cls)))
+
+
+def _is_user_class(cls: type) -> bool:
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None) or ""
+    return is_model_code(file) and "-packages" not in file
+
+
+def _of_module(path: str, module: nn.Module) -> str:
+    return f"the attribute {{}} of {path or type(module).__name__}"
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    own = {name: value for name, value in module.__dict__.items() if name not in _OF_EVERY_MODULE}
+    return own | {name: tuple(module.__dict__[name]) for name in _REGISTERED}
+
+
+def _class_values(cls: type) -> dict[str, Any]:
+    return {name: getattr(value, "__func__", getattr(value, "fget", value)) for name, value in vars(cls).items()}
+
+
+class _Freezing:
+    """Makes comparable copies of values; a value that was seen before is copied once."""
+
+    def __init__(self, elsewhere: set[int]) -> None:
+        self._elsewhere = elsewhere  # ids of modules whose attributes are copied by themselves
+        self._seen: dict[int, Any] = {}  # holds what it has seen, so that no id is used again
+
+    def __call__(self, value: Any) -> Frozen:
+        if isinstance(value, _SCALARS):
+            return (type(value).__name__, value)
+        if isinstance(value, float):
+            return ("float", repr(value))  # nan equals nan
+        if id(value) in self._elsewhere or id(value) in self._seen or len(self._seen) > _MOST:
+            return type(value).__name__
+        self._seen[id(value)] = value
+        return (type(value).__name__, self._content(value))
+
+    def _content(self, value: Any) -> Frozen:
+        match value:
+            case torch.Tensor():
+                return (tuple(value.shape), str(value.dtype))
+            case np.ndarray():
+                return (value.shape, value.dtype.str, crc32(np.ascontiguousarray(value).data) if value.size else 0)
+            case np.random.Generator():
+                return self(value.bit_generator.state)
+            case np.random.RandomState():
+                return self(value.get_state(legacy=False))
+            case random.Random():
+                return self(value.getstate())
+            case Mapping() | Set() | list() | tuple() | deque() if len(value) > _LARGEST:
+                return len(value)
+            case Mapping():
+                return (*((self(key), self(each)) for key, each in list(value.items())), self._of_object(value))
+            case Set():
+                return frozenset(self(each) for each in value)
+            case list() | tuple() | deque():
+                return (*(self(each) for each in list(value)), self._of_object(value))
+            case partial():
+                return (self(value.func), self(value.args), self(value.keywords))
+            case types.MethodType():
+                return (self(value.__func__), self(value.__self__))
+            case types.FunctionType():
+                return self._of_function(value)
+            case types.GeneratorType():
+                return (value.gi_frame and value.gi_frame.f_lasti, self(value.gi_frame and value.gi_frame.f_locals))
+            case type() | types.ModuleType() | Enum():
+                return getattr(value, "__name__", str(value))
+            case Iterator() if type(value).__module__ in ("builtins", "itertools"):
+                return self(value.__reduce__())
+        return self._of_object(value)
+
+    def _of_function(self, function: types.FunctionType) -> Frozen:
+        if not is_model_code(function.__code__.co_filename):
+            return function.__qualname__
+        cells = [cell.cell_contents for cell in function.__closure__ or () if not _is_empty(cell)]
+        return (
+            function.__qualname__,
+            *map(self, (cells, function.__defaults__, function.__kwdefaults__, vars(function))),
+        )
+
+    def _of_object(self, value: Any) -> Frozen:
+        package = type(value).__module__.partition(".")[0]
+        if package == "torch" or package in sys.stdlib_module_names:
+            return None
+        slots = {name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ()) if hasattr(value, name)}
+        held = {name: getattr(value, name) for name in sorted(slots)} | getattr(value, "__dict__", {})
+        return tuple((name, self(each)) for name, each in held.items() if name not in _OF_EVERY_MODULE)
+
+
+def _is_empty(cell: types.CellType) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return True
+    return False
+
+
+@dataclass
+class Observation:
+    """The state before and after the forward that is traced, and the modules' attributes at both times."""
+
+    state: PythonState
+    before: Snapshot | None = None
+    after: Snapshot | None = None
+    first_attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    last_attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def changes(self) -> list[Change]:
+        if self.before is None or self.after is None:
+            return []
+        return self.after.changes(self.before)
+
+
+@contextmanager
+def observed(model: nn.Module) -> Iterator[Observation]:
+    """Compare the state of ``model`` at both ends of its forward, before torch.export resets its attributes."""
+    found = Observation(PythonState(model))
+
+    def begin(*_: Any) -> None:
+        if found.before is None:
+            found.before, found.first_attributes = found.state.now(), found.state.attributes()
+
+    def end(*_: Any) -> None:
+        found.after, found.last_attributes = found.state.now(), found.state.attributes()
+
+    first = model.register_forward_pre_hook(begin, prepend=True)
+    last = model.register_forward_hook(end)
+    try:
+        yield found
+    finally:
+        first.remove()
+        last.remove()

@@ -1,0 +1,69 @@
+"""Questions that a model's code asks of torch or transformers: am I traced? What most often makes a capture differ."""
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from auto3d.capture.errors import frame_line, is_model_code
+
+_QUESTION = re.compile(r"is_\w*(tracing|compiling|exporting)$")
+_TORCH = (torch.compiler, torch.jit)
+
+
+@dataclass(frozen=True)
+class Question:
+    """One line of the model's code that asks whether it is traced."""
+
+    line: str  # `` at FILE, line N``
+    name: str  # of the function that it calls
+    names: dict[str, Any]  # the globals of its module
+
+    @contextmanager
+    def answered_no(self) -> Iterator[None]:
+        """Answer as an eager run would, on this line alone."""
+        owners = [owner for owner in _TORCH if hasattr(owner, self.name)]
+        if self.name in self.names:
+            with patch.dict(self.names, {self.name: self._answer(self.names[self.name])}):
+                yield
+        elif owners:
+            with patch.object(owners[0], self.name, self._answer(getattr(owners[0], self.name))):
+                yield
+        else:
+            yield
+
+    def _answer(self, original: Callable) -> Callable:
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            return False if frame_line(sys._getframe(1)) == self.line else original(*args, **kwargs)
+
+        return answer
+
+
+def questions(run: Callable[[], Any]) -> list[Question]:
+    """Those that the model's code asks while ``run`` runs, in order."""
+    found: dict[str, Question] = {}
+
+    def follow(frame: FrameType, event: str, _: Any) -> None:
+        name = frame.f_code.co_name
+        if event != "call" or not _QUESTION.match(name):
+            return
+        asking = frame.f_back
+        while asking is not None and _QUESTION.match(asking.f_code.co_name):
+            name, asking = asking.f_code.co_name, asking.f_back
+        if asking is not None and is_model_code(asking.f_code.co_filename):
+            line = frame_line(asking)
+            found.setdefault(line, Question(line, name, asking.f_globals))
+
+    before = sys.gettrace()
+    sys.settrace(follow)
+    try:
+        run()
+    finally:
+        sys.settrace(before)
+    return list(found.values())

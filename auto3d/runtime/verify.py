@@ -1,0 +1,290 @@
+"""Compare a captured program with the eager module: loss, gradients and buffers after one micro-batch.
+
+It finds what no rule of the capture foresees, such as code that takes another branch while it is traced. Both run on
+equal weights and data, in training mode. Every random operation of ATen is seeded by its number in the order of
+execution, so that both draw the same numbers.
+"""
+
+import inspect
+import io
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from auto3d.capture.errors import CaptureError
+from auto3d.capture.model import CapturedModel
+from auto3d.capture.traced_branches import questions
+from auto3d.partition.segment import segments
+from auto3d.partition.stage import Stage, cut
+from auto3d.plan import stages_between
+from auto3d.runtime.data import Batches, DataSettings
+from auto3d.runtime.randomness import Randomness
+from auto3d.runtime.stage import StageModule
+from auto3d.runtime.stage_program import segment_program
+
+RELATIVE, ABSOLUTE = 1e-5, 1e-7  # of float32; the bound of the parity tests
+_QUESTIONS_NAMED = 3  # lines that ask whether they are traced, in an error
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor that differs by more than rounding: ``largest`` is the largest difference of its elements."""
+
+    name: str
+    largest: float
+    allowed: float
+
+    def __str__(self) -> str:
+        return f"{self.name} differs by {self.largest:.2g}; rounding explains {self.allowed:.2g}"
+
+
+@dataclass(frozen=True)
+class _Run:
+    loss: torch.Tensor
+    gradients: Mapping[str, torch.Tensor | None]
+    buffers: Mapping[str, torch.Tensor]
+
+    def difference(self, other: "_Run") -> Difference | None:
+        """The loss if it differs, else the gradient that differs most, else a buffer; None if all are equal."""
+        scale = max([1.0, *(float(g.abs().max()) for g in other.gradients.values() if g is not None and g.numel())])
+        gradients = [
+            found
+            for name, gradient in self.gradients.items()
+            if (found := _difference(f"the gradient of {name}", gradient, other.gradients[name], scale))
+        ]
+        gradients.sort(key=lambda found: -found.largest / found.allowed)
+        buffers = (
+            _difference(f"the buffer {name}", buffer, other.buffers[name], 1.0) for name, buffer in self.buffers.items()
+        )
+        loss = _difference("the loss", self.loss, other.loss, 1.0)
+        return next(filter(None, [loss, *gradients, *buffers]), None)
+
+
+def check_against_eager(captured: CapturedModel, data: DataSettings, *, seed: int, device: torch.device) -> None:
+    """Raise CaptureError unless ``captured`` gives the loss, gradients and buffers of its module on one micro-batch.
+
+    The module is built with ``seed`` and runs twice, with the same buffers: a module whose second forward differs from
+    the first keeps a state that a captured program has not. Two tensors a and b are equal if
+    max|a - b| <= 1e-5 max|b| + 1e-7 max(1, g), where g is the largest gradient: those that are zero but for rounding
+    have an error of its size. For a narrower type than float32 both bounds are wider by the ratio of their precisions.
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = captured.exported.build().to(device).train()
+        batch = _batch(captured, data, seed=seed, device=device)
+        first_buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        eager = _run_eager(model, batch)
+        _restore(model, first_buffers)
+        again = _run_eager(model, batch)
+        name = type(model).__name__
+        if (difference := again.difference(eager)) is not None:
+            raise CaptureError(
+                f"the second forward of {name} differs from the first on the same micro-batch ({difference}): it keeps "
+                "a state that is no buffer, or draws numbers that are not torch's, which a captured program cannot"
+            )
+        _check_same_parameters(captured, model, eager)
+        _restore(model, first_buffers)
+        program = _run_program(captured, model, batch, device)
+        if (difference := program.difference(eager)) is not None:
+            _restore(model, first_buffers)
+            place = _first_module_that_differs(captured, model, batch, device)
+            place += _branch(captured, lambda other: not _run_program(other, model, batch, device).difference(eager))
+            raise CaptureError(
+                f"the captured program of {name} differs from the eager module: {difference}{place}; make both take "
+                "the same branch, or set training.check_capture=false to train the program all the same"
+            )
+
+
+def _check_same_parameters(captured: CapturedModel, model: nn.Module, eager: _Run) -> None:
+    """Raise CaptureError where only one of the two gives a parameter a gradient: an optimizer then changes it."""
+    for name, gradient in eager.gradients.items():
+        if (gradient is not None) != (name in captured.graph.trained):
+            where = ("captured program", "eager module")
+            has, lacks = where if gradient is None else reversed(where)
+            raise CaptureError(
+                f"the parameter {name} of {type(model).__name__} has a gradient in the {has} and none in the {lacks}"
+                f"{_branch(captured)}; set requires_grad to False, or training.check_capture=false to train it so"
+            )
+
+
+def _batch(captured: CapturedModel, data: DataSettings, *, seed: int, device: torch.device) -> dict[str, torch.Tensor]:
+    size = captured.graph.micro_batch_size
+    batches = Batches(data, seed=seed, global_batch=size, micro_batch_size=size)
+    return {name: value.to(device) for name, value in batches.micro_batch(0, 0, tuple(data.inputs)).items()}
+
+
+class _Draws(TorchDispatchMode):
+    """Seeds each random operation by its number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._number += 1
+            torch.manual_seed(self._number)
+        return func(*args, **(kwargs or {}))
+
+
+def _run_eager(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> _Run:
+    model.zero_grad()
+    with _Draws():
+        loss = _loss_of(model(**{name: value.clone() for name, value in batch.items()}))
+    loss.backward()
+    return _Run(
+        loss.detach(),
+        {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()},
+        {name: buffer.clone() for name, buffer in model.named_buffers()},
+    )
+
+
+def _loss_of(output: Any) -> torch.Tensor:
+    """The output that capture takes for the loss: the one called ``loss``, else the first scalar."""
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    leaves = tree_leaves(output) if named is None else [named]
+    return next(
+        leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.dim() and leaf.is_floating_point()
+    )
+
+
+def _restore(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+
+
+def _run_program(
+    captured: CapturedModel, model: nn.Module, batch: Mapping[str, torch.Tensor], device: torch.device
+) -> _Run:
+    tensors = _tensors(captured, model, device)
+    stage = StageModule(
+        _whole(captured), captured, tensors, loss_weight=1.0, randomness=_randomness(device), device=device
+    )
+    with _Draws():
+        stage.forward(0, {}, {name: value.clone() for name, value in batch.items()})
+    stage.backward(0, {})
+    return _Run(
+        stage.losses[0],
+        {name: tensors[name].grad if name in tensors else None for name, _ in model.named_parameters()},
+        {name: tensors[name] for name in captured.graph.written_buffers},
+    )
+
+
+def _tensors(captured: CapturedModel, model: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
+    """The state of the program: weights that share memory with the model's, copies of its buffers."""
+    parameters = {
+        name: parameter.detach().requires_grad_(name in captured.graph.trained)
+        for name, parameter in model.named_parameters()
+    }
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    constants = {name: value.to(device) for name, value in captured.exported.constants.items()}
+    return {**constants, **buffers, **parameters}
+
+
+def _whole(captured: CapturedModel) -> Stage:
+    (stage,) = cut(captured.graph, stages_between([0, len(captured.graph.nodes)]))
+    return stage
+
+
+def _randomness(device: torch.device) -> Randomness:
+    return Randomness(0, first_micro_batch=0, micro_batches=1, device=device)
+
+
+def _difference(name: str, found: torch.Tensor | None, wanted: torch.Tensor | None, scale: float) -> Difference | None:
+    present = [tensor for tensor in (found, wanted) if tensor is not None]
+    if not present or not present[0].numel():
+        return None
+    found, wanted = (torch.zeros_like(present[0]) if tensor is None else tensor for tensor in (found, wanted))
+    found, wanted = found.detach(), wanted.detach()
+    wider = 1.0
+    if wanted.is_floating_point():
+        wider = max(1.0, torch.finfo(wanted.dtype).eps / torch.finfo(torch.float32).eps)
+    found, wanted = found.to(torch.complex128), wanted.to(torch.complex128)
+    if torch.equal(found.isnan(), wanted.isnan()):
+        found, wanted = found.nan_to_num(), wanted.nan_to_num()
+    largest = float((found - wanted).abs().max())
+    allowed = wider * (RELATIVE * float(wanted.abs().max()) + ABSOLUTE * scale)
+    return None if largest <= allowed else Difference(name, largest, allowed)
+
+
+def _first_module_that_differs(
+    captured: CapturedModel, model: nn.Module, batch: Mapping[str, torch.Tensor], device: torch.device
+) -> str:
+    """``, first in the module NAME (CLASS at FILE, line N)``: its output is no value of the program; or nothing."""
+    made = _values_by_module(captured, model, batch, device)
+    found: list[str] = []
+
+    def compare(path: str, module: nn.Module, output: Any) -> None:
+        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+        if found or not path or path not in made:
+            return
+        for tensor in outputs:
+            if all(_difference("", value, tensor, 1.0) for value in made[path] if value.shape == tensor.shape):
+                found.append(f", first in the module {path}{_place_of(module)}")
+                return
+
+    hooks = [
+        module.register_forward_hook(lambda module, _, output, path=path: compare(path, module, output))
+        for path, module in model.named_modules()
+    ]
+    _run_eager(model, batch)
+    for hook in hooks:
+        hook.remove()
+    return found[0] if found else ""
+
+
+def _values_by_module(
+    captured: CapturedModel, model: nn.Module, batch: Mapping[str, torch.Tensor], device: torch.device
+) -> dict[str, list[torch.Tensor]]:
+    """What each module's operations make in the program, by the module's path."""
+    stage = _whole(captured)
+    (segment,) = segments(captured.graph, stage, [(0, len(captured.graph.nodes))])
+    program, state, given = segment_program(
+        segment, captured, randomness=_randomness(device), device=device, put_off=None
+    )
+    made: dict[str, list[torch.Tensor]] = {}
+
+    class Recording(fx.Interpreter):
+        def run_node(self, node: fx.Node) -> Any:
+            value = super().run_node(node)
+            for path, _ in (node.meta.get("nn_module_stack") or {}).values():
+                made.setdefault(path, []).extend(leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+            return value
+
+    tensors = _tensors(captured, model, device)
+    with torch.no_grad(), _Draws():
+        Recording(program, garbage_collect_values=False).run(
+            *(tensors[name] for name in state), *(batch[name].clone() for name in given)
+        )
+    return made
+
+
+def _place_of(module: nn.Module) -> str:
+    try:
+        _, line = inspect.getsourcelines(type(module).forward)
+        return f" ({type(module).__name__} at {inspect.getsourcefile(type(module))}, line {line})"
+    except (OSError, TypeError):
+        return f" ({type(module).__name__})"
+
+
+def _branch(captured: CapturedModel, is_equal: Callable[[CapturedModel], bool] | None = None) -> str:
+    """``; it takes another branch while it is traced at FILE, line N``, or the lines that ask for it; or nothing."""
+
+    def capture() -> CapturedModel:
+        return captured.at(captured.graph.micro_batch_size)
+
+    asked = questions(capture)
+    for question in asked if is_equal else []:
+        # The other branch may need values of tensors, and torch.export then prints the whole program.
+        with question.answered_no(), suppress(CaptureError), redirect_stdout(io.StringIO()):
+            if is_equal(capture()):
+                return f"; the model takes another branch while it is traced{question.line}"
+    lines = ",".join(question.line for question in asked[:_QUESTIONS_NAMED])
+    return f"; the model asks whether it is traced{lines}" if lines else ""

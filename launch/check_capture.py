@@ -1,0 +1,104 @@
+"""The check of a capture against its eager module: where it is small enough, once, in a process of its own."""
+
+from collections.abc import Callable, Iterable
+from math import prod
+from typing import TYPE_CHECKING
+
+from auto3d.capture.cache import Cache
+from auto3d.capture.graph import Graph
+from auto3d.plan import Plan
+from auto3d.runtime.measurement import Status
+from auto3d.schedule import samples_at_once
+from launch.capture import Elsewhere, PlanningModel
+from launch.recipe import LoadedRecipe
+
+if TYPE_CHECKING:
+    from auto3d.capture.model import CapturedModel
+
+LARGEST_BYTES, LARGEST_FLOPS = 2**30, 1e11  # of one micro-batch, forward and backward: about 10 s on two cores
+TIMEOUT_S = 300.0
+COPIES = 4  # of the parameters: weights, a gradient of each of the runs that are compared, and one more of the first
+
+
+def bytes_and_flops(graph: Graph) -> tuple[int, int]:
+    """What the check holds at most, estimated, and the FLOPs of a forward and a backward; it runs three of each."""
+    parameters = sum(value.bytes for value in graph.parameters.values())
+    activations = sum(value.bytes for node in graph.nodes if not node.is_view for value in node.outputs)
+    return COPIES * parameters + activations, sum(node.flops + node.backward_flops for node in graph.nodes)
+
+
+def why_not(graph: Graph) -> str:
+    """Why this capture is too large to be checked; nothing where it is not."""
+    needed, flops = bytes_and_flops(graph)
+    if needed <= LARGEST_BYTES and flops <= LARGEST_FLOPS:
+        return ""
+    return (
+        f"it would take {needed / 2**30:.3g} GiB and {flops / 1e12:.3g} TFLOP, "
+        f"the check at most {LARGEST_BYTES / 2**30:.3g} GiB and {LARGEST_FLOPS / 1e12:.3g} TFLOP"
+    )
+
+
+def is_checked(recipe: LoadedRecipe, graph: Graph) -> bool:
+    """Whether this capture has passed the check before."""
+    return Cache().load(_identity(recipe, graph), lambda content: content["equal"]) is True
+
+
+def check(recipe: LoadedRecipe, captured: "CapturedModel") -> str:
+    """Compare ``captured`` with the eager module; returns one line that says what was compared, or why it was not.
+
+    Raises InputError where the two differ. Where the check cannot run, as for lack of memory, the line says so.
+    """
+    import torch
+
+    from auto3d.runtime.verify import check_against_eager
+    from launch.data import data_settings
+    from launch.ranks import run_ranks
+    from launch.settings import device
+
+    graph, values = captured.graph, recipe.values
+    if reason := why_not(graph):
+        return _not_compared(graph, reason)
+    on = torch.device("cuda", 0) if device(values) == "cuda" and torch.cuda.is_available() else torch.device("cpu")
+
+    def compare(*_: object) -> None:
+        check_against_eager(captured, data_settings(values), seed=values.training.seed, device=on)
+
+    outcome = run_ranks(1, compare, timeout_s=TIMEOUT_S)  # in a process of its own: ranks are forked from this one
+    if outcome.status is not Status.OK:
+        return _not_compared(graph, f"{outcome.status}, {outcome.error.splitlines()[-1]}")
+    Cache().store(_identity(recipe, graph), {"equal": True})
+    count = sum(prod(value.shape) for value in graph.parameters.values())
+    return f"{_described(graph)} equals the eager module in its loss and {count:,} gradients, on {on.type}"
+
+
+def check_once(recipe: LoadedRecipe, captured: "CapturedModel", tell: Callable[[str], None]) -> None:
+    """Check ``captured`` unless that was done before, or the recipe switches it off; ``tell`` hears the result."""
+    if recipe.values.training.check_capture and not is_checked(recipe, captured.graph):
+        tell(check(recipe, captured))
+
+
+def check_plans(recipe: LoadedRecipe, plans: Iterable[Plan], elsewhere: Elsewhere, tell: Callable[[str], None]) -> None:
+    """The same for the captures that ``plans`` run, ``elsewhere``."""
+    if not recipe.values.training.check_capture:
+        return
+    model = PlanningModel(recipe, elsewhere=elsewhere)
+    for size in sorted({samples_at_once(plan) for plan in plans}):
+        graph = model.graph(size)
+        if reason := why_not(graph):
+            tell(_not_compared(graph, reason))
+        elif not is_checked(recipe, graph):
+            tell(elsewhere.check(recipe, size))
+
+
+def _not_compared(graph: Graph, reason: str) -> str:
+    return f"{_described(graph)} is not compared with the eager module: {reason}"
+
+
+def _described(graph: Graph) -> str:
+    return f"the model captured for micro-batches of {graph.micro_batch_size}"
+
+
+def _identity(recipe: LoadedRecipe, graph: Graph) -> dict:
+    values = recipe.values
+    facts = {"graph": graph.fingerprint, "seed": values.training.seed, "device": values.cluster.device}
+    return PlanningModel(recipe).identity(checked_at=graph.micro_batch_size) | facts
