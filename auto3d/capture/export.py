@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from auto3d.capture.errors import CaptureError, error_line, node_line
 from auto3d.capture.masks import leave_masks_to_kernel
 from auto3d.capture.rewrite import inline_regions, remove_in_place, written_buffers
+from auto3d.capture.skeleton import skeleton
 from auto3d.errors import InputError
 
 
@@ -66,8 +67,7 @@ def export(build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec], micr
     parameter nor buffer, or writes in place where other tensors see it.
     """
     try:
-        with torch.device("meta"):
-            model = build()
+        model = skeleton(build).model
     except InputError:
         raise
     except Exception as error:  # of the model's own code

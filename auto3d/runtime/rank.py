@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from auto3d.allocator import keep_freed_memory
 from auto3d.capture.model import CapturedModel
 from auto3d.cost.memory import predict
 from auto3d.partition.stage import Stage, Transfer, cut
@@ -21,7 +22,6 @@ from auto3d.runtime.executor import Executor
 from auto3d.runtime.gradient_sync import GradientSync, Holders, holders
 from auto3d.runtime.lowering import Program, Replica, lower
 from auto3d.runtime.materialize import materialize
-from auto3d.runtime.memory import keep_freed_memory
 from auto3d.runtime.optimizer import build_optimizer, make_state, state_by_parameter
 from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
