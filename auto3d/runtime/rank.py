@@ -15,6 +15,7 @@ from auto3d.capture.model import CapturedModel
 from auto3d.cost.memory import predict
 from auto3d.partition.stage import Stage, Transfer, cut
 from auto3d.plan import Plan, PlanError
+from auto3d.runtime.agreement import check_agreement
 from auto3d.runtime.data import Batches, DataSettings
 from auto3d.runtime.emulated import DeviceClock, EmulatedExchange, EmulatedStage, EmulatedSync
 from auto3d.runtime.exchange import Exchange
@@ -34,6 +35,12 @@ from auto3d.schedule.asynchronous import check_trainable
 from auto3d.schedule.check import check
 from auto3d.schedule.operation import Kind, Schedule
 
+_CAUSE_OF_SEED = (
+    "the model's initialisation does not follow from training.seed alone, but depends on the rank, the time or a "
+    "generator of its own, such as numpy.random.default_rng(); seed it, or give model.weights"
+)
+_CAUSE_OF_FILE = "do all nodes read the same model.weights, with every buffer that the model draws at random?"
+
 MICRO_BATCHES_WITHOUT_FLUSH = 1024  # of an asynchronous schedule: a flush costs as much as pp - 1 of them
 
 
@@ -46,6 +53,18 @@ class Rank:
     parameters: dict[str, nn.Parameter]
     buffers: dict[str, torch.Tensor]
     optimizers: dict[Replica, tuple[Optimizer, LRScheduler] | None]
+    all_names: tuple[str, ...]  # of the model's parameters and buffers; none on emulated devices, which hold nothing
+    shared: frozenset[str]  # those of them that other ranks hold too
+
+    def check_agreement(self, *, cause: str, device: torch.device, timeout_s: float) -> None:
+        """Raise WeightsDifferError unless all ranks that hold a parameter or buffer hold the same bits of it.
+
+        Every rank must call this; ``cause`` says what is likely wrong.
+        """
+        if self.all_names:
+            tensors = self.parameters | self.buffers
+            shared = {name: tensors[name] for name in self.shared & tensors.keys()}
+            check_agreement(shared, self.all_names, device=device, cause=cause, timeout_s=timeout_s)
 
     def state(self) -> dict[str, torch.Tensor]:
         """All that training changes here, by name, but for the learning rates; who writes into it changes the rank."""
@@ -185,13 +204,19 @@ def build_rank(
         asked_to_end=asked_to_end,
         timeout_s=settings.timeout_s,
     )
-    return Rank(
+    names = captured.graph.parameters.keys() | captured.graph.buffers.keys()
+    rank = Rank(
         executor=executor,
         programs=programs,
         parameters={name: tensor for name, tensor in tensors.items() if name in captured.graph.parameters},
         buffers={name: tensor for name, tensor in tensors.items() if name in captured.graph.buffers},
         optimizers=optimizers,
+        all_names=tuple(sorted(names)) if emulation is None else (),
+        shared=frozenset(name for name, each in holders(plan, schedule, stages, names).items() if len(each.ranks) > 1),
     )
+    cause = _CAUSE_OF_SEED if state is None else _CAUSE_OF_FILE
+    rank.check_agreement(cause=cause, device=device, timeout_s=settings.timeout_s)
+    return rank
 
 
 def _programs(schedules: Sequence[Schedule], transfers: Sequence[Transfer], position: int) -> tuple[Program, ...]:
