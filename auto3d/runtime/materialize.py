@@ -17,6 +17,8 @@ from auto3d.capture.errors import error_line
 from auto3d.capture.foreign import ForeignWeights, LostValueError
 from auto3d.capture.skeleton import seeded, skeleton
 from auto3d.errors import InputError
+from auto3d.runtime.out_of_memory import is_out_of_memory
+from auto3d.runtime.whereabouts import HERE
 
 
 class InitialStateError(InputError):
@@ -35,7 +37,8 @@ def materialize(
     They equal those of ``build()`` after torch, numpy and Python's random were given ``seed`` (capture.skeleton's
     seed_all) or, where given, the entries of ``state``, which is read entry by entry. Raises InitialStateError if
     ``state`` lacks a parameter or has another shape, if a tensor without an entry is computed from a parameter of
-    another stage, if the module's code lets such a value decide what it does, or if two parameters share memory.
+    another stage, if the module's code fails or lets such a value decide what it does, or if two parameters share
+    memory.
     """
     shape = skeleton(build, seed=seed)
     _check_memory(dict(shape.model.named_parameters()))
@@ -51,6 +54,13 @@ def materialize(
     except LostValueError as error:
         problem = f"{error}{error_line(error)}; or use plan.pp=1, where each rank holds all parameters"
         raise InitialStateError(problem) from None
+    except (Exception, SystemExit) as error:  # of the model's own code
+        if isinstance(error, InputError) or is_out_of_memory(error):
+            raise
+        words = next((line for line in str(error).splitlines() if line.strip()), "it gives no reason")
+        raise InitialStateError(
+            f"{HERE.name(HERE.rank)} cannot build the model: {type(error).__name__}: {words}{error_line(error)}"
+        ) from error
     foreign.release_all()
     return_freed_memory()
     parameters = dict(model.named_parameters())
