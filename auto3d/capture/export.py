@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._pytree import tree_leaves
 
+from auto3d.capture.attributes import attribute_tensors
 from auto3d.capture.errors import CaptureError, error_line, node_line
 from auto3d.capture.masks import leave_masks_to_kernel
 from auto3d.capture.rewrite import inline_regions, remove_in_place, written_buffers
@@ -38,7 +39,7 @@ class ExportedModel:
     program: fx.Graph
     parameters: Mapping[str, str]  # placeholder -> first name of the parameter: tied ones share it
     trained: frozenset[str]  # names of parameters that a gradient reaches
-    buffers: Mapping[str, str]  # placeholder -> first name
+    buffers: Mapping[str, str]  # placeholder -> first name; also tensors that modules keep as plain attributes
     written_buffers: frozenset[str]  # names of buffers that a forward writes to, such as batch statistics
     constants: Mapping[str, torch.Tensor]  # placeholder -> value
     loss: str  # node name
@@ -89,12 +90,16 @@ def export(build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec], micr
     program = exported.graph_module.graph
     parameters = _first_names(signature.inputs_to_parameters, model.named_parameters(remove_duplicate=False))
     buffers = _first_names(signature.inputs_to_buffers, model.named_buffers(remove_duplicate=False))
-    constants = {
+    lifted = {
         placeholder: exported.constants[name]
         for placeholder, name in signature.inputs_to_lifted_tensor_constants.items()
     }
-    for placeholder, name in signature.inputs_to_lifted_tensor_constants.items():
-        if constants[placeholder].is_meta:
+    attributes = _as_buffers(model, lifted)
+    buffers |= attributes
+    constants = {placeholder: value for placeholder, value in lifted.items() if placeholder not in attributes}
+    for placeholder, value in constants.items():
+        if value.is_meta:
+            name = signature.inputs_to_lifted_tensor_constants[placeholder]
             raise CaptureError(
                 f"{type(model).__name__} keeps the tensor {name}, which is neither a parameter nor a buffer; "
                 f"register it with register_buffer, persistent or not"
@@ -122,6 +127,23 @@ def export(build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec], micr
         constants=constants,
         loss=loss.name,
     )
+
+
+def _as_buffers(model: nn.Module, lifted: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Placeholder -> path, for those of ``lifted`` that modules keep as attributes: buffers in all but name.
+
+    Raises CaptureError where one shows the memory of a parameter: it would not follow the training.
+    """
+    paths = {id(tensor): path for path, tensor in attribute_tensors(model).items()}
+    found = {placeholder: paths[id(tensor)] for placeholder, tensor in lifted.items() if id(tensor) in paths}
+    parameter_of = {parameter.untyped_storage()._cdata: name for name, parameter in model.named_parameters()}
+    for placeholder, path in found.items():
+        if (name := parameter_of.get(lifted[placeholder].untyped_storage()._cdata)) is not None:
+            raise CaptureError(
+                f"{type(model).__name__} keeps {path}, a view of the parameter {name}, and uses it in its forward; "
+                f"use the parameter there, which is what is trained"
+            )
+    return found
 
 
 def _first_names(placeholders: Mapping[str, str], named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_parameter_registration_hook,
@@ -16,6 +17,7 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from auto3d.capture.attributes import replace_attributes
 from auto3d.capture.errors import error_line
 from auto3d.capture.foreign import SET_DATA, ForeignWeights, LostValueError
 from auto3d.errors import InputError
@@ -25,7 +27,7 @@ _AT_ONCE_BYTES = 2**30  # weights that a module may read back while it is built,
 
 @dataclass(frozen=True, kw_only=True)
 class Skeleton:
-    """A module whose parameters and buffers are on the meta device: shapes and names, no values."""
+    """A module whose tensors are on the meta device: shapes and names, no values."""
 
     model: nn.Module
     registered: tuple[str | None, ...]
@@ -65,6 +67,7 @@ def _on_meta(build: Callable[[], nn.Module], seed: int) -> Skeleton:
         torch.device("meta"),
     ):
         model = build()
+    replace_attributes(model, moved)
     return Skeleton(model=model, registered=_names(model, registered))
 
 
@@ -87,6 +90,7 @@ def _for_real(build: Callable[[], nn.Module], seed: int) -> Skeleton:
     for module in model.modules():
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             setattr(module, name, moved(tensor))
+    replace_attributes(model, moved)
     foreign.release_all()
     return Skeleton(model=model, registered=names)
 
@@ -97,17 +101,23 @@ def _names(model: nn.Module, registered: list[nn.Parameter]) -> tuple[str | None
 
 
 class _Moved:
-    """Tensors on the meta device in place of others; what was one tensor stays one."""
+    """Tensors on the meta device in place of others; what was one tensor, or shared memory, does so still."""
 
     def __init__(self) -> None:
         self._moved = WeakIdKeyDictionary()
+        # Storage -> its meta storage; the reference keeps a key from being used again.
+        self._storages: dict[int, tuple[StorageWeakRef, torch.UntypedStorage]] = {}
 
     @torch.no_grad()
     def __call__(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
         if tensor is None or tensor.is_meta:
             return tensor
         if tensor not in self._moved:
-            meta = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+            meta = torch.empty(0, dtype=tensor.dtype, device="meta")
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._storages:
+                self._storages[storage._cdata] = (StorageWeakRef(storage), meta.untyped_storage())
+            meta.set_(self._storages[storage._cdata][1], tensor.storage_offset(), tensor.size(), tensor.stride())
             if isinstance(tensor, nn.Parameter):
                 meta = nn.Parameter(meta, requires_grad=tensor.requires_grad)
             self._moved[tensor] = meta

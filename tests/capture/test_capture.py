@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -207,10 +208,19 @@ class MixesPrecision(Broken):
 class KeepsTensor(Broken):
     def __init__(self) -> None:
         super().__init__()
-        self.positions = torch.arange(4.0)
+        self.kept = SimpleNamespace(positions=torch.arange(4.0))
 
     def forward(self, x):
-        return self.layer(x + self.positions).sum()
+        return self.layer(x + self.kept.positions).sum()
+
+
+class KeepsView(Broken):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = [self.layer.weight.detach()[1:]]
+
+    def forward(self, x):
+        return (self.layer(x) @ self.rows[0].T).sum()
 
 
 class CannotBeBuilt(nn.Module):
@@ -244,7 +254,8 @@ class LooksAtData(Broken):
         (WritesToView, ["mul_", "writes in place", "test_capture.py"]),
         (WritesToInput, ["mul_", "writes in place to a parameter, a buffer's part or an input", "test_capture.py"]),
         (MixesPrecision, ["autocast", "cannot be cut", "test_capture.py"]),
-        (KeepsTensor, ["keeps the tensor positions", "register_buffer"]),
+        (KeepsTensor, ["keeps the tensor lifted_tensor_0", "register_buffer"]),
+        (KeepsView, ["keeps rows.0, a view of the parameter layer.weight"]),
         (CannotBeBuilt, ["cannot be built: width must be a multiple of 3", "test_capture.py"]),
         (HasNoLoss, ["HasNoLoss returns no loss", "scalar"]),
         (FixesBatch, ["FixesBatch cannot be captured at micro-batch size 3: shape '[2, 4]' is inv", "test_capture.py"]),

@@ -57,7 +57,27 @@ def modern_bert() -> ModernBertForMaskedLM:
     return ModernBertForMaskedLM(ModernBertConfig(vocab_size=256, max_position_embeddings=64, **SIZES, **tokens))
 
 
+class Attributes(nn.Module):
+    """State that is neither parameters nor buffers: plain tensors, in lists and dicts, drawn, computed, of numpy."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        self.scale = torch.tensor([1.5])
+        self.masks = [torch.tril(torch.ones(width, width)) / width, torch.ones(3)]
+        self.noise = {"layer": (torch.randn(width), torch.from_numpy(np.random.standard_normal(width)).float())}
+        self.head = nn.Linear(width, 4)
+        self.start = self.head.weight.detach().clone()
+
+    def forward(self, features: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            features = features + torch.tanh(layer(features) * self.scale) @ self.masks[0]
+            features = features + self.noise["layer"][0] * self.noise["layer"][1]
+        return nn.functional.cross_entropy(self.head(features) + features @ self.start.T, label)
+
+
 OWN = {
+    "attributes": (Attributes, FEATURES),
     "truncated": (lambda: Layers(truncated), FEATURES),
     "numpy": (lambda: Layers(of_numpy), FEATURES),
     "weight-norm": (lambda: Layers(parametrizations.weight_norm), FEATURES),
