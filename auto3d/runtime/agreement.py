@@ -12,7 +12,7 @@ from auto3d.errors import InputError
 from auto3d.runtime.waiting import waiting_for
 
 _WORD_BYTES = 8
-_ROW = 4096  # words that are summed with one weight
+_ROW = 512  # words that are summed with one weight
 _ODD = -7046029254386353131  # 2**64 / the golden ratio, as a signed number: spreads the weights of rows
 _NOT_HELD = torch.iinfo(torch.int64).min
 
