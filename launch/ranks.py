@@ -24,7 +24,7 @@ import torch
 from auto3d.errors import InputError
 from auto3d.runtime.measurement import Status
 from auto3d.runtime.out_of_memory import OutOfMemoryError, is_out_of_memory
-from auto3d.runtime.waiting import PeerLostError, WaitTimeoutError
+from auto3d.runtime.waiting import PeerLostError, WaitTimeoutError, naming_lost_peers
 from auto3d.runtime.whereabouts import HERE, Board
 from auto3d.runtime.world import World
 from launch.diagnosis import Ending, Failure, Snapshot, death, diagnose, look, told
@@ -171,7 +171,9 @@ def _run_rank(
     signal.signal(signal.SIGTERM, signal.SIG_IGN if ignore_sigterm else signal.SIG_DFL)
     with stdout_to_stderr():
         try:
-            pipe.send(("result", target(world, lambda report: pipe.send(("report", report)))))
+            with naming_lost_peers():
+                result = target(world, lambda report: pipe.send(("report", report)))
+            pipe.send(("result", result))
         except InputError as error:
             pipe.send(("failure", Failure(Ending.REFUSED, Status.FAILED, str(error))))
         except OutOfMemoryError as error:

@@ -21,7 +21,7 @@ from auto3d.runtime.out_of_memory import OutOfMemoryError
 from auto3d.runtime.rank import check_plan
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.training import TrainingResult, train
-from auto3d.runtime.waiting import PeerLostError
+from auto3d.runtime.waiting import PeerLostError, naming_lost_peers
 from auto3d.runtime.world import World
 from auto3d.schedule import samples_at_once
 from launch import candidates, slurm
@@ -250,7 +250,7 @@ def _check_processes(recipe: LoadedRecipe, world: World | None, needed: int) -> 
 def _run_joined(
     world: World, run: Callable[[World, Report], TrainingResult], console: Console, iterations: int
 ) -> TrainingResult:
-    with stdout_to_stderr():
+    with stdout_to_stderr(), naming_lost_peers():
         if world.rank:
             return run(world, lambda report: None)
         with training_progress(console, iterations) as on_report:

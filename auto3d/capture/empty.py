@@ -4,8 +4,7 @@ Code asks for the device of its tensors: a mixture of experts takes another bran
 made in forward go where the others are. So the export sees fake tensors, which hold no memory and name a real device.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,40 +12,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-
-def build_empty(build: Callable[[], nn.Module]) -> nn.Module:
-    """The module that ``build`` makes, its parameters on the meta device where its constructor allows that.
-
-    A constructor that reads values, such as ``[x.item() for x in torch.linspace(0, 0.1, 4)]``, fails on the meta
-    device. It then runs on the CPU, and each parameter moves to the meta device as it is registered. One that reads the
-    values of its parameters, as an orthogonal parametrization does, runs on the CPU as it is.
-    """
-    with suppress(RuntimeError, ValueError, TypeError), torch.device("meta"):
-        return build()
-    with suppress(RuntimeError, ValueError, TypeError), _parameters_on_meta():
-        return build()
-    return build()
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    moved = WeakTensorKeyDictionary()  # parameter -> its stand-in, so that a tied parameter stays one
-
-    def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or parameter.is_meta:
-            return parameter
-        if parameter not in moved:
-            moved[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-        return moved[parameter]
-
-    handle = register_module_parameter_registration_hook(move)
-    try:
-        yield
-    finally:
-        handle.remove()
+from auto3d.capture.skeleton import skeleton
 
 
 def held_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -91,6 +59,7 @@ class EmptyModel:
     mode: FakeTensorMode
     device: torch.device
     places: WeakTensorKeyDictionary  # fake tensor in a container -> where the module holds it
+    views: dict[str, str]  # held tensor that shows the memory of a parameter, by where it is -> that parameter's name
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         with self.mode:
@@ -107,7 +76,10 @@ def empty_model(build: Callable[[], nn.Module], device: str) -> EmptyModel:
     A plain tensor that a module keeps as an attribute becomes a buffer of that name, since it is state like one. Where
     torch was built without CUDA, the CPU stands in for it.
     """
-    module = build_empty(build)
+    module = skeleton(build).model
+    parameter_of = {parameter.untyped_storage()._cdata: name for name, parameter in module.named_parameters()}
+    storages = {where: tensor.untyped_storage()._cdata for where, tensor in held_tensors(module).items()}
+    views = {where: parameter_of[storage] for where, storage in storages.items() if storage in parameter_of}
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     place = torch.device("cpu" if device == "cpu" or not torch.backends.cuda.is_built() else "cuda:0")
     known = WeakTensorKeyDictionary()  # tensor -> its fake, so that a tied tensor stays one
@@ -133,4 +105,4 @@ def empty_model(build: Callable[[], nn.Module], device: str) -> EmptyModel:
         for name in [name for name, value in vars(owner).items() if isinstance(value, FakeTensor)]:
             owner._buffers[name] = owner.__dict__.pop(name)
             owner._non_persistent_buffers_set.add(name)
-    return EmptyModel(module, mode, place, places)
+    return EmptyModel(module, mode, place, places, views)

@@ -114,6 +114,12 @@ def _export(
     buffers = _first_names(signature.inputs_to_buffers, module.named_buffers(remove_duplicate=False))
     held, constants = _held_and_constant(exported, model)
     buffers |= held
+    for place in buffers.values():
+        if place in model.views:  # as a buffer, it would not follow the training
+            raise CaptureError(
+                f"{type(module).__name__} keeps {place}, a view of the parameter {model.views[place]}, and uses it in "
+                "its forward; use the parameter there, which is what is trained"
+            )
     inline_regions(exported.graph_module, model.mode, parameters=parameters.keys(), buffers=buffers.keys())
     _remove_assertions(program)
     remove_in_place(program, model.mode, buffers=buffers.keys(), inputs=inputs.keys())

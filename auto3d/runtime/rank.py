@@ -10,10 +10,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from auto3d.allocator import keep_freed_memory
 from auto3d.capture.model import CapturedModel
 from auto3d.cost.memory import predict
 from auto3d.partition.stage import Stage, Transfer, cut
 from auto3d.plan import Plan, PlanError
+from auto3d.runtime.agreement import check_agreement
 from auto3d.runtime.data import Batches, DataSettings
 from auto3d.runtime.emulated import DeviceClock, EmulatedExchange, EmulatedStage, EmulatedSync
 from auto3d.runtime.exchange import Exchange
@@ -21,7 +23,6 @@ from auto3d.runtime.executor import Executor
 from auto3d.runtime.gradient_sync import GradientSync, Holders, holders
 from auto3d.runtime.lowering import Program, Replica, lower
 from auto3d.runtime.materialize import materialize
-from auto3d.runtime.memory import keep_freed_memory
 from auto3d.runtime.optimizer import build_optimizer, make_state, state_by_parameter
 from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
@@ -35,6 +36,12 @@ from auto3d.schedule.carried_buffers import check_carried_buffers
 from auto3d.schedule.check import check
 from auto3d.schedule.operation import Kind, Schedule
 
+_CAUSE_OF_SEED = (
+    "the model's initialisation does not follow from training.seed alone, but depends on the rank, the time or a "
+    "generator of its own, such as numpy.random.default_rng(); seed it, or give model.weights"
+)
+_CAUSE_OF_FILE = "do all nodes read the same model.weights, with every buffer that the model draws at random?"
+
 MICRO_BATCHES_WITHOUT_FLUSH = 1024  # of an asynchronous schedule: a flush costs as much as pp - 1 of them
 
 
@@ -47,6 +54,18 @@ class Rank:
     parameters: dict[str, nn.Parameter]
     buffers: dict[str, torch.Tensor]
     optimizers: dict[Replica, tuple[Optimizer, LRScheduler] | None]
+    all_names: tuple[str, ...]  # of the model's parameters and buffers; none on emulated devices, which hold nothing
+    shared: frozenset[str]  # those of them that other ranks hold too
+
+    def check_agreement(self, *, cause: str, device: torch.device, timeout_s: float) -> None:
+        """Raise WeightsDifferError unless all ranks that hold a parameter or buffer hold the same bits of it.
+
+        Every rank must call this; ``cause`` says what is likely wrong.
+        """
+        if self.all_names:
+            tensors = self.parameters | self.buffers
+            shared = {name: tensors[name] for name in self.shared & tensors.keys()}
+            check_agreement(shared, self.all_names, device=device, cause=cause, timeout_s=timeout_s)
 
     def state(self) -> dict[str, torch.Tensor]:
         """All that training changes here, by name, but for the learning rates; who writes into it changes the rank."""
@@ -188,13 +207,19 @@ def build_rank(
         asked_to_end=asked_to_end,
         timeout_s=settings.timeout_s,
     )
-    return Rank(
+    names = captured.graph.parameters.keys() | captured.graph.buffers.keys()
+    rank = Rank(
         executor=executor,
         programs=programs,
         parameters={name: tensor for name, tensor in tensors.items() if name in captured.graph.parameters},
         buffers={name: tensor for name, tensor in tensors.items() if name in captured.graph.buffers},
         optimizers=optimizers,
+        all_names=tuple(sorted(names)) if emulation is None else (),
+        shared=frozenset(name for name, each in holders(plan, schedule, stages, names).items() if len(each.ranks) > 1),
     )
+    cause = _CAUSE_OF_SEED if state is None else _CAUSE_OF_FILE
+    rank.check_agreement(cause=cause, device=device, timeout_s=settings.timeout_s)
+    return rank
 
 
 def _programs(schedules: Sequence[Schedule], transfers: Sequence[Transfer], position: int) -> tuple[Program, ...]:

@@ -61,7 +61,7 @@ def train(
     try:
         memory = PeakMemory(device)
         rank = build_rank(captured, plan, settings, data, world, state=state, asked_to_end=asked_to_end)
-        first = done = _go_on(rank, checkpoints, timeout_s=settings.timeout_s) if checkpoints else 0
+        first = done = _go_on(rank, checkpoints, device, timeout_s=settings.timeout_s) if checkpoints else 0
         results: list[IterationResult] = []
         ends = False
         for program in _from(rank.programs, first):
@@ -94,7 +94,7 @@ def train(
         leave()
 
 
-def _go_on(rank: Rank, checkpoints: Checkpoints, *, timeout_s: float) -> int:
+def _go_on(rank: Rank, checkpoints: Checkpoints, device: torch.device, *, timeout_s: float) -> int:
     """Give ``rank`` the state of the newest checkpoint, if there is one; returns how many iterations it had done."""
     # What rank 0 sees decides, for files may come to be seen at other times on other nodes.
     found = [newest(checkpoints.folder) if dist.get_rank() == 0 else None]
@@ -105,6 +105,8 @@ def _go_on(rank: Rank, checkpoints: Checkpoints, *, timeout_s: float) -> int:
     load(checkpoints.folder, rank.state(), iteration=found[0])
     for optimizer, learning_rate in filter(None, rank.optimizers.values()):
         advance(optimizer, learning_rate, found[0])
+    cause = f"do all nodes see the same checkpoint in {checkpoints.folder}?"
+    rank.check_agreement(cause=cause, device=device, timeout_s=timeout_s)
     return found[0]
 
 

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from auto3d.runtime.out_of_memory import is_out_of_memory
 from auto3d.runtime.whereabouts import HERE
 
+_OF_CONNECTIONS = re.compile(r"\bgloo\b|Connection (closed|reset) by peer|\bNCCL\b")
+
 
 class WaitTimeoutError(TimeoutError):
     """A message or collective that did not come in time."""
@@ -32,9 +34,24 @@ def waiting_for(what: str, timeout_s: float) -> Iterator[None]:
             raise
         if monotonic() - start >= timeout_s * 0.99:
             raise WaitTimeoutError(f"{HERE} waited {timeout_s:g} s for {what}") from error
-        cause = re.sub(r"^\[.*?\] ", "", str(error)).splitlines()[0].split(". ")[0]  # without gloo's file and line
-        raise PeerLostError(f"{HERE} was waiting for {what} when the connection broke ({cause})") from error
+        raise PeerLostError(f"{HERE} was waiting for {what} when the connection broke ({_cause(error)})") from error
     HERE.computes()
+
+
+@contextmanager
+def naming_lost_peers() -> Iterator[None]:
+    """Raise PeerLostError where a connection breaks inside, also in calls that ``waiting_for`` does not surround."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not (isinstance(error, dist.DistError) or _OF_CONNECTIONS.search(str(error))):
+            raise
+        raise PeerLostError(f"{HERE} lost its connection to another rank ({_cause(error)})") from error
+
+
+def _cause(error: RuntimeError) -> str:
+    """The first sentence, without gloo's file and line."""
+    return re.sub(r"^\[.*?\] ", "", str(error)).splitlines()[0].split(". ")[0]
 
 
 def wait(work: dist.Work, *, timeout_s: float, what: str) -> None:

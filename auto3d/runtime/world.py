@@ -3,6 +3,7 @@
 import os
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -60,5 +61,7 @@ def new_group(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup:
 
 
 def leave() -> None:
+    """Leave the other ranks, also where they are gone already: an error that led here stays the one that is seen."""
     if dist.is_initialized():
-        dist.destroy_process_group()
+        with suppress(RuntimeError):
+            dist.destroy_process_group()

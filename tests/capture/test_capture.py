@@ -194,6 +194,15 @@ class KeepsTensorElsewhere(Broken):
         return self.layer(x + self.settings.positions).sum()
 
 
+class KeepsView(Broken):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = [self.layer.weight.detach()[1:]]
+
+    def forward(self, x):
+        return (self.layer(x) @ self.rows[0].T).sum()
+
+
 class CannotBeBuilt(nn.Module):
     def __init__(self) -> None:
         raise ValueError("width must be a multiple of 3")
@@ -232,6 +241,7 @@ class CallsAHelperThatLooks(Broken):
     ("model", "words"),
     [
         (KeepsTensorElsewhere, ["it uses a tensor that is kept where no attribute", "test_capture.py"]),
+        (KeepsView, ["keeps rows.0, a view of the parameter layer.weight"]),
         (CannotBeBuilt, ["cannot be built: width must be a multiple of 3", "test_capture.py"]),
         (HasNoLoss, ["HasNoLoss returns no loss", "scalar"]),
         (FixesBatch, ["FixesBatch cannot be captured at micro-batch size 3: shape '[2, 4]' is inv", "test_capture.py"]),

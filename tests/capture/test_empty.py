@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from auto3d.capture.empty import build_empty
+from auto3d.capture.skeleton import skeleton
 from tests.capture.one_stage import assert_equal_to_eager
 from tests.capture.test_in_place import WIDTH, Layers, X
 
@@ -65,7 +65,7 @@ class ReadsValues(Layers):
 def test_constructors_that_read_values():
     assert_equal_to_eager(ReadsValues, X)
     with_rates = type("Rates", (nn.Linear,), {"__init__": _linear_that_reads_a_value})
-    assert build_empty(with_rates).weight.is_meta
+    assert skeleton(with_rates).model.weight.is_meta
 
 
 def _linear_that_reads_a_value(self: nn.Linear) -> None:

@@ -10,6 +10,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from auto3d.capture.describe import is_random
+from auto3d.capture.skeleton import seed_all
 from auto3d.cluster import place_ranks
 from auto3d.partition.uniform import uniform
 from auto3d.plan import Plan
@@ -136,7 +137,7 @@ def plain_pytorch(
 ) -> list[dict]:
     """The reference: the unmodified model, on this process, in a plain loop; only its dropout is seeded as ours."""
     build, data = TRAINED[model]
-    torch.manual_seed(seed)
+    seed_all(seed)
     module = build()
     if state is not None:
         module.load_state_dict(state, strict=False)

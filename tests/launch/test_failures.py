@@ -20,6 +20,34 @@ def test_an_error_of_the_model_is_told_with_its_operation(folder, auto3d):
     assert where == f"rank 1 on {socket.gethostname()}, in iteration 1 at F0@1 of stage 1, failed"
 
 
+FAILING = """
+import torch.distributed as dist
+from mine import Net
+
+def make():
+    net = Net(16)
+    if dist.is_initialized() and dist.get_rank() == RANK and not net.a.weight.is_meta:
+        FAULT
+    return net
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("raise RuntimeError('no licence\\nfor this')", "RuntimeError: no licence"),
+        ("raise ConnectionError()", "ConnectionError: it gives no reason"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+    ],
+)
+def test_a_rank_that_cannot_build_the_model_says_so_in_one_line(folder, auto3d, rank, fault, words):
+    (folder / "failing.py").write_text(FAILING.replace("RANK", str(rank)).replace("FAULT", fault))
+    line = auto3d("train", "own.yaml", "model.factory=failing:make", "plan.dp=2", "plan.pp=2", code=2).err
+    place = f" at {folder / 'failing.py'}, line 8"
+    assert line == f"auto3d: rank {rank} on {socket.gethostname()} cannot build the model: {words}{place}\n"
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("number", SIGNALS)

@@ -53,6 +53,12 @@ def end_badly(how: str):
                 raise ValueError("a bug of the model")
             if how == "memory":
                 torch.empty(10**15)
+            if how == "raise late":  # the others notice that it is gone before it says why
+                leave()
+                time.sleep(0.5)
+                raise ValueError("a bug of the model")
+        if how == "raise late":
+            dist.all_reduce(torch.zeros(1))
         receiving = dist.irecv(torch.zeros(1), src=1) if world.rank != 1 else dist.irecv(torch.zeros(1), src=0)
         wait(receiving, timeout_s=3, what="a message that never comes")
 
@@ -65,6 +71,7 @@ def end_badly(how: str):
         ("kill", Status.FAILED, "rank 1 on HOST, before its first iteration, was killed by SIGKILL"),
         ("exit", Status.FAILED, "rank 1 on HOST, before its first iteration, ended with exit code 7"),
         ("raise", Status.FAILED, "ValueError: a bug of the model"),
+        ("raise late", Status.FAILED, "ValueError: a bug of the model"),
         ("memory", Status.OOM, "can't allocate memory"),
         ("stop", Status.TIMEOUT, "rank 1 on HOST, before its first iteration, is stopped"),
         ("compute", Status.TIMEOUT, "rank 1 on HOST, before its first iteration, was not done after 3."),

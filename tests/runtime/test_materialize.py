@@ -1,13 +1,18 @@
 """A stage's initial weights equal those of the whole model, which is never held."""
 
 import copy
+import random
 from collections.abc import Callable
+from contextlib import suppress
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from auto3d.capture.skeleton import seed_all
 from auto3d.runtime.materialize import InitialStateError, materialize
 from auto3d.runtime.memory import PeakMemory
 from tests.models import MODELS
@@ -111,6 +116,163 @@ def test_weights_that_are_made_over_and_over(build):
         own = list(whole)[part::2]
         made = materialize(build, own, seed=3)
         assert all(torch.equal(made[name], whole[name]) for name in own)
+
+
+class Layers(nn.Module):
+    """Layers initialised by ``initialise``: each at once, or all when all are made."""
+
+    def __init__(
+        self, initialise: Callable[[nn.Linear], object], width: int = 8, layers: int = 5, *, late: bool = False
+    ) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList()
+        for _ in range(layers):
+            self.layers.append(nn.Linear(width, width))
+            if not late:
+                initialise(self.layers[-1])
+        for layer in self.layers if late else ():
+            initialise(layer)
+
+
+def until_all_fit(layer: nn.Linear) -> None:
+    nn.init.trunc_normal_(layer.weight, std=0.3, a=-0.6, b=0.6)
+
+
+def until_the_tail_fits(layer: nn.Linear) -> None:
+    nn.init.trunc_normal_(layer.weight, std=0.3, a=0.5, b=0.7)
+
+
+def from_numpy(layer: nn.Linear) -> None:
+    layer.weight.data.copy_(torch.from_numpy(np.random.standard_normal(layer.weight.shape)))
+    nn.init.constant_(layer.bias, random.random())
+
+
+def as_data_of_numpy(layer: nn.Linear) -> None:
+    layer.weight.data = torch.from_numpy(np.random.standard_normal(layer.weight.shape).astype(np.float32))
+
+
+def as_new_parameter_of_numpy(layer: nn.Linear) -> None:
+    layer.weight = nn.Parameter(torch.from_numpy(np.random.standard_normal(layer.weight.shape)))
+
+
+def by_memory(layer: nn.Linear) -> None:
+    if not layer.weight.is_meta:
+        nn.init.normal_(layer.weight).detach().numpy()[1:3] *= 2
+
+
+def as_slices(layer: nn.Linear) -> None:
+    both = torch.randn(2, *layer.weight.shape)
+    layer.weight, layer.other = nn.Parameter(both[0]), nn.Parameter(both[1])
+
+
+@pytest.mark.parametrize(
+    "initialise",
+    [
+        until_all_fit,
+        until_the_tail_fits,
+        from_numpy,
+        as_data_of_numpy,
+        as_new_parameter_of_numpy,
+        by_memory,
+        as_slices,
+        lambda layer: nn.init.sparse_(layer.weight, 0.3),
+        lambda layer: torch._foreach_mul_([layer.weight.data, layer.bias.data], 2.0),
+        parametrizations.spectral_norm,
+        parametrizations.weight_norm,
+        parametrizations.orthogonal,
+        nn.utils.spectral_norm,
+    ],
+)
+@pytest.mark.parametrize("late", [False, True])
+def test_every_way_to_initialise_gives_the_bits_of_the_whole_model(initialise, late):
+    def build() -> nn.Module:
+        return Layers(initialise, late=late)
+
+    seed_all(11)
+    whole = build()
+    expected = {**dict(whole.named_buffers()), **dict(whole.named_parameters())}
+    states = random.getstate(), np.random.get_state()[1].tolist()
+    if late and initialise is parametrizations.orthogonal:  # it acts on what the others' weights are
+        with pytest.raises(InitialStateError, match=r"the parameter layers.0.parametrizations.weight.original, which"):
+            materialize(build, ["layers.0.bias"], seed=11)
+        return
+    for layer in range(5):
+        own = [name for name in expected if name.startswith(f"layers.{layer}.")]
+        made = materialize(build, own, seed=11)
+        for name in own:
+            assert torch.equal(made[name], expected[name]), name
+            assert made[name].untyped_storage().nbytes() == made[name].nbytes
+    assert states == (random.getstate(), np.random.get_state()[1].tolist()), "the caller's random states are untouched"
+
+
+@pytest.mark.parametrize("initialise", [until_all_fit, as_data_of_numpy, as_new_parameter_of_numpy, by_memory])
+def test_a_rank_holds_what_one_initialiser_works_on(initialise):
+    def build() -> nn.Module:
+        return Layers(initialise, width=1024, layers=48)
+
+    layer_bytes = 4 * 1024 * 1024
+    memory = PeakMemory(torch.device("cpu"))
+    materialize(build, ["layers.3.weight"], seed=1)
+    assert memory.bytes() < 18 * layer_bytes
+
+
+class Reads(nn.Module):
+    """Its last layer is initialised by code that reads the weight of its first in the way of ``read``."""
+
+    def __init__(self, read: Callable[[torch.Tensor], object]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        if not self.layers[0].weight.is_meta:
+            read(self.layers[0].weight.detach() * 2)
+        nn.init.normal_(self.layers[-1].weight)
+
+
+def caught(values: torch.Tensor) -> None:
+    with suppress(ValueError):
+        values.sum().item()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda values: values.sum().item(),
+        lambda values: bool((values > 0).any()),
+        lambda values: torch.equal(values, torch.ones(4, 4)),
+        lambda values: torch.allclose(values, torch.ones(4, 4)),
+        lambda values: values[values > 0],
+        lambda values: values.nonzero(),
+        lambda values: torch.poisson(values.abs()),
+        lambda values: torch.linalg.cholesky(values - torch.eye(4)),
+        lambda values: values.tolist(),
+        lambda values: values.numpy(),
+        lambda values: np.asarray(values),
+        lambda values: torch._foreach_add([torch.ones(4, 4)], [values])[0].max().item(),
+        caught,
+    ],
+)
+def test_code_that_acts_on_a_value_that_is_not_there_is_refused_with_its_line(read):
+    with pytest.raises(
+        InitialStateError,
+        match=r"from the parameter layers.0.weight.* at .*test_materialize.py, line \d+; or use plan.pp=1",
+    ):
+        materialize(lambda: Reads(read), ["layers.3.weight"], seed=1)
+    torch.manual_seed(1)
+    try:
+        expected = Reads(read).layers[3].weight
+    except torch.linalg.LinAlgError:
+        return
+    everything = [f"layers.{number}.{kind}" for number in range(4) for kind in ("weight", "bias")]
+    assert torch.equal(materialize(lambda: Reads(read), everything, seed=1)["layers.3.weight"], expected)
+
+
+def test_parameters_that_share_memory_are_refused():
+    def share(layer: nn.Linear) -> None:
+        layer.other = nn.Parameter(layer.weight.data[1:])
+
+    with pytest.raises(
+        InitialStateError, match=r"layers.0.\w+: shares memory with the parameter layers.0.*same nn.Par"
+    ):
+        materialize(lambda: Layers(share), ["layers.1.weight"], seed=1)
 
 
 def test_state_dict_wins_and_must_fit():

@@ -1,0 +1,282 @@
+"""Memory for a module's parameters while it is built: for those in use, not for all that no one will keep.
+
+An initialiser works on one parameter or a few for many operations in turn: it draws until all values fit, multiplies
+by a norm, orthogonalises. The parameters used last therefore keep their memory, up to a limit; the others lose it, and
+their values. What is computed from lost values is followed, and refused where it would decide something.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from auto3d.allocator import return_freed_memory
+from auto3d.errors import InputError
+
+SET_DATA = torch.Tensor.data.__set__  # assignment to ``tensor.data``
+_RESIDENT = 2  # foreign parameters of the largest size that keep their memory: what one initialiser works on
+_TRIM_BYTES = 2**20
+_OWN_REFERENCES = 2  # to a storage: its parameter's and ours
+
+# Operators that overwrite the whole of what they write to, whatever was there.
+_OVERWRITING = frozenset(
+    (
+        "copy_",
+        "fill_",
+        "zero_",
+        "normal_",
+        "uniform_",
+        "random_",
+        "bernoulli_",
+        "exponential_",
+        "log_normal_",
+        "cauchy_",
+        "geometric_",
+        "set_",
+    )
+)
+# Operators whose result depends on the shape of what they read alone.
+_OF_SHAPE = frozenset(
+    f"{form}{suffix}"
+    for form, suffixes in {
+        "new_": ("empty", "zeros", "ones", "full", "empty_strided"),
+        "": ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
+    }.items()
+    for suffix in suffixes
+)
+# Operators whose result Python code can act on, or that draw a number of random values that depends on what they read.
+_DECIDING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded)
+# Methods that read a tensor's memory, or give it away, behind the back of the dispatcher.
+_RAW = {
+    torch.Tensor.tolist: False,  # method -> whether what it returns shows the tensor's memory
+    torch.Tensor.__repr__: False,
+    torch.Tensor.numpy: True,
+    torch.Tensor.__array__: True,
+    torch.Tensor.__dlpack__: True,
+}
+
+
+class LostValueError(InputError):
+    """The module's code reads, while it is built, a value that this process no longer has."""
+
+
+class ForeignWeights(TorchDispatchMode):
+    """Gives foreign parameters memory while they are worked on, and follows what is computed from lost values.
+
+    Foreign are those whose values this process will not keep, such as the parameters of other stages. ``names`` has,
+    for each parameter that the module registers, in order, its name if it is foreign, else None; without it all are.
+    Those used last keep their memory, as long as together they take no more than two of the largest or, where that is
+    more, ``at_least_bytes``.
+    """
+
+    def __init__(self, names: Sequence[str | None] | None = None, *, at_least_bytes: int = 0) -> None:
+        super().__init__()
+        self.error: LostValueError | None = None  # the first that was raised: the module's code may have caught it
+        self._names = None if names is None else iter(names)
+        self._limit_bytes = at_least_bytes
+        self._name_of: dict[int, tuple[nn.Parameter, str]] = {}  # id -> foreign parameter and its name
+        self._of_storage: dict[int, nn.Parameter] = {}
+        self._resident: dict[int, int] = {}  # storage -> bytes it has; the last one was used last
+        self._empty: dict[int, int] = {}  # storage -> bytes that it needs
+        self._has_grown = False  # what is resident, since the limit was last looked at
+        self._exposed: set[int] = set()  # storages whose memory numpy has seen
+        # Storage -> the parameter whose values it lacks; the reference keeps a key from being used again.
+        self._lost: dict[int, tuple[StorageWeakRef, str]] = {}
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Follow what the code inside computes; raises LostValueError at its end, also if the code caught it."""
+        try:
+            with self, _RawAccess(self):
+                yield
+        except Exception:
+            if self.error is None:
+                raise
+        if self.error is not None:
+            raise self.error
+
+    def register(self, parameter: nn.Parameter, name: str | None) -> None:
+        """To be called with each parameter that the module registers, in order, under its ``name`` there."""
+        if self._names is not None:
+            name = next(self._names, None)
+        if name is not None and id(parameter) not in self._name_of:
+            self._name_of[id(parameter)] = (parameter, name)
+            self._limit_bytes = max(self._limit_bytes, _RESIDENT * parameter.nbytes)
+            self._hold(parameter)
+
+    def owns(self, parameter: torch.Tensor) -> bool:
+        """Whether ``parameter`` was registered as a foreign one."""
+        return id(parameter) in self._name_of
+
+    def source_of_loss(self, tensor: torch.Tensor) -> str | None:
+        """The parameter whose lost values entered ``tensor``; None if its values are the model's own."""
+        _, name = self._lost.get(_storage_key(tensor), (None, None))
+        return name
+
+    def release_all(self) -> None:
+        self._limit_bytes = 0
+        self._release(set())
+
+    def storage_changed(self, parameter: torch.Tensor) -> None:
+        """``parameter`` shows other memory than before."""
+        if id(parameter) not in self._name_of:
+            return
+        for key, known in list(self._of_storage.items()):
+            if known is parameter:
+                self._forget(key)
+        self._hold(self._name_of[id(parameter)][0])
+
+    def gives_raw(self, tensor: torch.Tensor, *, shows_memory: bool) -> None:
+        """Memory of ``tensor`` is about to be read, or shown to others, without an operator."""
+        if (name := self.source_of_loss(tensor)) is not None:
+            raise self._refusal(name)
+        if shows_memory:
+            self._exposed.add(_storage_key(tensor))
+
+    def _hold(self, parameter: nn.Parameter) -> None:
+        key = _storage_key(parameter)
+        self._of_storage[key] = parameter
+        self._resident[key] = parameter.nbytes
+        self._has_grown = True
+
+    def _forget(self, key: int) -> None:
+        del self._of_storage[key]
+        self._resident.pop(key, None)
+        self._empty.pop(key, None)
+
+    def _use(self, keys: Iterable[int]) -> None:
+        """Give storages memory, and note that they were used last."""
+        for key in keys:
+            size = self._resident.pop(key, None)
+            if size is None:
+                size = self._empty.pop(key)
+                self._of_storage[key].untyped_storage().resize_(size)
+                self._has_grown = True
+            self._resident[key] = size
+
+    def _release(self, used: set[int]) -> None:
+        """Take memory from those used longest ago, as far as the limit asks for it."""
+        self._has_grown = False
+        excess = sum(self._resident.values()) - self._limit_bytes
+        released = []
+        for key, size in list(self._resident.items()):
+            if excess <= 0:
+                break
+            if key not in used and not self._is_shown(key):
+                self._empty_storage(key)
+                excess -= size
+                released.append(size)
+        if released and max(released) > _TRIM_BYTES:
+            return_freed_memory()
+
+    def _is_shown(self, key: int) -> bool:
+        """Whether numpy may still read or write the memory."""
+        if key not in self._exposed:
+            return False
+        storage = self._of_storage[key].untyped_storage()
+        return torch._C._storage_Use_Count(storage._cdata) > _OWN_REFERENCES
+
+    def _empty_storage(self, key: int) -> None:
+        parameter = self._of_storage[key]
+        if not parameter.untyped_storage().resizable():  # memory of numpy's
+            self._forget(key)
+            with torch._C.DisableTorchFunction():
+                parameter.data = torch.empty_like(parameter)
+            self._hold(parameter)
+            key = _storage_key(parameter)
+        storage = parameter.untyped_storage()
+        del self._resident[key]
+        self._empty[key] = storage.nbytes()
+        storage.resize_(0)
+        self._lose(parameter, self._name_of[id(parameter)][1])
+
+    def _lose(self, tensor: torch.Tensor, name: str) -> None:
+        self._lost[_storage_key(tensor)] = (StorageWeakRef(tensor.untyped_storage()), name)
+
+    def _refusal(self, name: str) -> LostValueError:
+        error = LostValueError(
+            f"the model's code reads, while it is built, a value that comes from the parameter {name}, which is gone "
+            "again since no process holds the whole model; set initial values without reading earlier ones back"
+        )
+        self.error = self.error or error
+        return error
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.split("::")[1]
+        tensors = _tensors((args, kwargs))
+        used = self._of_storage.keys() & {_storage_key(tensor) for tensor in tensors}
+        self._use(used)
+        if self._has_grown:
+            self._release(used)
+        written = _written(func, args, kwargs)
+        overwrites = name in _OVERWRITING or any(argument.is_out for argument in func._schema.arguments)
+        skipped = {id(tensor) for tensor in written} if overwrites else set()
+        read = [] if name in _OF_SHAPE else [tensor for tensor in tensors if id(tensor) not in skipped]
+        source = next(filter(None, map(self.source_of_loss, read)), None)
+        if source is not None and self._decides(func, name, args):
+            raise self._refusal(source)
+        try:
+            result = func(*args, **kwargs)
+        except (torch.linalg.LinAlgError, IndexError, ValueError) as error:
+            if source is None:
+                raise
+            raise self._refusal(source) from error  # the operator checked values, and those are not the model's
+        if name == "set_":
+            self.storage_changed(args[0])
+        if source is not None:
+            for tensor in [*written, *_tensors(result)]:
+                self._lose(tensor, source)
+        elif overwrites:
+            for tensor in written:
+                if tensor.nbytes == tensor.untyped_storage().nbytes():
+                    self._lost.pop(_storage_key(tensor), None)
+        return result
+
+    def _decides(self, func: Any, name: str, args: tuple) -> bool:
+        """Whether lost values among what ``func`` reads decide more than values: Python code, a shape, a draw."""
+        if name == "index":  # its shape depends on values where a mask selects
+            masks = [t for t in args[1] if t is not None and t.dtype in (torch.bool, torch.uint8)]
+            return any(self.source_of_loss(mask) is not None for mask in masks)
+        return any(tag in func.tags for tag in _DECIDING)
+
+
+class _RawAccess(TorchFunctionMode):
+    """Tells a ForeignWeights what its dispatcher does not see."""
+
+    def __init__(self, foreign: ForeignWeights) -> None:
+        super().__init__()
+        self._foreign = foreign
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func in _RAW:
+            self._foreign.gives_raw(args[0], shows_memory=_RAW[func])
+        result = func(*args, **(kwargs or {}))
+        if func == SET_DATA:
+            self._foreign.storage_changed(args[0])
+        return result
+
+
+def _storage_key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _written(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    if not func._schema.is_mutable:
+        return []
+    values = [
+        args[position] if position < len(args) else kwargs.get(argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return _tensors(values)

@@ -1,0 +1,150 @@
+"""The module that a function builds, without its memory, and the random numbers that its code may draw."""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from auto3d.capture.errors import error_line
+from auto3d.capture.foreign import SET_DATA, ForeignWeights, LostValueError
+from auto3d.errors import InputError
+
+_AT_ONCE_BYTES = 2**30  # weights that a module may read back while it is built, if their names are not yet known
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skeleton:
+    """A module whose tensors are on the meta device: shapes and names, no values."""
+
+    model: nn.Module
+    registered: tuple[str | None, ...]
+    """First name of each parameter that was registered, in order; None for one that did not stay in the module."""
+
+
+def skeleton(build: Callable[[], nn.Module], *, seed: int = 0) -> Skeleton:
+    """The module that ``build`` makes, without memory.
+
+    Where its code needs values to build it, such as those of numpy or of weights that it has just initialised, it is
+    built for real, with memory for 1 GiB of the parameters that it worked on last. Raises LostValueError where it reads
+    others back.
+    """
+    try:
+        return _on_meta(build, seed)
+    except InputError:
+        raise
+    except Exception:  # the meta device has no values, and each way to ask for one has its own error
+        return _for_real(build, seed)
+
+
+def _on_meta(build: Callable[[], nn.Module], seed: int) -> Skeleton:
+    registered: list[nn.Parameter] = []
+    moved = _Moved()
+
+    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        parameter = moved(parameter)
+        if parameter is not None:
+            registered.append(parameter)
+        return parameter
+
+    with (
+        seeded(seed),
+        register_module_parameter_registration_hook(register),
+        register_module_buffer_registration_hook(lambda module, name, buffer: moved(buffer)),
+        _MetaData(),
+        torch.device("meta"),
+    ):
+        model = build()
+    return Skeleton(model=model, registered=_names(model, registered))
+
+
+def _for_real(build: Callable[[], nn.Module], seed: int) -> Skeleton:
+    registered: list[nn.Parameter] = []
+    foreign = ForeignWeights(at_least_bytes=_AT_ONCE_BYTES)
+
+    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            registered.append(parameter)
+            foreign.register(parameter, f"{type(module).__name__}.{name}")
+
+    try:
+        with seeded(seed), register_module_parameter_registration_hook(register), foreign.following():
+            model = build()
+    except LostValueError as error:
+        raise LostValueError(f"{error}{error_line(error)}") from None
+    names = _names(model, registered)
+    moved = _Moved()
+    for module in model.modules():
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            setattr(module, name, moved(tensor))
+    foreign.release_all()
+    return Skeleton(model=model, registered=names)
+
+
+def _names(model: nn.Module, registered: list[nn.Parameter]) -> tuple[str | None, ...]:
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    return tuple(name_of.get(id(parameter)) for parameter in registered)
+
+
+class _Moved:
+    """Tensors on the meta device in place of others; what was one tensor, or shared memory, does so still."""
+
+    def __init__(self) -> None:
+        self._moved = WeakIdKeyDictionary()
+        # Storage -> its meta storage; the reference keeps a key from being used again.
+        self._storages: dict[int, tuple[StorageWeakRef, torch.UntypedStorage]] = {}
+
+    @torch.no_grad()
+    def __call__(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is None or tensor.is_meta:
+            return tensor
+        if tensor not in self._moved:
+            meta = torch.empty(0, dtype=tensor.dtype, device="meta")
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._storages:
+                self._storages[storage._cdata] = (StorageWeakRef(storage), meta.untyped_storage())
+            meta.set_(self._storages[storage._cdata][1], tensor.storage_offset(), tensor.size(), tensor.stride())
+            if isinstance(tensor, nn.Parameter):
+                meta = nn.Parameter(meta, requires_grad=tensor.requires_grad)
+            self._moved[tensor] = meta
+        return self._moved[tensor]
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed torch, numpy and Python's random; the caller's random states come back at the end."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        seed_all(seed)
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+
+
+def seed_all(seed: int) -> None:
+    """Seed torch, numpy and Python's random alike: the random numbers with which a model is built."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+class _MetaData(TorchFunctionMode):
+    """Lets code that builds on the meta device assign a real tensor to a parameter's ``.data``."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func == SET_DATA and args[0].is_meta and not args[1].is_meta:
+            args = (args[0], args[1].to("meta"))
+        return func(*args, **(kwargs or {}))
