@@ -100,7 +100,8 @@ def cost_model(recipe: LoadedRecipe, subject: Subject) -> CostModel:
 
     if (profile := read_profile(recipe, fingerprint)) is not None:
         machine, times = profile.measured(machine), profile.times_at(subject.work, subject.cuts)
-    return CostModel(machine, training(recipe.values), subject.work, times_at=times)
+    method = recipe.values.prediction.method
+    return CostModel(machine, training(recipe.values), subject.work, times_at=times, method=method)
 
 
 def published(name: str) -> Path:

@@ -11,6 +11,7 @@ from auto3d.search.search import Ranked, Search
 from auto3d.search.space import Candidate, Refusals
 from launch.candidates import exact_plan
 from launch.output import print_json
+from launch.profile import basis
 from launch.recipe import LoadedRecipe
 from launch.search import algorithm, cannot_run
 
@@ -66,7 +67,8 @@ def summary(recipe: LoadedRecipe, search: Search) -> str:
     return (
         f"{algorithm(recipe, search.domain)} search of {len(search.domain) + search.domain.refused.total} candidates: "
         f"{search.looked_at} looked at, {search.simulated} simulated, in {search.elapsed_s:.1f} s "
-        f"({rate:,.0f} candidates/s); times are predicted, not measured"
+        f"({rate:,.0f} candidates/s); times are predicted ({recipe.values.prediction.method}, on {basis(recipe)}), not "
+        "measured"
     )
 
 

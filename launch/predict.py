@@ -3,14 +3,13 @@
 import csv
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 from tabulate import tabulate
 
-from auto3d.cost.closed_forms import chimera_s
 from auto3d.cost.memory import in_gib
 from auto3d.cost.model import CostModel
 from auto3d.errors import InputError
@@ -99,7 +98,7 @@ def predict(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> Iterator
             yield Prediction(one.row, None, None, one.problem)
             continue
         try:
-            seconds = METHODS[one.recipe.values.prediction.method](one.model, one.plan)
+            seconds = one.model.seconds(one.plan)
         except InputError as error:  # such as layers that were not measured at this degree
             yield Prediction(one.row, None, None, str(error))
             continue
@@ -145,13 +144,6 @@ def bind(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> Iterator[Bo
             yield Bound(row, changed, maker.model, maker.unlimited(_candidate(changed, row)), "")
         except InputError as error:
             yield Bound(row, changed, maker.model, None, f"line {number}: {error}")
-
-
-METHODS: dict[str, Callable[[CostModel, Plan], float]] = {
-    "simulated": CostModel.seconds,
-    "amp": CostModel.closed_form_s,
-    "chimera": partial(CostModel.closed_form_s, form=chimera_s),
-}
 
 
 def write(file: str, predictions: Sequence[Prediction]) -> None:
