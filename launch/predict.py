@@ -40,6 +40,7 @@ class Prediction:
     seconds: float | None
     peak_bytes: float | None
     problem: str
+    measured_in: str = ""  # the profile that the seconds come from
 
 
 def print_predictions(recipe: LoadedRecipe, *, file: str, out_file: str | None, as_json: bool) -> None:
@@ -68,7 +69,8 @@ def print_predictions(recipe: LoadedRecipe, *, file: str, out_file: str | None, 
         print(tabulate(cells, [*shown, "predicted s", "peak GiB", "problem"], disable_numparse=True))
     how = recipe.values.prediction.method
     problems = sum(bool(one.problem) for one in found)
-    told = f"times are {how} on {basis(recipe)}, not measured"
+    measured_in = next((one.measured_in for one in found if one.measured_in), "")
+    told = f"times are {how} on {basis(recipe, measured_in)}, not measured"
     print(f"{len(found)} candidates, {problems} with a problem; {told}", file=sys.stderr)
 
 
@@ -102,7 +104,8 @@ def predict(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> Iterator
         except InputError as error:  # such as layers that were not measured at this degree
             yield Prediction(one.row, None, None, str(error))
             continue
-        yield Prediction(one.row, seconds, max(one.model.memory(one.plan)), shortage_of(one.model, one.plan))
+        peak, problem = max(one.model.memory(one.plan)), shortage_of(one.model, one.plan)
+        yield Prediction(one.row, seconds, peak, problem, one.model.measured_in)
 
 
 @dataclass(frozen=True)

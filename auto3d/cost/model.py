@@ -84,6 +84,7 @@ class CostModel:
     """Estimates Plans of one model on ``cluster``; ``work_at`` gives its Work at a number of samples.
 
     ``method`` is one of ``METHODS``: how the time of an iteration follows from the costs of its operations.
+    ``measured_in`` names the profile that these costs come from, empty where they come from data sheets.
     """
 
     def __init__(
@@ -94,10 +95,11 @@ class CostModel:
         *,
         times_at: TimesOf | None = None,
         method: str = "simulated",
+        measured_in: str = "",
     ) -> None:
         self.cluster = cluster
         self.training = training
-        self.method = method
+        self.method, self.measured_in = method, measured_in
         self._work_at, self._times_at = lru_cache(None)(work_at), times_at
         self._work = lru_cache(None)(lambda samples: WorkTables(self._work_at(samples)))
         self._times = lru_cache(None)(
@@ -109,10 +111,12 @@ class CostModel:
         self._collectives = lru_cache(None)(self._make_collectives)
         self._parts = lru_cache(1024)(self._make_parts)
         self._seconds = lru_cache(2**16)(self._make_seconds)  # plans of a search have stages in common
+        self._stage_bytes = lru_cache(2**16)(self._make_stage_bytes)
 
     def on(self, cluster: Cluster) -> "CostModel":
         """Of the same model and training on another cluster."""
-        return CostModel(cluster, self.training, self._work_at, times_at=self._times_at, method=self.method)
+        same = {"times_at": self._times_at, "method": self.method, "measured_in": self.measured_in}
+        return CostModel(cluster, self.training, self._work_at, **same)
 
     def seconds(self, plan: Plan) -> float:
         """Predicted seconds of an iteration, by the model's method."""
@@ -379,7 +383,11 @@ class CostModel:
         shape = shape_of(plan)
         weight = PRECISION_BYTES[self.training.precision]
         optimizer = self.training.master_bytes + 4 * MOMENTS[self.training.optimizer]
-        stages = [self._stage_bytes(plan, stage, shape, number) for number, stage in enumerate(plan.stages)]
+        samples = plan.micro_batch_size // shape.parts
+        stages = [
+            self._stage_bytes(samples, stage, plan.tp, number in shape.recompute)
+            for number, stage in enumerate(plan.stages)
+        ]
         found = []
         for device, holding in enumerate(shape.holdings):
             own = [plan.stages[number] for number in holding.stages]
@@ -387,32 +395,33 @@ class CostModel:
             shards = plan.dp * own[0].replicas if plan.shard_optimizer else 1
             state = elements * (weight + self.training.sync_bytes + optimizer / shards)
             for stage, versions in zip(own, holding.versions, strict=True):
-                state += (versions - 1) * weight * self._elements(plan, stage.operations)
+                if versions > 1:
+                    state += (versions - 1) * weight * self._elements(plan, stage.operations)
             bytes_of = [stages[number] for number in holding.stages]
             activations = max(sum(map(StageBytes.of, bytes_of, moment)) for moment in holding.peaks)
             fixed, working = sum(one.fixed for one in bytes_of), max(one.working for one in bytes_of)
             found.append(state + fixed + activations + working + message_bytes(shape, stages, device))
         return tuple(FRAGMENTATION * total for total in found)
 
-    def _stage_bytes(self, plan: Plan, stage: StagePlan, shape: Shape, number: int) -> StageBytes:
-        samples, division = self._share(plan.micro_batch_size // shape.parts, stage.replicas)
+    def _make_stage_bytes(self, samples: int, stage: StagePlan, tp: int, recompute: bool) -> StageBytes:
+        samples, division = self._share(samples, stage.replicas)
         tables = self._work(samples)
-        crossing = tables.work.crossing / division
-        saved = active = tables.saved(stage.operations, plan.tp) / division
-        if number in shape.recompute:
+        received = tables.work.crossing[stage.operations[0][0]] / division
+        saved = active = tables.saved(stage.operations, tp) / division
+        if recompute:
             dropped = without(stage.operations, self._kept(samples, stage))
-            active = saved - tables.saved(dropped, plan.tp) / division
+            active = saved - tables.saved(dropped, tp) / division
         again = saved - active
         if not self.training.recompute_ends:  # one block after the other
             again /= max(1, tables.blocks_of(stage.operations))
         return StageBytes(
-            in_flight=active + crossing[stage.operations[0][0]],
+            in_flight=active + received,
             recomputed=again,
-            deferred=tables.deferred(stage.operations, plan.tp) / division,
-            fixed=tables.fixed(stage.operations, plan.tp),
-            working=tables.working(stage.operations, plan.tp) / division,
-            received=crossing[stage.operations[0][0]],
-            sent=crossing[stage.operations[-1][1]],
+            deferred=tables.deferred(stage.operations, tp) / division,
+            fixed=tables.fixed(stage.operations, tp),
+            working=tables.working(stage.operations, tp) / division,
+            received=received,
+            sent=tables.work.crossing[stage.operations[-1][1]] / division,
         )
 
 
