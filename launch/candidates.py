@@ -1,8 +1,9 @@
 """A recipe's search space: which plans a sweep runs, and why it leaves others out."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import cache
 
 from auto3d.capture.graph import Graph
 from auto3d.cost.memory import in_gib, predict
@@ -12,10 +13,11 @@ from auto3d.plan import Plan, PlanError
 from auto3d.runtime.settings import state_copies
 from auto3d.schedule import samples_at_once, schedule_of, write_schedule
 from auto3d.schedule.carried_buffers import check_carried_buffers
+from auto3d.search.exhaustive import estimate_best
 from auto3d.search.listing import Listed, listed
 from auto3d.search.make import PlanMaker
-from auto3d.search.search import Ranked
-from auto3d.search.space import Candidate, Domain, Task
+from auto3d.search.search import Budget, Ranked, Search
+from auto3d.search.space import PARTITIONS, Candidate, Domain, Task
 from launch.capture import PlanningModel
 from launch.costs import captured_subject, cost_model
 from launch.recipe import LoadedRecipe
@@ -23,19 +25,48 @@ from launch.schema import AUTO, PlanRecipe
 from launch.settings import cluster, emulation, optimizer_settings, search_space
 
 
-def find(recipe: LoadedRecipe, graph_at: Callable[[int], Graph]) -> list[Listed]:
-    """Every combination of the recipe's search space, with its plan or the reason why it does not run."""
+def find(
+    recipe: LoadedRecipe, graph_at: Callable[[int], Graph], chosen: Callable[[Sequence[Plan]], Collection[Plan]]
+) -> list[Listed]:
+    """Every combination of the recipe's search space, with its plan or the reason why it does not run.
+
+    Of more plans than search.max_trials, those run that were ``chosen`` before, then the fastest by prediction.
+    """
     values = recipe.values
     if AUTO in values.search.recompute:
         check_memory_known(recipe, "search.recompute")
-    domain = Domain(search_space(values), cluster(recipe), task(recipe))
-    left, found = values.search.max_trials, []
-    for one in listed(domain, runnable_maker(recipe, graph_at)):
-        if one.plan is not None and left == 0:
-            one = replace(one, plan=None, reason=left_out(recipe))
-        left -= one.plan is not None
-        found.append(one)
+    domain, maker = Domain(search_space(values), cluster(recipe), task(recipe)), runnable_maker(recipe, graph_at)
+    found = list(listed(domain, maker))
+    runnable = [place for place, one in enumerate(found) if one.plan is not None]
+    if len(runnable) <= values.search.max_trials:
+        return found
+    before = chosen([found[place].plan for place in runnable])
+    run = {place for place in runnable if found[place].plan in before}
+    others = [place for place in runnable if place not in run]
+    run.update(_fastest(domain, maker, found, others, values.search.max_trials - len(run)))
+    for place in runnable:
+        if place not in run:
+            found[place] = replace(found[place], plan=None, reason=left_out(recipe))
     return found
+
+
+def _fastest(domain: Domain, maker: PlanMaker, found: Sequence[Listed], places: Sequence[int], count: int) -> list[int]:
+    """The ``count`` of ``places`` in ``found`` whose plans are predicted to be the fastest; of equal ones the first.
+
+    Only plans are simulated that may be among them, by the time that no simulation of theirs can beat.
+    """
+    if count <= 0:
+        return []
+    search = Search(domain, maker, Budget(candidates=len(found), best=count))
+    bounds = []
+    for place in places:
+        one = found[place]
+        search.add(one.candidate, one.plan)
+        bounds.append((search.bound(one.candidate), place, one.candidate))
+    estimate_best(search, bounds)
+    predicted = {one.candidate: one.seconds for one in search.ranked()}
+    estimated = [place for place in places if found[place].candidate in predicted]
+    return sorted(estimated, key=lambda place: (predicted[found[place].candidate], place))[:count]
 
 
 def left_out(recipe: LoadedRecipe) -> str:
@@ -68,11 +99,27 @@ def candidate_of(wanted: PlanRecipe) -> Candidate:
     )
 
 
-def exact_plan(recipe: LoadedRecipe, ranked: Ranked) -> Plan:
-    """The plan of a search as it can run, of the Graph at its own micro-batch size; raises InputError if it cannot."""
-    if recipe.values.model.layers is not None or ranked.plan.tp > 1 or ranked.plan.graph:
-        return ranked.plan
-    return runnable_maker(recipe, PlanningModel(recipe).graph).plan(ranked.candidate)
+def exact_plans(recipe: LoadedRecipe) -> Callable[[Ranked], Plan]:
+    """Makes the plans of a search ready to run: of the Graph at their own micro-batch size, and checked by the bytes
+    that the runtime counts.
+
+    The function raises InputError for a plan that cannot run. One that no build runs yet is returned as it is.
+    """
+    graph_at = cache(PlanningModel(recipe).graph)
+    maker = cache(lambda: runnable_maker(recipe, graph_at))
+
+    def exact(ranked: Ranked) -> Plan:
+        plan, candidate = ranked.plan, ranked.candidate
+        if recipe.values.model.layers is not None or plan.tp > 1:
+            return plan
+        if not plan.graph and candidate.partition in PARTITIONS:
+            return maker().plan(candidate)
+        if not plan.graph:  # no maker of plans cuts stages as RaNNC does
+            plan = replace(plan, graph=graph_at(samples_at_once(plan)).fingerprint)
+        maker().check(plan)
+        return plan
+
+    return exact
 
 
 def task(recipe: LoadedRecipe) -> Task:

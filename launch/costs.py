@@ -16,7 +16,7 @@ from auto3d.errors import InputError
 from auto3d.partition.merak import Sharding
 from auto3d.search.subject import CapturedSubject, LayeredSubject, Subject
 from launch.capture import PlanningModel
-from launch.profile import read_profile
+from launch.profile import find_profile
 from launch.recipe import LoadedRecipe
 from launch.settings import cluster, training
 
@@ -49,7 +49,7 @@ def planning_subject(recipe: LoadedRecipe) -> Subject:
     """The recipe's model for a search.
 
     For several machines a plan is only predicted, so two captures tell of all micro-batch sizes, unless the model's
-    code differs there. A plan of another size names no Graph; ``launch.candidates.exact_plan`` makes one that can run.
+    code differs there. A plan of another size names no Graph; ``launch.candidates.exact_plans`` makes one that can run.
     """
     if recipe.values.model.layers is not None or len(cluster(recipe).nodes) == 1:
         return subject_of(recipe)
@@ -98,9 +98,19 @@ def cost_model(recipe: LoadedRecipe, subject: Subject) -> CostModel:
         """Also where the subject has not captured the model, but told it from other sizes."""
         return subject.fingerprint(samples) or PlanningModel(recipe).graph(samples).fingerprint
 
-    if (profile := read_profile(recipe, fingerprint)) is not None:
+    measured_in = ""
+    if (found := find_profile(recipe, fingerprint)) is not None:
+        file, profile = found
+        measured_in = str(file)
         machine, times = profile.measured(machine), profile.times_at(subject.work, subject.cuts)
-    return CostModel(machine, training(recipe.values), subject.work, times_at=times)
+    return CostModel(
+        machine,
+        training(recipe.values),
+        subject.work,
+        times_at=times,
+        method=recipe.values.prediction.method,
+        measured_in=measured_in,
+    )
 
 
 def published(name: str) -> Path:

@@ -48,6 +48,8 @@ def run(recipe: LoadedRecipe, pending: list[Trial], watcher: Watcher) -> None:
                 os.kill(int(job.job_id), signal.SIGKILL)  # submitit's controller; the trial and its ranks die with it
             while any(not job.done() for job in running.values()):
                 time.sleep(POLL_S)
+    if interrupted():  # just when the last trial had ended: whoever runs one after the other must not go on
+        raise KeyboardInterrupt
 
 
 def _submit(trial: Trial, recipe: LoadedRecipe) -> submitit.Job:

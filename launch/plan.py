@@ -7,10 +7,12 @@ from tabulate import tabulate
 
 from auto3d.cost.memory import in_gib
 from auto3d.cost.model import Estimate
+from auto3d.errors import InputError
 from auto3d.search.search import Ranked, Search
 from auto3d.search.space import Candidate, Refusals
-from launch.candidates import exact_plan
+from launch.candidates import exact_plans
 from launch.output import print_json
+from launch.profile import basis, how_to_measure
 from launch.recipe import LoadedRecipe
 from launch.search import algorithm, cannot_run
 
@@ -66,8 +68,17 @@ def summary(recipe: LoadedRecipe, search: Search) -> str:
     return (
         f"{algorithm(recipe, search.domain)} search of {len(search.domain) + search.domain.refused.total} candidates: "
         f"{search.looked_at} looked at, {search.simulated} simulated, in {search.elapsed_s:.1f} s "
-        f"({rate:,.0f} candidates/s); times are predicted, not measured"
+        f"({rate:,.0f} candidates/s); {predicted_on(recipe, search)}"
     )
+
+
+def predicted_on(recipe: LoadedRecipe, search: Search) -> str:
+    """What the predicted times rest on and, where that is a guess, the command that measures it."""
+    measured_in = search.maker.model.measured_in
+    told = f"times are predicted ({recipe.values.prediction.method}, on {basis(recipe, measured_in)}), not measured"
+    if command := how_to_measure(recipe, measured_in):
+        told += f"; nothing was measured on this device, so they may be far off; to measure it: {command}"
+    return told
 
 
 def listing(refused: Refusals) -> str:
@@ -100,16 +111,22 @@ def _memory(search: Search, best: Ranked) -> str:
 def _record(recipe: LoadedRecipe, search: Search, ranked: list[Ranked], refused: Refusals) -> dict[str, Any]:
     """Seconds and bytes. The first ones have their plan, and what their time consists of."""
     model = search.maker.model
+    exact = exact_plans(recipe)
     records = []
     for place, one in enumerate(ranked):
         estimate: Estimate | None = model.estimate(one.plan) if place < EXPLAINED else None
-        plan = exact_plan(recipe, one) if place < search.budget.best else None
+        plan, problem = None, cannot_run(one.plan)
+        if place < search.budget.best:
+            try:
+                plan = exact(one)
+            except InputError as error:  # such as memory, which the runtime counts tensor by tensor
+                problem = str(error)
         records.append(
             {
                 **asdict(one.candidate),
                 "predicted_s": one.seconds,
                 "peak_bytes": max(model.memory(one.plan)),
-                "does_not_run_yet": cannot_run(one.plan),
+                "does_not_run_yet": problem,
                 "estimate": None if estimate is None else asdict(estimate),
                 "plan": None if plan is None else asdict(plan),
             }
@@ -121,4 +138,5 @@ def _record(recipe: LoadedRecipe, search: Search, ranked: list[Ranked], refused:
         "looked_at": search.looked_at,
         "simulated": search.simulated,
         "search_s": search.elapsed_s,
+        "predicted_on": predicted_on(recipe, search),
     }

@@ -3,14 +3,13 @@
 import csv
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 from tabulate import tabulate
 
-from auto3d.cost.closed_forms import chimera_s
 from auto3d.cost.memory import in_gib
 from auto3d.cost.model import CostModel
 from auto3d.errors import InputError
@@ -41,6 +40,7 @@ class Prediction:
     seconds: float | None
     peak_bytes: float | None
     problem: str
+    measured_in: str = ""  # the profile that the seconds come from
 
 
 def print_predictions(recipe: LoadedRecipe, *, file: str, out_file: str | None, as_json: bool) -> None:
@@ -69,7 +69,8 @@ def print_predictions(recipe: LoadedRecipe, *, file: str, out_file: str | None, 
         print(tabulate(cells, [*shown, "predicted s", "peak GiB", "problem"], disable_numparse=True))
     how = recipe.values.prediction.method
     problems = sum(bool(one.problem) for one in found)
-    told = f"times are {how} on {basis(recipe)}, not measured"
+    measured_in = next((one.measured_in for one in found if one.measured_in), "")
+    told = f"times are {how} on {basis(recipe, measured_in)}, not measured"
     print(f"{len(found)} candidates, {problems} with a problem; {told}", file=sys.stderr)
 
 
@@ -99,11 +100,12 @@ def predict(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> Iterator
             yield Prediction(one.row, None, None, one.problem)
             continue
         try:
-            seconds = METHODS[one.recipe.values.prediction.method](one.model, one.plan)
+            seconds = one.model.seconds(one.plan)
         except InputError as error:  # such as layers that were not measured at this degree
             yield Prediction(one.row, None, None, str(error))
             continue
-        yield Prediction(one.row, seconds, max(one.model.memory(one.plan)), shortage_of(one.model, one.plan))
+        peak, problem = max(one.model.memory(one.plan)), shortage_of(one.model, one.plan)
+        yield Prediction(one.row, seconds, peak, problem, one.model.measured_in)
 
 
 @dataclass(frozen=True)
@@ -145,13 +147,6 @@ def bind(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> Iterator[Bo
             yield Bound(row, changed, maker.model, maker.unlimited(_candidate(changed, row)), "")
         except InputError as error:
             yield Bound(row, changed, maker.model, None, f"line {number}: {error}")
-
-
-METHODS: dict[str, Callable[[CostModel, Plan], float]] = {
-    "simulated": CostModel.seconds,
-    "amp": CostModel.closed_form_s,
-    "chimera": partial(CostModel.closed_form_s, form=chimera_s),
-}
 
 
 def write(file: str, predictions: Sequence[Prediction]) -> None:

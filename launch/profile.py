@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,8 +21,13 @@ PROFILES = Path("profiles")
 
 
 def profile_file(recipe: LoadedRecipe) -> Path:
-    """Where the profile of the recipe's cluster is."""
+    """The profile of the recipe's cluster, which `auto3d profile` measures."""
     return PROFILES / f"{recipe.cluster_name}.json"
+
+
+def tuned_file(recipe: LoadedRecipe) -> Path:
+    """The profile that `auto3d tune` measures: of this recipe alone, so that no other meets one of a foreign model."""
+    return PROFILES / f"{recipe.cluster_name}-{recipe.name}.json"
 
 
 def setting_of(recipe: LoadedRecipe) -> Setting:
@@ -34,41 +40,59 @@ def setting_of(recipe: LoadedRecipe) -> Setting:
     )
 
 
-def chosen_file(recipe: LoadedRecipe) -> Path | None:
-    """The profile that ``prediction.profile`` chooses, if there is one; raises RecipeError where a named one is not."""
+def basis(recipe: LoadedRecipe, measured_in: str) -> str:
+    """What its predicted times are made of, for a person; ``measured_in`` is the file of a profile, if there is one."""
+    if recipe.values.model.layers is not None:
+        return f"the layers of {recipe.values.model.layers}"
+    if measured_in:
+        return f"what {measured_in} measured"
+    kinds = [kind.accelerator for kind in (recipe.values.cluster, *recipe.values.cluster.more)]
+    named = [f"recipes/accelerators/{kind}.yaml" if "/" not in kind else kind for kind in dict.fromkeys(kinds) if kind]
+    guesses = ["round figures of a data-centre GPU"] if None in kinds else []
+    return " and ".join([*named, *guesses])
+
+
+def how_to_measure(recipe: LoadedRecipe, measured_in: str) -> str:
+    """The command that measures what times are predicted from; nothing where that is done, or cannot be."""
+    values = recipe.values
+    if measured_in or values.model.layers is not None or values.training.compute != "real":
+        return ""
+    if values.prediction.profile == "none":
+        return ""
+    if values.cluster.more or values.cluster.nodes > 1:
+        return recipe.command("profile", "cluster.nodes=1", *["cluster.more=[]"] * bool(values.cluster.more))
+    return recipe.command("profile")
+
+
+def find_profile(recipe: LoadedRecipe, fingerprint: Callable[[int], str]) -> tuple[Path, Profile] | None:
+    """The profile that ``prediction.profile`` chooses, and its file; None if there is none.
+
+    ``auto`` takes what `tune` measured for this recipe where it fits, else the profile of the cluster. Raises
+    RecipeError, with the command that makes the right one, where a profile is of another model, device or setting, or
+    is not there. ``fingerprint`` gives that of the model's Graph at a micro-batch size.
+    """
     wanted = recipe.values.prediction.profile
     if wanted == "none" or recipe.values.model.layers is not None:
         return None
     if wanted == AUTO:
-        return profile_file(recipe) if profile_file(recipe).is_file() else None
-    if not Path(wanted).is_file():
+        with suppress(OSError, ProfileError):
+            return tuned_file(recipe), _fitting(recipe, tuned_file(recipe), fingerprint)
+        if not profile_file(recipe).is_file():
+            return None
+    elif not Path(wanted).is_file():
         raise recipe.error("prediction.profile", f"found {wanted!r}; there is no such file")
-    return Path(wanted)
-
-
-def basis(recipe: LoadedRecipe) -> str:
-    """What its predicted times are made of, for a person."""
-    if recipe.values.model.layers is not None:
-        return f"the layers of {recipe.values.model.layers}"
-    file = chosen_file(recipe)
-    return f"what {file} measured" if file else "the cluster's description"
-
-
-def read_profile(recipe: LoadedRecipe, fingerprint: Callable[[int], str]) -> Profile | None:
-    """The profile of the recipe's cluster, by ``prediction.profile``; None if there is none.
-
-    Raises RecipeError, with the command that makes the right one, where it is of another model, device or setting.
-    ``fingerprint`` gives that of the model's Graph at a micro-batch size.
-    """
-    file = chosen_file(recipe)
-    if file is None:
-        return None
+    file = profile_file(recipe) if wanted == AUTO else Path(wanted)
     try:
-        profile = Profile.from_json(file.read_bytes())
-        profile.check(setting_of(recipe), fingerprint)
+        return file, _fitting(recipe, file, fingerprint)
     except ProfileError as error:
         again = f"to measure: {recipe.command('profile')}; to predict without: prediction.profile=none"
         raise recipe.error("prediction.profile", f"{file}: {error}; {again}") from None
+
+
+def _fitting(recipe: LoadedRecipe, file: Path, fingerprint: Callable[[int], str]) -> Profile:
+    """The profile in ``file``; raises ProfileError where it is not of the recipe's model and setting."""
+    profile = Profile.from_json(file.read_bytes())
+    profile.check(setting_of(recipe), fingerprint)
     return profile
 
 
@@ -86,14 +110,22 @@ def micro_batch_sizes(recipe: LoadedRecipe) -> list[int]:
 def print_profile(recipe: LoadedRecipe, console: Console, *, as_json: bool) -> None:
     """Measure, write profiles/<cluster>.json and .svg, and print what was measured."""
     profile = measure_profile(recipe, console)
-    file = private_folder(PROFILES) / profile_file(recipe).name
-    write_whole(file, profile.to_json())
-    picture = file.with_suffix(".svg")
-    draw(profile, picture)
+    file, picture = write_profile(profile, profile_file(recipe))
+    for older in (tuned_file(recipe), tuned_file(recipe).with_suffix(".svg")):
+        older.unlink(missing_ok=True)
     if as_json:
         print_json({"file": str(file), **asdict(profile)})
     else:
         print(f"{table(profile)}\n\nwritten: {file}, {picture}")
+
+
+def write_profile(profile: Profile, file: Path) -> tuple[Path, Path]:
+    """Write ``profile`` to ``file``, and its picture beside it; returns both."""
+    private_folder(file.parent)
+    write_whole(file, profile.to_json())
+    picture = file.with_suffix(".svg")
+    draw(profile, picture)
+    return file, picture
 
 
 def measure_profile(recipe: LoadedRecipe, console: Console) -> Profile:

@@ -61,7 +61,9 @@ class _SweepProgress:
     def begin(self, total: int, kept: Sequence[tuple[Trial, Measurement]], left_out: int) -> None:
         self._progress.update(self._task, total=total)
         if left_out:
-            self._print(f"{left_out} plans are left out: there are more than search.max_trials")
+            self._print(
+                f"{left_out} plans are left out, the slowest by prediction: there are more than search.max_trials"
+            )
         for trial, measurement in kept:
             if measurement.status not in FINAL:
                 self._print_end(f"{trial.name} (not run again)", measurement)

@@ -157,7 +157,9 @@ class PredictionRecipe:
         values=(str,),
     )
     profile: str = key(
-        AUTO, "measured times to use: auto: profiles/<cluster>.json where `auto3d profile` made it; none; or a file"
+        AUTO,
+        "measured times to use: auto: profiles/<cluster>-<recipe>.json where `tune` measured it, else "
+        "profiles/<cluster>.json where `auto3d profile` did; none; or a file",
     )
     method: str = key("simulated", "how the time is found on these costs", choices=("simulated", "amp", "chimera"))
 
@@ -242,7 +244,7 @@ class SearchRecipe:
     sync: Any = key(["lazy"], "when gradient syncs run: after all else, or beside compute", choices=SYNC)
     shard_optimizer: Any = key([False], "ZeRO-1, as in plan.shard_optimizer", choices=(False, True))
     allow_idle_devices: bool = key(False, "also try plans that use fewer devices than the cluster has")
-    max_trials: int = key(64, "plans that a sweep runs at most", least=1)
+    max_trials: int = key(64, "plans that a sweep runs at most: of more, the fastest by prediction", least=1)
     algorithm: str = key(
         AUTO,
         "how `plan` and `tune` search; auto: exhaustive where the space is small, else annealing",
@@ -250,7 +252,12 @@ class SearchRecipe:
     )
     candidates: int = key(2000, "that a search estimates at most", least=1)
     seconds: float = key(60.0, "of processor time that a search takes at most", least=0.1, below=LARGEST_TIME_S)
-    trials: int = key(10, "of the best candidates that `tune` runs at most", least=1)
+    trials: int = key(
+        15,
+        "that `tune` runs at most: three in five of the best candidates, the others again of the fastest of these, in "
+        "turns, until their order is certain",
+        least=1,
+    )
     seed: int = key(1, "of the search", least=0, below=LARGEST_INTEGER)
 
 

@@ -285,6 +285,8 @@ def follow(recipe: LoadedRecipe, jobs: Mapping[Trial, str], watcher: Watcher) ->
                 time.sleep(POLL_S)
     with suppress(SlurmError):
         cancel_listed_again(recipe)
+    if interrupted():  # just when the last trial had ended
+        raise KeyboardInterrupt
 
 
 def _look(recipe: LoadedRecipe, trial: Trial, one: _Followed, state: JobState | None, watcher: Watcher) -> None:

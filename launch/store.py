@@ -7,7 +7,7 @@ import shutil
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from importlib.metadata import version
 from json import dumps
@@ -90,6 +90,14 @@ def trials_of(recipe: LoadedRecipe, plans: Sequence[Plan]) -> list[Trial]:
         name = _name(plan, _digest([measured, surroundings, plan.to_json()]))
         trials.append(Trial(name, recipe_folder(recipe) / "trials" / name, plan))
     return trials
+
+
+def again(trial: Trial, number: int) -> Trial:
+    """The ``number``-th trial of the plan of ``trial``, which is the first: as kept in the store, and run once, too."""
+    if number == 1:
+        return trial
+    name = f"{trial.name}-{number}"
+    return replace(trial, name=name, folder=trial.folder.with_name(name))
 
 
 def training_of(recipe: LoadedRecipe, plan: Plan) -> Trial:
@@ -183,7 +191,8 @@ def measurement_of(recipe: LoadedRecipe, trial: str) -> Measurement | None:
 
 def settings_digest(recipe: LoadedRecipe) -> str:
     """Equal for recipes whose sweeps, on one machine, have the same trials."""
-    return _digest([_measured(recipe), asdict(recipe.values.search), recipe.values.cluster.memory_gib])
+    values = recipe.values
+    return _digest([_measured(recipe), asdict(values.search), asdict(values.prediction), values.cluster.memory_gib])
 
 
 def _measured(recipe: LoadedRecipe) -> dict[str, Any]:

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from functools import cache
+from functools import cache, partial
 from types import MappingProxyType
 
+from auto3d.plan import Plan
 from auto3d.runtime.measurement import Measurement
 from auto3d.schedule import samples_at_once
 from launch import candidates, slurm
@@ -19,7 +20,15 @@ from launch.recipe import LoadedRecipe
 from launch.sbatch import check_launch
 from launch.settings import cluster
 from launch.slurm import starts_of
-from launch.store import Trial, exclusive, trials_of, write_command, write_sweep
+from launch.store import (
+    Trial,
+    exclusive,
+    last_sweep,
+    settings_digest,
+    trials_of,
+    write_command,
+    write_sweep,
+)
 from launch.watcher import FINAL, Watcher
 
 EMPTY: Mapping[Trial, Measurement] = MappingProxyType({})
@@ -41,7 +50,7 @@ def sweep_of(recipe: LoadedRecipe, tell: Callable[[str], None] | None = None) ->
     """The trials of ``recipe``; to run them, give ``tell``: it hears how each capture was checked."""
     with Elsewhere() as elsewhere:
         graph_at = cache(PlanningModel(recipe, elsewhere=elsewhere).graph)
-        found = candidates.find(recipe, graph_at)
+        found = candidates.find(recipe, graph_at, partial(_chosen_before, recipe))
         left_out = sum(candidate.reason == candidates.left_out(recipe) for candidate in found)
         plans = candidates.runnable(recipe, found)
         check_ranks(recipe, max(plan.ranks for plan in plans))
@@ -52,6 +61,16 @@ def sweep_of(recipe: LoadedRecipe, tell: Callable[[str], None] | None = None) ->
 
         initial_weights(recipe, graph_at(samples_at_once(plans[0])))
     return Sweep(trials_of(recipe, plans), left_out)
+
+
+def _chosen_before(recipe: LoadedRecipe, plans: Sequence[Plan]) -> set[Plan]:
+    """Those of ``plans`` that the last sweep of the same settings chose: it goes on with them, whatever was measured
+    since that changes predictions."""
+    sweep = last_sweep(recipe)
+    if sweep is None or sweep.settings != settings_digest(recipe):
+        return set()
+    names = set(sweep.trials)
+    return {trial.plan for trial in trials_of(recipe, plans) if trial.name in names}
 
 
 class Retry(Enum):

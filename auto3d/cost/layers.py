@@ -65,6 +65,9 @@ def work_of_layers(layers: Sequence[Layer], samples: int, *, precision: str) -> 
         backward_reduced=np.where(flops > 0, reduced, 0.0),
         parameters=each("parameters"),
         saved=size * each("saved"),
+        deferred=size * each("saved"),
+        fixed=none,
+        working=none,
         crossing=crossing,
         tied=tuple((layer.tied, (0, place)) for place, layer in enumerate(layers) if layer.tied),
     )

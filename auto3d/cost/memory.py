@@ -53,8 +53,8 @@ def predict(graph: Graph, plan: Plan, schedule: Schedule, *, optimizer_copies: i
     """
     stages = cut(graph, plan.stages)
     footprints = [
-        _footprint(graph, stage, plan.stages[stage.index].kept if stage.index in schedule.recompute else None)
-        for stage in stages
+        _footprint(graph, stage, own.kept if stage.index in schedule.recompute else None, replicas=own.replicas)
+        for stage, own in zip(stages, plan.stages, strict=True)
     ]
     alive = versions(schedule)
     sizes = {
@@ -79,7 +79,7 @@ def predict(graph: Graph, plan: Plan, schedule: Schedule, *, optimizer_copies: i
                 optimizer=optimizer_copies * learned // (len(plan.placement[device]) if plan.shard_optimizer else 1),
                 activations=activations,
                 given=given,
-                messages=_messages(stages, schedule, own),
+                messages=_messages(stages, plan, schedule, own),
                 working=max((footprints[stage].working for stage, _ in own), default=0),
             )
         )
@@ -88,18 +88,22 @@ def predict(graph: Graph, plan: Plan, schedule: Schedule, *, optimizer_copies: i
 
 @dataclass(frozen=True, kw_only=True)
 class _Footprint:
-    """Bytes of one micro-batch on one stage."""
+    """Bytes of one micro-batch on one replica of a stage; the replicas share its samples."""
 
     given: int  # from the forward until the backward, beside activations
     kept: int  # activations from the forward on
     again: int  # activations that a recomputation adds
     inside: int  # the most activations at a time where the backward recomputes, segment after segment
     put_off: int  # what a backward that is split leaves to its weight half
-    working: int
+    working: int  # gradients of all that the largest operation reads and makes; they are as large as these
 
 
-def _footprint(graph: Graph, stage: Stage, kept: tuple[tuple[int, int], ...] | None) -> _Footprint:
+def _footprint(graph: Graph, stage: Stage, kept: tuple[tuple[int, int], ...] | None, *, replicas: int) -> _Footprint:
     """``kept`` None: the stage does not recompute."""
+
+    def share(size: int) -> int:
+        return -(-size // replicas)
+
     divided = segments(graph, stage, [(0, len(graph.nodes))] if kept is None else kept)
     node_of = {node.name: node for node in graph.nodes}
     held = [(segment.kept, _activations([node_of[name] for name in segment.nodes], segment)) for segment in divided]
@@ -111,12 +115,12 @@ def _footprint(graph: Graph, stage: Stage, kept: tuple[tuple[int, int], ...] | N
     given = {name for segment in divided for name in segment.takes}
     nodes = [node_of[name] for name in stage.nodes]
     return _Footprint(
-        given=_bytes(graph, given),
-        kept=total,
-        again=sum(size for is_kept, size in held if not is_kept),
-        inside=inside,
-        put_off=sum(_bytes(graph, node.reads) + _made(node) for node in nodes if _has_weight_half(graph, node)),
-        working=max(_working(graph, node) for node in nodes),
+        given=share(_bytes(graph, given)),
+        kept=share(total),
+        again=share(sum(size for is_kept, size in held if not is_kept)),
+        inside=share(inside),
+        put_off=share(sum(_bytes(graph, node.reads) + _made(node) for node in nodes if _has_weight_half(graph, node))),
+        working=max(share(_bytes(graph, node.reads) + _made(node)) + _weights(graph, node) for node in nodes),
     )
 
 
@@ -132,10 +136,8 @@ def _activations(nodes: Iterable[Node], segment: Segment) -> int:
     return total + sum(size for name, size in made.items() if name in needed)
 
 
-def _working(graph: Graph, node: Node) -> int:
-    """Gradients of all that an operation reads and makes; they are as large as these."""
-    weights = sum(graph.parameters[name].bytes for name in node.state if name in graph.parameters)
-    return _bytes(graph, node.reads) + weights + _made(node)
+def _weights(graph: Graph, node: Node) -> int:
+    return sum(graph.parameters[name].bytes for name in node.state if name in graph.parameters)
 
 
 def _has_weight_half(graph: Graph, node: Node) -> bool:
@@ -179,8 +181,8 @@ def _fullest(operations: Sequence[Operation], footprints: Sequence[_Footprint]) 
     return fullest
 
 
-def _messages(stages: tuple[Stage, ...], schedule: Schedule, own: list[tuple[int, int]]) -> int:
-    """The largest message that each peer sends to this device, as often as such are held at a time."""
+def _messages(stages: tuple[Stage, ...], plan: Plan, schedule: Schedule, own: list[tuple[int, int]]) -> int:
+    """The largest message that each peer sends to a rank of this device, as often as such are held at a time."""
     largest: dict[int, int] = {}
     for stage, pipe in own:
         here = schedule.device_of[stage, pipe]
@@ -190,7 +192,8 @@ def _messages(stages: tuple[Stage, ...], schedule: Schedule, own: list[tuple[int
         for transfer in stages[stage].sent:
             if transfer.value.differentiable:
                 messages[transfer.target] = messages.get(transfer.target, 0) + transfer.value.bytes
-        for other, size in messages.items():
+        for other, whole in messages.items():
+            size = -(-whole // plan.stages[stage].replicas)
             peer = schedule.device_of[other, pipe]
             if peer != here:
                 largest[peer] = max(largest.get(peer, 0), size)

@@ -12,9 +12,10 @@ from itertools import pairwise
 import numpy as np
 
 from auto3d.cluster import Accelerator, Cluster, Link
-from auto3d.cost.closed_forms import amp_s
+from auto3d.cost.closed_forms import amp_s, chimera_s
 from auto3d.cost.collectives import ring_s, tree_s
 from auto3d.cost.placed import PlacedTraffic
+from auto3d.cost.stage_bytes import StageBytes, message_bytes
 from auto3d.cost.tables import WorkTables, without
 from auto3d.cost.times import Times, before, times_of
 from auto3d.cost.work import PRECISION_BYTES, Work
@@ -80,7 +81,11 @@ class Pipeline:
 
 
 class CostModel:
-    """Estimates Plans of one model on ``cluster``; ``work_at`` gives its Work at a number of samples."""
+    """Estimates Plans of one model on ``cluster``; ``work_at`` gives its Work at a number of samples.
+
+    ``method`` is one of ``METHODS``: how the time of an iteration follows from the costs of its operations.
+    ``measured_in`` names the profile that these costs come from, empty where they come from data sheets.
+    """
 
     def __init__(
         self,
@@ -89,9 +94,12 @@ class CostModel:
         work_at: Callable[[int], Work],
         *,
         times_at: TimesOf | None = None,
+        method: str = "simulated",
+        measured_in: str = "",
     ) -> None:
         self.cluster = cluster
         self.training = training
+        self.method, self.measured_in = method, measured_in
         self._work_at, self._times_at = lru_cache(None)(work_at), times_at
         self._work = lru_cache(None)(lambda samples: WorkTables(self._work_at(samples)))
         self._times = lru_cache(None)(
@@ -103,22 +111,24 @@ class CostModel:
         self._collectives = lru_cache(None)(self._make_collectives)
         self._parts = lru_cache(1024)(self._make_parts)
         self._seconds = lru_cache(2**16)(self._make_seconds)  # plans of a search have stages in common
+        self._stage_bytes = lru_cache(2**16)(self._make_stage_bytes)
 
     def on(self, cluster: Cluster) -> "CostModel":
         """Of the same model and training on another cluster."""
-        return CostModel(cluster, self.training, self._work_at, times_at=self._times_at)
+        same = {"times_at": self._times_at, "method": self.method, "measured_in": self.measured_in}
+        return CostModel(cluster, self.training, self._work_at, **same)
 
     def seconds(self, plan: Plan) -> float:
-        """Of an iteration, by the simulator."""
-        return self.slowest_replica_s(plan, _simulated)
+        """Predicted seconds of an iteration, by the model's method."""
+        return self.slowest_replica_s(plan, METHODS[self.method])
 
     def closed_form_s(self, plan: Plan, form: SecondsOf = amp_s) -> float:
         """Of an iteration, by a paper's closed form on our costs; AMP's is exact for 1F1B on equal stages."""
         return self.slowest_replica_s(plan, form)
 
-    def estimate(self, plan: Plan, seconds_of: SecondsOf | None = None) -> Estimate:
-        """By the simulator or by ``seconds_of``, such as a closed form; says what the time consists of."""
-        seconds_of = seconds_of or _simulated
+    def estimate(self, plan: Plan) -> Estimate:
+        """The same seconds, with what they consist of."""
+        seconds_of = METHODS[self.method]
         shape = shape_of(plan)
         traffic = self._traffic_of(plan)
         replica = max(traffic.different, key=lambda replica: seconds_of(shape, self.costs(plan, replica)))
@@ -297,7 +307,7 @@ class CostModel:
         self, plan: Plan, stage: StagePlan, accelerator: Accelerator, group: tuple[int, ...], traffic: PlacedTraffic
     ) -> float:
         """Of the parameters, or where the ranks of ``group`` share them, of a share and until they have the others'."""
-        elements = self._elements(plan, stage)
+        elements = self._elements(plan, stage.operations)
         each = accelerator.update_s
         if each is None:
             each = self.training.update_traffic / (accelerator.memory_bandwidth * accelerator.memory_efficiency)
@@ -306,16 +316,16 @@ class CostModel:
         size = elements * PRECISION_BYTES[self.training.precision]
         return elements / len(group) * each + traffic.sync.all_reduce_s(group, size) / 2
 
-    def _elements(self, plan: Plan, stage: StagePlan) -> float:
-        """Parameters that a rank of ``stage`` holds."""
-        return self._work(plan.micro_batch_size).parameters(stage.operations, plan.tp)
+    def _elements(self, plan: Plan, operations: tuple[tuple[int, int], ...]) -> float:
+        """Parameters that a rank which runs ``operations`` trains, tied ones once."""
+        return self._work(plan.micro_batch_size).parameters(operations, plan.tp)
 
     def _syncs(self, plan: Plan, traffic: PlacedTraffic) -> tuple[float, ...]:
         tables = self._work(plan.micro_batch_size)
         found = []
         for number, stage in enumerate(plan.stages):
             group = traffic.replicas[number]
-            size = self._elements(plan, stage) * self.training.sync_bytes
+            size = self._elements(plan, stage.operations) * self.training.sync_bytes
             found.append(traffic.sync.all_reduce_s(group, size))
         for elements, stages in tables.shared(plan.stages, plan.tp):
             # A tied parameter is reduced over all stages that hold it, after each has reduced its own.
@@ -365,32 +375,54 @@ class CostModel:
     # Memory
 
     def memory(self, plan: Plan) -> tuple[float, ...]:
-        """Bytes on each pipeline device at its fullest: state, activations in flight, buffers of messages."""
+        """Bytes on each pipeline device at its fullest: what ``auto3d.cost.memory`` counts, and fragments.
+
+        That module reads a plan's bytes off the Graph, tensor by tensor; this one sums tables, thousands of times a
+        second, for other precisions, tensor parallelism and measured layers too.
+        """
         shape = shape_of(plan)
-        samples = plan.micro_batch_size // shape.parts
         weight = PRECISION_BYTES[self.training.precision]
         optimizer = self.training.master_bytes + 4 * MOMENTS[self.training.optimizer]
-        found = [0.0] * plan.pp
-        for number, (stage, flights) in enumerate(zip(plan.stages, shape.in_flight, strict=True)):
-            each, division = self._share(samples, stage.replicas)
-            tables = self._work(each)
-            elements = self._elements(plan, stage)
-            shards = plan.dp * stage.replicas if plan.shard_optimizer else 1
+        samples = plan.micro_batch_size // shape.parts
+        stages = [
+            self._stage_bytes(samples, stage, plan.tp, number in shape.recompute)
+            for number, stage in enumerate(plan.stages)
+        ]
+        found = []
+        for device, holding in enumerate(shape.holdings):
+            own = [plan.stages[number] for number in holding.stages]
+            elements = self._elements(plan, tuple(span for stage in own for span in stage.operations))
+            shards = plan.dp * own[0].replicas if plan.shard_optimizer else 1
             state = elements * (weight + self.training.sync_bytes + optimizer / shards)
-            saved = tables.saved(stage.operations, plan.tp) / division
-            boundary = tables.work.crossing[stage.operations[0][0]] / division
-            active = saved
-            if number in shape.recompute:
-                dropped = without(stage.operations, self._kept(each, stage))
-                active = saved - tables.saved(dropped, plan.tp) / division
-            buffers = 2 * (boundary + tables.work.crossing[stage.operations[-1][1]] / division)
-            again = saved - active
-            if not self.training.recompute_ends:  # one block after the other
-                again /= max(1, tables.blocks_of(stage.operations))
-            total = state + flights * (active + boundary) + again + buffers
-            for home in shape.homes[number]:
-                found[home] += total
+            for stage, versions in zip(own, holding.versions, strict=True):
+                if versions > 1:
+                    state += (versions - 1) * weight * self._elements(plan, stage.operations)
+            bytes_of = [stages[number] for number in holding.stages]
+            activations = max(sum(map(StageBytes.of, bytes_of, moment)) for moment in holding.peaks)
+            fixed, working = sum(one.fixed for one in bytes_of), max(one.working for one in bytes_of)
+            found.append(state + fixed + activations + working + message_bytes(shape, stages, device))
         return tuple(FRAGMENTATION * total for total in found)
+
+    def _make_stage_bytes(self, samples: int, stage: StagePlan, tp: int, recompute: bool) -> StageBytes:
+        samples, division = self._share(samples, stage.replicas)
+        tables = self._work(samples)
+        received = tables.work.crossing[stage.operations[0][0]] / division
+        saved = active = tables.saved(stage.operations, tp) / division
+        if recompute:
+            dropped = without(stage.operations, self._kept(samples, stage))
+            active = saved - tables.saved(dropped, tp) / division
+        again = saved - active
+        if not self.training.recompute_ends:  # one block after the other
+            again /= max(1, tables.blocks_of(stage.operations))
+        return StageBytes(
+            in_flight=active + received,
+            recomputed=again,
+            deferred=tables.deferred(stage.operations, tp) / division,
+            fixed=tables.fixed(stage.operations, tp),
+            working=tables.working(stage.operations, tp) / division,
+            received=received,
+            sent=tables.work.crossing[stage.operations[-1][1]] / division,
+        )
 
 
 def _busiest(shape: Shape, costs: Costs) -> tuple[float, float]:
@@ -409,3 +441,6 @@ def _busiest(shape: Shape, costs: Costs) -> tuple[float, float]:
 def _simulated(shape: Shape, costs: Costs) -> float:
     schedule = shape.schedule()
     return simulate(schedule, costs).makespan / schedule.iterations
+
+
+METHODS: dict[str, SecondsOf] = {"simulated": _simulated, "amp": amp_s, "chimera": chimera_s}

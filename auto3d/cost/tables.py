@@ -15,8 +15,7 @@ class WorkTables:
 
     def __init__(self, work: Work) -> None:
         self.work = work
-        self._saved = {}
-        self._parameters = {}
+        self._sums: dict[tuple[str, int], np.ndarray] = {}
 
     @cached_property
     def blocks(self) -> tuple[int, int]:
@@ -33,15 +32,29 @@ class WorkTables:
         return sum(int(np.count_nonzero(self.work.backward_reduced[first:last])) for first, last in operations) // 2
 
     def saved(self, operations: Sequence[tuple[int, int]], tp: int) -> float:
-        if tp not in self._saved:
-            self._saved[tp] = before(np.where(self.work.parallel, 1 / tp, 1.0) * self.work.saved)
-        return sum(float(self._saved[tp][last] - self._saved[tp][first]) for first, last in operations)
+        return self._sum("saved", operations, tp)
+
+    def deferred(self, operations: Sequence[tuple[int, int]], tp: int) -> float:
+        return self._sum("deferred", operations, tp)
+
+    def fixed(self, operations: Sequence[tuple[int, int]], tp: int) -> float:
+        return self._sum("fixed", operations, tp)
+
+    def working(self, operations: Sequence[tuple[int, int]], tp: int) -> float:
+        """The largest of ``operations``, on one of ``tp`` devices."""
+        return max(float(self._divided("working", tp)[first:last].max()) for first, last in operations)
+
+    def _divided(self, name: str, tp: int) -> np.ndarray:
+        return np.where(self.work.parallel, 1 / tp, 1.0) * getattr(self.work, name)
+
+    def _sum(self, name: str, operations: Sequence[tuple[int, int]], tp: int) -> float:
+        if (name, tp) not in self._sums:
+            self._sums[name, tp] = before(self._divided(name, tp))
+        table = self._sums[name, tp]
+        return sum(float(table[last] - table[first]) for first, last in operations)
 
     def parameters(self, operations: Sequence[tuple[int, int]], tp: int) -> float:
-        if tp not in self._parameters:
-            self._parameters[tp] = before(np.where(self.work.parallel, 1 / tp, 1.0) * self.work.parameters)
-        table = self._parameters[tp]
-        own = sum(float(table[last] - table[first]) for first, last in operations)
+        own = self._sum("parameters", operations, tp)
         for elements, users in self.work.tied:
             if not _inside(users[0], operations) and any(_inside(user, operations) for user in users):
                 own += elements / (tp if self.work.parallel[users[0]] else 1)

@@ -43,6 +43,9 @@ class Work:
     backward_reduced: np.ndarray
     parameters: np.ndarray  # elements of the trained parameters that it uses first
     saved: np.ndarray  # bytes of activations that wait for the backward, at the operation that first saves them
+    deferred: np.ndarray  # bytes that the weight half of a split backward needs, from the input half on
+    fixed: np.ndarray  # bytes of state that does not train, at the operation that uses it first
+    working: np.ndarray  # bytes that the operation alone reads and makes, as its backward does again
     crossing: np.ndarray  # bytes that a cut before it sends onward; one longer than the others
     tied: tuple[tuple[float, tuple[int, ...]], ...] = ()
     """Parameters that several operations use: how many elements, and which; ``parameters`` has them at the first."""
@@ -67,6 +70,7 @@ def work_of(graph: Graph, bounds: Sequence[int], *, precision: str = "float32", 
     sizes = _sizes(graph)
     run_of = _fused_runs(graph) if fused else {}
     saved: set[str] = set()
+    fixed: set[str] = set()
     users: dict[str, list[int]] = {}
     for position, node in enumerate(graph.nodes):
         for name in node.saves:
@@ -77,6 +81,12 @@ def work_of(graph: Graph, bounds: Sequence[int], *, precision: str = "float32", 
         for name in node.state:
             if name in graph.trained:
                 users.setdefault(name, []).append(position)
+            elif name not in fixed:
+                fixed.add(name)
+                found["fixed"][position] += scale * sizes[name]
+        made = sum(value.bytes for value in node.outputs)
+        weights = sum(sizes[name] for name in node.state if name in graph.parameters)
+        found["working"][position] = scale * (sum(sizes[name] for name in node.reads) + weights + made)
         if node.is_view or node.from_inputs:
             continue
         learns = any(value.differentiable for value in node.outputs)
@@ -95,7 +105,9 @@ def work_of(graph: Graph, bounds: Sequence[int], *, precision: str = "float32", 
             if fused and "attention" in node.operator:
                 found["softmaxes"][position] = prod(node.outputs[0].shape[:2])
             found["backward_products"][position] = 2 * found["products"][position]
-            found["weight_flops"][position] = node.backward_flops / 2 if graph.trained & set(node.state) else 0
+            if graph.trained & set(node.state):
+                found["weight_flops"][position] = node.backward_flops / 2
+                found["deferred"][position] = scale * (sum(sizes[name] for name in node.reads) + made)
         if learns:
             found["backward_moved"][position] = scale * backward
         else:

@@ -83,13 +83,14 @@ def _rannc(request: Request) -> Partition:
         global_batch=request.global_batch,
         equal_shares=request.equal_shares,
     )
+    several = len(found.stages) > 1
     return Partition(
         stages=same_stages(found.stages, first, request.graph),
         replicas=found.replicas,
         pipelines=found.pipelines,
         micro_batches=found.micro_batches,
-        schedule="gpipe",
-        schedule_options={"recompute": "full" if len(found.stages) > 1 else "none"},
+        schedule="gpipe" if several else "1f1b",  # a single stage does one micro-batch after the other
+        schedule_options={"recompute": "full" if several else "none"},
     )
 
 

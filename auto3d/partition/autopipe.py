@@ -55,16 +55,17 @@ def _earliest(graph: Graph, costs: PartitionCosts, cuts: Sequence[int], *, in_fl
     sizes |= {name: value.bytes for name, value in graph.inputs.items()}
     held: Counter[str] = Counter()
     used = 0.0
+    copies = in_flight * costs.activation_factor
 
     def change(position: int, by: int) -> None:
         nonlocal used
         node = graph.nodes[position]
-        used += by * in_flight * node.saved_bytes
+        used += by * copies * node.saved_bytes
         for name in (*node.saves, *node.state):
             held[name] += by
             if held[name] == (1 if by > 0 else 0):
                 state = graph.parameters.get(name)
-                used += by * (costs.state_factor * state.bytes if state else in_flight * sizes.get(name, 0))
+                used += by * (costs.state_factor * state.bytes if state else copies * sizes.get(name, 0))
 
     found = [0]
     start = 0

@@ -1,11 +1,11 @@
 """What of a schedule takes no list of its operations to tell: a search asks this of more plans than it simulates."""
 
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property, lru_cache
 
 from auto3d.plan import Plan
 from auto3d.schedule import build_schedule
-from auto3d.schedule.memory import in_flight
+from auto3d.schedule.memory import Holding, Load, holdings, in_flight
 from auto3d.schedule.operation import Kind, Schedule
 
 _PERIODS = 2  # of 2D micro-batches, after which every schedule of D devices repeats itself
@@ -24,6 +24,7 @@ class Shape:
     recompute: frozenset[int]
     parts: int
     in_flight: tuple[int, ...]  # per stage, see auto3d.schedule.memory
+    holdings: tuple[Holding, ...] = field(hash=False)  # per device
     splits_backward: bool  # whether the weight half of a backward is an operation of its own
 
     @cached_property
@@ -55,11 +56,12 @@ def _shape(name: str, devices: int, micro_batches: int, options: tuple[tuple[str
     skipped = max(0, (micro_batches - _PERIODS * period - 1) // period)
     options_of = dict(options)
     listed = build_schedule(name, devices=devices, micro_batches=micro_batches - skipped * period, **options_of)
-    held = in_flight(listed)
+    held, loads = in_flight(listed), holdings(listed)
     if skipped:
         shorter = build_schedule(name, devices=devices, micro_batches=listed.micro_batches - period, **options_of)
         fewer = in_flight(shorter)
         held = [most + skipped * (most - before) for most, before in zip(held, fewer, strict=True)]
+        loads = tuple(_grown(most, less, skipped) for most, less in zip(loads, holdings(shorter), strict=True))
     return Shape(
         name=name,
         options=options_of,
@@ -70,8 +72,22 @@ def _shape(name: str, devices: int, micro_batches: int, options: tuple[tuple[str
         recompute=listed.recompute,
         parts=listed.parts,
         in_flight=tuple(held),
+        holdings=loads,
         splits_backward=any(o.kind is Kind.BACKWARD_WEIGHT for own in listed.operations for o in own),
     )
+
+
+def _grown(holding: Holding, before: Holding, times: int) -> Holding:
+    """``holding`` after ``times`` more periods, of which the last one made it of ``before``."""
+
+    def grown(most: Load, less: Load) -> Load:
+        counts = zip(astuple(most), astuple(less), strict=True)
+        return Load(*(more + times * (more - fewer) for more, fewer in counts))
+
+    if holding == before:
+        return holding
+    peaks = [tuple(map(grown, *pair)) for pair in zip(holding.peaks, before.peaks, strict=True)]
+    return replace(holding, peaks=tuple(peaks))
 
 
 @lru_cache(64)  # one of many micro-batches takes megabytes

@@ -1,8 +1,10 @@
 """Exhaustive search: the whole space; what cannot be among the best is not simulated."""
 
+from collections.abc import Iterable
 from math import inf
 
 from auto3d.search.search import Search
+from auto3d.search.space import Candidate
 
 
 def exhaustive(search: Search, seed: int) -> None:
@@ -18,7 +20,12 @@ def exhaustive(search: Search, seed: int) -> None:
         bound = search.bound(candidate)
         if bound < inf:
             bounds.append((bound, len(bounds), candidate))
-    for bound, _, candidate in sorted(bounds):
+    estimate_best(search, bounds)
+
+
+def estimate_best(search: Search, bounds: Iterable[tuple[float, int, Candidate]]) -> None:
+    """Simulate candidates, each with its bound and its place, until no other can be among the best, or time is up."""
+    for bound, _, candidate in sorted(bounds, key=lambda one: one[:2]):
         if bound > search.limit() or search.elapsed_s > search.budget.seconds:
             break
         search.seconds(candidate)

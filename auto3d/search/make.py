@@ -52,10 +52,14 @@ class PlanMaker:
             if self.model.cluster.memory_bytes is None:
                 raise PlanError("recompute: auto needs to know the memory of a device")
             plan = largest_share(self._shares(plan), self._shortage)
-        elif missing := self._shortage(plan):
+        self.check(plan)
+        return plan
+
+    def check(self, plan: Plan) -> None:
+        """Raise InputError where a device lacks the memory for ``plan``, or it cannot be for another reason."""
+        if missing := self._shortage(plan):
             raise PlanError(missing)
         self._check(plan)
-        return plan
 
     def unlimited(self, candidate: Candidate) -> Plan:
         """The Plan of ``candidate`` whatever memory it needs; with recompute auto, of one that keeps nothing."""

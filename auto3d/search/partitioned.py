@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from auto3d.partition import Partition, Request
+from auto3d.partition.stage import same_stages
 from auto3d.plan import Plan, PlanError
 from auto3d.search.placement import place_replicas
 
@@ -23,8 +24,11 @@ def plan_of(found: Partition, request: Request, *, seed: int) -> Plan:
             )
         micro_batch_size = global_batch // shares
     replicas = [count // pipelines for count in found.replicas]
+    graph, stages = request.graph_at(micro_batch_size), found.stages
+    if micro_batch_size != request.micro_batch_size:  # positions in one Graph need not be those in the other
+        stages = same_stages(stages, request.graph, graph)
     return Plan(
-        graph=request.graph_at(micro_batch_size).fingerprint,
+        graph=graph.fingerprint,
         dp=pipelines,
         tp=1,
         pp=len(found.stages),
@@ -32,7 +36,7 @@ def plan_of(found: Partition, request: Request, *, seed: int) -> Plan:
         micro_batch_size=micro_batch_size,
         schedule=found.schedule,
         schedule_options=found.schedule_options,
-        stages=tuple(replace(stage, replicas=count) for stage, count in zip(found.stages, replicas, strict=True)),
+        stages=tuple(replace(stage, replicas=count) for stage, count in zip(stages, replicas, strict=True)),
         placement=place_replicas(replicas, dp=pipelines),
         seed=seed,
     )

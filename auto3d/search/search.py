@@ -3,6 +3,7 @@
 from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from math import inf
 from time import process_time
 
@@ -35,9 +36,9 @@ class Ranked:
 class Search:
     """Candidates of ``domain`` as the algorithms ask for them: each is made a Plan and estimated once.
 
-    ``seconds_of`` estimates a Plan (default: the simulator of the maker's cost model) and is never below ``bound_of``
-    (default: the time that its simulation cannot beat). ``tell`` hears of progress: how many candidates were looked at,
-    and the best time so far.
+    ``seconds_of`` estimates a Plan (default: the maker's cost model) and is never below ``bound_of`` (default: the time
+    that a simulation cannot beat, or where nothing is simulated the estimate itself). ``tell`` hears of progress: how
+    many candidates were looked at, and the best time so far.
     """
 
     def __init__(
@@ -52,8 +53,10 @@ class Search:
     ) -> None:
         self.domain, self.maker, self.budget = domain, maker, budget
         model: CostModel = maker.model
-        self._seconds_of = seconds_of or model.seconds
-        self._bound_of = bound_of or (lambda plan: model.slowest_replica_s(plan, least_s))
+        self._seconds_of = seconds_of or lru_cache(None)(model.seconds)
+        self._bound_of = bound_of or self._seconds_of
+        if bound_of is None and seconds_of is None and model.method == "simulated":
+            self._bound_of = lambda plan: model.slowest_replica_s(plan, least_s)
         self._tell = tell or (lambda looked_at, best: None)
         self._began = process_time()
         self._plans: dict[Candidate, Plan] = {}

@@ -28,15 +28,26 @@ _test_only = click.option(
 @_dry_run
 @_test_only
 @_detach
-def tune(recipe: str, overrides: tuple[str, ...], dry_run: bool, test_only: bool, retry: bool, detach: bool) -> int:
+@click.option("--no-profile", is_flag=True, help="Do not measure this machine first, where nothing has measured it.")
+def tune(
+    recipe: str,
+    overrides: tuple[str, ...],
+    dry_run: bool,
+    test_only: bool,
+    retry: bool,
+    detach: bool,
+    no_profile: bool,
+) -> int:
     """Search as `plan` does, then try the best candidates, and write the fastest plan to results/.
 
-    Each trial corrects what is predicted for those that are left. search.trials is how many run at most; finished ones
-    never run twice. --dry-run and --test-only are of the first, for the others depend on it.
+    It first measures this machine as `profile` does, once, where trials run here. Each trial corrects what is predicted
+    for those that are left; the fastest are tried again, in turns, until their order is certain. search.trials is how
+    many run at most; finished ones never run twice. --dry-run and --test-only are of the first, for the others depend
+    on it.
     """
     loaded = load(recipe, overrides)
     if detach:
-        return _start_driver(loaded, "tune", *["--retry"] * retry)
+        return _start_driver(loaded, "tune", *["--retry"] * retry, *["--no-profile"] * no_profile)
     from launch.sweep import Retry, print_submissions
 
     if dry_run or test_only:
@@ -45,24 +56,27 @@ def tune(recipe: str, overrides: tuple[str, ...], dry_run: bool, test_only: bool
 
         print_submissions(loaded, lambda recipe: [first_trial(recipe, search_recipe(recipe))], ask_slurm=test_only)
         return 0
-    return tune_on(loaded, Retry.ALL if retry else Retry.NONE)
+    return tune_on(loaded, Retry.ALL if retry else Retry.NONE, profile=not no_profile)
 
 
-def tune_on(loaded: LoadedRecipe, retry: "Retry") -> int:
+def tune_on(loaded: LoadedRecipe, retry: "Retry", *, profile: bool = True) -> int:
     from launch import tune as tuning
     from launch.progress import search_progress, sweep_progress
     from launch.search import search_recipe
 
     try:
+        if profile:
+            tuning.measure_if_unknown(loaded, err)
         with search_progress(err) as tell:
             search = search_recipe(loaded, tell)
         with sweep_progress(err) as watcher:
             tried = tuning.run_tune(loaded, search, watcher, retry=retry)
     except KeyboardInterrupt:
         return _interrupted(loaded)
-    files = tuning.write(loaded, tried)
-    print(f"{tuning.table(tried, 'simple')}\n\n{tuning.told(tried)}\n\nwritten: {', '.join(map(str, files))}")
-    _tell_failed(loaded, "tune", [one.measurement for one in tried])
+    files = tuning.write(loaded, search, tried)
+    told = tuning.told(loaded, search, tried)
+    print(f"{tuning.table(tried, 'simple')}\n\n{told}\n\nwritten: {', '.join(map(str, files))}")
+    _tell_failed(loaded, "tune", [measurement for one in tried for measurement in one.measurements])
     if tuning.fastest(tried) is None:
         return complain("no trial is ok", RUN_FAILED)
     print(f"train under the fastest: {loaded.command('train', '--plan', str(files[-1]), without='plan')}")

@@ -28,7 +28,7 @@ from auto3d.plan import Plan
 from auto3d.runtime.gradient_sync import holders
 from auto3d.runtime.resplit import pieces
 from auto3d.schedule import samples_at_once, schedule_of
-from launch.candidates import exact_plan
+from launch.candidates import exact_plans
 from launch.capture import PlanningModel
 from launch.costs import captured_subject, cost_model
 from launch.recipe import LoadedRecipe, load
@@ -171,7 +171,7 @@ def train(cluster: SlurmCluster, folder: Path, number: int, one: Compared) -> No
 
 def first_choice(recipe: LoadedRecipe) -> Plan:
     """What a search has as the fastest before there are trials."""
-    return exact_plan(recipe, search_recipe(recipe).ranked()[0])
+    return exact_plans(recipe)(search_recipe(recipe).ranked()[0])
 
 
 def told(plan: Plan, cluster: Cluster) -> str:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 from scipy.stats import spearmanr
@@ -19,7 +19,7 @@ from tabulate import tabulate
 from auto3d.cost.model import CostModel
 from auto3d.cost.profile import Profile
 from auto3d.plan import Plan
-from auto3d.runtime.measurement import Environment
+from auto3d.runtime.measurement import Environment, Measurement, Status
 from launch.costs import subject_of
 from launch.recipe import LoadedRecipe, load
 from launch.settings import cluster, training
@@ -48,24 +48,27 @@ def compare(recipe: LoadedRecipe, folder: Path) -> list[str]:
     print(auto3d("profile", recipe.name))
     print(auto3d("tune", recipe.name), flush=True)
     chosen = Plan.from_json((folder / "results" / recipe.name / "best_plan.json").read_bytes())
-    tried = {plan_of(one) for one in (folder / "runs" / recipe.name / "trials").glob("*/plan.json")}
+    trials = folder / "runs" / recipe.name / "trials"
+    tried = set(times_of(trials))
     auto3d("sweep", recipe.name)
+    seconds = times_of(trials)
     records = json.loads(auto3d("table", recipe.name, "--json"))
     model = model_of(recipe, Profile.from_json((folder / "profiles" / f"{recipe.cluster_name}.json").read_bytes()))
-    rows = [row(one, model, tried) for one in records]
+    rows = [row(one, model, seconds, tried) for one in records]
     rows.sort(key=lambda row: row[4])
     predicted, times, errors = ([row[place] for row in rows] for place in (4, 5, 6))
     cells = [(*row[:4], f"{row[4]:.3f}", f"{row[5]:.3f}", f"{row[6]:+.1%}", row[7]) for row in rows]
     print(tabulate(cells, HEADS, "github", disable_numparse=True))
-    own = next(one["iteration_s"] for one in records if Plan.from_json(json.dumps(one["plan"])) == chosen)
+    own = seconds[chosen.to_json()]
     here, measured = Environment.here("cpu"), recipe.values.measure
     few = [error for error, record in zip(errors, rows, strict=True) if record[0] * record[1] <= here.cores]
     print(
         f"\n{recipe.name}: mean error {mean(map(abs, errors)):.1%}, of plans with at most a rank per core "
         f"{mean(map(abs, few)):.1%}, largest {max(errors, key=abs):+.1%}, Spearman "
         f"{spearmanr(predicted, times).statistic:.2f}. Of the fastest's time, the plan that is predicted fastest takes "
-        f"{times[0] / min(times):.3f}, the one that tune chose {own / min(times):.3f}. Measured: medians of "
-        f"{measured.iterations} iterations after {measured.warmup_iterations} of warm-up. {here.device}, "
+        f"{times[0] / min(times):.3f}, the one that tune chose {own / min(times):.3f}. Measured: medians of a "
+        f"plan's trials, each the median of {measured.iterations} iterations after {measured.warmup_iterations} of "
+        f"warm-up. {here.device}, "
         f"{here.cores} cores, load average {os.getloadavg()[1]:.1f}, torch {here.torch}.\n",
         flush=True,
     )
@@ -74,8 +77,14 @@ def compare(recipe: LoadedRecipe, folder: Path) -> list[str]:
     )
 
 
-def plan_of(file: Path) -> str:
-    return Plan.from_json(file.read_bytes()).to_json()
+def times_of(trials: Path) -> dict[str, float]:
+    """Plan, as JSON -> seconds of an iteration: the median over its trials that are ok."""
+    found: dict[str, list[float]] = {}
+    for file in trials.glob("*/measurement.json"):
+        measurement = Measurement.from_json(file.read_bytes())
+        if measurement.status is Status.OK:
+            found.setdefault(measurement.plan.to_json(), []).append(measurement.median_s)
+    return {plan: median(times) for plan, times in found.items()}
 
 
 def model_of(recipe: LoadedRecipe, profile: Profile) -> CostModel:
@@ -88,10 +97,10 @@ def model_of(recipe: LoadedRecipe, profile: Profile) -> CostModel:
     )
 
 
-def row(record: dict[str, Any], model: CostModel, tried: set[str]) -> tuple:
-    """Of one trial."""
+def row(record: dict[str, Any], model: CostModel, seconds: dict[str, float], tried: set[str]) -> tuple:
+    """Of one plan."""
     plan = Plan.from_json(json.dumps(record["plan"]))
-    predicted, measured = model.seconds(plan), record["iteration_s"]
+    predicted, measured = model.seconds(plan), seconds[plan.to_json()]
     degrees = plan.dp, plan.pp, plan.micro_batch_size, plan.schedule
     return *degrees, predicted, measured, predicted / measured - 1, "yes" if plan.to_json() in tried else ""
 

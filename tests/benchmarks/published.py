@@ -19,6 +19,7 @@ from launch.calibrate import by_group, measurements
 from launch.costs import PUBLISHED_DATA, published
 from launch.predict import bind, predict, read_candidates
 from launch.recipe import load
+from tests.targets import Target, end
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt  # after the choice of a backend that needs no screen
@@ -38,7 +39,7 @@ class Row:
         return self.predicted_s / self.measured_s - 1
 
 
-def t4_gpt2() -> tuple[list[Row], str]:
+def t4_gpt2() -> tuple[list[Row], str, list[Target]]:
     recipe = load("recipes/published/t4x16-gpt2.yaml")
     rows = []
     for one in predict(recipe, read_candidates(recipe, str(published("t4x16_gpt2_trials.csv")))):
@@ -46,10 +47,14 @@ def t4_gpt2() -> tuple[list[Row], str]:
         if one.seconds is not None and measured < float("inf"):
             rows.append(Row(_words(one.row), one.seconds, measured))
     order = spearmanr([row.predicted_s for row in rows], [row.measured_s for row in rows])[0]
-    return rows, f"Spearman {order:.3f} (target 0.95; AMP 0.935), mean error target 15 % (AMP 47.6 %)."
+    targets = [
+        Target(what="T4, Spearman's correlation", found=float(order), wish=0.95, least=True),
+        Target(what="T4, mean error", found=mean_error(rows), wish=15, unit=" %"),
+    ]
+    return rows, f"Spearman {order:.3f} (target 0.95; AMP 0.935), mean error target 15 % (AMP 47.6 %).", targets
 
 
-def a100_node() -> tuple[list[Row], str, dict[str, float]]:
+def a100_node() -> tuple[list[Row], str, dict[str, float], list[Target]]:
     recipe = load("recipes/published/a100-node.yaml")
     bound, measured = measurements(recipe, str(published("a100_single_node_iterations.csv")))
     found = calibrate(measured, COMPUTE, progress=lambda words: print("  a100:", words, file=sys.stderr, flush=True))
@@ -61,16 +66,29 @@ def a100_node() -> tuple[list[Row], str, dict[str, float]]:
         )
         for b, one, error in zip(bound, measured, found.errors, strict=True)
     ]
-    groups = [f"{name}={value} {error:.1%}" for name, value, error, _ in by_group(bound, found)]
+    by_value = by_group(bound, found)
+    groups = [f"{name}={value} {error:.1%}" for name, value, error, _ in by_value]
+    # Out of reach with these eight parameters: iterations at tp = 4 that differ in nothing but layers and micro-batches
+    # lie up to 30 % from groups that should take as long (docs/cost.md, "How right it is"). 6.0 % and 10.4 % are found.
+    targets = [
+        Target(what="A100 node, mean error", found=mean_error(rows), wish=5, held=6.5, unit=" %"),
+        Target(
+            what="A100 node, largest mean of a group",
+            found=100 * max(error for _, _, error, _ in by_value),
+            wish=7,
+            held=11,
+            unit=" %",
+        ),
+    ]
     fitted = ", ".join(f"{name} {value:.3g}" for name, value in found.parameters.items())
     words = (
         f"Target 5 % in the mean (vTrain 8.37 %), no group above 7 %: {', '.join(groups)}. {len(COMPUTE)} parameters, "
         f"5-fold cross-validated; of all rows: {fitted}."
     )
-    return rows, words, found.parameters
+    return rows, words, found.parameters, targets
 
 
-def megatron_sc21(parameters: dict[str, float]) -> tuple[list[Row], str]:
+def megatron_sc21(parameters: dict[str, float]) -> tuple[list[Row], str, list[Target]]:
     recipe = load("recipes/published/megatron-sc21.yaml")
     file = published("megatron_sc21_table1.csv")
     rows = read_candidates(recipe, str(file))
@@ -87,7 +105,17 @@ def megatron_sc21(parameters: dict[str, float]) -> tuple[list[Row], str]:
         model = one.model.on(with_parameters(one.model.cluster, parameters))
         words = f"{one.row['model']} {_words(one.row)}"
         found.append(Row(words, model.seconds(one.plan), float(one.row["measured_s"])))
-    return found, "With the parameters fitted to one node; target 8 % in the mean, none above 15 % (Calculon 3.65 %)."
+    targets = [
+        Target(what="Megatron-LM, mean error", found=mean_error(found), wish=8, unit=" %"),
+        Target(what="Megatron-LM, largest error", found=100 * max(abs(row.error) for row in found), wish=15, unit=" %"),
+    ]
+    words = "With the parameters fitted to one node; target 8 % in the mean, none above 15 % (Calculon 3.65 %)."
+    return found, words, targets
+
+
+def mean_error(rows: Sequence[Row]) -> float:
+    """In per cent."""
+    return 100 * sum(abs(row.error) for row in rows) / len(rows)
 
 
 def _words(row: Mapping[str, str]) -> str:
@@ -138,17 +166,18 @@ def main() -> None:
         print(f"no published measurements: {published('')} has none; {PUBLISHED_DATA} is their folder")
         return
     OUT.mkdir(parents=True, exist_ok=True)
-    t4, t4_words = t4_gpt2()
+    t4, t4_words, t4_targets = t4_gpt2()
     sections = [report("t4x16-gpt2", "GPT-2 on 16 T4 (AMP)", t4, t4_words)]
-    a100, a100_words, parameters = a100_node()
+    a100, a100_words, parameters, a100_targets = a100_node()
     sections.append(report("a100-node", "GPT on a node of eight A100 (vTrain)", a100, a100_words))
-    sc21, sc21_words = megatron_sc21(parameters)
+    sc21, sc21_words, sc21_targets = megatron_sc21(parameters)
     sections.append(report("megatron-sc21", "Megatron-LM on 32 to 3,072 A100 (SC 2021)", sc21, sc21_words))
     table = [(row.what, f"{row.predicted_s:.2f}", f"{row.measured_s:.2f}", f"{row.error:+.1%}") for row in sc21]
     sections.append(tabulate(table, ["", "predicted s", "measured s", "error"], "github", disable_numparse=True) + "\n")
     text = "\n".join([INTRODUCTION, *sections])
     (OUT / "README.md").write_text(text)
     print(text)
+    end([*t4_targets, *a100_targets, *sc21_targets])
 
 
 if __name__ == "__main__":

@@ -137,3 +137,15 @@ def test_older_versions_of_the_weights_count():
     stashed = predict(graph, plan, schedule, optimizer_copies=0)
     assert [device.versions for device in plain] == [0] * 4
     assert [device.versions for device in stashed] == [(3 - d) * device.gradients for d, device in enumerate(stashed)]
+
+
+def test_replicas_of_a_stage_share_the_samples_of_a_micro_batch():
+    """Two of them hold what one does at half the micro-batch, but for a few bytes that do not depend on the samples."""
+    for pp in (1, 2):
+        whole, half = (make_plan("gpt2", dp=1, pp=pp, micro_batch_size=size, micro_batches=4) for size in (16, 8))
+        stages = tuple(replace(stage, replicas=2) for stage in whole.stages)
+        ranks = tuple((2 * device, 2 * device + 1) for device in range(pp))
+        shared = replace(whole, stages=stages, placement=ranks)
+        own = predict(captured("gpt2", 16).graph, shared, schedule_of(shared), optimizer_copies=2)
+        other = predict(captured("gpt2", 8).graph, half, schedule_of(half), optimizer_copies=2)
+        assert [device.total for device in own] == pytest.approx([device.total for device in other], rel=0.01)

@@ -101,6 +101,21 @@ def test_closed_forms_may_be_chosen(auto3d, layered):
     assert seconds["simulated"] == pytest.approx(seconds["chimera"], rel=0.3)
 
 
+@pytest.mark.parametrize("method", ["amp", "chimera"])
+def test_plan_ranks_by_the_method_that_predict_uses(auto3d, layered, method):
+    space = ["search.tp=[1]", "search.schedule=[1f1b]", "search.partition=[blocks]", f"prediction.method={method}"]
+    best, *others = json.loads(auto3d("plan", "layered.yaml", *space, "--json").out)["candidates"]
+    rows = [(one["micro_batch_size"], one["tp"], one["dp"], one["pp"]) for one in (best, *others)]
+    text = "\n".join(",".join(map(str, row)) for row in rows)
+    (layered / "rows.csv").write_text(f"micro_batch_size,tp,dp,pp\n{text}\n")
+    predicted = auto3d("predict", "layered.yaml", "--candidates", "rows.csv", "--json", *space)
+    found = [record["predicted_s"] for record in json.loads(predicted.out)]
+    assert found == pytest.approx([one["predicted_s"] for one in (best, *others)])
+    assert best["estimate"]["seconds"] == best["predicted_s"] == min(found)
+    shown = auto3d("plan", "layered.yaml", *space).out
+    assert f"times are predicted ({method}" in shown
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

@@ -1,6 +1,7 @@
 """`auto3d profile`, and predictions that use what it wrote."""
 
 import json
+import shlex
 import stat
 
 import pytest
@@ -44,6 +45,35 @@ def test_profile_then_predict(auto3d, folder, short):
         assert "profile own.yaml" in told
     file.write_text(file.read_text()[:-1])
     assert "profiles/own.json: profile: Invalid JSON" in auto3d(*predict, code=2).err
+
+
+def test_tune_measures_this_machine_once_and_plan_says_what_it_rests_on(auto3d, folder, short):
+    guess = "on round figures of a data-centre GPU), not measured; nothing was measured on this device"
+    tune = ["tune", "own.yaml", *HERE, "search.trials=1", "measure.iterations=2"]
+    command = shlex.join(["auto3d", "profile", "own.yaml", *HERE])
+    assert f"{guess}, so they may be far off; to measure it: {command}" in auto3d("plan", "own.yaml", *HERE).out
+    skipped = auto3d(*tune, "--no-profile")
+    assert "measuring" not in skipped.err
+    assert guess in skipped.out
+    assert not (folder / "profiles").exists()
+    first = auto3d(*tune)
+    assert "measuring this machine for the predictions, once, about 30 s: profiles/own-own.json" in first.err
+    assert "on what profiles/own-own.json measured" in first.out
+    assert "measuring" not in auto3d(*tune).err, "the profile is kept"
+    shown = auto3d("plan", "own.yaml", *HERE).out
+    assert "on what profiles/own-own.json measured), not measured" in shown
+    assert "auto3d profile" not in shown
+    assert guess in auto3d("plan", "own.yaml", *HERE, "model.arguments.width=8").out, "of another model: not refused"
+
+    auto3d("profile", "own.yaml", *HERE)
+    assert "on what profiles/own.json measured" in auto3d("plan", "own.yaml", *HERE).out
+    assert not (folder / "profiles/own-own.json").exists()
+
+
+def test_tune_says_where_trials_on_slurm_rest_on_a_guess(auto3d, folder):
+    told = auto3d("tune", "own.yaml", "launch.executor=slurm", code=2).err
+    assert "no profile: trials run on SLURM, and predictions rest on a guess; to measure a node: srun -N1 " in told
+    assert not (folder / "profiles").exists()
 
 
 def test_a_profile_of_a_node_serves_a_cluster_of_them(auto3d, folder, short):

@@ -17,6 +17,8 @@ import psutil
 import pytest
 
 from auto3d.plan import Plan
+from launch import candidates
+from launch.capture import PlanningModel
 from launch.recipe import load
 from launch.store import exclusive
 from tests.launch.conftest import write_recipes
@@ -334,3 +336,48 @@ def test_tune_tries_the_best_and_never_twice(folder, auto3d):
     assert again.out == first.out
     refused = auto3d("tune", "own.yaml", "search.tp=[2]", "search.dp=[1]", "search.pp=[1]", code=2).err
     assert "no candidate can run yet: all have tensor parallelism" in refused
+
+
+def test_tune_tries_the_fastest_again_in_turns_and_goes_on_after_an_interrupt(folder, auto3d):
+    arguments = ["tune", "own.yaml", "training.compute=emulated", "search.pp=[1,2]", "search.micro_batch_size=[2,4]"]
+    few = auto3d(*arguments, "search.trials=2")
+    assert "each plan was tried once, so it is not known how certain their order is" in few.out
+    sweep = subprocess.Popen(
+        [*AUTO3D, *arguments, "search.trials=7"], cwd=folder, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert any(" ok " in line for line in sweep.stderr), "the first trial that is not remembered"
+    os.killpg(sweep.pid, signal.SIGINT)
+    _, rest = sweep.communicate(timeout=60)
+    assert sweep.returncode == 130, rest
+    done = auto3d(*arguments, "search.trials=7")
+    manifest = [json.loads(line) for line in (folder / "runs/own/manifest.jsonl").read_text().splitlines()]
+    ended = [entry["trial"] for entry in manifest if entry["state"] == "ended"]
+    assert len(ended) == len(set(ended)), "what ended is kept"
+    again = [trial for trial in ended if re.search(r"-[0-9a-f]{8}-2$", trial)]
+    assert len(again) >= 2, "the fastest two at least ran a second time"
+    lines = (folder / "results/own/tune.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.split("|")] for line in lines if line.startswith("|")]
+    tries = rows[0].index("trials")
+    counts = [int(row[tries]) for row in rows[2:]]
+    assert sum(counts) <= 7
+    assert counts[0] > 1, "the fastest was tried again"
+    assert re.search(r"the fastest is (not )?certain", done.out)
+    assert auto3d(*arguments, "search.trials=7").out == done.out, "nothing runs again, and the verdict is the same"
+    status = auto3d("status", "own.yaml").out
+    assert all(trial in status for trial in again)
+
+
+def test_a_sweep_of_too_many_plans_runs_the_best_predicted_and_keeps_to_them(folder, auto3d):
+    space = ["training.compute=emulated", "search.pp=[1,2]", "search.micro_batch_size=[1,2,4,8]"]
+    ranked = json.loads(auto3d("plan", "own.yaml", *space, "--json").out)["candidates"]
+    best = sorted((one["pp"], one["micro_batch_size"]) for one in ranked[:2])
+    assert best != [(1, 1), (1, 2)], "the first that are listed"
+    done = auto3d("sweep", "own.yaml", *space, "search.max_trials=2")
+    assert f"{len(ranked) - 2} plans are left out, the slowest by prediction" in done.err
+    rows = json.loads(auto3d("table", "own.yaml", *space, "search.max_trials=2", "--json").out)
+    assert sorted((row["pp"], row["micro_batch_size"]) for row in rows) == best
+
+    recipe = load("own.yaml", [*space, "search.max_trials=2"])
+    found = candidates.find(recipe, PlanningModel(recipe).graph, lambda plans: {plans[0]})
+    assert found[0].plan is not None, "a plan that was chosen before stays"
+    assert sum(one.plan is not None for one in found) == 2

@@ -49,7 +49,8 @@ def test_resume_starts_what_failed_up_to_a_limit(folder, auto3d, fails_at_two):
 
 def test_tune_starts_what_failed_only_when_asked_to(folder, auto3d, fails_at_two):
     auto3d("sweep", "own.yaml", "search.micro_batch_size=[8]", "search.pp=[1]", "launch.attempts=2")
-    tune = ["tune", "own.yaml", "search.micro_batch_size=[2,4]", "search.trials=2", "launch.attempts=2"]
+    space = ["search.micro_batch_size=[2,4]", "search.trials=2", "prediction.profile=none"]
+    tune = ["tune", "own.yaml", *space, "launch.attempts=2"]
     assert f"1 failed or timed out; to run them again: {shlex.join(['auto3d', *tune, '--retry'])}" in auto3d(*tune).err
     assert starts() == [1, 1, 1]
     status = auto3d("status", "own.yaml").out

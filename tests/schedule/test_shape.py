@@ -4,7 +4,7 @@ import pytest
 
 from auto3d.errors import InputError
 from auto3d.schedule import SCHEDULES, build_schedule
-from auto3d.schedule.memory import in_flight
+from auto3d.schedule.memory import holdings, in_flight
 from auto3d.schedule.operation import Kind
 from auto3d.schedule.shape import shape
 
@@ -23,6 +23,7 @@ def test_a_shape_is_that_of_the_schedule(name, devices):
                 continue
             told = shape(name, **sizes, options=options)
             assert told.in_flight == tuple(in_flight(listed))
+            assert told.holdings == holdings(listed)
             for field in ("stages", "devices", "micro_batches", "device_of", "recompute", "parts"):
                 assert getattr(told, field) == getattr(listed, field), field
             kinds = {operation.kind for own in listed.operations for operation in own}

@@ -16,7 +16,9 @@ class Profile:
 
     forward_s: np.ndarray
     backward_s: np.ndarray
-    internal_bytes: np.ndarray  # kept for the backward beside values, by operation
+    internal_bytes: (
+        np.ndarray
+    )  # in the precision of training, as the next; kept for the backward beside values, by operation
     value_bytes: np.ndarray
 
 
@@ -62,11 +64,12 @@ class Profiles:
         graph = self.graph if size == self.smallest else self._graph_at(size)
         costs = self.costs if size == self.smallest else self._costs_at(size)
         made = [value.bytes for node in graph.nodes for value in node.outputs]
+        scale = costs.activation_factor
         return Profile(
             forward_s=np.array(costs.forward_s),
             backward_s=np.array(costs.backward_s),
-            internal_bytes=np.array([node.saved_bytes for node in graph.nodes], float),
-            value_bytes=np.array([*(value.bytes for value in graph.inputs.values()), *made], float),
+            internal_bytes=scale * np.array([node.saved_bytes for node in graph.nodes], float),
+            value_bytes=scale * np.array([*(value.bytes for value in graph.inputs.values()), *made], float),
         )
 
     def _between(self, low: int, high: int, size: int) -> Profile:

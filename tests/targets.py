@@ -1,0 +1,43 @@
+"""Targets of benchmarks: the wish, and the bound that is held; where that is missed, the exit code is 1."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A figure beside the wish for it. ``held`` is a looser bound, where the wish is known to be out of reach today."""
+
+    what: str
+    found: float
+    wish: float
+    held: float | None = None
+    unit: str = ""
+    least: bool = False  # the figure should be no less than that; else no more
+
+    @property
+    def bound(self) -> float:
+        return self.wish if self.held is None else self.held
+
+    def _reaches(self, bound: float) -> bool:
+        return self.found >= bound if self.least else self.found <= bound
+
+    @property
+    def missed(self) -> bool:
+        """Whether even what is held is missed."""
+        return not self._reaches(self.bound)
+
+    def __str__(self) -> str:
+        sign = "at least" if self.least else "at most"
+        text = f"{self.what}: {self.found:,.4g}{self.unit}; wished: {sign} {self.wish:,.4g}{self.unit}"
+        if self.held is not None and not self._reaches(self.wish):
+            text += f", missed; held: {sign} {self.held:,.4g}{self.unit}"
+        return f"{text}, {'MISSED' if self.missed else 'kept'}"
+
+
+def end(targets: Sequence[Target]) -> None:
+    """Print all of ``targets``, and end the process with exit code 1 if one that is held is missed."""
+    print("\n".join(map(str, targets)))
+    if any(target.missed for target in targets):
+        sys.exit(1)
