@@ -139,7 +139,8 @@ class ClusterRecipe(NodesRecipe):
     device: str = key("cpu", "what a process computes on", choices=("cpu", "cuda"))
     memory_gib: float | None = key(
         None,
-        "GiB that a process may fill on its device: plans that need more are refused; none: that of the accelerator",
+        "GiB that a process may fill on each device: plans that need more are refused; none: memory_gib of each node's "
+        "accelerator, which is what a process may fill and not the data sheet's",
         least=0.001,
     )
 
@@ -321,7 +322,7 @@ class PlanRecipe:
     recompute: int | float | str = key(
         "none",
         "what stages run again for the backward; a number: all but this share of the first stage's subgraphs, and of "
-        "the others' as large a share as costs equal memory; auto: the largest for which cluster.memory_gib has room",
+        "the others' as large a share as costs equal memory; auto: the largest for which the devices have memory",
         **RECOMPUTE,
     )
     shard_optimizer: bool = key(

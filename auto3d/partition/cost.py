@@ -15,11 +15,12 @@ class PartitionCosts:
     latency_s: float  # of a message from one stage to the next
     bandwidth: float  # of it, bytes per second
     memory_bytes: float  # of one device
-    state_factor: float  # bytes of weights, gradients and optimizer state per byte of weights
+    state_factor: float  # bytes of weights, gradients and optimizer state per byte of weights in the Graph
+    activation_factor: float = 1.0  # bytes of an activation, kept or sent, per byte of it in the Graph
 
     def message_s(self, size: float) -> float:
-        """Seconds for a message of ``size`` bytes; none is sent where there is nothing to send."""
-        return self.latency_s + size / self.bandwidth if size else 0.0
+        """Seconds for a message that has ``size`` bytes in the Graph; none is sent where there is nothing to send."""
+        return self.latency_s + self.activation_factor * size / self.bandwidth if size else 0.0
 
 
 def analytic(
