@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
 from glob import glob
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from yaml import YAMLError
 from launch.keys import accepted, accepts, group_schema, groups, schema_of
 from launch.overrides import KeyPath, file_names, nested, read_overrides, read_path, replaced, write_path
 from launch.recipe_error import COMMAND_LINE, RecipeError
-from launch.schema import AcceleratorRecipe, Recipe
+from launch.schema import INPUT_KEYS, TOKEN_KINDS, AcceleratorRecipe, InputRecipe, Recipe
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 _GROUPS = ", ".join(groups())
@@ -299,10 +300,38 @@ def _check_together(recipe: Recipe, sources: _Sources) -> None:
     if recipe.emulation is not None and recipe.training.compute != "emulated":
         problem = f"belongs to training.compute: emulated, but that is {recipe.training.compute}: leave it out"
         raise RecipeError(sources.of("emulation"), "emulation", problem)
+    for name, field in recipe.data.inputs.items():
+        if problem := _of_input(field, recipe.data.sequence_length):
+            full_key = f"data.inputs.{name}.{problem[0]}"
+            raise RecipeError(sources.of(full_key), full_key, problem[1])
+    for name in recipe.model.forward:
+        if name in recipe.data.inputs:
+            full_key = f"model.forward.{name}"
+            raise RecipeError(sources.of(full_key), full_key, "is one of data.inputs too; give one of them")
     _check_data_files(recipe, sources.of("data.files"))
     if model.weights is not None and not Path(model.weights).is_file():
         problem = f"found {model.weights!r}; there is no such file"
         raise RecipeError(sources.of("model.weights"), "model.weights", problem)
+
+
+def _of_input(field: InputRecipe, sequence_length: int) -> tuple[str, str] | None:
+    """A key of the input that does not go with the others, and why."""
+    default = InputRecipe()
+    for name in vars(field):
+        if name != "kind" and name not in INPUT_KEYS[field.kind] and getattr(field, name) != getattr(default, name):
+            takes = ", ".join(INPUT_KEYS[field.kind])
+            return name, f"found {getattr(field, name)!r}, but the kind is {field.kind}, which takes {takes}"
+    if field.low >= field.high:
+        return "low", f"found {field.low}, and high is {field.high}: it takes less than that"
+    if field.kind == "mask" and field.count > prod(field.shape):
+        return (
+            "count",
+            f"found {field.count} in {prod(field.shape)} places; it takes at most that, the product of shape",
+        )
+    places = field.shape[0] if field.shape else 0 if field.kind == "integers" else sequence_length
+    if field.prefix_length > places:
+        return "prefix_length", f"found {field.prefix_length} of {places} places; it takes at most that"
+    return None
 
 
 def _check_data_files(recipe: Recipe, where: Path | str) -> None:
@@ -314,6 +343,7 @@ def _check_data_files(recipe: Recipe, where: Path | str) -> None:
         if not file.is_file():
             raise RecipeError(where, "data.files", f"found {str(file)!r}, which is no file; give dir/* for its files")
     total, least = sum(file.stat().st_size for file in files), recipe.data.sequence_length + 1
-    if files and recipe.data.source == "text" and total < least:
+    reads = not recipe.data.inputs or any(field.kind in TOKEN_KINDS for field in recipe.data.inputs.values())
+    if files and reads and recipe.data.source == "text" and total < least:
         problem = f"found {total} bytes in {len(files)} files; one sample needs {least}: data.sequence_length + 1"
         raise RecipeError(where, "data.files", problem)
