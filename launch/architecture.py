@@ -15,7 +15,10 @@ from launch.recipe import LoadedRecipe
 
 IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 # Keys that models read from their configuration, though not every class declares them.
-TOKEN_IDS = ("bos_token_id", "cls_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id", "sep_token_id")
+READ_BY_MODELS = (
+    *("bos_token_id", "cls_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id", "sep_token_id"),
+    *("is_decoder", "add_cross_attention", "cross_attention_hidden_size", "tie_word_embeddings"),
+)
 NOT_FOR_USERS = ("architectures", "transformers_version", "name_or_path", "_name_or_path", "_commit_hash")
 _FROM_KWARGS = re.compile(r"""kwargs(?:\.pop\(|\.get\(|\[)\s*["'](\w+)["']""")
 _TYPO = 0.9  # similarity of two names of which one is taken for the other, mistyped
@@ -59,10 +62,7 @@ def _has(config: Any, key: str) -> bool:
 
 def keys_of(config_class: type) -> set[str]:
     """The keys that ``config_class`` takes: its own, other names of them, and what its code takes from ``**kwargs``."""
-    import transformers
-
-    found = {*TOKEN_IDS, *IMPLEMENTATIONS, *config_class.attribute_map, *sub_configurations(config_class)}
-    found |= transformers.GenerationConfig().to_dict().keys()
+    found = {*READ_BY_MODELS, *IMPLEMENTATIONS, *config_class.attribute_map, *sub_configurations(config_class)}
     if is_dataclass(config_class):
         found |= {item.name for item in fields(config_class)}
     for base in inspect.getmro(config_class):
@@ -72,6 +72,20 @@ def keys_of(config_class: type) -> set[str]:
             elif name in ("__init__", "__post_init__", "convert_rope_params_to_dict"):
                 found |= _taken_by(member)
     return {name for name in found if not name.startswith("_")} - {*NOT_FOR_USERS}
+
+
+def _made_by(config_class: type) -> set[str]:
+    """Keys that the class sets itself, and that its saved configurations hold."""
+    try:
+        return {name for name in vars(config_class()) if not name.startswith("_")}
+    except Exception:  # it has no defaults for all
+        return set()
+
+
+def _for_generation() -> set[str]:
+    import transformers
+
+    return {name for name in transformers.GenerationConfig().to_dict() if not name.startswith("_")}
 
 
 def _taken_by(function: Callable) -> set[str]:
@@ -96,8 +110,10 @@ def _class_inside(spec: Any, values: Mapping[str, Any]) -> type | None:
     config_class = getattr(spec, "config_class", spec)
     if isinstance(config_class, type) and issubclass(config_class, PreTrainedConfig):
         return config_class
-    model_type = values.get("model_type", getattr(spec, "model_type", None))
-    return CONFIG_MAPPING.get(model_type, None)
+    try:
+        return CONFIG_MAPPING[values.get("model_type", getattr(spec, "model_type", None))]
+    except KeyError:
+        return None
 
 
 def _configuration(recipe: LoadedRecipe, model_class: type) -> Any:
@@ -107,10 +123,10 @@ def _configuration(recipe: LoadedRecipe, model_class: type) -> Any:
     values = _own_names(config_class, given)
     try:
         config = config_class(**values)
-        _keep_generation_keys(config, given)
     except Exception as error:  # each configuration class checks in its own way
         problem = f"refused by {model_class.__name__}: {' '.join(str(error).split())}"
         raise recipe.error("model.config", problem) from None
+    _keep(recipe, config, given)
     for one, own in _with_sub_configurations(config, given):
         if hasattr(one, "use_cache") and "use_cache" not in own:
             one.use_cache = False  # past keys and values are of no use in training
@@ -121,8 +137,9 @@ def _check_keys(recipe: LoadedRecipe, where: str, config_class: type, given: Map
     """Raise RecipeError for a key that ``config_class`` does not take: transformers would keep it without a word."""
     known = keys_of(config_class)
     inside = sub_configurations(config_class)
+    undeclared = _made_by(config_class) | _for_generation() if given.keys() - known else set()
     for key, value in given.items():
-        if key in known:
+        if key in known or (key in undeclared and key not in NOT_FOR_USERS):
             pass
         elif key != "model_type":
             near = get_close_matches(str(key), known, n=1)
@@ -153,17 +170,22 @@ def _own_names(config_class: type, given: Mapping[str, Any]) -> dict[str, Any]:
     return {key if key in declared else names[key]: value for key, value in given.items()}
 
 
-def _keep_generation_keys(config: Any, given: Mapping[str, Any]) -> None:
-    """transformers drops keys that only generation reads by its own account; a model's code may read them still."""
+def _keep(recipe: LoadedRecipe, config: Any, given: Mapping[str, Any]) -> None:
+    """See that no key is lost: transformers drops keys of generation, and a class may set some keys itself."""
     for key, value in given.items():
-        if key not in IMPLEMENTATIONS and not hasattr(config, key) and key in keys_for_generation():
-            setattr(config, key, value)
-
-
-def keys_for_generation() -> set[str]:
-    import transformers
-
-    return {key for key in transformers.GenerationConfig().to_dict() if not key.startswith("_")}
+        if key in IMPLEMENTATIONS or isinstance(value, (dict, list)):
+            continue
+        if not hasattr(config, key) and key in _for_generation():
+            setattr(config, key, value)  # a model's code may read it still
+        if getattr(config, key, value) == value:
+            continue
+        rest = {name: other for name, other in given.items() if name != key}
+        if (
+            type(config)(**_own_names(type(config), rest)).to_dict()
+            == type(config)(**_own_names(type(config), given)).to_dict()
+        ):
+            problem = f"found {value!r}, which changes nothing: {type(config).__name__} sets {getattr(config, key)!r}"
+            raise recipe.error(f"model.config.{key}", f"{problem}; leave it out")
 
 
 def _with_sub_configurations(config: Any, given: Mapping[str, Any]) -> Iterator[tuple[Any, Mapping[str, Any]]]:
