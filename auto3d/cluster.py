@@ -129,8 +129,12 @@ class Cluster:
     @property
     def memory_bytes(self) -> float | None:
         """Of the smallest device, as far as it is known."""
-        known = [node.accelerator.memory_bytes for node in self.nodes if node.accelerator.memory_bytes is not None]
-        return min(known, default=None)
+        return self.memory_of(range(self.devices))
+
+    def memory_of(self, devices: Iterable[int]) -> float | None:
+        """Bytes that a process may fill on each of ``devices``: those of the smallest; None where none is known."""
+        kinds = {self.accelerator(device) for device in devices}
+        return min((kind.memory_bytes for kind in kinds if kind.memory_bytes is not None), default=None)
 
     @property
     def devices_per_node(self) -> int:

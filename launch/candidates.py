@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 
 from auto3d.capture.graph import Graph
+from auto3d.cluster import Cluster
 from auto3d.cost.memory import in_gib, predict
 from auto3d.errors import InputError
 from auto3d.partition.stage import cut
@@ -130,11 +131,10 @@ def task(recipe: LoadedRecipe) -> Task:
 def runnable_maker(recipe: LoadedRecipe, graph_at: Callable[[int], Graph]) -> PlanMaker:
     """Makes plans that this build can run, and whose bytes, as the runtime counts them, fit."""
     subject = captured_subject(recipe, graph_at)
-    emulated, memory = emulation(recipe.values), recipe.values.cluster.memory_gib
-    copies = state_copies(optimizer_settings(recipe.values))
+    emulated, machine = emulation(recipe.values), cluster(recipe)
 
     def missing(plan: Plan) -> str:
-        return "" if memory is None else shortage(graph_at(samples_at_once(plan)), plan, memory * 2**30, copies)
+        return shortage_here(recipe, machine, plan, graph_at)
 
     def check(plan: Plan) -> None:
         if plan.tp != 1:
@@ -149,18 +149,39 @@ def runnable_maker(recipe: LoadedRecipe, graph_at: Callable[[int], Graph]) -> Pl
     return PlanMaker(subject, model, task(recipe), shortage=missing, check=check)
 
 
-def shortage(graph: Graph, plan: Plan, memory_bytes: float, optimizer_copies: int) -> str:
-    """Why ``plan`` does not fit into devices of ``memory_bytes``, by its estimate; nothing where it does."""
-    needed = predict(graph, plan, schedule_of(plan), optimizer_copies=optimizer_copies)
-    device = max(range(plan.pp), key=lambda device: needed[device].total)
-    if needed[device].total <= memory_bytes:
+def check_memory(recipe: LoadedRecipe, plan: Plan, graph_at: Callable[[int], Graph]) -> None:
+    """Raise PlanError where the recipe's devices have not the memory that ``plan`` needs, by its estimate."""
+    if missing := shortage_here(recipe, cluster(recipe), plan, graph_at):
+        raise PlanError(f"{missing}; cluster.memory_gib sets the GiB that a process may fill")
+
+
+def shortage_here(recipe: LoadedRecipe, machine: Cluster, plan: Plan, graph_at: Callable[[int], Graph]) -> str:
+    """As ``shortage``, on ``machine``, the recipe's cluster; the model is not captured where no memory is known."""
+    if machine.memory_bytes is None:
         return ""
-    return f"infeasible: pipeline device {device} needs {needed[device]}; a device has {in_gib(memory_bytes)} GiB"
+    copies = state_copies(optimizer_settings(recipe.values))
+    return shortage(graph_at(samples_at_once(plan)), plan, machine, copies)
+
+
+def shortage(graph: Graph, plan: Plan, machine: Cluster, optimizer_copies: int) -> str:
+    """Why ``plan`` does not fit into the devices that it is placed on, by its estimate; nothing where it does."""
+    short: dict[int, float] = {}  # pipeline device -> bytes that it lacks
+    needed = predict(graph, plan, schedule_of(plan), optimizer_copies=optimizer_copies)
+    memory = [machine.memory_of(ranks) for ranks in plan.placement]
+    for device, has in enumerate(memory):
+        if has is not None and needed[device].total > has:
+            short[device] = needed[device].total - has
+    if not short:
+        return ""
+    device = max(short, key=short.__getitem__)
+    return f"infeasible: pipeline device {device} needs {needed[device]}; a device has {in_gib(memory[device])} GiB"
 
 
 def check_memory_known(recipe: LoadedRecipe, key: str) -> None:
-    if recipe.values.cluster.memory_gib is None:
-        raise recipe.error(key, "found auto, which needs cluster.memory_gib: the GiB that a process may fill")
+    """Raise RecipeError where nothing says how much memory a device has, which ``key``: auto needs."""
+    if cluster(recipe).memory_bytes is None:
+        problem = "found auto, which needs cluster.memory_gib: the GiB that a process may fill"
+        raise recipe.error(key, f"{problem}, or an accelerator that has memory_gib")
 
 
 def runnable(recipe: LoadedRecipe, found: Sequence[Listed]) -> list[Plan]:

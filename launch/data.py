@@ -7,7 +7,7 @@ from launch.schema import Recipe
 
 def data_settings(recipe: Recipe) -> DataSettings:
     inputs = {
-        name: InputField(kind=i.kind, shape=tuple(i.shape), high=i.high) for name, i in recipe.data.inputs.items()
+        name: InputField(**{**vars(given), "shape": tuple(given.shape)}) for name, given in recipe.data.inputs.items()
     }
     return DataSettings(
         source=recipe.data.source,

@@ -6,14 +6,16 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
+from functools import partial
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from auto3d.capture.errors import error_line
+from auto3d.capture.errors import CaptureError, error_line
 from auto3d.capture.graph import Graph
 from auto3d.capture.model import CapturedModel, capture, without_collection
+from launch.architecture import architecture, unset_key
 from launch.data import data_settings
 from launch.output import stdout_to_stderr
 from launch.recipe import RECIPES, LoadedRecipe
@@ -29,15 +31,28 @@ def captured_model(recipe: LoadedRecipe, micro_batch_size: int) -> CapturedModel
         try:
             specs = data_settings(recipe.values).input_specs()
             return capture(build, specs, micro_batch_size, device=device(recipe.values))
+        except CaptureError as error:
+            if recipe.values.model.architecture and (key := unset_key(recipe, str(error))):
+                problem = f"none given, and the model needs it: give a value, such as 0 for the id of a token ({error})"
+                raise recipe.error(f"model.config.{key}", problem) from None
+            raise
         except SystemExit as error:
             raise recipe.error("model", f"its code ended the program: {told(error)}") from None
 
 
 def build_function(recipe: LoadedRecipe) -> Callable[[], nn.Module]:
     """A function that builds the recipe's model; raises RecipeError if there is no such model."""
-    if recipe.values.model.factory is not None:
-        return _factory(recipe)
-    return _architecture(recipe)
+    make = architecture(recipe) if recipe.values.model.factory is None else _factory(recipe)
+    plain = recipe.values.model.forward
+    if not plain:
+        return make
+
+    def build() -> nn.Module:
+        module = make()
+        module.forward = partial(module.forward, **plain)
+        return module
+
+    return build
 
 
 class Weights(Mapping[str, torch.Tensor]):
@@ -85,48 +100,6 @@ def initial_weights(recipe: LoadedRecipe, graph: Graph) -> Weights | None:
             shapes = f"{list(weights.shape(name))}, the model's has {list(known[name].shape)}"
             raise recipe.error("model.weights", f"found {file!r}, whose {name} has shape {shapes}")
     return weights
-
-
-def _architecture(recipe: LoadedRecipe) -> Callable[[], nn.Module]:
-    import transformers  # slow to import, and not needed for a factory
-
-    transformers.logging.set_verbosity_error()
-    name = recipe.values.model.architecture
-    model_class = getattr(transformers, name, None)
-    if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
-        near = get_close_matches(name, dir(transformers), n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise recipe.error("model.architecture", f"found {name!r}; it takes a model class of transformers{hint}")
-    known = model_class.config_class()
-    values = dict(recipe.values.model.config)
-    for key in values:
-        if not hasattr(known, key):  # transformers itself would take any key without a word
-            names = sorted(known.to_dict())
-            near = get_close_matches(key, names, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise recipe.error(f"model.config.{key}", f"unknown; {hint}{name} takes {', '.join(names)}")
-    if hasattr(known, "use_cache"):
-        values.setdefault("use_cache", False)  # past keys and values are of no use in training
-    try:
-        config = model_class.config_class(**values)
-    except Exception as error:  # each configuration class checks in its own way
-        raise recipe.error("model.config", f"refused by {name}: {' '.join(str(error).split())}") from None
-    _check_sizes(recipe, config)
-    return lambda: model_class(config)
-
-
-def _check_sizes(recipe: LoadedRecipe, config: object) -> None:
-    """Sizes of the data that would be an index error deep inside the model."""
-    data = recipe.values.data
-    positions = getattr(config, "max_position_embeddings", None)
-    if isinstance(positions, int) and data.sequence_length > positions:
-        problem = f"found {data.sequence_length}; the model has {positions} positions: it takes at most that"
-        raise recipe.error("data.sequence_length", problem)
-    tokens = 256 if data.source == "text" else data.vocabulary_size
-    vocabulary = getattr(config, "vocab_size", None)
-    if isinstance(vocabulary, int) and vocabulary < tokens:
-        key = "model.config.vocab_size"
-        raise recipe.error(key, f"found {vocabulary}; the data has {tokens} different tokens: it takes at least that")
 
 
 def _factory(recipe: LoadedRecipe) -> Callable[[], nn.Module]:

@@ -1,6 +1,6 @@
 """`auto3d partition`: cut a recipe's model into stages by a method, and tell what each of them is."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from math import prod
 from typing import Any
@@ -8,8 +8,12 @@ from typing import Any
 from tabulate import tabulate
 
 from auto3d.capture.graph import Graph
+from auto3d.cluster import Cluster, Link
+from auto3d.cost.model import MOMENTS
+from auto3d.cost.times import times_of
+from auto3d.cost.work import ELEMENT_BYTES, PRECISION_BYTES, work_of
 from auto3d.partition import Partition, Request, partition
-from auto3d.partition.cost import PartitionCosts, analytic, parameter_bytes
+from auto3d.partition.cost import PartitionCosts, parameter_bytes
 from auto3d.partition.draw_svg import draw_svg
 from auto3d.partition.merak import Sharding
 from auto3d.partition.stage import Stage, cut
@@ -17,6 +21,7 @@ from auto3d.search.partitioned import plan_of
 from launch.capture import PlanningModel, default_micro_batch_size
 from launch.output import print_json, write_text
 from launch.recipe import LoadedRecipe
+from launch.settings import cluster, training, with_memory
 
 
 def print_partition(
@@ -32,22 +37,25 @@ def print_partition(
     svg: str | None,
     plan_file: str | None,
 ) -> None:
-    """Cut the recipe's model by ``method`` and print its stages; costs are those of the analytic model.
+    """Cut the recipe's model by ``method`` and print its stages; costs are those of the slowest device of its cluster.
 
+    ``memory_gib``: of a device, instead of the recipe's.
     ``plan_file``: write the plan of these stages there, for `auto3d train --plan`.
     """
     model = PlanningModel(recipe, fresh=fresh)
     graph_at = cache(model.graph)
-    memory = float("inf") if memory_gib is None else memory_gib * 2**30
+    machine = cluster(recipe)
+    if memory_gib is not None:
+        machine = with_memory(machine, memory_gib * 2**30)
     request = Request(
         graph_at=graph_at,
-        costs_of=lambda graph: analytic(graph, memory_bytes=memory),
+        costs_of=costs_on(machine, recipe, stages=stages),
         sharding=model.sharding(graph_at(micro_batch_size or default_micro_batch_size(recipe)), subgraphs),
         stages=stages,
         micro_batch_size=micro_batch_size or default_micro_batch_size(recipe),
         global_batch=recipe.values.training.global_batch,
-        nodes=recipe.values.cluster.nodes,
-        devices_per_node=recipe.values.cluster.devices_per_node,
+        nodes=len(machine.nodes),
+        devices_per_node=machine.devices_per_node,
         equal_shares=plan_file is not None,
     )
     graph, sharding, costs = request.graph, request.sharding, request.costs
@@ -56,6 +64,8 @@ def print_partition(
         "method": method,
         "graph": graph.fingerprint,
         "micro_batch_size": graph.micro_batch_size,
+        "device": machine.slowest(range(machine.devices)).name,  # the slowest kind
+        "memory_bytes": machine.memory_bytes,
         "subgraphs": len(sharding.subgraphs),
         "micro_batches": found.micro_batches,
         "pipelines": found.pipelines,
@@ -76,6 +86,41 @@ def print_partition(
         print(f"written: {svg}")
     if plan_file:
         print(f"train under it: {recipe.command('train', '--plan', plan_file, without='plan')}")
+
+
+def costs_on(machine: Cluster, recipe: LoadedRecipe, *, stages: int | None) -> Callable[[Graph], PartitionCosts]:
+    """What operations cost on ``machine``, wherever a stage comes to lie: on its slowest kind, with the least memory.
+
+    Messages take the slowest link among the first ``stages`` devices; None: inside the first node.
+    """
+    accelerator, how = machine.slowest(range(machine.devices)), training(recipe.values)
+    link = _slowest_link(machine, machine.nodes[0].devices if stages is None else min(stages, machine.devices))
+    weight = PRECISION_BYTES[how.precision]
+    state = weight + how.sync_bytes + how.master_bytes + 4 * MOMENTS[how.optimizer]
+
+    def costs_of(graph: Graph) -> PartitionCosts:
+        everything = (0, len(graph.nodes))  # only tensor parallelism asks for subgraphs
+        work = work_of(graph, everything, precision=how.precision, fused=recipe.values.prediction.fused)
+        times = times_of(work, accelerator)
+        return PartitionCosts(
+            forward_s=tuple(map(float, times.forward[1:] - times.forward[:-1])),
+            backward_s=tuple(map(float, times.backward[1:] - times.backward[:-1])),
+            latency_s=link.latency_s,
+            bandwidth=link.bandwidth,
+            memory_bytes=float("inf") if machine.memory_bytes is None else machine.memory_bytes,
+            state_factor=state / ELEMENT_BYTES,
+            activation_factor=weight / ELEMENT_BYTES,
+        )
+
+    return costs_of
+
+
+def _slowest_link(machine: Cluster, devices: int) -> Link:
+    """Of the links that the first ``devices`` talk to their neighbours over."""
+    nodes = [machine.nodes[number] for number in dict.fromkeys(machine.node_of[:devices])]
+    inside = [node.inside for node in nodes if node.devices > 1]
+    outside = [node.outside for node in nodes if node.outside is not None and len(nodes) > 1]
+    return min([*inside, *outside] or [nodes[0].inside], key=lambda link: link.bandwidth)
 
 
 def _record(graph: Graph, sharding: Sharding, costs: PartitionCosts, found: Partition) -> dict[str, Any]:
@@ -176,7 +221,7 @@ def _table(record: dict[str, Any]) -> str:
     return (
         f"{tabulate(rows, headings, colalign=align, disable_numparse=True)}\n\n"
         f"balance (max / mean): {balance}; {record['method']}, {record['subgraphs']} subgraphs, micro-batches of "
-        f"{record['micro_batch_size']}; time is analytic, forward and backward"
+        f"{record['micro_batch_size']}; time is predicted, forward and backward, on the slowest kind of device"
     )
 
 

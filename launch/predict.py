@@ -24,7 +24,7 @@ from launch.candidates import task
 from launch.costs import cost_model, subject_of
 from launch.output import print_json
 from launch.profile import basis
-from launch.recipe import LoadedRecipe, load
+from launch.recipe import LoadedRecipe
 from launch.schema import PlanRecipe
 
 DEGREES = ("micro_batch_size", "tp", "dp", "pp")
@@ -132,7 +132,7 @@ def bind(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> Iterator[Bo
 
     @cache
     def maker_of(overrides: tuple[str, ...]) -> tuple[LoadedRecipe, PlanMaker]:
-        changed = load(recipe.written, [*recipe.overrides, *overrides]) if overrides else recipe
+        changed = recipe.changed(overrides) if overrides else recipe
         values = changed.values
         known = f"{values.model} {values.data} {values.prediction}"
         subject = subjects.setdefault(known, subjects.get(known) or subject_of(changed))

@@ -7,33 +7,27 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
 from glob import glob
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
-from auto3d.errors import InputError
 from launch.keys import accepted, accepts, group_schema, groups, schema_of
-from launch.schema import AcceleratorRecipe, Recipe
+from launch.overrides import KeyPath, file_names, nested, read_overrides, read_path, replaced, write_path
+from launch.recipe_error import COMMAND_LINE, RecipeError
+from launch.schema import INPUT_KEYS, TOKEN_KINDS, AcceleratorRecipe, InputRecipe, Recipe
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
-COMMAND_LINE = "command line"
 _GROUPS = ", ".join(groups())
 NAMED_GROUPS = {"model": "models", "cluster": "clusters"}  # groups that may name a file of recipes/
-
-
-class RecipeError(InputError):
-    """A recipe that cannot be used; the message is one line for its author."""
-
-    def __init__(self, file: Path | str, key: str, problem: str) -> None:
-        super().__init__(f"{file}: {key}: {problem}" if key else f"{file}: {problem}")
 
 
 @dataclass(frozen=True)
@@ -72,11 +66,21 @@ class LoadedRecipe:
         return [override for override in self.overrides if re.split(r"[.=[]", override, maxsplit=1)[0] == group]
 
     def command(self, verb: str, *options: str, without: str = "") -> str:
-        """The shell command that does ``verb`` with this recipe as the user wrote it, less one group."""
+        """The shell command that does ``verb`` with this recipe as the user wrote it, less one group.
+
+        Overrides among the ``options`` replace the user's own of the same keys.
+        """
         dropped = self.overrides_of(without)
         kept = [override for override in self.overrides if override not in dropped]
+        changes = [option for option in options if "=" in option and not option.startswith("-")]
+        others = [option for option in options if option not in changes]
         on_path = shutil.which("auto3d") or Path(sys.argv[0]).name != "auto3d"
-        return shlex.join(["auto3d" if on_path else sys.argv[0], verb, self.written, *kept, *options])
+        program = "auto3d" if on_path else sys.argv[0]
+        return shlex.join([program, verb, self.written, *replaced(kept, changes), *others])
+
+    def changed(self, overrides: Sequence[str]) -> "LoadedRecipe":
+        """This recipe with further ``overrides``, which replace the user's own of the same keys."""
+        return load(self.written, replaced(self.overrides, overrides))
 
     def follow_up(self, verb: str, *options: str) -> str:
         """The shell command that does ``verb`` with what was run last of this recipe, whatever its overrides were."""
@@ -104,7 +108,7 @@ def load(name: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
     Raises RecipeError if anything in it is unknown, of a wrong type, impossible by itself or together.
     """
     file = _find(COMMAND_LINE, name, folder="", what="recipe")
-    recipe, sources = _typed(file, _read(file), _parse_overrides(overrides))
+    recipe, sources = _typed(file, _read(file), read_overrides(overrides))
     _check_values(recipe, sources)
     _check_together(recipe, sources)
     return LoadedRecipe(file.stem, recipe, name, tuple(overrides), file.resolve().parent, sources)
@@ -135,22 +139,19 @@ def _read(file: Path) -> dict[Any, Any]:
     return raw
 
 
-def _parse_overrides(overrides: Sequence[str]) -> dict[Any, Any]:
-    for override in overrides:
-        if "=" not in override:
-            raise RecipeError(COMMAND_LINE, override, "not an override; write group.key=value")
-    try:
-        return OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)))
-    except (YAMLError, OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
-        raise RecipeError(COMMAND_LINE, " ".join(overrides), f"not readable: {str(error).splitlines()[0]}") from None
+def _typed(file: Path, raw: dict[Any, Any], overrides: Mapping[KeyPath, Any]) -> tuple[Recipe, "_Sources"]:
+    """Merge the schema's defaults, named files, the recipe and the overrides, each checked against the schema.
 
-
-def _typed(file: Path, raw: dict[Any, Any], overrides: dict[Any, Any]) -> tuple[Recipe, "_Sources"]:
-    """Merge the schema's defaults, named files, the recipe and the overrides, each checked against the schema."""
+    Overrides that take a whole file come first, and items of lists last.
+    """
+    names = file_names(overrides)
+    items = {path: value for path, value in overrides.items() if any(isinstance(part, int) for part in path)}
+    rest = {path: value for path, value in overrides.items() if path not in items}
+    keys = {path: value for path, value in rest.items() if len(path) > 1 or path[0] not in names}
     sources = _Sources(file, overrides)
     defaults = OmegaConf.structured(Recipe)
     typed = {group: None if defaults[group] is None else _defaults(group) for group in groups()}
-    for where, layer in ((file, raw), (COMMAND_LINE, overrides)):
+    for where, layer in ((file, raw), (COMMAND_LINE, names), (COMMAND_LINE, nested(keys))):
         for group, content in layer.items():
             if group not in groups():
                 raise _unknown(where, str(group), groups())
@@ -163,6 +164,8 @@ def _typed(file: Path, raw: dict[Any, Any], overrides: dict[Any, Any]) -> tuple[
             if not isinstance(content, dict):
                 raise RecipeError(where, group, f"found {content!r}; it takes the keys of this group")
             typed[group] = _merge(where, group, typed[group] or _defaults(group), content)
+    for path, value in items.items():
+        _set_item(typed, path, value)
     whole = OmegaConf.create({group: present for group, present in typed.items() if present is not None})
     try:
         OmegaConf.resolve(whole)  # ${…} may refer to any key, so this comes last
@@ -186,11 +189,34 @@ def _merge(where: Path | str, group: str, present: DictConfig, layer: dict[Any, 
         except (OmegaConfBaseException, TypeError, RecursionError) as error:
             if getattr(error, "full_key", None):
                 full_key = f"{group}.{error.full_key}"
-            if isinstance(error, ConfigKeyError):
-                raise _unknown(where, full_key, [item.name for item in fields(schema_of(full_key)[0])]) from None
             found = OmegaConf.select(OmegaConf.create({group: layer}), full_key)
-            raise RecipeError(where, full_key, f"found {found!r}; it takes {accepted(*schema_of(full_key))}") from None
+            raise _refused(where, full_key, found, error) from None
     return present
+
+
+def _set_item(typed: dict[str, DictConfig | None], path: KeyPath, value: Any) -> None:
+    """Set what an override says of an item of a list, which is already there."""
+    group, place = path[0], next(place for place, part in enumerate(path) if isinstance(part, int))
+    if group not in groups():
+        raise _unknown(COMMAND_LINE, str(group), groups())
+    full_key, list_key = write_path(path), write_path(path[:place])
+    present = typed[group] or _defaults(group)
+    items = OmegaConf.select(present, write_path(path[1:place])) if place > 1 else None
+    if not isinstance(items, ListConfig) or path[place] >= len(items):
+        count = len(items) if isinstance(items, ListConfig) else "no list"
+        problem = f"there is no such item; {list_key} has {count}: give the whole list, as in {list_key}=[…]"
+        raise RecipeError(COMMAND_LINE, full_key, problem)
+    try:
+        OmegaConf.update(present, full_key.removeprefix(f"{group}."), value)
+    except (OmegaConfBaseException, TypeError) as error:
+        raise _refused(COMMAND_LINE, full_key, value, error) from None
+    typed[group] = present
+
+
+def _refused(where: Path | str, full_key: str, found: Any, error: Exception) -> RecipeError:
+    if isinstance(error, ConfigKeyError):
+        return _unknown(where, full_key, [item.name for item in fields(schema_of(full_key)[0])])
+    return RecipeError(where, full_key, f"found {found!r}; it takes {accepted(*schema_of(full_key))}")
 
 
 def _find(where: Path | str, name: str, *, folder: str, what: str) -> Path:
@@ -214,18 +240,17 @@ def _unknown(where: Path | str, full_key: str, known: Sequence[str]) -> RecipeEr
 class _Sources:
     """Which file a key's value came from, for messages."""
 
-    def __init__(self, file: Path, overrides: dict[Any, Any]) -> None:
+    def __init__(self, file: Path, overrides: Mapping[KeyPath, Any]) -> None:
         self.file = file
         self.named: dict[str, Path] = {}
         self._overrides = overrides
 
     def of(self, full_key: str) -> Path | str:
-        found: Any = self._overrides
-        for name in full_key.split("[")[0].split("."):
-            found = found.get(name) if isinstance(found, dict) else None
-        if found is not None:
-            return COMMAND_LINE
-        return self.named.get(full_key.split(".")[0], self.file)
+        key, names = read_path(full_key), file_names(self._overrides)
+        for path in self._overrides:
+            if path[: len(key)] == key or (key[: len(path)] == path and not (len(path) == 1 and path[0] in names)):
+                return COMMAND_LINE
+        return self.named.get(str(key[0]), self.file) if key else self.file
 
 
 # Checking
@@ -275,10 +300,38 @@ def _check_together(recipe: Recipe, sources: _Sources) -> None:
     if recipe.emulation is not None and recipe.training.compute != "emulated":
         problem = f"belongs to training.compute: emulated, but that is {recipe.training.compute}: leave it out"
         raise RecipeError(sources.of("emulation"), "emulation", problem)
+    for name, field in recipe.data.inputs.items():
+        if problem := _of_input(field, recipe.data.sequence_length):
+            full_key = f"data.inputs.{name}.{problem[0]}"
+            raise RecipeError(sources.of(full_key), full_key, problem[1])
+    for name in recipe.model.forward:
+        if name in recipe.data.inputs:
+            full_key = f"model.forward.{name}"
+            raise RecipeError(sources.of(full_key), full_key, "is one of data.inputs too; give one of them")
     _check_data_files(recipe, sources.of("data.files"))
     if model.weights is not None and not Path(model.weights).is_file():
         problem = f"found {model.weights!r}; there is no such file"
         raise RecipeError(sources.of("model.weights"), "model.weights", problem)
+
+
+def _of_input(field: InputRecipe, sequence_length: int) -> tuple[str, str] | None:
+    """A key of the input that does not go with the others, and why."""
+    default = InputRecipe()
+    for name in vars(field):
+        if name != "kind" and name not in INPUT_KEYS[field.kind] and getattr(field, name) != getattr(default, name):
+            takes = ", ".join(INPUT_KEYS[field.kind])
+            return name, f"found {getattr(field, name)!r}, but the kind is {field.kind}, which takes {takes}"
+    if field.low >= field.high:
+        return "low", f"found {field.low}, and high is {field.high}: it takes less than that"
+    if field.kind == "mask" and field.count > prod(field.shape):
+        return (
+            "count",
+            f"found {field.count} in {prod(field.shape)} places; it takes at most that, the product of shape",
+        )
+    places = field.shape[0] if field.shape else 0 if field.kind == "integers" else sequence_length
+    if field.prefix_length > places:
+        return "prefix_length", f"found {field.prefix_length} of {places} places; it takes at most that"
+    return None
 
 
 def _check_data_files(recipe: Recipe, where: Path | str) -> None:
@@ -290,6 +343,7 @@ def _check_data_files(recipe: Recipe, where: Path | str) -> None:
         if not file.is_file():
             raise RecipeError(where, "data.files", f"found {str(file)!r}, which is no file; give dir/* for its files")
     total, least = sum(file.stat().st_size for file in files), recipe.data.sequence_length + 1
-    if files and recipe.data.source == "text" and total < least:
+    reads = not recipe.data.inputs or any(field.kind in TOKEN_KINDS for field in recipe.data.inputs.values())
+    if files and reads and recipe.data.source == "text" and total < least:
         problem = f"found {total} bytes in {len(files)} files; one sample needs {least}: data.sequence_length + 1"
         raise RecipeError(where, "data.files", problem)

@@ -36,7 +36,7 @@ class Tried:
 def try_shares(recipe: LoadedRecipe, report: Callable[[Tried], None]) -> float | None:
     """The largest α₁ whose trial does not run out of memory, by bisection; None where none fits, or a trial failed.
 
-    The first try is the largest that the estimate has room for, where ``cluster.memory_gib`` is known. Each is a trial
+    The first try is the largest that the estimate has room for, where a device's memory is known. Each is a trial
     of the recipe's plan: kept in the store, never run twice. That more memory is needed the more is kept, is assumed.
     """
     check_place(recipe)
@@ -51,11 +51,11 @@ def try_shares(recipe: LoadedRecipe, report: Callable[[Tried], None]) -> float |
     bounds = shard(graph).bounds
     shares = Shares(base, lambda stage: subgraph_starts(graph, stage, bounds))
     plans = [(share, shares.plan(share)) for share in shares.first]
-    memory, copies = cluster(recipe).memory_bytes, state_copies(optimizer_settings(recipe.values))
+    machine, copies = cluster(recipe), state_copies(optimizer_settings(recipe.values))
     low, high = -1, len(plans)  # the largest that is known to fit, the smallest that is known not to
     probe = (low + high) // 2
-    if memory is not None:
-        fitting = [n for n, (_, plan) in enumerate(plans) if not candidates.shortage(graph, plan, memory, copies)]
+    if machine.memory_bytes is not None:
+        fitting = [n for n, (_, plan) in enumerate(plans) if not candidates.shortage(graph, plan, machine, copies)]
         probe = max(fitting, default=0)
     with held(recipe):
         while high - low > 1:

@@ -16,6 +16,14 @@ AUTO = "auto"
 LARGEST_BATCH, LARGEST_NODES, LARGEST_NODE = 10**5, 10**4, 10**3
 LARGEST_INTEGER = 2**63  # of a tensor
 LARGEST_TIME_S = 10**8
+TOKEN_KINDS = ("tokens", "next-tokens")
+INPUT_KEYS = {  # kind of an input -> the keys that it takes
+    **dict.fromkeys(TOKEN_KINDS, ("prefix", "prefix_length")),
+    "integers": ("shape", "low", "high", "prefix", "prefix_length"),
+    "normal": ("shape",),
+    "constant": ("shape", "value"),
+    "mask": ("shape", "count"),
+}
 RECOMPUTE = {"choices": ("none", "full", AUTO), "least": 0, "most": 1}
 
 
@@ -71,6 +79,11 @@ class ModelRecipe:
     config: dict[str, Any] = key({}, "keys of that class's configuration; the others keep its defaults")
     factory: str | None = key(None, "instead of architecture: package.module:function that makes an nn.Module")
     arguments: dict[str, Any] = key({}, "keyword arguments of the factory")
+    forward: dict[str, Any] = key(
+        {},
+        "plain keyword arguments of the model's forward beside data.inputs, as in {return_loss: true}",
+        values=(bool, int, float, str),
+    )
     weights: str | None = key(None, "a safetensors file with initial weights; none: drawn from training.seed")
     layers: str | None = key(None, "instead of both, to predict alone: a CSV file of measured layers (docs/cost.md)")
     layers_of: str | None = key(None, "of layers: whose rows of the column model")
@@ -81,11 +94,20 @@ class ModelRecipe:
 class InputRecipe:
     kind: str = key(
         "tokens",
-        "tokens, the same tokens one later, uniform integers, or normal numbers",
-        choices=("tokens", "next-tokens", "integers", "normal"),
+        "tokens, the same tokens one later, uniform integers, normal numbers, one value everywhere, or booleans with a "
+        "fixed number of true ones (docs/models.md)",
+        choices=tuple(INPUT_KEYS),
     )
-    shape: list[int] = key([], "of integers and normal: sizes of one sample", least=1, below=LARGEST_INTEGER)
+    shape: list[int] = key([], "of all but tokens: sizes of one sample", least=1, below=LARGEST_INTEGER)
+    low: int = key(0, "of integers: they are at least this", least=-LARGEST_INTEGER, below=LARGEST_INTEGER)
     high: int = key(2, "of integers: they are below this", least=1, below=LARGEST_INTEGER)
+    value: bool | int | float = key(1, "of constant: its type is the input's")
+    count: int = key(1, "of mask: so many are true", least=0, below=LARGEST_INTEGER)
+    prefix: int = key(
+        0, "of tokens and integers: the first are this, as in the id of an image's tokens, or -100 for no label",
+        least=-LARGEST_INTEGER, below=LARGEST_INTEGER,
+    )  # fmt: skip
+    prefix_length: int = key(0, "of tokens and integers: how many are prefix", least=0, below=LARGEST_INTEGER)
 
 
 @dataclass
@@ -139,7 +161,8 @@ class ClusterRecipe(NodesRecipe):
     device: str = key("cpu", "what a process computes on", choices=("cpu", "cuda"))
     memory_gib: float | None = key(
         None,
-        "GiB that a process may fill on its device: plans that need more are refused; none: that of the accelerator",
+        "GiB that a process may fill on each device: plans that need more are refused; none: memory_gib of each node's "
+        "accelerator, which is what a process may fill and not the data sheet's",
         least=0.001,
     )
 
@@ -333,7 +356,7 @@ class PlanRecipe:
     recompute: int | float | str = key(
         "none",
         "what stages run again for the backward; a number: all but this share of the first stage's subgraphs, and of "
-        "the others' as large a share as costs equal memory; auto: the largest for which cluster.memory_gib has room",
+        "the others' as large a share as costs equal memory; auto: the largest for which the devices have memory",
         **RECOMPUTE,
     )
     shard_optimizer: bool = key(

@@ -11,7 +11,7 @@ from launch.candidates import check_memory_known, task
 from launch.costs import cost_model, planning_subject
 from launch.recipe import LoadedRecipe
 from launch.schema import AUTO
-from launch.settings import cluster, emulation, search_space
+from launch.settings import emulation, search_space
 
 
 def search_recipe(recipe: LoadedRecipe, tell: Callable[[int, float], None] | None = None) -> Search:
@@ -20,7 +20,7 @@ def search_recipe(recipe: LoadedRecipe, tell: Callable[[int, float], None] | Non
     ``tell`` hears how many candidates were looked at, and of the best time so far.
     """
     settings = recipe.values.search
-    if AUTO in settings.recompute and cluster(recipe).memory_bytes is None:
+    if AUTO in settings.recompute:
         check_memory_known(recipe, "search.recompute")
     subject, emulated = planning_subject(recipe), emulation(recipe.values)
 

@@ -13,25 +13,32 @@ from launch.schema import LinkRecipe, Recipe
 
 
 def cluster(recipe: LoadedRecipe) -> Cluster:
-    """The recipe's cluster; raises RecipeError where an accelerator is not known or not whole."""
+    """The recipe's cluster, and the one place that says how much memory its devices have.
+
+    Raises RecipeError where an accelerator is not known or not whole.
+    """
     values = recipe.values.cluster
     nodes = []
     for number, kind in enumerate([values, *values.more]):
         where = f"cluster.more[{number - 1}]" if number else "cluster"
-        accelerator = _accelerator(recipe, f"{where}.accelerator", kind.accelerator)
-        if values.memory_gib is not None:
-            accelerator = replace(accelerator, memory_bytes=values.memory_gib * 2**30)
         node = Node(
             devices=kind.devices_per_node,
-            accelerator=accelerator,
+            accelerator=_accelerator(recipe, f"{where}.accelerator", kind.accelerator),
             inside=_link(kind.inside),
             outside=None if kind.outside is None else _link(kind.outside),
         )
         nodes += [node] * kind.nodes
     try:
-        return Cluster(nodes=tuple(nodes), device=values.device)
+        found = Cluster(nodes=tuple(nodes), device=values.device)
     except ClusterError as error:
         raise recipe.error("cluster", str(error)) from None
+    return found if values.memory_gib is None else with_memory(found, values.memory_gib * 2**30)
+
+
+def with_memory(machine: Cluster, memory_bytes: float) -> Cluster:
+    """``machine`` with so much memory that a process may fill on each of its devices."""
+    nodes = (replace(node, accelerator=replace(node.accelerator, memory_bytes=memory_bytes)) for node in machine.nodes)
+    return Cluster(nodes=tuple(nodes), device=machine.device)
 
 
 def _link(values: LinkRecipe) -> Link:

@@ -77,6 +77,8 @@ def planned(
     captured = captured_at(samples_at_once(plan))
     settings = training_settings(values, iterations=values.training.iterations)
     with _errors_naming(plan_file):
+        if given:
+            candidates.check_memory(recipe, plan, lambda size: captured_at(size).graph)
         check_plan(captured, plan, settings)
     return PlannedTraining(training_of(recipe, plan), captured, settings)
 

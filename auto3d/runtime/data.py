@@ -8,6 +8,7 @@ import sysconfig
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,8 @@ from auto3d.capture.export import InputSpec
 from auto3d.errors import InputError
 
 SOURCES = ("text", "synthetic")
-KINDS = ("tokens", "next-tokens", "integers", "normal")
+TOKEN_KINDS = ("tokens", "next-tokens")
+KINDS = (*TOKEN_KINDS, "integers", "normal", "constant", "mask")
 BYTE_VALUES = 256
 
 
@@ -30,16 +32,39 @@ class InputField:
     """How one input of the model is made.
 
     ``tokens``: a window of the corpus; ``next-tokens``: the same window one token later; ``integers``: uniform in
-    [0, high); ``normal``: standard normal. The last two have ``shape``, per sample.
+    [low, high); ``normal``: standard normal; ``constant``: ``value`` everywhere, whose type is the input's;
+    ``mask``: booleans, ``count`` of them true, at random places. All but the first two have ``shape``, per sample.
+    The first ``prefix_length`` entries of tokens and integers are ``prefix`` instead.
     """
 
     kind: str  # one of KINDS
     shape: tuple[int, ...] = ()
+    low: int = 0
     high: int = 2
+    value: bool | int | float = 1
+    count: int = 1
+    prefix: int = 0
+    prefix_length: int = 0
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise DataError(f"kind: {self.kind!r} is not known; there are {', '.join(KINDS)}")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        if self.kind == "constant":
+            return {bool: torch.bool, int: torch.int64, float: torch.float32}[type(self.value)]
+        return {"normal": torch.float32, "mask": torch.bool}.get(self.kind, torch.int64)
+
+    @property
+    def largest(self) -> int | None:
+        """The largest integer that the input may hold, beside tokens of the corpus; None where it holds none."""
+        found = [self.prefix] if self.prefix_length else []
+        if self.kind == "integers":
+            found.append(self.high - 1)
+        if self.kind == "constant" and type(self.value) is int:
+            found.append(self.value)
+        return max(found, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +80,16 @@ class DataSettings:
             raise DataError(f"source: {self.source!r} is not known; there are {', '.join(SOURCES)}")
 
     def input_specs(self) -> dict[str, InputSpec]:
-        def spec(field: InputField) -> InputSpec:
-            if field.kind in ("tokens", "next-tokens"):
-                return InputSpec(shape=(self.sequence_length,), dtype=torch.int64)
-            return InputSpec(shape=field.shape, dtype=torch.int64 if field.kind == "integers" else torch.float32)
+        return {name: InputSpec(shape=self.shape(field), dtype=field.dtype) for name, field in self.inputs.items()}
 
-        return {name: spec(field) for name, field in self.inputs.items()}
+    def shape(self, field: InputField) -> tuple[int, ...]:
+        """Of one sample of ``field``, one of the inputs."""
+        return (self.sequence_length,) if field.kind in TOKEN_KINDS else field.shape
+
+    @property
+    def num_tokens(self) -> int:
+        """Different tokens that the corpus may have."""
+        return BYTE_VALUES if self.source == "text" else self.vocabulary_size
 
 
 class Batches:
@@ -100,15 +129,14 @@ class Batches:
         for position, (name, field) in enumerate(self._settings.inputs.items(), start=1):
             if name not in names:
                 continue
-            if field.kind in ("tokens", "next-tokens"):
+            if field.kind in TOKEN_KINDS:
                 window = self._window(sample) if window is None else window
                 made[name] = window[:-1] if field.kind == "tokens" else window[1:]
             else:
-                random = np.random.default_rng([self._seed, sample, position])
-                if field.kind == "integers":
-                    made[name] = random.integers(0, field.high, field.shape, dtype=np.int64)
-                else:
-                    made[name] = random.standard_normal(field.shape, dtype=np.float32)
+                made[name] = _drawn(field, np.random.default_rng([self._seed, sample, position]))
+            if field.prefix_length:
+                made[name] = made[name].copy()
+                made[name][: field.prefix_length] = field.prefix
         return {name: np.asarray(value) for name, value in made.items()}
 
     def _window(self, sample: int) -> np.ndarray:
@@ -123,6 +151,18 @@ class Batches:
     @cached_property
     def _corpus(self) -> np.ndarray:
         return read_corpus(self._settings.files, self._settings.sequence_length + 1)
+
+
+def _drawn(field: InputField, random: np.random.Generator) -> np.ndarray:
+    """One sample of a field that does not come from the corpus."""
+    if field.kind == "integers":
+        return random.integers(field.low, field.high, field.shape, dtype=np.int64)
+    if field.kind == "normal":
+        return random.standard_normal(field.shape, dtype=np.float32)
+    if field.kind == "constant":
+        return np.full(field.shape, field.value, dtype=str(field.dtype).removeprefix("torch."))
+    places = np.arange(prod(field.shape))
+    return (random.permutation(places) < field.count).reshape(field.shape)
 
 
 def read_corpus(files: Sequence[str], least: int) -> np.ndarray:

@@ -199,8 +199,7 @@ def _bounds(method: str, pipeline: Pipeline, stages: int, micro_batches: int) ->
 def shortage_of(model: CostModel, plan: Plan) -> str:
     """Why ``plan`` does not fit into the memory of the devices that it is placed on; nothing where it does."""
     for device, needed in enumerate(model.memory(plan)):
-        kinds = dict.fromkeys(model.cluster.accelerator(rank) for rank in plan.placement[device])
-        least = min((kind.memory_bytes for kind in kinds if kind.memory_bytes), default=None)
-        if least is not None and needed > least:
-            return f"pipeline device {device} needs {in_gib(needed)} GiB; it has {in_gib(least)}"
+        memory = model.cluster.memory_of(plan.placement[device])
+        if memory is not None and needed > memory:
+            return f"pipeline device {device} needs {in_gib(needed)} GiB; it has {in_gib(memory)}"
     return ""

@@ -24,8 +24,8 @@ err = _Console(stderr=True, highlight=False)
 def cli(context: click.Context) -> int:
     """Find, run and tabulate the fastest way to train a model with data, tensor and pipeline parallelism.
 
-    RECIPE is the name of a file of recipes/, or a path to a .yaml file. OVERRIDES change single keys of it, as in
-    training.global_batch=32; `auto3d keys` lists them all.
+    RECIPE is the name of a file of recipes/, or a path to a .yaml file. OVERRIDES change keys of it, in any order,
+    as in cluster=a100-80g cluster.nodes=2 training.betas[1]=0.95; `auto3d keys` lists all keys. No key is given twice.
     """
     if context.invoked_subcommand is None:
         print(context.get_help())

@@ -55,7 +55,9 @@ def capture(recipe: str, overrides: tuple[str, ...], **options: Any) -> int:
 @click.option("--stages", type=_COUNT, help="How many; rannc finds that itself.")
 @click.option("--subgraphs", type=_COUNT, help="Into how many to shard first. [as many as there can be]")
 @click.option("--micro-batch-size", type=_COUNT, help="Samples. [that of the recipe's plan, else 1]")
-@click.option("--memory-gib", type=click.FloatRange(min=0, min_open=True), help="Of a device. [enough]")
+@click.option(
+    "--memory-gib", type=click.FloatRange(min=0, min_open=True), help="Of a device. [that of the recipe's cluster]"
+)
 @click.option("--fresh", is_flag=True, help="Capture the model again, whatever the cache holds.")
 @click.option("--json", "as_json", is_flag=True, help="Print one record, in seconds and bytes.")
 @click.option("--svg", type=click.Path(dir_okay=False), help="Write a picture.")

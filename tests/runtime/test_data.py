@@ -67,3 +67,40 @@ def test_synthetic_tokens_fill_the_vocabulary():
     )
     tokens = Batches(settings, seed=1, global_batch=4, micro_batch_size=4).micro_batch(0, 0, ("x",))["x"]
     assert set(np.unique(tokens.numpy())) == set(range(7))
+
+
+def test_kinds_that_need_no_corpus():
+    inputs = {
+        "image": InputField(kind="normal", shape=(3, 4)),
+        "label": InputField(kind="integers", shape=(5,), low=-2, high=3, prefix=-100, prefix_length=2),
+        "ones": InputField(kind="constant", shape=(6,)),
+        "half": InputField(kind="constant", shape=(2, 2), value=0.5),
+        "yes": InputField(kind="constant", value=True),
+        "hidden": InputField(kind="mask", shape=(2, 5), count=4),
+    }
+    settings = DataSettings(source="text", files=("none",), sequence_length=8, vocabulary_size=256, inputs=inputs)
+    batch = Batches(settings, seed=1, global_batch=64, micro_batch_size=64).micro_batch(0, 0, inputs)
+    for name, spec in settings.input_specs().items():
+        assert (batch[name].dtype, batch[name].shape) == (spec.dtype, (64, *spec.shape)), name
+    assert set(batch["label"][:, :2].flatten().tolist()) == {-100}
+    assert set(batch["label"][:, 2:].flatten().tolist()) == {-2, -1, 0, 1, 2}
+    assert torch.equal(batch["ones"], torch.ones(64, 6, dtype=torch.int64))
+    assert torch.equal(batch["half"], torch.full((64, 2, 2), 0.5))
+    assert batch["yes"].all()
+    assert (batch["hidden"].sum((1, 2)) == 4).all()
+    assert len({tuple(sample.flatten().tolist()) for sample in batch["hidden"]}) > 30, "at random places"
+
+
+def test_a_prefix_replaces_the_first_tokens_of_one_input_alone():
+    inputs = {
+        "input_ids": InputField(kind="tokens", prefix=299, prefix_length=3),
+        "labels": InputField(kind="tokens", prefix=-100, prefix_length=5),
+        "plain": InputField(kind="tokens"),
+    }
+    settings = DataSettings(source="text", files=(), sequence_length=16, vocabulary_size=256, inputs=inputs)
+    batch = Batches(settings, seed=1, global_batch=4, micro_batch_size=4).micro_batch(0, 0, inputs)
+    assert (batch["input_ids"][:, :3] == 299).all()
+    assert (batch["labels"][:, :5] == -100).all()
+    assert torch.equal(batch["input_ids"][:, 3:], batch["plain"][:, 3:])
+    assert torch.equal(batch["labels"][:, 5:], batch["plain"][:, 5:])
+    assert batch["plain"].max() < 256

@@ -1,5 +1,7 @@
 """What a search makes of recompute: none, full, a share, or the largest share that fits."""
 
+from dataclasses import replace
+
 import pytest
 
 from auto3d.cluster import Accelerator, Cluster, Node
@@ -20,19 +22,25 @@ from tests.models import captured
 GIB = 2**30
 
 
+def cluster_of(*memory_bytes: float | None) -> Cluster:
+    """Four devices on as many nodes."""
+    nodes = (Node(devices=4 // len(memory_bytes), accelerator=Accelerator(memory_bytes=each)) for each in memory_bytes)
+    return Cluster(nodes=tuple(nodes), device="cpu")
+
+
 def search(recompute, *, schedule=("1f1b",), memory_bytes=None, pp=(4,), size=4) -> list[Listed]:
     space = SearchSpace(
         dp=[1], pp=list(pp), micro_batch_size=[size], schedule=list(schedule), recompute=recompute,
         allow_idle_devices=True,
     )  # fmt: skip
-    cluster = Cluster(nodes=(Node(devices=4, accelerator=Accelerator(memory_bytes=memory_bytes)),), device="cpu")
+    cluster = cluster_of(memory_bytes)
     task = Task(global_batch=32, seed=1)
 
     def graph_at(size):
         return captured("gpt2", size).graph
 
     def missing(plan):
-        return "" if memory_bytes is None else shortage(graph_at(size), plan, memory_bytes, 2)
+        return shortage(graph_at(size), plan, cluster, 2)
 
     subject = CapturedSubject(graph_at, lambda graph: work_of(graph, shard(graph).bounds), lambda g: shard(g).bounds)
     model = CostModel(cluster, Training(), subject.work)
@@ -74,7 +82,14 @@ def test_a_plan_that_cannot_fit_is_refused_with_its_bytes():
     assert refused.reason.endswith(f"a device has {memory / GIB:.3g} GiB")
     (fits,) = search(["none"], memory_bytes=memory + 1)
     assert fits.plan == free.plan
-    assert not shortage(captured("gpt2", 4).graph, free.plan, memory + 1, 2)
+    graph, least = captured("gpt2", 4).graph, needed(free.plan)
+    assert not shortage(graph, free.plan, cluster_of(least), 2)
+    assert not shortage(graph, free.plan, cluster_of(least, None), 2), "what is not known is enough"
+    for small in range(4):
+        nodes = [least if device != small else 1 for device in range(4)]
+        placed = replace(free.plan, placement=((2,), (0,), (1,), (3,)))
+        device = (1, 2, 0, 3)[small]
+        assert f"pipeline device {device} needs" in shortage(graph, placed, cluster_of(*nodes), 2)
 
 
 def test_each_value_makes_its_own_plan():
