@@ -12,7 +12,7 @@ import torch
 
 BLOCKS = 512  # along rows and along columns: each is bounded before any is evaluated
 STRIP_ELEMENTS = 2**24  # evaluated at once, over all operations of an expression
-MOST_ELEMENTS = 2**31  # of one expression that are evaluated
+MOST_ELEMENTS = 2**31  # evaluated of one expression, about 10 s
 
 Bounds = tuple[torch.Tensor, torch.Tensor]  # least and greatest element of each block, in the type of the elements
 
@@ -158,7 +158,7 @@ def _block_bounds(tensor: torch.Tensor, block: int) -> Bounds | None:
     return low, high
 
 
-# Operator -> for each operand whether the result grows with it (1) or falls (-1), in the arithmetic of the machine too.
+# Operator -> sign for each operand: the result grows (1) or falls (-1) with it, after rounding too.
 _COMPARISONS = {aten.le: (-1, 1), aten.lt: (-1, 1), aten.ge: (1, -1), aten.gt: (1, -1)}
 _LOGICAL = {  # of Booleans
     aten.bitwise_and: (1, 1),

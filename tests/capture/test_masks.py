@@ -371,10 +371,42 @@ def expressions(draw, depth: int, boolean: bool):
             return call(aten.abs.default, of_kind(False))
 
 
+ROWS, COLUMNS, _, BYTES, COLUMN_BYTES, _, SOME_NAN, *_ = NUMBERS
+DISTANCE = Pointwise(aten.sub.Tensor, (ROWS, COLUMNS), {}, torch.int64)
+LATER = Pointwise(aten.gt.Tensor, (COLUMNS, ROWS), {}, torch.bool)
+TRAPS_OF_BOUNDS = [
+    Pointwise(
+        aten.lt.Scalar, (Pointwise(aten.sub.Tensor, (BYTES, COLUMN_BYTES), {}, torch.uint8), 128), {}, torch.bool
+    ),
+    Pointwise(
+        aten.lt.Scalar, (Pointwise(aten.to.dtype, (DISTANCE, torch.uint8), {}, torch.uint8), 128), {}, torch.bool
+    ),
+    Pointwise(aten.to.dtype, (DISTANCE, torch.bool), {}, torch.bool),
+    Pointwise(aten.logical_and.default, (DISTANCE, ROWS), {}, torch.bool),
+    Pointwise(aten.gt.Tensor, (SOME_NAN, ROWS), {}, torch.bool),
+    Pointwise(
+        aten.le.Scalar,
+        (Pointwise(aten.masked_fill.Scalar, (ROWS.float(), LATER, float("nan")), {}, torch.float32), 9),
+        {},
+        torch.bool,
+    ),
+]
+
+
+@pytest.mark.parametrize("expression", TRAPS_OF_BOUNDS)
+@pytest.mark.parametrize("block", [3, 10])
+def test_bounds_hold_where_arithmetic_is_treacherous(expression, block):
+    check_bounds(expression, block)
+
+
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(expressions(2, True), st.sampled_from([1, 2, 3, 10]))
 def test_bounds_hold_for_every_element(expression, block):
     """Of integers that overflow, of numbers that are none, of types that are mixed: no bound is ever too narrow."""
+    check_bounds(expression, block)
+
+
+def check_bounds(expression: Pointwise, block: int) -> None:
     value = elements(expression).expand(2, 10, 10)
     blocks = ceil(10 / block)
     surely, possibly = (
