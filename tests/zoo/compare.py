@@ -313,9 +313,7 @@ class _Draws(TorchFunctionMode):
     """Seeds each function of an eager forward that draws numbers as the runtime seeds that operation of the Graph."""
 
     NAMES = frozenset(
-        "dropout alpha_dropout feature_dropout feature_alpha_dropout dropout1d dropout2d dropout3d rand randn randint "
-        "rand_like randn_like randint_like bernoulli bernoulli_ multinomial normal normal_ uniform_ exponential_ rrelu "
-        "randperm random_ native_dropout gumbel_softmax cauchy_ log_normal_ geometric_".split()
+        ["dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "bernoulli", "bernoulli_", "multinomial", "normal", "normal_", "uniform_", "exponential_", "rrelu", "randperm", "random_", "native_dropout", "gumbel_softmax", "cauchy_", "log_normal_", "geometric_"]
     )
 
     def __init__(self, captured: CapturedModel, micro_batches: int) -> None:

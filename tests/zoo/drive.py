@@ -37,7 +37,7 @@ def warm_up() -> None:
     """Import all that a capture needs, so that the forked processes have it."""
     import transformers
     import transformers.modeling_utils
-    import transformers.optimization  # noqa: F401
+    import transformers.optimization
 
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()

@@ -43,3 +43,34 @@ def normal(*shape: int) -> InputField:
 
 def integers(*shape: int, high: int = 2) -> InputField:
     return InputField(kind="integers", shape=shape, high=high)
+
+FEATURES = {"x": normal(16), "label": integers(high=4)}
+SEQUENCES = {"x": normal(8, 16), "label": integers(high=4)}
+TEXT = {"tokens": TOKENS, "label": integers(high=4)}
+IMAGES = {"x": normal(3, 16, 16), "label": integers(high=4)}
+
+
+class Collection:
+    """Entries of one family; used as a decorator of their classes, which need no arguments."""
+
+    def __init__(self, family: str) -> None:
+        self.family = family
+        self.entries: list[Entry] = []
+
+    def __call__(
+        self, inputs: Mapping[str, InputField] = FEATURES, *, draws: bool = False, only_refused: str = ""
+    ) -> Callable[[Callable[[], nn.Module]], Callable[[], nn.Module]]:
+        def add(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+            self.entries.append(
+                Entry(
+                    name=build.__name__,
+                    family=self.family,
+                    build=build,
+                    inputs=inputs,
+                    draws=draws,
+                    only_refused=only_refused,
+                )
+            )
+            return build
+
+        return add

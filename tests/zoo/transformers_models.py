@@ -1,9 +1,10 @@
 """Entries of transformers' classes: name, changes to a tiny configuration, inputs."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any
 
+import torch
 from torch import nn
 
 from auto3d.runtime.data import InputField
@@ -42,6 +43,46 @@ def _without_dropout(config: Any) -> None:
             config.use_cache = False
         elif hasattr(value, "to_dict"):
             _without_dropout(value)
+
+
+class Contrastive(nn.Module):
+    """A model of two towers, asked for its loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
+        return self.model(**inputs, return_loss=True).loss
+
+
+class Illustrated(nn.Module):
+    """A language model that reads images: ``count`` tokens called ``image_token`` come before the text."""
+
+    def __init__(self, model: nn.Module, image_token: int, count: int) -> None:
+        super().__init__()
+        self.model, self.image_token, self.count = model, image_token, count
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
+        image = input_ids.new_full((input_ids.shape[0], self.count), self.image_token)
+        return self.model(
+            input_ids=torch.cat([image, input_ids.clamp(min=10)], dim=1),
+            labels=torch.cat([image.new_full(image.shape, -100), labels], dim=1),
+            **inputs,
+        ).loss
+
+
+class Detector(nn.Module):
+    """An object detector with the same number of boxes in each image."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixel_values: torch.Tensor, class_labels: torch.Tensor, boxes: torch.Tensor) -> torch.Tensor:
+        boxes = boxes.sigmoid() / 2 + 0.1
+        labels = [{"class_labels": of, "boxes": box} for of, box in zip(class_labels, boxes, strict=True)]
+        return self.model(pixel_values=pixel_values, labels=labels).loss
 
 
 SIZES = {
@@ -128,6 +169,17 @@ def _add(family: str, name: str, inputs: Mapping[str, InputField], config: Mappi
     ENTRIES.append(Entry(name=name, family=family, build=lambda: build(name, config), inputs=inputs, **facts))
 
 
+def _wrapped(
+    family: str,
+    name: str,
+    wrap: Callable[[nn.Module], nn.Module],
+    inputs: Mapping[str, InputField],
+    config: Mapping[str, Any],
+    **facts: Any,
+) -> None:
+    ENTRIES.append(Entry(name=name, family=family, build=lambda: wrap(build(name, config)), inputs=inputs, **facts))
+
+
 def _language(family: str, names: str, base: Mapping[str, Any] = TINY, **changes: Any) -> None:
     for name in names.split():
         _add(family, name, LANGUAGE, {**base, **changes})
@@ -164,7 +216,8 @@ _language(
 _language("decoder", "OPTForCausalLM", TINY, ffn_dim=64, word_embed_proj_dim=32)
 _language("decoder", "MptForCausalLM", TINY, d_model=32, n_layers=2, n_heads=4, max_seq_len=64, expansion_ratio=2)
 _language("decoder", "XGLMForCausalLM", TINY, d_model=32, num_layers=2, attention_heads=4, ffn_dim=64)
-_language("decoder", "XLNetLMHeadModel", TINY, d_model=32, n_layer=2, n_head=4, d_head=8, d_inner=64)
+UNBOUNDED = {key: TINY[key] for key in TINY if key != "max_position_embeddings"}
+_language("decoder", "XLNetLMHeadModel", UNBOUNDED, d_model=32, n_layer=2, n_head=4, d_head=8, d_inner=64)
 _language("decoder", "CpmAntForCausalLM", TINY, dim_head=8, dim_ff=64, prompt_types=4, prompt_length=4, segment_types=4)
 _language("decoder", "MoshiForCausalLM", TINY, ffn_dim=64, audio_vocab_size=32)
 _language("decoder", "ModernBertDecoderForCausalLM XLMRobertaForCausalLM", TINY, type_vocab_size=1)
@@ -211,7 +264,7 @@ _language("state space or hybrid", "RwkvForCausalLM", TINY, attention_hidden_siz
 _language("state space or hybrid", "Qwen3NextForCausalLM", MIXTURES, layer_types=["linear_attention", "full_attention"],
           linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8)  # fmt: skip
 _language("state space or hybrid", "xLSTMForCausalLM", TINY, num_blocks=2, num_heads=4, chunk_size=8, mode="train")
-_language("state space or hybrid", "ZambaForCausalLM", TINY, layers_block_type=["mamba", "hybrid"], mamba_d_state=8,
+_language("state space or hybrid", "ZambaForCausalLM", TINY, layers_block_type=["mamba", "hybrid"] * 2, num_hidden_layers=4, mamba_d_state=8,
           n_mamba_heads=2, attention_head_dim=16, attention_hidden_size=64)  # fmt: skip
 _language("state space or hybrid", "NemotronHForCausalLM", TINY, layers_block_type=["mamba", "attention", "mlp"],
           mamba_num_heads=8, mamba_head_dim=8, ssm_state_size=8, n_groups=1, chunk_size=8)  # fmt: skip
@@ -247,12 +300,11 @@ _language("long attention", "YosoForMaskedLM", TINY, use_expectation=True)
 _language("long attention", "ReformerModelWithLMHead", TINY, attn_layers=["local", "lsh"], attention_head_size=8,
           axial_pos_shape=[4, 4], axial_pos_embds_dim=[16, 16], lsh_attn_chunk_length=4, local_attn_chunk_length=4,
           num_buckets=4, feed_forward_size=64, is_decoder=True)  # fmt: skip
-for name in """BertForSequenceClassification LlamaForSequenceClassification CanineForSequenceClassification
-    DistilBertForSequenceClassification GPT2ForSequenceClassification""".split():
+for name in ["BertForSequenceClassification", "LlamaForSequenceClassification", "CanineForSequenceClassification", "DistilBertForSequenceClassification", "GPT2ForSequenceClassification"]:
     _add("encoder", name, CLASSES, {**TINY, "num_hash_buckets": 64, "dim": 32, "n_heads": 4, "hidden_dim": 64,
                                     "downsampling_rate": 2, "upsampling_kernel_size": 2, "local_transformer_stride": 8,
                                     "pad_token_id": None if name[0] in "LG" else 0})  # fmt: skip
-for name in "BertForQuestionAnswering SplinterForQuestionAnswering LiltForQuestionAnswering".split():
+for name in ["BertForQuestionAnswering", "SplinterForQuestionAnswering", "LiltForQuestionAnswering"]:
     _add("encoder", name, SPAN, {**TINY, "channel_shrink_ratio": 2})
 _add(
     "encoder",
@@ -291,10 +343,7 @@ _language("encoder-decoder", "SwitchTransformersForConditionalGeneration", T5, n
 _language("encoder-decoder", "T5GemmaForConditionalGeneration", {"vocab_size": VOCABULARY}, encoder=TINY, decoder=TINY,
           is_encoder_decoder=True)  # fmt: skip
 
-for name in """ViTForImageClassification DeiTForImageClassification BeitForImageClassification
-    Data2VecVisionForImageClassification Dinov2ForImageClassification Dinov2WithRegistersForImageClassification
-    IJepaForImageClassification ViTMSNForImageClassification CLIPForImageClassification
-    SiglipForImageClassification""".split():
+for name in ["ViTForImageClassification", "DeiTForImageClassification", "BeitForImageClassification", "Data2VecVisionForImageClassification", "Dinov2ForImageClassification", "Dinov2WithRegistersForImageClassification", "IJepaForImageClassification", "ViTMSNForImageClassification", "CLIPForImageClassification", "SiglipForImageClassification"]:
     _add("vision", name, PICTURE, {**VISION, **({"vision_config": VISION} if name[0] in "CS" else {})})
 _add("vision", "SwinForImageClassification", PICTURE,
      {**VISION, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2], "window_size": 4, "patch_size": 2})  # fmt: skip
@@ -409,9 +458,7 @@ WAVE = {"conv_dim": [16, 16], "conv_stride": [5, 4], "conv_kernel": [10, 8], "nu
         "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4, "mask_time_prob": 0.0,
         "num_adapter_layers": 1, "classifier_proj_size": 16, "vocab_size": 32, "num_labels": 4}  # fmt: skip
 SOUND = normal(800)
-for name in """Wav2Vec2ForSequenceClassification HubertForSequenceClassification WavLMForSequenceClassification
-    UniSpeechForSequenceClassification Data2VecAudioForSequenceClassification
-    Wav2Vec2ConformerForSequenceClassification SEWForSequenceClassification SEWDForSequenceClassification""".split():
+for name in ["Wav2Vec2ForSequenceClassification", "HubertForSequenceClassification", "WavLMForSequenceClassification", "UniSpeechForSequenceClassification", "Data2VecAudioForSequenceClassification", "Wav2Vec2ConformerForSequenceClassification", "SEWForSequenceClassification", "SEWDForSequenceClassification"]:
     _add("audio", name, {"input_values": SOUND, "labels": integers(high=4)},
          {**SIZES, **WAVE, "squeeze_factor": 2, "max_bucket_distance": 16, "num_buckets": 8})  # fmt: skip
 _add("audio", "Wav2Vec2ForCTC", {"input_values": SOUND, "labels": integers(4, high=32)}, {**SIZES, **WAVE})
@@ -479,5 +526,100 @@ TIMES = {"prediction_length": 4, "context_length": 10, "d_model": 16, "num_time_
          "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "input_size": 1}  # fmt: skip
 MOMENTS = {"past_values": normal(12), "past_time_features": normal(12, 2), "past_observed_mask": integers(12),
            "future_values": normal(4), "future_time_features": normal(4, 2)}  # fmt: skip
-for name in "TimeSeriesTransformerForPrediction InformerForPrediction AutoformerForPrediction".split():
+for name in ["TimeSeriesTransformerForPrediction", "InformerForPrediction", "AutoformerForPrediction"]:
     _add("time series", name, MOMENTS, {**TIMES, "moving_average": 3, "label_length": 4})
+
+TOWERS = {"text_config": TINY, "vision_config": VISION, "projection_dim": 16}
+PAIR = {"input_ids": TOKENS, "pixel_values": IMAGE}
+for name in ["CLIPModel", "SiglipModel", "ChineseCLIPModel", "AltCLIPModel", "MetaClip2Model", "CLIPSegModel", "BlipModel"]:
+    _wrapped("several inputs", name, Contrastive, PAIR, {**TOWERS, "image_text_hidden_size": 16})
+_wrapped("several inputs", "VisionTextDualEncoderModel", Contrastive, PAIR,
+         {"text_config": {"model_type": "bert", **TINY}, "vision_config": {"model_type": "vit", **VISION},
+          "projection_dim": 16})
+_wrapped("several inputs", "GroupViTModel", Contrastive, PAIR,
+         {**TOWERS, "vision_config": {**VISION, "depths": [1, 1, 1], "num_group_tokens": [8, 4, 0],
+                                      "num_output_groups": [8, 4, 0]}, "projection_intermediate_dim": 16})
+_wrapped("several inputs", "OwlViTModel", Contrastive, PAIR, TOWERS)
+_wrapped("several inputs", "XCLIPModel", Contrastive, {"input_ids": TOKENS, "pixel_values": normal(2, 3, 32, 32)},
+         {"text_config": TINY, "projection_dim": 32, "prompt_layers": 1, "prompt_num_attention_heads": 4, "mit_hidden_size": 32,
+          "vision_config": {**VISION, "mit_hidden_size": 32, "mit_intermediate_size": 64, "mit_num_attention_heads": 4,
+                            "mit_num_hidden_layers": 1, "num_frames": 2}})
+_wrapped("several inputs", "ClapModel", Contrastive, {"input_ids": TOKENS, "input_features": normal(1, 64, 64)},
+         {"text_config": {**TINY, "projection_hidden_size": 16}, "projection_dim": 16,
+          "audio_config": {"spec_size": 64, "num_mel_bins": 64, "patch_size": 4, "window_size": 4, "hidden_size": 32,
+                           "patch_embeds_hidden_size": 16, "depths": [1, 1], "num_attention_heads": [2, 2],
+                           "num_classes": 4, "enable_fusion": False, "patch_stride": [4, 4]}})
+_add("several inputs", "BlipForConditionalGeneration", {**LANGUAGE, "pixel_values": IMAGE},
+     {**TOWERS, "image_text_hidden_size": 16})
+_add("several inputs", "GitForCausalLM", {**LANGUAGE, "pixel_values": IMAGE}, {**TINY, "vision_config": VISION})
+_add("several inputs", "Pix2StructForConditionalGeneration",
+     {"flattened_patches": normal(8, 14), "labels": TOKENS},
+     {"text_config": {**TINY, "num_layers": 2, "num_heads": 4, "d_kv": 8, "d_ff": 64, "decoder_start_token_id": 0},
+      "vision_config": {**VISION, "patch_embed_hidden_size": 12, "d_ff": 64, "d_kv": 8, "seq_len": 8}})
+_add("several inputs", "VisionEncoderDecoderModel", {"pixel_values": IMAGE, "labels": TOKENS},
+     {"encoder": {"model_type": "vit", **VISION}, "decoder_start_token_id": 1, "pad_token_id": 0,
+      "decoder": {"model_type": "gpt2", **TINY, "n_positions": 64, "add_cross_attention": True, "is_decoder": True}})
+_add("several inputs", "EncoderDecoderModel", LANGUAGE,
+     {"encoder": {"model_type": "bert", **TINY}, "decoder_start_token_id": 1, "pad_token_id": 0,
+      "decoder": {"model_type": "bert", **TINY, "add_cross_attention": True, "is_decoder": True}})
+_add("several inputs", "SpeechEncoderDecoderModel", {"input_values": SOUND, "labels": TOKENS},
+     {"encoder": {"model_type": "wav2vec2", **SIZES, **WAVE}, "decoder_start_token_id": 1, "pad_token_id": 0,
+      "decoder": {"model_type": "bert", **TINY, "add_cross_attention": True, "is_decoder": True}})
+_add("several inputs", "TrOCRForCausalLM", LANGUAGE, {**SEQ2SEQ, "use_cache": False, "cross_attention_hidden_size": 32,
+     "is_decoder": True, "add_cross_attention": False})
+_add("several inputs", "ViltForQuestionAnswering", {"input_ids": TOKENS, "pixel_values": IMAGE, "labels": normal(4)},
+     {**TINY, **VISION, "vocab_size": VOCABULARY, "max_image_length": 16})
+_add("several inputs", "VisualBertForPreTraining",
+     {"input_ids": TOKENS, "visual_embeds": normal(4, 16), "visual_attention_mask": normal(4),
+      "labels": integers(20, high=VOCABULARY)},
+     {**TINY, "visual_embedding_dim": 16})
+_add("several inputs", "LxmertForQuestionAnswering",
+     {"input_ids": TOKENS, "visual_feats": normal(4, 16), "visual_pos": normal(4, 4), "labels": integers(high=4)},
+     {**TINY, "l_layers": 1, "x_layers": 1, "r_layers": 1, "visual_feat_dim": 16, "num_qa_labels": 4})
+_add("several inputs", "LayoutLMv3ForTokenClassification",
+     {"input_ids": TOKENS, "bbox": integers(16, 4, high=64), "pixel_values": IMAGE, "labels": integers(16)},
+     {**TINY, "input_size": 32, "patch_size": 8, "max_2d_position_embeddings": 64, "coordinate_size": 6, "shape_size": 4})
+_add("several inputs", "LiltForTokenClassification",
+     {"input_ids": TOKENS, "bbox": integers(16, 4, high=64), "labels": integers(16)},
+     {**TINY, "channel_shrink_ratio": 2, "max_2d_position_embeddings": 64, "hidden_size": 48})
+_add("several inputs", "BrosForTokenClassification",
+     {"input_ids": TOKENS, "bbox": normal(16, 4), "labels": integers(16)}, {**TINY, "dim_bbox": 4})
+READER = {"text_config": {"model_type": "llama", **TINY}, "vision_config": {"model_type": "siglip_vision_model", **VISION},
+          "image_token_id": 3, "image_token_index": 3}
+SEEN = {**LANGUAGE, "pixel_values": IMAGE}
+_wrapped("several inputs", "LlavaForConditionalGeneration", lambda model: Illustrated(model, 3, 16), SEEN,
+         {**READER, "vision_config": {"model_type": "clip_vision_model", **VISION}, "vision_feature_layer": -1})
+_wrapped("several inputs", "VipLlavaForConditionalGeneration", lambda model: Illustrated(model, 3, 16), SEEN,
+         {**READER, "vision_config": {"model_type": "clip_vision_model", **VISION}, "vision_feature_layers": [-2, -1]})
+_wrapped("several inputs", "PaliGemmaForConditionalGeneration", lambda model: Illustrated(model, 3, 16), SEEN,
+         {**READER, "text_config": {"model_type": "gemma", **TINY}, "projection_dim": 32})
+_wrapped("several inputs", "Gemma3ForConditionalGeneration", lambda model: Illustrated(model, 3, 4), SEEN,
+         {**READER, "text_config": {"model_type": "gemma3_text", **TINY}, "mm_tokens_per_image": 4})
+_wrapped("several inputs", "Idefics3ForConditionalGeneration", lambda model: Illustrated(model, 3, 4),
+         {**LANGUAGE, "pixel_values": normal(1, 3, 32, 32)},
+         {**READER, "vision_config": {**VISION, "model_type": "idefics3_vision"}, "scale_factor": 2})
+_wrapped("several inputs", "SmolVLMForConditionalGeneration", lambda model: Illustrated(model, 3, 4),
+         {**LANGUAGE, "pixel_values": normal(1, 3, 32, 32)},
+         {**READER, "vision_config": {**VISION, "model_type": "smolvlm_vision"}, "scale_factor": 2})
+_wrapped("several inputs", "InternVLForConditionalGeneration", lambda model: Illustrated(model, 3, 4), SEEN,
+         {**READER, "text_config": {"model_type": "qwen2", **TINY}, "image_seq_length": 4,
+          "vision_config": {**VISION, "image_size": [32, 32], "patch_size": [8, 8], "model_type": "internvl_vision"}})
+_wrapped("several inputs", "AyaVisionForConditionalGeneration", lambda model: Illustrated(model, 3, 4), SEEN,
+         {**READER, "text_config": {"model_type": "cohere2", **TINY}, "downsample_factor": 2, "vision_feature_layer": -1})
+_wrapped("several inputs", "Qwen2AudioForConditionalGeneration", lambda model: Illustrated(model, 3, 5),
+         {**LANGUAGE, "input_features": normal(16, 40), "feature_attention_mask": integers(40, high=1)},
+         {"text_config": {"model_type": "qwen2", **TINY}, "audio_token_index": 3, "audio_token_id": 3,
+          "audio_config": {"model_type": "qwen2_audio_encoder", "d_model": 32, "encoder_layers": 2, "num_mel_bins": 16,
+                           "encoder_attention_heads": 4, "encoder_ffn_dim": 64, "max_source_positions": 20}})
+
+OBJECTS = {"pixel_values": normal(3, 64, 64), "class_labels": integers(2, high=4), "boxes": normal(2, 4)}
+MATCHING = "boxes are matched by scipy, on values of the data"
+RESNET = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1],
+          "out_features": ["stage4"]}
+DETR = {**SEQ2SEQ, "num_queries": 5, "num_labels": 4, "use_timm_backbone": False, "use_pretrained_backbone": False,
+        "backbone": None, "backbone_config": RESNET, "num_feature_levels": 1}
+for name in ["DetrForObjectDetection", "ConditionalDetrForObjectDetection", "TableTransformerForObjectDetection",
+             "DeformableDetrForObjectDetection", "DabDetrForObjectDetection"]:
+    _wrapped("detection", name, Detector, OBJECTS, DETR, only_refused=MATCHING)
+_wrapped("detection", "YolosForObjectDetection", Detector, OBJECTS,
+         {**VISION, "image_size": [64, 64], "num_detection_tokens": 5}, only_refused=MATCHING)
