@@ -14,12 +14,17 @@ from pathlib import Path
 
 import click
 
-from tests.zoo import own, transformers_models
-from tests.zoo.compare import FAULTS
+from tests.zoo import own, transformers_inputs, transformers_language, transformers_vision
 from tests.zoo.drive import Finished, run_all, warm_up
+from tests.zoo.outcome import FAULTS
 from tests.zoo.report import FILE, report
 
-ENTRIES = [*transformers_models.ENTRIES, *own.ENTRIES]  # the long ones first
+ENTRIES = [  # the long ones first
+    *transformers_language.ENTRIES,
+    *transformers_vision.ENTRIES,
+    *transformers_inputs.ENTRIES,
+    *own.ENTRIES,
+]
 
 
 @click.command()

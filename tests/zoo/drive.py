@@ -1,4 +1,4 @@
-"""Runs entries, each in a process of its own with a time-out and a memory limit; the processes are forks of this one."""
+"""Runs entries, each in a forked process of its own with a time-out and a memory limit."""
 
 import multiprocessing
 import os
@@ -18,8 +18,9 @@ from torch import nn
 
 from auto3d.capture.model import capture
 from launch.ranks import die_with_parent
-from tests.zoo.compare import Outcome, Result, run
+from tests.zoo.compare import run
 from tests.zoo.entry import Entry, integers, normal
+from tests.zoo.outcome import Outcome, Result
 
 ENTRY_TIMEOUT_S = 150.0
 RANKS_TIMEOUT_S = 60.0

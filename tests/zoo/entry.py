@@ -21,6 +21,7 @@ class Entry:
     inputs: Mapping[str, InputField]
     sequence: int = SEQUENCE  # length of inputs of kind tokens
     draws: bool = False  # the forward draws random numbers: the reference seeds each draw as the engine does
+    relative: float = 1e-5  # the bound of a difference, as a share of the largest value of a tensor
     only_refused: str = ""  # why no captured graph can be right: the one good outcome is a refusal
 
     @property
@@ -44,6 +45,7 @@ def normal(*shape: int) -> InputField:
 def integers(*shape: int, high: int = 2) -> InputField:
     return InputField(kind="integers", shape=shape, high=high)
 
+
 FEATURES = {"x": normal(16), "label": integers(high=4)}
 SEQUENCES = {"x": normal(8, 16), "label": integers(high=4)}
 TEXT = {"tokens": TOKENS, "label": integers(high=4)}
@@ -58,7 +60,12 @@ class Collection:
         self.entries: list[Entry] = []
 
     def __call__(
-        self, inputs: Mapping[str, InputField] = FEATURES, *, draws: bool = False, only_refused: str = ""
+        self,
+        inputs: Mapping[str, InputField] = FEATURES,
+        *,
+        draws: bool = False,
+        relative: float = 1e-5,
+        only_refused: str = "",
     ) -> Callable[[Callable[[], nn.Module]], Callable[[], nn.Module]]:
         def add(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
             self.entries.append(
@@ -68,6 +75,7 @@ class Collection:
                     build=build,
                     inputs=inputs,
                     draws=draws,
+                    relative=relative,
                     only_refused=only_refused,
                 )
             )

@@ -4,7 +4,7 @@ import math
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812
 
 from tests.zoo.entry import FEATURES, SEQUENCES, TEXT, TOKENS, Collection, integers, normal
 
@@ -331,7 +331,9 @@ class BatchedExperts(nn.Module):
         weight, chosen = probabilities.max(-1)
         one_hot = F.one_hot(chosen, 4).to(x.dtype)
         place = (one_hot.cumsum(0) * one_hot).sum(-1).long() - 1
-        dispatch = one_hot[:, :, None] * F.one_hot(place.clamp(max=7), 8).to(x.dtype)[:, None] * (place < 8)[:, None, None]
+        dispatch = (
+            one_hot[:, :, None] * F.one_hot(place.clamp(max=7), 8).to(x.dtype)[:, None] * (place < 8)[:, None, None]
+        )
         packed = torch.einsum("td,tec->ecd", flat, dispatch)
         out = torch.bmm(F.gelu(torch.bmm(packed, self.up)), self.down)
         mixed = torch.einsum("ecd,tec->td", out, dispatch * weight[:, None, None]).view_as(x)
@@ -356,7 +358,9 @@ class Mixer(nn.Module):
         return F.cross_entropy(self.head(x.mean(dim=1)), label)
 
 
-@attention({"users": integers(high=50), "items": integers(5, high=50), "bag": integers(6, high=50), "label": integers()})
+@attention(
+    {"users": integers(high=50), "items": integers(5, high=50), "bag": integers(6, high=50), "label": integers()}
+)
 class Recommender(nn.Module):
     """Embedding bags and a factorisation machine."""
 
@@ -422,6 +426,3 @@ class UntilConvergence(nn.Module):
                 break
             z = new
         return F.cross_entropy(self.head(z), label)
-
-
-COLLECTIONS = [recurrent, attention]

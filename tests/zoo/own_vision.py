@@ -4,7 +4,7 @@ import math
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import parametrizations
 
 from tests.zoo.entry import FEATURES, IMAGES, Collection, integers, normal
@@ -70,7 +70,11 @@ class VGG(nn.Module):
             nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d((2, 2)),
         )  # fmt: skip
         self.classifier = nn.Sequential(
-            nn.Dropout(0.0, inplace=True), nn.Linear(32, 16), nn.ReLU(True), nn.Dropout(0.0, inplace=True), nn.Linear(16, 4)
+            nn.Dropout(0.0, inplace=True),
+            nn.Linear(32, 16),
+            nn.ReLU(True),
+            nn.Dropout(0.0, inplace=True),
+            nn.Linear(16, 4),
         )
 
     def forward(self, x, label):
@@ -100,7 +104,9 @@ class InvertedResidual(nn.Module):
     def __init__(self):
         super().__init__()
         self.expand = nn.Sequential(nn.Conv2d(3, 16, 1, bias=False), nn.BatchNorm2d(16), nn.Hardswish(inplace=True))
-        self.depth = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1, groups=16, bias=False), nn.BatchNorm2d(16), nn.ReLU6(True))
+        self.depth = nn.Sequential(
+            nn.Conv2d(16, 16, 3, padding=1, groups=16, bias=False), nn.BatchNorm2d(16), nn.ReLU6(True)
+        )
         self.squeeze = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(16, 4, 1), nn.ReLU(), nn.Conv2d(4, 16, 1))
         self.head = nn.Linear(16, 4)
 
@@ -425,6 +431,3 @@ class QLearning(nn.Module):
         with torch.no_grad():
             wanted = reward + 0.9 * self.target(next).max(1).values
         return F.huber_loss(value, wanted)
-
-
-COLLECTIONS = [convolutions, generative]

@@ -8,8 +8,10 @@ from pathlib import Path
 from tabulate import tabulate
 
 from auto3d.runtime.measurement import Environment
-from tests.zoo.compare import FAULTS, GLOBAL_BATCH, ITERATIONS, MICRO_BATCH, Result
+from tests.distributed.parity import GLOBAL_BATCH
 from tests.zoo.drive import Finished
+from tests.zoo.outcome import FAULTS, Result
+from tests.zoo.trained import ITERATIONS, MICRO_BATCH
 
 FILE = Path("results/zoo.md")
 
@@ -61,13 +63,14 @@ a third of the FLOPs), for {iterations} iterations of SGD with momentum over {mi
 process. Each of the two stages has parameters that are trained.
 
 *right*: the loss and the gradient norm of every iteration, every gradient of the first iteration and every parameter
-and buffer after the last keep max|a − b| ≤ 10⁻⁵ · max|b| + 10⁻⁷ under both plans, on every rank. Where a model magnifies
-rounding, a difference is right up to 3 times what plain PyTorch itself differs by when its initial weights change by
-10⁻⁷, at most 100 times the bound; the table says so. *refused*: one line that names the cause and the way out.
+and buffer after the last keep max|a − b| ≤ 10⁻⁵ · max|b| + 10⁻⁷ under both plans, on every rank. Where a model
+magnifies rounding, a difference is right up to 3 times what plain PyTorch itself differs by when its initial weights
+change by 10⁻⁷, at most 100 times the bound; the table says so. Where a part of a model is bfloat16 it is 10⁻² · max|b|. *refused*: one line that names the cause and the way out.
 *WRONG*: another difference, or nothing is trained. *crashed*: another error. *hung*: no end within the time-out.
 *unclear*: a refusal in torch's own words, or in several lines. *broken*: the entry does not run on plain PyTorch.
 
-Buffers that a forward writes (batch statistics) are compared with those of a replica that has seen the same micro-batches.
+Buffers that a forward writes (batch statistics) are compared with those of a replica that has seen the same
+micro-batches.
 
 {counts}
 
