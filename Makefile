@@ -51,7 +51,7 @@ parity: $(INSTALLED)  ## every schedule on every model against one process, and 
 	$(BIN)/python -m pytest -m parity $(ARGS)
 	$(BIN)/python -m tests.distributed.parity_report
 
-zoo: $(INSTALLED)  ## over 200 models against plain PyTorch, and results/zoo.md (25 minutes); ARGS="--only llama" for some
+zoo: $(INSTALLED)  ## 400 other models against plain PyTorch, and results/zoo.md (20 minutes); ARGS="--only llama" for some
 	$(BIN)/python -m tests.zoo $(if $(ARGS),$(ARGS),--write)
 
 bench: $(INSTALLED)  ## run all benchmarks of tests/benchmarks/ (minutes)

@@ -22,7 +22,7 @@ class Result(StrEnum):
     BROKEN = "broken"  # the entry does not run on plain PyTorch either
 
 
-FAULTS = (Result.BROKEN, Result.WRONG, Result.CRASHED, Result.HUNG, Result.UNCLEAR)  # the worst last
+FAULTS = (Result.UNCLEAR, Result.HUNG, Result.CRASHED, Result.WRONG, Result.BROKEN)  # the worst last
 JARGON = re.compile(  # words that mean something to torch's developers alone
     r"could not guard|unbacked|please (file|report)|file an issue|fake ?tensor|HigherOrderOperator|higher_order"
     r"|wrap_with_|aten::|prims[:.]|torch\.(ops|fx|export|_dynamo|compile)|dynamo|functional ?tensor|SymInt|pytree"
@@ -34,6 +34,8 @@ JARGON = re.compile(  # words that mean something to torch's developers alone
 
 @dataclass(frozen=True)
 class Outcome:
+    """How an entry, or one plan of it, ended."""
+
     result: Result
     reason: str = ""  # one line
     detail: str = ""  # the traceback of a crash

@@ -20,7 +20,7 @@ def report(finished: Sequence[Finished]) -> str:
     families: dict[str, list[Finished]] = {}
     for one in finished:
         families.setdefault(one.entry.family, []).append(one)
-    results = [Result.RIGHT, Result.REFUSED, *reversed(FAULTS)]
+    results = [Result.RIGHT, Result.REFUSED, *FAULTS[::-1]]
     rows = [[family, len(members), *_counts(members, results)] for family, members in families.items()]
     rows.append(["all", len(finished), *_counts(finished, results)])
     counts = tabulate(rows, headers=["family", "models", *results], tablefmt="pipe", disable_numparse=True)
@@ -65,9 +65,10 @@ process. Each of the two stages has parameters that are trained.
 *right*: the loss and the gradient norm of every iteration, every gradient of the first iteration and every parameter
 and buffer after the last keep max|a − b| ≤ 10⁻⁵ · max|b| + 10⁻⁷ under both plans, on every rank. Where a model
 magnifies rounding, a difference is right up to 3 times what plain PyTorch itself differs by when its initial weights
-change by 10⁻⁷, at most 100 times the bound; the table says so. Where a part of a model is bfloat16 it is 10⁻² · max|b|. *refused*: one line that names the cause and the way out.
-*WRONG*: another difference, or nothing is trained. *crashed*: another error. *hung*: no end within the time-out.
-*unclear*: a refusal in torch's own words, or in several lines. *broken*: the entry does not run on plain PyTorch.
+change by 10⁻⁷, at most 100 times the bound; the table says so. Where a part of a model is bfloat16, the bound is
+10⁻² · max|b|. *refused*: one line that names the cause and the way out. *WRONG*: another difference, or nothing is
+trained. *crashed*: another error. *hung*: no end within the time-out. *unclear*: a refusal in torch's own words, or in
+several lines. *broken*: the entry does not run on plain PyTorch.
 
 Buffers that a forward writes (batch statistics) are compared with those of a replica that has seen the same
 micro-batches.
