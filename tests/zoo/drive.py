@@ -22,8 +22,8 @@ from tests.zoo.compare import run
 from tests.zoo.entry import Entry, integers, normal
 from tests.zoo.outcome import Outcome, Result
 
-ENTRY_TIMEOUT_S = 150.0
-RANKS_TIMEOUT_S = 60.0
+ENTRY_TIMEOUT_S = 240.0
+RANKS_TIMEOUT_S = 90.0
 MEMORY_BYTES = 6 * 2**30  # private memory of one process
 
 

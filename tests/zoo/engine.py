@@ -28,7 +28,7 @@ from tests.zoo.entry import Entry
 from tests.zoo.outcome import CrashedError, HungError
 from tests.zoo.trained import ITERATIONS, MICRO_BATCH, OPTIMIZER, SEED, Trained, array
 
-SETTINGS = TrainingSettings(iterations=ITERATIONS, optimizer=OPTIMIZER, device="cpu", threads_per_rank=1, timeout_s=30)
+SETTINGS = TrainingSettings(iterations=ITERATIONS, optimizer=OPTIMIZER, device="cpu", threads_per_rank=1, timeout_s=60)
 
 
 def stages(graph: Graph, dp: int) -> tuple[StagePlan, ...]:
