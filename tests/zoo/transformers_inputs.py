@@ -255,7 +255,8 @@ ENTRIES += add(
     {
         "input_ids": TOKENS,
         "visual_embeds": normal(4, 16),
-        "visual_attention_mask": normal(4),
+        "attention_mask": integers(16),
+        "visual_attention_mask": integers(4),
         "labels": integers(20, high=VOCABULARY),
     },
     {**TINY, "visual_embedding_dim": 16},

@@ -153,12 +153,11 @@ for name in [
     "GPT2ForSequenceClassification",
 ]:
     ENTRIES += add("encoder", name, CLASSES, {**TINY, "num_hash_buckets": 64, "dim": 32, "n_heads": 4,
-    "hidden_dim": 64,
+                                    "hidden_dim": 64,
                                     "downsampling_rate": 2, "upsampling_kernel_size": 2,
-                                    "local_transformer_stride": 8,
-                                    "pad_token_id": None if name[0] in "LG" else 0})
+                                    "local_transformer_stride": 8})
 for name in ["BertForQuestionAnswering", "SplinterForQuestionAnswering", "LiltForQuestionAnswering"]:
-    ENTRIES += add("encoder", name, SPAN, {**TINY, "channel_shrink_ratio": 2})
+    ENTRIES += add("encoder", name, SPAN, {**TINY, "channel_shrink_ratio": 2, "hidden_size": 48})
 ENTRIES += add(
     "encoder",
     "BertForMultipleChoice",
@@ -185,9 +184,9 @@ ENTRIES += language("encoder-decoder", "LEDForConditionalGeneration", SEQ2SEQ, a
           max_encoder_position_embeddings=64, max_decoder_position_embeddings=64)
 ENTRIES += language("encoder-decoder", "FSMTForConditionalGeneration", SEQ2SEQ, src_vocab_size=VOCABULARY,
           tgt_vocab_size=VOCABULARY, langs=["en", "de"])
-ENTRIES += language("encoder-decoder", "ProphetNetForConditionalGeneration", SEQ2SEQ, hidden_size=32,
-    num_encoder_layers=2,
-          num_decoder_layers=2, num_encoder_attention_heads=4, num_decoder_attention_heads=4)
+ENTRIES += language("encoder-decoder", "ProphetNetForConditionalGeneration",
+          {key: value for key, value in SEQ2SEQ.items() if not key.endswith("coder_layers")}, hidden_size=32,
+          num_encoder_layers=2, num_decoder_layers=2, num_encoder_attention_heads=4, num_decoder_attention_heads=4)
 ENTRIES += language("encoder-decoder", "NllbMoeForConditionalGeneration", SEQ2SEQ, num_experts=4, expert_capacity=64,
           encoder_sparse_step=2, decoder_sparse_step=2)
 ENTRIES += language("encoder-decoder",
