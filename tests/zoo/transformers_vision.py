@@ -13,6 +13,7 @@ from tests.zoo.transformers_classes import (
 
 # fmt: off
 ENTRIES: list[Entry] = []
+SQUARE = {"image_size": 32, "num_channels": 3, "num_labels": 4}
 
 for name in [
     "ViTForImageClassification",
@@ -28,9 +29,9 @@ for name in [
 ]:
     ENTRIES += add("vision", name, PICTURE, {**VISION, **({"vision_config": VISION} if name[0] in "CS" else {})})
 ENTRIES += add("vision", "SwinForImageClassification", PICTURE,
-     {**VISION, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2], "window_size": 4, "patch_size": 2})
+     {**SQUARE, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2], "window_size": 4, "patch_size": 2})
 ENTRIES += add("vision", "Swinv2ForImageClassification", PICTURE,
-     {**VISION, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2], "window_size": 4, "patch_size": 2})
+     {**SQUARE, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2], "window_size": 4, "patch_size": 2})
 ENTRIES += add("vision", "ConvNextForImageClassification", PICTURE,
      {"hidden_sizes": [8, 16], "depths": [2, 2], "num_stages": 2, "num_labels": 4, "patch_size": 2})
 ENTRIES += add("vision", "ConvNextV2ForImageClassification", PICTURE,
@@ -49,12 +50,12 @@ ENTRIES += add("vision", "EfficientNetForImageClassification", PICTURE,
       "strides": [1, 2],
       "num_block_repeats": [1, 2], "expand_ratios": [1, 4]})
 ENTRIES += add("vision", "FocalNetForImageClassification", PICTURE,
-     {**VISION, "embed_dim": 8, "depths": [2, 2], "hidden_sizes": [8, 16], "focal_levels": [1, 1],
+     {**SQUARE, "embed_dim": 8, "depths": [2, 2], "hidden_sizes": [8, 16], "focal_levels": [1, 1],
      "focal_windows": [3, 3],
       "patch_size": 2})
 ENTRIES += add("vision", "HGNetV2ForImageClassification", PICTURE, {"num_labels": 4})
 ENTRIES += add("vision", "HieraForImageClassification", PICTURE,
-     {**VISION, "image_size": [32, 32], "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "patch_kernel": [7, 7],
+     {**SQUARE, "image_size": [32, 32], "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "patch_kernel": [7, 7],
       "patch_stride": [4, 4], "patch_padding": [3, 3], "query_stride": [2, 2], "num_query_pool": 1,
       "masked_unit_size": [4, 4], "masked_unit_attention": [True, False], "embed_dim_multiplier": 2.0})
 ENTRIES += add("vision", "LevitForImageClassification", {"pixel_values": normal(3, 64, 64),
