@@ -45,7 +45,7 @@ ENTRIES += add("vision", "BitForImageClassification", PICTURE,
 ENTRIES += add("vision", "CvtForImageClassification", PICTURE,
      {"embed_dim": [8, 16, 32], "num_heads": [1, 2, 4], "depth": [1, 1, 1], "num_labels": 4})
 ENTRIES += add("vision", "EfficientNetForImageClassification", PICTURE,
-     {"image_size": 32, "width_coefficient": 0.25, "depth_coefficient": 0.3, "hidden_dim": 40, "num_labels": 4,
+     {"image_size": 32, "width_coefficient": 0.25, "depth_coefficient": 0.3, "hidden_dim": 320, "num_labels": 4,
       "kernel_sizes": [3, 3], "in_channels": [8, 16], "out_channels": [16, 24], "depthwise_padding": [],
       "strides": [1, 2],
       "num_block_repeats": [1, 2], "expand_ratios": [1, 4]})
