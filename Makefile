@@ -9,7 +9,7 @@ INSTALLED := .venv/.installed
 LAUNCH := $(if $(EXECUTOR),launch.executor=$(EXECUTOR))
 CLUSTER_PROGRAM := slurm/dev-cluster/cluster.py $(if $(FOLDER),--folder $(FOLDER))
 
-.PHONY: help setup sweep tune plan train table profile test soak parity bench lint clean
+.PHONY: help setup sweep tune plan train table profile test soak parity zoo bench lint clean
 .PHONY: cluster-up cluster-down cluster-status
 
 help:  ## list the targets
@@ -50,6 +50,9 @@ soak: $(INSTALLED)  ## run the long tests (half an hour) and, where a SLURM clus
 parity: $(INSTALLED)  ## every schedule on every model against one process, and results/parity.md (most of an hour)
 	$(BIN)/python -m pytest -m parity $(ARGS)
 	$(BIN)/python -m tests.distributed.parity_report
+
+zoo: $(INSTALLED)  ## 400 other models against plain PyTorch, and results/zoo.md (20 minutes); ARGS="--only llama" for some
+	$(BIN)/python -m tests.zoo $(if $(ARGS),$(ARGS),--write)
 
 bench: $(INSTALLED)  ## run all benchmarks of tests/benchmarks/ (minutes)
 	@for file in $(filter-out %/__init__.py,$(wildcard tests/benchmarks/*.py)); do \

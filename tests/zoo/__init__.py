@@ -1,0 +1,1 @@
+"""Models beyond the tests: each trains as on plain PyTorch, or is refused in one clear line."""

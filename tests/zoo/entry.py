@@ -1,0 +1,84 @@
+"""One model of the zoo: how it is built, and the inputs that its forward takes."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from auto3d.runtime.data import DataSettings, InputField
+
+SEQUENCE = 16
+VOCABULARY = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """``build`` makes the module; its forward takes ``inputs`` as keyword arguments and returns a loss."""
+
+    name: str
+    family: str
+    build: Callable[[], nn.Module]
+    inputs: Mapping[str, InputField]
+    sequence: int = SEQUENCE  # length of inputs of kind tokens
+    draws: bool = False  # the forward draws random numbers: the reference seeds each draw as the engine does
+    relative: float = 1e-5  # the bound of a difference, as a share of the largest value of a tensor
+    only_refused: str = ""  # why no captured graph can be right: the one good outcome is a refusal
+
+    @property
+    def data(self) -> DataSettings:
+        return DataSettings(
+            source="synthetic",
+            files=(),
+            sequence_length=self.sequence,
+            vocabulary_size=VOCABULARY,
+            inputs=self.inputs,
+        )
+
+
+TOKENS = InputField(kind="tokens")
+
+
+def normal(*shape: int) -> InputField:
+    return InputField(kind="normal", shape=shape)
+
+
+def integers(*shape: int, high: int = 2) -> InputField:
+    return InputField(kind="integers", shape=shape, high=high)
+
+
+FEATURES = {"x": normal(16), "label": integers(high=4)}
+SEQUENCES = {"x": normal(8, 16), "label": integers(high=4)}
+TEXT = {"tokens": TOKENS, "label": integers(high=4)}
+IMAGES = {"x": normal(3, 16, 16), "label": integers(high=4)}
+
+
+class Collection:
+    """Entries of one family; used as a decorator of their classes, which need no arguments."""
+
+    def __init__(self, family: str) -> None:
+        self.family = family
+        self.entries: list[Entry] = []
+
+    def __call__(
+        self,
+        inputs: Mapping[str, InputField] = FEATURES,
+        *,
+        draws: bool = False,
+        relative: float = 1e-5,
+        only_refused: str = "",
+    ) -> Callable[[Callable[[], nn.Module]], Callable[[], nn.Module]]:
+        def add(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+            self.entries.append(
+                Entry(
+                    name=build.__name__,
+                    family=self.family,
+                    build=build,
+                    inputs=inputs,
+                    draws=draws,
+                    relative=relative,
+                    only_refused=only_refused,
+                )
+            )
+            return build
+
+        return add
