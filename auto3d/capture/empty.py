@@ -28,6 +28,11 @@ def held_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """What a capture takes for buffers: the module's own, and its ``held_tensors``."""
+    return {**held_tensors(module), **dict(module.named_buffers())}
+
+
 def _map_held(module: nn.Module, replace: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
     """Put ``replace(place, tensor)`` in the place of each of the module's ``held_tensors``."""
 

@@ -65,7 +65,8 @@ class ExportedModel:
             ]
             digest.update(repr((node.op, node.name, str(node.target), node.args, node.kwargs, values)).encode())
         for name, constant in sorted(self.constants.items()):
-            digest.update(repr((name, constant.tolist())).encode())
+            digest.update(repr((name, constant.dtype, tuple(constant.shape))).encode())
+            digest.update(constant.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()[:16]
 
 

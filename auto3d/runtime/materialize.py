@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from auto3d.allocator import return_freed_memory
-from auto3d.capture.empty import held_tensors
+from auto3d.capture.empty import buffers_of
 from auto3d.capture.errors import error_line
 from auto3d.capture.foreign import ForeignWeights, LostValueError
 from auto3d.capture.skeleton import seeded, skeleton
@@ -64,7 +64,7 @@ def materialize(
     foreign.release_all()
     return_freed_memory()
     parameters = dict(model.named_parameters())
-    tensors = {**held_tensors(model), **dict(model.named_buffers()), **parameters}
+    tensors = {**buffers_of(model), **parameters}
     if missing := [name for name in names if name not in tensors]:
         raise InitialStateError(f"{missing[0]}: the module has it when it is captured, but not when it is built again")
     own = {name: tensors[name].detach() for name in names}

@@ -17,6 +17,7 @@ from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from auto3d.capture.empty import buffers_of
 from auto3d.capture.errors import CaptureError
 from auto3d.capture.model import CapturedModel
 from auto3d.capture.traced_branches import questions
@@ -78,7 +79,7 @@ def check_against_eager(captured: CapturedModel, data: DataSettings, *, seed: in
         torch.manual_seed(seed)
         model = captured.exported.build().to(device).train()
         batch = _batch(captured, data, seed=seed, device=device)
-        first_buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        first_buffers = {name: buffer.clone() for name, buffer in buffers_of(model).items()}
         eager = _run_eager(model, batch)
         _restore(model, first_buffers)
         again = _run_eager(model, batch)
@@ -141,7 +142,7 @@ def _run_eager(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> _Run:
     return _Run(
         loss.detach(),
         {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()},
-        {name: buffer.clone() for name, buffer in model.named_buffers()},
+        {name: buffer.clone() for name, buffer in buffers_of(model).items()},
     )
 
 
@@ -156,7 +157,7 @@ def _loss_of(output: Any) -> torch.Tensor:
 
 def _restore(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
     with torch.no_grad():
-        for name, buffer in model.named_buffers():
+        for name, buffer in buffers_of(model).items():
             buffer.copy_(buffers[name])
 
 
@@ -183,7 +184,7 @@ def _tensors(captured: CapturedModel, model: nn.Module, device: torch.device) ->
         name: parameter.detach().requires_grad_(name in captured.graph.trained)
         for name, parameter in model.named_parameters()
     }
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    buffers = {name: buffer.clone() for name, buffer in buffers_of(model).items()}
     constants = {name: value.to(device) for name, value in captured.exported.constants.items()}
     return {**constants, **buffers, **parameters}
 

@@ -6,14 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from auto3d.capture.model import CapturedModel, capture
+from auto3d.runtime.verify import check_against_eager
 from tests.zoo.engine import engine
 from tests.zoo.entry import Entry
 from tests.zoo.outcome import PLANS, Outcome, Result, failure, one_line, worst
 from tests.zoo.reference import reference
-from tests.zoo.trained import ITERATIONS, MICRO_BATCH, Trained
+from tests.zoo.trained import ITERATIONS, MICRO_BATCH, SEED, Trained
 
 ABSOLUTE = 1e-7  # as tests/distributed/parity.py:assert_close
 MOST_SENSITIVE = 100  # times the bound that a model's own sensitivity to rounding may excuse
@@ -26,6 +28,7 @@ def run(entry: Entry, *, timeout_s: float, spoil: Callable[[nn.Module], None] = 
     captured = None
     try:
         captured = capture(entry.build, entry.data.input_specs(), MICRO_BATCH)
+        check_against_eager(captured, entry.data, seed=SEED, device=torch.device("cpu"))
     except Exception as error:
         found.append(failure(error))
     for name, dp in PLANS.items() if captured else ():
