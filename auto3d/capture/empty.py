@@ -4,9 +4,11 @@ Code asks for the device of its tensors: a mixture of experts takes another bran
 made in forward go where the others are. So the export sees fake tensors, which hold no memory and name a real device.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -14,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from auto3d.capture.errors import CaptureError
 from auto3d.capture.skeleton import skeleton
 
 
@@ -82,6 +85,11 @@ def empty_model(build: Callable[[], nn.Module], device: str) -> EmptyModel:
     torch was built without CUDA, the CPU stands in for it.
     """
     module = skeleton(build).model
+    for name, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"{name or 'the model'} is a scripted module, which cannot be traced; give it unscripted"
+            )
     parameter_of = {parameter.untyped_storage()._cdata: name for name, parameter in module.named_parameters()}
     storages = {where: tensor.untyped_storage()._cdata for where, tensor in held_tensors(module).items()}
     views = {where: parameter_of[storage] for where, storage in storages.items() if storage in parameter_of}
@@ -111,3 +119,19 @@ def empty_model(build: Callable[[], nn.Module], device: str) -> EmptyModel:
             owner._buffers[name] = owner.__dict__.pop(name)
             owner._non_persistent_buffers_set.add(name)
     return EmptyModel(module, mode, place, places, views)
+
+
+@contextmanager
+def no_idle_conversions() -> Iterator[None]:
+    """Let ``module.to(dtype)`` do nothing where nothing would change: fake parameters cannot be replaced in a trace."""
+    convert = nn.Module.to
+
+    def to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        tensors = [*module.parameters(), *module.buffers()]
+        moves = device is not None and any(tensor.device.type != device.type for tensor in tensors)
+        casts = dtype is not None and any(tensor.is_floating_point() and tensor.dtype != dtype for tensor in tensors)
+        return convert(module, *args, **kwargs) if moves or casts else module
+
+    with patch.object(nn.Module, "to", to):
+        yield

@@ -24,7 +24,7 @@ _DATA_DEPENDENT = (
     "make it a setting, or compute all cases and choose with torch.where",
 )
 _UNTRACEABLE = (
-    "torch.export cannot follow its code",
+    "its code cannot be traced as operations on tensors",
     "write it with plain tensor operations, or keep it out of forward",
 )
 KEPT_ELSEWHERE = (
@@ -33,7 +33,7 @@ KEPT_ELSEWHERE = (
 )
 _JARGON = re.compile(
     r"\bguard|symint|symbol|unbacked|faketensor|fake tensor|functional ?tensor|proxy|higherorder|functorch|dynamo|"
-    r"file an? (issue|bug)|torch\._|\bu\d+\b|dispatch|make_fx|meta tensor|inductor|data-dependent",
+    r"file an? (issue|bug)|torch\._|\bu\d+\b|dispatch|make_fx|aten[.:]|export|meta tensor|inductor|data-dependent",
     re.IGNORECASE,
 )
 

@@ -5,7 +5,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -18,12 +18,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from auto3d.capture.empty import EmptyModel, empty_model
+from auto3d.capture.empty import EmptyModel, empty_model, no_idle_conversions
 from auto3d.capture.errors import KEPT_ELSEWHERE, CaptureError, every_line_recorded, explain, node_line
 from auto3d.capture.faithful import trace
 from auto3d.capture.in_place import name_of, remove_in_place, written_buffers
+from auto3d.capture.known_values import KnownValues
 from auto3d.capture.masks import leave_masks_to_kernel
 from auto3d.capture.regions import inline_regions
+from auto3d.capture.traced_branches import answered_as_eager
 from auto3d.errors import InputError
 
 _META = torch.device("meta")
@@ -81,10 +83,13 @@ def export(
     followed.
     """
     try:
-        return _export(build, inputs, micro_batch_size, device)
-    except CaptureError:
-        with every_line_recorded():  # torch.export notes the lines of functions named forward alone
+        with answered_as_eager():
             return _export(build, inputs, micro_batch_size, device)
+    except CaptureError:
+        with suppress(CaptureError):  # code that looks at data, and has another branch for a trace
+            return _export(build, inputs, micro_batch_size, device)
+    with answered_as_eager(), every_line_recorded():  # torch.export notes the lines of functions named forward alone
+        return _export(build, inputs, micro_batch_size, device)
 
 
 def _export(
@@ -101,7 +106,7 @@ def _export(
     arguments = {name: model.zeros((micro_batch_size, *spec.shape), spec.dtype) for name, spec in inputs.items()}
     try:
         with _quiet_torch():
-            exported = trace(module, lambda: torch.export.export(module, (), arguments, strict=False))
+            exported = trace(module, lambda: _exported(module, arguments))
     except CaptureError:
         raise
     except Exception as error:  # torch.export raises many kinds; each means that this model cannot be captured
@@ -115,12 +120,6 @@ def _export(
     buffers = _first_names(signature.inputs_to_buffers, module.named_buffers(remove_duplicate=False))
     held, constants = _held_and_constant(exported, model)
     buffers |= held
-    for place in buffers.values():
-        if place in model.views:  # as a buffer, it would not follow the training
-            raise CaptureError(
-                f"{type(module).__name__} keeps {place}, a view of the parameter {model.views[place]}, and uses it in "
-                "its forward; use the parameter there, which is what is trained"
-            )
     inline_regions(exported.graph_module, model.mode, parameters=parameters.keys(), buffers=buffers.keys())
     _remove_assertions(program)
     remove_in_place(program, model.mode, buffers=buffers.keys(), inputs=inputs.keys())
@@ -131,6 +130,7 @@ def _export(
     program.eliminate_dead_code()  # what only other outputs need; writes to buffers stay
     _check_sizes(program)
     _check_constants(program, constants, module)
+    _check_views(program, buffers, model)
     _name_by_module(program)
     reached = {parameters[placeholder] for placeholder in _reached_by_gradient(loss) & parameters.keys()}
     trained = frozenset(
@@ -153,6 +153,11 @@ def _export(
         constants={name: value for name, value in constants.items() if not isinstance(value, FakeTensor)},
         loss=loss.name,
     )
+
+
+def _exported(module: nn.Module, arguments: Mapping[str, torch.Tensor]) -> torch.export.ExportedProgram:
+    with KnownValues(), no_idle_conversions():
+        return torch.export.export(module, (), dict(arguments), strict=False)
 
 
 @contextmanager
@@ -242,6 +247,17 @@ def _check_sizes(program: fx.Graph) -> None:
                     f"{name_of(node.target)} gives a size or a number that depends on the data{node_line(node)}; a "
                     "program has fixed sizes: use a mask or torch.where there, and tensors in the place of numbers"
                 )
+
+
+def _check_views(program: fx.Graph, buffers: Mapping[str, str], model: EmptyModel) -> None:
+    """Raise CaptureError for an attribute that shows a parameter: as a buffer, it would not follow the training."""
+    for node in program.find_nodes(op="placeholder"):
+        place = buffers.get(node.name)
+        if place in model.views and node.users:
+            raise CaptureError(
+                f"{type(model.module).__name__} keeps {place}, a view of the parameter {model.views[place]}, and uses "
+                "it in its forward; use the parameter there, which is what is trained"
+            )
 
 
 def _check_constants(program: fx.Graph, constants: Mapping[str, torch.Tensor], module: nn.Module) -> None:

@@ -146,7 +146,10 @@ class _Rewriter:
             )
         new = {chain[0]: self._value_written(node)}
         for view, whole in pairwise(chain):
-            new[whole] = self._with_part(whole, view, new[view], node)
+            if view.target is operator.getitem:  # one of several views that one operator gives
+                new[whole.args[0]] = self._with_part(whole.args[0], self._piece(view), new[view], node)
+            elif whole not in new:
+                new[whole] = self._with_part(whole, view, new[view], node)
         if base.name in self.whole_buffers:
             new[base] = self._emit(_aten.copy_.default, base, new[base])
             self.whole_buffers.add(new[base].name)
@@ -181,6 +184,18 @@ class _Rewriter:
                 f"{name_of(source.target)}{node_line(node)}; use the out-of-place form there, or write to a clone"
             )
         return found
+
+    def _piece(self, taken: fx.Node) -> fx.Node:
+        """The view among several that ``taken`` takes, as a view of its own: of split, chunk, unbind and the like."""
+        several, index = taken.args
+        source, pieces = several.args[0], several.meta["val"]
+        names = [argument.name for argument in several.target._schema.arguments]
+        given = dict(zip(names, several.args, strict=False)) | dict(several.kwargs)
+        dim = given.get("dim", 0)
+        if pieces[index].dim() < source.meta["val"].dim():
+            return self._emit(_aten.select.int, source, dim, index)
+        start = sum(piece.shape[dim] for piece in pieces[:index])
+        return self._emit(_aten.slice.Tensor, source, dim, start, start + pieces[index].shape[dim])
 
     def _regenerate(self, view: fx.Node, new: dict[fx.Node, fx.Node]) -> None:
         """Take ``view``, and the views that it is taken from, anew from what they show after the write."""
@@ -229,8 +244,10 @@ def _functional(node: fx.Node) -> Any:
     """The operator that gives what ``node`` writes, from the same arguments but for ``out``."""
     target = node.target
     wanted = [str(each.type) for each in target._schema.arguments if not each.is_out]
-    packet = getattr(getattr(torch.ops, target.namespace), name_of(target).removesuffix("_"), None)
-    overloads = [getattr(packet, name) for name in packet.overloads()] if packet is not None else []
+    name = name_of(target)
+    name = f"__{name[3:]}" if name.startswith("__i") else name.removesuffix("_")  # a |= b, or a.add_(b)
+    packets = [getattr(getattr(torch.ops, target.namespace), each, None) for each in (name, f"{name}_functional")]
+    overloads = [getattr(packet, each) for packet in packets if packet is not None for each in packet.overloads()]
     for found in sorted(overloads, key=lambda overload: overload._overloadname != target._overloadname):
         if not found._schema.is_mutable and [str(each.type) for each in found._schema.arguments] == wanted:
             return found

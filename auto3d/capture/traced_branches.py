@@ -3,7 +3,7 @@
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -15,6 +15,7 @@ from auto3d.capture.errors import frame_line, is_model_code
 
 _QUESTION = re.compile(r"is_\w*(tracing|compiling|exporting)$")
 _TORCH = (torch.compiler, torch.jit)
+_COMPILER = ("is_compiling", "is_dynamo_compiling", "is_exporting")
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,30 @@ class Question:
             return False if frame_line(sys._getframe(1)) == self.line else original(*args, **kwargs)
 
         return answer
+
+
+@contextmanager
+def answered_as_eager() -> Iterator[None]:
+    """Let the model's code hear that it is not traced: it then takes the branches that it takes in eager mode."""
+
+    def for_model_code(original: Callable) -> Callable:
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None and _QUESTION.match(frame.f_code.co_name):
+                frame = frame.f_back
+            asked = frame is not None and is_model_code(frame.f_code.co_filename)
+            return False if asked else original(*args, **kwargs)
+
+        return answer
+
+    owners = [*((torch.compiler, name) for name in _COMPILER), (torch.jit, "is_tracing")]
+    if (transformers := sys.modules.get("transformers.utils.import_utils")) is not None:
+        owners.append((transformers, "is_fake_tensor"))
+    with ExitStack() as stack:
+        for owner, name in owners:
+            if hasattr(owner, name):
+                stack.enter_context(patch.object(owner, name, for_model_code(getattr(owner, name))))
+        yield
 
 
 def questions(run: Callable[[], Any]) -> list[Question]:

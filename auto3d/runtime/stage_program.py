@@ -64,6 +64,8 @@ def segment_program(
             continue
         copy = graph.node_copy(node, ChainMap(env_of.get(node, {}), env).__getitem__)
         copy.args, copy.kwargs = _on_device((copy.args, copy.kwargs), device)
+        if copy.target is torch.ops.aten.view.default:  # what another stage sent is contiguous, and was not perhaps
+            copy.target = torch.ops.aten.reshape.default
         if is_random(node):
             modules[node.name] = SeededOperation(node.target, operation_number[node.name], randomness)
         elif put_off is not None and can_be_split(copy, trained):

@@ -24,7 +24,33 @@ def makes_tensors(self, x, h):
     return self.second(h + offset) * torch.from_numpy(np.arange(WIDTH)).float() + torch.tensor(0.5)
 
 
-@pytest.mark.parametrize("between", [branches_on_device, makes_tensors], ids=lambda function: function.__name__)
+def asks_for_what_no_data_enters(self, x, h):
+    mask = nn.Transformer.generate_square_subsequent_mask(WIDTH)
+    mask[0] = 0
+    if torch.equal(mask, torch.zeros(WIDTH, WIDTH)) or not mask.isinf().any():
+        return h
+    return self.second(h) * int(mask.isinf().sum()) + torch.arange(3.0).max().item()
+
+
+def asks_whether_it_is_traced(self, x, h):
+    return h if torch.compiler.is_compiling() or torch.compiler.is_exporting() else self.second(h)
+
+
+def converts_to_what_it_is(self, x, h):
+    return self.second.to(torch.float32).to("cpu")(h)
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        branches_on_device,
+        makes_tensors,
+        asks_for_what_no_data_enters,
+        asks_whether_it_is_traced,
+        converts_to_what_it_is,
+    ],
+    ids=lambda function: function.__name__,
+)
 def test_tensors_made_in_forward_and_branches_on_the_device(between):
     assert_equal_to_eager(type("Model", (Layers,), {"between": between}), X)
 

@@ -11,7 +11,7 @@ TRAIN = ["train", "own.yaml", "plan.pp=1", CHECK]
 DIFFERS = "differs from the eager module"
 EQUALS = "micro-batches of 4 equals the eager module in its loss and 195 gradients, on cpu"
 BRANCH = """def forward(self, x, y):
-        if torch.compiler.is_compiling():
+        if is_compiling():
             x = x * 1.01
 """
 

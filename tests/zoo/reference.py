@@ -11,6 +11,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from auto3d.capture.describe import is_random
+from auto3d.capture.empty import buffers_of
 from auto3d.capture.model import CapturedModel
 from auto3d.runtime.data import Batches
 from auto3d.runtime.optimizer import build_optimizer
@@ -48,8 +49,7 @@ def reference(
     batches = Batches(entry.data, seed=SEED, global_batch=GLOBAL_BATCH, micro_batch_size=MICRO_BATCH)
     count = GLOBAL_BATCH // MICRO_BATCH
     draws = _Draws(captured, count) if entry.draws and captured else None
-    buffers = dict(module.named_buffers())
-    kept = [{name: buffer.clone() for name, buffer in buffers.items()} for _ in range(replicas)]
+    kept = [{name: buffer.clone() for name, buffer in buffers_of(module).items()} for _ in range(replicas)]
     losses, norms, gradients = [], [], {}
     for iteration in range(ITERATIONS):
         module.zero_grad()
@@ -57,20 +57,21 @@ def reference(
         for index in range(count):
             own = kept[index * replicas // count]
             if replicas > 1:
-                _copy(own, buffers)
+                _copy(own, buffers_of(module))
             with draws.seeded(iteration, index) if draws else nullcontext():
                 output = module(**batches.micro_batch(iteration, index, tuple(entry.inputs)))
             loss = _loss(output) / count
             loss.backward()
             total += loss.item()
             if replicas > 1:
-                _copy(buffers, own)
+                _copy(buffers_of(module), own)
         norms.append(torch.nn.utils.clip_grad_norm_(named.values(), OPTIMIZER.clip_norm).item())
         losses.append(total)
         if iteration == 0:
             gradients = {name: array(p.grad) for name, p in named.items() if p.grad is not None}
         step.step()
         learning_rate.step()
+    buffers = buffers_of(module)  # a forward may have put new ones in their places
     if replicas > 1:
         _copy(kept[0], buffers)
     return Trained(

@@ -64,11 +64,12 @@ ENTRIES += language(
     AfmoeForCausalLM AriaTextForCausalLM Cohere2MoeForCausalLM Dots1ForCausalLM Ernie4_5_MoeForCausalLM
     ExaoneMoeForCausalLM FlexOlmoForCausalLM Glm4MoeForCausalLM GptOssForCausalLM GraniteMoeForCausalLM
     GraniteMoeSharedForCausalLM HunYuanMoEV1ForCausalLM JetMoeForCausalLM Llama4ForCausalLM MellumForCausalLM
-    MiniMaxForCausalLM MiniMaxM2ForCausalLM MixtralForCausalLM OlmoeForCausalLM PhimoeForCausalLM
+    MiniMaxForCausalLM MiniMaxM2ForCausalLM MixtralForCausalLM OlmoeForCausalLM
     Qwen2MoeForCausalLM Qwen3MoeForCausalLM SolarOpenForCausalLM
     """,
     MIXTURES,
 )
+ENTRIES += add("mixture of experts", "PhimoeForCausalLM", LANGUAGE, MIXTURES, draws=True)
 ENTRIES += language(
     "mixture of experts", "Lfm2MoeForCausalLM", MIXTURES, layer_types=["conv", "full_attention"], num_dense_layers=1
 )

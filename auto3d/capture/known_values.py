@@ -1,0 +1,94 @@
+"""True values for what Python code asks of a tensor that no data enters, such as whether a mask is causal.
+
+A trace has no values, so ``if mask.any():`` stops it. Where the mask is made of numbers in the model's code alone, its
+value is the same in every run, and the trace may go on with it.
+"""
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+_ASKING = (
+    torch.Tensor.__bool__,
+    torch.Tensor.__int__,
+    torch.Tensor.__float__,
+    torch.Tensor.__index__,
+    torch.Tensor.item,
+    torch.Tensor.tolist,
+    torch.Tensor.equal,
+    torch.equal,
+    torch.allclose,
+    torch.Tensor.allclose,
+)
+_LARGEST = 2**24  # elements of a tensor that is evaluated
+_CPU = torch.device("cpu")
+
+
+class KnownValues(TorchFunctionMode):
+    """Active while a program is traced, answers such questions from the operations that were traced so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[fx.Node, Any] = {}
+        self._seen: set[fx.Node] = set()
+        self._overwritten: set[int] = set()  # memory of known values that data was written to
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _ASKING and get_proxy_mode() is not None:
+            values = [self._value(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
+            if all(value is not None for value in values):
+                with _disable_current_modes(), torch._C.DisableTorchFunction():
+                    return func(*values, **kwargs)
+        return func(*args, **kwargs)
+
+    def _value(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        tracer = get_proxy_mode().tracer
+        slot = get_proxy_slot(tensor, tracer, None)
+        if slot is None:
+            return None
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+            for node in tracer.graph.nodes:
+                if node not in self._seen:
+                    self._seen.add(node)
+                    self._evaluate(node, tracer.root)
+        value = self._known.get(slot.proxy.node)
+        return None if value is None or self._memory(value) & self._overwritten else value
+
+    def _evaluate(self, node: fx.Node, root: torch.nn.Module) -> None:
+        if node.op == "get_attr":
+            value = getattr(root, node.target, None)
+            if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and not value.is_meta:
+                self._known[node] = value.clone()
+            return
+        if node.op != "call_function":
+            return
+        operator = isinstance(node.target, torch._ops.OpOverload)
+        known = all(used in self._known for used in node.all_input_nodes)
+        if known and (not operator or self._may_run(node)):
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._known.__getitem__)
+            args, kwargs = tree_map_only(torch.device, lambda _: _CPU, (args, kwargs))
+            try:
+                self._known[node] = node.target(*args, **kwargs)
+                return
+            except Exception:  # such as an operator without a kernel for the CPU
+                known = False
+        if operator and node.target._schema.is_mutable:
+            for used in node.all_input_nodes:
+                self._overwritten |= self._memory(self._known.get(used))
+
+    @staticmethod
+    def _may_run(node: fx.Node) -> bool:
+        sizes = [leaf.numel() for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
+        random = torch.Tag.nondeterministic_seeded in node.target.tags
+        return not random and all(isinstance(size, int) and size <= _LARGEST for size in sizes)
+
+    @staticmethod
+    def _memory(value: Any) -> set[int]:
+        return {leaf.untyped_storage()._cdata for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)}
