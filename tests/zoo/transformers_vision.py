@@ -76,9 +76,10 @@ ENTRIES += add("vision", "MobileNetV2ForImageClassification", WIDE, {"depth_mult
 ENTRIES += add("vision", "MobileViTForImageClassification", PICTURE,
      {"image_size": 32, "hidden_sizes": [16, 24, 32], "neck_hidden_sizes": [4, 8, 8, 16, 16, 16, 32],
       "num_attention_heads": 2, "num_labels": 4})
-ENTRIES += add(
+ENTRIES += wrapped(
     "vision",
     "MobileViTV2ForImageClassification",
+    Double,
     {"pixel_values": normal(3, 128, 128), "labels": integers(high=4)},
     {"image_size": 128, "width_multiplier": 0.25, "num_labels": 4},
 )
@@ -124,7 +125,7 @@ ENTRIES += wrapped("segmentation, depth", "MobileNetV2ForSemanticSegmentation", 
 ENTRIES += add("segmentation, depth", "MobileViTForSemanticSegmentation", WIDE_MAP,
      {"image_size": 32, "hidden_sizes": [16, 24, 32], "neck_hidden_sizes": [4, 8, 8, 16, 16, 16, 32],
       "num_attention_heads": 2, "num_labels": 4, "aspp_out_channels": 16})
-ENTRIES += add("segmentation, depth", "DPTForSemanticSegmentation", MAP,
+ENTRIES += wrapped("segmentation, depth", "DPTForSemanticSegmentation", Double, MAP,
      {**VISION, "num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3], "neck_hidden_sizes": [8, 8, 16, 16],
       "fusion_hidden_size": 16, "is_hybrid": False}, draws=True)  # its dropout is fixed
 ENTRIES += add("segmentation, depth", "GLPNForDepthEstimation", DEPTH,
