@@ -127,7 +127,7 @@ ENTRIES += add("segmentation, depth", "MobileViTForSemanticSegmentation", WIDE_M
       "num_attention_heads": 2, "num_labels": 4, "aspp_out_channels": 16})
 ENTRIES += add("segmentation, depth", "DPTForSemanticSegmentation", MAP,
      {**VISION, "num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3], "neck_hidden_sizes": [8, 8, 16, 16],
-      "fusion_hidden_size": 16, "is_hybrid": False, "use_auxiliary_head": False})
+      "fusion_hidden_size": 16, "is_hybrid": False, "auxiliary_loss_weight": 0.0})
 ENTRIES += add("segmentation, depth", "GLPNForDepthEstimation", DEPTH,
      {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 2, 2, 4],
       "decoder_hidden_size": 16})
