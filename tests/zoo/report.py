@@ -48,7 +48,7 @@ def _table(members: Sequence[Finished]) -> str:
 
 def _reason(one: Finished) -> str:
     must = f" (it must be: {one.entry.only_refused})" if one.entry.only_refused else ""
-    text = " ".join((one.outcome.reason + must).split()).replace("|", "\\|")
+    text = " ".join((one.outcome.reason + must).split()).replace("|", "\\|").replace(f"{Path.cwd()}/", "")
     packages = text.split("site-packages/")  # without the folder of this machine's environment
     return "".join([part.rpartition(" ")[0] + " " for part in packages[:-1]] + packages[-1:])
 

@@ -39,6 +39,8 @@ def _without_dropout(config: Any) -> None:
     for key, value in vars(config).items():
         if ("drop" in key) and isinstance(value, float):
             setattr(config, key, 0.0)
+        elif "drop" in key and isinstance(value, (list, tuple)) and all(isinstance(rate, float) for rate in value):
+            setattr(config, key, [0.0] * len(value))
         elif key == "use_cache":
             config.use_cache = False
         elif hasattr(value, "to_dict"):
@@ -70,6 +72,17 @@ class Illustrated(nn.Module):
             labels=torch.cat([image.new_full(image.shape, -100), labels], dim=1),
             **inputs,
         ).loss
+
+
+class Double(nn.Module):
+    """A model in float64: batch statistics of a few numbers would magnify the rounding of float32 beyond any bound."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model.double()
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.model(pixel_values=pixel_values.double(), labels=labels).loss
 
 
 class Detector(nn.Module):

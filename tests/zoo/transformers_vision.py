@@ -8,7 +8,9 @@ from tests.zoo.transformers_classes import (
     PICTURE,
     TINY,
     VISION,
+    Double,
     add,
+    wrapped,
 )
 
 # fmt: off
@@ -45,7 +47,7 @@ ENTRIES += add("vision", "RegNetForImageClassification", PICTURE,
      {"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [2, 2], "groups_width": 8, "num_labels": 4})
 ENTRIES += add("vision", "BitForImageClassification", PICTURE,
      {"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [2, 2], "num_groups": 4, "num_labels": 4})
-ENTRIES += add("vision", "CvtForImageClassification", PICTURE,
+ENTRIES += wrapped("vision", "CvtForImageClassification", Double, PICTURE,
      {"embed_dim": [8, 16, 32], "num_heads": [1, 2, 4], "depth": [1, 2, 3], "num_labels": 4})
 ENTRIES += add("vision", "EfficientNetForImageClassification", WIDE,
      {"image_size": 32, "width_coefficient": 0.25, "depth_coefficient": 0.3, "hidden_dim": 320, "num_labels": 4,
@@ -65,7 +67,7 @@ ENTRIES += add("vision", "HieraForImageClassification", PICTURE,
      {**SQUARE, "image_size": [32, 32], "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "patch_kernel": [7, 7],
       "patch_stride": [4, 4], "patch_padding": [3, 3], "query_stride": [2, 2], "num_query_pool": 1,
       "masked_unit_size": [4, 4], "masked_unit_attention": [True, False], "embed_dim_multiplier": 2.0})
-ENTRIES += add("vision", "LevitForImageClassification", {"pixel_values": normal(3, 64, 64),
+ENTRIES += wrapped("vision", "LevitForImageClassification", Double, {"pixel_values": normal(3, 64, 64),
     "labels": integers(high=4)},
      {"image_size": 64, "hidden_sizes": [16, 24, 32], "num_attention_heads": [2, 2, 2], "depths": [1, 1, 1],
       "key_dim": [4, 4, 4], "num_labels": 4})
@@ -74,11 +76,12 @@ ENTRIES += add("vision", "MobileNetV2ForImageClassification", WIDE, {"depth_mult
 ENTRIES += add("vision", "MobileViTForImageClassification", PICTURE,
      {"image_size": 32, "hidden_sizes": [16, 24, 32], "neck_hidden_sizes": [4, 8, 8, 16, 16, 16, 32],
       "num_attention_heads": 2, "num_labels": 4})
-ENTRIES += add(
+ENTRIES += wrapped(
     "vision",
     "MobileViTV2ForImageClassification",
-    PICTURE,
-    {"image_size": 32, "width_multiplier": 0.25, "num_labels": 4},
+    Double,
+    {"pixel_values": normal(3, 128, 128), "labels": integers(high=4)},
+    {"image_size": 128, "width_multiplier": 0.25, "num_labels": 4},
 )
 ENTRIES += add("vision", "PoolFormerForImageClassification", PICTURE,
      {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1], "num_labels": 4})
@@ -97,7 +100,7 @@ ENTRIES += add(
 ENTRIES += add("vision", "SwiftFormerForImageClassification", PICTURE,
      {"image_size": 32, "depths": [1, 1, 1, 1], "embed_dims": [8, 16, 24, 32], "num_labels": 4})
 ENTRIES += add("vision", "TextNetForImageClassification", WIDE,
-     {"num_labels": 4, "hidden_sizes": [8, 8, 16, 16, 32]})
+     {"num_labels": 4, "stem_out_channels": 8, "hidden_sizes": [8, 8, 16, 16, 32]})
 ENTRIES += add("vision", "ImageGPTForImageClassification", {"input_ids": TOKENS, "labels": integers(high=4)},
      {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "num_labels": 4})
 ENTRIES += add("vision", "ViTForMaskedImageModeling", {"pixel_values": IMAGE, "bool_masked_pos": integers(16)},
@@ -116,14 +119,15 @@ ENTRIES += add("segmentation, depth", "SegformerForSemanticSegmentation", MAP,
 ENTRIES += add("segmentation, depth", "BeitForSemanticSegmentation", MAP,
      {**VISION, "num_hidden_layers": 4, "out_indices": [1, 2, 3, 4], "semantic_loss_ignore_index": 255,
       "use_auxiliary_head": True, "auxiliary_channels": 16, "pool_scales": [1, 2]})
-ENTRIES += add("segmentation, depth", "MobileNetV2ForSemanticSegmentation", WIDE_MAP, {"depth_multiplier": 0.25,
+ENTRIES += wrapped("segmentation, depth", "MobileNetV2ForSemanticSegmentation", Double, WIDE_MAP,
+    {"depth_multiplier": 0.25,
     "num_labels": 4})
 ENTRIES += add("segmentation, depth", "MobileViTForSemanticSegmentation", WIDE_MAP,
      {"image_size": 32, "hidden_sizes": [16, 24, 32], "neck_hidden_sizes": [4, 8, 8, 16, 16, 16, 32],
       "num_attention_heads": 2, "num_labels": 4, "aspp_out_channels": 16})
 ENTRIES += add("segmentation, depth", "DPTForSemanticSegmentation", MAP,
      {**VISION, "num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3], "neck_hidden_sizes": [8, 8, 16, 16],
-      "fusion_hidden_size": 16, "is_hybrid": False})
+      "fusion_hidden_size": 16, "is_hybrid": False, "auxiliary_loss_weight": 0.0})
 ENTRIES += add("segmentation, depth", "GLPNForDepthEstimation", DEPTH,
      {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 2, 2, 4],
       "decoder_hidden_size": 16})
