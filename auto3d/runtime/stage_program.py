@@ -47,8 +47,10 @@ def segment_program(
             users = sorted((user for user in node.users if user.name in own), key=order.__getitem__)
             for user in users if name in apart else [None]:
                 seen = graph.placeholder(f"{prefix}_{len(taken)}")
-                (env if user is None else env_of.setdefault(user, {}))[node] = seen
                 taken.append(name)
+                if node.op == "call_function" and not node.meta["val"].is_contiguous():
+                    seen = graph.call_function(in_layout, (seen, node.meta["val"].stride()))
+                (env if user is None else env_of.setdefault(user, {}))[node] = seen
         return taken
 
     state = take(segment.state, placeholder, "state")
@@ -64,8 +66,6 @@ def segment_program(
             continue
         copy = graph.node_copy(node, ChainMap(env_of.get(node, {}), env).__getitem__)
         copy.args, copy.kwargs = _on_device((copy.args, copy.kwargs), device)
-        if copy.target is torch.ops.aten.view.default:  # what another stage sent is contiguous, and was not perhaps
-            copy.target = torch.ops.aten.reshape.default
         if is_random(node):
             modules[node.name] = SeededOperation(node.target, operation_number[node.name], randomness)
         elif put_off is not None and can_be_split(copy, trained):
@@ -77,6 +77,28 @@ def segment_program(
     module = fx.GraphModule(modules, graph)
     fold_constants(module)
     return module, state, given
+
+
+def in_layout(value: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """``value`` with these ``strides``, which it loses on its way from another stage.
+
+    Kernels go through memory in its order: a dropout would draw another mask, and a sum would be rounded otherwise.
+    """
+    if value.stride() == strides or not _is_dense(value.shape, strides):
+        return value
+    order = sorted(range(value.dim()), key=lambda dim: (-strides[dim], dim))
+    return value.permute(order).contiguous().permute([order.index(dim) for dim in range(value.dim())])
+
+
+def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether the elements fill memory without a gap, and each is there once."""
+    expected = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
 
 
 def _on_device(arguments: Any, device: torch.device) -> Any:

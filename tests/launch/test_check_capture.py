@@ -25,7 +25,8 @@ def empty_cache(tmp_path, monkeypatch):
 def differing(folder):
     """The model of own.yaml, with a branch that only a trace takes."""
     source = (folder / "mine.py").read_text()
-    (folder / "mine.py").write_text(source.replace("def forward(self, x, y):\n", BRANCH))
+    source = source.replace("def forward(self, x, y):\n", BRANCH)
+    (folder / "mine.py").write_text(f"from torch.compiler import is_compiling\n{source}")
 
 
 def test_a_capture_is_compared_once_and_that_is_remembered(folder, auto3d):
