@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType, TracebackType
 
 import torch
 from torch import fx
@@ -83,13 +83,23 @@ def every_line_recorded() -> Iterator[None]:
 
 def error_line(error: BaseException) -> str:
     """`` at FILE, line N``: the deepest line of the model's code in the tracebacks of the error and its causes."""
-    found = ""
+    trace = _deepest(error)
+    return _at(trace.tb_frame.f_code.co_filename, trace.tb_lineno) if trace is not None else ""
+
+
+def failing_function(error: BaseException) -> CodeType | None:
+    """The code of the deepest function of the model's code in the tracebacks of the error and its causes."""
+    trace = _deepest(error)
+    return trace.tb_frame.f_code if trace is not None else None
+
+
+def _deepest(error: BaseException) -> TracebackType | None:
+    found = None
     for each in _chain(error):
         trace = each.__traceback__
         while trace is not None:
-            file = trace.tb_frame.f_code.co_filename
-            if is_model_code(file):
-                found = _at(file, trace.tb_lineno)
+            if is_model_code(trace.tb_frame.f_code.co_filename):
+                found = trace
             trace = trace.tb_next
     return found
 

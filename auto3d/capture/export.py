@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from io import StringIO
+from types import CodeType
 from typing import Any
 
 import torch
@@ -19,7 +20,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from auto3d.capture.empty import EmptyModel, empty_model, no_idle_conversions
-from auto3d.capture.errors import KEPT_ELSEWHERE, CaptureError, every_line_recorded, explain, node_line
+from auto3d.capture.errors import (
+    KEPT_ELSEWHERE,
+    CaptureError,
+    every_line_recorded,
+    explain,
+    failing_function,
+    node_line,
+)
 from auto3d.capture.faithful import trace
 from auto3d.capture.in_place import name_of, remove_in_place, written_buffers
 from auto3d.capture.known_values import KnownValues
@@ -82,13 +90,19 @@ def export(
     if its sizes depend on the data, if it has no loss among its outputs, or writes in place where that cannot be
     followed.
     """
-    try:
-        with answered_as_eager():
-            return _export(build, inputs, micro_batch_size, device)
-    except CaptureError:
-        with suppress(CaptureError):  # code that looks at data, and has another branch for a trace
-            return _export(build, inputs, micro_batch_size, device)
-    with answered_as_eager(), every_line_recorded():  # torch.export notes the lines of functions named forward alone
+    told: set[CodeType] = set()  # functions that look at data unless they hear that they are traced
+    while True:
+        with answered_as_eager(but=told) as askers:
+            try:
+                return _export(build, inputs, micro_batch_size, device)
+            except CaptureError as error:
+                failed_in = failing_function(error)
+        if failed_in in told or failed_in not in askers:
+            break
+        told.add(failed_in)
+    with suppress(CaptureError):  # what fails may also come from an eager branch that was taken earlier
+        return _export(build, inputs, micro_batch_size, device)
+    with answered_as_eager(but=told), every_line_recorded():  # torch.export notes lines of functions called forward
         return _export(build, inputs, micro_batch_size, device)
 
 

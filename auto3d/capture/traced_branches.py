@@ -2,10 +2,10 @@
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -47,16 +47,22 @@ class Question:
 
 
 @contextmanager
-def answered_as_eager() -> Iterator[None]:
-    """Let the model's code hear that it is not traced: it then takes the branches that it takes in eager mode."""
+def answered_as_eager(but: Collection[CodeType] = ()) -> Iterator[set[CodeType]]:
+    """Let the model's code hear that it is not traced: it then takes the branches that it takes in eager mode.
+
+    The functions ``but`` hear the truth. Gives the functions that ask, as they do so.
+    """
+    askers: set[CodeType] = set()
 
     def for_model_code(original: Callable) -> Callable:
         def answer(*args: Any, **kwargs: Any) -> Any:
             frame: FrameType | None = sys._getframe(1)
             while frame is not None and _QUESTION.match(frame.f_code.co_name):
                 frame = frame.f_back
-            asked = frame is not None and is_model_code(frame.f_code.co_filename)
-            return False if asked else original(*args, **kwargs)
+            if frame is None or not is_model_code(frame.f_code.co_filename):
+                return original(*args, **kwargs)
+            askers.add(frame.f_code)
+            return original(*args, **kwargs) if frame.f_code in but else False
 
         return answer
 
@@ -67,7 +73,7 @@ def answered_as_eager() -> Iterator[None]:
         for owner, name in owners:
             if hasattr(owner, name):
                 stack.enter_context(patch.object(owner, name, for_model_code(getattr(owner, name))))
-        yield
+        yield askers
 
 
 def questions(run: Callable[[], Any]) -> list[Question]:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from auto3d.capture.empty import buffers_of
-from auto3d.capture.errors import CaptureError
+from auto3d.capture.errors import CaptureError, is_model_code
 from auto3d.capture.model import CapturedModel
 from auto3d.capture.traced_branches import questions
 from auto3d.partition.segment import segments
@@ -268,11 +268,12 @@ def _values_by_module(
 
 
 def _place_of(module: nn.Module) -> str:
+    kind = type(module)
     try:
-        _, line = inspect.getsourcelines(type(module).forward)
-        return f" ({type(module).__name__} at {inspect.getsourcefile(type(module))}, line {line})"
+        file, (_, line) = inspect.getsourcefile(kind) or "", inspect.getsourcelines(kind.forward)
     except (OSError, TypeError):
-        return f" ({type(module).__name__})"
+        return f" ({kind.__name__})"
+    return f" ({kind.__name__} at {file}, line {line})" if is_model_code(file) else f" ({kind.__name__})"
 
 
 def _branch(captured: CapturedModel, is_equal: Callable[[CapturedModel], bool] | None = None) -> str:

@@ -27,8 +27,9 @@ def run(entry: Entry, *, timeout_s: float, spoil: Callable[[nn.Module], None] = 
     runs: dict[str, list[Trained]] = {}
     captured = None
     try:
-        captured = capture(entry.build, entry.data.input_specs(), MICRO_BATCH)
-        check_against_eager(captured, entry.data, seed=SEED, device=torch.device("cpu"))
+        model = capture(entry.build, entry.data.input_specs(), MICRO_BATCH)
+        check_against_eager(model, entry.data, seed=SEED, device=torch.device("cpu"))
+        captured = model
     except Exception as error:
         found.append(failure(error))
     for name, dp in PLANS.items() if captured else ():

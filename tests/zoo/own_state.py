@@ -7,6 +7,7 @@ import random
 import numpy as np
 import torch
 from torch import nn
+from torch.compiler import is_compiling  # bound here, so that the engine cannot answer it
 from torch.nn import functional as F  # noqa: N812
 
 from tests.zoo.entry import Collection
@@ -232,12 +233,20 @@ class TracingBranch(TwoLayers):
         return torch.tanh(x)
 
 
-@state(only_refused="the traced code does something else")
-class TracingLies(TwoLayers):
+@state()
+class TracedBranch(TwoLayers):
+    """A branch that only a trace takes; the engine answers the question as an eager run would."""
+
     def between(self, x):
         if torch.compiler.is_compiling() or torch.compiler.is_exporting():
             return torch.tanh(x) * 1.01
         return torch.tanh(x)
+
+
+@state(only_refused="the traced code does something else")
+class TracingLies(TwoLayers):
+    def between(self, x):
+        return torch.tanh(x) * 1.01 if is_compiling() else torch.tanh(x)
 
 
 @state()

@@ -71,8 +71,10 @@ ENTRIES += wrapped("vision", "LevitForImageClassification", Double, {"pixel_valu
     "labels": integers(high=4)},
      {"image_size": 64, "hidden_sizes": [16, 24, 32], "num_attention_heads": [2, 2, 2], "depths": [1, 1, 1],
       "key_dim": [4, 4, 4], "num_labels": 4})
-ENTRIES += add("vision", "MobileNetV1ForImageClassification", WIDE, {"depth_multiplier": 0.25, "num_labels": 4})
-ENTRIES += add("vision", "MobileNetV2ForImageClassification", WIDE, {"depth_multiplier": 0.25, "num_labels": 4})
+ENTRIES += wrapped("vision", "MobileNetV1ForImageClassification", Double, WIDE, {"depth_multiplier": 0.25,
+    "num_labels": 4})
+ENTRIES += wrapped("vision", "MobileNetV2ForImageClassification", Double, WIDE, {"depth_multiplier": 0.25,
+    "num_labels": 4})
 ENTRIES += add("vision", "MobileViTForImageClassification", PICTURE,
      {"image_size": 32, "hidden_sizes": [16, 24, 32], "neck_hidden_sizes": [4, 8, 8, 16, 16, 16, 32],
       "num_attention_heads": 2, "num_labels": 4})
