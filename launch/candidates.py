@@ -19,8 +19,8 @@ from auto3d.search.listing import Listed, listed
 from auto3d.search.make import PlanMaker
 from auto3d.search.search import Budget, Ranked, Search
 from auto3d.search.space import PARTITIONS, Candidate, Domain, Task
-from launch.capture import PlanningModel
 from launch.costs import captured_subject, cost_model
+from launch.graphs import PlanningModel
 from launch.recipe import LoadedRecipe
 from launch.schema import AUTO, PlanRecipe
 from launch.settings import cluster, emulation, optimizer_settings, search_space

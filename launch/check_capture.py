@@ -1,15 +1,13 @@
 """The check of a capture against its eager module: where it is small enough, once, in a process of its own."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from math import prod
 from typing import TYPE_CHECKING
 
 from auto3d.capture.cache import Cache
 from auto3d.capture.graph import Graph
-from auto3d.plan import Plan
 from auto3d.runtime.measurement import Status
-from auto3d.schedule import samples_at_once
-from launch.capture import Elsewhere, PlanningModel
+from launch.graphs import PlanningModel
 from launch.recipe import LoadedRecipe
 
 if TYPE_CHECKING:
@@ -57,7 +55,7 @@ def check(recipe: LoadedRecipe, captured: "CapturedModel") -> str:
 
     graph, values = captured.graph, recipe.values
     if reason := why_not(graph):
-        return _not_compared(graph, reason)
+        return not_compared(graph, reason)
     on = torch.device("cuda", 0) if device(values) == "cuda" and torch.cuda.is_available() else torch.device("cpu")
 
     def compare(*_: object) -> None:
@@ -65,10 +63,17 @@ def check(recipe: LoadedRecipe, captured: "CapturedModel") -> str:
 
     outcome = run_ranks(1, compare, timeout_s=TIMEOUT_S)  # in a process of its own: ranks are forked from this one
     if outcome.status is not Status.OK:
-        return _not_compared(graph, f"{outcome.status}, {outcome.error.splitlines()[-1]}")
+        return not_compared(graph, f"{outcome.status}, {outcome.error.splitlines()[-1]}")
     Cache().store(_identity(recipe, graph), {"equal": True})
     count = sum(prod(value.shape) for value in graph.parameters.values())
     return f"{_described(graph)} equals the eager module in its loss and {count:,} gradients, on {on.type}"
+
+
+def check_at(recipe: LoadedRecipe, micro_batch_size: int) -> str:
+    """As ``check``, of the recipe's model at this size, which is captured for it."""
+    from launch.model import captured_model
+
+    return check(recipe, captured_model(recipe, micro_batch_size))
 
 
 def check_once(recipe: LoadedRecipe, captured: "CapturedModel", tell: Callable[[str], None]) -> None:
@@ -77,20 +82,7 @@ def check_once(recipe: LoadedRecipe, captured: "CapturedModel", tell: Callable[[
         tell(check(recipe, captured))
 
 
-def check_plans(recipe: LoadedRecipe, plans: Iterable[Plan], elsewhere: Elsewhere, tell: Callable[[str], None]) -> None:
-    """The same for the captures that ``plans`` run, ``elsewhere``."""
-    if not recipe.values.training.check_capture:
-        return
-    model = PlanningModel(recipe, elsewhere=elsewhere)
-    for size in sorted({samples_at_once(plan) for plan in plans}):
-        graph = model.graph(size)
-        if reason := why_not(graph):
-            tell(_not_compared(graph, reason))
-        elif not is_checked(recipe, graph):
-            tell(elsewhere.check(recipe, size))
-
-
-def _not_compared(graph: Graph, reason: str) -> str:
+def not_compared(graph: Graph, reason: str) -> str:
     return f"{_described(graph)} is not compared with the eager module: {reason}"
 
 

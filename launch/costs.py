@@ -15,7 +15,7 @@ from auto3d.cost.work import Work, work_of
 from auto3d.errors import InputError
 from auto3d.partition.merak import Sharding
 from auto3d.search.subject import CapturedSubject, LayeredSubject, Subject
-from launch.capture import PlanningModel
+from launch.graphs import PlanningModel
 from launch.profile import find_profile
 from launch.recipe import LoadedRecipe
 from launch.settings import cluster, training

@@ -18,7 +18,7 @@ from auto3d.partition.draw_svg import draw_svg
 from auto3d.partition.merak import Sharding
 from auto3d.partition.stage import Stage, cut
 from auto3d.search.partitioned import plan_of
-from launch.capture import PlanningModel, default_micro_batch_size
+from launch.graphs import PlanningModel, default_micro_batch_size
 from launch.output import print_json, write_text
 from launch.recipe import LoadedRecipe
 from launch.settings import cluster, training, with_memory

@@ -133,8 +133,8 @@ def measure_profile(recipe: LoadedRecipe, console: Console) -> Profile:
     from auto3d.runtime.measurement import Environment, Status
     from auto3d.runtime.profile import Measured, distinct_subgraphs, measure, parts_of
     from auto3d.runtime.world import World
-    from launch.capture import PlanningModel
     from launch.data import data_settings
+    from launch.graphs import PlanningModel
     from launch.model import captured_model
     from launch.progress import at_work, profile_progress
     from launch.ranks import Report, check_devices, run_ranks

@@ -13,9 +13,9 @@ from auto3d.plan import Plan
 from auto3d.runtime.measurement import Measurement
 from auto3d.schedule import samples_at_once
 from launch import candidates, slurm
-from launch.capture import Elsewhere, PlanningModel
-from launch.check_capture import check_plans
+from launch.elsewhere import Elsewhere, check_plans
 from launch.executor import check_reachable, on_slurm
+from launch.graphs import PlanningModel
 from launch.recipe import LoadedRecipe
 from launch.sbatch import check_launch
 from launch.settings import cluster
@@ -49,7 +49,7 @@ class Sweep:
 def sweep_of(recipe: LoadedRecipe, tell: Callable[[str], None] | None = None) -> Sweep:
     """The trials of ``recipe``; to run them, give ``tell``: it hears how each capture was checked."""
     with Elsewhere() as elsewhere:
-        graph_at = cache(PlanningModel(recipe, elsewhere=elsewhere).graph)
+        graph_at = cache(PlanningModel(recipe, elsewhere=elsewhere.graph).graph)
         found = candidates.find(recipe, graph_at, partial(_chosen_before, recipe))
         left_out = sum(candidate.reason == candidates.left_out(recipe) for candidate in found)
         plans = candidates.runnable(recipe, found)

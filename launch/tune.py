@@ -20,9 +20,10 @@ from auto3d.search.certainty import CERTAIN, contenders, judge
 from auto3d.search.correction import correct
 from auto3d.search.search import Ranked, Search
 from launch.candidates import exact_plans
-from launch.capture import Elsewhere, PlanningModel
+from launch.elsewhere import Elsewhere
 from launch.executor import on_slurm
 from launch.files import write_whole
+from launch.graphs import PlanningModel
 from launch.plan import HEADINGS, cells, predicted_on
 from launch.profile import find_profile, how_to_measure, measure_profile, tuned_file, write_profile
 from launch.recipe import LoadedRecipe, RecipeError

@@ -29,8 +29,8 @@ from auto3d.runtime.gradient_sync import holders
 from auto3d.runtime.resplit import pieces
 from auto3d.schedule import samples_at_once, schedule_of
 from launch.candidates import exact_plans
-from launch.capture import PlanningModel
 from launch.costs import captured_subject, cost_model
+from launch.graphs import PlanningModel
 from launch.recipe import LoadedRecipe, load
 from launch.search import search_recipe
 from launch.settings import cluster as cluster_of

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from launch.capture import PlanningModel
+from launch.graphs import PlanningModel
 from launch.partition import costs_on
 from launch.recipe import load
 from launch.settings import cluster

@@ -18,7 +18,7 @@ import pytest
 
 from auto3d.plan import Plan
 from launch import candidates
-from launch.capture import PlanningModel
+from launch.graphs import PlanningModel
 from launch.recipe import load
 from launch.store import exclusive
 from tests.launch.conftest import write_recipes
