@@ -20,7 +20,7 @@ from auto3d.search.certainty import CERTAIN, contenders, judge
 from auto3d.search.correction import correct
 from auto3d.search.search import Ranked, Search
 from launch.candidates import exact_plans
-from launch.elsewhere import Elsewhere
+from launch.elsewhere import Elsewhere, check_plans
 from launch.executor import on_slurm
 from launch.files import write_whole
 from launch.graphs import PlanningModel
@@ -122,8 +122,8 @@ def run_tune(recipe: LoadedRecipe, search: Search, watcher: Watcher, *, retry: R
 class _Trials:
     """Runs trials one after the other, as far as search.trials goes."""
 
-    def __init__(self, recipe: LoadedRecipe, watcher: Watcher, retry: Retry) -> None:
-        self._recipe, self._watcher, self._retry = recipe, watcher, retry
+    def __init__(self, recipe: LoadedRecipe, watcher: Watcher, retry: Retry, elsewhere: Elsewhere) -> None:
+        self._recipe, self._watcher, self._retry, self._elsewhere = recipe, watcher, retry, elsewhere
         self._names: list[str] = []
         self.total = recipe.values.search.trials
 
@@ -133,6 +133,7 @@ class _Trials:
 
     def run(self, trial: Trial) -> Measurement:
         check_ranks(self._recipe, trial.plan.ranks)
+        check_plans(self._recipe, [trial.plan], self._elsewhere, self._watcher.tell)
         self._names.append(trial.name)
         write_command(self._recipe, "tune", trials=self._names)
         watcher = _Numbered(self._watcher, len(self._names), self.total)
