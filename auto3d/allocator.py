@@ -3,7 +3,7 @@
 import ctypes
 
 _C_LIBRARY = ctypes.CDLL(None)
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
 
 
 def return_freed_memory() -> None:

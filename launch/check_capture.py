@@ -13,9 +13,12 @@ from launch.recipe import LoadedRecipe
 if TYPE_CHECKING:
     from auto3d.capture.model import CapturedModel
 
-LARGEST_BYTES, LARGEST_FLOPS = 2**30, 1e11  # of one micro-batch, forward and backward: about 10 s on two cores
+LARGEST_BYTES, LARGEST_FLOPS = (
+    2**30,
+    1e11,
+)  # limits for a forward and backward of one micro-batch: about 10 s on two cores
 TIMEOUT_S = 300.0
-COPIES = 4  # of the parameters: weights, a gradient of each of the runs that are compared, and one more of the first
+COPIES = 4  # copies of the parameters: weights, gradients of each compared run, one more of the first
 
 
 def bytes_and_flops(graph: Graph) -> tuple[int, int]:
@@ -61,7 +64,7 @@ def check(recipe: LoadedRecipe, captured: "CapturedModel") -> str:
     def compare(*_: object) -> None:
         check_against_eager(captured, data_settings(values), seed=values.training.seed, device=on)
 
-    outcome = run_ranks(1, compare, timeout_s=TIMEOUT_S)  # in a process of its own: ranks are forked from this one
+    outcome = run_ranks(1, compare, timeout_s=TIMEOUT_S)  # a process of its own, since ranks are forked from this one
     if outcome.status is not Status.OK:
         return not_compared(graph, f"{outcome.status}, {outcome.error.splitlines()[-1]}")
     Cache().store(_identity(recipe, graph), {"equal": True})

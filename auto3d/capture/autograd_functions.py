@@ -27,7 +27,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from auto3d.capture.errors import CaptureError, calling_line, error_line, node_line
 
-_BASE = torch.autograd.function._SingleLevelFunction  # what Function.apply calls, also where it was bound before
+_BASE = torch.autograd.function._SingleLevelFunction  # Function.apply calls its apply, also where it was bound before
 _RECORDED = custom_ops._call_custom_autograd_function_in_pre_dispatch  # a target that torch.export accepts
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, type(None))
 WAY_OUT = "write it with PyTorch's own operators there"

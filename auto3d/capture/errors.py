@@ -57,7 +57,7 @@ def _cause(error: BaseException) -> tuple[str, str]:
             return _DATA_DEPENDENT
         if "same device" in text and "meta" in text:
             return KEPT_ELSEWHERE
-    original = errors[-1]  # what the model's code itself raised, before torch wrapped it
+    original = errors[-1]  # the model's own error, before torch wrapped it
     text = _first_line(original)
     if _JARGON.search(text):
         return _UNTRACEABLE

@@ -100,7 +100,7 @@ def export(
         if failed_in in told or failed_in not in askers:
             break
         told.add(failed_in)
-    with suppress(CaptureError):  # what fails may also come from an eager branch that was taken earlier
+    with suppress(CaptureError):  # an eager branch taken earlier may be the cause
         return _export(build, inputs, micro_batch_size, device)
     with answered_as_eager(but=told), every_line_recorded():  # torch.export notes lines of functions called forward
         return _export(build, inputs, micro_batch_size, device)
@@ -134,7 +134,7 @@ def _export(
     buffers = _first_names(signature.inputs_to_buffers, module.named_buffers(remove_duplicate=False))
     held, constants = _held_and_constant(exported, model)
     buffers |= held
-    inline_regions(exported.graph_module, model.mode, parameters=parameters.keys(), buffers=buffers.keys())
+    inline_regions(exported.graph_module, model.mode, parameters.keys())
     _remove_assertions(program)
     remove_in_place(program, model.mode, buffers=buffers.keys(), inputs=inputs.keys())
     _forget_device(program)

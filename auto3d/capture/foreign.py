@@ -22,7 +22,7 @@ from auto3d.errors import InputError
 SET_DATA = torch.Tensor.data.__set__  # assignment to ``tensor.data``
 _RESIDENT = 2  # foreign parameters of the largest size that keep their memory: what one initialiser works on
 _TRIM_BYTES = 2**20
-_OWN_REFERENCES = 2  # to a storage: its parameter's and ours
+_OWN_REFERENCES = 2  # two references to a storage are its parameter's and ours
 
 # Operators that overwrite the whole of what they write to, whatever was there.
 _OVERWRITING = frozenset(
@@ -84,7 +84,7 @@ class ForeignWeights(TorchDispatchMode):
         self._of_storage: dict[int, nn.Parameter] = {}
         self._resident: dict[int, int] = {}  # storage -> bytes it has; the last one was used last
         self._empty: dict[int, int] = {}  # storage -> bytes that it needs
-        self._has_grown = False  # what is resident, since the limit was last looked at
+        self._has_grown = False  # resident memory has grown since the limit was last checked
         self._exposed: set[int] = set()  # storages whose memory numpy has seen
         # Storage -> the parameter whose values it lacks; the reference keeps a key from being used again.
         self._lost: dict[int, tuple[StorageWeakRef, str]] = {}

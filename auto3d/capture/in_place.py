@@ -157,11 +157,11 @@ class _Rewriter:
 
     def _value_written(self, node: fx.Node) -> fx.Node:
         written = node.args[0]
-        if node.target is _aten.copy_.default:  # whose other form has no derivative
+        if node.target is _aten.copy_.default:  # its other form has no derivative
             value = self._emit(_aten.expand_as.default, node.args[1], written)
         else:
             value = self._emit(_functional(node), *node.args, **node.kwargs)
-        if _dtype(value) != _dtype(written):  # in place the type stays
+        if _dtype(value) != _dtype(written):  # an in-place operator keeps the type of what it writes to
             value = self._emit(_aten._to_copy.default, value, dtype=_dtype(written))
         return value
 

@@ -19,7 +19,7 @@ def leave_masks_to_kernel(program: fx.Graph) -> None:
     A mask is dropped only where each of its elements is known, for every sample and head. One that takes too much
     memory or time to find out stays.
     """
-    numbers: dict[str, int] = {}  # of each way to make a tensor: layers that make equal masks share one
+    numbers: dict[str, int] = {}  # one number per way to make a tensor: layers with equal masks share it
     known: dict[tuple[int, int, int], tuple[bool, bool]] = {}
     for attention in program.find_nodes(op="call_function", target=ATTENTION):
         mask = attention.args[MASK] if len(attention.args) > MASK else None
@@ -28,7 +28,9 @@ def leave_masks_to_kernel(program: fx.Graph) -> None:
         makers = _makers(mask)
         if makers is None:
             continue
-        rows, columns = (attention.args[operand].meta["val"].shape[-2] for operand in (0, 1))  # of queries, of keys
+        rows, columns = (
+            attention.args[operand].meta["val"].shape[-2] for operand in (0, 1)
+        )  # number of queries, number of keys
         key = (_number(makers, numbers), rows, columns)
         if key not in known:
             known[key] = _hides(makers, rows, columns)

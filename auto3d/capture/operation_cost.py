@@ -43,7 +43,7 @@ class OperationCosts:
         if key not in self._known:
             try:
                 self._known[key] = _cost(target, args, kwargs)
-            except Exception as error:  # of any kind, from the kernels of any operator
+            except Exception as error:  # kernels raise errors of any kind
                 problem = f"the cost of {target} is not known ({type(error).__name__}): its bytes are counted alone"
                 warn(problem, stacklevel=2)
                 self._known[key] = _unknown_cost(args, kwargs, result)

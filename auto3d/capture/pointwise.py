@@ -160,7 +160,7 @@ def _block_bounds(tensor: torch.Tensor, block: int) -> Bounds | None:
 
 # Operator -> sign for each operand: the result grows (1) or falls (-1) with it, after rounding too.
 _COMPARISONS = {aten.le: (-1, 1), aten.lt: (-1, 1), aten.ge: (1, -1), aten.gt: (1, -1)}
-_LOGICAL = {  # of Booleans
+_LOGICAL = {  # operators on Booleans
     aten.bitwise_and: (1, 1),
     aten.__and__: (1, 1),
     aten.logical_and: (1, 1),

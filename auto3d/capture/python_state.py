@@ -35,7 +35,7 @@ Frozen = Hashable
 class Owner:
     """Something that holds values by name, as a module or a class does."""
 
-    described: str  # with {} for the name of a value
+    described: str  # a format with {} for the name of a value
     values: Callable[[], Mapping[str, Any]]
 
 
@@ -124,7 +124,7 @@ class Change:
         sys.settrace(follow)
         try:
             run()
-        except Exception:  # what matters was seen before
+        except Exception:  # the forward may fail again; its lines were seen by then
             return found
         finally:
             sys.settrace(tracing)

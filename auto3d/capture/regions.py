@@ -24,16 +24,14 @@ _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 _TO_COPY = torch.ops.aten._to_copy.default
 
 
-def inline_regions(
-    module: fx.GraphModule, mode: FakeTensorMode, *, parameters: Collection[str], buffers: Collection[str]
-) -> None:
+def inline_regions(module: fx.GraphModule, mode: FakeTensorMode, parameters: Collection[str]) -> None:
     """Inline the regions of ``module``: detached values without gradient, casts for mixed precision, batched operators.
 
-    ``buffers`` are not detached: they have no gradient, and a region may write to them. Raises CaptureError where there
-    is another kind of region, such as a loop or a branch.
+    What no gradient flows through, such as a buffer, is not detached: a region may write to it. Raises CaptureError
+    where there is another kind of region, such as a loop or a branch.
     """
     program = module.graph
-    inliner = _Inliner(program, mode, parameters, buffers)
+    inliner = _Inliner(program, mode, parameters)
     for node in [node for node in program.nodes if isinstance(node.target, torch._ops.HigherOrderOperator)]:
         with program.inserting_before(node):
             results = inliner.inline(node, {argument: argument for argument in node.all_input_nodes}, module)
@@ -49,10 +47,8 @@ def inline_regions(
 class _Inliner:
     """Copies operations of regions to where the program inserts."""
 
-    def __init__(
-        self, program: fx.Graph, mode: FakeTensorMode, parameters: Collection[str], buffers: Collection[str]
-    ) -> None:
-        self._program, self._mode, self._parameters, self._buffers = program, mode, parameters, buffers
+    def __init__(self, program: fx.Graph, mode: FakeTensorMode, parameters: Collection[str]) -> None:
+        self._program, self._mode, self._parameters = program, mode, parameters
         self._learns: dict[fx.Node, bool] = {}  # whether a parameter enters the node's value
 
     def inline(
@@ -92,7 +88,7 @@ class _Inliner:
                 return fx.node.map_arg(tuple(node.args[0]), values.__getitem__)
             if isinstance(node.target, torch._ops.HigherOrderOperator):
                 values[node] = self.inline(node, values, inner, precision)
-            elif node.target is operator.getitem and isinstance(values[node.args[0]], tuple):  # of a region inside
+            elif node.target is operator.getitem and isinstance(values[node.args[0]], tuple):  # from an inner region
                 values[node] = values[node.args[0]][node.args[1]]
             elif node.op == "call_function":
                 values[node] = self._program.node_copy(node, values.__getitem__)

@@ -23,7 +23,7 @@ class Question:
     """One line of the model's code that asks whether it is traced."""
 
     line: str  # `` at FILE, line N``
-    name: str  # of the function that it calls
+    name: str  # name of the function that it calls
     names: dict[str, Any]  # the globals of its module
 
     @contextmanager

@@ -29,7 +29,7 @@ from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage import StageModule
 from auto3d.runtime.stage_program import segment_program
 
-RELATIVE, ABSOLUTE = 1e-5, 1e-7  # of float32; the bound of the parity tests
+RELATIVE, ABSOLUTE = 1e-5, 1e-7  # bound of the parity tests, for float32
 _QUESTIONS_NAMED = 3  # lines that ask whether they are traced, in an error
 
 

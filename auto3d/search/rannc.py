@@ -15,7 +15,7 @@ from auto3d.search.search import Search
 from auto3d.search.space import Candidate
 from auto3d.search.subject import CapturedSubject
 
-_TIGHTER = 0.95  # of the memory that RaNNC was promised, where its plan does not fit by the cost model's count
+_TIGHTER = 0.95  # share of the memory that RaNNC is promised next, where its plan does not fit by the cost model
 
 
 def rannc(search: Search, seed: int) -> None:
