@@ -216,7 +216,7 @@ def _emit(
 ) -> fx.Node:
     """A new node right before ``before``, with its value."""
     with program.inserting_before(before):
-        made = program.call_function(target, args, kwargs)
+        made = program.create_node("call_function", target, args, kwargs, name=name_of(target))
     args, kwargs = fx.node.map_arg((args, kwargs), lambda node: node.meta["val"])
     with mode, torch.no_grad():
         made.meta = {**before.meta, "val": target(*args, **kwargs)}

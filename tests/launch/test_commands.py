@@ -134,10 +134,10 @@ def change_model(folder: Path, old: str, new: str) -> None:
 
 def test_what_a_rank_refuses_is_told_without_a_traceback(folder, auto3d):
     """Weights of one stage drawn from those of another can only be found out where the stages are built."""
-    layer = "nn.Linear(width, 3)\n"
-    change_model(folder, layer, f"{layer}        self.b.weight.data += self.a.weight.data.sum()\n")
+    layer, larger = "nn.Linear(width, 3)\n", "self.more = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))\n"
+    change_model(folder, layer, f"{layer}        {larger}        self.b.weight.data += self.a.weight.data.sum()\n")
     refused = auto3d("train", "own.yaml", "plan.micro_batch_size=2", code=2)
-    assert "auto3d: b.weight: the module computes its initial value from a parameter of another stage" in refused.err
+    assert "b.weight: the module computes its initial value from a.weight, a parameter of another stage" in refused.err
     assert "Traceback" not in refused.err
 
 

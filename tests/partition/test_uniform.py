@@ -154,5 +154,5 @@ def test_stages_whose_values_go_backwards_are_refused():
     graph = captured("residual", 2).graph
     stage_of = [0] * len(graph.nodes)
     stage_of[1] = 1  # makes what operation 2, on stage 0, uses
-    with pytest.raises(PlanError, match="stage 0 uses activation_relu_, which the later stage 1 makes"):
+    with pytest.raises(PlanError, match="stage 0 uses activation_relu, which the later stage 1 makes"):
         cut(graph, stages_of_operations(stage_of))
