@@ -74,7 +74,8 @@ def ranks_below(pid: int) -> list[psutil.Process]:
 def two_ranks_at_work(sweep: subprocess.Popen) -> list[psutil.Process]:
     """The ranks of the trial that runs, in the middle of an iteration."""
     ranks = wait_until(lambda: len(found := ranks_below(sweep.pid)) == 2 and found, "the ranks of a trial")
-    wait_until(lambda: all(sum(rank.cpu_times()[:2]) > 0.3 for rank in ranks), "the ranks to be at work")
+    # Building takes a rank about 0.8 s of processor time.
+    wait_until(lambda: all(sum(rank.cpu_times()[:2]) > 1.2 for rank in ranks), "the ranks to be at work")
     return ranks
 
 
@@ -107,7 +108,7 @@ LONG = "measure.iterations=1000000"
 
 
 def test_a_sweep_survives_killed_and_hung_ranks_and_interrupts_and_runs_nothing_twice(folder, auto3d):
-    space = ["search.micro_batch_size=[2,4,8]", "measure.iterations=800"]  # long enough to be hit in an iteration
+    space = ["search.micro_batch_size=[2,4,8]", "measure.iterations=1500"]  # long enough to be hit in an iteration
     sweep = start_sweep(folder, *space, "training.timeout_s=4")
     ranks = two_ranks_at_work(sweep)
     everything = trial_of(sweep.pid)
