@@ -144,6 +144,7 @@ ENTRIES += wrapped(
         0]},
         "projection_intermediate_dim": 16,
     },
+    draws=True,
 )
 ENTRIES += wrapped("several inputs", "OwlViTModel", Contrastive, PAIR, TOWERS)
 ENTRIES += wrapped(
