@@ -179,11 +179,11 @@ def test_the_sequence_computes_what_the_model_computes(model):
     expected = MODELS[model][0]()
     initial = copy.deepcopy(expected)
     batch = batch_of(model)
+    at_size = captured(model, MICRO_BATCH_SIZE)  # outside, for a capture has the strides of the kernel that it sees
     with sdpa_kernel(SDPBackend.MATH):
         result = expected(**batch)
         loss = result if isinstance(result, torch.Tensor) else result["loss"]
         loss.backward()
-        at_size = captured(model, MICRO_BATCH_SIZE)
         for count in counts(shard(at_size.graph)):
             module = copy.deepcopy(initial)
             found = run_in_sequence(at_size, shard(at_size.graph, count).bounds, module, batch)
