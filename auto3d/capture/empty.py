@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from auto3d.capture.errors import CaptureError
-from auto3d.capture.skeleton import skeleton
+from auto3d.capture.skeleton import keep_gradient_hooks, skeleton
 
 
 def held_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -103,8 +103,7 @@ def empty_model(build: Callable[[], nn.Module], device: str) -> EmptyModel:
             shown = FakeTensor(mode, tensor.detach().to("meta"), place)
             is_parameter = isinstance(tensor, nn.Parameter)
             known[tensor] = nn.Parameter(shown, tensor.requires_grad) if is_parameter else shown
-            known[tensor]._backward_hooks = tensor._backward_hooks
-            known[tensor]._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
+            keep_gradient_hooks(tensor, known[tensor])
         return known[tensor]
 
     def hold(where: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -117,8 +117,15 @@ class _Moved:
             meta.set_(self._storages[storage._cdata][1], tensor.storage_offset(), tensor.size(), tensor.stride())
             if isinstance(tensor, nn.Parameter):
                 meta = nn.Parameter(meta, requires_grad=tensor.requires_grad)
+            keep_gradient_hooks(tensor, meta)
             self._moved[tensor] = meta
         return self._moved[tensor]
+
+
+def keep_gradient_hooks(tensor: torch.Tensor, stand_in: torch.Tensor) -> None:
+    """Give ``stand_in`` the gradient hooks of ``tensor``, which a capture refuses."""
+    stand_in._backward_hooks = tensor._backward_hooks
+    stand_in._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
 
 
 @contextmanager

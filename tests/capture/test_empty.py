@@ -6,9 +6,11 @@ import torch
 from torch import nn
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, MixtralConfig, MixtralForCausalLM
 
+from auto3d.capture.errors import CaptureError
+from auto3d.capture.model import capture
 from auto3d.capture.skeleton import skeleton
 from tests.capture.one_stage import assert_equal_to_eager
-from tests.capture.test_in_place import WIDTH, Layers, X
+from tests.capture.test_in_place import SPECS, WIDTH, Layers, X
 
 TOKENS = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
@@ -92,6 +94,17 @@ def test_constructors_that_read_values():
     assert_equal_to_eager(ReadsValues, X)
     with_rates = type("Rates", (nn.Linear,), {"__init__": _linear_that_reads_a_value})
     assert skeleton(with_rates).model.weight.is_meta
+
+
+class ReadsValuesAndHooks(ReadsValues):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.weight.register_hook(lambda gradient: gradient * 2)
+
+
+def test_gradient_hooks_are_seen_where_a_constructor_reads_values():
+    with pytest.raises(CaptureError, match=r"parameter first\.weight of ReadsValuesAndHooks has a gradient hook"):
+        capture(ReadsValuesAndHooks, SPECS, 4)
 
 
 def _linear_that_reads_a_value(self: nn.Linear) -> None:
