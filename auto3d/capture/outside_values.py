@@ -40,7 +40,7 @@ def refused_outside_values(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, _ in problems:
             stack.enter_context(patch.object(owner, name, refusing[id(getattr(owner, name))]))
-        for module in user_modules(model):  # where the function was imported by its name
+        for module in user_modules(model):  # modules that imported the function by its name
             imported = {name: refusing[id(value)] for name, value in vars(module).items() if id(value) in refusing}
             stack.enter_context(patch.multiple(module, **imported) if imported else ExitStack())
         yield

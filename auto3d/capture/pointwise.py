@@ -170,7 +170,7 @@ _LOGICAL = {  # operators on Booleans
     aten.bitwise_not: (-1,),
     aten.logical_not: (-1,),
 }
-_ARITHMETIC = {aten.add: (1, 1), aten.sub: (1, -1)}  # where nothing overflows
+_ARITHMETIC = {aten.add: (1, 1), aten.sub: (1, -1)}  # bounds hold only if nothing overflows
 
 
 def _bounds(node: Pointwise, operands: list[Bounds | None]) -> Bounds | None:

@@ -13,10 +13,10 @@ class StageBytes:
     """Bytes that one replica of a stage holds, of one micro-batch where they depend on it."""
 
     in_flight: float  # from the forward until the backward
-    recomputed: float  # what a recomputation adds
+    recomputed: float  # bytes that a recomputation adds
     deferred: float  # from the input half of a backward until the weight half
     fixed: float  # state that does not train
-    working: float  # what the largest single operation reads and makes
+    working: float  # bytes that the largest single operation reads and makes
     received: float  # a message from the stage before
     sent: float  # a message to the next stage
 

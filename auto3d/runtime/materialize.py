@@ -54,7 +54,7 @@ def materialize(
     except LostValueError as error:
         problem = f"{error}{error_line(error)}; or use plan.pp=1, where each rank holds all parameters"
         raise InitialStateError(problem) from None
-    except (Exception, SystemExit) as error:  # of the model's own code
+    except (Exception, SystemExit) as error:  # the model's own code raises anything
         if isinstance(error, InputError) or is_out_of_memory(error):
             raise
         words = next((line for line in str(error).splitlines() if line.strip()), "it gives no reason")

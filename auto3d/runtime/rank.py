@@ -54,7 +54,7 @@ class Rank:
     parameters: dict[str, nn.Parameter]
     buffers: dict[str, torch.Tensor]
     optimizers: dict[Replica, tuple[Optimizer, LRScheduler] | None]
-    all_names: tuple[str, ...]  # of the model's parameters and buffers; none on emulated devices, which hold nothing
+    all_names: tuple[str, ...]  # parameters and buffers of the model; none on emulated devices, which hold nothing
     shared: frozenset[str]  # those of them that other ranks hold too
 
     def check_agreement(self, *, cause: str, device: torch.device, timeout_s: float) -> None:

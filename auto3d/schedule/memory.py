@@ -41,7 +41,7 @@ class Load:
     """Micro-batches, or parts of them, of which a device holds activations of one stage at a moment."""
 
     in_flight: int = 0  # from the forward until the backward, or until its input half
-    recomputed: int = 0  # of these, those whose dropped activations are there again
+    recomputed: int = 0  # micro-batches in flight whose dropped activations are there again
     deferred: int = 0  # from the input half of the backward until the weight half
 
 

@@ -306,7 +306,7 @@ def test_a_mask_is_dropped_exactly_where_all_its_elements_allow(mask, most_held,
 
 
 ANY = torch.tensor([0, 1, 2, -1, 3, 255, 5, -3, 100, 4])
-NUMBERS = [  # of ten rows and ten columns, compact, and of two samples
+NUMBERS = [  # tensors of ten rows and ten columns, compact, and of two samples
     torch.arange(10).view(1, 10, 1),
     torch.arange(10).view(1, 1, 10),
     ANY.view(1, 1, 10),
