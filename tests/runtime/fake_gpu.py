@@ -1,0 +1,512 @@
+"""A GPU that computes nothing: fake tensors of device cuda, NCCL's rules and torch.cuda, on a torch without CUDA.
+
+A rank is built and runs whole iterations through autograd, whose backwards run on a thread of the device as on a real
+one, and nothing has values. What a real device refuses raises Refused; where the host waits for the device is noted.
+"""
+
+import ctypes
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import auto3d
+from auto3d.capture.model import CapturedModel
+from auto3d.plan import Plan
+from auto3d.runtime import rank as rank_module
+from auto3d.runtime.data import DataSettings
+from auto3d.runtime.executor import IterationResult
+from auto3d.runtime.rank import build_rank
+from auto3d.runtime.settings import TrainingSettings
+from auto3d.runtime.world import World, join, leave
+
+aten = torch.ops.aten
+DEVICE = torch.device("cuda", 0)  # of every rank, as where each sees one device: the stand-in for CUDA's guard has one
+_PACKAGE = str(Path(auto3d.__file__).parent)
+_HOST_WAITS = {  # operators that read values on the host, or whose result has a size that depends on values
+    aten._local_scalar_dense.default,
+    aten.bincount.default,
+    aten.equal.default,
+    aten.is_nonzero.default,
+    aten.masked_select.default,
+    aten.nonzero.default,
+    aten.repeat_interleave.Tensor,
+    aten._unique2.default,
+    aten.unique_consecutive.default,
+    aten.unique_dim.default,
+}
+_BY_MASK = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
+_OF_NCCL = {  # ProcessGroupNCCL's ncclDataType, without the float8 types, which not every version has
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+}
+
+
+class Refused(AssertionError):  # noqa: N818, what a device or NCCL does
+    """A real device, or NCCL, would refuse this or compute something else."""
+
+
+@dataclass
+class Record:
+    """What one rank did, to be compared with the other ranks."""
+
+    groups: list[tuple[int, ...]] = field(default_factory=list)  # ranks of each, in the order of making
+    connected: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)  # group and ranks, by first use
+    sent: dict[tuple[int, int, int], list[tuple]] = field(default_factory=dict)  # group, from, to -> shapes and types
+    received: dict[tuple[int, int, int], list[tuple]] = field(default_factory=dict)
+    collectives: dict[int, list[tuple]] = field(default_factory=dict)  # group -> calls in order
+    waits: set[str] = field(default_factory=set)  # where the host waited for the device while iterations ran
+    on_cpu: set[str] = field(default_factory=set)  # where tensors were computed on the CPU while iterations ran
+    results: list[IterationResult] = field(default_factory=list)
+
+
+def install() -> None:
+    """Give a torch without CUDA what autograd needs of a device: a guard, and an accelerator to be had.
+
+    This process keeps both until it ends. Autograd starts the threads of devices at its first backward, so none may
+    have run yet.
+    """
+    if torch.backends.cuda.is_built():
+        return  # a mode of fake tensors installs the guard itself where no device is there
+    folder = Path(torch.__file__).parent / "lib"
+    guards = (ctypes.c_void_p * 2).in_dll(
+        ctypes.CDLL(str(folder / "libc10.so")), "_ZN3c104impl26device_guard_impl_registryE"
+    )
+    # Torch replaces a CUDA guard that counts no devices by one that does nothing: every method of this one returns 0.
+    nothing = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda self: 0)
+    methods = (ctypes.c_void_p * 64)(*[ctypes.cast(nothing, ctypes.c_void_p).value] * 64)
+    guard = ctypes.c_void_p(ctypes.addressof(methods))
+    guards[1] = ctypes.addressof(guard)
+    torch._C._ensureCUDADeviceGuardSet()
+    # The interface to CUDA says that it is built, in a copy of its table of methods: two destructors, isBuilt,
+    # isAvailable, hasPrimaryContext.
+    interface = ctypes.CDLL(str(folder / "libtorch_cpu.so"))._ZN2at6detail12getCUDAHooksEv
+    interface.restype = ctypes.c_void_p
+    table = ctypes.c_void_p.from_address(interface())
+    methods_of_cuda = (ctypes.c_void_p * 128)(*(ctypes.c_void_p * 128).from_address(table.value))
+    methods_of_cuda[2] = ctypes.cast(ctypes.pythonapi.Py_IsInitialized, ctypes.c_void_p).value  # true
+    methods_of_cuda[4] = methods_of_cuda[3]  # false
+    table.value = ctypes.addressof(methods_of_cuda)
+    for kept in (nothing, methods, guard, methods_of_cuda):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+    assert torch.accelerator.current_accelerator() == torch.device("cuda")
+
+
+def _place() -> str:
+    """``file:function`` of the innermost code of this project."""
+    frame = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}" if frame else "autograd's thread"
+
+
+class Watch(TorchDispatchMode):
+    """Looks at every operation with a device's eyes, above the mode of fake tensors."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__()
+        self._record = record
+        self._generator: Generator | None = None
+        self.iterating = False
+
+    def host_waits(self) -> None:
+        if self.iterating:
+            self._record.waits.add(_place())
+
+    def use(self, generator: "Generator") -> None:
+        self._generator = generator
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace != "aten":
+            return func(*args, **kwargs)
+        leaves = tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        devices = [leaf for leaf in leaves if isinstance(leaf, torch.device)] + [tensor.device for tensor in tensors]
+        if any(device.type == "meta" for device in devices):
+            raise Refused(f"{func} on the meta device, in {_place()}")
+        on_device = [tensor for tensor in tensors if tensor.device.type == "cuda"]
+        if any(isinstance(leaf, torch.Generator) and leaf.device.type != "cuda" for leaf in leaves) and any(
+            device.type == "cuda" for device in devices
+        ):
+            raise Refused(f"{func} on {DEVICE} with a generator of the CPU, in {_place()}")
+        draws = torch.Tag.nondeterministic_seeded in func.tags and "backward" not in str(func)  # that has its forward's
+        if draws and any(device.type == "cuda" for device in devices):
+            self._generator.draw(func)
+        if func in (aten._to_copy.default, aten.copy_.default):
+            self._copies(func, args, kwargs)
+            if func is aten._to_copy.default and args[0].device.type == "cpu" and "cuda" in str(kwargs.get("device")):
+                # The mode of fake tensors would copy the values that it knows of small ones to a true device.
+                return _on_device(args[0], kwargs.get("dtype") or args[0].dtype)
+        elif on_device and (func in _HOST_WAITS or (func in _BY_MASK and _has_mask(args[1]))):
+            self.host_waits()
+            if func is aten._local_scalar_dense.default:
+                return (1.0 if args[0].is_floating_point() else 0) if args[0].dtype != torch.bool else False
+            if func is aten.nonzero.default:
+                return args[0].new_empty((0, args[0].dim()), dtype=torch.int64)
+        result = func(*args, **kwargs)
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if self.iterating and any(tensor.device.type == "cpu" for tensor in made):
+            self._record.on_cpu.add(_place())
+        return result
+
+    def _copies(self, func: Any, args: tuple, kwargs: dict) -> None:
+        if func is aten.copy_.default:
+            target, source = args[0].device, args[1].device
+            blocking = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
+        else:
+            target, source = torch.device(kwargs.get("device") or args[0].device), args[0].device
+            blocking = not kwargs.get("non_blocking")
+        if source.type == "cuda" != target.type or (target.type == "cuda" != source.type and blocking):
+            self.host_waits()
+
+
+def _on_device(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Its copy, which keeps the strides of a tensor whose elements fill memory."""
+    strides = torch.empty_like(tensor, device="meta").stride()
+    return torch.empty_strided(tensor.shape, strides, dtype=dtype, device=DEVICE)
+
+
+def _has_mask(indices: Sequence[torch.Tensor | None]) -> bool:
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+
+
+class Attention(TorchFunctionMode):
+    """Attention by the kernel that a device has, whose results lie in memory otherwise than those of the CPU's."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not aten.scaled_dot_product_attention.default or args[0].device.type != "cuda":
+            return func(*args, **kwargs)
+        return self._efficient(*args, **kwargs)
+
+    @staticmethod
+    def _efficient(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        if enable_gqa:
+            key, value = (t.repeat_interleave(query.size(-3) // t.size(-3), -3) for t in (key, value))
+        if attn_mask is not None:
+            if attn_mask.dtype == torch.bool:
+                attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, float("-inf"))
+            attn_mask = attn_mask.expand(query.size(0), query.size(1), query.size(2), key.size(2))
+        differentiable = any(tensor.requires_grad for tensor in (query, key, value))
+        return aten._scaled_dot_product_efficient_attention.default(
+            query, key, value, attn_mask, differentiable, dropout_p, is_causal, scale=scale
+        )[0]
+
+
+class Generator:
+    """A device's generator, which must be seeded before each draw while a stage runs."""
+
+    device = DEVICE
+
+    def __init__(self) -> None:
+        self._seeded = False
+
+    def manual_seed(self, seed: int) -> "Generator":
+        assert 0 <= seed < 2**64
+        self._seeded = True
+        return self
+
+    def draw(self, func: Any) -> None:
+        if not self._seeded:
+            raise Refused(f"{func} draws random numbers without a seed of its own, in {_place()}")
+        self._seeded = False
+
+
+class Gpu:
+    """torch.cuda of a process that sees one device; nothing works before set_device has made its context."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self.generator = Generator()
+        watch.use(self.generator)
+        self.is_initialized = False
+        waits = watch.host_waits
+
+        class Stream:
+            device, device_index, cuda_stream, priority = DEVICE, DEVICE.index, 0, 0
+
+            def __init__(self, device: Any = None, priority: int = 0) -> None: ...
+
+            def synchronize(self) -> None:
+                waits()
+
+            def query(self) -> bool:
+                return True
+
+            def wait_stream(self, stream: Any) -> None: ...
+
+            def wait_event(self, event: Any) -> None: ...
+
+            def record_event(self, event: Any = None) -> Any:
+                return event or Event()
+
+        class Event:
+            def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+                self._timed = enable_timing
+
+            def record(self, stream: Any = None) -> None: ...
+
+            def wait(self, stream: Any = None) -> None: ...
+
+            def query(self) -> bool:
+                return True
+
+            def synchronize(self) -> None:
+                waits()
+
+            def elapsed_time(self, end: "Event") -> float:
+                if not self._timed:
+                    raise Refused("elapsed_time of an event without enable_timing")
+                return 1.0
+
+        self.stream, self.event = Stream, Event
+
+    def set_device(self, device: Any) -> None:
+        if torch.device(device) != DEVICE:
+            raise Refused(f"there is no device {device}")
+        self.is_initialized = True
+        torch.cuda.default_generators = (self.generator,)
+
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        stream = self.stream()
+        functions = {
+            "is_available": lambda: True,
+            "is_initialized": lambda: self.is_initialized,
+            "device_count": lambda: 1,
+            "current_device": lambda: DEVICE.index,
+            "set_device": self.set_device,
+            "default_generators": (),
+            "init": lambda: None,
+            "_lazy_init": lambda: None,
+            "current_stream": lambda device=None: stream,
+            "default_stream": lambda device=None: stream,
+            "stream": lambda stream: nullcontext(),
+            "Stream": self.stream,
+            "Event": self.event,
+            "synchronize": lambda device=None: self._watch.host_waits(),
+            "empty_cache": self._watch.host_waits,
+            "memory_allocated": lambda device=None: 0,
+            "max_memory_allocated": lambda device=None: 0,
+            "memory_reserved": lambda device=None: 0,
+            "max_memory_reserved": lambda device=None: 0,
+            "reset_peak_memory_stats": lambda device=None: None,
+            "mem_get_info": lambda device=None: (2**34, 2**34),
+            "get_device_name": lambda device=None: "fake GPU",
+            "get_device_capability": lambda device=None: (9, 0),
+            "get_device_properties": lambda device=None: SimpleNamespace(
+                name="fake GPU", total_memory=2**34, multi_processor_count=132, major=9, minor=0
+            ),
+        }
+        with ExitStack() as stack:
+            for name, value in functions.items():
+                stack.enter_context(patch.object(torch.cuda, name, value))
+            stack.enter_context(patch.object(fake_tensor, "init_gpu_context", lambda device=None: None))
+            stack.enter_context(patch.object(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor))
+            only_cpu = torch._C._only_lift_cpu_tensors()
+            torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(…, device=…) makes its numbers here first
+            stack.callback(torch._C._set_only_lift_cpu_tensors, only_cpu)
+            yield
+
+
+class Work:
+    """As of NCCL, a wait without a time-out returns at once: the stream waits, not the host."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if timeout is not None:
+            self._watch.host_waits()
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def exception(self) -> None:
+        return None
+
+
+class Nccl:
+    """torch.distributed of one rank without the others, by the rules of NCCL.
+
+    A group of which this rank is no member, a tensor of another device or with gaps, a type that NCCL has not, and a
+    communicator that is first used once iterations run, are Refused.
+    """
+
+    def __init__(self, record: Record, watch: Watch, gpu: Gpu) -> None:
+        self._record, self._watch, self._gpu = record, watch, gpu
+        self._numbers: dict[int, int] = {}
+        self._real = SimpleNamespace(init_process_group=dist.init_process_group, new_group=dist.new_group)
+
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        functions: dict[str, Callable] = {
+            name: getattr(self, name)
+            for name in ("init_process_group", "new_group", "isend", "irecv", "all_reduce", "broadcast", "barrier")
+        }
+        functions["all_gather_object"] = self.all_gather_object
+        functions["broadcast_object_list"] = lambda objects, *args, **kwargs: self._object()
+        functions["get_backend"] = lambda group=None: "nccl"
+        with ExitStack() as stack:
+            for name, value in functions.items():
+                stack.enter_context(patch.object(dist, name, value))
+            yield
+
+    def init_process_group(self, backend: str, *, rank: int, world_size: int, **options: Any) -> None:
+        if backend != "nccl":
+            raise Refused(f"backend {backend} for tensors of {DEVICE}")
+        if not self._gpu.is_initialized:
+            raise Refused("the process group is made before its device is chosen")
+        self._real.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        self._note(dist.group.WORLD, range(world_size))
+
+    def new_group(self, ranks: Sequence[int], **options: Any) -> Any:
+        group = self._real.new_group(list(ranks))
+        self._note(group, ranks)
+        return group
+
+    def _note(self, group: Any, ranks: Sequence[int]) -> None:
+        self._record.groups.append(tuple(ranks))
+        if dist.get_rank() in ranks:
+            self._numbers[id(group)] = len(self._record.groups) - 1
+
+    def isend(self, tensor: torch.Tensor, dst: int, group: Any = None) -> Work:
+        return self._message(tensor, dist.get_rank(), dst, group, self._record.sent)
+
+    def irecv(self, tensor: torch.Tensor, src: int, group: Any = None) -> Work:
+        return self._message(tensor, src, dist.get_rank(), group, self._record.received)
+
+    def _message(self, tensor: torch.Tensor, source: int, target: int, group: Any, record: dict) -> Work:
+        number = self._number(group)
+        self._check(tensor)
+        if {source, target} - set(self._record.groups[number]) or source == target:
+            raise Refused(f"a message from {source} to {target} in a group of {self._record.groups[number]}")
+        self._connect(number, (min(source, target), max(source, target)))
+        record.setdefault((number, source, target), []).append((tuple(tensor.shape), tensor.dtype))
+        return Work(self._watch)
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False):
+        return self._collective(f"all_reduce {op}", tensor, group, async_op)
+
+    def broadcast(
+        self, tensor: torch.Tensor, src: int | None = None, group: Any = None, async_op: bool = False
+    ) -> Work | None:
+        return self._collective(f"broadcast from {src}", tensor, group, async_op)
+
+    def _collective(self, what: str, tensor: torch.Tensor, group: Any, async_op: bool) -> Work | None:
+        self._check(tensor)
+        if tensor.dtype == torch.bool and what.startswith("all_reduce"):
+            raise Refused(f"{what} of booleans, in {_place()}")
+        self._call(f"{what} {tuple(tensor.shape)} {tensor.dtype}", group)
+        return Work(self._watch) if async_op else None
+
+    def _call(self, what: str, group: Any) -> None:
+        number = self._number(group)
+        self._connect(number, self._record.groups[number])
+        self._record.collectives.setdefault(number, []).append(what)
+
+    def barrier(self, group: Any = None) -> None:
+        self._watch.host_waits()
+        self._call("barrier", group)
+
+    def all_gather_object(self, objects: list, own: Any, group: Any = None) -> None:
+        self._object(group)
+        objects[:] = [own] * len(objects)
+
+    def _object(self, group: Any = None) -> None:
+        self._watch.host_waits()
+        self._call("objects", group)
+
+    def _number(self, group: Any) -> int:
+        group = dist.group.WORLD if group is None else group
+        if id(group) not in self._numbers:
+            raise Refused(f"rank {dist.get_rank()} uses a group that it is no member of, in {_place()}")
+        return self._numbers[id(group)]
+
+    def _connect(self, group: int, ranks: tuple[int, ...]) -> None:
+        if (group, ranks) not in self._record.connected:
+            if self._watch.iterating:
+                raise Refused(f"NCCL connects ranks {ranks} of group {group} between the messages of an iteration")
+            self._record.connected.append((group, ranks))
+
+    @staticmethod
+    def _check(tensor: torch.Tensor) -> None:
+        if tensor.device != DEVICE:
+            raise Refused(f"NCCL is given a tensor of {tensor.device}, in {_place()}")
+        if not tensor.is_contiguous():
+            raise Refused(f"NCCL is given a tensor with strides {tensor.stride()}, in {_place()}")
+        if tensor.dtype not in _OF_NCCL:
+            raise Refused(f"NCCL has no type for {tensor.dtype}, in {_place()}")
+
+
+@contextmanager
+def fake_device(record: Record) -> Iterator[Watch]:
+    """All of the above, of one rank."""
+    watch = Watch(record)
+    gpu = Gpu(watch)
+    with gpu.patched(), Nccl(record, watch, gpu).patched(), FakeTensorMode(allow_non_fake_inputs=True), watch:
+        with Attention():
+            yield watch
+
+
+def run_rank(
+    captured: CapturedModel, plan: Plan, settings: TrainingSettings, data: DataSettings, rank: int
+) -> tuple[Record, Any]:
+    """Build rank ``rank`` of ``plan`` and run its iterations; also the built rank."""
+    record = Record()
+    materialize = rank_module.materialize
+
+    def real(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        """Initial weights are drawn by the model's own code, on the CPU."""
+        with _disable_current_modes():
+            return materialize(*args, **kwargs)
+
+    world = World(rank=rank, size=plan.ranks, local_rank=DEVICE.index, meeting_point="file:///nowhere")
+    with fake_device(record) as watch, patch.object(rank_module, "materialize", real):
+        join(world, device=world.device("cuda"), timeout_s=60)
+        try:
+            built = build_rank(captured, plan, settings, data, world)
+            for name, tensor in built.state().items():
+                if tensor.device != DEVICE and not (name.endswith(".step") and tensor.device.type == "cpu"):
+                    raise Refused(f"{name} is on {tensor.device}")
+            for program in built.programs:
+                watch.iterating = True
+                record.results += built.executor.run(program, len(record.results))
+                watch.iterating = False
+            return record, built
+        finally:
+            leave()
