@@ -5,7 +5,6 @@ one, and nothing has values. What a real device refuses raises Refused; where th
 """
 
 import ctypes
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -19,11 +18,11 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 import auto3d
 from auto3d.capture.model import CapturedModel
@@ -72,7 +71,7 @@ class Refused(AssertionError):  # noqa: N818, what a device or NCCL does
 class Record:
     """What one rank did, to be compared with the other ranks."""
 
-    groups: list[tuple[int, ...]] = field(default_factory=list)  # ranks of each, in the order of making
+    groups: list[tuple[tuple[int, ...], str]] = field(default_factory=list)  # ranks and backend, in the order of making
     connected: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)  # group and ranks, by first use
     sent: dict[tuple[int, int, int], list[tuple]] = field(default_factory=dict)  # group, from, to -> shapes and types
     received: dict[tuple[int, int, int], list[tuple]] = field(default_factory=dict)
@@ -131,9 +130,9 @@ class Watch(TorchDispatchMode):
         self._generator: Generator | None = None
         self.iterating = False
 
-    def host_waits(self) -> None:
+    def host_waits(self, why: str) -> None:
         if self.iterating:
-            self._record.waits.add(_place())
+            self._record.waits.add(f"{why} in {_place()}")
 
     def use(self, generator: "Generator") -> None:
         self._generator = generator
@@ -152,8 +151,7 @@ class Watch(TorchDispatchMode):
             device.type == "cuda" for device in devices
         ):
             raise Refused(f"{func} on {DEVICE} with a generator of the CPU, in {_place()}")
-        draws = torch.Tag.nondeterministic_seeded in func.tags and "backward" not in str(func)  # that has its forward's
-        if draws and any(device.type == "cuda" for device in devices):
+        if _draws(func, args) and any(device.type == "cuda" for device in devices):
             self._generator.draw(func)
         if func in (aten._to_copy.default, aten.copy_.default):
             self._copies(func, args, kwargs)
@@ -161,11 +159,11 @@ class Watch(TorchDispatchMode):
                 # The mode of fake tensors would copy the values that it knows of small ones to a true device.
                 return _on_device(args[0], kwargs.get("dtype") or args[0].dtype)
         elif on_device and (func in _HOST_WAITS or (func in _BY_MASK and _has_mask(args[1]))):
-            self.host_waits()
-            if func is aten._local_scalar_dense.default:
-                return (1.0 if args[0].is_floating_point() else 0) if args[0].dtype != torch.bool else False
-            if func is aten.nonzero.default:
-                return args[0].new_empty((0, args[0].dim()), dtype=torch.int64)
+            self.host_waits(func.name())
+        if func is aten._local_scalar_dense.default:  # any value will do
+            return 1.0 if args[0].is_floating_point() else 0 if args[0].dtype != torch.bool else False
+        if func is aten.nonzero.default:
+            return args[0].new_empty((0, args[0].dim()), dtype=torch.int64)
         result = func(*args, **kwargs)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if self.iterating and any(tensor.device.type == "cpu" for tensor in made):
@@ -173,14 +171,22 @@ class Watch(TorchDispatchMode):
         return result
 
     def _copies(self, func: Any, args: tuple, kwargs: dict) -> None:
+        """The host waits for its copies to the device unless told otherwise, and for those from it to use them."""
         if func is aten.copy_.default:
             target, source = args[0].device, args[1].device
             blocking = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
         else:
             target, source = torch.device(kwargs.get("device") or args[0].device), args[0].device
             blocking = not kwargs.get("non_blocking")
-        if source.type == "cuda" != target.type or (target.type == "cuda" != source.type and blocking):
-            self.host_waits()
+        if {source.type, target.type} == {"cpu", "cuda"} and (blocking or target.type == "cpu"):
+            self.host_waits(f"{source.type} to {target.type}")
+
+
+def _draws(func: Any, args: tuple) -> bool:
+    """Whether it takes random numbers from the device's generator; a backward has those of its forward."""
+    if func is aten._scaled_dot_product_efficient_attention.default:
+        return len(args) > 5 and args[5] > 0
+    return torch.Tag.nondeterministic_seeded in func.tags and "backward" not in str(func)
 
 
 def _on_device(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -261,7 +267,7 @@ class Gpu:
             def __init__(self, device: Any = None, priority: int = 0) -> None: ...
 
             def synchronize(self) -> None:
-                waits()
+                waits("a stream")
 
             def query(self) -> bool:
                 return True
@@ -285,7 +291,7 @@ class Gpu:
                 return True
 
             def synchronize(self) -> None:
-                waits()
+                waits("an event")
 
             def elapsed_time(self, end: "Event") -> float:
                 if not self._timed:
@@ -302,7 +308,7 @@ class Gpu:
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        stream = self.stream()
+        stream, waits = self.stream(), self._watch.host_waits
         functions = {
             "is_available": lambda: True,
             "is_initialized": lambda: self.is_initialized,
@@ -317,8 +323,8 @@ class Gpu:
             "stream": lambda stream: nullcontext(),
             "Stream": self.stream,
             "Event": self.event,
-            "synchronize": lambda device=None: self._watch.host_waits(),
-            "empty_cache": self._watch.host_waits,
+            "synchronize": lambda device=None: waits("the device"),
+            "empty_cache": lambda: waits("freeing memory"),
             "memory_allocated": lambda device=None: 0,
             "max_memory_allocated": lambda device=None: 0,
             "memory_reserved": lambda device=None: 0,
@@ -350,7 +356,7 @@ class Work:
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if timeout is not None:
-            self._watch.host_waits()
+            self._watch.host_waits("a time-out of NCCL's")
         return True
 
     def is_completed(self) -> bool:
@@ -360,117 +366,124 @@ class Work:
         return None
 
 
-class Nccl:
-    """torch.distributed of one rank without the others, by the rules of NCCL.
+class Distributed:
+    """torch.distributed of one rank without the others, by the rules of NCCL and of gloo.
 
     A group of which this rank is no member, a tensor of another device or with gaps, a type that NCCL has not, and a
-    communicator that is first used once iterations run, are Refused.
+    communicator of NCCL that is first used once iterations run, are Refused.
     """
 
     def __init__(self, record: Record, watch: Watch, gpu: Gpu) -> None:
         self._record, self._watch, self._gpu = record, watch, gpu
-        self._numbers: dict[int, int] = {}
+        self._groups: dict[int, tuple[int, str]] = {}  # of which this rank is a member: number and backend
         self._real = SimpleNamespace(init_process_group=dist.init_process_group, new_group=dist.new_group)
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        functions: dict[str, Callable] = {
-            name: getattr(self, name)
-            for name in ("init_process_group", "new_group", "isend", "irecv", "all_reduce", "broadcast", "barrier")
-        }
-        functions["all_gather_object"] = self.all_gather_object
-        functions["broadcast_object_list"] = lambda objects, *args, **kwargs: self._object()
-        functions["get_backend"] = lambda group=None: "nccl"
+        functions = ("init_process_group", "new_group", "isend", "irecv", "all_reduce", "broadcast", "barrier")
+        objects = ("all_gather_object", "broadcast_object_list")
         with ExitStack() as stack:
-            for name, value in functions.items():
-                stack.enter_context(patch.object(dist, name, value))
+            for name in (*functions, *objects):
+                stack.enter_context(patch.object(dist, name, getattr(self, name)))
+            nccl = SimpleNamespace(Options=_NcclOptions)
+            stack.enter_context(patch.object(dist, "ProcessGroupNCCL", nccl, create=True))
             yield
 
     def init_process_group(self, backend: str, *, rank: int, world_size: int, **options: Any) -> None:
-        if backend != "nccl":
-            raise Refused(f"backend {backend} for tensors of {DEVICE}")
         if not self._gpu.is_initialized:
             raise Refused("the process group is made before its device is chosen")
         self._real.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-        self._note(dist.group.WORLD, range(world_size))
+        self._note(dist.group.WORLD, range(world_size), backend)
 
-    def new_group(self, ranks: Sequence[int], **options: Any) -> Any:
+    def new_group(
+        self, ranks: Sequence[int], *, timeout: timedelta, backend: str, pg_options: "_NcclOptions | None" = None
+    ) -> Any:
         group = self._real.new_group(list(ranks))
-        self._note(group, ranks)
+        self._note(group, ranks, backend)
         return group
 
-    def _note(self, group: Any, ranks: Sequence[int]) -> None:
-        self._record.groups.append(tuple(ranks))
+    def _note(self, group: Any, ranks: Sequence[int], backend: str) -> None:
+        self._record.groups.append((tuple(ranks), backend))
         if dist.get_rank() in ranks:
-            self._numbers[id(group)] = len(self._record.groups) - 1
+            self._groups[id(group)] = len(self._record.groups) - 1, backend
 
-    def isend(self, tensor: torch.Tensor, dst: int, group: Any = None) -> Work:
+    def isend(self, tensor: torch.Tensor, dst: int, group: Any = None) -> "Work":
         return self._message(tensor, dist.get_rank(), dst, group, self._record.sent)
 
-    def irecv(self, tensor: torch.Tensor, src: int, group: Any = None) -> Work:
+    def irecv(self, tensor: torch.Tensor, src: int, group: Any = None) -> "Work":
         return self._message(tensor, src, dist.get_rank(), group, self._record.received)
 
-    def _message(self, tensor: torch.Tensor, source: int, target: int, group: Any, record: dict) -> Work:
-        number = self._number(group)
-        self._check(tensor)
-        if {source, target} - set(self._record.groups[number]) or source == target:
-            raise Refused(f"a message from {source} to {target} in a group of {self._record.groups[number]}")
-        self._connect(number, (min(source, target), max(source, target)))
-        record.setdefault((number, source, target), []).append((tuple(tensor.shape), tensor.dtype))
+    def _message(self, tensor: torch.Tensor, source: int, target: int, group: Any, record: dict) -> "Work":
+        number, ranks = self._use(group, tensor, between=(source, target))
+        if {source, target} - set(ranks) or source == target:
+            raise Refused(f"a message from {source} to {target} in a group of {ranks}")
+        record.setdefault((number, source, target), []).append((tuple(tensor.shape), str(tensor.dtype)))
         return Work(self._watch)
 
-    def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False):
+    def all_reduce(
+        self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> "Work | None":
+        if tensor.dtype == torch.bool:
+            raise Refused(f"an all-reduce of booleans, in {_place()}")
         return self._collective(f"all_reduce {op}", tensor, group, async_op)
 
     def broadcast(
         self, tensor: torch.Tensor, src: int | None = None, group: Any = None, async_op: bool = False
-    ) -> Work | None:
+    ) -> "Work | None":
         return self._collective(f"broadcast from {src}", tensor, group, async_op)
 
-    def _collective(self, what: str, tensor: torch.Tensor, group: Any, async_op: bool) -> Work | None:
-        self._check(tensor)
-        if tensor.dtype == torch.bool and what.startswith("all_reduce"):
-            raise Refused(f"{what} of booleans, in {_place()}")
-        self._call(f"{what} {tuple(tensor.shape)} {tensor.dtype}", group)
+    def _collective(self, what: str, tensor: torch.Tensor, group: Any, async_op: bool) -> "Work | None":
+        number, _ = self._use(group, tensor)
+        call = f"{what} {tuple(tensor.shape)} {tensor.dtype}"
+        self._record.collectives.setdefault(number, []).append(call)
         return Work(self._watch) if async_op else None
 
-    def _call(self, what: str, group: Any) -> None:
-        number = self._number(group)
-        self._connect(number, self._record.groups[number])
-        self._record.collectives.setdefault(number, []).append(what)
-
     def barrier(self, group: Any = None) -> None:
-        self._watch.host_waits()
-        self._call("barrier", group)
+        self._together("barrier", group)
 
     def all_gather_object(self, objects: list, own: Any, group: Any = None) -> None:
-        self._object(group)
+        self._together("all_gather_object", group)
         objects[:] = [own] * len(objects)
 
-    def _object(self, group: Any = None) -> None:
-        self._watch.host_waits()
-        self._call("objects", group)
+    def broadcast_object_list(self, objects: list, src: int = 0, group: Any = None) -> None:
+        self._together("broadcast_object_list", group)
 
-    def _number(self, group: Any) -> int:
+    def _together(self, what: str, group: Any) -> None:
+        self._watch.host_waits(what)
+        number, _ = self._use(group)
+        self._record.collectives.setdefault(number, []).append(what)
+
+    def _use(
+        self, group: Any, tensor: torch.Tensor | None = None, *, between: tuple[int, int] | None = None
+    ) -> tuple[int, tuple[int, ...]]:
+        """The number and the ranks of ``group``, which ``tensor`` suits."""
         group = dist.group.WORLD if group is None else group
-        if id(group) not in self._numbers:
+        if id(group) not in self._groups:
             raise Refused(f"rank {dist.get_rank()} uses a group that it is no member of, in {_place()}")
-        return self._numbers[id(group)]
+        number, backend = self._groups[id(group)]
+        ranks, _ = self._record.groups[number]
+        if tensor is not None and tensor.device != (DEVICE if backend == "nccl" else torch.device("cpu")):
+            raise Refused(f"{backend} is given a tensor of {tensor.device}, in {_place()}")
+        if tensor is not None and not tensor.is_contiguous():
+            raise Refused(f"{backend} is given a tensor with strides {tensor.stride()}, in {_place()}")
+        if backend == "nccl":
+            if tensor is not None and tensor.dtype not in _OF_NCCL:
+                raise Refused(f"NCCL has no type for {tensor.dtype}, in {_place()}")
+            members = ranks if between is None else tuple(sorted(between))
+            if (number, members) not in self._record.connected:
+                if self._watch.iterating and len(members) > 1:
+                    raise Refused(f"NCCL connects ranks {members} of group {number} in an iteration, in {_place()}")
+                self._record.connected.append((number, members))
+        return number, ranks
 
-    def _connect(self, group: int, ranks: tuple[int, ...]) -> None:
-        if (group, ranks) not in self._record.connected:
-            if self._watch.iterating:
-                raise Refused(f"NCCL connects ranks {ranks} of group {group} between the messages of an iteration")
-            self._record.connected.append((group, ranks))
 
-    @staticmethod
-    def _check(tensor: torch.Tensor) -> None:
-        if tensor.device != DEVICE:
-            raise Refused(f"NCCL is given a tensor of {tensor.device}, in {_place()}")
-        if not tensor.is_contiguous():
-            raise Refused(f"NCCL is given a tensor with strides {tensor.stride()}, in {_place()}")
-        if tensor.dtype not in _OF_NCCL:
-            raise Refused(f"NCCL has no type for {tensor.dtype}, in {_place()}")
+class _NcclOptions:
+    """As ProcessGroupNCCL.Options."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = SimpleNamespace()
+        self._timeout = timedelta(minutes=10)
 
 
 @contextmanager
@@ -478,9 +491,30 @@ def fake_device(record: Record) -> Iterator[Watch]:
     """All of the above, of one rank."""
     watch = Watch(record)
     gpu = Gpu(watch)
-    with gpu.patched(), Nccl(record, watch, gpu).patched(), FakeTensorMode(allow_non_fake_inputs=True), watch:
-        with Attention():
-            yield watch
+    with ExitStack() as stack:
+        for part in (gpu.patched(), Distributed(record, watch, gpu).patched()):
+            stack.enter_context(part)
+        for mode in (FakeTensorMode(allow_non_fake_inputs=True), watch, Attention()):
+            stack.enter_context(mode)
+        yield watch
+
+
+@contextmanager
+def _made_before() -> Iterator[None]:
+    """Initial weights are drawn by the model's own code, on the CPU, and shares of it captured outside of all this."""
+
+    def outside(function: Callable) -> Callable:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                return function(*args, **kwargs)
+
+        return call
+
+    names = ("materialize", "share_of", "resplit_dimensions")
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(patch.object(rank_module, name, outside(getattr(rank_module, name))))
+        yield
 
 
 def run_rank(
@@ -488,15 +522,8 @@ def run_rank(
 ) -> tuple[Record, Any]:
     """Build rank ``rank`` of ``plan`` and run its iterations; also the built rank."""
     record = Record()
-    materialize = rank_module.materialize
-
-    def real(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-        """Initial weights are drawn by the model's own code, on the CPU."""
-        with _disable_current_modes():
-            return materialize(*args, **kwargs)
-
     world = World(rank=rank, size=plan.ranks, local_rank=DEVICE.index, meeting_point="file:///nowhere")
-    with fake_device(record) as watch, patch.object(rank_module, "materialize", real):
+    with fake_device(record) as watch, _made_before():
         join(world, device=world.device("cuda"), timeout_s=60)
         try:
             built = build_rank(captured, plan, settings, data, world)
@@ -510,3 +537,10 @@ def run_rank(
             return record, built
         finally:
             leave()
+
+
+def run_ranks(
+    captured: CapturedModel, plan: Plan, settings: TrainingSettings, data: DataSettings, ranks: Sequence[int] = ()
+) -> list[Record]:
+    """What each rank of ``plan``, or each of ``ranks``, did."""
+    return [run_rank(captured, plan, settings, data, rank)[0] for rank in ranks or range(plan.ranks)]
