@@ -190,9 +190,10 @@ class Executor:
         """
         self._sync.wait({stage for stage, _ in self._stages})
         totals = torch.zeros(3, dtype=torch.float64, device=self._device)
-        totals[0] = self._take_loss(0)
-        totals[1] = self._sync.squared_norm()
-        totals[2] = self._asked_to_end()
+        # Not totals[2] = …, which copies a number to a GPU and waits without a deadline until its queue is empty.
+        totals[0].add_(self._take_loss(0))
+        totals[1].add_(self._sync.squared_norm())
+        totals[2].add_(self._asked_to_end())
         what = "the loss and gradient norm of all ranks"
         with waiting_for(what, self._timeout_s):
             work = dist.all_reduce(totals, group=self._everyone, async_op=True)
@@ -219,8 +220,8 @@ class Executor:
         seconds, self._ended_at = now - self._ended_at, now
         if self._program.asynchronous:
             totals = torch.zeros(2, dtype=torch.float64, device=self._device)
-            totals[0] = self._take_loss(self._ended)
-            totals[1] = self._asked_to_end()
+            totals[0].add_(self._take_loss(self._ended))
+            totals[1].add_(self._asked_to_end())
             self._unsummed.append((totals, seconds))
             yield from self._arrived_losses(wait_for_all=False)
         else:
