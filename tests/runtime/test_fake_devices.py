@@ -200,7 +200,7 @@ def connected_at_the_first_message() -> AbstractContextManager:
 
 
 FAULTS = {
-    gradients_left_on_the_cpu: "device",
+    gradients_left_on_the_cpu: "nccl is given a tensor of cpu",
     buffers_left_on_the_cpu: "is on cpu",
     the_meta_device_left: "meta",
     gaps_in_what_is_sent: "strides",
