@@ -134,3 +134,19 @@ def no_idle_conversions() -> Iterator[None]:
 
     with patch.object(nn.Module, "to", to):
         yield
+
+
+@contextmanager
+def idle_copies_recorded() -> Iterator[None]:
+    """Let ``tensor.contiguous()`` be an operation of the program also where the trace finds nothing to copy.
+
+    Which kernel attention takes, and so how its result lies in memory, depends on the machine, its devices and the
+    build of torch. Without this a plan made on a node without GPUs would be of another program than the GPUs capture,
+    and a view that follows would be refused by a kernel that lays its result out otherwise.
+    """
+
+    def contiguous(tensor: torch.Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> torch.Tensor:
+        return torch.ops.aten.contiguous.default(tensor, memory_format=memory_format)
+
+    with patch.object(torch.Tensor, "contiguous", contiguous):
+        yield

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from auto3d.capture.empty import EmptyModel, empty_model, no_idle_conversions
+from auto3d.capture.empty import EmptyModel, empty_model, idle_copies_recorded, no_idle_conversions
 from auto3d.capture.errors import (
     KEPT_ELSEWHERE,
     CaptureError,
@@ -170,7 +170,7 @@ def _export(
 
 
 def _exported(module: nn.Module, arguments: Mapping[str, torch.Tensor]) -> torch.export.ExportedProgram:
-    with KnownValues(), no_idle_conversions():
+    with KnownValues(), no_idle_conversions(), idle_copies_recorded():
         return torch.export.export(module, (), dict(arguments), strict=False)
 
 

@@ -46,6 +46,12 @@ def other_view_made_before(self, x, h):
     return self.second(h) * seen.flatten(1)
 
 
+def through_contiguous(self, x, h):
+    h.contiguous().mul_(2)  # no copy, so this writes to h
+    h.t().contiguous().add_(1)  # a copy, which nothing reads
+    return self.second(h)
+
+
 def transposed(self, x, h):
     h.t()[0] = 1.0
     h.permute(1, 0)[1:3, ::2] *= 3.0
@@ -134,6 +140,7 @@ def buffer_seen_before_and_after(self, x, h):
     [
         after_view,
         through_two_views,
+        through_contiguous,
         other_view_made_before,
         transposed,
         part_of_zeros,
