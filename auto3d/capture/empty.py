@@ -36,6 +36,12 @@ def buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:
     return {**held_tensors(module), **dict(module.named_buffers())}
 
 
+def moved(module: nn.Module, device: torch.device) -> nn.Module:
+    """``module`` on ``device``, with its ``held_tensors``, which ``module.to`` would leave where they are."""
+    _map_held(module, lambda _, tensor: tensor.to(device))
+    return module.to(device)
+
+
 def _map_held(module: nn.Module, replace: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
     """Put ``replace(place, tensor)`` in the place of each of the module's ``held_tensors``."""
 

@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from auto3d.capture.empty import buffers_of
+from auto3d.capture.empty import buffers_of, moved
 from auto3d.capture.errors import CaptureError, is_model_code
 from auto3d.capture.model import CapturedModel
 from auto3d.capture.traced_branches import questions
@@ -75,9 +75,9 @@ def check_against_eager(captured: CapturedModel, data: DataSettings, *, seed: in
     max|a - b| <= 1e-5 max|b| + 1e-7 max(1, g), where g is the largest gradient: those that are zero but for rounding
     have an error of its size. For a narrower type than float32 both bounds are wider by the ratio of their precisions.
     """
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):  # by default all, with a warning
         torch.manual_seed(seed)
-        model = captured.exported.build().to(device).train()
+        model = moved(captured.exported.build(), device).train()
         batch = _batch(captured, data, seed=seed, device=device)
         first_buffers = {name: buffer.clone() for name, buffer in buffers_of(model).items()}
         eager = _run_eager(model, batch)

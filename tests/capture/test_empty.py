@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, MixtralConfig, MixtralForCausalLM
 
+from auto3d.capture.empty import buffers_of, moved
 from auto3d.capture.errors import CaptureError
 from auto3d.capture.model import capture
 from auto3d.capture.skeleton import skeleton
@@ -86,6 +87,11 @@ class Keeps(Layers):
 
 def test_plain_tensors_that_a_module_keeps():
     assert_equal_to_eager(Keeps, X)
+
+
+def test_plain_tensors_move_with_their_module():
+    model = moved(Keeps(), torch.device("meta"))
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *buffers_of(model).values()))
 
 
 class ReadsValues(Layers):
