@@ -36,6 +36,17 @@ from auto3d.runtime.world import World, join, leave
 
 aten = torch.ops.aten
 DEVICE = torch.device("cuda", 0)  # of every rank, as where each sees one device: the stand-in for CUDA's guard has one
+PROPERTIES = SimpleNamespace(
+    name="fake GPU",
+    uuid="00000000-0000-0000-0000-000000000000",
+    total_memory=2**34,
+    multi_processor_count=132,
+    major=9,
+    minor=0,
+    pci_domain_id=0xFFFF,  # at no address of this machine
+    pci_bus_id=0,
+    pci_device_id=0,
+)
 _PACKAGE = str(Path(auto3d.__file__).parent)
 _HOST_WAITS = {  # operators that read values on the host, or whose result has a size that depends on values
     aten._local_scalar_dense.default,
@@ -164,6 +175,11 @@ class Watch(TorchDispatchMode):
             return 1.0 if args[0].is_floating_point() else 0 if args[0].dtype != torch.bool else False
         if func is aten.nonzero.default:
             return args[0].new_empty((0, args[0].dim()), dtype=torch.int64)
+        if kwargs.get("pin_memory"):  # threads fill it, in which no mode is active
+            with _disable_current_modes():
+                return torch.empty(
+                    args[0].shape if isinstance(args[0], torch.Tensor) else args[0], dtype=_dtype(args, kwargs)
+                )
         result = func(*args, **kwargs)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if self.iterating and any(tensor.device.type == "cpu" for tensor in made):
@@ -180,6 +196,10 @@ class Watch(TorchDispatchMode):
             blocking = not kwargs.get("non_blocking")
         if {source.type, target.type} == {"cpu", "cuda"} and (blocking or target.type == "cpu"):
             self.host_waits(f"{source.type} to {target.type}")
+
+
+def _dtype(args: tuple, kwargs: dict) -> torch.dtype | None:
+    return kwargs.get("dtype") or (args[0].dtype if isinstance(args[0], torch.Tensor) else None)
 
 
 def _draws(func: Any, args: tuple) -> bool:
@@ -333,9 +353,7 @@ class Gpu:
             "mem_get_info": lambda device=None: (2**34, 2**34),
             "get_device_name": lambda device=None: "fake GPU",
             "get_device_capability": lambda device=None: (9, 0),
-            "get_device_properties": lambda device=None: SimpleNamespace(
-                name="fake GPU", total_memory=2**34, multi_processor_count=132, major=9, minor=0
-            ),
+            "get_device_properties": lambda device=None: PROPERTIES,
         }
         with ExitStack() as stack:
             for name, value in functions.items():

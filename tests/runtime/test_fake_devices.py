@@ -39,8 +39,15 @@ ITERATIONS = 2
 WAITS = {  # for the loss and the norm, where the device has come to its end under a deadline
     "aten::_local_scalar_dense in executor.py:_reduce_totals",
     "aten::_local_scalar_dense in executor.py:_arrived_losses",
+    "an event in loading.py:_make_ahead",  # in the thread that makes inputs
 }
-ON_CPU = {"data.py:<dictcomp>", "data.py:micro_batch", "optimizer.py:update"}  # inputs, and AdamW's count of steps
+ON_CPU = {  # inputs, and AdamW's count of steps
+    "data.py:<dictcomp>",
+    "data.py:micro_batch",
+    "loading.py:_make_ahead",
+    "optimizer.py:update",
+    "sharded_optimizer.py:step",
+}
 
 Made = tuple[str, Plan, OptimizerSettings]  # the name of a model, and how it is trained
 
@@ -69,7 +76,7 @@ def two_stages(model: str, schedule: str, optimizer: OptimizerSettings = SGD, **
 
 
 def of_replicas() -> Made:
-    return "t5", make_uneven_plan("t5", [2, 1], micro_batch_size=4, micro_batches=2), SGD
+    return "vit", make_uneven_plan("vit", [2, 1], micro_batch_size=4, micro_batches=2), SGD
 
 
 def data_parallel() -> Made:
@@ -85,6 +92,7 @@ SAMPLE: dict[str, Callable[[], Made]] = {
     "batch statistics, recomputed partly": recomputing_partly,
     "bfloat16, complex numbers, a loss used again": partial(two_stages, "averaging", "gpipe"),
     "replicas of a stage": of_replicas,
+    "an optimizer that ranks share": sharing_the_optimizer,
     "an update after each backward": partial(asynchronous, "pipedream"),
     "an update per iteration, overlapping": partial(asynchronous, "pipedream-2bw"),
 }
