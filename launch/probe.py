@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from auto3d.runtime.measurement import Status
 from auto3d.runtime.waiting import waiting_for
-from auto3d.runtime.world import World, join, leave
+from auto3d.runtime.world import World, join
 from launch.files import write_whole
 from launch.machine import Machine, this_machine
 from launch.nodes import task_of
@@ -188,7 +188,6 @@ def _measure(world: World, kind: str, report: Report) -> tuple[bool, list[Rate]]
                 bus_gbit_per_s=median(bus),
             )
         )
-    leave()
     return right, rates
 
 

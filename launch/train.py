@@ -22,7 +22,7 @@ from auto3d.runtime.rank import check_plan
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.training import TrainingResult, train
 from auto3d.runtime.waiting import PeerLostError, naming_lost_peers
-from auto3d.runtime.world import World
+from auto3d.runtime.world import World, leave_or_end
 from auto3d.schedule import samples_at_once
 from launch import candidates, slurm
 from launch.check_capture import check_once
@@ -153,6 +153,7 @@ def _train(
             await_end(asked, requeue=world.rank == 0)
         if world.rank == 0:
             on_result(_record(result, training.plan, recipe.values))
+        leave_or_end()
         return 0
     manifest, name = manifest_of(recipe), training.trial.name
     manifest.append([Entry(trial=name, state=State.STARTED)])

@@ -32,7 +32,7 @@ from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.stage import StageModule
 from auto3d.runtime.waiting import wait, waiting_for
-from auto3d.runtime.world import World, join, leave, new_group
+from auto3d.runtime.world import World, join, new_group
 
 ROUNDS = 5  # through all that is measured; the fastest counts, for what else runs on the machine only adds time
 LEAST_REPETITIONS, TURN_S = 3, 0.06  # of a subgraph in each round, and about how long they take
@@ -96,21 +96,21 @@ def measure(
     seed: int,
     report: Report = lambda part: None,
 ) -> Measured:
-    """Measure as rank ``world.rank``; ``models`` is one model at several micro-batch sizes. Rank 0 has the result."""
+    """Measure as rank ``world.rank``; ``models`` is one model at several micro-batch sizes. Rank 0 has the result.
+
+    The process groups stay, as after ``training.train``.
+    """
     torch.set_num_threads(settings.threads_per_rank)
     device = world.device(settings.device)
     join(world, device=device, timeout_s=settings.timeout_s)
-    try:
-        bench = _Bench(models, settings, data, world, device, seed, report)
-        return Measured(
-            sizes=tuple(bench.model_times(number) for number in range(len(models))),
-            slowdown=bench.slowdown(),
-            messages=bench.messages() if world.size > 1 else None,
-            all_reduce=bench.all_reduces() if world.size > 1 else None,
-            update_s=bench.update_s(),
-        )
-    finally:
-        leave()
+    bench = _Bench(models, settings, data, world, device, seed, report)
+    return Measured(
+        sizes=tuple(bench.model_times(number) for number in range(len(models))),
+        slowdown=bench.slowdown(),
+        messages=bench.messages() if world.size > 1 else None,
+        all_reduce=bench.all_reduces() if world.size > 1 else None,
+        update_s=bench.update_s(),
+    )
 
 
 class _Bench:

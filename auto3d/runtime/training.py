@@ -13,12 +13,13 @@ from auto3d.runtime.data import DataSettings
 from auto3d.runtime.executor import IterationResult
 from auto3d.runtime.memory import PeakMemory
 from auto3d.runtime.optimizer import advance
+from auto3d.runtime.out_of_memory import OutOfMemoryError, is_out_of_memory, words_of
 from auto3d.runtime.program import Program
 from auto3d.runtime.rank import Rank, build_rank
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.waiting import waiting_for
 from auto3d.runtime.whereabouts import HERE
-from auto3d.runtime.world import World, join, leave
+from auto3d.runtime.world import World, join
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,13 +53,16 @@ def train(
 
     With ``checkpoints`` it goes on from the newest one, writes some, and ends early, after one, soon after any rank
     was ``asked_to_end``: after the iteration or, under an asynchronous schedule, once that is flushed.
+
+    The process groups stay: after a success the caller reports the result, then leaves them (``world.leave``); after a
+    failure it reports that, and ends the process without leaving them.
     """
     if world.size != plan.ranks:
         raise PlanError(f"the plan needs {plan.ranks} ranks; there are {world.size}")
     torch.set_num_threads(settings.threads_per_rank)
-    device = world.device(settings.device)
-    join(world, device=device, timeout_s=settings.timeout_s)
     try:
+        device = world.device(settings.device)
+        join(world, device=device, timeout_s=settings.timeout_s)
         memory = PeakMemory(device)
         rank = build_rank(captured, plan, settings, data, world, state=state, asked_to_end=asked_to_end)
         first = done = _go_on(rank, checkpoints, device, timeout_s=settings.timeout_s) if checkpoints else 0
@@ -88,10 +92,10 @@ def train(
             **facts,
         )
     except Exception as error:
+        if is_out_of_memory(error) and not isinstance(error, OutOfMemoryError):
+            raise OutOfMemoryError(f"{HERE} ran out of memory: {words_of(error)}") from error
         error.add_note(f"{HERE} failed")
         raise
-    finally:
-        leave()
 
 
 def _go_on(rank: Rank, checkpoints: Checkpoints, device: torch.device, *, timeout_s: float) -> int:
