@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from auto3d.cost.memory import DeviceMemory
 
-# The words of torch, and of libraries whose errors it passes on as a RuntimeError, AcceleratorError or DistBackendError.
+# The words of torch and of libraries whose errors it passes on, as a RuntimeError or one of its subclasses.
 # NCCL's error holds its last warning alone: after "Cuda failure 'out of memory'" that is "Failed to CUDA calloc".
 _WORDS = re.compile(
     r"""
