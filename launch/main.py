@@ -35,7 +35,7 @@ def main() -> None:
         traceback.print_exc()
         code = 1  # as Python ends after an exception
     if _is_joined():
-        _end_now(code)
+        end_now(code)
     sys.exit(code)
 
 
@@ -63,7 +63,7 @@ def _is_joined() -> bool:
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
-def _end_now(code: int) -> NoReturn:
+def end_now(code: int) -> NoReturn:
     """End without Python's shutdown, which would destroy the process groups: NCCL waits for kernels that hang."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):

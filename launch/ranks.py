@@ -8,7 +8,6 @@ import math
 import multiprocessing
 import os
 import signal
-import sys
 import tempfile
 import threading
 import traceback
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from time import monotonic
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -29,6 +28,7 @@ from auto3d.runtime.waiting import PeerLostError, WaitTimeoutError, naming_lost_
 from auto3d.runtime.whereabouts import HERE, Board
 from auto3d.runtime.world import LEAVE_S, World, leave
 from launch.diagnosis import Ending, Failure, Snapshot, death, diagnose, look, told
+from launch.main import end_now
 from launch.output import stdout_to_stderr
 from launch.recipe import LoadedRecipe
 from launch.settings import device
@@ -185,7 +185,7 @@ def _run_rank(
             pipe.send(("result", result))
         except Exception as error:
             pipe.send(("failure", _failure(error, world.rank)))
-            _end_now()
+            end_now(1)
         leave()
     pipe.close()
 
@@ -202,14 +202,6 @@ def _failure(error: Exception, rank: int) -> Failure:
             return Failure(Ending.WAITED, Status.FAILED, str(error))
     status = Status.OOM if is_out_of_memory(error) else Status.FAILED
     return Failure(Ending.RAISED, status, f"rank {rank}: {_last_lines(error)}")
-
-
-def _end_now() -> NoReturn:
-    """End without destroying anything: NCCL would wait for kernels that never end."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):
-            stream.flush()
-    os._exit(1)
 
 
 def _last_lines(error: Exception) -> str:
