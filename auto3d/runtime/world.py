@@ -40,8 +40,9 @@ def join(world: World, *, device: torch.device, timeout_s: float) -> None:
     """Join the other ranks; raises WaitTimeoutError if they are not all there within ``timeout_s``.
 
     The default process group is one of gloo, on GPUs too: what ranks tell each other once goes through it, from memory
-    of the CPU. Tensors of a GPU go through groups of their own (``new_group``). Whoever runs the process calls ``leave``
-    once it has reported what came of it.
+    of the CPU. Tensors of a GPU go through groups of their own (``new_group``).
+
+    Whoever runs the process calls ``leave`` once it has reported what came of it.
     """
     HERE.rank = world.rank
     HERE.is_at(BEFORE)
