@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from auto3d.allocator import keep_freed_memory
 from auto3d.capture.model import CapturedModel
-from auto3d.cost.memory import predict
+from auto3d.cost.memory import DeviceMemory, predict
 from auto3d.partition.stage import Stage, Transfer, cut
 from auto3d.plan import Plan, PlanError
 from auto3d.runtime.agreement import check_agreement
@@ -56,6 +56,7 @@ class Rank:
     optimizers: dict[Replica, tuple[Optimizer, LRScheduler] | None]
     all_names: tuple[str, ...]  # parameters and buffers of the model; none on emulated devices, which hold nothing
     shared: frozenset[str]  # those of them that other ranks hold too
+    predicted: DeviceMemory  # bytes of this rank's pipeline device
 
     def check_agreement(self, *, cause: str, device: torch.device, timeout_s: float) -> None:
         """Raise WeightsDifferError unless all ranks that hold a parameter or buffer hold the same bits of it.
@@ -216,6 +217,7 @@ def build_rank(
         optimizers=optimizers,
         all_names=tuple(sorted(names)) if emulation is None else (),
         shared=frozenset(name for name, each in holders(plan, schedule, stages, names).items() if len(each.ranks) > 1),
+        predicted=memory.predicted,
     )
     cause = _CAUSE_OF_SEED if state is None else _CAUSE_OF_FILE
     rank.check_agreement(cause=cause, device=device, timeout_s=settings.timeout_s)
