@@ -6,6 +6,7 @@ the largest operation works on. An allocator's fragments, a library's workspace 
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 
 from auto3d.capture.graph import Graph, Node
 from auto3d.partition.segment import Segment, segments
@@ -28,7 +29,7 @@ class DeviceMemory:
     activations: int  # that wait for their backward
     given: int  # of these micro-batches, what their stages were given, and what passes between parts of one
     messages: int
-    working: int  # what the largest single operation reads and makes
+    working: int  # what the largest single operation reads and makes, or the optimizer's update at its moment
 
     @property
     def total(self) -> int:
@@ -45,11 +46,19 @@ def in_gib(size: float) -> str:
     return f"{size / 2**30:.3g}"
 
 
-def predict(graph: Graph, plan: Plan, schedule: Schedule, *, optimizer_copies: int) -> tuple[DeviceMemory, ...]:
+def predict(
+    graph: Graph,
+    plan: Plan,
+    schedule: Schedule,
+    *,
+    optimizer_copies: int,
+    update_copies: tuple[int, int] = (0, 0),
+) -> tuple[DeviceMemory, ...]:
     """Per pipeline device, at its fullest.
 
     ``graph`` is of the samples that an operation of ``schedule`` runs; ``optimizer_copies`` of each trained parameter
-    are the optimizer's state.
+    are the optimizer's state. ``update_copies`` of the parameter at hand, and of the one before it, are what an update
+    makes; none where the device has fused kernels for it.
     """
     stages = cut(graph, plan.stages)
     footprints = [
@@ -67,7 +76,10 @@ def predict(graph: Graph, plan: Plan, schedule: Schedule, *, optimizer_copies: i
         own = [replica for replica, home in schedule.device_of.items() if home == device]
         state = {name for stage, _ in own for name in stages[stage].state}
         learned = sum(sizes[name] for name in state & graph.trained)
-        activations, given = _fullest(operations, footprints)
+        updated = [[sizes[name] for name in stages[stage].state if name in graph.trained] for stage, _ in own]
+        update = max((_update(parameters, *update_copies) for parameters in updated), default=0)
+        working = max((footprints[stage].working for stage, _ in own), default=0)
+        activations, given, working = _fullest(operations, footprints, working=working, update=update)
         found.append(
             DeviceMemory(
                 weights=sum(sizes[name] for name in state),
@@ -80,10 +92,15 @@ def predict(graph: Graph, plan: Plan, schedule: Schedule, *, optimizer_copies: i
                 activations=activations,
                 given=given,
                 messages=_messages(stages, plan, schedule, own),
-                working=max((footprints[stage].working for stage, _ in own), default=0),
+                working=working,
             )
         )
     return tuple(found)
+
+
+def _update(parameters: Sequence[int], of_this: int, of_the_last: int) -> int:
+    """Temporaries of an update of parameters of so many bytes, one after the other, at their most."""
+    return max(of_this * size + of_the_last * before for before, size in pairwise((0, *parameters, 0)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,14 +170,22 @@ def _made(node: Node) -> int:
     return sum(value.bytes for value in node.outputs)
 
 
-def _fullest(operations: Sequence[Operation], footprints: Sequence[_Footprint]) -> tuple[int, int]:
-    """Activations and given values of all micro-batches, when they are most together."""
+def _fullest(
+    operations: Sequence[Operation], footprints: Sequence[_Footprint], *, working: int, update: int
+) -> tuple[int, int, int]:
+    """Activations and given values of all micro-batches, and temporaries, when these are most together.
+
+    ``working`` bytes are those of any operation on micro-batches, ``update`` those of the optimizer's update, which
+    under most schedules comes when no activations are held.
+    """
     recomputed: set[tuple[int, int, int]] = set()
     split = {(o.stage, o.pipe) for o in operations if o.kind is Kind.BACKWARD_WEIGHT}
     activations = given = 0
-    fullest = (0, 0)
+    fullest = (0, 0, working)
     for operation in operations:
         bytes_of = footprints[operation.stage]
+        if operation.kind is Kind.UPDATE:
+            fullest = max(fullest, (activations, given, update), key=sum)
         for micro_batch in operation.micro_batches:
             key = operation.stage, operation.pipe, micro_batch
             if operation.kind is Kind.FORWARD:
@@ -173,11 +198,11 @@ def _fullest(operations: Sequence[Operation], footprints: Sequence[_Footprint]) 
                 activations -= bytes_of.put_off
             else:
                 inside = 0 if key in recomputed else bytes_of.inside - bytes_of.kept
-                fullest = max(fullest, (activations + inside, given), key=sum)
+                fullest = max(fullest, (activations + inside, given, working), key=sum)
                 activations -= bytes_of.kept + (bytes_of.again if key in recomputed else 0)
                 activations += bytes_of.put_off if (operation.stage, operation.pipe) in split else 0
                 given -= bytes_of.given
-            fullest = max(fullest, (activations, given), key=sum)
+            fullest = max(fullest, (activations, given, working), key=sum)
     return fullest
 
 

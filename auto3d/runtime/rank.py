@@ -27,7 +27,7 @@ from auto3d.runtime.optimizer import build_optimizer, make_state, state_by_param
 from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.replicas import replicas_of_devices, resplit_dimensions, share_of
-from auto3d.runtime.settings import TrainingSettings, state_copies
+from auto3d.runtime.settings import TrainingSettings, optimizer_copies
 from auto3d.runtime.stage import StageModule
 from auto3d.runtime.world import World, new_group
 from auto3d.schedule import SCHEDULES, samples_at_once, schedule_of
@@ -156,8 +156,8 @@ def build_rank(
         stages = emulation.stages(stages)
     transfers = [transfer for stage in stages for transfer in stage.received]
     programs = _programs(schedules, transfers, position)
-    copies = state_copies(settings.optimizer)
-    memory = MemoryWatch(position, predict(captured.graph, plan, schedule, optimizer_copies=copies)[position])
+    copies = optimizer_copies(settings.optimizer, settings.device)
+    memory = MemoryWatch(position, predict(captured.graph, plan, schedule, **copies)[position])
     own = {replica: stages[replica[0]] for replica, home in schedule.device_of.items() if home == position}
 
     # Process groups are made in the same order everywhere: first the exchange's, then the gradient sync's.
