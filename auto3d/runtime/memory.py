@@ -36,9 +36,10 @@ class PeakMemory:
         """The peaks up to here.
 
         ``used`` is the peak of ``reserved`` plus what the device has in use outside of this allocator when it is read:
-        the CUDA context, NCCL's and cuBLAS's buffers, loaded kernels. These stay until the process ends, so reading
-        late misses none. The device does not say whose memory it is: if other processes share it, theirs is included.
-        NVML would tell processes apart, but not inside a container, whose process ids differ from the host's.
+        the CUDA context with its loaded kernels, and NCCL's buffers. These stay until the process ends, so reading late
+        misses none. (cuBLAS's workspaces come from torch's allocator.) The device does not say whose memory it is: if
+        other processes share it, theirs is included. NVML would tell processes apart, but not inside a container, whose
+        process ids differ from the host's.
         """
         if self._device.type != "cuda":
             return PeakBytes(allocated=self.bytes())
