@@ -86,6 +86,15 @@ def test_a_turn_lasts_as_long_as_it_should_with_one_synchronisation_for_many_rep
     assert len(found) == 5 * CudaClock.queued
 
 
+def test_messages_on_a_gpu_are_queued_too(gpu):
+    def there_and_back() -> None:
+        gpu.busy_until += 2.0
+
+    assert profile.seconds_of(there_and_back, CudaClock(GPU)) == pytest.approx(2.0)
+    assert gpu.synchronisations == 1
+    assert gpu.busy_until == 2.0 * CudaClock.queued
+
+
 def test_a_cpu_is_timed_by_its_host(monkeypatch):
     monkeypatch.setattr(profile, "TURN_S", 0.0)
     clock = clock_of(torch.device("cpu"))
