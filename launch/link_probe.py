@@ -52,15 +52,16 @@ class CorruptedError(RuntimeError):
     """A message that arrived with other contents than it was sent with."""
 
 
-def measure_links(world: World, kind: str, *, timeout_s: float) -> Links:
+def measure_links(world: World, kind: str, *, meet_s: float, timeout_s: float) -> Links:
     """Measure every pair of ranks r and r + 1, one after the other; the same on every rank.
 
-    Raises CorruptedError on the rank that received something else than was sent.
+    Ranks meet within ``meet_s``, and wait ``timeout_s`` for each other afterwards. Raises CorruptedError on the rank
+    that received something else than was sent.
     """
     device = world.device(kind)
     if kind == "cpu":
         torch.set_num_threads(1)
-    join(world, device=device, timeout_s=timeout_s)
+    join(world, device=device, timeout_s=meet_s)
     HERE.is_at("in the measurement of messages")
     everyone = list(range(world.size))
     upward, downward = new_group(everyone, timeout_s), new_group(everyone, timeout_s)

@@ -18,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from auto3d.runtime.measurement import Status
 from auto3d.runtime.waiting import waiting_for
 from auto3d.runtime.world import World, join, leave
+from launch.device_probe import DeviceReport, probe_devices
 from launch.files import write_whole
 from launch.machine import Machine, this_machine
 from launch.nodes import task_of
@@ -81,6 +82,7 @@ class NodeReport:
     received: float
     meeting_point: str
     all_reduce: AllReduce
+    devices: DeviceReport | None  # not asked for, or the ranks did not sum
 
     @property
     def skew_s(self) -> tuple[float, float]:
@@ -103,6 +105,11 @@ def report_file(folder: Path, node: int) -> Path:
     return folder / f"report-{node}.json"
 
 
+def progress_file(folder: Path) -> Path:
+    """What the first node does, in words."""
+    return folder / "progress.txt"
+
+
 def write_file(file: Path, kind: TypeAdapter, content: Greeting | Answer | NodeReport) -> None:
     write_whole(file, kind.dump_json(content).decode())
 
@@ -115,8 +122,11 @@ def read_file(file: Path, kind: TypeAdapter) -> Greeting | Answer | NodeReport |
         return None
 
 
-def probe_node(folder: str, *, devices: int, device: str) -> None:
-    """A task of the probe's job: one on each node, which forks a rank for each of the node's ``devices``."""
+def probe_node(folder: str, *, devices: int, device: str, thorough: bool) -> None:
+    """A task of the probe's job: one on each node, which forks a rank for each of the node's ``devices``.
+
+    The ranks meet and sum; where it is ``thorough``, they also exchange messages and train.
+    """
     place, task = Path(folder), task_of()
     machine, sent = this_machine(), time.time()
     write_file(greeting_file(place, task.number), GREETING, Greeting(machine.host, sent))
@@ -127,7 +137,16 @@ def probe_node(folder: str, *, devices: int, device: str) -> None:
     ranks = range(task.number * devices, (task.number + 1) * devices)
     share = Share(ranks, task.meeting_point) if task.count > 1 else None
     found = all_reduce(task.count * devices, device=device, share=share)
-    report = NodeReport(machine, sent, answer, received, task.meeting_point if share else "a file", found)
+    of_devices = None
+    if thorough and found.right and not found.error:
+        of_devices = probe_devices(
+            task.count * devices,
+            device=device,
+            share_of=lambda run: Share(ranks, task.meeting_point_of(run)) if share else None,
+            tell=lambda line: write_whole(progress_file(place), line) if task.number == 0 else None,
+        )
+    meeting_point = task.meeting_point if share else "a file"
+    report = NodeReport(machine, sent, answer, received, meeting_point, found, of_devices)
     write_file(report_file(place, task.number), REPORT, report)
 
 

@@ -1,0 +1,98 @@
+"""What `auto3d doctor --devices` lets the ranks of all devices do, part by part, each in processes of its own."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from auto3d.errors import InputError
+from auto3d.runtime.measurement import Status
+from auto3d.runtime.world import World
+from launch.diagnosis import Ending
+from launch.link_probe import Links, measure_links
+from launch.ranks import Share, run_ranks
+from launch.training_probe import TrainedRank, subject, train_both_ways
+
+MEET_S = 60.0  # until all ranks of a part are there
+WAIT_S = 30.0  # of every wait in a part
+LINKS_S, TRAINING_S = 120.0, 120.0  # of a part at most; it takes seconds where nothing is wrong
+DEVICES_S = LINKS_S + TRAINING_S
+LINES = 3  # of an error: the cause, and who else waited
+
+
+@dataclass(frozen=True)
+class DeviceReport:
+    """What the parts found. A part has an ``error``, in one line, or a result, or was not begun."""
+
+    ranks: int
+    device: str  # cpu or cuda
+    links: Links | None = None
+    links_error: str = ""
+    layout: str = ""  # degrees of the training
+    training: list[TrainedRank] = field(default_factory=list)  # every rank of all nodes
+    training_error: str = ""
+
+
+def probe_devices(
+    ranks: int, *, device: str, share_of: Callable[[int], Share | None], tell: Callable[[str], None]
+) -> DeviceReport:
+    """Let ``ranks``, one for each device, run all parts; ``share_of`` a run's number is what of it runs here.
+
+    Every node of a job calls this. ``tell`` hears what begins.
+    """
+    tell(f"{ranks} ranks exchange messages between neighbours")
+    links, error = _run(
+        ranks,
+        lambda world: measure_links(world, device, meet_s=MEET_S, timeout_s=WAIT_S),
+        limit_s=LINKS_S,
+        share=share_of(1),
+    )
+    if error:  # what follows needs messages, too
+        return DeviceReport(ranks, device, links_error=error)
+    tell(f"{ranks} ranks train a small model, and compare it with plain PyTorch")
+    trained = subject(ranks, device)
+    training, error = _run(
+        ranks,
+        lambda world: train_both_ways(world, trained, device, meet_s=MEET_S, timeout_s=WAIT_S),
+        limit_s=TRAINING_S,
+        share=share_of(2),
+    )
+    return DeviceReport(
+        ranks,
+        device,
+        links=links,
+        layout=f"dp={trained.plan.dp} pp={trained.plan.pp}",
+        training=training or [],
+        training_error=error,
+    )
+
+
+def _run(ranks: int, target: Callable[[World], Any], *, limit_s: float, share: Share | None) -> tuple[Any, str]:
+    """The result of this node's first rank, or None and an error in one line."""
+    try:
+        outcome = run_ranks(
+            ranks, lambda world, report: target(world), timeout_s=limit_s, straggle_s=WAIT_S, share=share
+        )
+    except InputError as error:
+        return None, str(error)
+    if outcome.status is Status.OK:
+        return outcome.result, ""
+    lines = outcome.error.splitlines()
+    if outcome.ending is Ending.RAISED:
+        rank, _, _ = lines[0].partition(": ")
+        kind, separator, message = lines[-1].partition(": ")
+        return None, f"{rank}: {kind.rpartition('.')[2]}{separator}{message}"
+    return None, "; ".join(lines[:LINES])
+
+
+def of_all_nodes(reports: Sequence[DeviceReport]) -> DeviceReport:
+    """The report of the first node, with the first error that any node has."""
+    first = reports[0]
+    return DeviceReport(
+        first.ranks,
+        first.device,
+        links=first.links,
+        links_error=next((one.links_error for one in reports if one.links_error), ""),
+        layout=first.layout,
+        training=first.training,
+        training_error=next((one.training_error for one in reports if one.training_error), ""),
+    )
