@@ -100,15 +100,13 @@ def _links(where: str, report: DeviceReport, interfaces: str) -> Check:
         if same
     )
     found += _peer_access(report.links)
-    slow = _slow_pairs(rates)
+    slow = _slow_pairs(rates) if report.device == "cuda" else ""  # processes of a CPU share its cores
     if slow:
         advice = (
             "see `nvidia-smi topo -m` and, between nodes, the adapters and NCCL_IB_HCA: these pairs do not use the "
             "link that the others use"
         )
-        return Check(
-            Verdict.WARNING, what, f"{found}; {slow}", advice if report.device == "cuda" else interfaces, links=rates
-        )
+        return Check(Verdict.WARNING, what, f"{found}; {slow}", advice, links=rates)
     return Check(Verdict.OK, what, found, links=rates)
 
 

@@ -2,11 +2,13 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
 
+from launch import link_probe, training_probe
 from launch.doctor import clock
 
 LOCAL = ["own.yaml", "launch.executor=local"]
@@ -32,6 +34,42 @@ def test_a_healthy_machine(folder):
     once = [rate for rate in rates if rate["repetitions"] % 2]  # where the median is one of those timed
     for rate in once:
         assert rate["algorithm_gbit_per_s"] == pytest.approx(8e-9 * rate["size_bytes"] / rate["seconds"])
+
+
+def test_all_devices_and_a_report_for_a_bug(folder, auto3d, monkeypatch):
+    monkeypatch.setattr(link_probe, "SIZES", (2**12,))
+    monkeypatch.setattr("launch.probe.SIZES", (2**12,))
+    monkeypatch.setitem(training_probe.SIZES, "cpu", training_probe.Size(2, 16, 2, 8, 2))
+    monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.setenv("SOME_TOKEN", "hunter2")
+    monkeypatch.setenv("NCCL_DEBUG_FILE", str(folder / "nccl"))
+    printed = auto3d("doctor", *LOCAL, "cluster.devices_per_node=2", "--devices", "--report", "report.md")
+    report = (folder / "report.md").read_text()
+    assert printed.err.splitlines()[-1] == "written: report.md"
+    lines = [line for line in printed.out.splitlines() if line.startswith(("ok", "warning"))]
+    for line in lines:
+        verdict, _, words = line.partition(" ")
+        assert f"- **{verdict}** {words.strip()}" in report
+    for what in ("versions", "gpus", "variables", "messages here", "training here", "memory here"):
+        assert any(line.startswith(f"ok      {what}: ") for line in lines), what
+    assert "used at most" in report
+    assert "hunter2" not in report
+    assert str(folder) not in report
+
+
+def test_an_interrupt_leaves_nothing_behind(folder):
+    command = [sys.executable, "-m", "launch.main", "doctor", *LOCAL, "--devices"]
+    process = subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    for line in process.stderr:
+        if "exchange messages between neighbours" in line:
+            break
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err.splitlines()) == (130, ["auto3d: interrupted"])
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
 
 
 def test_an_interface_that_is_not_there_is_an_error_with_what_to_do(folder):
