@@ -1,22 +1,37 @@
 """What `auto3d doctor --devices` lets the ranks of all devices do, part by part, each in processes of its own."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from auto3d.errors import InputError
 from auto3d.runtime.measurement import Status
 from auto3d.runtime.world import World
 from launch.diagnosis import Ending
+from launch.exchange_probe import CONNECTIONS, Exchanged, exchange
 from launch.link_probe import Links, measure_links
-from launch.ranks import Share, run_ranks
+from launch.ranks import Report, Share, run_ranks
 from launch.training_probe import TrainedRank, subject, train_both_ways
 
 MEET_S = 60.0  # until all ranks of a part are there
 WAIT_S = 30.0  # of every wait in a part
-LINKS_S, TRAINING_S = 120.0, 120.0  # of a part at most; it takes seconds where nothing is wrong
-DEVICES_S = LINKS_S + TRAINING_S
+LINKS_S, EXCHANGE_S, TRAINING_S = 120.0, 90.0, 120.0  # of a part at most; it takes seconds where nothing is wrong
+DEVICES_S = LINKS_S + max(map(len, CONNECTIONS.values())) * EXCHANGE_S + TRAINING_S
 LINES = 3  # of an error: the cause, and who else waited
+
+
+@dataclass(frozen=True)
+class ExchangeRun:
+    """The engine's exchange with so many hardware ``connections`` of a GPU; None on a CPU, which has none."""
+
+    connections: int | None
+    exchanged: Exchanged | None  # what the first rank did
+    error: str = ""
+
+    def __str__(self) -> str:
+        if self.connections is None:
+            return ""
+        return f" with {self.connections} {'connection' if self.connections == 1 else 'connections'}"
 
 
 @dataclass(frozen=True)
@@ -27,6 +42,7 @@ class DeviceReport:
     device: str  # cpu or cuda
     links: Links | None = None
     links_error: str = ""
+    exchanges: list[ExchangeRun] = field(default_factory=list)
     layout: str = ""  # degrees of the training
     training: list[TrainedRank] = field(default_factory=list)  # every rank of all nodes
     training_error: str = ""
@@ -42,36 +58,62 @@ def probe_devices(
     tell(f"{ranks} ranks exchange messages between neighbours")
     links, error = _run(
         ranks,
-        lambda world: measure_links(world, device, meet_s=MEET_S, timeout_s=WAIT_S),
+        lambda world, report: measure_links(world, device, meet_s=MEET_S, timeout_s=WAIT_S),
         limit_s=LINKS_S,
         share=share_of(1),
     )
     if error:  # what follows needs messages, too
         return DeviceReport(ranks, device, links_error=error)
+    exchanges = []
+    for number, connections in enumerate(CONNECTIONS[device] if ranks > 1 else ()):
+        exchanges.append(_exchange(ranks, device, connections, share_of(2 + number), tell))
     tell(f"{ranks} ranks train a small model, and compare it with plain PyTorch")
     trained = subject(ranks, device)
     training, error = _run(
         ranks,
-        lambda world: train_both_ways(world, trained, device, meet_s=MEET_S, timeout_s=WAIT_S),
+        lambda world, report: train_both_ways(world, trained, device, meet_s=MEET_S, timeout_s=WAIT_S),
         limit_s=TRAINING_S,
-        share=share_of(2),
+        share=share_of(2 + len(exchanges)),
     )
     return DeviceReport(
         ranks,
         device,
         links=links,
+        exchanges=exchanges,
         layout=f"dp={trained.plan.dp} pp={trained.plan.pp}",
         training=training or [],
         training_error=error,
     )
 
 
-def _run(ranks: int, target: Callable[[World], Any], *, limit_s: float, share: Share | None) -> tuple[Any, str]:
+def _exchange(
+    ranks: int, device: str, connections: int | None, share: Share | None, tell: Callable[[str], None]
+) -> ExchangeRun:
+    begun: list[str] = []  # patterns, on the node of rank 0
+
+    def target(world: World, report: Report) -> Exchanged:
+        return exchange(
+            world, device, connections, meet_s=MEET_S, timeout_s=WAIT_S, begin=lambda pattern: report(str(pattern))
+        )
+
+    tell(f"{ranks} ranks exchange messages as schedules do{ExchangeRun(connections, None)}")
+    exchanged, error = _run(ranks, target, limit_s=EXCHANGE_S, share=share, on_report=begun.append)
+    if error and begun:
+        error = f"in {begun[-1]}: {error}"
+    return ExchangeRun(connections, exchanged, error)
+
+
+def _run(
+    ranks: int,
+    target: Callable[[World, Report], Any],
+    *,
+    limit_s: float,
+    share: Share | None,
+    on_report: Callable[[Any], None] = lambda report: None,
+) -> tuple[Any, str]:
     """The result of this node's first rank, or None and an error in one line."""
     try:
-        outcome = run_ranks(
-            ranks, lambda world, report: target(world), timeout_s=limit_s, straggle_s=WAIT_S, share=share
-        )
+        outcome = run_ranks(ranks, target, timeout_s=limit_s, straggle_s=WAIT_S, share=share, on_report=on_report)
     except InputError as error:
         return None, str(error)
     if outcome.status is Status.OK:
@@ -87,12 +129,16 @@ def _run(ranks: int, target: Callable[[World], Any], *, limit_s: float, share: S
 def of_all_nodes(reports: Sequence[DeviceReport]) -> DeviceReport:
     """The report of the first node, with the first error that any node has."""
     first = reports[0]
-    return DeviceReport(
-        first.ranks,
-        first.device,
-        links=first.links,
-        links_error=next((one.links_error for one in reports if one.links_error), ""),
-        layout=first.layout,
-        training=first.training,
-        training_error=next((one.training_error for one in reports if one.training_error), ""),
+    return replace(
+        first,
+        links_error=_first(one.links_error for one in reports),
+        exchanges=[
+            replace(runs[0], error=_first(run.error for run in runs))
+            for runs in zip(*(one.exchanges for one in reports), strict=False)  # a node may have stopped before
+        ],
+        training_error=_first(one.training_error for one in reports),
     )
+
+
+def _first(errors: Iterable[str]) -> str:
+    return next(filter(None, errors), "")

@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Sequence
 
 from launch.checks import Check, Verdict, size_text
-from launch.device_probe import DeviceReport
+from launch.device_probe import DeviceReport, ExchangeRun
+from launch.exchange_probe import patterns
 from launch.link_probe import Links, PairRate
 from launch.machine import Machine
 
@@ -79,6 +80,7 @@ def device_checks(where: str, report: DeviceReport, *, interfaces: str) -> Itera
     yield _links(where, report, interfaces)
     if report.links_error:
         return
+    yield from (_exchange(where, report, run, interfaces) for run in report.exchanges)
     yield _parity(where, report, interfaces)
     if report.training:
         yield _memory(where, report)
@@ -108,6 +110,15 @@ def _links(where: str, report: DeviceReport, interfaces: str) -> Check:
         )
         return Check(Verdict.WARNING, what, f"{found}; {slow}", advice, links=rates)
     return Check(Verdict.OK, what, found, links=rates)
+
+
+def _exchange(where: str, report: DeviceReport, run: ExchangeRun, interfaces: str) -> Check:
+    what = f"exchange {where}{run}"
+    if run.error:
+        return Check(Verdict.ERROR, what, run.error, _of_lost_messages(report, interfaces))
+    schedules = ", ".join(map(str, patterns(report.ranks)))
+    found = f"{schedules}: {run.exchanged.tensors} tensors came to rank 0 as they were sent, "
+    return Check(Verdict.OK, what, f"{found}in {run.exchanged.seconds:.1f} s")
 
 
 def _peer_access(links: Links) -> str:

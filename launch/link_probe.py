@@ -64,7 +64,7 @@ def measure_links(world: World, kind: str, *, meet_s: float, timeout_s: float) -
     join(world, device=device, timeout_s=meet_s)
     HERE.is_at("in the measurement of messages")
     everyone = list(range(world.size))
-    upward, downward = new_group(everyone, timeout_s), new_group(everyone, timeout_s)
+    upward, downward = (new_group(everyone, timeout_s, device=device, messages=True) for _ in range(2))
     rates = []
     for lower in range(world.size - 1):
         pair = _Pair(world.rank, lower, upward, downward, device, timeout_s)
@@ -140,7 +140,7 @@ class _Pair:
 
     def _meet(self, seconds: float) -> float:
         """Wait for all ranks; the largest of their ``seconds``."""
-        largest = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        largest = torch.tensor(seconds, dtype=torch.float64)
         what = f"the other ranks, beside the messages between {HERE.name(self.lower)} and {HERE.name(self.lower + 1)}"
         with waiting_for(what, self.timeout_s):
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
