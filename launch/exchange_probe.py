@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
+from math import isclose
 from zlib import crc32
 
 import torch
@@ -39,6 +40,7 @@ SIZES = {"cpu": (2**12, 2**16, 2**18), "cuda": (2**12, 2**20, 2**24)}  # bytes; 
 WIDTHS = {"cpu": 64, "cuda": 2048}  # of the matrices
 SKIP_BYTES = 2**12  # of a value that goes from the first stage straight to the last
 GRADIENT_BYTES = 2**20  # of each stage
+NO_CLIPPING = 1e30  # a norm that is not reached, though all ranks come to know theirs
 PAUSE_SHARE = 0.3  # of the operations, before which the process waits
 LONGEST_PAUSE_S = 2e-3
 CONNECTIONS = {"cpu": (None,), "cuda": (1, 8, 32)}  # hardware queues, which a CPU has not
@@ -138,7 +140,10 @@ def _run(world: World, pattern: Pattern, device: torch.device, timeout_s: float)
     sync = GradientSync(parameters, holders, alone=alone, device=device, run_ahead=run_ahead, timeout_s=timeout_s)
     receipts = _Receipts(replica)
     work = _Work(device, random.Random(f"{pattern} {world.rank}"), timeout_s)
-    stages = {each: _Stage(_stage(each[0], transfers), each[1], receipts, work) for each in own}
+    stages = {
+        (number, pipe): _Stage(_stage(number, transfers), pipe, parameters[_parameter(number)], receipts, work)
+        for number, pipe in own
+    }
     numbers = {"first_micro_batch": 0, "micro_batches": pattern.micro_batches * schedule.parts}
     nothing = DataSettings(source="synthetic", files=(), sequence_length=1, vocabulary_size=1, inputs={})
     executor = Executor(
@@ -151,16 +156,22 @@ def _run(world: World, pattern: Pattern, device: torch.device, timeout_s: float)
         batches=Batches(nothing, seed=0, global_batch=pattern.micro_batches, micro_batch_size=1),
         randomness=Randomness(0, **numbers, device=device),
         **numbers,
-        clip_norm=1.0,
+        clip_norm=NO_CLIPPING,
         device=device,
         memory=MemoryWatch(position, DeviceMemory(**{field.name: 0 for field in fields(DeviceMemory)})),
         asked_to_end=lambda: False,
         timeout_s=timeout_s,
     )
+    # Each backward adds 1 to the gradients of its stage.
+    norm = pattern.micro_batches * pattern.dp * (schedule.stages * GRADIENT_BYTES / 4) ** 0.5
     for iteration in range(ITERATIONS):
         receipts.iteration = iteration
-        for _ in executor.run(program, iteration):
+        for result in executor.run(program, iteration):
             receipts.check()
+            if not isclose(result.grad_norm, norm, rel_tol=1e-6):
+                raise CorruptedError(
+                    f"the gradients of all ranks were summed to the norm {result.grad_norm}, not {norm}"
+                )
     return receipts.count
 
 
@@ -249,11 +260,12 @@ class _Work:
 class _Stage:
     """In the place of a StageModule: it gives known tensors, and notes those that it is given."""
 
-    def __init__(self, stage: Stage, pipe: int, receipts: _Receipts, work: _Work) -> None:
+    def __init__(self, stage: Stage, pipe: int, parameter: nn.Parameter, receipts: _Receipts, work: _Work) -> None:
         self.stage = stage
         self.losses: dict[int, torch.Tensor] = {}
         self.weights = WeightVersions({}, several=False)
         self._pipe = pipe
+        self._parameter = parameter
         self._receipts = receipts
         self._work = work
 
@@ -270,6 +282,10 @@ class _Stage:
             for tensor in tensors:
                 self._receipts.note(self._name("the gradients", name, micro_batch), tensor)
         self._work.run(2)
+        with torch.no_grad():
+            if self._parameter.grad is None:
+                self._parameter.grad = torch.zeros_like(self._parameter)
+            self._parameter.grad += 1
         return self._made("the gradients", self.stage.received, micro_batch)
 
     def _made(self, what: str, transfers: Sequence[Transfer], micro_batch: int) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ from auto3d.runtime.waiting import wait, waiting_for
 from auto3d.runtime.whereabouts import HERE
 from auto3d.runtime.world import World, join, leave, new_group
 
-SIZES = (2**16, 2**20, 2**24, 2**26)  # bytes
+SIZES = {"cpu": (2**16, 2**20, 2**24), "cuda": (2**16, 2**20, 2**24, 2**26)}  # bytes
 MEASURE_S = 0.1  # of one size and direction, as long as one message takes less
 LONGEST_S = 1.0  # of one message, predicted from the size before; larger sizes are left out
 REPETITIONS = 50  # of one size at most
@@ -70,7 +70,7 @@ def measure_links(world: World, kind: str, *, meet_s: float, timeout_s: float) -
         pair = _Pair(world.rank, lower, upward, downward, device, timeout_s)
         between_nodes = HERE.hosts[lower] != HERE.hosts[lower + 1]
         once_s, before = 0.0, 0
-        for size in SIZES:
+        for size in SIZES[kind]:
             if before and once_s * size / before > LONGEST_S:
                 break
             once_s, before = max(pair.seconds(size, 1, both=both) for both in (False, True)), size

@@ -10,7 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from auto3d.runtime.exchange import Exchange
-from launch import device_probe, link_probe, training_probe
+from auto3d.runtime.gradient_sync import GradientSync
+from auto3d.schedule.operation import Kind
+from launch import device_probe, exchange_probe, link_probe, training_probe
 from launch.checks import Verdict
 from launch.device_probe import DeviceReport, of_all_nodes, probe_devices
 from launch.doctor_devices import device_checks
@@ -21,7 +23,7 @@ from launch.training_probe import TrainedRank
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(link_probe, "SIZES", (2**12, 2**16))
+    monkeypatch.setitem(link_probe.SIZES, "cpu", (2**12, 2**16))
     monkeypatch.setattr(link_probe, "MEASURE_S", 0.001)
     monkeypatch.setitem(training_probe.SIZES, "cpu", training_probe.Size(2, 16, 2, 8, 2))
 
@@ -39,6 +41,7 @@ def test_healthy_devices(ranks):
     news = []
     report = probe_devices(ranks, device="cpu", share_of=lambda run: None, tell=news.append)
     assert set(checks(report).values()) == {Verdict.OK}
+    assert [run.exchanged.tensors > 0 for run in report.exchanges] == [True] * (ranks > 1)
     pairs = [rate.ranks for rate in report.links.rates if rate.size_bytes == 2**16]
     assert pairs == [(rank, rank + 1) for rank in range(ranks - 1)]
     assert all(min(rate.one_way_gbit_per_s, rate.both_ways_gbit_per_s) > 0 for rate in report.links.rates)
@@ -71,11 +74,100 @@ def test_a_silent_peer_is_named_with_those_who_wait_for_it(monkeypatch):
         real(self, *args, **kwargs)
 
     monkeypatch.setattr(link_probe._Pair, "_exchange", silent)
-    monkeypatch.setattr(device_probe, "WAIT_S", 1.0)
+    monkeypatch.setattr(device_probe, "WAIT_S", 3.0)
     error = probe(2).links_error
     assert error.startswith("rank 1 on ")
     assert "in the measurement of messages, was not done after" in error
-    assert "waited 1 s for messages of 4096 bytes between it and rank 1 on " in error
+    assert "waited 3 s for messages of 4096 bytes between it and rank 1 on " in error
+
+
+def test_schedules_that_are_run():
+    assert [str(pattern) for pattern in exchange_probe.patterns(3)] == ["1f1b dp=1 pp=3", "interleaved-1f1b dp=1 pp=3"]
+    assert [str(pattern) for pattern in exchange_probe.patterns(4)][2:] == ["chimera dp=1 pp=4", "1f1b dp=2 pp=2"]
+
+
+def exchange(connections: int | None = None) -> device_probe.ExchangeRun:
+    return device_probe._exchange(2, "cpu", connections, None, lambda line: None)
+
+
+def test_an_order_that_deadlocks_names_who_waits_for_what(monkeypatch):
+    real = exchange_probe.lower
+
+    def backward_first(schedule, transfers, shared):
+        first, *others = real(schedule, transfers, shared)
+        steps = sorted(first.steps, key=lambda step: step.operation.kind is not Kind.BACKWARD)
+        begins = tuple(beginning for step in first.steps for beginning in step.begins)
+        steps = [replace(step, begins=() if number else begins) for number, step in enumerate(steps)]
+        return replace(first, steps=tuple(steps)), *others
+
+    monkeypatch.setattr(exchange_probe, "lower", backward_first)
+    monkeypatch.setattr(device_probe, "WAIT_S", 3.0)
+    error = exchange().error
+    assert error.startswith("in 1f1b dp=1 pp=2: rank ")
+    assert "in iteration 1 at B0@0 of stage 0, waited 3 s for gradients for B0@0 from stage 1 (rank 1 on " in error
+    assert "in iteration 1 at F0@1 of stage 1, waited 3 s for activations for F0@1 from stage 0 (rank 0 on " in error
+
+
+def test_a_rank_that_is_silent_in_a_schedule_is_named(monkeypatch):
+    real = exchange_probe._Stage.backward
+
+    def silent(self, micro_batch, gradients):
+        if self.stage.index == 1 and micro_batch == 2:
+            signal.pause()
+        return real(self, micro_batch, gradients)
+
+    monkeypatch.setattr(exchange_probe._Stage, "backward", silent)
+    monkeypatch.setattr(device_probe, "WAIT_S", 3.0)
+    error = exchange().error
+    assert error.startswith("in 1f1b dp=1 pp=2: rank 1 on ")
+    assert "in iteration 1 at B2@1 of stage 1, was not done after" in error
+    assert "waited 3 s for gradients for B2@0 from stage 1" in error
+
+
+def test_a_tensor_that_arrives_with_other_contents_is_named(monkeypatch):
+    real = Exchange.send
+
+    def corrupting(self, message, tensors):
+        if (message.source, message.micro_batch) == (0, 1):
+            tensors[1][-1] += 1
+        real(self, message, tensors)
+
+    monkeypatch.setattr(Exchange, "send", corrupting)
+    size = exchange_probe.SIZES["cpu"][1]
+    assert exchange().error == (
+        f"in 1f1b dp=1 pp=2: rank 1: CorruptedError: the activations of {size} bytes from stage 0 to 1, micro-batch 1, "
+        "pipe 0, arrived with other contents in iteration 1"
+    )
+
+
+def test_sums_that_are_wrong_are_told(monkeypatch):
+    monkeypatch.setattr(exchange_probe, "patterns", lambda ranks: [exchange_probe.Pattern("chimera", 1, 2, 2)])
+    real = GradientSync.begin
+
+    def forgetful(self, stages):
+        real(self, stages)
+        for work, _ in self._works:
+            work.wait()
+        for buffer in self._buffers.values():
+            buffer[-1] = 0
+
+    monkeypatch.setattr(GradientSync, "begin", forgetful)
+    assert "CorruptedError: the gradients of all ranks were summed to the norm " in exchange().error
+
+
+def test_connections_are_of_the_processes_that_exchange(monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "5")
+    monkeypatch.setattr(exchange_probe, "_run", lambda *rest: int(os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]))
+    number = len(exchange_probe.patterns(2))
+    assert [exchange(n).exchanged.tensors for n in (1, 32, None)] == [number, 32 * number, 5 * number]
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "5"
+    run = device_probe.ExchangeRun(1, None, "it waited")
+    (_, check, *_) = device_checks("here", replace(GOOD, exchanges=[run]), interfaces="name the interface")
+    assert (check.verdict, check.line) == (
+        Verdict.ERROR,
+        "exchange here with 1 connection: it waited. What to do: call it again with NCCL_DEBUG=INFO, and "
+        "NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 to see which link it is; name the interface",
+    )
 
 
 def test_training_that_is_not_that_of_plain_pytorch_is_named(monkeypatch):

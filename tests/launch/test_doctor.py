@@ -37,7 +37,7 @@ def test_a_healthy_machine(folder):
 
 
 def test_all_devices_and_a_report_for_a_bug(folder, auto3d, monkeypatch):
-    monkeypatch.setattr(link_probe, "SIZES", (2**12,))
+    monkeypatch.setitem(link_probe.SIZES, "cpu", (2**12,))
     monkeypatch.setattr("launch.probe.SIZES", (2**12,))
     monkeypatch.setitem(training_probe.SIZES, "cpu", training_probe.Size(2, 16, 2, 8, 2))
     monkeypatch.setenv("HOME", str(folder))
@@ -50,7 +50,7 @@ def test_all_devices_and_a_report_for_a_bug(folder, auto3d, monkeypatch):
     for line in lines:
         verdict, _, words = line.partition(" ")
         assert f"- **{verdict}** {words.strip()}" in report
-    for what in ("versions", "gpus", "variables", "messages here", "training here", "memory here"):
+    for what in ("versions", "gpus", "variables", "messages here", "exchange here", "training here", "memory here"):
         assert any(line.startswith(f"ok      {what}: ") for line in lines), what
     assert "used at most" in report
     assert "hunter2" not in report
