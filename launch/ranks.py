@@ -96,8 +96,8 @@ def run_ranks(
                 )
                 with _signals_later():
                     process.start()
+                    processes[rank] = process
                 there.close()
-                processes[rank] = process
                 pipes[here] = rank
             return _watch(processes, pipes, board, timeout_s, straggle_s, on_report)
         finally:
@@ -109,7 +109,10 @@ def run_ranks(
 
 @contextmanager
 def _signals_later() -> Iterator[None]:
-    """Handle SIGINT and SIGTERM after the block: what a handler raises inside a hook of os.fork is lost."""
+    """Handle SIGINT and SIGTERM after the block, in which a process starts: it is known then, and will be ended.
+
+    What a handler raises inside a hook of os.fork is lost.
+    """
     came: list[int] = []
     before = {
         number: signal.signal(number, lambda number, frame: came.append(number))
