@@ -44,7 +44,7 @@ def checks(recipe: LoadedRecipe, *, devices: bool, wait_s: float, tell: Callable
     if on_slurm(recipe) and not why_no_slurm():
         yield _accounting()
         yield from _nodes(recipe, here, devices, wait_s, tell)
-    elif devices:
+    elif devices and not on_slurm(recipe):
         yield from _local_devices(recipe, here, tell)
 
 

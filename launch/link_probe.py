@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from auto3d.runtime.waiting import wait, waiting_for
+from auto3d.runtime.waiting import poll, wait, waiting_for
 from auto3d.runtime.whereabouts import HERE
 from auto3d.runtime.world import World, join, leave, new_group
 
@@ -103,10 +103,10 @@ class _Pair:
         buffers = [torch.zeros_like(pattern) for _ in range(BUFFERS)]
         own = pattern + 1 + here
         self._meet(0.0)
-        start = time.perf_counter()
+        own_s = 0.0
         if here in (0, 1):
-            self._exchange(own, buffers, count, sends=both or here == 0, receives=both or here == 1)
-        seconds = self._meet(time.perf_counter() - start)
+            own_s = self._exchange(own, buffers, count, sends=both or here == 0, receives=both or here == 1)
+        seconds = self._meet(own_s)
         if here in (0, 1) and (both or here == 1):
             expected = pattern + 2 - here
             for buffer in buffers[:count]:
@@ -117,26 +117,26 @@ class _Pair:
 
     def _exchange(
         self, own: torch.Tensor, buffers: list[torch.Tensor], count: int, *, sends: bool, receives: bool
-    ) -> None:
+    ) -> float:
+        """The seconds that it takes."""
         peer = 2 * self.lower + 1 - self.rank
         out, into = (self.upward, self.downward) if peer > self.rank else (self.downward, self.upward)
-        sent: deque[dist.Work] = deque()
-        received: deque[dist.Work] = deque()
         what = f"messages of {own.numel() * own.element_size()} bytes between it and {HERE.name(peer)}"
+        clock = _Clock(self.device)
+        under_way: deque[dist.Work] = deque()
         for number in range(count):
             with waiting_for(what, self.timeout_s):
                 if receives:
-                    received.append(dist.irecv(buffers[number % BUFFERS], peer, group=into))
+                    under_way.append(dist.irecv(buffers[number % BUFFERS], peer, group=into))
                 if sends:
-                    sent.append(dist.isend(own, peer, group=out))
-            for works in (sent, received):
-                if len(works) == BUFFERS:
-                    wait(works.popleft(), timeout_s=self.timeout_s, what=what)
-        for work in (*sent, *received):
-            wait(work, timeout_s=self.timeout_s, what=what)
-        if self.device.type == "cuda":
+                    under_way.append(dist.isend(own, peer, group=out))
+            # A GPU has a queue, in which they come one after the other; a buffer of a CPU must be free again.
+            while self.device.type == "cpu" and len(under_way) > (BUFFERS - 1) * (sends + receives):
+                wait(under_way.popleft(), timeout_s=self.timeout_s, what=what)
+        for work in under_way:
             with waiting_for(what, self.timeout_s):
-                torch.cuda.synchronize(self.device)
+                work.wait()
+        return clock.seconds(what, self.timeout_s)
 
     def _meet(self, seconds: float) -> float:
         """Wait for all ranks; the largest of their ``seconds``."""
@@ -145,6 +145,25 @@ class _Pair:
         with waiting_for(what, self.timeout_s):
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
             return largest.item()
+
+
+class _Clock:
+    """Seconds from its construction on: of a GPU, until it has done what is queued."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._start = time.perf_counter()
+        self._began = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        if self._began is not None:
+            self._began.record()
+
+    def seconds(self, what: str, timeout_s: float) -> float:
+        """Of a GPU, which is asked until then whether ``what`` has ended."""
+        if self._began is None:
+            return time.perf_counter() - self._start
+        ended = torch.cuda.Event(enable_timing=True)
+        ended.record()
+        poll(ended.query, timeout_s=timeout_s, what=what)
+        return self._began.elapsed_time(ended) / 1e3
 
 
 def _neighbours(world: World, kind: str, timeout_s: float) -> list[Neighbours]:

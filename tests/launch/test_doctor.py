@@ -5,11 +5,23 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from launch import doctor as doctor_module
 from launch import link_probe, training_probe
+from launch.checks import Verdict
+from launch.device_probe import DeviceReport, ExchangeRun
 from launch.doctor import clock
+from launch.exchange_probe import Exchanged
+from launch.link_probe import Links, PairRate
+from launch.machine import Gpu, this_machine
+from launch.probe import AllReduce, Answer, NodeReport, Rate
+from launch.probe_job import Probed
+from launch.recipe import load
+from launch.training_probe import TrainedRank
 
 LOCAL = ["own.yaml", "launch.executor=local"]
 
@@ -110,3 +122,44 @@ def test_the_recipe_may_be_left_out_and_is_checked(folder):
 )
 def test_a_clock_is_wrong_where_that_is_certain(least_s, most_s, verdict):
     assert clock("n1", least_s, most_s).verdict == verdict
+
+
+def test_what_nodes_report_becomes_lines(monkeypatch):
+    """Two nodes with GPUs, of which one has another NCCL and a device that computes otherwise."""
+    gpu = Gpu("H100", "80 GiB", "550.54.15", "9.0", "Disabled", "0")
+    first = replace(this_machine(), host="n1", gpus=[gpu] * 2, usable_gpus=2, nccl="2.27.3", cuda="12.8")
+    second = replace(first, host="n2", nccl="2.19.3", variables={"NCCL_P2P_DISABLE": "1"})
+    trained = [TrainedRank(rank, f"n{rank // 2 + 1}", 2**30, 2**30, "") for rank in range(4)]
+    trained[3] = replace(
+        trained[3], difference="the loss differs by 0.1, where rounding explains 1e-05, in iteration 1"
+    )
+    devices = DeviceReport(
+        4,
+        "cuda",
+        links=Links([PairRate((1, 2), True, 2**24, 5, 180.0, 170.0)], []),
+        exchanges=[ExchangeRun(1, None, "rank 2 waited"), ExchangeRun(8, Exchanged(99, 1.0))],
+        layout="dp=2 pp=2",
+        training=trained,
+    )
+    summed = AllReduce(4, "nccl", met=True, right=True, rates=[Rate(2**20, 3, 1.0, 1.0, 1.0)])
+    reports = {
+        number: NodeReport(machine, 1.0, Answer("t", 1.0), 1.0, "", summed, devices)
+        for number, machine in enumerate((first, second))
+    }
+    probed = Probed("7", Path("nowhere"), "t", 2, 1.0, 1.0, reports=reports)
+    monkeypatch.setattr(doctor_module, "run_probe", lambda *args, **options: probed)
+    monkeypatch.setattr(doctor_module, "partitions", lambda: {"gpu": 4})
+    recipe = load("tiny", ("cluster.device=cuda", "cluster.devices_per_node=2"))
+    found = {check.what: check for check in doctor_module._nodes(recipe, first, True, 1.0, lambda line: None)}
+    verdicts = {what: check.verdict.value for what, check in found.items() if check.verdict is not Verdict.OK}
+    assert verdicts == {
+        "variables of n2": "warning",
+        "drivers and NCCL on nodes": "error",
+        "exchange of n1 and n2 with 1 connection": "error",
+        "training of n1 and n2": "error",
+    }
+    assert "compute capability 9.0, MIG disabled, uncorrected ECC errors: 0" in found["gpus of n1"].found
+    assert found["messages of n1 and n2"].found.endswith("180.00 Gbit/s one way between nodes")
+    assert found["exchange of n1 and n2 with 8 connections"].found.startswith("1f1b dp=1 pp=4, ")
+    assert found["training of n1 and n2"].found.startswith("rank 3 on n2: the loss differs by 0.1")
+    assert found["memory of n1 and n2"].memory == trained
