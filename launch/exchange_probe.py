@@ -238,7 +238,7 @@ class _Work:
         self._device = device
         self._draw = draw
         self._timeout_s = timeout_s
-        self._matrix = torch.rand(WIDTHS[device.type], WIDTHS[device.type], device=device)
+        self._matrix = torch.ones(WIDTHS[device.type], WIDTHS[device.type], device=device)
 
     def run(self, products: int) -> None:
         if self._draw.random() < PAUSE_SHARE:
