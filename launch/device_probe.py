@@ -113,7 +113,7 @@ def _run(
 ) -> tuple[Any, str]:
     """The result of this node's first rank, or None and an error in one line."""
     try:
-        outcome = run_ranks(ranks, target, timeout_s=limit_s, straggle_s=WAIT_S, share=share, on_report=on_report)
+        outcome = run_ranks(ranks, target, timeout_s=limit_s, straggle_s=MEET_S, share=share, on_report=on_report)
     except InputError as error:
         return None, str(error)
     if outcome.status is Status.OK:

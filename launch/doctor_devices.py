@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from launch.checks import Check, Verdict, size_text
 from launch.device_probe import DeviceReport, ExchangeRun
 from launch.exchange_probe import patterns
-from launch.link_probe import Links, PairRate
+from launch.link_probe import CorruptedError, Links, PairRate
 from launch.machine import Machine
 
 SLOW_PAIR = 4.0  # times slower than the fastest pair of its kind; measurements alone do not differ as much
@@ -13,6 +13,7 @@ _SLOWING = {
     "CUDA_LAUNCH_BLOCKING": "it makes the host wait for each kernel",
     "NCCL_P2P_DISABLE": "it sends messages between GPUs of a node through the host's memory",
 }
+_OF_WAITS = ("waited", "waiting", "connection", "did not meet", "not done")  # in errors of those that wait in vain
 _TURNED_OFF = ("", "0")
 
 
@@ -89,7 +90,7 @@ def device_checks(where: str, report: DeviceReport, *, interfaces: str) -> Itera
 def _links(where: str, report: DeviceReport, interfaces: str) -> Check:
     what = f"messages {where}"
     if report.links_error:
-        return Check(Verdict.ERROR, what, report.links_error, _of_lost_messages(report, interfaces))
+        return Check(Verdict.ERROR, what, report.links_error, _advice(report, report.links_error, interfaces))
     rates = report.links.rates
     if not rates:
         return Check(Verdict.OK, what, "not measured: there is 1 device")
@@ -115,7 +116,11 @@ def _links(where: str, report: DeviceReport, interfaces: str) -> Check:
 def _exchange(where: str, report: DeviceReport, run: ExchangeRun, interfaces: str) -> Check:
     what = f"exchange {where}{run}"
     if run.error:
-        return Check(Verdict.ERROR, what, run.error, _of_lost_messages(report, interfaces))
+        advice = _advice(report, run.error, interfaces)
+        passing = [other.connections for other in report.exchanges if not other.error]
+        if passing:
+            advice = f"set CUDA_DEVICE_MAX_CONNECTIONS={passing[-1]}, with which it passes; {advice}"
+        return Check(Verdict.ERROR, what, run.error, advice)
     schedules = ", ".join(map(str, patterns(report.ranks)))
     found = f"{schedules}: {run.exchanged.tensors} tensors came to rank 0 as they were sent, "
     return Check(Verdict.OK, what, f"{found}in {run.exchanged.seconds:.1f} s")
@@ -151,7 +156,7 @@ def _slow_pairs(rates: Sequence[PairRate]) -> str:
 def _parity(where: str, report: DeviceReport, interfaces: str) -> Check:
     what = f"training {where}"
     if report.training_error:
-        return Check(Verdict.ERROR, what, report.training_error, _of_lost_messages(report, interfaces))
+        return Check(Verdict.ERROR, what, report.training_error, _advice(report, report.training_error, interfaces))
     differing = [f"rank {one.rank} on {one.host}: {one.difference}" for one in report.training if one.difference]
     if differing:
         others = f"; so do {len(differing) - 1} more ranks" if len(differing) > 1 else ""
@@ -170,7 +175,17 @@ def _memory(where: str, report: DeviceReport) -> Check:
     return Check(Verdict.OK, f"memory {where}", found, memory=report.training)
 
 
-def _of_lost_messages(report: DeviceReport, interfaces: str) -> str:
+def _advice(report: DeviceReport, error: str, interfaces: str) -> str:
+    """What to do about an ``error`` of ranks, by what it is likely to come from."""
+    if CorruptedError.__name__ in error:
+        return (
+            "a device, a link or an adapter changes what it carries: leave its node out, by launch.exclude, and see "
+            "`nvidia-smi -q -d ECC` and `nvidia-smi nvlink -e` there"
+        )
+    if "out of memory" in error:
+        return "see in nvidia-smi who else uses the device; launch.exclusive keeps others away"
+    if not any(words in error for words in _OF_WAITS):
+        return "this is no fault of the network: report it, with the file of --report"
     if report.device != "cuda":
         return interfaces
     variables = "NCCL_DEBUG=INFO, and NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 to see which link it is"

@@ -170,6 +170,22 @@ def test_connections_are_of_the_processes_that_exchange(monkeypatch):
     )
 
 
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        ("rank 1: CorruptedError: a message arrived with other contents", "nvidia-smi nvlink -e"),
+        ("rank 1 (n1) ran out of memory in F0", "who else uses the device"),
+        ("rank 1: ValueError: a bug", "report it, with the file of --report"),
+        ("rank 1 on n1 waited 30 s for activations", "NCCL_DEBUG=INFO"),
+    ],
+)
+def test_each_fault_has_its_advice(error, advice):
+    runs = [device_probe.ExchangeRun(1, None, error), device_probe.ExchangeRun(32, exchange_probe.Exchanged(9, 1.0))]
+    (_, check, *_) = device_checks("here", replace(GOOD, exchanges=runs), interfaces="name the interface")
+    assert advice in check.advice
+    assert check.advice.startswith("set CUDA_DEVICE_MAX_CONNECTIONS=32, with which it passes; ")
+
+
 def test_training_that_is_not_that_of_plain_pytorch_is_named(monkeypatch):
     real = Exchange.send
 
