@@ -6,6 +6,7 @@ It finds a device, a library or a connection that computes something else, and s
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 
 import torch
 import torch.distributed as dist
@@ -118,6 +119,7 @@ class Subject:
 
 def subject(ranks: int, kind: str) -> Subject:
     """The model for ``ranks`` devices of ``kind``: as few stages as there can be, two if possible, and replicas."""
+    import_module("transformers.optimization")  # a second or more, which ranks that are forked from here save
     size = SIZES[kind]
     data = DataSettings(
         source="synthetic",
