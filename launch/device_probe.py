@@ -13,11 +13,11 @@ from launch.link_probe import Links, measure_links
 from launch.ranks import Report, Share, run_ranks
 from launch.training_probe import TrainedRank, subject, train_both_ways
 
-MEET_S = 60.0  # until all ranks of a part are there
-WAIT_S = 30.0  # of every wait in a part
-LINKS_S, EXCHANGE_S, TRAINING_S = 120.0, 90.0, 120.0  # of a part at most; it takes seconds where nothing is wrong
+MEET_S = 60.0  # time that all ranks of a part have to meet
+WAIT_S = 30.0  # limit of each wait for another rank
+LINKS_S, EXCHANGE_S, TRAINING_S = 120.0, 90.0, 120.0  # limit of a part, which takes seconds if nothing is wrong
 DEVICES_S = LINKS_S + max(map(len, CONNECTIONS.values())) * EXCHANGE_S + TRAINING_S
-LINES = 3  # of an error: the cause, and who else waited
+LINES = 3  # An error names its cause and up to two ranks that waited.
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class DeviceReport:
     links: Links | None = None
     links_error: str = ""
     exchanges: list[ExchangeRun] = field(default_factory=list)
-    layout: str = ""  # degrees of the training
+    layout: str = ""  # dp and pp of the training
     training: list[TrainedRank] = field(default_factory=list)  # every rank of all nodes
     training_error: str = ""
 
@@ -62,7 +62,7 @@ def probe_devices(
         limit_s=LINKS_S,
         share=share_of(1),
     )
-    if error:  # what follows needs messages, too
+    if error:  # All other parts need messages, too.
         return DeviceReport(ranks, device, links_error=error)
     exchanges = []
     for number, connections in enumerate(CONNECTIONS[device] if ranks > 1 else ()):
@@ -89,7 +89,7 @@ def probe_devices(
 def _exchange(
     ranks: int, device: str, connections: int | None, share: Share | None, tell: Callable[[str], None]
 ) -> ExchangeRun:
-    begun: list[str] = []  # patterns, on the node of rank 0
+    begun: list[str] = []  # Only rank 0 reports its patterns, to the node that it is on.
 
     def target(world: World, report: Report) -> Exchanged:
         return exchange(
@@ -119,7 +119,7 @@ def _run(
     if outcome.status is Status.OK:
         return outcome.result, ""
     lines = outcome.error.splitlines()
-    if outcome.ending is Ending.RAISED:
+    if outcome.ending is Ending.RAISED and len(lines) > 1:  # It has a traceback.
         rank, _, _ = lines[0].partition(": ")
         kind, separator, message = lines[-1].partition(": ")
         return None, f"{rank}: {kind.rpartition('.')[2]}{separator}{message}"
@@ -134,7 +134,7 @@ def of_all_nodes(reports: Sequence[DeviceReport]) -> DeviceReport:
         links_error=_first(one.links_error for one in reports),
         exchanges=[
             replace(runs[0], error=_first(run.error for run in runs))
-            for runs in zip(*(one.exchanges for one in reports), strict=False)  # a node may have stopped before
+            for runs in zip(*(one.exchanges for one in reports), strict=False)  # A node may have stopped early.
         ],
         training_error=_first(one.training_error for one in reports),
     )

@@ -8,12 +8,12 @@ from launch.exchange_probe import patterns
 from launch.link_probe import CorruptedError, Links, PairRate
 from launch.machine import Machine
 
-SLOW_PAIR = 4.0  # times slower than the fastest pair of its kind; measurements alone do not differ as much
+SLOW_PAIR = 4.0  # A pair this many times slower than the fastest of its kind is reported.
 _SLOWING = {
     "CUDA_LAUNCH_BLOCKING": "it makes the host wait for each kernel",
     "NCCL_P2P_DISABLE": "it sends messages between GPUs of a node through the host's memory",
 }
-_OF_WAITS = ("waited", "waiting", "connection", "did not meet", "not done")  # in errors of those that wait in vain
+_OF_WAITS = ("waited", "waiting", "connection", "did not meet", "not done")  # words of errors about waiting
 _TURNED_OFF = ("", "0")
 
 
@@ -103,7 +103,7 @@ def _links(where: str, report: DeviceReport, interfaces: str) -> Check:
         if same
     )
     found += _peer_access(report.links)
-    slow = _slow_pairs(rates) if report.device == "cuda" else ""  # processes of a CPU share its cores
+    slow = _slow_pairs(rates) if report.device == "cuda" else ""  # CPU ranks share cores, and differ anyway.
     if slow:
         advice = (
             "see `nvidia-smi topo -m` and, between nodes, the adapters and NCCL_IB_HCA: these pairs do not use the "

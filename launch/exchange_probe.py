@@ -36,14 +36,14 @@ from auto3d.schedule import build_schedule
 from launch.link_probe import CorruptedError
 
 ITERATIONS = 3
-SIZES = {"cpu": (2**12, 2**16, 2**18), "cuda": (2**12, 2**20, 2**24)}  # bytes; every message has one tensor of each
-WIDTHS = {"cpu": 64, "cuda": 2048}  # of the matrices
-SKIP_BYTES = 2**12  # of a value that goes from the first stage straight to the last
-GRADIENT_BYTES = 2**20  # of each stage
-NO_CLIPPING = 1e30  # a norm that is not reached, though all ranks come to know theirs
-PAUSE_SHARE = 0.3  # of the operations, before which the process waits
+SIZES = {"cpu": (2**12, 2**16, 2**18), "cuda": (2**12, 2**20, 2**24)}  # bytes; each message has a tensor of each size
+WIDTHS = {"cpu": 64, "cuda": 2048}  # rows and columns of the matrices that operations multiply
+SKIP_BYTES = 2**12  # size of the value that the first stage sends straight to the last
+GRADIENT_BYTES = 2**20  # gradients of each stage
+NO_CLIPPING = 1e30  # With a limit, however large, the executor computes the norm of all gradients.
+PAUSE_SHARE = 0.3  # share of operations that the process waits before
 LONGEST_PAUSE_S = 2e-3
-CONNECTIONS = {"cpu": (None,), "cuda": (1, 8, 32)}  # hardware queues, which a CPU has not
+CONNECTIONS = {"cpu": (None,), "cuda": (1, 8, 32)}  # hardware queues; a CPU has none
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def exchange(
     is not what was sent.
     """
     if connections is not None:
-        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(connections)  # read when this process starts CUDA
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(connections)  # CUDA reads it when it starts.
     device = world.device(kind)
     if kind == "cpu":
         torch.set_num_threads(1)

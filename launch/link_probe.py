@@ -12,10 +12,10 @@ from auto3d.runtime.whereabouts import HERE
 from auto3d.runtime.world import World, join, leave, new_group
 
 SIZES = {"cpu": (2**16, 2**20, 2**24), "cuda": (2**16, 2**20, 2**24, 2**26)}  # bytes
-MEASURE_S = 0.1  # of one size and direction, as long as one message takes less
-LONGEST_S = 1.0  # of one message, predicted from the size before; larger sizes are left out
-REPETITIONS = 50  # of one size at most
-BUFFERS = 2  # receives that are posted ahead
+MEASURE_S = 0.1  # time to measure one size; a longer message is measured once
+LONGEST_S = 1.0  # Sizes whose messages are predicted to take longer are left out.
+REPETITIONS = 50  # most messages of one size
+BUFFERS = 2  # receives under way at a time
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class _Pair:
                     under_way.append(dist.irecv(buffers[number % BUFFERS], peer, group=into))
                 if sends:
                     under_way.append(dist.isend(own, peer, group=out))
-            # A GPU has a queue, in which they come one after the other; a buffer of a CPU must be free again.
+            # On a GPU the receives of one group come one after the other. On a CPU nothing else keeps a buffer free.
             while self.device.type == "cpu" and len(under_way) > (BUFFERS - 1) * (sends + receives):
                 wait(under_way.popleft(), timeout_s=self.timeout_s, what=what)
         for work in under_way:

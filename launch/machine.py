@@ -53,7 +53,7 @@ VARIABLES = (
     "TORCH_NCCL_CUDA_EVENT_CACHE",
     "TORCH_NCCL_ENABLE_MONITORING",
     "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",
-)  # the only ones that a report shows: they decide on devices and connections, and hold no secrets
+)  # A report shows these alone: they decide on devices and connections, and hold no secrets.
 
 _BASIC, _MORE = ("name", "memory.total", "driver_version"), ("compute_cap", "mig.mode.current")
 _ECC = ("ecc.errors.uncorrected.volatile.total",)
@@ -80,8 +80,8 @@ class Gpu:
 class Machine:
     host: str
     versions: dict[str, str]  # of Python and of packages; empty: not installed
-    cuda: str  # that torch was built with; empty: without
-    nccl: str  # version that this torch loads; empty: none
+    cuda: str  # version that torch was built with; empty: torch has no CUDA
+    nccl: str  # version that torch loads; empty: torch has no NCCL
     cores: int  # that this process may use
     gpus: list[Gpu]
     usable_gpus: int  # as torch sees it
@@ -139,7 +139,7 @@ def _version(package: str) -> str:
 def _nccl() -> str:
     if not dist.is_nccl_available():
         return ""
-    return ".".join(map(str, torch.cuda.nccl.version()))  # asks the library, and does not start CUDA
+    return ".".join(map(str, torch.cuda.nccl.version()))  # This does not start CUDA.
 
 
 def _gpus() -> list[Gpu]:
@@ -151,7 +151,7 @@ def _gpus() -> list[Gpu]:
         except (OSError, subprocess.TimeoutExpired):
             return []
         if done.returncode == 0:
-            return [_gpu(line) for line in done.stdout.splitlines() if "," in line]  # else it says that there are none
+            return [_gpu(line) for line in done.stdout.splitlines() if "," in line]  # A line without: no devices.
     return []
 
 

@@ -119,7 +119,7 @@ class Subject:
 
 def subject(ranks: int, kind: str) -> Subject:
     """The model for ``ranks`` devices of ``kind``: as few stages as there can be, two if possible, and replicas."""
-    import_module("transformers.optimization")  # a second or more, which ranks that are forked from here save
+    import_module("transformers.optimization")  # The ranks need it; forked from here, none imports it again.
     size = SIZES[kind]
     data = DataSettings(
         source="synthetic",
@@ -159,7 +159,7 @@ def train_both_ways(world: World, trained: Subject, kind: str, *, meet_s: float,
     join(world, device=device, timeout_s=meet_s)
     expected = list(plain_training(trained, device))
     if kind == "cuda":
-        torch.cuda.empty_cache()  # what plain PyTorch used is not what the engine uses
+        torch.cuda.empty_cache()  # Memory that plain PyTorch used is not counted.
     memory = PeakMemory(device)
     rank = build_rank(trained.captured, plan, settings, trained.data, world)
     differences = []
@@ -232,6 +232,6 @@ def _difference(rank: Rank, result: IterationResult, expected: Expected) -> str 
     for name, (found, wanted) in pairs.items():
         largest = float((found.double() - wanted.double()).abs().max())
         allowed = RELATIVE * float(wanted.abs().max()) + ABSOLUTE * scale
-        if not largest <= allowed:  # also where it is nan
+        if not largest <= allowed:  # A nan is a difference, too.
             return f"{name} differs by {largest:.2g}, where rounding explains {allowed:.2g},"
     return None
