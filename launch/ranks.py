@@ -11,8 +11,8 @@ import signal
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -98,9 +98,10 @@ def run_ranks(
                     args=(target, world, there, board, os.getpid(), ignore_sigterm),
                     name=f"rank {rank}",
                 )
-                process.start()
+                with _signals_later():
+                    process.start()
+                    processes[rank] = process
                 there.close()
-                processes[rank] = process
                 pipes[here] = rank
             return _watch(processes, pipes, board, timeout_s, straggle_s, on_report)
         finally:
@@ -108,6 +109,26 @@ def run_ranks(
                 process.kill()
             for process in processes.values():
                 process.join()
+
+
+@contextmanager
+def _signals_later() -> Iterator[None]:
+    """Handle SIGINT and SIGTERM after the block, in which a process starts: it is known then, and will be ended.
+
+    What a handler raises inside a hook of os.fork is lost.
+    """
+    came: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, frame: came.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for number in came:
+        signal.raise_signal(number)
 
 
 def _watch(
