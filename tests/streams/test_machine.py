@@ -48,7 +48,7 @@ def test_what_is_received_is_what_was_sent(seed):
 
 
 def test_a_result_that_nothing_waits_for_is_found():
-    with pytest.raises(RaceError, match="receives.*nothing orders the two"):
+    with pytest.raises(RaceError, match=r"receives.*nothing orders the two"):
         run(lambda network, rank: exchange(network, rank, wait=False))
 
 
@@ -83,9 +83,9 @@ def test_kernels_that_spin_leave_no_blocks_to_others():
         for group in (first, second):
             network.all_reduce(torch.zeros(1), group=group, async_op=True).wait()
         torch.cuda.synchronize()
-        tensors = [torch.zeros(1), torch.zeros(1)]
         device = current().device
         device.free_blocks = 1
+        tensors = [torch.zeros(1), torch.zeros(1)]
         for group, tensor in zip((first, second) if rank else (second, first), tensors, strict=True):
             network.all_reduce(tensor, group=group, async_op=True)
             device.launch("work", effect=lambda: None)
