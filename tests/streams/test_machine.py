@@ -79,16 +79,15 @@ def test_a_synchronisation_after_a_receive_blocks_however_many_queues_there_are(
 
 def test_kernels_that_spin_leave_no_blocks_to_others():
     def body(network: FakeDistributed, rank: int) -> None:
-        first, second = network.new_group([0, 1]), network.new_group([0, 1])
-        for group in (first, second):
-            network.all_reduce(torch.zeros(1), group=group, async_op=True).wait()
+        groups = [network.new_group([0, 1]) for _ in range(2)]
+        for group in groups:
+            network.all_reduce(torch.zeros(1), group=group, async_op=True)
+        host = current()
         torch.cuda.synchronize()
-        device = current().device
-        device.free_blocks = 1
-        tensors = [torch.zeros(1), torch.zeros(1)]
-        for group, tensor in zip((first, second) if rank else (second, first), tensors, strict=True):
-            network.all_reduce(tensor, group=group, async_op=True)
-            device.launch("work", effect=lambda: None)
+        host.device.free_blocks = 1
+        for group in (groups[rank], groups[1 - rank]):
+            network.all_reduce(torch.zeros(1), group=group, async_op=True)
+            host.block(lambda: host.device.free_blocks == 0)
 
     with pytest.raises(DeadlockError, match="waits for 1 blocks, of which 0 are free"):
         run(body)
