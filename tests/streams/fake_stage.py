@@ -131,7 +131,7 @@ class FakeStage:
                 outputs[name] = torch.empty(transfer.value.shape, dtype=getattr(torch, transfer.value.dtype))
                 made.append((outputs[name], self._gradient(name, self._number, micro_batch), name))
         self._run(what, [*self._kept[micro_batch], *used], made)
-        self._kept[micro_batch] += used
+        self._kept[micro_batch] = [*self._kept[micro_batch], *used]
         return outputs
 
     def backward_weight(self, micro_batch: int) -> None:

@@ -257,7 +257,8 @@ class Device:
         while issued:
             issued = False
             queues = [queue for queue in self.queues if queue]
-            self.machine.random.shuffle(queues)
+            if len(queues) > 1:
+                self.machine.random.shuffle(queues)
             for queue in queues:
                 while queue and queue[0].stream.pending[0] is queue[0] and not queue[0].held_up_by():
                     queue.popleft().begin()
@@ -296,7 +297,7 @@ class Host:
         self.until: Callable[[], bool] | None = None  # what it is blocked in
         self.doing = "its start"
         self.waiting_for = ""
-        self.baton = threading.Semaphore(0)
+        self.baton = _taken_lock()
         self._body = body
         self.thread = threading.Thread(target=self._run, daemon=True)
 
@@ -311,7 +312,8 @@ class Host:
         except BaseException as error:
             self.error = error
         self.done = True
-        self.machine.baton.release()
+        if not self.machine.over:
+            self.machine.baton.release()
 
     def resume(self) -> None:
         """Let it run until it gives the baton back."""
@@ -363,6 +365,12 @@ class Host:
         self.block(lambda: device.changes != changes)
 
 
+def _taken_lock() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
 _CURRENT = threading.local()
 
 
@@ -377,7 +385,7 @@ class Machine:
     def __init__(self, ranks: int, *, queues: int, blocks: int, seed: int) -> None:
         self.random = Random(seed)
         self.numbers = count()
-        self.baton = threading.Semaphore(0)
+        self.baton = _taken_lock()
         self.over = False
         self.now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []

@@ -14,11 +14,14 @@ from torch import nn
 
 from auto3d.capture.graph import Value
 from auto3d.partition.stage import Transfer
-from auto3d.runtime import exchange, executor, gradient_sync, waiting
+from auto3d.runtime import exchange, executor, gradient_sync, run_ahead, waiting, world
 from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.executor import Executor
 from auto3d.runtime.gradient_sync import GradientSync, holders
-from auto3d.runtime.lowering import Program, lower
+from auto3d.runtime.lowering import lower
+from auto3d.runtime.program import Program
+from auto3d.runtime.run_ahead import RunAhead
+from auto3d.runtime.world import connect
 from auto3d.schedule.operation import Schedule
 from tests.streams.fake_distributed import FakeDistributed
 from tests.streams.fake_stage import FakeOptimizer, FakeStage, Numbers
@@ -68,7 +71,6 @@ class Outcome:
 def simulate(case: Case, change: Callable[[Program], Program] = lambda program: program) -> Outcome:
     """Run ``case``, whose programs are first given to ``change``; raises what goes wrong."""
     schedule, transfers = case.schedule, case.transfers
-    programs = [change(program) for program in lower(schedule, transfers)]
     ranks = schedule.devices * case.dp
     machine = Machine(ranks, queues=case.queues, blocks=1, seed=case.seed)
     network = FakeDistributed(machine, blocks=BLOCKS_OF_MESSAGES, before_call=lambda: _before_call(case))
@@ -88,11 +90,20 @@ def simulate(case: Case, change: Callable[[Program], Program] = lambda program: 
         tuple(d + replica * schedule.devices for replica in range(case.dp)) for d in range(schedule.devices)
     )
 
+    all_holders = holders(
+        SimpleNamespace(placement=placement), schedule, [SimpleNamespace(state=s) for s in states], set(users)
+    )
+    shared = {each.stages for each in all_holders.values() if len(each.ranks) > 1}
+    programs = [change(program) for program in lower(schedule, transfers, shared)]
+
     def body(rank: int) -> list:
         replica, position = divmod(rank, schedule.devices)
         device = torch.device("cuda", rank)
         with on_device(current(), lambda: _before_call(case)):
             own = [key for key, home in schedule.device_of.items() if home == position]
+            ahead = RunAhead(device, timeout_s=1e9)
+            everyone = network.new_group(range(ranks))
+            connect(everyone, device=device, what="all ranks", timeout_s=1e9)
             messages = Exchange(
                 programs[position],
                 transfers,
@@ -100,16 +111,21 @@ def simulate(case: Case, change: Callable[[Program], Program] = lambda program: 
                 device_of=schedule.device_of,
                 sample_dimensions={},
                 device=device,
+                run_ahead=ahead,
                 timeout_s=1e9,
-            )
-            all_holders = holders(
-                SimpleNamespace(placement=placement), schedule, [SimpleNamespace(state=s) for s in states], set(users)
             )
             names = dict.fromkeys(name for stage, _ in own for name in states[stage])
             parameters = {name: nn.Parameter(torch.zeros(3, dtype=torch.float64)) for name in names}
             uses = Counter(name for stage, _ in own for name in states[stage])
             alone = [name for name in names if uses[name] == 1 and len(all_holders[name].ranks) == 1]
-            sync = GradientSync(parameters, all_holders, alone=[] if schedule.weight_version else alone, timeout_s=1e9)
+            sync = GradientSync(
+                parameters,
+                all_holders,
+                alone=[] if schedule.weight_version else alone,
+                device=device,
+                run_ahead=ahead,
+                timeout_s=1e9,
+            )
             stages = {
                 (number, pipe): FakeStage(
                     number,
@@ -128,13 +144,14 @@ def simulate(case: Case, change: Callable[[Program], Program] = lambda program: 
                 optimizers[key] = (
                     (FakeOptimizer(stage, mine, numbers), SimpleNamespace(step=lambda: None)) if mine else None
                 )
-            network.all_reduce(torch.zeros(1))  # as the comparison of the weights does, which comes first
             network.connected[rank] = True
             runner = Executor(
                 stages,
                 optimizers,
                 exchange=messages,
                 sync=sync,
+                everyone=everyone,
+                run_ahead=ahead,
                 batches=SimpleNamespace(micro_batch=lambda *_: {}),
                 randomness=SimpleNamespace(iteration=0),
                 first_micro_batch=replica * schedule.micro_batches * schedule.parts,
@@ -149,7 +166,7 @@ def simulate(case: Case, change: Callable[[Program], Program] = lambda program: 
                 list(runner.run(programs[position], number * schedule.iterations)) for number in range(case.programs)
             ]
 
-    with _patched(network), fake_cuda():
+    with _patched(machine, network), fake_cuda():
         results = machine.run(body)
     for own in results:
         for program, found in enumerate(own):
@@ -209,12 +226,14 @@ class _Here:
 
 
 @contextmanager
-def _patched(network: FakeDistributed) -> Iterator[None]:
+def _patched(machine: Machine, network: FakeDistributed) -> Iterator[None]:
     with ExitStack() as stack:
-        for module in (exchange, executor, gradient_sync, waiting):
-            stack.enter_context(patch.object(module, "dist", network))
+        for module in (exchange, executor, gradient_sync, run_ahead, waiting, world):
+            for name, fake in (("dist", network), ("HERE", _Here())):
+                if hasattr(module, name):
+                    stack.enter_context(patch.object(module, name, fake))
         for module in (exchange, gradient_sync):
             stack.enter_context(patch.object(module, "new_group", network.new_group))
-        for module in (exchange, executor, waiting):
-            stack.enter_context(patch.object(module, "HERE", _Here()))
+        stack.enter_context(patch.object(waiting, "monotonic", lambda: machine.now))
+        stack.enter_context(patch.object(waiting, "sleep", lambda seconds: current().sleep()))
         yield

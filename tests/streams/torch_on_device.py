@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from tests.streams.machine import Device, Host, Record, Stream, current
 
@@ -34,8 +34,8 @@ class _AsIfOnDevice(TorchFunctionMode):
             self._host.synchronize(self._host.device.current.record(f"all before {func.__name__}()"))
         if func is torch.empty:
             self._allocating()
-        args, kwargs = tree_map(lambda each: _CPU if isinstance(each, torch.device) else each, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        kwargs = {name: _CPU if isinstance(value, torch.device) else value for name, value in (kwargs or {}).items()}
+        return func(*(_CPU if isinstance(value, torch.device) else value for value in args), **kwargs)
 
 
 class _Kernels(TorchDispatchMode):
