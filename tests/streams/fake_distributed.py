@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.streams.machine import Kernel, Machine, Meeting, Record, Stream, current
 
@@ -56,7 +56,7 @@ class _Communicator:
             calls: dict[int, tuple[str, torch.Tensor]] = {}
             self._meetings.append((Meeting(self._machine, self.ranks, partial(_transfer, self._name, calls)), calls))
         meeting, calls = self._meetings[number]
-        calls[rank] = (role, tensor)
+        calls[rank] = (role, tensor.detach())
         kernel = Kernel(
             stream,
             label,
@@ -87,11 +87,15 @@ def _transfer(name: str, calls: dict[int, tuple[str, torch.Tensor]], kernels: di
 
 
 class FakeWork:
-    def __init__(self, end: Record) -> None:
+    """Refers to its tensor until it is waited for or done, as ProcessGroupNCCL does, which records no streams."""
+
+    def __init__(self, end: Record, tensor: torch.Tensor) -> None:
         self._end = end
+        self.tensor: torch.Tensor | None = tensor
 
     def wait(self, timeout: object = None) -> bool:
         current().spend()
+        self.tensor = None
         current().device.current.wait_for(self._end)
         return True
 
@@ -99,6 +103,7 @@ class FakeWork:
         host = current()
         host.spend()
         if self._end.done:
+            self.tensor = None
             host.device.known |= self._end.past
         return self._end.done
 
@@ -112,8 +117,7 @@ class FakeDistributed:
     """In the place of the module torch.distributed, for the hosts of ``machine``.
 
     A kernel of communication takes ``blocks``; ``before_call`` is called before one is enqueued. ``held_bytes`` has the
-    most bytes that the messages of each rank took at once: from the call until neither the host nor a kernel needs
-    them.
+    most bytes that the messages of each rank took at once.
     """
 
     def __init__(self, machine: Machine, *, blocks: int, before_call: Callable[[], None]) -> None:
@@ -124,7 +128,7 @@ class FakeDistributed:
         self._groups = [FakeGroup(0, tuple(range(size)))]
         self._made = [1] * size  # groups that each rank knows of
         self._communicators: dict[tuple[int, tuple[int, ...], bool], _Communicator] = {}
-        self._held: list[list[tuple[StorageWeakRef, int, str]]] = [[] for _ in range(size)]
+        self._held: list[list[ref[torch.Tensor]]] = [[] for _ in range(size)]
         self.held_bytes: list[int] = [0] * size
         self.connected = [False] * size  # ranks that may not connect any more
 
@@ -195,17 +199,20 @@ class FakeDistributed:
         communicator = self._communicators[key]
         assert host.rank in communicator.streams or not self.connected[host.rank], f"{key}: connected too late"
         communicator.connect(self._blocks)
-        other = f" with rank {peer}" if peer is not None else ""
+        other = "" if peer is None else f" {'to' if role == 'sends' else 'from'} rank {peer}"
         label = f"{host.waiting_for} (rank {host.rank} {role}{other})"
         if stream is None:
             stream = communicator.streams[host.rank]
             stream.wait_for(host.device.current.record(f"all before {label}"))
         communicator.enqueue(role, tensor, stream=stream, label=label, blocks=self._blocks)
-        return FakeWork(stream.record(f"the end of {label}"))
+        return FakeWork(stream.record(f"the end of {label}"), tensor)
 
     def _hold(self, rank: int, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        held = [entry for entry in self._held[rank] if not entry[0].expired() and entry[0].cdata != storage._cdata]
-        held.append((StorageWeakRef(storage), storage.nbytes(), ""))
-        self._held[rank] = held
-        self.held_bytes[rank] = max(self.held_bytes[rank], sum(size for _, size, _ in held))
+        """Count the bytes of all messages that the host still refers to.
+
+        What it does not is free for what it enqueues later: that comes later on the same stream.
+        """
+        known = [tensor, *(other for other in (one() for one in self._held[rank]) if other is not None)]
+        self._held[rank] = [ref(other) for other in known]
+        sizes = {other.untyped_storage()._cdata: other.untyped_storage().nbytes() for other in known}
+        self.held_bytes[rank] = max(self.held_bytes[rank], sum(sizes.values()))

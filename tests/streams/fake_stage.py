@@ -28,6 +28,7 @@ class Numbers:
     schedule: Schedule
     replicas: int
     users: Mapping[str, Collection[int]]  # parameter -> its stages
+    parts: Mapping[int, int]  # stage -> how many ranks share each of its micro-batches
 
     def loss(self, program: int, micro_batch: int, replica: int) -> float:
         return number_of("loss", program, micro_batch, replica)
@@ -37,7 +38,7 @@ class Numbers:
         count = self.schedule.micro_batches * self.schedule.parts
         numbers = range(iteration * count, (iteration + 1) * count)
         losses = [self.loss(program, m, replica) for m in numbers for replica in range(self.replicas)]
-        return sum(losses) / self.schedule.updates
+        return sum(losses) * self.parts[self.schedule.stages - 1] / self.schedule.updates
 
     def addition(self, parameter: str, stage: int, program: int, micro_batch: int, replica: int) -> float:
         """What the backward of one micro-batch adds to the gradient of ``parameter``."""
@@ -54,7 +55,7 @@ class Numbers:
             if micro_batches is None or m in micro_batches
         }
         return sum(
-            self.addition(parameter, stage, program, m, replica)
+            self.addition(parameter, stage, program, m, replica) * self.parts[stage]
             for stage, m in ended
             for replica in range(self.replicas)
         )
@@ -167,19 +168,32 @@ class FakeStage:
 
     def _run(self, what: str, used: Sequence[tuple], made: Sequence[tuple[torch.Tensor, float, str]]) -> None:
         """One kernel that checks what it uses and writes what it makes."""
-
-        def work() -> None:
-            for tensor, number, name in used:
-                if isinstance(number, list):  # of several stages, in any order
-                    assert tensor.flatten()[0].item() in number, f"{what}: {name}"
-                    number = tensor.flatten()[0].item()
-                expect(tensor, number, f"{what}: {name}")
-            for tensor, number, _ in made:
-                tensor.fill_(number)
-
         current().device.launch(
-            what, reads=[tensor for tensor, *_ in used], writes=[tensor for tensor, *_ in made], effect=work
+            what,
+            reads=[tensor for tensor, *_ in used],
+            writes=[tensor for tensor, *_ in made],
+            effect=_work(what, used, made),
         )
+
+
+def _work(
+    what: str,
+    used: Sequence[tuple[torch.Tensor, float | list[float], str]],
+    made: Sequence[tuple[torch.Tensor, float, str]],
+) -> Callable[[], None]:
+    used = [(tensor.detach(), number, name) for tensor, number, name in used]
+    made = [(tensor.detach(), number, name) for tensor, number, name in made]
+
+    def work() -> None:
+        for tensor, number, name in used:
+            if isinstance(number, list):  # of several stages, in any order
+                assert tensor.flatten()[0].item() in number, f"{what}: {name}"
+                number = tensor.flatten()[0].item()
+            expect(tensor, number, f"{what}: {name}")
+        for tensor, number, _ in made:
+            tensor.fill_(number)
+
+    return work
 
 
 class _Versions(WeightVersions):
@@ -205,10 +219,17 @@ class _Versions(WeightVersions):
 
 
 class FakeOptimizer:
-    """Checks the gradients of ``parameters``, and adds one to each of them."""
+    """Checks the gradients of ``parameters``, and adds one to each of them; then does what is left of an update."""
 
-    def __init__(self, stage: FakeStage, parameters: Mapping[str, nn.Parameter], numbers: Numbers) -> None:
+    def __init__(
+        self,
+        stage: FakeStage,
+        parameters: Mapping[str, nn.Parameter],
+        numbers: Numbers,
+        exchange_shards: Callable[[], None],
+    ) -> None:
         self._stage, self._parameters, self._numbers = stage, parameters, numbers
+        self._exchange_shards = exchange_shards
 
     def step(self) -> None:
         stage, asynchronous = self._stage, bool(self._numbers.schedule.weight_version)
@@ -222,6 +243,7 @@ class FakeOptimizer:
                 writes=[parameter.data],
                 effect=_updating(parameter.data, parameter.grad, expected, what),
             )
+        self._exchange_shards()
 
 
 def _updating(parameter: torch.Tensor, gradient: torch.Tensor, expected: float, what: str) -> Callable[[], None]:

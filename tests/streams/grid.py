@@ -12,7 +12,7 @@ from tests.streams.simulation import SYNCHRONISE, Case
 DEVICES = (2, 3, 4)
 QUEUES = (1, 2, 8, 32)
 MODELS = ("chain", "skips", "tied", "skips and tied")
-RANKS = 8  # at most
+REPLICAS = ("1", "2", "stages")  # of the pipeline, or of some of its stages
 
 
 def skips(stages: int) -> tuple[tuple[int, int], ...]:
@@ -22,21 +22,26 @@ def skips(stages: int) -> tuple[tuple[int, int], ...]:
 
 
 def cases(seed: int) -> Iterator[Case]:
-    """All circumstances of all schedules; a draw for each of sizes, syncs, recomputation, clipping and delays."""
+    """All models, replicas and queues with all schedules; each with a draw of the rest."""
     draw = Random(seed)
     for name, devices in product(SCHEDULES, DEVICES):
         for options in options_of(name, devices):
-            for model, dp, queues, synchronise in product(MODELS, (1, 2), QUEUES, SYNCHRONISE):
+            for model, replicas, queues in product(MODELS, REPLICAS, QUEUES):
                 schedule = _drawn(name, devices, options, draw)
-                if devices * dp > RANKS or ("tied" in model and name == "pipedream"):  # whose versions would differ
+                if "tied" in model and name == "pipedream":  # stages would see different versions
+                    continue
+                pipes = len(schedule.device_of) // schedule.stages
+                if replicas == "stages" and pipes > 1:  # all devices have copies of one stage
                     continue
                 yield Case(
                     schedule=schedule,
                     skips=skips(schedule.stages) if "skips" in model else (),
-                    dp=dp,
+                    dp=2 if replicas == "2" else 1,
+                    replicas=tuple(draw.choice((1, 2, 3)) for _ in range(devices)) if replicas == "stages" else (),
                     tied="tied" in model and schedule.stages > 1,
                     queues=queues,
-                    synchronise=synchronise,
+                    synchronise=draw.choice(SYNCHRONISE),
+                    sharded=replicas != "1" and draw.random() < 0.3,
                     seed=draw.randrange(2**32),
                     clip=not schedule.weight_version and draw.random() < 0.5,
                 )

@@ -94,7 +94,9 @@ class Kernel(Item):
         self.past = stream.device.known
         self.running = False
         self.blocks, self.seconds = blocks, seconds
-        self._reads, self._writes, self._effect = reads, writes, effect
+        self._reads = [tensor.detach() for tensor in reads]  # the memory, not what the host refers to
+        self._writes = [tensor.detach() for tensor in writes]
+        self._effect = effect
         self._meeting = meeting
 
     def held_up_by(self) -> str:
@@ -118,7 +120,7 @@ class Kernel(Item):
     def end(self) -> None:
         self._effect()
         self.running = False
-        self._reads = self._writes = ()  # the memory may be freed
+        self._reads = self._writes = []  # the memory may be freed
         self._effect = lambda: None
         self.stream.past |= self.past | 1 << self.number
         self.stream.device.free_blocks += self.blocks
@@ -295,7 +297,7 @@ class Host:
         self.error: BaseException | None = None
         self.done = False
         self.until: Callable[[], bool] | None = None  # what it is blocked in
-        self.doing = "its start"
+        self.doing = "at its start"
         self.waiting_for = ""
         self.baton = _taken_lock()
         self._body = body
@@ -321,7 +323,7 @@ class Host:
         self.baton.release()
         self.machine.baton.acquire()
         if self.error is not None:
-            self.error.add_note(f"on the simulated rank {self.rank}, in {self.doing}")
+            self.error.add_note(f"on the simulated rank {self.rank}, {self.doing}")
             raise self.error
 
     def _yield(self) -> None:

@@ -69,7 +69,7 @@ def test_a_receive_before_the_send_blocks_where_there_is_one_queue():
     with pytest.raises(DeadlockError) as error:
         run(exchange, queues=1)
     assert "rank 0: the host is stuck" in str(error.value)
-    assert "rank 1 receives with rank 0) (spins until rank 0 starts its own)" in str(error.value)
+    assert "rank 1 receives from rank 0) (spins until rank 0 starts its own)" in str(error.value)
 
 
 def test_a_synchronisation_after_a_receive_blocks_however_many_queues_there_are():

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tests.streams.machine import Device, Host, Record, Stream, current
 
@@ -57,7 +57,8 @@ class _Kernels(TorchDispatchMode):
         ]
         taken = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if written:
-            self._device.launch(name, reads=taken, writes=written, effect=lambda: func(*args, **kwargs))
+            memory = _memory_of((args, kwargs))
+            self._device.launch(name, reads=taken, writes=written, effect=lambda: func(*memory[0], **memory[1]))
             return written[0]
         output = func(*args, **kwargs)
         if any(returned.alias_info is not None for returned in func._schema.returns):  # a view
@@ -68,13 +69,19 @@ class _Kernels(TorchDispatchMode):
             if tensor.is_floating_point():
                 tensor.fill_(torch.nan)
         if made and func.overloadpacket not in _EMPTY:
+            memory = _memory_of((made, args, kwargs))
 
             def work() -> None:
-                for tensor, value in zip(made, tree_leaves(func(*args, **kwargs)), strict=True):
+                for tensor, value in zip(memory[0], tree_leaves(func(*memory[1], **memory[2])), strict=True):
                     tensor.copy_(value)
 
             self._device.launch(name, reads=taken, writes=made, effect=work)
         return output
+
+
+def _memory_of(arguments: Any) -> Any:
+    """The same memory, whatever the host then does with its tensors."""
+    return tree_map_only(torch.Tensor, torch.Tensor.detach, arguments)
 
 
 @contextmanager
