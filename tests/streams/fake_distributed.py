@@ -28,7 +28,7 @@ class FakeGroup:
 
 
 class _Communicator:
-    """``ranks`` of a group, which meet in the order in which each calls."""
+    """Some ranks of a group. The first call of each rank meets the first of the others, the second the second."""
 
     def __init__(self, machine: Machine, name: str, ranks: Sequence[int]) -> None:
         self.ranks = ranks
@@ -39,7 +39,10 @@ class _Communicator:
         self._calls: dict[int, int] = defaultdict(int)
 
     def connect(self, blocks: int) -> None:
-        """Hold the host up until all ranks are here. Each device has the ``blocks`` that one of its kernels takes."""
+        """Hold the host up until all ranks are here.
+
+        A device has as many blocks as all its communicators take if each runs a kernel: ``blocks`` more for each.
+        """
         host = current()
         if host.rank not in self.streams:
             host.device.free_blocks += blocks
@@ -71,7 +74,7 @@ class _Communicator:
 
 
 def _transfer(name: str, calls: dict[int, tuple[str, torch.Tensor]], kernels: dict[int, Kernel]) -> None:
-    """The bytes change hands."""
+    """Copy what is sent to its receiver, or the sum of all to all."""
     roles, tensors = sorted(role for role, _ in calls.values()), [tensor for _, tensor in calls.values()]
     labels = " and ".join(kernel.label for kernel in kernels.values())
     assert roles == ["receives", "sends"] or set(roles) == {"reduces"}, f"{name}: {labels} do not match"
@@ -87,7 +90,7 @@ def _transfer(name: str, calls: dict[int, tuple[str, torch.Tensor]], kernels: di
 
 
 class FakeWork:
-    """Refers to its tensor until it is waited for or done, as ProcessGroupNCCL does, which records no streams."""
+    """Refers to its tensor until ``wait`` or completion, as in ProcessGroupNCCL, which does not use record_stream."""
 
     def __init__(self, end: Record, tensor: torch.Tensor) -> None:
         self._end = end
@@ -116,8 +119,8 @@ class FakeWork:
 class FakeDistributed:
     """In the place of the module torch.distributed, for the hosts of ``machine``.
 
-    A kernel of communication takes ``blocks``; ``before_call`` is called before one is enqueued. ``held_bytes`` has the
-    most bytes that the messages of each rank took at once.
+    A kernel of communication takes ``blocks``; ``before_call`` is called before one is enqueued. ``held_bytes`` is the
+    peak of the bytes that each rank's messages take.
     """
 
     def __init__(self, machine: Machine, *, blocks: int, before_call: Callable[[], None]) -> None:
@@ -126,7 +129,7 @@ class FakeDistributed:
         self._before_call = before_call
         size = len(machine.devices)
         self._groups = [FakeGroup(0, tuple(range(size)))]
-        self._made = [1] * size  # groups that each rank knows of
+        self._made = [1] * size  # number of groups that each rank has made
         self._communicators: dict[tuple[int, tuple[int, ...], bool], _Communicator] = {}
         self._held: list[list[ref[torch.Tensor]]] = [[] for _ in range(size)]
         self.held_bytes: list[int] = [0] * size
@@ -208,9 +211,9 @@ class FakeDistributed:
         return FakeWork(stream.record(f"the end of {label}"), tensor)
 
     def _hold(self, rank: int, tensor: torch.Tensor) -> None:
-        """Count the bytes of all messages that the host still refers to.
+        """Update the peak with the bytes of all messages that the host still refers to.
 
-        What it does not is free for what it enqueues later: that comes later on the same stream.
+        Memory that it no longer refers to may be reused at once: later kernels come later on the same stream.
         """
         known = [tensor, *(other for other in (one() for one in self._held[rank]) if other is not None)]
         self._held[rank] = [ref(other) for other in known]

@@ -17,13 +17,13 @@ ENDING = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # the kinds that add to the grad
 
 
 def number_of(*identity: object) -> float:
-    """Small enough for sums of a few thousand to be exact."""
+    """A number for ``identity``, small enough for sums of a few thousand to be exact."""
     return float(crc32(repr(identity).encode()) % 2**20 + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
-    """What every tensor of a case holds."""
+    """The numbers that the tensors of a case must hold."""
 
     schedule: Schedule
     replicas: int
@@ -34,7 +34,7 @@ class Numbers:
         return number_of("loss", program, micro_batch, replica)
 
     def mean_loss(self, program: int, iteration: int) -> float:
-        """What all ranks together report, for losses that already count as much as they should in the mean."""
+        """The loss that the ranks report; a stage gives losses that already have their weight in the mean."""
         count = self.schedule.micro_batches * self.schedule.parts
         numbers = range(iteration * count, (iteration + 1) * count)
         losses = [self.loss(program, m, replica) for m in numbers for replica in range(self.replicas)]
@@ -45,7 +45,7 @@ class Numbers:
         return number_of("gradient", parameter, stage, program, micro_batch, replica)
 
     def gradient(self, parameter: str, program: int, micro_batches: Collection[int] | None) -> float:
-        """The sum over all ranks: of all micro-batches of a synchronous program, or of those of one update."""
+        """Sum over all ranks of the gradients of ``micro_batches``; None means all of the program."""
         ended = {
             (operation.stage, m)
             for operations in self.schedule.operations
@@ -186,7 +186,7 @@ def _work(
 
     def work() -> None:
         for tensor, number, name in used:
-            if isinstance(number, list):  # of several stages, in any order
+            if isinstance(number, list):  # gradients of one value from several stages, in any order
                 assert tensor.flatten()[0].item() in number, f"{what}: {name}"
                 number = tensor.flatten()[0].item()
             expect(tensor, number, f"{what}: {name}")
@@ -197,7 +197,7 @@ def _work(
 
 
 class _Versions(WeightVersions):
-    """Counts programs, and the updates that a micro-batch must see."""
+    """Weight versions that also count programs and updates."""
 
     def __init__(self, state: Mapping[str, torch.Tensor], *, several: bool) -> None:
         super().__init__(state, several=several)
@@ -211,6 +211,7 @@ class _Versions(WeightVersions):
         self._before_program = self.updates
 
     def seen(self, micro_batch: int) -> float:
+        """The number of updates that ``micro_batch`` must see."""
         return float(self._before_program + self._version_of.get(micro_batch, 0))
 
     def next(self) -> None:
@@ -219,7 +220,7 @@ class _Versions(WeightVersions):
 
 
 class FakeOptimizer:
-    """Checks the gradients of ``parameters``, and adds one to each of them; then does what is left of an update."""
+    """Checks the gradients of ``parameters`` and adds one to each parameter."""
 
     def __init__(
         self,

@@ -12,17 +12,17 @@ from tests.streams.simulation import SYNCHRONISE, Case
 DEVICES = (2, 3, 4)
 QUEUES = (1, 2, 8, 32)
 MODELS = ("chain", "skips", "tied", "skips and tied")
-REPLICAS = ("1", "2", "stages")  # of the pipeline, or of some of its stages
+REPLICAS = ("1", "2", "stages")  # 1 or 2 replicas of the pipeline, or replicas of some stages
 
 
 def skips(stages: int) -> tuple[tuple[int, int], ...]:
-    """Over one stage, over all, and two into one."""
+    """Transfers that skip one, two or more stages."""
     pairs = {(0, stages - 1), (0, 2), (1, 3), (1, stages - 1)}
     return tuple(sorted((a, b) for a, b in pairs if b - a > 1 and b < stages))
 
 
 def cases(seed: int) -> Iterator[Case]:
-    """All models, replicas and queues with all schedules; each with a draw of the rest."""
+    """Every schedule with every model, kind of replicas and number of queues; all else is drawn at random."""
     draw = Random(seed)
     for name, devices in product(SCHEDULES, DEVICES):
         for options in options_of(name, devices):

@@ -41,11 +41,12 @@ NO_CLIPPING = 1e30  # a norm
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """``synchronise``: when hosts wait for all that is on their device.
+    """A run to simulate.
 
-    One rank before one step, all before all steps, or before some or all calls that enqueue communication or take
-    memory. ``replicas`` are those of each device's stages, one if left out. With ``sharded`` optimizers the ranks of a
-    device exchange something in each update.
+    ``synchronise`` says when hosts wait for all work of their device: one rank before one step (once), all ranks before
+    all steps (steps), or before a tenth (sometimes) or all (calls) of the calls that enqueue communication or allocate
+    memory. ``replicas`` counts the replicas of each device's stages; empty means one each. With ``sharded`` optimizers
+    the ranks of a device exchange something in each update.
     """
 
     schedule: Schedule
@@ -148,7 +149,7 @@ def _run_rank(
     numbers: Numbers,
     network: FakeDistributed,
 ) -> list[list[IterationResult]]:
-    """What ``build_rank`` does, with fake stages; then all programs of the run."""
+    """Build the rank as ``build_rank`` does, with fake stages, and run its programs."""
     schedule, device = case.schedule, torch.device("cuda", rank)
     position = next(position for position, ranks in enumerate(case.placement) if rank in ranks)
     count, program = case.counts[position], programs[position]
@@ -234,20 +235,20 @@ def _check(result: IterationResult, numbers: Numbers, program: int, iteration: i
 
 
 def bytes_of_messages(program: Program, case: Case, device: int) -> int:
-    """The most that a rank of ``device`` may hold.
+    """Peak bytes of messages that a rank of ``device`` may hold.
 
-    Of the messages to and from others: what is posted and not received, what the stages keep of it until their
-    backward, and what is sent and not released.
+    These are messages posted and not received, messages sent and not released, and received tensors that stages keep
+    until their backward.
     """
     device_of = case.schedule.device_of
-    made: dict[tuple[str, int, bool], int] = {}  # value and whether it has a gradient, by its stage
+    made: dict[tuple[str, int, bool], int] = {}  # (value, its stage, has a gradient) -> bytes
     for transfer in case.transfers(case.counts[device]):
         size = transfer.value.shape[0] * 8
         made[transfer.value.name, transfer.source, transfer.value.differentiable] = size
     split = any(step.operation.kind == "W" for step in program.steps)
 
     def tensors(message) -> dict[tuple, int]:
-        """What is in it. A value is one tensor where it is made, but each stage that receives it has its own."""
+        """Its tensors -> bytes. A value is one tensor on its maker, but each receiving stage has its own."""
         forward, here = message.kind == "F", device_of[message.source, message.pipe] == device
         maker = message.source if forward else message.target
         other = message.target if forward else message.source
@@ -280,7 +281,7 @@ def bytes_of_messages(program: Program, case: Case, device: int) -> int:
             for key in [key for key in held if isinstance(key, tuple) and key[0] == "kept"]:
                 if key[1:3] == (operation.stage, operation.pipe) and key[3].micro_batch in operation.micro_batches:
                     del held[key]
-        for message in step.sends:  # what a stage of this device uses is kept for it, and not released
+        for message in step.sends:  # a message to a stage of this device is not released, but kept
             if device_of[message.target, message.pipe] == device:
                 held["kept", message.target, message.pipe, message] = held.pop(("sent", message))
     return most

@@ -80,7 +80,7 @@ class _Kernels(TorchDispatchMode):
 
 
 def _memory_of(arguments: Any) -> Any:
-    """The same memory, whatever the host then does with its tensors."""
+    """The arguments with aliases of their tensors, so that the host's tensors can be freed before the kernel runs."""
     return tree_map_only(torch.Tensor, torch.Tensor.detach, arguments)
 
 
