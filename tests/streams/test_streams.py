@@ -8,13 +8,15 @@ from unittest.mock import patch
 import pytest
 
 from auto3d.runtime import run_ahead
+from auto3d.runtime.common_order import check_progress
 from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.gradient_sync import GradientSync
 from auto3d.runtime.lowering import lower
 from auto3d.runtime.program import Message, Program
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.schedule import SCHEDULES, build_schedule
-from tests.streams.grid import cases
+from auto3d.schedule.check import ScheduleError
+from tests.streams.grid import cases, skips
 from tests.streams.machine import DeadlockError, RaceError
 from tests.streams.simulation import Case, bytes_of_messages, simulate
 
@@ -79,6 +81,52 @@ def test_receives_that_are_posted_two_ahead_block(circumstance):
 
 def test_with_many_queues_and_no_synchronisation_they_do_not():
     simulate(Case(schedule=build_schedule("1f1b", devices=2, micro_batches=4), queues=32), two_posted_ahead)
+
+
+def with_some_posted_earlier(programs: list[Program], draw: Random) -> list[Program]:
+    """Some receives are posted one or two steps earlier, and in another order."""
+    changed = []
+    for program in programs:
+        begins = [list(step.begins) for step in program.steps]
+        for _ in range(draw.choice((1, 2, 8))):
+            number = draw.randrange(1, len(begins))
+            messages = [one for one in begins[number] if isinstance(one, Message)]
+            if messages:
+                moved = draw.choice(messages)
+                begins[number].remove(moved)
+                earlier = begins[max(0, number - draw.choice((1, 2)))]
+                earlier.insert(draw.choice((0, len(earlier))), moved)
+        steps = [replace(step, begins=tuple(own)) for step, own in zip(program.steps, begins, strict=True)]
+        changed.append(replace(program, steps=tuple(steps)))
+    return changed
+
+
+def test_what_the_static_proof_accepts_ends_and_what_it_refuses_does_not():
+    draw, verdicts = Random(1), []
+    for seed in range(30):
+        name = draw.choice(("gpipe", "1f1b", "zb-h1", "early-recompute", "zb-v"))
+        schedule = build_schedule(name, devices=2, micro_batches=draw.choice((2, 4)))
+        case = Case(schedule=schedule, skips=skips(schedule.stages) if draw.random() < 0.5 else (), seed=seed)
+        programs = with_some_posted_earlier(lower(schedule, case.transfers(1)), draw)
+        given = {stage_of(program): program for program in programs}
+        try:
+            check_progress(programs, schedule.device_of)
+            verdicts.append(True)
+        except ScheduleError:
+            verdicts.append(False)
+        for circumstance in ({"queues": 1}, {"queues": 32, "synchronise": "calls"}):
+            try:
+                simulate(replace(case, **circumstance), lambda program, given=given: given[stage_of(program)])
+                ends = True
+            except AssertionError:  # a deadlock or, where messages change places, wrong numbers
+                ends = False
+            assert ends == verdicts[-1], f"{case} {circumstance}"
+    assert verdicts.count(True) > 5
+    assert verdicts.count(False) > 5
+
+
+def stage_of(program: Program) -> int:
+    return program.steps[0].operation.stage
 
 
 CHAIN = Case(schedule=build_schedule("1f1b", devices=2, micro_batches=4), dp=2)
