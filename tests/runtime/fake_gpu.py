@@ -175,6 +175,9 @@ class Watch(TorchDispatchMode):
             return 1.0 if args[0].is_floating_point() else 0 if args[0].dtype != torch.bool else False
         if func is aten.nonzero.default:
             return args[0].new_empty((0, args[0].dim()), dtype=torch.int64)
+        if "_fused_" in func.name() and func.name().endswith("_"):  # optimizers' updates, which fake tensors lack
+            _check_fused_update(func, args)
+            return None
         if kwargs.get("pin_memory"):  # threads fill it, in which no mode is active
             with _disable_current_modes():
                 return torch.empty(
@@ -196,6 +199,15 @@ class Watch(TorchDispatchMode):
             blocking = not kwargs.get("non_blocking")
         if {source.type, target.type} == {"cpu", "cuda"} and (blocking or target.type == "cpu"):
             self.host_waits(f"{source.type} to {target.type}")
+
+
+def _check_fused_update(func: Any, args: tuple) -> None:
+    """A fused update takes lists: parameters, and tensors that lie in memory as they do, and counts of steps."""
+    lists = [entry for entry in args if isinstance(entry, list | tuple) and entry]
+    for parameter, *others in zip(*lists, strict=True):
+        for other in others:
+            if other.device != parameter.device or (other.dim() and other.stride() != parameter.stride()):
+                raise Refused(f"{func}: {other.device} and strides {other.stride()} with those of {parameter.stride()}")
 
 
 def _dtype(args: tuple, kwargs: dict) -> torch.dtype | None:
