@@ -28,6 +28,7 @@ import auto3d
 from auto3d.capture.model import CapturedModel
 from auto3d.plan import Plan
 from auto3d.runtime import rank as rank_module
+from auto3d.runtime import world as world_module
 from auto3d.runtime.data import DataSettings
 from auto3d.runtime.executor import IterationResult
 from auto3d.runtime.rank import build_rank
@@ -553,7 +554,9 @@ def run_rank(
     """Build rank ``rank`` of ``plan`` and run its iterations; also the built rank."""
     record = Record()
     world = World(rank=rank, size=plan.ranks, local_rank=DEVICE.index, meeting_point="file:///nowhere")
-    with fake_device(record) as watch, _made_before():
+    # Each rank is on a GPU of its own, which this process cannot tell apart from the others'.
+    places = patch.object(world_module, "gather_places", lambda own, **_: [own] * plan.ranks, create=True)
+    with fake_device(record) as watch, _made_before(), places:
         join(world, device=world.device("cuda"), timeout_s=60)
         try:
             built = build_rank(captured, plan, settings, data, world)
