@@ -86,6 +86,7 @@ def new_group(
         options._timeout = timedelta(seconds=NCCL_TIMEOUT_S)  # as below, else new_group warns
         if messages:
             options.config.max_ctas = MESSAGE_CHANNELS
+        dist.barrier()  # new_group waits for all ranks, too, but with the group's time-out in place of ours
         return dist.new_group(ranks, timeout=options._timeout, backend="nccl", pg_options=options)
 
 
