@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from auto3d.capture.model import CapturedModel
 from auto3d.plan import Plan, PlanError
+from auto3d.runtime.arithmetic import set_arithmetic
 from auto3d.runtime.checkpoint import CheckpointError, Checkpoints, load, newest, save
 from auto3d.runtime.data import DataSettings
 from auto3d.runtime.executor import IterationResult
@@ -57,6 +58,7 @@ def train(
         raise PlanError(f"the plan needs {plan.ranks} ranks; there are {world.size}")
     torch.set_num_threads(settings.threads_per_rank)
     device = world.device(settings.device)
+    set_arithmetic(device, tf32=settings.tf32, deterministic=settings.deterministic)
     join(world, device=device, timeout_s=settings.timeout_s)
     try:
         memory = PeakMemory(device)
