@@ -222,8 +222,8 @@ class TrainingRecipe:
     seed: int = key(1, "of weights, data order and dropout", least=0, below=LARGEST_INTEGER)
     tf32: bool = key(
         False,
-        "on GPUs, matrix products and convolutions both round their float32 inputs to 10 bits of mantissa: faster; false: "
-        "neither does",
+        "on GPUs, matrix products and convolutions both round their float32 inputs to 10 bits of mantissa: faster; "
+        "false: neither does",
     )
     deterministic: bool = key(
         False,
@@ -323,8 +323,8 @@ class LaunchRecipe:
     exclusive: bool = key(True, "trials share their nodes with nobody: others would disturb the timings")
     cpus_per_node: int | None = key(
         None,
-        "cores of a node; none: devices_per_node x threads_per_rank, but at least 4 for each GPU: Python, autograd, data "
-        "and NCCL have threads of their own. 8 are better where nodes have them",
+        "cores of a node; none: devices_per_node x threads_per_rank, but at least 4 for each GPU: its rank has threads "
+        "for Python, autograd, data and NCCL; 8 are better where nodes have them",
         least=1,
     )
     mem: str | None = key(None, "memory of a node, as in 64G; 0: all of it; none: the cluster's default")
