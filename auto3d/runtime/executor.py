@@ -7,14 +7,13 @@ from time import perf_counter
 
 import torch
 import torch.distributed as dist
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from auto3d.runtime.data import Batches
 from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.gradient_sync import GradientSync
 from auto3d.runtime.lowering import Message, Program, Replica, Step
-from auto3d.runtime.optimizer import update
+from auto3d.runtime.optimizer import Optimizer, update
 from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage import StageModule
