@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from auto3d.runtime.data import Batches
-from auto3d.runtime.lowering import Program, Replica
+from auto3d.runtime.program import Program, Replica
 from auto3d.schedule.operation import Kind
 
 AHEAD = 3  # micro-batches in pinned memory: one that is being copied, and two for the next forwards
@@ -61,6 +61,11 @@ class CudaMemory:
         done = torch.cuda.Event(blocking=True)  # whoever waits for it sleeps: the default would keep a core busy
         done.record(torch.cuda.current_stream(self._device))
         return copies, done
+
+
+def memory_of(device: torch.device) -> Memory | None:
+    """None for a CPU, which reads all memory itself."""
+    return CudaMemory(device) if device.type == "cuda" else None
 
 
 class Loader:

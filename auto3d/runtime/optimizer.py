@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from auto3d.errors import InputError
+from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.settings import LEARNING_RATE_SCHEDULES, OPTIMIZERS, OptimizerSettings
 from auto3d.runtime.sharded_optimizer import ShardedOptimizer
 
@@ -48,10 +49,10 @@ def make_state(optimizer: Optimizer) -> None:
                 optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
 
 
-def update(optimizer: Optimizer, *, timeout_s: float) -> None:
+def update(optimizer: Optimizer, *, run_ahead: RunAhead, timeout_s: float) -> None:
     """One step; where other ranks update a share of the parameters, until these have come."""
     if isinstance(optimizer, ShardedOptimizer):
-        optimizer.step(timeout_s=timeout_s)
+        optimizer.step(run_ahead=run_ahead, timeout_s=timeout_s)
     else:
         optimizer.step()
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.waiting import wait, waiting_for
 
 BUCKET_BYTES = 16 * 2**20  # of parameters that are sent together: enough for the whole bandwidth of a link
@@ -18,8 +19,10 @@ _WHAT = "the weights that other ranks update"
 def connect_shares(group: dist.ProcessGroup, device: torch.device, *, timeout_s: float) -> None:
     """Use ``group`` as updates will: NCCL connects at its first use, which must not be between messages."""
     for rank in dist.get_process_group_ranks(group):
-        with waiting_for(f"a connection for {_WHAT}", timeout_s):
-            dist.broadcast(torch.zeros(1, device=device), rank, group=group)
+        what = f"a connection for {_WHAT}"
+        with waiting_for(what, timeout_s):
+            work = dist.broadcast(torch.zeros(1, device=device), rank, group=group, async_op=True)
+        wait(work, timeout_s=timeout_s, what=what)
 
 
 class ShardedOptimizer:
@@ -40,21 +43,21 @@ class ShardedOptimizer:
         self._buckets = [list(buckets(share)) for share in shares]
         self.share = make([{"params": shares[dist.get_rank(group)]}])
 
-    def step(self, *, timeout_s: float) -> None:
+    def step(self, *, run_ahead: RunAhead, timeout_s: float) -> None:
         """Update this rank's share, send it, and receive the others'."""
         self.share.step()
         for rank, owned in zip(self._ranks, self._buckets, strict=True):
             for bucket in owned:
-                self._send(bucket, rank, timeout_s=timeout_s)
+                self._send(bucket, rank, run_ahead, timeout_s)
 
     @torch.no_grad()
-    def _send(self, bucket: Sequence[nn.Parameter], rank: int, *, timeout_s: float) -> None:
+    def _send(self, bucket: Sequence[nn.Parameter], rank: int, run_ahead: RunAhead, timeout_s: float) -> None:
         """Give the values that ``rank`` has of ``bucket`` to all of the group."""
         together = len(bucket) > 1 or not bucket[0].is_contiguous()
         flat = torch.cat([parameter.flatten() for parameter in bucket]) if together else bucket[0].data
         with waiting_for(_WHAT, timeout_s):
             work = dist.broadcast(flat, rank, group=self._group, async_op=True)
-        wait(work, timeout_s=timeout_s, what=_WHAT)
+        run_ahead.wait(work, _WHAT)
         if together and rank != dist.get_rank():
             pieces = flat.split([parameter.numel() for parameter in bucket])
             for parameter, piece in zip(bucket, pieces, strict=True):

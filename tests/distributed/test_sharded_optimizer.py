@@ -11,10 +11,11 @@ from auto3d.plan import Plan
 from auto3d.runtime import sharded_optimizer
 from auto3d.runtime.optimizer import build_optimizer, make_state, own_share, update
 from auto3d.runtime.rank import build_rank
+from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.world import join, leave, new_group
 from auto3d.schedule import samples_at_once
-from tests.distributed.parity import ADAMW, SGD, run_rank
+from tests.distributed.parity import ADAMW, CPU, SGD, run_rank
 from tests.distributed.test_uneven import assert_equals_one_process, make_plan
 from tests.models import TEXT, captured
 
@@ -48,7 +49,7 @@ def test_adamw_updates_as_without_it(processes):
 def sizes(world, plan: Plan) -> tuple[int, int]:
     """Elements of this rank's optimizer state, and of its parameters."""
     settings = TrainingSettings(iterations=1, optimizer=SGD, device="cpu", threads_per_rank=1, timeout_s=60)
-    join(world, device=torch.device("cpu"), timeout_s=60)
+    join(world, device=CPU, timeout_s=60)
     try:
         rank = build_rank(captured("gpt2", samples_at_once(plan)), plan, settings, TEXT, world)
         list(rank.executor.run(rank.programs[0], 0))
@@ -72,7 +73,7 @@ def test_the_ranks_of_a_stage_hold_each_state_once(processes):
 
 def updated(world, sharded: bool, parameters: int) -> tuple[list[torch.Tensor], int]:
     """Parameters of several types and layouts after two updates, and how many messages these took."""
-    join(world, device=torch.device("cpu"), timeout_s=60)
+    join(world, device=CPU, timeout_s=60)
     broadcast, messages = dist.broadcast, []
 
     def counting(*arguments, **options):
@@ -88,13 +89,14 @@ def updated(world, sharded: bool, parameters: int) -> tuple[list[torch.Tensor], 
     try:
         sharded_optimizer.BUCKET_BYTES = 400  # less than the largest, more than several of the others
         dist.broadcast = counting
-        group = new_group(range(world.size), 60)
+        group = new_group(range(world.size), 60, device=CPU)
+        run_ahead = RunAhead(CPU, 60)
         optimizer, _ = build_optimizer(parameters, ADAMW, iterations=2, shared_by=group if sharded else None)
         make_state(optimizer)
         for _ in range(2):
             for parameter in parameters:
                 parameter.grad = torch.randn(parameter.shape, generator=random).to(parameter.dtype)
-            update(optimizer, timeout_s=60)
+            update(optimizer, run_ahead=run_ahead, timeout_s=60)
         return [parameter.detach() for parameter in parameters], len(messages)
     finally:
         sharded_optimizer.BUCKET_BYTES, dist.broadcast = before, broadcast
@@ -114,7 +116,7 @@ def test_shares_of_any_type_and_layout_travel_in_few_messages(processes, paramet
 def broadcasts_before_the_first_iteration(world, plan: Plan) -> set[tuple[int, ...]]:
     """The groups that weights travelled in."""
     settings = TrainingSettings(iterations=1, optimizer=SGD, device="cpu", threads_per_rank=1, timeout_s=60)
-    join(world, device=torch.device("cpu"), timeout_s=60)
+    join(world, device=CPU, timeout_s=60)
     broadcast, used = dist.broadcast, set()
 
     def noting(tensor, source, group=None, **options):
