@@ -32,7 +32,11 @@ class World:
     ranks_here: int = 1  # ranks that one process of this node forked, which share its cores; 1: a launcher started each
 
     def device(self, kind: str) -> torch.device:
-        return torch.device("cuda", self.local_rank) if kind == "cuda" else torch.device("cpu")
+        """The device of this rank. On a GPU the rank sets its variables here, before it asks CUDA for anything."""
+        if kind != "cuda":
+            return torch.device("cpu")
+        set_gpu_environment()
+        return torch.device("cuda", self.local_rank)
 
 
 def join(world: World, *, device: torch.device, timeout_s: float) -> None:
@@ -44,7 +48,6 @@ def join(world: World, *, device: torch.device, timeout_s: float) -> None:
     if world.meeting_point.startswith("file:"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one node: whatever its host name resolves to
     if device.type == "cuda":
-        set_gpu_environment()
         bind_to_cores_near(device, world.ranks_here)
         torch.cuda.set_device(device)
     try:

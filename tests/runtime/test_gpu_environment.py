@@ -57,7 +57,7 @@ def joins(folder: str) -> tuple[dict[str, str], list[str]]:
     torch.cuda.get_device_properties, torch.cuda.set_device, affinity.cores_near = properties, set_device, near
     world = World(rank=1, size=2, local_rank=1, meeting_point=f"file://{folder}/meeting-point", ranks_here=2)
     try:
-        join(world, device=torch.device("cuda", 1), timeout_s=1)
+        join(world, device=world.device("cuda"), timeout_s=1)
     except StartedError:
         return found, looked_for
     raise AssertionError("a rank on a GPU does not start CUDA")
