@@ -2,6 +2,8 @@
 
 import os
 import socket
+import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from auto3d.runtime.affinity import bind_to_cores_near
+from auto3d.runtime.backend_errors import is_own_failure
 from auto3d.runtime.gpu_environment import set_gpu_environment
 from auto3d.runtime.waiting import WaitTimeoutError, wait, waiting_for
 from auto3d.runtime.whereabouts import BEFORE, HERE
@@ -19,6 +22,7 @@ from auto3d.runtime.whereabouts import BEFORE, HERE
 # that wait for nothing. Waits have a deadline of ours (waiting.poll).
 NCCL_TIMEOUT_S = 24 * 3600.0
 MESSAGE_CHANNELS = 4  # of NCCL, each of which takes a multiprocessor as long as a message is on its way
+LEAVE_S = 10.0  # to leave the other ranks after the result is reported
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +48,11 @@ def join(world: World, *, device: torch.device, timeout_s: float) -> None:
 
     The default process group is one of gloo, on GPUs too: what ranks tell each other once goes through it, from memory
     of the CPU. Tensors of a GPU go through groups of their own (``new_group``).
+
+    Whoever runs the process calls ``leave`` once it has reported what came of it.
     """
+    HERE.rank = world.rank
+    HERE.is_at(BEFORE)
     if world.meeting_point.startswith("file:"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one node: whatever its host name resolves to
     if device.type == "cuda":
@@ -60,12 +68,13 @@ def join(world: World, *, device: torch.device, timeout_s: float) -> None:
             timeout=timedelta(seconds=timeout_s),
         )
     except RuntimeError as error:  # a dist.DistError or, where gloo connects the ranks, a plain one
+        if is_own_failure(error):
+            raise
         raise WaitTimeoutError(
             f"rank {world.rank} of {world.size} on {socket.gethostname()}: the ranks did not meet at "
             f"{world.meeting_point}, for which they have {timeout_s:g} s ({str(error).splitlines()[0]})"
         ) from error
-    HERE.rank, hosts = world.rank, [""] * world.size
-    HERE.is_at(BEFORE)
+    hosts = [""] * world.size
     with waiting_for("the names of all ranks' hosts", timeout_s):
         dist.all_gather_object(hosts, socket.gethostname())
     HERE.hosts = hosts
@@ -100,7 +109,21 @@ def connect(group: dist.ProcessGroup, *, device: torch.device, what: str, timeou
 
 
 def leave() -> None:
-    """Leave the other ranks, also where they are gone already: an error that led here stays the one that is seen."""
+    """Leave the other ranks after a success that is reported; they may be gone already.
+
+    Never after a failure, and never before the report: NCCL's shutdown waits for kernels that may never end.
+    """
     if dist.is_initialized():
         with suppress(RuntimeError):
             dist.destroy_process_group()
+
+
+def leave_or_end() -> None:
+    """``leave``, and end the process, as a success, if that takes longer than LEAVE_S."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    end = threading.Timer(LEAVE_S, os._exit, [0])
+    end.daemon = True
+    end.start()
+    leave()
+    end.cancel()
