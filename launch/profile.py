@@ -37,6 +37,8 @@ def setting_of(recipe: LoadedRecipe) -> Setting:
         accelerator=cluster(recipe).nodes[0].accelerator.name,
         devices_per_node=values.cluster.devices_per_node,
         threads=values.training.threads_per_rank,
+        tf32=values.training.tf32,
+        deterministic=values.training.deterministic,
     )
 
 
@@ -146,15 +148,15 @@ def measure_profile(recipe: LoadedRecipe, console: Console) -> Profile:
     check_devices(recipe, ranks)
     settings, data = training_settings(values, iterations=1), data_settings(values)
     planning, models = PlanningModel(recipe), []
+    cores = len(os.sched_getaffinity(0))
     for size in micro_batch_sizes(recipe):
         with at_work(console, f"capturing the model for micro-batches of {size}"):
             captured = captured_model(recipe, size)
             models.append(distinct_subgraphs(captured, planning.sharding(captured.graph).bounds))
 
     def run(world: World, report: Report) -> tuple[Measured, Environment]:
-        return measure(models, settings, data, world, seed=values.training.seed, report=report), Environment.here(
-            settings.device
-        )
+        measured = measure(models, settings, data, world, seed=values.training.seed, report=report)
+        return measured, Environment.here(settings.device, cores=cores)
 
     with profile_progress(console, parts_of(models)) as on_report:
         outcome = run_ranks(ranks, run, timeout_s=None, straggle_s=settings.timeout_s, on_report=on_report)
@@ -163,7 +165,7 @@ def measure_profile(recipe: LoadedRecipe, console: Console) -> Profile:
     measured, environment = outcome.result
     return Profile(
         setting=setting_of(recipe),
-        host=f"{environment.host}: {environment.device}, {environment.cores} cores, load {os.getloadavg()[0]:.1f}",
+        host=f"{environment.host}: {environment.computer}, load {os.getloadavg()[0]:.1f}",
         torch=environment.torch,
         model=f"{values.model.architecture or values.model.factory} of {recipe.name}",
         made=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -92,7 +92,13 @@ def run_ranks(
         try:
             for local_rank, rank in enumerate(ours.ranks):
                 here, there = context.Pipe(duplex=False)
-                world = World(rank=rank, size=size, local_rank=local_rank, meeting_point=ours.meeting_point)
+                world = World(
+                    rank=rank,
+                    size=size,
+                    local_rank=local_rank,
+                    meeting_point=ours.meeting_point,
+                    ranks_here=len(ours.ranks),
+                )
                 process = context.Process(
                     target=_run_rank,
                     args=(target, world, there, board, os.getpid(), ignore_sigterm),

@@ -17,6 +17,7 @@ from launch.settings import device
 MARGIN_S = 120.0  # of a job beyond its trial's own time-out, for imports and capture
 TRAINING_S = 3600.0
 EARLY_S = 60.0  # SLURM's signals come up to a minute early
+CORES_PER_GPU = 4  # for the threads of its rank: Python, autograd, data and NCCL. More would not be there on all nodes
 LONGEST_VALUE = 1000  # characters; sbatch takes some thousand
 # sbatch's reader of #SBATCH lines drops a backslash and ends at a newline, whatever the quotes.
 _UNQUOTABLE = re.compile(r"[\x00-\x1f\x7f\\]")
@@ -94,10 +95,12 @@ def parameters(recipe: LoadedRecipe, *, nodes: int, name: str, training: bool) -
     Raises RecipeError for a ``training`` that would be warned of the end of its time when it begins.
     """
     values, launch = recipe.values, recipe.values.launch
-    cpus = launch.cpus_per_node or values.cluster.devices_per_node * values.training.threads_per_rank
+    gpus = device(values) == "cuda"
+    each = max(CORES_PER_GPU, values.training.threads_per_rank) if gpus else values.training.threads_per_rank
+    cpus = launch.cpus_per_node or values.cluster.devices_per_node * each
     limit_s = launch.time_limit_s or (TRAINING_S if training else launch.trial_timeout_s + MARGIN_S)
     given = {key: getattr(launch, key) for key in _TEXTS if getattr(launch, key) is not None}
-    if device(values) == "cuda" and launch.gres is None:
+    if gpus and launch.gres is None:
         given.setdefault("gpus_per_node", values.cluster.devices_per_node)
     if training and launch.warning_s + EARLY_S >= limit_s:
         problem = f"found {launch.warning_s:g}; of a job of {limit_s:g} s it takes less than {limit_s - EARLY_S:g}"
@@ -106,6 +109,8 @@ def parameters(recipe: LoadedRecipe, *, nodes: int, name: str, training: bool) -
     # stands, and SLURM requeues only jobs that it ends itself.
     warning_s = math.ceil(launch.warning_s) if training else 1
     additional = {"requeue": True, "signal": f"{WARNING.name.removeprefix('SIG')}@{warning_s}"}
+    if gpus:  # nodes are filled one after the other, and the cores of a socket before those of the next
+        additional["distribution"] = "block:block"
     if (reservation := given.pop("reservation", None)) is not None:
         additional["reservation"] = reservation
     additional |= {str(key).replace("_", "-"): value for key, value in launch.additional_parameters.items()}

@@ -220,6 +220,16 @@ class TrainingRecipe:
         1.0, "largest norm of all gradients together; 0: no clipping, as asynchronous schedules need", least=0
     )
     seed: int = key(1, "of weights, data order and dropout", least=0, below=LARGEST_INTEGER)
+    tf32: bool = key(
+        False,
+        "on GPUs, matrix products and convolutions both round their float32 inputs to 10 bits of mantissa: faster; "
+        "false: neither does",
+    )
+    deterministic: bool = key(
+        False,
+        "only algorithms that give the same bits each time, so that GPUs too repeat a run to the bit: slower; an "
+        "operation that has none is refused",
+    )
     threads_per_rank: int = key(1, "threads of a CPU process's arithmetic", least=1, below=LARGEST_NODE)
     timeout_s: float = key(
         120.0, "seconds that a process waits for another before it gives up", least=1, below=LARGEST_TIME_S
@@ -311,7 +321,12 @@ class LaunchRecipe:
     gpus_per_node: str | None = key(None, "as in a100:4; none: devices_per_node if they are cuda, unless gres is given")
     gres: str | None = key(None, "generic resources of a node, as in gpu:a100:4, instead of gpus_per_node")
     exclusive: bool = key(True, "trials share their nodes with nobody: others would disturb the timings")
-    cpus_per_node: int | None = key(None, "none: devices_per_node x threads_per_rank", least=1)
+    cpus_per_node: int | None = key(
+        None,
+        "cores of a node; none: devices_per_node x threads_per_rank, but at least 4 for each GPU: its rank has threads "
+        "for Python, autograd, data and NCCL; 8 are better where nodes have them",
+        least=1,
+    )
     mem: str | None = key(None, "memory of a node, as in 64G; 0: all of it; none: the cluster's default")
     time_limit_s: float | None = key(
         None,

@@ -104,6 +104,8 @@ def training_settings(recipe: Recipe, *, iterations: int) -> TrainingSettings:
         device=device(recipe),
         threads_per_rank=training.threads_per_rank,
         timeout_s=training.timeout_s,
+        tf32=training.tf32,
+        deterministic=training.deterministic,
         emulation=emulation(recipe),
     )
 

@@ -135,7 +135,7 @@ def _told(results: Results) -> str:
     environments = {one.environment for one in results.measurements if one.environment}
     for environment in sorted(environments, key=lambda one: (one.host, str(one))):
         text += (
-            f"; on {environment.host}: {environment.device}, {environment.cores} cores, torch {environment.torch}, "
+            f"; on {environment.host}: {environment.computer}, torch {environment.torch}, "
             f"transformers {environment.transformers}, Python {environment.python}"
         )
     days = sorted({one.finished[:10] for one in results.measurements if one.finished})

@@ -92,6 +92,7 @@ def measure(
         "warmup_iterations": warmup,
         "tokens_per_sample": values.data.sequence_length if has_tokens(recipe) else 0,
     }
+    cores = len(os.sched_getaffinity(0))
     limits: dict[str, Any] = {"timeout_s": values.launch.trial_timeout_s, "straggle_s": settings.timeout_s}
     if training:
         limits |= {"timeout_s": None, "on_report": on_report, "ignore_sigterm": True}
@@ -102,7 +103,7 @@ def measure(
         def run(world: World, report: Report) -> tuple[TrainingResult, Environment]:
             more = training.arguments(world, report, settings) if training else {}
             result = train(captured, plan, settings, data, world, state=state, **more)
-            return result, Environment.here(settings.device)
+            return result, Environment.here(settings.device, cores=cores)
 
         outcome = run_ranks(plan.ranks, run, folder=folder, share=share, **limits)
     except InputError as error:

@@ -28,6 +28,8 @@ class Setting:
     accelerator: str  # the recipe's kind of device
     devices_per_node: int
     threads: int  # of one process's arithmetic
+    tf32: bool = False
+    deterministic: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

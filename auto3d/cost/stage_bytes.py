@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from auto3d.schedule.memory import Load
 from auto3d.schedule.shape import Shape
 
-# Posted ahead or on its way out when a device is at its fullest; cost/memory.py counts them step by step.
+# Those to and from one peer when a device is at its fullest; cost/memory.py counts them step by step. What a forward
+# sends is among its activations, unless its stage drops these.
 MESSAGES_PER_PEER = 2
+MESSAGES_DROPPED = 2  # more, that recomputing stages send
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +32,13 @@ class StageBytes:
 def message_bytes(shape: Shape, stages: Sequence[StageBytes], device: int) -> float:
     """Bytes of the messages that ``device`` holds: for each peer, several of the largest."""
     largest: dict[int, float] = {}
+    dropped: dict[int, float] = {}
     for (stage, pipe), home in shape.device_of.items():
         if home == device:
             for other, size in ((stage - 1, stages[stage].received), (stage + 1, stages[stage].sent)):
                 peer = shape.device_of.get((other, pipe), device)
                 if peer != device:
                     largest[peer] = max(largest.get(peer, 0.0), size)
-    return MESSAGES_PER_PEER * sum(largest.values())
+                    if other > stage and stage in shape.recompute:
+                        dropped[peer] = max(dropped.get(peer, 0.0), size)
+    return MESSAGES_PER_PEER * sum(largest.values()) + MESSAGES_DROPPED * sum(dropped.values())

@@ -7,13 +7,13 @@ from time import perf_counter
 
 import torch
 import torch.distributed as dist
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from auto3d.runtime.data import Batches
 from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.gradient_sync import GradientSync
-from auto3d.runtime.optimizer import update
+from auto3d.runtime.loading import Loader, memory_of, needs_of
+from auto3d.runtime.optimizer import Optimizer, update
 from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.program import Beginning, GradientSum, LossSum, Message, Program, Replica, Step
 from auto3d.runtime.randomness import Randomness
@@ -61,7 +61,7 @@ class Executor:
         self._sync = sync
         self._everyone = everyone
         self._run_ahead = run_ahead
-        self._batches = batches
+        self._loader = Loader(batches, memory_of(device))
         self._randomness = randomness
         self._first_micro_batch = first_micro_batch
         self._micro_batches = micro_batches
@@ -125,6 +125,14 @@ class Executor:
         self._ended, self._ended_at = 0, perf_counter()
         for replica, stage in self._stages.items():
             stage.weights.start(program.versions[replica])
+        needs = needs_of(
+            program,
+            {replica: stage.stage.inputs for replica, stage in self._stages.items()},
+            first_iteration=first_iteration,
+            first_micro_batch=self._first_micro_batch,
+            micro_batches=self._micro_batches,
+        )
+        self._loader.start(needs, program.iterations)
         self._sync.zero({stage for stage, _ in self._stages})
 
     def _begin(self, beginning: Beginning) -> None:
@@ -142,10 +150,9 @@ class Executor:
         for micro_batch in step.operation.micro_batches:
             received = {name: tensor for name, tensors in arrived.get(micro_batch, {}).items() for tensor in tensors}
             later, index = divmod(micro_batch, self._micro_batches)
-            inputs = self._batches.micro_batch(
+            inputs = self._loader.inputs(
                 self._randomness.iteration + later, self._first_micro_batch + index, stage.stage.inputs
             )
-            inputs = {name: tensor.to(self._device, non_blocking=True) for name, tensor in inputs.items()}
             self._send(step, micro_batch, stage.forward(micro_batch, received, inputs))
 
     def _backward(self, step: Step) -> None:
@@ -177,7 +184,7 @@ class Executor:
         self._updates[replica] += 1
         if self._optimizers[replica] is not None:
             optimizer, learning_rate = self._optimizers[replica]
-            update(optimizer, timeout_s=self._timeout_s)
+            update(optimizer, run_ahead=self._run_ahead, timeout_s=self._timeout_s)
             if self._updates[replica] % self._program.updates == 0:  # the rate changes from iteration to iteration
                 learning_rate.step()
         if self._program.asynchronous:

@@ -4,9 +4,8 @@ Schedules do not write sends, receives and collectives; this pass derives them f
 from the weights that ranks share.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Sequence
-from heapq import heappop, heappush
 
 from auto3d.partition.stage import Transfer
 from auto3d.runtime.common_order import beginnings, check_progress, common_order
@@ -16,6 +15,8 @@ from auto3d.schedule.operation import Kind, Operation, Schedule
 
 # How long operations take, for the common order of steps, which should follow real times.
 _UNITS = {Kind.BACKWARD: 2}
+# Messages to one peer that a device holds, unless one step sends more: it may be so far ahead of its receiver.
+SENT_AT_MOST = 4
 
 
 def lower(
@@ -108,11 +109,12 @@ def _releases(
     sent: Sequence[Sequence[Sequence[Message]]],
     begun: Sequence[Sequence[Sequence[Beginning]]],
 ) -> list[list[list[Message]]]:
-    """Per device and step, the messages sent earlier that it may forget.
+    """Per device and step, the messages sent earlier that it forgets.
 
     By a vector clock of each device: from the first step at which a chain of messages proves that the receiver has
-    posted the message. So no device ever waits for a send for longer than its transfer takes, and none holds a tensor
-    longer than it must. ``walk`` has the devices of all steps, in an order in which they can run.
+    posted the message, so that the device waits for its transfer at most. Where nothing proves it, as long as messages
+    go one way, the oldest is forgotten when SENT_AT_MOST would be exceeded: the device then waits for a receiver that
+    is so far behind. ``walk`` has the devices of all steps, in an order in which they can run.
     """
     posted_before = {  # the receiver, and its step
         one: (device, number)
@@ -125,22 +127,23 @@ def _releases(
     released: list[list[list[Message]]] = [[] for _ in range(devices)]
     clock = [[0] * devices for _ in range(devices)]  # [device][peer]: steps of peer known to be done
     sent_at: dict[Message, list[int]] = {}  # the sender's clock
-    # [device][peer]: what it sent there, each with the peer's step before which it is posted, and a number against ties
-    unreleased: list[dict[int, list[tuple[int, int, Message]]]] = [defaultdict(list) for _ in range(devices)]
+    # [device][peer]: what it sent there, in order, each with the peer's step before which it is posted
+    unreleased: list[dict[int, deque[tuple[int, Message]]]] = [defaultdict(deque) for _ in range(devices)]
     for device in walk:
         step = len(released[device])
         for message in received[device][step]:
             clock[device] = [max(pair) for pair in zip(clock[device], sent_at[message], strict=True)]
         clock[device][device] += 1
         released[device].append([])
+        crossing = [message for message in sent[device][step] if message in posted_before]
+        more = Counter(posted_before[message][0] for message in crossing)
         for peer, waiting in unreleased[device].items():
-            while waiting and waiting[0][0] < clock[device][peer]:
-                released[device][step].append(heappop(waiting)[2])
-        for message in sent[device][step]:
-            sent_at[message] = list(clock[device])
-            if message in posted_before:
-                peer, before = posted_before[message]
-                heappush(unreleased[device][peer], (before, len(sent_at), message))
+            while waiting and (waiting[0][0] < clock[device][peer] or len(waiting) + more[peer] > SENT_AT_MOST):
+                released[device][step].append(waiting.popleft()[1])
+        sent_at.update((message, list(clock[device])) for message in sent[device][step])
+        for message in crossing:
+            peer, before = posted_before[message]
+            unreleased[device][peer].append((before, message))
     return released
 
 

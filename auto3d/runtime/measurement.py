@@ -33,21 +33,39 @@ class Environment:
     torch: str
     transformers: str
     python: str
+    tf32: bool | None = None  # of matrix products or convolutions on a GPU; None: not a GPU
+    deterministic: bool = False  # algorithms alone that give the same bits each time
+
+    @property
+    def computer(self) -> str:
+        """The device, the cores, and how they compute, as captions of throughput say it."""
+        text = f"{self.device}, {self.cores} cores"
+        if self.tf32 is not None:
+            text += f", TF32 {'on' if self.tf32 else 'off'}"
+        return text + (", deterministic algorithms" if self.deterministic else "")
 
     @staticmethod
-    def here(device: str) -> "Environment":
+    def here(device: str, *, cores: int | None = None) -> "Environment":
+        """Of this process, which has computed on ``device``.
+
+        ``cores`` is how many all ranks of the node may use: one on a GPU is bound to some of them. None: as this one.
+        """
         # not above, for whoever only reads measurements does without these seconds
         import torch
         import transformers
+
+        from auto3d.runtime.arithmetic import uses_tf32
 
         name = torch.cuda.get_device_name() if device == "cuda" else f"cpu ({platform.machine()})"
         return Environment(
             host=socket.gethostname(),
             device=name,
-            cores=len(os.sched_getaffinity(0)),
+            cores=len(os.sched_getaffinity(0)) if cores is None else cores,
             torch=torch.__version__,
             transformers=transformers.__version__,
             python=platform.python_version(),
+            tf32=uses_tf32() if device == "cuda" else None,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
         )
 
 

@@ -1,7 +1,7 @@
 """Optimizer and learning-rate schedule, from torch and transformers."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -9,35 +9,37 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from auto3d.errors import InputError
+from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.settings import LEARNING_RATE_SCHEDULES, OPTIMIZERS, OptimizerSettings
-from auto3d.runtime.waiting import waiting_for
+from auto3d.runtime.sharded_optimizer import ShardedOptimizer
+
+Optimizer = torch.optim.Optimizer | ShardedOptimizer
 
 
-def _own_share(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer inside a ZeroRedundancyOptimizer; any other itself."""
-    return getattr(optimizer, "optim", optimizer)
+def own_share(optimizer: Optimizer) -> torch.optim.Optimizer:
+    """The optimizer of what this rank updates."""
+    return optimizer.share if isinstance(optimizer, ShardedOptimizer) else optimizer
 
 
-def state_by_parameter(optimizer: torch.optim.Optimizer) -> Mapping[nn.Parameter, dict[str, torch.Tensor]]:
+def state_by_parameter(optimizer: Optimizer) -> Mapping[nn.Parameter, dict[str, torch.Tensor]]:
     """What ``optimizer`` keeps of each parameter; of those that other ranks update, nothing."""
-    return _own_share(optimizer).state
+    return own_share(optimizer).state
 
 
-def advance(optimizer: torch.optim.Optimizer, learning_rate: LRScheduler, iterations: int) -> None:
+def advance(optimizer: Optimizer, learning_rate: LRScheduler, iterations: int) -> None:
     """Set the learning rate to what it is after so many iterations."""
     learning_rate.last_epoch = iterations
-    for group, base, factor in zip(
-        optimizer.param_groups, learning_rate.base_lrs, learning_rate.lr_lambdas, strict=True
-    ):
+    groups = own_share(optimizer).param_groups
+    for group, base, factor in zip(groups, learning_rate.base_lrs, learning_rate.lr_lambdas, strict=True):
         group["lr"] = base * factor(iterations)
 
 
-def make_state(optimizer: torch.optim.Optimizer) -> None:
+def make_state(optimizer: Optimizer) -> None:
     """Make the state that ``optimizer`` would make at its first step: before activations take memory, not in between.
 
     So what does not fit is found at once, and a CPU's heap has no long-lived pieces among the short-lived ones.
     """
-    optimizer = _own_share(optimizer)
+    optimizer = own_share(optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if isinstance(optimizer, torch.optim.AdamW):
@@ -48,10 +50,11 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
                 optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
 
 
-def update(optimizer: torch.optim.Optimizer, *, timeout_s: float) -> None:
+def update(optimizer: Optimizer, *, run_ahead: RunAhead, timeout_s: float) -> None:
     """One step; where other ranks update a share of the parameters, until these have come."""
-    shared = _own_share(optimizer) is not optimizer
-    with waiting_for("the weights that other ranks update", timeout_s) if shared else nullcontext():
+    if isinstance(optimizer, ShardedOptimizer):
+        optimizer.step(run_ahead=run_ahead, timeout_s=timeout_s)
+    else:
         optimizer.step()
 
 
@@ -72,7 +75,7 @@ def build_optimizer(
     *,
     iterations: int,
     shared_by: dist.ProcessGroup | None = None,
-) -> tuple[torch.optim.Optimizer, LRScheduler]:
+) -> tuple[Optimizer, LRScheduler]:
     """The optimizer of ``parameters`` and its schedule over ``iterations`` iterations; InputError for unknown names.
 
     The ranks of ``shared_by`` update a share each and send it to the others (ZeRO-1).
@@ -88,12 +91,11 @@ def build_optimizer(
         raise InputError(f"optimizer: {settings.optimizer!r} is not known; there are {', '.join(OPTIMIZERS)}")
     if _have_fused_update(parameters):
         options["fused"] = True
+    optimizer: Optimizer
     if shared_by is None:
-        optimizer: torch.optim.Optimizer = family(parameters, **options)
+        optimizer = family(parameters, **options)
     else:
-        from torch.distributed.optim import ZeroRedundancyOptimizer  # a second, for it brings FSDP along
-
-        optimizer = ZeroRedundancyOptimizer(parameters, family, process_group=shared_by, **options)
+        optimizer = ShardedOptimizer(parameters, partial(family, **options), shared_by)
     name = settings.learning_rate_schedule
     if name not in LEARNING_RATE_SCHEDULES:
         raise InputError(
@@ -101,7 +103,7 @@ def build_optimizer(
         )
     return optimizer, get_scheduler(
         "constant_with_warmup" if name == "constant" else name,
-        optimizer,
+        own_share(optimizer),
         num_warmup_steps=settings.warmup_iterations,
         num_training_steps=iterations,
     )

@@ -24,6 +24,7 @@ from auto3d.cluster import AllReduceTimes
 from auto3d.cost.profile import MessageTimes, ModelTimes, SubgraphTimes
 from auto3d.partition.stage import Stage, cut
 from auto3d.plan import stages_between
+from auto3d.runtime.arithmetic import set_arithmetic
 from auto3d.runtime.clock import Clock, Mark, clock_of
 from auto3d.runtime.data import Batches, DataSettings
 from auto3d.runtime.gradient_sync import GradientSync, Holders
@@ -104,6 +105,7 @@ def measure(
     """
     torch.set_num_threads(settings.threads_per_rank)
     device = world.device(settings.device)
+    set_arithmetic(device, tf32=settings.tf32, deterministic=settings.deterministic)
     join(world, device=device, timeout_s=settings.timeout_s)
     bench = _Bench(models, settings, data, world, device, seed, report)
     return Measured(

@@ -77,16 +77,15 @@ class Program:
 
 
 def held(program: Program, device_of: Mapping[Replica, int]) -> Iterator[tuple[set[Message], set[Message]]]:
-    """Per step, the messages to and from other devices that it finds in memory: those posted, and those it or an
-    earlier step sent and none has released.
+    """Per step, the messages to and from other devices that are in memory at its fullest: those posted, and those sent.
 
-    The sets are the same objects at each step.
+    A step posts before it releases what earlier ones sent. The sets are the same objects at each step.
     """
     posted: set[Message] = set()
     sent: set[Message] = set()
     for step in program.steps:
         posted.update(step.posts)
-        sent.difference_update(step.releases)
         sent.update(m for m in step.sends if device_of[m.source, m.pipe] != device_of[m.target, m.pipe])
         yield posted, sent
+        sent.difference_update(step.releases)
         posted.difference_update(step.receives)

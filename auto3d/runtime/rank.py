@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from auto3d.allocator import keep_freed_memory
@@ -23,13 +22,14 @@ from auto3d.runtime.executor import Executor
 from auto3d.runtime.gradient_sync import GradientSync, Holders, holders
 from auto3d.runtime.lowering import lower
 from auto3d.runtime.materialize import materialize
-from auto3d.runtime.optimizer import build_optimizer, make_state, state_by_parameter
+from auto3d.runtime.optimizer import Optimizer, build_optimizer, make_state, state_by_parameter
 from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.program import Program, Replica
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.replicas import replicas_of_devices, resplit_dimensions, share_of
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.settings import TrainingSettings, optimizer_copies
+from auto3d.runtime.sharded_optimizer import connect_shares
 from auto3d.runtime.stage import StageModule
 from auto3d.runtime.world import World, connect, new_group
 from auto3d.schedule import SCHEDULES, samples_at_once, schedule_of
@@ -212,6 +212,7 @@ def build_rank(
     shared_by = None
     if plan.shard_optimizer:
         shared_by = [new_group(ranks, settings.timeout_s, device=device) for ranks in plan.placement][position]
+        connect_shares(shared_by, device, timeout_s=settings.timeout_s)
     optimizers = _optimizers(own, learning, settings, shared_by)
     executor = Executor(
         modules,

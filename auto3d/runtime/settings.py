@@ -50,4 +50,6 @@ class TrainingSettings:
     device: str  # "cpu" or "cuda"
     threads_per_rank: int  # of a CPU rank's arithmetic
     timeout_s: float  # of every wait for another rank
+    tf32: bool = False  # on GPUs: matrix products and convolutions round their float32 inputs to TF32
+    deterministic: bool = False  # only algorithms that give the same bits each time
     emulation: Emulation | None = None  # of devices in whose place operations only wait; None: real ones

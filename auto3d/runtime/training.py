@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from auto3d.capture.model import CapturedModel
 from auto3d.plan import Plan, PlanError
+from auto3d.runtime.arithmetic import set_arithmetic
 from auto3d.runtime.checkpoint import CheckpointError, Checkpoints, load, newest, save
 from auto3d.runtime.data import DataSettings
 from auto3d.runtime.executor import IterationResult
@@ -66,6 +67,7 @@ def train(
     torch.set_num_threads(settings.threads_per_rank)
     try:
         device = world.device(settings.device)
+        set_arithmetic(device, tf32=settings.tf32, deterministic=settings.deterministic)
         join(world, device=device, timeout_s=settings.timeout_s)
         memory = PeakMemory(device)
         rank = build_rank(captured, plan, settings, data, world, state=state, asked_to_end=asked_to_end)

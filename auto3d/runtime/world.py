@@ -12,7 +12,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from auto3d.runtime.affinity import bind_to_cores_near
 from auto3d.runtime.backend_errors import is_own_failure
+from auto3d.runtime.gpu_environment import set_gpu_environment
 from auto3d.runtime.waiting import WaitTimeoutError, wait, waiting_for
 from auto3d.runtime.whereabouts import BEFORE, HERE
 
@@ -31,9 +33,14 @@ class World:
     size: int
     local_rank: int  # among the ranks of this node: which GPU is ours
     meeting_point: str
+    ranks_here: int = 1  # ranks that one process of this node forked, which share its cores; 1: a launcher started each
 
     def device(self, kind: str) -> torch.device:
-        return torch.device("cuda", self.local_rank) if kind == "cuda" else torch.device("cpu")
+        """The device of this rank. On a GPU the rank sets its variables here, before it asks CUDA for anything."""
+        if kind != "cuda":
+            return torch.device("cpu")
+        set_gpu_environment()
+        return torch.device("cuda", self.local_rank)
 
 
 def join(world: World, *, device: torch.device, timeout_s: float) -> None:
@@ -49,6 +56,7 @@ def join(world: World, *, device: torch.device, timeout_s: float) -> None:
     if world.meeting_point.startswith("file:"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one node: whatever its host name resolves to
     if device.type == "cuda":
+        bind_to_cores_near(device, world.ranks_here)
         torch.cuda.set_device(device)
     try:
         # Without device_id: with it, NCCL would share one communicator between groups, and order their messages.

@@ -31,7 +31,12 @@ LAUNCH = {
     },
     "nodes": {"nodelist": "n[1-4]", "exclude": "n3,n4", "exclusive": False, "cpus_per_node": 12, "mem": "64G"},
     "gpus": {"gpus_per_node": "a100:4"},
-    "gres": {"gres": "gpu:a100:4,shard:2", "mem": "0", "array_throttle": 5},
+    "gres": {
+        "gres": "gpu:a100:4,shard:2",
+        "mem": "0",
+        "array_throttle": 5,
+        "additional_parameters": {"distribution": "block:fcyclic"},
+    },
     "mail": {"mail_user": "me+jobs@example.org", "mail_type": "END,FAIL"},
     "additional": {
         "additional_parameters": {"licenses": "matlab:2", "nice": 100, "spread_job": True, "comment": HOSTILE}

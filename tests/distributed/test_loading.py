@@ -1,0 +1,55 @@
+"""A training whose inputs a thread makes ahead, for programs of every kind of order: it is that without a thread."""
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from auto3d.partition.uniform import uniform
+from auto3d.runtime import executor
+from tests.distributed import asynchronous
+from tests.distributed.parity import SGD, make_plan, run_rank
+from tests.models import captured
+
+
+class OwnMemory:
+    """That of a CPU, as if it were another's."""
+
+    def pinned_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor)
+
+    def queue_copy(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], "OwnMemory"]:
+        return {name: tensor.clone() for name, tensor in tensors.items()}, self
+
+    def synchronize(self) -> None:
+        pass
+
+
+def with_a_thread(world, train, *arguments):
+    before = executor.memory_of
+    executor.memory_of = lambda device: OwnMemory()
+    try:
+        return train(world, *arguments)
+    finally:
+        executor.memory_of = before
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "dp"), [("1f1b", 2, 2), ("interleaved-1f1b", 4, 1), ("chimera", 2, 1), ("zb-v", 4, 1)]
+)
+def test_synchronous(processes, schedule, stages, dp):
+    """One program for each iteration."""
+    cuts = uniform(captured("gpt2", 2).graph, stages)
+    plan = make_plan("gpt2", dp=dp, pp=2, schedule=schedule, stages=cuts)
+    right = processes.run(dp * 2, run_rank, "gpt2", plan, SGD)
+    found = processes.run(dp * 2, with_a_thread, run_rank, "gpt2", plan, SGD)
+    for one, other in zip(right, found, strict=True):
+        assert [each["result"] for each in one["history"]] == [each["result"] for each in other["history"]]
+
+
+def test_asynchronous(processes):
+    """One program for all iterations."""
+    plan = make_plan("llama", dp=1, pp=2, schedule="pipedream")
+    right = processes.run(2, asynchronous.run_rank, "llama", plan)
+    found = processes.run(2, with_a_thread, asynchronous.run_rank, "llama", plan)
+    assert [each["results"] for each in right] == [each["results"] for each in found]

@@ -1,0 +1,160 @@
+"""Inputs made ahead by a thread, for a device that copies as late as it may."""
+
+import gc
+import threading
+from collections.abc import Mapping
+from multiprocessing import get_context
+
+import pytest
+import torch
+
+from auto3d.runtime.data import Batches, DataError, DataSettings, InputField
+from auto3d.runtime.loading import AHEAD, Loader, Need
+
+TOKENS = DataSettings(
+    source="synthetic",
+    files=(),
+    sequence_length=4,
+    vocabulary_size=1000,
+    inputs={"ids": InputField(kind="tokens"), "noise": InputField(kind="normal", shape=(3,))},
+)
+
+
+class LateCopy:
+    """Reads its source when somebody waits for it, or at the latest when the test does."""
+
+    def __init__(self, source: Mapping[str, torch.Tensor]) -> None:
+        self._source = source
+        self.copies = {name: torch.full_like(tensor, -1) for name, tensor in source.items()}
+        self._lock, self._done = threading.Lock(), False
+
+    def synchronize(self) -> None:
+        with self._lock:
+            if not self._done:
+                for name, tensor in self._source.items():
+                    self.copies[name].copy_(tensor)
+            self._done = True
+
+
+class LateMemory:
+    def __init__(self) -> None:
+        self.pinned: list[torch.Tensor] = []
+        self.queued: list[LateCopy] = []
+
+    def pinned_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.pinned.append(torch.empty_like(tensor))
+        return self.pinned[-1]
+
+    def queue_copy(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], LateCopy]:
+        self.queued.append(LateCopy(tensors))
+        return self.queued[-1].copies, self.queued[-1]
+
+
+def batches() -> Batches:
+    return Batches(TOKENS, seed=3, global_batch=16, micro_batch_size=4)
+
+
+def needs(iteration: int, micro_batches: int = 4) -> list[Need]:
+    """As of a rank with the first and the last stage."""
+    return [Need(iteration, index, (name,)) for index in range(micro_batches) for name in ("ids", "noise")]
+
+
+def take(loader: Loader, wanted: list[Need]) -> list[dict[str, torch.Tensor]]:
+    return [loader.inputs(need.iteration, need.index, need.names) for need in wanted]
+
+
+def assert_right(wanted: list[Need], found: list[dict[str, torch.Tensor]], memory: LateMemory) -> None:
+    for copy in memory.queued:
+        copy.synchronize()
+    for need, tensors in zip(wanted, found, strict=True):
+        right = batches().micro_batch(need.iteration, need.index, need.names)
+        assert tensors.keys() == right.keys()
+        for name, tensor in right.items():
+            assert torch.equal(tensors[name], tensor), need
+
+
+def test_every_copy_is_of_its_own_micro_batch():
+    """Over programs that follow each other, and one that is another: the last of a training is shorter."""
+    memory = LateMemory()
+    loader, wanted, found = Loader(batches(), memory), [], []
+    for program in ([*needs(5), *needs(6)], [*needs(7), *needs(8)], needs(9, micro_batches=2), needs(2)):
+        loader.start(program, iterations=len({need.iteration for need in program}))
+        found += take(loader, program)
+        wanted += program
+    assert_right(wanted, found, memory)
+
+
+def test_a_program_that_follows_finds_its_inputs_made():
+    made = threading.Event()
+
+    class Watched(Batches):
+        def micro_batch(self, iteration, index, names):
+            if iteration == 6:
+                made.set()
+            return super().micro_batch(iteration, index, names)
+
+    memory = LateMemory()
+    loader = Loader(Watched(TOKENS, seed=3, global_batch=16, micro_batch_size=4), memory)
+    loader.start(needs(5), iterations=1)
+    take(loader, needs(5))
+    assert made.wait(timeout=20), "before the next program begins"
+    loader.start(needs(6), iterations=1)
+    take(loader, needs(6))
+    assert len(memory.pinned) == 2 * AHEAD, "the same memory, whatever has been needed"
+
+
+def test_an_error_is_raised_as_it_is_where_its_micro_batch_is_needed():
+    error = DataError("files: no.txt: No such file or directory")
+
+    class Broken(Batches):
+        def micro_batch(self, iteration, index, names):
+            if index == 2:
+                raise error
+            return super().micro_batch(iteration, index, names)
+
+    loader = Loader(Broken(TOKENS, seed=3, global_batch=16, micro_batch_size=4), LateMemory())
+    loader.start(needs(0), iterations=1)
+    take(loader, needs(0, micro_batches=2))
+    with pytest.raises(DataError) as caught:
+        take(loader, needs(0)[4:])
+    assert caught.value is error
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "inputs"]
+
+
+def test_the_thread_ends_with_its_loader():
+    gc.collect()
+    before = threads()
+    loader = Loader(batches(), LateMemory())
+    loader.start(needs(0), iterations=1)
+    take(loader, needs(0)[:3])
+    (thread,) = [thread for thread in threads() if thread not in before]
+    del loader
+    gc.collect()
+    thread.join(timeout=20)
+    assert not thread.is_alive()
+
+
+def start_and_return() -> None:
+    global kept
+    kept = Loader(batches(), LateMemory())
+    kept.start(needs(0), iterations=1)
+    take(kept, needs(0)[:3])
+
+
+def test_a_process_ends_whatever_its_thread_does():
+    process = get_context("fork").Process(target=start_and_return)
+    process.start()
+    process.join(timeout=20)
+    exitcode = process.exitcode
+    process.kill()
+    assert exitcode == 0
+
+
+def test_a_cpu_has_no_thread():
+    loader, before = Loader(batches(), None), threads()
+    loader.start(needs(0), iterations=1)
+    assert_right(needs(0), take(loader, needs(0)), LateMemory())
+    assert threads() == before
