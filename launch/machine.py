@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-import torch
+from launch.devices import count_of_torch
 
 PACKAGES = ("torch", "transformers", "deepspeed", "submitit", "mpi4py")
 COMMAND_S = 30.0
@@ -37,7 +37,7 @@ def this_machine() -> Machine:
         versions={"python": platform.python_version()} | {package: _version(package) for package in PACKAGES},
         cores=len(os.sched_getaffinity(0)),
         gpus=_gpus(),
-        usable_gpus=torch.cuda.device_count(),
+        usable_gpus=count_of_torch(),
         interfaces=[name for _, name in socket.if_nameindex()],
         chosen={name: os.environ[name] for name in names if name in os.environ},
     )

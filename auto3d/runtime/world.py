@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from auto3d.runtime.own_device import OwnDevice, check_own_devices
 from auto3d.runtime.waiting import WaitTimeoutError, waiting_for
 from auto3d.runtime.whereabouts import BEFORE, HERE
 
@@ -20,11 +21,14 @@ class World:
 
     rank: int
     size: int
-    local_rank: int  # among the ranks of this node: which GPU is ours
+    local_rank: int  # among the ranks of this node
     meeting_point: str
 
     def device(self, kind: str) -> torch.device:
-        return torch.device("cuda", self.local_rank) if kind == "cuda" else torch.device("cpu")
+        """The device of this rank: of the GPUs that it sees, the only one, or the one of its place on the node."""
+        if kind != "cuda":
+            return torch.device("cpu")
+        return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else self.local_rank)
 
 
 def join(world: World, *, device: torch.device, timeout_s: float) -> None:
@@ -49,6 +53,8 @@ def join(world: World, *, device: torch.device, timeout_s: float) -> None:
         ) from error
     HERE.rank, hosts = world.rank, [""] * world.size
     HERE.is_at(BEFORE)
+    if device.type == "cuda":
+        check_own_devices(OwnDevice.here(device), rank=world.rank, size=world.size, timeout_s=timeout_s)
     with waiting_for("the names of all ranks' hosts", timeout_s):
         dist.all_gather_object(hosts, socket.gethostname())
     HERE.hosts = hosts
