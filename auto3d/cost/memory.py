@@ -4,17 +4,18 @@ Counted is what the runtime holds on purpose: state, what autograd keeps for mic
 the largest operation works on. An allocator's fragments, a library's workspace and the process itself come on top.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from auto3d.capture.graph import Graph, Node
 from auto3d.partition.segment import Segment, segments
 from auto3d.partition.stage import Stage, cut
 from auto3d.plan import Plan
+from auto3d.runtime.lowering import lower
+from auto3d.runtime.program import Message, Program, Replica, Step, held
 from auto3d.schedule.memory import versions
-from auto3d.schedule.operation import Kind, Operation, Schedule
-
-MESSAGES_PER_PEER = 3  # two receives posted ahead, and a message on its way out
+from auto3d.schedule.operation import Kind, Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,7 @@ class DeviceMemory:
     optimizer: int
     activations: int  # that wait for their backward
     given: int  # of these micro-batches, what their stages were given, and what passes between parts of one
-    messages: int
+    messages: int  # that are posted and not used, or sent and not known to have been used
     working: int  # what the largest single operation reads and makes
 
     @property
@@ -62,12 +63,14 @@ def predict(graph: Graph, plan: Plan, schedule: Schedule, *, optimizer_copies: i
         for group in (graph.parameters, graph.buffers, graph.constants)
         for name, value in group.items()
     }
+    held_at = _messages(stages, plan, schedule)
+    programs = lower(schedule, [transfer for stage in stages for transfer in stage.received])
     found = []
-    for device, operations in enumerate(schedule.operations):
+    for device, program in enumerate(programs):
         own = [replica for replica, home in schedule.device_of.items() if home == device]
         state = {name for stage, _ in own for name in stages[stage].state}
         learned = sum(sizes[name] for name in state & graph.trained)
-        activations, given = _fullest(operations, footprints)
+        activations, given, messages = _fullest(program, footprints, schedule.device_of, held_at)
         found.append(
             DeviceMemory(
                 weights=sum(sizes[name] for name in state),
@@ -79,7 +82,7 @@ def predict(graph: Graph, plan: Plan, schedule: Schedule, *, optimizer_copies: i
                 optimizer=optimizer_copies * learned // (len(plan.placement[device]) if plan.shard_optimizer else 1),
                 activations=activations,
                 given=given,
-                messages=_messages(stages, plan, schedule, own),
+                messages=messages,
                 working=max((footprints[stage].working for stage, _ in own), default=0),
             )
         )
@@ -153,14 +156,21 @@ def _made(node: Node) -> int:
     return sum(value.bytes for value in node.outputs)
 
 
-def _fullest(operations: Sequence[Operation], footprints: Sequence[_Footprint]) -> tuple[int, int]:
-    """Activations and given values of all micro-batches, when they are most together."""
+def _fullest(
+    program: Program,
+    footprints: Sequence[_Footprint],
+    device_of: Mapping[Replica, int],
+    held_at: Callable[[Step, Collection[Message], Collection[Message]], int],
+) -> tuple[int, int, int]:
+    """Activations and given values of all micro-batches, and messages, when they are most together."""
     recomputed: set[tuple[int, int, int]] = set()
-    split = {(o.stage, o.pipe) for o in operations if o.kind is Kind.BACKWARD_WEIGHT}
+    split = {(s.operation.stage, s.operation.pipe) for s in program.steps if s.operation.kind is Kind.BACKWARD_WEIGHT}
     activations = given = 0
-    fullest = (0, 0)
-    for operation in operations:
+    fullest = (0, 0, 0)
+    for step, (posted, sent) in zip(program.steps, held(program, device_of), strict=True):
+        operation = step.operation
         bytes_of = footprints[operation.stage]
+        messages = held_at(step, posted, sent)
         for micro_batch in operation.micro_batches:
             key = operation.stage, operation.pipe, micro_batch
             if operation.kind is Kind.FORWARD:
@@ -173,28 +183,34 @@ def _fullest(operations: Sequence[Operation], footprints: Sequence[_Footprint]) 
                 activations -= bytes_of.put_off
             else:
                 inside = 0 if key in recomputed else bytes_of.inside - bytes_of.kept
-                fullest = max(fullest, (activations + inside, given), key=sum)
+                fullest = max(fullest, (activations + inside, given, messages), key=sum)
                 activations -= bytes_of.kept + (bytes_of.again if key in recomputed else 0)
                 activations += bytes_of.put_off if (operation.stage, operation.pipe) in split else 0
                 given -= bytes_of.given
-            fullest = max(fullest, (activations, given), key=sum)
+            fullest = max(fullest, (activations, given, messages), key=sum)
     return fullest
 
 
-def _messages(stages: tuple[Stage, ...], plan: Plan, schedule: Schedule, own: list[tuple[int, int]]) -> int:
-    """The largest message that each peer sends to a rank of this device, as often as such are held at a time."""
-    largest: dict[int, int] = {}
-    for stage, pipe in own:
-        here = schedule.device_of[stage, pipe]
-        messages: dict[int, int] = {}  # other stage -> bytes of what comes from there
-        for transfer in stages[stage].received:
-            messages[transfer.source] = messages.get(transfer.source, 0) + transfer.value.bytes
-        for transfer in stages[stage].sent:
-            if transfer.value.differentiable:
-                messages[transfer.target] = messages.get(transfer.target, 0) + transfer.value.bytes
-        for other, whole in messages.items():
-            size = -(-whole // plan.stages[stage].replicas)
-            peer = schedule.device_of[other, pipe]
-            if peer != here:
-                largest[peer] = max(largest.get(peer, 0), size)
-    return MESSAGES_PER_PEER * sum(largest.values())
+def _messages(
+    stages: Sequence[Stage], plan: Plan, schedule: Schedule
+) -> Callable[[Step, Collection[Message], Collection[Message]], int]:
+    """Bytes of the messages that a rank holds at a step, of those ``posted`` and ``sent``.
+
+    A forward's own are left out, for they are given to it; also what a forward sends, which is among its activations,
+    unless its stage drops these.
+    """
+    whole: Counter[tuple[Kind, int, int]] = Counter()
+    for transfer in (transfer for stage in stages for transfer in stage.received):
+        whole[Kind.FORWARD, transfer.source, transfer.target] += transfer.value.bytes
+        whole[Kind.BACKWARD, transfer.target, transfer.source] += transfer.value.bytes * transfer.value.differentiable
+
+    def size(message: Message, here: int) -> int:
+        return -(-whole[message.kind, message.source, message.target] // plan.stages[here].replicas)
+
+    def held_at(step: Step, posted: Collection[Message], sent: Collection[Message]) -> int:
+        given = step.receives if step.operation.kind is Kind.FORWARD else ()
+        return sum(size(m, m.target) for m in posted if m not in given) + sum(
+            size(m, m.source) for m in sent if m.kind is not Kind.FORWARD or m.source in schedule.recompute
+        )
+
+    return held_at

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from auto3d.cost.memory import MESSAGES_PER_PEER
 from auto3d.schedule.memory import Load
 from auto3d.schedule.shape import Shape
+
+# Posted ahead or on its way out when a device is at its fullest; cost/memory.py counts them step by step.
+MESSAGES_PER_PEER = 2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,7 +41,8 @@ def check_agreement(
         if name in tensors:
             own = fingerprint(tensors[name])
             bounds[row] = torch.stack([own, ~own])
-    present = bounds.clone()
+    present = bounds.cpu()
+    bounds = present.clone()
     with waiting_for("the fingerprints of the initial weights", timeout_s):
         dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
     largest, smallest = bounds[:, 0], ~bounds[:, 1]

@@ -19,7 +19,8 @@ from auto3d.capture.graph import Value
 from auto3d.partition.stage import Stage
 from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.gradient_sync import GradientSync, Holders, Share
-from auto3d.runtime.lowering import Message, Program
+from auto3d.runtime.program import Message
+from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.weight_versions import WeightVersions
 from auto3d.schedule.operation import Kind
 from auto3d.simulate.costs import Costs
@@ -120,10 +121,6 @@ class EmulatedExchange(Exchange):
         super().__init__(*args, **kwargs)
         self.clock = DeviceClock()
 
-    def start(self, program: Program) -> None:
-        self.clock.idle()
-        super().start(program)
-
     def receive(self, message: Message) -> dict[str, torch.Tensor]:
         with self.clock.needing():
             return super().receive(message)
@@ -142,13 +139,15 @@ class EmulatedSync(GradientSync):
         *,
         sync_bytes: Sequence[float] | None,
         clock: DeviceClock,
+        device: torch.device,
+        run_ahead: RunAhead,
         timeout_s: float,
     ) -> None:
         self._trained = trained
         self._sync_bytes = sync_bytes
         self._clock = clock
         numbers = {n: nn.Parameter(torch.zeros((), dtype=getattr(torch, v.dtype))) for n, v in trained.items()}
-        super().__init__(numbers, holders, timeout_s=timeout_s)
+        super().__init__(numbers, holders, device=device, run_ahead=run_ahead, timeout_s=timeout_s)
         self._piece = torch.zeros(PIECE_BYTES // 4)
 
     def wait(self, stages: Collection[int]) -> None:

@@ -2,10 +2,9 @@
 
 One process group carries the messages to higher ranks and another those to lower ones, and each pair of ranks uses them
 in the sender's order. So nothing depends on tags, which NCCL lacks, and opposite directions never queue behind each
-other.
+other. When a receive is posted is the program's business (``common_order``).
 """
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,14 +12,13 @@ import torch
 import torch.distributed as dist
 
 from auto3d.partition.stage import Transfer
-from auto3d.runtime.lowering import Message, Program
+from auto3d.runtime.program import Message, Program
 from auto3d.runtime.resplit import pieces
+from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.waiting import wait, waiting_for
 from auto3d.runtime.whereabouts import HERE
 from auto3d.runtime.world import new_group
 from auto3d.schedule.operation import Kind
-
-POSTED_AHEAD = 2  # receives that wait for each peer: one being filled while the one before is used
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +37,11 @@ class _Load:
         return tensor.narrow(self.dimension, self.start, self.shape[self.dimension]).contiguous()
 
 
-@dataclass
-class _Posted:
-    message: Message
+@dataclass(frozen=True)
+class _OnItsWay:
+    """What of a message goes to, or comes from, one peer."""
+
+    peer: int
     tensors: list[torch.Tensor]
     works: list[dist.Work]
 
@@ -65,14 +65,16 @@ class Exchange:
         device_of: Mapping[tuple[int, int], int],
         sample_dimensions: Mapping[str, int],
         device: torch.device,
+        run_ahead: RunAhead,
         timeout_s: float,
     ) -> None:
         ranks = list(range(dist.get_world_size()))
-        self._upward, self._downward = new_group(ranks, timeout_s), new_group(ranks, timeout_s)
+        self._upward, self._downward = (new_group(ranks, timeout_s, device=device, messages=True) for _ in range(2))
         self._ranks_of = ranks_of
         self._device_of = device_of
         self._sample_dimensions = sample_dimensions
         self._device = device
+        self._run_ahead = run_ahead
         self._timeout_s = timeout_s
         self._transfers: dict[tuple[int, int], list[Transfer]] = {}
         for transfer in transfers:
@@ -80,21 +82,23 @@ class Exchange:
         self._routes: dict[tuple[Kind, int, int, int], dict[int, list[_Load]]] = {}
         self._names: dict[tuple[Message, int], str] = {}
         self._local: dict[Message, list[torch.Tensor]] = {}
-        self._sent: dict[Message, list[_Posted]] = {}
-        self._posted: dict[int, deque[_Posted]] = {}
-        self._to_post: dict[int, deque[Message]] = {}
+        self._sent: dict[Message, list[_OnItsWay]] = {}
+        self._posted: dict[Message, list[_OnItsWay]] = {}
         self._connect(program)
 
     def values(self, message: Message) -> list[str]:
         """Names of the values that ``message`` carries, activations or gradients of them, in order."""
         return [transfer.value.name for transfer in self._carried(message)]
 
-    def start(self, program: Program) -> None:
-        """Begin ``program``: post the first receives from every peer."""
-        self._to_post = {peer: deque(messages) for peer, messages in self._arrivals_of(program).items()}
-        self._posted = {peer: deque() for peer in self._to_post}
-        for peer in self._to_post:
-            self._post(peer)
+    def post(self, message: Message) -> None:
+        """Let ``message`` come, into memory that is taken for it."""
+        self._posted[message] = []
+        for peer, loads in self._route(message).items():
+            group = self._group(peer, dist.get_rank())
+            tensors = [torch.empty(load.shape, dtype=load.dtype, device=self._device) for load in loads]
+            with waiting_for(self._name(message, peer), self._timeout_s):
+                works = [dist.irecv(tensor, peer, group=group) for tensor in tensors]
+            self._posted[message].append(_OnItsWay(peer, tensors, works))
 
     def send(self, message: Message, tensors: list[torch.Tensor]) -> None:
         if self._is_local(message):
@@ -106,10 +110,10 @@ class Exchange:
             taken = [load.taken_from(tensors[load.number]) for load in loads]
             with waiting_for(f"the receiver of {self._name(message, peer)}", self._timeout_s):
                 works = [dist.isend(tensor, peer, group=group) for tensor in taken]
-            self._sent[message].append(_Posted(message, taken, works))
+            self._sent[message].append(_OnItsWay(peer, taken, works))
 
     def receive(self, message: Message) -> dict[str, torch.Tensor]:
-        """The tensors of ``message`` by value; waits for them.
+        """The tensors of ``message`` by value, which was posted; what is computed with them waits for them.
 
         A gradient is missing where no peer had this rank's copy of the value.
         """
@@ -117,16 +121,18 @@ class Exchange:
         if self._is_local(message):
             return dict(zip(names, self._local.pop(message), strict=True))
         arrived: dict[str, list[tuple[_Load, torch.Tensor]]] = {}
-        for peer, loads in self._route(message).items():
-            for load, tensor in zip(loads, self._receive_from(peer, message), strict=True):
+        for part in self._posted.pop(message):
+            for work in part.works:
+                self._run_ahead.wait(work, self._name(message, part.peer))
+            for load, tensor in zip(self._route(message)[part.peer], part.tensors, strict=True):
                 arrived.setdefault(names[load.number], []).append((load, tensor))
         return {name: _joined(own) for name, own in arrived.items()}
 
     def release(self, message: Message) -> None:
         """Forget a sent message; its receivers have it, or are about to."""
-        for peer, entry in zip(self._route(message), self._sent.pop(message), strict=True):
-            for work in entry.works:
-                wait(work, timeout_s=self._timeout_s, what=f"the receiver of {self._name(message, peer)}")
+        for part in self._sent.pop(message):
+            for work in part.works:
+                self._run_ahead.wait(work, f"the receiver of {self._name(message, part.peer)}")
 
     def end(self) -> None:
         """End the program: forget what was sent."""
@@ -142,7 +148,7 @@ class Exchange:
         own = dist.get_rank()
         sends = {m for step in program.steps for m in step.sends if not self._is_local(m)}
         pairs = {(own, peer) for message in sends for peer in self._route(message)}
-        pairs |= {(peer, own) for peer in self._arrivals_of(program)}
+        pairs |= {(peer, own) for step in program.steps for message in step.posts for peer in self._route(message)}
         for source, target in sorted(pairs, key=lambda pair: (min(pair), max(pair), pair)):
             element = torch.zeros(1, device=self._device)
             group = self._group(source, target)
@@ -155,40 +161,6 @@ class Exchange:
                 )
             wait(work, timeout_s=self._timeout_s, what=what)
 
-    def _arrivals_of(self, program: Program) -> dict[int, list[Message]]:
-        """Peer -> its messages to this rank, in the order it sends them."""
-        arrivals: dict[int, list[Message]] = {}
-        for messages in program.arrivals.values():
-            for message in messages:
-                for peer in self._route(message):
-                    arrivals.setdefault(peer, []).append(message)
-        return arrivals
-
-    def _receive_from(self, peer: int, message: Message) -> list[torch.Tensor]:
-        posted = self._posted[peer]
-        while all(entry.message != message for entry in posted):  # a schedule may consume out of the sender's order
-            self._post_next(peer)
-        entry = next(entry for entry in posted if entry.message == message)
-        for work in entry.works:
-            wait(work, timeout_s=self._timeout_s, what=self._name(message, peer))
-        posted.remove(entry)
-        self._post(peer)
-        return entry.tensors
-
-    def _post(self, peer: int) -> None:
-        while len(self._posted[peer]) < POSTED_AHEAD and self._to_post[peer]:
-            self._post_next(peer)
-
-    def _post_next(self, peer: int) -> None:
-        message = self._to_post[peer].popleft()
-        group = self._group(peer, dist.get_rank())
-        tensors = [
-            torch.empty(load.shape, dtype=load.dtype, device=self._device) for load in self._route(message)[peer]
-        ]
-        with waiting_for(self._name(message, peer), self._timeout_s):
-            works = [dist.irecv(tensor, peer, group=group) for tensor in tensors]
-        self._posted[peer].append(_Posted(message, tensors, works))
-
     def _name(self, message: Message, peer: int) -> str:
         key = message, peer
         if key not in self._names:  # every wait tells it, and every iteration has the same messages
@@ -199,13 +171,17 @@ class Exchange:
         return self._device_of[message.source, message.pipe] == self._device_of[message.target, message.pipe]
 
     def _route(self, message: Message) -> dict[int, list[_Load]]:
-        """Peer -> what of ``message`` this rank sends it, or receives from it; the same for every micro-batch."""
+        """Peer -> what of ``message`` this rank sends it, or receives from it; the same for every micro-batch.
+
+        Peers are in the order of their ranks. Where several ranks send one message to several, all then do so in one
+        common order: that of the senders, and for each that of its receivers.
+        """
         key = (message.kind, message.source, message.target, message.pipe)
         if key not in self._routes:
             route: dict[int, list[_Load]] = {}
             for peer, load in self._loads(message):
                 route.setdefault(peer, []).append(load)
-            self._routes[key] = route
+            self._routes[key] = dict(sorted(route.items()))
         return self._routes[key]
 
     def _loads(self, message: Message) -> Iterator[tuple[int, _Load]]:

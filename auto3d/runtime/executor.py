@@ -13,13 +13,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from auto3d.runtime.data import Batches
 from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.gradient_sync import GradientSync
-from auto3d.runtime.lowering import Message, Program, Replica, Step
 from auto3d.runtime.optimizer import update
 from auto3d.runtime.out_of_memory import MemoryWatch
+from auto3d.runtime.program import Beginning, GradientSum, LossSum, Message, Program, Replica, Step
 from auto3d.runtime.randomness import Randomness
+from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.stage import StageModule
 from auto3d.runtime.waiting import wait, waiting_for
-from auto3d.runtime.whereabouts import HERE
 from auto3d.schedule.operation import Kind
 
 
@@ -43,6 +43,8 @@ class Executor:
         *,
         exchange: Exchange,
         sync: GradientSync,
+        everyone: dist.ProcessGroup,
+        run_ahead: RunAhead,
         batches: Batches,
         randomness: Randomness,
         first_micro_batch: int,
@@ -57,6 +59,8 @@ class Executor:
         self._optimizers = optimizers
         self._exchange = exchange
         self._sync = sync
+        self._everyone = everyone
+        self._run_ahead = run_ahead
         self._batches = batches
         self._randomness = randomness
         self._first_micro_batch = first_micro_batch
@@ -67,19 +71,20 @@ class Executor:
         self._asked_to_end = asked_to_end
         self._timeout_s = timeout_s
         self._program: Program | None = None  # that runs
-        self._unsynced: set[Replica] = set()  # whose gradient sync has not begun since its last update
         self._updates: Counter[Replica] = Counter()  # in this program
         self._totals: tuple[float, float, bool] | None = None  # what _reduce_totals gave for this iteration
         self._ended = 0  # iterations of this program, on this rank
         self._ended_at = 0.0
-        self._reducing: deque[tuple[dist.Work, torch.Tensor, float]] = deque()  # totals and seconds of ended iterations
+        # Of an asynchronous program's ended iterations: totals and seconds, before their sum begins and until it ends.
+        self._unsummed: deque[tuple[torch.Tensor, float]] = deque()
+        self._summed: deque[tuple[dist.Work, torch.Tensor, float]] = deque()
         self._run = {
             Kind.FORWARD: self._forward,
             Kind.RECOMPUTE: self._recompute,
             Kind.BACKWARD: self._backward,
             Kind.BACKWARD_INPUT: self._backward,
             Kind.BACKWARD_WEIGHT: self._backward_weight,
-            Kind.SYNC: self._start_sync,
+            Kind.SYNC: lambda step: None,  # from it on the program may begin the sum
             Kind.UPDATE: self._update,
         }
 
@@ -90,13 +95,20 @@ class Executor:
         """
         self._start(program, first_iteration)
         for step in program.steps:
-            HERE.is_at(f"in iteration {self._iteration_of(step)} at {step.operation} of stage {step.operation.stage}")
+            self._run_ahead.begin(
+                f"in iteration {self._iteration_of(step)} at {step.operation} of stage {step.operation.stage}"
+            )
             with self._memory.during(step.operation):
+                for beginning in step.begins:
+                    self._begin(beginning)
                 self._run[step.operation.kind](step)
+            self._run_ahead.end()
             if step.operation.kind is Kind.UPDATE and step is not program.steps[-1] and self._iteration_is_over():
                 yield from self._end_iteration()
         self._exchange.end()
         yield from self._end_iteration()
+        while self._unsummed:
+            self._begin_loss_sum()
         yield from self._arrived_losses(wait_for_all=True)
 
     def _iteration_of(self, step: Step) -> int:
@@ -108,14 +120,21 @@ class Executor:
     def _start(self, program: Program, first_iteration: int) -> None:
         self._program = program
         self._randomness.iteration = first_iteration
-        self._unsynced = set(self._stages)
         self._updates.clear()
         self._totals = None
         self._ended, self._ended_at = 0, perf_counter()
         for replica, stage in self._stages.items():
             stage.weights.start(program.versions[replica])
         self._sync.zero({stage for stage, _ in self._stages})
-        self._exchange.start(program)
+
+    def _begin(self, beginning: Beginning) -> None:
+        match beginning:
+            case Message():
+                self._exchange.post(beginning)
+            case GradientSum():
+                self._sync.begin(beginning.stages)
+            case LossSum():
+                self._begin_loss_sum()
 
     def _forward(self, step: Step) -> None:
         stage = self._stages[_replica(step)]
@@ -146,11 +165,6 @@ class Executor:
         for micro_batch in step.operation.micro_batches:
             self._stages[_replica(step)].backward_weight(micro_batch)
 
-    def _start_sync(self, step: Step) -> None:
-        self._unsynced.discard(_replica(step))
-        still_used = {name for replica in self._unsynced for name in self._stages[replica].stage.state}
-        self._sync.start(self._stages[_replica(step)].stage, still_used)
-
     def _update(self, step: Step) -> None:
         replica = _replica(step)
         if not self._clip_norm:  # no need to wait for ranks that still run backwards
@@ -167,7 +181,6 @@ class Executor:
             if self._updates[replica] % self._program.updates == 0:  # the rate changes from iteration to iteration
                 learning_rate.step()
         if self._program.asynchronous:
-            self._unsynced.add(replica)
             self._sync.zero({replica[0]})
 
     def _reduce_totals(self) -> tuple[float, float, bool]:
@@ -180,9 +193,12 @@ class Executor:
         totals[0] = self._take_loss(0)
         totals[1] = self._sync.squared_norm()
         totals[2] = self._asked_to_end()
-        with waiting_for("the loss and gradient norm of all ranks", self._timeout_s):
-            dist.all_reduce(totals)
-            loss, squared_norm, asked = totals.tolist()  # with NCCL it is this that waits
+        what = "the loss and gradient norm of all ranks"
+        with waiting_for(what, self._timeout_s):
+            work = dist.all_reduce(totals, group=self._everyone, async_op=True)
+        self._run_ahead.wait(work, what)
+        self._run_ahead.catch_up()
+        loss, squared_norm, asked = totals.tolist()
         return loss, squared_norm**0.5, asked > 0
 
     def _take_loss(self, iteration: int) -> torch.Tensor | float:
@@ -198,25 +214,29 @@ class Executor:
         """Note the end of an iteration on this rank; yields the results that are known by now, of any iteration."""
         if not self._program.asynchronous and self._totals is None:
             self._totals = self._reduce_totals()
-        if self._device.type == "cuda":  # whose update is still queued; other streams wait for messages of later steps
-            torch.cuda.current_stream(self._device).synchronize()
+        self._run_ahead.catch_up()
         now = perf_counter()
         seconds, self._ended_at = now - self._ended_at, now
         if self._program.asynchronous:
-            # Waiting for it here would be a flush: other ranks are not as far.
             totals = torch.zeros(2, dtype=torch.float64, device=self._device)
             totals[0] = self._take_loss(self._ended)
             totals[1] = self._asked_to_end()
-            with waiting_for("the loss of all ranks", self._timeout_s):
-                self._reducing.append((dist.all_reduce(totals, async_op=True), totals, seconds))
+            self._unsummed.append((totals, seconds))
             yield from self._arrived_losses(wait_for_all=False)
         else:
             yield IterationResult(*self._totals, seconds)
         self._ended += 1
 
+    def _begin_loss_sum(self) -> None:
+        """Of the first iteration whose sum has not begun. Nobody waits here: other ranks are not as far."""
+        totals, seconds = self._unsummed.popleft()
+        with waiting_for("the loss of all ranks", self._timeout_s):
+            work = dist.all_reduce(totals, group=self._everyone, async_op=True)
+        self._summed.append((work, totals, seconds))
+
     def _arrived_losses(self, *, wait_for_all: bool) -> Iterator[IterationResult]:
-        while self._reducing and (wait_for_all or self._reducing[0][0].is_completed()):
-            work, totals, seconds = self._reducing.popleft()
+        while self._summed and (wait_for_all or self._summed[0][0].is_completed()):
+            work, totals, seconds = self._summed.popleft()
             wait(work, timeout_s=self._timeout_s, what="the loss of all ranks")
             loss, asked = totals.tolist()
             yield IterationResult(loss, None, asked > 0, seconds)

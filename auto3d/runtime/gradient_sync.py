@@ -9,8 +9,9 @@ from torch import nn
 
 from auto3d.partition.stage import Stage
 from auto3d.plan import Plan
-from auto3d.runtime.waiting import wait, waiting_for
-from auto3d.runtime.world import new_group
+from auto3d.runtime.run_ahead import RunAhead
+from auto3d.runtime.waiting import waiting_for
+from auto3d.runtime.world import connect, new_group
 from auto3d.schedule.operation import Schedule
 
 ROW = 4096  # elements whose squares are summed in a buffer's own precision, for the norm
@@ -58,11 +59,14 @@ class GradientSync:
         holders: Mapping[str, Holders],
         *,
         alone: Collection[str] = (),
+        device: torch.device,
+        run_ahead: RunAhead,
         timeout_s: float,
     ) -> None:
+        self._run_ahead = run_ahead
         self._timeout_s = timeout_s
-        shared = [each for each in sorted(set(holders.values())) if len(each.ranks) > 1]
-        self._groups = {each: new_group(each.ranks, timeout_s) for each in shared}
+        several = [each for each in sorted(set(holders.values())) if len(each.ranks) > 1]
+        self._groups = {each: new_group(each.ranks, timeout_s, device=device) for each in several}
         self._names: dict[Share, list[str]] = {}
         self._alone = [(parameters[name], holders[name]) for name in alone]
         for name in holders:  # whose order all ranks share; the order in which stages use parameters they do not
@@ -72,34 +76,22 @@ class GradientSync:
             share: _flat_gradients([parameters[name] for name in names]) for share, names in self._names.items()
         }
         self._works: list[tuple[dist.Work, Holders]] = []
-        self._unsynced: dict[Share, set[str]] = {}
-        self._connect()
-
-    def _connect(self) -> None:
-        """Use each own group once: NCCL connects at a group's first use, which must not be between messages."""
-        for holders, group in self._groups.items():
-            if dist.get_rank() in holders.ranks:
-                device = next(iter(self._buffers.values())).device
-                with waiting_for(f"a connection between {holders}", self._timeout_s):
-                    dist.all_reduce(torch.zeros(1, device=device), group=group)
+        for each, group in self._groups.items():  # before the first message, for it blocks
+            if dist.get_rank() in each.ranks:
+                connect(group, device=device, what=str(each), timeout_s=timeout_s)
 
     def zero(self, stages: Collection[int]) -> None:
         """Begin the gradients of ``stages`` anew."""
         for parameter, holders in self._alone:
             if _concerns(holders, stages):
                 parameter.grad = None
-        for share, names in self._names.items():
+        for share in self._names:
             if _concerns(share[0], stages):
                 self._buffers[share].zero_()
-                if share[0] in self._groups:
-                    self._unsynced[share] = set(names)
 
-    def start(self, stage: Stage, still_used: set[str]) -> None:
-        """Begin the sums that ``stage`` completes; ``still_used`` is the state of this rank's stages not yet synced."""
-        for share in sorted(self._unsynced):
-            if self._unsynced[share].isdisjoint(stage.state) or not self._unsynced[share].isdisjoint(still_used):
-                continue
-            del self._unsynced[share]
+    def begin(self, stages: Sequence[int]) -> None:
+        """Begin the sums of the gradients of what exactly these ``stages`` use."""
+        for share in sorted(share for share in self._buffers if share[0].stages == tuple(stages)):
             holders, _ = share
             with waiting_for(f"the gradient all-reduce of {holders}", self._timeout_s):
                 for piece in self._pieces(share):
@@ -114,7 +106,7 @@ class GradientSync:
         """Wait for the sums of the gradients of ``stages``."""
         for work, holders in self._works:
             if _concerns(holders, stages):
-                wait(work, timeout_s=self._timeout_s, what=f"the gradient all-reduce of {holders}")
+                self._run_ahead.wait(work, f"the gradient all-reduce of {holders}")
         self._works = [(work, holders) for work, holders in self._works if not _concerns(holders, stages)]
 
     def squared_norm(self) -> torch.Tensor | float:

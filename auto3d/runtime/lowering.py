@@ -1,64 +1,32 @@
-"""Operations -> programs: a schedule's operations with the messages that each receives, sends and may forget.
+"""Operations -> programs: a schedule's operations with the messages and the sums over ranks that go with each.
 
-Schedules do not write sends and receives; this pass derives them from the values that cross stages.
+Schedules do not write sends, receives and collectives; this pass derives them from the values that cross stages and
+from the weights that ranks share.
 """
 
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
+from heapq import heappop, heappush
 
 from auto3d.partition.stage import Transfer
+from auto3d.runtime.common_order import beginnings, check_progress, common_order
+from auto3d.runtime.program import Beginning, Message, Program, Replica, Step
 from auto3d.schedule.check import ScheduleError
 from auto3d.schedule.operation import Kind, Operation, Schedule
 
-Replica = tuple[int, int]  # (stage, pipe)
+# How long operations take, for the common order of steps, which should follow real times.
+_UNITS = {Kind.BACKWARD: 2}
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    """What one micro-batch brings from stage ``source`` to stage ``target``: activations (F) or their gradients (B)."""
-
-    kind: Kind
-    source: int
-    target: int
-    micro_batch: int
-    pipe: int = 0
-
-    def __str__(self) -> str:
-        what = "activations" if self.kind is Kind.FORWARD else "gradients"
-        user = Operation(self.kind, self.target, (self.micro_batch,), self.pipe)
-        return f"{what} for {user} from stage {self.source}"
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One operation with its messages; those in ``releases`` were sent earlier and are known to have been consumed."""
-
-    operation: Operation
-    receives: tuple[Message, ...]
-    sends: tuple[Message, ...]
-    releases: tuple[Message, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Program:
-    """What one pipeline device does in an iteration or, if they overlap, in several."""
-
-    steps: tuple[Step, ...]
-    arrivals: dict[int, tuple[Message, ...]]  # peer device -> its messages to this device, in the order it sends them
-    versions: dict[Replica, dict[int, int]] = field(default_factory=dict)
-    """Of each own stage: micro-batch -> how many of the program's updates its forward and backward see."""
-    iterations: int = 1
-    updates: int = 1  # of each stage in an iteration
-    asynchronous: bool = False  # a stage is updated by itself, not after the backwards of all
-
-
-def lower(schedule: Schedule, transfers: Sequence[Transfer]) -> tuple[Program, ...]:
+def lower(
+    schedule: Schedule, transfers: Sequence[Transfer], shared: Collection[tuple[int, ...]] = ()
+) -> tuple[Program, ...]:
     """The program of each pipeline device; raises ScheduleError if the operations cannot all run.
 
-    Walks the operations in an order in which they can run, with a vector clock per device: a send may be forgotten
-    from the first step at which a chain of messages proves that its receiver has consumed it. So no device ever waits
-    for a send, and none holds a tensor longer than it must.
+    ``shared`` are the sets of stages whose parameters have gradients to be summed over ranks: (0,) stands for what
+    stage 0 alone uses, (0, 3) for what the stages 0 and 3 share.
+
+    When receives are posted, and sums begun, is told in ``common_order``.
     """
     downstream: dict[int, list[int]] = defaultdict(list)
     upstream: dict[int, list[int]] = defaultdict(list)
@@ -81,61 +49,137 @@ def lower(schedule: Schedule, transfers: Sequence[Transfer]) -> tuple[Program, .
             return received, [Message(Kind.BACKWARD, stage, source, m, pipe) for m in numbers for source in makers]
         return [], []
 
-    consumed_at = {
-        message: index
-        for operations in schedule.operations
-        for index, operation in enumerate(operations)
-        for message in messages(operation)[0]
-    }
-    steps: list[list[Step]] = [[] for _ in schedule.operations]
-    arrivals: list[dict[int, list[Message]]] = [defaultdict(list) for _ in schedule.operations]
-    clock = [[0] * schedule.devices for _ in schedule.operations]  # [device][peer]: steps of peer known to be done
-    sent_at: dict[Message, list[int]] = {}  # the sender's clock
-    unreleased: list[list[Message]] = [[] for _ in schedule.operations]
+    received: list[list[list[Message]]] = [[] for _ in schedule.operations]  # by device and step
+    sent: list[list[list[Message]]] = [[] for _ in schedule.operations]
+    walked: list[tuple[int, int]] = []  # when each step ends, and its device
+    syncs = _Syncs(schedule, shared)
+    ends = [0] * schedule.devices
+    sent_at: dict[Message, int] = {}  # the end of the sender's step
 
     def advance(device: int) -> bool:
-        operation = schedule.operations[device][len(steps[device])]
+        operation = schedule.operations[device][len(sent[device])]
         receives, sends = messages(operation)
-        if any(message not in sent_at for message in receives):
+        if any(message not in sent_at for message in receives) or not syncs.are_done_for(operation):
             return False
-        for message in receives:
-            clock[device] = [max(pair) for pair in zip(clock[device], sent_at[message], strict=True)]
-        clock[device][device] += 1
-        releases = [
-            m for m in unreleased[device] if clock[device][schedule.device_of[m.target, m.pipe]] > consumed_at[m]
-        ]
-        unreleased[device] = [m for m in unreleased[device] if m not in releases]
-        for message in sends:
-            sent_at[message] = list(clock[device])
-            peer = schedule.device_of[message.target, message.pipe]
-            if peer != device:
-                arrivals[peer][device].append(message)
-                unreleased[device].append(message)
-        steps[device].append(Step(operation, tuple(receives), tuple(sends), tuple(releases)))
+        begin = max([ends[device], syncs.end_for(operation), *map(sent_at.__getitem__, receives)])
+        ends[device] = begin + _UNITS.get(operation.kind, 1) * len(operation.micro_batches)
+        syncs.note(operation, ends[device])
+        walked.append((ends[device], device))
+        sent_at.update(dict.fromkeys(sends, ends[device]))
+        received[device].append(receives)
+        sent[device].append(sends)
         return True
 
     pending = set(range(schedule.devices))
     while pending:
         moved = False
         for device in sorted(pending):
-            while len(steps[device]) < len(schedule.operations[device]) and advance(device):
+            while len(sent[device]) < len(schedule.operations[device]) and advance(device):
                 moved = True
-            if len(steps[device]) == len(schedule.operations[device]):
+            if len(sent[device]) == len(schedule.operations[device]):
                 pending.discard(device)
         if pending and not moved:
-            stuck = ", ".join(f"device {d} at {schedule.operations[d][len(steps[d])]}" for d in sorted(pending))
+            stuck = ", ".join(f"device {d} at {schedule.operations[d][len(sent[d])]}" for d in sorted(pending))
             raise ScheduleError(f"deadlock: {stuck}")
-    return tuple(
+    begun = beginnings(schedule, sent, common_order(walked, schedule.devices), shared)
+    released = _releases([device for _, device in walked], received, sent, begun)
+    programs = tuple(
         Program(
-            steps=tuple(own),
-            arrivals={peer: tuple(order) for peer, order in arrived.items()},
+            steps=tuple(
+                Step(operation, begins, tuple(receives), tuple(sends), tuple(releases))
+                for operation, begins, receives, sends, releases in zip(
+                    operations, begun[device], received[device], sent[device], released[device], strict=True
+                )
+            ),
             versions=_versions(schedule, device),
             iterations=schedule.iterations,
             updates=schedule.updates,
             asynchronous=bool(schedule.weight_version),
         )
-        for device, (own, arrived) in enumerate(zip(steps, arrivals, strict=True))
+        for device, operations in enumerate(schedule.operations)
     )
+    check_progress(programs, schedule.device_of)
+    return programs
+
+
+def _releases(
+    walk: Sequence[int],
+    received: Sequence[Sequence[Sequence[Message]]],
+    sent: Sequence[Sequence[Sequence[Message]]],
+    begun: Sequence[Sequence[Sequence[Beginning]]],
+) -> list[list[list[Message]]]:
+    """Per device and step, the messages sent earlier that it may forget.
+
+    By a vector clock of each device: from the first step at which a chain of messages proves that the receiver has
+    posted the message. So no device ever waits for a send for longer than its transfer takes, and none holds a tensor
+    longer than it must. ``walk`` has the devices of all steps, in an order in which they can run.
+    """
+    posted_before = {  # the receiver, and its step
+        one: (device, number)
+        for device, steps in enumerate(begun)
+        for number, beginnings in enumerate(steps)
+        for one in beginnings
+        if isinstance(one, Message)
+    }
+    devices = len(sent)
+    released: list[list[list[Message]]] = [[] for _ in range(devices)]
+    clock = [[0] * devices for _ in range(devices)]  # [device][peer]: steps of peer known to be done
+    sent_at: dict[Message, list[int]] = {}  # the sender's clock
+    # [device][peer]: what it sent there, each with the peer's step before which it is posted, and a number against ties
+    unreleased: list[dict[int, list[tuple[int, int, Message]]]] = [defaultdict(list) for _ in range(devices)]
+    for device in walk:
+        step = len(released[device])
+        for message in received[device][step]:
+            clock[device] = [max(pair) for pair in zip(clock[device], sent_at[message], strict=True)]
+        clock[device][device] += 1
+        released[device].append([])
+        for peer, waiting in unreleased[device].items():
+            while waiting and waiting[0][0] < clock[device][peer]:
+                released[device][step].append(heappop(waiting)[2])
+        for message in sent[device][step]:
+            sent_at[message] = list(clock[device])
+            if message in posted_before:
+                peer, before = posted_before[message]
+                heappush(unreleased[device][peer], (before, len(sent_at), message))
+    return released
+
+
+class _Syncs:
+    """Which syncs an update comes after.
+
+    In a synchronous schedule it comes after all: its norm is that of all gradients. Else after those of the stages that
+    share parameters with its own.
+    """
+
+    def __init__(self, schedule: Schedule, shared: Collection[tuple[int, ...]]) -> None:
+        self._ends: dict[Replica, list[int]] = {replica: [] for replica in schedule.device_of}
+        self._updates: Counter[Replica] = Counter()
+        self._before: dict[int, list[Replica]] = {}
+        for stage in range(schedule.stages):
+            together = {stage}.union(*(stages for stages in shared if stage in stages))
+            self._before[stage] = [
+                replica for replica in self._ends if not schedule.weight_version or replica[0] in together
+            ]
+
+    def are_done_for(self, operation: Operation) -> bool:
+        number = self._updates[operation.stage, operation.pipe]
+        return operation.kind is not Kind.UPDATE or all(
+            len(self._ends[replica]) > number for replica in self._before[operation.stage]
+        )
+
+    def end_for(self, operation: Operation) -> int:
+        """When the last of them ends; 0 where ``operation`` is no update."""
+        if operation.kind is not Kind.UPDATE:
+            return 0
+        number = self._updates[operation.stage, operation.pipe]
+        return max(self._ends[replica][number] for replica in self._before[operation.stage])
+
+    def note(self, operation: Operation, end: int) -> None:
+        replica = operation.stage, operation.pipe
+        if operation.kind is Kind.SYNC:
+            self._ends[replica].append(end)
+        elif operation.kind is Kind.UPDATE:
+            self._updates[replica] += 1
 
 
 def _versions(schedule: Schedule, device: int) -> dict[Replica, dict[int, int]]:

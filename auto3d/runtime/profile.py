@@ -28,6 +28,7 @@ from auto3d.runtime.gradient_sync import GradientSync, Holders
 from auto3d.runtime.materialize import materialize
 from auto3d.runtime.optimizer import build_optimizer
 from auto3d.runtime.randomness import Randomness
+from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.stage import StageModule
 from auto3d.runtime.waiting import wait, waiting_for
@@ -127,6 +128,7 @@ class _Bench:
     ) -> None:
         self._models, self._settings, self._data = models, settings, data
         self._world, self._device, self._report = world, device, report
+        self._everyone = new_group(range(world.size), settings.timeout_s, device=device)
         first = models[0].captured
         constants = first.exported.constants
         names = {name for model in models for stage in model.distinct for name in stage.state}
@@ -193,7 +195,7 @@ class _Bench:
         counts = _counts(self._world.size, least=2)
         rows = []
         for members in counts:
-            group = new_group(range(members), self._settings.timeout_s)
+            group = new_group(range(members), self._settings.timeout_s, device=self._device)
             row = []
             for size in REDUCE_SIZES:
                 content = torch.zeros(size // 4, device=self._device)
@@ -213,7 +215,9 @@ class _Bench:
     def update_s(self) -> float:
         """Of one parameter, as the executor does it: zeroing, norm and scaling of gradients, and the optimizer."""
         own = {name: Holders((self._world.rank,), (0,)) for name in self._trained}
-        sync = GradientSync(self._trained, own, timeout_s=self._settings.timeout_s)
+        timeout_s = self._settings.timeout_s
+        run_ahead = RunAhead(self._device, timeout_s)
+        sync = GradientSync(self._trained, own, device=self._device, run_ahead=run_ahead, timeout_s=timeout_s)
         optimizer, _ = build_optimizer(list(self._trained.values()), self._settings.optimizer, iterations=1)
         each = []
         for _ in range(2 * ROUNDS):
@@ -272,7 +276,8 @@ class _Bench:
         other = 1 - self._world.rank
         for sends in (self._world.rank == 0, self._world.rank == 1):
             with waiting_for("a message", self._settings.timeout_s):
-                work = dist.isend(content, other) if sends else dist.irecv(content, other)
+                exchange = dist.isend if sends else dist.irecv
+                work = exchange(content, other, group=self._everyone)
             wait(work, timeout_s=self._settings.timeout_s, what="a message")
 
     @staticmethod
@@ -292,7 +297,7 @@ class _Bench:
         return self._sum(value if self._world.rank == 0 else 0.0)
 
     def _sum(self, value: float) -> float:
-        total = torch.tensor([value], dtype=torch.float64, device=self._device)
+        total = torch.tensor([value], dtype=torch.float64)
         with waiting_for("the other ranks of the profile", self._settings.timeout_s):
             dist.all_reduce(total)
             return float(total)

@@ -21,15 +21,17 @@ from auto3d.runtime.emulated import DeviceClock, EmulatedExchange, EmulatedStage
 from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.executor import Executor
 from auto3d.runtime.gradient_sync import GradientSync, Holders, holders
-from auto3d.runtime.lowering import Program, Replica, lower
+from auto3d.runtime.lowering import lower
 from auto3d.runtime.materialize import materialize
 from auto3d.runtime.optimizer import build_optimizer, make_state, state_by_parameter
 from auto3d.runtime.out_of_memory import MemoryWatch
+from auto3d.runtime.program import Program, Replica
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.replicas import replicas_of_devices, resplit_dimensions, share_of
+from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.settings import TrainingSettings, state_copies
 from auto3d.runtime.stage import StageModule
-from auto3d.runtime.world import World, new_group
+from auto3d.runtime.world import World, connect, new_group
 from auto3d.schedule import SCHEDULES, samples_at_once, schedule_of
 from auto3d.schedule.asynchronous import check_trainable
 from auto3d.schedule.carried_buffers import check_carried_buffers
@@ -154,12 +156,17 @@ def build_rank(
     if emulation is not None:
         stages = emulation.stages(stages)
     transfers = [transfer for stage in stages for transfer in stage.received]
-    programs = _programs(schedules, transfers, position)
+    all_holders = holders(plan, schedule, stages, trained)
+    shared = {each.stages for each in all_holders.values() if len(each.ranks) > 1}
+    programs = _programs(schedules, transfers, shared, position)
     copies = state_copies(settings.optimizer)
     memory = MemoryWatch(position, predict(captured.graph, plan, schedule, optimizer_copies=copies)[position])
     own = {replica: stages[replica[0]] for replica, home in schedule.device_of.items() if home == position}
 
-    # Process groups are made in the same order everywhere: first the exchange's, then the gradient sync's.
+    run_ahead = RunAhead(device, settings.timeout_s)
+    # Process groups are made, and connected, in the same order everywhere.
+    everyone = new_group(range(world.size), settings.timeout_s, device=device)
+    connect(everyone, device=device, what="all ranks", timeout_s=settings.timeout_s)
     exchange = (Exchange if emulation is None else EmulatedExchange)(
         programs[0],
         transfers,
@@ -169,35 +176,49 @@ def build_rank(
         device_of=schedule.device_of,
         sample_dimensions=dimensions,
         device=device,
+        run_ahead=run_ahead,
         timeout_s=settings.timeout_s,
     )
     micro_batches = plan.micro_batches * schedule.parts
     numbers = {"first_micro_batch": replica * micro_batches, "micro_batches": micro_batches}
     share = {"part": part, "replicas": replicas}
     randomness = Randomness(plan.seed, **numbers, **share, device=device)
-    all_holders = holders(plan, schedule, stages, trained)
     if emulation is None:
         tensors = _state(captured, own, memory, device=device, seed=plan.seed, given=state)
         learning = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
         with memory.during("the making of its gradients"):
             alone = {} if schedule.weight_version else _alone(own, learning, all_holders)
-            sync = GradientSync(learning, all_holders, alone=alone, timeout_s=settings.timeout_s)
+            sync = GradientSync(
+                learning, all_holders, alone=alone, device=device, run_ahead=run_ahead, timeout_s=settings.timeout_s
+            )
         loss_weight = schedule.updates / (plan.dp * micro_batches * replicas)
         modules = _stage_modules(
             own, captured, plan, schedule, tensors, loss_weight=loss_weight, randomness=randomness, device=device
         )
     else:
         tensors, learning = {}, {}
-        modules, sync = _emulated(own, captured, plan, schedule, all_holders, exchange.clock, settings, device=device)
+        modules = _emulated_stages(own, captured, plan, schedule, exchange.clock, settings, device=device)
+        names = {name for stage in own.values() for name in stage.state if name in all_holders}
+        sync = EmulatedSync(
+            {name: captured.graph.parameters[name] for name in all_holders if name in names},
+            all_holders,
+            sync_bytes=emulation.each("sync_bytes", len(plan.stages)),
+            clock=exchange.clock,
+            device=device,
+            run_ahead=run_ahead,
+            timeout_s=settings.timeout_s,
+        )
     shared_by = None
     if plan.shard_optimizer:
-        shared_by = [new_group(ranks, settings.timeout_s) for ranks in plan.placement][position]
+        shared_by = [new_group(ranks, settings.timeout_s, device=device) for ranks in plan.placement][position]
     optimizers = _optimizers(own, learning, settings, shared_by)
     executor = Executor(
         modules,
         optimizers,
         exchange=exchange,
         sync=sync,
+        everyone=everyone,
+        run_ahead=run_ahead,
         batches=Batches(data, seed=plan.seed, global_batch=plan.global_batch, micro_batch_size=samples, **share),
         randomness=randomness,
         **numbers,
@@ -222,13 +243,15 @@ def build_rank(
     return rank
 
 
-def _programs(schedules: Sequence[Schedule], transfers: Sequence[Transfer], position: int) -> tuple[Program, ...]:
+def _programs(
+    schedules: Sequence[Schedule], transfers: Sequence[Transfer], shared: Collection[tuple[int, ...]], position: int
+) -> tuple[Program, ...]:
     """What pipeline device ``position`` runs of each of ``schedules``, which differ in their iterations alone."""
     lowered: dict[int, Program] = {}
     for schedule in schedules:
         if schedule.iterations not in lowered:
             check(schedule)
-            lowered[schedule.iterations] = lower(schedule, transfers)[position]
+            lowered[schedule.iterations] = lower(schedule, transfers, shared)[position]
     return tuple(lowered[schedule.iterations] for schedule in schedules)
 
 
@@ -289,34 +312,23 @@ def _stage_modules(
     }
 
 
-def _emulated(
+def _emulated_stages(
     own: Mapping[Replica, Stage],
     captured: CapturedModel,
     plan: Plan,
     schedule: Schedule,
-    holders: Mapping[str, Holders],
     clock: DeviceClock,
     settings: TrainingSettings,
     *,
     device: torch.device,
-) -> tuple[dict[Replica, EmulatedStage], EmulatedSync]:
-    emulation = settings.emulation
-    costs = emulation.costs(captured.graph, plan.stages, schedule)
-    stages = {
+) -> dict[Replica, EmulatedStage]:
+    costs = settings.emulation.costs(captured.graph, plan.stages, schedule)
+    return {
         (number, pipe): EmulatedStage(
             stage, costs, parts=schedule.parts, recompute=number in schedule.recompute, clock=clock, device=device
         )
         for (number, pipe), stage in own.items()
     }
-    names = {name for stage in own.values() for name in stage.state}
-    sync = EmulatedSync(
-        {name: captured.graph.parameters[name] for name in holders if name in names},
-        holders,
-        sync_bytes=emulation.each("sync_bytes", len(plan.stages)),
-        clock=clock,
-        timeout_s=settings.timeout_s,
-    )
-    return stages, sync
 
 
 def _optimizers(

@@ -11,9 +11,9 @@ from auto3d.plan import Plan, PlanError
 from auto3d.runtime.checkpoint import CheckpointError, Checkpoints, load, newest, save
 from auto3d.runtime.data import DataSettings
 from auto3d.runtime.executor import IterationResult
-from auto3d.runtime.lowering import Program
 from auto3d.runtime.memory import PeakMemory
 from auto3d.runtime.optimizer import advance
+from auto3d.runtime.program import Program
 from auto3d.runtime.rank import Rank, build_rank
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.waiting import waiting_for
@@ -75,12 +75,12 @@ def train(
             if checkpoints and ends:
                 break
         seconds = [result.seconds for result in results]
-        slowest_s = _of_all_ranks(seconds, torch.float64, device, timeout_s=settings.timeout_s).max(dim=0).values
+        slowest_s = _of_all_ranks(seconds, torch.float64, timeout_s=settings.timeout_s).max(dim=0).values
         facts = {"iteration_s": slowest_s.tolist(), "first_iteration": first}
         facts["asked_to_end"] = done < settings.iterations
         if settings.emulation is not None:
             return TrainingResult(loss=[], grad_norm=[], peak_bytes=[], **facts)
-        peaks = _of_all_ranks([memory.bytes()], torch.int64, device, timeout_s=settings.timeout_s)
+        peaks = _of_all_ranks([memory.bytes()], torch.int64, timeout_s=settings.timeout_s)
         return TrainingResult(
             loss=[result.loss for result in results],
             grad_norm=[result.grad_norm for result in results],
@@ -124,12 +124,10 @@ def _from(programs: Sequence[Program], iteration: int) -> Iterator[Program]:
         begins += program.iterations
 
 
-def _of_all_ranks(
-    values: Sequence[float] | Sequence[int], dtype: torch.dtype, device: torch.device, *, timeout_s: float
-) -> torch.Tensor:
+def _of_all_ranks(values: Sequence[float] | Sequence[int], dtype: torch.dtype, *, timeout_s: float) -> torch.Tensor:
     """[ranks, values]: what each rank gave, on every rank."""
-    own = torch.tensor(values, device=device, dtype=dtype)
-    gathered = torch.zeros(dist.get_world_size(), len(values), device=device, dtype=own.dtype)
+    own = torch.tensor(values, dtype=dtype)
+    gathered = torch.zeros(dist.get_world_size(), len(values), dtype=own.dtype)
     gathered[dist.get_rank()] = own
     with waiting_for("the times and the memory of all ranks", timeout_s):
         dist.all_reduce(gathered)

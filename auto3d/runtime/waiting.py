@@ -1,10 +1,9 @@
 """Waits that end: each has a time-out, and says who waited, where in its training, and for what."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
-from time import monotonic
+from time import monotonic, sleep
 
 import torch.distributed as dist
 
@@ -12,6 +11,8 @@ from auto3d.runtime.out_of_memory import is_out_of_memory
 from auto3d.runtime.whereabouts import HERE
 
 _OF_CONNECTIONS = re.compile(r"\bgloo\b|Connection (closed|reset) by peer|\bNCCL\b")
+
+_SHORTEST_S, _LONGEST_S, _GROWTH = 2e-5, 1e-3, 1.5  # of a pause between two questions
 
 
 class WaitTimeoutError(TimeoutError):
@@ -55,13 +56,23 @@ def _cause(error: RuntimeError) -> str:
 
 
 def wait(work: dist.Work, *, timeout_s: float, what: str) -> None:
-    """Wait for ``work``, which is ``what`` in the error if it does not end.
+    """Let this process wait until ``work`` is done, which is ``what`` in the error if it does not end.
 
-    With NCCL the device waits and this process goes on, so that it can queue the next operations; NCCL's own watchdog
-    then ends the process ``timeout_s`` after ``work`` was posted, which therefore must exceed an iteration.
+    Its group must have ``timeout_s``, too, if it is one of gloo.
     """
     with waiting_for(what, timeout_s):
-        if dist.get_backend() == "nccl":
-            work.wait()
-        else:
-            work.wait(timedelta(seconds=timeout_s))
+        work.wait()  # with gloo it is this that waits; with NCCL only the device's queue does
+    poll(work.is_completed, timeout_s=timeout_s, what=what)
+
+
+def poll(is_done: Callable[[], bool], *, timeout_s: float, what: str) -> None:
+    """Ask ``is_done``, more and more seldom, until it is so; raises WaitTimeoutError, which says ``what`` it is."""
+    if is_done():
+        return
+    with waiting_for(what, timeout_s):
+        deadline, pause_s = monotonic() + timeout_s, _SHORTEST_S
+        while not is_done():
+            if monotonic() > deadline:
+                raise WaitTimeoutError(f"{HERE} waited {timeout_s:g} s for {what}")
+            sleep(pause_s)
+            pause_s = min(pause_s * _GROWTH, _LONGEST_S)

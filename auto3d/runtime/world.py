@@ -10,9 +10,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from auto3d.runtime.own_device import OwnDevice, check_own_devices
-from auto3d.runtime.waiting import WaitTimeoutError, waiting_for
+from auto3d.runtime.places import Place, gather_places
+from auto3d.runtime.waiting import WaitTimeoutError, wait, waiting_for
 from auto3d.runtime.whereabouts import BEFORE, HERE
+
+# NCCL's watchdog counts from the posting of a receive, which may be an iteration before its message: it would end ranks
+# that wait for nothing. Waits have a deadline of ours (waiting.poll).
+NCCL_TIMEOUT_S = 24 * 3600.0
+MESSAGE_CHANNELS = 4  # of NCCL, each of which takes a multiprocessor as long as a message is on its way
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +37,13 @@ class World:
 
 
 def join(world: World, *, device: torch.device, timeout_s: float) -> None:
-    """Join the other ranks; raises WaitTimeoutError if they are not all there within ``timeout_s``."""
+    """Join the other ranks; raises WaitTimeoutError if they are not all there within ``timeout_s``.
+
+    Raises SharedDeviceError where several are on one GPU.
+
+    The default process group is one of gloo, on GPUs too: what ranks tell each other once goes through it, from memory
+    of the CPU. Tensors of a GPU go through groups of their own (``new_group``).
+    """
     if world.meeting_point.startswith("file:"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one node: whatever its host name resolves to
     if device.type == "cuda":
@@ -40,7 +51,7 @@ def join(world: World, *, device: torch.device, timeout_s: float) -> None:
     try:
         # Without device_id: with it, NCCL would share one communicator between groups, and order their messages.
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            "gloo",
             init_method=world.meeting_point,
             rank=world.rank,
             world_size=world.size,
@@ -51,19 +62,37 @@ def join(world: World, *, device: torch.device, timeout_s: float) -> None:
             f"rank {world.rank} of {world.size} on {socket.gethostname()}: the ranks did not meet at "
             f"{world.meeting_point}, for which they have {timeout_s:g} s ({str(error).splitlines()[0]})"
         ) from error
-    HERE.rank, hosts = world.rank, [""] * world.size
+    HERE.rank = world.rank
     HERE.is_at(BEFORE)
-    if device.type == "cuda":
-        check_own_devices(OwnDevice.here(device), rank=world.rank, size=world.size, timeout_s=timeout_s)
-    with waiting_for("the names of all ranks' hosts", timeout_s):
-        dist.all_gather_object(hosts, socket.gethostname())
-    HERE.hosts = hosts
+    HERE.hosts = [place.host for place in gather_places(Place.of_this_rank(device), timeout_s=timeout_s)]
 
 
-def new_group(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup:
-    """A process group with our time-out; torch's own default is half an hour. All ranks of the world must call it."""
+def new_group(
+    ranks: Sequence[int], timeout_s: float, *, device: torch.device, messages: bool = False
+) -> dist.ProcessGroup:
+    """A process group for tensors of ``device``'s type; all ranks of the world must call it.
+
+    One for ``messages`` between stages leaves most of a GPU to computing, and is served before it.
+    """
     with waiting_for(f"a process group of ranks {', '.join(map(str, ranks))}", timeout_s):
-        return dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
+        if device.type != "cuda":
+            return dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo")
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=messages)
+        options._timeout = timedelta(seconds=NCCL_TIMEOUT_S)  # as below, else new_group warns
+        if messages:
+            options.config.max_ctas = MESSAGE_CHANNELS
+        return dist.new_group(ranks, timeout=options._timeout, backend="nccl", pg_options=options)
+
+
+def connect(group: dist.ProcessGroup, *, device: torch.device, what: str, timeout_s: float) -> None:
+    """Use ``group`` once; all its ranks must call it. NCCL connects at the first use, and blocks until all are there.
+
+    ``what`` are its ranks, for a person.
+    """
+    told = f"a connection between {what}"
+    with waiting_for(told, timeout_s):
+        work = dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
+    wait(work, timeout_s=timeout_s, what=told)
 
 
 def leave() -> None:

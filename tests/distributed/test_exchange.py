@@ -11,7 +11,8 @@ import torch
 from auto3d.capture.graph import Value
 from auto3d.partition.stage import Transfer
 from auto3d.runtime.exchange import Exchange
-from auto3d.runtime.lowering import Message, Program, Step
+from auto3d.runtime.program import Message, Program, Step
+from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.waiting import PeerLostError, WaitTimeoutError
 from auto3d.runtime.world import join, leave
 from auto3d.schedule.operation import Kind, Operation
@@ -25,8 +26,8 @@ MESSAGES = tuple(Message(Kind.FORWARD, 0, 1, micro_batch) for micro_batch in ran
 
 def make_exchange(world, timeout_s: float) -> Exchange:
     join(world, device=torch.device("cpu"), timeout_s=timeout_s)
-    sends = (Step(Operation(Kind.FORWARD, 0, (0,)), (), MESSAGES, ()),)
-    program = Program(steps=(), arrivals={0: MESSAGES}) if world.rank == 1 else Program(steps=sends, arrivals={})
+    posts, sends = (MESSAGES, ()) if world.rank == 1 else ((), MESSAGES)
+    program = Program(steps=(Step(Operation(Kind.FORWARD, world.rank, (0,)), posts, (), sends, ()),))
     exchange = Exchange(
         program,
         TRANSFERS,
@@ -34,9 +35,11 @@ def make_exchange(world, timeout_s: float) -> Exchange:
         device_of={(0, 0): 0, (1, 0): 1},
         sample_dimensions={},
         device=torch.device("cpu"),
+        run_ahead=RunAhead(torch.device("cpu"), timeout_s),
         timeout_s=timeout_s,
     )
-    exchange.start(program)
+    for message in posts:
+        exchange.post(message)
     return exchange
 
 
@@ -113,8 +116,8 @@ def exchange_between(world, counts: tuple[int, int]) -> dict[str, list]:
     part, own = ranks_of[device].index(world.rank), counts[device]
     there, back = Message(Kind.FORWARD, 0, 1, 0), Message(Kind.BACKWARD, 1, 0, 0)
     sent = (back,) if device else (there,)
-    step = Step(Operation(Kind.BACKWARD if device else Kind.FORWARD, device, (0,)), (), sent, ())
-    program = Program(steps=(step,), arrivals={1 - device: (there,) if device else (back,)})
+    posted = (there,) if device else (back,)
+    step = Step(Operation(Kind.BACKWARD if device else Kind.FORWARD, device, (0,)), posted, (), sent, ())
     transfers = [
         Transfer(value=Value("hidden", (2, 12 // own, 3), "float32", 4, True), source=0, target=1),
         Transfer(value=Value("bias", (5,), "float32", 4, True), source=0, target=1),
@@ -123,15 +126,16 @@ def exchange_between(world, counts: tuple[int, int]) -> dict[str, list]:
     join(world, device=torch.device("cpu"), timeout_s=30)
     try:
         exchange = Exchange(
-            program,
+            Program(steps=(step,)),
             transfers,
             ranks_of=ranks_of,
             device_of={(0, 0): 0, (1, 0): 1},
             sample_dimensions={"hidden": 1, "index": 0},
             device=torch.device("cpu"),
+            run_ahead=RunAhead(torch.device("cpu"), 30),
             timeout_s=30,
         )
-        exchange.start(program)
+        exchange.post(*posted)
         hidden = torch.arange(72.0).view(2, 12, 3).chunk(own, 1)[part].contiguous()
         if device == 0:
             exchange.send(there, [hidden, torch.full((5,), 7.0), torch.arange(12).chunk(own)[part].contiguous()])

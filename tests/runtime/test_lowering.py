@@ -4,7 +4,8 @@ import pytest
 
 from auto3d.capture.graph import Value
 from auto3d.partition.stage import Transfer
-from auto3d.runtime.lowering import Message, lower
+from auto3d.runtime.lowering import lower
+from auto3d.runtime.program import Message
 from auto3d.schedule import build_schedule
 from auto3d.schedule.check import ScheduleError
 from auto3d.schedule.operation import Kind, Schedule
@@ -42,11 +43,12 @@ def test_messages_match(name, stages, skips):
         assert sorted(map(str, received)) == sorted(map(str, sent))
         for device, program in enumerate(programs):
             assert [step.operation for step in program.steps] == list(schedule.operations[device])
-            for peer, arrivals in program.arrivals.items():
+            for peer in set(range(schedule.devices)) - {device}:
                 order = [
                     m for step in programs[peer].steps for m in step.sends if schedule.device_of[m.target, 0] == device
                 ]
-                assert list(arrivals) == order
+                posted = [m for step in program.steps for m in step.posts if schedule.device_of[m.source, 0] == peer]
+                assert posted == order
 
 
 def happens_before(programs) -> dict[tuple[int, int], set[tuple[int, int]]]:
@@ -69,11 +71,11 @@ def happens_before(programs) -> dict[tuple[int, int], set[tuple[int, int]]]:
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("skips", [(), ((0, 3),)])
-def test_a_send_is_forgotten_at_the_first_step_that_proves_its_receipt(name, skips):
+def test_a_send_is_forgotten_at_the_first_step_that_proves_its_posting(name, skips):
     schedule = build_schedule(name, devices=4, micro_batches=6)
     programs = lower(schedule, transfers(4, *skips))
     before = happens_before(programs)
-    consumer = {m: (d, i) for d, p in enumerate(programs) for i, step in enumerate(p.steps) for m in step.receives}
+    posted = {m: (d, i) for d, p in enumerate(programs) for i, step in enumerate(p.steps) for m in step.posts}
     released = 0
     for device, program in enumerate(programs):
         for index, step in enumerate(program.steps):
@@ -82,7 +84,7 @@ def test_a_send_is_forgotten_at_the_first_step_that_proves_its_receipt(name, ski
                     (
                         later
                         for later in range(index + 1, len(program.steps))
-                        if consumer[message] in before[device, later]
+                        if posted[message] in before[device, later]
                     ),
                     None,
                 )

@@ -60,7 +60,7 @@ def submit(cluster: SlurmCluster, folder: Path, *options: str) -> Path:
     """A job by the template, whose ranks say which GPU they took; the folder of what it printed, to `out` and `err`."""
     command = folder / ".venv" / "bin" / "auto3d"
     command.parent.mkdir(parents=True)
-    script = REPOSITORY / "tests" / "slurm" / "own_device.py"
+    script = REPOSITORY / "tests" / "slurm" / "find_gpu.py"
     command.write_text(f"#!/bin/sh\nPATH={write_nvidia_smi(folder / 'bin')}:$PATH exec {sys.executable} {script}\n")
     command.chmod(0o755)
     (folder / "slurm").symlink_to(REPOSITORY / "slurm")

@@ -1,9 +1,9 @@
-"""Ranks whose GPUs NCCL would not connect are refused, each in one line, before anything connects them."""
+"""Ranks whose GPUs NCCL would not connect are refused, each in one line, before NCCL connects them."""
 
 import pytest
 import torch
 
-from auto3d.runtime.own_device import OwnDevice, SharedDeviceError, check_own_devices, why_not_connected
+from auto3d.runtime.places import Place, SharedDeviceError, gather_places, why_not_connected
 from auto3d.runtime.world import World, join, leave
 
 A100 = "NVIDIA A100-SXM4-40GB"
@@ -11,19 +11,20 @@ INSTANCE = f"{A100} MIG 1g.5gb"
 
 
 @pytest.mark.parametrize(
-    ("devices", "words"),
+    ("places", "words"),
     [
         ([("n1", "a", A100), ("n1", "b", A100), ("n2", "c", A100)], ""),
         ([("n1", "a", A100), ("n2", "a", A100)], ""),  # nodes of a cloud whose virtual GPUs have the same UUID
+        ([("n1",)] * 4, ""),  # on the CPU
         ([("n1", "a", A100)], ""),
         ([("n1", "a", INSTANCE)], ""),
         ([("n1", "a", A100), ("n2", "b", A100), ("n1", "a", A100)], "ranks 0 and 2 on n1 have the same GPU, a; "),
         ([("n1", "a", A100)] * 3, "ranks 0, 1 and 2 on n1 have the same GPU, a; "),
-        ([("n1", "a", A100), ("n1", "b", INSTANCE)], f"rank 1 on n1 has a {INSTANCE}: NCCL does not connect instances"),
+        ([("n1", "a", A100), ("n1", "b", INSTANCE)], f"rank 1 on n1 has {INSTANCE}, and NCCL does not"),
     ],
 )
-def test_which_devices_are_not_connected(devices, words):
-    told = why_not_connected([OwnDevice(*one) for one in devices])
+def test_which_ranks_are_not_connected(places, words):
+    told = why_not_connected([Place(*one) for one in places])
     assert told.startswith(words)
     assert bool(told) == bool(words)
 
@@ -31,7 +32,7 @@ def test_which_devices_are_not_connected(devices, words):
 def _compare(world: World, uuids: list[str]) -> str:
     join(world, device=torch.device("cpu"), timeout_s=60)
     try:
-        check_own_devices(OwnDevice("n1", uuids[world.rank], A100), rank=world.rank, size=world.size, timeout_s=60)
+        gather_places(Place("n1", uuids[world.rank], A100), timeout_s=60)
     except SharedDeviceError as error:
         return str(error)
     finally:

@@ -4,7 +4,7 @@ import socket
 
 import torch
 
-from auto3d.runtime.own_device import OwnDevice, check_own_devices
+from auto3d.runtime.places import Place, gather_places
 from auto3d.runtime.world import join
 from launch.devices import visible_devices
 from launch.join import joined_world
@@ -13,7 +13,5 @@ world, names = joined_world(), visible_devices()
 torch.cuda.device_count = lambda: len(names)  # this torch, which has no CUDA, would count none
 own = names[world.device("cuda").index]
 join(world, device=torch.device("cpu"), timeout_s=60)
-# Nodes are one machine here; each stands for another, with GPUs of its own.
-device = OwnDevice(socket.gethostname(), own, "a GPU")
-check_own_devices(device, rank=world.rank, size=world.size, timeout_s=60)
+gather_places(Place(socket.gethostname(), own, "a GPU"), timeout_s=60)
 print(socket.gethostname(), world.local_rank, own)

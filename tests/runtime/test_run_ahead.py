@@ -1,0 +1,116 @@
+"""How far a process runs ahead of its device, with a device whose operations end when the test says so."""
+
+from collections.abc import Iterator
+from threading import Thread
+
+import pytest
+import torch
+
+from auto3d.runtime import run_ahead as run_ahead_module
+from auto3d.runtime.run_ahead import OPERATIONS_AHEAD, RunAhead
+from auto3d.runtime.waiting import WaitTimeoutError
+from auto3d.runtime.whereabouts import HERE, Board
+
+GPU = torch.device("cuda", 0)
+
+
+class FakeWork:
+    """Of a group of NCCL: who waits for it goes on."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self.waited_for = False
+
+    def wait(self) -> None:
+        self.waited_for = True
+
+    def is_completed(self) -> bool:
+        return self.done
+
+
+class FakeEvent:
+    def __init__(self) -> None:
+        self.done = False
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return self.done
+
+
+@pytest.fixture
+def events(monkeypatch) -> Iterator[list[FakeEvent]]:
+    made: list[FakeEvent] = []
+
+    def make() -> FakeEvent:
+        made.append(FakeEvent())
+        return made[-1]
+
+    monkeypatch.setattr(run_ahead_module.torch.cuda, "Event", make)
+    monkeypatch.setattr(HERE, "rank", 0)
+    board = Board(1)
+    monkeypatch.setattr(HERE, "_board", board)
+    return made
+
+
+def queue(ahead: RunAhead, at: str, *waits: tuple[FakeWork, str]) -> None:
+    ahead.begin(at)
+    for work, what in waits:
+        ahead.wait(work, what)
+    ahead.end()
+
+
+def test_the_process_queues_a_bounded_number_of_operations(events):
+    ahead = RunAhead(GPU, timeout_s=30)
+    for number in range(OPERATIONS_AHEAD + 1):
+        queue(ahead, f"at F{number}")
+    going_on = Thread(target=queue, args=(ahead, "at the next"))
+    going_on.start()
+    going_on.join(0.2)
+    assert going_on.is_alive()
+    assert len(events) == OPERATIONS_AHEAD + 1
+    events[0].done = True
+    going_on.join(30)
+    assert not going_on.is_alive()
+    assert len(events) == OPERATIONS_AHEAD + 2
+
+
+def test_an_operation_that_does_not_end_is_told_by_the_message_that_it_lacks(events):
+    """Not by the one that the process would come to next: its device is not as far."""
+    ahead = RunAhead(GPU, timeout_s=0.2)
+    there, lacking, later = FakeWork(), FakeWork(), FakeWork()
+    there.done = True
+    queue(ahead, "in iteration 1 at F0", (there, "the first"), (lacking, "activations for F0@1 from stage 0"))
+    queue(ahead, "in iteration 1 at F1", (later, "activations for F1@1 from stage 0"))
+    assert lacking.waited_for, "the device's queue waits for it"
+    with pytest.raises(WaitTimeoutError) as caught:
+        ahead.catch_up()
+    assert "in iteration 1 at F0, waited 0.2 s for activations for F0@1 from stage 0" in str(caught.value)
+
+
+def test_a_device_that_computes_for_ever_is_told_as_such(events):
+    ahead = RunAhead(GPU, timeout_s=0.2)
+    queue(ahead, "in iteration 1 at B0")
+    with pytest.raises(WaitTimeoutError, match=r"in iteration 1 at B0, waited 0\.2 s for its device to compute"):
+        ahead.catch_up()
+
+
+def test_time_in_the_queue_does_not_count(events, monkeypatch):
+    """The deadline of a message begins when the operation before it has ended, not when its receive was posted."""
+    now = [0.0]
+    monkeypatch.setattr("auto3d.runtime.waiting.monotonic", lambda: now[0])
+    monkeypatch.setattr("auto3d.runtime.waiting.sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    ahead = RunAhead(GPU, timeout_s=1.0)
+    first, second = FakeWork(), FakeWork()
+    queue(ahead, "at F0", (first, "the first message"))
+    queue(ahead, "at F1", (second, "the second message"))
+
+    def is_completed_at(work: FakeWork, time_s: float) -> None:
+        work.is_completed = lambda: now[0] >= time_s
+
+    is_completed_at(first, 0.9)
+    is_completed_at(second, 1.8)
+    monkeypatch.setattr(FakeEvent, "query", lambda event: now[0] >= 0.9)
+    ahead.catch_up()
+    assert now[0] >= 1.8
