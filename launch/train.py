@@ -29,7 +29,6 @@ from launch import candidates, slurm
 from launch.check_capture import check_once
 from launch.data import data_settings
 from launch.devices import check_joined_device, devices_for
-from launch.elsewhere import Elsewhere
 from launch.ending import asked_by_slurm, await_end
 from launch.executor import in_a_job, on_slurm, why_no_slurm
 from launch.graphs import PlanningModel
@@ -53,7 +52,7 @@ class PlannedTraining:
 
     trial: Trial
     graph: Graph
-    capture: Callable[[], CapturedModel]
+    capture: Callable[[], CapturedModel]  # what a rank calls: for a CPU, and where a launcher started it, already done
     settings: TrainingSettings
 
     @property
@@ -85,19 +84,18 @@ def planned(
     def graph_at(micro_batch_size: int) -> Graph:
         if not captures_in_ranks:
             return captured_at(micro_batch_size).graph
-        with at_work(console, "capturing the model"):  # elsewhere, since a capture starts CUDA in its process
-            return PlanningModel(recipe, elsewhere=elsewhere.graph).graph(micro_batch_size)
+        with at_work(console, "capturing the model"):
+            return PlanningModel(recipe).graph(micro_batch_size)
 
-    with Elsewhere() as elsewhere:
-        plan = given or candidates.of_plan(recipe, wanted, graph_at)
-        size = samples_at_once(plan)
-        graph = graph_at(size)
-        settings = training_settings(values, iterations=values.training.iterations)
-        with _errors_naming(plan_file):
-            if given:
-                candidates.check_memory(recipe, plan, graph_at)
-            if not captures_in_ranks:  # else they check it themselves
-                check_plan(captured_at(size), plan, settings)
+    plan = given or candidates.of_plan(recipe, wanted, graph_at)
+    size = samples_at_once(plan)
+    graph = graph_at(size)
+    settings = training_settings(values, iterations=values.training.iterations)
+    with _errors_naming(plan_file):
+        if given:
+            candidates.check_memory(recipe, plan, graph_at)
+        if not captures_in_ranks:  # else they check it themselves
+            check_plan(captured_at(size), plan, settings)
     capture = partial(captured_model, recipe, size) if captures_in_ranks else partial(captured_at, size)
     return PlannedTraining(training_of(recipe, plan), graph, capture, settings)
 

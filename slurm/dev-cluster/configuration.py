@@ -12,9 +12,7 @@ CLUSTER_NAME = "auto3d"
 MAX_ARRAY_SIZE = 11  # small, so that a sweep of a few trials needs several arrays: indices 0 to 10
 GRACE_S = 5  # between the warning of a job that is preempted and its end
 MEMORY_OF_CPU_MIB = 512  # what a job gets for each CPU unless it asks; nothing enforces it
-GPUS_PER_NODE = (
-    4  # fake ones, which SLURM counts, binds to tasks and names in CUDA_VISIBLE_DEVICES as if they were real
-)
+GPUS_PER_NODE = 4  # fake ones: SLURM counts, binds and names them as if they were real
 
 
 @dataclass(frozen=True)

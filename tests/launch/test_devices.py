@@ -7,7 +7,7 @@ import pytest
 
 from auto3d.errors import InputError
 from auto3d.runtime.measurement import Status
-from launch import devices, local
+from launch import devices, graphs, local
 from launch.compare import compare_on_gpu
 from launch.devices import Gpu, Pool, listed, named_in, present, visible_devices
 from launch.model import captured_model
@@ -241,14 +241,15 @@ def test_a_trial_waits_for_devices(ran):
 
 
 def test_a_training_on_gpus_captures_in_its_ranks(folder, machine, auto3d, monkeypatch):
-    monkeypatch.setattr(devices, "torch_has_cuda", lambda: True)
+    for module in (devices, graphs):
+        monkeypatch.setattr(module, "torch_has_cuda", lambda: True)
     machine(FOUR, "3,1")
     (folder / "witness.py").write_text(WITNESS)
     model = ["model.factory=witness:make", f"model.arguments={{expected: 2, folder: {folder}}}"]
     told = auto3d("train", "own.yaml", *model, "cluster.device=cuda", code=1).err
     assert "cuda_setDevice" in told, "it ran as far as it can without a GPU"
     assert [(one.rank, one.devices) for one in seen_in(folder)] == [(0, "3,1"), (1, "3,1")]
-    assert "witness" not in sys.modules
+    assert "witness" not in sys.modules, "the process that forks them did not"
 
 
 def test_a_capture_is_compared_on_a_gpu_in_a_fresh_process(folder):
