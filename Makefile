@@ -43,7 +43,7 @@ profile: $(INSTALLED)  ## measure this machine for RECIPE, for predictions, and 
 test: $(INSTALLED)  ## run all tests
 	$(BIN)/python -m pytest $(ARGS)
 
-soak: $(INSTALLED)  ## run the long tests (half an hour) and, where a SLURM cluster is up, 34 faults (half an hour)
+soak: $(INSTALLED)  ## run the long tests (40 minutes) and, where a SLURM cluster is up, 34 faults (half an hour)
 	$(BIN)/python -m pytest -m soak $(ARGS)
 	$(BIN)/python -m tests.slurm.faults
 

@@ -11,7 +11,7 @@ from auto3d.cost.memory import in_gib, predict
 from auto3d.errors import InputError
 from auto3d.partition.stage import cut
 from auto3d.plan import Plan, PlanError
-from auto3d.runtime.settings import state_copies
+from auto3d.runtime.settings import optimizer_copies
 from auto3d.schedule import samples_at_once, schedule_of, write_schedule
 from auto3d.schedule.carried_buffers import check_carried_buffers
 from auto3d.search.exhaustive import estimate_best
@@ -159,14 +159,17 @@ def shortage_here(recipe: LoadedRecipe, machine: Cluster, plan: Plan, graph_at: 
     """As ``shortage``, on ``machine``, the recipe's cluster; the model is not captured where no memory is known."""
     if machine.memory_bytes is None:
         return ""
-    copies = state_copies(optimizer_settings(recipe.values))
-    return shortage(graph_at(samples_at_once(plan)), plan, machine, copies)
+    copies = optimizer_copies(optimizer_settings(recipe.values), recipe.values.cluster.device)
+    return shortage(graph_at(samples_at_once(plan)), plan, machine, **copies)
 
 
-def shortage(graph: Graph, plan: Plan, machine: Cluster, optimizer_copies: int) -> str:
-    """Why ``plan`` does not fit into the devices that it is placed on, by its estimate; nothing where it does."""
+def shortage(graph: Graph, plan: Plan, machine: Cluster, **copies: int | tuple[int, int]) -> str:
+    """Why ``plan`` does not fit into the devices that it is placed on, by its estimate; nothing where it does.
+
+    ``copies`` are those of the optimizer that ``predict`` takes.
+    """
     short: dict[int, float] = {}  # pipeline device -> bytes that it lacks
-    needed = predict(graph, plan, schedule_of(plan), optimizer_copies=optimizer_copies)
+    needed = predict(graph, plan, schedule_of(plan), **copies)
     memory = [machine.memory_of(ranks) for ranks in plan.placement]
     for device, has in enumerate(memory):
         if has is not None and needed[device].total > has:

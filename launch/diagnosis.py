@@ -20,6 +20,7 @@ class Ending(Enum):
     STOPPED = auto()
     DIED = auto()  # without a word
     RAISED = auto()  # any other error
+    ABORTED = auto()  # by SIGABRT, which may be NCCL's answer to the failure of another rank
     SILENT = auto()  # it neither failed nor waited
     WAITED = auto()  # in vain for another rank, whose end or silence is the cause
 
@@ -49,6 +50,11 @@ def look(board: Board, processes: Mapping[int, int]) -> Snapshot:
 
 
 def death(rank: int, place: Place, exitcode: int) -> Failure:
+    """The failure of a rank that ended without a report; ``place`` is where it was."""
+    if exitcode == -signal.SIGABRT:
+        # The watchdog of an NCCL process group aborts its process when a message is late or another rank is gone.
+        ending = (Ending.WAITED, Status.TIMEOUT) if place.waiting_for else (Ending.ABORTED, Status.FAILED)
+        return Failure(*ending, told(rank, place, "was ended by SIGABRT (its own output says why)"))
     how = f"ended with exit code {exitcode} and no result"
     if exitcode < 0:
         hint = ", as the kernel does when memory runs out" if exitcode == -signal.SIGKILL else ""

@@ -2,55 +2,40 @@
 
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
-from rich.console import Console
-from rich.text import Text
-from tabulate import tabulate
 
+from launch.checks import Check, Verdict
+from launch.device_probe import of_all_nodes, probe_devices
+from launch.doctor_devices import device_checks, gpu_check, same_libraries, variable_check
 from launch.executor import in_a_job, on_slurm, why_no_slurm
 from launch.jobs import partitions, why_no_accounting
-from launch.machine import Machine, mpi_library, this_machine
-from launch.probe import AllReduce, NodeReport, Rate, all_reduce
+from launch.machine import INTERFACES, Machine, mpi_library, this_machine
+from launch.probe import AllReduce, NodeReport, all_reduce
 from launch.probe_job import Probed, run_probe
 from launch.recipe import LoadedRecipe
 from launch.sbatch import check_launch
 from launch.settings import device
 from launch.slurm_commands import SlurmError
 
+CPU_RANKS = 4  # on a CPU, where ranks share the cores, more would show no more
 SKEW_WARNING_S, SKEW_ERROR_S = 1.0, 30.0
 SAME = ("python", "torch")  # of which ranks that talk to each other must have the same version
 
 
-class Verdict(StrEnum):
-    OK = "ok"
-    WARNING = "warning"
-    ERROR = "error"
+def checks(recipe: LoadedRecipe, *, devices: bool, wait_s: float, tell: Callable[[str], None]) -> Iterator[Check]:
+    """Each as soon as it is known; raises RecipeError for a recipe whose trials could not be submitted at all.
 
-
-COLOURS = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.ERROR: "red"}
-
-
-@dataclass(frozen=True)
-class Check:
-    """One line for the user."""
-
-    verdict: Verdict
-    what: str
-    found: str
-    advice: str = ""  # what to do; empty if nothing is to be done
-    rates: list[Rate] = field(default_factory=list)
-
-
-def checks(recipe: LoadedRecipe, *, wait_s: float, tell: Callable[[str], None]) -> Iterator[Check]:
-    """Each as soon as it is known; raises RecipeError for a recipe whose trials could not be submitted at all."""
+    With ``devices``, the devices that trials would run on exchange messages and train, which takes minutes.
+    """
     check_launch(recipe)
     here = this_machine()
     yield _versions(here)
     yield _devices(recipe, here)
+    yield gpu_check("gpus", here, needed=device(recipe.values) == "cuda")
+    yield variable_check("variables", here)
     yield _backends(recipe)
     yield _mpi()
     tell("two processes of this machine meet and sum")
@@ -58,33 +43,9 @@ def checks(recipe: LoadedRecipe, *, wait_s: float, tell: Callable[[str], None]) 
     yield _slurm(recipe)
     if on_slurm(recipe) and not why_no_slurm():
         yield _accounting()
-        yield from _nodes(recipe, here, wait_s, tell)
-
-
-def show(check: Check, console: Console) -> None:
-    """Print a line, and the table that belongs to it."""
-    line = Text(f"{check.verdict:8}", style=COLOURS[check.verdict])
-    line.append(f"{check.what}: {check.found}", style="default")
-    if check.advice:
-        line.append(f". What to do: {check.advice}", style="bold default")
-    console.print(line, soft_wrap=True)
-    if check.rates:
-        console.print(f"\n{table(check.rates)}\n", markup=False, soft_wrap=True)
-
-
-def table(rates: list[Rate]) -> str:
-    rows = [
-        (
-            _size(rate.size_bytes),
-            rate.repetitions,
-            f"{1e3 * rate.seconds:.3f}",
-            f"{rate.algorithm_gbit_per_s:.3f}",
-            f"{rate.bus_gbit_per_s:.3f}",
-        )
-        for rate in rates
-    ]
-    heads = ["all-reduce of", "times", "median (ms)", "size / time\n(Gbit/s)", "bus bandwidth\n(Gbit/s)"]
-    return tabulate(rows, heads, disable_numparse=True, colalign=["right"] * len(heads))
+        yield from _nodes(recipe, here, devices, wait_s, tell)
+    elif devices and not on_slurm(recipe):
+        yield from _local_devices(recipe, here, tell)
 
 
 # This machine
@@ -134,6 +95,16 @@ def _local_all_reduce(recipe: LoadedRecipe, here: Machine) -> AllReduce:
     return all_reduce(2, device="cpu")
 
 
+def _local_devices(recipe: LoadedRecipe, here: Machine, tell: Callable[[str], None]) -> Iterator[Check]:
+    """What the devices of this machine do, a rank each."""
+    kind, wanted = device(recipe.values), recipe.values.cluster.devices_per_node
+    ranks = min(wanted, here.usable_gpus if kind == "cuda" else CPU_RANKS)
+    if not ranks:
+        return  # the line of the devices says so
+    report = probe_devices(ranks, device=kind, share_of=lambda run: None, tell=tell)
+    yield from device_checks("here", report, interfaces=_of_interfaces([here]))
+
+
 def _all_reduce(where: str, found: AllReduce, machines: list[Machine]) -> Iterator[Check]:
     ranks = f"{found.ranks} ranks with {found.backend}"
     if not found.met:
@@ -154,7 +125,7 @@ def _all_reduce(where: str, found: AllReduce, machines: list[Machine]) -> Iterat
 def _of_interfaces(machines: list[Machine]) -> str:
     """What to try where ranks do not reach each other."""
     known = "; ".join(f"{one.host} has {', '.join(one.interfaces)}" for one in machines)
-    chosen = {f"{name} is {value}" for one in machines for name, value in one.chosen.items()}
+    chosen = {f"{n} is {one.variables[n]}" for one in machines for n in INTERFACES if n in one.variables}
     if chosen:
         return f"{' and '.join(sorted(chosen))}, and {known}: name one that all have, or unset it"
     return f"{known}: name the right one in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; see slurm/network.sh"
@@ -195,7 +166,9 @@ def _accounting() -> Check:
     return Check(Verdict.WARNING, "accounting", reason, advice)
 
 
-def _nodes(recipe: LoadedRecipe, here: Machine, wait_s: float, tell: Callable[[str], None]) -> Iterator[Check]:
+def _nodes(
+    recipe: LoadedRecipe, here: Machine, devices: bool, wait_s: float, tell: Callable[[str], None]
+) -> Iterator[Check]:
     """What a job on two nodes finds; on one, where the partition has no more."""
     known = partitions()
     name = recipe.values.launch.partition or next(iter(known))
@@ -204,7 +177,7 @@ def _nodes(recipe: LoadedRecipe, here: Machine, wait_s: float, tell: Callable[[s
         yield Check(Verdict.ERROR, "partition", f"there is no {name!r}", advice)
         return
     try:
-        probed = run_probe(recipe, nodes=min(2, known[name]), wait_s=wait_s, tell=tell)
+        probed = run_probe(recipe, nodes=min(2, known[name]), devices=devices, wait_s=wait_s, tell=tell)
     except SlurmError as error:
         advice = "mend what sbatch names: launch.account, launch.partition, …; `auto3d keys` lists them"
         yield Check(Verdict.ERROR, "probe job", f"sbatch refused it: {error}", advice)
@@ -218,11 +191,21 @@ def _nodes(recipe: LoadedRecipe, here: Machine, wait_s: float, tell: Callable[[s
     yield _shared_folder(probed, reports)
     yield _versions_there(here, reports)
     yield _devices_there(recipe, reports)
+    machines = [report.machine for report in reports]
+    for machine in machines:
+        yield gpu_check(f"gpus of {machine.host}", machine, needed=device(recipe.values) == "cuda")
+        yield variable_check(f"variables of {machine.host}", machine)
+    yield same_libraries(machines)
     yield from (_clock(report) for report in reports if report.answer)
     error = next((one.all_reduce.error for one in reports if one.all_reduce.error), "")
     found = replace(reports[0].all_reduce, error=error)
     where = f"of {hosts}" if len(reports) > 1 else f"on {hosts}"
-    yield from _all_reduce(where, found, [report.machine for report in reports])
+    yield from _all_reduce(where, found, machines)
+    of_nodes = [report.devices for report in reports if report.devices is not None]
+    if of_nodes:
+        for check in device_checks(where, of_all_nodes(of_nodes), interfaces=_of_interfaces(machines)):
+            error = error or (check.found if check.verdict is Verdict.ERROR else "")
+            yield check
     if all(report.answer for report in reports) and not error:
         shutil.rmtree(probed.folder, ignore_errors=True)  # nothing in it is left to explain
 
@@ -289,7 +272,3 @@ def clock(host: str, least_s: float, most_s: float) -> Check:
     if certain <= SKEW_WARNING_S:
         return Check(Verdict.OK, what, found)
     return Check(Verdict.ERROR if certain > SKEW_ERROR_S else Verdict.WARNING, what, found, advice)
-
-
-def _size(size_bytes: int) -> str:
-    return f"{size_bytes // 2**20} MiB" if size_bytes >= 2**20 else f"{size_bytes // 2**10} KiB"

@@ -5,7 +5,10 @@ import io
 import os
 import signal
 import sys
+import traceback
+from contextlib import suppress
 from types import FrameType
+from typing import NoReturn
 
 BAD_INPUT, INTERRUPTED = 2, 130
 
@@ -26,6 +29,13 @@ def main() -> None:
     except OSError as error:
         what = error.strerror or f"{type(error).__name__}: {error}"
         code = complain(f"{error.filename}: {what}" if error.filename else what, BAD_INPUT)
+    except Exception:
+        if not _is_joined():
+            raise
+        traceback.print_exc()
+        code = 1  # as Python ends after an exception
+    if _is_joined():
+        end_now(code)
     sys.exit(code)
 
 
@@ -45,6 +55,20 @@ def _run() -> int:
         return complain(error.format_message(), BAD_INPUT)
     except InputError as error:
         return complain(str(error), BAD_INPUT)
+
+
+def _is_joined() -> bool:
+    """Whether this process is in process groups with other ranks, which it leaves after a success only."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
+def end_now(code: int) -> NoReturn:
+    """End without Python's shutdown, which would destroy the process groups: NCCL waits for kernels that hang."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(code)
 
 
 def complain(message: str, code: int) -> int:

@@ -29,6 +29,7 @@ POLL_S = 0.1
 SPREAD_S = 5.0  # SLURM's signals reach the nodes of a job one after the other
 FILES_S = 10.0  # beside the grace of the ranks, until a file that one node wrote is seen by another
 FIRST_PORT, PORTS = 10_000, 20_000  # below those that Linux gives out (32768 and up)
+PORT_STEP = 1999  # between the runs of one job: the ports beside its own are those of the jobs submitted next
 
 
 class NodesError(InputError):
@@ -43,6 +44,14 @@ class Task:
     count: int
     meeting_point: str
     start: int  # of the job: 0, and one more each time that SLURM sent it back to the queue
+
+    def meeting_point_of(self, run: int) -> str:
+        """Where the ranks of run number ``run`` of one job meet; run 0 has ``meeting_point``.
+
+        A port each, for a rank that is early must not meet the ranks of the run before, which are about to leave.
+        """
+        address, _, port = self.meeting_point.rpartition(":")
+        return f"{address}:{FIRST_PORT + (int(port) - FIRST_PORT + PORT_STEP * run) % PORTS}"
 
 
 def task_of(environment: Mapping[str, str] = os.environ) -> Task:

@@ -17,7 +17,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from auto3d.runtime.measurement import Status
 from auto3d.runtime.waiting import waiting_for
-from auto3d.runtime.world import World, join, leave
+from auto3d.runtime.world import World, connect, join, new_group
+from launch.device_probe import DeviceReport, probe_devices
 from launch.files import write_whole
 from launch.machine import Machine, this_machine
 from launch.nodes import task_of
@@ -81,6 +82,7 @@ class NodeReport:
     received: float
     meeting_point: str
     all_reduce: AllReduce
+    devices: DeviceReport | None  # not asked for, or the ranks did not sum
 
     @property
     def skew_s(self) -> tuple[float, float]:
@@ -103,6 +105,11 @@ def report_file(folder: Path, node: int) -> Path:
     return folder / f"report-{node}.json"
 
 
+def progress_file(folder: Path) -> Path:
+    """What the first node does, in words."""
+    return folder / "progress.txt"
+
+
 def write_file(file: Path, kind: TypeAdapter, content: Greeting | Answer | NodeReport) -> None:
     write_whole(file, kind.dump_json(content).decode())
 
@@ -115,8 +122,11 @@ def read_file(file: Path, kind: TypeAdapter) -> Greeting | Answer | NodeReport |
         return None
 
 
-def probe_node(folder: str, *, devices: int, device: str) -> None:
-    """A task of the probe's job: one on each node, which forks a rank for each of the node's ``devices``."""
+def probe_node(folder: str, *, devices: int, device: str, thorough: bool) -> None:
+    """A task of the probe's job: one on each node, which forks a rank for each of the node's ``devices``.
+
+    The ranks meet and sum; where it is ``thorough``, they also exchange messages and train.
+    """
     place, task = Path(folder), task_of()
     machine, sent = this_machine(), time.time()
     write_file(greeting_file(place, task.number), GREETING, Greeting(machine.host, sent))
@@ -127,7 +137,16 @@ def probe_node(folder: str, *, devices: int, device: str) -> None:
     ranks = range(task.number * devices, (task.number + 1) * devices)
     share = Share(ranks, task.meeting_point) if task.count > 1 else None
     found = all_reduce(task.count * devices, device=device, share=share)
-    report = NodeReport(machine, sent, answer, received, task.meeting_point if share else "a file", found)
+    of_devices = None
+    if thorough and found.right and not found.error:
+        of_devices = probe_devices(
+            task.count * devices,
+            device=device,
+            share_of=lambda run: Share(ranks, task.meeting_point_of(run)) if share else None,
+            tell=lambda line: write_whole(progress_file(place), line) if task.number == 0 else None,
+        )
+    meeting_point = task.meeting_point if share else "a file"
+    report = NodeReport(machine, sent, answer, received, meeting_point, found, of_devices)
     write_file(report_file(place, task.number), REPORT, report)
 
 
@@ -164,6 +183,8 @@ def _measure(world: World, kind: str, report: Report) -> tuple[bool, list[Rate]]
         torch.set_num_threads(1)
     join(world, device=device, timeout_s=MEET_S)
     report(True)
+    group = new_group(range(world.size), MEET_S, device=device)
+    connect(group, device=device, what="all ranks", timeout_s=MEET_S)
     comm.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
     # Its log waits for the end of every operation: right here, where nothing else runs.
     comm.configure(enabled=True, prof_all=False, prof_ops=["all_reduce"], verbose=False)
@@ -172,10 +193,10 @@ def _measure(world: World, kind: str, report: Report) -> tuple[bool, list[Rate]]
         if (kind == "cpu" and size > LARGEST_ON_CPU) or (before and once_s * size / before > LONGEST_S):
             break
         with waiting_for(f"an all-reduce of {size} bytes", MEET_S):
-            was_right, once_s = _sum_once(world, size, device)
+            was_right, once_s = _sum_once(world, size, device, group)
             right &= was_right
             for _ in range(max(1, min(REPETITIONS, int(SIZE_S / once_s)))):
-                comm.all_reduce(torch.zeros(size // 4, device=device))
+                comm.all_reduce(torch.zeros(size // 4, device=device), group=group)
                 timers("all_reduce").reset()  # else what it logs is the sum of all times so far
         count, milliseconds, throughput, bus = comms_logger.get_raw_data()["all_reduce"][size]
         comms_logger.reset_data()
@@ -188,17 +209,16 @@ def _measure(world: World, kind: str, report: Report) -> tuple[bool, list[Rate]]
                 bus_gbit_per_s=median(bus),
             )
         )
-    leave()
     return right, rates
 
 
-def _sum_once(world: World, size: int, device: torch.device) -> tuple[bool, float]:
+def _sum_once(world: World, size: int, device: torch.device, group: dist.ProcessGroup) -> tuple[bool, float]:
     """Whether a sum came out right on all ranks, and the seconds of the slowest; the first of a size is slower."""
     pattern = torch.arange(size // 4, device=device, dtype=torch.float32) % 97
     tensor = pattern + world.rank + 1
     start = time.monotonic()
-    dist.all_reduce(tensor)
+    dist.all_reduce(tensor, group=group)
     told = torch.equal(tensor, world.size * pattern + world.size * (world.size + 1) // 2)
-    worst = torch.tensor([float(not told), time.monotonic() - start], dtype=torch.float64, device=device)
+    worst = torch.tensor([float(not told), time.monotonic() - start], dtype=torch.float64)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     return worst[0].item() == 0, worst[1].item()

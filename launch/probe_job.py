@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from launch.device_probe import DEVICES_S
 from launch.jobs import JobState, cancel, job_states
 from launch.probe import (
     ANSWER,
@@ -21,6 +22,7 @@ from launch.probe import (
     answer_file,
     greeting_file,
     probe_node,
+    progress_file,
     read_file,
     report_file,
     write_file,
@@ -36,7 +38,7 @@ from launch.watcher import interrupts_noted
 POLL_S = 0.05
 END_POLL_S = 0.5
 STATES_S = 2.0  # of squeue; the controller is asked for a minute or two
-RUN_S = FILES_S + MEET_S + MEASURE_S + 60.0  # of the job; a minute for imports
+RUN_S = FILES_S + MEET_S + MEASURE_S + 60.0  # of the job, without its devices; a minute for imports
 
 
 @dataclass
@@ -47,6 +49,7 @@ class Probed:
     folder: Path
     token: str
     nodes: int
+    run_s: float  # it may run
     queued_s: float | None = None  # none: it never ran
     greeted: dict[int, str] = field(default_factory=dict)  # hosts that were heard of, by node
     reports: dict[int, NodeReport] = field(default_factory=dict)
@@ -68,19 +71,23 @@ class Probed:
         return sorted(self.folder.glob("*_log.*"))
 
 
-def run_probe(recipe: LoadedRecipe, *, nodes: int, wait_s: float, tell: Callable[[str], None]) -> Probed:
-    """Submit, follow, and never leave the job behind; raises SlurmError where sbatch refuses."""
+def run_probe(recipe: LoadedRecipe, *, nodes: int, devices: bool, wait_s: float, tell: Callable[[str], None]) -> Probed:
+    """Submit, follow, and never leave the job behind; raises SlurmError where sbatch refuses.
+
+    With ``devices``, those of the nodes also exchange messages and train.
+    """
     token = secrets.token_hex(6)
     name = f"auto3d-doctor-{token}"
     folder = job_folder(recipe, name)
     check_folder(folder)
-    short = replace(recipe.values.launch, time_limit_s=RUN_S + 60)
+    run_s = RUN_S + (DEVICES_S if devices else 0.0)
+    short = replace(recipe.values.launch, time_limit_s=run_s + 60)
     recipe = replace(recipe, values=replace(recipe.values, launch=short))
-    devices = recipe.values.cluster.devices_per_node
-    call = partial(probe_node, str(folder), devices=devices, device=device(recipe.values))
+    of_node = recipe.values.cluster.devices_per_node
+    call = partial(probe_node, str(folder), devices=of_node, device=device(recipe.values), thorough=devices)
     with interrupts_noted() as interrupted:
         (job,) = submit_calls(recipe, folder, [call], nodes=nodes, name=name)
-        probed = Probed(job, folder, token, nodes)
+        probed = Probed(job, folder, token, nodes, run_s)
     try:
         if interrupted():
             raise KeyboardInterrupt
@@ -106,21 +113,29 @@ def _follow(probed: Probed, wait_s: float, tell: Callable[[str], None]) -> None:
                 ran_since, probed.queued_s = now, now - start
             if state is not None and state.ended:
                 ended_since = ended_since or now
-            tell(f"job {probed.job} on {probed.nodes} nodes: {state.why if state else 'not known yet'}")
+            tell(f"job {probed.job} on {probed.nodes} nodes: {_standing(probed, state)}")
             if ended_since is not None and now - ended_since > SETTLE_S:
                 probed.problem = f"ended as {state.name}"
             elif ran_since is None and now - start > wait_s:
                 why = state.why if state else "SLURM does not tell its state"
                 probed.problem = f"waited {wait_s:g} s for {probed.nodes} nodes ({why})"
-            elif ran_since is not None and now - ran_since > RUN_S:
+            elif ran_since is not None and now - ran_since > probed.run_s:
                 missing = [str(node) for node in range(probed.nodes) if node not in probed.reports]
-                probed.problem = f"ran for {RUN_S:g} s, and no report came of its node {' or '.join(missing)}"
+                probed.problem = f"ran for {probed.run_s:g} s, and no report came of its node {' or '.join(missing)}"
             if probed.problem:
                 return
         time.sleep(POLL_S)
     if probed.queued_s is None:
         probed.queued_s = time.monotonic() - start
     _await_end(probed)
+
+
+def _standing(probed: Probed, state: JobState | None) -> str:
+    """What the job does, as its first node says, or as SLURM does."""
+    try:
+        return progress_file(probed.folder).read_text()
+    except OSError:
+        return state.why if state else "not known yet"
 
 
 def _await_end(probed: Probed) -> None:

@@ -11,8 +11,8 @@ import signal
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -24,12 +24,14 @@ from auto3d.runtime.measurement import Status
 from auto3d.runtime.out_of_memory import OutOfMemoryError, is_out_of_memory
 from auto3d.runtime.waiting import PeerLostError, WaitTimeoutError, naming_lost_peers
 from auto3d.runtime.whereabouts import HERE, Board
-from auto3d.runtime.world import World
+from auto3d.runtime.world import LEAVE_S, World, leave
 from launch.devices import check_fork, check_torch, pool_of, seeing
 from launch.diagnosis import Ending, Failure, Snapshot, death, diagnose, look, told
+from launch.main import end_now
 from launch.output import stdout_to_stderr
 from launch.recipe import LoadedRecipe
 from launch.settings import device
+from launch.waits import MARGIN_S, WaitLimit
 
 GRACE_S = 2.0  # after one rank failed, for the others to tell why: the first to speak may only have lost its peer
 TRACEBACK_LINES = 12
@@ -74,11 +76,12 @@ def run_ranks(
 ) -> Outcome:
     """Run ``target(world, report)`` as ``size`` processes; what rank 0 reports goes to ``on_report``.
 
-    Returns when all have ended, or one has failed, or after ``timeout_s`` if given, or ``straggle_s`` after the first
-    has ended; raises InputError if a rank did. No process is left then, whatever happens. They meet by a file in
-    ``folder``, which must be private, or in a temporary one; with a ``share``, only its ranks run here. If they
-    ``ignore_sigterm``, ``target`` has another way to hear that they should end. ``devices`` are the GPUs of those
-    that run here, by their names in CUDA_VISIBLE_DEVICES.
+    Returns when all have ended, or one has failed, or after ``timeout_s`` if given; raises InputError if a rank did. A
+    rank may keep others waiting for ``straggle_s``: after the first is done and, with MARGIN_S more, in any one wait.
+    Once all have reported their results these count, and the ranks have LEAVE_S to leave their process groups. No
+    process is left then, whatever happens. They meet by a file in ``folder``, which must be private, or in a temporary
+    one; with a ``share``, only its ranks run here. If they ``ignore_sigterm``, ``target`` has another way to hear that
+    they should end. ``devices`` are the GPUs of those that run here, by their names in CUDA_VISIBLE_DEVICES.
     """
     if devices:
         check_fork()
@@ -98,9 +101,10 @@ def run_ranks(
                     args=(target, world, there, board, os.getpid(), ignore_sigterm),
                     name=f"rank {rank}",
                 )
-                process.start()
+                with _signals_later():
+                    process.start()
+                    processes[rank] = process
                 there.close()
-                processes[rank] = process
                 pipes[here] = rank
             return _watch(processes, pipes, board, timeout_s, straggle_s, on_report)
         finally:
@@ -108,6 +112,26 @@ def run_ranks(
                 process.kill()
             for process in processes.values():
                 process.join()
+
+
+@contextmanager
+def _signals_later() -> Iterator[None]:
+    """Handle SIGINT and SIGTERM after the block, in which a process starts: it is known then, and will be ended.
+
+    What a handler raises inside a hook of os.fork is lost.
+    """
+    came: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, frame: came.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for number in came:
+        signal.raise_signal(number)
 
 
 def _watch(
@@ -124,15 +148,18 @@ def _watch(
     results: dict[int, Any] = {}
     failures: dict[int, Failure] = {}
     first: Snapshot | None = None  # when the first failed
+    waits = WaitLimit(board, straggle_s + MARGIN_S)
     while pipes:
-        ready = wait(list(pipes), timeout=min(max(0.0, deadline - monotonic()), LONGEST_POLL_S))
+        at_work = [rank for rank in processes if rank not in results and rank not in failures]
+        next_look = min(deadline, waits.next_look(at_work))
+        ready = wait(list(pipes), timeout=min(max(0.0, next_look - monotonic()), LONGEST_POLL_S))
         if not ready and monotonic() >= deadline:
             break
         for pipe in ready:
             rank = pipes[pipe]
             try:
                 kind, content = pipe.recv()
-            except EOFError:  # the rank is gone
+            except (EOFError, OSError):  # the rank is gone, perhaps in the middle of a message
                 del pipes[pipe]
                 if rank not in results and rank not in failures:
                     processes[rank].join()
@@ -142,9 +169,11 @@ def _watch(
                     on_report(content)
                 elif kind == "result":
                     results[rank] = content
-                    deadline = min(deadline, monotonic() + straggle_s)
+                    left_s = straggle_s if len(results) < len(processes) else LEAVE_S
+                    deadline = min(deadline, monotonic() + left_s)
                 elif kind == "failure":
                     failures[rank] = content
+        failures |= waits.failures(rank for rank in at_work if rank not in results and rank not in failures)
         if failures and first is None:
             first = look(board, {rank: process.pid for rank, process in processes.items()})
             deadline = min(deadline, monotonic() + GRACE_S)
@@ -168,7 +197,7 @@ def _run_rank(
     parent: int,
     ignore_sigterm: bool,
 ) -> None:
-    """The life of one rank."""
+    """The life of one rank: it reports what came of ``target``, and cleans up only then, and only after a success."""
     HERE.write_on(board, world.rank)
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends us
@@ -178,23 +207,25 @@ def _run_rank(
             with naming_lost_peers():
                 result = target(world, lambda report: pipe.send(("report", report)))
             pipe.send(("result", result))
-        except InputError as error:
-            pipe.send(("failure", Failure(Ending.REFUSED, Status.FAILED, str(error))))
-        except OutOfMemoryError as error:
-            pipe.send(("failure", Failure(Ending.RAISED, Status.OOM, str(error))))
-        except WaitTimeoutError as error:
-            pipe.send(("failure", Failure(Ending.WAITED, Status.TIMEOUT, str(error))))
-        except PeerLostError as error:
-            pipe.send(("failure", Failure(Ending.WAITED, Status.FAILED, str(error))))
         except Exception as error:
-            pipe.send(("failure", Failure(Ending.RAISED, _status(error), f"rank {world.rank}: {_last_lines(error)}")))
+            pipe.send(("failure", _failure(error, world.rank)))
+            end_now(1)
+        leave()
     pipe.close()
 
 
-def _status(error: Exception) -> Status:
-    if is_out_of_memory(error):
-        return Status.OOM
-    return Status.FAILED
+def _failure(error: Exception, rank: int) -> Failure:
+    match error:
+        case InputError():
+            return Failure(Ending.REFUSED, Status.FAILED, str(error))
+        case OutOfMemoryError():
+            return Failure(Ending.RAISED, Status.OOM, str(error))
+        case WaitTimeoutError():
+            return Failure(Ending.WAITED, Status.TIMEOUT, str(error))
+        case PeerLostError():
+            return Failure(Ending.WAITED, Status.FAILED, str(error))
+    status = Status.OOM if is_out_of_memory(error) else Status.FAILED
+    return Failure(Ending.RAISED, status, f"rank {rank}: {_last_lines(error)}")
 
 
 def _last_lines(error: Exception) -> str:

@@ -8,7 +8,7 @@ from auto3d.capture.graph import Graph
 from auto3d.partition.merak import shard
 from auto3d.partition.recompute import subgraph_starts
 from auto3d.runtime.measurement import Measurement, Status
-from auto3d.runtime.settings import state_copies
+from auto3d.runtime.settings import optimizer_copies
 from auto3d.schedule import samples_at_once
 from auto3d.search.recompute import FULL, Shares
 from launch import candidates
@@ -51,11 +51,12 @@ def try_shares(recipe: LoadedRecipe, report: Callable[[Tried], None]) -> float |
     bounds = shard(graph).bounds
     shares = Shares(base, lambda stage: subgraph_starts(graph, stage, bounds))
     plans = [(share, shares.plan(share)) for share in shares.first]
-    machine, copies = cluster(recipe), state_copies(optimizer_settings(recipe.values))
+    machine = cluster(recipe)
+    copies = optimizer_copies(optimizer_settings(recipe.values), recipe.values.cluster.device)
     low, high = -1, len(plans)  # the largest that is known to fit, the smallest that is known not to
     probe = (low + high) // 2
     if machine.memory_bytes is not None:
-        fitting = [n for n, (_, plan) in enumerate(plans) if not candidates.shortage(graph, plan, machine, copies)]
+        fitting = [n for n, (_, plan) in enumerate(plans) if not candidates.shortage(graph, plan, machine, **copies)]
         probe = max(fitting, default=0)
     with held(recipe):
         while high - low > 1:

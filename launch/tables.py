@@ -12,7 +12,7 @@ from typing import Any
 from tabulate import tabulate
 
 from auto3d.plan import Plan
-from auto3d.runtime.measurement import Measurement, Status
+from auto3d.runtime.measurement import BYTES, Measurement, Status
 from auto3d.schedule import schedule_of, write_schedule
 from launch.files import write_whole
 from launch.recipe import LoadedRecipe, load
@@ -35,6 +35,7 @@ HEADINGS = {
     "samples_per_s": "samples\nper s",
     "tokens_per_s": "tokens\nper s",
     "peak_bytes": "peak\n(MiB)",
+    "used_bytes": "used\n(MiB)",
     "status": "status",
 }
 
@@ -126,7 +127,11 @@ def _told(results: Results) -> str:
         )
     else:
         text = f"Measured, not predicted: {what}; {how}, peak memory of the fullest rank"
-        text += " beyond its interpreter and libraries" if values.cluster.device == "cpu" else ""
+        text += (
+            " beyond its interpreter and libraries"
+            if values.cluster.device == "cpu"
+            else ": of its tensors, and used on its device, context and NCCL included"
+        )
     environments = {one.environment for one in results.measurements if one.environment}
     for environment in sorted(environments, key=lambda one: (one.host, str(one))):
         text += (
@@ -171,7 +176,7 @@ def _row(measurement: Measurement) -> dict[str, Any]:
         "spread_s": measurement.spread_s if ok else None,
         "samples_per_s": measurement.samples_per_s if ok else None,
         "tokens_per_s": measurement.tokens_per_s if ok and measurement.tokens_per_sample else None,
-        "peak_bytes": max(measurement.peak_bytes, default=None) if ok else None,
+        **{name: max(getattr(measurement, name), default=None) if ok else None for name in BYTES},
         "status": str(measurement.status),
         "devices": "emulated" if measurement.emulated else "real",
         "error": measurement.error,
@@ -199,6 +204,8 @@ def _columns(records: Sequence[dict[str, Any]]) -> dict[str, str]:
         del columns["replicas"]
     if not any(record["shard_optimizer"] for record in records):
         del columns["shard_optimizer"]
+    if all(record["used_bytes"] is None for record in records):  # as of CPUs
+        del columns["used_bytes"]
     if any(record["devices"] == "emulated" for record in records):
         columns["devices"] = "devices"  # on every row
     return columns
@@ -211,8 +218,10 @@ def _cells(record: dict[str, Any], columns: Collection[str]) -> list[str]:
         "spread_s": "{:.3f}",
         "samples_per_s": "{:.1f}",
         "tokens_per_s": "{:,.0f}",
+        **dict.fromkeys(BYTES, "{:.0f}"),
     }
-    shown = {**record, "peak_bytes": None if record["peak_bytes"] is None else f"{record['peak_bytes'] / 2**20:.0f}"}
+    in_mib = {name: record[name] / 2**20 for name in BYTES if record[name] is not None}
+    shown = {**record, **in_mib}
     return ["-" if shown[name] is None else forms.get(name, "{}").format(shown[name]) for name in columns]
 
 

@@ -17,13 +17,13 @@ from auto3d.capture.model import CapturedModel
 from auto3d.errors import InputError
 from auto3d.plan import Plan, PlanError
 from auto3d.runtime.checkpoint import newest
-from auto3d.runtime.measurement import Measurement, Status
+from auto3d.runtime.measurement import BYTES, Measurement, Status
 from auto3d.runtime.out_of_memory import OutOfMemoryError
 from auto3d.runtime.rank import check_plan
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.training import TrainingResult, train
 from auto3d.runtime.waiting import PeerLostError, naming_lost_peers
-from auto3d.runtime.world import World
+from auto3d.runtime.world import World, leave_or_end
 from auto3d.schedule import samples_at_once
 from launch import candidates, slurm
 from launch.check_capture import check_once
@@ -173,6 +173,7 @@ def _train(
             await_end(asked, requeue=world.rank == 0)
         if world.rank == 0:
             on_result(_record(result, training.plan, recipe.values))
+        leave_or_end()
         return 0
     devices = devices_for(recipe, training.plan.ranks, size=training.plan.ranks)
     manifest, name = manifest_of(recipe), training.trial.name
@@ -317,7 +318,7 @@ def _record(result: TrainingResult | Measurement, plan: Plan, values: Recipe) ->
     measured = result.iteration_s[values.measure.warmup_iterations :] or result.iteration_s
     return {
         "emulated": values.training.compute == "emulated",
-        **{name: getattr(result, name) for name in ("loss", "grad_norm", "iteration_s", "peak_bytes")},
+        **{name: getattr(result, name) for name in ("loss", "grad_norm", "iteration_s", *BYTES)},
         "first_iteration": result.first_iteration,
         "samples_per_s": plan.global_batch / median(measured) if measured else None,
         "plan": asdict(plan),

@@ -11,7 +11,7 @@ from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.runtime.checkpoint import Checkpoints
 from auto3d.runtime.executor import IterationResult
-from auto3d.runtime.measurement import Environment, Measurement, Status
+from auto3d.runtime.measurement import BYTES, Environment, Measurement, Status
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.training import TrainingResult, train
 from auto3d.runtime.world import World
@@ -122,7 +122,7 @@ def measure(
         iteration_s=result.iteration_s[warmup:],
         loss=result.loss[warmup:],
         grad_norm=result.grad_norm[warmup:],
-        peak_bytes=result.peak_bytes,
+        **{name: getattr(result, name) for name in BYTES},
         first_iteration=result.first_iteration,
         environment=environment,
         finished=_now(),

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from auto3d.runtime.world import World
+from auto3d.runtime.world import World, leave
 from launch.ranks import die_with_parent
 
 CASE_TIMEOUT_S = 120
@@ -60,4 +60,5 @@ def _serve(pipe: Any, parent: int) -> None:
             answer = (True, function(world, *arguments))
         except BaseException:
             answer = (False, traceback.format_exc())
+        leave()
         pipe.send(answer)

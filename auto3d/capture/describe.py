@@ -31,7 +31,7 @@ def describe(exported: ExportedModel) -> Graph:
     Each node's ``val`` becomes a meta tensor with the strides and ``requires_grad`` that the value has in a run.
     """
     state_names = {**exported.parameters, **exported.buffers, **{name: name for name in exported.constants}}
-    cost_of = OperationCosts()
+    cost_of = OperationCosts(exported.device)
     nodes: list[Node] = []
     from_inputs: dict[str, bool] = {}
     storage: dict[str, str] = {}  # value -> the value whose memory it shows: itself, or what it is a view of

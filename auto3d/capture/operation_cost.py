@@ -9,8 +9,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from auto3d.capture.attention import fused_attention
+
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
-_FUSED_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +28,13 @@ class OperationCost:
 
 
 class OperationCosts:
-    """Runs operators on meta tensors; equal calls, of which a model has many, run once."""
+    """Runs operators on meta tensors; equal calls, of which a model has many, run once.
 
-    def __init__(self) -> None:
+    What autograd keeps is that of the kernels of a ``device`` "cpu" or "cuda".
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
         self._known: dict[str, OperationCost] = {}
 
     def __call__(self, target: Callable, args: tuple, kwargs: dict, result: Any) -> OperationCost:
@@ -42,7 +47,7 @@ class OperationCosts:
         key = f"{target} {args} {kwargs} {strides}"  # meta tensors print as their shape, dtype and requires_grad alone
         if key not in self._known:
             try:
-                self._known[key] = _cost(target, args, kwargs)
+                self._known[key] = _cost(target, args, kwargs, self._device)
             except Exception as error:  # kernels raise errors of any kind
                 problem = f"the cost of {target} is not known ({type(error).__name__}): its bytes are counted alone"
                 warn(problem, stacklevel=2)
@@ -67,7 +72,7 @@ def _unknown_cost(args: tuple, kwargs: dict, result: Any) -> OperationCost:
     )
 
 
-def _cost(target: Callable, args: tuple, kwargs: dict) -> OperationCost:
+def _cost(target: Callable, args: tuple, kwargs: dict, device: str) -> OperationCost:
     arguments = _tensors((args, kwargs))
     with FlopCounterMode(display=False) as counter:
         results, saved = _run(target, args, kwargs)
@@ -77,10 +82,9 @@ def _cost(target: Callable, args: tuple, kwargs: dict) -> OperationCost:
     if flops == 0 and "grouped_mm" in str(target):  # torch has no formula for it; each row meets one group's matrix
         flops = 2 * results[0].numel() * arguments[0].shape[-1]
         backward_flops = flops * sum(argument.requires_grad for argument in arguments[:2])
-    if target is _ATTENTION and _can_be_fused(*args, **kwargs):
-        # On the meta device attention takes the unfused way, which computes the same but keeps the whole matrix of
-        # weights.
-        results, saved = _run(_FUSED_ATTENTION, *_fused_attention_arguments(*args, **kwargs))
+    fused = fused_attention(device, *args, **kwargs) if target is _ATTENTION else None
+    if fused is not None:
+        results, saved = _run(fused, (), {})
         results = results[:1]
     argument_keys = [_key(argument) for argument in arguments]
     result_keys = [_key(result) for result in results]
@@ -117,35 +121,6 @@ def _run_backward(arguments: list[torch.Tensor], results: list[torch.Tensor]) ->
     wanted = [argument for argument in arguments if argument.requires_grad]
     if made:
         torch.autograd.grad(made, wanted, [torch.empty_like(result) for result in made], allow_unused=True)
-
-
-def _fused_attention_arguments(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> tuple[tuple, dict]:
-    mask = None if attn_mask is None else attn_mask.to(query.dtype)
-    return (query, key, value, dropout_p, is_causal), {"attn_mask": mask, "scale": scale}
-
-
-def _can_be_fused(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    *args: Any,
-    **kwargs: Any,
-) -> bool:
-    """Whether a CPU has a fused kernel; a GPU has one for dropout too, and then keeps less than is said here."""
-    same_heads = query.shape[-1] == value.shape[-1]  # not in multi-head latent attention
-    return same_heads and dropout_p == 0 and (attn_mask is None or not attn_mask.requires_grad)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

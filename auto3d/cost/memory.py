@@ -7,6 +7,7 @@ the largest operation works on. An allocator's fragments, a library's workspace 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 
 from auto3d.capture.graph import Graph, Node
 from auto3d.partition.segment import Segment, segments
@@ -29,7 +30,7 @@ class DeviceMemory:
     activations: int  # that wait for their backward
     given: int  # of these micro-batches, what their stages were given, and what passes between parts of one
     messages: int  # that are posted and not used, or sent and not known to have been used
-    working: int  # what the largest single operation reads and makes
+    working: int  # what the largest single operation reads and makes, or the optimizer's update at its moment
 
     @property
     def total(self) -> int:
@@ -46,11 +47,19 @@ def in_gib(size: float) -> str:
     return f"{size / 2**30:.3g}"
 
 
-def predict(graph: Graph, plan: Plan, schedule: Schedule, *, optimizer_copies: int) -> tuple[DeviceMemory, ...]:
+def predict(
+    graph: Graph,
+    plan: Plan,
+    schedule: Schedule,
+    *,
+    optimizer_copies: int,
+    update_copies: tuple[int, int] = (0, 0),
+) -> tuple[DeviceMemory, ...]:
     """Per pipeline device, at its fullest.
 
     ``graph`` is of the samples that an operation of ``schedule`` runs; ``optimizer_copies`` of each trained parameter
-    are the optimizer's state.
+    are the optimizer's state. ``update_copies`` of the parameter at hand, and of the one before it, are what an update
+    makes; none where the device has fused kernels for it.
     """
     stages = cut(graph, plan.stages)
     footprints = [
@@ -70,7 +79,16 @@ def predict(graph: Graph, plan: Plan, schedule: Schedule, *, optimizer_copies: i
         own = [replica for replica, home in schedule.device_of.items() if home == device]
         state = {name for stage, _ in own for name in stages[stage].state}
         learned = sum(sizes[name] for name in state & graph.trained)
-        activations, given, messages = _fullest(program, footprints, schedule.device_of, held_at)
+        updated = [[sizes[name] for name in stages[stage].state if name in graph.trained] for stage, _ in own]
+        update = max((_update(parameters, *update_copies) for parameters in updated), default=0)
+        activations, given, messages, working = _fullest(
+            program,
+            footprints,
+            schedule.device_of,
+            held_at,
+            working=max((footprints[stage].working for stage, _ in own), default=0),
+            update=update,
+        )
         found.append(
             DeviceMemory(
                 weights=sum(sizes[name] for name in state),
@@ -83,10 +101,15 @@ def predict(graph: Graph, plan: Plan, schedule: Schedule, *, optimizer_copies: i
                 activations=activations,
                 given=given,
                 messages=messages,
-                working=max((footprints[stage].working for stage, _ in own), default=0),
+                working=working,
             )
         )
     return tuple(found)
+
+
+def _update(parameters: Sequence[int], of_this: int, of_the_last: int) -> int:
+    """Temporaries of an update of parameters of so many bytes, one after the other, at their most."""
+    return max(of_this * size + of_the_last * before for before, size in pairwise((0, *parameters, 0)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,16 +184,25 @@ def _fullest(
     footprints: Sequence[_Footprint],
     device_of: Mapping[Replica, int],
     held_at: Callable[[Step, Collection[Message], Collection[Message]], int],
-) -> tuple[int, int, int]:
-    """Activations and given values of all micro-batches, and messages, when they are most together."""
+    *,
+    working: int,
+    update: int,
+) -> tuple[int, int, int, int]:
+    """Activations and given values of all micro-batches, messages, and temporaries, when they are most together.
+
+    ``working`` bytes are those of any operation on micro-batches, ``update`` those of the optimizer's update, which
+    under most schedules comes when no activations are held.
+    """
     recomputed: set[tuple[int, int, int]] = set()
     split = {(s.operation.stage, s.operation.pipe) for s in program.steps if s.operation.kind is Kind.BACKWARD_WEIGHT}
     activations = given = 0
-    fullest = (0, 0, 0)
+    fullest = (0, 0, 0, working)
     for step, (posted, sent) in zip(program.steps, held(program, device_of), strict=True):
         operation = step.operation
         bytes_of = footprints[operation.stage]
         messages = held_at(step, posted, sent)
+        if operation.kind is Kind.UPDATE:
+            fullest = max(fullest, (activations, given, messages, update), key=sum)
         for micro_batch in operation.micro_batches:
             key = operation.stage, operation.pipe, micro_batch
             if operation.kind is Kind.FORWARD:
@@ -183,11 +215,11 @@ def _fullest(
                 activations -= bytes_of.put_off
             else:
                 inside = 0 if key in recomputed else bytes_of.inside - bytes_of.kept
-                fullest = max(fullest, (activations + inside, given, messages), key=sum)
+                fullest = max(fullest, (activations + inside, given, messages, working), key=sum)
                 activations -= bytes_of.kept + (bytes_of.again if key in recomputed else 0)
                 activations += bytes_of.put_off if (operation.stage, operation.pipe) in split else 0
                 given -= bytes_of.given
-            fullest = max(fullest, (activations, given, messages), key=sum)
+            fullest = max(fullest, (activations, given, messages, working), key=sum)
     return fullest
 
 

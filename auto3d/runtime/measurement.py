@@ -12,6 +12,8 @@ from pydantic import ConfigDict, TypeAdapter
 
 from auto3d.plan import Plan
 
+BYTES = ("peak_bytes", "reserved_bytes", "used_bytes", "predicted_bytes")  # fields that hold memory
+
 
 class Status(StrEnum):
     OK = "ok"
@@ -67,7 +69,10 @@ class Measurement:
     iteration_s: list[float] = field(default_factory=list)  # of the slowest rank
     loss: list[float] = field(default_factory=list)
     grad_norm: list[float | None] = field(default_factory=list)
-    peak_bytes: list[int] = field(default_factory=list)  # per rank
+    peak_bytes: list[int] = field(default_factory=list)  # per rank: live tensors on a GPU, growth of a CPU's process
+    reserved_bytes: list[int] = field(default_factory=list)  # per GPU, by torch's caching allocator at its peak
+    used_bytes: list[int] = field(default_factory=list)  # per GPU, on the device at the peak: context and NCCL included
+    predicted_bytes: list[int] = field(default_factory=list)  # per rank, what auto3d.cost.memory estimates
     tokens_per_sample: int = 0
     environment: Environment | None = None
     finished: str = ""  # date and time, ISO 8601

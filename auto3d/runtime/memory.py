@@ -1,10 +1,20 @@
 """Peak memory of this process."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from auto3d.allocator import return_freed_memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeakBytes:
+    """Peak memory of a rank; a CPU rank has ``allocated`` alone."""
+
+    allocated: int  # bytes of live tensors on a GPU; on a CPU, growth of the process
+    reserved: int | None = None  # bytes that torch's caching allocator held, free pieces included
+    used: int | None = None  # bytes that the device had in use: reserved, and all that torch does not allocate
 
 
 class PeakMemory:
@@ -22,7 +32,24 @@ class PeakMemory:
             Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to the present (proc(5))
             self._start = _status_bytes("VmRSS") - _status_bytes("RssFile")
 
+    def read(self) -> PeakBytes:
+        """The peaks up to here.
+
+        ``used`` is the peak of ``reserved`` plus what the device has in use outside of this allocator when it is read:
+        the CUDA context with its loaded kernels, and NCCL's buffers. These stay until the process ends, so reading late
+        misses none. (cuBLAS's workspaces come from torch's allocator.) The device does not say whose memory it is: if
+        other processes share it, theirs is included. NVML would tell processes apart, but not inside a container, whose
+        process ids differ from the host's.
+        """
+        if self._device.type != "cuda":
+            return PeakBytes(allocated=self.bytes())
+        free, total = torch.cuda.mem_get_info(self._device)  # of the MIG instance, where the device is one
+        outside = total - free - torch.cuda.memory_reserved(self._device)
+        reserved = torch.cuda.max_memory_reserved(self._device)
+        return PeakBytes(allocated=self.bytes(), reserved=reserved, used=reserved + outside)
+
     def bytes(self) -> int:
+        """``allocated`` alone."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         return max(0, _status_bytes("VmHWM") - _status_bytes("RssFile") - self._start)

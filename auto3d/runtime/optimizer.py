@@ -42,7 +42,8 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
         for parameter in group["params"]:
             if isinstance(optimizer, torch.optim.AdamW):
                 moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
+                where = parameter.device if group["fused"] else torch.device("cpu")
+                optimizer.state[parameter] = {"step": torch.tensor(0.0, device=where), **moments}
             elif group["momentum"]:
                 optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
 
@@ -52,6 +53,17 @@ def update(optimizer: torch.optim.Optimizer, *, timeout_s: float) -> None:
     shared = _own_share(optimizer) is not optimizer
     with waiting_for("the weights that other ranks update", timeout_s) if shared else nullcontext():
         optimizer.step()
+
+
+def _have_fused_update(parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether torch's fused kernels of a GPU can update ``parameters``.
+
+    torch's default there makes a temporary copy of all parameters (``_multi_tensor_adam``), and launches a dozen
+    kernels where a fused update is one. Both update each element by itself, so that it does not matter for the bits
+    which parameters a rank updates together. A fused kernel wants real numbers, and gradients that lie in memory as
+    their parameters do, which flat gradient buffers and autograd grant to contiguous ones.
+    """
+    return all(p.is_cuda and p.is_floating_point() and p.is_contiguous() for p in parameters)
 
 
 def build_optimizer(
@@ -74,6 +86,8 @@ def build_optimizer(
         family, options["momentum"] = torch.optim.SGD, settings.momentum
     else:
         raise InputError(f"optimizer: {settings.optimizer!r} is not known; there are {', '.join(OPTIMIZERS)}")
+    if _have_fused_update(parameters):
+        options["fused"] = True
     if shared_by is None:
         optimizer: torch.optim.Optimizer = family(parameters, **options)
     else:

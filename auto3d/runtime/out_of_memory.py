@@ -1,5 +1,6 @@
 """Running out of memory, told as such: where it happened, and what was predicted to be needed there."""
 
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,16 +11,36 @@ import torch.distributed as dist
 
 from auto3d.cost.memory import DeviceMemory
 
+# The words of torch and of libraries whose errors it passes on, as a RuntimeError or one of its subclasses.
+# NCCL's error holds its last warning alone: after "Cuda failure 'out of memory'" that is "Failed to CUDA calloc".
+_WORDS = re.compile(
+    r"""
+    DefaultCPUAllocator:\ can't\ allocate
+    | \bCUDA\ out\ of\ memory
+    | \bCUDA\ (driver\ )?error:\ out\ of\ memory     # the context, pinned memory, a kernel's first use
+    | \bCU[A-Z]+_\w*ALLOC(ATION)?_FAILED\b          # cuBLAS, cuDNN, cuSOLVER, cuFFT
+    | \bCuda\ failure\ (\d+\ )?'out\ of\ memory'      # NCCL
+    | \bFailed\ to\ CUDA\ (host\ )?[cm]?alloc\b       # NCCL
+    """,
+    re.VERBOSE,
+)
+
 
 class OutOfMemoryError(RuntimeError):
     """A rank that ran out of its device's memory, or of its machine's."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` is what torch or Python raises when memory runs out."""
-    # torch's allocator for the CPU raises a plain RuntimeError; these are its own words
-    known = (OutOfMemoryError, torch.OutOfMemoryError, MemoryError)
-    return isinstance(error, known) or "DefaultCPUAllocator: can't allocate" in str(error)
+    """Whether ``error`` is what torch, one of its libraries or Python raises when memory runs out."""
+    if isinstance(error, (OutOfMemoryError, torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and _WORDS.search(str(error)) is not None
+
+
+def words_of(error: BaseException) -> str:
+    """The line of ``error`` that says that memory ran out, or its first."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return next((line for line in lines if _WORDS.search(line)), lines[0]).strip()
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,13 @@ launch of an asynchronous operation and not its end, and it would be a second ro
 """
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import count
+from functools import partial
+from itertools import pairwise
 from statistics import median
 from time import perf_counter, process_time
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from auto3d.cluster import AllReduceTimes
 from auto3d.cost.profile import MessageTimes, ModelTimes, SubgraphTimes
 from auto3d.partition.stage import Stage, cut
 from auto3d.plan import stages_between
+from auto3d.runtime.clock import Clock, Mark, clock_of
 from auto3d.runtime.data import Batches, DataSettings
 from auto3d.runtime.gradient_sync import GradientSync, Holders
 from auto3d.runtime.materialize import materialize
@@ -31,8 +33,8 @@ from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.stage import StageModule
-from auto3d.runtime.waiting import wait, waiting_for
-from auto3d.runtime.world import World, join, leave, new_group
+from auto3d.runtime.waiting import waiting_for
+from auto3d.runtime.world import World, join, new_group
 
 ROUNDS = 5  # through all that is measured; the fastest counts, for what else runs on the machine only adds time
 LEAST_REPETITIONS, TURN_S = 3, 0.06  # of a subgraph in each round, and about how long they take
@@ -96,21 +98,21 @@ def measure(
     seed: int,
     report: Report = lambda part: None,
 ) -> Measured:
-    """Measure as rank ``world.rank``; ``models`` is one model at several micro-batch sizes. Rank 0 has the result."""
+    """Measure as rank ``world.rank``; ``models`` is one model at several micro-batch sizes. Rank 0 has the result.
+
+    The process groups stay, as after ``training.train``.
+    """
     torch.set_num_threads(settings.threads_per_rank)
     device = world.device(settings.device)
     join(world, device=device, timeout_s=settings.timeout_s)
-    try:
-        bench = _Bench(models, settings, data, world, device, seed, report)
-        return Measured(
-            sizes=tuple(bench.model_times(number) for number in range(len(models))),
-            slowdown=bench.slowdown(),
-            messages=bench.messages() if world.size > 1 else None,
-            all_reduce=bench.all_reduces() if world.size > 1 else None,
-            update_s=bench.update_s(),
-        )
-    finally:
-        leave()
+    bench = _Bench(models, settings, data, world, device, seed, report)
+    return Measured(
+        sizes=tuple(bench.model_times(number) for number in range(len(models))),
+        slowdown=bench.slowdown(),
+        messages=bench.messages() if world.size > 1 else None,
+        all_reduce=bench.all_reduces() if world.size > 1 else None,
+        update_s=bench.update_s(),
+    )
 
 
 class _Bench:
@@ -128,6 +130,7 @@ class _Bench:
     ) -> None:
         self._models, self._settings, self._data = models, settings, data
         self._world, self._device, self._report = world, device, report
+        self._clock = clock_of(device)
         self._everyone = new_group(range(world.size), settings.timeout_s, device=device)
         first = models[0].captured
         constants = first.exported.constants
@@ -147,7 +150,7 @@ class _Bench:
         for _ in range(ROUNDS):
             for kind, (one, other) in enumerate(zip(whole, split, strict=True)):
                 if self._world.rank == 0:
-                    rounds[kind].append(list(self._turn(one, other)))
+                    rounds[kind].append(turn(one, other, self._clock))
                 self._barrier()
                 self._report(f"micro-batch of {one.samples}: {one.name}")
         return ModelTimes(
@@ -180,12 +183,11 @@ class _Bench:
             each, spent = [], []
             for _ in range(self._repetitions(size)):
                 self._barrier()
-                begin, used = self._now(), process_time()
+                used = process_time()
                 if self._world.rank < 2:
-                    self._there_and_back(content)
-                each.append((self._now() - begin) / 2)
-                spent.append((process_time() - used) / 2)
-            seconds.append(self._of_first(median(each[1:])))
+                    each.append(seconds_of(partial(self._there_and_back, content), self._clock) / 2)
+                spent.append((process_time() - used) / 2 / self._clock.queued)
+            seconds.append(self._of_first(median(each[1:] or [0.0])))
             processor_s.append(self._of_first(median(spent[1:])))
         self._report("messages")
         return MessageTimes(sizes=MESSAGE_SIZES, seconds=tuple(seconds), processor_s=tuple(processor_s))
@@ -202,12 +204,10 @@ class _Bench:
                 each = []
                 for _ in range(self._repetitions(size)):
                     self._barrier()
-                    begin = self._now()
                     if self._world.rank < members:
                         with waiting_for("an all-reduce", self._settings.timeout_s):
-                            dist.all_reduce(content, group=group)
-                    each.append(self._now() - begin)
-                row.append(self._of_first(median(each[1:])))
+                            each.append(seconds_of(partial(dist.all_reduce, content, group=group), self._clock))
+                row.append(self._of_first(median(each[1:] or [0.0])))
             rows.append(tuple(row))
         self._report("all-reduces")
         return AllReduceTimes(ranks=counts, sizes=REDUCE_SIZES, seconds=tuple(rows))
@@ -222,12 +222,14 @@ class _Bench:
         each = []
         for _ in range(2 * ROUNDS):
             if self._world.rank == 0:
-                begin = self._now()
+                begin = self._clock.mark()
                 sync.zero({0})
                 sync.squared_norm()
                 sync.scale(1.0)
                 optimizer.step()
-                each.append(self._now() - begin)
+                end = self._clock.mark()
+                self._clock.settle()  # an update begins on an idle device: the host has waited for the norm
+                each.append(self._clock.seconds(begin, end))
             self._barrier()
         self._report("the optimizer's update")
         elements = sum(parameter.numel() for parameter in self._trained.values())
@@ -244,32 +246,15 @@ class _Bench:
     def _constants(self, model: Subgraphs) -> dict[str, torch.Tensor]:
         return {name: value.to(self._device) for name, value in model.captured.exported.constants.items()}
 
-    def _turn(self, whole: "_Run", split: "_Run") -> Iterator[tuple[float, float, float]]:
-        """Seconds of forward, backward, and the weight half of a split one; some repetitions, after one unmeasured."""
-        deadline = self._now() + TURN_S
-        for repetition in count():
-            begin = self._now()
-            whole.forward()
-            middle = self._now()
-            whole.backward()
-            end = self._now()
-            split.forward()
-            split.backward_input()
-            before_weight = self._now()
-            split.backward_weight()
-            if repetition:
-                yield middle - begin, end - middle, self._now() - before_weight
-            if repetition >= LEAST_REPETITIONS and self._now() > deadline:
-                return
-
     def _rate(self, runs: Sequence["_Run"]) -> float:
         """Times per second that all of ``runs`` go forward and backward."""
         begin, done = self._now(), 0
         while done < LEAST_REPETITIONS or self._now() < begin + LOAD_S:
-            for run in runs:
-                run.forward()
-                run.backward()
-            done += 1
+            for _ in range(self._clock.queued):
+                for run in runs:
+                    run.forward()
+                    run.backward()
+            done += self._clock.queued
         return done / (self._now() - begin)
 
     def _there_and_back(self, content: torch.Tensor) -> None:
@@ -277,8 +262,7 @@ class _Bench:
         for sends in (self._world.rank == 0, self._world.rank == 1):
             with waiting_for("a message", self._settings.timeout_s):
                 exchange = dist.isend if sends else dist.irecv
-                work = exchange(content, other, group=self._everyone)
-            wait(work, timeout_s=self._settings.timeout_s, what="a message")
+                exchange(content, other, group=self._everyone).wait()  # with NCCL only the device's queue waits
 
     @staticmethod
     def _repetitions(size: int) -> int:
@@ -286,8 +270,8 @@ class _Bench:
         return 2 + max(5, min(30, 2**24 // size))
 
     def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        """Host time when the device is idle."""
+        self._clock.settle()
         return perf_counter()
 
     def _barrier(self) -> None:
@@ -301,6 +285,60 @@ class _Bench:
         with waiting_for("the other ranks of the profile", self._settings.timeout_s):
             dist.all_reduce(total)
             return float(total)
+
+
+class Part(Protocol):
+    """A subgraph that can be timed."""
+
+    def forward(self) -> None: ...
+
+    def backward(self) -> None: ...
+
+    def backward_input(self) -> None: ...
+
+    def backward_weight(self) -> None: ...
+
+
+def seconds_of(run: Callable[[], object], clock: Clock) -> float:
+    """Seconds of ``run``, which communicates.
+
+    On a GPU several are queued: in training, too, a message finds its kernel launched, since the process is ahead of
+    its device. An event after a receive sees the arrival, for which the queue waits.
+    """
+    begin = clock.mark()
+    for _ in range(clock.queued):
+        run()
+    end = clock.mark()
+    clock.settle()
+    return clock.seconds(begin, end) / clock.queued
+
+
+def turn(whole: Part, split: Part, clock: Clock) -> list[tuple[float, float, float]]:
+    """Seconds of forward, backward, and the weight half of a split one: some repetitions, after one unmeasured.
+
+    On a GPU many repetitions are queued with events between their parts, and waited for at once. All run on one
+    stream, so each finds the memory that the one before it freed.
+    """
+    _marked(whole, split, clock)
+    deadline = perf_counter() + TURN_S
+    found: list[tuple[float, float, float]] = []
+    while len(found) < LEAST_REPETITIONS or perf_counter() <= deadline:
+        repetitions = [_marked(whole, split, clock) for _ in range(clock.queued)]
+        clock.settle()
+        for marks in repetitions:
+            forward, backward, _, weight = (clock.seconds(begin, end) for begin, end in pairwise(marks))
+            found.append((forward, backward, weight))
+    return found
+
+
+def _marked(whole: Part, split: Part, clock: Clock) -> list[Mark]:
+    """Marks before, between and after a forward, a backward, a split forward with its input half, and a weight half."""
+    marks = [clock.mark()]
+    for part in ((whole.forward,), (whole.backward,), (split.forward, split.backward_input), (split.backward_weight,)):
+        for run in part:
+            run()
+        marks.append(clock.mark())
+    return marks
 
 
 class _Run:
@@ -330,15 +368,18 @@ class _Run:
             split_backward=split,
         )
         self._state = {state[name].untyped_storage().data_ptr() for name in stage.state}
-        self._batches, self._device = batches, device
+        self._device = device
+        self._load = partial(batches.micro_batch, 0, 0, self._module.stage.inputs)
+        if device.type == "cuda":  # queued repetitions must not wait for the host
+            pinned = {name: value.pin_memory() for name, value in self._load().items()}
+            self._load = lambda: pinned
         self._received = {one.value.name: _made_up(one.value, device) for one in stage.received}
         sent = [graph.value(name) for name in self._module.sent]
         self._gradients = {value.name: [_made_up(value, device)] for value in sent if value.differentiable}
 
     def forward(self) -> None:
-        """With the loading of its inputs, as in training."""
-        loaded = self._batches.micro_batch(0, 0, self._module.stage.inputs)
-        inputs = {name: value.to(self._device) for name, value in loaded.items()}
+        """With what loading its inputs takes of the device: on a CPU all of it, on a GPU the copy."""
+        inputs = {name: value.to(self._device, non_blocking=True) for name, value in self._load().items()}
         self._module.forward(0, self._received, inputs)
         self._module.losses.clear()
 

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from auto3d.allocator import keep_freed_memory
 from auto3d.capture.model import CapturedModel
-from auto3d.cost.memory import predict
+from auto3d.cost.memory import DeviceMemory, predict
 from auto3d.partition.stage import Stage, Transfer, cut
 from auto3d.plan import Plan, PlanError
 from auto3d.runtime.agreement import check_agreement
@@ -29,7 +29,7 @@ from auto3d.runtime.program import Program, Replica
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.replicas import replicas_of_devices, resplit_dimensions, share_of
 from auto3d.runtime.run_ahead import RunAhead
-from auto3d.runtime.settings import TrainingSettings, state_copies
+from auto3d.runtime.settings import TrainingSettings, optimizer_copies
 from auto3d.runtime.stage import StageModule
 from auto3d.runtime.world import World, connect, new_group
 from auto3d.schedule import SCHEDULES, samples_at_once, schedule_of
@@ -58,6 +58,7 @@ class Rank:
     optimizers: dict[Replica, tuple[Optimizer, LRScheduler] | None]
     all_names: tuple[str, ...]  # parameters and buffers of the model; none on emulated devices, which hold nothing
     shared: frozenset[str]  # those of them that other ranks hold too
+    predicted: DeviceMemory  # bytes of this rank's pipeline device
 
     def check_agreement(self, *, cause: str, device: torch.device, timeout_s: float) -> None:
         """Raise WeightsDifferError unless all ranks that hold a parameter or buffer hold the same bits of it.
@@ -159,8 +160,8 @@ def build_rank(
     all_holders = holders(plan, schedule, stages, trained)
     shared = {each.stages for each in all_holders.values() if len(each.ranks) > 1}
     programs = _programs(schedules, transfers, shared, position)
-    copies = state_copies(settings.optimizer)
-    memory = MemoryWatch(position, predict(captured.graph, plan, schedule, optimizer_copies=copies)[position])
+    copies = optimizer_copies(settings.optimizer, settings.device)
+    memory = MemoryWatch(position, predict(captured.graph, plan, schedule, **copies)[position])
     own = {replica: stages[replica[0]] for replica, home in schedule.device_of.items() if home == position}
 
     run_ahead = RunAhead(device, settings.timeout_s)
@@ -237,6 +238,7 @@ def build_rank(
         optimizers=optimizers,
         all_names=tuple(sorted(names)) if emulation is None else (),
         shared=frozenset(name for name, each in holders(plan, schedule, stages, names).items() if len(each.ranks) > 1),
+        predicted=memory.predicted,
     )
     cause = _CAUSE_OF_SEED if state is None else _CAUSE_OF_FILE
     rank.check_agreement(cause=cause, device=device, timeout_s=settings.timeout_s)

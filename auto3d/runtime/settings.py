@@ -1,6 +1,7 @@
 """How a Plan is trained, in numbers and names. It needs no torch, for whoever only plans."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from auto3d.runtime.emulation import Emulation
 
@@ -23,6 +24,23 @@ class OptimizerSettings:
 def state_copies(settings: OptimizerSettings) -> int:
     """How many values the optimizer keeps for each one that is trained."""
     return {"adamw": 2, "sgd": int(settings.momentum > 0)}.get(settings.optimizer, 0)
+
+
+def update_copies(settings: OptimizerSettings, device: str) -> tuple[int, int]:
+    """Temporaries of an update on a ``device`` "cpu" or "cuda": copies of a parameter, and of the one before it.
+
+    torch updates the parameters of a CPU one after the other (``_single_tensor_adam``). AdamW makes the root of the
+    second moment and a quotient of it, while a variable still holds the quotient of the parameter before; SGD makes
+    the sum of gradient and weight decay. The fused kernels of a GPU make nothing.
+    """
+    if device == "cuda":
+        return 0, 0
+    return {"adamw": (2, 1), "sgd": (int(settings.weight_decay > 0), 0)}.get(settings.optimizer, (0, 0))
+
+
+def optimizer_copies(settings: OptimizerSettings, device: str) -> dict[str, Any]:
+    """What ``auto3d.cost.memory.predict`` has to know of the optimizer."""
+    return {"optimizer_copies": state_copies(settings), "update_copies": update_copies(settings, device)}
 
 
 @dataclass(frozen=True, kw_only=True)

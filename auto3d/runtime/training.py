@@ -11,19 +11,21 @@ from auto3d.plan import Plan, PlanError
 from auto3d.runtime.checkpoint import CheckpointError, Checkpoints, load, newest, save
 from auto3d.runtime.data import DataSettings
 from auto3d.runtime.executor import IterationResult
+from auto3d.runtime.measurement import BYTES
 from auto3d.runtime.memory import PeakMemory
 from auto3d.runtime.optimizer import advance
+from auto3d.runtime.out_of_memory import OutOfMemoryError, is_out_of_memory, words_of
 from auto3d.runtime.program import Program
 from auto3d.runtime.rank import Rank, build_rank
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.waiting import waiting_for
 from auto3d.runtime.whereabouts import HERE
-from auto3d.runtime.world import World, join, leave
+from auto3d.runtime.world import World, join
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingResult:
-    """What a run gave; the same on every rank. One entry per iteration, but ``peak_bytes`` has one per rank.
+    """What a run gave; the same on every rank. One entry per iteration; the ``_bytes`` have one per rank.
 
     Emulated devices compute nothing and hold nothing: of them there is ``iteration_s``, and the other lists are empty.
     """
@@ -31,7 +33,10 @@ class TrainingResult:
     loss: list[float]
     grad_norm: list[float | None]  # None under an asynchronous schedule
     iteration_s: list[float]  # of the slowest rank
-    peak_bytes: list[int]
+    peak_bytes: list[int]  # live tensors on a GPU, growth of the process on a CPU
+    reserved_bytes: list[int]  # by torch's caching allocator at its peak; empty on CPUs
+    used_bytes: list[int]  # on the device at the peak, context and NCCL included; empty on CPUs
+    predicted_bytes: list[int]  # estimate of auto3d.cost.memory for the rank's pipeline device
     first_iteration: int = 0  # those before it were done when the checkpoint was written that it went on from
     asked_to_end: bool = False  # before all iterations were done; it left a checkpoint
 
@@ -52,13 +57,16 @@ def train(
 
     With ``checkpoints`` it goes on from the newest one, writes some, and ends early, after one, soon after any rank
     was ``asked_to_end``: after the iteration or, under an asynchronous schedule, once that is flushed.
+
+    The process groups stay: after a success the caller reports the result, then leaves them (``world.leave``); after a
+    failure it reports that, and ends the process without leaving them.
     """
     if world.size != plan.ranks:
         raise PlanError(f"the plan needs {plan.ranks} ranks; there are {world.size}")
     torch.set_num_threads(settings.threads_per_rank)
-    device = world.device(settings.device)
-    join(world, device=device, timeout_s=settings.timeout_s)
     try:
+        device = world.device(settings.device)
+        join(world, device=device, timeout_s=settings.timeout_s)
         memory = PeakMemory(device)
         rank = build_rank(captured, plan, settings, data, world, state=state, asked_to_end=asked_to_end)
         first = done = _go_on(rank, checkpoints, device, timeout_s=settings.timeout_s) if checkpoints else 0
@@ -79,19 +87,24 @@ def train(
         facts = {"iteration_s": slowest_s.tolist(), "first_iteration": first}
         facts["asked_to_end"] = done < settings.iterations
         if settings.emulation is not None:
-            return TrainingResult(loss=[], grad_norm=[], peak_bytes=[], **facts)
-        peaks = _of_all_ranks([memory.bytes()], torch.int64, timeout_s=settings.timeout_s)
+            return TrainingResult(loss=[], grad_norm=[], **{name: [] for name in BYTES}, **facts)
+        peak = memory.read()
+        own = [peak.allocated, peak.reserved or 0, peak.used or 0, rank.predicted.total]  # in the order of BYTES
+        of_all = _of_all_ranks(own, torch.int64, timeout_s=settings.timeout_s).T.tolist()
+        memory_of_all = dict(zip(BYTES, of_all, strict=True))
+        if device.type == "cpu":
+            memory_of_all |= {"reserved_bytes": [], "used_bytes": []}
         return TrainingResult(
             loss=[result.loss for result in results],
             grad_norm=[result.grad_norm for result in results],
-            peak_bytes=peaks.flatten().tolist(),
+            **memory_of_all,
             **facts,
         )
     except Exception as error:
+        if is_out_of_memory(error) and not isinstance(error, OutOfMemoryError):
+            raise OutOfMemoryError(f"{HERE} ran out of memory: {words_of(error)}") from error
         error.add_note(f"{HERE} failed")
         raise
-    finally:
-        leave()
 
 
 def _go_on(rank: Rank, checkpoints: Checkpoints, device: torch.device, *, timeout_s: float) -> int:

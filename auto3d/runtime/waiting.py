@@ -7,7 +7,7 @@ from time import monotonic, sleep
 
 import torch.distributed as dist
 
-from auto3d.runtime.out_of_memory import is_out_of_memory
+from auto3d.runtime.backend_errors import is_nccl_timeout, is_own_failure
 from auto3d.runtime.whereabouts import HERE
 
 _OF_CONNECTIONS = re.compile(r"\bgloo\b|Connection (closed|reset) by peer|\bNCCL\b")
@@ -25,16 +25,21 @@ class PeerLostError(ConnectionError):
 
 @contextmanager
 def waiting_for(what: str, timeout_s: float) -> Iterator[None]:
-    """Calls of torch.distributed inside raise WaitTimeoutError or PeerLostError, which say ``what`` was waited for."""
+    """Calls of torch.distributed inside raise WaitTimeoutError or PeerLostError, which say ``what`` was waited for.
+
+    An error that is this rank's own (out of memory, of its device, of its use of NCCL) is raised as it is.
+    """
     start = monotonic()
     HERE.waits_for(what)
     try:
         yield
     except RuntimeError as error:
-        if is_out_of_memory(error):
+        if is_own_failure(error):
             raise
         if monotonic() - start >= timeout_s * 0.99:
             raise WaitTimeoutError(f"{HERE} waited {timeout_s:g} s for {what}") from error
+        if is_nccl_timeout(error):
+            raise WaitTimeoutError(f"{HERE} waited for {what} until NCCL's time-out ({_cause(error)})") from error
         raise PeerLostError(f"{HERE} was waiting for {what} when the connection broke ({_cause(error)})") from error
     HERE.computes()
 
@@ -45,14 +50,17 @@ def naming_lost_peers() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not (isinstance(error, dist.DistError) or _OF_CONNECTIONS.search(str(error))):
+        of_connections = isinstance(error, dist.DistError) or _OF_CONNECTIONS.search(str(error))
+        if is_own_failure(error) or not of_connections:
             raise
         raise PeerLostError(f"{HERE} lost its connection to another rank ({_cause(error)})") from error
 
 
 def _cause(error: RuntimeError) -> str:
-    """The first sentence, without gloo's file and line."""
-    return re.sub(r"^\[.*?\] ", "", str(error)).splitlines()[0].split(". ")[0]
+    """The first sentence, without gloo's file and line, or NCCL's own last warning."""
+    text = str(error)
+    told = text.rpartition("Last error:")[2].strip() or text
+    return re.sub(r"^\[.*?\] ", "", told).splitlines()[0].split(". ")[0]
 
 
 def wait(work: dist.Work, *, timeout_s: float, what: str) -> None:

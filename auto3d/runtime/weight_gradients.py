@@ -122,7 +122,8 @@ def _add_convolution(
     mask = (False, weight.requires_grad, bias is not None and bias.requires_grad)
     _, of_weight, of_bias = _convolution_backward(gradient, value, weight, bias, geometry, mask)
     if of_weight is not None:
-        add_gradient(of_weight, weight)
+        # cuDNN may lay it out as the activations are; fused optimizers, like autograd, want it as the weight is.
+        add_gradient(of_weight.contiguous() if weight.is_contiguous() else of_weight, weight)
     if of_bias is not None:
         add_gradient(of_bias, bias)
 

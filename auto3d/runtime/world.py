@@ -2,6 +2,8 @@
 
 import os
 import socket
+import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,6 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from auto3d.runtime.backend_errors import is_own_failure
 from auto3d.runtime.places import Place, gather_places
 from auto3d.runtime.waiting import WaitTimeoutError, wait, waiting_for
 from auto3d.runtime.whereabouts import BEFORE, HERE
@@ -18,6 +21,7 @@ from auto3d.runtime.whereabouts import BEFORE, HERE
 # that wait for nothing. Waits have a deadline of ours (waiting.poll).
 NCCL_TIMEOUT_S = 24 * 3600.0
 MESSAGE_CHANNELS = 4  # of NCCL, each of which takes a multiprocessor as long as a message is on its way
+LEAVE_S = 10.0  # to leave the other ranks after the result is reported
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +47,11 @@ def join(world: World, *, device: torch.device, timeout_s: float) -> None:
 
     The default process group is one of gloo, on GPUs too: what ranks tell each other once goes through it, from memory
     of the CPU. Tensors of a GPU go through groups of their own (``new_group``).
+
+    Whoever runs the process calls ``leave`` once it has reported what came of it.
     """
+    HERE.rank = world.rank
+    HERE.is_at(BEFORE)
     if world.meeting_point.startswith("file:"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one node: whatever its host name resolves to
     if device.type == "cuda":
@@ -58,12 +66,12 @@ def join(world: World, *, device: torch.device, timeout_s: float) -> None:
             timeout=timedelta(seconds=timeout_s),
         )
     except RuntimeError as error:  # a dist.DistError or, where gloo connects the ranks, a plain one
+        if is_own_failure(error):
+            raise
         raise WaitTimeoutError(
             f"rank {world.rank} of {world.size} on {socket.gethostname()}: the ranks did not meet at "
             f"{world.meeting_point}, for which they have {timeout_s:g} s ({str(error).splitlines()[0]})"
         ) from error
-    HERE.rank = world.rank
-    HERE.is_at(BEFORE)
     HERE.hosts = [place.host for place in gather_places(Place.of_this_rank(device), timeout_s=timeout_s)]
 
 
@@ -96,7 +104,21 @@ def connect(group: dist.ProcessGroup, *, device: torch.device, what: str, timeou
 
 
 def leave() -> None:
-    """Leave the other ranks, also where they are gone already: an error that led here stays the one that is seen."""
+    """Leave the other ranks after a success that is reported; they may be gone already.
+
+    Never after a failure, and never before the report: NCCL's shutdown waits for kernels that may never end.
+    """
     if dist.is_initialized():
         with suppress(RuntimeError):
             dist.destroy_process_group()
+
+
+def leave_or_end() -> None:
+    """``leave``, and end the process, as a success, if that takes longer than LEAVE_S."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    end = threading.Timer(LEAVE_S, os._exit, [0])
+    end.daemon = True
+    end.start()
+    leave()
+    end.cancel()

@@ -4,9 +4,9 @@ from dataclasses import asdict
 
 import click
 
-from launch.commands.group import RUN_FAILED, cli, err, out, recipe_command
+from launch.commands.group import PLAIN, RUN_FAILED, cli, err, out, recipe_command
 from launch.commands.trials import sweep_on, train_on, tune_on
-from launch.output import print_json
+from launch.output import print_json, write_text
 from launch.recipe import load
 
 DEFAULT_RECIPE = "tiny"
@@ -83,8 +83,12 @@ def cancel(recipe: str, trial: str | None) -> int:
 @click.argument("recipe", nargs=-1, metavar=f"[RECIPE={DEFAULT_RECIPE}] [OVERRIDES]...")
 @click.option("--wait", "wait_s", type=click.FloatRange(min=0), default=300.0, show_default=True,
               help="Seconds that the probe's job may wait for its nodes.")  # fmt: skip
+@click.option("--devices", is_flag=True,
+              help="Also let all devices exchange messages and train a small model: a few minutes.")  # fmt: skip
+@click.option("--report", "report_file", type=click.Path(dir_okay=False),
+              help="Also write what is found to this file, as Markdown for a bug report.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print a list of records, in bytes, seconds and Gbit/s.")
-def doctor(recipe: tuple[str, ...], wait_s: float, as_json: bool) -> int:
+def doctor(recipe: tuple[str, ...], wait_s: float, devices: bool, report_file: str | None, as_json: bool) -> int:
     """Check what trials need, and say of each fault what to do; measure how fast ranks sum.
 
     On this machine, and, where trials of RECIPE run on SLURM, by a short job on two nodes, which takes the group launch
@@ -92,15 +96,19 @@ def doctor(recipe: tuple[str, ...], wait_s: float, as_json: bool) -> int:
     """
     name, overrides = (recipe[0], recipe[1:]) if recipe and "=" not in recipe[0] else (DEFAULT_RECIPE, recipe)
     loaded = load(name, overrides)
-    from launch import doctor as doctoring
+    from launch.checks import Verdict, report, show
+    from launch.doctor import checks
     from launch.progress import doctor_progress
 
     found = []
     with doctor_progress(err) as tell:
-        for check in doctoring.checks(loaded, wait_s=wait_s, tell=tell):
+        for check in checks(loaded, devices=devices, wait_s=wait_s, tell=tell):
             found.append(check)
             if not as_json:
-                doctoring.show(check, out)
+                show(check, out)
     if as_json:
         print_json([asdict(check) for check in found])
-    return RUN_FAILED if any(check.verdict == doctoring.Verdict.ERROR for check in found) else 0
+    if report_file:
+        write_text(report_file, report(found, command=f"auto3d doctor {name}{' --devices' * devices}"))
+        err.print(f"written: {report_file}", **PLAIN)
+    return RUN_FAILED if any(check.verdict == Verdict.ERROR for check in found) else 0

@@ -193,7 +193,7 @@ def table(recipe: str, overrides: tuple[str, ...], as_json: bool) -> int:
 @recipe_command
 @click.option("--plan", "plan_file", type=click.Path(exists=True, dir_okay=False), help="Train under this plan.")
 @click.option("--fresh", is_flag=True, help="Begin anew, whatever checkpoints there are.")
-@click.option("--json", "as_json", is_flag=True, help="Print loss, grad_norm, iteration_s, peak_bytes and the plan.")
+@click.option("--json", "as_json", is_flag=True, help="Print loss, grad_norm, iteration_s, bytes and the plan.")
 @_dry_run
 @_test_only
 @_detach
@@ -265,8 +265,18 @@ def _print_training(record: dict[str, Any], *, as_json: bool) -> None:
         return
     print(
         f"{under}: loss {record['loss'][0]:.3f} to {record['loss'][-1]:.3f}, {record['samples_per_s']:.1f} samples/s, "
-        f"peak memory {max(record['peak_bytes']) / 2**20:.0f} MiB per rank (measured)"
+        f"{_memory(record)}"
     )
+
+
+def _memory(record: dict[str, Any]) -> str:
+    """Measured peak memory of the fullest rank, and what was predicted."""
+    peak, used, predicted = (
+        f"{max(record[name], default=0) / 2**20:.0f} MiB" for name in ("peak_bytes", "used_bytes", "predicted_bytes")
+    )
+    if not record["used_bytes"]:  # a CPU
+        return f"peak memory {peak} per rank (measured; {predicted} predicted)"
+    return f"peak memory {peak} per rank, {used} used on its device (measured; {predicted} predicted)"
 
 
 @recipe_command

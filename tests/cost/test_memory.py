@@ -5,21 +5,32 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from auto3d.capture.model import CapturedModel, capture
 from auto3d.cost.memory import predict
 from auto3d.partition.merak import shard
 from auto3d.partition.recompute import keep_last, subgraph_starts
 from auto3d.partition.uniform import uniform
 from auto3d.plan import Plan, StagePlan
+from auto3d.runtime import optimizer as runtime_optimizer
+from auto3d.runtime.data import DataSettings
+from auto3d.runtime.optimizer import build_optimizer, make_state
 from auto3d.runtime.rank import build_rank
-from auto3d.runtime.settings import OptimizerSettings, TrainingSettings, state_copies
+from auto3d.runtime.settings import (
+    OptimizerSettings,
+    TrainingSettings,
+    optimizer_copies,
+    state_copies,
+    update_copies,
+)
 from auto3d.runtime.world import join, leave
 from auto3d.schedule import build_schedule, samples_at_once, schedule_of
 from tests.distributed.parity import ADAMW, SGD, make_plan
-from tests.models import MODELS, captured
+from tests.models import FEATURES, MODELS, captured
 
 
 class _Held(TorchDispatchMode):
@@ -29,13 +40,13 @@ class _Held(TorchDispatchMode):
         super().__init__()
         self.peak = 0
         self._known: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._total = 0  # of the known, some of which may be gone
+        self.total = 0  # of the known, some of which may be gone
 
     def add(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         known = self._known.get(storage._cdata)
         if known is None or known[0].expired():
-            self._total += storage.nbytes() - (known[1] if known else 0)
+            self.total += storage.nbytes() - (known[1] if known else 0)
             self._known[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -43,21 +54,52 @@ class _Held(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self.add(leaf)
-        if self._total > self.peak:
+        if self.total > self.peak:
             self._known = {key: entry for key, entry in self._known.items() if not entry[0].expired()}
-            self._total = sum(size for _, size in self._known.values())
-            self.peak = max(self.peak, self._total)
+            self.total = sum(size for _, size in self._known.values())
+            self.peak = max(self.peak, self.total)
         return result
 
 
+class _Wide(nn.Module):
+    """Nearly all of its bytes are two weights, and its activations next to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 256)
+        self.wide = nn.Sequential(nn.Linear(256, 1024, bias=False), nn.Linear(1024, 256, bias=False))
+
+    def forward(self, features: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.wide(self.first(features)), label)
+
+
+def wide_plan() -> tuple[CapturedModel, Plan]:
+    model_captured = capture(_Wide, FEATURES.input_specs(), 1)
+    graph = model_captured.graph
+    plan = Plan(
+        graph=graph.fingerprint, dp=1, tp=1, pp=1, global_batch=2, micro_batch_size=1, schedule="1f1b",
+        stages=uniform(graph, 1), placement=((0,),), seed=1,
+    )  # fmt: skip
+    return model_captured, plan
+
+
+def held_by_wide_rank(world, optimizer: OptimizerSettings) -> int:
+    model_captured, plan = wide_plan()
+    return held_by(world, model_captured, FEATURES, plan, optimizer)
+
+
 def held_by_rank(world, model: str, plan: Plan, optimizer: OptimizerSettings) -> int:
+    return held_by(world, captured(model, samples_at_once(plan)), MODELS[model][1], plan, optimizer)
+
+
+def held_by(world, model_captured: CapturedModel, data: DataSettings, plan: Plan, optimizer: OptimizerSettings) -> int:
     """The most bytes that this rank held in its second iteration, when the optimizer has its state."""
     settings = TrainingSettings(iterations=2, optimizer=optimizer, device="cpu", threads_per_rank=1, timeout_s=60)
     join(world, device=torch.device("cpu"), timeout_s=60)
     try:
-        held, model_captured = _Held(), captured(model, samples_at_once(plan))
+        held = _Held()
         with held:
-            rank = build_rank(model_captured, plan, settings, MODELS[model][1], world)
+            rank = build_rank(model_captured, plan, settings, data, world)
             for tensor in (*rank.parameters.values(), *rank.buffers.values()):
                 held.add(tensor)
             list(rank.executor.run(rank.programs[0], 0))
@@ -104,10 +146,56 @@ def test_what_is_predicted_is_what_is_held(processes, model, pp, micro_batches, 
         options=options,
         stages=keeping(model, uniform(graph, schedule.stages), share),
     )
-    predicted = predict(graph, plan, schedule, optimizer_copies=state_copies(ADAMW))
+    predicted = predict(graph, plan, schedule, **optimizer_copies(ADAMW, "cpu"))
     held = processes.run(pp, held_by_rank, model, plan, ADAMW)
     for device, (told, real) in enumerate(zip(predicted, held, strict=True)):
         assert 0.87 * real <= told.total <= 1.2 * real, f"device {device} held {real} bytes; predicted {told}"
+
+
+WITHOUT_DECAY = replace(SGD, weight_decay=0.0)
+
+
+@pytest.mark.parametrize("optimizer", [ADAMW, SGD, WITHOUT_DECAY], ids=["adamw", "sgd", "sgd-without-decay"])
+def test_the_update_is_the_fullest_moment_of_a_model_that_is_all_weights(processes, optimizer):
+    """No activations are held then, so the larger of the two moments counts, not their sum."""
+    model_captured, plan = wide_plan()
+    (device,) = predict(model_captured.graph, plan, schedule_of(plan), **optimizer_copies(optimizer, "cpu"))
+    (held,) = processes.run(1, held_by_wide_rank, optimizer)
+    assert 0.97 * held <= device.total <= 1.03 * held, f"held {held} bytes; predicted {device}"
+    on_gpu = predict(model_captured.graph, plan, schedule_of(plan), **optimizer_copies(optimizer, "cuda"))
+    largest = max(value.bytes for value in model_captured.graph.parameters.values())
+    assert device.working - on_gpu[0].working == pytest.approx(
+        2 * largest if optimizer is ADAMW else 0, abs=largest / 50
+    )
+    assert device.activations + device.given < largest / 50
+
+
+@pytest.mark.parametrize("optimizer", [ADAMW, SGD, WITHOUT_DECAY], ids=["adamw", "sgd", "sgd-without-decay"])
+def test_the_temporaries_of_an_update_are_those_of_torchs_implementations(monkeypatch, optimizer):
+    """Measured: the loop of a CPU, the fused kernels of a GPU, and in their place torch's default on a GPU."""
+    parameters = [nn.Parameter(torch.ones(size)) for size in (3000, 4000, 2000)]
+    before, largest, _ = (parameter.nbytes for parameter in parameters)
+    whole = sum(parameter.nbytes for parameter in parameters)
+    foreach = {"adamw": 1, "sgd": int(optimizer.weight_decay > 0)}[optimizer.optimizer]
+    for kind, expected in (
+        ("cpu", update_copies(optimizer, "cpu")[0] * largest + update_copies(optimizer, "cpu")[1] * before),
+        ("cuda", 0),
+        ("foreach", foreach * whole),
+    ):
+        monkeypatch.setattr(runtime_optimizer, "_have_fused_update", lambda parameters, kind=kind: kind == "cuda")
+        built, _ = build_optimizer(parameters, optimizer, iterations=3)
+        built.param_groups[0]["foreach"] = kind == "foreach"
+        make_state(built)
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        held = _Held()
+        kept = [value for state in built.state.values() for value in state.values()]
+        for tensor in (*parameters, *(parameter.grad for parameter in parameters), *kept):
+            held.add(tensor)
+        own = held.total
+        with held:
+            built.step()
+        assert max(own, held.peak) - own == pytest.approx(expected, abs=200), kind
 
 
 def test_state_is_counted_exactly():

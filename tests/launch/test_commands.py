@@ -44,6 +44,8 @@ def test_training_is_the_same_however_its_processes_are_started(folder, trained)
     assert len(own["loss"]) == len(own["grad_norm"]) == len(own["iteration_s"]) == 2
     assert len(own["peak_bytes"]) == 4
     assert min(own["peak_bytes"]) > 0
+    assert len(own["predicted_bytes"]) == 4
+    assert own["used_bytes"] == own["reserved_bytes"] == [], "a CPU has one number"
     assert (own["plan"]["dp"], own["plan"]["pp"], own["plan"]["schedule"]) == (2, 2, "1f1b")
     assert own["samples_per_s"] > 0
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from auto3d.runtime.measurement import Status
 from auto3d.runtime.waiting import WaitTimeoutError, wait
-from auto3d.runtime.world import join, leave
+from auto3d.runtime.world import join, leave, new_group
 from launch.ranks import run_ranks
 
 
@@ -39,6 +39,7 @@ def test_rank_0_gives_the_result_and_the_reports():
 def end_badly(how: str):
     def target(world, report) -> None:
         join(world, device=torch.device("cpu"), timeout_s=20)
+        group = new_group(range(world.size), 3, device=torch.device("cpu"))
         dist.barrier()
         if world.rank == 1:
             if how == "kill":
@@ -59,7 +60,7 @@ def end_badly(how: str):
                 raise ValueError("a bug of the model")
         if how == "raise late":
             dist.all_reduce(torch.zeros(1))
-        receiving = dist.irecv(torch.zeros(1), src=1) if world.rank != 1 else dist.irecv(torch.zeros(1), src=0)
+        receiving = dist.irecv(torch.zeros(1), src=0 if world.rank == 1 else 1, group=group)
         wait(receiving, timeout_s=3, what="a message that never comes")
 
     return target

@@ -40,7 +40,7 @@ def search(recompute, *, schedule=("1f1b",), memory_bytes=None, pp=(4,), size=4)
         return captured("gpt2", size).graph
 
     def missing(plan):
-        return shortage(graph_at(size), plan, cluster, 2)
+        return shortage(graph_at(size), plan, cluster, optimizer_copies=2)
 
     subject = CapturedSubject(graph_at, lambda graph: work_of(graph, shard(graph).bounds), lambda g: shard(g).bounds)
     model = CostModel(cluster, Training(), subject.work)
@@ -83,13 +83,13 @@ def test_a_plan_that_cannot_fit_is_refused_with_its_bytes():
     (fits,) = search(["none"], memory_bytes=memory + 1)
     assert fits.plan == free.plan
     graph, least = captured("gpt2", 4).graph, needed(free.plan)
-    assert not shortage(graph, free.plan, cluster_of(least), 2)
-    assert not shortage(graph, free.plan, cluster_of(least, None), 2), "what is not known is enough"
+    assert not shortage(graph, free.plan, cluster_of(least), optimizer_copies=2)
+    assert not shortage(graph, free.plan, cluster_of(least, None), optimizer_copies=2), "what is not known is enough"
     for small in range(4):
         nodes = [least if device != small else 1 for device in range(4)]
         placed = replace(free.plan, placement=((2,), (0,), (1,), (3,)))
         device = (1, 2, 0, 3)[small]
-        assert f"pipeline device {device} needs" in shortage(graph, placed, cluster_of(*nodes), 2)
+        assert f"pipeline device {device} needs" in shortage(graph, placed, cluster_of(*nodes), optimizer_copies=2)
 
 
 def test_each_value_makes_its_own_plan():

@@ -53,6 +53,15 @@ def test_a_healthy_cluster_and_the_width_of_its_links(cluster, folder):
     assert not list((folder / "runs" / "tiny" / "jobs").iterdir()), "nothing is left to explain"
 
 
+def test_devices_of_two_nodes_exchange_messages_and_train(cluster, folder):
+    found = checks(cluster, folder, "--devices", "cluster.devices_per_node=2", "launch.nodelist=n1,n2")
+    assert faults(found) == {}
+    rates = {tuple(rate["ranks"]): rate for rate in found["messages of n1 and n2"]["links"]}
+    assert [rates[pair]["between_nodes"] for pair in ((0, 1), (1, 2), (2, 3))] == [False, True, False]
+    assert "1f1b dp=2 pp=2" in found["exchange of n1 and n2"]["found"]
+    assert [one["host"] for one in found["memory of n1 and n2"]["memory"]] == ["n1", "n1", "n2", "n2"]
+
+
 def test_without_accounting_there_is_a_warning(cluster, folder):
     try:
         for pid in pids("control", "slurmdbd"):

@@ -1,0 +1,179 @@
+"""Messages between neighbouring ranks, one way and both ways at once: whether they arrive whole, and how fast."""
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from auto3d.runtime.waiting import poll, wait, waiting_for
+from auto3d.runtime.whereabouts import HERE
+from auto3d.runtime.world import World, join, new_group
+
+SIZES = {"cpu": (2**16, 2**20, 2**24), "cuda": (2**16, 2**20, 2**24, 2**26)}  # bytes
+MEASURE_S = 0.1  # time to measure one size; a longer message is measured once
+LONGEST_S = 1.0  # Sizes whose messages are predicted to take longer are left out.
+REPETITIONS = 50  # most messages of one size
+BUFFERS = 2  # receives under way at a time
+
+
+@dataclass(frozen=True)
+class PairRate:
+    """Messages of one size between two neighbouring ranks, in Gbit/s of each direction."""
+
+    ranks: tuple[int, int]
+    between_nodes: bool
+    size_bytes: int
+    repetitions: int
+    one_way_gbit_per_s: float
+    both_ways_gbit_per_s: float
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """Two neighbouring ranks of one node; ``peer_access`` tells whether their GPUs reach each other's memory.
+
+    None: they have no GPUs, or each sees its own alone.
+    """
+
+    ranks: tuple[int, int]
+    host: str
+    peer_access: bool | None
+
+
+@dataclass(frozen=True)
+class Links:
+    rates: list[PairRate]
+    neighbours: list[Neighbours]
+
+
+class CorruptedError(RuntimeError):
+    """A message that arrived with other contents than it was sent with."""
+
+
+def measure_links(world: World, kind: str, *, meet_s: float, timeout_s: float) -> Links:
+    """Measure every pair of ranks r and r + 1, one after the other; the same on every rank.
+
+    Ranks meet within ``meet_s``, and wait ``timeout_s`` for each other afterwards. Raises CorruptedError on the rank
+    that received something else than was sent.
+    """
+    device = world.device(kind)
+    if kind == "cpu":
+        torch.set_num_threads(1)
+    join(world, device=device, timeout_s=meet_s)
+    HERE.is_at("in the measurement of messages")
+    everyone = list(range(world.size))
+    upward, downward = (new_group(everyone, timeout_s, device=device, messages=True) for _ in range(2))
+    rates = []
+    for lower in range(world.size - 1):
+        pair = _Pair(world.rank, lower, upward, downward, device, timeout_s)
+        between_nodes = HERE.hosts[lower] != HERE.hosts[lower + 1]
+        once_s, before = 0.0, 0
+        for size in SIZES[kind]:
+            if before and once_s * size / before > LONGEST_S:
+                break
+            once_s, before = max(pair.seconds(size, 1, both=both) for both in (False, True)), size
+            count = max(1, min(REPETITIONS, int(MEASURE_S / once_s)))
+            one_way, both_ways = (8e-9 * size * count / pair.seconds(size, count, both=both) for both in (False, True))
+            rates.append(PairRate((lower, lower + 1), between_nodes, size, count, one_way, both_ways))
+    return Links(rates, _neighbours(world, kind, timeout_s))
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Ranks ``lower`` and ``lower + 1``, as this rank sees them; it may be neither."""
+
+    rank: int
+    lower: int
+    upward: dist.ProcessGroup
+    downward: dist.ProcessGroup
+    device: torch.device
+    timeout_s: float
+
+    def seconds(self, size: int, count: int, *, both: bool) -> float:
+        """Seconds that ``count`` messages of ``size`` bytes take, upward or ``both`` ways at once: of the slower rank.
+
+        Every rank of the world calls this, and gets the same.
+        """
+        here = self.rank - self.lower
+        pattern = torch.arange(size // 4, device=self.device, dtype=torch.float32) % 97
+        buffers = [torch.zeros_like(pattern) for _ in range(BUFFERS)]
+        own = pattern + 1 + here
+        self._meet(0.0)
+        own_s = 0.0
+        if here in (0, 1):
+            own_s = self._exchange(own, buffers, count, sends=both or here == 0, receives=both or here == 1)
+        seconds = self._meet(own_s)
+        if here in (0, 1) and (both or here == 1):
+            expected = pattern + 2 - here
+            for buffer in buffers[:count]:
+                if not torch.equal(buffer, expected):
+                    sender = HERE.name(self.lower + 1 - here)
+                    raise CorruptedError(f"a message of {size} bytes from {sender} arrived with other contents")
+        return seconds
+
+    def _exchange(
+        self, own: torch.Tensor, buffers: list[torch.Tensor], count: int, *, sends: bool, receives: bool
+    ) -> float:
+        """The seconds that it takes."""
+        peer = 2 * self.lower + 1 - self.rank
+        out, into = (self.upward, self.downward) if peer > self.rank else (self.downward, self.upward)
+        what = f"messages of {own.numel() * own.element_size()} bytes between it and {HERE.name(peer)}"
+        clock = _Clock(self.device)
+        under_way: deque[dist.Work] = deque()
+        for number in range(count):
+            with waiting_for(what, self.timeout_s):
+                if receives:
+                    under_way.append(dist.irecv(buffers[number % BUFFERS], peer, group=into))
+                if sends:
+                    under_way.append(dist.isend(own, peer, group=out))
+            # On a GPU the receives of one group come one after the other. On a CPU nothing else keeps a buffer free.
+            while self.device.type == "cpu" and len(under_way) > (BUFFERS - 1) * (sends + receives):
+                wait(under_way.popleft(), timeout_s=self.timeout_s, what=what)
+        for work in under_way:
+            with waiting_for(what, self.timeout_s):
+                work.wait()
+        return clock.seconds(what, self.timeout_s)
+
+    def _meet(self, seconds: float) -> float:
+        """Wait for all ranks; the largest of their ``seconds``."""
+        largest = torch.tensor(seconds, dtype=torch.float64)
+        what = f"the other ranks, beside the messages between {HERE.name(self.lower)} and {HERE.name(self.lower + 1)}"
+        with waiting_for(what, self.timeout_s):
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+            return largest.item()
+
+
+class _Clock:
+    """Seconds from its construction on: of a GPU, until it has done what is queued."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._start = time.perf_counter()
+        self._began = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        if self._began is not None:
+            self._began.record()
+
+    def seconds(self, what: str, timeout_s: float) -> float:
+        """Of a GPU, which is asked until then whether ``what`` has ended."""
+        if self._began is None:
+            return time.perf_counter() - self._start
+        ended = torch.cuda.Event(enable_timing=True)
+        ended.record()
+        poll(ended.query, timeout_s=timeout_s, what=what)
+        return self._began.elapsed_time(ended) / 1e3
+
+
+def _neighbours(world: World, kind: str, timeout_s: float) -> list[Neighbours]:
+    """Of every two neighbouring ranks of one node."""
+    here = world.device(kind).index
+    sees = kind == "cuda" and here + 1 < torch.cuda.device_count()
+    own = torch.cuda.can_device_access_peer(here, here + 1) if sees else None
+    told: list[bool | None] = [None] * world.size
+    with waiting_for("what all ranks know of peer access", timeout_s):
+        dist.all_gather_object(told, own)
+    return [
+        Neighbours((lower, lower + 1), HERE.hosts[lower], told[lower])
+        for lower in range(world.size - 1)
+        if HERE.hosts[lower] == HERE.hosts[lower + 1]
+    ]

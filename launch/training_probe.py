@@ -1,0 +1,232 @@
+"""A small language model trained by the engine, beside the same training in plain PyTorch on each device.
+
+It finds a device, a library or a connection that computes something else, and shows how close predicted memory comes.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+from auto3d.capture.model import CapturedModel, capture
+from auto3d.capture.skeleton import seed_all
+from auto3d.cluster import place_ranks
+from auto3d.partition.uniform import uniform
+from auto3d.plan import Plan
+from auto3d.runtime.data import Batches, DataSettings, InputField
+from auto3d.runtime.executor import IterationResult
+from auto3d.runtime.memory import PeakMemory
+from auto3d.runtime.optimizer import build_optimizer
+from auto3d.runtime.rank import Rank, build_rank
+from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
+from auto3d.runtime.verify import ABSOLUTE, RELATIVE
+from auto3d.runtime.waiting import waiting_for
+from auto3d.runtime.whereabouts import HERE
+from auto3d.runtime.world import World, join
+
+ITERATIONS = 2
+MICRO_BATCHES = 4
+SEED = 1
+VOCABULARY = 256
+OPTIMIZER = OptimizerSettings(
+    optimizer="sgd",
+    learning_rate=0.1,
+    weight_decay=0.01,
+    momentum=0.9,
+    betas=(0.9, 0.95),
+    learning_rate_schedule="constant",
+    warmup_iterations=0,
+    clip_norm=0.1,
+)
+
+
+@dataclass(frozen=True)
+class Size:
+    """Numbers of the model, large enough on a GPU that a library's workspace is a small part of its memory."""
+
+    blocks: int
+    width: int
+    heads: int
+    sequence: int
+    micro_batch_size: int
+
+
+SIZES = {"cpu": Size(8, 128, 4, 64, 2), "cuda": Size(8, 512, 8, 512, 4)}
+
+
+class SmallModel(nn.Module):
+    """Embedding, blocks of causal attention and two linear layers, head; forward returns the loss, a scalar."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, size.width)
+        self.positions = nn.Parameter(0.02 * torch.randn(size.sequence, size.width))
+        self.blocks = nn.ModuleList(_Block(size.width, size.heads) for _ in range(size.blocks))
+        self.norm = nn.LayerNorm(size.width)
+        self.head = nn.Linear(size.width, VOCABULARY, bias=False)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """``tokens`` and ``labels``: [samples, sequence]."""
+        hidden = self.tokens(tokens) + self.positions
+        for block in self.blocks:
+            hidden = block(hidden)
+        return functional.cross_entropy(self.head(self.norm(hidden)).flatten(0, 1), labels.flatten())
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.into, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        query, key, value = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.into(self.first(hidden)).chunk(3, -1)
+        )
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.out(mixed.transpose(1, 2).flatten(2))
+        return hidden + self.narrow(functional.gelu(self.wide(self.second(hidden))))
+
+
+@dataclass(frozen=True)
+class TrainedRank:
+    """What came of one rank: peak memory, predicted and used, and where it differs from plain PyTorch."""
+
+    rank: int
+    host: str
+    predicted_bytes: int
+    used_bytes: int
+    difference: str  # one line; empty: all is equal but for rounding
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The small model, captured, and the plan under which it trains."""
+
+    captured: CapturedModel
+    plan: Plan
+    data: DataSettings
+
+
+def subject(ranks: int, kind: str) -> Subject:
+    """The model for ``ranks`` devices of ``kind``: as few stages as there can be, two if possible, and replicas."""
+    import_module("transformers.optimization")  # The ranks need it; forked from here, none imports it again.
+    size = SIZES[kind]
+    data = DataSettings(
+        source="synthetic",
+        files=(),
+        sequence_length=size.sequence,
+        vocabulary_size=VOCABULARY,
+        inputs={"tokens": InputField(kind="tokens"), "labels": InputField(kind="next-tokens")},
+    )
+    captured = capture(partial(SmallModel, size), data.input_specs(), size.micro_batch_size, device=kind)
+    pp = next((number for number in range(2, ranks + 1) if ranks % number == 0), 1)
+    dp = ranks // pp
+    plan = Plan(
+        graph=captured.graph.fingerprint,
+        dp=dp,
+        tp=1,
+        pp=pp,
+        global_batch=dp * MICRO_BATCHES * size.micro_batch_size,
+        micro_batch_size=size.micro_batch_size,
+        schedule="1f1b",
+        stages=uniform(captured.graph, pp),
+        placement=place_ranks(dp=dp, pp=pp),
+        seed=SEED,
+    )
+    return Subject(captured, plan, data)
+
+
+def train_both_ways(world: World, trained: Subject, kind: str, *, meet_s: float, timeout_s: float) -> list[TrainedRank]:
+    """Train ``trained`` as one rank, and alone in plain PyTorch; what came of every rank, on every rank.
+
+    Ranks meet within ``meet_s``, and wait ``timeout_s`` for each other afterwards.
+    """
+    plan, device = trained.plan, world.device(kind)
+    settings = TrainingSettings(
+        iterations=ITERATIONS, optimizer=OPTIMIZER, device=kind, threads_per_rank=1, timeout_s=timeout_s
+    )
+    torch.set_num_threads(settings.threads_per_rank)
+    join(world, device=device, timeout_s=meet_s)
+    expected = list(plain_training(trained, device))
+    if kind == "cuda":
+        torch.cuda.empty_cache()  # Memory that plain PyTorch used is not counted.
+    memory = PeakMemory(device)
+    rank = build_rank(trained.captured, plan, settings, trained.data, world)
+    differences = []
+    for iteration, program in enumerate(rank.programs):
+        (result,) = rank.executor.run(program, iteration)
+        if (difference := _difference(rank, result, expected[iteration])) is not None:
+            differences.append(f"{difference} in iteration {iteration + 1}")
+    peak = memory.read()
+    used = peak.allocated if peak.used is None else peak.used
+    first_difference = differences[0] if differences else ""
+    own = TrainedRank(world.rank, HERE.hosts[world.rank], rank.predicted.total, used, first_difference)
+    found: list[TrainedRank] = [own] * world.size
+    with waiting_for("what came of the training of all ranks", timeout_s):
+        dist.all_gather_object(found, own)
+    return found
+
+
+@dataclass(frozen=True)
+class Expected:
+    """One iteration in plain PyTorch; tensors are on the CPU."""
+
+    loss: float
+    grad_norm: float
+    gradients: Mapping[str, torch.Tensor]  # after clipping
+    parameters: Mapping[str, torch.Tensor]  # after the update
+
+
+def plain_training(trained: Subject, device: torch.device) -> Iterator[Expected]:
+    """The whole global batch on ``device``, micro-batch by micro-batch, in a plain loop."""
+    plan, data = trained.plan, trained.data
+    seed_all(plan.seed)
+    module = trained.captured.exported.build().to(device).train()
+    optimizer, learning_rate = build_optimizer(list(module.parameters()), OPTIMIZER, iterations=ITERATIONS)
+    batches = Batches(data, seed=plan.seed, global_batch=plan.global_batch, micro_batch_size=plan.micro_batch_size)
+    count = plan.global_batch // plan.micro_batch_size
+    for iteration in range(ITERATIONS):
+        optimizer.zero_grad()
+        total = 0.0
+        for index in range(count):
+            inputs = batches.micro_batch(iteration, index, tuple(data.inputs))
+            loss = module(**{name: value.to(device) for name, value in inputs.items()}) / count
+            loss.backward()
+            total += loss.item()
+        norm = nn.utils.clip_grad_norm_(module.parameters(), OPTIMIZER.clip_norm).item()
+        optimizer.step()
+        learning_rate.step()
+        named = dict(module.named_parameters())
+        yield Expected(
+            total,
+            norm,
+            {name: parameter.grad.cpu().clone() for name, parameter in named.items()},
+            {name: parameter.detach().cpu().clone() for name, parameter in named.items()},
+        )
+
+
+def _difference(rank: Rank, result: IterationResult, expected: Expected) -> str | None:
+    """The first of loss, norm, gradients and parameters that differs by more than the parity tests allow."""
+    pairs = {
+        "the loss": (torch.tensor(result.loss), torch.tensor(expected.loss)),
+        "the gradient norm": (torch.tensor(result.grad_norm), torch.tensor(expected.grad_norm)),
+    }
+    for name, parameter in rank.parameters.items():
+        pairs[f"the gradient of {name}"] = parameter.grad.cpu(), expected.gradients[name]
+    for name, parameter in rank.parameters.items():
+        pairs[name] = parameter.detach().cpu(), expected.parameters[name]
+    scale = max(1.0, *(float(gradient.abs().max()) for gradient in expected.gradients.values()))
+    for name, (found, wanted) in pairs.items():
+        largest = float((found.double() - wanted.double()).abs().max())
+        allowed = RELATIVE * float(wanted.abs().max()) + ABSOLUTE * scale
+        if not largest <= allowed:  # A nan is a difference, too.
+            return f"{name} differs by {largest:.2g}, where rounding explains {allowed:.2g},"
+    return None

@@ -1,0 +1,79 @@
+"""What attention keeps for its backward, on CPUs and on GPUs, as numbers that follow from the kernels' definitions."""
+
+import pytest
+import torch
+
+from auto3d.capture.model import capture
+from auto3d.capture.operation_cost import OperationCosts
+from tests.models import MODELS
+
+ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+BATCH, HEADS, ROWS, HEAD = 2, 4, 33, 16
+MATRIX = BATCH * HEADS * ROWS * ROWS
+
+
+def kept_beside_arguments(device: str, dtype=torch.float32, *, heads=HEADS, head=HEAD, value_head=None, **arguments):
+    """Bytes that autograd keeps beside query, key, value and the result; the mask, if any, is an argument too."""
+
+    def made(heads: int, head: int) -> torch.Tensor:
+        return torch.empty(BATCH, heads, ROWS, head, dtype=dtype, device="meta", requires_grad=True)
+
+    given = made(HEADS, head), made(heads, head), made(heads, value_head or head)
+    with torch.no_grad():
+        result = torch.nn.functional.scaled_dot_product_attention(*given, **arguments)
+    cost = OperationCosts(device)(ATTENTION, given, arguments, result)
+    assert (cost.results[0].shape, cost.results[0].dtype) == (result.shape, dtype)
+    return cost.saved_bytes
+
+
+ROW_SUMS = 4 * BATCH * HEADS * ROWS
+PADDED_ROW_SUMS = 4 * BATCH * HEADS * 64  # memory-efficient attention keeps them in multiples of 32
+MASK = torch.empty(BATCH, 1, ROWS, ROWS, dtype=torch.bool, device="meta")
+ADDED_MASK = BATCH * ROWS * 48  # elements: rows are padded to multiples of 16
+
+CASES = [  # device, type, arguments, bytes
+    ("cpu", torch.float32, {}, ROW_SUMS),
+    ("cuda", torch.float32, {}, PADDED_ROW_SUMS),
+    ("cuda", torch.float32, {"is_causal": True, "scale": 0.5}, PADDED_ROW_SUMS),
+    ("cuda", torch.float32, {"dropout_p": 0.1}, PADDED_ROW_SUMS),
+    ("cuda", torch.float32, {"attn_mask": MASK}, PADDED_ROW_SUMS + 4 * ADDED_MASK),
+    ("cuda", torch.float32, {"value_head": 8}, PADDED_ROW_SUMS),
+    ("cuda", torch.bfloat16, {}, ROW_SUMS),
+    ("cuda", torch.bfloat16, {"dropout_p": 0.1, "is_causal": True}, ROW_SUMS),
+    ("cuda", torch.float16, {"heads": 2, "enable_gqa": True}, ROW_SUMS),
+    ("cuda", torch.float16, {"attn_mask": MASK}, PADDED_ROW_SUMS + 2 * ADDED_MASK),
+]
+
+
+@pytest.mark.parametrize(("device", "dtype", "arguments", "expected"), CASES)
+def test_fused_kernels_keep_a_number_for_each_row(device, dtype, arguments, expected):
+    assert kept_beside_arguments(device, dtype, **arguments) == pytest.approx(expected, abs=32)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "arguments"),
+    [
+        ("cpu", torch.float32, {"dropout_p": 0.1}),
+        ("cpu", torch.float32, {"value_head": 8}),
+        ("cuda", torch.float64, {}),
+        ("cuda", torch.float32, {"head": 18}),  # not a multiple of 4
+        ("cuda", torch.float16, {"head": 12, "attn_mask": MASK}),  # nor of 8
+        ("cuda", torch.float32, {"heads": 2, "enable_gqa": True}),
+    ],
+)
+def test_where_no_kernel_fits_the_matrix_is_kept(device, dtype, arguments):
+    assert kept_beside_arguments(device, dtype, **arguments) > MATRIX * dtype.itemsize
+
+
+def test_a_model_for_gpus_is_described_by_their_kernels():
+    """Also where torch was built without CUDA; attention of GPT-2 with dropout keeps its matrix on a CPU alone."""
+    build, data = MODELS["gpt2-dropout"]
+    saved = {}
+    for device in ("cpu", "cuda"):
+        graph = capture(build, data.input_specs(), 2, device=device).graph
+        (first, *_) = [node for node in graph.nodes if "scaled_dot_product_attention" in node.operator]
+        saved[device] = first.saved_bytes
+        heads, rows = next(value for value in first.outputs).shape[1:3]
+    matrix, row_sums = 4 * 2 * heads * rows * rows, 4 * 2 * heads * (rows + -rows % 32)
+    assert saved["cpu"] > matrix
+    assert saved["cuda"] == pytest.approx(row_sums, abs=32)

@@ -1,0 +1,107 @@
+"""How a profile times subgraphs on a GPU, which a fake takes the place of: by events, with few synchronisations."""
+
+import pytest
+import torch
+
+from auto3d.runtime import profile
+from auto3d.runtime.clock import CpuClock, CudaClock, clock_of
+
+GPU = torch.device("cuda", 0)
+SECONDS = {"forward": 3.0, "backward": 5.0, "backward_input": 2.0, "backward_weight": 4.0}
+
+
+class FakeGpu:
+    """A queue whose work takes given times; what an event saw is known after a synchronisation alone."""
+
+    def __init__(self) -> None:
+        self.busy_until = 0.0  # when all that is queued is done
+        self.synchronisations = 0
+        self.pending: list[FakeEvent] = []
+
+    def synchronize(self, device: torch.device) -> None:
+        assert device == GPU
+        self.synchronisations += 1
+        for event in self.pending:
+            event.known = True
+        self.pending.clear()
+
+
+class FakeEvent:
+    def __init__(self, gpu: FakeGpu, enable_timing: bool) -> None:
+        assert enable_timing
+        self.gpu, self.known = gpu, False
+
+    def record(self, stream: str) -> None:
+        assert stream == "the current stream"
+        self.time = self.gpu.busy_until
+        self.gpu.pending.append(self)
+
+    def elapsed_time(self, later: "FakeEvent") -> float:
+        assert self.known, "the event is still in the queue"
+        assert later.known, "the event is still in the queue"
+        return 1000 * (later.time - self.time)
+
+
+class FakePart:
+    """A subgraph that takes SECONDS, a tenth more with each repetition."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        self.repetitions = 0
+        self._gpu = gpu
+
+    def __getattr__(self, name: str):
+        def run() -> None:
+            self.repetitions += name == "forward"
+            self._gpu.busy_until += SECONDS[name] * (1 + self.repetitions / 10)
+
+        return run
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    gpu = FakeGpu()
+    monkeypatch.setattr(torch.cuda, "synchronize", gpu.synchronize)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing=False: FakeEvent(gpu, enable_timing))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the current stream")
+    return gpu
+
+
+def test_subgraphs_on_a_gpu_are_queued_and_waited_for_together(gpu, monkeypatch):
+    monkeypatch.setattr(profile, "TURN_S", 0.0)
+    whole, split = FakePart(gpu), FakePart(gpu)
+    found = profile.turn(whole, split, CudaClock(GPU))
+    assert gpu.synchronisations == 1
+    assert len(found) == CudaClock.queued >= profile.LEAST_REPETITIONS
+    for number, times in enumerate(found, start=2):  # the first is not measured
+        factor = 1 + number / 10
+        assert times == pytest.approx((3 * factor, 5 * factor, 4 * factor))
+
+
+def test_a_turn_lasts_as_long_as_it_should_with_one_synchronisation_for_many_repetitions(gpu, monkeypatch):
+    host = iter(range(1000))
+    monkeypatch.setattr(profile, "perf_counter", lambda: float(next(host)))
+    monkeypatch.setattr(profile, "TURN_S", 4.5)
+    found = profile.turn(FakePart(gpu), FakePart(gpu), CudaClock(GPU))
+    assert gpu.synchronisations == 5
+    assert len(found) == 5 * CudaClock.queued
+
+
+def test_messages_on_a_gpu_are_queued_too(gpu):
+    def there_and_back() -> None:
+        gpu.busy_until += 2.0
+
+    assert profile.seconds_of(there_and_back, CudaClock(GPU)) == pytest.approx(2.0)
+    assert gpu.synchronisations == 1
+    assert gpu.busy_until == 2.0 * CudaClock.queued
+
+
+def test_a_cpu_is_timed_by_its_host(monkeypatch):
+    monkeypatch.setattr(profile, "TURN_S", 0.0)
+    clock = clock_of(torch.device("cpu"))
+    assert isinstance(clock, CpuClock)
+    assert isinstance(clock_of(GPU), CudaClock)
+    work = FakeGpu()
+    monkeypatch.setattr("auto3d.runtime.clock.perf_counter", lambda: work.busy_until)
+    found = profile.turn(FakePart(work), FakePart(work), clock)
+    assert len(found) == profile.LEAST_REPETITIONS
+    assert found[0] == pytest.approx((3 * 1.2, 5 * 1.2, 4 * 1.2))

@@ -1,0 +1,354 @@
+"""One run of a schedule by the real Exchange, Executor and GradientSync on simulated devices."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from random import Random
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+from auto3d.capture.graph import Value
+from auto3d.partition.stage import Transfer
+from auto3d.runtime import exchange, executor, gradient_sync, run_ahead, waiting, world
+from auto3d.runtime.exchange import Exchange
+from auto3d.runtime.executor import Executor, IterationResult
+from auto3d.runtime.gradient_sync import GradientSync, Holders, holders
+from auto3d.runtime.lowering import lower
+from auto3d.runtime.program import Program
+from auto3d.runtime.run_ahead import OPERATIONS_AHEAD, RunAhead
+from auto3d.runtime.world import connect
+from auto3d.schedule.operation import Schedule
+from tests.streams.fake_distributed import FakeDistributed
+from tests.streams.fake_stage import FakeOptimizer, FakeStage, Numbers
+from tests.streams.machine import Machine, Record, current
+from tests.streams.torch_on_device import fake_cuda, on_device
+
+BLOCKS_OF_MESSAGES = 2  # that a kernel of communication takes; one that computes takes 1
+SYNCHRONISE = ("never", "once", "steps", "sometimes", "calls")
+PROGRAMS = 2  # one after the other
+SAMPLES = 12  # of a micro-batch
+ELEMENTS = 3  # of a parameter
+NO_LIMIT = 1e9  # seconds
+NO_CLIPPING = 1e30  # a norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A run to simulate.
+
+    ``synchronise`` says when hosts wait for all work of their device: one rank before one step (once), all ranks before
+    all steps (steps), or before a tenth (sometimes) or all (calls) of the calls that enqueue communication or allocate
+    memory. ``replicas`` counts the replicas of each device's stages; empty means one each. With ``sharded`` optimizers
+    the ranks of a device exchange something in each update.
+    """
+
+    schedule: Schedule
+    skips: tuple[tuple[int, int], ...] = ()
+    dp: int = 1
+    replicas: tuple[int, ...] = ()
+    sharded: bool = False
+    tied: bool = False  # whether the first and the last stage share a parameter
+    clip: bool = False
+    queues: int = 8
+    synchronise: str = "never"
+    seed: int = 0
+
+    def __str__(self) -> str:
+        schedule = self.schedule
+        sizes = f"{schedule.stages} stages, {schedule.devices} devices, {schedule.micro_batches} micro-batches"
+        others = {name: value for name, value in vars(self).items() if name != "schedule"}
+        return f"{schedule.name} ({sizes}) " + " ".join(f"{name}={value}" for name, value in others.items())
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        return self.replicas or (1,) * self.schedule.devices
+
+    @cached_property
+    def placement(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each device; those of one replica of the pipeline side by side."""
+        ends = list(accumulate(self.dp * count for count in self.counts))
+        return tuple(tuple(range(end - self.dp * n, end)) for n, end in zip(self.counts, ends, strict=True))
+
+    @cached_property
+    def states(self) -> list[tuple[str, ...]]:
+        """The parameters of each stage."""
+        last = self.schedule.stages - 1
+        return [
+            (f"w{stage}", "tied") if self.tied and stage in (0, last) else (f"w{stage}",) for stage in range(last + 1)
+        ]
+
+    def transfers(self, count: int) -> list[Transfer]:
+        """From each stage to the next, and over some; one of two values of neighbours has no gradient.
+
+        Shapes are those of a rank that has one of ``count`` parts of a micro-batch.
+        """
+        last = self.schedule.stages - 1
+        passed = [Value(f"v{stage}", (SAMPLES // count,), "float64", 8, True) for stage in range(last)]
+        indices = [Value(f"i{stage}", (SAMPLES // count,), "int64", 8, False) for stage in range(last)]
+        pairs = [(stage, stage + 1) for stage in range(last)]
+        return [
+            *(Transfer(value=passed[a], source=a, target=b) for a, b in [*pairs, *self.skips]),
+            *(Transfer(value=indices[a], source=a, target=b) for a, b in pairs),
+        ]
+
+
+def simulate(case: Case, change: Callable[[Program], Program] = lambda program: program) -> list[int]:
+    """Run ``case``, whose programs are first given to ``change``; raises what goes wrong.
+
+    Returns the most bytes that the messages of each rank took.
+    """
+    schedule = case.schedule
+    users: dict[str, list[int]] = {}
+    for stage, state in enumerate(case.states):
+        for name in state:
+            users.setdefault(name, []).append(stage)
+    all_holders = holders(
+        SimpleNamespace(placement=case.placement),
+        schedule,
+        [SimpleNamespace(state=state) for state in case.states],
+        set(users),
+    )
+    shared = {each.stages for each in all_holders.values() if len(each.ranks) > 1}
+    programs = [change(program) for program in lower(schedule, case.transfers(1), shared)]
+    parts = {stage: case.counts[device] for (stage, _), device in schedule.device_of.items()}
+    numbers = Numbers(schedule=schedule, replicas=case.dp, users=users, parts=parts)
+    ranks = sum(map(len, case.placement))
+    machine = Machine(ranks, queues=case.queues, blocks=1, seed=case.seed)
+    network = FakeDistributed(machine, blocks=BLOCKS_OF_MESSAGES, before_call=lambda: _before_call(case))
+
+    def body(rank: int) -> list[list[IterationResult]]:
+        with on_device(current(), lambda: _before_call(case)):
+            return _run_rank(case, rank, programs, all_holders, numbers, network)
+
+    with _patched(machine, network), fake_cuda():
+        results = machine.run(body)
+    for own in results:
+        for number, program in enumerate(own):
+            assert len(program) == schedule.iterations
+            for iteration, result in enumerate(program):
+                _check(result, numbers, number, iteration)
+    for device, program in enumerate(programs):
+        bound = bytes_of_messages(program, case, device)
+        for rank in case.placement[device]:
+            assert network.held_bytes[rank] <= bound, f"rank {rank} has more messages than its program says"
+    return network.held_bytes
+
+
+def _run_rank(
+    case: Case,
+    rank: int,
+    programs: Sequence[Program],
+    holders: Mapping[str, Holders],
+    numbers: Numbers,
+    network: FakeDistributed,
+) -> list[list[IterationResult]]:
+    """Build the rank as ``build_rank`` does, with fake stages, and run its programs."""
+    schedule, device = case.schedule, torch.device("cuda", rank)
+    position = next(position for position, ranks in enumerate(case.placement) if rank in ranks)
+    count, program = case.counts[position], programs[position]
+    replica = case.placement[position].index(rank) // count
+    transfers = case.transfers(count)
+    own = [key for key, home in schedule.device_of.items() if home == position]
+
+    ahead = RunAhead(device, NO_LIMIT)
+    everyone = network.new_group(range(network.get_world_size()))
+    connect(everyone, device=device, what="all ranks", timeout_s=NO_LIMIT)
+    messages = Exchange(
+        program,
+        transfers,
+        ranks_of=[ranks[replica * n : (replica + 1) * n] for ranks, n in zip(case.placement, case.counts, strict=True)],
+        device_of=schedule.device_of,
+        sample_dimensions={transfer.value.name: 0 for transfer in transfers},
+        device=device,
+        run_ahead=ahead,
+        timeout_s=NO_LIMIT,
+    )
+    uses = Counter(name for stage, _ in own for name in case.states[stage])
+    parameters = {name: nn.Parameter(torch.zeros(ELEMENTS, dtype=torch.float64)) for name in uses}
+    alone = [name for name in uses if uses[name] == 1 and len(holders[name].ranks) == 1]
+    sync = GradientSync(
+        parameters,
+        holders,
+        alone=[] if schedule.weight_version else alone,
+        device=device,
+        run_ahead=ahead,
+        timeout_s=NO_LIMIT,
+    )
+    stages = {
+        (stage, pipe): FakeStage(
+            stage,
+            pipe,
+            replica,
+            transfers=transfers,
+            parameters={name: parameters[name] for name in case.states[stage]},
+            numbers=numbers,
+        )
+        for stage, pipe in own
+    }
+    groups = [network.new_group(ranks) for ranks in case.placement] if case.sharded else []
+    if case.sharded:
+        connect(groups[position], device=device, what=f"device {position}", timeout_s=NO_LIMIT)
+
+    def exchange_shards() -> None:
+        if case.sharded:
+            network.all_reduce(torch.zeros(1), group=groups[position])
+
+    left = dict(parameters)
+    optimizers = {}
+    for key, stage in stages.items():
+        mine = {name: left.pop(name) for name in case.states[key[0]] if name in left}
+        optimizer = FakeOptimizer(stage, mine, numbers, exchange_shards)
+        optimizers[key] = (optimizer, SimpleNamespace(step=lambda: None)) if mine else None
+    network.connected[rank] = True
+    runner = Executor(
+        stages,
+        optimizers,
+        exchange=messages,
+        sync=sync,
+        everyone=everyone,
+        run_ahead=ahead,
+        batches=SimpleNamespace(micro_batch=lambda *_: {}),
+        randomness=SimpleNamespace(iteration=0),
+        first_micro_batch=replica * schedule.micro_batches * schedule.parts,
+        micro_batches=schedule.micro_batches * schedule.parts,
+        clip_norm=NO_CLIPPING if case.clip else 0.0,
+        device=device,
+        memory=_Steps(case, rank),
+        asked_to_end=lambda: False,
+        timeout_s=NO_LIMIT,
+    )
+    return [list(runner.run(program, number * schedule.iterations)) for number in range(PROGRAMS)]
+
+
+def _check(result: IterationResult, numbers: Numbers, program: int, iteration: int) -> None:
+    assert result.loss == pytest.approx(numbers.mean_loss(program, iteration), rel=1e-12)
+    if not numbers.schedule.weight_version:
+        squares = [numbers.gradient(name, program, None) ** 2 for name in numbers.users]
+        assert result.grad_norm == pytest.approx((ELEMENTS * sum(squares)) ** 0.5, rel=1e-12)
+
+
+def bytes_of_messages(program: Program, case: Case, device: int) -> int:
+    """Peak bytes of messages that a rank of ``device`` may hold.
+
+    These are messages posted and not received, messages sent and not released, and received tensors that stages keep
+    until their backward.
+    """
+    device_of = case.schedule.device_of
+    made: dict[tuple[str, int, bool], int] = {}  # (value, its stage, has a gradient) -> bytes
+    for transfer in case.transfers(case.counts[device]):
+        size = transfer.value.shape[0] * 8
+        made[transfer.value.name, transfer.source, transfer.value.differentiable] = size
+    split = any(step.operation.kind == "W" for step in program.steps)
+
+    def tensors(message) -> dict[tuple, int]:
+        """Its tensors -> bytes. A value is one tensor on its maker, but each receiving stage has its own."""
+        forward, here = message.kind == "F", device_of[message.source, message.pipe] == device
+        maker = message.source if forward else message.target
+        other = message.target if forward else message.source
+        pairs = {(transfer.value.name, transfer.source, transfer.target) for transfer in case.transfers(1)}
+        return {
+            (message.kind, name, message.micro_batch, message.pipe, None if forward and here else other): size
+            for (name, stage, differentiable), size in made.items()
+            if stage == maker and (name, maker, other) in pairs and (forward or differentiable)
+        }
+
+    held: dict[object, dict[tuple, int]] = {}  # what holds them -> tensors
+    most = 0
+
+    def grown() -> int:
+        return max(most, sum({key: size for each in held.values() for key, size in each.items()}.values()))
+
+    for step in program.steps:
+        operation = step.operation
+        for message in step.posts:
+            held[message] = tensors(message)
+        most = grown()
+        for message in step.receives:
+            held["kept", operation.stage, operation.pipe, message] = held.pop(message, {}) or tensors(message)
+        for message in step.releases:
+            del held["sent", message]
+        for message in step.sends:
+            held["sent", message] = tensors(message)
+        most = grown()
+        if operation.kind == "W" or (operation.kind == "B" and not split):
+            for key in [key for key in held if isinstance(key, tuple) and key[0] == "kept"]:
+                if key[1:3] == (operation.stage, operation.pipe) and key[3].micro_batch in operation.micro_batches:
+                    del held[key]
+        for message in step.sends:  # a message to a stage of this device is not released, but kept
+            if device_of[message.target, message.pipe] == device:
+                held["kept", message.target, message.pipe, message] = held.pop(("sent", message))
+    return most
+
+
+class _Steps:
+    """In the place of a MemoryWatch: it knows when steps begin, and how many of them the device has not ended."""
+
+    def __init__(self, case: Case, rank: int) -> None:
+        self._case = case
+        draw = Random(case.seed)
+        chosen = draw.randrange(sum(map(len, case.placement)))
+        lengths = [len(operations) for operations in case.schedule.operations]
+        self._chosen = draw.randrange(max(lengths)) if chosen == rank else None
+        self._count = 0
+        self._ends: list[Record] = []
+
+    @contextmanager
+    def during(self, what: object) -> Iterator[None]:
+        host = current()
+        host.spend()
+        synchronise = self._case.synchronise
+        if synchronise == "steps" or (synchronise == "once" and self._count == self._chosen):
+            host.synchronize()
+        self._ends = [end for end in self._ends if not end.done]
+        assert len(self._ends) <= OPERATIONS_AHEAD, f"{len(self._ends)} operations ahead"
+        yield
+        self._ends.append(host.device.current.record(f"the end of {what}"))
+        self._count += 1
+
+
+def _before_call(case: Case) -> None:
+    host = current()
+    if case.synchronise == "calls" or (case.synchronise == "sometimes" and host.machine.random.random() < 0.1):
+        host.synchronize()
+
+
+class _Here:
+    """In the place of HERE, which is one for each process: one for each host."""
+
+    hosts: Sequence[str] = ()
+
+    def is_at(self, at: str) -> None:
+        current().doing = at
+
+    def waits_for(self, what: str) -> None:
+        current().waiting_for = what
+
+    def computes(self) -> None:
+        current().waiting_for = ""
+
+    def name(self, rank: int) -> str:
+        return f"rank {rank}"
+
+    def __str__(self) -> str:
+        return f"rank {current().rank}, {current().doing},"
+
+
+@contextmanager
+def _patched(machine: Machine, network: FakeDistributed) -> Iterator[None]:
+    with ExitStack() as stack:
+        for module in (exchange, executor, gradient_sync, run_ahead, waiting, world):
+            for name, fake in (("dist", network), ("HERE", _Here())):
+                if hasattr(module, name):
+                    stack.enter_context(patch.object(module, name, fake))
+        for module in (exchange, gradient_sync):
+            stack.enter_context(patch.object(module, "new_group", network.new_group))
+        stack.enter_context(patch.object(waiting, "monotonic", lambda: machine.now))
+        stack.enter_context(patch.object(waiting, "sleep", lambda seconds: current().sleep()))
+        yield
