@@ -49,27 +49,27 @@ def check(recipe: LoadedRecipe, captured: "CapturedModel") -> str:
 
     Raises InputError where the two differ. Where the check cannot run, as for lack of memory, the line says so.
     """
-    import torch
+    return _check(recipe, captured.graph, lambda: captured)
 
-    from auto3d.runtime.verify import check_against_eager
-    from launch.data import data_settings
-    from launch.ranks import run_ranks
+
+def _check(recipe: LoadedRecipe, graph: Graph, captured: "Callable[[], CapturedModel]") -> str:
+    from launch.compare import compare_forked, compare_on_gpu
+    from launch.devices import torch_has_cuda, visible_devices
     from launch.settings import device
 
-    graph, values = captured.graph, recipe.values
     if reason := why_not(graph):
         return not_compared(graph, reason)
-    on = torch.device("cuda", 0) if device(values) == "cuda" and torch.cuda.is_available() else torch.device("cpu")
-
-    def compare(*_: object) -> None:
-        check_against_eager(captured, data_settings(values), seed=values.training.seed, device=on)
-
-    outcome = run_ranks(1, compare, timeout_s=TIMEOUT_S)  # a process of its own, since ranks are forked from this one
+    on_gpu = device(recipe.values) == "cuda" and torch_has_cuda() and visible_devices()
+    if on_gpu:
+        outcome = compare_on_gpu(recipe, graph.micro_batch_size, timeout_s=TIMEOUT_S)
+    else:
+        outcome = compare_forked(recipe, captured(), timeout_s=TIMEOUT_S)
     if outcome.status is not Status.OK:
         return not_compared(graph, f"{outcome.status}, {outcome.error.splitlines()[-1]}")
     Cache().store(_identity(recipe, graph), {"equal": True})
     count = sum(prod(value.shape) for value in graph.parameters.values())
-    return f"{_described(graph)} equals the eager module in its loss and {count:,} gradients, on {on.type}"
+    where = "cuda" if on_gpu else "cpu"
+    return f"{_described(graph)} equals the eager module in its loss and {count:,} gradients, on {where}"
 
 
 def check_at(recipe: LoadedRecipe, micro_batch_size: int) -> str:
@@ -79,10 +79,15 @@ def check_at(recipe: LoadedRecipe, micro_batch_size: int) -> str:
     return check(recipe, captured_model(recipe, micro_batch_size))
 
 
-def check_once(recipe: LoadedRecipe, captured: "CapturedModel", tell: Callable[[str], None]) -> None:
-    """Check ``captured`` unless that was done before, or the recipe switches it off; ``tell`` hears the result."""
-    if recipe.values.training.check_capture and not is_checked(recipe, captured.graph):
-        tell(check(recipe, captured))
+def check_once(
+    recipe: LoadedRecipe, graph: Graph, captured: "Callable[[], CapturedModel]", tell: Callable[[str], None]
+) -> None:
+    """Check the capture that ``graph`` describes, unless that was done before or the recipe switches it off.
+
+    ``captured`` gives it where it is needed here; ``tell`` hears the result.
+    """
+    if recipe.values.training.check_capture and not is_checked(recipe, graph):
+        tell(_check(recipe, graph, captured))
 
 
 def not_compared(graph: Graph, reason: str) -> str:

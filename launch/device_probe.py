@@ -7,11 +7,13 @@ from typing import Any
 from auto3d.errors import InputError
 from auto3d.runtime.measurement import Status
 from auto3d.runtime.world import World
+from launch.devices import hide_devices
 from launch.diagnosis import Ending
 from launch.exchange_probe import CONNECTIONS, Exchanged, exchange
 from launch.link_probe import Links, measure_links
+from launch.model import use_device
 from launch.ranks import Report, Share, run_ranks
-from launch.training_probe import TrainedRank, subject, train_both_ways
+from launch.training_probe import TrainedRank, degrees, subject, train_both_ways
 
 MEET_S = 60.0  # time that all ranks of a part have to meet
 WAIT_S = 30.0  # limit of each wait for another rank
@@ -68,10 +70,19 @@ def probe_devices(
     for number, connections in enumerate(CONNECTIONS[device] if ranks > 1 else ()):
         exchanges.append(_exchange(ranks, device, connections, share_of(2 + number), tell))
     tell(f"{ranks} ranks train a small model, and compare it with plain PyTorch")
-    trained = subject(ranks, device)
+    if device == "cpu":
+        hide_devices()
+        shared = subject(ranks, device)
+
+    def train(world: World, report: Report) -> list[TrainedRank]:
+        if device == "cuda":
+            use_device(world.device(device))
+        trained = shared if device == "cpu" else subject(ranks, device)
+        return train_both_ways(world, trained, device, meet_s=MEET_S, timeout_s=WAIT_S)
+
     training, error = _run(
         ranks,
-        lambda world, report: train_both_ways(world, trained, device, meet_s=MEET_S, timeout_s=WAIT_S),
+        train,
         limit_s=TRAINING_S,
         share=share_of(2 + len(exchanges)),
     )
@@ -80,7 +91,7 @@ def probe_devices(
         device,
         links=links,
         exchanges=exchanges,
-        layout=f"dp={trained.plan.dp} pp={trained.plan.pp}",
+        layout="dp={} pp={}".format(*degrees(ranks)),
         training=training or [],
         training_error=error,
     )

@@ -81,7 +81,7 @@ def _capture_all(pipe: Connection) -> None:
 
 
 def _captured(recipe: LoadedRecipe, micro_batch_size: int) -> Any:
-    return graph_to_json(PlanningModel(recipe, fresh=True).graph(micro_batch_size))
+    return graph_to_json(PlanningModel(recipe).captured_here(micro_batch_size))
 
 
 def check_plans(recipe: LoadedRecipe, plans: Iterable[Plan], elsewhere: Elsewhere, tell: Callable[[str], None]) -> None:

@@ -10,6 +10,7 @@ from auto3d.capture.cache import Cache
 from auto3d.capture.graph import Graph
 from auto3d.capture.graph_json import graph_from_json, graph_to_json
 from auto3d.partition.merak import Sharding, shard, sharding_from_json
+from launch.devices import torch_has_cuda
 from launch.recipe import LoadedRecipe
 from launch.settings import device
 
@@ -18,7 +19,8 @@ class PlanningModel:
     """A recipe's model as planning sees it: Graphs and their sharding, without the program that a run needs.
 
     What the cache holds is not captured, and torch is then never imported. ``fresh``: capture all the same.
-    What is not there is captured here, or by ``elsewhere``, a function of the recipe and the micro-batch size.
+    What is not there is captured by ``elsewhere``, a function of the recipe and the micro-batch size, or here; for a
+    GPU, in a process of its own.
     """
 
     def __init__(
@@ -42,10 +44,20 @@ class PlanningModel:
         self.captured = True
         if self._elsewhere is not None:
             return self._elsewhere(self._recipe, micro_batch_size)
+        if device(self._recipe.values) == "cuda" and torch_has_cuda():
+            # Here it would start CUDA, and hold memory of a GPU that is for the ranks.
+            from launch.elsewhere import Elsewhere
+
+            with Elsewhere() as elsewhere:
+                return elsewhere.graph(self._recipe, micro_batch_size)
+        return self.captured_here(micro_batch_size)
+
+    def captured_here(self, micro_batch_size: int) -> Graph:
+        """The same, captured in this process and put into the cache."""
         from launch.model import captured_model
 
         found = captured_model(self._recipe, micro_batch_size).graph
-        self._cache.store(identity, graph_to_json(found))
+        self._cache.store(self.identity(graph_at=micro_batch_size), graph_to_json(found))
         return found
 
     def sharding(self, graph: Graph, subgraphs: int | None = None) -> Sharding:

@@ -4,10 +4,12 @@ import math
 import os
 import signal
 import time
+from collections.abc import Sequence
 
 import submitit
 
 from auto3d.runtime.measurement import Measurement, Status
+from launch.devices import pool_of
 from launch.files import private_folder
 from launch.manifest import Entry, State
 from launch.recipe import LoadedRecipe
@@ -21,9 +23,15 @@ POLL_S = 0.1
 
 
 def run(recipe: LoadedRecipe, pending: list[Trial], watcher: Watcher) -> None:
-    """Run ``pending``, which it empties, a few at a time; ``watcher`` hears of the start and the end of each."""
+    """Run ``pending``, which it empties, a few at a time; ``watcher`` hears of the start and the end of each.
+
+    A trial on GPUs has devices of its own, and waits until enough are free; raises RecipeError if there never are.
+    """
     total = len(pending)
     running: dict[Trial, submitit.Job] = {}
+    gpus = {trial: trial.plan.ranks if device(recipe.values) == "cuda" else 0 for trial in pending}
+    pool = pool_of(recipe, max(gpus.values(), default=0))
+    devices: dict[Trial, tuple[str, ...]] = {}
     number = 0
     manifest = manifest_of(recipe)
     with interrupts_noted() as interrupted:
@@ -31,15 +39,18 @@ def run(recipe: LoadedRecipe, pending: list[Trial], watcher: Watcher) -> None:
             while pending or running:
                 if interrupted():
                     raise KeyboardInterrupt
-                if pending and len(running) < recipe.values.launch.concurrent_trials:
+                may_start = pending and len(running) < recipe.values.launch.concurrent_trials
+                if may_start and (taken := pool.take(gpus[pending[0]])) is not None:
                     trial = pending.pop(0)
+                    devices[trial] = taken
                     watcher.start(trial)
                     manifest.append([Entry(trial=trial.name, state=State.STARTED)])
-                    running[trial] = _submit(trial, recipe)
+                    running[trial] = _submit(trial, recipe, taken)
                     continue
                 for trial in [trial for trial, job in running.items() if job.done()]:
                     number += 1
                     measurement = _measurement(recipe, trial, running.pop(trial))
+                    pool.give_back(devices.pop(trial))
                     manifest.append([Entry(trial=trial.name, state=State.ENDED, told=measurement.status)])
                     watcher.end(Ended(trial, measurement, number, total))
                 time.sleep(POLL_S)
@@ -52,13 +63,10 @@ def run(recipe: LoadedRecipe, pending: list[Trial], watcher: Watcher) -> None:
         raise KeyboardInterrupt
 
 
-def _submit(trial: Trial, recipe: LoadedRecipe) -> submitit.Job:
+def _submit(trial: Trial, recipe: LoadedRecipe, devices: Sequence[str]) -> submitit.Job:
     trial.prepare(recipe)
     executor = submitit.LocalExecutor(folder=private_folder(trial.folder / "job"))
-    executor.update_parameters(
-        timeout_min=math.ceil((recipe.values.launch.trial_timeout_s + MARGIN_S) / 60),
-        gpus_per_node=trial.plan.ranks if device(recipe.values) == "cuda" else 0,
-    )
+    executor.update_parameters(timeout_min=math.ceil((recipe.values.launch.trial_timeout_s + MARGIN_S) / 60))
     # A trial never sees the terminal's Ctrl-C, for it inherits this mask: to end it is this process's business alone.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -69,6 +77,7 @@ def _submit(trial: Trial, recipe: LoadedRecipe) -> submitit.Job:
             str(trial.measurement_file),
             modules=str(recipe.folder),
             sweep=os.getpid(),
+            devices=devices,
         )
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -11,6 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 import torch.distributed as dist
 
+from launch.devices import count_of_torch
+
 PACKAGES = ("torch", "transformers", "deepspeed", "submitit", "mpi4py")
 COMMAND_S = 30.0
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -108,7 +110,7 @@ def this_machine() -> Machine:
         nccl=_nccl(),
         cores=len(os.sched_getaffinity(0)),
         gpus=_gpus(),
-        usable_gpus=torch.cuda.device_count(),
+        usable_gpus=count_of_torch(),
         interfaces=[name for _, name in socket.if_nameindex()],
         variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
     )

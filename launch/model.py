@@ -15,8 +15,10 @@ from torch import nn
 from auto3d.capture.errors import CaptureError, error_line
 from auto3d.capture.graph import Graph
 from auto3d.capture.model import CapturedModel, capture, without_collection
+from auto3d.runtime.world import World
 from launch.architecture import architecture, unset_key
 from launch.data import data_settings
+from launch.devices import hide_devices
 from launch.output import stdout_to_stderr
 from launch.recipe import RECIPES, LoadedRecipe
 from launch.settings import device
@@ -26,6 +28,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are built from their conf
 
 def captured_model(recipe: LoadedRecipe, micro_batch_size: int) -> CapturedModel:
     """The recipe's model, captured for micro-batches of so many samples."""
+    if device(recipe.values) == "cpu":
+        hide_devices()
     with stdout_to_stderr(), without_collection():
         build = build_function(recipe)
         try:
@@ -38,6 +42,29 @@ def captured_model(recipe: LoadedRecipe, micro_batch_size: int) -> CapturedModel
             raise
         except SystemExit as error:
             raise recipe.error("model", f"its code ended the program: {told(error)}") from None
+
+
+def capture_for_ranks(recipe: LoadedRecipe, micro_batch_size: int) -> Callable[[World], CapturedModel]:
+    """A function that gives a rank the recipe's model, captured for micro-batches of so many samples.
+
+    For a CPU it is captured here, and the ranks that are forked from this process share it. For a GPU each rank
+    captures it: a capture asks the device and runs backwards, and ranks forked after that could not use a GPU.
+    """
+    if device(recipe.values) == "cpu":
+        captured = captured_model(recipe, micro_batch_size)
+        return lambda world: captured
+
+    def capture(world: World) -> CapturedModel:
+        use_device(world.device("cuda"))
+        return captured_model(recipe, micro_batch_size)
+
+    return capture
+
+
+def use_device(own: torch.device) -> None:
+    """Make ``own`` the GPU that a capture uses: on any other it would take memory from that one's rank."""
+    if torch.backends.cuda.is_built():  # else the capture is made on the CPU
+        torch.cuda.set_device(own)
 
 
 def build_function(recipe: LoadedRecipe) -> Callable[[], nn.Module]:

@@ -133,11 +133,12 @@ def write_profile(profile: Profile, file: Path) -> tuple[Path, Path]:
 def measure_profile(recipe: LoadedRecipe, console: Console) -> Profile:
     """On this machine, with a process for each device of a node."""
     from auto3d.runtime.measurement import Environment, Status
-    from auto3d.runtime.profile import Measured, distinct_subgraphs, measure, parts_of
+    from auto3d.runtime.profile import Measured, Subgraphs, distinct_subgraphs, measure, parts_of
     from auto3d.runtime.world import World
     from launch.data import data_settings
+    from launch.devices import devices_for
     from launch.graphs import PlanningModel
-    from launch.model import captured_model
+    from launch.model import captured_model, use_device
     from launch.progress import at_work, profile_progress
     from launch.ranks import Report, check_devices, run_ranks
     from launch.settings import training_settings
@@ -146,20 +147,29 @@ def measure_profile(recipe: LoadedRecipe, console: Console) -> Profile:
     _check(recipe)
     ranks = values.cluster.devices_per_node
     check_devices(recipe, ranks)
+    devices = devices_for(recipe, ranks, size=ranks)
     settings, data = training_settings(values, iterations=1), data_settings(values)
-    planning, models = PlanningModel(recipe), []
-    cores = len(os.sched_getaffinity(0))
-    for size in micro_batch_sizes(recipe):
+    planning, cores = PlanningModel(recipe), len(os.sched_getaffinity(0))
+
+    def model_of(size: int) -> Subgraphs:
+        captured = captured_model(recipe, size)
+        return distinct_subgraphs(captured, planning.sharding(captured.graph).bounds)
+
+    models: list[Subgraphs] = []
+    for size in [] if devices else micro_batch_sizes(recipe):  # ranks on GPUs capture: see launch.model
         with at_work(console, f"capturing the model for micro-batches of {size}"):
-            captured = captured_model(recipe, size)
-            models.append(distinct_subgraphs(captured, planning.sharding(captured.graph).bounds))
+            models.append(model_of(size))
 
     def run(world: World, report: Report) -> tuple[Measured, Environment]:
-        measured = measure(models, settings, data, world, seed=values.training.seed, report=report)
+        if devices:
+            use_device(world.device("cuda"))
+        ours = models or [model_of(size) for size in micro_batch_sizes(recipe)]
+        measured = measure(ours, settings, data, world, seed=values.training.seed, report=report)
         return measured, Environment.here(settings.device, cores=cores)
 
-    with profile_progress(console, parts_of(models)) as on_report:
-        outcome = run_ranks(ranks, run, timeout_s=None, straggle_s=settings.timeout_s, on_report=on_report)
+    limits = {"timeout_s": None, "straggle_s": settings.timeout_s}
+    with profile_progress(console, parts_of(models) if models else None) as on_report:
+        outcome = run_ranks(ranks, run, on_report=on_report, devices=devices, **limits)
     if outcome.status is not Status.OK:
         raise ProfileError(f"profile: the ranks ended as {outcome.status}:\n{outcome.error}")
     measured, environment = outcome.result

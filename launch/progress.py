@@ -107,8 +107,8 @@ def training_progress(console: Console, iterations: int) -> Iterator[Callable[[t
 
 
 @contextmanager
-def profile_progress(console: Console, parts: int) -> Iterator[Callable[[str], None]]:
-    """A bar over what is measured; yields what to call with each part that is done."""
+def profile_progress(console: Console, parts: int | None) -> Iterator[Callable[[str], None]]:
+    """A bar over what is measured, of so many parts if that is known; yields what to call with each that is done."""
     with _bar(console) as progress:
         task = progress.add_task("starting", total=parts)
         yield lambda part: progress.update(task, advance=1, description=part)

@@ -11,7 +11,7 @@ import signal
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -19,14 +19,13 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-import torch
-
 from auto3d.errors import InputError
 from auto3d.runtime.measurement import Status
 from auto3d.runtime.out_of_memory import OutOfMemoryError, is_out_of_memory
 from auto3d.runtime.waiting import PeerLostError, WaitTimeoutError, naming_lost_peers
 from auto3d.runtime.whereabouts import HERE, Board
 from auto3d.runtime.world import LEAVE_S, World, leave
+from launch.devices import check_fork, check_torch, pool_of, seeing
 from launch.diagnosis import Ending, Failure, Snapshot, death, diagnose, look, told
 from launch.main import end_now
 from launch.output import stdout_to_stderr
@@ -73,6 +72,7 @@ def run_ranks(
     share: Share | None = None,
     on_report: Callable[[Any], None] = lambda report: None,
     ignore_sigterm: bool = False,
+    devices: Sequence[str] = (),
 ) -> Outcome:
     """Run ``target(world, report)`` as ``size`` processes; what rank 0 reports goes to ``on_report``.
 
@@ -81,8 +81,11 @@ def run_ranks(
     Once all have reported their results these count, and the ranks have LEAVE_S to leave their process groups. No
     process is left then, whatever happens. They meet by a file in ``folder``, which must be private, or in a temporary
     one; with a ``share``, only its ranks run here. If they ``ignore_sigterm``, ``target`` has another way to hear that
-    they should end.
+    they should end. ``devices`` are the GPUs of those that run here, by their names in CUDA_VISIBLE_DEVICES.
     """
+    if devices:
+        check_fork()
+        target = seeing(devices, target)
     context = multiprocessing.get_context("fork")
     processes: dict[int, multiprocessing.Process] = {}  # by rank
     pipes: dict[Connection, int] = {}
@@ -257,6 +260,6 @@ def end_with(process: int, *, controller: int) -> None:
 
 def check_devices(recipe: LoadedRecipe, ranks: int) -> None:
     """Raise RecipeError if this machine lacks the GPUs for ``ranks`` ranks."""
-    if device(recipe.values) == "cuda" and torch.cuda.device_count() < ranks:
-        problem = f"found 'cuda'; {ranks} ranks need a GPU each, and this machine has {torch.cuda.device_count()}"
-        raise recipe.error("cluster.device", problem)
+    if device(recipe.values) == "cuda":
+        pool_of(recipe, ranks)
+        check_torch(recipe)

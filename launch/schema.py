@@ -307,7 +307,9 @@ class LaunchRecipe:
         "where trials and trainings run; auto: as jobs of SLURM if sinfo answers and we are in no job, else here",
         choices=(AUTO, "slurm", "local"),
     )
-    concurrent_trials: int = key(1, "trials at a time; more than 1 disturbs the timings on one machine", least=1)
+    concurrent_trials: int = key(
+        1, "trials at a time, on GPUs of their own; more than 1 disturbs the timings on one machine", least=1
+    )
     trial_timeout_s: float = key(600.0, "seconds after which a trial is ended", least=1, below=LARGEST_TIME_S)
     attempts: int = key(3, "times that a trial is started before `resume` leaves it as it failed", least=1)
     # of SLURM; docs/slurm.md

@@ -5,13 +5,14 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from rich.console import Console
 
+from auto3d.capture.graph import Graph
 from auto3d.capture.model import CapturedModel
 from auto3d.errors import InputError
 from auto3d.plan import Plan, PlanError
@@ -27,16 +28,18 @@ from auto3d.schedule import samples_at_once
 from launch import candidates, slurm
 from launch.check_capture import check_once
 from launch.data import data_settings
+from launch.devices import check_joined_device, devices_for
 from launch.ending import asked_by_slurm, await_end
 from launch.executor import in_a_job, on_slurm, why_no_slurm
+from launch.graphs import PlanningModel
 from launch.manifest import Entry, State, histories
-from launch.model import captured_model, initial_weights
+from launch.model import captured_model, initial_weights, use_device
 from launch.output import stdout_to_stderr
 from launch.progress import at_work, training_progress
 from launch.ranks import Report, check_devices, run_ranks
 from launch.recipe import LoadedRecipe
 from launch.schema import AUTO, PlanRecipe, Recipe
-from launch.settings import cluster, training_settings
+from launch.settings import cluster, device, training_settings
 from launch.store import Trial, exclusive, manifest_of, training_of, write_command
 from launch.sweep import check_place, run_trials
 from launch.trial import Training, is_whole
@@ -48,7 +51,8 @@ class PlannedTraining:
     """A training that can begin: its plan, and the model that this was made for."""
 
     trial: Trial
-    captured: CapturedModel
+    graph: Graph
+    capture: Callable[[], CapturedModel]  # what a rank calls: for a CPU, and where a launcher started it, already done
     settings: TrainingSettings
 
     @property
@@ -67,20 +71,33 @@ def planned(
     given = _read_plan(recipe, plan_file) if plan_file else None
     wanted = given or plan_of(recipe)
     _check_processes(recipe, world, given.ranks if given else wanted.dp * wanted.tp * wanted.pp)
+    if world is not None and device(values) == "cuda":
+        use_device(world.device("cuda"))
+    captures_in_ranks = world is None and device(values) == "cuda" and not on_slurm(recipe)
 
     @cache
     def captured_at(micro_batch_size: int) -> CapturedModel:
         with at_work(console, "capturing the model"):
             return captured_model(recipe, micro_batch_size)
 
-    plan = given or candidates.of_plan(recipe, wanted, lambda size: captured_at(size).graph)
-    captured = captured_at(samples_at_once(plan))
+    @cache
+    def graph_at(micro_batch_size: int) -> Graph:
+        if not captures_in_ranks:
+            return captured_at(micro_batch_size).graph
+        with at_work(console, "capturing the model"):
+            return PlanningModel(recipe).graph(micro_batch_size)
+
+    plan = given or candidates.of_plan(recipe, wanted, graph_at)
+    size = samples_at_once(plan)
+    graph = graph_at(size)
     settings = training_settings(values, iterations=values.training.iterations)
     with _errors_naming(plan_file):
         if given:
-            candidates.check_memory(recipe, plan, lambda size: captured_at(size).graph)
-        check_plan(captured, plan, settings)
-    return PlannedTraining(training_of(recipe, plan), captured, settings)
+            candidates.check_memory(recipe, plan, graph_at)
+        if not captures_in_ranks:  # else they check it themselves
+            check_plan(captured_at(size), plan, settings)
+    capture = partial(captured_model, recipe, size) if captures_in_ranks else partial(captured_at, size)
+    return PlannedTraining(training_of(recipe, plan), graph, capture, settings)
 
 
 def run_training(
@@ -108,7 +125,8 @@ def run_training(
 def _check_capture(recipe: LoadedRecipe, training: PlannedTraining, console: Console) -> None:
     """Raise InputError where the captured model does something else than the model itself."""
     with at_work(console, "comparing the captured model with the model itself"):
-        check_once(recipe, training.captured, lambda line: console.print(line, markup=False, soft_wrap=True))
+        told = partial(console.print, markup=False, soft_wrap=True)
+        check_once(recipe, training.graph, training.capture, told)
 
 
 def _check_not_submitted(recipe: LoadedRecipe, trial: Trial) -> None:
@@ -131,7 +149,7 @@ def _train(
 ) -> int:
     settings = training.settings
     data = data_settings(recipe.values)
-    state = initial_weights(recipe, training.captured.graph)
+    state = initial_weights(recipe, training.graph)
     if world is None or world.rank == 0:
         _check_capture(recipe, training, console)
     if not _is_left(recipe, training, fresh=fresh, console=console if world is None or world.rank == 0 else None):
@@ -141,7 +159,9 @@ def _train(
 
     def run(world: World, report: Report) -> TrainingResult:
         more = whole.arguments(world, report, settings)
-        return train(training.captured, training.plan, settings, data, world, state=state, **more)
+        if settings.device == "cuda":
+            use_device(world.device("cuda"))  # before the rank captures
+        return train(training.capture(), training.plan, settings, data, world, state=state, **more)
 
     if world is not None:
         try:
@@ -155,11 +175,12 @@ def _train(
             on_result(_record(result, training.plan, recipe.values))
         leave_or_end()
         return 0
+    devices = devices_for(recipe, training.plan.ranks, size=training.plan.ranks)
     manifest, name = manifest_of(recipe), training.trial.name
     manifest.append([Entry(trial=name, state=State.STARTED)])
     limits = {"timeout_s": None, "straggle_s": settings.timeout_s, "ignore_sigterm": asked is not None}
     with training_progress(console, settings.iterations) as on_report:
-        outcome = run_ranks(training.plan.ranks, run, on_report=on_report, **limits)
+        outcome = run_ranks(training.plan.ranks, run, on_report=on_report, devices=devices, **limits)
     if outcome.status is Status.OK and outcome.result.asked_to_end:
         await_end(asked, requeue=True)
     manifest.append([Entry(trial=name, state=State.ENDED, told=outcome.status)])
@@ -247,7 +268,7 @@ def _check_processes(recipe: LoadedRecipe, world: World | None, needed: int) -> 
         return
     if world.size != needed:
         raise recipe.error("plan", f"it needs {needed} ranks, one for each device; the launcher started {world.size}")
-    check_devices(recipe, world.local_rank + 1)
+    check_joined_device(recipe, local_rank=world.local_rank, size=world.size)
 
 
 def _run_joined(

@@ -115,8 +115,14 @@ class Subject:
     data: DataSettings
 
 
+def degrees(ranks: int) -> tuple[int, int]:
+    """Replicas and stages: as few stages as there can be, two if possible."""
+    pp = next((number for number in range(2, ranks + 1) if ranks % number == 0), 1)
+    return ranks // pp, pp
+
+
 def subject(ranks: int, kind: str) -> Subject:
-    """The model for ``ranks`` devices of ``kind``: as few stages as there can be, two if possible, and replicas."""
+    """The model for ``ranks`` devices of ``kind``, captured, and its plan. On GPUs each rank calls it."""
     import_module("transformers.optimization")  # The ranks need it; forked from here, none imports it again.
     size = SIZES[kind]
     data = DataSettings(
@@ -127,8 +133,7 @@ def subject(ranks: int, kind: str) -> Subject:
         inputs={"tokens": InputField(kind="tokens"), "labels": InputField(kind="next-tokens")},
     )
     captured = capture(partial(SmallModel, size), data.input_specs(), size.micro_batch_size, device=kind)
-    pp = next((number for number in range(2, ranks + 1) if ranks % number == 0), 1)
-    dp = ranks // pp
+    dp, pp = degrees(ranks)
     plan = Plan(
         graph=captured.graph.fingerprint,
         dp=dp,

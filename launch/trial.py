@@ -1,7 +1,7 @@
 """One trial: run a plan for a few iterations, or a whole training, and write down what happened."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,20 +17,24 @@ from auto3d.runtime.training import TrainingResult, train
 from auto3d.runtime.world import World
 from auto3d.schedule import samples_at_once
 from launch.data import data_settings
+from launch.devices import devices_for, show_devices
 from launch.diagnosis import Ending
 from launch.files import private_folder, write_whole
-from launch.model import captured_model, initial_weights
+from launch.model import capture_for_ranks, initial_weights
 from launch.ranks import Outcome, Report, Share, die_with_parent, end_with, run_ranks
 from launch.recipe import LoadedRecipe, load
 from launch.settings import training_settings
 
 
-def run_trial(recipe_file: str, plan_file: str, measurement_file: str, *, modules: str, sweep: int) -> None:
+def run_trial(
+    recipe_file: str, plan_file: str, measurement_file: str, *, modules: str, sweep: int, devices: Sequence[str]
+) -> None:
     """Run the trial of these files; its measurement is written at the end, whatever the end was. submitit calls this.
 
     ``modules`` is the folder of the user's own recipe; ``sweep`` the process that asked for the trial, which does not
-    outlive it.
+    outlive it; ``devices`` are the trial's GPUs, by their names in CUDA_VISIBLE_DEVICES: submitit has overwritten that.
     """
+    show_devices(devices)
     controller = int(os.environ["SUBMITIT_LOCAL_JOB_ID"])
     die_with_parent(controller)
     end_with(sweep, controller=controller)
@@ -97,15 +101,17 @@ def measure(
     if training:
         limits |= {"timeout_s": None, "on_report": on_report, "ignore_sigterm": True}
     try:
-        captured = captured_model(recipe, samples_at_once(plan))
-        state = initial_weights(recipe, captured.graph)
+        devices = devices_for(recipe, len(share.ranks) if share else plan.ranks, size=plan.ranks)
+        capture = capture_for_ranks(recipe, samples_at_once(plan))
 
         def run(world: World, report: Report) -> tuple[TrainingResult, Environment]:
+            captured = capture(world)
+            state = initial_weights(recipe, captured.graph)
             more = training.arguments(world, report, settings) if training else {}
             result = train(captured, plan, settings, data, world, state=state, **more)
             return result, Environment.here(settings.device, cores=cores)
 
-        outcome = run_ranks(plan.ranks, run, folder=folder, share=share, **limits)
+        outcome = run_ranks(plan.ranks, run, folder=folder, share=share, devices=devices, **limits)
     except InputError as error:
         outcome = Outcome(Status.FAILED, error=str(error), ending=Ending.REFUSED)
     outcome = of_all(outcome)

@@ -100,7 +100,10 @@ def empty_model(build: Callable[[], nn.Module], device: str) -> EmptyModel:
     storages = {where: tensor.untyped_storage()._cdata for where, tensor in held_tensors(module).items()}
     views = {where: parameter_of[storage] for where, storage in storages.items() if storage in parameter_of}
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    place = torch.device("cpu" if device == "cpu" or not torch.backends.cuda.is_built() else "cuda:0")
+    place = torch.device("cpu")
+    if device != "cpu" and torch.backends.cuda.is_built():
+        # A fake tensor takes memory of its device: a rank's own, where one has chosen it.
+        place = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
     known = WeakTensorKeyDictionary()  # tensor -> its fake, so that a tied tensor stays one
     places = WeakTensorKeyDictionary()
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from auto3d.runtime.affinity import bind_to_cores_near
 from auto3d.runtime.backend_errors import is_own_failure
 from auto3d.runtime.gpu_environment import set_gpu_environment
+from auto3d.runtime.places import Place, gather_places
 from auto3d.runtime.waiting import WaitTimeoutError, wait, waiting_for
 from auto3d.runtime.whereabouts import BEFORE, HERE
 
@@ -31,20 +32,25 @@ class World:
 
     rank: int
     size: int
-    local_rank: int  # among the ranks of this node: which GPU is ours
+    local_rank: int  # among the ranks of this node
     meeting_point: str
     ranks_here: int = 1  # ranks that one process of this node forked, which share its cores; 1: a launcher started each
 
     def device(self, kind: str) -> torch.device:
-        """The device of this rank. On a GPU the rank sets its variables here, before it asks CUDA for anything."""
+        """The device of this rank: of the GPUs that it sees, the only one, or the one of its place on the node.
+
+        A rank on a GPU sets its variables here, before it asks CUDA for anything.
+        """
         if kind != "cuda":
             return torch.device("cpu")
         set_gpu_environment()
-        return torch.device("cuda", self.local_rank)
+        return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else self.local_rank)
 
 
 def join(world: World, *, device: torch.device, timeout_s: float) -> None:
     """Join the other ranks; raises WaitTimeoutError if they are not all there within ``timeout_s``.
+
+    Raises SharedDeviceError where several are on one GPU.
 
     The default process group is one of gloo, on GPUs too: what ranks tell each other once goes through it, from memory
     of the CPU. Tensors of a GPU go through groups of their own (``new_group``).
@@ -74,10 +80,7 @@ def join(world: World, *, device: torch.device, timeout_s: float) -> None:
             f"rank {world.rank} of {world.size} on {socket.gethostname()}: the ranks did not meet at "
             f"{world.meeting_point}, for which they have {timeout_s:g} s ({str(error).splitlines()[0]})"
         ) from error
-    hosts = [""] * world.size
-    with waiting_for("the names of all ranks' hosts", timeout_s):
-        dist.all_gather_object(hosts, socket.gethostname())
-    HERE.hosts = hosts
+    HERE.hosts = [place.host for place in gather_places(Place.of_this_rank(device), timeout_s=timeout_s)]
 
 
 def new_group(

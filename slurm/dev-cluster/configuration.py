@@ -12,6 +12,7 @@ CLUSTER_NAME = "auto3d"
 MAX_ARRAY_SIZE = 11  # small, so that a sweep of a few trials needs several arrays: indices 0 to 10
 GRACE_S = 5  # between the warning of a job that is preempted and its end
 MEMORY_OF_CPU_MIB = 512  # what a job gets for each CPU unless it asks; nothing enforces it
+GPUS_PER_NODE = 4  # fake ones: SLURM counts, binds and names them as if they were real
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,10 @@ class Paths:
     @property
     def spool(self) -> Path:  # jobs' scripts: readable by their users
         return self.folder / "spool"
+
+    @property
+    def gpus(self) -> Path:  # files that stand for the GPUs of every node; SLURM takes their numbers from their names
+        return self.folder / "gpus"
 
     @property
     def private(self) -> Path:
@@ -74,12 +79,17 @@ def write_configuration(paths: Paths, description: Description, subnet: str) -> 
     paths.private.mkdir(mode=0o700, exist_ok=True)
     for folder in (paths.controller, paths.logs):
         folder.mkdir(mode=0o700, exist_ok=True)
-    for folder in (paths.munge_socket.parent, paths.spool):
+    for folder in (paths.munge_socket.parent, paths.spool, paths.gpus):
         folder.mkdir(exist_ok=True)
         folder.chmod(0o755)
+    for number in range(GPUS_PER_NODE):
+        device = paths.gpus / f"gpu{number}"
+        if not device.is_symlink():
+            device.symlink_to("/dev/null")  # SLURM takes devices alone, and nobody opens these
     write(paths.slurm_conf, slurm_conf(paths, description, subnet))
     write(paths.folder / "slurmdbd.conf", slurmdbd_conf(paths, subnet), mode=0o600)
     write(paths.folder / "cgroup.conf", CGROUP_CONF)
+    write(paths.folder / "gres.conf", f"Name=gpu File={paths.gpus}/gpu[0-{GPUS_PER_NODE - 1}]\n")
     write(paths.env, env(paths))
 
 
@@ -106,7 +116,8 @@ def slurm_conf(paths: Paths, description: Description, subnet: str) -> str:
     addresses = host_addresses(description, subnet)
     memory_mib = MEMORY_OF_CPU_MIB * description.cpus_per_node
     nodes = "\n".join(
-        f"NodeName={node.name} NodeAddr={addresses[node.name]} CPUs={description.cpus_per_node} RealMemory={memory_mib}"
+        f"NodeName={node.name} NodeAddr={addresses[node.name]} CPUs={description.cpus_per_node} "
+        f"RealMemory={memory_mib} Gres=gpu:{GPUS_PER_NODE}"
         for node in description.nodes
     )
     return f"""\
@@ -147,6 +158,7 @@ KillWait=5
 ReturnToService=2
 SchedulerParameters=sched_interval=5,bf_interval=5
 
+GresTypes=gpu
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU_Memory
 DefMemPerCPU={MEMORY_OF_CPU_MIB}
