@@ -56,8 +56,9 @@ class PlanningModel:
         """The same, captured in this process and put into the cache."""
         from launch.model import captured_model
 
+        identity = self.identity(graph_at=micro_batch_size)  # before the model's code is imported, as in graph()
         found = captured_model(self._recipe, micro_batch_size).graph
-        self._cache.store(self.identity(graph_at=micro_batch_size), graph_to_json(found))
+        self._cache.store(identity, graph_to_json(found))
         return found
 
     def sharding(self, graph: Graph, subgraphs: int | None = None) -> Sharding:
