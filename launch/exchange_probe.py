@@ -25,7 +25,6 @@ from auto3d.runtime.data import Batches, DataSettings
 from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.executor import Executor
 from auto3d.runtime.gradient_sync import GradientSync, Holders
-from auto3d.runtime.lowering import lower
 from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.run_ahead import RunAhead
@@ -33,6 +32,7 @@ from auto3d.runtime.waiting import waiting_for
 from auto3d.runtime.weight_versions import WeightVersions
 from auto3d.runtime.world import World, connect, join, new_group
 from auto3d.schedule import build_schedule
+from auto3d.schedule.lowering import lower
 from launch.link_probe import CorruptedError
 
 ITERATIONS = 3

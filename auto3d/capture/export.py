@@ -204,7 +204,8 @@ def _held_and_constant(
         if place is not None:
             held[placeholder] = place
         else:
-            constants[placeholder] = value
+            # Where there is a GPU, a trace makes tensors of numbers there for real.
+            constants[placeholder] = value if isinstance(value, FakeTensor) else value.cpu()
     return held, constants
 
 

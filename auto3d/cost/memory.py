@@ -13,10 +13,10 @@ from auto3d.capture.graph import Graph, Node
 from auto3d.partition.segment import Segment, segments
 from auto3d.partition.stage import Stage, cut
 from auto3d.plan import Plan
-from auto3d.runtime.lowering import lower
-from auto3d.runtime.program import Message, Program, Replica, Step, held
+from auto3d.schedule.lowering import lower
 from auto3d.schedule.memory import versions
 from auto3d.schedule.operation import Kind, Schedule
+from auto3d.schedule.program import Message, Program, Replica, Step, held
 
 
 @dataclass(frozen=True, kw_only=True)

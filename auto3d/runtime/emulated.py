@@ -19,10 +19,10 @@ from auto3d.capture.graph import Value
 from auto3d.partition.stage import Stage
 from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.gradient_sync import GradientSync, Holders, Share
-from auto3d.runtime.program import Message
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.weight_versions import WeightVersions
 from auto3d.schedule.operation import Kind
+from auto3d.schedule.program import Message
 from auto3d.simulate.costs import Costs
 
 PIECE_BYTES = 2**24  # of an all-reduce at a time: the gradients of a large model would not fit here

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from auto3d.partition.stage import Transfer
-from auto3d.runtime.program import Message, Program
 from auto3d.runtime.resplit import pieces
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.waiting import wait, waiting_for
 from auto3d.runtime.whereabouts import HERE
 from auto3d.runtime.world import new_group
 from auto3d.schedule.operation import Kind
+from auto3d.schedule.program import Message, Program
 
 
 @dataclass(frozen=True, slots=True)

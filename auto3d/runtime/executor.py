@@ -15,12 +15,12 @@ from auto3d.runtime.gradient_sync import GradientSync
 from auto3d.runtime.loading import Loader, memory_of, needs_of
 from auto3d.runtime.optimizer import Optimizer, update
 from auto3d.runtime.out_of_memory import MemoryWatch
-from auto3d.runtime.program import Beginning, GradientSum, LossSum, Message, Program, Replica, Step
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.stage import StageModule
 from auto3d.runtime.waiting import wait, waiting_for
 from auto3d.schedule.operation import Kind
+from auto3d.schedule.program import Beginning, GradientSum, LossSum, Message, Program, Replica, Step
 
 
 @dataclass(frozen=True)

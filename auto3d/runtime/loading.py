@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 
 from auto3d.runtime.data import Batches
-from auto3d.runtime.program import Program, Replica
 from auto3d.schedule.operation import Kind
+from auto3d.schedule.program import Program, Replica
 
 AHEAD = 3  # micro-batches in pinned memory: one that is being copied, and two for the next forwards
 

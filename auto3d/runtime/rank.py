@@ -20,11 +20,9 @@ from auto3d.runtime.emulated import DeviceClock, EmulatedExchange, EmulatedStage
 from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.executor import Executor
 from auto3d.runtime.gradient_sync import GradientSync, Holders, holders
-from auto3d.runtime.lowering import lower
 from auto3d.runtime.materialize import materialize
 from auto3d.runtime.optimizer import Optimizer, build_optimizer, make_state, state_by_parameter
 from auto3d.runtime.out_of_memory import MemoryWatch
-from auto3d.runtime.program import Program, Replica
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.replicas import replicas_of_devices, resplit_dimensions, share_of
 from auto3d.runtime.run_ahead import RunAhead
@@ -36,7 +34,9 @@ from auto3d.schedule import SCHEDULES, samples_at_once, schedule_of
 from auto3d.schedule.asynchronous import check_trainable
 from auto3d.schedule.carried_buffers import check_carried_buffers
 from auto3d.schedule.check import check
+from auto3d.schedule.lowering import lower
 from auto3d.schedule.operation import Kind, Schedule
+from auto3d.schedule.program import Program, Replica
 
 _CAUSE_OF_SEED = (
     "the model's initialisation does not follow from training.seed alone, but depends on the rank, the time or a "

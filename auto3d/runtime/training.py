@@ -16,12 +16,12 @@ from auto3d.runtime.measurement import BYTES
 from auto3d.runtime.memory import PeakMemory
 from auto3d.runtime.optimizer import advance
 from auto3d.runtime.out_of_memory import OutOfMemoryError, is_out_of_memory, words_of
-from auto3d.runtime.program import Program
 from auto3d.runtime.rank import Rank, build_rank
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.waiting import waiting_for
 from auto3d.runtime.whereabouts import HERE
 from auto3d.runtime.world import World, join
+from auto3d.schedule.program import Program
 
 
 @dataclass(frozen=True, kw_only=True)

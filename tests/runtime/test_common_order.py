@@ -18,13 +18,13 @@ import torch
 from auto3d.capture.graph import Value
 from auto3d.partition.stage import Transfer
 from auto3d.runtime import exchange as exchange_module
-from auto3d.runtime.common_order import check_progress
 from auto3d.runtime.exchange import Exchange
-from auto3d.runtime.lowering import lower
-from auto3d.runtime.program import GradientSum, LossSum, Message, Program
 from auto3d.schedule import SCHEDULES, build_schedule
 from auto3d.schedule.check import ScheduleError
+from auto3d.schedule.common_order import check_progress
+from auto3d.schedule.lowering import lower
 from auto3d.schedule.operation import Kind, Schedule
+from auto3d.schedule.program import GradientSum, LossSum, Message, Program
 from tests.schedule.samples import options_of, schedules, sizes
 
 SAMPLES = 12  # of a micro-batch on all replicas of a stage together

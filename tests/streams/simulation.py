@@ -20,11 +20,11 @@ from auto3d.runtime import exchange, executor, gradient_sync, run_ahead, waiting
 from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.executor import Executor, IterationResult
 from auto3d.runtime.gradient_sync import GradientSync, Holders, holders
-from auto3d.runtime.lowering import lower
-from auto3d.runtime.program import Program
 from auto3d.runtime.run_ahead import OPERATIONS_AHEAD, RunAhead
 from auto3d.runtime.world import connect
+from auto3d.schedule.lowering import lower
 from auto3d.schedule.operation import Schedule
+from auto3d.schedule.program import Program
 from tests.streams.fake_distributed import FakeDistributed
 from tests.streams.fake_stage import FakeOptimizer, FakeStage, Numbers
 from tests.streams.machine import Machine, Record, current

@@ -8,14 +8,14 @@ from unittest.mock import patch
 import pytest
 
 from auto3d.runtime import run_ahead
-from auto3d.runtime.common_order import check_progress
 from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.gradient_sync import GradientSync
-from auto3d.runtime.lowering import lower
-from auto3d.runtime.program import Message, Program
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.schedule import SCHEDULES, build_schedule
 from auto3d.schedule.check import ScheduleError
+from auto3d.schedule.common_order import check_progress
+from auto3d.schedule.lowering import lower
+from auto3d.schedule.program import Message, Program
 from tests.streams.grid import cases, skips
 from tests.streams.machine import DeadlockError, RaceError
 from tests.streams.simulation import Case, bytes_of_messages, simulate

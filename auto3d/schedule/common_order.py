@@ -12,9 +12,9 @@ from bisect import bisect
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
-from auto3d.runtime.program import Beginning, GradientSum, LossSum, Message, Program, Replica
 from auto3d.schedule.check import ScheduleError
 from auto3d.schedule.operation import Kind, Schedule
+from auto3d.schedule.program import Beginning, GradientSum, LossSum, Message, Program, Replica
 
 Order = Sequence[Sequence[int]]  # [device][step]: its place in the order of all steps
 

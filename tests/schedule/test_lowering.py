@@ -4,11 +4,11 @@ import pytest
 
 from auto3d.capture.graph import Value
 from auto3d.partition.stage import Transfer
-from auto3d.runtime.lowering import SENT_AT_MOST, lower
-from auto3d.runtime.program import Message
 from auto3d.schedule import build_schedule
 from auto3d.schedule.check import ScheduleError
+from auto3d.schedule.lowering import SENT_AT_MOST, lower
 from auto3d.schedule.operation import Kind, Schedule
+from auto3d.schedule.program import Message
 from tests.schedule.samples import by_hand
 
 

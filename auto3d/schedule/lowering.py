@@ -8,10 +8,10 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Sequence
 
 from auto3d.partition.stage import Transfer
-from auto3d.runtime.common_order import beginnings, check_progress, common_order
-from auto3d.runtime.program import Beginning, Message, Program, Replica, Step
 from auto3d.schedule.check import ScheduleError
+from auto3d.schedule.common_order import beginnings, check_progress, common_order
 from auto3d.schedule.operation import Kind, Operation, Schedule
+from auto3d.schedule.program import Beginning, Message, Program, Replica, Step
 
 # How long operations take, for the common order of steps, which should follow real times.
 _UNITS = {Kind.BACKWARD: 2}
