@@ -32,8 +32,8 @@ class Check:
     verdict: Verdict
     what: str
     found: str
-    advice: str = ""  # what to do; empty if nothing is to be done
-    rates: list[Rate] = field(default_factory=list)  # of all-reduces
+    advice: str = ""  # the advice to the user; empty if nothing is to be done
+    rates: list[Rate] = field(default_factory=list)  # measured all-reduces
     links: list[PairRate] = field(default_factory=list)
     memory: list[TrainedRank] = field(default_factory=list)
 

@@ -27,7 +27,7 @@ class ExchangeRun:
     """The engine's exchange with so many hardware ``connections`` of a GPU; None on a CPU, which has none."""
 
     connections: int | None
-    exchanged: Exchanged | None  # what the first rank did
+    exchanged: Exchanged | None  # the first rank's result
     error: str = ""
 
     def __str__(self) -> str:

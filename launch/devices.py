@@ -57,7 +57,7 @@ def visible_devices() -> tuple[str, ...]:
     gpus = _gpus_of_this_machine()
     if gpus:
         return present(named, gpus)
-    count = count_of_torch()  # of those that the variable names
+    count = count_of_torch()  # only those that the variable names
     return (named or tuple(map(str, range(count))))[:count]
 
 

@@ -33,7 +33,7 @@ def main() -> None:
         if not _is_joined():
             raise
         traceback.print_exc()
-        code = 1  # as Python ends after an exception
+        code = 1  # Python's own exit code after an exception
     if _is_joined():
         end_now(code)
     sys.exit(code)

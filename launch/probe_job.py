@@ -38,7 +38,7 @@ from launch.watcher import interrupts_noted
 POLL_S = 0.05
 END_POLL_S = 0.5
 STATES_S = 2.0  # of squeue; the controller is asked for a minute or two
-RUN_S = FILES_S + MEET_S + MEASURE_S + 60.0  # of the job, without its devices; a minute for imports
+RUN_S = FILES_S + MEET_S + MEASURE_S + 60.0  # the job's limit without its device checks; a minute is for imports
 
 
 @dataclass

@@ -204,7 +204,7 @@ def _columns(records: Sequence[dict[str, Any]]) -> dict[str, str]:
         del columns["replicas"]
     if not any(record["shard_optimizer"] for record in records):
         del columns["shard_optimizer"]
-    if all(record["used_bytes"] is None for record in records):  # as of CPUs
+    if all(record["used_bytes"] is None for record in records):  # CPUs have no such number
         del columns["used_bytes"]
     if any(record["devices"] == "emulated" for record in records):
         columns["devices"] = "devices"  # on every row

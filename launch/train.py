@@ -52,7 +52,7 @@ class PlannedTraining:
 
     trial: Trial
     graph: Graph
-    capture: Callable[[], CapturedModel]  # what a rank calls: for a CPU, and where a launcher started it, already done
+    capture: Callable[[], CapturedModel]  # each rank calls it; on a CPU, or under a launcher, it is done already
     settings: TrainingSettings
 
     @property

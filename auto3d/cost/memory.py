@@ -29,8 +29,8 @@ class DeviceMemory:
     optimizer: int
     activations: int  # that wait for their backward
     given: int  # of these micro-batches, what their stages were given, and what passes between parts of one
-    messages: int  # that are posted and not used, or sent and not known to have been used
-    working: int  # what the largest single operation reads and makes, or the optimizer's update at its moment
+    messages: int  # those posted and not used yet, and those sent and not forgotten yet
+    working: int  # inputs and results of the largest single operation, or temporaries of the optimizer's update
 
     @property
     def total(self) -> int:

@@ -75,7 +75,7 @@ class Loader:
         self._batches = batches
         self._memory = memory
         self._ahead: _Ahead | None = None
-        self._expected: list[Need] = []  # what the thread makes after the program that runs
+        self._expected: list[Need] = []  # the thread makes these after the program that runs
 
     def start(self, needs: Sequence[Need], iterations: int) -> None:
         """Begin a program of so many ``iterations``, whose forwards need ``needs``, in order.

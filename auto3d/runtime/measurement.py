@@ -33,7 +33,7 @@ class Environment:
     torch: str
     transformers: str
     python: str
-    tf32: bool | None = None  # of matrix products or convolutions on a GPU; None: not a GPU
+    tf32: bool | None = None  # whether products or convolutions took it; None: not a GPU
     deterministic: bool = False  # algorithms alone that give the same bits each time
 
     @property

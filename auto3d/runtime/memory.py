@@ -43,7 +43,7 @@ class PeakMemory:
         """
         if self._device.type != "cuda":
             return PeakBytes(allocated=self.bytes())
-        free, total = torch.cuda.mem_get_info(self._device)  # of the MIG instance, where the device is one
+        free, total = torch.cuda.mem_get_info(self._device)  # for a MIG instance, its own memory
         outside = total - free - torch.cuda.memory_reserved(self._device)
         reserved = torch.cuda.max_memory_reserved(self._device)
         return PeakBytes(allocated=self.bytes(), reserved=reserved, used=reserved + outside)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from auto3d.runtime.waiting import poll, wait
 from auto3d.runtime.whereabouts import HERE
 
-OPERATIONS_AHEAD = 2  # that are queued behind the one that runs: enough to hide the time that queueing one takes
+OPERATIONS_AHEAD = 2  # queued behind the one that runs: this hides the time that queueing one takes
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class RunAhead:
         self._has_queue = device.type == "cuda"
         self._timeout_s = timeout_s
         self._at = ""
-        self._waits: list[tuple[dist.Work, str]] = []  # of the operation that is being queued
+        self._waits: list[tuple[dist.Work, str]] = []  # the waits of the operation that is being queued
         self._queued: deque[_Queued] = deque()
 
     def begin(self, at: str) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.waiting import wait, waiting_for
 
-BUCKET_BYTES = 16 * 2**20  # of parameters that are sent together: enough for the whole bandwidth of a link
+BUCKET_BYTES = 16 * 2**20  # parameters sent in one broadcast: enough to fill a link
 _WHAT = "the weights that other ranks update"
 
 

@@ -12,7 +12,7 @@ from auto3d.runtime.whereabouts import HERE
 
 _OF_CONNECTIONS = re.compile(r"\bgloo\b|Connection (closed|reset) by peer|\bNCCL\b")
 
-_SHORTEST_S, _LONGEST_S, _GROWTH = 2e-5, 1e-3, 1.5  # of a pause between two questions
+_SHORTEST_S, _LONGEST_S, _GROWTH = 2e-5, 1e-3, 1.5  # seconds between two looks, and how fast they grow
 
 
 class WaitTimeoutError(TimeoutError):

@@ -22,7 +22,7 @@ from auto3d.runtime.whereabouts import BEFORE, HERE
 # NCCL's watchdog counts from the posting of a receive, which may be an iteration before its message: it would end ranks
 # that wait for nothing. Waits have a deadline of ours (waiting.poll).
 NCCL_TIMEOUT_S = 24 * 3600.0
-MESSAGE_CHANNELS = 4  # of NCCL, each of which takes a multiprocessor as long as a message is on its way
+MESSAGE_CHANNELS = 4  # NCCL's channels: each takes a multiprocessor while a message is on its way
 LEAVE_S = 10.0  # to leave the other ranks after the result is reported
 
 
@@ -94,7 +94,7 @@ def new_group(
         if device.type != "cuda":
             return dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo")
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=messages)
-        options._timeout = timedelta(seconds=NCCL_TIMEOUT_S)  # as below, else new_group warns
+        options._timeout = timedelta(seconds=NCCL_TIMEOUT_S)  # the same as below, else new_group warns
         if messages:
             options.config.max_ctas = MESSAGE_CHANNELS
         dist.barrier()  # new_group waits for all ranks, too, but with the group's time-out in place of ours

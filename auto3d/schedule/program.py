@@ -29,7 +29,7 @@ class GradientSum:
     """Of the gradients of the parameters that exactly these ``stages`` use, over all ranks that hold them."""
 
     stages: tuple[int, ...]
-    update: int = 0  # that uses it, counted through the program
+    update: int = 0  # the stages' update that uses it, counted through the program
 
     def __str__(self) -> str:
         return f"the sum of gradients of stage {' and '.join(map(str, self.stages))}"
@@ -39,7 +39,7 @@ class GradientSum:
 class LossSum:
     """Of the losses of one iteration over all ranks, where the iterations of a program overlap."""
 
-    iteration: int  # of the program
+    iteration: int  # counted from the program's first
 
     def __str__(self) -> str:
         return f"the sum of losses of iteration {self.iteration}"
@@ -72,7 +72,7 @@ class Program:
     versions: dict[Replica, dict[int, int]] = field(default_factory=dict)
     """Of each own stage: micro-batch -> how many of the program's updates its forward and backward see."""
     iterations: int = 1
-    updates: int = 1  # of each stage in an iteration
+    updates: int = 1  # how often an iteration updates each stage
     asynchronous: bool = False  # a stage is updated by itself, not after the backwards of all
 
 

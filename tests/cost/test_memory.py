@@ -40,7 +40,7 @@ class _Held(TorchDispatchMode):
         super().__init__()
         self.peak = 0
         self._known: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.total = 0  # of the known, some of which may be gone
+        self.total = 0  # bytes of all that are known, also of those that are gone
 
     def add(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()

@@ -36,7 +36,7 @@ from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.world import World, join, leave
 
 aten = torch.ops.aten
-DEVICE = torch.device("cuda", 0)  # of every rank, as where each sees one device: the stand-in for CUDA's guard has one
+DEVICE = torch.device("cuda", 0)  # each rank sees one device: the stand-in for CUDA's guard has one
 PROPERTIES = SimpleNamespace(
     name="fake GPU",
     uuid="00000000-0000-0000-0000-000000000000",
@@ -88,8 +88,10 @@ class Record:
     sent: dict[tuple[int, int, int], list[tuple]] = field(default_factory=dict)  # group, from, to -> shapes and types
     received: dict[tuple[int, int, int], list[tuple]] = field(default_factory=dict)
     collectives: dict[int, list[tuple]] = field(default_factory=dict)  # group -> calls in order
-    waits: set[str] = field(default_factory=set)  # where the host waited for the device while iterations ran
-    on_cpu: set[str] = field(default_factory=set)  # where tensors were computed on the CPU while iterations ran
+    waits: set[str] = field(default_factory=set)  # places in which the host waited for the device while iterations ran
+    on_cpu: set[str] = field(
+        default_factory=set
+    )  # places in which tensors were computed on the CPU while iterations ran
     results: list[IterationResult] = field(default_factory=list)
 
 
@@ -406,7 +408,7 @@ class Distributed:
 
     def __init__(self, record: Record, watch: Watch, gpu: Gpu) -> None:
         self._record, self._watch, self._gpu = record, watch, gpu
-        self._groups: dict[int, tuple[int, str]] = {}  # of which this rank is a member: number and backend
+        self._groups: dict[int, tuple[int, str]] = {}  # this rank's groups: number and backend
         self._real = SimpleNamespace(init_process_group=dist.init_process_group, new_group=dist.new_group)
 
     @contextmanager

@@ -27,7 +27,7 @@ from auto3d.schedule.operation import Kind, Schedule
 from auto3d.schedule.program import GradientSum, LossSum, Message, Program
 from tests.schedule.samples import options_of, schedules, sizes
 
-SAMPLES = 12  # of a micro-batch on all replicas of a stage together
+SAMPLES = 12  # a micro-batch has so many, on all replicas of a stage together
 
 
 def crossing(stages: int, *, skips: bool) -> list[Transfer]:
@@ -87,7 +87,7 @@ def check_beginnings(schedule: Schedule, programs: Sequence[Program]) -> None:
         updates = schedule.updates * schedule.iterations
         for stage in own:
             assert summed[(stage,)] == updates
-        synced: Counter[int] = Counter()  # of own stages
+        synced: Counter[int] = Counter()  # syncs of this device's stages
         updated: Counter[int] = Counter()
         pipes = Counter(replica[0] for replica, home in schedule.device_of.items() if home == device)
         done: Counter[tuple[int, ...]] = Counter()

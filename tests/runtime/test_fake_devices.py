@@ -107,7 +107,7 @@ def captured_for_gpus(*arguments: object) -> CapturedModel:
 def begin() -> None:
     torch.set_num_threads(1)
     fake_gpu.install()
-    models.capture = captured_for_gpus  # of this process, which tests GPUs alone
+    models.capture = captured_for_gpus  # this process tests GPUs alone
 
 
 @pytest.fixture(scope="module")

@@ -86,7 +86,7 @@ class FakeStage:
         self._received = [transfer for transfer in transfers if transfer.target == number]
         self._sent = [transfer for transfer in transfers if transfer.source == number]
         self._numbers = numbers
-        self._kept: dict[int, list[tuple[torch.Tensor, float, str]]] = {}  # what the backward needs of the forward
+        self._kept: dict[int, list[tuple[torch.Tensor, float, str]]] = {}  # kept from the forward for the backward
 
     def forward(
         self, micro_batch: int, received: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]

@@ -296,7 +296,7 @@ class Host:
         self.result: object = None
         self.error: BaseException | None = None
         self.done = False
-        self.until: Callable[[], bool] | None = None  # what it is blocked in
+        self.until: Callable[[], bool] | None = None  # the call that blocks it
         self.doing = "at its start"
         self.waiting_for = ""
         self.baton = _taken_lock()

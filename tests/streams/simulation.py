@@ -30,11 +30,11 @@ from tests.streams.fake_stage import FakeOptimizer, FakeStage, Numbers
 from tests.streams.machine import Machine, Record, current
 from tests.streams.torch_on_device import fake_cuda, on_device
 
-BLOCKS_OF_MESSAGES = 2  # that a kernel of communication takes; one that computes takes 1
+BLOCKS_OF_MESSAGES = 2  # a kernel of communication takes so many; one that computes takes 1
 SYNCHRONISE = ("never", "once", "steps", "sometimes", "calls")
 PROGRAMS = 2  # one after the other
-SAMPLES = 12  # of a micro-batch
-ELEMENTS = 3  # of a parameter
+SAMPLES = 12  # in a micro-batch
+ELEMENTS = 3  # in a parameter
 NO_LIMIT = 1e9  # seconds
 NO_CLIPPING = 1e30  # a norm
 
@@ -259,7 +259,7 @@ def bytes_of_messages(program: Program, case: Case, device: int) -> int:
             if stage == maker and (name, maker, other) in pairs and (forward or differentiable)
         }
 
-    held: dict[object, dict[tuple, int]] = {}  # what holds them -> tensors
+    held: dict[object, dict[tuple, int]] = {}  # owner -> tensors
     most = 0
 
     def grown() -> int:

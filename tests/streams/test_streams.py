@@ -20,7 +20,7 @@ from tests.streams.grid import cases, skips
 from tests.streams.machine import DeadlockError, RaceError
 from tests.streams.simulation import Case, bytes_of_messages, simulate
 
-SAMPLE = 4  # of each schedule's cases
+SAMPLE = 4  # cases for each schedule
 WHOLE = list(cases(1))
 
 
