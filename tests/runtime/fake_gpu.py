@@ -91,7 +91,7 @@ class Record:
     waits: set[str] = field(default_factory=set)  # places in which the host waited for the device while iterations ran
     on_cpu: set[str] = field(
         default_factory=set
-    )  # places in which tensors were computed on the CPU while iterations ran
+    )  # places that computed on the CPU while iterations ran
     results: list[IterationResult] = field(default_factory=list)
 
 
