@@ -177,7 +177,7 @@ def test_batch_statistics_are_those_of_a_part(processes):
     assert_parity(processes.run(4, run_rank, "residual", plan, SGD), of_one_process("residual", plan, parts=2))
 
 
-@pytest.mark.parametrize(("model", "memory"), [("bert-pretraining", 0.75), ("t5", 0.8)])
+@pytest.mark.parametrize(("model", "memory"), [("bert-pretraining", 0.7), ("t5", 0.8)])
 def test_what_rannc_finds_is_a_plan_that_trains(processes, model, memory):
     """With so little memory, of what the weights take, that it divides the model and the middle has two replicas."""
 
