@@ -6,9 +6,9 @@ import os
 import signal
 import sys
 import traceback
-from contextlib import suppress
 from types import FrameType
-from typing import NoReturn
+
+from launch.end_now import end_now
 
 BAD_INPUT, INTERRUPTED = 2, 130
 
@@ -61,14 +61,6 @@ def _is_joined() -> bool:
     """Whether this process is in process groups with other ranks, which it leaves after a success only."""
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
-
-
-def end_now(code: int) -> NoReturn:
-    """End without Python's shutdown, which would destroy the process groups: NCCL waits for kernels that hang."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):
-            stream.flush()
-    os._exit(code)
 
 
 def complain(message: str, code: int) -> int:

@@ -27,7 +27,7 @@ from auto3d.runtime.whereabouts import HERE, Board
 from auto3d.runtime.world import LEAVE_S, World, leave
 from launch.devices import check_fork, check_torch, pool_of, seeing
 from launch.diagnosis import Ending, Failure, Snapshot, death, diagnose, look, told
-from launch.main import end_now
+from launch.end_now import end_now
 from launch.output import stdout_to_stderr
 from launch.recipe import LoadedRecipe
 from launch.settings import device
