@@ -51,18 +51,27 @@ def write_recipes(folder) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def own_modules(tmp_path):
+    """Forgets what was imported from this test's folder: it is not another's, nor that of a fixture's."""
+    known = set(sys.modules)
+    yield
+    for name in set(sys.modules) - known:
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(str(tmp_path.parent)):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch, own_modules):
     monkeypatch.chdir(tmp_path)
     write_recipes(tmp_path)
     return tmp_path
 
 
 @pytest.fixture
-def auto3d(monkeypatch, capsys, tmp_path):
+def auto3d(monkeypatch, capsys, own_modules):
     """Runs a command here and gives what it printed: ``out`` and ``err``."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     monkeypatch.setattr(sys, "path", sys.path.copy())
-    modules = set(sys.modules)
 
     def run(*arguments: str, code: int = 0):
         monkeypatch.setattr(sys, "argv", ["auto3d", *arguments])
@@ -75,6 +84,3 @@ def auto3d(monkeypatch, capsys, tmp_path):
     yield run
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    for name in set(sys.modules) - modules:  # a module of one test's folder is not another's, nor that of a fixture's
-        if str(getattr(sys.modules[name], "__file__", None)).startswith(str(tmp_path.parent)):
-            del sys.modules[name]
