@@ -89,9 +89,7 @@ class Record:
     received: dict[tuple[int, int, int], list[tuple]] = field(default_factory=dict)
     collectives: dict[int, list[tuple]] = field(default_factory=dict)  # group -> calls in order
     waits: set[str] = field(default_factory=set)  # places in which the host waited for the device while iterations ran
-    on_cpu: set[str] = field(
-        default_factory=set
-    )  # places that computed on the CPU while iterations ran
+    on_cpu: set[str] = field(default_factory=set)  # places that computed on the CPU while iterations ran
     results: list[IterationResult] = field(default_factory=list)
 
 

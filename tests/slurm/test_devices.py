@@ -12,7 +12,7 @@ from tests.slurm.sweeps import Sweeps
 
 pytestmark = pytest.mark.timeout(400)
 
-GPUS = ["cluster.device=cuda", "training.check_capture=false", "launch.exclusive=false"]
+GPUS = ["cluster.device=cuda", "training.check_capture=false", "launch.exclusive=false", "launch.cpus_per_node=1"]
 
 
 def ranks_of(sweeps: Sweeps, *changes: str, expected: int) -> list[Seen]:

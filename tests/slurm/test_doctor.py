@@ -11,9 +11,11 @@ import pytest
 from tests.slurm.conftest import PROGRAM, REPOSITORY, SlurmCluster, wait_for
 from tests.slurm.test_dev_cluster import AUTO3D, pids
 
-DOCTOR = [*AUTO3D, "doctor", "--json", "tiny", "cluster.devices_per_node=1"]
-
 pytestmark = pytest.mark.timeout(300)
+
+
+def doctor(devices_per_node: int = 1) -> list[str]:
+    return [*AUTO3D, "doctor", "--json", "tiny", f"cluster.devices_per_node={devices_per_node}"]
 
 
 @pytest.fixture
@@ -22,10 +24,11 @@ def folder(tmp_path):
     return tmp_path
 
 
-def checks(cluster: SlurmCluster, folder: Path, *arguments: str, code: int = 0) -> dict[str, dict]:
-    done = subprocess.run(
-        [*DOCTOR, *arguments], cwd=folder, env=cluster.environment, capture_output=True, text=True, timeout=200
-    )
+def checks(
+    cluster: SlurmCluster, folder: Path, *arguments: str, devices_per_node: int = 1, code: int = 0
+) -> dict[str, dict]:
+    command = [*doctor(devices_per_node), *arguments]
+    done = subprocess.run(command, cwd=folder, env=cluster.environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == code, done.stdout + done.stderr
     assert not cluster.run("squeue", "--noheader", "--partition=low", "--states=PD,R"), "a job is left"
     return {check["what"]: check for check in json.loads(done.stdout)}
@@ -54,7 +57,7 @@ def test_a_healthy_cluster_and_the_width_of_its_links(cluster, folder):
 
 
 def test_devices_of_two_nodes_exchange_messages_and_train(cluster, folder):
-    found = checks(cluster, folder, "--devices", "cluster.devices_per_node=2", "launch.nodelist=n1,n2")
+    found = checks(cluster, folder, "--devices", "launch.nodelist=n1,n2", devices_per_node=2)
     assert faults(found) == {}
     rates = {tuple(rate["ranks"]): rate for rate in found["messages of n1 and n2"]["links"]}
     assert [rates[pair]["between_nodes"] for pair in ((0, 1), (1, 2), (2, 3))] == [False, True, False]
@@ -76,7 +79,7 @@ def test_without_accounting_there_is_a_warning(cluster, folder):
 def test_a_folder_that_the_nodes_do_not_see(cluster, folder):
     """The driver has a file system of its own there, as on a login node's local disk."""
     mount = 'mount -t tmpfs tmpfs "$0" && cd "$0" && exec "$@"'
-    command = ["unshare", "--mount", "sh", "-c", mount, str(folder), *DOCTOR]
+    command = ["unshare", "--mount", "sh", "-c", mount, str(folder), *doctor()]
     command[command.index("tiny")] = str(REPOSITORY / "recipes" / "tiny.yaml")
     environment = cluster.environment
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
@@ -108,11 +111,11 @@ def test_a_queue_that_is_too_long_and_a_partition_that_is_not_there(cluster, fol
 def test_an_interrupt_cancels_the_job(cluster, folder):
     later = "launch.additional_parameters.begin=now+1hour"
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    doctor = subprocess.Popen([*DOCTOR, later], cwd=folder, env=cluster.environment, **streams)
+    running = subprocess.Popen([*doctor(), later], cwd=folder, env=cluster.environment, **streams)
     listed = ["squeue", "--noheader", "--partition=low", "--states=PD,R"]
     wait_for("the probe's job", lambda: cluster.run(*listed), timeout_s=60)
-    doctor.send_signal(signal.SIGINT)
-    _, err = doctor.communicate(timeout=60)
-    assert doctor.returncode == 130, err
+    running.send_signal(signal.SIGINT)
+    _, err = running.communicate(timeout=60)
+    assert running.returncode == 130, err
     assert err.splitlines()[-1] == "auto3d: interrupted"
     wait_for("the job to be gone", lambda: not cluster.run(*listed), timeout_s=30)
