@@ -14,7 +14,7 @@ def check_carried_buffers(graph: Graph, plan: Plan, schedule: Schedule, stages: 
     for (stage, _), device in schedule.device_of.items():
         for name in ranks.keys() & set(stages[stage].state):
             ranks[name].update(plan.placement[device])
-    for name, held_by in ranks.items():
+    for name, held_by in sorted(ranks.items()):
         if len(held_by) > 1:
             raise PlanError(
                 f"dp: {name} is written in each forward and enters the loss, so the {len(held_by)} ranks that hold it "
