@@ -121,6 +121,10 @@ class EmulatedExchange(Exchange):
         super().__init__(*args, **kwargs)
         self.clock = DeviceClock()
 
+    def start(self) -> None:
+        self.clock.idle()
+        super().start()
+
     def receive(self, message: Message) -> dict[str, torch.Tensor]:
         with self.clock.needing():
             return super().receive(message)

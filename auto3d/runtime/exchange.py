@@ -90,6 +90,11 @@ class Exchange:
         """Names of the values that ``message`` carries, activations or gradients of them, in order."""
         return [transfer.value.name for transfer in self._carried(message)]
 
+    def start(self) -> None:
+        """Begin a program; the one before has used all messages that came."""
+        assert not self._posted
+        assert not self._local
+
     def post(self, message: Message) -> None:
         """Let ``message`` come, into memory that is taken for it."""
         self._posted[message] = []

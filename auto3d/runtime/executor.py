@@ -134,6 +134,7 @@ class Executor:
         )
         self._loader.start(needs, program.iterations)
         self._sync.zero({stage for stage, _ in self._stages})
+        self._exchange.start()
 
     def _begin(self, beginning: Beginning) -> None:
         match beginning:

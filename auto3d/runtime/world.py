@@ -19,8 +19,8 @@ from auto3d.runtime.places import Place, gather_places
 from auto3d.runtime.waiting import WaitTimeoutError, wait, waiting_for
 from auto3d.runtime.whereabouts import BEFORE, HERE
 
-# NCCL's watchdog counts from the posting of a receive, which may be an iteration before its message: it would end ranks
-# that wait for nothing. Waits have a deadline of ours (waiting.poll).
+# NCCL's watchdog counts from the posting of a receive, which may be an iteration before its message: a short time-out
+# would end ranks without a reason. Waits have a deadline of ours (waiting.poll).
 NCCL_TIMEOUT_S = 24 * 3600.0
 MESSAGE_CHANNELS = 4  # NCCL's channels: each takes a multiprocessor while a message is on its way
 LEAVE_S = 10.0  # to leave the other ranks after the result is reported

@@ -1,5 +1,6 @@
 """Emulated devices under the one executor: what they do, in which order, and what they do without."""
 
+import time
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
@@ -105,6 +106,29 @@ def test_operations_take_their_times_in_the_order_of_the_schedule(processes, nam
             ends = [round(end, 9) for end in accumulate(noted)]
             assert {round(end, 9) for end in accumulate(wanted)} <= {0.0, *ends}
             assert ends[-1] == pytest.approx(sum(wanted))
+
+
+def run_after_pauses(world, plan: Plan, settings: TrainingSettings) -> list[float]:
+    """Seconds of each of two iterations, before each of which nothing runs for a while."""
+    join(world, device=torch.device("cpu"), timeout_s=60)
+    try:
+        rank = build_rank(captured("gpt2", samples_at_once(plan)), plan, settings, MODELS["gpt2"][1], world)
+        seconds = []
+        for iteration, program in enumerate(rank.programs):
+            time.sleep(0.3)
+            (result,) = rank.executor.run(program, iteration)
+            seconds.append(result.seconds)
+        return seconds
+    finally:
+        leave()
+
+
+def test_time_in_which_nothing_runs_is_no_time_of_a_device(processes):
+    """An iteration takes its whole time, also where the devices were free long before it began."""
+    plan = plan_of("gpt2", "1f1b", dp=1, pp=2, micro_batches=4)
+    settings = replace(SETTINGS, emulation=Emulation(forward_s=0.01, backward_s=0.02))
+    for seconds in processes.run(2, run_after_pauses, plan, settings):
+        assert all(each > 4 * (0.01 + 0.02) for each in seconds), seconds
 
 
 @lru_cache
