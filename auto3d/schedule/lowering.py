@@ -11,7 +11,7 @@ from auto3d.partition.stage import Transfer
 from auto3d.schedule.check import ScheduleError
 from auto3d.schedule.common_order import beginnings, check_progress, common_order
 from auto3d.schedule.operation import Kind, Operation, Schedule
-from auto3d.schedule.program import Beginning, Message, Program, Replica, Step
+from auto3d.schedule.program import Communication, Message, PipeStage, Program, Step
 
 # How long operations take, for the common order of steps, which should follow real times.
 _UNITS = {Kind.BACKWARD: 2}
@@ -107,7 +107,7 @@ def _releases(
     walk: Sequence[int],
     received: Sequence[Sequence[Sequence[Message]]],
     sent: Sequence[Sequence[Sequence[Message]]],
-    begun: Sequence[Sequence[Sequence[Beginning]]],
+    begun: Sequence[Sequence[Sequence[Communication]]],
 ) -> list[list[list[Message]]]:
     """Per device and step, the messages sent earlier that it forgets.
 
@@ -155,9 +155,9 @@ class _Syncs:
     """
 
     def __init__(self, schedule: Schedule, shared: Collection[tuple[int, ...]]) -> None:
-        self._ends: dict[Replica, list[int]] = {replica: [] for replica in schedule.device_of}
-        self._updates: Counter[Replica] = Counter()
-        self._before: dict[int, list[Replica]] = {}
+        self._ends: dict[PipeStage, list[int]] = {replica: [] for replica in schedule.device_of}
+        self._updates: Counter[PipeStage] = Counter()
+        self._before: dict[int, list[PipeStage]] = {}
         for stage in range(schedule.stages):
             together = {stage}.union(*(stages for stages in shared if stage in stages))
             self._before[stage] = [
@@ -185,8 +185,8 @@ class _Syncs:
             self._updates[replica] += 1
 
 
-def _versions(schedule: Schedule, device: int) -> dict[Replica, dict[int, int]]:
-    versions: dict[Replica, dict[int, int]] = {own: {} for own, home in schedule.device_of.items() if home == device}
+def _versions(schedule: Schedule, device: int) -> dict[PipeStage, dict[int, int]]:
+    versions: dict[PipeStage, dict[int, int]] = {own: {} for own, home in schedule.device_of.items() if home == device}
     for operation in schedule.operations[device]:
         if operation.kind is Kind.FORWARD:
             for m in operation.micro_batches:
