@@ -7,7 +7,7 @@ from auto3d.partition.recompute import kept_shares
 from auto3d.schedule import SCHEDULES, build_schedule
 from auto3d.schedule.memory import in_flight, peak_activations, weight_copies
 from auto3d.simulate.costs import uniform
-from auto3d.simulate.memory import Sizes, bytes_over_time
+from auto3d.simulate.memory_timeline import Sizes, bytes_over_time
 from auto3d.simulate.simulate import simulate
 
 
