@@ -65,11 +65,11 @@ def samples_at_once(plan: Plan) -> int:
     """
     schedule = schedule_of(plan)
     for replicas in sorted({stage.replicas for stage in plan.stages}):
-        samples = samples_of_part(schedule, plan.micro_batch_size, replicas)
+        samples = samples_per_replica(schedule, plan.micro_batch_size, replicas)
     return samples * replicas
 
 
-def samples_of_part(schedule: Schedule, micro_batch_size: int, replicas: int = 1) -> int:
+def samples_per_replica(schedule: Schedule, micro_batch_size: int, replicas: int = 1) -> int:
     """How many of them each of ``replicas`` runs under a schedule by itself."""
     shares = schedule.parts * replicas
     if micro_batch_size % shares:
