@@ -17,7 +17,7 @@ from auto3d.runtime.distinct_subgraphs import distinct_subgraphs
 from auto3d.runtime.measurement import Status
 from auto3d.runtime.profiler import MachineTimes, measure
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
-from launch.ranks import run_ranks
+from launch.run.ranks import run_ranks
 from tests.models import MODELS, captured
 
 ADAMW = OptimizerSettings(
