@@ -7,8 +7,8 @@ from enum import Enum, auto
 from pathlib import Path
 from time import monotonic
 
+from auto3d.runtime.activity import THIS_RANK, Activity, ActivityBoard
 from auto3d.runtime.measurement import Status
-from auto3d.runtime.whereabouts import HERE, Board, Place
 
 MOST_WAITS = 6  # that are told of
 
@@ -38,18 +38,18 @@ class Failure:
 class Snapshot:
     """What each rank did at one moment."""
 
-    places: Mapping[int, Place]  # by rank
+    places: Mapping[int, Activity]  # by rank
     stopped: Mapping[int, bool]
     taken: float  # time.monotonic()
 
 
-def look(board: Board, processes: Mapping[int, int]) -> Snapshot:
+def look(board: ActivityBoard, processes: Mapping[int, int]) -> Snapshot:
     """``processes`` are the ids of the ranks' processes."""
     places = {rank: board.read(rank) for rank in processes}
     return Snapshot(places, {rank: _is_stopped(process) for rank, process in processes.items()}, monotonic())
 
 
-def death(rank: int, place: Place, exitcode: int) -> Failure:
+def death(rank: int, place: Activity, exitcode: int) -> Failure:
     """The failure of a rank that ended without a report; ``place`` is where it was."""
     if exitcode == -signal.SIGABRT:
         # The watchdog of an NCCL process group aborts its process when a message is late or another rank is gone.
@@ -85,9 +85,9 @@ def likelihood(failure: Failure) -> tuple[bool, int]:
     return failure.status is not Status.OOM, failure.ending.value
 
 
-def told(rank: int, place: Place, how: str) -> str:
+def told(rank: int, place: Activity, how: str) -> str:
     waiting = f"; it was waiting for {place.waiting_for}" if place.waiting_for else ""
-    return f"{HERE.name(rank)}, {place.at}, {how}{waiting}"
+    return f"{THIS_RANK.name(rank)}, {place.phase}, {how}{waiting}"
 
 
 def _is_stopped(process: int) -> bool:

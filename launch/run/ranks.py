@@ -20,10 +20,10 @@ from time import monotonic
 from typing import Any
 
 from auto3d.errors import InputError
+from auto3d.runtime.activity import THIS_RANK, ActivityBoard
 from auto3d.runtime.measurement import Status
 from auto3d.runtime.out_of_memory import OutOfMemoryError, is_out_of_memory
 from auto3d.runtime.waiting import PeerLostError, WaitTimeoutError, naming_lost_peers
-from auto3d.runtime.whereabouts import HERE, Board
 from auto3d.runtime.world import LEAVE_S, World, leave
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import device
@@ -89,7 +89,7 @@ def run_ranks(
     context = multiprocessing.get_context("fork")
     processes: dict[int, multiprocessing.Process] = {}  # by rank
     pipes: dict[Connection, int] = {}
-    board = Board(size)
+    board = ActivityBoard(size)
     with tempfile.TemporaryDirectory(prefix="auto3d-", dir=folder) as meeting_folder:
         ours = share or Share(range(size), f"file://{meeting_folder}/meeting-point")
         try:
@@ -143,7 +143,7 @@ def _signals_later() -> Iterator[None]:
 def _watch(
     processes: Mapping[int, multiprocessing.Process],
     pipes: dict[Connection, int],
-    board: Board,
+    board: ActivityBoard,
     timeout_s: float | None,
     straggle_s: float,
     on_report: Callable[[Any], None],
@@ -199,12 +199,12 @@ def _run_rank(
     target: Callable[[World, Report], Any],
     world: World,
     pipe: Connection,
-    board: Board,
+    board: ActivityBoard,
     parent: int,
     ignore_sigterm: bool,
 ) -> None:
     """The life of one rank: it reports what came of ``target``, and cleans up only then, and only after a success."""
-    HERE.write_on(board, world.rank)
+    THIS_RANK.report_to(board, world.rank)
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends us
     signal.signal(signal.SIGTERM, signal.SIG_IGN if ignore_sigterm else signal.SIG_DFL)

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from time import monotonic, sleep
 
+from auto3d.runtime.activity import THIS_RANK, Activity, ActivityBoard
 from auto3d.runtime.measurement import Status
-from auto3d.runtime.whereabouts import HERE, Board, Place
 from launch.run.diagnosis import Ending, Failure
 
 MARGIN_S = 5.0  # a rank that can report its own wait does so sooner, and knows more about it
@@ -19,7 +19,7 @@ CONFIRM_S = 0.1
 class WaitLimit:
     """How long one wait of a rank may last, by what ``board`` shows."""
 
-    board: Board
+    board: ActivityBoard
     limit_s: float  # may be infinite
 
     def next_look(self, ranks: Iterable[int]) -> float:
@@ -34,10 +34,10 @@ class WaitLimit:
             sleep(CONFIRM_S)  # a rank may have been writing its line while it was read
         return {rank: _failure(rank, place) for rank, place in suspects.items() if self.board.read(rank) == place}
 
-    def _exceeded(self, place: Place) -> bool:
+    def _exceeded(self, place: Activity) -> bool:
         return bool(place.waiting_for) and monotonic() - place.since >= self.limit_s
 
 
-def _failure(rank: int, place: Place) -> Failure:
+def _failure(rank: int, place: Activity) -> Failure:
     waited = f"waited {monotonic() - place.since:.0f} s for {place.waiting_for}"
-    return Failure(Ending.WAITED, Status.TIMEOUT, f"{HERE.name(rank)}, {place.at}, {waited}")
+    return Failure(Ending.WAITED, Status.TIMEOUT, f"{THIS_RANK.name(rank)}, {place.phase}, {waited}")
