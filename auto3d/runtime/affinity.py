@@ -3,6 +3,7 @@
 import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -42,7 +43,7 @@ def cores_near(addresses: Sequence[str], index: int, allowed: Collection[int], s
 
 def _pci_address(index: int) -> str:
     """The PCI address of GPU ``index`` as sysfs writes it, such as 0000:3b:00.0."""
-    properties = torch.cuda.get_device_properties(index)
+    properties: Any = torch.cuda.get_device_properties(index)  # torch's stubs lack the PCI numbers
     return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
 

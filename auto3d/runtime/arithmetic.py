@@ -1,6 +1,7 @@
 """Settings of torch that change how a rank computes: TF32 and deterministic algorithms."""
 
 import os
+from typing import Any
 
 import torch
 
@@ -17,9 +18,10 @@ def set_arithmetic(device: torch.device, *, tf32: bool, deterministic: bool) -> 
         # other was written. The first line writes both interfaces for matrix products. For convolutions, only the newer
         # one can state that they do not inherit torch.backends.fp32_precision.
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
-        torch.backends.cudnn.allow_tf32 = tf32
-        torch.backends.cudnn.conv.fp32_precision = "tf32" if tf32 else "ieee"
-        torch.backends.cudnn.rnn.fp32_precision = "tf32" if tf32 else "ieee"
+        cudnn: Any = torch.backends.cudnn  # torch's stubs lack its precisions
+        cudnn.allow_tf32 = tf32
+        cudnn.conv.fp32_precision = "tf32" if tf32 else "ieee"
+        cudnn.rnn.fp32_precision = "tf32" if tf32 else "ieee"
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACES)
         torch.use_deterministic_algorithms(True)  # cuDNN's included
@@ -28,5 +30,6 @@ def set_arithmetic(device: torch.device, *, tf32: bool, deterministic: bool) -> 
 
 def uses_tf32() -> bool:
     """Whether matrix products or convolutions on a GPU use TF32."""
-    precisions = (torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision)
+    backends: Any = torch.backends  # torch's stubs lack these precisions
+    precisions = (backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision)
     return "tf32" in precisions

@@ -55,15 +55,15 @@ class SplitOperation(nn.Module):
         self._deferred = deferred
 
     def forward(self, *args: Any) -> torch.Tensor:
-        value: Any
         if self._target is aten.addmm.default:
             bias, value, weight = args
             return _Product.apply(value, weight, bias, False, self._deferred)
-        value, weight, bias, *rest = (*args, None)[: max(3, len(args))]
+        value, weight, bias, *rest = args if len(args) > 2 else (*args, None)
         if self._target is aten.linear.default:
             return _Product.apply(value, weight, bias, True, self._deferred)
         dimensions = value.dim() - 2
-        stride, padding, dilation, groups = (*rest, *([1], [0], [1], 1)[len(rest) :])
+        defaults: list[Any] = [[1], [0], [1], 1]
+        stride, padding, dilation, groups = rest + defaults[len(rest) :]
         geometry = [list(size) * (dimensions if len(size) == 1 else 1) for size in (stride, padding, dilation)]
         return _Convolution.apply(value, weight, bias, (*geometry, groups), self._deferred)
 
