@@ -221,7 +221,14 @@ def build_rank(
         sync=sync,
         everyone=everyone,
         run_ahead=run_ahead,
-        batches=Batches(data, seed=plan.seed, global_batch=plan.global_batch, micro_batch_size=samples, **share),
+        batches=Batches(
+            data,
+            seed=plan.seed,
+            global_batch=plan.global_batch,
+            micro_batch_size=samples,
+            replica=part,
+            replicas=replicas,
+        ),
         randomness=randomness,
         **numbers,
         clip_norm=settings.optimizer.clip_norm,
@@ -348,7 +355,7 @@ def _optimizers(
         optimizers[replica] = None
         if mine:
             optimizers[replica] = build_optimizer(
-                mine, settings.optimizer, iterations=settings.iterations, shared_by=shared_by
+                mine, settings.optimizer, iterations=settings.iterations, shard_over=shared_by
             )
             make_state(optimizers[replica][0])
     return optimizers

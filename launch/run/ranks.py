@@ -20,15 +20,15 @@ from time import monotonic
 from typing import Any
 
 from auto3d.errors import InputError
+from auto3d.runtime.activity import THIS_RANK, ActivityBoard
 from auto3d.runtime.measurement import Status
 from auto3d.runtime.out_of_memory import OutOfMemoryError, is_out_of_memory
 from auto3d.runtime.waiting import PeerLostError, WaitTimeoutError, naming_lost_peers
-from auto3d.runtime.whereabouts import HERE, Board
 from auto3d.runtime.world import LEAVE_S, World, leave
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import device
 from launch.run.devices import check_fork, check_torch, pool_of, seeing
-from launch.run.diagnosis import Ending, Failure, RanksSnapshot, death, diagnose, look, position_text
+from launch.run.diagnosis import Ending, Failure, RanksSnapshot, activity_text, death, diagnose, look
 from launch.run.end_now import end_now
 from launch.run.streams import stdout_to_stderr
 from launch.run.waits import MARGIN_S, WaitLimit
@@ -92,7 +92,7 @@ def run_ranks(
     context = multiprocessing.get_context("fork")
     processes: dict[int, multiprocessing.Process] = {}  # by rank
     pipes: dict[Connection, int] = {}
-    board = Board(size)
+    board = ActivityBoard(size)
     with tempfile.TemporaryDirectory(prefix="auto3d-", dir=folder) as meeting_folder:
         ours = node or NodeRanks(range(size), f"file://{meeting_folder}/meeting-point")
         try:
@@ -146,7 +146,7 @@ def _signals_later() -> Iterator[None]:
 def _watch(
     processes: Mapping[int, multiprocessing.Process],
     pipes: dict[Connection, int],
-    board: Board,
+    board: ActivityBoard,
     timeout_s: float | None,
     straggle_s: float,
     on_report: Callable[[Any], None],
@@ -192,8 +192,8 @@ def _watch(
             raise InputError(failure.error)
         return Outcome(failure.status, error=failure.error, ending=failure.ending)
     if len(results) < len(processes):
-        places = [position_text(rank, board.read(rank), "still runs") for rank in processes if rank not in results]
-        error = "\n".join([f"not done after {monotonic() - start:.0f} s", *places])
+        unfinished = [activity_text(rank, board.read(rank), "still runs") for rank in processes if rank not in results]
+        error = "\n".join([f"not done after {monotonic() - start:.0f} s", *unfinished])
         return Outcome(Status.TIMEOUT, error=error, ending=Ending.SILENT)
     return Outcome(Status.OK, result=results[min(results)])
 
@@ -202,12 +202,12 @@ def _run_rank(
     target: Callable[[World, Report], Any],
     world: World,
     pipe: Connection,
-    board: Board,
+    board: ActivityBoard,
     parent: int,
     ignore_sigterm: bool,
 ) -> None:
     """One rank, from start to end: it reports the outcome of ``target`` first, and cleans up only after a success."""
-    HERE.write_on(board, world.rank)
+    THIS_RANK.report_to(board, world.rank)
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends us
     signal.signal(signal.SIGTERM, signal.SIG_IGN if ignore_sigterm else signal.SIG_DFL)
