@@ -280,7 +280,7 @@ def _branch(captured: CapturedModel, is_equal: Callable[[CapturedModel], bool] |
     """``; it takes another branch while it is traced at FILE, line N``, or the lines that ask for it; or nothing."""
 
     def capture() -> CapturedModel:
-        return captured.at(captured.graph.micro_batch_size)
+        return captured.captured_again()
 
     asked = questions(capture)
     for question in asked if is_equal else []:
