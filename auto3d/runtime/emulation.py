@@ -62,11 +62,12 @@ class Emulation:
         """
         model = analytic(graph)
         count = len(stages)
+        nodes_of = [stage.nodes for stage in cut(graph, stages)]
         position_of = {node.name: position for position, node in enumerate(graph.nodes)}
 
         def modelled(times: Sequence[float]) -> tuple[float, ...]:
             return tuple(
-                schedule.parts * sum(times[position_of[name]] for name in stage.nodes) for stage in cut(graph, stages)
+                schedule.parts * sum(times[position_of[name]] for name in nodes) for nodes in nodes_of
             )
 
         forward = self.each("forward_s", count) or modelled(model.forward_s)

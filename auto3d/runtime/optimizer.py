@@ -18,7 +18,7 @@ Optimizer = torch.optim.Optimizer | ShardedOptimizer
 
 def own_share(optimizer: Optimizer) -> torch.optim.Optimizer:
     """The optimizer of what this rank updates."""
-    return optimizer.share if isinstance(optimizer, ShardedOptimizer) else optimizer
+    return optimizer.shard if isinstance(optimizer, ShardedOptimizer) else optimizer
 
 
 def state_by_parameter(optimizer: Optimizer) -> Mapping[nn.Parameter, dict[str, torch.Tensor]]:

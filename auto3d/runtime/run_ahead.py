@@ -32,7 +32,7 @@ class RunAhead:
 
     def __init__(self, device: torch.device, timeout_s: float) -> None:
         self._has_queue = device.type == "cuda"
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._at = ""
         self._waits: list[tuple[dist.Work, str]] = []  # the waits of the operation that is being queued
         self._queued: deque[_Queued] = deque()
@@ -49,7 +49,7 @@ class RunAhead:
             work.wait()
             self._waits.append((work, what))
         else:
-            wait(work, timeout_s=self._timeout_s, what=what)
+            wait(work, timeout_s=self.timeout_s, what=what)
 
     def end(self) -> None:
         """The operation is queued."""
@@ -71,6 +71,6 @@ class RunAhead:
             first = self._queued[0]
             HERE.is_at(first.at)
             for work, what in first.waits:
-                poll(work.is_completed, timeout_s=self._timeout_s, what=what)
-            poll(first.end.query, timeout_s=self._timeout_s, what="its device to compute")
+                poll(work.is_completed, timeout_s=self.timeout_s, what=what)
+            poll(first.end.query, timeout_s=self.timeout_s, what="its device to compute")
             self._queued.popleft()

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -16,6 +17,28 @@ from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage_program import segment_program
 from auto3d.runtime.weight_gradients import PutOff, add_gradient
 from auto3d.runtime.weight_versions import WeightVersions, new_leaf
+
+
+class RunnableStage(Protocol):
+    """What an executor runs: a StageModule, or what stands in for one."""
+
+    stage: Stage
+    losses: dict[int, torch.Tensor]  # micro-batch -> its weighted loss, until it is taken
+    weights: WeightVersions
+
+    def forward(
+        self, micro_batch: int, received: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]: ...
+
+    def recompute(self, micro_batch: int) -> None: ...
+
+    def backward(self, micro_batch: int, gradients: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, torch.Tensor]: ...
+
+    def backward_input(
+        self, micro_batch: int, gradients: Mapping[str, Sequence[torch.Tensor]]
+    ) -> dict[str, torch.Tensor]: ...
+
+    def backward_weight(self, micro_batch: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
