@@ -60,7 +60,7 @@ class Link:
         if self.lanes is not None and self.lanes < 1:
             raise ClusterError(f"link: lanes is {self.lanes}; it must be 1 or more")
 
-    def share(self, devices: int) -> float:
+    def bandwidth_per_device(self, devices: int) -> float:
         """Bytes per second that each of so many devices gets which use the link at a time."""
         return self.bandwidth * min(1.0, (self.lanes or devices) / devices)
 
@@ -73,7 +73,7 @@ class AllReduceTimes:
     sizes: tuple[int, ...]
     seconds: tuple[tuple[float, ...], ...]
 
-    def of(self, ranks: int, size: float) -> float:
+    def interpolate(self, ranks: int, size: float) -> float:
         """Linear between what was measured, and in proportion to the size beyond the largest."""
         from numpy import interp  # slow to import, and needed only where a profile is
 

@@ -18,7 +18,7 @@ _PEER_GONE = re.compile(r"\bremote\b|\bpeer\b|connect|\brecv\b|broken pipe|\babo
 _PEER_LATE = re.compile(r"\btim(ed|ing) out\b|\btimeout\b(?!\(ms\))", re.IGNORECASE)
 
 
-def is_own_failure(error: RuntimeError) -> bool:
+def is_local_failure(error: RuntimeError) -> bool:
     """Whether ``error``, raised by a call of torch.distributed, is a failure of this rank rather than of another one.
 
     It is where memory ran out, where the device failed (a device-side assert, an illegal address), and where NCCL was

@@ -93,9 +93,9 @@ class DataSettings:
 
 
 class Batches:
-    """Makes micro-batches. Sample ``i`` of all that training ever sees is drawn from (seed, i) alone.
+    """Makes micro-batches. Sample ``i`` of the whole training is drawn from (seed, i) alone.
 
-    Where a stage has ``replicas`` that share each micro-batch, it makes the samples of number ``part`` of them alone.
+    For replica number ``replica`` of ``replicas`` of a stage, it makes only that replica's slice of each micro-batch.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Batches:
         seed: int,
         global_batch: int,
         micro_batch_size: int,
-        part: int = 0,
+        replica: int = 0,
         replicas: int = 1,
     ) -> None:
         self._settings = settings
@@ -113,7 +113,7 @@ class Batches:
         self._global_batch = global_batch
         self._micro_batch_size = micro_batch_size
         self._samples = micro_batch_size // replicas
-        self._first = part * self._samples  # in each micro-batch
+        self._first = replica * self._samples  # in each micro-batch
 
     def micro_batch(self, iteration: int, index: int, names: Collection[str]) -> dict[str, torch.Tensor]:
         """The inputs called ``names`` of micro-batch ``index`` of the global batch; each [samples, *shape]."""

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from auto3d.partition.stage import Transfer
+from auto3d.runtime.activity import THIS_RANK
 from auto3d.runtime.resplit import pieces
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.waiting import wait, waiting_for
-from auto3d.runtime.whereabouts import HERE
 from auto3d.runtime.world import new_group
 from auto3d.schedule.operation import Kind
 from auto3d.schedule.program import Message, Program
@@ -157,7 +157,7 @@ class Exchange:
         for source, target in sorted(pairs, key=lambda pair: (min(pair), max(pair), pair)):
             element = torch.zeros(1, device=self._device)
             group = self._group(source, target)
-            what = f"a connection from {HERE.name(source)} to {HERE.name(target)}"
+            what = f"a connection from {THIS_RANK.name(source)} to {THIS_RANK.name(target)}"
             with waiting_for(what, self._timeout_s):
                 work = (
                     dist.isend(element, target, group=group)
@@ -169,7 +169,7 @@ class Exchange:
     def _name(self, message: Message, peer: int) -> str:
         key = message, peer
         if key not in self._names:  # every wait tells it, and every iteration has the same messages
-            self._names[key] = f"{message} ({HERE.name(peer)})"
+            self._names[key] = f"{message} ({THIS_RANK.name(peer)})"
         return self._names[key]
 
     def _is_local(self, message: Message) -> bool:

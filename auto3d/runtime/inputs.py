@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from auto3d.runtime.data import Batches
-from auto3d.runtime.loading import Loader, memory_of, needs_of
+from auto3d.runtime.loading import Loader, pinned_memory_of, needs_of
 from auto3d.schedule.program import PipeStage, Program
 
 
@@ -18,7 +18,7 @@ class MicroBatchInputs:
 
     def __init__(self, batches: Batches, *, first_micro_batch: int, micro_batches: int, device: torch.device) -> None:
         self.micro_batches = micro_batches
-        self._loader = Loader(batches, memory_of(device))
+        self._loader = Loader(batches, pinned_memory_of(device))
         self._first_micro_batch = first_micro_batch
         self._first_iteration = 0
 

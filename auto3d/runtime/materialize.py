@@ -17,8 +17,8 @@ from auto3d.capture.errors import error_line
 from auto3d.capture.foreign import ForeignWeights, LostValueError
 from auto3d.capture.skeleton import seeded, skeleton
 from auto3d.errors import InputError
+from auto3d.runtime.activity import THIS_RANK
 from auto3d.runtime.out_of_memory import is_out_of_memory
-from auto3d.runtime.whereabouts import HERE
 
 
 class InitialStateError(InputError):
@@ -58,9 +58,9 @@ def materialize(
         if isinstance(error, InputError) or is_out_of_memory(error):
             raise
         words = next((line for line in str(error).splitlines() if line.strip()), "it gives no reason")
-        raise InitialStateError(
-            f"{HERE.name(HERE.rank)} cannot build the model: {type(error).__name__}: {words}{error_line(error)}"
-        ) from error
+        rank = THIS_RANK.name(THIS_RANK.rank)
+        problem = f"{type(error).__name__}: {words}{error_line(error)}"
+        raise InitialStateError(f"{rank} cannot build the model: {problem}") from error
     foreign.release_all()
     return_freed_memory()
     parameters = dict(model.named_parameters())

@@ -16,20 +16,20 @@ from auto3d.runtime.sharded_optimizer import ShardedOptimizer
 Optimizer = torch.optim.Optimizer | ShardedOptimizer
 
 
-def own_share(optimizer: Optimizer) -> torch.optim.Optimizer:
+def local_optimizer(optimizer: Optimizer) -> torch.optim.Optimizer:
     """The optimizer of what this rank updates."""
     return optimizer.shard if isinstance(optimizer, ShardedOptimizer) else optimizer
 
 
 def state_by_parameter(optimizer: Optimizer) -> Mapping[nn.Parameter, dict[str, torch.Tensor]]:
     """What ``optimizer`` keeps of each parameter; of those that other ranks update, nothing."""
-    return own_share(optimizer).state
+    return local_optimizer(optimizer).state
 
 
 def advance(optimizer: Optimizer, learning_rate: LRScheduler, iterations: int) -> None:
     """Set the learning rate to what it is after so many iterations."""
     learning_rate.last_epoch = iterations
-    groups = own_share(optimizer).param_groups
+    groups = local_optimizer(optimizer).param_groups
     for group, base, factor in zip(groups, learning_rate.base_lrs, learning_rate.lr_lambdas, strict=True):
         group["lr"] = base * factor(iterations)
 
@@ -39,7 +39,7 @@ def make_state(optimizer: Optimizer) -> None:
 
     So what does not fit is found at once, and a CPU's heap has no long-lived pieces among the short-lived ones.
     """
-    optimizer = own_share(optimizer)
+    optimizer = local_optimizer(optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if isinstance(optimizer, torch.optim.AdamW):
@@ -74,11 +74,11 @@ def build_optimizer(
     settings: OptimizerSettings,
     *,
     iterations: int,
-    shared_by: dist.ProcessGroup | None = None,
+    shard_over: dist.ProcessGroup | None = None,
 ) -> tuple[Optimizer, LRScheduler]:
     """The optimizer of ``parameters`` and its schedule over ``iterations`` iterations; InputError for unknown names.
 
-    The ranks of ``shared_by`` update a share each and send it to the others (ZeRO-1).
+    The ranks of ``shard_over`` update a share each and send it to the others (ZeRO-1).
     """
     from transformers.optimization import get_scheduler  # half a second, which drivers of trials do without
 
@@ -92,10 +92,10 @@ def build_optimizer(
     if _have_fused_update(parameters):
         options["fused"] = True
     optimizer: Optimizer
-    if shared_by is None:
+    if shard_over is None:
         optimizer = family(parameters, **options)
     else:
-        optimizer = ShardedOptimizer(parameters, partial(family, **options), shared_by)
+        optimizer = ShardedOptimizer(parameters, partial(family, **options), shard_over)
     name = settings.learning_rate_schedule
     if name not in LEARNING_RATE_SCHEDULES:
         raise InputError(
@@ -103,7 +103,7 @@ def build_optimizer(
         )
     return optimizer, get_scheduler(
         "constant_with_warmup" if name == "constant" else name,
-        own_share(optimizer),
+        local_optimizer(optimizer),
         num_warmup_steps=settings.warmup_iterations,
         num_training_steps=iterations,
     )

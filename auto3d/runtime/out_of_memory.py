@@ -37,7 +37,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _WORDS.search(str(error)) is not None
 
 
-def words_of(error: BaseException) -> str:
+def out_of_memory_line(error: BaseException) -> str:
     """The line of ``error`` that says that memory ran out, or its first."""
     lines = str(error).splitlines() or [type(error).__name__]
     return next((line for line in lines if _WORDS.search(line)), lines[0]).strip()

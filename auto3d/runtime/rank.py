@@ -229,7 +229,7 @@ def _optimizers(
             optimizers[pipe_stage] = None
             continue
         optimizer, learning_rate = build_optimizer(
-            parameters, settings.optimizer, iterations=settings.iterations, shared_by=shard_group
+            parameters, settings.optimizer, iterations=settings.iterations, shard_over=shard_group
         )
         make_state(optimizer)
         optimizers[pipe_stage] = optimizer, learning_rate

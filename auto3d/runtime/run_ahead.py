@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from auto3d.runtime.activity import THIS_RANK
 from auto3d.runtime.waiting import poll, wait
-from auto3d.runtime.whereabouts import HERE
 
 OPERATIONS_AHEAD = 2  # queued behind the one that runs: this hides the time that queueing one takes
 
@@ -41,7 +41,7 @@ class RunAhead:
         """Come to the operation that is told by ``at``, once the device is near enough."""
         self._wait_until(OPERATIONS_AHEAD)
         self._at = at
-        HERE.is_at(at)
+        THIS_RANK.set_phase(at)
 
     def wait(self, work: dist.Work, what: str) -> None:
         """Let what is queued from here on wait until ``work`` is done, which is ``what`` if it does not end."""
@@ -63,13 +63,13 @@ class RunAhead:
         """Wait until the device has done all that is queued."""
         self.end()
         self._wait_until(0)
-        HERE.is_at(self._at)
+        THIS_RANK.set_phase(self._at)
 
     def _wait_until(self, left: int) -> None:
         """At most so many operations are left."""
         while len(self._queued) > left:
             first = self._queued[0]
-            HERE.is_at(first.at)
+            THIS_RANK.set_phase(first.at)
             for work, what in first.waits:
                 poll(work.is_completed, timeout_s=self.timeout_s, what=what)
             poll(first.end.query, timeout_s=self.timeout_s, what="its device to compute")

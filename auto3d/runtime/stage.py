@@ -15,7 +15,7 @@ from auto3d.partition.segment import Segment, segments
 from auto3d.partition.stage import Stage
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage_program import segment_program
-from auto3d.runtime.weight_gradients import PutOff, add_gradient
+from auto3d.runtime.weight_gradients import DeferredGradients, add_gradient
 from auto3d.runtime.weight_versions import WeightVersions, new_leaf
 
 
@@ -126,7 +126,7 @@ class StageModule:
         self.sent = list(dict.fromkeys(transfer.value.name for transfer in stage.sent))
         self.losses: dict[int, torch.Tensor] = {}  # micro-batch -> its weighted loss, until it is taken
         self._loss_name = captured.graph.loss if stage.has_loss else None
-        self._put_off = PutOff() if split_backward else None
+        self._deferred = DeferredGradients() if split_backward else None
         self.weights = WeightVersions({name: tensors[name] for name in stage.state}, several=old_weights)
         if not recompute:
             kept = [(0, len(captured.graph.nodes))]
@@ -144,7 +144,7 @@ class StageModule:
                 captured,
                 apart,
                 segment_program(
-                    segment, captured, randomness=randomness, device=device, put_off=self._put_off, apart=apart
+                    segment, captured, randomness=randomness, device=device, deferred=self._deferred, per_user=apart
                 ),
             )
             for segment in divided
@@ -227,8 +227,8 @@ class StageModule:
         for name, leaf in in_flight.apart.items():
             if leaf.grad is not None:
                 add_gradient(leaf.grad, self.weights.of(micro_batch)[name])
-        if self._put_off is not None:
-            self._weight_work[micro_batch] = self._put_off.take()
+        if self._deferred is not None:
+            self._weight_work[micro_batch] = self._deferred.take()
         return {
             name: leaf.grad.contiguous() if leaf.grad is not None else torch.zeros_like(leaf)
             for name, leaf in in_flight.received.items()

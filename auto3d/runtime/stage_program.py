@@ -14,7 +14,7 @@ from auto3d.capture.model import CapturedModel
 from auto3d.partition.segment import Segment
 from auto3d.runtime.constants import fold_constants
 from auto3d.runtime.randomness import Randomness, SeededOperation
-from auto3d.runtime.weight_gradients import PutOff, SplitOperation, can_be_split
+from auto3d.runtime.weight_gradients import DeferredGradients, SplitOperation, can_be_split
 
 
 def segment_program(
@@ -23,13 +23,14 @@ def segment_program(
     *,
     randomness: Randomness,
     device: torch.device,
-    put_off: PutOff | None,
-    apart: Collection[str] = (),
+    deferred: DeferredGradients | None,
+    per_user: Collection[str] = (),
 ) -> tuple[fx.GraphModule, list[str], list[str]]:
-    """A module that takes state and the values that the segment takes, in this order, and returns what it gives.
+    """The segment as a module, and the names of its arguments: of its state, then of the values that it takes.
 
-    Also the names of that state and of these values, in order: each once, but as often as it is used, in order of use,
-    if it is of ``apart``. With ``put_off``, the module's backward leaves the gradients of weights there, where it can.
+    The module's arguments are the state and then the values; it returns the values that the segment gives. A name
+    occurs once, except that a name in ``per_user`` occurs once for each operation that uses it, in the order of use.
+    With ``deferred``, the module's backward defers weight gradients to it, for the operators that support this.
     """
     names = {**captured.exported.parameters, **captured.exported.buffers}
     order = {node: number for number, node in enumerate(captured.exported.program.nodes)}
@@ -45,7 +46,7 @@ def segment_program(
         for name in names:
             node = node_of[name]
             users = sorted((user for user in node.users if user.name in own), key=order.__getitem__)
-            for user in users if name in apart else [None]:
+            for user in users if name in per_user else [None]:
                 seen = graph.placeholder(f"{prefix}_{len(taken)}")
                 taken.append(name)
                 if node.op == "call_function" and not node.meta["val"].is_contiguous():
@@ -55,7 +56,7 @@ def segment_program(
 
     state = take(segment.state, placeholder, "state")
     given = take(segment.takes, source, "given")
-    trained = {env[placeholder[name]] for name in state if name in captured.graph.parameters and name not in apart}
+    trained = {env[placeholder[name]] for name in state if name in captured.graph.parameters and name not in per_user}
 
     operation_number = {node.name: number for number, node in enumerate(captured.graph.nodes)}
     modules: dict[str, nn.Module] = {}
@@ -68,8 +69,8 @@ def segment_program(
         copy.args, copy.kwargs = _on_device((copy.args, copy.kwargs), device)
         if is_random(node):
             modules[node.name] = SeededOperation(node.target, operation_number[node.name], randomness)
-        elif put_off is not None and can_be_split(copy, trained):
-            modules[node.name] = SplitOperation(node.target, put_off)
+        elif deferred is not None and can_be_split(copy, trained):
+            modules[node.name] = SplitOperation(node.target, deferred)
         if node.name in modules:
             copy.op, copy.target = "call_module", node.name
         env[node] = copy

@@ -8,18 +8,18 @@ import torch.distributed as dist
 
 from auto3d.capture.model import CapturedModel
 from auto3d.plan import Plan, PlanError
+from auto3d.runtime.activity import THIS_RANK
 from auto3d.runtime.arithmetic import set_arithmetic
 from auto3d.runtime.checkpoint import CheckpointError, Checkpoints, load, newest, save
 from auto3d.runtime.data import DataSettings
 from auto3d.runtime.executor import IterationResult
 from auto3d.runtime.measurement import BYTES
-from auto3d.runtime.memory import PeakMemory
 from auto3d.runtime.optimizer import advance
-from auto3d.runtime.out_of_memory import OutOfMemoryError, is_out_of_memory, words_of
+from auto3d.runtime.out_of_memory import OutOfMemoryError, is_out_of_memory, out_of_memory_line
+from auto3d.runtime.peak_memory import PeakMemory
 from auto3d.runtime.rank import Rank, build_rank
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.waiting import waiting_for
-from auto3d.runtime.whereabouts import HERE
 from auto3d.runtime.world import World, join
 from auto3d.schedule.program import Program
 
@@ -104,8 +104,8 @@ def train(
         )
     except Exception as error:
         if is_out_of_memory(error) and not isinstance(error, OutOfMemoryError):
-            raise OutOfMemoryError(f"{HERE} ran out of memory: {words_of(error)}") from error
-        error.add_note(f"{HERE} failed")
+            raise OutOfMemoryError(f"{THIS_RANK} ran out of memory: {out_of_memory_line(error)}") from error
+        error.add_note(f"{THIS_RANK} failed")
         raise
 
 

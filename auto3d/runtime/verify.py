@@ -248,7 +248,7 @@ def _values_by_module(
     stage = _whole(captured)
     (segment,) = segments(captured.graph, stage, [(0, len(captured.graph.nodes))])
     program, state, given = segment_program(
-        segment, captured, randomness=_randomness(device), device=device, put_off=None
+        segment, captured, randomness=_randomness(device), device=device, deferred=None
     )
     made: dict[str, list[torch.Tensor]] = {}
 

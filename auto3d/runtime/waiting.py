@@ -7,8 +7,8 @@ from time import monotonic, sleep
 
 import torch.distributed as dist
 
-from auto3d.runtime.backend_errors import is_nccl_timeout, is_own_failure
-from auto3d.runtime.whereabouts import HERE
+from auto3d.runtime.activity import THIS_RANK
+from auto3d.runtime.backend_errors import is_local_failure, is_nccl_timeout
 
 _OF_CONNECTIONS = re.compile(r"\bgloo\b|Connection (closed|reset) by peer|\bNCCL\b")
 
@@ -30,18 +30,20 @@ def waiting_for(what: str, timeout_s: float) -> Iterator[None]:
     An error that is this rank's own (out of memory, of its device, of its use of NCCL) is raised as it is.
     """
     start = monotonic()
-    HERE.waits_for(what)
+    THIS_RANK.set_waiting_for(what)
     try:
         yield
     except RuntimeError as error:
-        if is_own_failure(error):
+        if is_local_failure(error):
             raise
         if monotonic() - start >= timeout_s * 0.99:
-            raise WaitTimeoutError(f"{HERE} waited {timeout_s:g} s for {what}") from error
+            raise WaitTimeoutError(f"{THIS_RANK} waited {timeout_s:g} s for {what}") from error
         if is_nccl_timeout(error):
-            raise WaitTimeoutError(f"{HERE} waited for {what} until NCCL's time-out ({_cause(error)})") from error
-        raise PeerLostError(f"{HERE} was waiting for {what} when the connection broke ({_cause(error)})") from error
-    HERE.computes()
+            raise WaitTimeoutError(f"{THIS_RANK} waited for {what} until NCCL's time-out ({_cause(error)})") from error
+        raise PeerLostError(
+            f"{THIS_RANK} was waiting for {what} when the connection broke ({_cause(error)})"
+        ) from error
+    THIS_RANK.set_computing()
 
 
 @contextmanager
@@ -51,9 +53,9 @@ def naming_lost_peers() -> Iterator[None]:
         yield
     except RuntimeError as error:
         of_connections = isinstance(error, dist.DistError) or _OF_CONNECTIONS.search(str(error))
-        if is_own_failure(error) or not of_connections:
+        if is_local_failure(error) or not of_connections:
             raise
-        raise PeerLostError(f"{HERE} lost its connection to another rank ({_cause(error)})") from error
+        raise PeerLostError(f"{THIS_RANK} lost its connection to another rank ({_cause(error)})") from error
 
 
 def _cause(error: RuntimeError) -> str:
@@ -81,6 +83,6 @@ def poll(is_done: Callable[[], bool], *, timeout_s: float, what: str) -> None:
         deadline, pause_s = monotonic() + timeout_s, _SHORTEST_S
         while not is_done():
             if monotonic() > deadline:
-                raise WaitTimeoutError(f"{HERE} waited {timeout_s:g} s for {what}")
+                raise WaitTimeoutError(f"{THIS_RANK} waited {timeout_s:g} s for {what}")
             sleep(pause_s)
             pause_s = min(pause_s * _GROWTH, _LONGEST_S)

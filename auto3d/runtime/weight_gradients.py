@@ -22,7 +22,7 @@ _WEIGHT_AND_BIAS = {  # operator -> where its weight and its bias stand among it
 }
 
 
-class PutOff:
+class DeferredGradients:
     """What the backward of one stage has put off, in order."""
 
     def __init__(self) -> None:
@@ -49,37 +49,39 @@ def can_be_split(node: fx.Node, parameters: Collection[fx.Node]) -> bool:
 class SplitOperation(nn.Module):
     """One of those operators; it adds its weights' gradients to their ``.grad`` when what it put off is run."""
 
-    def __init__(self, target: Callable, put_off: PutOff) -> None:
+    def __init__(self, target: Callable, deferred: DeferredGradients) -> None:
         super().__init__()
         self._target = target
-        self._put_off = put_off
+        self._deferred = deferred
 
     def forward(self, *args: Any) -> torch.Tensor:
         if self._target is aten.addmm.default:
             bias, value, weight = args
-            return _Product.apply(value, weight, bias, False, self._put_off)
+            return _Product.apply(value, weight, bias, False, self._deferred)
         value, weight, bias, *rest = (*args, None)[: max(3, len(args))]
         if self._target is aten.linear.default:
-            return _Product.apply(value, weight, bias, True, self._put_off)
+            return _Product.apply(value, weight, bias, True, self._deferred)
         dimensions = value.dim() - 2
         stride, padding, dilation, groups = (*rest, *([1], [0], [1], 1)[len(rest) :])
         geometry = [list(size) * (dimensions if len(size) == 1 else 1) for size in (stride, padding, dilation)]
-        return _Convolution.apply(value, weight, bias, (*geometry, groups), self._put_off)
+        return _Convolution.apply(value, weight, bias, (*geometry, groups), self._deferred)
 
 
 class _Product(torch.autograd.Function):
     """value [..., in] times weight, [out, in] if ``transposed`` and [in, out] if not, plus bias [out]."""
 
     @staticmethod
-    def forward(ctx: Any, value: Any, weight: Any, bias: Any, transposed: bool, put_off: PutOff) -> torch.Tensor:
+    def forward(
+        ctx: Any, value: Any, weight: Any, bias: Any, transposed: bool, deferred: DeferredGradients
+    ) -> torch.Tensor:
         ctx.save_for_backward(value)
-        ctx.weight, ctx.bias, ctx.transposed, ctx.put_off = weight, bias, transposed, put_off
+        ctx.weight, ctx.bias, ctx.transposed, ctx.deferred = weight, bias, transposed, deferred
         return nn.functional.linear(value, weight if transposed else weight.t(), bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
         (value,) = ctx.saved_tensors
-        ctx.put_off.add(partial(_add_product, gradient, value, ctx.weight, ctx.bias, ctx.transposed))
+        ctx.deferred.add(partial(_add_product, gradient, value, ctx.weight, ctx.bias, ctx.transposed))
         weight = ctx.weight if ctx.transposed else ctx.weight.t()
         return (gradient @ weight if ctx.needs_input_grad[0] else None), None, None, None, None
 
@@ -101,16 +103,18 @@ def add_gradient(gradient: torch.Tensor, parameter: torch.Tensor) -> None:
 
 class _Convolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Any, weight: Any, bias: Any, geometry: tuple, put_off: PutOff) -> torch.Tensor:
+    def forward(
+        ctx: Any, value: Any, weight: Any, bias: Any, geometry: tuple, deferred: DeferredGradients
+    ) -> torch.Tensor:
         ctx.save_for_backward(value)
-        ctx.weight, ctx.bias, ctx.geometry, ctx.put_off = weight, bias, geometry, put_off
+        ctx.weight, ctx.bias, ctx.geometry, ctx.deferred = weight, bias, geometry, deferred
         stride, padding, dilation, groups = geometry
         return torch.convolution(value, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
         (value,) = ctx.saved_tensors
-        ctx.put_off.add(partial(_add_convolution, gradient, value, ctx.weight, ctx.bias, ctx.geometry))
+        ctx.deferred.add(partial(_add_convolution, gradient, value, ctx.weight, ctx.bias, ctx.geometry))
         mask = (ctx.needs_input_grad[0], False, False)
         own, _, _ = _convolution_backward(gradient, value, ctx.weight, ctx.bias, ctx.geometry, mask)
         return own, None, None, None, None

@@ -12,12 +12,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from auto3d.runtime.activity import BEFORE_TRAINING, THIS_RANK
 from auto3d.runtime.affinity import bind_to_cores_near
-from auto3d.runtime.backend_errors import is_own_failure
+from auto3d.runtime.backend_errors import is_local_failure
 from auto3d.runtime.gpu_environment import set_gpu_environment
-from auto3d.runtime.places import Place, gather_places
+from auto3d.runtime.rank_devices import RankDevice, gather_rank_devices
 from auto3d.runtime.waiting import WaitTimeoutError, wait, waiting_for
-from auto3d.runtime.whereabouts import BEFORE, HERE
 
 # NCCL's watchdog counts from the posting of a receive, which may be an iteration before its message: a short time-out
 # would end ranks without a reason. Waits have a deadline of ours (waiting.poll).
@@ -57,8 +57,8 @@ def join(world: World, *, device: torch.device, timeout_s: float) -> None:
 
     Whoever runs the process calls ``leave`` once it has reported what came of it.
     """
-    HERE.rank = world.rank
-    HERE.is_at(BEFORE)
+    THIS_RANK.rank = world.rank
+    THIS_RANK.set_phase(BEFORE_TRAINING)
     if world.meeting_point.startswith("file:"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one node: whatever its host name resolves to
     if device.type == "cuda":
@@ -74,13 +74,13 @@ def join(world: World, *, device: torch.device, timeout_s: float) -> None:
             timeout=timedelta(seconds=timeout_s),
         )
     except RuntimeError as error:  # a dist.DistError or, where gloo connects the ranks, a plain one
-        if is_own_failure(error):
+        if is_local_failure(error):
             raise
         raise WaitTimeoutError(
             f"rank {world.rank} of {world.size} on {socket.gethostname()}: the ranks did not meet at "
             f"{world.meeting_point}, for which they have {timeout_s:g} s ({str(error).splitlines()[0]})"
         ) from error
-    HERE.hosts = [place.host for place in gather_places(Place.of_this_rank(device), timeout_s=timeout_s)]
+    THIS_RANK.hosts = [one.host for one in gather_rank_devices(RankDevice.of_this_rank(device), timeout_s=timeout_s)]
 
 
 def new_group(

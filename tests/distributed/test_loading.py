@@ -26,12 +26,12 @@ class OwnMemory:
 
 
 def with_a_thread(world, train, *arguments):
-    before = executor.memory_of
-    executor.memory_of = lambda device: OwnMemory()
+    before = executor.pinned_memory_of
+    executor.pinned_memory_of = lambda device: OwnMemory()
     try:
         return train(world, *arguments)
     finally:
-        executor.memory_of = before
+        executor.pinned_memory_of = before
 
 
 @pytest.mark.parametrize(

@@ -555,7 +555,7 @@ def run_rank(
     record = Record()
     world = World(rank=rank, size=plan.ranks, local_rank=DEVICE.index, meeting_point="file:///nowhere")
     # Each rank is on a GPU of its own, which this process cannot tell apart from the others'.
-    places = patch.object(world_module, "gather_places", lambda own, **_: [own] * plan.ranks, create=True)
+    places = patch.object(world_module, "gather_rank_devices", lambda own, **_: [own] * plan.ranks, create=True)
     with fake_device(record) as watch, _made_before(), places:
         join(world, device=world.device("cuda"), timeout_s=60)
         try:

@@ -39,12 +39,12 @@ ITERATIONS = 2
 WAITS = {  # for the loss and the norm, where the device has come to its end under a deadline
     "aten::_local_scalar_dense in executor.py:_reduce_totals",
     "aten::_local_scalar_dense in executor.py:_arrived_losses",
-    "an event in loading.py:_make_ahead",  # in the thread that makes inputs
+    "an event in loading.py:_prefetch",  # in the thread that makes inputs
 }
 ON_CPU = {  # inputs, and AdamW's count of steps
     "data.py:<dictcomp>",
     "data.py:micro_batch",
-    "loading.py:_make_ahead",
+    "loading.py:_prefetch",
     "optimizer.py:update",
     "sharded_optimizer.py:step",
 }

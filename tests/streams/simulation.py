@@ -319,18 +319,18 @@ def _before_call(case: Case) -> None:
         host.synchronize()
 
 
-class _Here:
-    """In the place of HERE, which is one for each process: one for each host."""
+class _ThisRank:
+    """In the place of THIS_RANK, which is one for each process: one for each host."""
 
     hosts: Sequence[str] = ()
 
-    def is_at(self, at: str) -> None:
-        current().doing = at
+    def set_phase(self, phase: str) -> None:
+        current().doing = phase
 
-    def waits_for(self, what: str) -> None:
+    def set_waiting_for(self, what: str) -> None:
         current().waiting_for = what
 
-    def computes(self) -> None:
+    def set_computing(self) -> None:
         current().waiting_for = ""
 
     def name(self, rank: int) -> str:
@@ -344,7 +344,7 @@ class _Here:
 def _patched(machine: Machine, network: FakeDistributed) -> Iterator[None]:
     with ExitStack() as stack:
         for module in (exchange, executor, gradient_sync, run_ahead, waiting, world):
-            for name, fake in (("dist", network), ("HERE", _Here())):
+            for name, fake in (("dist", network), ("THIS_RANK", _ThisRank())):
                 if hasattr(module, name):
                     stack.enter_context(patch.object(module, name, fake))
         for module in (exchange, gradient_sync):
