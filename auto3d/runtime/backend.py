@@ -28,9 +28,7 @@ class Backend(Protocol):
     def state(self, layout: RankLayout, memory: MemoryWatch) -> dict[str, torch.Tensor]:
         """Parameters, buffers and constants of the rank's stages, by name, in their memory."""
 
-    def gradient_sync(
-        self, layout: RankLayout, state: Mapping[str, torch.Tensor], memory: MemoryWatch
-    ) -> GradientSync:
+    def gradient_sync(self, layout: RankLayout, state: Mapping[str, torch.Tensor], memory: MemoryWatch) -> GradientSync:
         """The gradients of ``state`` and their sums over ranks. It makes process groups."""
 
     def stages(
@@ -73,9 +71,7 @@ class RealBackend:
             for name, tensor in tensors.items()
         }
 
-    def gradient_sync(
-        self, layout: RankLayout, state: Mapping[str, torch.Tensor], memory: MemoryWatch
-    ) -> GradientSync:
+    def gradient_sync(self, layout: RankLayout, state: Mapping[str, torch.Tensor], memory: MemoryWatch) -> GradientSync:
         trained = trained_parameters(state)
         # Leaves that show old versions of a parameter add to its ``.grad``, which must then be there beforehand.
         private = frozenset() if layout.schedule.weight_version else layout.private_parameters

@@ -204,9 +204,7 @@ class EmulatedBackend:
     def state(self, layout: RankLayout, memory: MemoryWatch) -> dict[str, torch.Tensor]:
         return {}
 
-    def gradient_sync(
-        self, layout: RankLayout, state: Mapping[str, torch.Tensor], memory: MemoryWatch
-    ) -> EmulatedSync:
+    def gradient_sync(self, layout: RankLayout, state: Mapping[str, torch.Tensor], memory: MemoryWatch) -> EmulatedSync:
         parameters = layout.captured.graph.parameters
         names = {name for stage in layout.stages.values() for name in stage.state}
         return EmulatedSync(

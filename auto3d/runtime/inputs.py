@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from auto3d.runtime.data import Batches
-from auto3d.runtime.loading import Loader, pinned_memory_of, needs_of
+from auto3d.runtime.loading import Loader, needs_of, pinned_memory_of
 from auto3d.schedule.program import PipeStage, Program
 
 

@@ -1,8 +1,8 @@
 """Random numbers that depend on what is computed, not on where or when.
 
-Each random operation is seeded from (the plan's seed, iteration, micro-batch, operation). So dropout is the same for all
-degrees and schedules, and a recomputed forward draws the same numbers as the first one. Replicas of a stage each seed
-their slice of a micro-batch as a micro-batch of its own.
+Each random operation is seeded from (seed of the plan, iteration, micro-batch, operation). So dropout is the same for
+all degrees and schedules, and a recomputed forward draws the same numbers as the first one. Replicas of a stage each
+seed their slice of a micro-batch as a micro-batch of its own.
 """
 
 from collections.abc import Callable

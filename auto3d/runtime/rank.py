@@ -199,7 +199,7 @@ def _inputs(layout: RankLayout, data: DataSettings, device: torch.device) -> Mic
         seed=layout.plan.seed,
         global_batch=layout.plan.global_batch,
         micro_batch_size=layout.samples,
-        part=layout.replica,
+        replica=layout.replica,
         replicas=layout.replicas,
     )
     return MicroBatchInputs(

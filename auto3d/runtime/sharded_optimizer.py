@@ -79,7 +79,7 @@ def split_evenly(parameters: Sequence[nn.Parameter], ranks: int) -> list[list[nn
 
 
 def buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """``parameters`` in order, grouped for broadcasts: one type per bucket, and at most BUCKET_BYTES or one parameter."""
+    """``parameters`` in order, in buckets for one broadcast each: one type, at most BUCKET_BYTES or 1 parameter."""
     bucket: list[nn.Parameter] = []
     size = 0
     for parameter in parameters:

@@ -40,7 +40,7 @@ class Totals:
         self._run_ahead = run_ahead
         self._timeout_s = timeout_s
         self._asked_to_end = asked_to_end
-        # Ended iterations of an asynchronous program, with their seconds: those whose sum has not begun, and the others.
+        # Ended iterations of an asynchronous program, with their seconds: before their sum begins, and until it ends.
         self._unsummed: deque[tuple[torch.Tensor, float]] = deque()
         self._summed: deque[tuple[dist.Work, torch.Tensor, float]] = deque()
 
