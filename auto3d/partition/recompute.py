@@ -15,7 +15,7 @@ from auto3d.plan import StagePlan
 _ROUNDING = 1e-9
 
 
-def kept_shares(in_flight: Sequence[int], first: float) -> list[float]:
+def kept_fractions(in_flight: Sequence[int], first: float) -> list[float]:
     """The recursion: the share α of each stage, from ``first``, α₁ of the first stage, between 0 and 1.
 
     A stage holds the activations of one micro-batch anyway, while that runs backward, so keeping a share α costs it
@@ -29,7 +29,7 @@ def kept_shares(in_flight: Sequence[int], first: float) -> list[float]:
     return [first, *(min(1.0, total / (n - 1)) if n > 1 else 1.0 for n in in_flight[1:])]
 
 
-def first_shares(in_flight: Sequence[int], subgraphs: Sequence[int]) -> list[float]:
+def first_fractions(in_flight: Sequence[int], subgraphs: Sequence[int]) -> list[float]:
     """All α₁, ascending, at which the recursion keeps a subgraph more of one of stages of so many ``subgraphs``."""
     found = {0.0, 1.0}
     for stage, (n, count) in enumerate(zip(in_flight, subgraphs, strict=True)):
@@ -38,7 +38,7 @@ def first_shares(in_flight: Sequence[int], subgraphs: Sequence[int]) -> list[flo
                 found.add(kept / count)
             elif n > 1 and in_flight[0] > 1:
                 found.add(kept / count * (n - 1) / (in_flight[0] - 1))
-    return sorted(share for share in found if share <= 1)
+    return sorted(fraction for fraction in found if fraction <= 1)
 
 
 def subgraph_starts(graph: Graph, stage: StagePlan, bounds: Sequence[int]) -> list[int]:
@@ -50,9 +50,9 @@ def subgraph_starts(graph: Graph, stage: StagePlan, bounds: Sequence[int]) -> li
     return list(starts.values())
 
 
-def keep_last(stage: StagePlan, starts: Sequence[int], share: float) -> StagePlan:
+def keep_last(stage: StagePlan, starts: Sequence[int], fraction: float) -> StagePlan:
     """``stage`` with so large a share of its subgraphs kept, rounded down."""
-    count = int(share * len(starts) + _ROUNDING)
+    count = int(fraction * len(starts) + _ROUNDING)
     if count == len(starts):
         return replace(stage, kept=stage.operations)
     start = starts[-count] if count else stage.operations[-1][1]

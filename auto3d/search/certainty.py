@@ -17,7 +17,7 @@ MEDIAN = pi / 2  # variance of the median of normal values, at most, over that o
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class PlanComparison:
     """``fastest`` is the plan of the lowest median; ``doubts`` are probabilities that the others are faster."""
 
     fastest: int
@@ -29,7 +29,7 @@ class Verdict:
         return max(0.0, 1 - sum(self.doubts))
 
 
-def judge(times: Sequence[Sequence[float]]) -> Verdict:
+def compare_plans(times: Sequence[Sequence[float]]) -> PlanComparison:
     """What the ``times`` of each plan's trials say; without any repeated trial nothing is known of their spread."""
     from scipy.stats import t as student  # slow to import
 
@@ -48,7 +48,7 @@ def judge(times: Sequence[Sequence[float]]) -> Verdict:
             doubts.append(0.5)
         else:
             doubts.append(float(student.sf(slower / error, freedom)) if error else 0.0)
-    return Verdict(fastest=fastest, doubts=tuple(doubts))
+    return PlanComparison(fastest=fastest, doubts=tuple(doubts))
 
 
 def contenders(times: Sequence[Sequence[float]], most: int) -> list[int]:
@@ -57,7 +57,7 @@ def contenders(times: Sequence[Sequence[float]], most: int) -> list[int]:
     Those that are most in doubt come first; where nothing was repeated yet, the next fastest. Nothing is to be tried
     again where it is certain which plan is the fastest.
     """
-    verdict = judge(times)
+    verdict = compare_plans(times)
     if len(times) < 2 or verdict.certainty >= CERTAIN:
         return []
     others = [plan for plan in range(len(times)) if plan != verdict.fastest]

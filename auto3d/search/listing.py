@@ -14,7 +14,7 @@ from auto3d.search.space import Candidate, Domain
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listed:
+class ListedCandidate:
     """One candidate: either its ``plan``, or the ``reason`` why it cannot or need not run."""
 
     candidate: Candidate
@@ -22,7 +22,7 @@ class Listed:
     reason: str
 
 
-def listed(domain: Domain, maker: PlanMaker) -> Iterator[Listed]:
+def list_candidates(domain: Domain, maker: PlanMaker) -> Iterator[ListedCandidate]:
     """All candidates in order. Of plans that are the same, or do the same, the first is listed.
 
     Numbers of samples at which the model cannot be captured are no candidates (batch statistics need two samples),
@@ -40,7 +40,7 @@ def listed(domain: Domain, maker: PlanMaker) -> Iterator[Listed]:
                 raise PlanError(f"the same plan as with {_difference(candidate, same)}")
         except InputError as error:
             plan, reason = None, str(error)
-        yield Listed(candidate=candidate, plan=plan, reason=reason)
+        yield ListedCandidate(candidate=candidate, plan=plan, reason=reason)
     maker.check_captured()
 
 

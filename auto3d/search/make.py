@@ -9,24 +9,24 @@ from auto3d.cost.memory import in_gib
 from auto3d.cost.model import CostModel
 from auto3d.errors import InputError
 from auto3d.partition.methods import METHODS, STAGE_METHODS, method_named
-from auto3d.partition.recompute import keep_last, kept_shares
+from auto3d.partition.recompute import keep_last, kept_fractions
 from auto3d.partition.replicated import fastest_stages
 from auto3d.partition.stage import PartitionError
 from auto3d.plan import Plan, PlanError, StagePlan, stages_between
 from auto3d.schedule import SCHEDULES, build_schedule, parse_schedule, samples_of_part
 from auto3d.schedule.shape import Shape, shape, shape_of
 from auto3d.search.placement import MEGATRON, place, place_replicas
+from auto3d.search.planned_model import PlannedModel
 from auto3d.search.problem import CandidateProblem, Keep
-from auto3d.search.recompute import AUTO, FULL, NONE, Shares, largest_share, schedule_options
-from auto3d.search.space import EQUAL, UNEVEN, Candidate, Task, check_fits
-from auto3d.search.subject import Subject
+from auto3d.search.recompute import AUTO, FULL, NONE, KeptFractions, largest_fraction, schedule_options
+from auto3d.search.space import EQUAL, UNEVEN, Candidate, Workload, check_fits
 
 _TRIES = 32  # tries to find stages that fit the memory of the devices
 _TIGHTER = 0.95  # factor on that memory where the cost model counts less than the maker
 
 
 class PlanMaker:
-    """Makes Plans of ``subject`` for ``task`` on the cluster of ``model``, whose times balance stages.
+    """Makes Plans of ``planned`` for ``workload`` on the cluster of ``model``, whose times balance stages.
 
     ``shortage`` says what memory a Plan lacks, nothing where it fits (default: by ``model``, on the devices that are
     known); ``check`` raises InputError for a Plan that cannot be for another reason.
@@ -34,14 +34,14 @@ class PlanMaker:
 
     def __init__(
         self,
-        subject: Subject,
+        planned: PlannedModel,
         model: CostModel,
-        task: Task,
+        workload: Workload,
         *,
         shortage: Callable[[Plan], str] | None = None,
         check: Callable[[Plan], None] | None = None,
     ) -> None:
-        self.subject, self.model, self.task = subject, model, task
+        self.planned, self.model, self.workload = planned, model, workload
         self._shortage = shortage or (lambda plan: shortage_of(model, plan))
         self._check = check or (lambda plan: None)
         self._captured: dict[int, InputError | None] = {}  # number of samples -> why there is no model at it
@@ -54,7 +54,7 @@ class PlanMaker:
         if candidate.recompute == AUTO:
             if self.model.cluster.memory_bytes is None:
                 raise PlanError("recompute: auto needs to know the memory of a device")
-            plan = largest_share(self._shares(plan), self._shortage)
+            plan = largest_fraction(self._kept_fractions(plan), self._shortage)
         self.check(plan)
         return plan
 
@@ -105,9 +105,9 @@ class PlanMaker:
     ) -> Plan:
         """The Plan of ``candidate``. A partition method that respects memory keeps to ``limits`` and ``excluded``, as
         CandidateProblem explains them."""
-        check_fits(candidate, self.model.cluster, self.task)
+        check_fits(candidate, self.model.cluster, self.workload)
         name, given = parse_schedule(candidate.schedule)
-        micro_batches = self.task.global_batch // (candidate.dp * candidate.micro_batch_size)
+        micro_batches = self.workload.global_batch // (candidate.dp * candidate.micro_batch_size)
         sizes = {"devices": candidate.pp, "micro_batches": micro_batches}
         options = schedule_options(name, given, candidate.recompute, candidate.sync, **sizes)
         form = shape(name, **sizes, options=options)
@@ -117,7 +117,7 @@ class PlanMaker:
             dp=candidate.dp,
             tp=candidate.tp,
             pp=candidate.pp,
-            global_batch=self.task.global_batch,
+            global_batch=self.workload.global_batch,
             micro_batch_size=candidate.micro_batch_size,
             schedule=name,
             schedule_options=options,
@@ -129,7 +129,7 @@ class PlanMaker:
                 tp=candidate.tp,
                 pp=candidate.pp,
             ),
-            seed=self.task.seed,
+            seed=self.workload.seed,
             shard_optimizer=candidate.shard_optimizer,
         )
         if candidate.replicas == UNEVEN:
@@ -138,9 +138,9 @@ class PlanMaker:
             plan = replace(plan, stages=self._stages(candidate, plan, form, samples, limits, excluded))
         if SCHEDULES[name].asynchronous:
             schedule = build_schedule(name, **sizes, **options)
-            self.subject.check_trainable(schedule, plan.stages, samples, clip_norm=self.task.clip_norm)
+            self.planned.check_trainable(schedule, plan.stages, samples, clip_norm=self.workload.clip_norm)
         if candidate.recompute not in (NONE, FULL, AUTO):
-            plan = self._shares(plan).plan(float(candidate.recompute))
+            plan = self._kept_fractions(plan).plan(float(candidate.recompute))
         return plan
 
     def capture(self, sizes: Iterable[int]) -> None:
@@ -159,20 +159,20 @@ class PlanMaker:
         if samples not in self._captured:
             try:
                 self._captured[samples] = None
-                self.subject.fingerprint(samples)
+                self.planned.fingerprint(samples)
             except InputError as error:
                 self._captured[samples] = error
         if error := self._captured[samples]:
             raise error
-        return self.subject.fingerprint(samples)
+        return self.planned.fingerprint(samples)
 
-    def _shares(self, plan: Plan) -> Shares:
+    def _kept_fractions(self, plan: Plan) -> KeptFractions:
         samples = plan.micro_batch_size // shape_of(plan).parts
-        return Shares(plan, lambda stage: self.subject.starts(stage, samples))
+        return KeptFractions(plan, lambda stage: self.planned.starts(stage, samples))
 
     def _draft(self, form: Shape, samples: int) -> tuple[StagePlan, ...]:
         """Any stages."""
-        cuts = self.subject.cuts(samples)
+        cuts = self.planned.cuts(samples)
         if len(cuts) <= form.stages:
             raise PlanError(f"{form.stages} stages, but the model has {len(cuts) - 1} subgraphs; each stage needs one")
         return stages_between([*cuts[: form.stages], cuts[-1]])
@@ -186,7 +186,7 @@ class PlanMaker:
         limits: Sequence[float] | None,
         excluded: Sequence[tuple[int, int, int]],
     ) -> tuple[StagePlan, ...]:
-        cuts = self.subject.cuts(samples)
+        cuts = self.planned.cuts(samples)
         if candidate.cuts is not None:
             wanted, count = list(candidate.cuts), form.stages
             if (
@@ -202,7 +202,7 @@ class PlanMaker:
         if form.stages == 1:
             return stages_between([0, cuts[-1]])
         problem = CandidateProblem(
-            subject=self.subject,
+            planned=self.planned,
             model=self.model,
             plan=plan,
             shape=form,
@@ -220,7 +220,7 @@ class PlanMaker:
         """
         if form.stages != candidate.pp or len(form.device_of) != form.stages:
             raise PlanError(f"replicas: uneven ones need one stage on each device; {plan.schedule} has several on one")
-        cuts = self.subject.cuts(samples)
+        cuts = self.planned.cuts(samples)
         devices = self.model.cluster.devices // (candidate.dp * candidate.tp)  # of a pipeline
         before = {
             count: self.model.pipeline(plan, cuts, replicas=count).before
@@ -252,10 +252,10 @@ def _keep(candidate: Candidate, form: Shape) -> Keep:
     """Adds to a stage what it keeps under the recomputation of ``candidate``."""
     if candidate.recompute in (NONE, FULL, AUTO):
         return lambda number, stage, starts: stage
-    shares = kept_shares(form.in_flight, float(candidate.recompute))
+    fractions = kept_fractions(form.in_flight, float(candidate.recompute))
 
     def keep(number: int, stage: StagePlan, starts: Sequence[int]) -> StagePlan:
-        return keep_last(stage, starts, shares[number]) if number in form.recompute else stage
+        return keep_last(stage, starts, fractions[number]) if number in form.recompute else stage
 
     return keep
 

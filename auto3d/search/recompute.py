@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 
-from auto3d.partition.recompute import first_shares, keep_last, kept_shares
+from auto3d.partition.recompute import first_fractions, keep_last, kept_fractions
 from auto3d.plan import Plan, PlanError, StagePlan
 from auto3d.schedule import SCHEDULES
 from auto3d.schedule.options import SYNC
@@ -39,7 +39,7 @@ def schedule_options(
     return given
 
 
-class Shares:
+class KeptFractions:
     """The plans that differ from ``plan``, whose schedule recomputes, in what its stages keep."""
 
     def __init__(self, plan: Plan, starts: Callable[[StagePlan], Sequence[int]]) -> None:
@@ -55,15 +55,15 @@ class Shares:
 
         Rounded up in the fourth decimal, since a share's subgraphs are rounded down: people read them, and write them.
         """
-        exact = first_shares(self._in_flight, [len(starts) for starts in self._starts])
-        return sorted({ceil(round(share * 10**4, 6)) / 10**4 for share in exact})
+        exact = first_fractions(self._in_flight, [len(starts) for starts in self._starts])
+        return sorted({ceil(round(fraction * 10**4, 6)) / 10**4 for fraction in exact})
 
     def plan(self, first: float) -> Plan:
         """The plan of α₁ = ``first``; where every stage keeps all, without recomputation if that is an option."""
-        shares = kept_shares(self._in_flight, first)
+        fractions = kept_fractions(self._in_flight, first)
         stages = tuple(
-            keep_last(stage, starts, share) if starts else stage
-            for stage, starts, share in zip(self._plan.stages, self._starts, shares, strict=True)
+            keep_last(stage, starts, fraction) if starts else stage
+            for stage, starts, fraction in zip(self._plan.stages, self._starts, fractions, strict=True)
         )
         options = dict(self._plan.schedule_options)
         if "recompute" in options and all(stage.kept == stage.operations for stage in stages):
@@ -72,10 +72,10 @@ class Shares:
         return replace(self._plan, stages=stages)
 
 
-def largest_share(shares: Shares, shortage: Callable[[Plan], str]) -> Plan:
+def largest_fraction(fractions: KeptFractions, shortage: Callable[[Plan], str]) -> Plan:
     """The plan of the largest α₁ that is not short of memory; raises PlanError with what is missing where none is."""
-    for first in reversed(shares.first):
-        plan = shares.plan(first)
+    for first in reversed(fractions.first):
+        plan = fractions.plan(first)
         missing = shortage(plan)
         if not missing:
             return plan

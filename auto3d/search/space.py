@@ -20,7 +20,6 @@ from auto3d.search.recompute import AUTO, FULL, NONE
 
 Axis = Sequence | Literal["auto"]
 EQUAL, UNEVEN = REPLICAS = ("equal", "uneven")
-PARTITIONS = STAGE_METHODS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +44,7 @@ class SearchSpace:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class Workload:
     """What training asks of every plan."""
 
     global_batch: int
@@ -125,11 +124,11 @@ class Domain:
     """The candidates of ``space`` on ``cluster``: ``degrees`` that fit together, and ``choices`` for each of the other
     axes. ``refused`` has those that do not fit together."""
 
-    def __init__(self, space: SearchSpace, cluster: Cluster, task: Task) -> None:
-        self.cluster, self.task = cluster, task
+    def __init__(self, space: SearchSpace, cluster: Cluster, workload: Workload) -> None:
+        self.cluster, self.workload = cluster, workload
         self._allow_idle = space.allow_idle_devices
         divisors = [number for number in range(1, cluster.devices + 1) if cluster.devices % number == 0]
-        sizes = [2**power for power in range(task.global_batch.bit_length()) if 2**power <= task.global_batch]
+        sizes = [2**power for power in range(workload.global_batch.bit_length()) if 2**power <= workload.global_batch]
         every = {
             "dp": divisors,
             "tp": divisors,
@@ -209,13 +208,13 @@ class Domain:
         if needed < there and candidate.replicas == EQUAL and not self._allow_idle:
             return f"uses {needed} of {there} devices, and allow_idle_devices is false"
         try:
-            check_fits(candidate, self.cluster, self.task)
+            check_fits(candidate, self.cluster, self.workload)
         except InputError as error:
             return str(error)
         return ""
 
 
-def check_fits(candidate: Candidate, cluster: Cluster, task: Task) -> None:
+def check_fits(candidate: Candidate, cluster: Cluster, workload: Workload) -> None:
     """Raise PlanError where its degrees do not fit the cluster and the global batch."""
     needed = candidate.dp * candidate.tp * candidate.pp
     if candidate.replicas == UNEVEN:
@@ -228,4 +227,4 @@ def check_fits(candidate: Candidate, cluster: Cluster, task: Task) -> None:
     if needed > cluster.devices:
         raise PlanError(f"needs {needed} devices; the cluster has {cluster.devices}")
     degrees = {name: getattr(candidate, name) for name in ("dp", "tp", "pp", "micro_batch_size")}
-    check_degrees(**degrees, global_batch=task.global_batch)
+    check_degrees(**degrees, global_batch=workload.global_batch)

@@ -11,9 +11,9 @@ from auto3d.partition.stage import PartitionError
 from auto3d.plan import Plan, PlanError
 from auto3d.search.make import PlanMaker
 from auto3d.search.partitioned import plan_of
+from auto3d.search.planned_model import PlannedGraphs
 from auto3d.search.search import Search
 from auto3d.search.space import Candidate
-from auto3d.search.subject import CapturedSubject
 
 _TIGHTER = 0.95  # share of the memory that RaNNC is promised next, where its plan does not fit by the cost model
 
@@ -54,7 +54,7 @@ def _fitting(maker: PlanMaker) -> tuple[Partition, Plan]:
             if short is not None:
                 raise short from None
             raise
-        plan = plan_of(found, request, seed=maker.task.seed)
+        plan = plan_of(found, request, seed=maker.workload.seed)
         try:
             maker.check(plan)
             return found, plan
@@ -65,8 +65,8 @@ def _fitting(maker: PlanMaker) -> tuple[Partition, Plan]:
 
 
 def _request(maker: PlanMaker, memory_bytes: float) -> PartitionRequest:
-    subject, model, task = maker.subject, maker.model, maker.task
-    if not isinstance(subject, CapturedSubject):
+    planned, model, workload = maker.planned, maker.model, maker.workload
+    if not isinstance(planned, PlannedGraphs):
         raise PlanError("rannc needs a captured model: it cuts operations, not layers")
     cluster, training = model.cluster, model.training
     accelerator, link = cluster.slowest(range(cluster.devices)), message_link(cluster)
@@ -74,7 +74,7 @@ def _request(maker: PlanMaker, memory_bytes: float) -> PartitionRequest:
     state = weight + training.sync_bytes + training.master_bytes + 4 * MOMENTS[training.optimizer]
 
     def costs_of(graph: Graph) -> PartitionCosts:
-        times = times_of(subject.work_of(graph), accelerator)
+        times = times_of(planned.work_of(graph), accelerator)
         return PartitionCosts(
             forward_s=tuple(map(float, times.forward[1:] - times.forward[:-1])),
             backward_s=tuple(map(float, times.backward[1:] - times.backward[:-1])),
@@ -86,11 +86,11 @@ def _request(maker: PlanMaker, memory_bytes: float) -> PartitionRequest:
         )
 
     return PartitionRequest(
-        graph_at=subject.graph,
+        graph_at=planned.graph,
         costs_of=costs_of,
         stages=None,
         micro_batch_size=1,
-        global_batch=task.global_batch,
+        global_batch=workload.global_batch,
         nodes=len(cluster.nodes),
         devices_per_node=cluster.devices_per_node,
         equal_slices=True,

@@ -16,7 +16,7 @@ from auto3d.capture.interpolate import interpolate
 from auto3d.partition.cost import PartitionCosts
 from auto3d.partition.methods.rannc.atomic import atomic_subcomponents, stage_of_operations
 from auto3d.partition.methods.rannc.blocks import form_blocks
-from auto3d.partition.methods.rannc.profile import Profiles
+from auto3d.partition.methods.rannc.operation_profile import OperationProfiles
 from auto3d.partition.methods.rannc.stages import StageSearch
 from auto3d.partition.methods.rannc.units import find_units
 from auto3d.partition.request import Partition, PartitionRequest
@@ -92,7 +92,7 @@ def rannc(
             raise PartitionError(f"{name}: {number} is not possible; it must be 1 or more")
     if global_batch < smallest_micro_batch:
         raise PartitionError(f"global_batch: {global_batch} is not possible; it must be {smallest_micro_batch} or more")
-    profiles = Profiles(graph_at, costs_at, smallest=smallest_micro_batch, largest=global_batch)
+    profiles = OperationProfiles(graph_at, costs_at, smallest=smallest_micro_batch, largest=global_batch)
     graph, costs, devices = profiles.graph, profiles.costs, nodes * devices_per_node
     units = find_units(
         graph,

@@ -86,14 +86,14 @@ class _Borders:
         for unit, after in enumerate(units.after):
             for follower in after:
                 self.neighbours[follower].add(unit)
-        self.makes: list[list[int]] = [[] for _ in units.after]  # numbers of exchanges, by unit
+        self.makes: list[list[int]] = [[] for _ in units.after]  # numbers of sent_values, by unit
         self.uses: list[list[int]] = [[] for _ in units.after]
-        for number, exchange in enumerate(units.exchanges):
+        for number, exchange in enumerate(units.sent_values):
             self.makes[exchange.maker].append(number)
             for user in exchange.users:
                 self.uses[user].append(number)
         # exchange -> block -> its units that use the value
-        self.users = [Counter(self.block_of[user] for user in exchange.users) for exchange in units.exchanges]
+        self.users = [Counter(self.block_of[user] for user in exchange.users) for exchange in units.sent_values]
         pairs = ((self.block_of[unit], self.block_of[each]) for unit, after in enumerate(units.after) for each in after)
         self.edges = Counter(pairs)  # (block, block) -> pairs of units
 
@@ -142,13 +142,13 @@ class _Borders:
 
         A value is sent once to each block that uses it.
         """
-        users, source = self.users[number], self.block_of[self.units.exchanges[number].maker]
+        users, source = self.users[number], self.block_of[self.units.sent_values[number].maker]
         before = len(users) - (source in users)
         leaves, comes = 0 < moved == users[home], moved > 0 and target not in users
         source = target if maker_moves else source
         uses_itself = {home: users[home] > moved, target: users[target] + moved > 0}.get(source, source in users)
         after = len(users) - leaves + comes - uses_itself
-        return self.units.exchanges[number].bytes * (after - before)
+        return self.units.sent_values[number].bytes * (after - before)
 
     def _edges_after(self, moving: set[int], target: int) -> Counter[tuple[int, int]]:
         edges = self.edges.copy()

@@ -8,7 +8,7 @@ import numpy as np
 from auto3d.capture.graph import Graph
 from auto3d.partition.cost import PartitionCosts
 from auto3d.partition.methods.rannc.atomic import Subcomponent
-from auto3d.partition.methods.rannc.profile import Profile, value_numbers
+from auto3d.partition.methods.rannc.operation_profile import OperationProfile, value_numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class Runs:
         weights = np.array([value.bytes for value in graph.parameters.values()], float)
         self._state_bytes = costs.state_factor * _having(state, self.blocks).total(weights, self.blocks)
 
-    def at(self, profile: Profile) -> RunCosts:
+    def at(self, profile: OperationProfile) -> RunCosts:
         def message_s(table: np.ndarray) -> np.ndarray:
             return np.where(table > 0, self._costs.latency_s + table / self._costs.bandwidth, 0.0)
 

@@ -7,7 +7,7 @@ from math import ceil, inf, lcm
 import numpy as np
 
 from auto3d.partition.methods.rannc.atomic import Subcomponent
-from auto3d.partition.methods.rannc.profile import Profiles
+from auto3d.partition.methods.rannc.operation_profile import OperationProfiles
 from auto3d.partition.methods.rannc.runs import RunCosts, Runs
 
 
@@ -143,7 +143,7 @@ class StageSearch:
     def __init__(
         self,
         blocks: Sequence[Sequence[Subcomponent]],
-        profiles: Profiles,
+        profiles: OperationProfiles,
         *,
         nodes: int,
         devices_per_node: int,

@@ -1,4 +1,4 @@
-"""What blocks are made of: atomic subcomponents, some of which cannot be apart, with their costs and exchanges."""
+"""What blocks are made of: atomic subcomponents, some of which cannot be apart, with their costs and sent_values."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -8,11 +8,11 @@ from itertools import pairwise
 from auto3d.capture.graph import Graph
 from auto3d.partition.methods.rannc.atomic import Subcomponent
 from auto3d.partition.methods.rannc.dag import strong_components, topological_order
-from auto3d.partition.methods.rannc.profile import Profile, value_numbers
+from auto3d.partition.methods.rannc.operation_profile import OperationProfile, value_numbers
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class SentValue:
     """A value that one unit makes and others use."""
 
     bytes: float
@@ -26,7 +26,7 @@ class Units:
 
     members: tuple[tuple[Subcomponent, ...], ...]
     after: tuple[frozenset[int], ...]  # units that use what this one makes
-    exchanges: tuple[Exchange, ...]
+    sent_values: tuple[SentValue, ...]
     seconds: tuple[float, ...]  # forward and backward of one micro-batch
     held: tuple[dict[str, float], ...]  # bytes by what takes them: values kept, parameters with all that goes with them
     memory_bytes: float  # of a device
@@ -43,8 +43,8 @@ def find_units(
     graph: Graph,
     subcomponents: Sequence[Subcomponent],
     *,
-    times: Profile,
-    sizes: Profile,
+    times: OperationProfile,
+    sizes: OperationProfile,
     state_factor: float,
     memory_bytes: float,
 ) -> Units:
@@ -69,13 +69,13 @@ def find_units(
 
     unit_of = {number: unit for unit, own in enumerate(members) for number in own}
     place = value_numbers(graph)
-    exchanges, after = [], [set() for _ in members]
+    sent_values, after = [], [set() for _ in members]
     for name, numbers in users.items():
         source = unit_of[maker[name]]
         targets = {unit_of[number] for number in numbers} - {source}
         after[source] |= targets
         if targets:
-            exchanges.append(Exchange(float(times.value_bytes[place[name]]), source, tuple(sorted(targets))))
+            sent_values.append(SentValue(float(times.value_bytes[place[name]]), source, tuple(sorted(targets))))
 
     clones = Counter(position for sub in subcomponents for position in sub.constants)
     seconds = [0.0] * len(members)
@@ -93,7 +93,7 @@ def find_units(
     return Units(
         members=tuple(tuple(subcomponents[number] for number in own) for own in members),
         after=tuple(map(frozenset, after)),
-        exchanges=tuple(exchanges),
+        sent_values=tuple(sent_values),
         seconds=tuple(seconds),
         held=tuple(held),
         memory_bytes=memory_bytes,

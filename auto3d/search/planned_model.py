@@ -19,7 +19,7 @@ from auto3d.schedule.asynchronous import check_trainable
 from auto3d.schedule.operation import Schedule
 
 
-class Subject(Protocol):
+class PlannedModel(Protocol):
     """Positions, as in a Plan's stages, are operations of the Graph at ``samples``, or layers."""
 
     times: TimesOf | None  # where they were measured
@@ -49,7 +49,7 @@ class Subject(Protocol):
         ...
 
 
-class CapturedSubject:
+class PlannedGraphs:
     """Graphs at any number of samples, and their work."""
 
     times = None
@@ -79,7 +79,7 @@ class CapturedSubject:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayeredSubject:
+class PlannedLayers:
     layers: tuple[Layer, ...]
     work: Callable[[int], Work]
     times: TimesOf

@@ -11,7 +11,7 @@ from auto3d.partition.cost import PartitionCosts
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profile:
+class OperationProfile:
     """At one micro-batch size. Operations are by their position in the Graph, values as in ``value_numbers``."""
 
     forward_s: np.ndarray
@@ -23,13 +23,13 @@ class Profile:
 
 
 def value_numbers(graph: Graph) -> dict[str, int]:
-    """Name of each graph input and result of an operation -> its place in ``Profile.value_bytes``."""
+    """Name of each graph input and result of an operation -> its place in ``OperationProfile.value_bytes``."""
     made = (value.name for node in graph.nodes for value in node.outputs)
     return {name: number for number, name in enumerate((*graph.inputs, *made))}
 
 
-class Profiles:
-    """Profiles of one model, made when they are first asked for.
+class OperationProfiles:
+    """OperationProfiles of one model, made when they are first asked for.
 
     Sampled at ``smallest``, powers of two, and ``largest``; between two samples everything is linear. That is exact for
     bytes, which are affine in the micro-batch size, and close for times. The paper measures every size that its search
@@ -50,9 +50,9 @@ class Profiles:
         self._graph_at, self._costs_at = graph_at, costs_at
         powers = (2**power for power in range(largest.bit_length()))
         self._sizes = sorted({smallest, largest, *(power for power in powers if power > smallest)})
-        self._known: dict[int, Profile] = {}
+        self._known: dict[int, OperationProfile] = {}
 
-    def at(self, size: int) -> Profile:
+    def at(self, size: int) -> OperationProfile:
         """For micro-batches of ``size`` samples, ``smallest`` to ``largest``."""
         if size not in self._known:
             place = bisect_right(self._sizes, size) - 1
@@ -60,21 +60,23 @@ class Profiles:
             self._known[size] = self._sample(size) if low == size else self._between(low, self._sizes[place + 1], size)
         return self._known[size]
 
-    def _sample(self, size: int) -> Profile:
+    def _sample(self, size: int) -> OperationProfile:
         graph = self.graph if size == self.smallest else self._graph_at(size)
         costs = self.costs if size == self.smallest else self._costs_at(size)
         made = [value.bytes for node in graph.nodes for value in node.outputs]
         scale = costs.activation_factor
-        return Profile(
+        return OperationProfile(
             forward_s=np.array(costs.forward_s),
             backward_s=np.array(costs.backward_s),
             internal_bytes=scale * np.array([node.saved_bytes for node in graph.nodes], float),
             value_bytes=scale * np.array([*(value.bytes for value in graph.inputs.values()), *made], float),
         )
 
-    def _between(self, low: int, high: int, size: int) -> Profile:
+    def _between(self, low: int, high: int, size: int) -> OperationProfile:
         share = (size - low) / (high - low)
         below, above = self.at(low), self.at(high)
-        both = {field.name: (getattr(below, field.name), getattr(above, field.name)) for field in fields(Profile)}
+        both = {
+            field.name: (getattr(below, field.name), getattr(above, field.name)) for field in fields(OperationProfile)
+        }
         mixed = {name: (1 - share) * first + share * last for name, (first, last) in both.items()}
-        return Profile(**{name: np.rint(mixed[name]) if "bytes" in name else mixed[name] for name in mixed})
+        return OperationProfile(**{name: np.rint(mixed[name]) if "bytes" in name else mixed[name] for name in mixed})
