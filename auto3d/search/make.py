@@ -1,4 +1,4 @@
-"""Candidate -> Plan: the one place where plans are made of degrees and choices."""
+"""Candidate -> Plan: the one place that makes plans from degrees and choices."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -26,10 +26,11 @@ _TIGHTER = 0.95  # factor on that memory where the cost model counts less than t
 
 
 class PlanMaker:
-    """Makes Plans of ``planned`` for ``workload`` on the cluster of ``model``, whose times balance stages.
+    """Makes Plans of the model ``planned`` for ``workload``, with the cluster and times of the cost model ``model``.
 
-    ``shortage`` says what memory a Plan lacks, nothing where it fits (default: by ``model``, on the devices that are
-    known); ``check`` raises InputError for a Plan that cannot be for another reason.
+    ``shortage`` returns which device lacks memory for a Plan, or an empty string if the Plan fits (default: by
+    ``model``, on devices whose memory is known). ``check`` raises InputError for a Plan that is impossible for another
+    reason.
     """
 
     def __init__(
@@ -44,10 +45,10 @@ class PlanMaker:
         self.planned, self.model, self.workload = planned, model, workload
         self._shortage = shortage or (lambda plan: shortage_of(model, plan))
         self._check = check or (lambda plan: None)
-        self._captured: dict[int, InputError | None] = {}  # number of samples -> why there is no model at it
+        self._captured: dict[int, InputError | None] = {}  # number of samples -> why the model cannot be captured at it
 
     def plan(self, candidate: Candidate) -> Plan:
-        """The Plan of ``candidate``; raises InputError where there is none, or a device lacks the memory for it."""
+        """The Plan of ``candidate``; raises InputError if there is none, or if a device lacks the memory for it."""
         plan = self.unlimited(candidate)
         if _may_fit_memory(candidate) and self._shortage(plan):
             plan = self._fastest_that_fits(candidate, plan)
@@ -59,21 +60,21 @@ class PlanMaker:
         return plan
 
     def check(self, plan: Plan) -> None:
-        """Raise InputError where a device lacks the memory for ``plan``, or it cannot be for another reason."""
+        """Raise InputError if a device lacks the memory for ``plan``, or if it is impossible for another reason."""
         if missing := self._shortage(plan):
             raise PlanError(missing)
         self._check(plan)
 
     def unlimited(self, candidate: Candidate) -> Plan:
-        """The Plan of ``candidate`` whatever memory it needs; with recompute auto, of one that keeps nothing."""
+        """The Plan of ``candidate`` whatever memory it needs; with recompute auto, the one that keeps nothing."""
         return self._made(candidate)
 
     def _fastest_that_fits(self, candidate: Candidate, fastest: Plan) -> Plan:
         """The Plan of ``candidate`` with the fastest stages that fit; if none fit, ``fastest``, which does not either.
 
-        The stages are the fastest of all that fit where each device holds one of them. Where a device holds several
-        that fit one by one and not together, the largest is made smaller until they do; this may miss some stages that
-        fit. Where the maker's own count still finds memory short, all devices are taken to have less of it.
+        If each device holds one stage, these are the fastest of all stages that fit. If a device holds several stages
+        that fit one by one but not together, the largest is made smaller until they fit; this may miss stages that fit.
+        If the maker's own count of memory still finds too little of it, all limits are lowered.
         """
         shape, cluster = shape_of(fastest), self.model.cluster
         memory = [cluster.memory_of(ranks) or inf for ranks in fastest.placement]
@@ -111,7 +112,7 @@ class PlanMaker:
         sizes = {"devices": candidate.pp, "micro_batches": micro_batches}
         options = schedule_options(name, given, candidate.recompute, candidate.sync, **sizes)
         form = shape(name, **sizes, options=options)
-        samples = samples_of_part(form, candidate.micro_batch_size)
+        samples = samples_of_part(form, candidate.micro_batch_size)  # type: ignore[arg-type]  # it only reads ``parts``
         plan = Plan(
             graph=self._fingerprint(samples),
             dp=candidate.dp,
@@ -144,26 +145,27 @@ class PlanMaker:
         return plan
 
     def capture(self, sizes: Iterable[int]) -> None:
-        """Have the model captured at these numbers of samples now, so that a search's time is its own."""
+        """Capture the model at these numbers of samples now, so that the time of a search does not include it."""
         for samples in sizes:
             with suppress(InputError):
                 self._fingerprint(samples)
 
     def check_captured(self) -> None:
         """Raise the first error if the model could not be captured at any number of samples."""
-        if self._captured and all(self._captured.values()):
-            raise next(iter(self._captured.values()))
+        errors = [error for error in self._captured.values() if error is not None]
+        if errors and len(errors) == len(self._captured):
+            raise errors[0]
 
     def _fingerprint(self, samples: int) -> str:
-        """The model is asked for once, also where it cannot be captured."""
+        """The fingerprint of the model; asks for each capture once, even if it fails."""
         if samples not in self._captured:
             try:
                 self._captured[samples] = None
                 self.planned.fingerprint(samples)
             except InputError as error:
                 self._captured[samples] = error
-        if error := self._captured[samples]:
-            raise error
+        if (problem := self._captured[samples]) is not None:
+            raise problem
         return self.planned.fingerprint(samples)
 
     def _kept_fractions(self, plan: Plan) -> KeptFractions:
@@ -171,7 +173,7 @@ class PlanMaker:
         return KeptFractions(plan, lambda stage: self.planned.starts(stage, samples))
 
     def _draft(self, form: Shape, samples: int) -> tuple[StagePlan, ...]:
-        """Any stages."""
+        """Some valid stages, for a Plan whose real stages are chosen later."""
         cuts = self.planned.cuts(samples)
         if len(cuts) <= form.stages:
             raise PlanError(f"{form.stages} stages, but the model has {len(cuts) - 1} subgraphs; each stage needs one")
@@ -214,14 +216,14 @@ class PlanMaker:
         return method.choose_stages(problem)
 
     def _unevenly(self, candidate: Candidate, plan: Plan, form: Shape, samples: int) -> Plan:
-        """Stages and their replicas together, whatever the partition: the slowest stage is as fast as can be.
+        """``plan`` with the stages and replicas whose slowest stage is as fast as possible, whatever the partition.
 
-        So RaNNC chooses them (Tanaka et al. 2021, algorithm 1), for given numbers of stages and devices.
+        RaNNC chooses them this way (Tanaka et al. 2021, algorithm 1) for given numbers of stages and devices.
         """
         if form.stages != candidate.pp or len(form.device_of) != form.stages:
             raise PlanError(f"replicas: uneven ones need one stage on each device; {plan.schedule} has several on one")
         cuts = self.planned.cuts(samples)
-        devices = self.model.cluster.devices // (candidate.dp * candidate.tp)  # of a pipeline
+        devices = self.model.cluster.devices // (candidate.dp * candidate.tp)  # devices of one pipeline
         before = {
             count: self.model.pipeline(plan, cuts, replicas=count).before
             for count in range(1, devices - candidate.pp + 2)
@@ -230,7 +232,7 @@ class PlanMaker:
         found = fastest_stages(before, stages=form.stages, devices=devices)
         if found is None:
             raise PlanError(
-                f"replicas: no {form.stages} of {', '.join(map(str, before))}, which divide {samples} samples, sum up "
+                f"replicas: no {form.stages} of {', '.join(map(str, before))}, which divide {samples} samples, add up "
                 f"to the {devices} devices of a pipeline"
             )
         bounds, counts = found
@@ -249,7 +251,7 @@ def _may_fit_memory(candidate: Candidate) -> bool:
 
 
 def _keep(candidate: Candidate, form: Shape) -> Keep:
-    """Adds to a stage what it keeps under the recomputation of ``candidate``."""
+    """A function that adds to a stage what the stage keeps under the recomputation of ``candidate``."""
     if candidate.recompute in (NONE, FULL, AUTO):
         return lambda number, stage, starts: stage
     fractions = kept_fractions(form.in_flight, float(candidate.recompute))
@@ -261,7 +263,7 @@ def _keep(candidate: Candidate, form: Shape) -> Keep:
 
 
 def shortage_of(model: CostModel, plan: Plan) -> str:
-    """Why ``plan`` does not fit into the memory of the devices that it is placed on; nothing where it does."""
+    """Why ``plan`` does not fit into the memory of the devices that it is placed on; empty if it fits."""
     for device, needed in enumerate(model.memory(plan)):
         memory = model.cluster.memory_of(plan.placement[device])
         if memory is not None and needed > memory:

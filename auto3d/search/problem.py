@@ -16,7 +16,7 @@ Keep = Callable[[int, StagePlan, Sequence[int]], StagePlan]
 
 @dataclass(frozen=True, kw_only=True)
 class CandidateProblem:
-    """How to cut the model of ``planned`` into the stages of ``plan``, whose own stages are any.
+    """How to cut the model ``planned`` for ``plan``, a draft whose stages are any.
 
     ``limits`` has the bytes that each pipeline device may fill, infinite where unknown; None: all of them infinite.
     ``excluded`` has runs (stage, first position, last position) that are too large for a device together with its other

@@ -269,7 +269,7 @@ def test_what_is_said_to_fit_fits(model):
         partition(model, 1000.0)
     message = str(refused.value)
     assert "\n" not in message
-    need = float(re.search(r"that would do is ([\d.]+) MiB", message)[1])
+    need = float(re.search(r"that is enough is ([\d.]+) MiB", message)[1])
     assert len(partition(model, need * 2**20).stages) > 1
 
 
@@ -289,5 +289,5 @@ def test_replicas_share_samples_equally_where_a_plan_must():
     assert sum(equal.replicas) == 5
     assert all(12 % (equal.micro_batches * replicas) == 0 for replicas in equal.replicas)
     assert equal.samples == tuple(12 // (equal.micro_batches * replicas) for replicas in equal.replicas)
-    with pytest.raises(PartitionError, match="12 samples cannot be shared equally by 5 devices and 1 blocks; a multi"):
+    with pytest.raises(PartitionError, match="12 samples do not divide equally among 5 devices and 1 block; a multi"):
         partition("bert", inf, nodes=1, devices_per_node=5, equal_slices=True, blocks=1)

@@ -71,7 +71,7 @@ def test_auto_keeps_the_most_that_fits(schedule):
     (none,) = search(["auto"], schedule=[schedule], memory_bytes=least * 0.9)
     assert none.plan is None
     assert none.reason.startswith("infeasible: pipeline device ")
-    assert none.reason.endswith("GiB, even where as much is recomputed as can be")
+    assert none.reason.endswith("GiB, even with full recomputation")
 
 
 def test_a_plan_that_cannot_fit_is_refused_with_its_bytes():
@@ -118,7 +118,7 @@ def test_schedules_that_do_not_recompute_say_so(schedule):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("recompute=full", "schedule_options: recompute is 'full'; it is said by recompute, not here"),
+        ("recompute=full", "schedule_options: recompute is 'full'; set the key recompute instead"),
         ("chunks=4", "schedule 1f1b: option 'chunks' is not one of its own; it takes recompute, sync"),
         ("sync=3", "schedule 1f1b: sync is 3; it must be text"),
         ("sync=late", "schedule 1f1b: sync is 'late'; it must be one of lazy"),

@@ -66,8 +66,9 @@ def shortest_pipeline(
                         candidates.append(_Assignment(slowest, rest, place, assignment))
             reached[place] = _unbeaten(candidates)
         best = reached
-    winner: _Assignment | None = min(best[last], key=lambda assignment: (micro_batches - 1) * assignment.slowest +
-    assignment.rest) bounds = [] while winner is not None:
+    winner: _Assignment | None = min(best[last], key=lambda one: (micro_batches - 1) * one.slowest + one.rest)
+    bounds = []
+    while winner is not None:
         bounds.append(winner.place)
         winner = winner.previous
     return bounds[::-1]

@@ -1,4 +1,4 @@
-"""What blocks are made of: atomic subcomponents, some of which cannot be apart, with their costs and sent_values."""
+"""The units that blocks are made of: inseparable groups of atomic subcomponents, their costs and sent values."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -22,17 +22,17 @@ class SentValue:
 
 @dataclass(frozen=True, kw_only=True)
 class Units:
-    """Numbered in an order in which they can run. A unit is one atomic subcomponent but where a buffer is written."""
+    """Units in an order in which they can run. A unit is one atomic subcomponent unless it writes a buffer."""
 
     members: tuple[tuple[Subcomponent, ...], ...]
-    after: tuple[frozenset[int], ...]  # units that use what this one makes
+    after: tuple[frozenset[int], ...]  # per unit, the units that use its values
     sent_values: tuple[SentValue, ...]
-    seconds: tuple[float, ...]  # forward and backward of one micro-batch
-    held: tuple[dict[str, float], ...]  # bytes by what takes them: values kept, parameters with all that goes with them
-    memory_bytes: float  # of a device
+    seconds: tuple[float, ...]  # per unit, forward and backward of one micro-batch
+    held: tuple[dict[str, float], ...]  # per unit: kept value, or parameter with its gradient and state -> bytes
+    memory_bytes: float  # memory of a device
 
     def fit(self, units: Iterable[int]) -> bool:
-        """Whether a device could hold these units; what several of them hold counts once."""
+        """Whether a device has the memory for these units; tensors that several of them hold count once."""
         union: dict[str, float] = {}
         for unit in units:
             union |= self.held[unit]
@@ -48,14 +48,14 @@ def find_units(
     state_factor: float,
     memory_bytes: float,
 ) -> Units:
-    """Units with the times of one profile and the memory of another.
+    """The units of a model, with the times of one profile and the memory of another.
 
-    Memory should be that of the smallest micro-batch, since how many samples a micro-batch has is decided only later:
-    what does not fit then never fits. The seconds of a constant operation are shared out among its clones, since those
-    in one block run once.
+    ``sizes`` should be the profile of the smallest micro-batch: the micro-batch size is decided later, and units that
+    do not fit then never fit. The seconds of a constant operation are divided among its clones, since all clones in one
+    block run once.
     """
     owner = {sub.operation: number for number, sub in enumerate(subcomponents)}
-    users: dict[str, list[int]] = {}  # value -> subcomponents, of values that are not constant
+    users: dict[str, list[int]] = {}  # non-constant value -> subcomponents that use it
     written: dict[str, list[int]] = {}
     for number, sub in enumerate(subcomponents):
         node = graph.nodes[sub.operation]
@@ -67,9 +67,10 @@ def find_units(
     maker = {name: owner[graph.producer[name]] for name in users}
     members = _inseparable(len(subcomponents), [(maker[name], user) for name in users for user in users[name]], written)
 
-    unit_of = {number: unit for unit, own in enumerate(members) for number in own}
+    unit_of = {number: unit for unit, numbers in enumerate(members) for number in numbers}
     place = value_numbers(graph)
-    sent_values, after = [], [set() for _ in members]
+    sent_values: list[SentValue] = []
+    after: list[set[int]] = [set() for _ in members]
     for name, numbers in users.items():
         source = unit_of[maker[name]]
         targets = {unit_of[number] for number in numbers} - {source}
@@ -81,17 +82,17 @@ def find_units(
     seconds = [0.0] * len(members)
     held: list[dict[str, float]] = [{} for _ in members]
     for number, sub in enumerate(subcomponents):
-        own = held[unit_of[number]]
+        in_unit = held[unit_of[number]]
         for position in sub.positions:
             node = graph.nodes[position]
             both = float(times.forward_s[position] + times.backward_s[position])
             seconds[unit_of[number]] += both / clones.get(position, 1)
-            own |= {name: float(sizes.value_bytes[place[name]]) for name in node.saves}
-            own[f"{node.name}, inside"] = float(sizes.internal_bytes[position])
+            in_unit |= {name: float(sizes.value_bytes[place[name]]) for name in node.saves}
+            in_unit[f"{node.name}, inside"] = float(sizes.internal_bytes[position])
             for name in graph.parameters.keys() & set(node.state):
-                own[f"{name}, state"] = state_factor * graph.parameters[name].bytes
+                in_unit[f"{name}, state"] = state_factor * graph.parameters[name].bytes
     return Units(
-        members=tuple(tuple(subcomponents[number] for number in own) for own in members),
+        members=tuple(tuple(subcomponents[number] for number in numbers) for numbers in members),
         after=tuple(map(frozenset, after)),
         sent_values=tuple(sent_values),
         seconds=tuple(seconds),
@@ -101,11 +102,11 @@ def find_units(
 
 
 def _inseparable(count: int, edges: list[tuple[int, int]], written: dict[str, list[int]]) -> list[tuple[int, ...]]:
-    """Subcomponents grouped so that all that use a written buffer, and what lies between them, are together.
+    """Groups of subcomponents: all users of a written buffer, and everything between them, are in one group.
 
-    The paper does not know such buffers. A cycle through the users of each makes exactly these groups strongly
-    connected. A group that neither gets nor gives anything (a counter of batches) has no neighbour to be merged with,
-    so it joins the group before it.
+    The paper has no such buffers. A cycle through the users of each buffer makes exactly these groups strongly
+    connected. A group without edges (such as a counter of batches) has no neighbour to merge with, so it joins the
+    group before it.
     """
     after: list[set[int]] = [set() for _ in range(count)]
     for source, target in edges:
