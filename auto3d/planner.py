@@ -17,9 +17,9 @@ from auto3d.partition.merak import Sharding, shard
 from auto3d.plan import Plan
 from auto3d.search.algorithms import run_algorithm
 from auto3d.search.make import PlanMaker
+from auto3d.search.planned_model import PlannedGraphs
 from auto3d.search.search import Budget, Ranked, Search
-from auto3d.search.space import Candidate, Domain, SearchSpace, Task
-from auto3d.search.subject import CapturedSubject
+from auto3d.search.space import Candidate, Domain, SearchSpace, Workload
 
 
 class Planner:
@@ -42,7 +42,7 @@ class Planner:
         self.cluster = cluster
         self._capture = cache(lambda samples: capture(build, inputs, samples, device=cluster.device))
         self._sharding = cache(lambda samples: shard(self._capture(samples).graph))
-        self._task = Task(global_batch=global_batch, seed=seed)
+        self._workload = Workload(global_batch=global_batch, seed=seed)
         precision = (training or Training()).precision
 
         def cuts(graph: Graph) -> tuple[int, ...]:
@@ -51,9 +51,9 @@ class Planner:
         def work(graph: Graph) -> Work:
             return work_of(graph, cuts(graph), precision=precision)
 
-        subject = CapturedSubject(lambda samples: self._capture(samples).graph, work, cuts)
-        self._model = CostModel(cluster, training or Training(), subject.work)
-        self._maker = PlanMaker(subject, self._model, self._task)
+        model = PlannedGraphs(lambda samples: self._capture(samples).graph, work, cuts)
+        self._model = CostModel(cluster, training or Training(), model.work)
+        self._maker = PlanMaker(model, self._model, self._workload)
 
     def captured(self, micro_batch_size: int) -> CapturedModel:
         """The module captured for micro-batches of this many samples; raises CaptureError where it cannot be."""
@@ -83,8 +83,10 @@ class Planner:
         Looks at no more than ``candidates``; an exhaustive search keeps at least the ``best`` fastest. Raises
         InputError, with the commonest reason, where none can be.
         """
-        search = Search(Domain(space, self.cluster, self._task), self._maker, Budget(candidates=candidates, best=best))
-        run_algorithm(algorithm, search, self._task.seed)
+        search = Search(
+            Domain(space, self.cluster, self._workload), self._maker, Budget(candidates=candidates, best=best)
+        )
+        run_algorithm(algorithm, search, self._workload.seed)
         ranked = search.ranked()
         if not ranked:
             times, candidate, reason = next(iter(search.refused()))

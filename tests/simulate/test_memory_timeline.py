@@ -3,7 +3,7 @@
 import pytest
 
 from auto3d.errors import InputError
-from auto3d.partition.recompute import kept_shares
+from auto3d.partition.recompute import kept_fractions
 from auto3d.schedule import SCHEDULES, build_schedule
 from auto3d.schedule.in_flight import in_flight, peak_activations
 from auto3d.schedule.weight_versions import weight_copies
@@ -48,7 +48,7 @@ def test_a_share_that_is_kept_costs_memory_and_saves_time():
     """Merak's schedule on four devices, α₁ = 1/4: fewer seconds, and as many bytes more on each of the first two."""
     schedule = build_schedule("shifted-critical-path", devices=4, micro_batches=8)
     held = in_flight(schedule)
-    shares = kept_shares(held, 0.25)
+    shares = kept_fractions(held, 0.25)
     assert held == [4, 3, 3, 1]
     costs = uniform(schedule, kept=shares)
     assert costs.recompute == pytest.approx([1 - share for share in shares])
