@@ -9,7 +9,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from auto3d.capture.export import ExportedModel, is_differentiable, module_path
-from auto3d.capture.graph import Graph, Node, Value
+from auto3d.capture.graph import Graph, GraphNode, Value
 from auto3d.capture.in_place import is_mutable
 from auto3d.capture.masks import ATTENTION, DROPOUT
 from auto3d.capture.operation_cost import OperationCosts
@@ -32,7 +32,7 @@ def describe(exported: ExportedModel) -> Graph:
     """
     state_names = {**exported.parameters, **exported.buffers, **{name: name for name in exported.constants}}
     cost_of = OperationCosts(exported.device)
-    nodes: list[Node] = []
+    nodes: list[GraphNode] = []
     from_inputs: dict[str, bool] = {}
     storage: dict[str, str] = {}  # value -> the value whose memory it shows: itself, or what it is a view of
     fixed: set[str] = set()  # values that no data enters: held once, not for each micro-batch
@@ -73,7 +73,7 @@ def describe(exported: ExportedModel) -> Graph:
         repeatable = cheap and not is_random(node) and all(from_inputs[source.name] for source in sources)
         from_inputs.update(dict.fromkeys((node.name, *(value.name for value in outputs)), repeatable))
         nodes.append(
-            Node(
+            GraphNode(
                 name=node.name,
                 operator=str(node.target),
                 reads=tuple(source.name for source in sources if source.name not in state_names),

@@ -23,7 +23,7 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class GraphNode:
     """One operation of the model."""
 
     name: str
@@ -44,7 +44,7 @@ class Node:
 class Graph:
     """A model at one micro-batch size. ``nodes`` are in an order in which they can run."""
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[GraphNode, ...]
     inputs: dict[str, Value]
     parameters: dict[str, Value]  # by the first name of each: tied parameters appear once
     buffers: dict[str, Value]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from auto3d.capture.graph import Graph, Node, Value
+from auto3d.capture.graph import Graph, GraphNode, Value
 
 
 def graph_to_json(graph: Graph) -> dict[str, Any]:
@@ -54,9 +54,9 @@ def graph_from_json(content: Mapping[str, Any]) -> Graph:
     )
 
 
-def _node(row: list) -> Node:
+def _node(row: list) -> GraphNode:
     name, operator, reads, state, outputs, module, flops, backward_flops, saves, saved_bytes, *flags = row
-    return Node(
+    return GraphNode(
         name,
         operator,
         tuple(reads),

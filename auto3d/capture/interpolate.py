@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from auto3d.capture.graph import Graph, Node, Value
+from auto3d.capture.graph import Graph, GraphNode, Value
 from auto3d.errors import InputError
 
 
@@ -23,7 +23,7 @@ def interpolate(first: Graph, second: Graph, micro_batch_size: int) -> Graph:
     def value(a: Value, b: Value) -> Value:
         return replace(a, shape=tuple(map(number, a.shape, b.shape)))
 
-    def node(a: Node, b: Node) -> Node:
+    def node(a: GraphNode, b: GraphNode) -> GraphNode:
         return replace(
             a,
             outputs=tuple(map(value, a.outputs, b.outputs)),

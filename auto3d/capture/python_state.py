@@ -52,9 +52,9 @@ class PythonState:
             *(Owner(f"{module.__name__}.{{}}", partial(vars, module)) for module in user_modules(model)),
         ]
 
-    def now(self) -> "Snapshot":
+    def now(self) -> "StateSnapshot":
         freezing = _Freezing({id(module) for module in self._modules.values()})
-        return Snapshot(
+        return StateSnapshot(
             {
                 (owner, name): freezing(value)
                 for owner in self._owners
@@ -77,12 +77,12 @@ class PythonState:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class StateSnapshot:
     """Copies of values, comparable, by their owner and name."""
 
     values: Mapping[tuple[Owner, str], Frozen]
 
-    def changes(self, before: "Snapshot") -> list["Change"]:
+    def changes(self, before: "StateSnapshot") -> list["Change"]:
         """What is not as it was ``before``: values that changed, are new, or are gone."""
         keys = dict.fromkeys([*before.values, *self.values])
         absent = object()
@@ -242,8 +242,8 @@ class Observation:
     """The state before and after the forward that is traced, and the modules' attributes at both times."""
 
     state: PythonState
-    before: Snapshot | None = None
-    after: Snapshot | None = None
+    before: StateSnapshot | None = None
+    after: StateSnapshot | None = None
     first_attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
     last_attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
 

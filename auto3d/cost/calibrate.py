@@ -44,7 +44,7 @@ COMPUTE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class MeasuredIteration:
     """An iteration of ``plan`` on the cluster of ``model``, and the seconds that it took."""
 
     model: CostModel
@@ -63,7 +63,7 @@ class Calibration:
 
 
 def calibrate(
-    iterations: Sequence[Measured],
+    iterations: Sequence[MeasuredIteration],
     names: Sequence[str],
     *,
     folds: int = 5,
@@ -93,7 +93,7 @@ def calibrate(
     return Calibration(parameters=fit([iterations[index] for index in order], names), errors=tuple(errors))
 
 
-def fit(iterations: Sequence[Measured], names: Sequence[str]) -> dict[str, float]:
+def fit(iterations: Sequence[MeasuredIteration], names: Sequence[str]) -> dict[str, float]:
     """The parameters under which ``iterations`` are predicted best, from those of their cluster on."""
     few = iterations[:: max(1, len(iterations) // SAMPLE)]
     start = np.log([np.clip(_present(few[0].model.cluster, name), *BOUNDS[name]) for name in names])
@@ -142,7 +142,7 @@ def _present(cluster: Cluster, name: str) -> float:
     return getattr(holder, field or name)
 
 
-def _errors(iterations: Sequence[Measured], parameters: Mapping[str, float]) -> list[float]:
+def _errors(iterations: Sequence[MeasuredIteration], parameters: Mapping[str, float]) -> list[float]:
     models: dict[int, CostModel] = {}
     found = []
     for one in iterations:

@@ -17,7 +17,7 @@ from auto3d.errors import InputError
 
 BACKWARD_TRAFFIC = 1.75  # of the forward's: what it is for the operations of a transformer's block
 
-Measured = Mapping[tuple[str, int], Sequence[float]]
+MeasuredLayers = Mapping[tuple[str, int], Sequence[float]]
 """(kind of device, tensor-parallel degree) -> seconds of the forward of one sample through each layer."""
 
 
@@ -74,7 +74,13 @@ def work_of_layers(layers: Sequence[Layer], samples: int, *, precision: str) -> 
 
 
 def times_of_layers(
-    layers: Sequence[Layer], measured: Measured, samples: int, accelerator: Accelerator, tp: int, *, precision: str
+    layers: Sequence[Layer],
+    measured: MeasuredLayers,
+    samples: int,
+    accelerator: Accelerator,
+    tp: int,
+    *,
+    precision: str,
 ) -> Times:
     """Of a micro-batch on one of ``tp`` devices; raises InputError where none such was measured."""
     if (accelerator.name, tp) not in measured:

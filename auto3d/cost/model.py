@@ -33,7 +33,7 @@ TimesOf = Callable[[int, Accelerator, int], Times]  # by samples, kind of device
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
+class TrainingOptions:
     """How the plans are trained that are to be estimated; the defaults are what this project's runtime does."""
 
     precision: str = "float32"  # of weights and activations; below 32 bits the optimizer keeps a copy in 32
@@ -68,7 +68,7 @@ class Estimate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pipeline:
+class PipelineTimes:
     """What a partition balances: seconds of one micro-batch, forward, backward and what is recomputed.
 
     ``before`` is by cut, on the fastest kind of device of the pipeline; so is ``messages``, of a message there and back
@@ -90,7 +90,7 @@ class CostModel:
     def __init__(
         self,
         cluster: Cluster,
-        training: Training,
+        training: TrainingOptions,
         work_at: Callable[[int], Work],
         *,
         times_at: TimesOf | None = None,
@@ -120,11 +120,11 @@ class CostModel:
 
     def seconds(self, plan: Plan) -> float:
         """Predicted seconds of an iteration, by the model's method."""
-        return self.slowest_replica_s(plan, METHODS[self.method])
+        return self.slowest_pipeline_s(plan, METHODS[self.method])
 
     def closed_form_s(self, plan: Plan, form: SecondsOf = amp_s) -> float:
         """Of an iteration, by a paper's closed form on our costs; AMP's is exact for 1F1B on equal stages."""
-        return self.slowest_replica_s(plan, form)
+        return self.slowest_pipeline_s(plan, form)
 
     def estimate(self, plan: Plan) -> Estimate:
         """The same seconds, with what they consist of."""
@@ -220,7 +220,7 @@ class CostModel:
         same = replicas == 1 or len(self._work(share).work) == len(self._work(samples).work)
         return (share, 1) if same else (samples, replicas)
 
-    def pipeline(self, plan: Plan, cuts: Sequence[int], *, replicas: int = 1) -> "Pipeline":
+    def pipeline_times(self, plan: Plan, cuts: Sequence[int], *, replicas: int = 1) -> "PipelineTimes":
         """What a pipeline of ``plan``'s degrees, placement and schedule takes wherever it is cut, if its stages, which
         do not matter, have so many ``replicas``."""
         shape, traffic = shape_of(plan), self._traffic_of(plan)
@@ -245,7 +245,7 @@ class CostModel:
         ]
         slowest = min(links, key=lambda link: link.bandwidth, default=Link(latency_s=0.0, bandwidth=1.0))
         messages = np.where(crossing > 0, 2 * (slowest.latency_s + crossing / plan.tp / slowest.bandwidth), 0.0)
-        return Pipeline(
+        return PipelineTimes(
             before=tuple(before(shape.parts * fastest / division)),
             messages=tuple(shape.parts * messages if links else 0 * messages),
             speeds=tuple(float(fastest.sum() / parts[key].sum()) for key in hardware),
@@ -366,7 +366,7 @@ class CostModel:
     ) -> PlacedTraffic:
         return PlacedTraffic(self.cluster, placement, tp, dp, homes)
 
-    def slowest_replica_s(self, plan: Plan, seconds_of: SecondsOf) -> float:
+    def slowest_pipeline_s(self, plan: Plan, seconds_of: SecondsOf) -> float:
         """Of an iteration, by ``seconds_of`` for the replica of the pipeline that takes longest."""
         shape, traffic = shape_of(plan), self._traffic_of(plan)
         replicas = (seconds_of(shape, self.costs(plan, replica)) for replica in traffic.different)
@@ -375,7 +375,7 @@ class CostModel:
     # Memory
 
     def memory(self, plan: Plan) -> tuple[float, ...]:
-        """Bytes on each pipeline device at its fullest: what ``auto3d.cost.memory`` counts, and fragments.
+        """Bytes on each pipeline device at its fullest: what ``auto3d.cost.device_memory`` counts, and fragments.
 
         That module reads a plan's bytes off the Graph, tensor by tensor; this one sums tables, thousands of times a
         second, for other precisions, tensor parallelism and measured layers too.

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from auto3d.schedule.memory import Load
 from auto3d.schedule.shape import Shape
 
-# Those to and from one peer when a device is at its fullest; cost/memory.py counts them step by step. What a forward
-# sends is among its activations, unless its stage drops these.
+# The number of messages to and from one peer at a device's peak memory; cost/device_memory.py counts them step by step.
+# The messages that a forward sends are counted as activations, unless the stage recomputes and so drops its activations.
 MESSAGES_PER_PEER = 2
-MESSAGES_DROPPED = 2  # more, that recomputing stages send
+MESSAGES_DROPPED = 2  # additional messages per peer that a recomputing stage sends
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from math import prod
 
 import numpy as np
 
-from auto3d.capture.graph import Graph, Node
+from auto3d.capture.graph import Graph, GraphNode
 from auto3d.partition.stage import crossing_bytes
 
 PRECISION_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -128,7 +128,7 @@ def _sizes(graph: Graph) -> dict[str, int]:
     }
 
 
-def _moved(node: Node, sizes: dict[str, int]) -> tuple[float, float]:
+def _moved(node: GraphNode, sizes: dict[str, int]) -> tuple[float, float]:
     """Bytes of forward and backward. What a product reads and writes hides behind its arithmetic, but not what is
     made on the way, such as the weights of attention, which one pass writes and the next reads; in the backward their
     gradients too are read twice."""

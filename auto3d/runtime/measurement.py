@@ -90,7 +90,7 @@ class Measurement:
     peak_bytes: list[int] = field(default_factory=list)  # per rank: live tensors on a GPU, growth of a CPU's process
     reserved_bytes: list[int] = field(default_factory=list)  # per GPU, by torch's caching allocator at its peak
     used_bytes: list[int] = field(default_factory=list)  # per GPU, on the device at the peak: context and NCCL included
-    predicted_bytes: list[int] = field(default_factory=list)  # per rank, what auto3d.cost.memory estimates
+    predicted_bytes: list[int] = field(default_factory=list)  # per rank, what auto3d.cost.device_memory estimates
     tokens_per_sample: int = 0
     environment: Environment | None = None
     finished: str = ""  # date and time, ISO 8601

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from auto3d.cost.memory import DeviceMemory
+from auto3d.cost.device_memory import DeviceMemory
 
 # The words of torch and of libraries whose errors it passes on, as a RuntimeError or one of its subclasses.
 # NCCL's error holds its last warning alone: after "Cuda failure 'out of memory'" that is "Failed to CUDA calloc".

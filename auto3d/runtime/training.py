@@ -37,7 +37,7 @@ class TrainingResult:
     peak_bytes: list[int]  # live tensors on a GPU, growth of the process on a CPU
     reserved_bytes: list[int]  # by torch's caching allocator at its peak; empty on CPUs
     used_bytes: list[int]  # on the device at the peak, context and NCCL included; empty on CPUs
-    predicted_bytes: list[int]  # estimate of auto3d.cost.memory for the rank's pipeline device
+    predicted_bytes: list[int]  # estimate of auto3d.cost.device_memory for the rank's pipeline device
     first_iteration: int = 0  # those before it were done when the checkpoint was written that it went on from
     asked_to_end: bool = False  # before all iterations were done; it left a checkpoint
 

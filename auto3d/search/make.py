@@ -5,8 +5,8 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 
-from auto3d.cost.memory import in_gib
-from auto3d.cost.model import CostModel, Pipeline
+from auto3d.cost.device_memory import in_gib
+from auto3d.cost.model import CostModel, PipelineTimes
 from auto3d.errors import InputError
 from auto3d.partition.contiguous import cheapest_cuts, smallest_maximum
 from auto3d.partition.layer_assignment import shortest_pipeline
@@ -152,7 +152,7 @@ class PlanMaker:
             return self.subject.stages(candidate.partition, form.stages, samples)
         if form.stages == 1:
             return stages_between([0, cuts[-1]])
-        pipeline = self.model.pipeline(plan, cuts)
+        pipeline = self.model.pipeline_times(plan, cuts)
         bounds = self._bounds(candidate.partition, pipeline, form.stages, form.micro_batches)
         return stages_between([cuts[place] for place in bounds])
 
@@ -166,7 +166,7 @@ class PlanMaker:
         cuts = self.subject.cuts(samples)
         devices = self.model.cluster.devices // (candidate.dp * candidate.tp)  # of a pipeline
         before = {
-            count: self.model.pipeline(plan, cuts, replicas=count).before
+            count: self.model.pipeline_times(plan, cuts, replicas=count).before
             for count in range(1, devices - candidate.pp + 2)
             if samples % count == 0
         }
@@ -185,7 +185,7 @@ class PlanMaker:
         )
 
 
-def _bounds(method: str, pipeline: Pipeline, stages: int, micro_batches: int) -> list[int]:
+def _bounds(method: str, pipeline: PipelineTimes, stages: int, micro_batches: int) -> list[int]:
     """Places of the cuts that bound the stages."""
     before = pipeline.before
     check_enough(before, stages)

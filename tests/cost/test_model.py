@@ -8,10 +8,10 @@ from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadM
 
 from auto3d.capture.model import capture
 from auto3d.cluster import Accelerator, Cluster, Link, Node, place_ranks
-from auto3d.cost.calibrate import Measured, calibrate
+from auto3d.cost.calibrate import MeasuredIteration, calibrate
 from auto3d.cost.closed_forms import amp_s, chimera_s
 from auto3d.cost.layers import Layer, times_of_layers, work_of_layers
-from auto3d.cost.model import CostModel, Training
+from auto3d.cost.model import CostModel, TrainingOptions
 from auto3d.cost.times import times_of
 from auto3d.cost.work import work_of
 from auto3d.partition.blocks import blocks
@@ -72,7 +72,7 @@ def layered(layers: list[Layer], accelerator: Accelerator | None = None, outside
         outside=Link(latency_s=1e-9, bandwidth=outside, lanes=1),
     )
     cluster = Cluster(nodes=(node,) * 4, device="cuda")
-    return CostModel(cluster, Training(), lambda samples: work_of_layers(layers, samples, precision="float32"))
+    return CostModel(cluster, TrainingOptions(), lambda samples: work_of_layers(layers, samples, precision="float32"))
 
 
 def plan_of(*, dp: int, tp: int, pp: int, layers: int = 8, micro_batch_size: int = 1, global_batch: int = 32) -> Plan:
@@ -189,7 +189,7 @@ def test_calibration_finds_the_parameters_that_made_the_times():
         for size in (1, 2, 4)
         for batch in (16, 64)
     ]
-    iterations = [Measured(model=start, plan=plan, seconds=true.seconds(plan)) for plan in plans]
+    iterations = [MeasuredIteration(model=start, plan=plan, seconds=true.seconds(plan)) for plan in plans]
     found = calibrate(iterations, ["matrix_efficiency", "half_flops", "iteration_s"], folds=3)
     assert found.mean_error < 0.005
     assert found.parameters["matrix_efficiency"] == pytest.approx(0.45, rel=0.02)

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from auto3d.cluster import Cluster, Node, place_ranks
+from auto3d.cost.device_memory import predict
 from auto3d.cost.layers import Layer, work_of_layers
-from auto3d.cost.memory import predict
-from auto3d.cost.model import FRAGMENTATION, CostModel, Training
+from auto3d.cost.model import FRAGMENTATION, CostModel, TrainingOptions
 from auto3d.cost.work import work_of
 from auto3d.errors import InputError
 from auto3d.partition.merak import shard
@@ -37,7 +37,7 @@ def bytes_of(name: str, layer: Layer) -> list[float]:
     )  # fmt: skip
     cluster = Cluster(nodes=(Node(devices=DEPTH),), device="cpu")
     layers = [layer] * DEPTH
-    model = CostModel(cluster, Training(), lambda samples: work_of_layers(layers, samples, precision="float32"))
+    model = CostModel(cluster, TrainingOptions(), lambda samples: work_of_layers(layers, samples, precision="float32"))
     return [total / FRAGMENTATION for total in model.memory(plan)]
 
 
@@ -72,7 +72,9 @@ def test_the_cost_model_agrees_with_the_runtimes_estimate(model):
                 except InputError:  # this schedule is not possible at these sizes
                     continue
                 assert samples_at_once(plan) == samples
-                costs = CostModel(Cluster(nodes=(Node(devices=pp),), device="cpu"), Training(), lambda size: work)
+                costs = CostModel(
+                    Cluster(nodes=(Node(devices=pp),), device="cpu"), TrainingOptions(), lambda size: work
+                )
                 own = predict(graph, plan, schedule, optimizer_copies=state_copies(ADAMW))
                 for device, (total, needed) in enumerate(zip(costs.memory(plan), own, strict=True)):
                     ratio = total / FRAGMENTATION / needed.total
@@ -87,7 +89,9 @@ def test_frozen_parameters_count_as_weights_alone():
 
     def total(trained: frozenset[str]) -> float:
         work = work_of(replace(graph, trained=trained), shard(graph).bounds)
-        return CostModel(Cluster(nodes=(Node(devices=1),), device="cpu"), Training(), lambda size: work).memory(plan)[0]
+        return CostModel(Cluster(nodes=(Node(devices=1),), device="cpu"), TrainingOptions(), lambda size: work).memory(
+            plan
+        )[0]
 
     less = total(graph.trained) - total(graph.trained - {frozen})
     assert less == pytest.approx(FRAGMENTATION * 3 * graph.parameters[frozen].bytes)

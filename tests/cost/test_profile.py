@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from auto3d.cluster import Accelerator, AllReduceTimes, Cluster, Node, place_ranks
-from auto3d.cost.model import CostModel, Training
+from auto3d.cost.model import CostModel, TrainingOptions
 from auto3d.cost.profile import MessageTimes, ModelTimes, Profile, ProfileError, Setting, SubgraphTimes
 from auto3d.cost.work import work_of
 from auto3d.partition.merak import shard
@@ -159,7 +159,7 @@ def test_what_the_cost_model_makes_of_it():
 
     # One stage on each of two ranks that share processors: both compute all the time, each 1.5 times slower.
     model = CostModel(
-        profile.measured(Cluster(nodes=(Node(devices=2),), device="cpu")), Training(), work, times_at=times_at
+        profile.measured(Cluster(nodes=(Node(devices=2),), device="cpu")), TrainingOptions(), work, times_at=times_at
     )
     plan = Plan(
         graph=graphs[4].fingerprint,

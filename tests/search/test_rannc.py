@@ -3,7 +3,7 @@
 import pytest
 
 from auto3d.cluster import Accelerator, Cluster, Link, Node
-from auto3d.cost.model import CostModel, Training
+from auto3d.cost.model import CostModel, TrainingOptions
 from auto3d.cost.work import work_of
 from auto3d.errors import InputError
 from auto3d.partition.merak import shard
@@ -27,7 +27,7 @@ def searched(memory_bytes: float, precision: str) -> tuple[Plan, CostModel]:
         lambda graph: work_of(graph, shard(graph).bounds, precision=precision),
         lambda graph: shard(graph).bounds,
     )
-    model = CostModel(cluster, Training(precision=precision), subject.work)
+    model = CostModel(cluster, TrainingOptions(precision=precision), subject.work)
     maker = PlanMaker(subject, model, task)
     search = Search(Domain(SearchSpace(), cluster, task), maker, Budget(candidates=10))
     rannc(search, 1)

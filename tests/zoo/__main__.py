@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from tests.zoo import own, transformers_inputs, transformers_language, transformers_vision
+from tests.zoo import custom, transformers_inputs, transformers_language, transformers_vision
 from tests.zoo.drive import Finished, run_all, warm_up
 from tests.zoo.outcome import FAULTS
 from tests.zoo.report import FILE, report
@@ -23,7 +23,7 @@ ENTRIES = [  # the long ones first
     *transformers_language.ENTRIES,
     *transformers_vision.ENTRIES,
     *transformers_inputs.ENTRIES,
-    *own.ENTRIES,
+    *custom.ENTRIES,
 ]
 
 

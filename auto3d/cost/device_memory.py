@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 
-from auto3d.capture.graph import Graph, Node
+from auto3d.capture.graph import Graph, GraphNode
 from auto3d.partition.segment import Segment, segments
 from auto3d.partition.stage import Stage, cut
 from auto3d.plan import Plan
@@ -150,7 +150,7 @@ def _footprint(graph: Graph, stage: Stage, kept: tuple[tuple[int, int], ...] | N
     )
 
 
-def _activations(nodes: Iterable[Node], segment: Segment) -> int:
+def _activations(nodes: Iterable[GraphNode], segment: Segment) -> int:
     """What a segment makes and its backward needs, or those after it, each tensor once."""
     needed = set(segment.gives)
     made: dict[str, int] = {}
@@ -162,11 +162,11 @@ def _activations(nodes: Iterable[Node], segment: Segment) -> int:
     return total + sum(size for name, size in made.items() if name in needed)
 
 
-def _weights(graph: Graph, node: Node) -> int:
+def _weights(graph: Graph, node: GraphNode) -> int:
     return sum(graph.parameters[name].bytes for name in node.state if name in graph.parameters)
 
 
-def _has_weight_half(graph: Graph, node: Node) -> bool:
+def _has_weight_half(graph: Graph, node: GraphNode) -> bool:
     """Whether it multiplies by weights: their gradient needs what it read, and the gradient of what it made."""
     return node.backward_flops > 0 and any(name in graph.parameters for name in node.state)
 
@@ -175,7 +175,7 @@ def _bytes(graph: Graph, names: Iterable[str]) -> int:
     return sum((graph.inputs[name] if name in graph.inputs else graph.value(name)).bytes for name in names)
 
 
-def _made(node: Node) -> int:
+def _made(node: GraphNode) -> int:
     return sum(value.bytes for value in node.outputs)
 
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from auto3d.capture.model import CapturedModel, capture
-from auto3d.cost.memory import predict
+from auto3d.cost.device_memory import predict
 from auto3d.partition.merak import shard
 from auto3d.partition.recompute import keep_last, subgraph_starts
 from auto3d.partition.uniform import uniform
