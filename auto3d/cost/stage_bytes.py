@@ -7,7 +7,7 @@ from auto3d.schedule.memory import Load
 from auto3d.schedule.shape import Shape
 
 # The number of messages to and from one peer at a device's peak memory; cost/device_memory.py counts them step by step.
-# The messages that a forward sends are counted as activations, unless the stage recomputes and so drops its activations.
+# Messages that a forward sends are counted as activations, unless the stage recomputes and so drops its activations.
 MESSAGES_PER_PEER = 2
 MESSAGES_DROPPED = 2  # additional messages per peer that a recomputing stage sends
 

@@ -72,9 +72,8 @@ def test_the_cost_model_agrees_with_the_runtimes_estimate(model):
                 except InputError:  # this schedule is not possible at these sizes
                     continue
                 assert samples_at_once(plan) == samples
-                costs = CostModel(
-                    Cluster(nodes=(Node(devices=pp),), device="cpu"), TrainingOptions(), lambda size: work
-                )
+                cluster = Cluster(nodes=(Node(devices=pp),), device="cpu")
+                costs = CostModel(cluster, TrainingOptions(), lambda size: work)
                 own = predict(graph, plan, schedule, optimizer_copies=state_copies(ADAMW))
                 for device, (total, needed) in enumerate(zip(costs.memory(plan), own, strict=True)):
                     ratio = total / FRAGMENTATION / needed.total
@@ -89,9 +88,8 @@ def test_frozen_parameters_count_as_weights_alone():
 
     def total(trained: frozenset[str]) -> float:
         work = work_of(replace(graph, trained=trained), shard(graph).bounds)
-        return CostModel(Cluster(nodes=(Node(devices=1),), device="cpu"), TrainingOptions(), lambda size: work).memory(
-            plan
-        )[0]
+        cluster = Cluster(nodes=(Node(devices=1),), device="cpu")
+        return CostModel(cluster, TrainingOptions(), lambda size: work).memory(plan)[0]
 
     less = total(graph.trained) - total(graph.trained - {frozen})
     assert less == pytest.approx(FRAGMENTATION * 3 * graph.parameters[frozen].bytes)
