@@ -4,7 +4,8 @@ from random import Random
 
 from auto3d.cluster import Accelerator, Cluster, Link, Node
 from auto3d.cost.layers import Layer, work_of_layers
-from auto3d.cost.model import CostModel, TrainingOptions
+from auto3d.cost.model import CostModel
+from auto3d.cost.training_options import TrainingOptions
 from auto3d.search.make import PlanMaker
 from auto3d.search.search import Budget, Search
 from auto3d.search.space import Domain, SearchSpace, Task

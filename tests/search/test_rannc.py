@@ -3,7 +3,8 @@
 import pytest
 
 from auto3d.cluster import Accelerator, Cluster, Link, Node
-from auto3d.cost.model import CostModel, TrainingOptions
+from auto3d.cost.model import CostModel
+from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import work_of
 from auto3d.errors import InputError
 from auto3d.partition.merak import shard

@@ -6,7 +6,8 @@ import pytest
 
 from auto3d.cluster import Accelerator, Cluster, Node
 from auto3d.cost.device_memory import predict
-from auto3d.cost.model import CostModel, TrainingOptions
+from auto3d.cost.model import CostModel
+from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import work_of
 from auto3d.partition.merak import shard
 from auto3d.partition.recompute import subgraph_starts
