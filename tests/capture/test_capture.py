@@ -240,14 +240,14 @@ class CallsAHelperThatLooks(Broken):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (KeepsTensorElsewhere, ["it uses a tensor that is kept where no attribute", "test_capture.py"]),
-        (KeepsView, ["keeps rows.0, a view of the parameter layer.weight"]),
+        (KeepsTensorElsewhere, ["it uses a tensor that no module holds as an attribute", "test_capture.py"]),
+        (KeepsView, ["KeepsView uses rows.0 in its forward, a view of the parameter layer.weight"]),
         (CannotBeBuilt, ["cannot be built: width must be a multiple of 3", "test_capture.py"]),
         (HasNoLoss, ["HasNoLoss returns no loss", "scalar"]),
         (FixesBatch, ["FixesBatch cannot be captured at micro-batch size 3: shape '[2, 4]' is inv", "test_capture.py"]),
-        (SelectsByData, ["a size or a number that depends on the data", "test_capture.py", "torch.where"]),
-        (LooksAtData, ["LooksAtData cannot be captured", "decides by the values of tensors", "test_capture.py"]),
-        (CallsAHelperThatLooks, ["decides by the values of tensors", "line {helper}"]),
+        (SelectsByData, ["a size or a number that depends on data", "test_capture.py", "torch.where"]),
+        (LooksAtData, ["LooksAtData cannot be captured", "branches on the values of tensors", "test_capture.py"]),
+        (CallsAHelperThatLooks, ["branches on the values of tensors", "line {helper}"]),
     ],
 )
 def test_what_cannot_be_captured_is_refused_with_the_place(model, words, capfd):
