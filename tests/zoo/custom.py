@@ -1,4 +1,4 @@
-"""Entries of modules that a user writes."""
+"""Entries of modules written as users write them."""
 
 from tests.zoo.custom_gradients import gradients
 from tests.zoo.custom_sequences import attention, recurrent
