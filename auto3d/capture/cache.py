@@ -94,13 +94,13 @@ def _key(identity: Mapping[str, Any]) -> str:
 
 def _installed() -> list[str]:
     """Name and version of every installed package, from the names of their folders: reading their metadata is slow."""
-    found: set[str] = set()
+    packages: set[str] = set()
     for folder in sys.path:
         try:
-            found.update(name for name in os.listdir(folder) if name.endswith((".dist-info", ".egg-info")))
+            packages.update(name for name in os.listdir(folder) if name.endswith((".dist-info", ".egg-info")))
         except OSError:  # a zip file, or a folder that does not exist
             continue
-    return sorted(found)
+    return sorted(packages)
 
 
 @cache

@@ -26,9 +26,9 @@ def held_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     ``decoder.scale`` is the place of an attribute, ``decoder.slopes.0`` that of the first entry of a list. Tensors that
     autograd computed, such as the weight of an old-style weight norm, are left out, since forward computes them again.
     """
-    found: dict[str, torch.Tensor] = {}
-    _map_held(module, lambda place, tensor: found.setdefault(place, tensor))
-    return found
+    held: dict[str, torch.Tensor] = {}
+    _map_held(module, lambda place, tensor: held.setdefault(place, tensor))
+    return held
 
 
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -39,14 +39,14 @@ def _value(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     packet = getattr(target, "overloadpacket", None)
     if not all(isinstance(size, int) for tensor in _tensors(node) for size in tensor.shape):
         raise UndecidedError  # a size depends on data
-    found = None
+    result = None
     if isinstance(node.meta["val"], torch.Tensor) and 0 not in _shape(node):
         rule = _pointwise if torch.Tag.pointwise in getattr(target, "tags", ()) else _RULES.get(packet)
-        found = rule and rule(node, values)
-    if found is None:
+        result = rule and rule(node, values)
+    if result is None:
         return _whole(node, values)
-    small = isinstance(found, Pointwise) and prod(found.shape) <= MOST_HELD
-    return elements(found) if small else found
+    small = isinstance(result, Pointwise) and prod(result.shape) <= MOST_HELD
+    return elements(result) if small else result
 
 
 def _whole(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:

@@ -127,10 +127,10 @@ class _Rewriter:
 
     def _showing(self, base: fx.Node) -> list[fx.Node]:
         """``base`` and all views of it, including views of views."""
-        found = [base]
-        for node in found:
-            found.extend(user for user in node.users if user in self._views and args_of(user)[0] is node)
-        return found
+        showing = [base]
+        for node in showing:
+            showing.extend(user for user in node.users if user in self._views and args_of(user)[0] is node)
+        return showing
 
     def _values_after(self, node: fx.Node, chain: list[fx.Node]) -> dict[fx.Node, fx.Node]:
         """Node -> node of its value after the write, for the written tensor and every tensor that it is a view of."""
@@ -172,19 +172,19 @@ class _Rewriter:
         if view.target in _SCATTER:
             return self._emit(_SCATTER[target_of(view)], whole, value, *args_of(view)[1:], **view.kwargs)
         if packet in _SAME_ORDER:
-            found = self._emit(_aten.reshape.default, value, list(whole.meta["val"].shape))
+            changed = self._emit(_aten.reshape.default, value, list(whole.meta["val"].shape))
         elif packet in _TRANSPOSITIONS:
-            found = self._emit(target_of(view), value, *args_of(view)[1:], **kwargs_of(view))
+            changed = self._emit(target_of(view), value, *args_of(view)[1:], **kwargs_of(view))
         elif packet is _aten.permute:
             dims = [dim % len(args_of(view)[1]) for dim in args_of(view)[1]]
-            found = self._emit(_aten.permute.default, value, [dims.index(dim) for dim in range(len(dims))])
+            changed = self._emit(_aten.permute.default, value, [dims.index(dim) for dim in range(len(dims))])
         else:
             source = args_of(view)[0] if view.target is operator.getitem else view
             raise CaptureError(
                 f"{name_of(node.target)} writes in place to a tensor that shares memory with another one, made by "
                 f"{name_of(target_of(source))}{node_line(node)}; use the out-of-place form there, or write to a clone"
             )
-        return found
+        return changed
 
     def _piece(self, taken: fx.Node) -> fx.Node:
         """One of the several views that split, chunk, unbind or the like return, made directly from their source."""
@@ -249,9 +249,9 @@ def _functional(node: fx.Node) -> Any:
     name = f"__{name[3:]}" if name.startswith("__i") else name.removesuffix("_")  # a |= b -> a | b; add_ -> add
     packets = [getattr(getattr(torch.ops, target.namespace), each, None) for each in (name, f"{name}_functional")]
     overloads = [getattr(packet, each) for packet in packets if packet is not None for each in packet.overloads()]
-    for found in sorted(overloads, key=lambda overload: overload._overloadname != target._overloadname):
-        if not found._schema.is_mutable and [str(each.type) for each in found._schema.arguments] == wanted:
-            return found
+    for candidate in sorted(overloads, key=lambda overload: overload._overloadname != target._overloadname):
+        if not candidate._schema.is_mutable and [str(each.type) for each in candidate._schema.arguments] == wanted:
+            return candidate
     raise CaptureError(
         f"{name_of(target)} writes in place and has no out-of-place form{node_line(node)}; use other operators there"
     )
@@ -259,11 +259,11 @@ def _functional(node: fx.Node) -> Any:
 
 def _written(node: fx.Node) -> tuple[Any, ...]:
     """The arguments that the operator of ``node`` writes to."""
-    found = []
+    written = []
     for index, argument in enumerate(target_of(node)._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found.append(args_of(node)[index] if index < len(args_of(node)) else node.kwargs.get(argument.name))
-    return tuple(found)
+            written.append(args_of(node)[index] if index < len(args_of(node)) else node.kwargs.get(argument.name))
+    return tuple(written)
 
 
 def written_buffers(program: fx.Graph, buffers: Collection[str]) -> set[str]:

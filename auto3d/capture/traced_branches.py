@@ -78,7 +78,7 @@ def answered_as_eager(but: Collection[CodeType] = ()) -> Iterator[set[CodeType]]
 
 def questions(run: Callable[[], Any]) -> list[Question]:
     """The lines of the model's code that ask whether they are traced during ``run()``, in order."""
-    found: dict[str, Question] = {}
+    asked: dict[str, Question] = {}
 
     def follow(frame: FrameType, event: str, _: Any) -> None:
         name = frame.f_code.co_name
@@ -89,7 +89,7 @@ def questions(run: Callable[[], Any]) -> list[Question]:
             name, asking = asking.f_code.co_name, asking.f_back
         if asking is not None and is_model_code(asking.f_code.co_filename):
             line = frame_line(asking)
-            found.setdefault(line, Question(line, name, asking.f_globals))
+            asked.setdefault(line, Question(line, name, asking.f_globals))
 
     before = sys.gettrace()
     sys.settrace(follow)
@@ -97,4 +97,4 @@ def questions(run: Callable[[], Any]) -> list[Question]:
         run()
     finally:
         sys.settrace(before)
-    return list(found.values())
+    return list(asked.values())

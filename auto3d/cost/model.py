@@ -273,12 +273,12 @@ class CostModel:
 
     def _sharing(self, plan: Plan) -> tuple[Sharing, ...]:
         """How the plan's processes slow each other down, for each node where they do."""
-        found = []
+        sharing = []
         for number in sorted({self.cluster.node_of[rank] for ranks in plan.placement for rank in ranks}):
             if slowdown := self.cluster.nodes[number].slowdown:
                 here = [sum(self.cluster.node_of[rank] == number for rank in ranks) for ranks in plan.placement]
-                found.append(Sharing(slowdown=slowdown, processes=tuple(here)))
-        return tuple(found)
+                sharing.append(Sharing(slowdown=slowdown, processes=tuple(here)))
+        return tuple(sharing)
 
     # Updates and gradient syncs
 

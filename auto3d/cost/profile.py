@@ -127,10 +127,10 @@ class Profile:
         ``fingerprint`` gives the fingerprint of the model's Graph at a micro-batch size.
         """
         for name, wanted in asdict(setting).items():
-            found = getattr(self.setting, name)
-            if found != wanted:
+            present = getattr(self.setting, name)
+            if present != wanted:
                 words = name.replace("_", " ")
-                raise ProfileError(f"it was measured with {words} {found}, but {wanted} is needed; measure it again")
+                raise ProfileError(f"it was measured with {words} {present}, but {wanted} is needed; measure it again")
         least = min(self.sizes, key=lambda size: size.micro_batch_size)
         wanted = fingerprint(least.micro_batch_size)
         if least.graph != wanted:

@@ -66,12 +66,12 @@ class WorkTables:
 
     def shared(self, stages: Sequence[StagePlan], tp: int) -> list[tuple[float, list[int]]]:
         """Parameters that are tied across stages: (elements on each rank, numbers of the stages) of each."""
-        found = []
+        tied = []
         for elements, users in self.work.tied:
             holders = [n for n, stage in enumerate(stages) if any(_inside(user, stage.operations) for user in users)]
             if len(holders) > 1:
-                found.append((elements / (tp if self.work.parallel[users[0]] else 1), holders))
-        return found
+                tied.append((elements / (tp if self.work.parallel[users[0]] else 1), holders))
+        return tied
 
 
 def without(operations: Sequence[tuple[int, int]], kept: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

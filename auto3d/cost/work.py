@@ -64,9 +64,9 @@ def work_of(graph: Graph, bounds: Sequence[int], *, precision: str = "float32", 
     """
     scale = PRECISION_BYTES[precision] / ELEMENT_BYTES
     count = len(graph.nodes)
-    found = {item.name: np.zeros(count) for item in fields(Work) if item.name != "tied"}
-    found["parallel"] = np.zeros(count, dtype=bool)
-    found["crossing"] = scale * np.array(crossing_bytes(graph), dtype=float)
+    arrays = {item.name: np.zeros(count) for item in fields(Work) if item.name != "tied"}
+    arrays["parallel"] = np.zeros(count, dtype=bool)
+    arrays["crossing"] = scale * np.array(crossing_bytes(graph), dtype=float)
     sizes = _sizes(graph)
     run_of = _fused_runs(graph) if fused else {}
     saved: set[str] = set()
@@ -76,48 +76,50 @@ def work_of(graph: Graph, bounds: Sequence[int], *, precision: str = "float32", 
         for name in node.saves:
             if name not in saved:
                 saved.add(name)
-                found["saved"][position] += scale * sizes[name]
-        found["saved"][position] += scale * node.saved_bytes
+                arrays["saved"][position] += scale * sizes[name]
+        arrays["saved"][position] += scale * node.saved_bytes
         for name in node.state:
             if name in graph.trained:
                 users.setdefault(name, []).append(position)
             elif name not in fixed:
                 fixed.add(name)
-                found["fixed"][position] += scale * sizes[name]
+                arrays["fixed"][position] += scale * sizes[name]
         made = sum(value.bytes for value in node.outputs)
         weights = sum(sizes[name] for name in node.state if name in graph.parameters)
-        found["working"][position] = scale * (sum(sizes[name] for name in node.reads) + weights + made)
+        arrays["working"][position] = scale * (sum(sizes[name] for name in node.reads) + weights + made)
         if node.is_view or node.from_inputs:
             continue
         has_gradient = any(value.differentiable for value in node.outputs)
-        found["flops"][position], found["backward_flops"][position] = node.flops, node.backward_flops
+        arrays["flops"][position], arrays["backward_flops"][position] = node.flops, node.backward_flops
         forward, backward = _moved(node, sizes)
         if position in run_of:
             first, inside = run_of[position]
             forward, backward = forward - inside, max(0.0, backward - inside)
-            found["launches"][position] = found["backward_launches"][position] = position == first
+            arrays["launches"][position] = arrays["backward_launches"][position] = position == first
         else:
-            found["launches"][position] = 1
-            found["backward_launches"][position] = 2 if node.state and node.flops else 1
-        found["moved"][position] = scale * forward
+            arrays["launches"][position] = 1
+            arrays["backward_launches"][position] = 2 if node.state and node.flops else 1
+        arrays["moved"][position] = scale * forward
         if node.flops:
-            found["products"][position] = 2 if not node.state else 1  # attention has two: scores, then the weighted sum
+            arrays["products"][position] = (
+                2 if not node.state else 1
+            )  # attention has two: scores, then the weighted sum
             if fused and "attention" in node.operator:
-                found["softmaxes"][position] = prod(node.outputs[0].shape[:2])
-            found["backward_products"][position] = 2 * found["products"][position]
+                arrays["softmaxes"][position] = prod(node.outputs[0].shape[:2])
+            arrays["backward_products"][position] = 2 * arrays["products"][position]
             if graph.trained & set(node.state):
-                found["weight_flops"][position] = node.backward_flops / 2
-                found["deferred"][position] = scale * (sum(sizes[name] for name in node.reads) + made)
+                arrays["weight_flops"][position] = node.backward_flops / 2
+                arrays["deferred"][position] = scale * (sum(sizes[name] for name in node.reads) + made)
         if has_gradient:
-            found["backward_moved"][position] = scale * backward
+            arrays["backward_moved"][position] = scale * backward
         else:
-            found["backward_launches"][position] = 0
-    _divide(graph, bounds, found, scale, sizes)
+            arrays["backward_launches"][position] = 0
+    _divide(graph, bounds, arrays, scale, sizes)
     elements = {name: sizes[name] / graph.parameters[name].item_bytes for name in users}
     for name, positions in users.items():
-        found["parameters"][positions[0]] += elements[name]
+        arrays["parameters"][positions[0]] += elements[name]
     tied = tuple((elements[name], tuple(positions)) for name, positions in users.items() if len(positions) > 1)
-    return Work(**found, tied=tied)
+    return Work(**arrays, tied=tied)
 
 
 def _sizes(graph: Graph) -> dict[str, int]:
@@ -152,7 +154,7 @@ def _fused_runs(graph: Graph) -> dict[int, tuple[int, float]]:
     for position, node in enumerate(graph.nodes):
         for name in node.reads:
             uses.setdefault(name, set()).add(position)
-    found: dict[int, tuple[int, float]] = {}
+    runs: dict[int, tuple[int, float]] = {}
     run: list[int] = []
     nodes: list[GraphNode | None] = [*graph.nodes, None]  # None ends the last run
     for position, current in enumerate(nodes):
@@ -166,28 +168,28 @@ def _fused_runs(graph: Graph) -> dict[int, tuple[int, float]]:
         for p in run:
             inside = sum(made.get(name, 0) for name in graph.nodes[p].reads)
             private = [value for value in graph.nodes[p].outputs if uses.get(value.name, set()) <= members]
-            found[p] = run[0], inside + sum(value.bytes for value in private if uses.get(value.name))
+            runs[p] = run[0], inside + sum(value.bytes for value in private if uses.get(value.name))
         run = []
-    return found
+    return runs
 
 
 def _divide(
-    graph: Graph, bounds: Sequence[int], found: dict[str, np.ndarray], scale: float, sizes: dict[str, int]
+    graph: Graph, bounds: Sequence[int], arrays: dict[str, np.ndarray], scale: float, sizes: dict[str, int]
 ) -> None:
     """Fill in which operations tensor parallelism divides, and the bytes that it all-reduces."""
     for first, last in pairwise(bounds):
-        products = [p for p in range(first, last) if found["flops"][p] and set(graph.nodes[p].state) & graph.trained]
+        products = [p for p in range(first, last) if arrays["flops"][p] and set(graph.nodes[p].state) & graph.trained]
         for position in range(first, last):
             node = graph.nodes[position]
-            if node.operator.startswith("aten.embedding") and found["moved"][position]:
+            if node.operator.startswith("aten.embedding") and arrays["moved"][position]:
                 largest = max((sizes[name] for name in node.state), default=0)
-                found["parallel"][position] = largest > 2 * sum(value.bytes for value in node.outputs)
-                if found["parallel"][position]:
-                    found["reduced"][position] = found["moved"][position] / 2
+                arrays["parallel"][position] = largest > 2 * sum(value.bytes for value in node.outputs)
+                if arrays["parallel"][position]:
+                    arrays["reduced"][position] = arrays["moved"][position] / 2
         if not products:
             continue
         end = last - 1 if last == bounds[-1] else products[-1]
-        found["parallel"][products[0] : end + 1] = True
+        arrays["parallel"][products[0] : end + 1] = True
         if last != bounds[-1]:
-            found["reduced"][end] = scale * sum(value.bytes for value in graph.nodes[end].outputs)
-        found["backward_reduced"][products[0]] = scale * sum(sizes[name] for name in graph.nodes[products[0]].reads)
+            arrays["reduced"][end] = scale * sum(value.bytes for value in graph.nodes[end].outputs)
+        arrays["backward_reduced"][products[0]] = scale * sum(sizes[name] for name in graph.nodes[products[0]].reads)
