@@ -46,7 +46,8 @@ class Traffic:
         for node, count in homes.items():
             if count > 1:
                 inside = cluster.nodes[node].inside
-                latency, bandwidth = max(latency, inside.latency_s), min(bandwidth, inside.share(self._inside[node]))
+                latency = max(latency, inside.latency_s)
+                bandwidth = min(bandwidth, inside.bandwidth_per_device(self._inside[node]))
             if len(homes) > 1:
                 outside = cluster.nodes[node].outside
                 assert outside is not None  # a Cluster of several nodes has links between them
@@ -66,7 +67,7 @@ class Traffic:
         homes = {self._cluster.node_of[device] for device in group}
         measured = self._cluster.nodes[min(homes)].all_reduce
         if len(homes) == 1 and measured is not None:
-            return measured.of(len(group), size)
+            return measured.interpolate(len(group), size)
         link = self.link(group)
         return min(ring_s(len(group), size, link), tree_s(len(group), size, link))
 

@@ -14,9 +14,9 @@ from auto3d.partition.segment import Segment, segments
 from auto3d.partition.stage import Stage, cut
 from auto3d.plan import Plan
 from auto3d.schedule.lowering import lower
-from auto3d.schedule.memory import versions
 from auto3d.schedule.operation import Kind, Schedule
-from auto3d.schedule.program import Message, Program, Replica, Step, held
+from auto3d.schedule.program import Message, PipeStage, Program, Step, messages_in_memory
+from auto3d.schedule.weight_versions import weight_versions
 
 MessageBytes = Callable[[Step, Collection[Message], Collection[Message]], int]
 """Arguments: a step, the messages posted for receiving, and the messages sent but not yet complete."""
@@ -69,7 +69,7 @@ def predict(
         _footprint(graph, stage, planned.kept if stage.index in schedule.recompute else None, replicas=planned.replicas)
         for stage, planned in zip(stages, plan.stages, strict=True)
     ]
-    alive = versions(schedule)
+    alive = weight_versions(schedule)
     sizes = {
         name: value.bytes
         for group in (graph.parameters, graph.buffers, graph.constants)
@@ -186,7 +186,7 @@ def _made(node: GraphNode) -> int:
 def _peak(
     program: Program,
     footprints: Sequence[_Footprint],
-    device_of: Mapping[Replica, int],
+    device_of: Mapping[PipeStage, int],
     message_bytes: MessageBytes,
     *,
     working: int,
@@ -201,7 +201,7 @@ def _peak(
     split = {(s.operation.stage, s.operation.pipe) for s in program.steps if s.operation.kind is Kind.BACKWARD_WEIGHT}
     activations = inputs = 0
     peak = (0, 0, 0, working)
-    for step, (posted, sent) in zip(program.steps, held(program, device_of), strict=True):
+    for step, (posted, sent) in zip(program.steps, messages_in_memory(program, device_of), strict=True):
         operation = step.operation
         bytes_of = footprints[operation.stage]
         messages = message_bytes(step, posted, sent)

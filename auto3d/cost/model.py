@@ -24,8 +24,7 @@ from auto3d.cost.work import PRECISION_BYTES, Work
 from auto3d.plan import Plan, StagePlan
 from auto3d.schedule.operation import Kind
 from auto3d.schedule.shape import Shape, shape_of
-from auto3d.simulate.costs import Costs, Sharing
-from auto3d.simulate.costs import Link as Message
+from auto3d.simulate.costs import Costs, MessageCost, SharedMachine
 from auto3d.simulate.simulate import simulate
 
 SecondsOf = Callable[[Shape, Costs], float]  # seconds of an iteration: the simulator or a closed form
@@ -116,6 +115,13 @@ class CostModel:
         """Peak bytes on each pipeline device, with an allocator's fragmentation."""
         return self._memory.of(plan)
 
+    def stage_memory(self, plan: Plan, number: int, stage: StagePlan) -> dict[int, float]:
+        """Pipeline device -> peak bytes of ``stage`` alone, for each device that holds stage ``number`` of ``plan``.
+
+        A device with one stage needs exactly these bytes. A device with several needs at most the sum of theirs.
+        """
+        return self._memory.of_stage(plan, number, stage)
+
     def estimate(self, plan: Plan) -> Estimate:
         """``seconds(plan)`` and ``memory(plan)``, with the components of the seconds."""
         seconds_of = METHODS[self.method]
@@ -126,9 +132,11 @@ class CostModel:
         whole = seconds_of(shape, costs)
         none = (0.0,) * shape.stages
         without_sync = seconds_of(shape, replace(costs, sync=none))
-        silent = replace(costs, sync=none, links=(Message(),) * (shape.stages - 1))
+        silent = replace(costs, sync=none, messages=(MessageCost(),) * (shape.stages - 1))
         without_messages = seconds_of(shape, silent)
-        without_collectives = replace(self.costs(plan, pipeline, collectives=False), sync=none, links=silent.links)
+        without_collectives = replace(
+            self.costs(plan, pipeline, collectives=False), sync=none, messages=silent.messages
+        )
         without_tensor = seconds_of(shape, without_collectives)
         compute, update = _busiest(shape, without_collectives)
         return Estimate(
@@ -186,12 +194,12 @@ class CostModel:
             recompute=tuple(recompute),
             sync=self._syncs(plan, traffic),
             update=tuple(update),
-            links=tuple(
+            messages=tuple(
                 self._message(plan, shape, boundary, pipeline, traffic) for boundary in range(len(plan.stages) - 1)
             ),
             speed=(1.0,) * shape.devices,
             overlap=self.training.overlap,
-            sharing=self._sharing(plan) if self._has_slowdown else (),
+            shared_machines=self._sharing(plan) if self._has_slowdown else (),
         )
 
     def pipeline_times(self, plan: Plan, cuts: Sequence[int], *, replicas: int = 1) -> PipelineTimes:
@@ -271,13 +279,13 @@ class CostModel:
 
         return np.stack([seconds(work.reduced), seconds(work.backward_reduced)])
 
-    def _sharing(self, plan: Plan) -> tuple[Sharing, ...]:
+    def _sharing(self, plan: Plan) -> tuple[SharedMachine, ...]:
         """How the plan's processes slow each other down, for each node where they do."""
         sharing = []
         for number in sorted({self.cluster.node_of[rank] for ranks in plan.placement for rank in ranks}):
             if slowdown := self.cluster.nodes[number].slowdown:
                 here = [sum(self.cluster.node_of[rank] == number for rank in ranks) for ranks in plan.placement]
-                sharing.append(Sharing(slowdown=slowdown, processes=tuple(here)))
+                sharing.append(SharedMachine(slowdown=slowdown, processes=tuple(here)))
         return tuple(sharing)
 
     # Updates and gradient syncs
@@ -308,18 +316,18 @@ class CostModel:
 
     # Messages between stages
 
-    def _message(self, plan: Plan, shape: Shape, boundary: int, pipeline: int, traffic: PlacedTraffic) -> Message:
+    def _message(self, plan: Plan, shape: Shape, boundary: int, pipeline: int, traffic: PlacedTraffic) -> MessageCost:
         """The cost of the boundary between stages ``boundary`` and ``boundary`` + 1."""
         source, target = (shape.device_of[stage, 0] for stage in (boundary, boundary + 1))
         if source == target:
-            return Message()
+            return MessageCost()
         size = shape.parts * self._crossing_bytes(plan, shape, boundary)
         # Each tensor-parallel rank sends its shard, and the receivers gather the shards (Narayanan et al. 2021, 4.1).
         link = traffic.messages.link((traffic.ranks(source, pipeline)[0], traffic.ranks(target, pipeline)[0]))
         seconds = size / plan.tp / link.bandwidth
         if plan.tp > 1:
             seconds += ring_s(plan.tp, size, traffic.tensor[target, pipeline]) / 2
-        return Message(latency=link.latency_s, forward=seconds, backward=seconds)
+        return MessageCost(latency=link.latency_s, forward=seconds, backward=seconds)
 
     def _handling_s(self, plan: Plan, shape: Shape, boundary: int, pipeline: int) -> float:
         """Seconds of compute that one micro-batch's message costs its sender, and as many its receiver."""

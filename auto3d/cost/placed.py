@@ -41,7 +41,7 @@ class PlacedTraffic:
         nodes = {cluster.node_of[rank] for rank in every_rank}
         measured = cluster.nodes[min(nodes)].all_reduce
         if measured is not None and len(nodes) == 1 < len(every_rank):
-            self.iteration_s += measured.of(len(every_rank), TOTALS_BYTES)
+            self.iteration_s += measured.interpolate(len(every_rank), TOTALS_BYTES)
         tensor_groups = [ranks[first : first + tp] for ranks in placement for first in range(0, len(ranks), tp)]
         inside = Traffic(cluster, tensor_groups)
         self.tensor = {key: inside.link(ranks[:tp]) for key, ranks in self._ranks.items()} if tp > 1 else {}
