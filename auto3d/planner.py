@@ -10,7 +10,8 @@ from auto3d.capture.export import InputSpec
 from auto3d.capture.graph import Graph
 from auto3d.capture.model import CapturedModel, capture
 from auto3d.cluster import Cluster
-from auto3d.cost.model import CostModel, Estimate, Training
+from auto3d.cost.model import CostModel, Estimate
+from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import Work, work_of
 from auto3d.errors import InputError
 from auto3d.partition.merak import Sharding, shard
@@ -37,13 +38,13 @@ class Planner:
         *,
         global_batch: int,
         seed: int = 0,
-        training: Training | None = None,
+        training: TrainingOptions | None = None,
     ) -> None:
         self.cluster = cluster
         self._capture = cache(lambda samples: capture(build, inputs, samples, device=cluster.device))
         self._sharding = cache(lambda samples: shard(self._capture(samples).graph))
         self._workload = Workload(global_batch=global_batch, seed=seed)
-        precision = (training or Training()).precision
+        precision = (training or TrainingOptions()).precision
 
         def cuts(graph: Graph) -> tuple[int, ...]:
             return self._sharding(graph.micro_batch_size).bounds
@@ -52,7 +53,7 @@ class Planner:
             return work_of(graph, cuts(graph), precision=precision)
 
         model = PlannedGraphs(lambda samples: self._capture(samples).graph, work, cuts)
-        self._model = CostModel(cluster, training or Training(), model.work)
+        self._model = CostModel(cluster, training or TrainingOptions(), model.work)
         self._maker = PlanMaker(model, self._model, self._workload)
 
     def captured(self, micro_batch_size: int) -> CapturedModel:

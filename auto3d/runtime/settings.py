@@ -39,7 +39,7 @@ def update_copies(settings: OptimizerSettings, device: str) -> tuple[int, int]:
 
 
 def optimizer_copies(settings: OptimizerSettings, device: str) -> dict[str, Any]:
-    """The arguments of ``auto3d.cost.memory.predict`` that depend on the optimizer."""
+    """The arguments of ``auto3d.cost.device_memory.predict`` that depend on the optimizer."""
     return {"optimizer_copies": state_copies(settings), "update_copies": update_copies(settings, device)}
 
 

@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 from math import inf
 
-from auto3d.cost.memory import in_gib
+from auto3d.cost.device_memory import in_gib
 from auto3d.cost.model import CostModel
 from auto3d.errors import InputError
 from auto3d.partition.methods import METHODS, STAGE_METHODS, method_named
@@ -225,7 +225,7 @@ class PlanMaker:
         cuts = self.planned.cuts(samples)
         devices = self.model.cluster.devices // (candidate.dp * candidate.tp)  # devices of one pipeline
         before = {
-            count: self.model.pipeline(plan, cuts, replicas=count).before
+            count: self.model.pipeline_times(plan, cuts, replicas=count).before
             for count in range(1, devices - candidate.pp + 2)
             if samples % count == 0
         }
