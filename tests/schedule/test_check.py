@@ -55,24 +55,24 @@ ROUND = {(0, 0): 0, (1, 0): 1, (0, 1): 1, (1, 1): 0}  # two pipes, in opposite d
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        (["F0@0 F1@0 B0@0 S@0 U@0", SECOND], "B1@0 is done 0 times"),
-        (["F0@0 F1@0 B0@0 I1@0 S@0 U@0", SECOND], "W1@0 is done 0 times"),
+        (["F0@0 F1@0 B0@0 S@0 U@0", SECOND], "B1@0 is missing"),
+        (["F0@0 F1@0 B0@0 I1@0 S@0 U@0", SECOND], "W1@0 is missing"),
         (["F0@0 F1@0 B0@0 W1@0 I1@0 S@0 U@0", SECOND], "W1@0 follows F"),
         (["F0@0 F1@0 B0@0 B0@0 B1@0 S@0 U@0", SECOND], "B0@0 follows B"),
         (["F0@0 F1@0 B0@0 I0@0 B1@0 S@0 U@0", SECOND], "I0@0 follows B"),
         (["F0@0 F1@0 F2@0 B0@0 B1@0 S@0 U@0", SECOND], "F2@0 is outside"),
         (["F0@0 F1@0 R0@0 B0@0 B1@0 S@0 U@0", SECOND], "stage 0 does not recompute"),
         ([FIRST, "B0@1 F0@1 F1@1 B1@1 S@1 U@1"], "B0@1 comes first"),
-        (["F0@0 F1@0 B0@0 B1@0 S@0 U@0", "F0@1 B0@1 F1@1 B1@1 S@0 U@1"], "its stage lives on device 0"),
-        ([FIRST, "F0@1:1 B0@1 F1@1 B1@1 S@1 U@1"], "its stage lives nowhere"),
+        (["F0@0 F1@0 B0@0 B1@0 S@0 U@0", "F0@1 B0@1 F1@1 B1@1 S@0 U@1"], "its stage is on device 0"),
+        ([FIRST, "F0@1:1 B0@1 F1@1 B1@1 S@1 U@1"], "its stage is on no device"),
         ([FIRST + " S0@0".replace("S0", "S"), SECOND], "S@0 follows an update"),
-        (["F0@0 F1@0 B0@0 S@0 B1@0 U@0", SECOND], "B1@0 follows the S of its replica"),
+        (["F0@0 F1@0 B0@0 S@0 B1@0 U@0", SECOND], "B1@0 follows the S of its stage"),
         (["F0@0 F1@0 B0@0 B1@0 U@0", SECOND], "U@0 comes before S@0"),
-        (["F0@0 F1@0 B0@0 B1@0 S@0", SECOND], "U@0 is done 0 times"),
-        (["F0@0 F1@0 B0@0 B1@0 S@0 S@0 U@0", SECOND], "S@0 is done twice"),
-        (["F0@0 F1@0 B0@0 B1@0 S@0 U@0 U@0", SECOND], "U@0 is done twice"),
+        (["F0@0 F1@0 B0@0 B1@0 S@0", SECOND], "U@0 is missing"),
+        (["F0@0 F1@0 B0@0 B1@0 S@0 S@0 U@0", SECOND], "S@0 comes twice"),
+        (["F0@0 F1@0 B0@0 B1@0 S@0 U@0 U@0", SECOND], "U@0 comes twice"),
         (["F0@0 B0@0 F1@0 B1@0 S@0 U@0", "F0@1 F1@1 B0@1 B1@1 S@1 U@1"], "deadlock: device 0 before B0@0"),
-        (["F1@0 F0@0 B0@0 B1@0 S@0 U@0", SECOND], "its send to F1@1 is not met"),
+        (["F1@0 F0@0 B0@0 B1@0 S@0 U@0", SECOND], "no receive is posted for its message to F1@1"),
     ],
 )
 def test_what_is_wrong_is_named(lines, words):
@@ -96,7 +96,7 @@ def test_pipes():
         check(by_hand(lines[0], lines[1].replace("F1@0:1", "F1@1"), device_of=ROUND))
     with pytest.raises(ScheduleError, match="S@0:1 on device 1"):
         check(by_hand(lines[0], lines[1].replace(" S@0:1", ""), device_of=ROUND))
-    with pytest.raises(ScheduleError, match="stage 1 of pipe 1 lives on device None"):
+    with pytest.raises(ScheduleError, match="stage 1 of pipe 1 is on no device"):
         check(by_hand(*lines, device_of={key: home for key, home in ROUND.items() if key != (1, 1)}))
 
 
@@ -107,13 +107,13 @@ VERSIONS = {(0, 0): 0, (0, 1): 0, (1, 0): 0, (1, 1): 1}
 @pytest.mark.parametrize(
     ("change", "versions", "words"),
     [
-        (("", ""), {(0, 1): 1}, "F1@0 uses weight version 1; there were 0 updates"),
-        (("", ""), {(0, 0): 1}, "F0@0 uses weight version 1; there were 0 updates"),
-        (("B0@1 S@1 U@1", "B0@1 U@1"), {}, "U@1, number 1, has no S before it"),
+        (("", ""), {(0, 1): 1}, "F1@0 uses weight version 1 after only 0 updates"),
+        (("", ""), {(0, 0): 1}, "F0@0 uses weight version 1 after only 0 updates"),
+        (("B0@1 S@1 U@1", "B0@1 U@1"), {}, "U@1, number 1, comes without an S before it"),
         (("B0@1 S@1 U@1", "B0@1 S@1"), {}, "B1@1 adds to gradients that are being synced"),
         (("B0@1 S@1 U@1", "B0@1"), {(1, 1): 0}, "sums other micro-batches"),
         (("B1@1 S@1 U@1", "B1@1"), {}, "U@1 is missing at the end"),
-        (("B1@1 S@1 U@1", "B1@1 S@1 U@1 S@1 U@1"), {}, "S@1 before update 3 has nothing new"),
+        (("B1@1 S@1 U@1", "B1@1 S@1 U@1 S@1 U@1"), {}, "S@1 before update 3 has no new gradients"),
     ],
 )
 def test_updates_and_versions(change, versions, words):
