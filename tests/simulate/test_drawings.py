@@ -198,7 +198,7 @@ def test_csv_loads_in_torch(tmp_path, name, options, micro_batches):
     ],
 )
 def test_csv_refuses_what_it_cannot_hold(name, options, words):
-    with pytest.raises(InputError, match=f"CSV cannot hold .*{words}"):
+    with pytest.raises(InputError, match=f"CSV of torch.distributed.pipelining cannot express .*{words}"):
         pipelining_csv(build_schedule(name, devices=4, micro_batches=4, **options))
 
 
@@ -210,5 +210,5 @@ def test_csv_refuses_doubled_forwards():
         device_of={(0, 0): 0},
         operations=((Operation(Kind.FORWARD, 0, (0, 1)),),),
     )
-    with pytest.raises(InputError, match="one whole micro-batch"):
+    with pytest.raises(InputError, match="operations on other than one whole micro-batch"):
         pipelining_csv(doubled)

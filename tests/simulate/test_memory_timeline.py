@@ -61,5 +61,5 @@ def test_a_share_that_is_kept_costs_memory_and_saves_time():
 
 def test_sizes_that_do_not_fit():
     schedule = build_schedule("1f1b", devices=3, micro_batches=4)
-    with pytest.raises(InputError, match="weights has 1 values; there are 3 stages"):
+    with pytest.raises(InputError, match="weights has 1 value; the schedule has 3 stages"):
         bytes_over_time(simulate(schedule, uniform(schedule)), Sizes(activations=(1,) * 3, kept=(1,) * 3, weights=(1,)))
