@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from auto3d.runtime.places import Place, SharedDeviceError, gather_places, why_not_connected
+from auto3d.runtime.rank_devices import RankDevice, SharedDeviceError, connection_problem, gather_rank_devices
 from auto3d.runtime.world import World, join, leave
 
 A100 = "NVIDIA A100-SXM4-40GB"
@@ -24,7 +24,7 @@ INSTANCE = f"{A100} MIG 1g.5gb"
     ],
 )
 def test_which_ranks_are_not_connected(places, words):
-    told = why_not_connected([Place(*one) for one in places])
+    told = connection_problem([RankDevice(*one) for one in places])
     assert told.startswith(words)
     assert bool(told) == bool(words)
 
@@ -32,7 +32,7 @@ def test_which_ranks_are_not_connected(places, words):
 def _compare(world: World, uuids: list[str]) -> str:
     join(world, device=torch.device("cpu"), timeout_s=60)
     try:
-        gather_places(Place("n1", uuids[world.rank], A100), timeout_s=60)
+        gather_rank_devices(RankDevice("n1", uuids[world.rank], A100), timeout_s=60)
     except SharedDeviceError as error:
         return str(error)
     finally:

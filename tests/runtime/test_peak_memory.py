@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from auto3d.runtime.memory import PeakBytes, PeakMemory
+from auto3d.runtime.peak_memory import PeakBytes, PeakMemory
 
 MIB = 2**20
 
