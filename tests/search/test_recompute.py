@@ -120,7 +120,7 @@ def test_schedules_that_do_not_recompute_say_so(schedule):
     ("options", "words"),
     [
         ("recompute=full", "schedule_options: recompute is 'full'; set the key recompute instead"),
-        ("chunks=4", "schedule 1f1b: option 'chunks' is not one of its own; it takes recompute, sync"),
+        ("chunks=4", "schedule 1f1b: option 'chunks' is unknown; its options are recompute, sync"),
         ("sync=3", "schedule 1f1b: sync is 3; it must be text"),
         ("sync=late", "schedule 1f1b: sync is 'late'; it must be one of lazy"),
         ("sync", "schedule: '1f1b:sync': write NAME:option=value, as in interleaved-1f1b:chunks=4"),
