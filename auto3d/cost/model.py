@@ -21,8 +21,7 @@ from auto3d.cost.times import Times, before, times_of
 from auto3d.cost.work import PRECISION_BYTES, Work
 from auto3d.plan import Plan, StagePlan
 from auto3d.schedule.shape import Shape, shape_of
-from auto3d.simulate.costs import Costs, Sharing
-from auto3d.simulate.costs import Link as Message
+from auto3d.simulate.costs import Costs, MessageCost, SharedMachine
 from auto3d.simulate.simulate import simulate
 
 MOMENTS = {"adamw": 2, "sgd": 1}  # that the optimizer keeps of each parameter
@@ -136,9 +135,9 @@ class CostModel:
         whole = seconds_of(shape, costs)
         none = (0.0,) * shape.stages
         without_sync = seconds_of(shape, replace(costs, sync=none))
-        silent = replace(costs, sync=none, links=(Message(),) * (shape.stages - 1))
+        silent = replace(costs, sync=none, messages=(MessageCost(),) * (shape.stages - 1))
         without_messages = seconds_of(shape, silent)
-        alone = replace(self.costs(plan, replica, collectives=False), sync=none, links=silent.links)
+        alone = replace(self.costs(plan, replica, collectives=False), sync=none, messages=silent.messages)
         without_tensor = seconds_of(shape, alone)
         compute, update = _busiest(shape, alone)
         return Estimate(
@@ -193,21 +192,21 @@ class CostModel:
             recompute=tuple(recompute),
             sync=self._syncs(plan, traffic),
             update=tuple(update),
-            links=tuple(
+            messages=tuple(
                 self._message(plan, shape, boundary, replica, traffic) for boundary in range(len(plan.stages) - 1)
             ),
             speed=(1.0,) * shape.devices,
             overlap=self.training.overlap,
-            sharing=self._sharing(plan) if self._shares_processors else (),
+            shared_machines=self._sharing(plan) if self._shares_processors else (),
         )
 
-    def _sharing(self, plan: Plan) -> tuple[Sharing, ...]:
+    def _sharing(self, plan: Plan) -> tuple[SharedMachine, ...]:
         """What the plan's processes share on each node where they share something."""
         found = []
         for number in sorted({self.cluster.node_of[rank] for ranks in plan.placement for rank in ranks}):
             if slowdown := self.cluster.nodes[number].slowdown:
                 here = [sum(self.cluster.node_of[rank] == number for rank in ranks) for ranks in plan.placement]
-                found.append(Sharing(slowdown=slowdown, processes=tuple(here)))
+                found.append(SharedMachine(slowdown=slowdown, processes=tuple(here)))
         return tuple(found)
 
     def _share(self, samples: int, replicas: int) -> tuple[int, int]:
@@ -332,10 +331,10 @@ class CostModel:
             found[stages[-1]] += traffic.tied_s(tuple(stages), elements * self.training.sync_bytes)
         return tuple(found)
 
-    def _message(self, plan: Plan, shape: Shape, boundary: int, replica: int, traffic: PlacedTraffic) -> Message:
+    def _message(self, plan: Plan, shape: Shape, boundary: int, replica: int, traffic: PlacedTraffic) -> MessageCost:
         source, target = (shape.device_of[stage, 0] for stage in (boundary, boundary + 1))
         if source == target:
-            return Message()
+            return MessageCost()
         size = (
             shape.parts
             * self._work(plan.micro_batch_size // shape.parts).work.crossing[plan.stages[boundary].operations[-1][1]]
@@ -345,7 +344,7 @@ class CostModel:
         seconds = size / plan.tp / link.bandwidth
         if plan.tp > 1:
             seconds += ring_s(plan.tp, size, traffic.tensor[target, replica]) / 2
-        return Message(latency=link.latency_s, forward=seconds, backward=seconds)
+        return MessageCost(latency=link.latency_s, forward=seconds, backward=seconds)
 
     def _traffic_of(self, plan: Plan) -> PlacedTraffic:
         return self._traffic(plan.placement, plan.tp, plan.dp, shape_of(plan).homes)

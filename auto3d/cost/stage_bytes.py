@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from auto3d.schedule.memory import Load
+from auto3d.schedule.in_flight import Load
 from auto3d.schedule.shape import Shape
 
 # Those to and from one peer when a device is at its fullest; cost/memory.py counts them step by step. What a forward

@@ -70,7 +70,7 @@ class EmulatedStage:
         self.stage = stage
         self.losses: dict[int, torch.Tensor] = {}  # not numbers
         self.weights = WeightVersions({}, several=False)
-        self._seconds = {kind: costs.of(kind)[stage.index] / parts for kind in Kind}
+        self._seconds = {kind: costs.times_of(kind)[stage.index] / parts for kind in Kind}
         self._recompute = recompute
         self._recomputed: set[int] = set()  # micro-batches before their backward
         self._clock = clock

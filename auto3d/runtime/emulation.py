@@ -12,7 +12,7 @@ from auto3d.partition.cost import analytic
 from auto3d.partition.stage import Stage, Transfer, cut
 from auto3d.plan import PlanError, StagePlan
 from auto3d.schedule.operation import Schedule
-from auto3d.simulate.costs import Costs, Link
+from auto3d.simulate.costs import Costs, MessageCost
 
 PerStage = float | tuple[float, ...] | None
 
@@ -87,7 +87,7 @@ class Emulation:
             recompute=self.each("recompute_s", count) or recomputed,
             sync=(0.0,) * count,
             update=(0.0,) * count,
-            links=(Link(),) * (count - 1),
+            messages=(MessageCost(),) * (count - 1),
             speed=(1.0,) * schedule.devices,
         )
 

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from auto3d.runtime.data import Batches
 from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.gradient_sync import GradientSync
-from auto3d.runtime.loading import Loader, needs_of, pinned_memory_of
+from auto3d.runtime.loading import Loader, needs_of
 from auto3d.runtime.optimizer import Optimizer, update
 from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
@@ -20,7 +20,7 @@ from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.stage import StageModule
 from auto3d.runtime.waiting import wait, waiting_for
 from auto3d.schedule.operation import Kind
-from auto3d.schedule.program import Beginning, GradientSum, LossSum, Message, Program, Replica, Step
+from auto3d.schedule.program import Communication, GradientSum, LossSum, Message, PipeStage, Program, Step
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Executor:
 
     def __init__(
         self,
-        stages: Mapping[Replica, StageModule],
-        optimizers: Mapping[Replica, tuple[Optimizer, LRScheduler] | None],
+        stages: Mapping[PipeStage, StageModule],
+        optimizers: Mapping[PipeStage, tuple[Optimizer, LRScheduler] | None],
         *,
         exchange: Exchange,
         sync: GradientSync,
@@ -71,7 +71,7 @@ class Executor:
         self._asked_to_end = asked_to_end
         self._timeout_s = timeout_s
         self._program: Program | None = None  # that runs
-        self._updates: Counter[Replica] = Counter()  # in this program
+        self._updates: Counter[PipeStage] = Counter()  # in this program
         self._totals: tuple[float, float, bool] | None = None  # what _reduce_totals gave for this iteration
         self._ended = 0  # iterations of this program, on this rank
         self._ended_at = 0.0
@@ -136,7 +136,7 @@ class Executor:
         self._sync.zero({stage for stage, _ in self._stages})
         self._exchange.start()
 
-    def _begin(self, beginning: Beginning) -> None:
+    def _begin(self, beginning: Communication) -> None:
         match beginning:
             case Message():
                 self._exchange.post(beginning)
@@ -267,5 +267,5 @@ class Executor:
             self._exchange.send(message, [tensors[name] for name in self._exchange.values(message)])
 
 
-def _replica(step: Step) -> Replica:
+def _replica(step: Step) -> PipeStage:
     return step.operation.stage, step.operation.pipe

@@ -17,7 +17,7 @@ import torch
 
 from auto3d.runtime.data import Batches
 from auto3d.schedule.operation import Kind
-from auto3d.schedule.program import Program, Replica
+from auto3d.schedule.program import PipeStage, Program
 
 PREFETCHED = 3  # micro-batches in pinned memory: one being copied, and two for the next forwards
 
@@ -114,7 +114,7 @@ class Loader:
 
 def needs_of(
     program: Program,
-    inputs_of: Mapping[Replica, Collection[str]],
+    inputs_of: Mapping[PipeStage, Collection[str]],
     *,
     first_iteration: int,
     first_micro_batch: int,

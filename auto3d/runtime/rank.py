@@ -36,7 +36,7 @@ from auto3d.schedule.carried_buffers import check_carried_buffers
 from auto3d.schedule.check import check
 from auto3d.schedule.lowering import lower
 from auto3d.schedule.operation import Kind, Schedule
-from auto3d.schedule.program import Program, Replica
+from auto3d.schedule.program import PipeStage, Program
 
 _CAUSE_OF_SEED = (
     "the model's initialisation does not follow from training.seed alone, but depends on the rank, the time or a "
@@ -55,7 +55,7 @@ class Rank:
     programs: tuple[Program, ...]  # to be run one after the other
     parameters: dict[str, nn.Parameter]
     buffers: dict[str, torch.Tensor]
-    optimizers: dict[Replica, tuple[Optimizer, LRScheduler] | None]
+    optimizers: dict[PipeStage, tuple[Optimizer, LRScheduler] | None]
     all_names: tuple[str, ...]  # parameters and buffers of the model; none on emulated devices, which hold nothing
     shared: frozenset[str]  # those of them that other ranks hold too
     predicted: DeviceMemory  # bytes of this rank's pipeline device
@@ -267,7 +267,7 @@ def _programs(
 
 def _state(
     captured: CapturedModel,
-    own: Mapping[Replica, Stage],
+    own: Mapping[PipeStage, Stage],
     memory: MemoryWatch,
     *,
     device: torch.device,
@@ -287,14 +287,14 @@ def _state(
     }
 
 
-def _alone(own: Mapping[Replica, Stage], names: Collection[str], holders: Mapping[str, Holders]) -> list[str]:
+def _alone(own: Mapping[PipeStage, Stage], names: Collection[str], holders: Mapping[str, Holders]) -> list[str]:
     """Those of ``names`` that one stage of this rank uses, and no other rank."""
     users = Counter(name for stage in own.values() for name in stage.state)
     return [name for name in names if users[name] == 1 and len(holders[name].ranks) == 1]
 
 
 def _stage_modules(
-    own: Mapping[Replica, Stage],
+    own: Mapping[PipeStage, Stage],
     captured: CapturedModel,
     plan: Plan,
     schedule: Schedule,
@@ -303,7 +303,7 @@ def _stage_modules(
     loss_weight: float,
     randomness: Randomness,
     device: torch.device,
-) -> dict[Replica, StageModule]:
+) -> dict[PipeStage, StageModule]:
     split = {o.stage for operations in schedule.operations for o in operations if o.kind is Kind.BACKWARD_INPUT}
     return {
         (number, pipe): StageModule(
@@ -323,7 +323,7 @@ def _stage_modules(
 
 
 def _emulated_stages(
-    own: Mapping[Replica, Stage],
+    own: Mapping[PipeStage, Stage],
     captured: CapturedModel,
     plan: Plan,
     schedule: Schedule,
@@ -331,7 +331,7 @@ def _emulated_stages(
     settings: TrainingSettings,
     *,
     device: torch.device,
-) -> dict[Replica, EmulatedStage]:
+) -> dict[PipeStage, EmulatedStage]:
     costs = settings.emulation.costs(captured.graph, plan.stages, schedule)
     return {
         (number, pipe): EmulatedStage(
@@ -342,11 +342,11 @@ def _emulated_stages(
 
 
 def _optimizers(
-    own: Mapping[Replica, Stage],
+    own: Mapping[PipeStage, Stage],
     parameters: Mapping[str, nn.Parameter],
     settings: TrainingSettings,
     shared_by: dist.ProcessGroup | None,
-) -> dict[Replica, tuple[Optimizer, LRScheduler] | None]:
+) -> dict[PipeStage, tuple[Optimizer, LRScheduler] | None]:
     """One optimizer per stage; a parameter that two stages of this rank share belongs to the first of them."""
     left = dict(parameters)
     optimizers = {}

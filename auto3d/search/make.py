@@ -13,7 +13,7 @@ from auto3d.partition.layer_assignment import shortest_pipeline
 from auto3d.partition.replicated import fastest_stages
 from auto3d.partition.stage import check_enough
 from auto3d.plan import Plan, PlanError, StagePlan, stages_between
-from auto3d.schedule import SCHEDULES, build_schedule, parse_schedule, samples_of_part
+from auto3d.schedule import SCHEDULES, build_schedule, parse_schedule, samples_per_replica
 from auto3d.schedule.shape import Shape, shape, shape_of
 from auto3d.search.placement import MEGATRON, place, place_replicas
 from auto3d.search.recompute import AUTO, FULL, NONE, Shares, largest_share, schedule_options
@@ -69,7 +69,7 @@ class PlanMaker:
         sizes = {"devices": candidate.pp, "micro_batches": micro_batches}
         options = schedule_options(name, given, candidate.recompute, candidate.sync, **sizes)
         form = shape(name, **sizes, options=options)
-        samples = samples_of_part(form, candidate.micro_batch_size)
+        samples = samples_per_replica(form, candidate.micro_batch_size)
         plan = Plan(
             graph=self._fingerprint(samples),
             dp=candidate.dp,

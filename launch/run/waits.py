@@ -1,4 +1,4 @@
-"""Waits that last longer than they may, found from outside the ranks.
+"""Overlong waits, detected from outside the ranks.
 
 A rank that waits inside a call without a time-out, such as the set-up of an NCCL communicator, cannot report it.
 """
@@ -11,19 +11,19 @@ from auto3d.runtime.activity import THIS_RANK, Activity, ActivityBoard
 from auto3d.runtime.measurement import Status
 from launch.run.diagnosis import Ending, Failure
 
-MARGIN_S = 5.0  # a rank that can report its own wait does so sooner, and knows more about it
-CONFIRM_S = 0.1
+MARGIN_S = 5.0  # a rank that can report its own overlong wait does so within this time, with more detail
+CONFIRM_S = 0.1  # pause before an overlong wait is read a second time
 
 
 @dataclass(frozen=True)
 class WaitLimit:
-    """How long one wait of a rank may last, by what ``board`` shows."""
+    """Limit of a single wait of any rank; ``board`` shows what each rank waits for and since when."""
 
     board: ActivityBoard
-    limit_s: float  # may be infinite
+    limit_s: float  # seconds; may be infinite
 
     def next_look(self, ranks: Iterable[int]) -> float:
-        """The time.monotonic() before which no wait of ``ranks`` exceeds the limit."""
+        """Time (time.monotonic) until which no wait of ``ranks`` can exceed the limit."""
         begun = [place.since for place in map(self.board.read, ranks) if place.waiting_for]
         return min([monotonic(), *begun]) + self.limit_s
 

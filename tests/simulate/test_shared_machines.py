@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 
 from auto3d.schedule import SCHEDULES, build_schedule
-from auto3d.simulate.costs import Sharing, uniform
+from auto3d.simulate.costs import SharedMachine, uniform
 from auto3d.simulate.simulate import simulate
 from tests.simulate.random_schedules import random_costs, random_schedule
 
 
 def sharing(slowdown, devices):
-    return (Sharing(slowdown=slowdown, processes=(1,) * devices),)
+    return (SharedMachine(slowdown=slowdown, processes=(1,) * devices),)
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -21,7 +21,7 @@ def test_without_slowdown_nothing_changes(seed):
     schedule = random_schedule(chance)
     costs = random_costs(chance, schedule)
     alone = simulate(schedule, costs)
-    beside = simulate(schedule, replace(costs, sharing=sharing((1.0,) * 4, schedule.devices)))
+    beside = simulate(schedule, replace(costs, shared_machines=sharing((1.0,) * 4, schedule.devices)))
     assert beside.start == pytest.approx(alone.start)
     assert beside.end == pytest.approx(alone.end)
     assert beside.makespan == pytest.approx(alone.makespan)
@@ -36,7 +36,7 @@ def test_two_processors(name):
     times = [alone.makespan]
     for processors in (2, 1):
         slowdown = tuple(max(1.0, computing / processors) for computing in range(1, 5))
-        times.append(simulate(schedule, replace(costs, sharing=sharing(slowdown, 4))).makespan)
+        times.append(simulate(schedule, replace(costs, shared_machines=sharing(slowdown, 4))).makespan)
     work = sum(end - start for start, end in zip(alone.start, alone.end, strict=True))
     assert times[0] < times[1] < times[2]
     assert times[1] >= work / 2
@@ -47,7 +47,7 @@ def test_replicas_count():
     """Three processes of each of two devices on one processor that takes turns."""
     schedule = build_schedule("gpipe", devices=2, micro_batches=1)
     costs = uniform(schedule, forward=1.0)
-    shared = (Sharing(slowdown=(1.0,), processes=(3, 3)),)
-    assert simulate(schedule, replace(costs, sharing=shared)).makespan == pytest.approx(
+    shared = (SharedMachine(slowdown=(1.0,), processes=(3, 3)),)
+    assert simulate(schedule, replace(costs, shared_machines=shared)).makespan == pytest.approx(
         3 * simulate(schedule, costs).makespan
     )

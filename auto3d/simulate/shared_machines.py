@@ -3,13 +3,13 @@
 from math import inf
 
 from auto3d.simulate.costs import Costs
-from auto3d.simulate.work import Work
+from auto3d.simulate.work import DeviceWork
 
 Run = tuple[list[float], list[float], list[float], list[int]]
 """By operation its start, its end, and the arrival of its message, -1 where it never ran; and how far devices came."""
 
 
-def run_shared(work: Work, costs: Costs) -> Run:
+def run_shared(work: DeviceWork, costs: Costs) -> Run:
     """Run each device's operations in order, each as soon as its device is free and its inputs are there.
 
     From event to event: the start or the end of an operation changes how fast all others advance on its machine.
@@ -59,9 +59,9 @@ def _slowdown(costs: Costs, device: int, computing: dict[int, float]) -> float:
     """Of ``device``, on the machine of its processes that slows it most."""
     return max(
         (
-            sharing.of(sum(sharing.processes[other] for other, seconds in computing.items() if seconds > 0))
-            for sharing in costs.sharing
-            if sharing.processes[device]
+            machine.slowdown_of(sum(machine.processes[other] for other, seconds in computing.items() if seconds > 0))
+            for machine in costs.shared_machines
+            if machine.processes[device]
         ),
         default=1.0,
     )
