@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from auto3d.runtime.data import Batches
 from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.gradient_sync import GradientSync
-from auto3d.runtime.loading import Loader, needs_of
+from auto3d.runtime.loading import Loader, needs_of, pinned_memory_of
 from auto3d.runtime.optimizer import Optimizer, update
 from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
