@@ -29,6 +29,9 @@ class StageBytes:
         return load.in_flight * self.in_flight + load.recomputed * self.recomputed + load.deferred * self.deferred
 
 
+NO_BYTES = StageBytes(in_flight=0, recomputed=0, deferred=0, fixed=0, working=0, received=0, sent=0)
+
+
 def message_bytes(shape: Shape, stages: Sequence[StageBytes], device: int) -> float:
     """Bytes of the messages that ``device`` holds: for each peer, several of the largest."""
     largest: dict[int, float] = {}

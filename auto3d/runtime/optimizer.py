@@ -19,7 +19,7 @@ Optimizer = torch.optim.Optimizer | ShardedOptimizer
 
 def local_optimizer(optimizer: Optimizer) -> torch.optim.Optimizer:
     """The optimizer of the parameters that this rank updates."""
-    return optimizer.share if isinstance(optimizer, ShardedOptimizer) else optimizer
+    return optimizer.shard if isinstance(optimizer, ShardedOptimizer) else optimizer
 
 
 def state_by_parameter(optimizer: Optimizer) -> Mapping[nn.Parameter, dict[str, torch.Tensor]]:

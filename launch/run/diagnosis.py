@@ -36,43 +36,43 @@ class Failure:
 
 @dataclass(frozen=True)
 class RanksSnapshot:
-    """The position of each rank at one moment."""
+    """The activity of each rank at one moment."""
 
-    places: Mapping[int, Activity]  # by rank
+    activities: Mapping[int, Activity]  # by rank
     stopped: Mapping[int, bool]
     taken: float  # time.monotonic()
 
 
 def look(board: ActivityBoard, processes: Mapping[int, int]) -> RanksSnapshot:
-    """The positions of the ranks now; ``processes`` maps ranks to process ids."""
-    places = {rank: board.read(rank) for rank in processes}
-    return RanksSnapshot(places, {rank: _is_stopped(process) for rank, process in processes.items()}, monotonic())
+    """The activities of the ranks now; ``processes`` maps ranks to process ids."""
+    activities = {rank: board.read(rank) for rank in processes}
+    return RanksSnapshot(activities, {rank: _is_stopped(process) for rank, process in processes.items()}, monotonic())
 
 
-def death(rank: int, place: Activity, exitcode: int) -> Failure:
-    """The failure of a rank that ended without a report; ``place`` is its last position."""
+def death(rank: int, activity: Activity, exitcode: int) -> Failure:
+    """The failure of a rank that ended without a report; ``activity`` is its last activity."""
     if exitcode == -signal.SIGABRT:
         # The watchdog of an NCCL process group aborts its process when a message is late or another rank is gone.
-        ending = (Ending.WAITED, Status.TIMEOUT) if place.waiting_for else (Ending.ABORTED, Status.FAILED)
-        return Failure(*ending, position_text(rank, place, "was ended by SIGABRT (its own output says why)"))
+        ending = (Ending.WAITED, Status.TIMEOUT) if activity.waiting_for else (Ending.ABORTED, Status.FAILED)
+        return Failure(*ending, activity_text(rank, activity, "was ended by SIGABRT (its own output says why)"))
     how = f"ended with exit code {exitcode} and no result"
     if exitcode < 0:
         hint = ", as the kernel does when memory runs out" if exitcode == -signal.SIGKILL else ""
         how = f"was killed by {signal.Signals(-exitcode).name}{hint}"
-    return Failure(Ending.DIED, Status.FAILED, position_text(rank, place, how))
+    return Failure(Ending.DIED, Status.FAILED, activity_text(rank, activity, how))
 
 
 def diagnose(failures: Mapping[int, Failure], first: RanksSnapshot) -> Failure:
     """The likeliest cause of ``failures``; ``first`` is the snapshot taken at the first of them."""
     suspects = list(failures.values())
-    for rank, place in first.places.items():
+    for rank, activity in first.activities.items():
         if first.stopped[rank]:
             how = "is stopped, as by SIGSTOP or a debugger"
-            suspects.append(Failure(Ending.STOPPED, Status.TIMEOUT, position_text(rank, place, how)))
-    silent = [rank for rank, place in first.places.items() if rank not in failures and not place.waiting_for]
-    for rank in sorted(silent, key=lambda rank: first.places[rank].since):
-        how = f"was not done after {first.taken - first.places[rank].since:.1f} s"
-        suspects.append(Failure(Ending.SILENT, Status.TIMEOUT, position_text(rank, first.places[rank], how)))
+            suspects.append(Failure(Ending.STOPPED, Status.TIMEOUT, activity_text(rank, activity, how)))
+    silent = [rank for rank, activity in first.activities.items() if rank not in failures and not activity.waiting_for]
+    for rank in sorted(silent, key=lambda rank: first.activities[rank].since):
+        how = f"was not done after {first.taken - first.activities[rank].since:.1f} s"
+        suspects.append(Failure(Ending.SILENT, Status.TIMEOUT, activity_text(rank, first.activities[rank], how)))
     cause, *others = sorted(suspects, key=likelihood)
     if cause.ending in (Ending.REFUSED, Ending.RAISED):
         return cause
@@ -85,10 +85,10 @@ def likelihood(failure: Failure) -> tuple[bool, int]:
     return failure.status is not Status.OOM, failure.ending.value
 
 
-def position_text(rank: int, place: Activity, how: str) -> str:
-    """One line: the rank, its position, how it ended, and what it was waiting for."""
-    waiting = f"; it was waiting for {place.waiting_for}" if place.waiting_for else ""
-    return f"{THIS_RANK.name(rank)}, {place.phase}, {how}{waiting}"
+def activity_text(rank: int, activity: Activity, how: str) -> str:
+    """One line: the rank, its phase, how it ended, and what it was waiting for."""
+    waiting = f"; it was waiting for {activity.waiting_for}" if activity.waiting_for else ""
+    return f"{THIS_RANK.name(rank)}, {activity.phase}, {how}{waiting}"
 
 
 def _is_stopped(process: int) -> bool:

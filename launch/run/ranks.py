@@ -28,7 +28,7 @@ from auto3d.runtime.world import LEAVE_S, World, leave
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import device
 from launch.run.devices import check_fork, check_torch, pool_of, seeing
-from launch.run.diagnosis import Ending, Failure, RanksSnapshot, death, diagnose, look, position_text
+from launch.run.diagnosis import Ending, Failure, RanksSnapshot, activity_text, death, diagnose, look
 from launch.run.end_now import end_now
 from launch.run.streams import stdout_to_stderr
 from launch.run.waits import MARGIN_S, WaitLimit
@@ -192,8 +192,8 @@ def _watch(
             raise InputError(failure.error)
         return Outcome(failure.status, error=failure.error, ending=failure.ending)
     if len(results) < len(processes):
-        places = [position_text(rank, board.read(rank), "still runs") for rank in processes if rank not in results]
-        error = "\n".join([f"not done after {monotonic() - start:.0f} s", *places])
+        unfinished = [activity_text(rank, board.read(rank), "still runs") for rank in processes if rank not in results]
+        error = "\n".join([f"not done after {monotonic() - start:.0f} s", *unfinished])
         return Outcome(Status.TIMEOUT, error=error, ending=Ending.SILENT)
     return Outcome(Status.OK, result=results[min(results)])
 

@@ -24,20 +24,22 @@ class WaitLimit:
 
     def next_look(self, ranks: Iterable[int]) -> float:
         """Time (time.monotonic) until which no wait of ``ranks`` can exceed the limit."""
-        begun = [place.since for place in map(self.board.read, ranks) if place.waiting_for]
+        begun = [activity.since for activity in map(self.board.read, ranks) if activity.waiting_for]
         return min([monotonic(), *begun]) + self.limit_s
 
     def failures(self, ranks: Iterable[int]) -> dict[int, Failure]:
         """The failure of each of ``ranks`` whose wait exceeds the limit."""
-        suspects = {rank: place for rank in ranks if self._exceeded(place := self.board.read(rank))}
+        suspects = {rank: activity for rank in ranks if self._exceeded(activity := self.board.read(rank))}
         if suspects:
             sleep(CONFIRM_S)  # a rank may have been writing its line while it was read
-        return {rank: _failure(rank, place) for rank, place in suspects.items() if self.board.read(rank) == place}
+        return {
+            rank: _failure(rank, activity) for rank, activity in suspects.items() if self.board.read(rank) == activity
+        }
 
-    def _exceeded(self, place: Activity) -> bool:
-        return bool(place.waiting_for) and monotonic() - place.since >= self.limit_s
+    def _exceeded(self, activity: Activity) -> bool:
+        return bool(activity.waiting_for) and monotonic() - activity.since >= self.limit_s
 
 
-def _failure(rank: int, place: Activity) -> Failure:
-    waited = f"waited {monotonic() - place.since:.0f} s for {place.waiting_for}"
-    return Failure(Ending.WAITED, Status.TIMEOUT, f"{THIS_RANK.name(rank)}, {place.phase}, {waited}")
+def _failure(rank: int, activity: Activity) -> Failure:
+    waited = f"waited {monotonic() - activity.since:.0f} s for {activity.waiting_for}"
+    return Failure(Ending.WAITED, Status.TIMEOUT, f"{THIS_RANK.name(rank)}, {activity.phase}, {waited}")
