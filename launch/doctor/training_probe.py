@@ -16,7 +16,7 @@ from torch.nn import functional
 from auto3d.capture.model import CapturedModel, capture
 from auto3d.capture.skeleton import seed_all
 from auto3d.cluster import place_ranks
-from auto3d.partition.uniform import uniform
+from auto3d.partition.methods.uniform import uniform
 from auto3d.plan import Plan
 from auto3d.runtime.activity import THIS_RANK
 from auto3d.runtime.data import Batches, DataSettings, InputField
