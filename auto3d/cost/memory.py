@@ -14,9 +14,9 @@ from auto3d.partition.segment import Segment, segments
 from auto3d.partition.stage import Stage, cut
 from auto3d.plan import Plan
 from auto3d.schedule.lowering import lower
-from auto3d.schedule.memory import versions
 from auto3d.schedule.operation import Kind, Schedule
 from auto3d.schedule.program import Message, PipeStage, Program, Step, messages_in_memory
+from auto3d.schedule.weight_versions import weight_versions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ def predict(
         _footprint(graph, stage, own.kept if stage.index in schedule.recompute else None, replicas=own.replicas)
         for stage, own in zip(stages, plan.stages, strict=True)
     ]
-    alive = versions(schedule)
+    alive = weight_versions(schedule)
     sizes = {
         name: value.bytes
         for group in (graph.parameters, graph.buffers, graph.constants)

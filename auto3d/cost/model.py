@@ -4,7 +4,7 @@ The costs of the Plan's stages, messages and gradient syncs go to the simulator;
 costs. Ranks fill the cluster's devices in order; the Plan's placement says what each of them plays.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -15,7 +15,7 @@ from auto3d.cluster import Accelerator, Cluster, Link
 from auto3d.cost.closed_forms import amp_s, chimera_s
 from auto3d.cost.collectives import ring_s, tree_s
 from auto3d.cost.placed import PlacedTraffic
-from auto3d.cost.stage_bytes import StageBytes, message_bytes
+from auto3d.cost.stage_bytes import NO_BYTES, StageBytes, message_bytes
 from auto3d.cost.tables import WorkTables, without
 from auto3d.cost.times import Times, before, times_of
 from auto3d.cost.work import PRECISION_BYTES, Work
@@ -379,28 +379,45 @@ class CostModel:
         That module reads a plan's bytes off the Graph, tensor by tensor; this one sums tables, thousands of times a
         second, for other precisions, tensor parallelism and measured layers too.
         """
+        shape, stages = shape_of(plan), dict(enumerate(plan.stages))
+        return tuple(self._device_memory(plan, shape, device, stages) for device in range(len(shape.holdings)))
+
+    def stage_memory(self, plan: Plan, number: int, stage: StagePlan) -> dict[int, float]:
+        """Pipeline device -> bytes of ``stage`` alone, for each device that holds it as stage ``number`` of ``plan``.
+
+        A device with one stage needs exactly these bytes. A device with several needs at most the sum of theirs.
+        """
         shape = shape_of(plan)
+        homes = dict.fromkeys(shape.homes[number])
+        return {device: self._device_memory(plan, shape, device, {number: stage}) for device in homes}
+
+    def _device_memory(self, plan: Plan, shape: Shape, device: int, stages: Mapping[int, StagePlan]) -> float:
+        """Bytes on ``device`` of those stages of its own that ``stages`` has, by their numbers."""
         weight = PRECISION_BYTES[self.training.precision]
         optimizer = self.training.master_bytes + 4 * MOMENTS[self.training.optimizer]
         samples = plan.micro_batch_size // shape.parts
-        stages = [
-            self._stage_bytes(samples, stage, plan.tp, number in shape.recompute)
-            for number, stage in enumerate(plan.stages)
-        ]
-        found = []
-        for device, holding in enumerate(shape.holdings):
-            own = [plan.stages[number] for number in holding.stages]
-            elements = self._elements(plan, tuple(span for stage in own for span in stage.operations))
-            shards = plan.dp * own[0].replicas if plan.shard_optimizer else 1
-            state = elements * (weight + self.training.sync_bytes + optimizer / shards)
-            for stage, versions in zip(own, holding.versions, strict=True):
-                if versions > 1:
-                    state += (versions - 1) * weight * self._elements(plan, stage.operations)
-            bytes_of = [stages[number] for number in holding.stages]
-            activations = max(sum(map(StageBytes.of, bytes_of, moment)) for moment in holding.peaks)
-            fixed, working = sum(one.fixed for one in bytes_of), max(one.working for one in bytes_of)
-            found.append(state + fixed + activations + working + message_bytes(shape, stages, device))
-        return tuple(FRAGMENTATION * total for total in found)
+        holding = shape.holdings[device]
+        own = [number for number in holding.stages if number in stages]
+        bytes_of = {
+            number: self._stage_bytes(samples, stages[number], plan.tp, number in shape.recompute) for number in own
+        }
+        elements = self._elements(plan, tuple(span for number in own for span in stages[number].operations))
+        shards = plan.dp * stages[own[0]].replicas if plan.shard_optimizer else 1
+        state = elements * (weight + self.training.sync_bytes + optimizer / shards)
+        for number, versions in zip(holding.stages, holding.versions, strict=True):
+            if versions > 1 and number in stages:
+                state += (versions - 1) * weight * self._elements(plan, stages[number].operations)
+        activations = max(
+            sum(
+                bytes_of[number].of(load)
+                for number, load in zip(holding.stages, moment, strict=True)
+                if number in stages
+            )
+            for moment in holding.peaks
+        )
+        fixed, working = sum(one.fixed for one in bytes_of.values()), max(one.working for one in bytes_of.values())
+        messages = message_bytes(shape, [bytes_of.get(number, NO_BYTES) for number in range(shape.stages)], device)
+        return FRAGMENTATION * (state + fixed + activations + working + messages)
 
     def _make_stage_bytes(self, samples: int, stage: StagePlan, tp: int, recompute: bool) -> StageBytes:
         samples, division = self._share(samples, stage.replicas)

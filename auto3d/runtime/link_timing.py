@@ -102,7 +102,7 @@ def time_communication(run: Callable[[], object], clock: Clock) -> float:
 
 
 def rank_counts(size: int, *, least: int) -> tuple[int, ...]:
-    """Numbers of ranks to measure, from ``least`` to ``size``: all of them up to 4 ranks, else powers of 2 and ``size``."""
+    """Numbers of ranks to measure, from ``least`` to ``size``: all of them up to 4, else powers of 2 and ``size``."""
     counts = range(1, size + 1) if size <= 4 else [2**power for power in range(size.bit_length())]
     return tuple(sorted({number for number in (*counts, size) if number >= least}))
 

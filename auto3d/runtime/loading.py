@@ -27,7 +27,7 @@ class Need:
     """Inputs that a forward needs: those called ``names`` of one micro-batch."""
 
     iteration: int
-    index: int  # of the micro-batch in the global batch
+    index: int  # index of the micro-batch in the global batch
     names: tuple[str, ...]
 
 

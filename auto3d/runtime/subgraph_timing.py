@@ -1,6 +1,6 @@
 """Time a subgraph of a model: its forward, its backward, and the weight half of a split backward."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from statistics import median
@@ -18,10 +18,11 @@ from auto3d.runtime.data import Batches
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage import StageModule
 
-MIN_REPETITIONS = 3  # of a subgraph in each round
+MIN_REPETITIONS = 3  # least number of repetitions of a subgraph in each round
 ROUND_S = 0.06  # about how long the repetitions of one subgraph take in each round
 
-Seconds = tuple[float, float, float]  # of one repetition: forward, backward, weight half of a split backward
+Load = Callable[[], dict[str, torch.Tensor]]
+Seconds = tuple[float, float, float]  # one repetition's forward, backward and weight half of a split backward
 
 
 class TimedSubgraph(Protocol):
@@ -92,7 +93,7 @@ class SubgraphRun:
         )
         self._state = {state[name].untyped_storage().data_ptr() for name in stage.state}
         self._device = device
-        self._load = partial(batches.micro_batch, 0, 0, self._module.stage.inputs)
+        self._load: Load = partial(batches.micro_batch, 0, 0, self._module.stage.inputs)
         if device.type == "cuda":  # queued repetitions must not wait for the host
             pinned = {name: value.pin_memory() for name, value in self._load().items()}
             self._load = lambda: pinned

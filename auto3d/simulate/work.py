@@ -2,9 +2,9 @@
 
 from collections import defaultdict
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
-from auto3d.schedule.dependencies import dependencies, numbered
+from auto3d.schedule.dependencies import bounds, dependencies, numbered
 from auto3d.schedule.operation import Kind, Operation, Schedule
 from auto3d.simulate.costs import Costs
 
@@ -24,7 +24,7 @@ class DeviceWork:
 
 def lay_out(schedule: Schedule, costs: Costs) -> DeviceWork:
     operations = numbered(schedule)
-    bounds = list(accumulate(map(len, schedule.operations), initial=0))
+    device_bounds = bounds(schedule)
     groups = sync_groups(operations)
     waits = _waits(schedule, operations, groups)
     prices = _Prices(schedule, costs)
@@ -37,8 +37,8 @@ def lay_out(schedule: Schedule, costs: Costs) -> DeviceWork:
         last_of = {schedule.device_of[operations[n].stage, operations[n].pipe]: n for n in group}
         for number in set(group).difference(last_of.values()):
             steps[number] = 0.0, 0.0, -1  # the device adds up what it has of the stage, and reduces it once
-    receive = [] if costs.overlap else _receives(bounds, steps, waits)
-    return DeviceWork(bounds=bounds, steps=steps, links=prices.links, waits=waits, receive=receive)
+    receive = [] if costs.overlap else _receives(device_bounds, steps, waits)
+    return DeviceWork(bounds=device_bounds, steps=steps, links=prices.links, waits=waits, receive=receive)
 
 
 class _Prices(dict[tuple[Kind, int, int, int], Step]):

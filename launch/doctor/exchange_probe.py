@@ -43,7 +43,7 @@ WIDTHS = {"cpu": 64, "cuda": 2048}  # rows and columns of the matrices that oper
 SKIP_BYTES = 2**12  # size of the value that the first stage sends straight to the last
 GRADIENT_BYTES = 2**20  # gradients of each stage
 NO_CLIPPING = 1e30  # With a limit, however large, the executor computes the norm of all gradients.
-PAUSE_SHARE = 0.3  # share of operations that the process waits before
+PAUSE_FRACTION = 0.3  # fraction of operations that the process waits before
 LONGEST_PAUSE_S = 2e-3
 CONNECTIONS = {"cpu": (None,), "cuda": (1, 8, 32)}  # hardware queues; a CPU has none
 
@@ -238,7 +238,7 @@ class _Work:
         self._matrix = torch.ones(WIDTHS[device.type], WIDTHS[device.type], device=device)
 
     def run(self, products: int) -> None:
-        if self._draw.random() < PAUSE_SHARE:
+        if self._draw.random() < PAUSE_FRACTION:
             self._pause()
         for _ in range(products):
             self._matrix @ self._matrix

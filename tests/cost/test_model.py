@@ -14,8 +14,8 @@ from auto3d.cost.layers import Layer, times_of_layers, work_of_layers
 from auto3d.cost.model import CostModel, Training
 from auto3d.cost.times import times_of
 from auto3d.cost.work import work_of
-from auto3d.partition.blocks import blocks
 from auto3d.partition.merak import shard
+from auto3d.partition.methods.blocks import blocks
 from auto3d.plan import Plan, stages_between
 from auto3d.runtime.data import DataSettings, InputField
 from auto3d.schedule.shape import shape

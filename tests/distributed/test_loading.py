@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from auto3d.partition.uniform import uniform
+from auto3d.partition.methods.uniform import uniform
 from auto3d.runtime import inputs
 from tests.distributed import asynchronous
 from tests.distributed.parity import SGD, make_plan, run_rank

@@ -14,8 +14,8 @@ from auto3d.plan import PlanError
 from auto3d.schedule import SCHEDULES
 from auto3d.schedule.shape import shape
 from auto3d.search.algorithms import run_algorithm
+from auto3d.search.algorithms.exhaustive import exhaustive
 from auto3d.search.bound import least_s
-from auto3d.search.exhaustive import exhaustive
 from auto3d.search.placement import PLACEMENTS, place
 from auto3d.search.space import EQUAL, UNEVEN, Candidate, Domain, SearchSpace, Task
 from auto3d.simulate.costs import Costs, MessageCost

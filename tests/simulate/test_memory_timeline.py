@@ -5,7 +5,8 @@ import pytest
 from auto3d.errors import InputError
 from auto3d.partition.recompute import kept_shares
 from auto3d.schedule import SCHEDULES, build_schedule
-from auto3d.schedule.memory import in_flight, peak_activations, weight_copies
+from auto3d.schedule.in_flight import in_flight, peak_activations
+from auto3d.schedule.weight_versions import weight_copies
 from auto3d.simulate.costs import uniform
 from auto3d.simulate.memory_timeline import Sizes, bytes_over_time
 from auto3d.simulate.simulate import simulate

@@ -2,9 +2,9 @@
 
 from collections import Counter
 
-from auto3d.partition.rannc.atomic import Subcomponent
-from auto3d.partition.rannc.dag import MergingGraph, topological_order
-from auto3d.partition.rannc.units import Units
+from auto3d.partition.methods.rannc.atomic import Subcomponent
+from auto3d.partition.methods.rannc.dag import MergingGraph, topological_order
+from auto3d.partition.methods.rannc.units import Units
 
 TOLERANCE = 0.05  # uncoarsening may let a block grow to this much above the mean to send less
 OVERSIZE = 2.0  # coarsening makes no block that is longer than this times the mean

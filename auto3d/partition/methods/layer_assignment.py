@@ -6,13 +6,13 @@ and each position, the assignments that no other beats in both the maximum and t
 """
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
-from auto3d.capture.graph import Graph
 from auto3d.partition.contiguous import cheapest_cuts, smallest_maximum
-from auto3d.partition.cost import PartitionCosts
-from auto3d.partition.stage import check_enough, crossing_bytes, possible_cuts
+from auto3d.partition.problem import StageProblem
+from auto3d.partition.stage import check_enough
 from auto3d.plan import StagePlan, stages_between
 
 
@@ -23,33 +23,18 @@ class _Assignment(NamedTuple):
     previous: "_Assignment | None"
 
 
-def layer_assignment(
-    graph: Graph,
-    costs: PartitionCosts,
-    stages: int,
-    *,
-    micro_batches: int,
-    speeds: Sequence[float] | None = None,
-    cuts: Sequence[int] | None = None,
-) -> tuple[StagePlan, ...]:
-    """``stages`` stages, cut at some of the positions ``cuts`` (default: wherever ``graph`` can be cut).
+def choose_stages(problem: StageProblem) -> tuple[StagePlan, ...]:
+    """The stages with the shortest pipeline, cut at some of ``problem.cuts``, on devices of ``problem.speeds``.
 
-    ``speeds`` are those of the stages' devices where they differ: on one of speed 2, a stage takes half its time.
     Raises PartitionError where there are too few operations.
     """
-    cuts = possible_cuts(graph) if cuts is None else cuts
-    speeds = [1.0] * stages if speeds is None else speeds
-    seconds = [0.0, *accumulate(f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True))]
-    before = [seconds[position] for position in cuts]
-    check_enough(before, stages)
-    crossing = crossing_bytes(graph)
-    messages = [2 * costs.message_s(crossing[position]) for position in cuts]  # activations, and their gradient
-    bounds = shortest_pipeline(before, messages, speeds, micro_batches=micro_batches)
-    return stages_between([cuts[bound] for bound in bounds])
+    check_enough(problem.before, problem.stages)
+    bounds = _shortest_pipeline(problem.before, problem.messages, problem.speeds, problem.micro_batches)
+    return stages_between([problem.cuts[bound] for bound in bounds])
 
 
 def shortest_pipeline(
-    before: Sequence[float], messages: Sequence[float], speeds: Sequence[float], *, micro_batches: int
+    before: Sequence[float], messages: Sequence[float], speeds: Sequence[float], micro_batches: int
 ) -> list[int]:
     """Places that bound the parts of least (M - 1) max t + sum t + sum c; each part must take some time.
 
@@ -86,6 +71,9 @@ def shortest_pipeline(
         bounds.append(winner.place)
         winner = winner.previous
     return bounds[::-1]
+
+
+_shortest_pipeline = lru_cache(4096)(shortest_pipeline)  # a search asks for the same stages under many schedules
 
 
 def _unbeaten(assignments: list[_Assignment]) -> list[_Assignment]:

@@ -8,16 +8,19 @@ is done instead.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from math import inf
 
 from auto3d.capture.graph import Graph
+from auto3d.capture.interpolate import interpolate
 from auto3d.partition.cost import PartitionCosts
-from auto3d.partition.rannc.atomic import atomic_subcomponents, stage_of_operations
-from auto3d.partition.rannc.blocks import form_blocks
-from auto3d.partition.rannc.profile import Profiles
-from auto3d.partition.rannc.stages import StageSearch
-from auto3d.partition.rannc.units import find_units
-from auto3d.partition.stage import PartitionError
+from auto3d.partition.methods.rannc.atomic import atomic_subcomponents, stage_of_operations
+from auto3d.partition.methods.rannc.blocks import form_blocks
+from auto3d.partition.methods.rannc.profile import Profiles
+from auto3d.partition.methods.rannc.stages import StageSearch
+from auto3d.partition.methods.rannc.units import find_units
+from auto3d.partition.request import Partition, PartitionRequest
+from auto3d.partition.stage import PartitionError, same_stages
 from auto3d.plan import StagePlan, stages_of_operations
 
 BLOCKS = 32  # as in the paper's experiments, section IV-A
@@ -39,6 +42,32 @@ class RanncPartition:
     iteration_s: float
 
 
+def choose_partition(request: PartitionRequest) -> Partition:
+    """RaNNC's answer to ``request``; raises PartitionError where nothing fits."""
+    # RaNNC asks for about ten micro-batch sizes, and two captures give all of them. The smaller one has 2 samples or
+    # more: at 1 a model may have fewer operations than at all other sizes.
+    first = request.graph_at(max(2, request.micro_batch_size))
+    second = request.graph_at(max(request.global_batch, first.micro_batch_size + 1))
+    graph_at = cache(partial(interpolate, first, second))
+    found = rannc(
+        graph_at,
+        lambda micro_batch_size: request.costs_of(graph_at(micro_batch_size)),
+        nodes=request.nodes,
+        devices_per_node=request.devices_per_node,
+        global_batch=request.global_batch,
+        equal_slices=request.equal_slices,
+    )
+    several = len(found.stages) > 1
+    return Partition(
+        stages=same_stages(found.stages, first, request.graph),
+        replicas=found.replicas,
+        pipelines=found.pipelines,
+        micro_batches=found.micro_batches,
+        schedule="gpipe" if several else "1f1b",  # a single stage does one micro-batch after the other
+        schedule_options={"recompute": "full" if several else "none"},
+    )
+
+
 def rannc(
     graph_at: Callable[[int], Graph],
     costs_at: Callable[[int], PartitionCosts],
@@ -48,12 +77,12 @@ def rannc(
     global_batch: int,
     blocks: int = BLOCKS,
     smallest_micro_batch: int = 1,
-    equal_shares: bool = False,
+    equal_slices: bool = False,
 ) -> RanncPartition:
     """The stages of a model on a cluster, given its Graph and costs at any micro-batch size.
 
     Both are asked for micro-batches of ``smallest_micro_batch`` samples (a model with batch statistics may need 2), of
-    the powers of two between that and ``global_batch``, and of ``global_batch``. With ``equal_shares``, all replicas of
+    the powers of two between that and ``global_batch``, and of ``global_batch``. With ``equal_slices``, all replicas of
     a stage get equally many samples of every micro-batch. Raises PartitionError, with what would fit, where nothing
     does.
     """
@@ -79,7 +108,7 @@ def rannc(
         "nodes": nodes,
         "devices_per_node": devices_per_node,
         "global_batch": global_batch,
-        "equal_shares": equal_shares,
+        "equal_slices": equal_slices,
     }
     # Where memory leaves more than k blocks, no two neighbours fit a device, so each needs one.
     form = StageSearch(formed, profiles, **cluster).search() if len(formed) <= max(blocks, devices) else None

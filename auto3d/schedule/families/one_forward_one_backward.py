@@ -1,9 +1,9 @@
 """1F1B: after a warm-up, one forward and one backward in turn (DAPPLE, PipeDream-Flush; Chimera, section 2)."""
 
-from auto3d.schedule.alternation import alternate, of_stage
 from auto3d.schedule.family import Family
-from auto3d.schedule.operation import Kind, Operation, Schedule
+from auto3d.schedule.operation import Schedule
 from auto3d.schedule.options import recomputing
+from auto3d.schedule.straight_pipeline import alternating_orders, straight_pipeline
 from auto3d.schedule.sync import place_syncs
 
 
@@ -14,21 +14,9 @@ def one_forward_one_backward(
 
     Recomputation waits for the gradient, inside B: idle (D - 1)(F + R + B) (Merak, figure 4a).
     """
-
-    def device(stage: int) -> tuple[Operation, ...]:
-        forwards = of_stage(Kind.FORWARD, stage, micro_batches)
-        backwards = [(backward,) for backward in of_stage(Kind.BACKWARD, stage, micro_batches)]
-        return alternate(forwards, backwards, ahead=devices - 1 - stage)
-
-    schedule = Schedule(
-        name="1f1b",
-        stages=devices,
-        micro_batches=micro_batches,
-        device_of={(stage, 0): stage for stage in range(devices)},
-        operations=tuple(device(stage) for stage in range(devices)),
-        recompute=recomputing("1f1b", devices, recompute),
-    )
-    return place_syncs(schedule, sync)
+    orders = alternating_orders(devices, micro_batches)
+    recomputed = recomputing("1f1b", devices, recompute)
+    return place_syncs(straight_pipeline("1f1b", orders, micro_batches=micro_batches, recompute=recomputed), sync)
 
 
 FAMILY = Family(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from auto3d.schedule.operation import Kind, Operation, Schedule
+from auto3d.schedule.weight_versions import weight_versions
 
 _CHANGE = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_WEIGHT: -1}  # of the micro-batches in flight
 
@@ -60,7 +61,7 @@ def holdings(schedule: Schedule) -> tuple[Holding, ...]:
     Activations of several stages on one device add up at one moment, not each at its own fullest: GEMS has two stages
     on a device and the activations of one micro-batch (Chimera, table 2).
     """
-    alive = versions(schedule)
+    alive = weight_versions(schedule)
     found = []
     for device, operations in enumerate(schedule.operations):
         own = [replica for replica, home in schedule.device_of.items() if home == device]
@@ -108,39 +109,3 @@ def _peaks(
         if not any(one != other and all(a <= b for a, b in zip(one, other, strict=True)) for other in moments)
     ]
     return tuple(tuple(Load(*one[at : at + 3]) for at in place.values()) for one in sorted(highest))
-
-
-def weight_copies(schedule: Schedule) -> list[float]:
-    """Per device, the most weight versions it keeps at a time, over all replicas of all its stages."""
-    share = schedule.devices / schedule.stages
-    copies = [0.0] * schedule.devices
-    for replica, count in versions(schedule).items():
-        copies[schedule.device_of[replica]] += share * count
-    return copies
-
-
-def versions(schedule: Schedule) -> dict[tuple[int, int], int]:
-    """(stage, pipe) -> the most weight versions that this replica keeps at a time."""
-    found = dict.fromkeys(schedule.device_of, 1)
-    for (stage, pipe), device in schedule.device_of.items() if schedule.weight_version else ():
-        own = [o for o in schedule.operations[device] if (o.stage, o.pipe) == (stage, pipe)]
-        found[stage, pipe] = _most_versions(own, schedule.weight_version)
-    return found
-
-
-def _most_versions(operations: list[Operation], version: dict[tuple[int, int], int]) -> int:
-    """The most versions alive at a time: the newest, and those that this or a later operation uses."""
-    last_use: dict[int, int] = {}
-    for index, operation in enumerate(operations):
-        for m in operation.micro_batches:
-            last_use[version[operation.stage, m]] = index
-    newest = 0
-    alive = {0}
-    most = 1
-    for index, operation in enumerate(operations):
-        if operation.kind is Kind.UPDATE:
-            newest += 1
-            alive.add(newest)
-        alive = {v for v in alive if v == newest or last_use.get(v, -1) >= index}
-        most = max(most, len(alive))
-    return most

@@ -5,7 +5,7 @@ from auto3d.cluster import Cluster, Link
 from auto3d.cost.model import MOMENTS
 from auto3d.cost.times import times_of
 from auto3d.cost.work import ELEMENT_BYTES, PRECISION_BYTES
-from auto3d.partition import Partition, Request, partition
+from auto3d.partition import Partition, PartitionRequest, partition
 from auto3d.partition.cost import PartitionCosts
 from auto3d.partition.stage import PartitionError
 from auto3d.plan import Plan, PlanError
@@ -64,7 +64,7 @@ def _fitting(maker: PlanMaker) -> tuple[Partition, Plan]:
             short, memory = error, _TIGHTER * memory
 
 
-def _request(maker: PlanMaker, memory_bytes: float) -> Request:
+def _request(maker: PlanMaker, memory_bytes: float) -> PartitionRequest:
     subject, model, task = maker.subject, maker.model, maker.task
     if not isinstance(subject, CapturedSubject):
         raise PlanError("rannc needs a captured model: it cuts operations, not layers")
@@ -85,16 +85,15 @@ def _request(maker: PlanMaker, memory_bytes: float) -> Request:
             activation_factor=weight / ELEMENT_BYTES,
         )
 
-    return Request(
+    return PartitionRequest(
         graph_at=subject.graph,
         costs_of=costs_of,
-        sharding=None,
         stages=None,
         micro_batch_size=1,
         global_batch=task.global_batch,
         nodes=len(cluster.nodes),
         devices_per_node=cluster.devices_per_node,
-        equal_shares=True,
+        equal_slices=True,
     )
 
 

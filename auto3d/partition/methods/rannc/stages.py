@@ -6,9 +6,9 @@ from math import ceil, inf, lcm
 
 import numpy as np
 
-from auto3d.partition.rannc.atomic import Subcomponent
-from auto3d.partition.rannc.profile import Profiles
-from auto3d.partition.rannc.runs import RunCosts, Runs
+from auto3d.partition.methods.rannc.atomic import Subcomponent
+from auto3d.partition.methods.rannc.profile import Profiles
+from auto3d.partition.methods.rannc.runs import RunCosts, Runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,11 +148,11 @@ class StageSearch:
         nodes: int,
         devices_per_node: int,
         global_batch: int,
-        equal_shares: bool = False,
+        equal_slices: bool = False,
     ) -> None:
         self.runs, self.profiles = Runs(profiles.graph, blocks, profiles.costs), profiles
         self.nodes, self.devices_per_node, self.global_batch = nodes, devices_per_node, global_batch
-        self.equal_shares = equal_shares
+        self.equal_slices = equal_slices
         self._costs: dict[int, RunCosts] = {}
 
     def search(self) -> StageForm | None:
@@ -208,7 +208,7 @@ class StageSearch:
 
         Replicas share the samples of a micro-batch. Where these do not divide, the paper rounds down; but some replica
         has one sample more, in some micro-batch, and all wait for it, so times and memory are those of the number
-        rounded up. The number rounded down must be one that the model can run with. With ``equal_shares``, they must
+        rounded up. The number rounded down must be one that the model can run with. With ``equal_slices``, they must
         divide.
 
         A device holds its weights with gradients and optimizer state, what autograd keeps of one micro-batch, and the
@@ -220,7 +220,7 @@ class StageSearch:
         forward_s, backward_s, memory_bytes = np.full(shape, inf), np.full(shape, inf), np.full(shape, inf)
         run = np.triu_indices(self.runs.blocks)
         for replicas in range(1, min(devices, self.global_batch // (shares * self.profiles.smallest)) + 1):
-            if self.equal_shares and self.global_batch % (shares * replicas):
+            if self.equal_slices and self.global_batch % (shares * replicas):
                 continue
             costs = self._costs_of(self._samples(shares, replicas))
             again = costs.forward_s if checkpointing else 0.0
@@ -253,7 +253,7 @@ class StageSearch:
         if least[0] == inf:
             most = min(total, self.runs.blocks)
             few, many = total // most, -(-total // most)
-            if self.equal_shares:
+            if self.equal_slices:
                 problem, enough = (
                     "cannot be shared equally by",
                     f"a multiple of {lcm(few, many) * self.profiles.smallest}",

@@ -2,26 +2,20 @@
 
 from auto3d.schedule.alternation import of_stage
 from auto3d.schedule.family import Family
-from auto3d.schedule.operation import Kind, Operation, Schedule
+from auto3d.schedule.operation import Kind, Schedule
 from auto3d.schedule.options import recomputing
+from auto3d.schedule.straight_pipeline import straight_pipeline
 from auto3d.schedule.sync import place_syncs
 
 
 def gpipe(*, devices: int, micro_batches: int, recompute: str = "none", sync: str = "lazy") -> Schedule:
     """Every device holds the activations of all ``micro_batches`` at once; idle (D - 1)(F + B) per device."""
-
-    def device(stage: int) -> tuple[Operation, ...]:
-        return (*of_stage(Kind.FORWARD, stage, micro_batches), *of_stage(Kind.BACKWARD, stage, micro_batches))
-
-    schedule = Schedule(
-        name="gpipe",
-        stages=devices,
-        micro_batches=micro_batches,
-        device_of={(stage, 0): stage for stage in range(devices)},
-        operations=tuple(device(stage) for stage in range(devices)),
-        recompute=recomputing("gpipe", devices, recompute),
-    )
-    return place_syncs(schedule, sync)
+    orders = [
+        (*of_stage(Kind.FORWARD, stage, micro_batches), *of_stage(Kind.BACKWARD, stage, micro_batches))
+        for stage in range(devices)
+    ]
+    recomputed = recomputing("gpipe", devices, recompute)
+    return place_syncs(straight_pipeline("gpipe", orders, micro_batches=micro_batches, recompute=recomputed), sync)
 
 
 FAMILY = Family(

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from auto3d.capture.graph import Graph
-from auto3d.partition.rannc.atomic import Subcomponent
-from auto3d.partition.rannc.dag import strong_components, topological_order
-from auto3d.partition.rannc.profile import Profile, value_numbers
+from auto3d.partition.methods.rannc.atomic import Subcomponent
+from auto3d.partition.methods.rannc.dag import strong_components, topological_order
+from auto3d.partition.methods.rannc.profile import Profile, value_numbers
 
 
 @dataclass(frozen=True, slots=True)

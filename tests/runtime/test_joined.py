@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch.run.joined import JoinError, joined_world
+from auto3d.runtime.joined import JoinError, joined_world
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
 SRUN = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0"}

@@ -16,7 +16,7 @@ from dataclasses import replace
 from math import inf, log
 from random import Random
 
-from auto3d.search.random_search import draw
+from auto3d.search.algorithms.random_search import draw
 from auto3d.search.search import Search
 from auto3d.search.space import DEGREES, Candidate, Domain
 

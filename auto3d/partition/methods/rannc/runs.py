@@ -7,8 +7,8 @@ import numpy as np
 
 from auto3d.capture.graph import Graph
 from auto3d.partition.cost import PartitionCosts
-from auto3d.partition.rannc.atomic import Subcomponent
-from auto3d.partition.rannc.profile import Profile, value_numbers
+from auto3d.partition.methods.rannc.atomic import Subcomponent
+from auto3d.partition.methods.rannc.profile import Profile, value_numbers
 
 
 @dataclass(frozen=True, kw_only=True)
