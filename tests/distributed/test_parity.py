@@ -181,9 +181,9 @@ def test_recomputation_changes_no_bit(processes, model):
     kept = processes.run(2, run_rank, model, plan, SGD)
     full = replace(plan, schedule_options={"recompute": "full"})
     early = replace(plan, schedule="early-recompute")
-    share = kept_fractions_of(captured(model, 2).graph, full).plan(0.5)
-    assert model == "residual" or any(0 < held(stage.kept) < held(stage.operations) for stage in share.stages)
-    for other in (full, early, share):
+    partly = kept_fractions_of(captured(model, 2).graph, full).plan(0.5)
+    assert model == "residual" or any(0 < held(stage.kept) < held(stage.operations) for stage in partly.stages)
+    for other in (full, early, partly):
         again = processes.run(2, run_rank, model, other, SGD)
         for a, b in zip(kept, again, strict=True):
             for what in ("gradients", "buffers"):
