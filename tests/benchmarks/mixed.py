@@ -42,7 +42,7 @@ def stand_in(captured: CapturedModel, plan: Plan) -> Plan:
 
 def emulations(search: Search, plan: Plan) -> list[Emulation]:
     """Of each replica of the pipeline, on its own devices."""
-    model, work = search.maker.model, search.maker.subject.work(plan.micro_batch_size)
+    model, work = search.maker.model, search.maker.planned.work(plan.micro_batch_size)
     ends = [stage.operations[-1][1] for stage in plan.stages]
     sizes = {
         "send_bytes": tuple(max(1.0, float(work.crossing[end])) for end in ends),

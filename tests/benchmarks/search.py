@@ -139,7 +139,7 @@ def _rate(seconds_of, candidates: int) -> float:
 
 def _of_sixteen_stages(search: Search) -> tuple[CostModel, Plan]:
     """64 micro-batches through 16 stages."""
-    batch = search.domain.task.global_batch
+    batch = search.domain.workload.global_batch
     one = next(one for one in search.domain.degrees if one.pp == 16 and batch == 64 * one.dp * one.micro_batch_size)
     return search.maker.model, search.maker.unlimited(one)
 

@@ -1,4 +1,4 @@
-"""Uniform partition against brute force, and what a cut stage holds and exchanges."""
+"""Uniform partition against brute force, and what a cut stage holds and sent_values."""
 
 import random
 from itertools import combinations, pairwise

@@ -6,9 +6,9 @@ from auto3d.cluster import Accelerator, Cluster, Link, Node
 from auto3d.cost.layers import Layer, work_of_layers
 from auto3d.cost.model import CostModel, Training
 from auto3d.search.make import PlanMaker
+from auto3d.search.planned_model import PlannedLayers
 from auto3d.search.search import Budget, Search
-from auto3d.search.space import Domain, SearchSpace, Task
-from auto3d.search.subject import LayeredSubject
+from auto3d.search.space import Domain, SearchSpace, Workload
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved-1f1b", "chimera", "zb-h1")
 
@@ -51,12 +51,12 @@ def random_case(seed: int, **axes) -> tuple[Domain, PlanMaker]:
     axes = {
         "tp": "auto", "schedule": SCHEDULES, "recompute": ["none", "full"], "partition": "auto", "placement": "auto",
     } | axes  # fmt: skip
-    task = Task(global_batch=random.choice([16, 32]), seed=1)
-    subject = LayeredSubject(
+    workload = Workload(global_batch=random.choice([16, 32]), seed=1)
+    planned = PlannedLayers(
         layers=layers, work=lambda samples: work_of_layers(layers, samples, precision=training.precision), times=None
     )
-    model = CostModel(cluster, training, subject.work)
-    return Domain(SearchSpace(**axes), cluster, task), PlanMaker(subject, model, task)
+    model = CostModel(cluster, training, planned.work)
+    return Domain(SearchSpace(**axes), cluster, workload), PlanMaker(planned, model, workload)
 
 
 def searched(

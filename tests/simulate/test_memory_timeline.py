@@ -3,7 +3,7 @@
 import pytest
 
 from auto3d.errors import InputError
-from auto3d.partition.recompute import kept_shares
+from auto3d.partition.recompute import kept_fractions
 from auto3d.schedule import SCHEDULES, build_schedule
 from auto3d.schedule.in_flight import in_flight, peak_activations
 from auto3d.schedule.weight_versions import weight_copies
@@ -48,7 +48,7 @@ def test_a_kept_fraction_costs_memory_and_saves_time():
     """Merak's schedule on four devices with α₁ = 1/4 takes less time and equal bytes on all recomputing devices."""
     schedule = build_schedule("shifted-critical-path", devices=4, micro_batches=8)
     held = in_flight(schedule)
-    fractions = kept_shares(held, 0.25)
+    fractions = kept_fractions(held, 0.25)
     assert held == [4, 3, 3, 1]
     costs = uniform(schedule, kept=fractions)
     assert costs.recompute == pytest.approx([1 - fraction for fraction in fractions])
