@@ -1,8 +1,8 @@
 """A fake GPU, which computes nothing: fake tensors on device cuda, NCCL's rules, and torch.cuda without CUDA.
 
 A rank is built and runs whole iterations through autograd. As on a real GPU, backwards run on a thread of the device,
-but tensors have no values. Whatever a real device refuses raises Refused, and the places in which the host waits for the
-device are recorded.
+but tensors have no values. Whatever a real device refuses raises Refused, and the places in which the host waits for
+the device are recorded.
 """
 
 import ctypes
