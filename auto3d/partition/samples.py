@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import prod
 
-from auto3d.capture.graph import Graph, Node, Value
+from auto3d.capture.graph import Graph, GraphNode, Value
 
 _RESHAPES = frozenset(
     f"aten.{name}"
@@ -74,7 +74,12 @@ def _growing(value: Value, small: Value, size: int, small_size: int) -> tuple[in
 
 
 def _outer(
-    node: Node, value: Value, dimension: int, each: int, layouts: dict[str, _Layout], shapes: dict[str, tuple[int, ...]]
+    node: GraphNode,
+    value: Value,
+    dimension: int,
+    each: int,
+    layouts: dict[str, _Layout],
+    shapes: dict[str, tuple[int, ...]],
 ) -> int | None:
     """``_Layout.outer`` of the new value, from the values that ``node`` reads; None where they do not determine it."""
     read = [(layouts[name], shapes[name]) for name in node.reads if name in layouts]

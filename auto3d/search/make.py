@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 from math import inf
 
-from auto3d.cost.memory import in_gib
+from auto3d.cost.device_memory import in_gib
 from auto3d.cost.model import CostModel
 from auto3d.errors import InputError
 from auto3d.partition.methods import METHODS, STAGE_METHODS, method_named
@@ -13,7 +13,7 @@ from auto3d.partition.recompute import keep_last, kept_fractions
 from auto3d.partition.replicated import fastest_stages
 from auto3d.partition.stage import PartitionError
 from auto3d.plan import Plan, PlanError, StagePlan, stages_between
-from auto3d.schedule import SCHEDULES, build_schedule, parse_schedule, samples_of_part
+from auto3d.schedule import SCHEDULES, build_schedule, parse_schedule, samples_per_replica
 from auto3d.schedule.shape import Shape, shape, shape_of
 from auto3d.search.placement import MEGATRON, place, place_replicas
 from auto3d.search.planned_model import PlannedModel
@@ -112,7 +112,7 @@ class PlanMaker:
         sizes = {"devices": candidate.pp, "micro_batches": micro_batches}
         options = schedule_options(name, given, candidate.recompute, candidate.sync, **sizes)
         form = shape(name, **sizes, options=options)
-        samples = samples_of_part(form, candidate.micro_batch_size)  # type: ignore[arg-type]  # it only reads ``parts``
+        samples = samples_per_replica(form, candidate.micro_batch_size)
         plan = Plan(
             graph=self._fingerprint(samples),
             dp=candidate.dp,
@@ -225,7 +225,7 @@ class PlanMaker:
         cuts = self.planned.cuts(samples)
         devices = self.model.cluster.devices // (candidate.dp * candidate.tp)  # devices of one pipeline
         before = {
-            count: self.model.pipeline(plan, cuts, replicas=count).before
+            count: self.model.pipeline_times(plan, cuts, replicas=count).before
             for count in range(1, devices - candidate.pp + 2)
             if samples % count == 0
         }

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from auto3d.cost.model import CostModel, Pipeline
+from auto3d.cost.model import CostModel, PipelineTimes
 from auto3d.partition.outline import Outline
 from auto3d.plan import Plan, StagePlan
 from auto3d.schedule.shape import Shape
@@ -49,8 +49,8 @@ class CandidateProblem:
         return self.planned.cuts(self.samples)
 
     @cached_property
-    def _pipeline(self) -> Pipeline:
-        return self.model.pipeline(self.plan, self.cuts)
+    def _pipeline(self) -> PipelineTimes:
+        return self.model.pipeline_times(self.plan, self.cuts)
 
     @property
     def before(self) -> tuple[float, ...]:

@@ -56,7 +56,7 @@ class Search:
         self._seconds_of = seconds_of or lru_cache(None)(model.seconds)
         self._bound_of = bound_of or self._seconds_of
         if bound_of is None and seconds_of is None and model.method == "simulated":
-            self._bound_of = lambda plan: model.slowest_replica_s(plan, least_s)
+            self._bound_of = lambda plan: model.slowest_pipeline_s(plan, least_s)
         self._tell = tell or (lambda looked_at, best: None)
         self._began = process_time()
         self._plans: dict[Candidate, Plan] = {}

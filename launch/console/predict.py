@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from auto3d.cost.memory import in_gib
+from auto3d.cost.device_memory import in_gib
 from auto3d.cost.model import CostModel
 from auto3d.errors import InputError
 from auto3d.plan import Plan

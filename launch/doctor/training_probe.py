@@ -18,15 +18,15 @@ from auto3d.capture.skeleton import seed_all
 from auto3d.cluster import place_ranks
 from auto3d.partition.methods.uniform import uniform
 from auto3d.plan import Plan
+from auto3d.runtime.activity import THIS_RANK
 from auto3d.runtime.data import Batches, DataSettings, InputField
 from auto3d.runtime.executor import IterationResult
-from auto3d.runtime.memory import PeakMemory
 from auto3d.runtime.optimizer import build_optimizer
+from auto3d.runtime.peak_memory import PeakMemory
 from auto3d.runtime.rank import Rank, build_rank
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
 from auto3d.runtime.verify import ABSOLUTE, RELATIVE
 from auto3d.runtime.waiting import waiting_for
-from auto3d.runtime.whereabouts import HERE
 from auto3d.runtime.world import World, join
 
 ITERATIONS = 2
@@ -107,7 +107,7 @@ class TrainedRank:
 
 
 @dataclass(frozen=True)
-class Subject:
+class TrainedSubject:
     """The small model, captured, and the plan under which it trains."""
 
     captured: CapturedModel
@@ -121,7 +121,7 @@ def degrees(ranks: int) -> tuple[int, int]:
     return ranks // pp, pp
 
 
-def subject(ranks: int, kind: str) -> Subject:
+def subject(ranks: int, kind: str) -> TrainedSubject:
     """The model for ``ranks`` devices of ``kind``, captured, and its plan. On GPUs each rank calls it."""
     import_module("transformers.optimization")  # The ranks need it; forked from here, none imports it again.
     size = SIZES[kind]
@@ -146,10 +146,12 @@ def subject(ranks: int, kind: str) -> Subject:
         placement=place_ranks(dp=dp, pp=pp),
         seed=SEED,
     )
-    return Subject(captured, plan, data)
+    return TrainedSubject(captured, plan, data)
 
 
-def train_both_ways(world: World, trained: Subject, kind: str, *, meet_s: float, timeout_s: float) -> list[TrainedRank]:
+def train_both_ways(
+    world: World, trained: TrainedSubject, kind: str, *, meet_s: float, timeout_s: float
+) -> list[TrainedRank]:
     """Train ``trained`` as one rank, and alone in plain PyTorch; what came of every rank, on every rank.
 
     Ranks meet within ``meet_s``, and wait ``timeout_s`` for each other afterwards.
@@ -173,7 +175,7 @@ def train_both_ways(world: World, trained: Subject, kind: str, *, meet_s: float,
     peak = memory.read()
     used = peak.allocated if peak.used is None else peak.used
     first_difference = differences[0] if differences else ""
-    own = TrainedRank(world.rank, HERE.hosts[world.rank], rank.predicted.total, used, first_difference)
+    own = TrainedRank(world.rank, THIS_RANK.hosts[world.rank], rank.predicted.total, used, first_difference)
     found: list[TrainedRank] = [own] * world.size
     with waiting_for("what came of the training of all ranks", timeout_s):
         dist.all_gather_object(found, own)
@@ -190,7 +192,7 @@ class Expected:
     parameters: Mapping[str, torch.Tensor]  # after the update
 
 
-def plain_training(trained: Subject, device: torch.device) -> Iterator[Expected]:
+def plain_training(trained: TrainedSubject, device: torch.device) -> Iterator[Expected]:
     """The whole global batch on ``device``, micro-batch by micro-batch, in a plain loop."""
     plan, data = trained.plan, trained.data
     seed_all(plan.seed)

@@ -7,7 +7,7 @@ from functools import cache
 
 from auto3d.capture.graph import Graph
 from auto3d.cluster import Cluster
-from auto3d.cost.memory import in_gib, predict
+from auto3d.cost.device_memory import in_gib, predict
 from auto3d.errors import InputError
 from auto3d.partition.methods import STAGE_METHODS
 from auto3d.partition.stage import cut

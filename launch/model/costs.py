@@ -9,7 +9,7 @@ from pathlib import Path
 
 from auto3d.capture.graph import Graph
 from auto3d.capture.interpolate import interpolate
-from auto3d.cost.layers import Layer, Measured, times_of_layers, work_of_layers
+from auto3d.cost.layers import Layer, MeasuredLayers, times_of_layers, work_of_layers
 from auto3d.cost.model import CostModel
 from auto3d.cost.work import Work, work_of
 from auto3d.errors import InputError
@@ -118,7 +118,7 @@ def published(name: str) -> Path:
     return Path(os.environ.get(PUBLISHED_DATA, "../shared/data")) / name
 
 
-def _measured(recipe: LoadedRecipe, count: int) -> Measured:
+def _measured(recipe: LoadedRecipe, count: int) -> MeasuredLayers:
     name = recipe.values.model.layers
     file = Path(name) if Path(name).is_file() else published(name)
     if not file.is_file():

@@ -8,24 +8,24 @@ from typing import Any
 
 from errors import DescriptionError
 
-CONTROL = "control"  # the host name of the controller, which is no node
-MOST_NODES = 64
-NODE_NAME = re.compile(r"[a-z][a-z0-9]{0,7}")  # with our prefix it is also an interface's name: 15 characters at most
+CONTROL = "control"  # host name of the controller, which is not a node
+MAX_NODES = 64
+NODE_NAME = re.compile(r"[a-z][a-z0-9]{0,7}")  # with a prefix also an interface's name, of at most 15 characters
 NODE_KEYS = ("bandwidth_mbit_s", "latency_ms")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Node:
+class DevNode:
     """A node and its link to the switch, the same in both directions."""
 
     name: str
     bandwidth_mbit_s: float
-    latency_ms: float  # from the node to the switch
+    latency_ms: float  # latency between the node and the switch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    nodes: tuple[Node, ...]
+    nodes: tuple[DevNode, ...]
     cpus_per_node: int
 
     def to_dict(self) -> dict[str, Any]:
@@ -33,8 +33,8 @@ class Description:
 
     @staticmethod
     def from_dict(content: dict[str, Any]) -> "Description":
-        """Read what ``to_dict`` gave."""
-        nodes = tuple(Node(**node) for node in content["nodes"])
+        """The description from which ``to_dict`` made ``content``."""
+        nodes = tuple(DevNode(**node) for node in content["nodes"])
         return Description(nodes=nodes, cpus_per_node=content["cpus_per_node"])
 
 
@@ -43,7 +43,7 @@ def read_description(name: str, *, folder: Path, num_nodes: int | None) -> Descr
 
     Raises DescriptionError with the file, the key, what was found and what would be accepted.
     """
-    import yaml  # only here: taking a cluster down needs no more than Python's standard library
+    import yaml  # imported here because `down` must work with Python's standard library
 
     path = Path(name) if name.endswith(".yaml") else folder / f"{name}.yaml"
     try:
@@ -55,8 +55,8 @@ def read_description(name: str, *, folder: Path, num_nodes: int | None) -> Descr
         raise DescriptionError(f"{path}: {' '.join(str(error).split())}") from None
     _check_keys(path, "the file", content, ("cpus_per_node", "nodes"))
     nodes = content["nodes"]
-    if not isinstance(nodes, dict) or not 1 <= len(nodes) <= MOST_NODES:
-        raise DescriptionError(f"{path}: nodes: found {nodes!r}; give 1 to {MOST_NODES} nodes, each NAME: {{…}}")
+    if not isinstance(nodes, dict) or not 1 <= len(nodes) <= MAX_NODES:
+        raise DescriptionError(f"{path}: nodes: found {nodes!r}; give 1 to {MAX_NODES} nodes, each NAME: {{…}}")
     described = tuple(_node(path, name, link) for name, link in nodes.items())
     cpus = content["cpus_per_node"]
     if not isinstance(cpus, int) or not 1 <= cpus <= 1024:
@@ -67,7 +67,7 @@ def read_description(name: str, *, folder: Path, num_nodes: int | None) -> Descr
     return Description(nodes=described[:wanted], cpus_per_node=cpus)
 
 
-def _node(path: Path, name: Any, link: Any) -> Node:
+def _node(path: Path, name: Any, link: Any) -> DevNode:
     if not isinstance(name, str) or not NODE_NAME.fullmatch(name) or name == CONTROL:
         problem = f"1 to 8 small letters and digits, a letter first, and not {CONTROL!r}"
         raise DescriptionError(f"{path}: nodes: found the name {name!r}; give {problem}")
@@ -76,13 +76,13 @@ def _node(path: Path, name: Any, link: Any) -> Node:
         _number(path, f"nodes.{name}.{key}", link[key], least=least, most=most)
         for key, least, most in (("bandwidth_mbit_s", 1, 100_000), ("latency_ms", 0, 1000))
     )
-    return Node(name=name, bandwidth_mbit_s=bandwidth, latency_ms=latency)
+    return DevNode(name=name, bandwidth_mbit_s=bandwidth, latency_ms=latency)
 
 
 def _check_keys(path: Path, where: str, found: Any, keys: tuple[str, ...]) -> None:
     if not isinstance(found, dict) or set(found) != set(keys):
-        has = ", ".join(map(str, found)) if isinstance(found, dict) else repr(found)
-        raise DescriptionError(f"{path}: {where}: found {has}; give exactly {', '.join(keys)}")
+        keys_found = ", ".join(map(str, found)) if isinstance(found, dict) else repr(found)
+        raise DescriptionError(f"{path}: {where}: found {keys_found}; give exactly {', '.join(keys)}")
 
 
 def _number(path: Path, where: str, found: Any, *, least: float, most: float) -> float:

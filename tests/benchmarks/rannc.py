@@ -1,4 +1,4 @@
-"""How long RaNNC's phases take on the models of its paper: python -m tests.benchmarks.rannc
+"""Time of RaNNC's phases on the models of its paper: python -m tests.benchmarks.rannc
 
 32 devices in 4 nodes, k = 32: enlarged BERT with a batch of 256 sequences of 512, ResNet152x8 with a batch of 512
 (section IV-B). Devices as the paper's V100s: 32 GB, 15.7 TFLOP/s in FP32, 900 GB/s, 25 GB/s between two of them.
@@ -65,7 +65,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet152(nn.Module):
-    """Every convolution ``factor`` times as wide."""
+    """ResNet-152 with every convolution ``factor`` times as wide."""
 
     def __init__(self, factor: int) -> None:
         super().__init__()

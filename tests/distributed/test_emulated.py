@@ -16,7 +16,7 @@ from auto3d.plan import Plan
 from auto3d.runtime import emulated
 from auto3d.runtime.emulated import DeviceClock
 from auto3d.runtime.emulation import Emulation
-from auto3d.runtime.memory import PeakMemory
+from auto3d.runtime.peak_memory import PeakMemory
 from auto3d.runtime.rank import build_rank
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.training import TrainingResult, train

@@ -9,7 +9,7 @@ from auto3d.partition.segment import segments
 from auto3d.partition.stage import cut
 from auto3d.plan import StagePlan
 from auto3d.schedule import build_schedule
-from auto3d.schedule.memory import in_flight
+from auto3d.schedule.in_flight import in_flight
 from tests.models import MODELS, captured
 
 

@@ -1,20 +1,21 @@
-"""How a profile times subgraphs on a GPU, which a fake takes the place of: by events, with few synchronisations."""
+"""A profile times subgraphs on a GPU, here a fake one, by events and with few synchronisations."""
 
 import pytest
 import torch
 
-from auto3d.runtime import profile
+from auto3d.runtime import subgraph_timing
 from auto3d.runtime.clock import CpuClock, CudaClock, clock_of
+from auto3d.runtime.link_timing import time_communication
 
 GPU = torch.device("cuda", 0)
 SECONDS = {"forward": 3.0, "backward": 5.0, "backward_input": 2.0, "backward_weight": 4.0}
 
 
 class FakeGpu:
-    """A queue whose work takes given times; what an event saw is known after a synchronisation alone."""
+    """A queue whose work takes fixed times. The time of an event is known only after a synchronisation."""
 
     def __init__(self) -> None:
-        self.busy_until = 0.0  # when all that is queued is done
+        self.busy_until = 0.0  # time at which all queued work is done
         self.synchronisations = 0
         self.pending: list[FakeEvent] = []
 
@@ -42,8 +43,8 @@ class FakeEvent:
         return 1000 * (later.time - self.time)
 
 
-class FakePart:
-    """A subgraph that takes SECONDS, a tenth more with each repetition."""
+class FakeSubgraph:
+    """A subgraph that takes SECONDS, and a tenth more with each repetition."""
 
     def __init__(self, gpu: FakeGpu) -> None:
         self.repetitions = 0
@@ -66,22 +67,22 @@ def gpu(monkeypatch):
     return gpu
 
 
-def test_subgraphs_on_a_gpu_are_queued_and_waited_for_together(gpu, monkeypatch):
-    monkeypatch.setattr(profile, "TURN_S", 0.0)
-    whole, split = FakePart(gpu), FakePart(gpu)
-    found = profile.turn(whole, split, CudaClock(GPU))
+def test_repetitions_on_a_gpu_are_queued_and_awaited_together(gpu, monkeypatch):
+    monkeypatch.setattr(subgraph_timing, "ROUND_S", 0.0)
+    whole, split = FakeSubgraph(gpu), FakeSubgraph(gpu)
+    found = subgraph_timing.time_subgraph(whole, split, CudaClock(GPU))
     assert gpu.synchronisations == 1
-    assert len(found) == CudaClock.queued >= profile.LEAST_REPETITIONS
+    assert len(found) == CudaClock.queued >= subgraph_timing.MIN_REPETITIONS
     for number, times in enumerate(found, start=2):  # the first is not measured
         factor = 1 + number / 10
         assert times == pytest.approx((3 * factor, 5 * factor, 4 * factor))
 
 
-def test_a_turn_lasts_as_long_as_it_should_with_one_synchronisation_for_many_repetitions(gpu, monkeypatch):
+def test_a_round_has_its_length_and_one_synchronisation_for_many_repetitions(gpu, monkeypatch):
     host = iter(range(1000))
-    monkeypatch.setattr(profile, "perf_counter", lambda: float(next(host)))
-    monkeypatch.setattr(profile, "TURN_S", 4.5)
-    found = profile.turn(FakePart(gpu), FakePart(gpu), CudaClock(GPU))
+    monkeypatch.setattr(subgraph_timing, "perf_counter", lambda: float(next(host)))
+    monkeypatch.setattr(subgraph_timing, "ROUND_S", 4.5)
+    found = subgraph_timing.time_subgraph(FakeSubgraph(gpu), FakeSubgraph(gpu), CudaClock(GPU))
     assert gpu.synchronisations == 5
     assert len(found) == 5 * CudaClock.queued
 
@@ -90,18 +91,18 @@ def test_messages_on_a_gpu_are_queued_too(gpu):
     def there_and_back() -> None:
         gpu.busy_until += 2.0
 
-    assert profile.seconds_of(there_and_back, CudaClock(GPU)) == pytest.approx(2.0)
+    assert time_communication(there_and_back, CudaClock(GPU)) == pytest.approx(2.0)
     assert gpu.synchronisations == 1
     assert gpu.busy_until == 2.0 * CudaClock.queued
 
 
-def test_a_cpu_is_timed_by_its_host(monkeypatch):
-    monkeypatch.setattr(profile, "TURN_S", 0.0)
+def test_a_cpu_is_timed_by_the_host(monkeypatch):
+    monkeypatch.setattr(subgraph_timing, "ROUND_S", 0.0)
     clock = clock_of(torch.device("cpu"))
     assert isinstance(clock, CpuClock)
     assert isinstance(clock_of(GPU), CudaClock)
     work = FakeGpu()
     monkeypatch.setattr("auto3d.runtime.clock.perf_counter", lambda: work.busy_until)
-    found = profile.turn(FakePart(work), FakePart(work), clock)
-    assert len(found) == profile.LEAST_REPETITIONS
+    found = subgraph_timing.time_subgraph(FakeSubgraph(work), FakeSubgraph(work), clock)
+    assert len(found) == subgraph_timing.MIN_REPETITIONS
     assert found[0] == pytest.approx((3 * 1.2, 5 * 1.2, 4 * 1.2))

@@ -20,7 +20,7 @@ SEEDS = (1, 8, 9, 12, 18, 24, 38)  # cases in which some candidates fit only wit
 def slowest_s(maker: PlanMaker, plan: Plan) -> float:
     """Seconds of the slowest stage of ``plan``, as the partition methods see them."""
     cuts = maker.planned.cuts(1)
-    before = dict(zip(cuts, maker.model.pipeline(plan, cuts).before, strict=True))
+    before = dict(zip(cuts, maker.model.pipeline_times(plan, cuts).before, strict=True))
     return max(before[last] - before[first] for stage in plan.stages for first, last in stage.operations)
 
 
@@ -28,7 +28,7 @@ def every_cut(maker: PlanMaker, candidate: Candidate, stages: int) -> list[Plan]
     """The plans of ``candidate`` under all contiguous cuts in which every stage takes some time."""
     cuts = maker.planned.cuts(1)
     base = maker.unlimited(candidate)
-    pipeline = maker.model.pipeline(base, cuts)
+    pipeline = maker.model.pipeline_times(base, cuts)
     plans = []
     for inner in combinations(range(1, len(cuts) - 1), stages - 1):
         bounds = (0, *inner, len(cuts) - 1)

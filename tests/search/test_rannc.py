@@ -3,7 +3,8 @@
 import pytest
 
 from auto3d.cluster import Accelerator, Cluster, Link, Node
-from auto3d.cost.model import CostModel, Training
+from auto3d.cost.model import CostModel
+from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import work_of
 from auto3d.errors import InputError
 from auto3d.partition.merak import shard
@@ -27,7 +28,7 @@ def searched(memory_bytes: float, precision: str) -> tuple[Plan, CostModel]:
         lambda graph: work_of(graph, shard(graph).bounds, precision=precision),
         lambda graph: shard(graph).bounds,
     )
-    model = CostModel(cluster, Training(precision=precision), planned.work)
+    model = CostModel(cluster, TrainingOptions(precision=precision), planned.work)
     maker = PlanMaker(planned, model, workload)
     search = Search(Domain(SearchSpace(), cluster, workload), maker, Budget(candidates=10))
     rannc(search, 1)

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from auto3d.cluster import Accelerator, Cluster, Node
-from auto3d.cost.memory import predict
-from auto3d.cost.model import CostModel, Training
+from auto3d.cost.device_memory import predict
+from auto3d.cost.model import CostModel
+from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import work_of
 from auto3d.partition.merak import shard
 from auto3d.partition.recompute import subgraph_starts
@@ -43,7 +44,7 @@ def search(recompute, *, schedule=("1f1b",), memory_bytes=None, pp=(4,), size=4)
         return shortage(graph_at(size), plan, cluster, optimizer_copies=2)
 
     planned = PlannedGraphs(graph_at, lambda graph: work_of(graph, shard(graph).bounds), lambda g: shard(g).bounds)
-    model = CostModel(cluster, Training(), planned.work)
+    model = CostModel(cluster, TrainingOptions(), planned.work)
     return list(
         list_candidates(Domain(space, cluster, workload), PlanMaker(planned, model, workload, shortage=missing))
     )
@@ -119,7 +120,7 @@ def test_schedules_that_do_not_recompute_say_so(schedule):
     ("options", "words"),
     [
         ("recompute=full", "schedule_options: recompute is 'full'; set the key recompute instead"),
-        ("chunks=4", "schedule 1f1b: option 'chunks' is not one of its own; it takes recompute, sync"),
+        ("chunks=4", "schedule 1f1b: option 'chunks' is unknown; its options are recompute, sync"),
         ("sync=3", "schedule 1f1b: sync is 3; it must be text"),
         ("sync=late", "schedule 1f1b: sync is 'late'; it must be one of lazy"),
         ("sync", "schedule: '1f1b:sync': write NAME:option=value, as in interleaved-1f1b:chunks=4"),

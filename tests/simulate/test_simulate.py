@@ -1,4 +1,4 @@
-"""The simulator against a reference that only says the rules, and against what must hold of any timeline."""
+"""The simulator, against a plain reference and against properties of every timeline."""
 
 import itertools
 import random
@@ -10,7 +10,7 @@ from auto3d.errors import InputError
 from auto3d.schedule import SCHEDULES, build_schedule
 from auto3d.schedule.check import ScheduleError
 from auto3d.schedule.operation import Schedule, parse
-from auto3d.simulate.costs import Costs, Link, uniform
+from auto3d.simulate.costs import Costs, MessageCost, uniform
 from auto3d.simulate.critical_path import count, critical_numbers, critical_path
 from auto3d.simulate.idle import bubble_ratio, busy, idle, idle_within, steady_state
 from auto3d.simulate.simulate import Timeline, simulate
@@ -60,7 +60,7 @@ def test_what_holds_of_any_timeline(seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_critical_path_has_no_slack(seed):
-    """From 0 to the makespan, each operation starts when what came before it is over, a message at most between."""
+    """On the path from 0 to the makespan, each operation starts when the previous one, or its message, has ended."""
     schedule, costs = random_case(seed)
     timeline = simulate(schedule, costs)
     path = critical_numbers(timeline)
@@ -68,7 +68,7 @@ def test_the_critical_path_has_no_slack(seed):
         return
     receive = timeline.work.receive or [0.0] * len(timeline.start)
     assert timeline.start[path[0]] == pytest.approx(receive[path[0]])
-    queued = bool(costs.overlap) and any(link.latency or link.forward or link.backward for link in costs.links)
+    queued = bool(costs.overlap) and any(link.latency or link.forward or link.backward for link in costs.messages)
     for one, next_one in itertools.pairwise(path):
         gap = timeline.start[next_one] - receive[next_one] - timeline.end[one]
         if gap > 1e-9:
@@ -79,25 +79,25 @@ def test_the_critical_path_has_no_slack(seed):
     assert timeline.end[path[-1]] + after >= timeline.makespan - 1e-9
 
 
-def test_a_message_waits_for_the_one_before_it_in_its_direction_alone():
+def test_a_message_waits_only_for_earlier_ones_of_its_direction():
     schedule = by_hand("F0@0 F1@0 B0@0 B1@0", "F0@1 F1@1 B0@1 B1@1")
-    costs = replaced(uniform(schedule, backward=1), links=(Link(latency=1, forward=2, backward=0.5),))
+    costs = replaced(uniform(schedule, backward=1), messages=(MessageCost(latency=1, forward=2, backward=0.5),))
     timeline = simulate(schedule, costs)
     assert timeline.start == [0, 1, 10.5, 12, 4, 7, 8, 9]
     assert [timeline.arrival[n] for n in (0, 1, 6, 7)] == [4, 7, 10.5, 12]
-    # The message of F1 left when that of F0 was there, so F0 decides; and so does B0@1 for that of B1@1.
+    # The message of F1 leaves when that of F0 has arrived, so F0 is on the path. So is B0@1, for the message of B1@1.
     assert [str(o) for o in critical_path(timeline)] == ["F0@0", "F1@1", "B0@1", "B1@0"]
 
 
 def test_messages_without_overlap_occupy_both_ends():
     schedule = by_hand("F0@0 F1@0 B0@0 B1@0", "F0@1 B0@1 F1@1 B1@1")
-    costs = replaced(uniform(schedule, backward=1, overlap=False), links=(Link(latency=1),))
+    costs = replaced(uniform(schedule, backward=1, overlap=False), messages=(MessageCost(latency=1),))
     timeline = simulate(schedule, costs)
     # F0 0-1, sent 1-2; F1 2-3, sent 3-4 | F0 received 1-2, 2-3, B0 3-4, sent 4-5, F1 received 5-6, 6-7, B1 7-8
     assert timeline.start == [0, 2, 5, 9, 2, 3, 6, 7]
 
 
-def test_an_all_reduce_runs_beside_compute_once_all_replicas_have_started_it():
+def test_an_all_reduce_overlaps_compute_once_all_pipes_have_started_it():
     schedule = by_hand("F0@0 B0@0 S@0 F1@0:1 B1@0:1 S@0:1 U@0 U@0:1", stages=1, pipes=2)
     timeline = simulate(schedule, replaced(uniform(schedule), sync=(5.0,)))
     (sync,) = timeline.syncs
@@ -114,7 +114,7 @@ def test_the_all_reduces_of_a_device_take_turns():
     assert timeline.makespan == 9
 
 
-def test_recomputation_is_inside_the_backward_where_it_is_not_before():
+def test_recomputation_is_inside_the_backward_if_there_is_no_r_before():
     schedule = by_hand("F0@0 F1@0 R1@0 B1@0 B0@0", stages=1, recompute=frozenset({0}))
     timeline = simulate(schedule, uniform(schedule, recompute=1.5))
     assert timeline.end == [1, 2, 3.5, 5.5, 9]
@@ -154,7 +154,7 @@ def test_the_critical_path_of_1f1b_is_pinned_on_the_last_stage(name, recompute):
 
 
 def test_idle_in_two_ways():
-    """ZB-H1's devices rest less between their own first and last operation than one update for all costs them."""
+    """Devices of ZB-H1 idle less between their first and last operation than until the makespan."""
     schedule = build_schedule("zb-h1", devices=4, micro_batches=8)
     timeline = simulate(schedule, uniform(schedule, backward=2))
     assert idle(timeline) == [3, 3, 3, 3]
@@ -177,7 +177,9 @@ def test_the_steady_state_goes_at_the_pace_of_the_slowest_device():
         steady = steady_state(simulate(schedule, replaced(uniform(schedule), speed=speed)))
         assert steady.iteration_time == pytest.approx(6 * 6)
         assert steady.bubble_ratio == pytest.approx(1 - (3 + 6) * 6 / (4 * 36) - 3 * 6 * 2 / (4 * 36))
-        short = build_schedule("pipedream", devices=4, micro_batches=1, iterations=2)  # all in flight at once
+        short = build_schedule(
+            "pipedream", devices=4, micro_batches=1, iterations=2
+        )  # all micro-batches are in flight at once
         steady = steady_state(simulate(short, replaced(uniform(short), speed=speed)))
         assert steady.iteration_time == pytest.approx(6)
     synchronous = build_schedule("1f1b", devices=4, micro_batches=6)
@@ -196,7 +198,7 @@ def test_costs_that_cannot_be():
     schedule = build_schedule("1f1b", devices=2, micro_batches=2)
     for wrong, words in [
         ({"forward": -1}, "forward of stage 0 is -1"),
-        ({"p2p": float("nan")}, "links forward of stage 0 is nan"),
+        ({"p2p": float("nan")}, "messages forward of stage 0 is nan"),
         ({"sync": float("inf")}, "sync of stage 0 is inf"),
         ({"backward": 2, "backward_weight": 3}, "one half of the backward is longer"),
     ]:
@@ -204,8 +206,8 @@ def test_costs_that_cannot_be():
             uniform(schedule, **wrong)
     with pytest.raises(InputError, match="speed of device 1 is 0"):
         replaced(uniform(schedule), speed=(1.0, 0.0))
-    with pytest.raises(InputError, match="links has 0 values; schedule 1f1b needs 1"):
-        simulate(schedule, replaced(uniform(schedule), links=()))
+    with pytest.raises(InputError, match="messages has 0 values; schedule 1f1b needs 1"):
+        simulate(schedule, replaced(uniform(schedule), messages=()))
 
 
 def test_halves_of_the_backward():
