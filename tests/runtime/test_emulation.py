@@ -49,9 +49,7 @@ def test_the_cost_model_supplies_the_remaining_times():
     assert whole.backward == pytest.approx((sum(model.backward_s),))
     halved = costs_of(Emulation(backward_s=1.0), schedule="chimera", scale="halving")
     plain = costs_of(Emulation(backward_s=1.0))
-    assert halved.forward == pytest.approx([2 * seconds for seconds in plain.forward]), (
-        "the graph has half the samples"
-    )
+    assert halved.forward == pytest.approx([2 * seconds for seconds in plain.forward]), "the graph has half the samples"
     assert halved.backward == plain.backward, "a time in the recipe is that of a whole micro-batch"
 
 
