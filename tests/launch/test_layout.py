@@ -18,6 +18,6 @@ LARGE = {"torch", "transformers", "scipy", "matplotlib"}
     ],
 )
 def test_imports(module, absent):
-    script = f"import launch.commands, {module}, sys; print(*sys.modules)"
+    script = f"import launch.commands.group, {module}, sys; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert not absent & set(done.stdout.split())

@@ -139,7 +139,7 @@ def test_a_sweep_survives_killed_and_hung_ranks_and_interrupts_and_runs_nothing_
     assert trial_lines(again.err) == {}, "every trial has ended, so none runs"
     assert again.err.count("(not run again)") == 2
     command = shlex.join(["auto3d", "sweep", "own.yaml", *space, "--retry"])
-    assert f"2 failed or timed out; to run them again: {command}" in again.err
+    assert f"2 trials failed or timed out; to run again: {command}" in again.err
     retried = auto3d("sweep", "own.yaml", *space, "--retry")
     assert trial_lines(retried.err) == {killed: "ok", hung: "ok"}
 
@@ -225,7 +225,7 @@ def test_a_trial_that_fails_shows_its_error_and_the_sweep_goes_on(swept):
     folder, done = swept
     assert list(trial_lines(done.stderr).values()) == ["failed", "ok", "ok"]
     assert "IndexError: Target" in done.stderr
-    assert f"1 failed or timed out; to run them again: auto3d sweep own.yaml '{SPACE}' --retry" in done.stderr
+    assert f"1 trial failed or timed out; to run again: auto3d sweep own.yaml '{SPACE}' --retry" in done.stderr
     hint = f"auto3d train own.yaml '{SPACE}' --plan results/own/best_plan.json"
     assert hint in done.stdout
     train = subprocess.run([*AUTO3D, *shlex.split(hint)[1:]], cwd=folder, capture_output=True, text=True, check=False)
