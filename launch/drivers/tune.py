@@ -23,7 +23,8 @@ from launch.console.ranking import HEADINGS, cells, predicted_on
 from launch.console.tables import RESULTS
 from launch.drivers.sweep import Retry, check_place, check_ranks, held, measured
 from launch.model.candidates import exact_plans
-from launch.model.elsewhere import Elsewhere, check_plans
+from launch.model.capture_process import CaptureProcess
+from launch.model.check_capture import check_plans
 from launch.model.graphs import PlanningModel
 from launch.model.profile import find_profile, how_to_measure, measure_profile, tuned_file, write_profile
 from launch.model.search import cannot_run
@@ -110,10 +111,10 @@ def run_tune(recipe: LoadedRecipe, search: Search, watcher: Watcher, *, retry: R
     if recipe.values.model.layers is not None:
         raise recipe.error("model.layers", "measured layers can be predicted, not trained; tune takes a model")
     candidates = _runnable(recipe, search)
-    with held(recipe), Elsewhere() as elsewhere:
+    with held(recipe), CaptureProcess() as process:
         write_command(recipe, "tune")
         watcher.begin(recipe.values.search.trials, [], 0)
-        trials = _Trials(recipe, watcher, retry, elsewhere)
+        trials = _Trials(recipe, watcher, retry, process)
         tried = _try_best(recipe, search, candidates, trials)
         _try_again(tried, trials)
     return tried
@@ -122,8 +123,8 @@ def run_tune(recipe: LoadedRecipe, search: Search, watcher: Watcher, *, retry: R
 class _Trials:
     """Runs trials one after the other, as far as search.trials goes."""
 
-    def __init__(self, recipe: LoadedRecipe, watcher: Watcher, retry: Retry, elsewhere: Elsewhere) -> None:
-        self._recipe, self._watcher, self._retry, self._elsewhere = recipe, watcher, retry, elsewhere
+    def __init__(self, recipe: LoadedRecipe, watcher: Watcher, retry: Retry, process: CaptureProcess) -> None:
+        self._recipe, self._watcher, self._retry, self._process = recipe, watcher, retry, process
         self._names: list[str] = []
         self.total = recipe.values.search.trials
 
@@ -133,7 +134,7 @@ class _Trials:
 
     def run(self, trial: Trial) -> Measurement:
         check_ranks(self._recipe, trial.plan.ranks)
-        check_plans(self._recipe, [trial.plan], self._elsewhere, self._watcher.tell)
+        check_plans(self._recipe, [trial.plan], self._process, self._watcher.tell)
         self._names.append(trial.name)
         write_command(self._recipe, "tune", trials=self._names)
         watcher = _Numbered(self._watcher, len(self._names), self.total)

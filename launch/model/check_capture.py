@@ -1,14 +1,19 @@
 """The check of a capture against its eager module: where it is small enough, once, in a process of its own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import prod
 from typing import TYPE_CHECKING
 
 from auto3d.capture.cache import Cache
 from auto3d.capture.graph import Graph
+from auto3d.plan import Plan
 from auto3d.runtime.measurement import Status
+from auto3d.schedule import samples_at_once
+from launch.model.capture_process import CaptureProcess
 from launch.model.graphs import PlanningModel
 from launch.recipe.load import LoadedRecipe
+from launch.recipe.settings import device
+from launch.run.devices import torch_has_cuda, visible_devices
 
 if TYPE_CHECKING:
     from auto3d.capture.model import CapturedModel
@@ -53,19 +58,17 @@ def check(recipe: LoadedRecipe, captured: "CapturedModel") -> str:
 
 
 def _check(recipe: LoadedRecipe, graph: Graph, captured: "Callable[[], CapturedModel]") -> str:
-    from launch.model.compare import compare_forked, compare_on_gpu
-    from launch.recipe.settings import device
-    from launch.run.devices import torch_has_cuda, visible_devices
+    from launch.model.compare import compare_forked, compare_on_gpu  # it imports torch
 
     if reason := why_not(graph):
-        return not_compared(graph, reason)
+        return _not_compared(graph, reason)
     on_gpu = device(recipe.values) == "cuda" and torch_has_cuda() and visible_devices()
     if on_gpu:
         outcome = compare_on_gpu(recipe, graph.micro_batch_size, timeout_s=TIMEOUT_S)
     else:
         outcome = compare_forked(recipe, captured(), timeout_s=TIMEOUT_S)
     if outcome.status is not Status.OK:
-        return not_compared(graph, f"{outcome.status}, {outcome.error.splitlines()[-1]}")
+        return _not_compared(graph, f"{outcome.status}, {outcome.error.splitlines()[-1]}")
     Cache().store(_identity(recipe, graph), {"equal": True})
     count = sum(prod(value.shape) for value in graph.parameters.values())
     where = "cuda" if on_gpu else "cpu"
@@ -74,7 +77,7 @@ def _check(recipe: LoadedRecipe, graph: Graph, captured: "Callable[[], CapturedM
 
 def check_at(recipe: LoadedRecipe, micro_batch_size: int) -> str:
     """As ``check``, of the recipe's model at this size, which is captured for it."""
-    from launch.model.build import captured_model
+    from launch.model.build import captured_model  # it imports torch
 
     return check(recipe, captured_model(recipe, micro_batch_size))
 
@@ -90,7 +93,22 @@ def check_once(
         tell(_check(recipe, graph, captured))
 
 
-def not_compared(graph: Graph, reason: str) -> str:
+def check_plans(
+    recipe: LoadedRecipe, plans: Iterable[Plan], process: CaptureProcess, tell: Callable[[str], None]
+) -> None:
+    """Check the captures that ``plans`` run, in ``process``; ``tell`` gets a line for each."""
+    if not recipe.values.training.check_capture:
+        return
+    model = PlanningModel(recipe, process=process)
+    for size in sorted({samples_at_once(plan) for plan in plans}):
+        graph = model.graph(size)
+        if reason := why_not(graph):
+            tell(_not_compared(graph, reason))
+        elif not is_checked(recipe, graph):
+            tell(process.call(check_at, recipe, size))
+
+
+def _not_compared(graph: Graph, reason: str) -> str:
     return f"{_described(graph)} is not compared with the eager module: {reason}"
 
 
