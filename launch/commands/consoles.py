@@ -8,6 +8,10 @@ class _Console(Console):
         raise  # rich calls this while it handles BrokenPipeError, and would exit by itself
 
 
-PLAIN = {"markup": False, "soft_wrap": True}  # arguments of print() for text that is not rich's markup
 out = _Console(highlight=False)
 err = _Console(stderr=True, highlight=False)
+
+
+def note(text: str) -> None:
+    """Print a line to standard error, as it is: square brackets are no markup, and long lines are not wrapped."""
+    err.print(text, markup=False, soft_wrap=True)

@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 import click
 
-from launch.commands.consoles import PLAIN, err, out
+from launch.commands.consoles import err, note, out
 from launch.commands.exit_codes import RUN_FAILED
 from launch.console.output import print_json, write_text
 from launch.console.progress import doctor_progress
@@ -43,5 +43,5 @@ def doctor(recipe: tuple[str, ...], wait_s: float, devices: bool, report_file: s
         print_json([asdict(check) for check in done])
     if report_file:
         write_text(report_file, report(done, command=f"auto3d doctor {name}{' --devices' * devices}"))
-        err.print(f"written: {report_file}", **PLAIN)
+        note(f"written: {report_file}")
     return RUN_FAILED if any(check.verdict == Verdict.ERROR for check in done) else 0

@@ -4,7 +4,7 @@ import click
 
 from launch.commands.consoles import err
 from launch.commands.options import recipe_command
-from launch.model.profile import print_profile
+from launch.console.profile import print_profile
 from launch.recipe.load import load
 
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from launch.commands.consoles import PLAIN, err
+from launch.commands.consoles import note
 from launch.commands.exit_codes import RUN_FAILED, complain
 from launch.commands.options import recipe_command
 from launch.console.output import print_json
@@ -30,7 +30,7 @@ def recompute(recipe: str, overrides: tuple[str, ...], as_json: bool) -> int:
         tried.append(one)
         measurement = one.measurement
         outcome = f"fits, {measurement.median_s:.3f} s/iteration" if one.fits else f"{measurement.status}\n"
-        err.print(f"recompute={one.share!r}: {outcome}{measurement.error}", **PLAIN)
+        note(f"recompute={one.share!r}: {outcome}{measurement.error}")
 
     fraction = try_shares(loaded, report)
     if as_json:

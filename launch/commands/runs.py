@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from auto3d.runtime.measurement import Measurement
-from launch.commands.consoles import PLAIN, err
+from launch.commands.consoles import note
 from launch.commands.exit_codes import INTERRUPTED, complain
 from launch.drivers.background import start_driver
 from launch.drivers.sweep import check_place
@@ -39,7 +39,7 @@ def next_commands(recipe: LoadedRecipe) -> str:
 def interrupted(recipe: LoadedRecipe) -> int:
     """Say what an interrupt leaves behind; returns the exit code."""
     if on_slurm(recipe):
-        err.print(f"interrupted; jobs of SLURM go on:\n{next_commands(recipe)}", **PLAIN)
+        note(f"interrupted; jobs of SLURM go on:\n{next_commands(recipe)}")
         return INTERRUPTED
     return complain("interrupted; finished trials are kept, and the same command runs the rest", INTERRUPTED)
 
@@ -48,4 +48,4 @@ def print_failed(recipe: LoadedRecipe, verb: str, measurements: Sequence[Measure
     """Say how many of ``measurements`` have failed or timed out, if any, and how to run these trials again."""
     if failed := sum(one.status not in FINAL for one in measurements):
         retry = recipe.command(verb, "--retry")
-        err.print(f"{counted(failed, 'trial')} failed or timed out; to run again: {retry}", **PLAIN)
+        note(f"{counted(failed, 'trial')} failed or timed out; to run again: {retry}")

@@ -7,7 +7,8 @@ import click
 from auto3d.schedule.options import RECOMPUTE, SYNC
 from launch.commands.consoles import out
 from launch.commands.options import OUTPUT_FILE
-from launch.console.schedule import Request, print_comparison, print_families, print_schedule
+from launch.console.schedule import print_comparison, print_families, print_schedule
+from launch.model.simulated_schedule import ScheduleRequest
 
 _TIME = click.FloatRange(min=0)
 
@@ -71,7 +72,7 @@ def schedule(
     time_of = {"recompute_time": "recompute"} | {
         key: key for key in ("forward", "backward", "backward_input", "backward_weight", "p2p", "overlap", "sync")
     }
-    request = Request(
+    request = ScheduleRequest(
         stages=stages,
         micro_batches=micro_batches,
         options={option: given[key] for key, option in option_of.items() if given[key] is not None},

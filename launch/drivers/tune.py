@@ -19,14 +19,16 @@ from auto3d.runtime.measurement import Measurement, Status
 from auto3d.search.certainty import CERTAIN, contenders, judge
 from auto3d.search.correction import correct
 from auto3d.search.search import Ranked, Search
-from launch.console.ranking import HEADINGS, cells, predicted_on
+from launch.console.profile import measure_with_progress, write_profile
+from launch.console.ranking import HEADINGS, cells
 from launch.console.tables import RESULTS
 from launch.drivers.sweep import Retry, check_place, check_ranks, held, measured
 from launch.model.candidates import exact_plans
 from launch.model.capture_process import CaptureProcess
 from launch.model.check_capture import check_plans
 from launch.model.graphs import PlanningModel
-from launch.model.profile import find_profile, how_to_measure, measure_profile, tuned_file, write_profile
+from launch.model.profile import find_profile, how_to_measure, tuned_file
+from launch.model.ranking import predicted_on
 from launch.model.search import cannot_run
 from launch.recipe.load import LoadedRecipe, RecipeError
 from launch.recipe.schema import AUTO
@@ -94,7 +96,7 @@ def measure_if_unknown(recipe: LoadedRecipe, console: Console) -> None:
     file = tuned_file(recipe)
     say(f"measuring this machine for the predictions, once, about 30 s: {file} (--no-profile skips it)")
     try:
-        write_profile(measure_profile(recipe, console), file)
+        write_profile(measure_with_progress(recipe, console), file)
     except ProfileError as error:
         reason = str(error).strip().splitlines()[-1]
         say(f"this machine could not be measured, so predictions are a guess: {reason}")
