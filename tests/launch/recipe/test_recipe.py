@@ -72,7 +72,7 @@ BAD = [  # overrides of small.yaml, and words that the message must hold
     (["search.schedule=[auto]"], ["search.schedule", "['auto']"]),
     (["cluster.devices_per_node=100000000000"], ["cluster.devices_per_node", "below 1000"]),
     (["data.inputs=[]"], ["data.inputs", "keys and values"]),
-    (["data.files=[.]"], ["data.files", "'.'", "no file"]),
+    (["data.files=[.]"], ["data.files", "'.'", "not a file"]),
     (["data.files=[short.txt]"], ["data.files", "found 5 bytes", "needs 33"]),
     (["plan.schedule=pipedream"], ["plan: clip_norm: found 1; schedule pipedream takes 0"]),
     (
