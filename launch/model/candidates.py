@@ -21,6 +21,7 @@ from auto3d.search.search import Budget, Ranked, Search
 from auto3d.search.space import PARTITIONS, Candidate, Domain, Task
 from launch.model.costs import captured_subject, cost_model
 from launch.model.graphs import PlanningModel
+from launch.recipe.error import RecipeError
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.schema import AUTO, PlanRecipe
 from launch.recipe.settings import cluster, emulation, optimizer_settings, search_space
@@ -192,5 +193,11 @@ def runnable(recipe: LoadedRecipe, found: Sequence[Listed]) -> list[Plan]:
     plans = [candidate.plan for candidate in found if candidate.plan is not None]
     if not plans:
         reason, times = Counter(candidate.reason for candidate in found).most_common(1)[0]
-        raise recipe.error("search", f"none of its {len(found)} candidates can run; {times} of them: {reason}")
+        raise none_runs(recipe, len(found), times, reason)
     return plans
+
+
+def none_runs(recipe: LoadedRecipe, candidates: int, times: int, reason: str) -> RecipeError:
+    """The error of a search space of so many ``candidates``, none of which runs, with the commonest reason."""
+    problem = "its only candidate cannot run" if candidates == 1 else f"none of its {candidates} candidates can run"
+    return recipe.error("search", f"{problem}; {times} of them: {reason}" if candidates > 1 else f"{problem}: {reason}")

@@ -199,7 +199,7 @@ def test_plan_ranks_candidates_and_counts_those_that_cannot_be(folder, auto3d):
 
 def test_a_space_without_a_plan_is_refused(folder, auto3d):
     refused = auto3d("sweep", "own.yaml", "search.micro_batch_size=[3]", code=2).err
-    assert "search: none of its 1 candidates can run; 1 of them: global_batch: 8 does not divide" in refused
+    assert "search: its only candidate cannot run: global_batch: 8 does not divide" in refused
     fine = auto3d("plan", "own.yaml", "training.global_batch=9", "search.micro_batch_size=[3]")
     assert "1 simulated" in fine.out, "the recipe's own plan does not divide 9, but a search does not read it"
 

@@ -268,8 +268,8 @@ def test_the_table_is_of_the_last_sweep_alone(in_swept, auto3d):
     assert trial_lines(narrow.err) == {}, "the one trial has run"
     assert len(json.loads(auto3d("table", "own.yaml", "--json").out)) == 1
     few = auto3d("sweep", "own.yaml", "search.micro_batch_size=[4,2]", "search.max_trials=1")
-    assert "1 plans are left out" in few.err
-    assert "1 more plans are left out by search.max_trials = 1" in " ".join(few.out.split())
+    assert "1 plan is left out" in few.err
+    assert "1 more plan is left out by search.max_trials = 1" in " ".join(few.out.split())
 
     recipe = in_swept / "own.yaml"
     before = recipe.read_text()
@@ -288,7 +288,7 @@ def test_damaged_and_stray_files_do_not_harm(in_swept, auto3d):
         damaged.write_text(text)
         assert len(json.loads(auto3d("table", "own.yaml", "--json").out)) == 2
         damaged.write_text(before)
-    assert "1 of 3 trials have not run" not in auto3d("table", "own.yaml").out
+    assert "1 of 3 trials has not run" not in auto3d("table", "own.yaml").out
     sweep_file = in_swept / "runs/own/sweep.json"
     before = sweep_file.read_text()
     sweep_file.write_text("{")
