@@ -52,8 +52,8 @@ def train_on(
 ) -> int:
     """Train under ``plan_file`` or the recipe's own plan, and print the result; returns the exit code."""
     # These import torch, which takes seconds: --help and a refused recipe are quick without it.
+    from auto3d.runtime.joined import joined_world
     from launch.drivers.train import planned, run_as_job, run_training
-    from launch.run.joined import joined_world
 
     world = joined_world()
     if world is None and detach and not on_slurm(loaded):

@@ -21,7 +21,7 @@ def print_partition(
 
     ``svg``: file for a picture. ``plan_file``: file for the plan of these stages, which `auto3d train --plan` takes.
     """
-    partitioned = partition_model(recipe, equal_shares=plan_file is not None, **options)
+    partitioned = partition_model(recipe, equal_slices=plan_file is not None, **options)
     if svg:
         write_text(svg, _picture(recipe, partitioned))
     if plan_file:
@@ -38,11 +38,11 @@ def print_partition(
 
 
 def _picture(recipe: LoadedRecipe, partitioned: PartitionedModel) -> str:
-    figures, request = partitioned.figures, partitioned.request
+    figures = partitioned.figures
     notes = [f"{stage.flops_share:.1%}, {_short(stage.parameters)} parameters" for stage in figures.stages]
     stages = counted(len(notes), "stage")
     caption = f"{recipe.name}, {figures.method}, {stages}: balance {figures.balance:.3f} (max / mean FLOPs)"
-    return draw_svg(request.graph, request.sharding, partitioned.partition, notes, caption)
+    return draw_svg(partitioned.request.graph, partitioned.sharding, partitioned.partition, notes, caption)
 
 
 def _table(figures: PartitionFigures) -> str:

@@ -6,8 +6,9 @@ from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 
 from auto3d.cost.profile import Profile, ProfileError
+from auto3d.runtime.distinct_subgraphs import ModelSubgraphs, distinct_subgraphs
 from auto3d.runtime.measurement import Environment, Status
-from auto3d.runtime.profile import Measured, Subgraphs, distinct_subgraphs, measure, parts_of
+from auto3d.runtime.profiler import MachineTimes, measure, num_reports
 from auto3d.runtime.world import World
 from launch.model.build import captured_model, use_device
 from launch.model.graphs import PlanningModel
@@ -39,23 +40,23 @@ def measure_profile(
     settings, data = training_settings(values, iterations=1), data_settings(values)
     planning, cores = PlanningModel(recipe), len(os.sched_getaffinity(0))
 
-    def model_of(size: int) -> Subgraphs:
+    def model_of(size: int) -> ModelSubgraphs:
         captured = captured_model(recipe, size)
         return distinct_subgraphs(captured, planning.sharding(captured.graph).bounds)
 
-    models: list[Subgraphs] = []
+    models: list[ModelSubgraphs] = []
     for size in [] if devices else micro_batch_sizes(recipe):  # ranks on GPUs capture: see launch.model.build
         with capturing(size):
             models.append(model_of(size))
 
-    def run(world: World, report: Report) -> tuple[Measured, Environment]:
+    def run(world: World, report: Report) -> tuple[MachineTimes, Environment]:
         if devices:
             use_device(world.device("cuda"))
         ours = models or [model_of(size) for size in micro_batch_sizes(recipe)]
         measured = measure(ours, settings, data, world, seed=values.training.seed, report=report)
         return measured, Environment.here(settings.device, cores=cores)
 
-    with measuring(parts_of(models) if models else None) as on_report:
+    with measuring(num_reports(models) if models else None) as on_report:
         outcome = run_ranks(
             ranks, run, on_report=on_report, devices=devices, timeout_s=None, straggle_s=settings.timeout_s
         )

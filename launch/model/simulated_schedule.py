@@ -6,7 +6,8 @@ from typing import Any
 
 from auto3d.errors import InputError
 from auto3d.schedule import SCHEDULES, build_schedule, parse_schedule
-from auto3d.schedule.memory import peak_activations, weight_copies
+from auto3d.schedule.in_flight import peak_activations
+from auto3d.schedule.weight_versions import weight_copies
 from auto3d.simulate.costs import uniform
 from auto3d.simulate.critical_path import count, critical_path
 from auto3d.simulate.idle import SteadyState, bubble_ratio, idle, idle_within, steady_state

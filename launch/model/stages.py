@@ -10,7 +10,7 @@ from auto3d.cluster import Cluster, Link
 from auto3d.cost.model import MOMENTS
 from auto3d.cost.times import times_of
 from auto3d.cost.work import ELEMENT_BYTES, PRECISION_BYTES, work_of
-from auto3d.partition import Partition, Request, partition
+from auto3d.partition import Partition, PartitionRequest, partition
 from auto3d.partition.cost import PartitionCosts, parameter_bytes
 from auto3d.partition.merak import Sharding
 from auto3d.partition.stage import Stage, cut
@@ -67,10 +67,11 @@ class PartitionFigures:
 
 @dataclass(frozen=True)
 class PartitionedModel:
-    """A partition, the request that it answers, and its figures."""
+    """A partition, the request that it answers, the model's subgraphs, and figures of the stages."""
 
-    request: Request
+    request: PartitionRequest
     partition: Partition
+    sharding: Sharding
     figures: PartitionFigures
 
 
@@ -83,12 +84,12 @@ def partition_model(
     micro_batch_size: int | None,
     memory_gib: float | None,
     fresh: bool,
-    equal_shares: bool,
+    equal_slices: bool,
 ) -> PartitionedModel:
     """Cut the recipe's model by ``method``; costs are those of the slowest device of the recipe's cluster.
 
-    ``memory_gib`` replaces the memory of the cluster's devices. With ``equal_shares`` the micro-batches divide equally
-    among the replicas of each stage, as a plan needs.
+    ``memory_gib`` replaces the memory of the cluster's devices. With ``equal_slices`` the replicas of each stage get
+    equally many samples, as a plan requires.
     """
     model = PlanningModel(recipe, fresh=fresh)
     graph_at = cache(model.graph)
@@ -96,33 +97,34 @@ def partition_model(
     if memory_gib is not None:
         machine = with_memory(machine, memory_gib * 2**30)
     size = micro_batch_size or default_micro_batch_size(recipe)
-    request = Request(
+    sharding = model.sharding(graph_at(size), subgraphs)
+    request = PartitionRequest(
         graph_at=graph_at,
         costs_of=costs_on(machine, recipe, stages=stages),
-        sharding=model.sharding(graph_at(size), subgraphs),
+        cuts=sharding.bounds,
         stages=stages,
         micro_batch_size=size,
         global_batch=recipe.values.training.global_batch,
         nodes=len(machine.nodes),
         devices_per_node=machine.devices_per_node,
-        equal_shares=equal_shares,
+        equal_slices=equal_slices,
     )
     found = partition(method, request)
-    each = _stage_figures(request.graph, request.sharding, request.costs, found)
+    each = _stage_figures(request.graph, sharding, request.costs, found)
     figures = PartitionFigures(
         method=method,
         graph=request.graph.fingerprint,
         micro_batch_size=request.graph.micro_batch_size,
         device=machine.slowest(range(machine.devices)).name,
         memory_bytes=machine.memory_bytes,
-        subgraphs=len(request.sharding.subgraphs),
+        subgraphs=len(sharding.subgraphs),
         micro_batches=found.micro_batches,
         pipelines=found.pipelines,
         stages=each,
         balance=_balance([stage.flops / stage.replicas for stage in each]),
         time_balance=_balance([(stage.forward_s + stage.backward_s) / stage.replicas for stage in each]),
     )
-    return PartitionedModel(request, found, figures)
+    return PartitionedModel(request, found, sharding, figures)
 
 
 def costs_on(machine: Cluster, recipe: LoadedRecipe, *, stages: int | None) -> Callable[[Graph], PartitionCosts]:
