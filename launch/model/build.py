@@ -14,7 +14,7 @@ from torch import nn
 
 from auto3d.capture.errors import CaptureError, error_line
 from auto3d.capture.graph import Graph
-from auto3d.capture.model import CapturedModel, capture, without_collection
+from auto3d.capture.model import CapturedModel, capture, garbage_collection_paused
 from auto3d.runtime.world import World
 from launch.model.architecture import architecture, unset_key
 from launch.recipe.data import data_settings
@@ -30,7 +30,7 @@ def captured_model(recipe: LoadedRecipe, micro_batch_size: int) -> CapturedModel
     """The recipe's model, captured for micro-batches of so many samples."""
     if device(recipe.values) == "cpu":
         hide_devices()
-    with stdout_to_stderr(), without_collection():
+    with stdout_to_stderr(), garbage_collection_paused():
         build = build_function(recipe)
         try:
             specs = data_settings(recipe.values).input_specs()

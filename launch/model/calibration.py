@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from auto3d.cost.calibrate import Calibration, Measured
+from auto3d.cost.calibrate import Calibration, MeasuredIteration
 from launch.model.predictions import PlannedRow, plan_rows, read_candidates
 from launch.recipe.load import LoadedRecipe
 
@@ -10,7 +10,7 @@ SECONDS = {"measured_s": 1.0, "measured_ms": 1e-3}  # column of measurements -> 
 GROUPED = ("tp", "pp", "dp", "micro_batch_size")
 
 
-def measurements(recipe: LoadedRecipe, file: str) -> tuple[list[PlannedRow], list[Measured]]:
+def measurements(recipe: LoadedRecipe, file: str) -> tuple[list[PlannedRow], list[MeasuredIteration]]:
     """The rows of ``file`` that have a plan and a finite time; raises RecipeError without a column of times."""
     rows = read_candidates(recipe, file)
     column = next((name for name in SECONDS if name in rows[0]), None)
@@ -22,7 +22,9 @@ def measurements(recipe: LoadedRecipe, file: str) -> tuple[list[PlannedRow], lis
     for one in plan_rows(recipe, [row for row in rows if _is_time(row[column])]):
         if one.plan is not None:
             planned.append(one)
-            measured.append(Measured(model=one.model, plan=one.plan, seconds=SECONDS[column] * float(one.row[column])))
+            measured.append(
+                MeasuredIteration(model=one.model, plan=one.plan, seconds=SECONDS[column] * float(one.row[column]))
+            )
     return planned, measured
 
 

@@ -13,9 +13,9 @@ from auto3d.plan import Plan
 from auto3d.schedule import write_schedule
 from auto3d.search.make import PlanMaker, shortage_of
 from auto3d.search.placement import MEGATRON
+from auto3d.search.planned_model import PlannedModel
 from auto3d.search.recompute import AUTO, FULL, NONE
 from auto3d.search.space import Candidate
-from auto3d.search.subject import Subject
 from launch.model.candidates import task
 from launch.model.costs import cost_model, subject_of
 from launch.recipe.load import LoadedRecipe
@@ -89,7 +89,7 @@ def plan_rows(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> Iterat
     """
     keys = [name for name in rows[0] if "." in name]
 
-    subjects: dict[str, Subject] = {}
+    subjects: dict[str, PlannedModel] = {}
     models: dict[str, CostModel] = {}
 
     @cache

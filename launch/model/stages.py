@@ -7,8 +7,8 @@ from math import prod
 
 from auto3d.capture.graph import Graph
 from auto3d.cluster import Cluster, Link
-from auto3d.cost.model import MOMENTS
 from auto3d.cost.times import times_of
+from auto3d.cost.training_options import MOMENTS
 from auto3d.cost.work import ELEMENT_BYTES, PRECISION_BYTES, work_of
 from auto3d.partition import Partition, PartitionRequest, partition
 from auto3d.partition.cost import PartitionCosts, parameter_bytes

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
+from auto3d.partition.methods import STAGE_METHODS
 from auto3d.schedule import SCHEDULES
 from auto3d.schedule.options import SYNC
 from auto3d.search.algorithms import ALGORITHMS
 from auto3d.search.placement import PLACEMENTS
-from auto3d.search.space import PARTITIONS, REPLICAS
+from auto3d.search.space import REPLICAS
 
 AUTO = "auto"
 
@@ -330,7 +331,7 @@ class SearchRecipe:
     recompute: Any = key(
         ["none"], "recomputation to try: values that plan.recompute takes", choices=RECOMPUTE, least=0, most=1
     )
-    partition: Any = key(["uniform"], "ways to cut the model into stages; auto: all", choices=PARTITIONS)
+    partition: Any = key(["uniform"], "ways to cut the model into stages; auto: all", choices=STAGE_METHODS)
     placement: Any = key(
         ["megatron"],
         "ways to place ranks on the cluster; auto: Megatron-LM's order, other orders, and AMP's tilings",

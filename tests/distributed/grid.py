@@ -13,7 +13,7 @@ from auto3d.partition.recompute import subgraph_starts
 from auto3d.plan import Plan
 from auto3d.schedule import SCHEDULES, build_schedule
 from auto3d.schedule.operation import Schedule
-from auto3d.search.recompute import Shares
+from auto3d.search.recompute import KeptFractions
 from tests.distributed.parity import make_plan
 from tests.models import captured
 from tests.pairwise import pairwise_cover
@@ -80,10 +80,10 @@ def plan_of(cell: Cell) -> Plan:
     return plan
 
 
-def shares_of(graph: Graph, plan: Plan) -> Shares:
+def shares_of(graph: Graph, plan: Plan) -> KeptFractions:
     """The plans that differ from ``plan`` in what its stages keep of Merak's subgraphs."""
     bounds = shard(graph).bounds
-    return Shares(plan, lambda stage: subgraph_starts(graph, stage, bounds))
+    return KeptFractions(plan, lambda stage: subgraph_starts(graph, stage, bounds))
 
 
 def _options(cell: Cell) -> dict[str, int | str]:

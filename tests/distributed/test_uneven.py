@@ -292,5 +292,7 @@ def test_replicas_that_do_not_fit_the_schedule_are_refused():
         check_plan(model, turned, settings)
     halves = make_plan("gpt2", [2, 2], micro_batch_size=4, schedule="chimera", options={"scale": "halving"})
     assert samples_at_once(halves) == 2
-    with pytest.raises(PlanError, match="micro_batch_size: 6; schedule chimera runs it in 2 parts by 2 replicas each"):
+    with pytest.raises(
+        PlanError, match="micro_batch_size: 6; schedule chimera runs it in 2 parts, each divided among 2 replicas"
+    ):
         samples_at_once(replace(halves, micro_batch_size=6, global_batch=12))
