@@ -128,7 +128,7 @@ def ends(): raise SystemExit(3)
         (["model.factory=os"], ["model.factory", "package.module:function"]),
         (["model.factory=factories:absent"], ["cannot be imported: AttributeError"]),
         (["model.factory=factories:notcallable"], ["of type int", "it takes a function"]),
-        (["model.factory=factories:number"], ["made a int"]),
+        (["model.factory=factories:number"], ["returned an object of type int"]),
         (["model.factory=factories:index"], ["index out of range", "factories.py, line 3"]),
         (["model.factory=factories:ends"], ["ended the program: SystemExit: 3", "factories.py, line 4"]),
         (["model.factory=zero:make"], ["cannot be imported: ZeroDivisionError", "zero.py, line 1"]),
