@@ -68,17 +68,20 @@ def samples_at_once(plan: Plan) -> int:
     """
     schedule = schedule_of(plan)
     for replicas in sorted({stage.replicas for stage in plan.stages}):
-        samples = samples_per_replica(schedule, plan.micro_batch_size, replicas)
+        samples = samples_per_replica(schedule.name, schedule.parts, plan.micro_batch_size, replicas)
     return samples * replicas
 
 
-def samples_per_replica(schedule: Schedule, micro_batch_size: int, replicas: int = 1) -> int:
-    """The samples of one operation that each of ``replicas`` replicas of a stage takes. Raises PlanError as above."""
-    slices = schedule.parts * replicas
+def samples_per_replica(name: str, parts: int, micro_batch_size: int, replicas: int = 1) -> int:
+    """The samples of one operation that each of ``replicas`` replicas of a stage takes.
+
+    ``name`` is the schedule's, which runs a micro-batch in ``parts`` parts. Raises PlanError as above.
+    """
+    slices = parts * replicas
     if micro_batch_size % slices:
         division = f"it is divided among {replicas} replicas of a stage"
-        if schedule.parts > 1:
-            division = f"schedule {schedule.name} runs it in {schedule.parts} parts"
+        if parts > 1:
+            division = f"schedule {name} runs it in {parts} parts"
             division += f", each divided among {replicas} replicas of a stage" if replicas > 1 else ""
         raise PlanError(f"micro_batch_size: {micro_batch_size}; {division}: it must be a multiple of {slices}")
     return micro_batch_size // slices

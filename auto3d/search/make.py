@@ -112,7 +112,7 @@ class PlanMaker:
         sizes = {"devices": candidate.pp, "micro_batches": micro_batches}
         options = schedule_options(name, given, candidate.recompute, candidate.sync, **sizes)
         form = shape(name, **sizes, options=options)
-        samples = samples_per_replica(form, candidate.micro_batch_size)
+        samples = samples_per_replica(form.name, form.parts, candidate.micro_batch_size)
         plan = Plan(
             graph=self._fingerprint(samples),
             dp=candidate.dp,
