@@ -1,7 +1,7 @@
 """The small models that tests train: unmodified, built as a user's recipe would."""
 
-from dataclasses import replace
-from functools import lru_cache, partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -251,7 +251,22 @@ TRAINED = MODELS | {  # by the parity tests alone
 }
 
 
-@lru_cache
+@cache
 def captured(model: str, micro_batch_size: int) -> CapturedModel:
     build, data = TRAINED[model]
     return capture(build, data.input_specs(), micro_batch_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RememberedModel(CapturedModel):
+    """A model whose captures at other sizes are those of ``captured``, which ranks inherit from who forked them."""
+
+    name: str
+
+    def at(self, micro_batch_size: int) -> CapturedModel:
+        return captured(self.name, micro_batch_size)
+
+
+def remembered(model: str, micro_batch_size: int) -> RememberedModel:
+    known = captured(model, micro_batch_size)
+    return RememberedModel(name=model, graph=known.graph, exported=known.exported)

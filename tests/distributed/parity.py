@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
 from auto3d.runtime.world import World, join, leave
 from auto3d.schedule import samples_at_once
 from auto3d.schedule.operation import Schedule
-from tests.models import TRAINED, captured
+from tests.models import TRAINED, captured, remembered
 
 CPU = torch.device("cpu")
 ITERATIONS = 3
@@ -85,7 +86,7 @@ def run_rank(
     join(world, device=CPU, timeout_s=60)
     try:
         rank = build_rank(
-            captured(model, samples_at_once(plan)),
+            remembered(model, samples_at_once(plan)),
             plan,
             settings,
             TRAINED[model][1],
@@ -135,7 +136,23 @@ def plain_pytorch(
     state: Mapping[str, torch.Tensor] | None = None,
     iterations: int = ITERATIONS,
 ) -> list[dict]:
-    """The reference: the unmodified model, on this process, in a plain loop; only its dropout is seeded as ours."""
+    """The reference: the unmodified model, on this process, in a plain loop; only its dropout is seeded as ours.
+
+    Computed once for each case, for all tests of the session; they must not change it.
+    """
+    case = (model, micro_batch_size, optimizer, global_batch, seed, iterations)
+    return _plain_pytorch(*case, state) if state is not None else _plain_pytorch_once(*case)
+
+
+def _plain_pytorch(
+    model: str,
+    micro_batch_size: int,
+    optimizer: OptimizerSettings,
+    global_batch: int,
+    seed: int,
+    iterations: int,
+    state: Mapping[str, torch.Tensor] | None = None,
+) -> list[dict]:
     build, data = TRAINED[model]
     seed_all(seed)
     module = build()
@@ -174,6 +191,9 @@ def plain_pytorch(
             }
         )
     return history
+
+
+_plain_pytorch_once = cache(_plain_pytorch)
 
 
 def assert_close(ours: np.ndarray, theirs: np.ndarray, what: str) -> None:
