@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 
+from tests import workers
 from tests.processes import ProcessPool
 
 torch.set_num_threads(1)  # before anything runs: the pool forks this process
@@ -23,3 +24,14 @@ def processes():
     """Four processes that run many distributed cases, one after the other."""
     with ProcessPool(4) as pool:
         yield pool
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    config.option.loadscopereorder = False  # the order is ours
+    return workers.FilePerWorker(config, log)
+
+
+def pytest_collection_modifyitems(config, items):
+    if hasattr(config, "workerinput"):  # a process of `make test`
+        items.sort(key=workers.longest_first)
