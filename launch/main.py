@@ -8,7 +8,7 @@ import sys
 import traceback
 from types import FrameType
 
-from launch.end_now import end_now
+from launch.run.end_now import end_now
 
 BAD_INPUT, INTERRUPTED = 2, 130
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from auto3d.runtime.world import World, leave
-from launch.ranks import die_with_parent
+from launch.run.ranks import die_with_parent
 from tests.models import captured
 
 CASE_TIMEOUT_S = 120

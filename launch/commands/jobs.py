@@ -6,8 +6,8 @@ import click
 
 from launch.commands.group import PLAIN, RUN_FAILED, cli, err, out, recipe_command
 from launch.commands.trials import sweep_on, train_on, tune_on
-from launch.output import print_json, write_text
-from launch.recipe import load
+from launch.console.output import print_json, write_text
+from launch.recipe.load import load
 
 DEFAULT_RECIPE = "tiny"
 
@@ -20,16 +20,16 @@ def resume(recipe: str, overrides: tuple[str, ...]) -> int:
     checkpoint. A job that SLURM queued again although its trial has ended is cancelled. OVERRIDES, if any, replace
     those of that command.
     """
-    from launch.status import resumed, trained_here
+    from launch.drivers.status import resumed, trained_here
 
     loaded, command = resumed(load(recipe, overrides))
-    from launch import slurm
-    from launch.executor import check_reachable, on_slurm
-    from launch.sweep import Retry
+    from launch.drivers.sweep import Retry
+    from launch.executors.submit import cancel_listed_again
+    from launch.slurm.executor import check_reachable, on_slurm
 
     check_reachable(loaded)
     if on_slurm(loaded):
-        slurm.cancel_listed_again(loaded)
+        cancel_listed_again(loaded)
     if command.verb == "train":
         if not overrides and trained_here(loaded, command):
             print(f"done already; to train anew: {loaded.command('train', '--fresh')}")
@@ -43,7 +43,7 @@ def resume(recipe: str, overrides: tuple[str, ...]) -> int:
 def status(recipe: str, overrides: tuple[str, ...], watch: bool) -> int:
     """Say where the trials of RECIPE's last sweep or tune stand: done, running, waiting, lost."""
     loaded = load(recipe, overrides)
-    from launch import status as standing
+    from launch.drivers import status as standing
 
     found = standing.watch(loaded, err) if watch else standing.standings(loaded)
     print(f"{standing.table(found)}\n\n{standing.summary(found)}")
@@ -57,7 +57,7 @@ def status(recipe: str, overrides: tuple[str, ...], watch: bool) -> int:
 def logs(recipe: str, trial: str, follow: bool) -> int:
     """Print what TRIAL, or the one trial that has TRIAL in its name, printed, and how it ended."""
     loaded = load(recipe)
-    from launch.status import print_logs
+    from launch.drivers.status import print_logs
 
     print_logs(loaded, trial, follow=follow)
     return 0
@@ -69,8 +69,8 @@ def logs(recipe: str, trial: str, follow: bool) -> int:
 def cancel(recipe: str, trial: str | None) -> int:
     """End the trials of RECIPE that are under way, or TRIAL alone; `resume` runs them again."""
     loaded = load(recipe)
-    from launch.detach import end_driver
-    from launch.status import cancel_trials
+    from launch.drivers.background import end_driver
+    from launch.drivers.status import cancel_trials
 
     if trial is None and (pid := end_driver(loaded)) is not None:
         print(f"asked process {pid}, which ran trials in the background, to end")
@@ -96,9 +96,9 @@ def doctor(recipe: tuple[str, ...], wait_s: float, devices: bool, report_file: s
     """
     name, overrides = (recipe[0], recipe[1:]) if recipe and "=" not in recipe[0] else (DEFAULT_RECIPE, recipe)
     loaded = load(name, overrides)
-    from launch.checks import Verdict, report, show
-    from launch.doctor import checks
-    from launch.progress import doctor_progress
+    from launch.console.progress import doctor_progress
+    from launch.doctor.checks import Verdict, report, show
+    from launch.doctor.doctor import checks
 
     found = []
     with doctor_progress(err) as tell:

@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from launch.commands.group import err, recipe_command
-from launch.recipe import load
+from launch.recipe.load import load
 
 _COUNT = click.IntRange(min=1)
 _EXISTING = click.Path(exists=True, dir_okay=False)
@@ -21,9 +21,9 @@ def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, show_all: bool)
     budget.
     """
     loaded = load(recipe, overrides)
-    from launch.plan import print_plans
-    from launch.progress import search_progress
-    from launch.search import search_recipe
+    from launch.console.progress import search_progress
+    from launch.console.ranking import print_plans
+    from launch.model.search import search_recipe
 
     with search_progress(err) as tell:
         search = search_recipe(loaded, tell)
@@ -44,7 +44,7 @@ def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, show_all: bool)
 def capture(recipe: str, overrides: tuple[str, ...], **options: Any) -> int:
     """Capture RECIPE's model without memory: its size, FLOPs, operations and subgraphs; what that took."""
     loaded = load(recipe, overrides)
-    from launch.capture import print_capture
+    from launch.console.capture import print_capture
 
     print_capture(loaded, **options)
     return 0
@@ -65,7 +65,7 @@ def capture(recipe: str, overrides: tuple[str, ...], **options: Any) -> int:
 def partition(recipe: str, overrides: tuple[str, ...], **options: Any) -> int:
     """Cut RECIPE's model into stages and tell what is in each, as in: auto3d partition tiny --stages 4."""
     loaded = load(recipe, overrides)
-    from launch.partition import print_partition
+    from launch.console.partition import print_partition
 
     print_partition(loaded, **options)
     return 0
@@ -82,7 +82,7 @@ def predict(recipe: str, overrides: tuple[str, ...], **options: Any) -> int:
     interleaved-1f1b:chunks=2), recompute, and keys of the recipe, such as model.config.n_layer.
     """
     loaded = load(recipe, overrides)
-    from launch.predict import print_predictions
+    from launch.console.predict import print_predictions
 
     print_predictions(loaded, **options)
     return 0
@@ -99,7 +99,7 @@ def calibrate(recipe: str, overrides: tuple[str, ...], **options: Any) -> int:
     The file has the columns of predict, and measured_s or measured_ms.
     """
     loaded = load(recipe, overrides)
-    from launch.calibrate import print_calibration
+    from launch.console.calibrate import print_calibration
 
     print_calibration(loaded, **options, progress=err)
     return 0
@@ -114,7 +114,7 @@ def profile(recipe: str, overrides: tuple[str, ...], as_json: bool) -> int:
     alone and while all compute, messages, all-reduces, and the optimizer's update.
     """
     loaded = load(recipe, overrides)
-    from launch.profile import print_profile
+    from launch.model.profile import print_profile
 
     print_profile(loaded, err, as_json=as_json)
     return 0

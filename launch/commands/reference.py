@@ -9,7 +9,7 @@ from rich.table import Table
 
 from auto3d.schedule.options import RECOMPUTE, SYNC
 from launch.commands.group import cli, out
-from launch.keys import documented_keys
+from launch.recipe.keys import documented_keys
 
 _TIME = click.FloatRange(min=0)
 _FILE = click.Path(dir_okay=False)
@@ -52,7 +52,7 @@ def schedule(
     **given: Any,
 ) -> int:
     """Simulate and draw pipeline schedule NAME, as in: auto3d schedule chimera --stages 4 --micro-batches 8."""
-    from launch.schedule import Request, print_comparison, print_families, print_schedule
+    from launch.console.schedule import Request, print_comparison, print_families, print_schedule
 
     if list_all:
         print_families(as_json)

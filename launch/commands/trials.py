@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from launch.commands.group import PLAIN, RUN_FAILED, err, recipe_command
+from launch.console.output import print_json
 from launch.main import INTERRUPTED, complain
-from launch.output import print_json
-from launch.recipe import LoadedRecipe, load
+from launch.recipe.load import LoadedRecipe, load
 
 if TYPE_CHECKING:
     from auto3d.runtime.measurement import Measurement
-    from launch.sweep import Retry
+    from launch.drivers.sweep import Retry
 
 _retry = click.option("--retry", is_flag=True, help="Run again the trials that failed or timed out.")
 _detach = click.option("--detach", is_flag=True, help="Return once it is under way, and say how to follow it.")
@@ -48,11 +48,11 @@ def tune(
     loaded = load(recipe, overrides)
     if detach:
         return _start_driver(loaded, "tune", *["--retry"] * retry, *["--no-profile"] * no_profile)
-    from launch.sweep import Retry, print_submissions
+    from launch.drivers.sweep import Retry, print_submissions
 
     if dry_run or test_only:
-        from launch.search import search_recipe
-        from launch.tune import first_trial
+        from launch.drivers.tune import first_trial
+        from launch.model.search import search_recipe
 
         print_submissions(loaded, lambda recipe: [first_trial(recipe, search_recipe(recipe))], ask_slurm=test_only)
         return 0
@@ -60,9 +60,9 @@ def tune(
 
 
 def tune_on(loaded: LoadedRecipe, retry: "Retry", *, profile: bool = True) -> int:
-    from launch import tune as tuning
-    from launch.progress import search_progress, sweep_progress
-    from launch.search import search_recipe
+    from launch.console.progress import search_progress, sweep_progress
+    from launch.drivers import tune as tuning
+    from launch.model.search import search_recipe
 
     try:
         if profile:
@@ -91,8 +91,8 @@ def tune_on(loaded: LoadedRecipe, retry: "Retry", *, profile: bool = True) -> in
 def sweep(recipe: str, overrides: tuple[str, ...], dry_run: bool, test_only: bool, retry: bool, detach: bool) -> int:
     """Run every plan of RECIPE's search space as a trial, skip those that are done, and print the table."""
     loaded = load(recipe, overrides)
-    from launch.executor import on_slurm
-    from launch.sweep import Retry, left_of, print_submissions
+    from launch.drivers.sweep import Retry, left_of, print_submissions
+    from launch.slurm.executor import on_slurm
 
     which = Retry.ALL if retry else Retry.NONE
     if dry_run or test_only:
@@ -104,9 +104,9 @@ def sweep(recipe: str, overrides: tuple[str, ...], dry_run: bool, test_only: boo
 
 
 def sweep_on(loaded: LoadedRecipe, retry: "Retry", *, follow: bool = True) -> int:
-    from launch import tables
-    from launch.progress import sweep_progress
-    from launch.sweep import run_sweep
+    from launch.console import tables
+    from launch.console.progress import sweep_progress
+    from launch.drivers.sweep import run_sweep
 
     try:
         with sweep_progress(err) as watcher:
@@ -127,7 +127,7 @@ def sweep_on(loaded: LoadedRecipe, retry: "Retry", *, follow: bool = True) -> in
 
 
 def _tell_failed(loaded: LoadedRecipe, verb: str, measurements: Sequence["Measurement"]) -> None:
-    from launch.watcher import FINAL
+    from launch.store.watcher import FINAL
 
     if failed := sum(one.status not in FINAL for one in measurements):
         err.print(f"{failed} failed or timed out; to run them again: {loaded.command(verb, '--retry')}", **PLAIN)
@@ -136,8 +136,8 @@ def _tell_failed(loaded: LoadedRecipe, verb: str, measurements: Sequence["Measur
 def _start_driver(
     loaded: LoadedRecipe, verb: str, *options: str, plan_file: str | None = None, trials: Sequence[str] = ()
 ) -> int:
-    from launch.detach import start_driver
-    from launch.sweep import check_place
+    from launch.drivers.background import start_driver
+    from launch.drivers.sweep import check_place
 
     check_place(loaded)
     pid, log = start_driver(loaded, verb, options, plan_file=plan_file, trials=trials)
@@ -158,7 +158,7 @@ def next_commands(loaded: LoadedRecipe) -> str:
 
 
 def _interrupted(loaded: LoadedRecipe) -> int:
-    from launch.executor import on_slurm
+    from launch.slurm.executor import on_slurm
 
     if on_slurm(loaded):
         err.print(f"interrupted; jobs of SLURM go on:\n{next_commands(loaded)}", **PLAIN)
@@ -179,7 +179,7 @@ def table(recipe: str, overrides: tuple[str, ...], as_json: bool) -> int:
     OVERRIDES, if any, must be those of that sweep.
     """
     loaded = load(recipe, overrides)
-    from launch import tables
+    from launch.console import tables
 
     results = tables.results_of(loaded)
     if as_json:
@@ -214,8 +214,8 @@ def train(
     """
     loaded = load(recipe, overrides)
     if dry_run or test_only:
-        from launch.sweep import print_submissions
-        from launch.train import planned
+        from launch.drivers.sweep import print_submissions
+        from launch.drivers.train import planned
 
         print_submissions(loaded, lambda recipe: [planned(recipe, plan_file, err).trial], ask_slurm=test_only)
         return 0
@@ -225,10 +225,10 @@ def train(
 def train_on(
     loaded: LoadedRecipe, plan_file: str | None, *, fresh: bool = False, as_json: bool = False, detach: bool = False
 ) -> int:
-    from launch.executor import on_slurm
-    from launch.join import joined_world
-    from launch.progress import sweep_progress
-    from launch.train import planned, run_as_job, run_training
+    from launch.console.progress import sweep_progress
+    from launch.drivers.train import planned, run_as_job, run_training
+    from launch.run.joined import joined_world
+    from launch.slurm.executor import on_slurm
 
     world = joined_world()
     if world is None and detach and not on_slurm(loaded):
@@ -284,7 +284,7 @@ def _memory(record: dict[str, Any]) -> str:
 def recompute(recipe: str, overrides: tuple[str, ...], as_json: bool) -> int:
     """Find by short real trials the largest share of RECIPE's plan that need not be recomputed for lack of memory."""
     loaded = load(recipe, overrides)
-    from launch.recompute import Tried, try_shares
+    from launch.drivers.recompute import Tried, try_shares
 
     tried: list[Tried] = []
 

@@ -28,7 +28,7 @@ from auto3d.runtime.training import TrainingResult, train
 from auto3d.runtime.world import World
 from auto3d.schedule import schedule_of
 from auto3d.simulate.simulate import simulate
-from launch.ranks import Report, run_ranks
+from launch.run.ranks import Report, run_ranks
 
 FORWARD_S = 0.04  # of one micro-batch on one stage
 WARMUP, ITERATIONS = 1, 3

@@ -20,8 +20,8 @@ from auto3d.partition.uniform import uniform
 from auto3d.plan import Plan
 from auto3d.runtime.emulation import Emulation
 from auto3d.search.search import Search
-from launch.recipe import load
-from launch.search import search_recipe
+from launch.model.search import search_recipe
+from launch.recipe.load import load
 from tests.benchmarks.emulated import DATA, gpt2, measured
 from tests.benchmarks.search import AXES, MIXED
 

@@ -28,12 +28,12 @@ from auto3d.plan import Plan
 from auto3d.runtime.gradient_sync import holders
 from auto3d.runtime.resplit import pieces
 from auto3d.schedule import samples_at_once, schedule_of
-from launch.candidates import exact_plans
-from launch.costs import captured_subject, cost_model
-from launch.graphs import PlanningModel
-from launch.recipe import LoadedRecipe, load
-from launch.search import search_recipe
-from launch.settings import cluster as cluster_of
+from launch.model.candidates import exact_plans
+from launch.model.costs import captured_subject, cost_model
+from launch.model.graphs import PlanningModel
+from launch.model.search import search_recipe
+from launch.recipe.load import LoadedRecipe, load
+from launch.recipe.settings import cluster as cluster_of
 from tests.slurm.conftest import PROGRAM, SlurmCluster, found_cluster
 
 FILE = Path("results/slurm/mixed.md")

@@ -20,9 +20,9 @@ from auto3d.cost.model import CostModel
 from auto3d.cost.profile import Profile
 from auto3d.plan import Plan
 from auto3d.runtime.measurement import Environment, Measurement, Status
-from launch.costs import subject_of
-from launch.recipe import LoadedRecipe, load
-from launch.settings import cluster, training
+from launch.model.costs import subject_of
+from launch.recipe.load import LoadedRecipe, load
+from launch.recipe.settings import cluster, training
 
 RECIPES = ("tiny", "small")
 OF_BEST = 1.05  # the plan that tune chooses takes at most so much of the best one's time

@@ -15,10 +15,10 @@ from scipy.stats import spearmanr
 from tabulate import tabulate
 
 from auto3d.cost.calibrate import COMPUTE, calibrate, with_parameters
-from launch.calibrate import by_group, measurements
-from launch.costs import PUBLISHED_DATA, published
-from launch.predict import bind, predict, read_candidates
-from launch.recipe import load
+from launch.console.calibrate import by_group, measurements
+from launch.console.predict import bind, predict, read_candidates
+from launch.model.costs import PUBLISHED_DATA, published
+from launch.recipe.load import load
 from tests.targets import Target, end
 
 mpl.use("Agg")

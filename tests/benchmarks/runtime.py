@@ -38,7 +38,7 @@ from auto3d.runtime.optimizer import build_optimizer
 from auto3d.runtime.rank import build_rank
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
 from auto3d.runtime.world import World, join, leave
-from launch.ranks import Report, run_ranks
+from launch.run.ranks import Report, run_ranks
 
 LAYERS, HIDDEN, HEADS, SEQUENCE, VOCABULARY = 8, 256, 4, 128, 1024
 MICRO_BATCH_SIZE, MICRO_BATCHES = 2, 8

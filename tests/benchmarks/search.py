@@ -20,8 +20,8 @@ from auto3d.search.annealing import annealing
 from auto3d.search.exhaustive import exhaustive
 from auto3d.search.random_search import random_search
 from auto3d.search.search import Budget, Search
-from launch.recipe import load
-from launch.search import search_recipe
+from launch.model.search import search_recipe
+from launch.recipe.load import load
 from tests.search.cases import SCHEDULES, random_case, searched
 from tests.targets import Target, end
 

@@ -16,7 +16,7 @@ from auto3d.runtime import profile as runtime_profile
 from auto3d.runtime.measurement import Status
 from auto3d.runtime.profile import Measured, distinct_subgraphs, measure
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
-from launch.ranks import run_ranks
+from launch.run.ranks import run_ranks
 from tests.models import MODELS, captured
 
 ADAMW = OptimizerSettings(

@@ -20,7 +20,7 @@ import psutil
 from tabulate import tabulate
 
 from launch import main as command
-from launch.ranks import GRACE_S
+from launch.run.ranks import GRACE_S
 
 RECIPE = """
 model:

@@ -16,7 +16,7 @@ from auto3d.search.make import PlanMaker
 from auto3d.search.recompute import Shares
 from auto3d.search.space import Domain, SearchSpace, Task
 from auto3d.search.subject import CapturedSubject
-from launch.candidates import shortage
+from launch.model.candidates import shortage
 from tests.models import captured
 
 GIB = 2**30

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from auto3d.runtime.world import join, leave
-from launch.join import joined_world
+from launch.run.joined import joined_world
 
 world = joined_world()
 assert world is not None, "srun's variables were not recognized"

@@ -21,7 +21,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 from tabulate import tabulate
 
-from launch.manifest import histories
+from launch.store.manifest import histories
 from tests.slurm.conftest import PROGRAM, SlurmCluster, found_cluster, wait_for, why_no_cluster
 from tests.slurm.sweeps import SAVED_S, Sweeps, ranks_on
 from tests.slurm.test_dev_cluster import pids

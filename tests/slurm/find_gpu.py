@@ -6,8 +6,8 @@ import torch
 
 from auto3d.runtime.places import Place, gather_places
 from auto3d.runtime.world import join
-from launch.devices import visible_devices
-from launch.join import joined_world
+from launch.run.devices import visible_devices
+from launch.run.joined import joined_world
 
 world, names = joined_world(), visible_devices()
 torch.cuda.device_count = lambda: len(names)  # this torch, which has no CUDA, would count none

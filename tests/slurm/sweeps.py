@@ -6,7 +6,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from launch.manifest import Entry, Manifest, State, histories
+from launch.store.manifest import Entry, Manifest, State, histories
 from tests.launch.conftest import MINE
 from tests.slurm.conftest import SlurmCluster, wait_for
 from tests.slurm.test_dev_cluster import pids

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from launch.manifest import Entry, Manifest, State
+from launch.store.manifest import Entry, Manifest, State
 from tests.slurm.conftest import PROGRAM, REPOSITORY, wait_for
 from tests.slurm.sweeps import LONG, OWN, SAVED_S, Sweeps, end, ranks_on, statuses
 from tests.slurm.test_dev_cluster import pids

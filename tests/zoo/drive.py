@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from auto3d.capture.model import capture
-from launch.ranks import die_with_parent
+from launch.run.ranks import die_with_parent
 from tests.zoo.compare import run
 from tests.zoo.entry import Entry, integers, normal
 from tests.zoo.outcome import Outcome, Result

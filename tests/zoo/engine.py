@@ -22,7 +22,7 @@ from auto3d.runtime.measurement import Status
 from auto3d.runtime.rank import build_rank
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.world import World, join, leave
-from launch.ranks import run_ranks
+from launch.run.ranks import run_ranks
 from tests.distributed.parity import CPU, GLOBAL_BATCH
 from tests.zoo.entry import Entry
 from tests.zoo.outcome import CrashedError, HungError

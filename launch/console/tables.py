@@ -1,0 +1,247 @@
+"""Measurements -> tables: rows are records with names, best first; as Markdown, CSV, JSON and on the terminal."""
+
+import csv
+import io
+import shlex
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from tabulate import tabulate
+
+from auto3d.plan import Plan
+from auto3d.runtime.measurement import BYTES, Measurement, Status
+from auto3d.schedule import schedule_of, write_schedule
+from launch.recipe.load import LoadedRecipe, load
+from launch.recipe.settings import emulation
+from launch.store.files import write_whole
+from launch.store.trials import StoreError, last_sweep, measurements_of, settings_digest
+
+RESULTS = Path("results")
+
+HEADINGS = {
+    "dp": "dp",
+    "tp": "tp",
+    "pp": "pp",
+    "micro_batch_size": "micro-\nbatch",
+    "schedule": "schedule",
+    "recompute": "recomputed",
+    "replicas": "replicas\nof stages",
+    "shard_optimizer": "ZeRO-1",
+    "iteration_s": "s per\niteration",
+    "spread_s": "spread\n(s)",
+    "samples_per_s": "samples\nper s",
+    "tokens_per_s": "tokens\nper s",
+    "peak_bytes": "peak\n(MiB)",
+    "used_bytes": "used\n(MiB)",
+    "status": "status",
+}
+
+
+@dataclass(frozen=True)
+class Results:
+    """Of a sweep: ``recipe`` with its overrides, and what its trials gave, fastest first."""
+
+    recipe: LoadedRecipe
+    measurements: list[Measurement]
+    trials: int  # that the sweep consists of
+    left_out: int
+
+
+def results_of(recipe: LoadedRecipe) -> Results:
+    """The results of the last sweep of ``recipe``, whose overrides, if any, must be that sweep's.
+
+    Raises StoreError if that sweep had other settings, or no trial has ended.
+    """
+    sweep = last_sweep(recipe)
+    if sweep is None:
+        raise StoreError(f"{recipe.name}: no finished trial; to run them: {recipe.command('sweep')}")
+    present = recipe if recipe.overrides else load(recipe.written, sweep.overrides)
+    if settings_digest(present) != sweep.settings:
+        change = f"its last sweep had other settings (overrides: {shlex.join(sweep.overrides) or 'none'})"
+        if not recipe.overrides:
+            change = "the recipe has changed since its last sweep"
+        raise StoreError(f"{recipe.name}: no finished trial: {change}; to run them: {present.command('sweep')}")
+    return results(present, measurements_of(present, sweep), len(sweep.trials), sweep.left_out)
+
+
+def results(recipe: LoadedRecipe, measurements: Sequence[Measurement], trials: int, left_out: int) -> Results:
+    """Raises StoreError if there is no measurement."""
+    if not measurements:
+        raise StoreError(f"{recipe.name}: no finished trial; to run them: {recipe.command('sweep')}")
+    return Results(recipe, sorted(measurements, key=_rank), trials, left_out)
+
+
+def rows(results: Results) -> list[dict[str, Any]]:
+    """One record per finished trial."""
+    return [_row(measurement) for measurement in results.measurements]
+
+
+def best(results: Results) -> Measurement | None:
+    """The fastest trial that is ok."""
+    return next((measurement for measurement in results.measurements if measurement.status is Status.OK), None)
+
+
+def write(results: Results) -> list[Path]:
+    """Write results/<recipe>/table.md and table.csv and, if a trial is ok, best_plan.json; returns the files."""
+    folder = RESULTS / results.recipe.name
+    folder.mkdir(parents=True, exist_ok=True)
+    records = rows(results)
+    contents = {"table.md": _markdown(results, records), "table.csv": _csv(records)}
+    fastest = best(results)
+    if fastest is not None:
+        contents["best_plan.json"] = fastest.plan.to_json() + "\n"
+    for name, text in contents.items():
+        write_whole(folder / name, text)
+    return [folder / name for name in contents]
+
+
+def terminal(results: Results) -> str:
+    """The table for a terminal of 80 columns, with the same caption as the Markdown one."""
+    # The command at the caption's end keeps its line: it is there to be copied.
+    text, again = fill(_told(results), 80), _again(results.recipe)
+    return f"{_table(rows(results), 'simple')}\n\n{text}\nAgain: {again}"
+
+
+def caption(results: Results) -> str:
+    """How the numbers were made, on what, and how to make them again."""
+    return f"{_told(results)} Again: `{_again(results.recipe)}`"
+
+
+def _told(results: Results) -> str:
+    values = results.recipe.values
+    model = values.model.architecture or values.model.factory
+    what = f"{model}, global batch {values.training.global_batch}"
+    how = (
+        f"median of {values.measure.iterations} iterations after {values.measure.warmup_iterations} of warm-up, "
+        "spread from fastest to slowest"
+    )
+    if emulated := emulation(values):
+        given = {name: value for name, value in asdict(emulated).items() if value is not None}
+        but = f", but for {', '.join(f'{name} {value}' for name, value in given.items())}" if given else ""
+        text = (
+            f"Emulated, not measured on real devices: {what}; messages and gradient syncs are real, operations compute "
+            f"nothing but take their time; times are of the analytic cost model, and sizes true{but}; {how}"
+        )
+    else:
+        text = f"Measured, not predicted: {what}; {how}, peak memory of the fullest rank"
+        text += (
+            " beyond its interpreter and libraries"
+            if values.cluster.device == "cpu"
+            else ": of its tensors, and used on its device, context and NCCL included"
+        )
+    environments = {one.environment for one in results.measurements if one.environment}
+    for environment in sorted(environments, key=lambda one: (one.host, str(one))):
+        text += (
+            f"; on {environment.host}: {environment.computer}, torch {environment.torch}, "
+            f"transformers {environment.transformers}, Python {environment.python}"
+        )
+    days = sorted({one.finished[:10] for one in results.measurements if one.finished})
+    text += f"; {' to '.join(dict.fromkeys([days[0], days[-1]]))}" if days else ""
+    ended = len(results.measurements)
+    if ended < results.trials:
+        text += f"; {results.trials - ended} of {results.trials} trials have not run"
+    if results.left_out:
+        text += f"; {results.left_out} more plans are left out by search.max_trials = {values.search.max_trials}"
+    return f"{text}."
+
+
+def _again(recipe: LoadedRecipe) -> str:
+    if recipe.shipped and not recipe.overrides:
+        return f"make sweep RECIPE={recipe.name}"
+    return recipe.command("sweep")
+
+
+def _rank(measurement: Measurement) -> tuple[int, float]:
+    statuses = list(Status)
+    return statuses.index(measurement.status), measurement.median_s if measurement.iteration_s else 0.0
+
+
+def _row(measurement: Measurement) -> dict[str, Any]:
+    """Seconds and bytes; figures of a trial that is not ok are None."""
+    plan = measurement.plan
+    ok = measurement.status is Status.OK
+    return {
+        "dp": plan.dp,
+        "tp": plan.tp,
+        "pp": plan.pp,
+        "micro_batch_size": plan.micro_batch_size,
+        "schedule": write_schedule(plan.schedule, {k: v for k, v in plan.schedule_options.items() if k != "recompute"}),
+        "recompute": _recomputed(plan),
+        "replicas": "+".join(str(stage.replicas) for stage in plan.stages),
+        "shard_optimizer": plan.shard_optimizer,
+        "iteration_s": measurement.median_s if ok else None,
+        "spread_s": measurement.spread_s if ok else None,
+        "samples_per_s": measurement.samples_per_s if ok else None,
+        "tokens_per_s": measurement.tokens_per_s if ok and measurement.tokens_per_sample else None,
+        **{name: max(getattr(measurement, name), default=None) if ok else None for name in BYTES},
+        "status": str(measurement.status),
+        "devices": "emulated" if measurement.emulated else "real",
+        "error": measurement.error,
+        "plan": asdict(plan),
+    }
+
+
+def _recomputed(plan: Plan) -> str:
+    """The share of all operations that run twice."""
+    stages = [plan.stages[stage] for stage in schedule_of(plan).recompute]
+    again = sum(_count(stage.operations) - _count(stage.kept) for stage in stages)
+    return f"{again / sum(_count(stage.operations) for stage in plan.stages):.0%}" if again else "none"
+
+
+def _count(ranges: Sequence[tuple[int, int]]) -> int:
+    return sum(last - first for first, last in ranges)
+
+
+def _columns(records: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Name -> heading, of what tells the trials apart."""
+    columns = dict(HEADINGS)
+    if all(record["recompute"] == "none" for record in records):  # as in most sweeps
+        del columns["recompute"]
+    if all(set(record["replicas"]) <= {"1", "+"} for record in records):
+        del columns["replicas"]
+    if not any(record["shard_optimizer"] for record in records):
+        del columns["shard_optimizer"]
+    if all(record["used_bytes"] is None for record in records):  # CPUs have no such number
+        del columns["used_bytes"]
+    if any(record["devices"] == "emulated" for record in records):
+        columns["devices"] = "devices"  # on every row
+    return columns
+
+
+def _cells(record: dict[str, Any], columns: Collection[str]) -> list[str]:
+    """The record as people read it."""
+    forms = {
+        "iteration_s": "{:.3f}",
+        "spread_s": "{:.3f}",
+        "samples_per_s": "{:.1f}",
+        "tokens_per_s": "{:,.0f}",
+        **dict.fromkeys(BYTES, "{:.0f}"),
+    }
+    in_mib = {name: record[name] / 2**20 for name in BYTES if record[name] is not None}
+    shown = {**record, **in_mib}
+    return ["-" if shown[name] is None else forms.get(name, "{}").format(shown[name]) for name in columns]
+
+
+def _markdown(results: Results, records: Sequence[dict[str, Any]]) -> str:
+    return f"{_table(records, 'github')}\n\n{caption(results)}\n"
+
+
+def _table(records: Sequence[dict[str, Any]], form: str) -> str:
+    columns = _columns(records)
+    align = ["left" if name in ("schedule", "status", "devices") else "right" for name in columns]
+    cells = [_cells(record, columns) for record in records]
+    headings = list(columns.values())
+    if form == "github":
+        headings = [heading.replace("-\n", "-").replace("\n", " ") for heading in headings]
+    return tabulate(cells, headings, tablefmt=form, colalign=align, disable_numparse=True)
+
+
+def _csv(records: Sequence[dict[str, Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(_columns(records)), lineterminator="\n", extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(records)
+    return text.getvalue()

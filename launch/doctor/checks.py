@@ -1,0 +1,121 @@
+"""What `auto3d doctor` says: a line for each check, the tables that belong to it, and a report of all of them."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from enum import StrEnum
+from pathlib import Path
+from statistics import median
+
+from rich.console import Console
+from rich.text import Text
+from tabulate import tabulate
+
+from launch.doctor.link_probe import PairRate
+from launch.doctor.probe import Rate
+from launch.doctor.training_probe import TrainedRank
+
+
+class Verdict(StrEnum):
+    OK = "ok"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+COLOURS = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.ERROR: "red"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line for the user."""
+
+    verdict: Verdict
+    what: str
+    found: str
+    advice: str = ""  # the advice to the user; empty if nothing is to be done
+    rates: list[Rate] = field(default_factory=list)  # measured all-reduces
+    links: list[PairRate] = field(default_factory=list)
+    memory: list[TrainedRank] = field(default_factory=list)
+
+    @property
+    def line(self) -> str:
+        return f"{self.what}: {self.found}{f'. What to do: {self.advice}' if self.advice else ''}"
+
+    @property
+    def tables(self) -> list[str]:
+        made = [(rate_table, self.rates), (link_table, self.links), (memory_table, self.memory)]
+        return [table(rows) for table, rows in made if rows]
+
+
+def show(check: Check, console: Console) -> None:
+    """Print a line, and the tables that belong to it."""
+    line = Text(f"{check.verdict:8}", style=COLOURS[check.verdict])
+    line.append(f"{check.what}: {check.found}", style="default")
+    if check.advice:
+        line.append(f". What to do: {check.advice}", style="bold default")
+    console.print(line, soft_wrap=True)
+    for table in check.tables:
+        console.print(f"\n{table}\n", markup=False, soft_wrap=True)
+
+
+def report(checks: Iterable[Check], *, command: str) -> str:
+    """All ``checks`` as Markdown for a bug report; the home folder, in which the user's name is, becomes ~."""
+    lines = [f"# auto3d doctor, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC", "", f"`{command}`", ""]
+    for check in checks:
+        lines.append(f"- **{check.verdict}** {check.line}")
+        for table in check.tables:
+            lines += ["", "  ```", *(f"  {row}" for row in table.splitlines()), "  ```", ""]
+    home = str(Path.home())
+    text = "\n".join(lines) + "\n"
+    return text if home == "/" else text.replace(home, "~")
+
+
+def rate_table(rates: Sequence[Rate]) -> str:
+    rows = [
+        (
+            size_text(rate.size_bytes),
+            rate.repetitions,
+            f"{1e3 * rate.seconds:.3f}",
+            f"{rate.algorithm_gbit_per_s:.3f}",
+            f"{rate.bus_gbit_per_s:.3f}",
+        )
+        for rate in rates
+    ]
+    return _table(["all-reduce of", "times", "median (ms)", "size / time\n(Gbit/s)", "bus bandwidth\n(Gbit/s)"], rows)
+
+
+def link_table(rates: Sequence[PairRate]) -> str:
+    """A row for each size, inside nodes and between them: the slowest pair, and the median of all pairs."""
+    rows = []
+    for between_nodes in (False, True):
+        for size in dict.fromkeys(rate.size_bytes for rate in rates):
+            same = [rate for rate in rates if (rate.between_nodes, rate.size_bytes) == (between_nodes, size)]
+            if not same:
+                continue
+            one_way, both_ways = [r.one_way_gbit_per_s for r in same], [r.both_ways_gbit_per_s for r in same]
+            figures = (min(one_way), median(one_way), min(both_ways), median(both_ways))
+            where = "between nodes" if between_nodes else "inside a node"
+            rows.append((where, size_text(size), len(same), *(f"{figure:.3f}" for figure in figures)))
+    heads = ["messages", "of", "pairs", "one way:\nslowest", "median\n(Gbit/s)", "both at once:\nslowest"]
+    return _table([*heads, "median, each\nway (Gbit/s)"], rows)
+
+
+def memory_table(ranks: Sequence[TrainedRank]) -> str:
+    rows = [
+        (
+            one.rank,
+            one.host,
+            *(f"{size / 2**20:.1f}" for size in (one.predicted_bytes, one.used_bytes)),
+            f"{one.used_bytes / one.predicted_bytes:.2f}",
+        )
+        for one in ranks
+    ]
+    return _table(["rank", "node", "predicted\n(MiB)", "used at most\n(MiB)", "used /\npredicted"], rows)
+
+
+def size_text(size_bytes: int) -> str:
+    return f"{size_bytes // 2**20} MiB" if size_bytes >= 2**20 else f"{size_bytes // 2**10} KiB"
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    return tabulate(rows, heads, disable_numparse=True, colalign=["right"] * len(heads))

@@ -1,0 +1,155 @@
+"""What `auto3d doctor --devices` lets the ranks of all devices do, part by part, each in processes of its own."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from auto3d.errors import InputError
+from auto3d.runtime.measurement import Status
+from auto3d.runtime.world import World
+from launch.doctor.exchange_probe import CONNECTIONS, Exchanged, exchange
+from launch.doctor.link_probe import Links, measure_links
+from launch.doctor.training_probe import TrainedRank, degrees, subject, train_both_ways
+from launch.model.build import use_device
+from launch.run.devices import hide_devices
+from launch.run.diagnosis import Ending
+from launch.run.ranks import Report, Share, run_ranks
+
+MEET_S = 60.0  # time that all ranks of a part have to meet
+WAIT_S = 30.0  # limit of each wait for another rank
+LINKS_S, EXCHANGE_S, TRAINING_S = 120.0, 90.0, 120.0  # limit of a part, which takes seconds if nothing is wrong
+DEVICES_S = LINKS_S + max(map(len, CONNECTIONS.values())) * EXCHANGE_S + TRAINING_S
+LINES = 3  # An error names its cause and up to two ranks that waited.
+
+
+@dataclass(frozen=True)
+class ExchangeRun:
+    """The engine's exchange with so many hardware ``connections`` of a GPU; None on a CPU, which has none."""
+
+    connections: int | None
+    exchanged: Exchanged | None  # the first rank's result
+    error: str = ""
+
+    def __str__(self) -> str:
+        if self.connections is None:
+            return ""
+        return f" with {self.connections} {'connection' if self.connections == 1 else 'connections'}"
+
+
+@dataclass(frozen=True)
+class DeviceReport:
+    """What the parts found. A part has an ``error``, in one line, or a result, or was not begun."""
+
+    ranks: int
+    device: str  # cpu or cuda
+    links: Links | None = None
+    links_error: str = ""
+    exchanges: list[ExchangeRun] = field(default_factory=list)
+    layout: str = ""  # dp and pp of the training
+    training: list[TrainedRank] = field(default_factory=list)  # every rank of all nodes
+    training_error: str = ""
+
+
+def probe_devices(
+    ranks: int, *, device: str, share_of: Callable[[int], Share | None], tell: Callable[[str], None]
+) -> DeviceReport:
+    """Let ``ranks``, one for each device, run all parts; ``share_of`` a run's number is what of it runs here.
+
+    Every node of a job calls this. ``tell`` hears what begins.
+    """
+    tell(f"{ranks} ranks exchange messages between neighbours")
+    links, error = _run(
+        ranks,
+        lambda world, report: measure_links(world, device, meet_s=MEET_S, timeout_s=WAIT_S),
+        limit_s=LINKS_S,
+        share=share_of(1),
+    )
+    if error:  # All other parts need messages, too.
+        return DeviceReport(ranks, device, links_error=error)
+    exchanges = []
+    for number, connections in enumerate(CONNECTIONS[device] if ranks > 1 else ()):
+        exchanges.append(_exchange(ranks, device, connections, share_of(2 + number), tell))
+    tell(f"{ranks} ranks train a small model, and compare it with plain PyTorch")
+    if device == "cpu":
+        hide_devices()
+        shared = subject(ranks, device)
+
+    def train(world: World, report: Report) -> list[TrainedRank]:
+        if device == "cuda":
+            use_device(world.device(device))
+        trained = shared if device == "cpu" else subject(ranks, device)
+        return train_both_ways(world, trained, device, meet_s=MEET_S, timeout_s=WAIT_S)
+
+    training, error = _run(
+        ranks,
+        train,
+        limit_s=TRAINING_S,
+        share=share_of(2 + len(exchanges)),
+    )
+    return DeviceReport(
+        ranks,
+        device,
+        links=links,
+        exchanges=exchanges,
+        layout="dp={} pp={}".format(*degrees(ranks)),
+        training=training or [],
+        training_error=error,
+    )
+
+
+def _exchange(
+    ranks: int, device: str, connections: int | None, share: Share | None, tell: Callable[[str], None]
+) -> ExchangeRun:
+    begun: list[str] = []  # Only rank 0 reports its patterns, to the node that it is on.
+
+    def target(world: World, report: Report) -> Exchanged:
+        return exchange(
+            world, device, connections, meet_s=MEET_S, timeout_s=WAIT_S, begin=lambda pattern: report(str(pattern))
+        )
+
+    tell(f"{ranks} ranks exchange messages as schedules do{ExchangeRun(connections, None)}")
+    exchanged, error = _run(ranks, target, limit_s=EXCHANGE_S, share=share, on_report=begun.append)
+    if error and begun:
+        error = f"in {begun[-1]}: {error}"
+    return ExchangeRun(connections, exchanged, error)
+
+
+def _run(
+    ranks: int,
+    target: Callable[[World, Report], Any],
+    *,
+    limit_s: float,
+    share: Share | None,
+    on_report: Callable[[Any], None] = lambda report: None,
+) -> tuple[Any, str]:
+    """The result of this node's first rank, or None and an error in one line."""
+    try:
+        outcome = run_ranks(ranks, target, timeout_s=limit_s, straggle_s=MEET_S, share=share, on_report=on_report)
+    except InputError as error:
+        return None, str(error)
+    if outcome.status is Status.OK:
+        return outcome.result, ""
+    lines = outcome.error.splitlines()
+    if outcome.ending is Ending.RAISED and len(lines) > 1:  # It has a traceback.
+        rank, _, _ = lines[0].partition(": ")
+        kind, separator, message = lines[-1].partition(": ")
+        return None, f"{rank}: {kind.rpartition('.')[2]}{separator}{message}"
+    return None, "; ".join(lines[:LINES])
+
+
+def of_all_nodes(reports: Sequence[DeviceReport]) -> DeviceReport:
+    """The report of the first node, with the first error that any node has."""
+    first = reports[0]
+    return replace(
+        first,
+        links_error=_first(one.links_error for one in reports),
+        exchanges=[
+            replace(runs[0], error=_first(run.error for run in runs))
+            for runs in zip(*(one.exchanges for one in reports), strict=False)  # A node may have stopped early.
+        ],
+        training_error=_first(one.training_error for one in reports),
+    )
+
+
+def _first(errors: Iterable[str]) -> str:
+    return next(filter(None, errors), "")

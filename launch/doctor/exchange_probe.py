@@ -1,0 +1,299 @@
+"""The messages and gradient sums of real schedules, by the engine's own executor, without a model.
+
+Operations multiply matrices, and what they send is known, so that its contents are checked on receipt. Before some of
+them the process waits for all of its device, as torch's allocator does when it runs out of cached memory: where a
+receive is posted too early, or a send is stuck behind it in a hardware queue, that never ends.
+"""
+
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from math import isclose
+from zlib import crc32
+
+import torch
+from torch import nn
+
+from auto3d.capture.graph import Value
+from auto3d.cluster import place_ranks
+from auto3d.cost.memory import DeviceMemory
+from auto3d.partition.stage import Stage, Transfer
+from auto3d.runtime.data import Batches, DataSettings
+from auto3d.runtime.exchange import Exchange
+from auto3d.runtime.executor import Executor
+from auto3d.runtime.gradient_sync import GradientSync, Holders
+from auto3d.runtime.out_of_memory import MemoryWatch
+from auto3d.runtime.randomness import Randomness
+from auto3d.runtime.run_ahead import RunAhead
+from auto3d.runtime.waiting import waiting_for
+from auto3d.runtime.weight_versions import WeightVersions
+from auto3d.runtime.world import World, connect, join, new_group
+from auto3d.schedule import build_schedule
+from auto3d.schedule.lowering import lower
+from launch.doctor.link_probe import CorruptedError
+
+ITERATIONS = 3
+SIZES = {"cpu": (2**12, 2**16, 2**18), "cuda": (2**12, 2**20, 2**24)}  # bytes; each message has a tensor of each size
+WIDTHS = {"cpu": 64, "cuda": 2048}  # rows and columns of the matrices that operations multiply
+SKIP_BYTES = 2**12  # size of the value that the first stage sends straight to the last
+GRADIENT_BYTES = 2**20  # gradients of each stage
+NO_CLIPPING = 1e30  # With a limit, however large, the executor computes the norm of all gradients.
+PAUSE_SHARE = 0.3  # share of operations that the process waits before
+LONGEST_PAUSE_S = 2e-3
+CONNECTIONS = {"cpu": (None,), "cuda": (1, 8, 32)}  # hardware queues; a CPU has none
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A schedule on all ranks: ``pp`` devices in each of ``dp`` pipelines."""
+
+    schedule: str
+    dp: int
+    pp: int
+    micro_batches: int
+
+    def __str__(self) -> str:
+        return f"{self.schedule} dp={self.dp} pp={self.pp}"
+
+
+def patterns(ranks: int) -> list[Pattern]:
+    """Schedules with messages both ways between neighbours, around all devices and, where ranks are even, sums."""
+    found = [Pattern("1f1b", 1, ranks, 2 * ranks), Pattern("interleaved-1f1b", 1, ranks, 2 * ranks)]
+    if ranks % 2 == 0:
+        found.append(Pattern("chimera", 1, ranks, ranks))
+        if ranks > 2:
+            found.append(Pattern("1f1b", 2, ranks // 2, ranks))
+    return found
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """What one rank did: tensors that it received and checked, and its seconds."""
+
+    tensors: int
+    seconds: float
+
+
+def exchange(
+    world: World,
+    kind: str,
+    connections: int | None,
+    *,
+    meet_s: float,
+    timeout_s: float,
+    begin: Callable[[Pattern], None],
+) -> Exchanged:
+    """Run all ``patterns``, each of which ``begin`` hears of, with so many hardware ``connections`` of the GPU.
+
+    Ranks meet within ``meet_s``, and wait ``timeout_s`` for each other afterwards. Raises CorruptedError where a tensor
+    is not what was sent.
+    """
+    if connections is not None:
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(connections)  # CUDA reads it when it starts.
+    device = world.device(kind)
+    if kind == "cpu":
+        torch.set_num_threads(1)
+    join(world, device=device, timeout_s=meet_s)
+    tensors, start = 0, time.monotonic()
+    for pattern in patterns(world.size):
+        begin(pattern)
+        tensors += _run(world, pattern, device, timeout_s)
+    return Exchanged(tensors, time.monotonic() - start)
+
+
+def _run(world: World, pattern: Pattern, device: torch.device, timeout_s: float) -> int:
+    """How many tensors this rank received."""
+    schedule = build_schedule(pattern.schedule, devices=pattern.pp, micro_batches=pattern.micro_batches)
+    placement = place_ranks(dp=pattern.dp, pp=pattern.pp)
+    position = next(number for number, ranks in enumerate(placement) if world.rank in ranks)
+    replica = placement[position].index(world.rank)
+    transfers = list(_transfers(schedule.stages, device.type))
+    holders = {
+        _parameter(stage): Holders(
+            tuple(sorted({r for (s, _), home in schedule.device_of.items() if s == stage for r in placement[home]})),
+            (stage,),
+        )
+        for stage in range(schedule.stages)
+    }
+    shared = {each.stages for each in holders.values() if len(each.ranks) > 1}
+    program = lower(schedule, transfers, shared)[position]
+    own = [each for each, home in schedule.device_of.items() if home == position]
+    run_ahead = RunAhead(device, timeout_s)
+    everyone = new_group(range(world.size), timeout_s, device=device)
+    connect(everyone, device=device, what="all ranks", timeout_s=timeout_s)
+    messages = Exchange(
+        program,
+        transfers,
+        ranks_of=[[ranks[replica]] for ranks in placement],
+        device_of=schedule.device_of,
+        sample_dimensions={},
+        device=device,
+        run_ahead=run_ahead,
+        timeout_s=timeout_s,
+    )
+    parameters = {_parameter(stage): nn.Parameter(torch.zeros(GRADIENT_BYTES // 4, device=device)) for stage, _ in own}
+    alone = [name for name in parameters if len(holders[name].ranks) == 1]
+    sync = GradientSync(parameters, holders, alone=alone, device=device, run_ahead=run_ahead, timeout_s=timeout_s)
+    receipts = _Receipts(replica)
+    work = _Work(device, random.Random(f"{pattern} {world.rank}"), timeout_s)
+    stages = {
+        (number, pipe): _Stage(_stage(number, transfers), pipe, parameters[_parameter(number)], receipts, work)
+        for number, pipe in own
+    }
+    numbers = {"first_micro_batch": 0, "micro_batches": pattern.micro_batches * schedule.parts}
+    nothing = DataSettings(source="synthetic", files=(), sequence_length=1, vocabulary_size=1, inputs={})
+    executor = Executor(
+        stages,
+        dict.fromkeys(own),
+        exchange=messages,
+        sync=sync,
+        everyone=everyone,
+        run_ahead=run_ahead,
+        batches=Batches(nothing, seed=0, global_batch=pattern.micro_batches, micro_batch_size=1),
+        randomness=Randomness(0, **numbers, device=device),
+        **numbers,
+        clip_norm=NO_CLIPPING,
+        device=device,
+        memory=MemoryWatch(position, DeviceMemory(**{field.name: 0 for field in fields(DeviceMemory)})),
+        asked_to_end=lambda: False,
+        timeout_s=timeout_s,
+    )
+    # Each backward adds 1 to the gradients of its stage.
+    norm = pattern.micro_batches * pattern.dp * (schedule.stages * GRADIENT_BYTES / 4) ** 0.5
+    for iteration in range(ITERATIONS):
+        receipts.iteration = iteration
+        for result in executor.run(program, iteration):
+            receipts.check()
+            if not isclose(result.grad_norm, norm, rel_tol=1e-6):
+                raise CorruptedError(
+                    f"the gradients of all ranks were summed to the norm {result.grad_norm}, not {norm}"
+                )
+    return receipts.count
+
+
+def _parameter(stage: int) -> str:
+    return f"stage {stage}"
+
+
+def _transfers(stages: int, kind: str) -> Iterator[Transfer]:
+    """Values of all sizes between neighbouring stages, and one that skips stages."""
+    for source, target in pairwise(range(stages)):
+        for size in SIZES[kind]:
+            yield _transfer(f"{size} bytes", size, source, target)
+    if stages > 2:
+        yield _transfer("skip", SKIP_BYTES, 0, stages - 1)
+
+
+def _transfer(name: str, size: int, source: int, target: int) -> Transfer:
+    value = Value(f"{name} from stage {source} to {target}", (size // 4,), "float32", 4, True)
+    return Transfer(value=value, source=source, target=target)
+
+
+def _stage(number: int, transfers: Sequence[Transfer]) -> Stage:
+    return Stage(
+        index=number,
+        nodes=(),
+        inputs=(),
+        state=(_parameter(number),),
+        received=tuple(transfer for transfer in transfers if transfer.target == number),
+        sent=tuple(transfer for transfer in transfers if transfer.source == number),
+        flops=0,
+        has_loss=False,
+    )
+
+
+class _Receipts:
+    """What was received, and whether it is what was sent; the device compares, and nobody waits for it."""
+
+    def __init__(self, replica: int) -> None:
+        self.iteration = 0
+        self.count = 0
+        self._replica = replica
+        self._wrong: list[tuple[str, torch.Tensor]] = []
+
+    def number(self, what: str) -> float:
+        """The number that fills ``what`` in this iteration; float32 holds it exactly."""
+        return float(crc32(f"{what} {self._replica} {self.iteration}".encode()) % 2**24)
+
+    def note(self, what: str, tensor: torch.Tensor) -> None:
+        self.count += 1
+        self._wrong.append((what, (tensor != self.number(what)).any()))
+
+    def check(self) -> None:
+        """Raise CorruptedError where something of this iteration is wrong."""
+        noted, self._wrong = self._wrong, []
+        for what, wrong in noted:
+            if wrong.item():
+                raise CorruptedError(f"{what} arrived with other contents in iteration {self.iteration + 1}")
+
+
+class _Work:
+    """What an operation does beside its messages: products of matrices and, before some, a pause of the process."""
+
+    def __init__(self, device: torch.device, draw: random.Random, timeout_s: float) -> None:
+        self._device = device
+        self._draw = draw
+        self._timeout_s = timeout_s
+        self._matrix = torch.ones(WIDTHS[device.type], WIDTHS[device.type], device=device)
+
+    def run(self, products: int) -> None:
+        if self._draw.random() < PAUSE_SHARE:
+            self._pause()
+        for _ in range(products):
+            self._matrix @ self._matrix
+
+    def filled(self, shape: tuple[int, ...], number: float) -> torch.Tensor:
+        return torch.full(shape, number, device=self._device)
+
+    def _pause(self) -> None:
+        time.sleep(self._draw.uniform(0, LONGEST_PAUSE_S))
+        if self._device.type == "cuda":
+            with waiting_for("all that is queued on its device", self._timeout_s):
+                torch.cuda.empty_cache()
+                torch.cuda.synchronize(self._device)
+
+
+class _Stage:
+    """In the place of a StageModule: it gives known tensors, and notes those that it is given."""
+
+    def __init__(self, stage: Stage, pipe: int, parameter: nn.Parameter, receipts: _Receipts, work: _Work) -> None:
+        self.stage = stage
+        self.losses: dict[int, torch.Tensor] = {}
+        self.weights = WeightVersions({}, several=False)
+        self._pipe = pipe
+        self._parameter = parameter
+        self._receipts = receipts
+        self._work = work
+
+    def forward(
+        self, micro_batch: int, received: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        for name, tensor in received.items():
+            self._receipts.note(self._name("the activations", name, micro_batch), tensor)
+        self._work.run(1)
+        return self._made("the activations", self.stage.sent, micro_batch)
+
+    def backward(self, micro_batch: int, gradients: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, torch.Tensor]:
+        for name, tensors in gradients.items():
+            for tensor in tensors:
+                self._receipts.note(self._name("the gradients", name, micro_batch), tensor)
+        self._work.run(2)
+        with torch.no_grad():
+            if self._parameter.grad is None:
+                self._parameter.grad = torch.zeros_like(self._parameter)
+            self._parameter.grad += 1
+        return self._made("the gradients", self.stage.received, micro_batch)
+
+    def _made(self, what: str, transfers: Sequence[Transfer], micro_batch: int) -> dict[str, torch.Tensor]:
+        return {
+            transfer.value.name: self._work.filled(
+                transfer.value.shape, self._receipts.number(self._name(what, transfer.value.name, micro_batch))
+            )
+            for transfer in transfers
+        }
+
+    def _name(self, what: str, value: str, micro_batch: int) -> str:
+        return f"{what} of {value}, micro-batch {micro_batch}, pipe {self._pipe},"

@@ -1,0 +1,224 @@
+"""What `auto3d doctor` lets ranks do: meet, sum, and measure how fast; on this machine, or on each node of a job.
+
+Nodes and the machine that asked exchange files, in a folder that all of them must see: a node greets, is answered, and
+reports. Each end stamps its files with its own clock, which bounds how far the clocks are apart.
+"""
+
+import logging
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from pydantic import TypeAdapter, ValidationError
+
+from auto3d.runtime.measurement import Status
+from auto3d.runtime.waiting import waiting_for
+from auto3d.runtime.world import World, connect, join, new_group
+from launch.doctor.device_probe import DeviceReport, probe_devices
+from launch.doctor.machine import Machine, this_machine
+from launch.executors.node_task import task_of
+from launch.run.ranks import Report, Share, run_ranks
+from launch.store.files import write_whole
+
+MEET_S = 60.0
+MEASURE_S = 120.0  # all sizes together
+FILES_S = 60.0  # until a file that one machine wrote is seen by another: NFS may remember for 30 s that there is none
+POLL_S = 0.05
+SIZES = (2**12, 2**16, 2**20, 2**24, 2**26, 2**29)  # bytes
+LARGEST_ON_CPU = 2**26
+SIZE_S = 0.5  # of measuring one size, as long as once takes less
+LONGEST_S = 3.0  # of one all-reduce, predicted from the size before; larger sizes are left out
+REPETITIONS = 20  # of one size at most
+
+
+@dataclass(frozen=True)
+class Rate:
+    """All-reduces of one size: medians of what deepspeed.comm logged on the first rank."""
+
+    size_bytes: int
+    repetitions: int
+    seconds: float
+    algorithm_gbit_per_s: float  # size / time
+    bus_gbit_per_s: float  # times 2 (n - 1) / n: what each link of a ring of n ranks carries
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """What came of summing over ranks."""
+
+    ranks: int
+    backend: str
+    met: bool = False
+    right: bool = False  # all sums
+    rates: list[Rate] = field(default_factory=list)
+    error: str = ""  # one line
+
+
+@dataclass(frozen=True)
+class Greeting:
+    """A node's first file."""
+
+    host: str
+    sent: float  # time.time() of the node, as below
+
+
+@dataclass(frozen=True)
+class Answer:
+    token: str
+    seen: float  # time.time() of the machine that asked, when it saw the greeting
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """All that a node found."""
+
+    machine: Machine
+    sent: float
+    answer: Answer | None  # none came within FILES_S
+    received: float
+    meeting_point: str
+    all_reduce: AllReduce
+    devices: DeviceReport | None  # not asked for, or the ranks did not sum
+
+    @property
+    def skew_s(self) -> tuple[float, float]:
+        """The least and the most by which the node's clock is ahead: it sent, we saw, it received, in this order."""
+        return self.sent - self.answer.seen, self.received - self.answer.seen
+
+
+GREETING, ANSWER, REPORT = TypeAdapter(Greeting), TypeAdapter(Answer), TypeAdapter(NodeReport)
+
+
+def greeting_file(folder: Path, node: int) -> Path:
+    return folder / f"greeting-{node}.json"
+
+
+def answer_file(folder: Path, node: int) -> Path:
+    return folder / f"answer-{node}.json"
+
+
+def report_file(folder: Path, node: int) -> Path:
+    return folder / f"report-{node}.json"
+
+
+def progress_file(folder: Path) -> Path:
+    """What the first node does, in words."""
+    return folder / "progress.txt"
+
+
+def write_file(file: Path, kind: TypeAdapter, content: Greeting | Answer | NodeReport) -> None:
+    write_whole(file, kind.dump_json(content).decode())
+
+
+def read_file(file: Path, kind: TypeAdapter) -> Greeting | Answer | NodeReport | None:
+    """None as long as it is not there, or not whole."""
+    try:
+        return kind.validate_json(file.read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def probe_node(folder: str, *, devices: int, device: str, thorough: bool) -> None:
+    """A task of the probe's job: one on each node, which forks a rank for each of the node's ``devices``.
+
+    The ranks meet and sum; where it is ``thorough``, they also exchange messages and train.
+    """
+    place, task = Path(folder), task_of()
+    machine, sent = this_machine(), time.time()
+    write_file(greeting_file(place, task.number), GREETING, Greeting(machine.host, sent))
+    deadline = time.monotonic() + FILES_S
+    while (answer := read_file(answer_file(place, task.number), ANSWER)) is None and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    received = time.time()
+    ranks = range(task.number * devices, (task.number + 1) * devices)
+    share = Share(ranks, task.meeting_point) if task.count > 1 else None
+    found = all_reduce(task.count * devices, device=device, share=share)
+    of_devices = None
+    if thorough and found.right and not found.error:
+        of_devices = probe_devices(
+            task.count * devices,
+            device=device,
+            share_of=lambda run: Share(ranks, task.meeting_point_of(run)) if share else None,
+            tell=lambda line: write_whole(progress_file(place), line) if task.number == 0 else None,
+        )
+    meeting_point = task.meeting_point if share else "a file"
+    report = NodeReport(machine, sent, answer, received, meeting_point, found, of_devices)
+    write_file(report_file(place, task.number), REPORT, report)
+
+
+def all_reduce(ranks: int, *, device: str, share: Share | None = None) -> AllReduce:
+    """Let ``ranks`` meet as those of a trial do, and sum; here, or a ``share`` of them. Rates are the first rank's."""
+    met: list[bool] = []
+    outcome = run_ranks(
+        ranks,
+        lambda world, report: _measure(world, device, report),
+        timeout_s=MEET_S + MEASURE_S,
+        straggle_s=MEET_S,
+        share=share,
+        on_report=met.append,
+    )
+    backend = "nccl" if device == "cuda" else "gloo"
+    if outcome.status is not Status.OK:
+        lines = outcome.error.splitlines()
+        return AllReduce(ranks, backend, met=bool(met), error=lines[-1 if "Traceback" in outcome.error else 0])
+    right, rates = outcome.result
+    return AllReduce(ranks, backend, met=True, right=right, rates=rates)
+
+
+def _measure(world: World, kind: str, report: Report) -> tuple[bool, list[Rate]]:
+    """Whether all sums were right, and the rate of each size."""
+    os.environ["DS_ACCELERATOR"] = kind  # else it warns where it finds no GPU
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    import deepspeed.comm as comm
+    from deepspeed.comm.comm import comms_logger, timers
+    from deepspeed.ops import __compatible_ops__ as extensions
+
+    extensions["deepspeed_shm_comm"] = False  # would be compiled here and now
+    device = world.device(kind)
+    if kind == "cpu":
+        torch.set_num_threads(1)
+    join(world, device=device, timeout_s=MEET_S)
+    report(True)
+    group = new_group(range(world.size), MEET_S, device=device)
+    connect(group, device=device, what="all ranks", timeout_s=MEET_S)
+    comm.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+    # Its log waits for the end of every operation: right here, where nothing else runs.
+    comm.configure(enabled=True, prof_all=False, prof_ops=["all_reduce"], verbose=False)
+    right, once_s, rates = True, 0.0, []
+    for before, size in zip((0, *SIZES), SIZES, strict=False):
+        if (kind == "cpu" and size > LARGEST_ON_CPU) or (before and once_s * size / before > LONGEST_S):
+            break
+        with waiting_for(f"an all-reduce of {size} bytes", MEET_S):
+            was_right, once_s = _sum_once(world, size, device, group)
+            right &= was_right
+            for _ in range(max(1, min(REPETITIONS, int(SIZE_S / once_s)))):
+                comm.all_reduce(torch.zeros(size // 4, device=device), group=group)
+                timers("all_reduce").reset()  # else what it logs is the sum of all times so far
+        count, milliseconds, throughput, bus = comms_logger.get_raw_data()["all_reduce"][size]
+        comms_logger.reset_data()
+        rates.append(
+            Rate(
+                size_bytes=size,
+                repetitions=count,
+                seconds=median(milliseconds) / 1e3,
+                algorithm_gbit_per_s=median(throughput) / 2,  # it counts what is sent and what is received
+                bus_gbit_per_s=median(bus),
+            )
+        )
+    return right, rates
+
+
+def _sum_once(world: World, size: int, device: torch.device, group: dist.ProcessGroup) -> tuple[bool, float]:
+    """Whether a sum came out right on all ranks, and the seconds of the slowest; the first of a size is slower."""
+    pattern = torch.arange(size // 4, device=device, dtype=torch.float32) % 97
+    tensor = pattern + world.rank + 1
+    start = time.monotonic()
+    dist.all_reduce(tensor, group=group)
+    told = torch.equal(tensor, world.size * pattern + world.size * (world.size + 1) // 2)
+    worst = torch.tensor([float(not told), time.monotonic() - start], dtype=torch.float64)
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return worst[0].item() == 0, worst[1].item()

@@ -1,0 +1,201 @@
+"""Where the trials of a recipe's last command stand, by what they wrote, the manifest, and SLURM's word."""
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from tabulate import tabulate
+
+from auto3d.errors import InputError
+from auto3d.runtime.measurement import Status
+from launch.drivers.background import driver_of
+from launch.recipe.load import LoadedRecipe, load
+from launch.slurm.client import SlurmError
+from launch.slurm.jobs import STATES_S, JobState, cancel, job_states
+from launch.store.lost_jobs import find_lost
+from launch.store.manifest import Entry, History, Manifest, State, histories, names_of_jobs
+from launch.store.trials import (
+    Command,
+    StoreError,
+    in_use,
+    last_command,
+    last_sweep,
+    log_files,
+    manifest_of,
+    measurement_of,
+)
+
+WATCH_S = 5.0
+FOLLOW_S = 0.5
+UNDER_WAY = ("waiting", "running")
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where one trial stands: ``state`` is the status of its measurement, or what becomes of its job."""
+
+    trial: str
+    state: str
+    job: str = ""
+    starts: int = 0
+    iteration_s: float | None = None
+
+    @property
+    def under_way(self) -> bool:
+        return self.state.split()[0] in UNDER_WAY
+
+
+def resumed(recipe: LoadedRecipe) -> tuple[LoadedRecipe, Command]:
+    """``recipe`` with the overrides of its last command, unless it has others, and that command."""
+    command = last_command(recipe)
+    if command is None:
+        raise StoreError(f"{recipe.name}: nothing was run of it here; to run it: {recipe.command('sweep')}")
+    return (recipe if recipe.overrides else load(recipe.written, command.overrides)), command
+
+
+def trained_here(recipe: LoadedRecipe, command: Command) -> bool:
+    """Whether the training of that ``command`` ran on this machine, without SLURM, to its end."""
+    known = histories(manifest_of(recipe).entries())
+    last = [known[name].last for name in command.trials if name in known]
+    return any(one.state is State.ENDED and not one.job and one.told == Status.OK for one in last)
+
+
+def standings(recipe: LoadedRecipe) -> list[Standing]:
+    """Of each trial of the last sweep, of those that the last tune has chosen until now, or of the last training."""
+    known = histories(manifest_of(recipe).entries())
+    sweep = last_sweep(recipe)
+    _, command = resumed(recipe)
+    names = sweep.trials if command.verb == "sweep" and sweep is not None else command.trials
+    measured = {name: measurement_of(recipe, name) for name in names}
+    unmeasured = [known[name].last for name in names if measured[name] is None and name in known]
+    try:
+        states = job_states(names_of_jobs(unmeasured))
+    except SlurmError:
+        states = None
+    runs_here = in_use(recipe) or driver_of(recipe) is not None
+    found = []
+    for name in names:
+        history, measurement = known.get(name), measured[name]
+        job, starts = (history.last.job, history.starts) if history else ("", 0)
+        if measurement is not None:
+            seconds = measurement.median_s if measurement.iteration_s else None
+            found.append(Standing(name, str(measurement.status), job, starts, seconds))
+        else:
+            found.append(Standing(name, _unfinished(history, states, runs_here), job, starts))
+    return found
+
+
+def _unfinished(history: History | None, states: dict[str, JobState] | None, runs_here: bool) -> str:
+    if history is None:
+        return "not run"
+    last = history.last
+    if last.state is State.STARTED:
+        return "running" if runs_here else "interrupted"
+    if last.state is State.ENDED and not last.job:
+        return last.told  # of a training, which leaves no measurement here
+    if last.state is State.SUBMITTING:
+        return "submitted or not (whoever did it may have died; resume finds out)"
+    if not last.job:
+        return "not run"
+    if states is None:
+        return "unknown (SLURM does not answer)"
+    state = states.get(last.job)
+    if state is None or state.ended:
+        return "cancelled" if last.state is State.CANCELLED else f"lost ({state.name if state else 'no such job'})"
+    return "running" if state.running else f"waiting ({state.why})"
+
+
+def table(found: Sequence[Standing]) -> str:
+    rows = [
+        (one.trial, one.state, one.job or "-", one.starts, "-" if one.iteration_s is None else f"{one.iteration_s:.3f}")
+        for one in found
+    ]
+    return tabulate(rows, ["trial", "state", "job", "starts", "s per\niteration"], disable_numparse=True)
+
+
+def summary(found: Sequence[Standing]) -> str:
+    counts = Counter(one.state.split(" (")[0] for one in found)
+    return ", ".join(f"{number} {state}" for state, number in counts.items()) or "no trial"
+
+
+def watch(recipe: LoadedRecipe, console: Console) -> list[Standing]:
+    """Say where the trials stand each time that it changes, until none is under way."""
+    said = ""
+    while True:
+        found = standings(recipe)
+        if (now := summary(found)) != said:
+            said = now
+            console.print(now, markup=False, soft_wrap=True)
+        if not any(one.under_way for one in found):
+            return found
+        time.sleep(WATCH_S)
+
+
+def trial_called(recipe: LoadedRecipe, name: str) -> str:
+    """The one trial whose name begins with ``name``, or has it in it; raises InputError with those that there are."""
+    names = list(dict.fromkeys(entry.trial for entry in manifest_of(recipe).entries()))
+    for found in ([one for one in names if one.startswith(name)], [one for one in names if name in one]):
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise InputError(f"trial: {name!r} is in {len(found)} names: {', '.join(found)}; give more of one")
+    raise InputError(f"trial: {name!r} is none of those that were started: {', '.join(names) or 'none was'}")
+
+
+def cancel_trials(recipe: LoadedRecipe, name: str | None) -> list[str]:
+    """Ask SLURM to end the jobs of all trials under way, or of the one called ``name``; returns the trials' names."""
+    manifest = manifest_of(recipe)
+    wanted = None if name is None else trial_called(recipe, name)
+    with manifest.decided_alone():
+        find_lost(manifest, [name for name in histories(manifest.entries()) if wanted in (None, name)])
+        last = [one.last for one in histories(manifest.entries()).values()]
+        last = [entry for entry in last if wanted in (None, entry.trial)]
+        states = job_states(names_of_jobs(last))
+        live = [entry for entry in last if entry.job in states and not states[entry.job].ended]
+        if live:
+            cancel([entry.job for entry in live])
+            manifest.append(
+                [Entry(trial=one.trial, state=State.CANCELLED, job=one.job, submission=one.submission) for one in live]
+            )
+    return [entry.trial for entry in live]
+
+
+def print_logs(recipe: LoadedRecipe, name: str, *, follow: bool) -> None:
+    """Print what the trial called ``name`` printed, to ``follow`` all until it has ended, and how it ended."""
+    trial = trial_called(recipe, name)
+    manifest = manifest_of(recipe)
+    read: dict[Path, int] = {}
+    shown: Path | None = None
+    asked, ended = -STATES_S, not follow
+    while True:
+        if follow and (measurement_of(recipe, trial) is not None or time.monotonic() - asked >= STATES_S):
+            asked = time.monotonic()
+            ended = not _under_way(recipe, manifest, trial)
+        for file in log_files(recipe, histories(manifest.entries())[trial].last):
+            with suppress(FileNotFoundError), file.open("rb") as stream:
+                stream.seek(read.get(file, 0))
+                new = stream.read()
+                read[file] = stream.tell()
+                if new and shown != file:
+                    print(f"==> {file} <==")
+                    shown = file
+                print(new.decode(errors="replace"), end="", flush=True)
+        if ended:
+            break
+        time.sleep(FOLLOW_S)
+    if (measurement := measurement_of(recipe, trial)) is not None:
+        print(f"==> {measurement.status} <==\n{measurement.error}".rstrip())
+
+
+def _under_way(recipe: LoadedRecipe, manifest: Manifest, trial: str) -> bool:
+    if measurement_of(recipe, trial) is not None:
+        return False
+    last = histories(manifest.entries())[trial].last
+    if not last.job:
+        return last.state is State.STARTED and in_use(recipe)
+    state = job_states(names_of_jobs([last])).get(last.job)
+    return state is not None and not state.ended

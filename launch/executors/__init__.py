@@ -1,0 +1,1 @@
+"""Trials executed: one trial, trials on this machine, and trials as jobs of SLURM."""

@@ -1,0 +1,11 @@
+"""The call that each node of a job makes. Submitting pickles it by name, so this module imports no torch."""
+
+
+def run_on_node(recipe_file: str, plan_file: str, measurement_file: str, modules: str, checkpoints: str | None) -> None:
+    """Run this node's share of the trial, or of the training with ``checkpoints``. This is what submitit calls."""
+    from launch.executors.node_task import run_training_on_nodes, run_trial_on_nodes
+
+    if checkpoints is None:
+        run_trial_on_nodes(recipe_file, plan_file, measurement_file, modules)
+    else:
+        run_training_on_nodes(recipe_file, plan_file, measurement_file, modules, checkpoints)

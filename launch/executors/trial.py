@@ -1,0 +1,146 @@
+"""One trial: run a plan for a few iterations, or a whole training, and write down what happened."""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from auto3d.errors import InputError
+from auto3d.plan import Plan
+from auto3d.runtime.checkpoint import Checkpoints
+from auto3d.runtime.executor import IterationResult
+from auto3d.runtime.measurement import BYTES, Environment, Measurement, Status
+from auto3d.runtime.settings import TrainingSettings
+from auto3d.runtime.training import TrainingResult, train
+from auto3d.runtime.world import World
+from auto3d.schedule import samples_at_once
+from launch.model.build import capture_for_ranks, initial_weights
+from launch.recipe.data import data_settings
+from launch.recipe.load import LoadedRecipe, load
+from launch.recipe.settings import training_settings
+from launch.run.devices import devices_for, show_devices
+from launch.run.diagnosis import Ending
+from launch.run.ranks import Outcome, Report, Share, die_with_parent, end_with, run_ranks
+from launch.store.files import private_folder, write_whole
+
+
+def run_trial(
+    recipe_file: str, plan_file: str, measurement_file: str, *, modules: str, sweep: int, devices: Sequence[str]
+) -> None:
+    """Run the trial of these files; its measurement is written at the end, whatever the end was. submitit calls this.
+
+    ``modules`` is the folder of the user's own recipe; ``sweep`` the process that asked for the trial, which does not
+    outlive it; ``devices`` are the trial's GPUs, by their names in CUDA_VISIBLE_DEVICES: submitit has overwritten that.
+    """
+    show_devices(devices)
+    controller = int(os.environ["SUBMITIT_LOCAL_JOB_ID"])
+    die_with_parent(controller)
+    end_with(sweep, controller=controller)
+    folder = Path(measurement_file).resolve().parent
+    recipe = replace(load(recipe_file), folder=Path(modules))
+    measurement = measure(recipe, Plan.from_json(Path(plan_file).read_bytes()), folder)
+    write_whole(Path(measurement_file), measurement.to_json())
+
+
+IterationReport = tuple[int, float | None, float]  # its number from 0, loss (none: emulated) and seconds
+
+
+@dataclass(frozen=True)
+class Training:
+    """What makes a run the recipe's whole training, where a trial is a few of its iterations."""
+
+    checkpoints: Checkpoints
+    asked_to_end: Callable[[], bool]  # also of the ranks: no signal but SIGKILL ends them
+
+    @staticmethod
+    def of(recipe: LoadedRecipe, folder: Path, asked_to_end: Callable[[], bool]) -> "Training":
+        """With its checkpoints in ``folder``."""
+        private_folder(folder)
+        return Training(Checkpoints(folder=folder, every=recipe.values.training.checkpoint_every), asked_to_end)
+
+    def arguments(self, world: World, report: Report, settings: TrainingSettings) -> dict[str, Any]:
+        """Further ones of ``train``, by which rank 0 also tells its parent of each iteration."""
+
+        def on_iteration(iteration: int, result: IterationResult) -> None:
+            if world.rank == 0:
+                report((iteration, None if settings.emulation else result.loss, result.seconds))
+
+        return {"checkpoints": self.checkpoints, "asked_to_end": self.asked_to_end, "on_iteration": on_iteration}
+
+
+def measure(
+    recipe: LoadedRecipe,
+    plan: Plan,
+    folder: Path,
+    *,
+    share: Share | None = None,
+    of_all: Callable[[Outcome], Outcome] = lambda outcome: outcome,
+    training: Training | None = None,
+    on_report: Callable[[IterationReport], None] = lambda report: None,
+) -> Measurement:
+    """Train under ``plan`` for the recipe's warm-up and measured iterations, or all of a ``training``.
+
+    All of it runs on this machine, or a ``share`` of it; ``of_all`` makes of how that ended how all did. ``folder`` is
+    private. ``on_report`` hears of each iteration of a training.
+    """
+    values = recipe.values
+    warmup = 0 if training else values.measure.warmup_iterations
+    iterations = values.training.iterations if training else warmup + values.measure.iterations
+    settings = training_settings(values, iterations=iterations)
+    data = data_settings(values)
+    facts = {
+        "plan": plan,
+        "emulated": settings.emulation is not None,
+        "warmup_iterations": warmup,
+        "tokens_per_sample": values.data.sequence_length if has_tokens(recipe) else 0,
+    }
+    cores = len(os.sched_getaffinity(0))
+    limits: dict[str, Any] = {"timeout_s": values.launch.trial_timeout_s, "straggle_s": settings.timeout_s}
+    if training:
+        limits |= {"timeout_s": None, "on_report": on_report, "ignore_sigterm": True}
+    try:
+        devices = devices_for(recipe, len(share.ranks) if share else plan.ranks, size=plan.ranks)
+        capture = capture_for_ranks(recipe, samples_at_once(plan))
+
+        def run(world: World, report: Report) -> tuple[TrainingResult, Environment]:
+            captured = capture(world)
+            state = initial_weights(recipe, captured.graph)
+            more = training.arguments(world, report, settings) if training else {}
+            result = train(captured, plan, settings, data, world, state=state, **more)
+            return result, Environment.here(settings.device, cores=cores)
+
+        outcome = run_ranks(plan.ranks, run, folder=folder, share=share, devices=devices, **limits)
+    except InputError as error:
+        outcome = Outcome(Status.FAILED, error=str(error), ending=Ending.REFUSED)
+    outcome = of_all(outcome)
+    if outcome.status is not Status.OK:
+        return Measurement(status=outcome.status, error=outcome.error, finished=_now(), **facts)
+    result, environment = outcome.result
+    return Measurement(
+        status=Status.OK,
+        iteration_s=result.iteration_s[warmup:],
+        loss=result.loss[warmup:],
+        grad_norm=result.grad_norm[warmup:],
+        **{name: getattr(result, name) for name in BYTES},
+        first_iteration=result.first_iteration,
+        environment=environment,
+        finished=_now(),
+        **facts,
+    )
+
+
+def is_whole(recipe: LoadedRecipe, measurement: Measurement) -> bool:
+    """Whether ``measurement`` is of a training up to its last iteration."""
+    done = measurement.first_iteration + len(measurement.iteration_s)
+    return measurement.status is Status.OK and done >= recipe.values.training.iterations
+
+
+def has_tokens(recipe: LoadedRecipe) -> bool:
+    """Whether the model reads tokens, so that tokens per second mean something."""
+    return any(field.kind == "tokens" for field in data_settings(recipe.values).inputs.values())
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

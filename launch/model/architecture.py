@@ -1,0 +1,281 @@
+"""Recipe -> a model class of transformers with its configuration, each key of which is checked."""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from torch import nn
+
+from auto3d.runtime.data import TOKEN_KINDS, DataSettings
+from launch.recipe.data import data_settings
+from launch.recipe.load import LoadedRecipe
+
+IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
+# Keys that models read from their configuration, though not every class declares them.
+READ_BY_MODELS = (
+    *("bos_token_id", "cls_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id", "sep_token_id"),
+    *("is_decoder", "add_cross_attention", "cross_attention_hidden_size", "tie_word_embeddings"),
+)
+NOT_FOR_USERS = ("architectures", "transformers_version", "name_or_path", "_name_or_path", "_commit_hash")
+_FROM_KWARGS = re.compile(r"""kwargs(?:\.pop\(|\.get\(|\[)\s*["'](\w+)["']""")
+_TYPO = 0.9  # similarity of two names of which one is taken for the other, mistyped
+
+
+def architecture(recipe: LoadedRecipe) -> Callable[[], nn.Module]:
+    """A function that builds the recipe's model; raises RecipeError if there is no such model or configuration."""
+    import transformers  # slow to import, and not needed for a factory
+
+    transformers.logging.set_verbosity_error()
+    name = recipe.values.model.architecture
+    model_class = getattr(transformers, name, None)
+    if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
+        near = get_close_matches(name, dir(transformers), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise recipe.error("model.architecture", f"found {name!r}; it takes a model class of transformers{hint}")
+    config = _configuration(recipe, model_class)
+    data = data_settings(recipe.values)
+    _check_arguments(recipe, model_class, data)
+    _check_sizes(recipe, config, data)
+    return lambda: model_class(config)
+
+
+def unset_key(recipe: LoadedRecipe, message: str) -> str | None:
+    """A key of the configuration that ``message``, an error of the model's code, names and that has no value."""
+    import transformers
+
+    model_class = getattr(transformers, recipe.values.model.architecture or "", None)
+    if model_class is None:
+        return None
+    config, known = _configuration(recipe, model_class), keys_of(model_class.config_class)
+    return next((word for word in re.findall(r"\w+", message) if word in known and not _has(config, word)), None)
+
+
+def _has(config: Any, key: str) -> bool:
+    return getattr(config, key, None) is not None
+
+
+# The configuration
+
+
+def keys_of(config_class: type) -> set[str]:
+    """The keys that ``config_class`` takes: its own, other names of them, and what its code takes from ``**kwargs``."""
+    found = {*READ_BY_MODELS, *IMPLEMENTATIONS, *config_class.attribute_map, *sub_configurations(config_class)}
+    if is_dataclass(config_class):
+        found |= {item.name for item in fields(config_class)}
+    for base in inspect.getmro(config_class):
+        for name, member in vars(base).items():
+            if isinstance(member, property) and member.fset is not None:
+                found.add(name)
+            elif name in ("__init__", "__post_init__", "convert_rope_params_to_dict"):
+                found |= _taken_by(member)
+    return {name for name in found if not name.startswith("_")} - {*NOT_FOR_USERS}
+
+
+def _made_by(config_class: type) -> set[str]:
+    """Keys that the class sets itself, and that its saved configurations hold."""
+    try:
+        return {name for name in vars(config_class()) if not name.startswith("_")}
+    except Exception:  # it has no defaults for all
+        return set()
+
+
+def _for_generation() -> set[str]:
+    import transformers
+
+    return {name for name in transformers.GenerationConfig().to_dict() if not name.startswith("_")}
+
+
+def _taken_by(function: Callable) -> set[str]:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+        popped = _FROM_KWARGS.findall(inspect.getsource(function))
+    except (ValueError, OSError, TypeError):  # it has no Python source
+        return set()
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return {*popped, *(each.name for each in parameters if each.kind not in variadic and each.name != "self")}
+
+
+def sub_configurations(config_class: type) -> Mapping[str, Any]:
+    """The keys that hold a configuration of their own, such as text_config, with what transformers knows of each."""
+    return getattr(config_class, "sub_configs_defaults", None) or config_class.sub_configs
+
+
+def _class_inside(spec: Any, values: Mapping[str, Any]) -> type | None:
+    """The class of a configuration inside another; None where transformers alone can tell."""
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+    config_class = getattr(spec, "config_class", spec)
+    if isinstance(config_class, type) and issubclass(config_class, PreTrainedConfig):
+        return config_class
+    try:
+        return CONFIG_MAPPING[values.get("model_type", getattr(spec, "model_type", None))]
+    except KeyError:
+        return None
+
+
+def _configuration(recipe: LoadedRecipe, model_class: type) -> Any:
+    given, config_class = recipe.values.model.config, model_class.config_class
+    _check_keys(recipe, "model.config", config_class, given, model_class.__name__)
+    _check_implementations(recipe, model_class, given)
+    values = _own_names(config_class, given)
+    try:
+        config = config_class(**values)
+    except Exception as error:  # each configuration class checks in its own way
+        problem = f"refused by {model_class.__name__}: {' '.join(str(error).split())}"
+        raise recipe.error("model.config", problem) from None
+    _keep(recipe, config, given)
+    for one, own in _with_sub_configurations(config, given):
+        if hasattr(one, "use_cache") and "use_cache" not in own:
+            one.use_cache = False  # past keys and values are of no use in training
+    return config
+
+
+def _check_keys(recipe: LoadedRecipe, where: str, config_class: type, given: Mapping[str, Any], name: str) -> None:
+    """Raise RecipeError for a key that ``config_class`` does not take: transformers would keep it without a word."""
+    known = keys_of(config_class)
+    inside = sub_configurations(config_class)
+    undeclared = _made_by(config_class) | _for_generation() if given.keys() - known else set()
+    for key, value in given.items():
+        if key in known or (key in undeclared and key not in NOT_FOR_USERS):
+            pass
+        elif key != "model_type":
+            near = get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise recipe.error(f"{where}.{key}", f"unknown; {hint}{name} takes {', '.join(sorted(known))}")
+        elif value != config_class.model_type:
+            raise recipe.error(
+                f"{where}.{key}", f"found {value!r}; {name} has {config_class.model_type!r}: leave it out"
+            )
+        other = config_class.attribute_map.get(key, key)
+        if other != key and given.get(other, value) != value:
+            raise recipe.error(f"{where}.{key}", f"found {value!r}; it is {other}, which is {given[other]!r}: give one")
+        if key not in inside or value is None:
+            continue
+        if not isinstance(value, dict):
+            raise recipe.error(f"{where}.{key}", f"found {value!r}; it takes the keys of a configuration")
+        inner = _class_inside(inside[key], value)
+        if inner is None:
+            problem = f"found {value.get('model_type')!r}; it takes a model type of transformers, such as llama"
+            raise recipe.error(f"{where}.{key}.model_type", problem)
+        _check_keys(recipe, f"{where}.{key}", inner, value, inner.__name__)
+
+
+def _own_names(config_class: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The same keys under the names by which the class declares them: another name of one would be set too late."""
+    declared = {item.name for item in fields(config_class)} if is_dataclass(config_class) else set()
+    names = {key: config_class.attribute_map.get(key, key) for key in given}
+    return {key if key in declared else names[key]: value for key, value in given.items()}
+
+
+def _keep(recipe: LoadedRecipe, config: Any, given: Mapping[str, Any]) -> None:
+    """See that no key is lost: transformers drops keys of generation, and a class may set some keys itself."""
+    for key, value in given.items():
+        if key in IMPLEMENTATIONS or isinstance(value, (dict, list)):
+            continue
+        if not hasattr(config, key) and key in _for_generation():
+            setattr(config, key, value)  # a model's code may read it still
+        if getattr(config, key, value) == value:
+            continue
+        rest = {name: other for name, other in given.items() if name != key}
+        if (
+            type(config)(**_own_names(type(config), rest)).to_dict()
+            == type(config)(**_own_names(type(config), given)).to_dict()
+        ):
+            problem = f"found {value!r}, which changes nothing: {type(config).__name__} sets {getattr(config, key)!r}"
+            raise recipe.error(f"model.config.{key}", f"{problem}; leave it out")
+
+
+def _with_sub_configurations(config: Any, given: Mapping[str, Any]) -> Iterator[tuple[Any, Mapping[str, Any]]]:
+    """``config`` and those inside it, each with the keys that the recipe gives of it."""
+    yield config, given
+    for key in sub_configurations(type(config)):
+        inner = getattr(config, key, None)
+        if inner is not None:
+            yield from _with_sub_configurations(inner, given.get(key) or {})
+
+
+def _check_implementations(recipe: LoadedRecipe, model_class: type, given: Mapping[str, Any]) -> None:
+    for key, choices in zip(IMPLEMENTATIONS, (attentions(model_class), experts(model_class)), strict=True):
+        wanted = given.get(key)
+        for value in wanted.values() if isinstance(wanted, dict) else [wanted]:
+            if value is not None and value not in choices:
+                takes = (
+                    f"it takes {', '.join(choices)}" if choices else "its experts have one implementation: leave it out"
+                )
+                raise recipe.error(f"model.config.{key}", f"found {value!r}; of {model_class.__name__} {takes}")
+
+
+def attentions(model_class: type) -> list[str]:
+    """The implementations of attention that the class has on this machine."""
+    from transformers.utils import is_flash_attn_2_available
+
+    supported = {
+        "sdpa": model_class._supports_sdpa,
+        "flex_attention": model_class._supports_flex_attn,
+        "flash_attention_2": model_class._supports_flash_attn and is_flash_attn_2_available(),
+    }
+    return ["eager", *(name for name, present in supported.items() if present)]
+
+
+def experts(model_class: type) -> list[str]:
+    """The implementations of a mixture of experts that the class has; none where it has no choice."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    return ["eager", *sorted(ALL_EXPERTS_FUNCTIONS.keys())] if model_class._can_set_experts_implementation() else []
+
+
+# The data
+
+
+def _check_arguments(recipe: LoadedRecipe, model_class: type, data: DataSettings) -> None:
+    """Raise RecipeError where the model's forward does not take an input, or a plain argument."""
+    parameters = inspect.signature(model_class.forward).parameters
+    known = [name for name in parameters if name != "self"]
+    takes_more = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    named = [(f"data.inputs.{name}" if recipe.values.data.inputs else "data.inputs", name) for name in data.inputs]
+    for key, name in [*named, *((f"model.forward.{name}", name) for name in recipe.values.model.forward)]:
+        near = get_close_matches(name, known, n=1, cutoff=_TYPO if takes_more else 0.6)
+        if name in known or (takes_more and not near and key != "data.inputs"):
+            continue
+        found = "unknown; " if key != "data.inputs" else f"none given, and the default {name} is unknown; "
+        hint = f"did you mean {near[0]}? " if near and key != "data.inputs" else ""
+        raise recipe.error(key, f"{found}{hint}the forward of {model_class.__name__} takes {', '.join(known)}")
+
+
+def _check_sizes(recipe: LoadedRecipe, config: Any, data: DataSettings) -> None:
+    """Sizes of the data that would be an index error deep inside the model."""
+    text = _of_text(config)
+    vocabulary, positions = getattr(text, "vocab_size", None), getattr(text, "max_position_embeddings", None)
+    tokens = {name: field for name, field in data.inputs.items() if field.kind in TOKEN_KINDS}
+    if tokens and isinstance(positions, int) and data.sequence_length > positions:
+        problem = f"found {data.sequence_length}; the model has {positions} positions: it takes at most that"
+        raise recipe.error("data.sequence_length", problem)
+    if not isinstance(vocabulary, int):
+        return
+    if tokens and vocabulary < data.num_tokens:
+        problem = f"found {vocabulary}; the data has {data.num_tokens} different tokens: it takes at least that"
+        raise recipe.error(_key_of_text(config, text, "vocab_size"), problem)
+    for name, field in data.inputs.items():
+        if name.endswith("input_ids") and field.largest is not None and field.largest >= vocabulary:
+            problem = f"found ids up to {field.largest}; the model has {vocabulary} tokens: they must be below that"
+            raise recipe.error(f"data.inputs.{name}", problem)
+    start = getattr(config, "decoder_start_token_id", None)
+    if config.is_encoder_decoder and isinstance(start, int) and start >= vocabulary:
+        problem = f"found {start}; the model has {vocabulary} tokens: it takes the id of one, such as 0"
+        raise recipe.error("model.config.decoder_start_token_id", problem)
+
+
+def _of_text(config: Any) -> Any:
+    """The part of a configuration that is about tokens: itself, or one inside it."""
+    try:
+        return config.get_text_config(decoder=True)
+    except ValueError:  # there are several
+        return config
+
+
+def _key_of_text(config: Any, text: Any, key: str) -> str:
+    inside = next((name for name in sub_configurations(type(config)) if getattr(config, name, None) is text), None)
+    return f"model.config.{inside}.{key}" if inside else f"model.config.{key}"

@@ -1,0 +1,172 @@
+"""Recipe -> the user's model, unmodified: how to build it, the model captured, and its initial weights."""
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
+from functools import partial
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from auto3d.capture.errors import CaptureError, error_line
+from auto3d.capture.graph import Graph
+from auto3d.capture.model import CapturedModel, capture, without_collection
+from auto3d.runtime.world import World
+from launch.model.architecture import architecture, unset_key
+from launch.recipe.data import data_settings
+from launch.recipe.load import RECIPES, LoadedRecipe
+from launch.recipe.settings import device
+from launch.run.devices import hide_devices
+from launch.run.streams import stdout_to_stderr
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are built from their configuration; nothing is ever downloaded
+
+
+def captured_model(recipe: LoadedRecipe, micro_batch_size: int) -> CapturedModel:
+    """The recipe's model, captured for micro-batches of so many samples."""
+    if device(recipe.values) == "cpu":
+        hide_devices()
+    with stdout_to_stderr(), without_collection():
+        build = build_function(recipe)
+        try:
+            specs = data_settings(recipe.values).input_specs()
+            return capture(build, specs, micro_batch_size, device=device(recipe.values))
+        except CaptureError as error:
+            if recipe.values.model.architecture and (key := unset_key(recipe, str(error))):
+                problem = f"none given, and the model needs it: give a value, such as 0 for the id of a token ({error})"
+                raise recipe.error(f"model.config.{key}", problem) from None
+            raise
+        except SystemExit as error:
+            raise recipe.error("model", f"its code ended the program: {told(error)}") from None
+
+
+def capture_for_ranks(recipe: LoadedRecipe, micro_batch_size: int) -> Callable[[World], CapturedModel]:
+    """A function that gives a rank the recipe's model, captured for micro-batches of so many samples.
+
+    For a CPU it is captured here, and the ranks that are forked from this process share it. For a GPU each rank
+    captures it: a capture asks the device and runs backwards, and ranks forked after that could not use a GPU.
+    """
+    if device(recipe.values) == "cpu":
+        captured = captured_model(recipe, micro_batch_size)
+        return lambda world: captured
+
+    def capture(world: World) -> CapturedModel:
+        use_device(world.device("cuda"))
+        return captured_model(recipe, micro_batch_size)
+
+    return capture
+
+
+def use_device(own: torch.device) -> None:
+    """Make ``own`` the GPU that a capture uses: on any other it would take memory from that one's rank."""
+    if torch.backends.cuda.is_built():  # else the capture is made on the CPU
+        torch.cuda.set_device(own)
+
+
+def build_function(recipe: LoadedRecipe) -> Callable[[], nn.Module]:
+    """A function that builds the recipe's model; raises RecipeError if there is no such model."""
+    make = architecture(recipe) if recipe.values.model.factory is None else _factory(recipe)
+    plain = recipe.values.model.forward
+    if not plain:
+        return make
+
+    def build() -> nn.Module:
+        module = make()
+        module.forward = partial(module.forward, **plain)
+        return module
+
+    return build
+
+
+class Weights(Mapping[str, torch.Tensor]):
+    """The tensors of a safetensors file, each read when it is asked for."""
+
+    def __init__(self, file: str) -> None:
+        self._file = safe_open(file, framework="pt")
+        self._names = dict.fromkeys(self._file.keys())
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._file.get_tensor(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file.get_slice(name).get_shape())
+
+
+def initial_weights(recipe: LoadedRecipe, graph: Graph) -> Weights | None:
+    """The recipe's weights, if it has any; raises RecipeError, by names and shapes, unless they fit the model."""
+    file = recipe.values.model.weights
+    if file is None:
+        return None
+    try:
+        weights = Weights(file)
+    except (SafetensorError, OSError) as error:
+        raise recipe.error("model.weights", f"found {file!r}, not a readable safetensors file: {error}") from None
+    known = graph.parameters | graph.buffers
+    for name in dict.fromkeys(name for node in graph.nodes for name in node.state if name in known):
+        if name not in weights:
+            if name in graph.parameters:
+                near = get_close_matches(name, weights, n=1) or list(weights)[:1]
+                hint = f"; it has {near[0]}" if near else ""
+                raise recipe.error("model.weights", f"found {file!r}, which lacks the parameter {name}{hint}")
+        elif weights.shape(name) != known[name].shape:
+            shapes = f"{list(weights.shape(name))}, the model's has {list(known[name].shape)}"
+            raise recipe.error("model.weights", f"found {file!r}, whose {name} has shape {shapes}")
+    return weights
+
+
+def _factory(recipe: LoadedRecipe) -> Callable[[], nn.Module]:
+    name = recipe.values.model.factory
+    module_name, _, function_name = name.partition(":")
+    if not module_name or not function_name:
+        raise recipe.error("model.factory", f"found {name!r}; it takes package.module:function")
+    # A user's modules lie where auto3d is called or beside the recipe, the examples in recipes/. The folders stay, for
+    # the ranks are forked from here, and a model may import more while it is built or run.
+    folders = [os.getcwd(), str(recipe.folder), str(RECIPES.parent)]
+    sys.path[:0] = [folder for folder in dict.fromkeys(folders) if folder not in sys.path]
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (Exception, SystemExit) as error:  # of the user's module: anything
+        raise recipe.error("model.factory", f"found {name!r}, which cannot be imported: {told(error)}") from None
+    if not callable(function):
+        problem = f"found {name!r}, which is of type {type(function).__name__}; it takes a function"
+        raise recipe.error("model.factory", problem)
+    arguments = recipe.values.model.arguments
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        raise recipe.error("model.arguments", f"refused by {name}: {error}") from None
+    except ValueError:  # it has no signature, being written in C
+        pass
+
+    def build() -> nn.Module:
+        module = function(**arguments)
+        if not isinstance(module, nn.Module):
+            raise recipe.error("model.factory", f"{name} made a {type(module).__name__}; it must make an nn.Module")
+        return module
+
+    return build
+
+
+def told(error: BaseException) -> str:
+    """Kind, first line and place of an error of the user's code."""
+    error = error.with_traceback(error.__traceback__.tb_next)  # without our own frame
+    text, place = str(error), error_line(error)
+    if isinstance(error, SyntaxError):  # of a module that never ran
+        text, place = error.msg, f" at {error.filename}, line {error.lineno}"
+    words = next((line for line in text.splitlines() if line.strip()), "")
+    return f"{type(error).__name__}{': ' if words else ''}{words}{place}"

@@ -1,0 +1,196 @@
+"""A recipe's search space: which plans a sweep runs, and why it leaves others out."""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import cache
+
+from auto3d.capture.graph import Graph
+from auto3d.cluster import Cluster
+from auto3d.cost.memory import in_gib, predict
+from auto3d.errors import InputError
+from auto3d.partition.stage import cut
+from auto3d.plan import Plan, PlanError
+from auto3d.runtime.settings import optimizer_copies
+from auto3d.schedule import samples_at_once, schedule_of, write_schedule
+from auto3d.schedule.carried_buffers import check_carried_buffers
+from auto3d.search.exhaustive import estimate_best
+from auto3d.search.listing import Listed, listed
+from auto3d.search.make import PlanMaker
+from auto3d.search.search import Budget, Ranked, Search
+from auto3d.search.space import PARTITIONS, Candidate, Domain, Task
+from launch.model.costs import captured_subject, cost_model
+from launch.model.graphs import PlanningModel
+from launch.recipe.load import LoadedRecipe
+from launch.recipe.schema import AUTO, PlanRecipe
+from launch.recipe.settings import cluster, emulation, optimizer_settings, search_space
+
+
+def find(
+    recipe: LoadedRecipe, graph_at: Callable[[int], Graph], chosen: Callable[[Sequence[Plan]], Collection[Plan]]
+) -> list[Listed]:
+    """Every combination of the recipe's search space, with its plan or the reason why it does not run.
+
+    Of more plans than search.max_trials, those run that were ``chosen`` before, then the fastest by prediction.
+    """
+    values = recipe.values
+    if AUTO in values.search.recompute:
+        check_memory_known(recipe, "search.recompute")
+    domain, maker = Domain(search_space(values), cluster(recipe), task(recipe)), runnable_maker(recipe, graph_at)
+    found = list(listed(domain, maker))
+    runnable = [place for place, one in enumerate(found) if one.plan is not None]
+    if len(runnable) <= values.search.max_trials:
+        return found
+    before = chosen([found[place].plan for place in runnable])
+    run = {place for place in runnable if found[place].plan in before}
+    others = [place for place in runnable if place not in run]
+    run.update(_fastest(domain, maker, found, others, values.search.max_trials - len(run)))
+    for place in runnable:
+        if place not in run:
+            found[place] = replace(found[place], plan=None, reason=left_out(recipe))
+    return found
+
+
+def _fastest(domain: Domain, maker: PlanMaker, found: Sequence[Listed], places: Sequence[int], count: int) -> list[int]:
+    """The ``count`` of ``places`` in ``found`` whose plans are predicted to be the fastest; of equal ones the first.
+
+    Only plans are simulated that may be among them, by the time that no simulation of theirs can beat.
+    """
+    if count <= 0:
+        return []
+    search = Search(domain, maker, Budget(candidates=len(found), best=count))
+    bounds = []
+    for place in places:
+        one = found[place]
+        search.add(one.candidate, one.plan)
+        bounds.append((search.bound(one.candidate), place, one.candidate))
+    estimate_best(search, bounds)
+    predicted = {one.candidate: one.seconds for one in search.ranked()}
+    estimated = [place for place in places if found[place].candidate in predicted]
+    return sorted(estimated, key=lambda place: (predicted[found[place].candidate], place))[:count]
+
+
+def left_out(recipe: LoadedRecipe) -> str:
+    """The reason of candidates that could run, were they not too many."""
+    return f"left out: search.max_trials is {recipe.values.search.max_trials}"
+
+
+def of_plan(recipe: LoadedRecipe, wanted: PlanRecipe, graph_at: Callable[[int], Graph]) -> Plan:
+    """The plan of these degrees, this schedule and this recomputation alone, by the same checks; else RecipeError."""
+    if wanted.recompute == AUTO:
+        check_memory_known(recipe, "plan.recompute")
+    maker = runnable_maker(recipe, graph_at)
+    try:
+        plan = maker.plan(candidate_of(wanted))
+        maker.check_captured()
+        return plan
+    except InputError as error:
+        raise recipe.error("plan", str(error)) from None
+
+
+def candidate_of(wanted: PlanRecipe) -> Candidate:
+    return Candidate(
+        dp=wanted.dp,
+        tp=wanted.tp,
+        pp=wanted.pp,
+        micro_batch_size=wanted.micro_batch_size,
+        schedule=write_schedule(wanted.schedule, wanted.schedule_options),
+        recompute=wanted.recompute,
+        shard_optimizer=wanted.shard_optimizer,
+    )
+
+
+def exact_plans(recipe: LoadedRecipe) -> Callable[[Ranked], Plan]:
+    """Makes the plans of a search ready to run: of the Graph at their own micro-batch size, and checked by the bytes
+    that the runtime counts.
+
+    The function raises InputError for a plan that cannot run. One that no build runs yet is returned as it is.
+    """
+    graph_at = cache(PlanningModel(recipe).graph)
+    maker = cache(lambda: runnable_maker(recipe, graph_at))
+
+    def exact(ranked: Ranked) -> Plan:
+        plan, candidate = ranked.plan, ranked.candidate
+        if recipe.values.model.layers is not None or plan.tp > 1:
+            return plan
+        if not plan.graph and candidate.partition in PARTITIONS:
+            return maker().plan(candidate)
+        if not plan.graph:  # no maker of plans cuts stages as RaNNC does
+            plan = replace(plan, graph=graph_at(samples_at_once(plan)).fingerprint)
+        maker().check(plan)
+        return plan
+
+    return exact
+
+
+def task(recipe: LoadedRecipe) -> Task:
+    training = recipe.values.training
+    return Task(global_batch=training.global_batch, seed=training.seed, clip_norm=training.clip_norm)
+
+
+def runnable_maker(recipe: LoadedRecipe, graph_at: Callable[[int], Graph]) -> PlanMaker:
+    """Makes plans that this build can run, and whose bytes, as the runtime counts them, fit."""
+    subject = captured_subject(recipe, graph_at)
+    emulated, machine = emulation(recipe.values), cluster(recipe)
+
+    def missing(plan: Plan) -> str:
+        return shortage_here(recipe, machine, plan, graph_at)
+
+    def check(plan: Plan) -> None:
+        if plan.tp != 1:
+            raise PlanError(f"tp: {plan.tp} asks for tensor parallelism, which this build does not run; tp must be 1")
+        if emulated is not None:
+            emulated.check_fits(plan.stages)
+        graph = graph_at(samples_at_once(plan))
+        if graph.carried_buffers:
+            check_carried_buffers(graph, plan, schedule_of(plan), cut(graph, plan.stages))
+
+    model = cost_model(recipe, subject)
+    return PlanMaker(subject, model, task(recipe), shortage=missing, check=check)
+
+
+def check_memory(recipe: LoadedRecipe, plan: Plan, graph_at: Callable[[int], Graph]) -> None:
+    """Raise PlanError where the recipe's devices have not the memory that ``plan`` needs, by its estimate."""
+    if missing := shortage_here(recipe, cluster(recipe), plan, graph_at):
+        raise PlanError(f"{missing}; cluster.memory_gib sets the GiB that a process may fill")
+
+
+def shortage_here(recipe: LoadedRecipe, machine: Cluster, plan: Plan, graph_at: Callable[[int], Graph]) -> str:
+    """As ``shortage``, on ``machine``, the recipe's cluster; the model is not captured where no memory is known."""
+    if machine.memory_bytes is None:
+        return ""
+    copies = optimizer_copies(optimizer_settings(recipe.values), recipe.values.cluster.device)
+    return shortage(graph_at(samples_at_once(plan)), plan, machine, **copies)
+
+
+def shortage(graph: Graph, plan: Plan, machine: Cluster, **copies: int | tuple[int, int]) -> str:
+    """Why ``plan`` does not fit into the devices that it is placed on, by its estimate; nothing where it does.
+
+    ``copies`` are those of the optimizer that ``predict`` takes.
+    """
+    short: dict[int, float] = {}  # pipeline device -> bytes that it lacks
+    needed = predict(graph, plan, schedule_of(plan), **copies)
+    memory = [machine.memory_of(ranks) for ranks in plan.placement]
+    for device, has in enumerate(memory):
+        if has is not None and needed[device].total > has:
+            short[device] = needed[device].total - has
+    if not short:
+        return ""
+    device = max(short, key=short.__getitem__)
+    return f"infeasible: pipeline device {device} needs {needed[device]}; a device has {in_gib(memory[device])} GiB"
+
+
+def check_memory_known(recipe: LoadedRecipe, key: str) -> None:
+    """Raise RecipeError where nothing says how much memory a device has, which ``key``: auto needs."""
+    if cluster(recipe).memory_bytes is None:
+        problem = "found auto, which needs cluster.memory_gib: the GiB that a process may fill"
+        raise recipe.error(key, f"{problem}, or an accelerator that has memory_gib")
+
+
+def runnable(recipe: LoadedRecipe, found: Sequence[Listed]) -> list[Plan]:
+    """The plans of the candidates that have one; raises RecipeError, with the commonest reason, if none has."""
+    plans = [candidate.plan for candidate in found if candidate.plan is not None]
+    if not plans:
+        reason, times = Counter(candidate.reason for candidate in found).most_common(1)[0]
+        raise recipe.error("search", f"none of its {len(found)} candidates can run; {times} of them: {reason}")
+    return plans

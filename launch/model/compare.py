@@ -1,0 +1,70 @@
+"""The comparison of a captured program with its eager module, in a process that ends with it."""
+
+import os
+import signal
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+
+import torch
+
+from auto3d.capture.model import CapturedModel
+from auto3d.errors import InputError
+from auto3d.runtime.measurement import Status
+from auto3d.runtime.verify import check_against_eager
+from launch.model.build import captured_model
+from launch.recipe.data import data_settings
+from launch.recipe.load import LoadedRecipe
+from launch.run.ranks import Outcome, die_with_parent, run_ranks
+from launch.run.streams import stdout_to_stderr
+
+
+def compare_forked(recipe: LoadedRecipe, captured: CapturedModel, *, timeout_s: float) -> Outcome:
+    """Compare ``captured`` on the CPU; raises InputError where it differs."""
+    cpu = torch.device("cpu")
+
+    def compare(*_: object) -> None:
+        check_against_eager(captured, data_settings(recipe.values), seed=recipe.values.training.seed, device=cpu)
+
+    return run_ranks(1, compare, timeout_s=timeout_s)
+
+
+def compare_on_gpu(recipe: LoadedRecipe, micro_batch_size: int, *, timeout_s: float) -> Outcome:
+    """Capture the recipe's model and compare it on the first GPU; raises InputError where it differs.
+
+    The process is a fresh one: this one may have captured, and processes that are forked from it cannot use a GPU then.
+    """
+    context = get_context("spawn")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_compare, args=(there, recipe, micro_batch_size, os.getpid()))
+    process.start()
+    there.close()
+    try:
+        if not here.poll(timeout_s):
+            return Outcome(Status.TIMEOUT, error=f"it was not done after {timeout_s:g} s")
+        refused, status, error = here.recv()
+    except EOFError:
+        process.join()
+        return Outcome(Status.FAILED, error=f"its process ended with exit code {process.exitcode}")
+    finally:
+        process.kill()
+        process.join()
+    if refused:
+        raise InputError(error)
+    return Outcome(status, error=error)
+
+
+def _compare(pipe: Connection, recipe: LoadedRecipe, micro_batch_size: int, parent: int) -> None:
+    """The life of that process: it sends whether the model was refused, a status, and what went wrong."""
+    die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends us
+    on = torch.device("cuda", 0)
+    try:
+        with stdout_to_stderr():
+            captured = captured_model(recipe, micro_batch_size)
+            check_against_eager(captured, data_settings(recipe.values), seed=recipe.values.training.seed, device=on)
+    except InputError as error:
+        pipe.send((True, Status.FAILED, str(error)))
+    except Exception as error:
+        pipe.send((False, Status.FAILED, f"{type(error).__name__}: {error}"))
+    else:
+        pipe.send((False, Status.OK, ""))

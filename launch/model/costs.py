@@ -1,0 +1,146 @@
+"""Recipe -> what the cost model needs: the work of the model, captured or measured layer by layer."""
+
+import csv
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+
+from auto3d.capture.graph import Graph
+from auto3d.capture.interpolate import interpolate
+from auto3d.cost.layers import Layer, Measured, times_of_layers, work_of_layers
+from auto3d.cost.model import CostModel
+from auto3d.cost.work import Work, work_of
+from auto3d.errors import InputError
+from auto3d.partition.merak import Sharding
+from auto3d.search.subject import CapturedSubject, LayeredSubject, Subject
+from launch.model.graphs import PlanningModel
+from launch.model.profile import find_profile
+from launch.recipe.load import LoadedRecipe
+from launch.recipe.settings import cluster, training
+
+INTERPOLATED = (2, 4)  # samples; at 1 there may be fewer operations than at all others
+PUBLISHED_DATA = "AUTO3D_PUBLISHED_DATA"  # the folder of published measurements, which are not part of the project
+
+
+def subject_of(recipe: LoadedRecipe) -> Subject:
+    """The recipe's model as search and cost model see it."""
+    values = recipe.values
+    if values.model.layers is None:
+        return captured_subject(recipe, PlanningModel(recipe).graph)
+    layers = [
+        Layer(**{name: value for name, value in asdict(sizes).items() if name != "count"})
+        for sizes in values.model.layer_sizes
+        for _ in range(sizes.count)
+    ]
+    measured = _measured(recipe, len(layers))
+    precision = values.prediction.precision
+    return LayeredSubject(
+        layers=tuple(layers),
+        work=lambda samples: work_of_layers(layers, samples, precision=precision),
+        times=lambda samples, accelerator, tp: times_of_layers(
+            layers, measured, samples, accelerator, tp, precision=precision
+        ),
+    )
+
+
+def planning_subject(recipe: LoadedRecipe) -> Subject:
+    """The recipe's model for a search.
+
+    For several machines a plan is only predicted, so two captures tell of all micro-batch sizes, unless the model's
+    code differs there. A plan of another size names no Graph; ``candidates.exact_plans`` makes one that can run.
+    """
+    if recipe.values.model.layers is not None or len(cluster(recipe).nodes) == 1:
+        return subject_of(recipe)
+    model = PlanningModel(recipe)
+
+    @cache
+    def captured(samples: int) -> Graph:
+        return model.graph(samples)
+
+    def graph_at(samples: int) -> Graph:
+        if samples in INTERPOLATED:
+            return captured(samples)
+        try:
+            return interpolate(*map(captured, INTERPOLATED), samples)
+        except InputError:
+            return captured(samples)
+
+    def sharding(graph: Graph) -> Sharding:
+        """Of one that is told from others, that of these: it has the same operations."""
+        return model.sharding(graph if graph.fingerprint else captured(INTERPOLATED[0]))
+
+    return _captured_subject(recipe, graph_at, sharding)
+
+
+def captured_subject(recipe: LoadedRecipe, graph_at: Callable[[int], Graph]) -> CapturedSubject:
+    """The recipe's model where its Graphs are captured anyway, as in a process that is to run it."""
+    return _captured_subject(recipe, graph_at, PlanningModel(recipe).sharding)
+
+
+def _captured_subject(
+    recipe: LoadedRecipe, graph_at: Callable[[int], Graph], sharding: Callable[[Graph], Sharding]
+) -> CapturedSubject:
+    prediction = recipe.values.prediction
+
+    def work(graph: Graph) -> Work:
+        return work_of(graph, sharding(graph).bounds, precision=prediction.precision, fused=prediction.fused)
+
+    return CapturedSubject(graph_at, work, lambda graph: sharding(graph).bounds)
+
+
+def cost_model(recipe: LoadedRecipe, subject: Subject) -> CostModel:
+    """Of the recipe's cluster and training, with what was measured where there is a profile of it."""
+    machine, times = cluster(recipe), subject.times
+
+    def fingerprint(samples: int) -> str:
+        """Also where the subject has not captured the model, but told it from other sizes."""
+        return subject.fingerprint(samples) or PlanningModel(recipe).graph(samples).fingerprint
+
+    measured_in = ""
+    if (found := find_profile(recipe, fingerprint)) is not None:
+        file, profile = found
+        measured_in = str(file)
+        machine, times = profile.measured(machine), profile.times_at(subject.work, subject.cuts)
+    return CostModel(
+        machine,
+        training(recipe.values),
+        subject.work,
+        times_at=times,
+        method=recipe.values.prediction.method,
+        measured_in=measured_in,
+    )
+
+
+def published(name: str) -> Path:
+    """A file of published measurements: of the folder in AUTO3D_PUBLISHED_DATA, else of ../shared/data."""
+    return Path(os.environ.get(PUBLISHED_DATA, "../shared/data")) / name
+
+
+def _measured(recipe: LoadedRecipe, count: int) -> Measured:
+    name = recipe.values.model.layers
+    file = Path(name) if Path(name).is_file() else published(name)
+    if not file.is_file():
+        raise recipe.error(
+            "model.layers", f"found {name!r}; there is no {file}: {PUBLISHED_DATA} is the folder to look for it in"
+        )
+    found: dict[tuple[str, int], list[float]] = {}
+    with file.open(newline="") as lines:
+        rows: Sequence[dict[str, str]] = list(csv.DictReader(lines))
+    needed = {"model", "device", "tp", "forward_s_per_sample"}
+    if not rows or not needed <= rows[0].keys():
+        raise recipe.error("model.layers", f"found {str(file)!r}; it must have the columns {', '.join(sorted(needed))}")
+    for row in rows:
+        if row["model"] == recipe.values.model.layers_of:
+            found.setdefault((row["device"], int(row["tp"])), []).append(float(row["forward_s_per_sample"]))
+    if not found:
+        names = ", ".join(sorted({row["model"] for row in rows}))
+        raise recipe.error(
+            "model.layers_of", f"found {recipe.values.model.layers_of!r}; {file} has rows of {names}: it takes one"
+        )
+    for (device, tp), seconds in found.items():
+        if len(seconds) != count:
+            problem = f"found sizes of {count} layers; {file} has {len(seconds)} on {device} at tp {tp}"
+            raise recipe.error("model.layer_sizes", problem)
+    return {key: tuple(seconds) for key, seconds in found.items()}

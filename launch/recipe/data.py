@@ -1,0 +1,18 @@
+"""Recipe -> what the engine makes the model's inputs of."""
+
+from auto3d.runtime.data import DataSettings, InputField
+from launch.recipe.load import data_files
+from launch.recipe.schema import Recipe
+
+
+def data_settings(recipe: Recipe) -> DataSettings:
+    inputs = {
+        name: InputField(**{**vars(given), "shape": tuple(given.shape)}) for name, given in recipe.data.inputs.items()
+    }
+    return DataSettings(
+        source=recipe.data.source,
+        files=tuple(data_files(recipe)),
+        sequence_length=recipe.data.sequence_length,
+        vocabulary_size=recipe.data.vocabulary_size,
+        inputs=inputs or {"input_ids": InputField(kind="tokens"), "labels": InputField(kind="tokens")},
+    )

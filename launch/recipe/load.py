@@ -1,0 +1,349 @@
+"""Recipes: the one YAML file that a user writes, read, merged and checked against the schema.
+
+``load`` refuses what it does not understand with one line: the file, the key, the value and what is accepted.
+"""
+
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from difflib import get_close_matches
+from functools import cached_property
+from glob import glob
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from yaml import YAMLError
+
+from launch.recipe.error import COMMAND_LINE, RecipeError
+from launch.recipe.keys import accepted, accepts, group_schema, groups, schema_of
+from launch.recipe.overrides import KeyPath, file_names, nested, read_overrides, read_path, replaced, write_path
+from launch.recipe.schema import INPUT_KEYS, TOKEN_KINDS, AcceleratorRecipe, InputRecipe, Recipe
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+_GROUPS = ", ".join(groups())
+NAMED_GROUPS = {"model": "models", "cluster": "clusters"}  # groups that may name a file of recipes/
+
+
+@dataclass(frozen=True)
+class LoadedRecipe:
+    """A recipe that passed all checks of its own, and where each of its values came from."""
+
+    name: str
+    values: Recipe
+    written: str  # how the user wrote the recipe's name
+    overrides: tuple[str, ...]
+    folder: Path  # of the user's file: modules of their own may lie beside it
+    _sources: "_Sources"
+
+    def error(self, key: str, problem: str) -> RecipeError:
+        """An error about ``key``, found later than here, with the file that gave its value."""
+        return RecipeError(self._sources.of(key), key, problem)
+
+    def accelerator(self, key: str, name: str) -> tuple[Path, AcceleratorRecipe]:
+        """The file of recipes/accelerators/ that ``key`` names, and what it holds."""
+        file = _find(self._sources.of(key), name, folder="accelerators", what=key)
+        values = OmegaConf.structured(AcceleratorRecipe)
+        for item, value in _read(file).items():
+            try:
+                values = OmegaConf.merge(values, {item: value})
+            except (OmegaConfBaseException, TypeError) as error:
+                known = [each.name for each in fields(AcceleratorRecipe)]
+                if isinstance(error, ConfigKeyError):
+                    raise _unknown(file, str(item), known) from None
+                problem = f"found {value!r}; it takes {accepted(AcceleratorRecipe, str(item))}"
+                raise RecipeError(file, str(item), problem) from None
+        found = OmegaConf.to_object(values)
+        _check_group(found, "", _Sources(file, {}))
+        return file, found
+
+    def overrides_of(self, group: str) -> list[str]:
+        return [override for override in self.overrides if re.split(r"[.=[]", override, maxsplit=1)[0] == group]
+
+    def command(self, verb: str, *options: str, without: str = "") -> str:
+        """The shell command that does ``verb`` with this recipe as the user wrote it, less one group.
+
+        Overrides among the ``options`` replace the user's own of the same keys.
+        """
+        dropped = self.overrides_of(without)
+        kept = [override for override in self.overrides if override not in dropped]
+        changes = [option for option in options if "=" in option and not option.startswith("-")]
+        others = [option for option in options if option not in changes]
+        on_path = shutil.which("auto3d") or Path(sys.argv[0]).name != "auto3d"
+        program = "auto3d" if on_path else sys.argv[0]
+        return shlex.join([program, verb, self.written, *replaced(kept, changes), *others])
+
+    def changed(self, overrides: Sequence[str]) -> "LoadedRecipe":
+        """This recipe with further ``overrides``, which replace the user's own of the same keys."""
+        return load(self.written, replaced(self.overrides, overrides))
+
+    def follow_up(self, verb: str, *options: str) -> str:
+        """The shell command that does ``verb`` with what was run last of this recipe, whatever its overrides were."""
+        return replace(self, overrides=()).command(verb, *options)
+
+    @cached_property  # it takes 20 ms, and every trial has a copy
+    def text(self) -> str:
+        """The whole recipe as YAML, defaults included, so that ``load`` gives it back."""
+        return OmegaConf.to_yaml(OmegaConf.structured(self.values))
+
+    @property
+    def cluster_name(self) -> str:
+        """Of the file that describes its cluster, which may be the recipe itself."""
+        return self._sources.named.get("cluster", self._sources.file).stem
+
+    @property
+    def shipped(self) -> bool:
+        """Whether it is a file of recipes/, which `make` finds by its name."""
+        return self.folder in (Path("recipes").resolve(), RECIPES)
+
+
+def load(name: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
+    """The recipe called ``name`` (of recipes/, or a path) with ``overrides`` such as ``training.global_batch=32``.
+
+    Raises RecipeError if anything in it is unknown, of a wrong type, impossible by itself or together.
+    """
+    file = _find(COMMAND_LINE, name, folder="", what="recipe")
+    recipe, sources = _typed(file, _read(file), read_overrides(overrides))
+    _check_values(recipe, sources)
+    _check_together(recipe, sources)
+    return LoadedRecipe(file.stem, recipe, name, tuple(overrides), file.resolve().parent, sources)
+
+
+def data_files(recipe: Recipe) -> list[str]:
+    """The files that data.files means, in order; none: the source of Python's standard library."""
+    return [file for pattern in recipe.data.files for file in sorted(glob(pattern))]
+
+
+# Reading
+
+
+def _read(file: Path) -> dict[Any, Any]:
+    try:
+        raw = OmegaConf.to_container(OmegaConf.load(file))
+    except OSError as error:
+        raise RecipeError(file, "", error.strerror or f"holds no keys; a recipe has the groups {_GROUPS}") from None
+    except (YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        problem = str(getattr(error, "problem", error)).splitlines()[0]
+        raise RecipeError(file, "", f"not YAML{where}: {problem}") from None
+    except (OmegaConfBaseException, RecursionError) as error:  # a key or a value of a kind that no recipe has
+        raise RecipeError(file, "", f"not readable: {str(error).splitlines()[0]}") from None
+    if not isinstance(raw, dict):
+        raise RecipeError(file, "", f"holds a list; a recipe has the groups {_GROUPS}")
+    return raw
+
+
+def _typed(file: Path, raw: dict[Any, Any], overrides: Mapping[KeyPath, Any]) -> tuple[Recipe, "_Sources"]:
+    """Merge the schema's defaults, named files, the recipe and the overrides, each checked against the schema.
+
+    Overrides that take a whole file come first, and items of lists last.
+    """
+    names = file_names(overrides)
+    items = {path: value for path, value in overrides.items() if any(isinstance(part, int) for part in path)}
+    rest = {path: value for path, value in overrides.items() if path not in items}
+    keys = {path: value for path, value in rest.items() if len(path) > 1 or path[0] not in names}
+    sources = _Sources(file, overrides)
+    defaults = OmegaConf.structured(Recipe)
+    typed = {group: None if defaults[group] is None else _defaults(group) for group in groups()}
+    for where, layer in ((file, raw), (COMMAND_LINE, names), (COMMAND_LINE, nested(keys))):
+        for group, content in layer.items():
+            if group not in groups():
+                raise _unknown(where, str(group), groups())
+            if typed[group] is None and content is None:
+                continue  # an optional group, left out in so many words
+            if group in NAMED_GROUPS and isinstance(content, str):
+                sources.named[group] = _find(where, content, folder=NAMED_GROUPS[group], what=group)
+                typed[group] = _merge(sources.named[group], group, _defaults(group), _read(sources.named[group]))
+                continue
+            if not isinstance(content, dict):
+                raise RecipeError(where, group, f"found {content!r}; it takes the keys of this group")
+            typed[group] = _merge(where, group, typed[group] or _defaults(group), content)
+    for path, value in items.items():
+        _set_item(typed, path, value)
+    whole = OmegaConf.create({group: present for group, present in typed.items() if present is not None})
+    try:
+        OmegaConf.resolve(whole)  # ${…} may refer to any key, so this comes last
+        return OmegaConf.to_object(OmegaConf.merge(defaults, whole)), sources
+    except OmegaConfBaseException as error:
+        full_key = str(error.full_key or "")
+        raise RecipeError(sources.of(full_key), full_key, str(error).splitlines()[0]) from None
+    except RecursionError:
+        raise RecipeError(file, "", "a value refers to itself, or is nested too deeply") from None
+
+
+def _defaults(group: str) -> DictConfig:
+    return OmegaConf.structured(group_schema(group))
+
+
+def _merge(where: Path | str, group: str, present: DictConfig, layer: dict[Any, Any]) -> DictConfig:
+    for name, value in layer.items():
+        full_key = f"{group}.{name}"
+        try:
+            present = OmegaConf.merge(present, {name: value})
+        except (OmegaConfBaseException, TypeError, RecursionError) as error:
+            if getattr(error, "full_key", None):
+                full_key = f"{group}.{error.full_key}"
+            found = OmegaConf.select(OmegaConf.create({group: layer}), full_key)
+            raise _refused(where, full_key, found, error) from None
+    return present
+
+
+def _set_item(typed: dict[str, DictConfig | None], path: KeyPath, value: Any) -> None:
+    """Set what an override says of an item of a list, which is already there."""
+    group, place = path[0], next(place for place, part in enumerate(path) if isinstance(part, int))
+    if group not in groups():
+        raise _unknown(COMMAND_LINE, str(group), groups())
+    full_key, list_key = write_path(path), write_path(path[:place])
+    present = typed[group] or _defaults(group)
+    items = OmegaConf.select(present, write_path(path[1:place])) if place > 1 else None
+    if not isinstance(items, ListConfig) or path[place] >= len(items):
+        count = len(items) if isinstance(items, ListConfig) else "no list"
+        problem = f"there is no such item; {list_key} has {count}: give the whole list, as in {list_key}=[…]"
+        raise RecipeError(COMMAND_LINE, full_key, problem)
+    try:
+        OmegaConf.update(present, full_key.removeprefix(f"{group}."), value)
+    except (OmegaConfBaseException, TypeError) as error:
+        raise _refused(COMMAND_LINE, full_key, value, error) from None
+    typed[group] = present
+
+
+def _refused(where: Path | str, full_key: str, found: Any, error: Exception) -> RecipeError:
+    if isinstance(error, ConfigKeyError):
+        return _unknown(where, full_key, [item.name for item in fields(schema_of(full_key)[0])])
+    return RecipeError(where, full_key, f"found {found!r}; it takes {accepted(*schema_of(full_key))}")
+
+
+def _find(where: Path | str, name: str, *, folder: str, what: str) -> Path:
+    """The file ``name``: a path, or the name of a file of recipes/``folder``, here or where auto3d is installed."""
+    folders = [Path("recipes") / folder, RECIPES / folder]
+    for path in (Path(name), *(folder / f"{name}.yaml" for folder in folders)):
+        if path.suffix in (".yaml", ".yml") and path.is_file():
+            return path
+    known = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
+    near = get_close_matches(name, known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise RecipeError(where, what, f"there is no {name!r}; give a .yaml file, or one of {', '.join(known)}{hint}")
+
+
+def _unknown(where: Path | str, full_key: str, known: Sequence[str]) -> RecipeError:
+    near = get_close_matches(full_key.split(".")[-1], known, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return RecipeError(where, full_key, f"unknown; {hint}it takes {', '.join(known)}")
+
+
+class _Sources:
+    """Which file a key's value came from, for messages."""
+
+    def __init__(self, file: Path, overrides: Mapping[KeyPath, Any]) -> None:
+        self.file = file
+        self.named: dict[str, Path] = {}
+        self._overrides = overrides
+
+    def of(self, full_key: str) -> Path | str:
+        key, names = read_path(full_key), file_names(self._overrides)
+        for path in self._overrides:
+            if path[: len(key)] == key or (key[: len(path)] == path and not (len(path) == 1 and path[0] in names)):
+                return COMMAND_LINE
+        return self.named.get(str(key[0]), self.file) if key else self.file
+
+
+# Checking
+
+
+def _check_values(recipe: Recipe, sources: _Sources) -> None:
+    """Each value by itself, against its key's choices and least value."""
+    for group in groups():
+        if getattr(recipe, group) is not None:
+            _check_group(getattr(recipe, group), group, sources)
+    for name, description in recipe.data.inputs.items():
+        _check_group(description, f"data.inputs.{name}", sources)
+    if len(recipe.training.betas) != 2:
+        full_key = "training.betas"
+        raise RecipeError(sources.of(full_key), full_key, f"found {recipe.training.betas}; it takes two numbers")
+
+
+def _check_group(holder: Any, prefix: str, sources: _Sources) -> None:
+    for item in fields(holder):
+        value = getattr(holder, item.name)
+        inside = [value] if is_dataclass(value) else value if isinstance(value, list) else []
+        for number, inner in enumerate(inside):
+            if is_dataclass(inner):
+                where = f"{prefix}.{item.name}{'' if inner is value else f'[{number}]'}"
+                _check_group(inner, where, sources)
+        if is_dataclass(value) or (inside and is_dataclass(inside[0])):
+            continue
+        if not accepts(type(holder), item.name, value):
+            full_key = f"{prefix}.{item.name}".lstrip(".")
+            problem = f"found {value!r}; it takes {accepted(type(holder), item.name)}"
+            raise RecipeError(sources.of(full_key), full_key, problem)
+
+
+def _check_together(recipe: Recipe, sources: _Sources) -> None:
+    """What no value shows by itself."""
+    model = recipe.model
+    given = [name for name in ("architecture", "factory", "layers") if getattr(model, name) is not None]
+    if len(given) != 1:
+        found = " and ".join(given) or "none of them"
+        raise RecipeError(sources.of("model"), "model", f"found {found}; it takes one of architecture, factory, layers")
+    for name, of, other in (("arguments", "factory", "architecture"), ("config", "architecture", "factory")):
+        if getattr(model, name) and getattr(model, of) is None:
+            full_key = f"model.{name}"
+            raise RecipeError(
+                sources.of(full_key), full_key, f"belongs to {of}, but the model has {other}: leave it out"
+            )
+    if recipe.emulation is not None and recipe.training.compute != "emulated":
+        problem = f"belongs to training.compute: emulated, but that is {recipe.training.compute}: leave it out"
+        raise RecipeError(sources.of("emulation"), "emulation", problem)
+    for name, field in recipe.data.inputs.items():
+        if problem := _of_input(field, recipe.data.sequence_length):
+            full_key = f"data.inputs.{name}.{problem[0]}"
+            raise RecipeError(sources.of(full_key), full_key, problem[1])
+    for name in recipe.model.forward:
+        if name in recipe.data.inputs:
+            full_key = f"model.forward.{name}"
+            raise RecipeError(sources.of(full_key), full_key, "is one of data.inputs too; give one of them")
+    _check_data_files(recipe, sources.of("data.files"))
+    if model.weights is not None and not Path(model.weights).is_file():
+        problem = f"found {model.weights!r}; there is no such file"
+        raise RecipeError(sources.of("model.weights"), "model.weights", problem)
+
+
+def _of_input(field: InputRecipe, sequence_length: int) -> tuple[str, str] | None:
+    """A key of the input that does not go with the others, and why."""
+    default = InputRecipe()
+    for name in vars(field):
+        if name != "kind" and name not in INPUT_KEYS[field.kind] and getattr(field, name) != getattr(default, name):
+            takes = ", ".join(INPUT_KEYS[field.kind])
+            return name, f"found {getattr(field, name)!r}, but the kind is {field.kind}, which takes {takes}"
+    if field.low >= field.high:
+        return "low", f"found {field.low}, and high is {field.high}: it takes less than that"
+    if field.kind == "mask" and field.count > prod(field.shape):
+        return (
+            "count",
+            f"found {field.count} in {prod(field.shape)} places; it takes at most that, the product of shape",
+        )
+    places = field.shape[0] if field.shape else 0 if field.kind == "integers" else sequence_length
+    if field.prefix_length > places:
+        return "prefix_length", f"found {field.prefix_length} of {places} places; it takes at most that"
+    return None
+
+
+def _check_data_files(recipe: Recipe, where: Path | str) -> None:
+    for pattern in recipe.data.files:
+        if not glob(pattern):
+            raise RecipeError(where, "data.files", f"found {pattern!r}; there is no such file")
+    files = [Path(file) for file in data_files(recipe)]
+    for file in files:
+        if not file.is_file():
+            raise RecipeError(where, "data.files", f"found {str(file)!r}, which is no file; give dir/* for its files")
+    total, least = sum(file.stat().st_size for file in files), recipe.data.sequence_length + 1
+    reads = not recipe.data.inputs or any(field.kind in TOKEN_KINDS for field in recipe.data.inputs.values())
+    if files and reads and recipe.data.source == "text" and total < least:
+        problem = f"found {total} bytes in {len(files)} files; one sample needs {least}: data.sequence_length + 1"
+        raise RecipeError(where, "data.files", problem)

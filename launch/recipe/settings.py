@@ -1,0 +1,141 @@
+"""Recipe -> the engine's own settings, group by group."""
+
+from dataclasses import asdict, replace
+
+from auto3d.cluster import Accelerator, Cluster, ClusterError, Link, Node
+from auto3d.cost.model import Training
+from auto3d.cost.work import PRECISION_BYTES
+from auto3d.runtime.emulation import Emulation
+from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
+from auto3d.search.space import SearchSpace
+from launch.recipe.load import LoadedRecipe
+from launch.recipe.schema import LinkRecipe, Recipe
+
+
+def cluster(recipe: LoadedRecipe) -> Cluster:
+    """The recipe's cluster, and the one place that says how much memory its devices have.
+
+    Raises RecipeError where an accelerator is not known or not whole.
+    """
+    values = recipe.values.cluster
+    nodes = []
+    for number, kind in enumerate([values, *values.more]):
+        where = f"cluster.more[{number - 1}]" if number else "cluster"
+        node = Node(
+            devices=kind.devices_per_node,
+            accelerator=_accelerator(recipe, f"{where}.accelerator", kind.accelerator),
+            inside=_link(kind.inside),
+            outside=None if kind.outside is None else _link(kind.outside),
+        )
+        nodes += [node] * kind.nodes
+    try:
+        found = Cluster(nodes=tuple(nodes), device=values.device)
+    except ClusterError as error:
+        raise recipe.error("cluster", str(error)) from None
+    return found if values.memory_gib is None else with_memory(found, values.memory_gib * 2**30)
+
+
+def with_memory(machine: Cluster, memory_bytes: float) -> Cluster:
+    """``machine`` with so much memory that a process may fill on each of its devices."""
+    nodes = (replace(node, accelerator=replace(node.accelerator, memory_bytes=memory_bytes)) for node in machine.nodes)
+    return Cluster(nodes=tuple(nodes), device=machine.device)
+
+
+def _link(values: LinkRecipe) -> Link:
+    return Link(latency_s=values.latency_us / 1e6, bandwidth=values.gbit_per_s * 1e9 / 8, lanes=values.lanes)
+
+
+def _accelerator(recipe: LoadedRecipe, where: str, name: str | None) -> Accelerator:
+    if name is None:
+        return Accelerator()
+    file, values = recipe.accelerator(where, name)
+    precision = recipe.values.prediction.precision
+    if precision not in values.peak_tflops:
+        known = ", ".join(values.peak_tflops) or "none"
+        raise recipe.error(
+            "prediction.precision", f"found {precision!r}; {file} has peak_tflops of {known}: it takes one of these"
+        )
+    return Accelerator(
+        name=file.stem,
+        peak_flops=values.peak_tflops[precision] * 1e12,
+        memory_bandwidth=values.memory_gb_per_s * 1e9,
+        memory_bytes=None if values.memory_gib is None else values.memory_gib * 2**30,
+        matrix_efficiency=values.matrix_efficiency,
+        half_flops=values.half_gflops * 1e9,
+        memory_efficiency=values.memory_efficiency,
+        launch_s=values.launch_us / 1e6,
+        collective_launch_s=values.collective_launch_us / 1e6,
+        micro_batch_s=values.micro_batch_us / 1e6,
+        iteration_s=values.iteration_ms / 1e3,
+    )
+
+
+def training(recipe: Recipe) -> Training:
+    """How the recipe's plans are trained, as the cost model sees it."""
+    prediction = recipe.prediction
+    return Training(
+        precision=prediction.precision,
+        sync_bytes=PRECISION_BYTES[prediction.sync_precision],
+        optimizer=recipe.training.optimizer,
+        overlap=prediction.overlap,
+        recompute_ends=prediction.recompute_ends,
+    )
+
+
+def optimizer_settings(recipe: Recipe) -> OptimizerSettings:
+    training = recipe.training
+    return OptimizerSettings(
+        optimizer=training.optimizer,
+        learning_rate=training.learning_rate,
+        weight_decay=training.weight_decay,
+        momentum=training.momentum,
+        betas=tuple(training.betas),
+        learning_rate_schedule=training.learning_rate_schedule,
+        warmup_iterations=training.warmup_iterations,
+        clip_norm=training.clip_norm,
+    )
+
+
+def training_settings(recipe: Recipe, *, iterations: int) -> TrainingSettings:
+    training = recipe.training
+    return TrainingSettings(
+        iterations=iterations,
+        optimizer=optimizer_settings(recipe),
+        device=device(recipe),
+        threads_per_rank=training.threads_per_rank,
+        timeout_s=training.timeout_s,
+        tf32=training.tf32,
+        deterministic=training.deterministic,
+        emulation=emulation(recipe),
+    )
+
+
+def device(recipe: Recipe) -> str:
+    """What a rank runs on: emulated devices are processes of a CPU, whatever they stand for."""
+    return "cpu" if recipe.training.compute == "emulated" else recipe.cluster.device
+
+
+def emulation(recipe: Recipe) -> Emulation | None:
+    """What devices emulate; None if they are real."""
+    if recipe.training.compute == "real":
+        return None
+    given = asdict(recipe.emulation) if recipe.emulation else {}
+    return Emulation(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+
+
+def search_space(recipe: Recipe) -> SearchSpace:
+    search = recipe.search
+    return SearchSpace(
+        dp=search.dp,
+        tp=search.tp,
+        pp=search.pp,
+        micro_batch_size=search.micro_batch_size,
+        schedule=search.schedule,
+        recompute=search.recompute,
+        partition=search.partition,
+        placement=search.placement,
+        replicas=search.replicas,
+        sync=search.sync,
+        shard_optimizer=search.shard_optimizer,
+        allow_idle_devices=search.allow_idle_devices,
+    )

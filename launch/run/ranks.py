@@ -1,0 +1,265 @@
+"""Start the ranks of a run on this machine, watch them, and end them all when one ends badly.
+
+Ranks are forked: what this process imported and captured is theirs at once.
+"""
+
+import ctypes
+import math
+import multiprocessing
+import os
+import signal
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from auto3d.errors import InputError
+from auto3d.runtime.measurement import Status
+from auto3d.runtime.out_of_memory import OutOfMemoryError, is_out_of_memory
+from auto3d.runtime.waiting import PeerLostError, WaitTimeoutError, naming_lost_peers
+from auto3d.runtime.whereabouts import HERE, Board
+from auto3d.runtime.world import LEAVE_S, World, leave
+from launch.recipe.load import LoadedRecipe
+from launch.recipe.settings import device
+from launch.run.devices import check_fork, check_torch, pool_of, seeing
+from launch.run.diagnosis import Ending, Failure, Snapshot, death, diagnose, look, told
+from launch.run.end_now import end_now
+from launch.run.streams import stdout_to_stderr
+from launch.run.waits import MARGIN_S, WaitLimit
+
+GRACE_S = 2.0  # after one rank failed, for the others to tell why: the first to speak may only have lost its peer
+TRACEBACK_LINES = 12
+LONGEST_POLL_S = 3600.0
+
+# Lets torch count GPUs without starting CUDA, which a process that forks must not do.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the ranks ended: with the first one's ``result`` if the status is ok, else with what went wrong."""
+
+    status: Status
+    result: Any = None
+    error: str = ""
+    ending: Ending | None = None  # of the rank to blame
+
+
+@dataclass(frozen=True)
+class Share:
+    """The ranks of a run that are this node's, of several nodes, and where those of all nodes meet."""
+
+    ranks: range
+    meeting_point: str
+
+
+Report = Callable[[Any], None]  # sends something to the parent
+
+
+def run_ranks(
+    size: int,
+    target: Callable[[World, Report], Any],
+    *,
+    timeout_s: float | None,
+    straggle_s: float = math.inf,
+    folder: Path | None = None,
+    share: Share | None = None,
+    on_report: Callable[[Any], None] = lambda report: None,
+    ignore_sigterm: bool = False,
+    devices: Sequence[str] = (),
+) -> Outcome:
+    """Run ``target(world, report)`` as ``size`` processes; what rank 0 reports goes to ``on_report``.
+
+    Returns when all have ended, or one has failed, or after ``timeout_s`` if given; raises InputError if a rank did. A
+    rank may keep others waiting for ``straggle_s``: after the first is done and, with MARGIN_S more, in any one wait.
+    Once all have reported their results these count, and the ranks have LEAVE_S to leave their process groups. No
+    process is left then, whatever happens. They meet by a file in ``folder``, which must be private, or in a temporary
+    one; with a ``share``, only its ranks run here. If they ``ignore_sigterm``, ``target`` has another way to hear that
+    they should end. ``devices`` are the GPUs of those that run here, by their names in CUDA_VISIBLE_DEVICES.
+    """
+    if devices:
+        check_fork()
+        target = seeing(devices, target)
+    context = multiprocessing.get_context("fork")
+    processes: dict[int, multiprocessing.Process] = {}  # by rank
+    pipes: dict[Connection, int] = {}
+    board = Board(size)
+    with tempfile.TemporaryDirectory(prefix="auto3d-", dir=folder) as meeting_folder:
+        ours = share or Share(range(size), f"file://{meeting_folder}/meeting-point")
+        try:
+            for local_rank, rank in enumerate(ours.ranks):
+                here, there = context.Pipe(duplex=False)
+                world = World(
+                    rank=rank,
+                    size=size,
+                    local_rank=local_rank,
+                    meeting_point=ours.meeting_point,
+                    ranks_here=len(ours.ranks),
+                )
+                process = context.Process(
+                    target=_run_rank,
+                    args=(target, world, there, board, os.getpid(), ignore_sigterm),
+                    name=f"rank {rank}",
+                )
+                with _signals_later():
+                    process.start()
+                    processes[rank] = process
+                there.close()
+                pipes[here] = rank
+            return _watch(processes, pipes, board, timeout_s, straggle_s, on_report)
+        finally:
+            for process in processes.values():
+                process.kill()
+            for process in processes.values():
+                process.join()
+
+
+@contextmanager
+def _signals_later() -> Iterator[None]:
+    """Handle SIGINT and SIGTERM after the block, in which a process starts: it is known then, and will be ended.
+
+    What a handler raises inside a hook of os.fork is lost.
+    """
+    came: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, frame: came.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for number in came:
+        signal.raise_signal(number)
+
+
+def _watch(
+    processes: Mapping[int, multiprocessing.Process],
+    pipes: dict[Connection, int],
+    board: Board,
+    timeout_s: float | None,
+    straggle_s: float,
+    on_report: Callable[[Any], None],
+) -> Outcome:
+    """Read what the ranks say until all are done, or one has failed and the others had their grace."""
+    start = monotonic()
+    deadline = math.inf if timeout_s is None else start + timeout_s
+    results: dict[int, Any] = {}
+    failures: dict[int, Failure] = {}
+    first: Snapshot | None = None  # when the first failed
+    waits = WaitLimit(board, straggle_s + MARGIN_S)
+    while pipes:
+        at_work = [rank for rank in processes if rank not in results and rank not in failures]
+        next_look = min(deadline, waits.next_look(at_work))
+        ready = wait(list(pipes), timeout=min(max(0.0, next_look - monotonic()), LONGEST_POLL_S))
+        if not ready and monotonic() >= deadline:
+            break
+        for pipe in ready:
+            rank = pipes[pipe]
+            try:
+                kind, content = pipe.recv()
+            except (EOFError, OSError):  # the rank is gone, perhaps in the middle of a message
+                del pipes[pipe]
+                if rank not in results and rank not in failures:
+                    processes[rank].join()
+                    failures[rank] = death(rank, board.read(rank), processes[rank].exitcode)
+            else:
+                if kind == "report" and rank == 0:
+                    on_report(content)
+                elif kind == "result":
+                    results[rank] = content
+                    left_s = straggle_s if len(results) < len(processes) else LEAVE_S
+                    deadline = min(deadline, monotonic() + left_s)
+                elif kind == "failure":
+                    failures[rank] = content
+        failures |= waits.failures(rank for rank in at_work if rank not in results and rank not in failures)
+        if failures and first is None:
+            first = look(board, {rank: process.pid for rank, process in processes.items()})
+            deadline = min(deadline, monotonic() + GRACE_S)
+    if failures:
+        failure = diagnose(failures, first)
+        if failure.ending is Ending.REFUSED:
+            raise InputError(failure.error)
+        return Outcome(failure.status, error=failure.error, ending=failure.ending)
+    if len(results) < len(processes):
+        places = [told(rank, board.read(rank), "still runs") for rank in processes if rank not in results]
+        error = "\n".join([f"not done after {monotonic() - start:.0f} s", *places])
+        return Outcome(Status.TIMEOUT, error=error, ending=Ending.SILENT)
+    return Outcome(Status.OK, result=results[min(results)])
+
+
+def _run_rank(
+    target: Callable[[World, Report], Any],
+    world: World,
+    pipe: Connection,
+    board: Board,
+    parent: int,
+    ignore_sigterm: bool,
+) -> None:
+    """The life of one rank: it reports what came of ``target``, and cleans up only then, and only after a success."""
+    HERE.write_on(board, world.rank)
+    die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends us
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if ignore_sigterm else signal.SIG_DFL)
+    with stdout_to_stderr():
+        try:
+            with naming_lost_peers():
+                result = target(world, lambda report: pipe.send(("report", report)))
+            pipe.send(("result", result))
+        except Exception as error:
+            pipe.send(("failure", _failure(error, world.rank)))
+            end_now(1)
+        leave()
+    pipe.close()
+
+
+def _failure(error: Exception, rank: int) -> Failure:
+    match error:
+        case InputError():
+            return Failure(Ending.REFUSED, Status.FAILED, str(error))
+        case OutOfMemoryError():
+            return Failure(Ending.RAISED, Status.OOM, str(error))
+        case WaitTimeoutError():
+            return Failure(Ending.WAITED, Status.TIMEOUT, str(error))
+        case PeerLostError():
+            return Failure(Ending.WAITED, Status.FAILED, str(error))
+    status = Status.OOM if is_out_of_memory(error) else Status.FAILED
+    return Failure(Ending.RAISED, status, f"rank {rank}: {_last_lines(error)}")
+
+
+def _last_lines(error: Exception) -> str:
+    return "\n".join("".join(traceback.format_exception(error)).rstrip().splitlines()[-TRACEBACK_LINES:])
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent ends, even by SIGKILL (Linux; prctl(2), PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def end_with(process: int, *, controller: int) -> None:
+    """Kill ``controller`` and this process when ``process``, which need not be the parent, ends in whatever way."""
+
+    def watch() -> None:
+        with suppress(ProcessLookupError):  # it is gone already
+            wait([os.pidfd_open(process)])
+        with suppress(ProcessLookupError):
+            os.kill(controller, signal.SIGKILL)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def check_devices(recipe: LoadedRecipe, ranks: int) -> None:
+    """Raise RecipeError if this machine lacks the GPUs for ``ranks`` ranks."""
+    if device(recipe.values) == "cuda":
+        pool_of(recipe, ranks)
+        check_torch(recipe)

@@ -1,0 +1,171 @@
+"""Recipe -> the sbatch text of its trials, which submitit writes, and what of a recipe cannot be in one."""
+
+import math
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from submitit.slurm.slurm import _make_sbatch_string
+
+from auto3d.errors import InputError
+from auto3d.plan import Plan
+from launch.recipe.load import LoadedRecipe
+from launch.recipe.settings import device
+from launch.slurm.warning import WARNING
+
+MARGIN_S = 120.0  # of a job beyond its trial's own time-out, for imports and capture
+TRAINING_S = 3600.0
+EARLY_S = 60.0  # SLURM's signals come up to a minute early
+CORES_PER_GPU = 4  # for the threads of its rank: Python, autograd, data and NCCL. More would not be there on all nodes
+LONGEST_VALUE = 1000  # characters; sbatch takes some thousand
+# sbatch's reader of #SBATCH lines drops a backslash and ends at a newline, whatever the quotes.
+_UNQUOTABLE = re.compile(r"[\x00-\x1f\x7f\\]")
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+
+_TEXTS = ("partition", "account", "qos", "constraint", "reservation", "nodelist", "exclude", "gpus_per_node", "gres")
+_TEXTS += ("mem", "mail_user", "mail_type")
+_SHELL_WORDS = ("container_image", "container_python")
+_OWN_KEY = {name.replace("_", "-"): name for name in (*_TEXTS, "exclusive")} | {
+    "time": "time_limit_s",
+    "cpus-per-task": "cpus_per_node",
+}
+_OURS = ("array", "error", "job-name", "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "requeue", "signal")
+_OURS += ("chdir", "wrap", "parsable", "test-only", "wait", "input", "export", "export-file", "no-requeue", "hold")
+_OURS += ("clusters", "quiet")  # its commands would look elsewhere, or it would not learn the job's number
+
+
+def check_launch(recipe: LoadedRecipe) -> None:
+    """Raise RecipeError, with one line, for what would not reach SLURM as it stands in the recipe."""
+    launch = recipe.values.launch
+    for name in _TEXTS:
+        _check_text(recipe, f"launch.{name}", getattr(launch, name))
+    for name, value in launch.additional_parameters.items():
+        where, option = f"launch.additional_parameters.{name}", str(name).replace("_", "-")
+        if not re.fullmatch(r"[a-z][a-z0-9-]*", option):
+            raise recipe.error(where, "not the name of an option of sbatch: it takes small letters, digits and dashes")
+        if option in _OWN_KEY:
+            raise recipe.error(where, f"has a key of its own: launch.{_OWN_KEY[option]}")
+        if option in _OURS:
+            raise recipe.error(where, "is set by auto3d itself: leave it out")
+        if value is False:
+            raise recipe.error(where, "found False; leave the option out, or give true or its value")
+        _check_text(recipe, where, None if value is True else str(value))
+    for name in _SHELL_WORDS:
+        _check_words(recipe, f"launch.{name}", getattr(launch, name))
+    for name in ("srun_args", "setup", "teardown", "container_mounts"):
+        for line in getattr(launch, name):
+            _check_words(recipe, f"launch.{name}", line)
+    if launch.gpus_per_node is not None and launch.gres is not None:
+        raise recipe.error("launch.gres", "found beside launch.gpus_per_node; give one of them")
+    if (launch.container == "none") != (launch.container_image is None):
+        problem = "found one without the other; a container needs container_image, and an image apptainer or pyxis"
+        raise recipe.error("launch.container", problem)
+    kinds = {kind.devices_per_node for kind in (recipe.values.cluster, *recipe.values.cluster.more)}
+    if len(kinds) > 1:
+        problem = f"found {sorted(kinds)} devices_per_node; jobs take nodes with equal numbers of devices"
+        raise recipe.error("cluster.more", problem)
+
+
+def _check_text(recipe: LoadedRecipe, where: str, value: str | None) -> None:
+    """An option's value, which sbatch reads from a comment line."""
+    if value is None:
+        return
+    if not value or _UNQUOTABLE.search(value):
+        raise recipe.error(where, f"found {value!r}; it takes text on one line without backslashes, for SLURM's sake")
+    if len(value) > LONGEST_VALUE:
+        raise recipe.error(where, f"found {len(value)} characters; it takes at most {LONGEST_VALUE}")
+
+
+def _check_words(recipe: LoadedRecipe, where: str, value: str | None) -> None:
+    """What the shell reads: quoted, but for the lines of setup and teardown, which are shell by their meaning."""
+    if value is not None and _CONTROL.search(value):
+        raise recipe.error(where, f"found {value!r}; each takes text on one line")
+
+
+def check_folder(folder: Path) -> None:
+    """Raise InputError unless SLURM takes ``folder`` as it stands in the names of a job's log files."""
+    if _UNQUOTABLE.search(str(folder)) or "%" in str(folder):
+        raise InputError(f"{str(folder)!r}: SLURM cannot write to a folder with a backslash, newline or % in its name")
+
+
+def parameters(recipe: LoadedRecipe, *, nodes: int, name: str, training: bool) -> dict[str, Any]:
+    """What submitit's SlurmExecutor takes, of a run on ``nodes`` nodes: one task on each, which forks its ranks.
+
+    Raises RecipeError for a ``training`` that would be warned of the end of its time when it begins.
+    """
+    values, launch = recipe.values, recipe.values.launch
+    gpus = device(values) == "cuda"
+    each = max(CORES_PER_GPU, values.training.threads_per_rank) if gpus else values.training.threads_per_rank
+    cpus = launch.cpus_per_node or values.cluster.devices_per_node * each
+    limit_s = launch.time_limit_s or (TRAINING_S if training else launch.trial_timeout_s + MARGIN_S)
+    given = {key: getattr(launch, key) for key in _TEXTS if getattr(launch, key) is not None}
+    if gpus and launch.gres is None:
+        given.setdefault("gpus_per_node", values.cluster.devices_per_node)
+    if training and launch.warning_s + EARLY_S >= limit_s:
+        problem = f"found {launch.warning_s:g}; of a job of {limit_s:g} s it takes less than {limit_s - EARLY_S:g}"
+        raise recipe.error("launch.warning_s", f"{problem}, for SLURM may warn a minute early")
+    # submitit knows no reservation. Its own choice of a signal would end a job that is preempted before its handler
+    # stands, and SLURM requeues only jobs that it ends itself.
+    warning_s = math.ceil(launch.warning_s) if training else 1
+    additional = {"requeue": True, "signal": f"{WARNING.name.removeprefix('SIG')}@{warning_s}"}
+    if gpus:  # nodes are filled one after the other, and the cores of a socket before those of the next
+        additional["distribution"] = "block:block"
+    if (reservation := given.pop("reservation", None)) is not None:
+        additional["reservation"] = reservation
+    additional |= {str(key).replace("_", "-"): value for key, value in launch.additional_parameters.items()}
+    # When a node's task dies, all end. Since SLURM 22.05 srun does not take --cpus-per-task from the job.
+    srun = ["--kill-on-bad-exit=1", f"--cpus-per-task={cpus}", *_pyxis(recipe), *launch.srun_args]
+    return given | {
+        "job_name": name,
+        "nodes": nodes,
+        "ntasks_per_node": 1,
+        "cpus_per_task": cpus,
+        "time": math.ceil(limit_s / 60),
+        "array_parallelism": launch.array_throttle,
+        "additional_parameters": additional,
+        "srun_args": srun,
+        **({"exclusive": True} if launch.exclusive else {}),
+        **({"setup": list(launch.setup)} if launch.setup else {}),
+        **({"teardown": list(launch.teardown)} if launch.teardown else {}),
+    }
+
+
+def python(recipe: LoadedRecipe) -> str:
+    """The shell words that start Python on a node."""
+    launch = recipe.values.launch
+    if launch.container == "none":
+        return shlex.quote(sys.executable)
+    if launch.container == "pyxis":
+        return shlex.quote(launch.container_python)
+    gpus = ["--nv"] if device(recipe.values) == "cuda" else []
+    mounts = [word for mount in launch.container_mounts for word in ("--bind", mount)]
+    words = ["apptainer", "exec", *gpus, *mounts, launch.container_image, launch.container_python]
+    return shlex.join(words)
+
+
+def _pyxis(recipe: LoadedRecipe) -> list[str]:
+    launch = recipe.values.launch
+    if launch.container != "pyxis":
+        return []
+    here = str(Path.cwd())
+    mounts = ",".join([f"{here}:{here}", *launch.container_mounts])
+    return [
+        f"--container-image={launch.container_image}",
+        f"--container-mounts={mounts}",
+        f"--container-workdir={here}",
+    ]
+
+
+def text(recipe: LoadedRecipe, folder: Path, *, nodes: int, name: str, trials: int, training: bool) -> str:
+    """Exactly what submitit gives to sbatch for so many trials, or one training; needs no cluster."""
+    command = f"{python(recipe)} -u -m submitit.core._submit {shlex.quote(str(folder))}"
+    array = {"map_count": trials} if trials > 1 else {}
+    return _make_sbatch_string(
+        command, folder, **parameters(recipe, nodes=nodes, name=name, training=training), **array
+    )
+
+
+def nodes_needed(recipe: LoadedRecipe, plan: Plan) -> int:
+    return -(-plan.ranks // recipe.values.cluster.devices_per_node)

@@ -1,0 +1,165 @@
+"""`auto3d doctor` on this machine, with real processes; on SLURM: tests/slurm/test_doctor.py."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launch.doctor import doctor as doctor_module
+from launch.doctor import link_probe, training_probe
+from launch.doctor.checks import Verdict
+from launch.doctor.device_probe import DeviceReport, ExchangeRun
+from launch.doctor.doctor import clock
+from launch.doctor.exchange_probe import Exchanged
+from launch.doctor.link_probe import Links, PairRate
+from launch.doctor.machine import Gpu, this_machine
+from launch.doctor.probe import AllReduce, Answer, NodeReport, Rate
+from launch.doctor.probe_job import Probed
+from launch.doctor.training_probe import TrainedRank
+from launch.recipe.load import load
+
+LOCAL = ["own.yaml", "launch.executor=local"]
+
+
+def doctor(folder, *arguments: str, code: int, **environment: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "launch.main", "doctor", *arguments]
+    done = subprocess.run(
+        command, cwd=folder, env=os.environ | environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def test_a_healthy_machine(folder):
+    checks = {check["what"]: check for check in json.loads(doctor(folder, *LOCAL, "--json", code=0).stdout)}
+    assert {check["verdict"] for what, check in checks.items() if what != "mpi"} == {"ok"}
+    assert f"{len(os.sched_getaffinity(0))} cores" in checks["devices"]["found"]
+    rates = checks["all-reduce here"]["rates"]
+    assert [rate["size_bytes"] for rate in rates][:3] == [2**12, 2**16, 2**20]
+    for rate in rates:
+        assert rate["bus_gbit_per_s"] == pytest.approx(rate["algorithm_gbit_per_s"]), "of two ranks"
+    once = [rate for rate in rates if rate["repetitions"] % 2]  # where the median is one of those timed
+    for rate in once:
+        assert rate["algorithm_gbit_per_s"] == pytest.approx(8e-9 * rate["size_bytes"] / rate["seconds"])
+
+
+def test_all_devices_and_a_report_for_a_bug(folder, auto3d, monkeypatch):
+    monkeypatch.setitem(link_probe.SIZES, "cpu", (2**12,))
+    monkeypatch.setattr("launch.doctor.probe.SIZES", (2**12,))
+    monkeypatch.setitem(training_probe.SIZES, "cpu", training_probe.Size(2, 16, 2, 8, 2))
+    monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.setenv("SOME_TOKEN", "hunter2")
+    monkeypatch.setenv("NCCL_DEBUG_FILE", str(folder / "nccl"))
+    printed = auto3d("doctor", *LOCAL, "cluster.devices_per_node=2", "--devices", "--report", "report.md")
+    report = (folder / "report.md").read_text()
+    assert printed.err.splitlines()[-1] == "written: report.md"
+    lines = [line for line in printed.out.splitlines() if line.startswith(("ok", "warning"))]
+    for line in lines:
+        verdict, _, words = line.partition(" ")
+        assert f"- **{verdict}** {words.strip()}" in report
+    for what in ("versions", "gpus", "variables", "messages here", "exchange here", "training here", "memory here"):
+        assert any(line.startswith(f"ok      {what}: ") for line in lines), what
+    assert "used at most" in report
+    assert "hunter2" not in report
+    assert str(folder) not in report
+
+
+def test_an_interrupt_leaves_nothing_behind(folder):
+    command = [sys.executable, "-m", "launch.main", "doctor", *LOCAL, "--devices"]
+    process = subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    for line in process.stderr:
+        if "exchange messages between neighbours" in line:
+            break
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err.splitlines()) == (130, ["auto3d: interrupted"])
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+
+
+def test_an_interface_that_is_not_there_is_an_error_with_what_to_do(folder):
+    done = doctor(folder, *LOCAL, code=1, GLOO_SOCKET_IFNAME="nosuch")
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("error")]
+    assert "rendezvous here" in line
+    assert "What to do: GLOO_SOCKET_IFNAME is nosuch, and " in line
+    assert "unset it" in line
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_no_slurm_is_an_error_only_where_it_is_asked_for(folder, tmp_path):
+    (tmp_path / "bin").mkdir()
+    path = str(tmp_path / "bin")  # without sinfo
+    done = doctor(folder, "own.yaml", "launch.executor=slurm", code=1, PATH=path)
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("error")]
+    assert "slurm: there is no sinfo here" in line
+    done = doctor(folder, "own.yaml", "launch.executor=auto", code=0, PATH=path)
+    assert "ok      slurm: there is no sinfo here; trials run on this machine" in done.stdout
+
+
+def test_the_recipe_may_be_left_out_and_is_checked(folder):
+    assert "launch.executor" in doctor(folder, "launch.executor=nowhere", code=2).stderr
+    assert "there is no 'nosuch'" in doctor(folder, "nosuch", code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("least_s", "most_s", "verdict"),
+    [
+        (-0.1, 0.2, "ok"),
+        (0.9, 1.4, "ok"),  # it may be 0.9
+        (1.1, 1.4, "warning"),
+        (-9.0, -1.1, "warning"),
+        (-3.0, 50.0, "ok"),  # nothing is known
+        (31.0, 32.0, "error"),
+        (-3600.1, -3600.0, "error"),
+    ],
+)
+def test_a_clock_is_wrong_where_that_is_certain(least_s, most_s, verdict):
+    assert clock("n1", least_s, most_s).verdict == verdict
+
+
+def test_what_nodes_report_becomes_lines(monkeypatch):
+    """Two nodes with GPUs, of which one has another NCCL and a device that computes otherwise."""
+    gpu = Gpu("H100", "80 GiB", "550.54.15", "9.0", "Disabled", "0")
+    first = replace(this_machine(), host="n1", gpus=[gpu] * 2, usable_gpus=2, nccl="2.27.3", cuda="12.8")
+    second = replace(first, host="n2", nccl="2.19.3", variables={"NCCL_P2P_DISABLE": "1"})
+    trained = [TrainedRank(rank, f"n{rank // 2 + 1}", 2**30, 2**30, "") for rank in range(4)]
+    trained[3] = replace(
+        trained[3], difference="the loss differs by 0.1, where rounding explains 1e-05, in iteration 1"
+    )
+    devices = DeviceReport(
+        4,
+        "cuda",
+        links=Links([PairRate((1, 2), True, 2**24, 5, 180.0, 170.0)], []),
+        exchanges=[ExchangeRun(1, None, "rank 2 waited"), ExchangeRun(8, Exchanged(99, 1.0))],
+        layout="dp=2 pp=2",
+        training=trained,
+    )
+    summed = AllReduce(4, "nccl", met=True, right=True, rates=[Rate(2**20, 3, 1.0, 1.0, 1.0)])
+    reports = {
+        number: NodeReport(machine, 1.0, Answer("t", 1.0), 1.0, "", summed, devices)
+        for number, machine in enumerate((first, second))
+    }
+    probed = Probed("7", Path("nowhere"), "t", 2, 1.0, 1.0, reports=reports)
+    monkeypatch.setattr(doctor_module, "run_probe", lambda *args, **options: probed)
+    monkeypatch.setattr(doctor_module, "partitions", lambda: {"gpu": 4})
+    recipe = load("tiny", ("cluster.device=cuda", "cluster.devices_per_node=2"))
+    found = {check.what: check for check in doctor_module._nodes(recipe, first, True, 1.0, lambda line: None)}
+    verdicts = {what: check.verdict.value for what, check in found.items() if check.verdict is not Verdict.OK}
+    assert verdicts == {
+        "variables of n2": "warning",
+        "drivers and NCCL on nodes": "error",
+        "exchange of n1 and n2 with 1 connection": "error",
+        "training of n1 and n2": "error",
+    }
+    assert "compute capability 9.0, MIG disabled, uncorrected ECC errors: 0" in found["gpus of n1"].found
+    assert found["messages of n1 and n2"].found.endswith("180.00 Gbit/s one way between nodes")
+    assert found["exchange of n1 and n2 with 8 connections"].found.startswith("1f1b dp=1 pp=4, ")
+    assert found["training of n1 and n2"].found.startswith("rank 3 on n2: the loss differs by 0.1")
+    assert found["memory of n1 and n2"].memory == trained
