@@ -28,10 +28,10 @@ def processes():
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    config.option.loadscopereorder = False  # the order is ours
+    config.option.loadscopereorder = False  # keep the order of the items
     return workers.FilePerWorker(config, log)
 
 
 def pytest_collection_modifyitems(config, items):
-    if hasattr(config, "workerinput"):  # a process of `make test`
-        items.sort(key=workers.longest_first)
+    if hasattr(config, "workerinput"):  # this is a worker of pytest-xdist
+        workers.sort_longest_first(items)
