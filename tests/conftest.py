@@ -2,6 +2,7 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import hypothesis
 import pytest
 import torch
 import transformers
@@ -11,6 +12,10 @@ from tests.processes import ProcessPool
 
 torch.set_num_threads(1)  # before anything runs: the pool forks this process
 transformers.logging.set_verbosity_error()
+hypothesis.settings.register_profile(  # other workers of `make test` make an example slow
+    "auto3d", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("auto3d")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -33,5 +38,8 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if item.nodeid.startswith(workers.NOT_QUICK):
+            item.add_marker("processes")
     if hasattr(config, "workerinput"):  # this is a worker of pytest-xdist
         workers.sort_longest_first(items)

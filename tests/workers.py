@@ -11,6 +11,18 @@ from xdist.scheduler import LoadScopeScheduling
 SLURM = "tests/slurm"
 LONGEST_FIRST = (SLURM, "tests/distributed", "tests/launch", "tests/capture", "tests/runtime")
 
+NOT_QUICK = (  # folders of tests that start processes, train, or wait for SLURM: the marker `processes`
+    SLURM,
+    "tests/distributed",
+    "tests/launch/commands",
+    "tests/launch/doctor",
+    "tests/launch/drivers",
+    "tests/launch/executors",
+    "tests/launch/run",
+    "tests/streams",
+    "tests/zoo",
+)
+
 
 class FilePerWorker(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:

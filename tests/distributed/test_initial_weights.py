@@ -25,7 +25,7 @@ from auto3d.runtime.training import train
 from auto3d.schedule import samples_at_once
 from tests.distributed.parity import SGD, assert_parity, make_plan, plain_pytorch, run_rank
 from tests.distributed.test_uneven import make_plan as uneven_plan
-from tests.models import FEATURES, SIZES, TEXT, TRAINED, remembered
+from tests.models import FEATURES, SIZES, TEXT, TRAINED, captured
 
 
 class Layers(nn.Module):
@@ -147,7 +147,7 @@ class Fault:
 
 def start(world, plan: Plan, fault: Fault | None = None, folders: tuple[Path, Path] | None = None) -> str:
     """Train GPT-2, rank 1 with the second of ``folders``; returns the words of a WeightsDifferError."""
-    model = remembered("gpt2", samples_at_once(plan))
+    model = captured("gpt2", samples_at_once(plan))
     state = None
     if fault is not None and fault.place == "built":
         model = replace(model, exported=replace(model.exported, build=fault.build))
