@@ -1,6 +1,6 @@
 """The small models that tests train: unmodified, built as a user's recipe would."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -251,22 +251,16 @@ TRAINED = MODELS | {  # by the parity tests alone
 }
 
 
+_captured: list[CapturedModel] = []
+
+
 @cache
 def captured(model: str, micro_batch_size: int) -> CapturedModel:
     build, data = TRAINED[model]
-    return capture(build, data.input_specs(), micro_batch_size)
+    _captured.append(capture(build, data.input_specs(), micro_batch_size))
+    return _captured[-1]
 
 
-@dataclass(frozen=True, kw_only=True)
-class RememberedModel(CapturedModel):
-    """A model whose captures at other sizes are those of ``captured``, which ranks inherit from who forked them."""
-
-    name: str
-
-    def at(self, micro_batch_size: int) -> CapturedModel:
-        return captured(self.name, micro_batch_size)
-
-
-def remembered(model: str, micro_batch_size: int) -> RememberedModel:
-    known = captured(model, micro_batch_size)
-    return RememberedModel(name=model, graph=known.graph, exported=known.exported)
+def num_captures() -> int:
+    """How many captures this process keeps, those that ``CapturedModel.at`` made included."""
+    return sum(1 + len(model._others) for model in _captured)

@@ -23,7 +23,7 @@ from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
 from auto3d.runtime.world import World, join, leave
 from auto3d.schedule import samples_at_once
 from auto3d.schedule.operation import Schedule
-from tests.models import TRAINED, captured, remembered
+from tests.models import TRAINED, captured
 
 CPU = torch.device("cpu")
 ITERATIONS = 3
@@ -86,7 +86,7 @@ def run_rank(
     join(world, device=CPU, timeout_s=60)
     try:
         rank = build_rank(
-            remembered(model, samples_at_once(plan)),
+            captured(model, samples_at_once(plan)),
             plan,
             settings,
             TRAINED[model][1],

@@ -17,7 +17,7 @@ from auto3d.runtime.world import join, leave, new_group
 from auto3d.schedule import samples_at_once
 from tests.distributed.parity import ADAMW, CPU, SGD, run_rank
 from tests.distributed.test_uneven import assert_equals_one_process, make_plan
-from tests.models import TEXT, remembered
+from tests.models import TEXT, captured
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def sizes(world, plan: Plan) -> tuple[int, int]:
     settings = TrainingSettings(iterations=1, optimizer=SGD, device="cpu", threads_per_rank=1, timeout_s=60)
     join(world, device=CPU, timeout_s=60)
     try:
-        rank = build_rank(remembered("gpt2", samples_at_once(plan)), plan, settings, TEXT, world)
+        rank = build_rank(captured("gpt2", samples_at_once(plan)), plan, settings, TEXT, world)
         list(rank.executor.run(rank.programs[0], 0))
         (optimizer, _) = next(iter(rank.executor._optimizers.values()))
         states = local_optimizer(optimizer).state.values()
@@ -125,7 +125,7 @@ def broadcasts_before_the_first_iteration(world, plan: Plan) -> set[tuple[int, .
 
     try:
         dist.broadcast = noting
-        rank = build_rank(remembered("gpt2", samples_at_once(plan)), plan, settings, TEXT, world)
+        rank = build_rank(captured("gpt2", samples_at_once(plan)), plan, settings, TEXT, world)
         connected = set(used)
         used.clear()
         list(rank.executor.run(rank.programs[0], 0))

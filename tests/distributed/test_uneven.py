@@ -25,7 +25,7 @@ from auto3d.runtime.world import join, leave
 from auto3d.schedule import build_schedule, samples_at_once
 from auto3d.search.partitioned import plan_of
 from tests.distributed.parity import SGD, assert_close, assert_parity, plain_pytorch, run_rank
-from tests.models import TEXT, captured, remembered
+from tests.models import TEXT, captured
 from tests.processes import ProcessPool
 
 
@@ -43,9 +43,10 @@ def make_plan(
     """``replicas`` are those of each pipeline device."""
     options = options or {}
     shape = build_schedule(schedule, devices=len(replicas), micro_batches=micro_batches, **options)
-    graph = captured(model, micro_batch_size // shape.parts).graph
-    for count in set(replicas):  # what a rank runs: captured here, it is inherited
-        captured(model, micro_batch_size // shape.parts // count)
+    whole = captured(model, micro_batch_size // shape.parts)
+    for count in set(replicas):
+        whole.at(whole.graph.micro_batch_size // count)  # captured before the ranks are forked, which inherit it
+    graph = whole.graph
     of_stage = {stage: replicas[device] for (stage, _), device in shape.device_of.items()}
     return Plan(
         graph=graph.fingerprint,
@@ -228,7 +229,7 @@ def run_and_record(world, plan: Plan, corpus: str) -> tuple[list[int], set[str],
     Batches._sample, Path.read_bytes = record_sample, record_file
     try:
         data = replace(TEXT, files=(corpus,))
-        rank = build_rank(remembered("gpt2", samples_at_once(plan)), plan, settings, data, world)
+        rank = build_rank(captured("gpt2", samples_at_once(plan)), plan, settings, data, world)
         for iteration in range(2):
             list(rank.executor.run(rank.programs[iteration], iteration))
         return [number for number, _ in made], {name for _, names in made for name in names}, opened.count(corpus)
