@@ -11,7 +11,8 @@ from auto3d.runtime.measurement import Measurement, Status
 from auto3d.runtime.settings import optimizer_copies
 from auto3d.schedule import samples_at_once
 from auto3d.search.recompute import FULL, Shares
-from launch.drivers.sweep import Retry, check_place, check_ranks, held, measured
+from launch.drivers.executor import executor_of
+from launch.drivers.sweep import Retry, check_place, check_ranks, measured
 from launch.drivers.train import plan_of
 from launch.model import candidates
 from launch.model.build import captured_model
@@ -58,11 +59,11 @@ def try_shares(recipe: LoadedRecipe, report: Callable[[Tried], None]) -> float |
     if machine.memory_bytes is not None:
         fitting = [n for n, (_, plan) in enumerate(plans) if not candidates.shortage(graph, plan, machine, **copies)]
         probe = max(fitting, default=0)
-    with held(recipe):
+    with executor_of(recipe) as executor:
         while high - low > 1:
             share, plan = plans[probe]
             (trial,) = trials_of(recipe, [plan])
-            tried = Tried(share, measured(recipe, trial, _Unwatched(), retry=Retry.ALL))
+            tried = Tried(share, measured(recipe, trial, executor, _Unwatched(), retry=Retry.ALL))
             report(tried)
             if tried.measurement.status not in FINAL:
                 return None

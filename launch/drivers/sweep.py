@@ -3,27 +3,25 @@
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cache, partial
-from types import MappingProxyType
 
 from auto3d.plan import Plan
 from auto3d.runtime.measurement import Measurement
 from auto3d.schedule import samples_at_once
-from launch.executors.follow import follow_jobs, note_ends
-from launch.executors.submit import ask, starts_of, submissions, submit
+from launch.drivers.executor import Executor, executor_of
+from launch.executors.follow import note_ends
+from launch.executors.submit import ask, starts_of, submissions
 from launch.model import candidates
 from launch.model.elsewhere import Elsewhere, check_plans
 from launch.model.graphs import PlanningModel
 from launch.recipe.load import LoadedRecipe
-from launch.recipe.settings import cluster
+from launch.recipe.settings import cluster, device
 from launch.slurm.executor import check_reachable, on_slurm
 from launch.slurm.sbatch import check_launch
 from launch.store.trials import (
     Trial,
-    exclusive,
     last_sweep,
     settings_digest,
     trials_of,
@@ -31,8 +29,6 @@ from launch.store.trials import (
     write_sweep,
 )
 from launch.store.watcher import FINAL, Watcher
-
-EMPTY: Mapping[Trial, Measurement] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -98,7 +94,7 @@ def run_sweep(recipe: LoadedRecipe, *, retry: Retry, watcher: Watcher, follow: b
     check_place(recipe)
     sweep = sweep_of(recipe, watcher.tell)
     trials = sweep.trials
-    with held(recipe):
+    with executor_of(recipe) as executor:
         write_command(recipe, "sweep")
         write_sweep(recipe, trials, left_out=sweep.left_out)
         ended = sweep.ended()
@@ -106,7 +102,7 @@ def run_sweep(recipe: LoadedRecipe, *, retry: Retry, watcher: Watcher, follow: b
         kept = kept_of(recipe, ended, retry)
         pending = [trial for trial in trials if trial not in kept]
         watcher.begin(len(pending), list(kept.items()), sweep.left_out)
-        run_trials(recipe, pending, watcher, known=ended, follow=follow)
+        executor.run(pending, watcher, known=ended, follow=follow)
     return sweep
 
 
@@ -139,11 +135,6 @@ def print_submissions(
         print(ask(recipe, submission) if ask_slurm else submission.text(recipe))
 
 
-def held(recipe: LoadedRecipe) -> AbstractContextManager[None]:
-    """The recipe's store, for as long as trials run on this machine; jobs of SLURM may belong to several sweeps."""
-    return nullcontext() if on_slurm(recipe) else exclusive(recipe)
-
-
 def check_place(recipe: LoadedRecipe) -> None:
     """Raise RecipeError if trials cannot run where the recipe says."""
     check_launch(recipe)
@@ -156,38 +147,17 @@ def check_place(recipe: LoadedRecipe) -> None:
 
 def check_ranks(recipe: LoadedRecipe, ranks: int) -> None:
     """Raise RecipeError if the devices of trials of so many ranks would be this machine's, and are not there."""
-    if not on_slurm(recipe):
-        from launch.run.ranks import check_devices
+    if device(recipe.values) == "cuda" and not on_slurm(recipe):
+        from launch.run.ranks import check_devices  # imports torch
 
         check_devices(recipe, ranks)
 
 
-def measured(recipe: LoadedRecipe, trial: Trial, watcher: Watcher, *, retry: Retry) -> Measurement:
+def measured(recipe: LoadedRecipe, trial: Trial, executor: Executor, watcher: Watcher, *, retry: Retry) -> Measurement:
     """The result of ``trial``, which runs unless it has one; one that failed or timed out as ``retry`` says."""
     known = trial.measurement()
     if known is None or (known.status not in FINAL and runs_again(recipe, retry)(trial)):
-        run_trials(recipe, [trial], watcher, known={} if known is None else {trial: known})
+        executor.run([trial], watcher, known={} if known is None else {trial: known})
         known = trial.measurement()
+    assert known is not None
     return known
-
-
-def run_trials(
-    recipe: LoadedRecipe,
-    pending: list[Trial],
-    watcher: Watcher,
-    *,
-    known: Mapping[Trial, Measurement] = EMPTY,
-    follow: bool = True,
-) -> None:
-    """Run ``pending`` where the recipe says; ``watcher`` hears of the start and the end of each.
-
-    ``known`` are measurements of earlier runs that these replace. Unless it is to ``follow``, it only submits.
-    """
-    if not on_slurm(recipe):
-        from launch.executors import local
-
-        local.run(recipe, pending, watcher)
-        return
-    jobs = submit(recipe, pending, known, watcher)
-    if follow:
-        follow_jobs(recipe, jobs, watcher)

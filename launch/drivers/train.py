@@ -26,7 +26,8 @@ from auto3d.runtime.waiting import PeerLostError, naming_lost_peers
 from auto3d.runtime.world import World, leave_or_end
 from auto3d.schedule import samples_at_once
 from launch.console.progress import at_work, training_progress
-from launch.drivers.sweep import check_place, run_trials
+from launch.drivers.executor import executor_of
+from launch.drivers.sweep import check_place
 from launch.executors.follow import note_ends
 from launch.executors.submit import on_their_way
 from launch.executors.trial import Training, is_whole
@@ -220,7 +221,8 @@ def run_as_job(
     if job is None and not _is_left(recipe, training, fresh=fresh, console=console):
         return 0
     watcher.begin(1, [], 0)
-    run_trials(recipe, [trial], watcher, known=known, follow=follow)
+    with executor_of(recipe) as executor:
+        executor.run([trial], watcher, known=known, follow=follow)
     if not follow:
         return 0
     measurement = trial.measurement()

@@ -21,7 +21,8 @@ from auto3d.search.correction import correct
 from auto3d.search.search import Ranked, Search
 from launch.console.ranking import HEADINGS, cells, predicted_on
 from launch.console.tables import RESULTS
-from launch.drivers.sweep import Retry, check_place, check_ranks, held, measured
+from launch.drivers.executor import Executor, executor_of
+from launch.drivers.sweep import Retry, check_place, check_ranks, measured
 from launch.model.candidates import exact_plans
 from launch.model.elsewhere import Elsewhere, check_plans
 from launch.model.graphs import PlanningModel
@@ -110,10 +111,10 @@ def run_tune(recipe: LoadedRecipe, search: Search, watcher: Watcher, *, retry: R
     if recipe.values.model.layers is not None:
         raise recipe.error("model.layers", "measured layers can be predicted, not trained; tune takes a model")
     candidates = _runnable(recipe, search)
-    with held(recipe), Elsewhere() as elsewhere:
+    with executor_of(recipe) as executor, Elsewhere() as elsewhere:
         write_command(recipe, "tune")
         watcher.begin(recipe.values.search.trials, [], 0)
-        trials = _Trials(recipe, watcher, retry, elsewhere)
+        trials = _Trials(recipe, executor, watcher, retry, elsewhere)
         tried = _try_best(recipe, search, candidates, trials)
         _try_again(tried, trials)
     return tried
@@ -122,8 +123,11 @@ def run_tune(recipe: LoadedRecipe, search: Search, watcher: Watcher, *, retry: R
 class _Trials:
     """Runs trials one after the other, as far as search.trials goes."""
 
-    def __init__(self, recipe: LoadedRecipe, watcher: Watcher, retry: Retry, elsewhere: Elsewhere) -> None:
-        self._recipe, self._watcher, self._retry, self._elsewhere = recipe, watcher, retry, elsewhere
+    def __init__(
+        self, recipe: LoadedRecipe, executor: Executor, watcher: Watcher, retry: Retry, elsewhere: Elsewhere
+    ) -> None:
+        self._recipe, self._executor, self._elsewhere = recipe, executor, elsewhere
+        self._watcher, self._retry = watcher, retry
         self._names: list[str] = []
         self.total = recipe.values.search.trials
 
@@ -137,7 +141,7 @@ class _Trials:
         self._names.append(trial.name)
         write_command(self._recipe, "tune", trials=self._names)
         watcher = _Numbered(self._watcher, len(self._names), self.total)
-        return measured(self._recipe, trial, watcher, retry=self._retry)
+        return measured(self._recipe, trial, self._executor, watcher, retry=self._retry)
 
 
 def _try_best(recipe: LoadedRecipe, search: Search, candidates: Sequence[Ranked], trials: _Trials) -> list[Tried]:

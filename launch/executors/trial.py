@@ -1,12 +1,14 @@
 """One trial: run a plan for a few iterations, or a whole training, and write down what happened."""
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from auto3d.capture.model import CapturedModel
 from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.runtime.checkpoint import Checkpoints
@@ -18,33 +20,15 @@ from auto3d.runtime.world import World
 from auto3d.schedule import samples_at_once
 from launch.model.build import capture_for_ranks, initial_weights
 from launch.recipe.data import data_settings
-from launch.recipe.load import LoadedRecipe, load
+from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import training_settings
-from launch.run.devices import devices_for, show_devices
+from launch.run.devices import devices_for
 from launch.run.diagnosis import Ending
-from launch.run.ranks import Outcome, Report, Share, die_with_parent, end_with, run_ranks
-from launch.store.files import private_folder, write_whole
+from launch.run.ranks import Outcome, Report, Share, run_ranks
+from launch.store.files import private_folder
 
-
-def run_trial(
-    recipe_file: str, plan_file: str, measurement_file: str, *, modules: str, sweep: int, devices: Sequence[str]
-) -> None:
-    """Run the trial of these files; its measurement is written at the end, whatever the end was. submitit calls this.
-
-    ``modules`` is the folder of the user's own recipe; ``sweep`` the process that asked for the trial, which does not
-    outlive it; ``devices`` are the trial's GPUs, by their names in CUDA_VISIBLE_DEVICES: submitit has overwritten that.
-    """
-    show_devices(devices)
-    controller = int(os.environ["SUBMITIT_LOCAL_JOB_ID"])
-    die_with_parent(controller)
-    end_with(sweep, controller=controller)
-    folder = Path(measurement_file).resolve().parent
-    recipe = replace(load(recipe_file), folder=Path(modules))
-    measurement = measure(recipe, Plan.from_json(Path(plan_file).read_bytes()), folder)
-    write_whole(Path(measurement_file), measurement.to_json())
-
-
-IterationReport = tuple[int, float | None, float]  # its number from 0, loss (none: emulated) and seconds
+IterationReport = tuple[int, float | None, float]  # number from 0, loss (None: emulated), seconds
+RankCapture = Callable[[World], CapturedModel]  # gives a rank the captured model
 
 
 @dataclass(frozen=True)
@@ -79,11 +63,13 @@ def measure(
     of_all: Callable[[Outcome], Outcome] = lambda outcome: outcome,
     training: Training | None = None,
     on_report: Callable[[IterationReport], None] = lambda report: None,
+    capture: Callable[[int], RankCapture] | None = None,
 ) -> Measurement:
     """Train under ``plan`` for the recipe's warm-up and measured iterations, or all of a ``training``.
 
     All of it runs on this machine, or a ``share`` of it; ``of_all`` makes of how that ended how all did. ``folder`` is
-    private. ``on_report`` hears of each iteration of a training.
+    private. ``on_report`` hears of each iteration of a training. ``capture`` may replace ``capture_for_ranks`` by a
+    function that remembers what it captured, by the micro-batch size.
     """
     values = recipe.values
     warmup = 0 if training else values.measure.warmup_iterations
@@ -102,10 +88,10 @@ def measure(
         limits |= {"timeout_s": None, "on_report": on_report, "ignore_sigterm": True}
     try:
         devices = devices_for(recipe, len(share.ranks) if share else plan.ranks, size=plan.ranks)
-        capture = capture_for_ranks(recipe, samples_at_once(plan))
+        captured_for = (capture or partial(capture_for_ranks, recipe))(samples_at_once(plan))
 
         def run(world: World, report: Report) -> tuple[TrainingResult, Environment]:
-            captured = capture(world)
+            captured = captured_for(world)
             state = initial_weights(recipe, captured.graph)
             more = training.arguments(world, report, settings) if training else {}
             result = train(captured, plan, settings, data, world, state=state, **more)

@@ -131,12 +131,17 @@ def job_folder(recipe: LoadedRecipe, submission: str) -> Path:
     return (recipe_folder(recipe) / "jobs" / submission).resolve()
 
 
+def log_folder(recipe: LoadedRecipe, trial: str) -> Path:
+    """Where the log files of a trial on this machine are; those of a job are in its ``job_folder``."""
+    return recipe_folder(recipe) / "trials" / trial / "job"
+
+
 def log_files(recipe: LoadedRecipe, entry: Entry) -> list[Path]:
     """What the last start of a trial prints: by each task of its job, the first node's first, or by it alone."""
     if entry.job:
         found = job_folder(recipe, entry.submission).glob(f"{entry.job}_*_log.*")
     else:
-        found = (recipe_folder(recipe) / "trials" / entry.trial / "job").glob("*_log.*")
+        found = log_folder(recipe, entry.trial).glob("*_log.*")
     return sorted(found, key=lambda file: (int(file.name.split("_")[-2]), file.suffix))
 
 

@@ -37,19 +37,25 @@ def start_sweep(folder: Path, *arguments: str) -> subprocess.Popen:
     )
 
 
-def controllers_below(pid: int) -> list[psutil.Process]:
-    """Of trials; not the process that captures the model before them."""
+def forks_trials(process: psutil.Process) -> bool:
+    """Whether this is the process that a sweep forks its trials from, or was forked from it."""
+    return "launch.executors.fork_trials" in process.cmdline()
+
+
+def warm_below(pid: int) -> list[psutil.Process]:
+    """The process that trials are forked from; not the process that captures the model before them."""
     found = []
     for process in processes_below(pid):
-        with suppress(psutil.NoSuchProcess):
-            found += [process] * ("submitit.local._local" in process.cmdline())
+        with suppress(psutil.NoSuchProcess, AttributeError):
+            found += [process] * (forks_trials(process) and not forks_trials(process.parent()))
     return found
 
 
 def trial_of(pid: int) -> list[psutil.Process]:
-    """All processes of the trial that a sweep runs. The sweep has one more, Python's own, which ends after it."""
-    (controller,) = controllers_below(pid)
-    return [controller, *processes_below(controller.pid)]
+    """All processes of the one trial that a sweep runs."""
+    (warm,) = warm_below(pid)
+    (trial,) = warm.children()
+    return [trial, *processes_below(trial.pid)]
 
 
 def processes_below(pid: int) -> list[psutil.Process]:
@@ -60,14 +66,12 @@ def processes_below(pid: int) -> list[psutil.Process]:
 
 
 def ranks_below(pid: int) -> list[psutil.Process]:
-    """Ranks are what a trial's own process forked."""
+    """Ranks are what the process of a trial forked."""
     found = []
     for process in processes_below(pid):
-        try:
-            if "submitit.core._submit" in process.cmdline() and "submitit.core._submit" in process.parent().cmdline():
+        with suppress(psutil.NoSuchProcess, AttributeError):
+            if all(map(forks_trials, [process, process.parent(), process.parent().parent()])):
                 found.append(process)
-        except (psutil.NoSuchProcess, AttributeError):
-            continue
     return found
 
 
@@ -163,7 +167,7 @@ def test_an_interrupted_sweep_leaves_no_process(folder, how, when):
     if when == "running":
         two_ranks_at_work(sweep)
     else:
-        wait_until(lambda: controllers_below(sweep.pid), "the first trial's controller")
+        wait_until(lambda: warm_below(sweep.pid), "the process that trials are forked from")
     everything = processes_below(sweep.pid)
     ENDS[how](sweep)
     output, _ = sweep.communicate(timeout=30)
@@ -175,11 +179,11 @@ def test_an_interrupted_sweep_leaves_no_process(folder, how, when):
 
 
 def left_in(folder: Path) -> list[psutil.Process]:
-    """Processes of submitit that work in ``folder``, whoever their parent is now."""
+    """Processes of trials that work in ``folder``, whoever their parent is now."""
     found = []
     for process in psutil.process_iter():
         try:
-            if "submitit" in " ".join(process.cmdline()) and process.cwd() == str(folder):
+            if forks_trials(process) and process.cwd() == str(folder):
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
