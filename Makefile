@@ -59,9 +59,10 @@ bench: $(INSTALLED)  ## run all benchmarks of tests/benchmarks/ (minutes)
 		name=$$(basename $$file .py); echo "== $$name"; $(BIN)/python -m tests.benchmarks.$$name || exit 1; \
 	done
 
-lint: $(INSTALLED)  ## check the code's style
+lint: $(INSTALLED)  ## check the code's style and its types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 cluster-up: $(INSTALLED)  ## start, or mend, a SLURM cluster on this machine (as root): docs/slurm.md
 	@$(BIN)/python $(CLUSTER_PROGRAM) up $(if $(NODES),--nodes $(NODES)) $(if $(CLUSTER),--description $(CLUSTER))

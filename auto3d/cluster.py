@@ -1,4 +1,4 @@
-"""The cluster: its devices, nodes and links, and where the ranks of a Plan are placed on them."""
+"""The cluster: its devices, nodes and links, and the placement of a Plan's ranks on them."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -9,35 +9,35 @@ from auto3d.errors import InputError
 
 
 class ClusterError(InputError):
-    """A cluster that cannot be: the message names the part and what it takes."""
+    """A cluster description that makes no sense: the message names the value and what would be accepted."""
 
 
-def _check(what: str, value: float, *, above_zero: bool) -> None:
+def _check(name: str, value: float, *, above_zero: bool) -> None:
     if not isfinite(value) or value < 0 or (above_zero and value == 0):
-        raise ClusterError(f"{what} is {value:g}; it must be {'more than 0' if above_zero else '0 or more'}")
+        raise ClusterError(f"{name} is {value:g}; it must be {'more than 0' if above_zero else '0 or more'}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator:
-    """A kind of device, in the precision that training uses. The defaults are round figures of a data-centre GPU.
+    """A kind of device, in the precision of training. The defaults are round figures of a data-centre GPU.
 
-    A matrix product of f FLOPs takes (f + half_flops) / (matrix_efficiency × peak_flops): small ones reach less of the
-    peak. What else an operation does takes its bytes / (memory_efficiency × memory_bandwidth). The device cannot start
-    operations faster than they are launched.
+    A matrix product of f FLOPs takes (f + half_flops) / (matrix_efficiency × peak_flops) seconds: small products reach
+    less of the peak. Other operations take their bytes / (memory_efficiency × memory_bandwidth) seconds. The device
+    cannot start operations faster than the host launches them.
     """
 
     name: str = "device"
     peak_flops: float = 20e12  # per second
     memory_bandwidth: float = 700e9  # bytes per second
-    memory_bytes: float | None = None  # that a process may fill, where it is known
+    memory_bytes: float | None = None  # memory that a process may fill; None: unknown
     matrix_efficiency: float = 0.6
-    half_flops: float = 1e9  # a product as small as this takes twice its time at full efficiency
+    half_flops: float = 1e9  # a matrix product of this many FLOPs takes twice its time at full efficiency
     memory_efficiency: float = 0.75
-    launch_s: float = 10e-6  # from the launch of one operation to that of the next
-    collective_launch_s: float = 10e-6  # of a collective in a stage, for each other rank that it waits for
-    micro_batch_s: float = 0.0  # of the host for each micro-batch of a stage, beside its operations
-    iteration_s: float = 0.0  # of each iteration, whatever its size: loss scale, norm, data
-    update_s: float | None = None  # of the optimizer's update of one parameter; None: what its traffic takes
+    launch_s: float = 10e-6  # time between the launches of two operations
+    collective_launch_s: float = 10e-6  # launch of a collective in a stage, for each other rank of the collective
+    micro_batch_s: float = 0.0  # host time for each micro-batch of a stage, in addition to its operations
+    iteration_s: float = 0.0  # fixed time of each iteration: loss scale, gradient norm, data
+    update_s: float | None = None  # optimizer's update of one parameter; None: computed from its memory traffic
 
     def __post_init__(self) -> None:
         for name in ("peak_flops", "memory_bandwidth", "matrix_efficiency", "memory_efficiency"):
@@ -48,11 +48,11 @@ class Accelerator:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What connects the devices of a node, or a node to the others. One direction does not slow the other."""
+    """A connection between the devices of a node, or of a node to the others. Its two directions are independent."""
 
-    latency_s: float  # of a message
-    bandwidth: float  # bytes per second, of one lane; a device uses one at a time
-    lanes: int | None = None  # of all devices of the node together; None: one for each device
+    latency_s: float  # seconds that each message takes in addition to its transfer
+    bandwidth: float  # bytes per second of one lane; a device uses one lane at a time
+    lanes: int | None = None  # lanes that the devices of the node share; None: one for each device
 
     def __post_init__(self) -> None:
         _check("link: latency_s", self.latency_s, above_zero=False)
@@ -60,22 +60,22 @@ class Link:
         if self.lanes is not None and self.lanes < 1:
             raise ClusterError(f"link: lanes is {self.lanes}; it must be 1 or more")
 
-    def share(self, devices: int) -> float:
-        """Bytes per second that each of so many devices gets which use the link at a time."""
+    def bandwidth_per_device(self, devices: int) -> float:
+        """Bytes per second that each of ``devices`` devices gets while all of them use the link."""
         return self.bandwidth * min(1.0, (self.lanes or devices) / devices)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduceTimes:
-    """Measured all-reduces inside a node: ``seconds[i][j]`` among ranks[i] devices, of sizes[j] bytes each."""
+    """Measured all-reduces inside a node: ``seconds[i][j]`` is the time for ranks[i] devices and sizes[j] bytes."""
 
     ranks: tuple[int, ...]
     sizes: tuple[int, ...]
     seconds: tuple[tuple[float, ...], ...]
 
-    def of(self, ranks: int, size: float) -> float:
-        """Linear between what was measured, and in proportion to the size beyond the largest."""
-        from numpy import interp  # slow to import, and needed only where a profile is
+    def interpolate(self, ranks: int, size: float) -> float:
+        """Seconds of an all-reduce of ``size`` bytes: linear between measured sizes, and in proportion above them."""
+        from numpy import interp  # imported here because it is slow and only needed with a profile
 
         largest = self.sizes[-1]
         beyond = max(1.0, size / largest)
@@ -88,11 +88,11 @@ INSIDE, OUTSIDE = Link(latency_s=10e-6, bandwidth=20e9), Link(latency_s=20e-6, b
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """A machine. ``inside`` connects its devices; ``outside`` connects it to other nodes, None: to none.
+    """A machine. ``inside`` connects its devices to each other, and ``outside`` to other nodes (None: to none).
 
-    ``slowdown[n - 1]`` is how much longer a device takes while n of the node's compute: processes on a CPU share its
-    cores and its memory's bandwidth. Nothing: they share nothing. ``handling`` is what a message inside the node takes
-    of the compute of its sender, and of its receiver: seconds, and seconds for each byte.
+    ``slowdown[n - 1]`` is how many times longer a device takes while n devices of the node compute: processes on a CPU
+    share its cores and memory bandwidth. Empty means that devices do not slow each other. ``handling`` is the compute
+    time that a message inside the node costs its sender, and also its receiver: seconds, and seconds per byte.
     """
 
     devices: int
@@ -101,7 +101,7 @@ class Node:
     outside: Link | None = OUTSIDE
     slowdown: tuple[float, ...] = ()
     handling: tuple[float, float] = (0.0, 0.0)
-    all_reduce: AllReduceTimes | None = None  # inside the node, where it was measured; None: what its links take
+    all_reduce: AllReduceTimes | None = None  # measured inside the node; None: computed from its links
 
     def __post_init__(self) -> None:
         for number, factor in enumerate(self.slowdown, 1):
@@ -110,52 +110,53 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes in the order in which ranks fill them; a device is one process's processor."""
+    """Nodes in the order in which ranks fill them. Each device runs one process."""
 
     nodes: tuple[Node, ...]
     device: str  # "cpu" or "cuda"
     devices: int = field(init=False)
-    node_of: tuple[int, ...] = field(init=False, repr=False)  # of each device
+    node_of: tuple[int, ...] = field(init=False, repr=False)  # node number by device
 
     def __post_init__(self) -> None:
         if len(self.nodes) > 1:
             for number, node in enumerate(self.nodes):
                 if node.outside is None:
                     raise ClusterError(f"cluster: node {number} has no link to the other nodes; give it one")
-        homes = tuple(number for number, node in enumerate(self.nodes) for _ in range(node.devices))
-        object.__setattr__(self, "node_of", homes)
-        object.__setattr__(self, "devices", len(homes))
+        node_of = tuple(number for number, node in enumerate(self.nodes) for _ in range(node.devices))
+        object.__setattr__(self, "node_of", node_of)
+        object.__setattr__(self, "devices", len(node_of))
 
     @property
     def memory_bytes(self) -> float | None:
-        """Of the smallest device, as far as it is known."""
+        """Memory of the smallest device whose memory is known; None if none is known."""
         return self.memory_of(range(self.devices))
 
     def memory_of(self, devices: Iterable[int]) -> float | None:
-        """Bytes that a process may fill on each of ``devices``: those of the smallest; None where none is known."""
+        """Bytes that a process may fill on each of ``devices``: the least that is known; None if none is known."""
         kinds = {self.accelerator(device) for device in devices}
         return min((kind.memory_bytes for kind in kinds if kind.memory_bytes is not None), default=None)
 
     @property
     def devices_per_node(self) -> int:
-        """Of the smallest node."""
+        """Devices of the smallest node."""
         return min(node.devices for node in self.nodes)
 
     def accelerator(self, device: int) -> Accelerator:
         return self.nodes[self.node_of[device]].accelerator
 
     def slowest(self, devices: Iterable[int]) -> Accelerator:
-        """The kind among those of ``devices`` that computes the least per second."""
+        """The accelerator among those of ``devices`` that computes the fewest FLOPs per second."""
         kinds = dict.fromkeys(self.accelerator(device) for device in devices)
         return min(kinds, key=lambda kind: kind.peak_flops * kind.matrix_efficiency)
 
 
 def place_ranks(*, dp: int, pp: int, tp: int = 1, replicas: Sequence[int] | None = None) -> tuple[tuple[int, ...], ...]:
-    """A Plan's ``placement``: ranks of one tensor-parallel group are neighbours, then replicas of one stage, then
-    stages.
+    """A Plan's ``placement``: for each pipeline device, the ranks that run its stages.
 
-    Ranks are numbered node by node, so the largest traffic stays inside a node where it can (the order of Megatron-LM:
-    tensor before data before pipeline). ``replicas`` are those of each device's stages; None: one.
+    Neighbouring ranks form a tensor-parallel group; then follow the replicas and pipelines of the same stages, then the
+    next pipeline device. Ranks are numbered node by node, so the heaviest traffic stays inside a node where possible
+    (Megatron-LM's order: tensor before data before pipeline). ``replicas`` has the number of replicas of each pipeline
+    device's stages; None: one each.
     """
-    ends = accumulate((tp * dp * number for number in replicas or [1] * pp), initial=0)
+    ends = accumulate((tp * dp * count for count in replicas or [1] * pp), initial=0)
     return tuple(tuple(range(first, end)) for first, end in pairwise(ends))

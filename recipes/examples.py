@@ -1,11 +1,11 @@
-"""Models for `model.factory`: any function that makes an nn.Module whose forward returns its loss."""
+"""Examples for `model.factory`, which takes any function that makes an nn.Module whose forward returns the loss."""
 
 import torch
 from torch import nn
 
 
 class ResidualPerceptron(nn.Module):
-    """A classifier of vectors: ``depth`` residual blocks of two layers."""
+    """A classifier of vectors, with ``depth`` residual blocks of two linear layers each."""
 
     def __init__(self, *, inputs: int, width: int, depth: int, classes: int) -> None:
         super().__init__()
@@ -29,20 +29,21 @@ def residual_perceptron(inputs: int = 64, width: int = 256, depth: int = 8, clas
 
 
 class Bottleneck(nn.Module):
-    """Three convolutions around a shortcut: the block of ResNet-50 and deeper."""
+    """The residual block of ResNet-50 and deeper: three convolutions and a shortcut."""
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
-        made = 4 * width
+        outputs = 4 * width
         self.conv1 = nn.Conv2d(channels, width, 1, bias=False)
         self.norm1 = nn.BatchNorm2d(width)
         self.conv2 = nn.Conv2d(width, width, 3, stride=stride, padding=1, bias=False)
         self.norm2 = nn.BatchNorm2d(width)
-        self.conv3 = nn.Conv2d(width, made, 1, bias=False)
-        self.norm3 = nn.BatchNorm2d(made)
+        self.conv3 = nn.Conv2d(width, outputs, 1, bias=False)
+        self.norm3 = nn.BatchNorm2d(outputs)
         self.shortcut = nn.Identity()
-        if stride != 1 or channels != made:
-            self.shortcut = nn.Sequential(nn.Conv2d(channels, made, 1, stride=stride, bias=False), nn.BatchNorm2d(made))
+        if stride != 1 or channels != outputs:
+            projection = nn.Conv2d(channels, outputs, 1, stride=stride, bias=False)
+            self.shortcut = nn.Sequential(projection, nn.BatchNorm2d(outputs))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         out = torch.relu(self.norm1(self.conv1(hidden)))
@@ -51,7 +52,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A classifier of images: a stem, four groups of ``blocks`` bottlenecks, each of twice the width, and a head."""
+    """A classifier of images: a stem, groups of ``blocks`` bottlenecks with doubling width, and a head."""
 
     def __init__(self, *, blocks: tuple[int, ...], width: int, classes: int) -> None:
         super().__init__()
@@ -62,10 +63,10 @@ class ResNet(nn.Module):
         channels = width
         for group, count in enumerate(blocks):
             for block in range(count):
-                own_width = width * 2**group
+                group_width = width * 2**group
                 stride = 2 if group > 0 and block == 0 else 1
-                self.blocks.append(Bottleneck(channels, own_width, stride))
-                channels = 4 * own_width
+                self.blocks.append(Bottleneck(channels, group_width, stride))
+                channels = 4 * group_width
         self.head = nn.Linear(channels, classes)
 
     def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -80,7 +81,7 @@ RESNET_BLOCKS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 
 
 def resnet(depth: int = 50, width_factor: float = 1, classes: int = 1000) -> nn.Module:
-    """ResNet of He et al. (2016), table 1, with ``width_factor`` times as many channels everywhere."""
+    """ResNet of He et al. (2016), table 1, with ``width_factor`` times as many channels in every layer."""
     if depth not in RESNET_BLOCKS:
         raise ValueError(f"depth {depth} is not one of {', '.join(map(str, RESNET_BLOCKS))}")
     return ResNet(blocks=RESNET_BLOCKS[depth], width=round(64 * width_factor), classes=classes)

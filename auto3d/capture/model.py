@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -18,9 +18,24 @@ class CapturedModel:
 
     graph: Graph
     exported: ExportedModel
+    _others: dict[int, "CapturedModel"] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def at(self, micro_batch_size: int) -> "CapturedModel":
-        """The same model captured at another micro-batch size; ``Graph.same_operations`` tells if it does the same."""
+        """The same model captured at another micro-batch size; ``Graph.same_operations`` tells if it does the same.
+
+        Each size is captured once. Processes that are forked after the first call share its result.
+        """
+        if micro_batch_size == self.graph.micro_batch_size:
+            return self
+        if micro_batch_size not in self._others:
+            self._others[micro_batch_size] = self._capture(micro_batch_size)
+        return self._others[micro_batch_size]
+
+    def captured_again(self) -> "CapturedModel":
+        """A new capture at the same size: code that looks at its surroundings may take another branch in it."""
+        return self._capture(self.graph.micro_batch_size)
+
+    def _capture(self, micro_batch_size: int) -> "CapturedModel":
         exported = self.exported
         return capture(exported.build, exported.inputs, micro_batch_size, device=exported.device)
 

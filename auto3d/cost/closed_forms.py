@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from auto3d.schedule.shape import Shape
-from auto3d.simulate.costs import Costs, Link, uniform
+from auto3d.simulate.costs import Costs, MessageCost, uniform
 from auto3d.simulate.critical_path import count, critical_path
 from auto3d.simulate.simulate import simulate
 
@@ -19,7 +19,7 @@ def amp_s(shape: Shape, costs: Costs) -> float:
     device_time = [0.0] * shape.devices
     for (stage, _), device in shape.device_of.items():
         device_time[device] += once[stage] / pipes
-    messages = sum(2 * link.latency + link.forward + link.backward for link in costs.links)
+    messages = sum(2 * link.latency + link.forward + link.backward for link in costs.messages)
     pipeline = (shape.micro_batches - 1) * max(device_time) + sum(once) + messages
     return pipeline + max(costs.sync) + max(costs.update)
 
@@ -34,10 +34,10 @@ def chimera_s(shape: Shape, costs: Costs) -> float:
     schedule = shape.schedule()
     recomputes = bool(schedule.recompute)
     forwards, backwards = count(critical_path(simulate(schedule, uniform(schedule, backward=3 if recomputes else 2))))
-    message = max((link.latency + max(link.forward, link.backward) for link in costs.links), default=0.0)
+    message = max((link.latency + max(link.forward, link.backward) for link in costs.messages), default=0.0)
     once = zip(_stage_times(shape, costs), costs.forward, strict=True)
     forward, backward = max(costs.forward), max(whole - forward for whole, forward in once)
-    silent = replace(costs, links=(Link(),) * len(costs.links), update=(0.0,) * schedule.stages)
+    silent = replace(costs, messages=(MessageCost(),) * len(costs.messages), update=(0.0,) * schedule.stages)
     alone = simulate(schedule, replace(silent, sync=(0.0,) * schedule.stages)).makespan
     exposed = simulate(schedule, silent).makespan - alone
     return (forward + message) * forwards + (backward + message) * backwards + exposed + max(costs.update)

@@ -46,7 +46,10 @@ class Traffic:
         for node, count in homes.items():
             if count > 1:
                 link = cluster.nodes[node].inside
-                latency, bandwidth = max(latency, link.latency_s), min(bandwidth, link.share(self._inside[node]))
+                latency, bandwidth = (
+                    max(latency, link.latency_s),
+                    min(bandwidth, link.bandwidth_per_device(self._inside[node])),
+                )
             if len(homes) > 1:
                 link = cluster.nodes[node].outside
                 total = link.bandwidth * (link.lanes or cluster.nodes[node].devices)
@@ -64,7 +67,7 @@ class Traffic:
         homes = {self._cluster.node_of[device] for device in group}
         measured = self._cluster.nodes[min(homes)].all_reduce
         if len(homes) == 1 and measured is not None:
-            return measured.of(len(group), size)
+            return measured.interpolate(len(group), size)
         link = self.link(group)
         return min(ring_s(len(group), size, link), tree_s(len(group), size, link))
 

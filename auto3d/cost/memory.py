@@ -14,9 +14,9 @@ from auto3d.partition.segment import Segment, segments
 from auto3d.partition.stage import Stage, cut
 from auto3d.plan import Plan
 from auto3d.schedule.lowering import lower
-from auto3d.schedule.memory import versions
 from auto3d.schedule.operation import Kind, Schedule
-from auto3d.schedule.program import Message, Program, Replica, Step, held
+from auto3d.schedule.program import Message, PipeStage, Program, Step, messages_in_memory
+from auto3d.schedule.weight_versions import weight_versions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ def predict(
         _footprint(graph, stage, own.kept if stage.index in schedule.recompute else None, replicas=own.replicas)
         for stage, own in zip(stages, plan.stages, strict=True)
     ]
-    alive = versions(schedule)
+    alive = weight_versions(schedule)
     sizes = {
         name: value.bytes
         for group in (graph.parameters, graph.buffers, graph.constants)
@@ -182,7 +182,7 @@ def _made(node: Node) -> int:
 def _fullest(
     program: Program,
     footprints: Sequence[_Footprint],
-    device_of: Mapping[Replica, int],
+    device_of: Mapping[PipeStage, int],
     held_at: Callable[[Step, Collection[Message], Collection[Message]], int],
     *,
     working: int,
@@ -197,7 +197,7 @@ def _fullest(
     split = {(s.operation.stage, s.operation.pipe) for s in program.steps if s.operation.kind is Kind.BACKWARD_WEIGHT}
     activations = given = 0
     fullest = (0, 0, 0, working)
-    for step, (posted, sent) in zip(program.steps, held(program, device_of), strict=True):
+    for step, (posted, sent) in zip(program.steps, messages_in_memory(program, device_of), strict=True):
         operation = step.operation
         bytes_of = footprints[operation.stage]
         messages = held_at(step, posted, sent)

@@ -4,7 +4,7 @@ The costs of the Plan's stages, messages and gradient syncs go to the simulator;
 costs. Ranks fill the cluster's devices in order; the Plan's placement says what each of them plays.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -15,14 +15,13 @@ from auto3d.cluster import Accelerator, Cluster, Link
 from auto3d.cost.closed_forms import amp_s, chimera_s
 from auto3d.cost.collectives import ring_s, tree_s
 from auto3d.cost.placed import PlacedTraffic
-from auto3d.cost.stage_bytes import StageBytes, message_bytes
+from auto3d.cost.stage_bytes import NO_BYTES, StageBytes, message_bytes
 from auto3d.cost.tables import WorkTables, without
 from auto3d.cost.times import Times, before, times_of
 from auto3d.cost.work import PRECISION_BYTES, Work
 from auto3d.plan import Plan, StagePlan
 from auto3d.schedule.shape import Shape, shape_of
-from auto3d.simulate.costs import Costs, Sharing
-from auto3d.simulate.costs import Link as Message
+from auto3d.simulate.costs import Costs, MessageCost, SharedMachine
 from auto3d.simulate.simulate import simulate
 
 MOMENTS = {"adamw": 2, "sgd": 1}  # that the optimizer keeps of each parameter
@@ -136,9 +135,9 @@ class CostModel:
         whole = seconds_of(shape, costs)
         none = (0.0,) * shape.stages
         without_sync = seconds_of(shape, replace(costs, sync=none))
-        silent = replace(costs, sync=none, links=(Message(),) * (shape.stages - 1))
+        silent = replace(costs, sync=none, messages=(MessageCost(),) * (shape.stages - 1))
         without_messages = seconds_of(shape, silent)
-        alone = replace(self.costs(plan, replica, collectives=False), sync=none, links=silent.links)
+        alone = replace(self.costs(plan, replica, collectives=False), sync=none, messages=silent.messages)
         without_tensor = seconds_of(shape, alone)
         compute, update = _busiest(shape, alone)
         return Estimate(
@@ -193,21 +192,21 @@ class CostModel:
             recompute=tuple(recompute),
             sync=self._syncs(plan, traffic),
             update=tuple(update),
-            links=tuple(
+            messages=tuple(
                 self._message(plan, shape, boundary, replica, traffic) for boundary in range(len(plan.stages) - 1)
             ),
             speed=(1.0,) * shape.devices,
             overlap=self.training.overlap,
-            sharing=self._sharing(plan) if self._shares_processors else (),
+            shared_machines=self._sharing(plan) if self._shares_processors else (),
         )
 
-    def _sharing(self, plan: Plan) -> tuple[Sharing, ...]:
+    def _sharing(self, plan: Plan) -> tuple[SharedMachine, ...]:
         """What the plan's processes share on each node where they share something."""
         found = []
         for number in sorted({self.cluster.node_of[rank] for ranks in plan.placement for rank in ranks}):
             if slowdown := self.cluster.nodes[number].slowdown:
                 here = [sum(self.cluster.node_of[rank] == number for rank in ranks) for ranks in plan.placement]
-                found.append(Sharing(slowdown=slowdown, processes=tuple(here)))
+                found.append(SharedMachine(slowdown=slowdown, processes=tuple(here)))
         return tuple(found)
 
     def _share(self, samples: int, replicas: int) -> tuple[int, int]:
@@ -332,10 +331,10 @@ class CostModel:
             found[stages[-1]] += traffic.tied_s(tuple(stages), elements * self.training.sync_bytes)
         return tuple(found)
 
-    def _message(self, plan: Plan, shape: Shape, boundary: int, replica: int, traffic: PlacedTraffic) -> Message:
+    def _message(self, plan: Plan, shape: Shape, boundary: int, replica: int, traffic: PlacedTraffic) -> MessageCost:
         source, target = (shape.device_of[stage, 0] for stage in (boundary, boundary + 1))
         if source == target:
-            return Message()
+            return MessageCost()
         size = (
             shape.parts
             * self._work(plan.micro_batch_size // shape.parts).work.crossing[plan.stages[boundary].operations[-1][1]]
@@ -345,7 +344,7 @@ class CostModel:
         seconds = size / plan.tp / link.bandwidth
         if plan.tp > 1:
             seconds += ring_s(plan.tp, size, traffic.tensor[target, replica]) / 2
-        return Message(latency=link.latency_s, forward=seconds, backward=seconds)
+        return MessageCost(latency=link.latency_s, forward=seconds, backward=seconds)
 
     def _traffic_of(self, plan: Plan) -> PlacedTraffic:
         return self._traffic(plan.placement, plan.tp, plan.dp, shape_of(plan).homes)
@@ -380,28 +379,45 @@ class CostModel:
         That module reads a plan's bytes off the Graph, tensor by tensor; this one sums tables, thousands of times a
         second, for other precisions, tensor parallelism and measured layers too.
         """
+        shape, stages = shape_of(plan), dict(enumerate(plan.stages))
+        return tuple(self._device_memory(plan, shape, device, stages) for device in range(len(shape.holdings)))
+
+    def stage_memory(self, plan: Plan, number: int, stage: StagePlan) -> dict[int, float]:
+        """Pipeline device -> bytes of ``stage`` alone, for each device that holds it as stage ``number`` of ``plan``.
+
+        A device with one stage needs exactly these bytes. A device with several needs at most the sum of theirs.
+        """
         shape = shape_of(plan)
+        homes = dict.fromkeys(shape.homes[number])
+        return {device: self._device_memory(plan, shape, device, {number: stage}) for device in homes}
+
+    def _device_memory(self, plan: Plan, shape: Shape, device: int, stages: Mapping[int, StagePlan]) -> float:
+        """Bytes on ``device`` of those stages of its own that ``stages`` has, by their numbers."""
         weight = PRECISION_BYTES[self.training.precision]
         optimizer = self.training.master_bytes + 4 * MOMENTS[self.training.optimizer]
         samples = plan.micro_batch_size // shape.parts
-        stages = [
-            self._stage_bytes(samples, stage, plan.tp, number in shape.recompute)
-            for number, stage in enumerate(plan.stages)
-        ]
-        found = []
-        for device, holding in enumerate(shape.holdings):
-            own = [plan.stages[number] for number in holding.stages]
-            elements = self._elements(plan, tuple(span for stage in own for span in stage.operations))
-            shards = plan.dp * own[0].replicas if plan.shard_optimizer else 1
-            state = elements * (weight + self.training.sync_bytes + optimizer / shards)
-            for stage, versions in zip(own, holding.versions, strict=True):
-                if versions > 1:
-                    state += (versions - 1) * weight * self._elements(plan, stage.operations)
-            bytes_of = [stages[number] for number in holding.stages]
-            activations = max(sum(map(StageBytes.of, bytes_of, moment)) for moment in holding.peaks)
-            fixed, working = sum(one.fixed for one in bytes_of), max(one.working for one in bytes_of)
-            found.append(state + fixed + activations + working + message_bytes(shape, stages, device))
-        return tuple(FRAGMENTATION * total for total in found)
+        holding = shape.holdings[device]
+        own = [number for number in holding.stages if number in stages]
+        bytes_of = {
+            number: self._stage_bytes(samples, stages[number], plan.tp, number in shape.recompute) for number in own
+        }
+        elements = self._elements(plan, tuple(span for number in own for span in stages[number].operations))
+        shards = plan.dp * stages[own[0]].replicas if plan.shard_optimizer else 1
+        state = elements * (weight + self.training.sync_bytes + optimizer / shards)
+        for number, versions in zip(holding.stages, holding.versions, strict=True):
+            if versions > 1 and number in stages:
+                state += (versions - 1) * weight * self._elements(plan, stages[number].operations)
+        activations = max(
+            sum(
+                bytes_of[number].of(load)
+                for number, load in zip(holding.stages, moment, strict=True)
+                if number in stages
+            )
+            for moment in holding.peaks
+        )
+        fixed, working = sum(one.fixed for one in bytes_of.values()), max(one.working for one in bytes_of.values())
+        messages = message_bytes(shape, [bytes_of.get(number, NO_BYTES) for number in range(shape.stages)], device)
+        return FRAGMENTATION * (state + fixed + activations + working + messages)
 
     def _make_stage_bytes(self, samples: int, stage: StagePlan, tp: int, recompute: bool) -> StageBytes:
         samples, division = self._share(samples, stage.replicas)

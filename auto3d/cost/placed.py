@@ -39,7 +39,7 @@ class PlacedTraffic:
         nodes = {cluster.node_of[rank] for rank in ranks}
         measured = cluster.nodes[min(nodes)].all_reduce
         if measured is not None and len(nodes) == 1 < len(ranks):
-            self.iteration_s += measured.of(len(ranks), TOTALS_BYTES)
+            self.iteration_s += measured.interpolate(len(ranks), TOTALS_BYTES)
         every = [ranks[first : first + tp] for ranks in placement for first in range(0, len(ranks), tp)]
         inside = Traffic(cluster, every)
         self.tensor = {key: inside.link(ranks[:tp]) for key, ranks in self._ranks.items()} if tp > 1 else {}

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from auto3d.schedule.memory import Load
+from auto3d.schedule.in_flight import Load
 from auto3d.schedule.shape import Shape
 
 # Those to and from one peer when a device is at its fullest; cost/memory.py counts them step by step. What a forward
@@ -27,6 +27,9 @@ class StageBytes:
     def of(self, load: Load) -> float:
         """Bytes of the activations of all micro-batches of ``load``."""
         return load.in_flight * self.in_flight + load.recomputed * self.recomputed + load.deferred * self.deferred
+
+
+NO_BYTES = StageBytes(in_flight=0, recomputed=0, deferred=0, fixed=0, working=0, received=0, sent=0)
 
 
 def message_bytes(shape: Shape, stages: Sequence[StageBytes], device: int) -> float:

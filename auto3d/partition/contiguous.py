@@ -5,12 +5,13 @@ Every part must weigh something. ``earliest[part][last]`` is the least ``first``
 ``last``, by memory for example; it never falls along ``last``, and never rises from one part to the next.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
 
 _BISECTIONS = 40
+_ROUNDING = 1e-12  # two sums of the same weights may differ by this fraction
 
 
 def smallest_maximum(before: Sequence[float], earliest: Sequence[Sequence[int]]) -> float | None:
@@ -96,3 +97,25 @@ def cheapest_cuts(
     for row in reversed(previous):
         bounds.append(row[bounds[-1]])
     return bounds[::-1]
+
+
+def balanced_cuts(
+    before: Sequence[float], cost: Sequence[float], parts: int, earliest: Sequence[Sequence[int]] | None = None
+) -> list[int] | None:
+    """Places that bound ``parts`` parts whose largest is as small as can be and, among those, whose cuts cost least.
+
+    None if no parts fit. Here ``earliest`` may rise from one part to the next; without it, every part fits.
+    """
+    if earliest is None:
+        earliest = [[0] * len(before)] * parts
+    if all(here >= there for one, following in pairwise(earliest) for here, there in zip(one, following, strict=True)):
+        least = smallest_maximum(before, earliest)
+        return None if least is None else cheapest_cuts(before, cost, earliest, least * (1 + _ROUNDING))
+    weights = sorted({last - first for place, last in enumerate(before) for first in before[:place] if last > first})
+
+    def cuts(index: int) -> list[int] | None:
+        return cheapest_cuts(before, cost, earliest, weights[index] * (1 + _ROUNDING))
+
+    if not weights or cuts(-1) is None:
+        return None
+    return cuts(bisect_left(range(len(weights)), True, key=lambda index: cuts(index) is not None))

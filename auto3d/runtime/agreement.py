@@ -1,6 +1,7 @@
-"""Before the first iteration: all ranks that hold a parameter or buffer hold the same bits of it.
+"""Checks before the first iteration that all ranks with a copy of a parameter or buffer have the same bits.
 
-Nothing corrects replicas that begin apart: their gradients are summed and each goes its own way, without a word.
+Nothing would correct copies that begin with different values: their gradients are summed, and they stay different
+without any error.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,13 +13,13 @@ from auto3d.errors import InputError
 from auto3d.runtime.waiting import waiting_for
 
 _WORD_BYTES = 8
-_ROW = 512  # words that are summed with one weight
-_ODD = -7046029254386353131  # 2**64 / the golden ratio, as a signed number: spreads the weights of rows
+_ROW = 512  # number of words that are summed with one weight
+_ODD = -7046029254386353131  # 2**64 / golden ratio, as a signed integer: it spreads the weights of rows
 _NOT_HELD = torch.iinfo(torch.int64).min
 
 
 class WeightsDifferError(InputError):
-    """Ranks that hold the same tensor would begin with different values of it."""
+    """Ranks that hold copies of the same tensor would begin with different values."""
 
 
 def check_agreement(
@@ -29,18 +30,18 @@ def check_agreement(
     cause: str,
     timeout_s: float,
 ) -> None:
-    """Raise WeightsDifferError, on every rank, unless all ranks that have a tensor in ``tensors`` have the same bits.
+    """Raise WeightsDifferError, on every rank, unless all ranks with the same tensor in ``tensors`` have the same bits.
 
-    ``names`` are those that any rank may have, in an order that all ranks share; every rank must call this. ``cause``
-    says what is likely wrong. It costs one reading of ``tensors``, and one all-reduce of two numbers for each name.
+    Every rank must call this, with the same ``names`` in the same order: all names that any rank may have. ``cause`` is
+    the likely cause, for the error. It reads ``tensors`` once and does one all-reduce of two numbers per name.
     """
     absent = torch.tensor(_NOT_HELD, device=device)
-    # The largest fingerprint of each name and, as its complement, the smallest.
+    # For each name, the largest fingerprint and the complement of the smallest one.
     bounds = torch.stack([absent.expand(2)] * len(names)) if names else absent.new_empty(0, 2)
     for row, name in enumerate(names):
         if name in tensors:
-            own = fingerprint(tensors[name])
-            bounds[row] = torch.stack([own, ~own])
+            local = fingerprint(tensors[name])
+            bounds[row] = torch.stack([local, ~local])
     present = bounds.cpu()
     bounds = present.clone()
     with waiting_for("the fingerprints of the initial weights", timeout_s):
@@ -49,11 +50,11 @@ def check_agreement(
     differs = ((largest != smallest) & (largest != _NOT_HELD)).nonzero().flatten().tolist()
     if not differs:
         return
-    found: list[int | None] = [None] * dist.get_world_size()
+    values: list[int | None] = [None] * dist.get_world_size()
     with waiting_for("the fingerprints of all ranks", timeout_s):
-        dist.all_gather_object(found, present[differs[0], 0].item() if names[differs[0]] in tensors else None)
+        dist.all_gather_object(values, present[differs[0], 0].item() if names[differs[0]] in tensors else None)
     groups: dict[int, list[str]] = {}
-    for rank, value in enumerate(found):
+    for rank, value in enumerate(values):
         if value is not None:
             groups.setdefault(value, []).append(str(rank))
     ranks = " and ".join(f"rank{'s' * (len(group) > 1)} {', '.join(group)}" for group in groups.values())
@@ -62,13 +63,13 @@ def check_agreement(
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """An integer of 64 bits of the tensor's bits and their places, on its device; any one changed bit changes it."""
+    """A 64-bit fingerprint of the tensor's bits and their positions, on its device. Any one changed bit changes it."""
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if data.storage_offset() % _WORD_BYTES:
         data = data.clone()
     whole = data.numel() // (_ROW * _WORD_BYTES) * _ROW * _WORD_BYTES
     rest = torch.zeros(_ROW * _WORD_BYTES, dtype=torch.uint8, device=data.device)
     rest[: data.numel() - whole] = data[whole:]
-    rows = torch.cat([part.view(torch.int64).view(-1, _ROW).sum(dim=1) for part in (data[:whole], rest)])
+    rows = torch.cat([words.view(torch.int64).view(-1, _ROW).sum(dim=1) for words in (data[:whole], rest)])
     weights = torch.arange(rows.numel(), device=rows.device) * 2 + 1  # odd: no multiple of one loses a bit
     return (rows * (weights * _ODD)).sum()

@@ -1,8 +1,9 @@
-"""Checkpoints: all that a training has changed, written between two iterations, from which it goes on.
+"""Checkpoints: the state of a training between two iterations, from which it can continue.
 
-A checkpoint is a folder of safetensors files, one per rank, and a checkpoint.json that is written last: without it
-there is no checkpoint. Tensors are kept by the names that they have in the model, each in one file, whatever ranks hold
-them, and each rank reads its own. Random numbers and data follow from the iteration alone: nothing is kept of them.
+A checkpoint is a folder of safetensors files, one per rank, and a checkpoint.json. The latter is written last: a folder
+without it is no checkpoint. Tensors are stored under their names in the model, each in a single file even if several
+ranks hold it, and each rank reads the tensors that it needs. Random numbers and data depend only on the iteration, so
+none of their state is stored.
 """
 
 import os
@@ -14,6 +15,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from json import dumps
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,33 +27,36 @@ from auto3d.errors import InputError
 from auto3d.runtime.waiting import waiting_for
 
 VERSION = 1
-KEPT = 2  # the newest, and the one before for whoever finds that one damaged
+KEPT = 2  # checkpoints that stay: the newest, and the one before it in case the newest is damaged
 
 
 class CheckpointError(InputError):
-    """A checkpoint that cannot be read, or is of another model."""
+    """A checkpoint that cannot be read, or that belongs to another model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints:
-    """Where a training's checkpoints are, and when one is written beside the one that it leaves if asked to end."""
+    """The folder of a training's checkpoints, and how often to write one.
 
-    folder: Path  # seen by all ranks, and written by this user alone
-    every: int | None  # iterations, and after the last; none: only when it is asked to end
+    A training that is asked to end always writes one.
+    """
+
+    folder: Path  # visible to all ranks, and writable only by this user
+    every: int | None  # iterations from one to the next; one more after the last. None: only when asked to end
 
     def due(self, before: int, done: int, last: int) -> bool:
-        """Whether one is to be written after ``done`` of ``last`` iterations, ``before`` of which were looked at."""
+        """Whether to write one after ``done`` of ``last`` iterations, having asked last after ``before``."""
         return self.every is not None and (done // self.every > before // self.every or done == last)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """What checkpoint.json says."""
+    """The content of checkpoint.json."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    iteration: int  # how many were done
-    files: dict[str, list[str]]  # file -> the names of its tensors
+    iteration: int  # number of finished iterations
+    files: dict[str, list[str]]  # file name -> names of its tensors
     version: int = VERSION
 
 
@@ -59,65 +64,66 @@ _adapter = TypeAdapter(Checkpoint)
 
 
 def newest(folder: Path) -> int | None:
-    """How many iterations were done at the newest whole checkpoint in ``folder``; None if there is none."""
-    return max(_whole(folder), default=None)
+    """The iteration of the newest complete checkpoint in ``folder``; None if there is none."""
+    return max(_complete(folder), default=None)
 
 
 def save(folder: Path, state: Mapping[str, torch.Tensor], *, iteration: int, timeout_s: float) -> None:
-    """Write a checkpoint of all ranks, of which this one has ``state``; all must call it, between two iterations.
+    """Write a checkpoint of all ranks; ``state`` is this rank's. All ranks must call it, between two iterations.
 
-    Raises WaitTimeoutError if another rank has not written its share within ``timeout_s``.
+    Raises WaitTimeoutError if another rank has not written its tensors within ``timeout_s``.
     """
     sizes: list[dict[str, int]] = [{} for _ in range(dist.get_world_size())]
-    with waiting_for("what each rank has to write to the checkpoint", timeout_s):
+    with waiting_for("the sizes of all ranks' tensors for the checkpoint", timeout_s):
         dist.all_gather_object(sizes, {name: tensor.nbytes for name, tensor in state.items()})
-    shares = _shares(sizes)
+    names_of = _assign(sizes)
     target = _folder(folder, iteration)
     target.mkdir(mode=0o700, parents=True, exist_ok=True)
-    own = {name: state[name].contiguous() for name in shares[dist.get_rank()]}
-    if own:
-        _write(target / _file(dist.get_rank()), partial(save_file, own))
-    with waiting_for("the other ranks to write their shares of the checkpoint", timeout_s):
+    tensors = {name: state[name].contiguous() for name in names_of[dist.get_rank()]}
+    if tensors:
+        _write(target / _file(dist.get_rank()), partial(save_file, tensors))
+    with waiting_for("the other ranks to write their tensors to the checkpoint", timeout_s):
         dist.barrier()
     if dist.get_rank() == 0:
-        files = {_file(rank): names for rank, names in enumerate(shares) if names}
+        files = {_file(rank): names for rank, names in enumerate(names_of) if names}
         text = dumps(asdict(Checkpoint(iteration=iteration, files=files)))
         _write(target / "checkpoint.json", lambda file: file.write_text(text))
-        _remove_before(folder, sorted(_whole(folder))[-KEPT:][0])
+        _remove_before(folder, sorted(_complete(folder))[-KEPT:][0])
     with waiting_for("rank 0 to complete the checkpoint", timeout_s):
         dist.barrier()
 
 
 def load(folder: Path, state: Mapping[str, torch.Tensor], *, iteration: int) -> None:
-    """Copy what the checkpoint of ``iteration`` holds into each tensor of ``state``.
+    """Copy the tensors of the checkpoint of ``iteration`` into those of ``state``.
 
-    Raises CheckpointError, with the file, if it lacks one or has it in another shape.
+    Raises CheckpointError, naming the file, if one is missing or has another shape.
     """
     source = _folder(folder, iteration)
     checkpoint = _read(source)
     if checkpoint is None:
-        raise CheckpointError(f"{source}: this rank does not see its checkpoint.json; do all nodes share the folder?")
-    where = {name: file for file, names in checkpoint.files.items() for name in names}
-    missing = next((name for name in state if name not in where), None)
+        raise CheckpointError(f"{source}: this rank finds no checkpoint.json there; do all nodes share the folder?")
+    file_of = {name: file for file, names in checkpoint.files.items() for name in names}
+    missing = next((name for name in state if name not in file_of), None)
     if missing is not None:
-        raise CheckpointError(f"{source}: it lacks {missing}; it is of another model or optimizer")
+        raise CheckpointError(f"{source}: it lacks {missing}; it belongs to another model or optimizer")
     with ExitStack() as open_files:
-        opened = {}
+        opened: dict[Path, Any] = {}
         for name, tensor in state.items():
-            file = source / where[name]
+            file = source / file_of[name]
             try:
                 if file not in opened:
                     opened[file] = open_files.enter_context(safe_open(str(file), framework="pt"))
-                found = opened[file].get_tensor(name)
+                stored = opened[file].get_tensor(name)
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{file}: {name} cannot be read: {error}") from None
-            if found.shape != tensor.shape:
-                raise CheckpointError(f"{file}: {name} has shape {list(found.shape)}, the model's {list(tensor.shape)}")
-            tensor.copy_(found)
+            if stored.shape != tensor.shape:
+                shapes = f"{list(stored.shape)}, but {list(tensor.shape)} in the model"
+                raise CheckpointError(f"{file}: {name} has shape {shapes}")
+            tensor.copy_(stored)
 
 
-def _shares(sizes: list[dict[str, int]]) -> list[list[str]]:
-    """Which of its tensors each rank writes: each is written by one of those that have it, and all write about as much.
+def _assign(sizes: list[dict[str, int]]) -> list[list[str]]:
+    """The names of the tensors that each rank writes: one holder writes each tensor, and all write about as many bytes.
 
     ``sizes`` has a dict from names to bytes for each rank.
     """
@@ -126,12 +132,12 @@ def _shares(sizes: list[dict[str, int]]) -> list[list[str]]:
         for name in names:
             holders.setdefault(name, []).append(rank)
     written = [0] * len(sizes)
-    shares: list[list[str]] = [[] for _ in sizes]
+    assigned: list[list[str]] = [[] for _ in sizes]
     for name, ranks in holders.items():
         rank = min(ranks, key=lambda rank: written[rank])
         written[rank] += sizes[rank][name]
-        shares[rank].append(name)
-    return shares
+        assigned[rank].append(name)
+    return assigned
 
 
 def _folder(folder: Path, iteration: int) -> Path:
@@ -142,18 +148,18 @@ def _file(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def _begun(folder: Path) -> list[int]:
-    """The iterations of checkpoints, whole or not."""
-    found = [re.fullmatch(r"iteration-(\d+)", path.name) for path in folder.iterdir()] if folder.is_dir() else []
-    return [int(match[1]) for match in found if match]
+def _iterations(folder: Path) -> list[int]:
+    """The iterations of all checkpoints in ``folder``, complete or not."""
+    matches = [re.fullmatch(r"iteration-(\d+)", path.name) for path in folder.iterdir()] if folder.is_dir() else []
+    return [int(match[1]) for match in matches if match]
 
 
-def _whole(folder: Path) -> list[int]:
-    return [iteration for iteration in _begun(folder) if _read(_folder(folder, iteration)) is not None]
+def _complete(folder: Path) -> list[int]:
+    return [iteration for iteration in _iterations(folder) if _read(_folder(folder, iteration)) is not None]
 
 
 def _remove_before(folder: Path, iteration: int) -> None:
-    for old in _begun(folder):
+    for old in _iterations(folder):
         if old < iteration:
             shutil.rmtree(_folder(folder, old))
 
@@ -167,7 +173,7 @@ def _read(folder: Path) -> Checkpoint | None:
 
 
 def _write(file: Path, write: Callable[[Path], object]) -> None:
-    """What ``write`` writes: the whole file, on the disk, or none."""
+    """Call ``write``, so that afterwards either the complete file is on disk or none."""
     unfinished = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         write(unfinished)

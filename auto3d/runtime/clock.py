@@ -1,16 +1,16 @@
-"""Clocks for what a device computes: a CPU's work is over when its call returns, a GPU's is queued."""
+"""Clocks for the work of a device: a CPU has done it when the call returns, a GPU queues it."""
 
 from time import perf_counter
 
 import torch
 
-Mark = float | torch.cuda.Event  # a moment in the work of the device
+Mark = float | torch.cuda.Event  # a point in the work of the device
 
 
 class CpuClock:
-    """The time of the host."""
+    """A clock for a CPU: the time of the host."""
 
-    queued = 1  # repetitions of what is timed between two calls of ``settle``
+    queued = 1  # timed repetitions between two calls of ``settle``
 
     def mark(self) -> Mark:
         return perf_counter()
@@ -19,16 +19,19 @@ class CpuClock:
         """Nothing is pending on a CPU."""
 
     def seconds(self, begin: Mark, end: Mark) -> float:
+        assert isinstance(begin, float)
+        assert isinstance(end, float)
         return end - begin
 
 
 class CudaClock:
-    """Events in the queue of a GPU: between them it works without a pause, as in training, where the host is ahead.
+    """A clock for a GPU: events in its queue.
 
-    A synchronisation around each part would add the time that its first kernels take to be launched.
+    Between events the GPU works without a pause, as in training, where the host runs ahead. A synchronisation around
+    each part would add the launch time of the part's first kernels.
     """
 
-    queued = 8  # the first of them begins on an idle device; the median is that of the others
+    queued = 8  # enough that the median excludes the first repetition, which begins on an idle device
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -39,10 +42,12 @@ class CudaClock:
         return event
 
     def settle(self) -> None:
-        """Wait for all that is queued; ``seconds`` needs marks from before."""
+        """Wait for all queued work. ``seconds`` accepts only marks made before this call."""
         torch.cuda.synchronize(self._device)
 
     def seconds(self, begin: Mark, end: Mark) -> float:
+        assert not isinstance(begin, float)
+        assert not isinstance(end, float)
         return begin.elapsed_time(end) / 1000
 
 

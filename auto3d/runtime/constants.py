@@ -1,4 +1,4 @@
-"""What no data enters, a stage computes once and not for each micro-batch."""
+"""Constant folding: a stage computes values that depend on no data once, not for each micro-batch."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ from torch import fx
 
 @torch.no_grad()
 def fold_constants(module: fx.GraphModule) -> None:
-    """Replace operations that depend on no argument of ``module`` by their results, which it then holds.
+    """Replace operations that depend on no argument of ``module`` by buffers that hold their results.
 
-    A captured program writes to nothing but its arguments, so a result stays as it is.
+    A captured program writes to nothing but its arguments, so these results never change.
     """
     graph = module.graph
     results: dict[fx.Node, Any] = {}
@@ -22,7 +22,7 @@ def fold_constants(module: fx.GraphModule) -> None:
         if isinstance(result, torch.Tensor) and not node.users.keys() <= results.keys():
             module.register_buffer(f"constant_{number}", result, persistent=False)
             with graph.inserting_before(node):
-                held = graph.get_attr(f"constant_{number}")
-            node.replace_all_uses_with(held, delete_user_cb=lambda user: user not in results)
+                buffer = graph.get_attr(f"constant_{number}")
+            node.replace_all_uses_with(buffer, delete_user_cb=lambda user: user not in results)
     graph.eliminate_dead_code(lambda node: node not in results)
     module.recompile()

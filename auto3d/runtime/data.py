@@ -1,6 +1,6 @@
-"""Training data: which samples belong to which micro-batch, whatever the parallel degrees.
+"""Training data: the samples of each micro-batch, which do not depend on the parallel degrees.
 
-Sample number i of iteration t is the same for every Plan; a stage loads only the inputs that it uses.
+Sample number i of iteration t is the same for every Plan. A stage loads only the inputs that it uses.
 """
 
 import sys
@@ -24,17 +24,17 @@ BYTE_VALUES = 256
 
 
 class DataError(InputError):
-    """Data that is not there, or too short."""
+    """Data that is missing or too short."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InputField:
     """How one input of the model is made.
 
-    ``tokens``: a window of the corpus; ``next-tokens``: the same window one token later; ``integers``: uniform in
-    [low, high); ``normal``: standard normal; ``constant``: ``value`` everywhere, whose type is the input's;
-    ``mask``: booleans, ``count`` of them true, at random places. All but the first two have ``shape``, per sample.
-    The first ``prefix_length`` entries of tokens and integers are ``prefix`` instead.
+    ``tokens``: a window of the corpus. ``next-tokens``: the same window, one token later. ``integers``: uniform in
+    [low, high). ``normal``: standard normal. ``constant``: ``value`` everywhere; its type is the type of the input.
+    ``mask``: booleans, of which ``count`` are true, at random positions. All but the first two have ``shape``, the
+    shape of one sample. The first ``prefix_length`` entries of tokens and integers are replaced by ``prefix``.
     """
 
     kind: str  # one of KINDS
@@ -48,7 +48,7 @@ class InputField:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise DataError(f"kind: {self.kind!r} is not known; there are {', '.join(KINDS)}")
+            raise DataError(f"kind: {self.kind!r} is not known; use one of {', '.join(KINDS)}")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -58,44 +58,44 @@ class InputField:
 
     @property
     def largest(self) -> int | None:
-        """The largest integer that the input may hold, beside tokens of the corpus; None where it holds none."""
-        found = [self.prefix] if self.prefix_length else []
+        """The largest integer that the input may contain, apart from tokens; None if it contains no integers."""
+        integers = [self.prefix] if self.prefix_length else []
         if self.kind == "integers":
-            found.append(self.high - 1)
+            integers.append(self.high - 1)
         if self.kind == "constant" and type(self.value) is int:
-            found.append(self.value)
-        return max(found, default=None)
+            integers.append(self.value)
+        return max(integers, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    source: str  # one of SOURCES: what tokens are made of
-    files: tuple[str, ...]  # of the text; none means the source of Python's standard library
+    source: str  # one of SOURCES, from which tokens are made
+    files: tuple[str, ...]  # text files; empty: the source code of Python's standard library
     sequence_length: int  # tokens per sample
     vocabulary_size: int  # synthetic tokens are uniform in [0, vocabulary_size)
     inputs: Mapping[str, InputField]  # keyword arguments of the model's forward
 
     def __post_init__(self) -> None:
         if self.source not in SOURCES:
-            raise DataError(f"source: {self.source!r} is not known; there are {', '.join(SOURCES)}")
+            raise DataError(f"source: {self.source!r} is not known; use one of {', '.join(SOURCES)}")
 
     def input_specs(self) -> dict[str, InputSpec]:
         return {name: InputSpec(shape=self.shape(field), dtype=field.dtype) for name, field in self.inputs.items()}
 
     def shape(self, field: InputField) -> tuple[int, ...]:
-        """Of one sample of ``field``, one of the inputs."""
+        """The shape of one sample of ``field``, one of the inputs."""
         return (self.sequence_length,) if field.kind in TOKEN_KINDS else field.shape
 
     @property
     def num_tokens(self) -> int:
-        """Different tokens that the corpus may have."""
+        """Number of different tokens that the corpus may contain."""
         return BYTE_VALUES if self.source == "text" else self.vocabulary_size
 
 
 class Batches:
-    """Makes micro-batches. Sample ``i`` of all that training ever sees is drawn from (seed, i) alone.
+    """Makes micro-batches. Sample ``i`` of the whole training is drawn from (seed, i) alone.
 
-    Where a stage has ``replicas`` that share each micro-batch, it makes the samples of number ``part`` of them alone.
+    For replica number ``replica`` of ``replicas`` of a stage, it makes only that replica's slice of each micro-batch.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Batches:
         seed: int,
         global_batch: int,
         micro_batch_size: int,
-        part: int = 0,
+        replica: int = 0,
         replicas: int = 1,
     ) -> None:
         self._settings = settings
@@ -113,10 +113,10 @@ class Batches:
         self._global_batch = global_batch
         self._micro_batch_size = micro_batch_size
         self._samples = micro_batch_size // replicas
-        self._first = part * self._samples  # in each micro-batch
+        self._first = replica * self._samples  # first sample of the replica's slice of each micro-batch
 
     def micro_batch(self, iteration: int, index: int, names: Collection[str]) -> dict[str, torch.Tensor]:
-        """The inputs called ``names`` of micro-batch ``index`` of the global batch; each [samples, *shape]."""
+        """The inputs called ``names`` of micro-batch ``index`` of the global batch, each [samples, *shape]."""
         if not names:
             return {}
         first = iteration * self._global_batch + index * self._micro_batch_size + self._first
@@ -124,23 +124,23 @@ class Batches:
         return {name: torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in names}
 
     def _sample(self, sample: int, names: Collection[str]) -> dict[str, np.ndarray]:
-        made = {}
+        inputs: dict[str, np.ndarray] = {}
         window: np.ndarray | None = None
         for position, (name, field) in enumerate(self._settings.inputs.items(), start=1):
             if name not in names:
                 continue
             if field.kind in TOKEN_KINDS:
                 window = self._window(sample) if window is None else window
-                made[name] = window[:-1] if field.kind == "tokens" else window[1:]
+                inputs[name] = window[:-1] if field.kind == "tokens" else window[1:]
             else:
-                made[name] = _drawn(field, np.random.default_rng([self._seed, sample, position]))
+                inputs[name] = _draw(field, np.random.default_rng([self._seed, sample, position]))
             if field.prefix_length:
-                made[name] = made[name].copy()
-                made[name][: field.prefix_length] = field.prefix
-        return {name: np.asarray(value) for name, value in made.items()}
+                inputs[name] = inputs[name].copy()
+                inputs[name][: field.prefix_length] = field.prefix
+        return {name: np.asarray(value) for name, value in inputs.items()}
 
     def _window(self, sample: int) -> np.ndarray:
-        """sequence_length + 1 consecutive tokens."""
+        """The sequence_length + 1 consecutive tokens of ``sample``."""
         random = np.random.default_rng([self._seed, sample, 0])
         length = self._settings.sequence_length + 1
         if self._settings.source == "synthetic":
@@ -153,7 +153,7 @@ class Batches:
         return read_corpus(self._settings.files, self._settings.sequence_length + 1)
 
 
-def _drawn(field: InputField, random: np.random.Generator) -> np.ndarray:
+def _draw(field: InputField, random: np.random.Generator) -> np.ndarray:
     """One sample of a field that does not come from the corpus."""
     if field.kind == "integers":
         return random.integers(field.low, field.high, field.shape, dtype=np.int64)
@@ -161,27 +161,28 @@ def _drawn(field: InputField, random: np.random.Generator) -> np.ndarray:
         return random.standard_normal(field.shape, dtype=np.float32)
     if field.kind == "constant":
         return np.full(field.shape, field.value, dtype=str(field.dtype).removeprefix("torch."))
-    places = np.arange(prod(field.shape))
-    return (random.permutation(places) < field.count).reshape(field.shape)
+    positions = np.arange(prod(field.shape))
+    return (random.permutation(positions) < field.count).reshape(field.shape)
 
 
-def read_corpus(files: Sequence[str], least: int) -> np.ndarray:
-    """The bytes of ``files``, one after the other; raises DataError if they are fewer than ``least``."""
-    paths = [Path(file) for file in files] if files else standard_library()
+def read_corpus(names: Sequence[str], least: int) -> np.ndarray:
+    """The bytes of the files called ``names``, concatenated. Raises DataError if there are fewer than ``least``."""
+    paths = [Path(name) for name in names] if names else standard_library()
     try:
         text = b"".join(path.read_bytes() for path in paths)
     except OSError as error:
         raise DataError(f"files: {error.filename}: {error.strerror}") from error
     if len(text) < least:
-        raise DataError(f"files: {len(text)} bytes in {len(paths)} files; one sample needs {least}")
+        files = "1 file" if len(paths) == 1 else f"{len(paths)} files"
+        raise DataError(f"files: {len(text)} bytes in {files}; one sample needs {least}")
     return np.frombuffer(text, dtype=np.uint8)
 
 
 def standard_library() -> list[Path]:
-    """The source files of the standard library of this Python, without its tests, in a fixed order."""
+    """The source files of this Python's standard library, without its tests, in a fixed order."""
     root = Path(sysconfig.get_paths()["stdlib"])
     names = sorted(sys.stdlib_module_names - {"test", "idlelib", "lib2to3"})
-    found = [
+    files = [
         path for name in names for path in (root / f"{name}.py", *sorted((root / name).rglob("*.py"))) if path.is_file()
     ]
-    return [path for path in found if not {"test", "tests", "site-packages"} & set(path.relative_to(root).parts)]
+    return [path for path in files if not {"test", "tests", "site-packages"} & set(path.relative_to(root).parts)]

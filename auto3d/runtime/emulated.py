@@ -1,13 +1,14 @@
-"""Emulated devices: all is real but the arithmetic; in its place an operation waits for as long as it is told.
+"""Emulated devices: everything is real except the arithmetic, in whose place an operation waits for its given time.
 
-Processes, schedule, executor, messages and gradient syncs are those of real training, and have their true sizes. No
-weight is made, no data is loaded, nothing is computed, and so there is no loss. It lets a few cores run as many devices
-as they can carry the messages of.
+Processes, schedule, executor, messages and gradient sums are those of real training and have their true sizes. No
+weights are made, no data is loaded and nothing is computed, so there is no loss. A few cores can therefore run as many
+devices as they can carry messages for.
 """
 
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from math import nan
 from resource import RUSAGE_THREAD, getrusage
 from typing import Any
@@ -17,22 +18,27 @@ from torch import nn
 
 from auto3d.capture.graph import Value
 from auto3d.partition.stage import Stage
+from auto3d.runtime.emulation import Emulation
 from auto3d.runtime.exchange import Exchange
-from auto3d.runtime.gradient_sync import GradientSync, Holders, Share
+from auto3d.runtime.gradient_sync import Bucket, GradientSync, Holders
+from auto3d.runtime.layout import RankLayout
+from auto3d.runtime.out_of_memory import MemoryWatch
+from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.run_ahead import RunAhead
+from auto3d.runtime.stage import RunnableStage
 from auto3d.runtime.weight_versions import WeightVersions
 from auto3d.schedule.operation import Kind
-from auto3d.schedule.program import Message
+from auto3d.schedule.program import Message, PipeStage, Program
 from auto3d.simulate.costs import Costs
 
-PIECE_BYTES = 2**24  # of an all-reduce at a time: the gradients of a large model would not fit here
+PIECE_BYTES = 2**24  # size of one all-reduce: the gradients of a large model would not fit in memory at once
 
 
 class DeviceClock:
-    """When the emulated device of this rank is free.
+    """The time from which the emulated device of this rank is free.
 
-    An operation starts when the device is free and its inputs are there, and not later because this process was still
-    busy with sending: as on a device that is given its operations ahead.
+    An operation starts when the device is free and its inputs are there. It does not start later because this process
+    was still busy with sending: a real device gets its operations ahead of time, too.
     """
 
     def __init__(self) -> None:
@@ -44,35 +50,35 @@ class DeviceClock:
 
     @contextmanager
     def needing(self) -> Iterator[None]:
-        """Inside, this process waits for what the next operation needs; if it was there already, no time was lost."""
-        before = _times_slept()
+        """Inside, this process waits for what the next operation needs. The device idles only if that was not there."""
+        before = _voluntary_switches()
         yield
-        if _times_slept() > before:
+        if _voluntary_switches() > before:
             self.idle()
 
     def work(self, seconds: float) -> None:
-        """Return when an operation of so many seconds is done."""
+        """Return when an operation that takes so many ``seconds`` is done."""
         self.free += seconds
         time.sleep(max(0.0, self.free - time.perf_counter()))
 
 
-def _times_slept() -> int:
-    """How often this thread had to wait for something; gloo does not tell whether a message has arrived."""
+def _voluntary_switches() -> int:
+    """How often this thread had to wait for something; gloo does not report whether a message has arrived."""
     return getrusage(RUSAGE_THREAD).ru_nvcsw
 
 
 class EmulatedStage:
-    """In the place of a StageModule. What it returns has true sizes, and is allocated once."""
+    """Stands in for a StageModule. The tensors it returns have their true sizes and are allocated once."""
 
     def __init__(
         self, stage: Stage, costs: Costs, *, parts: int, recompute: bool, clock: DeviceClock, device: torch.device
     ) -> None:
         self.stage = stage
-        self.losses: dict[int, torch.Tensor] = {}  # not numbers
+        self.losses: dict[int, torch.Tensor] = {}  # NaN: nothing is computed
         self.weights = WeightVersions({}, several=False)
-        self._seconds = {kind: costs.of(kind)[stage.index] / parts for kind in Kind}
+        self._seconds = {kind: costs.times_of(kind)[stage.index] / parts for kind in Kind}
         self._recompute = recompute
-        self._recomputed: set[int] = set()  # micro-batches before their backward
+        self._recomputed: set[int] = set()  # micro-batches that are recomputed and whose backward has not run
         self._clock = clock
         self._sent = _empty((transfer.value for transfer in stage.sent), device)
         self._sent_back = _empty((t.value for t in stage.received if t.value.differentiable), device)
@@ -115,25 +121,26 @@ def _empty(values: Iterable[Value], device: torch.device) -> dict[str, torch.Ten
 
 
 class EmulatedExchange(Exchange):
-    """Real messages, for whose arrival the device's clock waits."""
+    """Real messages. The clock of the emulated device waits for their arrival."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, clock: DeviceClock, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.clock = DeviceClock()
+        self._clock = clock
 
     def start(self) -> None:
-        self.clock.idle()
+        self._clock.idle()
         super().start()
 
     def receive(self, message: Message) -> dict[str, torch.Tensor]:
-        with self.clock.needing():
+        with self._clock.needing():
             return super().receive(message)
 
 
 class EmulatedSync(GradientSync):
-    """Real all-reduces of zeros, as many bytes as the gradients have, over one piece of memory.
+    """Real all-reduces of zeros, as many bytes as the gradients have, over one buffer that all of them share.
 
-    ``trained`` are the parameters of this rank's stages, each of which is stood for by one number.
+    ``trained`` has the shapes of the parameters of this rank's stages; one number stands in for each of them.
+    ``sync_bytes`` replaces the true sizes by one for each stage.
     """
 
     def __init__(
@@ -150,8 +157,8 @@ class EmulatedSync(GradientSync):
         self._trained = trained
         self._sync_bytes = sync_bytes
         self._clock = clock
-        numbers = {n: nn.Parameter(torch.zeros((), dtype=getattr(torch, v.dtype))) for n, v in trained.items()}
-        super().__init__(numbers, holders, device=device, run_ahead=run_ahead, timeout_s=timeout_s)
+        stand_ins = {n: nn.Parameter(torch.zeros((), dtype=getattr(torch, v.dtype))) for n, v in trained.items()}
+        super().__init__(stand_ins, holders, device=device, run_ahead=run_ahead, timeout_s=timeout_s)
         self._piece = torch.zeros(PIECE_BYTES // 4)
 
     def wait(self, stages: Collection[int]) -> None:
@@ -161,11 +168,68 @@ class EmulatedSync(GradientSync):
     def squared_norm(self) -> float:
         return nan
 
-    def _pieces(self, share: Share) -> list[torch.Tensor]:
-        holders, _ = share
+    def _pieces(self, bucket: Bucket) -> list[torch.Tensor]:
+        size: float
         if self._sync_bytes is None:
-            size = sum(self._trained[name].bytes for name in self._names[share])
+            size = sum(self._trained[name].bytes for name in self._names[bucket])
         else:
-            size = max(self._sync_bytes[stage] for stage in holders.stages)
+            size = max(self._sync_bytes[stage] for stage in bucket[0].stages)
         whole, rest = divmod(max(1, int(size) // 4), len(self._piece))
         return [*[self._piece] * whole, *([self._piece[:rest]] if rest else [])]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmulatedBackend:
+    """The Backend in whose ranks operations only wait, as long as ``emulation`` says."""
+
+    emulation: Emulation
+    device: torch.device
+    run_ahead: RunAhead
+    timeout_s: float
+    clock: DeviceClock = field(default_factory=lambda: DeviceClock())
+
+    def exchange(self, layout: RankLayout, program: Program) -> EmulatedExchange:
+        return EmulatedExchange(
+            program,
+            layout.transfers,
+            ranks_of=layout.peers,
+            device_of=layout.schedule.device_of,
+            sample_dimensions=layout.sample_dimensions,
+            device=self.device,
+            run_ahead=self.run_ahead,
+            timeout_s=self.timeout_s,
+            clock=self.clock,
+        )
+
+    def state(self, layout: RankLayout, memory: MemoryWatch) -> dict[str, torch.Tensor]:
+        return {}
+
+    def gradient_sync(self, layout: RankLayout, state: Mapping[str, torch.Tensor], memory: MemoryWatch) -> EmulatedSync:
+        parameters = layout.captured.graph.parameters
+        names = {name for stage in layout.stages.values() for name in stage.state}
+        return EmulatedSync(
+            {name: parameters[name] for name in layout.holders if name in names},
+            layout.holders,
+            sync_bytes=self.emulation.each("sync_bytes", len(layout.plan.stages)),
+            clock=self.clock,
+            device=self.device,
+            run_ahead=self.run_ahead,
+            timeout_s=self.timeout_s,
+        )
+
+    def stages(
+        self, layout: RankLayout, state: Mapping[str, torch.Tensor], randomness: Randomness
+    ) -> dict[PipeStage, RunnableStage]:
+        schedule = layout.schedule
+        costs = self.emulation.costs(layout.captured.graph, layout.plan.stages, schedule)
+        return {
+            (number, pipe): EmulatedStage(
+                stage,
+                costs,
+                parts=schedule.parts,
+                recompute=number in schedule.recompute,
+                clock=self.clock,
+                device=self.device,
+            )
+            for (number, pipe), stage in layout.stages.items()
+        }

@@ -1,6 +1,6 @@
-"""What devices emulate: how long operations take that only wait, and what messages weigh. (They are in emulated.py.)
+"""Settings of emulated devices: how long operations take, which only wait, and how large messages are.
 
-It needs no torch, for whoever only plans.
+The devices themselves are in emulated.py. This file imports no torch, for commands that only plan.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,19 +12,18 @@ from auto3d.partition.cost import analytic
 from auto3d.partition.stage import Stage, Transfer, cut
 from auto3d.plan import PlanError, StagePlan
 from auto3d.schedule.operation import Schedule
-from auto3d.simulate.costs import Costs, Link
+from auto3d.simulate.costs import Costs, MessageCost
 
 PerStage = float | tuple[float, ...] | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Emulation:
-    """What operations take and messages weigh: a number of every stage or a tuple with one for each; None: the times of
-    the analytic cost model, and the true sizes.
+    """Times of operations and sizes of messages: one number for all stages, or a tuple with one number per stage.
 
-    Times are of one whole micro-batch. A half of the backward that is not given takes half of it; a backward of which
-    only both halves are given takes their sum; a recomputation that is not given takes the forward's time, or of it the
-    share of what is not kept.
+    None stands for the times of the analytic cost model and for the true sizes. Times are for one whole micro-batch. If
+    a half of the backward is not set, it takes half of the backward's time; if only both halves are set, the backward
+    takes their sum. If the recomputation is not set, it takes that fraction of the forward's time that is not kept.
     """
 
     forward_s: PerStage = None
@@ -32,11 +31,11 @@ class Emulation:
     backward_input_s: PerStage = None
     backward_weight_s: PerStage = None
     recompute_s: PerStage = None
-    send_bytes: PerStage = None  # of what a stage sends to a later one for one micro-batch, and of its gradient
-    sync_bytes: PerStage = None  # of each gradient all-reduce that a stage takes part in
+    send_bytes: PerStage = None  # size of what a stage sends to a later one per micro-batch, and of its gradient
+    sync_bytes: PerStage = None  # size of each gradient all-reduce in which a stage takes part
 
     def each(self, name: str, stages: int) -> tuple[float, ...] | None:
-        """What is given for each of ``stages``; raises InputError where it is a tuple of another length."""
+        """The value of key ``name`` for each of ``stages``; raises InputError if it is a tuple of another length."""
         value = getattr(self, name)
         if not isinstance(value, tuple):
             return None if value is None else (value,) * stages
@@ -48,26 +47,26 @@ class Emulation:
         return value
 
     def check_fits(self, stages: Sequence[StagePlan]) -> None:
-        """Raise InputError unless all that is given fits ``stages``, and they can be emulated."""
+        """Raise InputError unless every key fits ``stages``, and these can be emulated."""
         for field in fields(self):
             self.each(field.name, len(stages))
         for number, stage in enumerate(stages):
             if stage.replicas > 1:
-                raise PlanError(f"stages: {number} has {stage.replicas} replicas; emulated devices take one of each")
+                raise PlanError(f"stages: {number} has {stage.replicas} replicas; emulated devices run 1 of each stage")
 
     def costs(self, graph: Graph, stages: Sequence[StagePlan], schedule: Schedule) -> Costs:
-        """The times in the form that the simulator takes; ``graph`` is the model at the size that operations run.
+        """The times in the simulator's form; ``graph`` is the model at the size that one operation runs.
 
-        Messages and syncs are 0 in it, since they take what they really take; so are updates, of which there are none.
+        Messages and syncs are 0 in it because they are real and take their own time. Updates are 0 because there are
+        none.
         """
         model = analytic(graph)
         count = len(stages)
+        nodes_of = [stage.nodes for stage in cut(graph, stages)]
         position_of = {node.name: position for position, node in enumerate(graph.nodes)}
 
         def modelled(times: Sequence[float]) -> tuple[float, ...]:
-            return tuple(
-                schedule.parts * sum(times[position_of[name]] for name in stage.nodes) for stage in cut(graph, stages)
-            )
+            return tuple(schedule.parts * sum(times[position_of[name]] for name in nodes) for nodes in nodes_of)
 
         forward = self.each("forward_s", count) or modelled(model.forward_s)
         whole, inputs, weights = (self.each(f"backward{half}_s", count) for half in ("", "_input", "_weight"))
@@ -76,9 +75,9 @@ class Emulation:
         whole = whole or modelled(model.backward_s)
         half = tuple(time / 2 for time in whole)
         kept = [sum(sum(model.forward_s[first:last]) for first, last in stage.kept) for stage in stages]
-        shares = zip(modelled(model.forward_s), kept, strict=True)
-        dropped = [1 - schedule.parts * own / total if total else 1.0 for total, own in shares]
-        recomputed = tuple(time * share for time, share in zip(forward, dropped, strict=True))
+        kept_of_total = zip(kept, modelled(model.forward_s), strict=True)
+        dropped = [1 - schedule.parts * kept_s / total_s if total_s else 1.0 for kept_s, total_s in kept_of_total]
+        recomputed = tuple(time * fraction for time, fraction in zip(forward, dropped, strict=True))
         return Costs(
             forward=forward,
             backward=whole,
@@ -87,12 +86,12 @@ class Emulation:
             recompute=self.each("recompute_s", count) or recomputed,
             sync=(0.0,) * count,
             update=(0.0,) * count,
-            links=(Link(),) * (count - 1),
+            messages=(MessageCost(),) * (count - 1),
             speed=(1.0,) * schedule.devices,
         )
 
     def stages(self, stages: Sequence[Stage]) -> tuple[Stage, ...]:
-        """``stages`` as emulated devices run them: without inputs to load, and with messages of the given sizes."""
+        """``stages`` as emulated devices run them: without inputs to load, with messages of ``send_bytes`` if set."""
         sizes = self.each("send_bytes", len(stages))
 
         def sized(transfers: Sequence[Transfer]) -> tuple[Transfer, ...]:
@@ -104,11 +103,11 @@ class Emulation:
 
 
 def _of_sizes(transfers: Sequence[Transfer], sizes: Sequence[float]) -> Iterator[Transfer]:
-    """One value between each two stages, of the size given for the first; one that has a gradient, if any has."""
+    """One transfer between each two stages, of the size of its source stage; with a gradient if any of them has one."""
     between: dict[tuple[int, int], Transfer] = {}
     for transfer in transfers:
-        known = between.setdefault((transfer.source, transfer.target), transfer)
-        if transfer.value.differentiable and not known.value.differentiable:
+        first = between.setdefault((transfer.source, transfer.target), transfer)
+        if transfer.value.differentiable and not first.value.differentiable:
             between[transfer.source, transfer.target] = transfer
     for transfer in between.values():
         size = int(sizes[transfer.source])

@@ -1,8 +1,8 @@
-"""Point-to-point exchange between stages: receives posted ahead, sends that never block.
+"""Point-to-point exchange between stages: receives are posted ahead, sends never block.
 
-One process group carries the messages to higher ranks and another those to lower ones, and each pair of ranks uses them
-in the sender's order. So nothing depends on tags, which NCCL lacks, and opposite directions never queue behind each
-other. When a receive is posted is the program's business (``common_order``).
+One process group carries the messages to higher ranks, another those to lower ranks. Each pair of ranks uses them in
+the sender's order. So nothing depends on tags, which NCCL lacks, and opposite directions never queue behind each
+other. The program decides when each receive is posted (``schedule/common_order.py``).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from auto3d.partition.stage import Transfer
+from auto3d.runtime.activity import THIS_RANK
 from auto3d.runtime.resplit import pieces
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.waiting import wait, waiting_for
-from auto3d.runtime.whereabouts import HERE
 from auto3d.runtime.world import new_group
 from auto3d.schedule.operation import Kind
 from auto3d.schedule.program import Message, Program
@@ -23,23 +23,23 @@ from auto3d.schedule.program import Message, Program
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """What one tensor of a message has for one peer: some of its samples or, where ``dimension`` is None, all of it."""
+    """The slice of one tensor of a message that one peer gets; the whole tensor if ``dimension`` is None."""
 
-    number: int  # of the tensor in the message
+    index: int  # which tensor of the message
     shape: tuple[int, ...]
     dtype: torch.dtype
     dimension: int | None
-    start: int  # in this rank's own tensor
+    start: int  # position of the slice in this rank's tensor
 
-    def taken_from(self, tensor: torch.Tensor) -> torch.Tensor:
+    def slice_of(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.dimension is None:
             return tensor
         return tensor.narrow(self.dimension, self.start, self.shape[self.dimension]).contiguous()
 
 
 @dataclass(frozen=True)
-class _OnItsWay:
-    """What of a message goes to, or comes from, one peer."""
+class _Transmission:
+    """The tensors of a message that are on their way to or from one peer."""
 
     peer: int
     tensors: list[torch.Tensor]
@@ -47,13 +47,13 @@ class _OnItsWay:
 
 
 class Exchange:
-    """Sends and receives the messages of one rank's Programs, all between the same peers as those of ``program``.
+    """Sends and receives the messages of one rank's programs, all between the same peers as those of ``program``.
 
-    ``ranks_of`` maps pipeline devices to their ranks in this replica of the pipeline: several where their stages have
-    replicas, which share each micro-batch's samples in order. ``device_of`` maps (stage, pipe) to devices. A message is
-    the tensors, in the order of ``transfers``, that its two stages exchange for one micro-batch, as this rank has them;
-    where the two have other numbers of replicas, each pair of ranks exchanges the samples that both have, which are in
-    the dimension that ``sample_dimensions`` tells, or values without samples, of which one copy is enough.
+    ``ranks_of`` has, for each pipeline device, its ranks in this rank's pipeline: several if its stages have replicas,
+    which split each micro-batch's samples in order. ``device_of`` maps (stage, pipe) to pipeline devices. A message
+    consists of the tensors, in the order of ``transfers``, that its two stages exchange for one micro-batch, in the
+    shapes that this rank has. If the two stages have different numbers of replicas, each pair of ranks exchanges the
+    samples that both have, along the dimension in ``sample_dimensions``; a value without samples is sent only once.
     """
 
     def __init__(
@@ -82,28 +82,28 @@ class Exchange:
         self._routes: dict[tuple[Kind, int, int, int], dict[int, list[_Load]]] = {}
         self._names: dict[tuple[Message, int], str] = {}
         self._local: dict[Message, list[torch.Tensor]] = {}
-        self._sent: dict[Message, list[_OnItsWay]] = {}
-        self._posted: dict[Message, list[_OnItsWay]] = {}
+        self._sent: dict[Message, list[_Transmission]] = {}
+        self._posted: dict[Message, list[_Transmission]] = {}
         self._connect(program)
 
     def values(self, message: Message) -> list[str]:
-        """Names of the values that ``message`` carries, activations or gradients of them, in order."""
+        """Names of the values whose activations or gradients ``message`` carries, in order."""
         return [transfer.value.name for transfer in self._carried(message)]
 
     def start(self) -> None:
-        """Begin a program; the one before has used all messages that came."""
+        """Begin a program; the previous one has used all messages that it received."""
         assert not self._posted
         assert not self._local
 
     def post(self, message: Message) -> None:
-        """Let ``message`` come, into memory that is taken for it."""
+        """Post the receive of ``message``, for which this allocates memory."""
         self._posted[message] = []
         for peer, loads in self._route(message).items():
             group = self._group(peer, dist.get_rank())
             tensors = [torch.empty(load.shape, dtype=load.dtype, device=self._device) for load in loads]
             with waiting_for(self._name(message, peer), self._timeout_s):
-                works = [dist.irecv(tensor, peer, group=group) for tensor in tensors]
-            self._posted[message].append(_OnItsWay(peer, tensors, works))
+                works = [_started(dist.irecv(tensor, peer, group=group)) for tensor in tensors]
+            self._posted[message].append(_Transmission(peer, tensors, works))
 
     def send(self, message: Message, tensors: list[torch.Tensor]) -> None:
         if self._is_local(message):
@@ -112,74 +112,74 @@ class Exchange:
         self._sent[message] = []
         for peer, loads in self._route(message).items():
             group = self._group(dist.get_rank(), peer)
-            taken = [load.taken_from(tensors[load.number]) for load in loads]
+            slices = [load.slice_of(tensors[load.index]) for load in loads]
             with waiting_for(f"the receiver of {self._name(message, peer)}", self._timeout_s):
-                works = [dist.isend(tensor, peer, group=group) for tensor in taken]
-            self._sent[message].append(_OnItsWay(peer, taken, works))
+                works = [_started(dist.isend(tensor, peer, group=group)) for tensor in slices]
+            self._sent[message].append(_Transmission(peer, slices, works))
 
     def receive(self, message: Message) -> dict[str, torch.Tensor]:
-        """The tensors of ``message`` by value, which was posted; what is computed with them waits for them.
+        """The tensors of the posted ``message`` by value; computations with them wait until they have arrived.
 
-        A gradient is missing where no peer had this rank's copy of the value.
+        A gradient is missing if no peer used this rank's copy of the value.
         """
         names = self.values(message)
         if self._is_local(message):
             return dict(zip(names, self._local.pop(message), strict=True))
         arrived: dict[str, list[tuple[_Load, torch.Tensor]]] = {}
-        for part in self._posted.pop(message):
-            for work in part.works:
-                self._run_ahead.wait(work, self._name(message, part.peer))
-            for load, tensor in zip(self._route(message)[part.peer], part.tensors, strict=True):
-                arrived.setdefault(names[load.number], []).append((load, tensor))
-        return {name: _joined(own) for name, own in arrived.items()}
+        for transmission in self._posted.pop(message):
+            for work in transmission.works:
+                self._run_ahead.wait(work, self._name(message, transmission.peer))
+            for load, tensor in zip(self._route(message)[transmission.peer], transmission.tensors, strict=True):
+                arrived.setdefault(names[load.index], []).append((load, tensor))
+        return {name: _joined(slices) for name, slices in arrived.items()}
 
     def release(self, message: Message) -> None:
-        """Forget a sent message; its receivers have it, or are about to."""
-        for part in self._sent.pop(message):
-            for work in part.works:
-                self._run_ahead.wait(work, f"the receiver of {self._name(message, part.peer)}")
+        """Free a sent message, which its receivers have or are about to have."""
+        for transmission in self._sent.pop(message):
+            for work in transmission.works:
+                self._run_ahead.wait(work, f"the receiver of {self._name(message, transmission.peer)}")
 
     def end(self) -> None:
-        """End the program: forget what was sent."""
+        """End the program: free all sent messages."""
         for message in list(self._sent):
             self.release(message)
 
     def _connect(self, program: Program) -> None:
-        """Send one element to, and receive one from, each rank that this one exchanges with.
+        """Send one element to, and receive one from, each rank that this one exchanges messages with.
 
-        NCCL makes a connection at the first use of a pair, and blocks until the other side does too: so all ranks go
-        through their pairs in one order, before any receive is posted ahead of its send.
+        NCCL connects a pair of ranks at its first use and blocks until both sides have called. So all ranks go through
+        their pairs in the same order, before any receive is posted ahead of its send.
         """
-        own = dist.get_rank()
+        this = dist.get_rank()
         sends = {m for step in program.steps for m in step.sends if not self._is_local(m)}
-        pairs = {(own, peer) for message in sends for peer in self._route(message)}
-        pairs |= {(peer, own) for step in program.steps for message in step.posts for peer in self._route(message)}
+        pairs = {(this, peer) for message in sends for peer in self._route(message)}
+        pairs |= {(peer, this) for step in program.steps for message in step.posts for peer in self._route(message)}
         for source, target in sorted(pairs, key=lambda pair: (min(pair), max(pair), pair)):
             element = torch.zeros(1, device=self._device)
             group = self._group(source, target)
-            what = f"a connection from {HERE.name(source)} to {HERE.name(target)}"
+            what = f"a connection from {THIS_RANK.name(source)} to {THIS_RANK.name(target)}"
             with waiting_for(what, self._timeout_s):
                 work = (
                     dist.isend(element, target, group=group)
-                    if source == own
+                    if source == this
                     else dist.irecv(element, source, group=group)
                 )
-            wait(work, timeout_s=self._timeout_s, what=what)
+            wait(_started(work), timeout_s=self._timeout_s, what=what)
 
     def _name(self, message: Message, peer: int) -> str:
         key = message, peer
-        if key not in self._names:  # every wait tells it, and every iteration has the same messages
-            self._names[key] = f"{message} ({HERE.name(peer)})"
+        if key not in self._names:  # cached: every wait reports it, and every iteration has the same messages
+            self._names[key] = f"{message} ({THIS_RANK.name(peer)})"
         return self._names[key]
 
     def _is_local(self, message: Message) -> bool:
         return self._device_of[message.source, message.pipe] == self._device_of[message.target, message.pipe]
 
     def _route(self, message: Message) -> dict[int, list[_Load]]:
-        """Peer -> what of ``message`` this rank sends it, or receives from it; the same for every micro-batch.
+        """Peer -> the slices of ``message`` that this rank sends to it or receives from it, for any micro-batch.
 
-        Peers are in the order of their ranks. Where several ranks send one message to several, all then do so in one
-        common order: that of the senders, and for each that of its receivers.
+        Peers are in the order of their ranks. So where several ranks send one message to several others, all of them
+        follow one common order: by sender, and for each sender by receiver.
         """
         key = (message.kind, message.source, message.target, message.pipe)
         if key not in self._routes:
@@ -193,12 +193,12 @@ class Exchange:
         sources = self._ranks_of[self._device_of[message.source, message.pipe]]
         targets = self._ranks_of[self._device_of[message.target, message.pipe]]
         sends, forward = dist.get_rank() in sources, message.kind is Kind.FORWARD
-        own, peers = (sources, targets) if sends else (targets, sources)
-        for number, transfer in enumerate(self._carried(message)):
+        these, peers = (sources, targets) if sends else (targets, sources)
+        for index, transfer in enumerate(self._carried(message)):
             shape = list(transfer.value.shape)
-            dimension = None if len(own) == len(peers) else self._sample_dimensions.get(transfer.value.name)
-            length = None if dimension is None else shape[dimension] * len(own)
-            # A gradient goes the way back of its value.
+            dimension = None if len(these) == len(peers) else self._sample_dimensions.get(transfer.value.name)
+            length = None if dimension is None else shape[dimension] * len(these)
+            # A gradient goes back the way that its value came.
             makers, users = (sources, targets) if forward else (targets, sources)
             for piece in pieces(length, sources=len(makers), targets=len(users)):
                 if not forward:
@@ -206,12 +206,12 @@ class Exchange:
                 here, there, start = (
                     (piece.source, piece.target, piece.start) if sends else (piece.target, piece.source, piece.into)
                 )
-                if own[here] != dist.get_rank():
+                if these[here] != dist.get_rank():
                     continue
-                if dimension is not None:
+                if dimension is not None and piece.length is not None:
                     shape[dimension] = piece.length
                 dtype = getattr(torch, transfer.value.dtype)
-                yield peers[there], _Load(number, tuple(shape), dtype, dimension, start)
+                yield peers[there], _Load(index, tuple(shape), dtype, dimension, start)
 
     def _carried(self, message: Message) -> list[Transfer]:
         if message.kind is Kind.FORWARD:
@@ -225,9 +225,14 @@ class Exchange:
 
 
 def _joined(arrived: Sequence[tuple[_Load, torch.Tensor]]) -> torch.Tensor:
-    """One tensor of what peers sent: samples one after the other; several gradients of one copy, which add up."""
+    """One tensor from what peers sent: samples are concatenated; several gradients of one copy are added."""
     tensors = [tensor for _, tensor in sorted(arrived, key=lambda pair: pair[0].start)]
     if len(tensors) == 1:
         return tensors[0]
     dimension = arrived[0][0].dimension
     return sum(tensors[1:], start=tensors[0]) if dimension is None else torch.cat(tensors, dimension)
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None  # torch returns None only to ranks outside of the group
+    return work

@@ -1,4 +1,4 @@
-"""Gradients of one rank: their memory, their sums over the ranks that hold the same parameters, and their norm."""
+"""Gradients of one rank: their memory, their sums over all ranks that hold the same parameters, and their norm."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from auto3d.runtime.waiting import waiting_for
 from auto3d.runtime.world import connect, new_group
 from auto3d.schedule.operation import Schedule
 
-ROW = 4096  # elements whose squares are summed in a buffer's own precision, for the norm
+ROW = 4096  # number of elements whose squares are summed in the buffer's own precision, for the norm
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class Holders:
-    """All ranks that hold a copy of a parameter: the replicas of the ``stages`` that use it, more than one if tied."""
+    """All ranks that hold a copy of a parameter, and the ``stages`` that use it: more than one if it is tied."""
 
     ranks: tuple[int, ...]
     stages: tuple[int, ...]
@@ -40,17 +40,19 @@ def holders(plan: Plan, schedule: Schedule, stages: Sequence[Stage], parameters:
     return {name: Holders(tuple(sorted(ranks[name])), tuple(sorted(users[name]))) for name in ranks}
 
 
-Share = tuple[Holders, str]  # holders and type of the parameters that share a buffer
+Bucket = tuple[Holders, str]  # holders and type of the parameters whose gradients are in one flat buffer
 
 
 class GradientSync:
     """Sums gradients over their holders.
 
-    Parameters of one type with the same holders share one flat buffer, of which their ``.grad`` are views: one
-    all-reduce, and no copy. Only those that are ``alone`` have a ``.grad`` of their own, None until autograd makes it:
-    so forwards find that memory free, and the first backward has nothing to add to. Every rank must construct it with
-    the same ``holders``, for process groups are made here: one for each, since two stages on the same ranks may be
-    ready in another order on each of them.
+    Parameters of one type with the same holders form a bucket: one flat buffer, of which their ``.grad`` are views, so
+    that one all-reduce sums them without a copy. Parameters named in ``private``, which one stage of this rank uses and
+    no other rank holds, have an ordinary ``.grad`` instead, which is None until autograd makes it: that memory is free
+    during the forwards, and the first backward has nothing to add to.
+
+    Every rank must construct it with the same ``holders``, because it makes process groups: one for each set of
+    holders, since two stages on the same ranks may be ready in a different order on each of them.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class GradientSync:
         parameters: Mapping[str, nn.Parameter],
         holders: Mapping[str, Holders],
         *,
-        alone: Collection[str] = (),
+        private: Collection[str] = (),
         device: torch.device,
         run_ahead: RunAhead,
         timeout_s: float,
@@ -67,40 +69,41 @@ class GradientSync:
         self._timeout_s = timeout_s
         several = [each for each in sorted(set(holders.values())) if len(each.ranks) > 1]
         self._groups = {each: new_group(each.ranks, timeout_s, device=device) for each in several}
-        self._names: dict[Share, list[str]] = {}
-        self._alone = [(parameters[name], holders[name]) for name in alone]
-        for name in holders:  # whose order all ranks share; the order in which stages use parameters they do not
-            if name in parameters and name not in alone:
+        self._names: dict[Bucket, list[str]] = {}
+        self._private = [(parameters[name], holders[name]) for name in private]
+        for name in holders:  # all ranks have this order in common; the order in which stages use parameters differs
+            if name in parameters and name not in private:
                 self._names.setdefault((holders[name], str(parameters[name].dtype)), []).append(name)
         self._buffers = {
-            share: _flat_gradients([parameters[name] for name in names]) for share, names in self._names.items()
+            bucket: _flat_gradients([parameters[name] for name in names]) for bucket, names in self._names.items()
         }
         self._works: list[tuple[dist.Work, Holders]] = []
-        for each, group in self._groups.items():  # before the first message, for it blocks
+        for each, group in self._groups.items():  # now, because connecting blocks: not between messages
             if dist.get_rank() in each.ranks:
                 connect(group, device=device, what=str(each), timeout_s=timeout_s)
 
     def zero(self, stages: Collection[int]) -> None:
-        """Begin the gradients of ``stages`` anew."""
-        for parameter, holders in self._alone:
+        """Reset the gradients of ``stages`` to zero."""
+        for parameter, holders in self._private:
             if _concerns(holders, stages):
                 parameter.grad = None
-        for share in self._names:
-            if _concerns(share[0], stages):
-                self._buffers[share].zero_()
+        for bucket in self._names:
+            if _concerns(bucket[0], stages):
+                self._buffers[bucket].zero_()
 
     def begin(self, stages: Sequence[int]) -> None:
-        """Begin the sums of the gradients of what exactly these ``stages`` use."""
-        for share in sorted(share for share in self._buffers if share[0].stages == tuple(stages)):
-            holders, _ = share
+        """Begin the sums of the gradients of those parameters that exactly these ``stages`` use."""
+        for bucket in sorted(bucket for bucket in self._buffers if bucket[0].stages == tuple(stages)):
+            holders, _ = bucket
             with waiting_for(f"the gradient all-reduce of {holders}", self._timeout_s):
-                for piece in self._pieces(share):
+                for piece in self._pieces(bucket):
                     work = dist.all_reduce(piece, group=self._groups[holders], async_op=True)
+                    assert work is not None  # because it is asynchronous
                     self._works.append((work, holders))
 
-    def _pieces(self, share: Share) -> list[torch.Tensor]:
-        """What the sum over the holders of ``share`` is made of, one all-reduce each."""
-        return [self._buffers[share]]
+    def _pieces(self, bucket: Bucket) -> list[torch.Tensor]:
+        """The tensors that make up the gradients of ``bucket``; each is summed by one all-reduce."""
+        return [self._buffers[bucket]]
 
     def wait(self, stages: Collection[int]) -> None:
         """Wait for the sums of the gradients of ``stages``."""
@@ -110,17 +113,17 @@ class GradientSync:
         self._works = [(work, holders) for work, holders in self._works if not _concerns(holders, stages)]
 
     def squared_norm(self) -> torch.Tensor | float:
-        """This rank's share of the squared norm of all gradients: a parameter is counted by its first holder alone."""
-        own = [buffer for (holders, _), buffer in self._buffers.items() if holders.ranks[0] == dist.get_rank()]
-        norms = [norm for gradient in [*own, *self._gradients_alone()] for norm in _norms(gradient)]
+        """What this rank adds to the squared norm of all gradients: the first holder of a parameter counts it."""
+        counted = [buffer for (holders, _), buffer in self._buffers.items() if holders.ranks[0] == dist.get_rank()]
+        norms = [norm for gradient in [*counted, *self._private_gradients()] for norm in _norms(gradient)]
         return torch.cat(norms).double().square().sum() if norms else 0.0
 
     def scale(self, factor: float) -> None:
-        for gradient in [*self._buffers.values(), *self._gradients_alone()]:
+        for gradient in [*self._buffers.values(), *self._private_gradients()]:
             gradient.mul_(factor)
 
-    def _gradients_alone(self) -> list[torch.Tensor]:
-        return [parameter.grad for parameter, _ in self._alone if parameter.grad is not None]
+    def _private_gradients(self) -> list[torch.Tensor]:
+        return [parameter.grad for parameter, _ in self._private if parameter.grad is not None]
 
 
 def _concerns(holders: Holders, stages: Collection[int]) -> bool:
@@ -128,7 +131,10 @@ def _concerns(holders: Holders, stages: Collection[int]) -> bool:
 
 
 def _norms(gradient: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Of rows short enough for float32, to be added in float64, which on a CPU would take twenty times as long here."""
+    """Norms of rows that are short enough for float32.
+
+    The caller adds their squares in float64; summing all elements in float64 would take twenty times as long on a CPU.
+    """
     values = gradient.flatten()
     dtype = torch.promote_types(values.dtype, torch.float32)
     whole = values.numel() // ROW * ROW
@@ -139,7 +145,7 @@ def _norms(gradient: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _flat_gradients(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-    """One zeroed buffer whose pieces are the gradients of ``parameters``."""
+    """One zeroed buffer; the ``.grad`` of each of ``parameters`` becomes a view of its range."""
     first = parameters[0]
     buffer = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
     start = 0

@@ -1,7 +1,8 @@
-"""Inputs of a rank's micro-batches on its device, made ahead in the order in which its program needs them.
+"""Load the inputs of a rank's micro-batches onto its device, in the order in which its program needs them.
 
-On a GPU a thread makes them, in pinned memory: a copy from other memory would hold up the host until the device has
-done all that was queued before it. A CPU rank makes them when they are needed, for a thread would take its core away.
+On a GPU a thread prefetches them into pinned memory: a copy from pageable memory would block the host until the device
+has finished everything queued before the copy. A CPU rank makes its inputs when it needs them, because a thread would
+take time from the core that computes.
 """
 
 import weakref
@@ -16,39 +17,39 @@ import torch
 
 from auto3d.runtime.data import Batches
 from auto3d.schedule.operation import Kind
-from auto3d.schedule.program import Program, Replica
+from auto3d.schedule.program import PipeStage, Program
 
-AHEAD = 3  # micro-batches in pinned memory: one that is being copied, and two for the next forwards
+PREFETCHED = 3  # micro-batches in pinned memory: one being copied, and two for the next forwards
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Inputs of one micro-batch, numbered in the global batch of an iteration."""
+    """Inputs that a forward needs: those called ``names`` of one micro-batch."""
 
     iteration: int
-    index: int
+    index: int  # index of the micro-batch in the global batch
     names: tuple[str, ...]
 
 
-class Copy(Protocol):
-    """A queued copy."""
+class PendingCopy(Protocol):
+    """A copy that is queued on a device."""
 
     def synchronize(self) -> None:
-        """Wait until the device has done it."""
+        """Wait until the device has made the copy."""
 
 
-class Memory(Protocol):
-    """Memory that a device copies from by itself, and its own."""
+class PinnedMemory(Protocol):
+    """Host memory from which a device copies without the host."""
 
     def pinned_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An empty host tensor of the same shape and type, which the device can read."""
+        """An empty host tensor with the shape and type of ``tensor``, which the device can read."""
 
-    def queue_copy(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Copy]:
-        """Copies of ``tensors`` on the device, which it makes after all work that it has been given; never waits."""
+    def queue_copy(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], PendingCopy]:
+        """Copies of ``tensors`` on the device, queued behind the work already queued there. Returns without waiting."""
 
 
-class CudaMemory:
-    """That of a GPU; it copies on the stream that computes."""
+class CudaPinnedMemory:
+    """Pinned memory for a GPU, which copies from it on its compute stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -56,68 +57,72 @@ class CudaMemory:
     def pinned_like(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor, pin_memory=True)
 
-    def queue_copy(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Copy]:
+    def queue_copy(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], PendingCopy]:
         copies = {name: tensor.to(self._device, non_blocking=True) for name, tensor in tensors.items()}
-        done = torch.cuda.Event(blocking=True)  # whoever waits for it sleeps: the default would keep a core busy
+        done = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps; by default it would spin on a core
         done.record(torch.cuda.current_stream(self._device))
         return copies, done
 
 
-def memory_of(device: torch.device) -> Memory | None:
-    """None for a CPU, which reads all memory itself."""
-    return CudaMemory(device) if device.type == "cuda" else None
+def pinned_memory_of(device: torch.device) -> PinnedMemory | None:
+    """Pinned memory for ``device``; None for a CPU, which needs no copies."""
+    return CudaPinnedMemory(device) if device.type == "cuda" else None
 
 
 class Loader:
-    """Gives a rank the inputs of its micro-batches on a device with this ``memory``; None: a CPU, without a thread."""
+    """The inputs of a rank's micro-batches, on its device.
 
-    def __init__(self, batches: Batches, memory: Memory | None) -> None:
+    ``memory`` is the pinned memory of a GPU, through which a thread prefetches; None on a CPU, which uses no thread.
+    """
+
+    def __init__(self, batches: Batches, memory: PinnedMemory | None) -> None:
         self._batches = batches
         self._memory = memory
-        self._ahead: _Ahead | None = None
-        self._expected: list[Need] = []  # the thread makes these after the program that runs
+        self._prefetcher: _Prefetcher | None = None
+        self._expected: list[Need] = []  # what the thread prefetches after the present program
 
     def start(self, needs: Sequence[Need], iterations: int) -> None:
-        """Begin a program of so many ``iterations``, whose forwards need ``needs``, in order.
+        """Begin a program of ``iterations`` iterations, whose forwards need ``needs``, in this order.
 
-        The same program is expected to follow it, so that the first inputs of an iteration are there when it begins.
-        This allocates pinned memory, which may synchronise the device: no message may be pending.
+        The loader expects the same program again afterwards and prefetches for it, so that the first inputs of an
+        iteration are ready when it begins. A call allocates pinned memory, which may synchronise the device: no message
+        may be pending.
         """
         if self._memory is None or not needs:
             return
         if needs != self._expected:
             self.end()
-            self._ahead = _Ahead(needs, iterations, self._batches.micro_batch, self._memory)
+            self._prefetcher = _Prefetcher(needs, iterations, self._batches.micro_batch, self._memory)
         self._expected = _later(needs, iterations)
 
     def inputs(self, iteration: int, index: int, names: Collection[str]) -> dict[str, torch.Tensor]:
         """The inputs called ``names`` of micro-batch ``index`` of ``iteration``, on the device; each [samples, *shape].
 
-        It raises what making them raised.
+        An error of the thread that made them is raised here.
         """
         if self._memory is None or not names:
             return self._batches.micro_batch(iteration, index, names)
-        return self._ahead.take(Need(iteration, index, tuple(names)))
+        assert self._prefetcher is not None, "start() comes before inputs()"
+        return self._prefetcher.take(Need(iteration, index, tuple(names)))
 
     def end(self) -> None:
-        """End the thread, without waiting for it. It ends with this object and with the process, too."""
-        if self._ahead is not None:
-            self._ahead.end()
-        self._ahead, self._expected = None, []
+        """End the thread without waiting for it. It also ends with this object and with the process."""
+        if self._prefetcher is not None:
+            self._prefetcher.end()
+        self._prefetcher, self._expected = None, []
 
 
 def needs_of(
     program: Program,
-    inputs_of: Mapping[Replica, Collection[str]],
+    inputs_of: Mapping[PipeStage, Collection[str]],
     *,
     first_iteration: int,
     first_micro_batch: int,
     micro_batches: int,
 ) -> list[Need]:
-    """What the forwards of ``program`` need, in order; ``inputs_of`` has the model's inputs that each stage uses.
+    """What the forwards of ``program`` need, in order; ``inputs_of`` maps a stage to the model's inputs that it uses.
 
-    Each iteration has ``micro_batches`` of this replica of the pipeline: those of the global batch from
-    ``first_micro_batch`` on.
+    This pipeline runs ``micro_batches`` micro-batches of each global batch, beginning with ``first_micro_batch``.
     """
     needs = []
     for step in program.steps:
@@ -132,35 +137,35 @@ def needs_of(
 
 @dataclass
 class _Buffers:
-    """Pinned memory of one micro-batch, and the last copy from it."""
+    """Pinned memory for one micro-batch, and the last copy from it."""
 
     pinned: dict[str, torch.Tensor]
-    copy: Copy | None = None
+    copy: PendingCopy | None = None
 
 
 Make = Callable[[int, int, Collection[str]], dict[str, torch.Tensor]]
 Made = tuple[Need, _Buffers] | Exception
 
 
-class _Ahead:
-    """A thread that makes what is needed next, and pauses when all buffers are full."""
+class _Prefetcher:
+    """A thread that makes the next inputs, and pauses while all buffers are full."""
 
-    def __init__(self, needs: Sequence[Need], iterations: int, make: Make, memory: Memory) -> None:
+    def __init__(self, needs: Sequence[Need], iterations: int, make: Make, memory: PinnedMemory) -> None:
         self._memory = memory
         self._made: SimpleQueue[Made] = SimpleQueue()
         self._free: SimpleQueue[_Buffers | None] = SimpleQueue()
         names = dict.fromkeys(name for need in needs for name in need.names)
         example = make(needs[0].iteration, needs[0].index, tuple(names))
-        for _ in range(AHEAD):
+        for _ in range(PREFETCHED):
             self._free.put(_Buffers({name: memory.pinned_like(tensor) for name, tensor in example.items()}))
         ended = Event()
         self.end = weakref.finalize(self, _end, ended, self._free)
-        # The thread must not hold this object, with which it ends.
+        # The thread must not refer to this object, because it ends when this object is collected.
         work = (_endless(needs, iterations), make, self._free, self._made, ended)
-        Thread(target=_make_ahead, args=work, name="inputs", daemon=True).start()
+        Thread(target=_prefetch, args=work, name="inputs", daemon=True).start()
 
     def take(self, need: Need) -> dict[str, torch.Tensor]:
-        """Copies of what was made for ``need``, which must be the next."""
+        """Device copies of the inputs for ``need``, which must be the next need."""
         made = self._made.get()
         if isinstance(made, Exception):
             raise made
@@ -171,7 +176,7 @@ class _Ahead:
         return copies
 
 
-def _make_ahead(
+def _prefetch(
     needs: Iterable[Need],
     make: Make,
     free: SimpleQueue[_Buffers | None],
@@ -183,8 +188,9 @@ def _make_ahead(
             buffers = free.get()
             if ended.is_set():
                 return
+            assert buffers is not None, "None is only sent to end the thread"
             if buffers.copy is not None:
-                buffers.copy.synchronize()  # until then the device reads them
+                buffers.copy.synchronize()  # the device reads the buffers until then
             for name, tensor in make(need.iteration, need.index, need.names).items():
                 buffers.pinned[name].copy_(tensor)
             made.put((need, buffers))
@@ -194,12 +200,12 @@ def _make_ahead(
 
 def _end(ended: Event, free: SimpleQueue[_Buffers | None]) -> None:
     ended.set()
-    free.put(None)  # wakes the thread where it waits for free buffers
+    free.put(None)  # wakes the thread if it waits for a free buffer
 
 
 def _endless(needs: Sequence[Need], iterations: int) -> Iterator[Need]:
-    for later in count(0, iterations):
-        yield from _later(needs, later)
+    for offset in count(0, iterations):
+        yield from _later(needs, offset)
 
 
 def _later(needs: Sequence[Need], iterations: int) -> list[Need]:

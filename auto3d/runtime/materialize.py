@@ -1,7 +1,7 @@
-"""The initial weights of one stage, equal to those that the whole model would get, without holding the whole model.
+"""The initial weights of one stage, equal to those of the whole model, without the memory of the whole model.
 
-The module is built for real, so its own initialisation draws the same random numbers in the same order as on one
-process; but a parameter of another stage has memory only while the initialisation works on it.
+The module is really built, so its initialisation draws the same random numbers in the same order as in one process; but
+a parameter of another stage has memory only while the initialisation works on it.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -17,12 +17,12 @@ from auto3d.capture.errors import error_line
 from auto3d.capture.foreign import ForeignWeights, LostValueError
 from auto3d.capture.skeleton import seeded, skeleton
 from auto3d.errors import InputError
+from auto3d.runtime.activity import THIS_RANK
 from auto3d.runtime.out_of_memory import is_out_of_memory
-from auto3d.runtime.whereabouts import HERE
 
 
 class InitialStateError(InputError):
-    """Initial weights that cannot be made, or a state dict that does not fit the model."""
+    """The initial weights cannot be made, or the state dict does not fit the model."""
 
 
 def materialize(
@@ -34,15 +34,15 @@ def materialize(
 ) -> dict[str, torch.Tensor]:
     """The parameters, buffers and tensor attributes called ``names`` of the module that ``build`` makes, on the CPU.
 
-    They equal those of ``build()`` after torch, numpy and Python's random were given ``seed`` (capture.skeleton's
-    seed_all) or, where given, the entries of ``state``, which is read entry by entry. Raises InitialStateError if
-    ``state`` lacks a parameter or has another shape, if a tensor without an entry is computed from a parameter of
-    another stage, if the module's code fails or lets such a value decide what it does, or if two parameters share
-    memory.
+    They are the entries of ``state``, which is read entry by entry. Those without an entry equal the tensors of
+    ``build()`` after torch, numpy and Python's random were seeded with ``seed`` (capture.skeleton.seed_all). Raises
+    InitialStateError if ``state`` lacks a parameter or has another shape; if a tensor without an entry is computed from
+    a parameter of another stage; if the module's code fails, or branches on the value of such a parameter; or if two
+    parameters share memory.
     """
-    shape = skeleton(build, seed=seed)
-    _check_memory(dict(shape.model.named_parameters()))
-    foreign = ForeignWeights([None if name in names else name for name in shape.registered])
+    empty = skeleton(build, seed=seed)
+    _check_memory(dict(empty.model.named_parameters()))
+    foreign = ForeignWeights([None if name in names else name for name in empty.registered])
 
     def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None:
@@ -54,21 +54,21 @@ def materialize(
     except LostValueError as error:
         problem = f"{error}{error_line(error)}; or use plan.pp=1, where each rank holds all parameters"
         raise InitialStateError(problem) from None
-    except (Exception, SystemExit) as error:  # the model's own code raises anything
+    except (Exception, SystemExit) as error:  # the model's code may raise anything
         if isinstance(error, InputError) or is_out_of_memory(error):
             raise
-        words = next((line for line in str(error).splitlines() if line.strip()), "it gives no reason")
-        raise InitialStateError(
-            f"{HERE.name(HERE.rank)} cannot build the model: {type(error).__name__}: {words}{error_line(error)}"
-        ) from error
+        reason = next((line for line in str(error).splitlines() if line.strip()), "it gives no reason")
+        rank = THIS_RANK.name(THIS_RANK.rank)
+        problem = f"{type(error).__name__}: {reason}{error_line(error)}"
+        raise InitialStateError(f"{rank} cannot build the model: {problem}") from error
     foreign.release_all()
     return_freed_memory()
     parameters = dict(model.named_parameters())
     tensors = {**buffers_of(model), **parameters}
     if missing := [name for name in names if name not in tensors]:
         raise InitialStateError(f"{missing[0]}: the module has it when it is captured, but not when it is built again")
-    own = {name: tensors[name].detach() for name in names}
-    for name, tensor in own.items():
+    initial = {name: tensors[name].detach() for name in names}
+    for name, tensor in initial.items():
         if foreign.owns(tensors[name]):
             raise InitialStateError(f"{name}: the module registers its parameters in another order on the meta device")
         if state is not None and name in state:
@@ -82,19 +82,19 @@ def materialize(
         elif (source := foreign.source_of_loss(tensor)) is not None:
             raise InitialStateError(
                 f"{name}: the module computes its initial value from {source}, a parameter of another stage, "
-                "which one stage alone cannot do; give a state dict (model.weights)"
+                "which a single stage cannot do; give a state dict (model.weights)"
             )
         if name in parameters and tensor.untyped_storage().nbytes() > tensor.nbytes:
-            own[name] = tensor.clone()  # it is a part of a larger tensor, which shall not stay
-    return own
+            initial[name] = tensor.clone()  # it is a view of a larger tensor, whose memory is to be freed
+    return initial
 
 
 def _check_memory(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise InitialStateError where two parameters share memory: plain PyTorch trains it by both gradients."""
+    """Raise InitialStateError if two parameters share memory, which plain PyTorch would update by both gradients."""
     ranges: dict[int, list[tuple[int, int, str]]] = {}
     for name, parameter in parameters.items():
         if parameter.numel():
-            start = parameter.storage_offset() * parameter.element_size()
+            start = int(parameter.storage_offset()) * parameter.element_size()
             reach = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
             end = start + (reach + 1) * parameter.element_size()
             ranges.setdefault(parameter.untyped_storage()._cdata, []).append((start, end, name))

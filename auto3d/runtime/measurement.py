@@ -1,4 +1,4 @@
-"""The Measurement: what happened when a Plan was run, with a JSON form."""
+"""The Measurement: the result of running a Plan, with a JSON form."""
 
 import os
 import platform
@@ -25,7 +25,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """Where and with what a measurement was made."""
+    """The machine and the software of a measurement."""
 
     host: str
     device: str
@@ -33,12 +33,12 @@ class Environment:
     torch: str
     transformers: str
     python: str
-    tf32: bool | None = None  # whether products or convolutions took it; None: not a GPU
-    deterministic: bool = False  # algorithms alone that give the same bits each time
+    tf32: bool | None = None  # whether matrix products or convolutions used TF32; None: not a GPU
+    deterministic: bool = False  # whether only bitwise reproducible algorithms were allowed
 
     @property
     def computer(self) -> str:
-        """The device, the cores, and how they compute, as captions of throughput say it."""
+        """The device, the cores and their arithmetic, as written in captions of throughput."""
         text = f"{self.device}, {self.cores} cores"
         if self.tf32 is not None:
             text += f", TF32 {'on' if self.tf32 else 'off'}"
@@ -46,11 +46,12 @@ class Environment:
 
     @staticmethod
     def here(device: str, *, cores: int | None = None) -> "Environment":
-        """Of this process, which has computed on ``device``.
+        """The environment of this process, which has computed on ``device``.
 
-        ``cores`` is how many all ranks of the node may use: one on a GPU is bound to some of them. None: as this one.
+        ``cores`` is the number of cores that all ranks of the node may use together, since a rank on a GPU is bound to
+        some of them. None: the cores of this process.
         """
-        # not above, for whoever only reads measurements does without these seconds
+        # Imported here because they take seconds, and reading measurements does not need them.
         import torch
         import transformers
 
@@ -71,9 +72,10 @@ class Environment:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One trial or training. The lists hold measured iterations only; they are empty unless ``status`` is ok.
+    """One trial or training. The lists cover only measured iterations, and are empty unless ``status`` is ok.
 
-    Where devices were ``emulated``, the times are of operations that only waited, and there is no loss and no memory.
+    If devices were ``emulated``, operations only waited for the time that they would take, and there is neither a loss
+    nor a peak memory.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -81,16 +83,16 @@ class Measurement:
     plan: Plan
     status: Status
     emulated: bool = False
-    error: str = ""  # why the status is not ok, for a person
-    warmup_iterations: int = 0  # run before the measured ones, and left out
-    first_iteration: int = 0  # of a training that went on from a checkpoint: those before it are in none of the lists
-    iteration_s: list[float] = field(default_factory=list)  # of the slowest rank
+    error: str = ""  # why the status is not ok, as text
+    warmup_iterations: int = 0  # iterations that were run before the measured ones
+    first_iteration: int = 0  # a training resumed from a checkpoint has no entries for the iterations before this one
+    iteration_s: list[float] = field(default_factory=list)  # time of the slowest rank
     loss: list[float] = field(default_factory=list)
     grad_norm: list[float | None] = field(default_factory=list)
-    peak_bytes: list[int] = field(default_factory=list)  # per rank: live tensors on a GPU, growth of a CPU's process
-    reserved_bytes: list[int] = field(default_factory=list)  # per GPU, by torch's caching allocator at its peak
-    used_bytes: list[int] = field(default_factory=list)  # per GPU, on the device at the peak: context and NCCL included
-    predicted_bytes: list[int] = field(default_factory=list)  # per rank, what auto3d.cost.memory estimates
+    peak_bytes: list[int] = field(default_factory=list)  # per rank: live tensors on a GPU, growth of a CPU process
+    reserved_bytes: list[int] = field(default_factory=list)  # per GPU: peak of torch's caching allocator
+    used_bytes: list[int] = field(default_factory=list)  # per GPU: peak on the device, with CUDA context and NCCL
+    predicted_bytes: list[int] = field(default_factory=list)  # per rank: estimate of auto3d.cost.memory
     tokens_per_sample: int = 0
     environment: Environment | None = None
     finished: str = ""  # date and time, ISO 8601
@@ -101,7 +103,7 @@ class Measurement:
 
     @property
     def spread_s(self) -> float:
-        """Slowest less fastest measured iteration."""
+        """The slowest minus the fastest measured iteration."""
         return max(self.iteration_s) - min(self.iteration_s)
 
     @property

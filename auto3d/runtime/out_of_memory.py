@@ -1,4 +1,4 @@
-"""Running out of memory, told as such: where it happened, and what was predicted to be needed there."""
+"""Recognise out-of-memory errors, and report where they happened and how much memory was predicted there."""
 
 import re
 import socket
@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from auto3d.cost.memory import DeviceMemory
 
-# The words of torch and of libraries whose errors it passes on, as a RuntimeError or one of its subclasses.
-# NCCL's error holds its last warning alone: after "Cuda failure 'out of memory'" that is "Failed to CUDA calloc".
-_WORDS = re.compile(
+# Messages of torch, and of libraries whose errors torch raises as a RuntimeError or one of its subclasses. An error of
+# NCCL holds only its last warning: after "Cuda failure 'out of memory'" that is "Failed to CUDA calloc".
+_OUT_OF_MEMORY = re.compile(
     r"""
     DefaultCPUAllocator:\ can't\ allocate
     | \bCUDA\ out\ of\ memory
@@ -27,32 +27,32 @@ _WORDS = re.compile(
 
 
 class OutOfMemoryError(RuntimeError):
-    """A rank that ran out of its device's memory, or of its machine's."""
+    """A rank ran out of memory, of its device or of its machine."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` is what torch, one of its libraries or Python raises when memory runs out."""
+    """Whether ``error`` is raised by torch, one of its libraries or Python when memory runs out."""
     if isinstance(error, (OutOfMemoryError, torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and _WORDS.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
 
 
-def words_of(error: BaseException) -> str:
-    """The line of ``error`` that says that memory ran out, or its first."""
+def out_of_memory_line(error: BaseException) -> str:
+    """The line of ``error`` that says that memory ran out; its first line if there is none."""
     lines = str(error).splitlines() or [type(error).__name__]
-    return next((line for line in lines if _WORDS.search(line)), lines[0]).strip()
+    return next((line for line in lines if _OUT_OF_MEMORY.search(line)), lines[0]).strip()
 
 
 @dataclass(frozen=True)
 class MemoryWatch:
-    """Tells where this rank ran out of memory, and what was predicted for its pipeline device."""
+    """Reports where this rank ran out of memory, and the memory predicted for its pipeline device."""
 
-    device: int
+    device: int  # the pipeline device
     predicted: DeviceMemory
 
     @contextmanager
     def during(self, what: object) -> Iterator[None]:
-        """Where memory runs out inside, raise OutOfMemoryError that says so of ``what``, an operation for example."""
+        """Raise an OutOfMemoryError that names ``what``, for example an operation, if memory runs out inside."""
         try:
             yield
         except Exception as error:

@@ -1,8 +1,8 @@
 """Random numbers that depend on what is computed, not on where or when.
 
-Each random operation is seeded from (plan's seed, iteration, micro-batch, operation), so dropout is the same whatever
-the degrees and the schedule, and a recomputed forward draws what the first one drew. Replicas of a stage that share a
-micro-batch count each part as a micro-batch of its own.
+Each random operation is seeded from (seed of the plan, iteration, micro-batch, operation). So dropout is the same for
+all degrees and schedules, and a recomputed forward draws the same numbers as the first one. Replicas of a stage each
+seed their slice of a micro-batch as a micro-batch of its own.
 """
 
 from collections.abc import Callable
@@ -15,10 +15,11 @@ _MASK = (1 << 64) - 1
 
 
 class Randomness:
-    """The position from which the next random operation is seeded.
+    """Seeds the generator of ``device`` for each random operation of a rank.
 
-    A program numbers its micro-batches on through its iterations, each of which has ``micro_batches``. Where replicas
-    of a stage share a micro-batch, each draws its own numbers for its ``part`` of it.
+    A program counts its micro-batches on through its iterations, each of which has ``micro_batches`` of them, from
+    number ``first_micro_batch`` of the global batch on. Replica number ``replica`` of the ``replicas`` of a stage draws
+    numbers of its own for its slice of a micro-batch.
     """
 
     def __init__(
@@ -28,15 +29,15 @@ class Randomness:
         first_micro_batch: int,
         micro_batches: int,
         device: torch.device,
-        part: int = 0,
+        replica: int = 0,
         replicas: int = 1,
     ) -> None:
-        self.iteration = 0  # the first of the program that runs
-        self.micro_batch = 0  # of the program; ``first_micro_batch`` makes this replica's one of the global batch
+        self.iteration = 0  # first iteration of the program that runs
+        self.micro_batch = 0  # the current one, numbered within the program
         self._seed = seed
         self._first_micro_batch = first_micro_batch
         self._micro_batches = micro_batches
-        self._part, self._replicas = part, replicas
+        self._replica, self._replicas = replica, replicas
         if device.type == "cuda":
             self._generator = torch.cuda.default_generators[device.index]
         else:
@@ -45,15 +46,15 @@ class Randomness:
     def seed(self, operation: int) -> None:
         """Seed the generator for operation number ``operation`` of the Graph."""
         later, index = divmod(self.micro_batch, self._micro_batches)
-        part = (self._first_micro_batch + index) * self._replicas + self._part
+        batch_slice = (self._first_micro_batch + index) * self._replicas + self._replica
         mixed = 0
-        for number in (self._seed, self.iteration + later, part, operation):
+        for number in (self._seed, self.iteration + later, batch_slice, operation):
             mixed = _mix(mixed ^ (number & _MASK))
         self._generator.manual_seed(mixed)
 
 
 class SeededOperation(nn.Module):
-    """A random operator of a stage's program, seeded before each call."""
+    """A random operator of a stage's program; it seeds the generator before each call."""
 
     def __init__(self, target: Callable, operation: int, randomness: Randomness) -> None:
         super().__init__()
@@ -67,7 +68,7 @@ class SeededOperation(nn.Module):
 
 
 def _mix(number: int) -> int:
-    """The finaliser of SplitMix64: neighbouring inputs give unrelated outputs."""
+    """The finaliser of SplitMix64, which maps neighbouring numbers to unrelated ones."""
     number = (number + 0x9E3779B97F4A7C15) & _MASK
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK

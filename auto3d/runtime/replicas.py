@@ -1,4 +1,4 @@
-"""What a Plan's replicas of stages ask of its schedule, its placement and its model."""
+"""What the replicas of a plan's stages require of its schedule, its placement and its model."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,30 +10,30 @@ from auto3d.plan import Plan, PlanError
 from auto3d.schedule.operation import Schedule
 
 
-def share_of(captured: CapturedModel, plan: Plan, replicas: int) -> tuple[CapturedModel, Plan]:
-    """The model and ``plan`` as each of ``replicas`` of a stage runs them, at its share of a micro-batch."""
+def captured_slice(captured: CapturedModel, plan: Plan, replicas: int) -> tuple[CapturedModel, Plan]:
+    """The model and ``plan`` as each of ``replicas`` of a stage runs them, for its slice of a micro-batch."""
     if replicas == 1:
         return captured, plan
-    share = captured.at(captured.graph.micro_batch_size // replicas)
-    stages = same_stages(plan.stages, captured.graph, share.graph)
-    return share, replace(plan, graph=share.graph.fingerprint, stages=stages)
+    smaller = captured.at(captured.graph.micro_batch_size // replicas)
+    stages = same_stages(plan.stages, captured.graph, smaller.graph)
+    return smaller, replace(plan, graph=smaller.graph.fingerprint, stages=stages)
 
 
 def replicas_of_devices(plan: Plan, schedule: Schedule) -> tuple[int, ...]:
-    """The replicas of the stages of each pipeline device.
+    """How many replicas the stages of each pipeline device have.
 
-    Raises PlanError where the plan asks for tensor parallelism, where ``schedule`` has other sizes than the plan, where
-    the stages of a device have different numbers of replicas, or where these are not those of the placement.
+    Raises PlanError if the plan asks for tensor parallelism, if ``schedule`` has other sizes than the plan, if the
+    stages of one device have different numbers of replicas, or if the placement has another number of ranks for them.
     """
     if plan.tp != 1:
         raise PlanError(f"tp: {plan.tp} asks for tensor parallelism, which this build does not run; tp must be 1")
-    has = (schedule.devices, schedule.stages, schedule.micro_batches)
-    if has != (plan.pp, len(plan.stages), plan.micro_batches):
+    sizes = (schedule.devices, schedule.stages, schedule.micro_batches)
+    if sizes != (plan.pp, len(plan.stages), plan.micro_batches):
         raise PlanError(
-            f"schedule: {schedule.name} has {has[0]} devices, {has[1]} stages and {has[2]} micro-batches; "
+            f"schedule: {schedule.name} has {sizes[0]} devices, {sizes[1]} stages and {sizes[2]} micro-batches; "
             f"the plan has {plan.pp}, {len(plan.stages)} and {plan.micro_batches}"
         )
-    found = []
+    replicas = []
     for device in range(plan.pp):
         stages = sorted({stage for (stage, _), home in schedule.device_of.items() if home == device})
         counts = [plan.stages[stage].replicas for stage in stages]
@@ -47,16 +47,16 @@ def replicas_of_devices(plan: Plan, schedule: Schedule) -> tuple[int, ...]:
                 f"placement: {list(plan.placement[device])} are the ranks of device {device}, which must be "
                 f"dp × replicas = {plan.dp} × {counts[0]} = {plan.dp * counts[0]}"
             )
-        found.append(counts[0])
-    return tuple(found)
+        replicas.append(counts[0])
+    return tuple(replicas)
 
 
 def resplit_dimensions(captured: CapturedModel, plan: Plan, stages: Sequence[Stage]) -> dict[str, int]:
-    """The dimension of the samples in each value that crosses between stages with other numbers of replicas.
+    """Value -> its dimension of samples, for values that cross between stages with different numbers of replicas.
 
-    A value without one is made from weights alone, so that all replicas of its stage have it alike. Raises PlanError
-    where a value is neither: its samples are not in equal slices, or it is one of all samples, such as a loss, of which
-    no replica has the whole.
+    A value without such a dimension is computed from weights only, so all replicas of its stage have the same copy.
+    Raises PlanError for a value that is neither: its samples are not in equal slices, or it combines all samples, as a
+    loss does, so that no replica has the whole of it.
     """
     replicas = [stage.replicas for stage in plan.stages]
     transfers = [
@@ -72,8 +72,8 @@ def resplit_dimensions(captured: CapturedModel, plan: Plan, stages: Sequence[Sta
     dimensions, from_samples = sample_dimensions(graph, smaller), made_from_samples(graph)
     for transfer in transfers:
         name = transfer.value.name
-        alike = name not in from_samples and transfer.value.shape == smaller.value(name).shape
-        if name not in dimensions and not alike:
+        same_copy = name not in from_samples and transfer.value.shape == smaller.value(name).shape
+        if name not in dimensions and not same_copy:
             source, target = transfer.source, transfer.target
             raise PlanError(
                 f"stages: {source} has {_times(replicas[source])} and sends {name}, of shape "

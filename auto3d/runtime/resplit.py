@@ -1,6 +1,6 @@
-"""Which rank sends what to which, where two stages split the same micro-batch in different numbers of parts.
+"""The messages between ranks of two stages that split the same micro-batch among different numbers of replicas.
 
-A stage with r replicas splits every micro-batch in r equal parts, in order, part j on its j-th rank.
+A stage with r replicas splits every micro-batch into r equal slices, in order: slice j is for its replica j.
 """
 
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ from itertools import product
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What part ``source`` of one stage sends to part ``target`` of another.
+    """The elements that replica ``source`` of one stage sends to replica ``target`` of another.
 
-    ``length`` elements along the dimension that is split, at ``start`` in the source's tensor and at ``into`` in the
-    target's; None: the whole tensor.
+    These are ``length`` elements along the dimension that is split, which begin at ``start`` in the source's tensor and
+    at ``into`` in the target's. A ``length`` of None stands for the whole tensor.
     """
 
     source: int
@@ -22,23 +22,24 @@ class Piece:
     length: int | None
 
     def back(self) -> "Piece":
-        """The same elements on their way back, as a gradient is."""
+        """The same elements in the opposite direction, as their gradient travels."""
         return Piece(self.target, self.source, self.into, self.start, self.length)
 
 
 def pieces(length: int | None, *, sources: int, targets: int) -> tuple[Piece, ...]:
-    """How ``length`` elements in ``sources`` equal parts become ``targets`` equal parts; in order of the elements.
+    """The pieces by which ``length`` elements in ``sources`` equal slices become ``targets`` equal slices, in order.
 
-    None is a tensor that all parts of the source have alike: each target takes it from one that it meets anyway, the
-    one with its own first sample.
+    A ``length`` of None is a tensor of which all sources have the same copy. Each target then takes it from the source
+    that has the target's first sample, with which it exchanges other values anyway.
     """
     if length is None:
         return tuple(Piece(target * sources // targets, target, 0, 0, None) for target in range(targets))
-    own, given = length // sources, length // targets
-    found = []
+    per_source, per_target = length // sources, length // targets
+    overlaps = []
     for source, target in product(range(sources), range(targets)):
-        first = max(source * own, target * given)
-        last = min((source + 1) * own, (target + 1) * given)
+        first = max(source * per_source, target * per_target)
+        last = min((source + 1) * per_source, (target + 1) * per_target)
         if first < last:
-            found.append(Piece(source, target, first - source * own, first - target * given, last - first))
-    return tuple(found)
+            start, into = first - source * per_source, first - target * per_target
+            overlaps.append(Piece(source, target, start, into, last - first))
+    return tuple(overlaps)

@@ -1,9 +1,9 @@
-"""How far a rank's process may be ahead of its device, and what it waits for when it may not go further.
+"""How far a rank's process may run ahead of its device, and how it waits when it may not go further.
 
-A GPU is given its operations ahead, so that it never waits for the process. Nothing in the process then waits for a
-message: the device's queue does. So the process looks, with a deadline, whether the operations that it queued first are
-done; if one is not, it is because of the first of its messages, or sums over ranks, that has not come. A CPU has no
-queue: there the process waits for each message itself.
+A GPU gets its operations ahead of time, so that it never waits for the process. Then no call of the process waits for a
+message; the device's queue does. So the process polls, with a deadline, whether the oldest queued operations are done.
+If one is not, the reason is the first of its messages or sums over ranks that has not arrived. A CPU has no queue:
+there the process itself waits for each message.
 """
 
 from collections import deque
@@ -12,47 +12,47 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from auto3d.runtime.activity import THIS_RANK
 from auto3d.runtime.waiting import poll, wait
-from auto3d.runtime.whereabouts import HERE
 
-OPERATIONS_AHEAD = 2  # queued behind the one that runs: this hides the time that queueing one takes
+OPERATIONS_AHEAD = 2  # operations queued behind the running one: enough to hide the time that queueing takes
 
 
 @dataclass(frozen=True)
 class _Queued:
-    """An operation that the device has not ended, as far as is known."""
+    """An operation that the device, as far as the process knows, has not completed."""
 
     at: str
-    waits: list[tuple[dist.Work, str]]  # each with what it is
+    waits: list[tuple[dist.Work, str]]  # each with its name for errors
     end: torch.cuda.Event
 
 
 class RunAhead:
-    """Of one rank. Between ``begin`` and ``end`` the process queues one operation, or runs it on a CPU."""
+    """Bounds how far a rank runs ahead. Between ``begin`` and ``end`` it queues one operation, or runs it on a CPU."""
 
     def __init__(self, device: torch.device, timeout_s: float) -> None:
         self._has_queue = device.type == "cuda"
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._at = ""
-        self._waits: list[tuple[dist.Work, str]] = []  # the waits of the operation that is being queued
+        self._waits: list[tuple[dist.Work, str]] = []  # waits of the operation that is being queued
         self._queued: deque[_Queued] = deque()
 
     def begin(self, at: str) -> None:
-        """Come to the operation that is told by ``at``, once the device is near enough."""
+        """Begin the operation that ``at`` describes in errors, once the device is near enough."""
         self._wait_until(OPERATIONS_AHEAD)
         self._at = at
-        HERE.is_at(at)
+        THIS_RANK.set_phase(at)
 
     def wait(self, work: dist.Work, what: str) -> None:
-        """Let what is queued from here on wait until ``work`` is done, which is ``what`` if it does not end."""
+        """Let everything that is queued from now on wait for ``work``, which errors call ``what``."""
         if self._has_queue:
             work.wait()
             self._waits.append((work, what))
         else:
-            wait(work, timeout_s=self._timeout_s, what=what)
+            wait(work, timeout_s=self.timeout_s, what=what)
 
     def end(self) -> None:
-        """The operation is queued."""
+        """Note that the operation is queued."""
         if self._has_queue:
             end = torch.cuda.Event()
             end.record()
@@ -60,17 +60,17 @@ class RunAhead:
             self._waits = []
 
     def catch_up(self) -> None:
-        """Wait until the device has done all that is queued."""
+        """Wait until the device has completed everything that is queued."""
         self.end()
         self._wait_until(0)
-        HERE.is_at(self._at)
+        THIS_RANK.set_phase(self._at)
 
-    def _wait_until(self, left: int) -> None:
-        """At most so many operations are left."""
-        while len(self._queued) > left:
+    def _wait_until(self, remaining: int) -> None:
+        """Wait until at most ``remaining`` queued operations are not completed."""
+        while len(self._queued) > remaining:
             first = self._queued[0]
-            HERE.is_at(first.at)
+            THIS_RANK.set_phase(first.at)
             for work, what in first.waits:
-                poll(work.is_completed, timeout_s=self._timeout_s, what=what)
-            poll(first.end.query, timeout_s=self._timeout_s, what="its device to compute")
+                poll(work.is_completed, timeout_s=self.timeout_s, what=what)
+            poll(first.end.query, timeout_s=self.timeout_s, what="its device to compute")
             self._queued.popleft()

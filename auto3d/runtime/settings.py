@@ -1,4 +1,4 @@
-"""How a Plan is trained, in numbers and names. It needs no torch, for whoever only plans."""
+"""Settings of a training. This module does not import torch, because planning does not need it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,26 +12,26 @@ LEARNING_RATE_SCHEDULES = ("constant", "linear", "cosine")
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
     optimizer: str  # one of OPTIMIZERS
-    learning_rate: float  # the highest of the schedule
+    learning_rate: float  # highest learning rate of the schedule
     weight_decay: float
-    momentum: float  # sgd
-    betas: tuple[float, float]  # adamw
+    momentum: float  # only for sgd
+    betas: tuple[float, float]  # only for adamw
     learning_rate_schedule: str  # one of LEARNING_RATE_SCHEDULES, after the warm-up
-    warmup_iterations: int  # the rate rises linearly from 0
-    clip_norm: float  # of the global gradient norm; 0 does not clip
+    warmup_iterations: int  # iterations in which the rate rises linearly from 0
+    clip_norm: float  # upper bound of the global gradient norm; 0: no clipping
 
 
 def state_copies(settings: OptimizerSettings) -> int:
-    """How many values the optimizer keeps for each one that is trained."""
+    """Number of values in the optimizer's state for each trained value."""
     return {"adamw": 2, "sgd": int(settings.momentum > 0)}.get(settings.optimizer, 0)
 
 
 def update_copies(settings: OptimizerSettings, device: str) -> tuple[int, int]:
-    """Temporaries of an update on a ``device`` "cpu" or "cuda": copies of a parameter, and of the one before it.
+    """Temporary tensors of an update on ``device`` "cpu" or "cuda": copies of a parameter, and of the one before it.
 
-    torch updates the parameters of a CPU one after the other (``_single_tensor_adam``). AdamW makes the root of the
-    second moment and a quotient of it, while a variable still holds the quotient of the parameter before; SGD makes
-    the sum of gradient and weight decay. The fused kernels of a GPU make nothing.
+    On a CPU torch updates parameters one after the other (``_single_tensor_adam``). AdamW allocates the root of the
+    second moment and a quotient of it, while a variable still holds the previous parameter's quotient; SGD allocates
+    the sum of gradient and weight decay. The fused kernels of a GPU allocate nothing.
     """
     if device == "cuda":
         return 0, 0
@@ -39,7 +39,7 @@ def update_copies(settings: OptimizerSettings, device: str) -> tuple[int, int]:
 
 
 def optimizer_copies(settings: OptimizerSettings, device: str) -> dict[str, Any]:
-    """What ``auto3d.cost.memory.predict`` has to know of the optimizer."""
+    """The arguments of ``auto3d.cost.memory.predict`` that depend on the optimizer."""
     return {"optimizer_copies": state_copies(settings), "update_copies": update_copies(settings, device)}
 
 
@@ -48,8 +48,8 @@ class TrainingSettings:
     iterations: int
     optimizer: OptimizerSettings
     device: str  # "cpu" or "cuda"
-    threads_per_rank: int  # of a CPU rank's arithmetic
-    timeout_s: float  # of every wait for another rank
+    threads_per_rank: int  # threads with which a CPU rank computes
+    timeout_s: float  # time-out of every wait for another rank
     tf32: bool = False  # on GPUs: matrix products and convolutions round their float32 inputs to TF32
-    deterministic: bool = False  # only algorithms that give the same bits each time
-    emulation: Emulation | None = None  # of devices in whose place operations only wait; None: real ones
+    deterministic: bool = False  # allow only bitwise reproducible algorithms
+    emulation: Emulation | None = None  # emulated devices, whose operations only wait; None: real devices

@@ -1,9 +1,10 @@
-"""One stage as it runs: forward, recomputation and backward of single micro-batches, in any order."""
+"""Runs one stage: forward, recomputation and backward of single micro-batches, in any order."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -14,13 +15,37 @@ from auto3d.partition.segment import Segment, segments
 from auto3d.partition.stage import Stage
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage_program import segment_program
-from auto3d.runtime.weight_gradients import PutOff, add_gradient
+from auto3d.runtime.weight_gradients import DeferredGradients, add_gradient
 from auto3d.runtime.weight_versions import WeightVersions, new_leaf
+
+
+class RunnableStage(Protocol):
+    """What an executor runs: a StageModule, or what stands in for one."""
+
+    stage: Stage
+    losses: dict[int, torch.Tensor]  # micro-batch -> its weighted loss, until it is taken
+    weights: WeightVersions
+
+    def forward(
+        self, micro_batch: int, received: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]: ...
+
+    def recompute(self, micro_batch: int) -> None: ...
+
+    def backward(
+        self, micro_batch: int, gradients: Mapping[str, Sequence[torch.Tensor]]
+    ) -> dict[str, torch.Tensor]: ...
+
+    def backward_input(
+        self, micro_batch: int, gradients: Mapping[str, Sequence[torch.Tensor]]
+    ) -> dict[str, torch.Tensor]: ...
+
+    def backward_weight(self, micro_batch: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """One use of something that several segments use: it has a leaf of its own, whose gradient is for ``of``."""
+    """One use of a tensor that several segments use. It has its own ``leaf``, whose gradient belongs to ``of``."""
 
     leaf: torch.Tensor
     of: torch.Tensor
@@ -28,61 +53,62 @@ class _Use:
 
 @dataclass
 class _InFlight:
-    """What a micro-batch's backward needs from its forward."""
+    """What the backward of one micro-batch needs from its forward."""
 
-    received: dict[str, torch.Tensor]  # leaves of the stage's autograd graph, of this stage alone
-    values: dict[str, torch.Tensor]  # all that segments take: the received, the inputs, and leaves between segments
-    found: list[dict[str, torch.Tensor]]  # per segment the buffers that it writes to as it found them, if it runs again
+    received: dict[str, torch.Tensor]  # received values, as leaves of this stage's autograd graph
+    values: dict[str, torch.Tensor]  # everything that segments take: received values, inputs, leaves between segments
+    old_buffers: list[dict[str, torch.Tensor]]  # per segment that runs again: copies of the buffers that it writes to
     outputs: list[list[torch.Tensor] | None]  # per segment; None where the forward kept nothing
-    apart: dict[str, torch.Tensor]  # weights that several segments use: a leaf of this micro-batch alone
+    weights: dict[str, torch.Tensor]  # for each weight that several segments use, a leaf of this micro-batch only
     uses: dict[int, list[_Use]]  # per segment
 
 
 class _Segment:
-    """One segment as it runs."""
+    """Runs one segment by its ``program``; each use of a tensor in ``per_use`` gets its own leaf."""
 
     def __init__(
         self,
         segment: Segment,
         captured: CapturedModel,
-        apart: Collection[str],
+        per_use: Collection[str],
         program: tuple[nn.Module, Sequence[str], Sequence[str]],
     ) -> None:
         self.kept, self.takes, self.gives = segment.kept, segment.takes, segment.gives
         self._written = captured.graph.written_buffers.intersection(segment.state)
-        self._apart = apart
-        self._module, self._state, self._given = program
+        self._per_use = per_use
+        self._module, self._state, self._values = program
 
-    def found(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copies of the buffers that it writes to."""
+    def copy_buffers(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copies of the buffers that the segment writes to."""
         return {name: state[name].clone() for name in self._written}
 
     def run(
         self, state: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[_Use]]:
-        """What it gives, and each of its uses of what is apart, in order."""
+        """The values that it gives, and its uses of the tensors that get a leaf per use, in order."""
         uses: list[_Use] = []
 
-        def seen(tensor: torch.Tensor, name: str) -> torch.Tensor:
-            if name not in self._apart or not tensor.requires_grad:
+        def argument(tensor: torch.Tensor, name: str) -> torch.Tensor:
+            if name not in self._per_use or not tensor.requires_grad:
                 return tensor
             uses.append(_Use(leaf=new_leaf(tensor), of=tensor))
             return uses[-1].leaf
 
-        state_seen = [seen(state[name], name) for name in self._state]
-        return self._module(*state_seen, *(seen(values[name], name) for name in self._given)), uses
+        from_state = [argument(state[name], name) for name in self._state]
+        return self._module(*from_state, *(argument(values[name], name) for name in self._values)), uses
 
 
 class StageModule:
     """Runs one stage, one micro-batch at a time.
 
-    ``tensors`` holds at least the stage's state, by name, on ``device``; parameters among them collect gradients in
-    their ``.grad``. With ``old_weights`` each micro-batch sees the version of them that ``weights`` has for it, and all
-    gradients are added to the ``.grad`` that was there when this was made. A micro-batch's loss
-    counts ``loss_weight``, so that the sum over the micro-batches of an update, and over replicas, is the mean.
-    A stage that recomputes keeps no more of its forward than the activations of the operations ``kept`` (ranges of
-    their positions), what it was given, and what passes between the two; one that splits its backward leaves the
-    gradients of its weights to ``backward_weight``.
+    ``tensors`` contains the stage's state by name, on ``device``; the parameters collect gradients in their ``.grad``.
+    With ``old_weights`` each micro-batch sees the version of the parameters that ``weights`` has for it, and all
+    gradients are added to the ``.grad`` that existed when the StageModule was made. A micro-batch's loss is multiplied
+    by ``loss_weight``, so that its sum over the micro-batches of an update and over replicas is the mean.
+
+    A stage with ``recompute`` keeps only the activations of the operations in ``kept`` (ranges of positions), its
+    inputs and received values, and the values that pass between kept and dropped operations. With ``split_backward``
+    the gradients of weights are left to ``backward_weight``.
     """
 
     def __init__(
@@ -103,25 +129,25 @@ class StageModule:
         self.sent = list(dict.fromkeys(transfer.value.name for transfer in stage.sent))
         self.losses: dict[int, torch.Tensor] = {}  # micro-batch -> its weighted loss, until it is taken
         self._loss_name = captured.graph.loss if stage.has_loss else None
-        self._put_off = PutOff() if split_backward else None
+        self._deferred = DeferredGradients() if split_backward else None
         self.weights = WeightVersions({name: tensors[name] for name in stage.state}, several=old_weights)
         if not recompute:
             kept = [(0, len(captured.graph.nodes))]
         divided = segments(captured.graph, stage, kept)
         users = Counter(name for segment in divided for name in {*segment.state, *segment.takes})
-        self._weights_apart = [n for n, count in users.items() if count > 1 and n in captured.graph.trained]
-        # Autograd adds up the gradients of all uses in one order, whatever divides them. So must we, or rounding would
-        # differ from that without recomputation: uses that several segments have are added one by one.
-        apart = {*self._weights_apart, *(name for segment in divided for name in segment.takes)}
+        self._common_weights = [n for n, count in users.items() if count > 1 and n in captured.graph.trained]
+        # Without segments, autograd adds the gradients of all uses of a tensor in one fixed order. Gradients of uses in
+        # several segments are therefore added one by one in that order; otherwise recomputation would change rounding.
+        per_use = {*self._common_weights, *(name for segment in divided for name in segment.takes)}
         if len(divided) == 1:
-            apart = set()
+            per_use = set()
         self._segments = [
             _Segment(
                 segment,
                 captured,
-                apart,
+                per_use,
                 segment_program(
-                    segment, captured, randomness=randomness, device=device, put_off=self._put_off, apart=apart
+                    segment, captured, randomness=randomness, device=device, deferred=self._deferred, per_user=per_use
                 ),
             )
             for segment in divided
@@ -141,41 +167,41 @@ class StageModule:
     def forward(
         self, micro_batch: int, received: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Run ``micro_batch``; returns the values to send, contiguous and free of autograd."""
+        """Run ``micro_batch``; returns the values to send, contiguous and detached from autograd."""
         leaves = {
             transfer.value.name: received[transfer.value.name].detach().requires_grad_(transfer.value.differentiable)
             for transfer in self.stage.received
         }
         state = self.weights.of(micro_batch)
-        apart = {name: new_leaf(state[name]) for name in self._weights_apart}
-        in_flight = _InFlight(leaves, {**inputs, **leaves}, [], [], apart, {})
+        weights = {name: new_leaf(state[name]) for name in self._common_weights}
+        in_flight = _InFlight(leaves, {**inputs, **leaves}, [], [], weights, {})
         self._in_flight[micro_batch] = in_flight
         self._randomness.micro_batch = micro_batch
         made: dict[str, torch.Tensor] = {}
         for number, segment in enumerate(self._segments):
-            in_flight.found.append({} if segment.kept else segment.found(state))
-            with nullcontext() if segment.kept else _keeping_nothing():
-                outputs, in_flight.uses[number] = segment.run({**state, **apart}, in_flight.values)
+            in_flight.old_buffers.append({} if segment.kept else segment.copy_buffers(state))
+            with nullcontext() if segment.kept else _no_saved_activations():
+                outputs, in_flight.uses[number] = segment.run({**state, **weights}, in_flight.values)
             in_flight.outputs.append(outputs if segment.kept else None)
             for name, output in zip(segment.gives, outputs, strict=True):
                 made[name] = output.detach()
                 if name in self._between:
                     in_flight.values[name] = output.detach().requires_grad_(self._between[name])
-        if self.stage.has_loss:
+        if self._loss_name is not None:
             self.losses[micro_batch] = made[self._loss_name] * self._loss_weight
         return {name: made[name].contiguous() for name in self.sent}
 
     def recompute(self, micro_batch: int) -> None:
-        """Make again what the forward of ``micro_batch`` dropped."""
+        """Compute the activations again that the forward of ``micro_batch`` dropped."""
         for number, segment in enumerate(self._segments):
             if not segment.kept:
                 self._run_again(number, micro_batch)
 
     def backward(self, micro_batch: int, gradients: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Run the backward of ``micro_batch``, given each sent value's gradients from the stages that used it.
+        """Run the backward of ``micro_batch``; ``gradients`` has those of each sent value from all stages that used it.
 
-        Returns the gradient of every received differentiable value, contiguous; of one that has no influence on the
-        loss, zeros.
+        Returns the gradient of every received differentiable value, contiguous: zeros if the value does not influence
+        the loss.
         """
         sent_back = self.backward_input(micro_batch, gradients)
         self.backward_weight(micro_batch)
@@ -184,14 +210,14 @@ class StageModule:
     def backward_input(
         self, micro_batch: int, gradients: Mapping[str, Sequence[torch.Tensor]]
     ) -> dict[str, torch.Tensor]:
-        """As ``backward``, without what a split backward puts off.
+        """As ``backward``, but without the weight gradients that a split backward defers.
 
-        From the last segment to the first: where there was no ``recompute``, each is run again only when the
-        activations of those after it are gone.
+        It goes from the last segment to the first. If ``recompute`` was not called before, it recomputes each segment
+        only when the activations of the later ones have been freed.
         """
         in_flight = self._in_flight[micro_batch]
         for name in self._between:
-            if gradients.get(name):  # they come before those of the stage's own uses
+            if gradients.get(name):  # gradients from other stages come before those of this stage's own uses
                 in_flight.values[name].grad = sum(gradients[name][1:], start=gradients[name][0])
         for number in reversed(range(len(self._segments))):
             if in_flight.outputs[number] is None:
@@ -201,11 +227,11 @@ class StageModule:
                 if use.leaf.grad is not None:
                     add_gradient(use.leaf.grad, use.of)
         del self._in_flight[micro_batch]
-        for name, leaf in in_flight.apart.items():
+        for name, leaf in in_flight.weights.items():
             if leaf.grad is not None:
                 add_gradient(leaf.grad, self.weights.of(micro_batch)[name])
-        if self._put_off is not None:
-            self._weight_work[micro_batch] = self._put_off.take()
+        if self._deferred is not None:
+            self._weight_work[micro_batch] = self._deferred.take()
         return {
             name: leaf.grad.contiguous() if leaf.grad is not None else torch.zeros_like(leaf)
             for name, leaf in in_flight.received.items()
@@ -214,25 +240,26 @@ class StageModule:
 
     @torch.no_grad()
     def backward_weight(self, micro_batch: int) -> None:
-        """The gradients that ``backward_input`` of ``micro_batch`` put off; this ends it."""
+        """Compute the gradients that ``backward_input`` of ``micro_batch`` deferred; then the micro-batch is done."""
         for work in self._weight_work.pop(micro_batch, []):
             work()
         self.weights.end(micro_batch)
 
     def _run_again(self, number: int, micro_batch: int) -> None:
-        """Run one segment on the buffers as it found them the first time: the stage's own are not written twice."""
+        """Run one segment again, on copies of the buffers from before its first run, so none is written twice."""
         in_flight = self._in_flight[micro_batch]
         self._randomness.micro_batch = micro_batch
-        state = {**self.weights.of(micro_batch), **in_flight.apart, **in_flight.found[number]}
+        state = {**self.weights.of(micro_batch), **in_flight.weights, **in_flight.old_buffers[number]}
         in_flight.outputs[number], in_flight.uses[number] = self._segments[number].run(state, in_flight.values)
 
     def _backward_of(self, number: int, in_flight: _InFlight, gradients: Mapping[str, Sequence[torch.Tensor]]) -> None:
-        """Backward through one segment, whose activations are given back."""
+        """Run the backward of one segment and free its activations."""
         outputs, in_flight.outputs[number] = in_flight.outputs[number], []
+        assert outputs is not None  # the forward kept them, or the segment has been run again
         used, output_gradients = [], []
         for name, output in zip(self._segments[number].gives, outputs, strict=True):
             if name in self._between:
-                gradient = in_flight.values[name].grad  # with those that came from other stages
+                gradient = in_flight.values[name].grad  # this already includes gradients from other stages
                 arrived = [] if gradient is None else [gradient]
             else:
                 arrived = list(gradients.get(name, ()))
@@ -245,9 +272,17 @@ class StageModule:
             torch.autograd.backward(used, output_gradients)
 
 
-def _keeping_nothing() -> AbstractContextManager:
-    """Autograd keeps no activations. Yet it is on: without it attention takes another kernel, and rounds otherwise."""
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: None)
+def _no_saved_activations() -> AbstractContextManager:
+    """Autograd is on but saves no activations.
+
+    It is on because attention would take another kernel without it, and round differently.
+    """
+    return torch.autograd.graph.saved_tensors_hooks(_drop, _drop)
+
+
+def _drop(tensor: Any) -> Any:
+    """None, in the place of ``tensor``."""
+    return None
 
 
 def _has_gradient(graph: Graph, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""A segment's piece of the captured program as a module that runs: on its device, seeded, and split if asked."""
+"""A segment of the captured program as an executable module: on its device, seeded, optionally with split backward."""
 
 import operator
 from collections import ChainMap
@@ -14,7 +14,7 @@ from auto3d.capture.model import CapturedModel
 from auto3d.partition.segment import Segment
 from auto3d.runtime.constants import fold_constants
 from auto3d.runtime.randomness import Randomness, SeededOperation
-from auto3d.runtime.weight_gradients import PutOff, SplitOperation, can_be_split
+from auto3d.runtime.weight_gradients import DeferredGradients, SplitOperation, can_be_split
 
 
 def segment_program(
@@ -23,66 +23,69 @@ def segment_program(
     *,
     randomness: Randomness,
     device: torch.device,
-    put_off: PutOff | None,
-    apart: Collection[str] = (),
+    deferred: DeferredGradients | None,
+    per_user: Collection[str] = (),
 ) -> tuple[fx.GraphModule, list[str], list[str]]:
-    """A module that takes state and the values that the segment takes, in this order, and returns what it gives.
+    """The segment as a module, and the names of its arguments: of its state, then of the values that it takes.
 
-    Also the names of that state and of these values, in order: each once, but as often as it is used, in order of use,
-    if it is of ``apart``. With ``put_off``, the module's backward leaves the gradients of weights there, where it can.
+    The module's arguments are the state and then the values; it returns the values that the segment gives. A name
+    occurs once, except that a name in ``per_user`` occurs once for each operation that uses it, in the order of use.
+    With ``deferred``, the module's backward defers weight gradients to it, for the operators that support this.
     """
     names = {**captured.exported.parameters, **captured.exported.buffers}
     order = {node: number for number, node in enumerate(captured.exported.program.nodes)}
     source = {node.name: node for node in order}
     placeholder = {names.get(n.name, n.name): n for n in captured.exported.program.find_nodes(op="placeholder")}
-    own = set(segment.nodes)
+    inside = set(segment.nodes)
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
-    env_of: dict[fx.Node, dict[fx.Node, fx.Node]] = {}  # user -> what it alone sees of what is apart
+    env_of: dict[fx.Node, dict[fx.Node, fx.Node]] = {}  # user -> its private placeholders (see per_user)
 
-    def take(names: Sequence[str], node_of: Mapping[str, fx.Node], prefix: str) -> list[str]:
-        taken: list[str] = []
+    def add_placeholders(names: Sequence[str], node_of: Mapping[str, fx.Node], prefix: str) -> list[str]:
+        """Add a placeholder for each of ``names``, or one for each of its users; returns the placeholders' names."""
+        added: list[str] = []
         for name in names:
             node = node_of[name]
-            users = sorted((user for user in node.users if user.name in own), key=order.__getitem__)
-            for user in users if name in apart else [None]:
-                seen = graph.placeholder(f"{prefix}_{len(taken)}")
-                taken.append(name)
+            users = sorted((user for user in node.users if user.name in inside), key=order.__getitem__)
+            for user in users if name in per_user else [None]:
+                value = graph.placeholder(f"{prefix}_{len(added)}")
+                added.append(name)
                 if node.op == "call_function" and not node.meta["val"].is_contiguous():
-                    seen = graph.call_function(in_layout, (seen, node.meta["val"].stride()))
-                (env if user is None else env_of.setdefault(user, {}))[node] = seen
-        return taken
+                    value = graph.call_function(in_layout, (value, node.meta["val"].stride()))
+                (env if user is None else env_of.setdefault(user, {}))[node] = value
+        return added
 
-    state = take(segment.state, placeholder, "state")
-    given = take(segment.takes, source, "given")
-    trained = {env[placeholder[name]] for name in state if name in captured.graph.parameters and name not in apart}
+    state = add_placeholders(segment.state, placeholder, "state")
+    values = add_placeholders(segment.takes, source, "value")
+    trained = {env[placeholder[name]] for name in state if name in captured.graph.parameters and name not in per_user}
 
     operation_number = {node.name: number for number, node in enumerate(captured.graph.nodes)}
     modules: dict[str, nn.Module] = {}
     for node in captured.exported.program.nodes:
         if node in env:
             continue
-        if node.name not in own and not (node.target is operator.getitem and node.args[0] in env):
+        if node.name not in inside and not (node.target is operator.getitem and node.args[0] in env):
             continue
         copy = graph.node_copy(node, ChainMap(env_of.get(node, {}), env).__getitem__)
         copy.args, copy.kwargs = _on_device((copy.args, copy.kwargs), device)
         if is_random(node):
             modules[node.name] = SeededOperation(node.target, operation_number[node.name], randomness)
-        elif put_off is not None and can_be_split(copy, trained):
-            modules[node.name] = SplitOperation(node.target, put_off)
+        elif deferred is not None and can_be_split(copy, trained):
+            modules[node.name] = SplitOperation(node.target, deferred)
         if node.name in modules:
             copy.op, copy.target = "call_module", node.name
         env[node] = copy
     graph.output([env[source[name]] for name in segment.gives])
     module = fx.GraphModule(modules, graph)
     fold_constants(module)
-    return module, state, given
+    return module, state, values
 
 
 def in_layout(value: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """``value`` with these ``strides``, which it loses on its way from another stage.
+    """``value`` laid out with ``strides``, since messages between stages arrive contiguous.
 
-    Kernels go through memory in its order: a dropout would draw another mask, and a sum would be rounded otherwise.
+    Kernels iterate in memory order: with another layout a dropout would draw another mask, and a sum would round
+    differently.
     """
     if value.stride() == strides or not _is_dense(value.shape, strides):
         return value
@@ -91,7 +94,7 @@ def in_layout(value: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
 
 
 def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether the elements fill memory without a gap, and each is there once."""
+    """Whether the elements fill memory without gaps and without overlaps."""
     expected = 1
     for stride, size in sorted(zip(strides, shape, strict=True)):
         if size != 1:
@@ -102,5 +105,5 @@ def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def _on_device(arguments: Any, device: torch.device) -> Any:
-    """The export burned the meta device into operators that make tensors."""
+    """``arguments`` with ``device`` in place of the meta device, which the export gave operators that make tensors."""
     return tree_map_only(torch.device, lambda _: device, arguments)

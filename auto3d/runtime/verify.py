@@ -1,8 +1,8 @@
-"""Compare a captured program with the eager module: loss, gradients and buffers after one micro-batch.
+"""Compares a captured program with the eager module: loss, gradients and buffers after one micro-batch.
 
-It finds what no rule of the capture foresees, such as code that takes another branch while it is traced. Both run on
-equal weights and data, in training mode. Every random operation of ATen is seeded by its number in the order of
-execution, so that both draw the same numbers.
+This finds differences that no rule of the capture foresees, such as code that takes another branch while it is traced.
+Both run on equal weights and data, in training mode. Every random operation of ATen is seeded by its number in the
+order of execution, so that both draw the same numbers.
 """
 
 import inspect
@@ -29,13 +29,13 @@ from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage import StageModule
 from auto3d.runtime.stage_program import segment_program
 
-RELATIVE, ABSOLUTE = 1e-5, 1e-7  # bound of the parity tests, for float32
-_QUESTIONS_NAMED = 3  # lines that ask whether they are traced, in an error
+RELATIVE, ABSOLUTE = 1e-5, 1e-7  # the bounds of the parity tests, for float32
+_QUESTIONS_NAMED = 3  # how many lines that ask whether they are traced an error names
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that differs by more than rounding: ``largest`` is the largest difference of its elements."""
+    """A tensor that differs by more than rounding; ``largest`` is the largest difference of two elements."""
 
     name: str
     largest: float
@@ -46,20 +46,20 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Outcome:
     loss: torch.Tensor
     gradients: Mapping[str, torch.Tensor | None]
     buffers: Mapping[str, torch.Tensor]
 
-    def difference(self, other: "_Run") -> Difference | None:
-        """The loss if it differs, else the gradient that differs most, else a buffer; None if all are equal."""
+    def difference(self, other: "_Outcome") -> Difference | None:
+        """The loss if it differs, otherwise the gradient that differs most, otherwise a buffer; None if all agree."""
         scale = max([1.0, *(float(g.abs().max()) for g in other.gradients.values() if g is not None and g.numel())])
         gradients = [
-            found
+            difference
             for name, gradient in self.gradients.items()
-            if (found := _difference(f"the gradient of {name}", gradient, other.gradients[name], scale))
+            if (difference := _difference(f"the gradient of {name}", gradient, other.gradients[name], scale))
         ]
-        gradients.sort(key=lambda found: -found.largest / found.allowed)
+        gradients.sort(key=lambda difference: -difference.largest / difference.allowed)
         buffers = (
             _difference(f"the buffer {name}", buffer, other.buffers[name], 1.0) for name, buffer in self.buffers.items()
         )
@@ -70,12 +70,12 @@ class _Run:
 def check_against_eager(captured: CapturedModel, data: DataSettings, *, seed: int, device: torch.device) -> None:
     """Raise CaptureError unless ``captured`` gives the loss, gradients and buffers of its module on one micro-batch.
 
-    The module is built with ``seed`` and runs twice, with the same buffers: a module whose second forward differs from
-    the first keeps a state that a captured program has not. Two tensors a and b are equal if
-    max|a - b| <= 1e-5 max|b| + 1e-7 max(1, g), where g is the largest gradient: those that are zero but for rounding
-    have an error of its size. For a narrower type than float32 both bounds are wider by the ratio of their precisions.
+    The module is built with ``seed`` and runs twice, with the same buffers: if its second forward differs from the
+    first, it keeps state that a captured program does not have. Two tensors a and b count as equal if
+    max|a - b| <= 1e-5 max|b| + 1e-7 max(1, g), where g is the largest gradient: a gradient that is zero except for
+    rounding has an error relative to g. For types narrower than float32 both bounds grow by the ratio of precisions.
     """
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):  # by default all, with a warning
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):  # the default, all devices, warns
         torch.manual_seed(seed)
         model = moved(captured.exported.build(), device).train()
         batch = _batch(captured, data, seed=seed, device=device)
@@ -87,7 +87,7 @@ def check_against_eager(captured: CapturedModel, data: DataSettings, *, seed: in
         if (difference := again.difference(eager)) is not None:
             raise CaptureError(
                 f"the second forward of {name} differs from the first on the same micro-batch ({difference}): it keeps "
-                "a state that is no buffer, or draws numbers that are not torch's, which a captured program cannot"
+                "state outside of its buffers or draws random numbers outside of torch; a captured program does neither"
             )
         _check_same_parameters(captured, model, eager)
         _restore(model, first_buffers)
@@ -102,15 +102,15 @@ def check_against_eager(captured: CapturedModel, data: DataSettings, *, seed: in
             )
 
 
-def _check_same_parameters(captured: CapturedModel, model: nn.Module, eager: _Run) -> None:
-    """Raise CaptureError where only one of the two gives a parameter a gradient: an optimizer then changes it."""
+def _check_same_parameters(captured: CapturedModel, model: nn.Module, eager: _Outcome) -> None:
+    """Raise CaptureError if only one of the two gives a parameter a gradient: only there would it be trained."""
     for name, gradient in eager.gradients.items():
         if (gradient is not None) != (name in captured.graph.trained):
             where = ("captured program", "eager module")
             has, lacks = where if gradient is None else reversed(where)
             raise CaptureError(
                 f"the parameter {name} of {type(model).__name__} has a gradient in the {has} and none in the {lacks}"
-                f"{_branch(captured)}; set requires_grad to False, or training.check_capture=false to train it so"
+                f"{_branch(captured)}; set its requires_grad to False, or training.check_capture=false to train anyway"
             )
 
 
@@ -120,8 +120,8 @@ def _batch(captured: CapturedModel, data: DataSettings, *, seed: int, device: to
     return {name: value.to(device) for name, value in batches.micro_batch(0, 0, tuple(data.inputs)).items()}
 
 
-class _Draws(TorchDispatchMode):
-    """Seeds each random operation by its number."""
+class _SeededDraws(TorchDispatchMode):
+    """Seeds each random operation with its number in the order of execution."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,12 +134,12 @@ class _Draws(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _run_eager(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> _Run:
+def _run_eager(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> _Outcome:
     model.zero_grad()
-    with _Draws():
+    with _SeededDraws():
         loss = _loss_of(model(**{name: value.clone() for name, value in batch.items()}))
     loss.backward()
-    return _Run(
+    return _Outcome(
         loss.detach(),
         {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()},
         {name: buffer.clone() for name, buffer in buffers_of(model).items()},
@@ -147,7 +147,7 @@ def _run_eager(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> _Run:
 
 
 def _loss_of(output: Any) -> torch.Tensor:
-    """The output that capture takes for the loss: the one called ``loss``, else the first scalar."""
+    """The output that a capture takes as the loss: the one called ``loss``, otherwise the first scalar."""
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     leaves = tree_leaves(output) if named is None else [named]
     return next(
@@ -163,15 +163,15 @@ def _restore(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
 
 def _run_program(
     captured: CapturedModel, model: nn.Module, batch: Mapping[str, torch.Tensor], device: torch.device
-) -> _Run:
+) -> _Outcome:
     tensors = _tensors(captured, model, device)
     stage = StageModule(
         _whole(captured), captured, tensors, loss_weight=1.0, randomness=_randomness(device), device=device
     )
-    with _Draws():
+    with _SeededDraws():
         stage.forward(0, {}, {name: value.clone() for name, value in batch.items()})
     stage.backward(0, {})
-    return _Run(
+    return _Outcome(
         stage.losses[0],
         {name: tensors[name].grad if name in tensors else None for name, _ in model.named_parameters()},
         {name: tensors[name] for name in captured.graph.written_buffers},
@@ -179,7 +179,7 @@ def _run_program(
 
 
 def _tensors(captured: CapturedModel, model: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
-    """The state of the program: weights that share memory with the model's, copies of its buffers."""
+    """The state of the program: parameters that share memory with those of the model, and copies of its buffers."""
     parameters = {
         name: parameter.detach().requires_grad_(name in captured.graph.trained)
         for name, parameter in model.named_parameters()
@@ -198,37 +198,40 @@ def _randomness(device: torch.device) -> Randomness:
     return Randomness(0, first_micro_batch=0, micro_batches=1, device=device)
 
 
-def _difference(name: str, found: torch.Tensor | None, wanted: torch.Tensor | None, scale: float) -> Difference | None:
-    present = [tensor for tensor in (found, wanted) if tensor is not None]
+def _difference(
+    name: str, actual: torch.Tensor | None, expected: torch.Tensor | None, scale: float
+) -> Difference | None:
+    """The difference if it is larger than rounding explains; a tensor that is None counts as zeros."""
+    present = [tensor for tensor in (actual, expected) if tensor is not None]
     if not present or not present[0].numel():
         return None
-    found, wanted = (torch.zeros_like(present[0]) if tensor is None else tensor for tensor in (found, wanted))
-    found, wanted = found.detach(), wanted.detach()
+    actual, expected = (torch.zeros_like(present[0]) if tensor is None else tensor for tensor in (actual, expected))
+    actual, expected = actual.detach(), expected.detach()
     wider = 1.0
-    if wanted.is_floating_point():
-        wider = max(1.0, torch.finfo(wanted.dtype).eps / torch.finfo(torch.float32).eps)
-    found, wanted = found.to(torch.complex128), wanted.to(torch.complex128)
-    if torch.equal(found.isnan(), wanted.isnan()):
-        found, wanted = found.nan_to_num(), wanted.nan_to_num()
-    largest = float((found - wanted).abs().max())
-    allowed = wider * (RELATIVE * float(wanted.abs().max()) + ABSOLUTE * scale)
+    if expected.is_floating_point():
+        wider = max(1.0, torch.finfo(expected.dtype).eps / torch.finfo(torch.float32).eps)
+    actual, expected = actual.to(torch.complex128), expected.to(torch.complex128)
+    if torch.equal(actual.isnan(), expected.isnan()):
+        actual, expected = actual.nan_to_num(), expected.nan_to_num()
+    largest = float((actual - expected).abs().max())
+    allowed = wider * (RELATIVE * float(expected.abs().max()) + ABSOLUTE * scale)
     return None if largest <= allowed else Difference(name, largest, allowed)
 
 
 def _first_module_that_differs(
     captured: CapturedModel, model: nn.Module, batch: Mapping[str, torch.Tensor], device: torch.device
 ) -> str:
-    """``, first in the module NAME (CLASS at FILE, line N)``: its output is no value of the program; or nothing."""
+    """``, first in the module NAME (CLASS at FILE, line N)``, whose output is no value of the program; or ""."""
     made = _values_by_module(captured, model, batch, device)
-    found: list[str] = []
+    places: list[str] = []
 
     def compare(path: str, module: nn.Module, output: Any) -> None:
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
-        if found or not path or path not in made:
+        if places or not path or path not in made:
             return
         for tensor in outputs:
             if all(_difference("", value, tensor, 1.0) for value in made[path] if value.shape == tensor.shape):
-                found.append(f", first in the module {path}{_place_of(module)}")
+                places.append(f", first in the module {path}{_place_of(module)}")
                 return
 
     hooks = [
@@ -238,17 +241,17 @@ def _first_module_that_differs(
     _run_eager(model, batch)
     for hook in hooks:
         hook.remove()
-    return found[0] if found else ""
+    return places[0] if places else ""
 
 
 def _values_by_module(
     captured: CapturedModel, model: nn.Module, batch: Mapping[str, torch.Tensor], device: torch.device
 ) -> dict[str, list[torch.Tensor]]:
-    """What each module's operations make in the program, by the module's path."""
+    """The values that each module's operations compute in the program, by the path of the module."""
     stage = _whole(captured)
     (segment,) = segments(captured.graph, stage, [(0, len(captured.graph.nodes))])
     program, state, given = segment_program(
-        segment, captured, randomness=_randomness(device), device=device, put_off=None
+        segment, captured, randomness=_randomness(device), device=device, deferred=None
     )
     made: dict[str, list[torch.Tensor]] = {}
 
@@ -260,7 +263,7 @@ def _values_by_module(
             return value
 
     tensors = _tensors(captured, model, device)
-    with torch.no_grad(), _Draws():
+    with torch.no_grad(), _SeededDraws():
         Recording(program, garbage_collect_values=False).run(
             *(tensors[name] for name in state), *(batch[name].clone() for name in given)
         )
@@ -277,16 +280,12 @@ def _place_of(module: nn.Module) -> str:
 
 
 def _branch(captured: CapturedModel, is_equal: Callable[[CapturedModel], bool] | None = None) -> str:
-    """``; it takes another branch while it is traced at FILE, line N``, or the lines that ask for it; or nothing."""
-
-    def capture() -> CapturedModel:
-        return captured.at(captured.graph.micro_batch_size)
-
-    asked = questions(capture)
-    for question in asked if is_equal else []:
+    """``; it takes another branch while it is traced at FILE, line N``, or the lines that ask whether it is; or ""."""
+    asked = questions(captured.captured_again)
+    for question in asked if is_equal is not None else []:
         # The other branch may need values of tensors, and torch.export then prints the whole program.
         with question.answered_no(), suppress(CaptureError), redirect_stdout(io.StringIO()):
-            if is_equal(capture()):
+            if is_equal is not None and is_equal(captured.captured_again()):
                 return f"; the model takes another branch while it is traced{question.line}"
     lines = ",".join(question.line for question in asked[:_QUESTIONS_NAMED])
     return f"; the model asks whether it is traced{lines}" if lines else ""

@@ -1,4 +1,4 @@
-"""Waits that end: each has a time-out, and says who waited, where in its training, and for what."""
+"""Waits with a time-out; their errors say which rank waited, in which phase of its training, and for what."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -7,80 +7,82 @@ from time import monotonic, sleep
 
 import torch.distributed as dist
 
-from auto3d.runtime.backend_errors import is_nccl_timeout, is_own_failure
-from auto3d.runtime.whereabouts import HERE
+from auto3d.runtime.activity import THIS_RANK
+from auto3d.runtime.backend_errors import is_local_failure, is_nccl_timeout
 
-_OF_CONNECTIONS = re.compile(r"\bgloo\b|Connection (closed|reset) by peer|\bNCCL\b")
+_CONNECTION_ERROR = re.compile(r"\bgloo\b|Connection (closed|reset) by peer|\bNCCL\b")
 
-_SHORTEST_S, _LONGEST_S, _GROWTH = 2e-5, 1e-3, 1.5  # seconds between two looks, and how fast they grow
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _BACKOFF = 2e-5, 1e-3, 1.5  # pauses of a poll: each is 1.5 times the last
 
 
 class WaitTimeoutError(TimeoutError):
-    """A message or collective that did not come in time."""
+    """A message or a collective did not arrive in time."""
 
 
 class PeerLostError(ConnectionError):
-    """A rank that others were waiting for is gone."""
+    """A rank that another one was waiting for is gone."""
 
 
 @contextmanager
 def waiting_for(what: str, timeout_s: float) -> Iterator[None]:
-    """Calls of torch.distributed inside raise WaitTimeoutError or PeerLostError, which say ``what`` was waited for.
+    """Turn errors of torch.distributed inside into WaitTimeoutError or PeerLostError, which say ``what`` was awaited.
 
-    An error that is this rank's own (out of memory, of its device, of its use of NCCL) is raised as it is.
+    A failure of this rank (out of memory, of its device, of its use of NCCL) is raised unchanged.
     """
     start = monotonic()
-    HERE.waits_for(what)
+    THIS_RANK.set_waiting_for(what)
     try:
         yield
     except RuntimeError as error:
-        if is_own_failure(error):
+        if is_local_failure(error):
             raise
         if monotonic() - start >= timeout_s * 0.99:
-            raise WaitTimeoutError(f"{HERE} waited {timeout_s:g} s for {what}") from error
+            raise WaitTimeoutError(f"{THIS_RANK} waited {timeout_s:g} s for {what}") from error
         if is_nccl_timeout(error):
-            raise WaitTimeoutError(f"{HERE} waited for {what} until NCCL's time-out ({_cause(error)})") from error
-        raise PeerLostError(f"{HERE} was waiting for {what} when the connection broke ({_cause(error)})") from error
-    HERE.computes()
+            raise WaitTimeoutError(f"{THIS_RANK} waited for {what} until NCCL's time-out ({_cause(error)})") from error
+        raise PeerLostError(
+            f"{THIS_RANK} was waiting for {what} when the connection broke ({_cause(error)})"
+        ) from error
+    THIS_RANK.set_computing()
 
 
 @contextmanager
 def naming_lost_peers() -> Iterator[None]:
-    """Raise PeerLostError where a connection breaks inside, also in calls that ``waiting_for`` does not surround."""
+    """Raise PeerLostError if a connection breaks inside, even in a call that is not inside ``waiting_for``."""
     try:
         yield
     except RuntimeError as error:
-        of_connections = isinstance(error, dist.DistError) or _OF_CONNECTIONS.search(str(error))
-        if is_own_failure(error) or not of_connections:
+        of_connection = isinstance(error, dist.DistError) or _CONNECTION_ERROR.search(str(error))
+        if is_local_failure(error) or not of_connection:
             raise
-        raise PeerLostError(f"{HERE} lost its connection to another rank ({_cause(error)})") from error
+        raise PeerLostError(f"{THIS_RANK} lost its connection to another rank ({_cause(error)})") from error
 
 
 def _cause(error: RuntimeError) -> str:
-    """The first sentence, without gloo's file and line, or NCCL's own last warning."""
+    """NCCL's last warning, or else the first sentence of ``error`` without gloo's file and line."""
     text = str(error)
-    told = text.rpartition("Last error:")[2].strip() or text
-    return re.sub(r"^\[.*?\] ", "", told).splitlines()[0].split(". ")[0]
+    cause = text.rpartition("Last error:")[2].strip() or text
+    return re.sub(r"^\[.*?\] ", "", cause).splitlines()[0].split(". ")[0]
 
 
 def wait(work: dist.Work, *, timeout_s: float, what: str) -> None:
-    """Let this process wait until ``work`` is done, which is ``what`` in the error if it does not end.
+    """Block this process until ``work`` is done. An error if it does not end calls it ``what``.
 
-    Its group must have ``timeout_s``, too, if it is one of gloo.
+    If its group uses gloo, the group must have the same ``timeout_s``.
     """
     with waiting_for(what, timeout_s):
-        work.wait()  # with gloo it is this that waits; with NCCL only the device's queue does
+        work.wait()  # with gloo this call blocks; with NCCL only the device's queue waits
     poll(work.is_completed, timeout_s=timeout_s, what=what)
 
 
 def poll(is_done: Callable[[], bool], *, timeout_s: float, what: str) -> None:
-    """Ask ``is_done``, more and more seldom, until it is so; raises WaitTimeoutError, which says ``what`` it is."""
+    """Poll ``is_done`` with growing pauses until it returns True. Raises WaitTimeoutError, which names ``what``."""
     if is_done():
         return
     with waiting_for(what, timeout_s):
-        deadline, pause_s = monotonic() + timeout_s, _SHORTEST_S
+        deadline, pause_s = monotonic() + timeout_s, _FIRST_PAUSE_S
         while not is_done():
             if monotonic() > deadline:
-                raise WaitTimeoutError(f"{HERE} waited {timeout_s:g} s for {what}")
+                raise WaitTimeoutError(f"{THIS_RANK} waited {timeout_s:g} s for {what}")
             sleep(pause_s)
-            pause_s = min(pause_s * _GROWTH, _LONGEST_S)
+            pause_s = min(pause_s * _BACKOFF, _LONGEST_PAUSE_S)

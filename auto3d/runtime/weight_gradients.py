@@ -1,8 +1,8 @@
-"""Split backward: operators whose backward gives the gradient of their input now and those of their weights later.
+"""Split backward: operators whose backward computes the input's gradient at once and defers the weights' gradients.
 
-A zero-bubble schedule's I runs autograd with these operators in the place of the stage's matrix products and
-convolutions, and its W what they have put off. Other parameters (of norms and embeddings) get their gradients in I:
-they cost little.
+In a zero-bubble schedule, I (the input half) runs autograd with these operators in place of the stage's matrix products
+and convolutions, and W (the weight half) runs the computations that they deferred. Other parameters, of norms and
+embeddings, get their gradients in I, because these cost little.
 """
 
 from collections.abc import Callable, Collection
@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 aten = torch.ops.aten
-_WEIGHT_AND_BIAS = {  # operator -> where its weight and its bias stand among its arguments
+_WEIGHT_AND_BIAS = {  # operator -> positions of its weight and its bias among its arguments
     aten.linear.default: (1, 2),
     aten.addmm.default: (2, 0),
     aten.conv1d.default: (1, 2),
@@ -22,8 +22,8 @@ _WEIGHT_AND_BIAS = {  # operator -> where its weight and its bias stand among it
 }
 
 
-class PutOff:
-    """What the backward of one stage has put off, in order."""
+class DeferredGradients:
+    """The weight-gradient computations that the backward of one stage has deferred, in order."""
 
     def __init__(self) -> None:
         self._work: list[Callable[[], None]] = []
@@ -32,54 +32,57 @@ class PutOff:
         self._work.append(work)
 
     def take(self) -> list[Callable[[], None]]:
-        """All that was put off since the last call."""
+        """The computations deferred since the last call."""
         work, self._work = self._work, []
         return work
 
 
 def can_be_split(node: fx.Node, parameters: Collection[fx.Node]) -> bool:
-    """Whether ``node`` multiplies by weights that are ``parameters`` themselves, not something computed from them."""
+    """Whether the weight and bias of ``node`` are themselves ``parameters``, not values computed from them."""
     if node.target not in _WEIGHT_AND_BIAS or node.kwargs:
         return False
     weight, bias = _WEIGHT_AND_BIAS[node.target]
-    given = node.args[bias] if len(node.args) > bias else None
-    return node.args[weight] in parameters and (given is None or given in parameters)
+    bias_node = node.args[bias] if len(node.args) > bias else None
+    return node.args[weight] in parameters and (bias_node is None or bias_node in parameters)
 
 
 class SplitOperation(nn.Module):
-    """One of those operators; it adds its weights' gradients to their ``.grad`` when what it put off is run."""
+    """One of these operators. Its deferred computation adds the weights' gradients to their ``.grad``."""
 
-    def __init__(self, target: Callable, put_off: PutOff) -> None:
+    def __init__(self, target: Callable, deferred: DeferredGradients) -> None:
         super().__init__()
         self._target = target
-        self._put_off = put_off
+        self._deferred = deferred
 
     def forward(self, *args: Any) -> torch.Tensor:
         if self._target is aten.addmm.default:
             bias, value, weight = args
-            return _Product.apply(value, weight, bias, False, self._put_off)
-        value, weight, bias, *rest = (*args, None)[: max(3, len(args))]
+            return _Product.apply(value, weight, bias, False, self._deferred)
+        value, weight, bias, *rest = args if len(args) > 2 else (*args, None)
         if self._target is aten.linear.default:
-            return _Product.apply(value, weight, bias, True, self._put_off)
+            return _Product.apply(value, weight, bias, True, self._deferred)
         dimensions = value.dim() - 2
-        stride, padding, dilation, groups = (*rest, *([1], [0], [1], 1)[len(rest) :])
+        defaults: list[Any] = [[1], [0], [1], 1]
+        stride, padding, dilation, groups = rest + defaults[len(rest) :]
         geometry = [list(size) * (dimensions if len(size) == 1 else 1) for size in (stride, padding, dilation)]
-        return _Convolution.apply(value, weight, bias, (*geometry, groups), self._put_off)
+        return _Convolution.apply(value, weight, bias, (*geometry, groups), self._deferred)
 
 
 class _Product(torch.autograd.Function):
-    """value [..., in] times weight, [out, in] if ``transposed`` and [in, out] if not, plus bias [out]."""
+    """value [..., in] × weight + bias [out]; weight is [out, in] if ``transposed``, else [in, out]."""
 
     @staticmethod
-    def forward(ctx: Any, value: Any, weight: Any, bias: Any, transposed: bool, put_off: PutOff) -> torch.Tensor:
+    def forward(
+        ctx: Any, value: Any, weight: Any, bias: Any, transposed: bool, deferred: DeferredGradients
+    ) -> torch.Tensor:
         ctx.save_for_backward(value)
-        ctx.weight, ctx.bias, ctx.transposed, ctx.put_off = weight, bias, transposed, put_off
+        ctx.weight, ctx.bias, ctx.transposed, ctx.deferred = weight, bias, transposed, deferred
         return nn.functional.linear(value, weight if transposed else weight.t(), bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
         (value,) = ctx.saved_tensors
-        ctx.put_off.add(partial(_add_product, gradient, value, ctx.weight, ctx.bias, ctx.transposed))
+        ctx.deferred.add(partial(_add_product, gradient, value, ctx.weight, ctx.bias, ctx.transposed))
         weight = ctx.weight if ctx.transposed else ctx.weight.t()
         return (gradient @ weight if ctx.needs_input_grad[0] else None), None, None, None, None
 
@@ -101,19 +104,21 @@ def add_gradient(gradient: torch.Tensor, parameter: torch.Tensor) -> None:
 
 class _Convolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Any, weight: Any, bias: Any, geometry: tuple, put_off: PutOff) -> torch.Tensor:
+    def forward(
+        ctx: Any, value: Any, weight: Any, bias: Any, geometry: tuple, deferred: DeferredGradients
+    ) -> torch.Tensor:
         ctx.save_for_backward(value)
-        ctx.weight, ctx.bias, ctx.geometry, ctx.put_off = weight, bias, geometry, put_off
+        ctx.weight, ctx.bias, ctx.geometry, ctx.deferred = weight, bias, geometry, deferred
         stride, padding, dilation, groups = geometry
         return torch.convolution(value, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
         (value,) = ctx.saved_tensors
-        ctx.put_off.add(partial(_add_convolution, gradient, value, ctx.weight, ctx.bias, ctx.geometry))
+        ctx.deferred.add(partial(_add_convolution, gradient, value, ctx.weight, ctx.bias, ctx.geometry))
         mask = (ctx.needs_input_grad[0], False, False)
-        own, _, _ = _convolution_backward(gradient, value, ctx.weight, ctx.bias, ctx.geometry, mask)
-        return own, None, None, None, None
+        of_input, _, _ = _convolution_backward(gradient, value, ctx.weight, ctx.bias, ctx.geometry, mask)
+        return of_input, None, None, None, None
 
 
 def _add_convolution(
@@ -122,9 +127,9 @@ def _add_convolution(
     mask = (False, weight.requires_grad, bias is not None and bias.requires_grad)
     _, of_weight, of_bias = _convolution_backward(gradient, value, weight, bias, geometry, mask)
     if of_weight is not None:
-        # cuDNN may lay it out as the activations are; fused optimizers, like autograd, want it as the weight is.
+        # cuDNN may return it in the layout of the activations; fused optimizers need the layout of the weight.
         add_gradient(of_weight.contiguous() if weight.is_contiguous() else of_weight, weight)
-    if of_bias is not None:
+    if bias is not None and of_bias is not None:
         add_gradient(of_bias, bias)
 
 

@@ -1,40 +1,35 @@
-"""Plan -> operations. Each family is one file; ``SCHEDULES`` is the only place that knows them by name."""
+"""Plan -> operations. Each schedule is a file in families/; ``SCHEDULES`` alone knows them by name."""
 
 from difflib import get_close_matches
 from functools import lru_cache
+from importlib import import_module
 
 from auto3d.errors import InputError
 from auto3d.plan import Plan, PlanError
-from auto3d.schedule import (
-    chimera,
-    early_recompute,
-    gems,
-    gpipe,
-    interleaved,
-    one_forward_one_backward,
-    pipedream,
-    shifted_critical_path,
-    zb_v,
-    zero_bubble,
-)
 from auto3d.schedule.family import Family
 from auto3d.schedule.operation import Schedule
 
 SCHEDULES: dict[str, Family] = {
     family.name: family
     for family in (
-        gpipe.FAMILY,
-        one_forward_one_backward.FAMILY,
-        interleaved.FAMILY,
-        gems.FAMILY,
-        *pipedream.FAMILIES,
-        early_recompute.FAMILY,
-        shifted_critical_path.FAMILY,
-        chimera.FAMILY,
-        *zero_bubble.FAMILIES,
-        zb_v.FAMILY,
+        import_module(f"auto3d.schedule.families.{file}").FAMILY
+        for file in (
+            "gpipe",
+            "one_forward_one_backward",
+            "interleaved",
+            "gems",
+            "pipedream",
+            "pipedream_2bw",
+            "early_recompute",
+            "shifted_critical_path",
+            "chimera",
+            "zb_h1",
+            "zb_h2",
+            "zb_v",
+        )
     )
 }
+"""Name -> schedule, in the order of lists and tables. To add a schedule, add the name of its file in families/."""
 
 
 @lru_cache(maxsize=16)  # it lists every micro-batch, and is asked for more than once by whoever makes or runs a plan
@@ -70,11 +65,11 @@ def samples_at_once(plan: Plan) -> int:
     """
     schedule = schedule_of(plan)
     for replicas in sorted({stage.replicas for stage in plan.stages}):
-        samples = samples_of_part(schedule, plan.micro_batch_size, replicas)
+        samples = samples_per_replica(schedule, plan.micro_batch_size, replicas)
     return samples * replicas
 
 
-def samples_of_part(schedule: Schedule, micro_batch_size: int, replicas: int = 1) -> int:
+def samples_per_replica(schedule: Schedule, micro_batch_size: int, replicas: int = 1) -> int:
     """How many of them each of ``replicas`` runs under a schedule by itself."""
     shares = schedule.parts * replicas
     if micro_batch_size % shares:

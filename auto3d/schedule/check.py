@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from auto3d.errors import InputError
-from auto3d.schedule.dependencies import dependencies, numbered
+from auto3d.schedule.advance import advance_devices
+from auto3d.schedule.dependencies import bounds, dependencies, numbered
 from auto3d.schedule.operation import BACKWARDS, Kind, Operation, Schedule
 
 
@@ -219,9 +220,7 @@ def _check_progress(schedule: Schedule) -> None:
                 sends[source].append(_Send(number, receiver, consumed.get(channel, 0)))
                 consumed[channel] = index_of[number] + 1
 
-    first = [0]
-    for own in schedule.operations:
-        first.append(first[-1] + len(own))
+    first = bounds(schedule)
     position = [0] * schedule.devices  # operations ended, per device
     unmet: list[list[_Send]] = [[] for _ in range(schedule.devices)]
 
@@ -229,24 +228,19 @@ def _check_progress(schedule: Schedule) -> None:
         peers = {send.receiver for send in sends[number]}
         return [send for send in unmet[device] if send.receiver in peers and position[send.receiver] < send.posted]
 
-    def can_begin(device: int, number: int) -> bool:
+    def run_next(device: int, index: int) -> bool:
+        number = first[device] + index
         for need in needs[number]:
             if position[device_of[need]] <= index_of[need]:
                 return False
-        return not (unmet[device] and sends[number] and blocking(device, number))
+        if sends[number]:
+            if unmet[device] and blocking(device, number):
+                return False
+            unmet[device] = [send for send in unmet[device] if position[send.receiver] < send.posted]
+            unmet[device] += sends[number]
+        return True
 
-    moved = True
-    while moved:
-        moved = False
-        for device, own in enumerate(schedule.operations):
-            while position[device] < len(own) and can_begin(device, first[device] + position[device]):
-                number = first[device] + position[device]
-                position[device] += 1
-                if sends[number]:
-                    unmet[device] = [send for send in unmet[device] if position[send.receiver] < send.posted]
-                    unmet[device] += sends[number]
-                moved = True
-
+    advance_devices(position, [len(own) for own in schedule.operations], run_next)
     stuck = []
     for device, own in enumerate(schedule.operations):
         if position[device] < len(own):

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from auto3d.schedule.check import ScheduleError
 from auto3d.schedule.operation import Kind, Schedule
-from auto3d.schedule.program import Beginning, GradientSum, LossSum, Message, Program, Replica
+from auto3d.schedule.program import Communication, GradientSum, LossSum, Message, PipeStage, Program
 
 Order = Sequence[Sequence[int]]  # [device][step]: its place in the order of all steps
 
@@ -36,12 +36,13 @@ def beginnings(
     sends: Sequence[Sequence[Sequence[Message]]],
     order: Order,
     shared: Collection[tuple[int, ...]],
-) -> list[list[tuple[Beginning, ...]]]:
+) -> list[list[tuple[Communication, ...]]]:
     """Per device and step, what begins before it: receives of what ``sends`` has, by device and step, and sums.
 
     ``shared`` are the sets of stages whose gradients are summed over ranks.
     """
-    ready: list[tuple[int, Beginning, Collection[int]]] = []  # the last step that it needs, and on which devices it is
+    # The place of the last step that each needs, and the devices that take part.
+    ready: list[tuple[int, Communication, Collection[int]]] = []
     for device, steps in enumerate(sends):
         for place, messages in zip(order[device], steps, strict=True):
             targets = [schedule.device_of[message.target, message.pipe] for message in messages]
@@ -57,7 +58,7 @@ def beginnings(
             last = (iteration + 1) * schedule.updates - 1
             place = max(places[last] for places in updates.values())
             ready.append((place, LossSum(iteration), range(schedule.devices)))
-    begun: list[list[list[Beginning]]] = [[[] for _ in steps] for steps in sends]
+    begun: list[list[list[Communication]]] = [[[] for _ in steps] for steps in sends]
     for place, beginning, devices in sorted(ready, key=lambda one: one[0]):
         for device in devices:
             step = bisect(order[device], place)
@@ -66,9 +67,9 @@ def beginnings(
     return [[tuple(each) for each in steps] for steps in begun]
 
 
-def _places(schedule: Schedule, order: Order, kind: Kind) -> dict[Replica, list[int]]:
+def _places(schedule: Schedule, order: Order, kind: Kind) -> dict[PipeStage, list[int]]:
     """In ``order``, of each replica's operations of ``kind``."""
-    places: dict[Replica, list[int]] = {replica: [] for replica in schedule.device_of}
+    places: dict[PipeStage, list[int]] = {replica: [] for replica in schedule.device_of}
     for device, operations in enumerate(schedule.operations):
         for place, operation in zip(order[device], operations, strict=True):
             if operation.kind is kind:
@@ -76,16 +77,16 @@ def _places(schedule: Schedule, order: Order, kind: Kind) -> dict[Replica, list[
     return places
 
 
-def check_progress(programs: Sequence[Program], device_of: Mapping[Replica, int]) -> None:
+def check_progress(programs: Sequence[Program], device_of: Mapping[PipeStage, int]) -> None:
     """Raise ScheduleError unless all ``programs`` end where each device does one thing at a time.
 
     Such a device waits at each post for the send, at each send for the post, and at each sum for all that take part. A
     real one, which waits for less, ends too.
     """
-    sequences: list[list[Beginning]] = []
-    members: defaultdict[Beginning, set[int]] = defaultdict(set)
+    sequences: list[list[Communication]] = []
+    members: defaultdict[Communication, set[int]] = defaultdict(set)
     for device, program in enumerate(programs):
-        sequence: list[Beginning] = []
+        sequence: list[Communication] = []
         known: set[Message] = set()
         for step in program.steps:
             sequence += step.begins
@@ -104,7 +105,7 @@ def check_progress(programs: Sequence[Program], device_of: Mapping[Replica, int]
         if isinstance(one, Message) and len(devices) < 2:
             raise ScheduleError(f"{one} is sent and not posted, or posted and not sent")
     done = [0] * len(programs)
-    arrived: defaultdict[Beginning, set[int]] = defaultdict(set)
+    arrived: defaultdict[Communication, set[int]] = defaultdict(set)
     moving = list(range(len(programs)))
     while moving:
         device = moving.pop()

@@ -5,7 +5,7 @@ these numbers, not the operations.
 """
 
 from collections import defaultdict
-from itertools import chain
+from itertools import accumulate, chain
 
 from auto3d.schedule.operation import Kind, Operation, Schedule
 
@@ -13,6 +13,11 @@ from auto3d.schedule.operation import Kind, Operation, Schedule
 def numbered(schedule: Schedule) -> list[Operation]:
     """All operations; an operation's index in this list is its number."""
     return list(chain.from_iterable(schedule.operations))
+
+
+def bounds(schedule: Schedule) -> list[int]:
+    """D + 1 numbers: the operations of device d have the numbers from ``bounds[d]`` to ``bounds[d + 1] - 1``."""
+    return list(accumulate(map(len, schedule.operations), initial=0))
 
 
 def dependencies(schedule: Schedule) -> list[tuple[int, ...]]:

@@ -8,10 +8,11 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Sequence
 
 from auto3d.partition.stage import Transfer
+from auto3d.schedule.advance import advance_devices
 from auto3d.schedule.check import ScheduleError
 from auto3d.schedule.common_order import beginnings, check_progress, common_order
 from auto3d.schedule.operation import Kind, Operation, Schedule
-from auto3d.schedule.program import Beginning, Message, Program, Replica, Step
+from auto3d.schedule.program import Communication, Message, PipeStage, Program, Step
 
 # How long operations take, for the common order of steps, which should follow real times.
 _UNITS = {Kind.BACKWARD: 2}
@@ -57,8 +58,8 @@ def lower(
     ends = [0] * schedule.devices
     sent_at: dict[Message, int] = {}  # the end of the sender's step
 
-    def advance(device: int) -> bool:
-        operation = schedule.operations[device][len(sent[device])]
+    def run_next(device: int, index: int) -> bool:
+        operation = schedule.operations[device][index]
         receives, sends = messages(operation)
         if any(message not in sent_at for message in receives) or not syncs.are_done_for(operation):
             return False
@@ -71,17 +72,13 @@ def lower(
         sent[device].append(sends)
         return True
 
-    pending = set(range(schedule.devices))
-    while pending:
-        moved = False
-        for device in sorted(pending):
-            while len(sent[device]) < len(schedule.operations[device]) and advance(device):
-                moved = True
-            if len(sent[device]) == len(schedule.operations[device]):
-                pending.discard(device)
-        if pending and not moved:
-            stuck = ", ".join(f"device {d} at {schedule.operations[d][len(sent[d])]}" for d in sorted(pending))
-            raise ScheduleError(f"deadlock: {stuck}")
+    totals = [len(operations) for operations in schedule.operations]
+    ended = [0] * schedule.devices
+    advance_devices(ended, totals, run_next)
+    if ended != totals:
+        stuck = [device for device, total in enumerate(totals) if ended[device] < total]
+        where = ", ".join(f"device {device} at {schedule.operations[device][ended[device]]}" for device in stuck)
+        raise ScheduleError(f"deadlock: {where}")
     begun = beginnings(schedule, sent, common_order(walked, schedule.devices), shared)
     released = _releases([device for _, device in walked], received, sent, begun)
     programs = tuple(
@@ -107,7 +104,7 @@ def _releases(
     walk: Sequence[int],
     received: Sequence[Sequence[Sequence[Message]]],
     sent: Sequence[Sequence[Sequence[Message]]],
-    begun: Sequence[Sequence[Sequence[Beginning]]],
+    begun: Sequence[Sequence[Sequence[Communication]]],
 ) -> list[list[list[Message]]]:
     """Per device and step, the messages sent earlier that it forgets.
 
@@ -155,9 +152,9 @@ class _Syncs:
     """
 
     def __init__(self, schedule: Schedule, shared: Collection[tuple[int, ...]]) -> None:
-        self._ends: dict[Replica, list[int]] = {replica: [] for replica in schedule.device_of}
-        self._updates: Counter[Replica] = Counter()
-        self._before: dict[int, list[Replica]] = {}
+        self._ends: dict[PipeStage, list[int]] = {replica: [] for replica in schedule.device_of}
+        self._updates: Counter[PipeStage] = Counter()
+        self._before: dict[int, list[PipeStage]] = {}
         for stage in range(schedule.stages):
             together = {stage}.union(*(stages for stages in shared if stage in stages))
             self._before[stage] = [
@@ -185,8 +182,8 @@ class _Syncs:
             self._updates[replica] += 1
 
 
-def _versions(schedule: Schedule, device: int) -> dict[Replica, dict[int, int]]:
-    versions: dict[Replica, dict[int, int]] = {own: {} for own, home in schedule.device_of.items() if home == device}
+def _versions(schedule: Schedule, device: int) -> dict[PipeStage, dict[int, int]]:
+    versions: dict[PipeStage, dict[int, int]] = {own: {} for own, home in schedule.device_of.items() if home == device}
     for operation in schedule.operations[device]:
         if operation.kind is Kind.FORWARD:
             for m in operation.micro_batches:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from auto3d.schedule.operation import Kind, Operation
 
-Replica = tuple[int, int]  # (stage, pipe)
+PipeStage = tuple[int, int]  # (stage, pipe)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class LossSum:
         return f"the sum of losses of iteration {self.iteration}"
 
 
-Beginning = Message | GradientSum | LossSum
+Communication = Message | GradientSum | LossSum
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Step:
     """One operation with its messages; those in ``releases`` were sent earlier, and are known to have been posted."""
 
     operation: Operation
-    begins: tuple[Beginning, ...]  # before the operation, in this order: receives that are posted, and sums
+    begins: tuple[Communication, ...]  # before the operation, in this order: receives that are posted, and sums
     receives: tuple[Message, ...]
     sends: tuple[Message, ...]
     releases: tuple[Message, ...]
@@ -69,14 +69,16 @@ class Program:
     """What one pipeline device does in an iteration or, if they overlap, in several."""
 
     steps: tuple[Step, ...]
-    versions: dict[Replica, dict[int, int]] = field(default_factory=dict)
+    versions: dict[PipeStage, dict[int, int]] = field(default_factory=dict)
     """Of each own stage: micro-batch -> how many of the program's updates its forward and backward see."""
     iterations: int = 1
     updates: int = 1  # how often an iteration updates each stage
     asynchronous: bool = False  # a stage is updated by itself, not after the backwards of all
 
 
-def held(program: Program, device_of: Mapping[Replica, int]) -> Iterator[tuple[set[Message], set[Message]]]:
+def messages_in_memory(
+    program: Program, device_of: Mapping[PipeStage, int]
+) -> Iterator[tuple[set[Message], set[Message]]]:
     """Per step, the messages to and from other devices that are in memory at its fullest: those posted, and those sent.
 
     A step posts before it releases what earlier ones sent. The sets are the same objects at each step.

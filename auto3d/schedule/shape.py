@@ -5,7 +5,7 @@ from functools import cached_property, lru_cache
 
 from auto3d.plan import Plan
 from auto3d.schedule import build_schedule
-from auto3d.schedule.memory import Holding, Load, holdings, in_flight
+from auto3d.schedule.in_flight import Holding, Load, holdings, in_flight
 from auto3d.schedule.operation import Kind, Schedule
 
 _PERIODS = 2  # of 2D micro-batches, after which every schedule of D devices repeats itself
@@ -23,7 +23,7 @@ class Shape:
     device_of: dict[tuple[int, int], int] = field(hash=False)
     recompute: frozenset[int]
     parts: int
-    in_flight: tuple[int, ...]  # per stage, see auto3d.schedule.memory
+    in_flight: tuple[int, ...]  # per stage, see auto3d.schedule.in_flight
     holdings: tuple[Holding, ...] = field(hash=False)  # per device
     splits_backward: bool  # whether the weight half of a backward is an operation of its own
 

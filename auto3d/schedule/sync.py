@@ -6,9 +6,12 @@ Families list forwards, recomputations and backwards only; this pass adds one S 
 
 from dataclasses import replace
 
-from auto3d.schedule.dependencies import dependencies
+from auto3d.schedule.advance import advance_devices
+from auto3d.schedule.dependencies import bounds, dependencies
 from auto3d.schedule.operation import BACKWARDS, Kind, Operation, Schedule
 from auto3d.schedule.options import SYNC, check_choice
+
+_NOT_RUN = -1
 
 
 def place_syncs(schedule: Schedule, sync: str) -> Schedule:
@@ -69,27 +72,24 @@ def place_updates(schedule: Schedule, sync: str, *, every: int) -> Schedule:
 def _last_waits(schedule: Schedule) -> list[int]:
     """Per device, the index of the last operation that it waits for (0: none), if B takes two units, all else one."""
     needs = dependencies(schedule)
-    starts = [0]
-    for operations in schedule.operations:
-        starts.append(starts[-1] + len(operations))
-    ends: list[int | None] = [None] * starts[-1]
-    position, clock, last_waits = [0] * schedule.devices, [0] * schedule.devices, [0] * schedule.devices
-    moved = True
-    while moved:
-        moved = False
-        for device, operations in enumerate(schedule.operations):
-            while position[device] < len(operations):
-                number = starts[device] + position[device]
-                arrivals = [ends[need] for need in needs[number]]
-                if None in arrivals:
-                    break
-                begin = max(arrivals, default=0)
-                if begin > clock[device]:
-                    last_waits[device] = position[device]
-                operation = operations[position[device]]
-                units = 2 if operation.kind is Kind.BACKWARD else 1
-                clock[device] = max(begin, clock[device]) + units * len(operation.micro_batches)
-                ends[number] = clock[device]
-                position[device] += 1
-                moved = True
+    first = bounds(schedule)
+    ends = [_NOT_RUN] * first[-1]
+    clock, last_waits = [0] * schedule.devices, [0] * schedule.devices
+
+    def run_next(device: int, index: int) -> bool:
+        begin = clock[device]
+        for need in needs[first[device] + index]:
+            end = ends[need]
+            if end == _NOT_RUN:
+                return False
+            if end > begin:
+                begin = end
+        if begin > clock[device]:
+            last_waits[device] = index
+        operation = schedule.operations[device][index]
+        units = 2 if operation.kind is Kind.BACKWARD else 1
+        clock[device] = ends[first[device] + index] = begin + units * len(operation.micro_batches)
+        return True
+
+    advance_devices([0] * schedule.devices, [len(operations) for operations in schedule.operations], run_next)
     return last_waits

@@ -2,7 +2,9 @@
 
 from collections import deque
 from collections.abc import Sequence
+from math import inf
 
+from auto3d.schedule.advance import advance_devices
 from auto3d.schedule.operation import Kind, Operation
 
 
@@ -14,37 +16,46 @@ def fill_with_weights(
     Walks all devices in steps of one operation, as if all took equally long. A device runs its next F or I if that can
     run; if not, or if a forward would make it hold more than ``limit`` forwards without their W, its oldest waiting W.
     """
-    done: set[tuple[Kind, int, int]] = set()
+    ends: dict[tuple[Kind, int, int], int] = {}  # (F or I, stage, micro-batch) -> the time at which it ends
+    clock = [0] * len(orders)
     filled: list[list[Operation]] = [[] for _ in orders]
     position, held = [0] * len(orders), [0] * len(orders)
     waiting: list[deque[Operation]] = [deque() for _ in orders]
 
-    def can_run(device: int) -> bool:
+    def can_run(device: int, now: int) -> bool:
         if position[device] == len(orders[device]):
             return False
         operation = orders[device][position[device]]
         (m,) = operation.micro_batches
         if operation.kind is Kind.FORWARD:
-            return held[device] < limit and (operation.stage == 0 or (Kind.FORWARD, operation.stage - 1, m) in done)
-        return operation.stage == stages - 1 or (Kind.BACKWARD_INPUT, operation.stage + 1, m) in done
+            if held[device] >= limit:
+                return False
+            needed = (Kind.FORWARD, operation.stage - 1, m) if operation.stage > 0 else None
+        else:
+            needed = (Kind.BACKWARD_INPUT, operation.stage + 1, m) if operation.stage < stages - 1 else None
+        return needed is None or ends.get(needed, inf) <= now
 
-    while any(position[device] < len(order) or waiting[device] for device, order in enumerate(orders)):
-        ran = []
-        for device, order in enumerate(orders):
-            if can_run(device):
-                operation = order[position[device]]
-                position[device] += 1
-                if operation.kind is Kind.FORWARD:
-                    held[device] += 1
-                else:
-                    waiting[device].append(Operation(Kind.BACKWARD_WEIGHT, operation.stage, operation.micro_batches))
-            elif waiting[device]:
-                operation = waiting[device].popleft()
-                held[device] -= 1
+    def run_next(device: int, _: int) -> bool:
+        now = clock[device]
+        clock[device] += 1
+        if can_run(device, now):
+            operation = orders[device][position[device]]
+            position[device] += 1
+            ends[operation.kind, operation.stage, operation.micro_batches[0]] = now + 1
+            if operation.kind is Kind.FORWARD:
+                held[device] += 1
             else:
-                continue
-            filled[device].append(operation)
-            ran.append((operation.kind, operation.stage, operation.micro_batches[0]))
-        assert ran, f"orders that stop at {position} under limit {limit}"
-        done.update(ran)
+                waiting[device].append(Operation(Kind.BACKWARD_WEIGHT, operation.stage, operation.micro_batches))
+        elif waiting[device]:
+            operation = waiting[device].popleft()
+            held[device] -= 1
+        else:
+            return False
+        filled[device].append(operation)
+        return True
+
+    totals = [sum(2 if operation.kind is Kind.BACKWARD_INPUT else 1 for operation in order) for order in orders]
+    ended = [0] * len(orders)
+    advance_devices(ended, totals, run_next, lockstep=True)
+    assert ended == totals, f"under limit {limit}, the orders stop at {position}"
     return tuple(tuple(operations) for operations in filled)

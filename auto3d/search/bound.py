@@ -20,8 +20,8 @@ def least_s(shape: Shape, costs: Costs) -> float:
     once = [sum(parts) for parts in zip(costs.forward, costs.backward, again, strict=True)]
     if len(shape.device_of) > shape.stages or SCHEDULES[shape.name].asynchronous:
         return _ROUNDING * shape.micro_batches * sum(once) / shape.devices
-    up = [0.0, *(link.latency + link.forward / shape.parts for link in costs.links)]
-    down = [0.0, *(link.latency + link.backward / shape.parts for link in costs.links)]
+    up = [0.0, *(link.latency + link.forward / shape.parts for link in costs.messages)]
+    down = [0.0, *(link.latency + link.backward / shape.parts for link in costs.messages)]
     forward = [0.0, *(time / shape.parts for time in costs.forward[:-1])]
     backward = [0.0, *(time / shape.parts for time in costs.backward[:-1])]
     fill = list(accumulate(message + time for message, time in zip(up, forward, strict=True)))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from auto3d.errors import InputError
 from auto3d.plan import Plan, PlanError
 from auto3d.schedule import build_schedule, parse_schedule
-from auto3d.schedule.memory import peak_activations
+from auto3d.schedule.in_flight import peak_activations
 from auto3d.schedule.operation import Schedule
 from auto3d.search.make import PlanMaker
 from auto3d.search.recompute import schedule_options

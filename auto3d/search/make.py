@@ -1,26 +1,28 @@
 """Candidate -> Plan: the one place where plans are made of degrees and choices."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
+from math import inf
 
 from auto3d.cost.memory import in_gib
-from auto3d.cost.model import CostModel, Pipeline
+from auto3d.cost.model import CostModel
 from auto3d.errors import InputError
-from auto3d.partition.contiguous import cheapest_cuts, smallest_maximum
-from auto3d.partition.layer_assignment import shortest_pipeline
+from auto3d.partition.methods import METHODS, STAGE_METHODS, method_named
+from auto3d.partition.recompute import keep_last, kept_shares
 from auto3d.partition.replicated import fastest_stages
-from auto3d.partition.stage import check_enough
+from auto3d.partition.stage import PartitionError
 from auto3d.plan import Plan, PlanError, StagePlan, stages_between
-from auto3d.schedule import SCHEDULES, build_schedule, parse_schedule, samples_of_part
+from auto3d.schedule import SCHEDULES, build_schedule, parse_schedule, samples_per_replica
 from auto3d.schedule.shape import Shape, shape, shape_of
 from auto3d.search.placement import MEGATRON, place, place_replicas
+from auto3d.search.problem import CandidateProblem, Keep
 from auto3d.search.recompute import AUTO, FULL, NONE, Shares, largest_share, schedule_options
 from auto3d.search.space import EQUAL, UNEVEN, Candidate, Task, check_fits
 from auto3d.search.subject import Subject
 
-_ROUNDING = 1e-12  # two sums of the same times may differ by so much
+_TRIES = 32  # tries to find stages that fit the memory of the devices
+_TIGHTER = 0.95  # factor on that memory where the cost model counts less than the maker
 
 
 class PlanMaker:
@@ -42,12 +44,13 @@ class PlanMaker:
         self.subject, self.model, self.task = subject, model, task
         self._shortage = shortage or (lambda plan: shortage_of(model, plan))
         self._check = check or (lambda plan: None)
-        self._bounds = lru_cache(4096)(_bounds)
         self._captured: dict[int, InputError | None] = {}  # number of samples -> why there is no model at it
 
     def plan(self, candidate: Candidate) -> Plan:
         """The Plan of ``candidate``; raises InputError where there is none, or a device lacks the memory for it."""
         plan = self.unlimited(candidate)
+        if _may_fit_memory(candidate) and self._shortage(plan):
+            plan = self._fastest_that_fits(candidate, plan)
         if candidate.recompute == AUTO:
             if self.model.cluster.memory_bytes is None:
                 raise PlanError("recompute: auto needs to know the memory of a device")
@@ -63,13 +66,52 @@ class PlanMaker:
 
     def unlimited(self, candidate: Candidate) -> Plan:
         """The Plan of ``candidate`` whatever memory it needs; with recompute auto, of one that keeps nothing."""
+        return self._made(candidate)
+
+    def _fastest_that_fits(self, candidate: Candidate, fastest: Plan) -> Plan:
+        """The Plan of ``candidate`` with the fastest stages that fit; if none fit, ``fastest``, which does not either.
+
+        The stages are the fastest of all that fit where each device holds one of them. Where a device holds several
+        that fit one by one and not together, the largest is made smaller until they do; this may miss some stages that
+        fit. Where the maker's own count still finds memory short, all devices are taken to have less of it.
+        """
+        shape, cluster = shape_of(fastest), self.model.cluster
+        memory = [cluster.memory_of(ranks) or inf for ranks in fastest.placement]
+        excluded: list[tuple[int, int, int]] = []
+        for _ in range(_TRIES if min(memory) < inf else 0):
+            try:
+                plan = self._made(candidate, memory, excluded)
+            except PartitionError:
+                break
+            if not self._shortage(plan):
+                return plan
+            excess = [needed / has for needed, has in zip(self.model.memory(plan), memory, strict=True)]
+            device = excess.index(max(excess))
+            if excess[device] > 1:
+                needed = {
+                    n: self.model.stage_memory(plan, n, plan.stages[n])[device] for n in shape.holdings[device].stages
+                }
+                largest = max(needed, key=needed.__getitem__)
+                excluded.append((largest, *plan.stages[largest].operations[0]))
+            else:
+                memory = [_TIGHTER * has for has in memory]
+        return fastest
+
+    def _made(
+        self,
+        candidate: Candidate,
+        limits: Sequence[float] | None = None,
+        excluded: Sequence[tuple[int, int, int]] = (),
+    ) -> Plan:
+        """The Plan of ``candidate``. A partition method that respects memory keeps to ``limits`` and ``excluded``, as
+        CandidateProblem explains them."""
         check_fits(candidate, self.model.cluster, self.task)
         name, given = parse_schedule(candidate.schedule)
         micro_batches = self.task.global_batch // (candidate.dp * candidate.micro_batch_size)
         sizes = {"devices": candidate.pp, "micro_batches": micro_batches}
         options = schedule_options(name, given, candidate.recompute, candidate.sync, **sizes)
         form = shape(name, **sizes, options=options)
-        samples = samples_of_part(form, candidate.micro_batch_size)
+        samples = samples_per_replica(form, candidate.micro_batch_size)
         plan = Plan(
             graph=self._fingerprint(samples),
             dp=candidate.dp,
@@ -93,7 +135,7 @@ class PlanMaker:
         if candidate.replicas == UNEVEN:
             plan = self._unevenly(candidate, plan, form, samples)
         else:
-            plan = replace(plan, stages=self._stages(candidate, plan, form, samples))
+            plan = replace(plan, stages=self._stages(candidate, plan, form, samples, limits, excluded))
         if SCHEDULES[name].asynchronous:
             schedule = build_schedule(name, **sizes, **options)
             self.subject.check_trainable(schedule, plan.stages, samples, clip_norm=self.task.clip_norm)
@@ -135,7 +177,15 @@ class PlanMaker:
             raise PlanError(f"{form.stages} stages, but the model has {len(cuts) - 1} subgraphs; each stage needs one")
         return stages_between([*cuts[: form.stages], cuts[-1]])
 
-    def _stages(self, candidate: Candidate, plan: Plan, form: Shape, samples: int) -> tuple[StagePlan, ...]:
+    def _stages(
+        self,
+        candidate: Candidate,
+        plan: Plan,
+        form: Shape,
+        samples: int,
+        limits: Sequence[float] | None,
+        excluded: Sequence[tuple[int, int, int]],
+    ) -> tuple[StagePlan, ...]:
         cuts = self.subject.cuts(samples)
         if candidate.cuts is not None:
             wanted, count = list(candidate.cuts), form.stages
@@ -148,13 +198,20 @@ class PlanMaker:
                     f"partition_cuts: {wanted} must be {count + 1} rising numbers from 0 to {len(cuts) - 1}"
                 )
             return stages_between([cuts[place] for place in wanted])
-        if candidate.partition in ("uniform", "blocks"):
-            return self.subject.stages(candidate.partition, form.stages, samples)
+        method = method_named(candidate.partition, STAGE_METHODS, key="partition")
         if form.stages == 1:
             return stages_between([0, cuts[-1]])
-        pipeline = self.model.pipeline(plan, cuts)
-        bounds = self._bounds(candidate.partition, pipeline, form.stages, form.micro_batches)
-        return stages_between([cuts[place] for place in bounds])
+        problem = CandidateProblem(
+            subject=self.subject,
+            model=self.model,
+            plan=plan,
+            shape=form,
+            samples=samples,
+            limits=limits,
+            excluded=excluded,
+            keep=_keep(candidate, form),
+        )
+        return method.choose_stages(problem)
 
     def _unevenly(self, candidate: Candidate, plan: Plan, form: Shape, samples: int) -> Plan:
         """Stages and their replicas together, whatever the partition: the slowest stage is as fast as can be.
@@ -185,15 +242,22 @@ class PlanMaker:
         )
 
 
-def _bounds(method: str, pipeline: Pipeline, stages: int, micro_batches: int) -> list[int]:
-    """Places of the cuts that bound the stages."""
-    before = pipeline.before
-    check_enough(before, stages)
-    if method == "layer-assignment":
-        return shortest_pipeline(before, pipeline.messages, pipeline.speeds, micro_batches=micro_batches)
-    anywhere = [[0] * len(before)] * stages
-    limit = smallest_maximum(before, anywhere) * (1 + _ROUNDING)
-    return cheapest_cuts(before, pipeline.messages, anywhere, limit)
+def _may_fit_memory(candidate: Candidate) -> bool:
+    """Whether the stages of ``candidate`` come from a method that respects the memory of the devices."""
+    method = METHODS.get(candidate.partition)
+    return method is not None and method.fits_memory and candidate.cuts is None and candidate.replicas == EQUAL
+
+
+def _keep(candidate: Candidate, form: Shape) -> Keep:
+    """Adds to a stage what it keeps under the recomputation of ``candidate``."""
+    if candidate.recompute in (NONE, FULL, AUTO):
+        return lambda number, stage, starts: stage
+    shares = kept_shares(form.in_flight, float(candidate.recompute))
+
+    def keep(number: int, stage: StagePlan, starts: Sequence[int]) -> StagePlan:
+        return keep_last(stage, starts, shares[number]) if number in form.recompute else stage
+
+    return keep
 
 
 def shortage_of(model: CostModel, plan: Plan) -> str:

@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 
-from auto3d.partition import Partition, Request
+from auto3d.partition import Partition, PartitionRequest
 from auto3d.partition.stage import same_stages
 from auto3d.plan import Plan, PlanError
 from auto3d.search.placement import place_replicas
 
 
-def plan_of(found: Partition, request: Request, *, seed: int) -> Plan:
+def plan_of(found: Partition, request: PartitionRequest, *, seed: int) -> Plan:
     """The Plan of what ``request`` gave: one stage on each pipeline device, under the schedule of the method.
 
     The request's micro-batch size counts where the method does not choose one. Raises PlanError where samples do not

@@ -11,6 +11,7 @@ from typing import Literal
 
 from auto3d.cluster import Cluster
 from auto3d.errors import InputError
+from auto3d.partition.methods import STAGE_METHODS
 from auto3d.plan import PlanError, check_degrees
 from auto3d.schedule import SCHEDULES
 from auto3d.schedule.options import SYNC
@@ -19,7 +20,7 @@ from auto3d.search.recompute import AUTO, FULL, NONE
 
 Axis = Sequence | Literal["auto"]
 EQUAL, UNEVEN = REPLICAS = ("equal", "uneven")
-PARTITIONS = ("uniform", "blocks", "layer-assignment", "autopipe")  # methods that take a number of stages
+PARTITIONS = STAGE_METHODS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +137,7 @@ class Domain:
             "micro_batch_size": sizes,
             "schedule": [name for name, family in SCHEDULES.items() if not family.asynchronous],
             "recompute": [NONE, FULL] if cluster.memory_bytes is None else [AUTO],
-            "partition": list(PARTITIONS),
+            "partition": list(STAGE_METHODS),
             "placement": list(PLACEMENTS),
             "replicas": [EQUAL, UNEVEN],
             "sync": list(SYNC),

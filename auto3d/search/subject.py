@@ -11,12 +11,10 @@ from auto3d.capture.graph import Graph
 from auto3d.cost.layers import Layer
 from auto3d.cost.model import TimesOf
 from auto3d.cost.work import Work
-from auto3d.partition.blocks import blocks, even_bounds
-from auto3d.partition.contiguous import cheapest_cuts, smallest_maximum
+from auto3d.partition.outline import Outline, outline_of
 from auto3d.partition.recompute import subgraph_starts
-from auto3d.partition.stage import check_enough, cut
-from auto3d.partition.uniform import TOLERANCE, uniform
-from auto3d.plan import StagePlan, stages_between
+from auto3d.partition.stage import cut
+from auto3d.plan import StagePlan
 from auto3d.schedule.asynchronous import check_trainable
 from auto3d.schedule.operation import Schedule
 
@@ -36,8 +34,8 @@ class Subject(Protocol):
         """Positions between which stages consist of whole subgraphs, with 0 and the end."""
         ...
 
-    def stages(self, method: str, count: int, samples: int) -> tuple[StagePlan, ...]:
-        """By ``uniform`` or ``blocks``, which need no costs; raises PartitionError where there are too few parts."""
+    def outline(self, samples: int) -> Outline:
+        """All cuts that the model has, whole subgraphs or not."""
         ...
 
     def starts(self, stage: StagePlan, samples: int) -> Sequence[int]:
@@ -65,13 +63,10 @@ class CapturedSubject:
         self.graph, self.work_of = lru_cache(None)(graph_at), work
         self.work = lru_cache(None)(lambda samples: work(self.graph(samples)))
         self.cuts = lru_cache(None)(lambda samples: cuts(self.graph(samples)))
-        self.stages = lru_cache(None)(self._stages)
+        self.outline = lru_cache(None)(lambda samples: outline_of(self.graph(samples)))
 
     def fingerprint(self, samples: int) -> str:
         return self.graph(samples).fingerprint
-
-    def _stages(self, method: str, count: int, samples: int) -> tuple[StagePlan, ...]:
-        return {"uniform": uniform, "blocks": blocks}[method](self.graph(samples), count)
 
     def starts(self, stage: StagePlan, samples: int) -> Sequence[int]:
         return subgraph_starts(self.graph(samples), stage, self.cuts(samples))
@@ -99,16 +94,18 @@ class LayeredSubject:
     def cuts(self, samples: int) -> Sequence[int]:
         return range(len(self.layers) + 1)
 
-    def stages(self, method: str, count: int, samples: int) -> tuple[StagePlan, ...]:
-        if method == "uniform":
-            before = [0.0, *accumulate(layer.flops for layer in self.layers)]
-            check_enough(before, count)
-            anywhere = [[0] * len(before)] * count
-            sent = [0.0, *(layer.output for layer in self.layers)]
-            limit = smallest_maximum(before, anywhere) * (1 + TOLERANCE)
-            return stages_between(cheapest_cuts(before, sent, anywhere, limit))
-        heavy = [number for number, layer in enumerate(self.layers) if layer.reductions > 1]
-        return stages_between(even_bounds([*heavy, heavy[-1] + 1], count, len(self.layers)))
+    @cached_property
+    def _outline(self) -> Outline:
+        blocks = [number for number, layer in enumerate(self.layers) if layer.reductions > 1]
+        return Outline(
+            positions=range(len(self.layers) + 1),
+            flops=[0.0, *accumulate(layer.flops for layer in self.layers)],
+            sent=[0.0, *(layer.output for layer in self.layers)],
+            block_starts=[*blocks, blocks[-1] + 1] if blocks else [],
+        )
+
+    def outline(self, samples: int) -> Outline:
+        return self._outline
 
     def starts(self, stage: StagePlan, samples: int) -> Sequence[int]:
         return [position for span in stage.operations for position in range(*span)]

@@ -9,7 +9,7 @@ from auto3d.schedule.operation import Kind, Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class MessageCost:
     """What the boundary between a stage and the next one costs: ``latency`` per message, and per micro-batch in it the
     time of its activations (``forward``) or of their gradient (``backward``), that is bytes over bandwidth."""
 
@@ -19,7 +19,7 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sharing:
+class SharedMachine:
     """One machine whose processes slow each other down: ``slowdown[n - 1]`` times while n of them compute.
 
     ``processes`` says how many compute there for each pipeline device: its replicas do what it does, at the same time.
@@ -28,7 +28,7 @@ class Sharing:
     slowdown: tuple[float, ...]
     processes: tuple[int, ...]
 
-    def of(self, computing: int) -> float:
+    def slowdown_of(self, computing: int) -> float:
         """While so many compute; beyond those that are known, they take turns."""
         known = len(self.slowdown)
         return self.slowdown[min(max(computing, 1), known) - 1] * max(1.0, computing / known)
@@ -49,21 +49,21 @@ class Costs:
     recompute: tuple[float, ...]  # of R, and of a B or I that recomputes inside itself
     sync: tuple[float, ...]  # all-reduce of a stage's gradients, from when all replicas have started it
     update: tuple[float, ...]
-    links: tuple[Link, ...]  # links[s]: between stages s and s + 1
+    messages: tuple[MessageCost, ...]  # messages[s]: between stages s and s + 1
     speed: tuple[float, ...]  # per device
     overlap: bool = True  # messages travel beside compute; if not, they occupy their sender and their receiver
-    sharing: tuple[Sharing, ...] = ()  # machines on which devices slow each other down
+    shared_machines: tuple[SharedMachine, ...] = ()  # machines on which devices slow each other down
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward", "backward_input", "backward_weight", "recompute", "sync", "update"):
             _check_times(name, getattr(self, name))
         for name in ("latency", "forward", "backward"):
-            _check_times(f"links {name}", (getattr(link, name) for link in self.links))
+            _check_times(f"messages {name}", (getattr(message, name) for message in self.messages))
         for device, speed in enumerate(self.speed):
             if not (isfinite(speed) and speed > 0):
                 raise InputError(f"costs: speed of device {device} is {speed}; it must be more than 0")
 
-    def of(self, kind: Kind) -> tuple[float, ...]:
+    def times_of(self, kind: Kind) -> tuple[float, ...]:
         """The times of one kind of operation, per stage; S itself takes none, its all-reduce runs beside compute."""
         return {
             Kind.FORWARD: self.forward,
@@ -79,7 +79,7 @@ class Costs:
         """Raise InputError unless there are times for each stage, boundary and device of ``schedule``."""
         wanted = dict.fromkeys(
             ("forward", "backward", "backward_input", "backward_weight", "recompute", "sync", "update"), schedule.stages
-        ) | {"links": schedule.stages - 1, "speed": schedule.devices}
+        ) | {"messages": schedule.stages - 1, "speed": schedule.devices}
         for name, length in wanted.items():
             if len(getattr(self, name)) != length:
                 found = len(getattr(self, name))
@@ -130,7 +130,7 @@ def uniform(
         recompute=tuple(time * (1 - own) for time, own in zip(again, kept or [0.0] * len(again), strict=True)),
         sync=each(sync),
         update=each(update),
-        links=(Link(forward=p2p, backward=p2p),) * (schedule.stages - 1),
+        messages=(MessageCost(forward=p2p, backward=p2p),) * (schedule.stages - 1),
         speed=(1.0,) * schedule.devices,
         overlap=overlap,
     )

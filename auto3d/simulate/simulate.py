@@ -7,8 +7,8 @@ from auto3d.schedule.check import ScheduleError
 from auto3d.schedule.dependencies import numbered
 from auto3d.schedule.operation import Operation, Schedule
 from auto3d.simulate.costs import Costs
-from auto3d.simulate.shared import run_shared
-from auto3d.simulate.work import Work, lay_out, sync_groups
+from auto3d.simulate.shared_machines import run_shared
+from auto3d.simulate.work import DeviceWork, lay_out, sync_groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class Timeline:
     schedule: Schedule
     costs: Costs
     operations: list[Operation]
-    work: Work
+    work: DeviceWork
     start: list[float]
     end: list[float]
     arrival: list[float]  # when its message has reached the next stage's device; of an S: its own, see Sync
@@ -73,7 +73,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     costs.check_fit(schedule)
     operations = numbered(schedule)
     work = lay_out(schedule, costs)
-    if costs.sharing:
+    if costs.shared_machines:
         start, end, arrival, position = run_shared(work, costs)
         spans = [(number, number + 1) for number in sorted(range(len(operations)), key=lambda n: (end[n], start[n], n))]
     else:
@@ -93,7 +93,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
 
 def _run_apart(
-    work: Work, *, overlap: bool
+    work: DeviceWork, *, overlap: bool
 ) -> tuple[list[float], list[float], list[float], list[int], list[tuple[int, int]]]:
     """Devices that share nothing: starts, ends, arrivals, how far each device came, and spans, as in Timeline."""
     steps, waits, receive = work.steps, work.waits, work.receive

@@ -2,9 +2,9 @@
 
 from collections import defaultdict
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
-from auto3d.schedule.dependencies import dependencies, numbered
+from auto3d.schedule.dependencies import bounds, dependencies, numbered
 from auto3d.schedule.operation import Kind, Operation, Schedule
 from auto3d.simulate.costs import Costs
 
@@ -14,7 +14,7 @@ and the link that the message takes, -1 for none. Operations that take the same 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class DeviceWork:
     bounds: list[int]  # operations of device d: bounds[d] to bounds[d + 1]
     steps: list[Step]
     links: dict[tuple[int, int], int]  # (sending, receiving device) -> number of the link
@@ -22,9 +22,9 @@ class Work:
     receive: list[float]  # what receiving takes of the operation's own device; empty where messages overlap compute
 
 
-def lay_out(schedule: Schedule, costs: Costs) -> Work:
+def lay_out(schedule: Schedule, costs: Costs) -> DeviceWork:
     operations = numbered(schedule)
-    bounds = list(accumulate(map(len, schedule.operations), initial=0))
+    device_bounds = bounds(schedule)
     groups = sync_groups(operations)
     waits = _waits(schedule, operations, groups)
     prices = _Prices(schedule, costs)
@@ -37,8 +37,8 @@ def lay_out(schedule: Schedule, costs: Costs) -> Work:
         last_of = {schedule.device_of[operations[n].stage, operations[n].pipe]: n for n in group}
         for number in set(group).difference(last_of.values()):
             steps[number] = 0.0, 0.0, -1  # the device adds up what it has of the stage, and reduces it once
-    receive = [] if costs.overlap else _receives(bounds, steps, waits)
-    return Work(bounds=bounds, steps=steps, links=prices.links, waits=waits, receive=receive)
+    receive = [] if costs.overlap else _receives(device_bounds, steps, waits)
+    return DeviceWork(bounds=device_bounds, steps=steps, links=prices.links, waits=waits, receive=receive)
 
 
 class _Prices(dict[tuple[Kind, int, int, int], Step]):
@@ -58,7 +58,7 @@ class _Prices(dict[tuple[Kind, int, int, int], Step]):
         elif kind is Kind.UPDATE:
             step = self.costs.update[stage] / self.costs.speed[device], 0.0, -1
         else:
-            duration = share * self.costs.of(kind)[stage] / self.costs.speed[device]
+            duration = share * self.costs.times_of(kind)[stage] / self.costs.speed[device]
             step = duration, *self._message(kind, stage, pipe, share)
         self[key] = step
         return step
@@ -69,7 +69,7 @@ class _Prices(dict[tuple[Kind, int, int, int], Step]):
         sender, to = self.schedule.device_of[stage, pipe], self.schedule.device_of.get((receiver, pipe))
         if to is None or to == sender:
             return 0.0, -1
-        costs = self.costs.links[min(stage, receiver)]
+        costs = self.costs.messages[min(stage, receiver)]
         time = costs.latency + share * (costs.forward if receiver > stage else costs.backward)
         return time, self.links.setdefault((sender, to), len(self.links))
 

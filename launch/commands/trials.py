@@ -225,9 +225,9 @@ def train(
 def train_on(
     loaded: LoadedRecipe, plan_file: str | None, *, fresh: bool = False, as_json: bool = False, detach: bool = False
 ) -> int:
+    from auto3d.runtime.joined import joined_world
     from launch.console.progress import sweep_progress
     from launch.drivers.train import planned, run_as_job, run_training
-    from launch.run.joined import joined_world
     from launch.slurm.executor import on_slurm
 
     world = joined_world()

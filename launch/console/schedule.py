@@ -10,7 +10,8 @@ from tabulate import tabulate
 
 from auto3d.errors import InputError
 from auto3d.schedule import SCHEDULES, build_schedule, parse_schedule
-from auto3d.schedule.memory import peak_activations, weight_copies
+from auto3d.schedule.in_flight import peak_activations
+from auto3d.schedule.weight_versions import weight_copies
 from auto3d.simulate.costs import uniform
 from auto3d.simulate.critical_path import count, critical_path
 from auto3d.simulate.draw_svg import draw_svg

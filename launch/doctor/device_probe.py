@@ -13,7 +13,7 @@ from launch.doctor.training_probe import TrainedRank, degrees, subject, train_bo
 from launch.model.build import use_device
 from launch.run.devices import hide_devices
 from launch.run.diagnosis import Ending
-from launch.run.ranks import Report, Share, run_ranks
+from launch.run.ranks import NodeRanks, Report, run_ranks
 
 MEET_S = 60.0  # time that all ranks of a part have to meet
 WAIT_S = 30.0  # limit of each wait for another rank
@@ -51,9 +51,9 @@ class DeviceReport:
 
 
 def probe_devices(
-    ranks: int, *, device: str, share_of: Callable[[int], Share | None], tell: Callable[[str], None]
+    ranks: int, *, device: str, node_of: Callable[[int], NodeRanks | None], tell: Callable[[str], None]
 ) -> DeviceReport:
-    """Let ``ranks``, one for each device, run all parts; ``share_of`` a run's number is what of it runs here.
+    """Let ``ranks``, one for each device, run all parts; ``node_of`` a run's number is what of it runs here.
 
     Every node of a job calls this. ``tell`` hears what begins.
     """
@@ -62,13 +62,13 @@ def probe_devices(
         ranks,
         lambda world, report: measure_links(world, device, meet_s=MEET_S, timeout_s=WAIT_S),
         limit_s=LINKS_S,
-        share=share_of(1),
+        node=node_of(1),
     )
     if error:  # All other parts need messages, too.
         return DeviceReport(ranks, device, links_error=error)
     exchanges = []
     for number, connections in enumerate(CONNECTIONS[device] if ranks > 1 else ()):
-        exchanges.append(_exchange(ranks, device, connections, share_of(2 + number), tell))
+        exchanges.append(_exchange(ranks, device, connections, node_of(2 + number), tell))
     tell(f"{ranks} ranks train a small model, and compare it with plain PyTorch")
     if device == "cpu":
         hide_devices()
@@ -84,7 +84,7 @@ def probe_devices(
         ranks,
         train,
         limit_s=TRAINING_S,
-        share=share_of(2 + len(exchanges)),
+        node=node_of(2 + len(exchanges)),
     )
     return DeviceReport(
         ranks,
@@ -98,7 +98,7 @@ def probe_devices(
 
 
 def _exchange(
-    ranks: int, device: str, connections: int | None, share: Share | None, tell: Callable[[str], None]
+    ranks: int, device: str, connections: int | None, node: NodeRanks | None, tell: Callable[[str], None]
 ) -> ExchangeRun:
     begun: list[str] = []  # Only rank 0 reports its patterns, to the node that it is on.
 
@@ -108,7 +108,7 @@ def _exchange(
         )
 
     tell(f"{ranks} ranks exchange messages as schedules do{ExchangeRun(connections, None)}")
-    exchanged, error = _run(ranks, target, limit_s=EXCHANGE_S, share=share, on_report=begun.append)
+    exchanged, error = _run(ranks, target, limit_s=EXCHANGE_S, node=node, on_report=begun.append)
     if error and begun:
         error = f"in {begun[-1]}: {error}"
     return ExchangeRun(connections, exchanged, error)
@@ -119,12 +119,12 @@ def _run(
     target: Callable[[World, Report], Any],
     *,
     limit_s: float,
-    share: Share | None,
+    node: NodeRanks | None,
     on_report: Callable[[Any], None] = lambda report: None,
 ) -> tuple[Any, str]:
     """The result of this node's first rank, or None and an error in one line."""
     try:
-        outcome = run_ranks(ranks, target, timeout_s=limit_s, straggle_s=MEET_S, share=share, on_report=on_report)
+        outcome = run_ranks(ranks, target, timeout_s=limit_s, straggle_s=MEET_S, node=node, on_report=on_report)
     except InputError as error:
         return None, str(error)
     if outcome.status is Status.OK:

@@ -23,11 +23,13 @@ from auto3d.cost.memory import DeviceMemory
 from auto3d.partition.stage import Stage, Transfer
 from auto3d.runtime.data import Batches, DataSettings
 from auto3d.runtime.exchange import Exchange
-from auto3d.runtime.executor import Executor
+from auto3d.runtime.executor import Executor, Peers
 from auto3d.runtime.gradient_sync import GradientSync, Holders
+from auto3d.runtime.inputs import MicroBatchInputs
 from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.run_ahead import RunAhead
+from auto3d.runtime.totals import Totals
 from auto3d.runtime.waiting import waiting_for
 from auto3d.runtime.weight_versions import WeightVersions
 from auto3d.runtime.world import World, connect, join, new_group
@@ -41,7 +43,7 @@ WIDTHS = {"cpu": 64, "cuda": 2048}  # rows and columns of the matrices that oper
 SKIP_BYTES = 2**12  # size of the value that the first stage sends straight to the last
 GRADIENT_BYTES = 2**20  # gradients of each stage
 NO_CLIPPING = 1e30  # With a limit, however large, the executor computes the norm of all gradients.
-PAUSE_SHARE = 0.3  # share of operations that the process waits before
+PAUSE_FRACTION = 0.3  # fraction of operations that the process waits before
 LONGEST_PAUSE_S = 2e-3
 CONNECTIONS = {"cpu": (None,), "cuda": (1, 8, 32)}  # hardware queues; a CPU has none
 
@@ -135,8 +137,9 @@ def _run(world: World, pattern: Pattern, device: torch.device, timeout_s: float)
         timeout_s=timeout_s,
     )
     parameters = {_parameter(stage): nn.Parameter(torch.zeros(GRADIENT_BYTES // 4, device=device)) for stage, _ in own}
-    alone = [name for name in parameters if len(holders[name].ranks) == 1]
-    sync = GradientSync(parameters, holders, alone=alone, device=device, run_ahead=run_ahead, timeout_s=timeout_s)
+    private = [name for name in parameters if len(holders[name].ranks) == 1]
+    sync = GradientSync(parameters, holders, private=private, device=device, run_ahead=run_ahead, timeout_s=timeout_s)
+    totals = Totals(everyone, device=device, run_ahead=run_ahead, timeout_s=timeout_s)
     receipts = _Receipts(replica)
     work = _Work(device, random.Random(f"{pattern} {world.rank}"), timeout_s)
     stages = {
@@ -148,18 +151,13 @@ def _run(world: World, pattern: Pattern, device: torch.device, timeout_s: float)
     executor = Executor(
         stages,
         dict.fromkeys(own),
-        exchange=messages,
-        sync=sync,
-        everyone=everyone,
-        run_ahead=run_ahead,
-        batches=Batches(nothing, seed=0, global_batch=pattern.micro_batches, micro_batch_size=1),
+        MicroBatchInputs(
+            Batches(nothing, seed=0, global_batch=pattern.micro_batches, micro_batch_size=1), **numbers, device=device
+        ),
+        Peers(exchange=messages, sync=sync, totals=totals, run_ahead=run_ahead),
         randomness=Randomness(0, **numbers, device=device),
-        **numbers,
-        clip_norm=NO_CLIPPING,
-        device=device,
         memory=MemoryWatch(position, DeviceMemory(**{field.name: 0 for field in fields(DeviceMemory)})),
-        asked_to_end=lambda: False,
-        timeout_s=timeout_s,
+        clip_norm=NO_CLIPPING,
     )
     # Each backward adds 1 to the gradients of its stage.
     norm = pattern.micro_batches * pattern.dp * (schedule.stages * GRADIENT_BYTES / 4) ** 0.5
@@ -240,7 +238,7 @@ class _Work:
         self._matrix = torch.ones(WIDTHS[device.type], WIDTHS[device.type], device=device)
 
     def run(self, products: int) -> None:
-        if self._draw.random() < PAUSE_SHARE:
+        if self._draw.random() < PAUSE_FRACTION:
             self._pause()
         for _ in range(products):
             self._matrix @ self._matrix

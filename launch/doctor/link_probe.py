@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from auto3d.runtime.activity import THIS_RANK
 from auto3d.runtime.waiting import poll, wait, waiting_for
-from auto3d.runtime.whereabouts import HERE
 from auto3d.runtime.world import World, join, new_group
 
 SIZES = {"cpu": (2**16, 2**20, 2**24), "cuda": (2**16, 2**20, 2**24, 2**26)}  # bytes
@@ -62,13 +62,13 @@ def measure_links(world: World, kind: str, *, meet_s: float, timeout_s: float) -
     if kind == "cpu":
         torch.set_num_threads(1)
     join(world, device=device, timeout_s=meet_s)
-    HERE.is_at("in the measurement of messages")
+    THIS_RANK.set_phase("in the measurement of messages")
     everyone = list(range(world.size))
     upward, downward = (new_group(everyone, timeout_s, device=device, messages=True) for _ in range(2))
     rates = []
     for lower in range(world.size - 1):
         pair = _Pair(world.rank, lower, upward, downward, device, timeout_s)
-        between_nodes = HERE.hosts[lower] != HERE.hosts[lower + 1]
+        between_nodes = THIS_RANK.hosts[lower] != THIS_RANK.hosts[lower + 1]
         once_s, before = 0.0, 0
         for size in SIZES[kind]:
             if before and once_s * size / before > LONGEST_S:
@@ -109,7 +109,7 @@ class _Pair:
             expected = pattern + 2 - here
             for buffer in buffers[:count]:
                 if not torch.equal(buffer, expected):
-                    sender = HERE.name(self.lower + 1 - here)
+                    sender = THIS_RANK.name(self.lower + 1 - here)
                     raise CorruptedError(f"a message of {size} bytes from {sender} arrived with other contents")
         return seconds
 
@@ -119,7 +119,7 @@ class _Pair:
         """The seconds that it takes."""
         peer = 2 * self.lower + 1 - self.rank
         out, into = (self.upward, self.downward) if peer > self.rank else (self.downward, self.upward)
-        what = f"messages of {own.numel() * own.element_size()} bytes between it and {HERE.name(peer)}"
+        what = f"messages of {own.numel() * own.element_size()} bytes between it and {THIS_RANK.name(peer)}"
         clock = _Clock(self.device)
         under_way: deque[dist.Work] = deque()
         for number in range(count):
@@ -139,7 +139,8 @@ class _Pair:
     def _meet(self, seconds: float) -> float:
         """Wait for all ranks; the largest of their ``seconds``."""
         largest = torch.tensor(seconds, dtype=torch.float64)
-        what = f"the other ranks, beside the messages between {HERE.name(self.lower)} and {HERE.name(self.lower + 1)}"
+        pair = f"{THIS_RANK.name(self.lower)} and {THIS_RANK.name(self.lower + 1)}"
+        what = f"the other ranks, beside the messages between {pair}"
         with waiting_for(what, self.timeout_s):
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
             return largest.item()
@@ -173,7 +174,7 @@ def _neighbours(world: World, kind: str, timeout_s: float) -> list[Neighbours]:
     with waiting_for("what all ranks know of peer access", timeout_s):
         dist.all_gather_object(told, own)
     return [
-        Neighbours((lower, lower + 1), HERE.hosts[lower], told[lower])
+        Neighbours((lower, lower + 1), THIS_RANK.hosts[lower], told[lower])
         for lower in range(world.size - 1)
-        if HERE.hosts[lower] == HERE.hosts[lower + 1]
+        if THIS_RANK.hosts[lower] == THIS_RANK.hosts[lower + 1]
     ]

@@ -63,7 +63,7 @@ _UNKNOWN = ("[n/a]", "n/a", "[not supported]", "not supported", "[unknown error]
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuReport:
     """One GPU as nvidia-smi describes it; what its driver does not know is empty."""
 
     name: str
@@ -85,7 +85,7 @@ class Machine:
     cuda: str  # version that torch was built with; empty: torch has no CUDA
     nccl: str  # version that torch loads; empty: torch has no NCCL
     cores: int  # that this process may use
-    gpus: list[Gpu]
+    gpus: list[GpuReport]
     usable_gpus: int  # as torch sees it
     interfaces: list[str]
     variables: dict[str, str]  # those of VARIABLES that are set
@@ -144,7 +144,7 @@ def _nccl() -> str:
     return ".".join(map(str, torch.cuda.nccl.version()))  # This does not start CUDA.
 
 
-def _gpus() -> list[Gpu]:
+def _gpus() -> list[GpuReport]:
     """The GPUs of this machine; an old driver, which refuses a query with a field that it lacks, is asked for less."""
     for fields in ((*_BASIC, *_MORE, *_ECC), (*_BASIC, *_MORE), _BASIC):
         command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
@@ -157,6 +157,6 @@ def _gpus() -> list[Gpu]:
     return []
 
 
-def _gpu(line: str) -> Gpu:
+def _gpu(line: str) -> GpuReport:
     values = [value.strip() for value in line.split(",")]
-    return Gpu(*("" if value.lower() in _UNKNOWN else value for value in values))
+    return GpuReport(*("" if value.lower() in _UNKNOWN else value for value in values))

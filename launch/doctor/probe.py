@@ -21,7 +21,7 @@ from auto3d.runtime.world import World, connect, join, new_group
 from launch.doctor.device_probe import DeviceReport, probe_devices
 from launch.doctor.machine import Machine, this_machine
 from launch.executors.node_task import task_of
-from launch.run.ranks import Report, Share, run_ranks
+from launch.run.ranks import NodeRanks, Report, run_ranks
 from launch.store.files import write_whole
 
 MEET_S = 60.0
@@ -135,30 +135,30 @@ def probe_node(folder: str, *, devices: int, device: str, thorough: bool) -> Non
         time.sleep(POLL_S)
     received = time.time()
     ranks = range(task.number * devices, (task.number + 1) * devices)
-    share = Share(ranks, task.meeting_point) if task.count > 1 else None
-    found = all_reduce(task.count * devices, device=device, share=share)
+    node = NodeRanks(ranks, task.meeting_point) if task.count > 1 else None
+    found = all_reduce(task.count * devices, device=device, node=node)
     of_devices = None
     if thorough and found.right and not found.error:
         of_devices = probe_devices(
             task.count * devices,
             device=device,
-            share_of=lambda run: Share(ranks, task.meeting_point_of(run)) if share else None,
+            node_of=lambda run: NodeRanks(ranks, task.meeting_point_of(run)) if node else None,
             tell=lambda line: write_whole(progress_file(place), line) if task.number == 0 else None,
         )
-    meeting_point = task.meeting_point if share else "a file"
+    meeting_point = task.meeting_point if node else "a file"
     report = NodeReport(machine, sent, answer, received, meeting_point, found, of_devices)
     write_file(report_file(place, task.number), REPORT, report)
 
 
-def all_reduce(ranks: int, *, device: str, share: Share | None = None) -> AllReduce:
-    """Let ``ranks`` meet as those of a trial do, and sum; here, or a ``share`` of them. Rates are the first rank's."""
+def all_reduce(ranks: int, *, device: str, node: NodeRanks | None = None) -> AllReduce:
+    """Let ``ranks`` meet as those of a trial do, and sum; here, or those of ``node``. Rates are the first rank's."""
     met: list[bool] = []
     outcome = run_ranks(
         ranks,
         lambda world, report: _measure(world, device, report),
         timeout_s=MEET_S + MEASURE_S,
         straggle_s=MEET_S,
-        share=share,
+        node=node,
         on_report=met.append,
     )
     backend = "nccl" if device == "cuda" else "gloo"

@@ -16,17 +16,17 @@ from torch.nn import functional
 from auto3d.capture.model import CapturedModel, capture
 from auto3d.capture.skeleton import seed_all
 from auto3d.cluster import place_ranks
-from auto3d.partition.uniform import uniform
+from auto3d.partition.methods.uniform import uniform
 from auto3d.plan import Plan
+from auto3d.runtime.activity import THIS_RANK
 from auto3d.runtime.data import Batches, DataSettings, InputField
 from auto3d.runtime.executor import IterationResult
-from auto3d.runtime.memory import PeakMemory
 from auto3d.runtime.optimizer import build_optimizer
+from auto3d.runtime.peak_memory import PeakMemory
 from auto3d.runtime.rank import Rank, build_rank
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
 from auto3d.runtime.verify import ABSOLUTE, RELATIVE
 from auto3d.runtime.waiting import waiting_for
-from auto3d.runtime.whereabouts import HERE
 from auto3d.runtime.world import World, join
 
 ITERATIONS = 2
@@ -173,7 +173,7 @@ def train_both_ways(world: World, trained: Subject, kind: str, *, meet_s: float,
     peak = memory.read()
     used = peak.allocated if peak.used is None else peak.used
     first_difference = differences[0] if differences else ""
-    own = TrainedRank(world.rank, HERE.hosts[world.rank], rank.predicted.total, used, first_difference)
+    own = TrainedRank(world.rank, THIS_RANK.hosts[world.rank], rank.predicted.total, used, first_difference)
     found: list[TrainedRank] = [own] * world.size
     with waiting_for("what came of the training of all ranks", timeout_s):
         dist.all_gather_object(found, own)

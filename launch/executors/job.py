@@ -2,7 +2,7 @@
 
 
 def run_on_node(recipe_file: str, plan_file: str, measurement_file: str, modules: str, checkpoints: str | None) -> None:
-    """Run this node's share of the trial, or of the training with ``checkpoints``. This is what submitit calls."""
+    """Run this node's ranks of the trial, or of the training with ``checkpoints``. This is what submitit calls."""
     from launch.executors.node_task import run_training_on_nodes, run_trial_on_nodes
 
     if checkpoints is None:

@@ -20,7 +20,7 @@ from launch.console.progress import training_progress
 from launch.executors.trial import IterationReport, Training, is_whole, measure
 from launch.recipe.load import LoadedRecipe, load
 from launch.run.diagnosis import Failure, likelihood
-from launch.run.ranks import GRACE_S, Outcome, Share
+from launch.run.ranks import GRACE_S, NodeRanks, Outcome
 from launch.slurm.sbatch import nodes_needed
 from launch.slurm.warning import Asked, asked_by_slurm, await_end
 from launch.store.files import write_whole
@@ -104,10 +104,10 @@ def _run_on_nodes(
     if task.count != nodes_needed(recipe, plan):
         raise NodesError(f"the plan needs {nodes_needed(recipe, plan)} nodes of {per_node} ranks, not {task.count}")
 
-    share = Share(ranks, task.meeting_point) if task.count > 1 else None
+    node = NodeRanks(ranks, task.meeting_point) if task.count > 1 else None
     others = _Others(folder, task, recipe.values.training.timeout_s + GRACE_S + FILES_S)
     measurement = measure(
-        recipe, plan, folder, share=share, of_all=others.outcome, training=training, on_report=on_report
+        recipe, plan, folder, node=node, of_all=others.outcome, training=training, on_report=on_report
     )
     ended_early = training is not None and measurement.status is Status.OK and not is_whole(recipe, measurement)
     if ended_early or (measurement.status is not Status.OK and asked.within(SPREAD_S)):

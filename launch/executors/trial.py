@@ -24,7 +24,7 @@ from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import training_settings
 from launch.run.devices import devices_for
 from launch.run.diagnosis import Ending
-from launch.run.ranks import Outcome, Report, Share, run_ranks
+from launch.run.ranks import NodeRanks, Outcome, Report, run_ranks
 from launch.store.files import private_folder
 
 IterationReport = tuple[int, float | None, float]  # number from 0, loss (None: emulated), seconds
@@ -59,7 +59,7 @@ def measure(
     plan: Plan,
     folder: Path,
     *,
-    share: Share | None = None,
+    node: NodeRanks | None = None,
     of_all: Callable[[Outcome], Outcome] = lambda outcome: outcome,
     training: Training | None = None,
     on_report: Callable[[IterationReport], None] = lambda report: None,
@@ -67,9 +67,9 @@ def measure(
 ) -> Measurement:
     """Train under ``plan`` for the recipe's warm-up and measured iterations, or all of a ``training``.
 
-    All of it runs on this machine, or a ``share`` of it; ``of_all`` makes of how that ended how all did. ``folder`` is
-    private. ``on_report`` hears of each iteration of a training. ``capture`` may replace ``capture_for_ranks`` by a
-    function that remembers what it captured, by the micro-batch size.
+    All ranks run on this machine, or only those of ``node``, and ``of_all`` turns their outcome into that of all
+    nodes. ``folder`` is private. ``on_report`` receives each iteration of a training. ``capture`` may replace
+    ``capture_for_ranks`` by a function that remembers what it captured, by the micro-batch size.
     """
     values = recipe.values
     warmup = 0 if training else values.measure.warmup_iterations
@@ -87,7 +87,7 @@ def measure(
     if training:
         limits |= {"timeout_s": None, "on_report": on_report, "ignore_sigterm": True}
     try:
-        devices = devices_for(recipe, len(share.ranks) if share else plan.ranks, size=plan.ranks)
+        devices = devices_for(recipe, len(node.ranks) if node else plan.ranks, size=plan.ranks)
         captured_for = (capture or partial(capture_for_ranks, recipe))(samples_at_once(plan))
 
         def run(world: World, report: Report) -> tuple[TrainingResult, Environment]:
@@ -97,7 +97,7 @@ def measure(
             result = train(captured, plan, settings, data, world, state=state, **more)
             return result, Environment.here(settings.device, cores=cores)
 
-        outcome = run_ranks(plan.ranks, run, folder=folder, share=share, devices=devices, **limits)
+        outcome = run_ranks(plan.ranks, run, folder=folder, node=node, devices=devices, **limits)
     except InputError as error:
         outcome = Outcome(Status.FAILED, error=str(error), ending=Ending.REFUSED)
     outcome = of_all(outcome)

@@ -132,8 +132,9 @@ def write_profile(profile: Profile, file: Path) -> tuple[Path, Path]:
 
 def measure_profile(recipe: LoadedRecipe, console: Console) -> Profile:
     """On this machine, with a process for each device of a node."""
+    from auto3d.runtime.distinct_subgraphs import ModelSubgraphs, distinct_subgraphs
     from auto3d.runtime.measurement import Environment, Status
-    from auto3d.runtime.profile import Measured, Subgraphs, distinct_subgraphs, measure, parts_of
+    from auto3d.runtime.profiler import MachineTimes, measure, num_reports
     from auto3d.runtime.world import World
     from launch.console.progress import at_work, profile_progress
     from launch.model.build import captured_model, use_device
@@ -151,16 +152,16 @@ def measure_profile(recipe: LoadedRecipe, console: Console) -> Profile:
     settings, data = training_settings(values, iterations=1), data_settings(values)
     planning, cores = PlanningModel(recipe), len(os.sched_getaffinity(0))
 
-    def model_of(size: int) -> Subgraphs:
+    def model_of(size: int) -> ModelSubgraphs:
         captured = captured_model(recipe, size)
         return distinct_subgraphs(captured, planning.sharding(captured.graph).bounds)
 
-    models: list[Subgraphs] = []
+    models: list[ModelSubgraphs] = []
     for size in [] if devices else micro_batch_sizes(recipe):  # ranks on GPUs capture: see launch.model
         with at_work(console, f"capturing the model for micro-batches of {size}"):
             models.append(model_of(size))
 
-    def run(world: World, report: Report) -> tuple[Measured, Environment]:
+    def run(world: World, report: Report) -> tuple[MachineTimes, Environment]:
         if devices:
             use_device(world.device("cuda"))
         ours = models or [model_of(size) for size in micro_batch_sizes(recipe)]
@@ -168,7 +169,7 @@ def measure_profile(recipe: LoadedRecipe, console: Console) -> Profile:
         return measured, Environment.here(settings.device, cores=cores)
 
     limits = {"timeout_s": None, "straggle_s": settings.timeout_s}
-    with profile_progress(console, parts_of(models) if models else None) as on_report:
+    with profile_progress(console, num_reports(models) if models else None) as on_report:
         outcome = run_ranks(ranks, run, on_report=on_report, devices=devices, **limits)
     if outcome.status is not Status.OK:
         raise ProfileError(f"profile: the ranks ended as {outcome.status}:\n{outcome.error}")

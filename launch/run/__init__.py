@@ -1,1 +1,1 @@
-"""Processes on this machine: the ranks of a run, their devices, their failures, and processes that a launcher started."""
+"""Processes on this machine: the ranks of a run, their devices, their waits and their failures."""

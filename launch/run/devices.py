@@ -1,6 +1,6 @@
-"""The GPUs that this process may use, by the names that CUDA_VISIBLE_DEVICES takes, and which of them a trial gets.
+"""GPUs that this process may use, named as in CUDA_VISIBLE_DEVICES, and their allocation to trials.
 
-Nothing here starts CUDA in this process, whose forked ranks could not use it then.
+Nothing here starts CUDA in this process: ranks forked from it could not use CUDA then.
 """
 
 import os
@@ -16,13 +16,11 @@ from launch.recipe.load import LoadedRecipe, RecipeError
 from launch.recipe.settings import device
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
-COMMAND_S = (
-    60.0  # limit for nvidia-smi, which takes seconds where the driver is not loaded yet, and for a child's torch
-)
+COMMAND_S = 60.0  # limit of nvidia-smi, which first loads the driver, and of a child process that imports torch
 # cuInit opens this file in every process that starts CUDA; NVML, which does not disturb a fork, opens others.
 STARTED_BY_CUDA = "/dev/nvidia-uvm"
 
-# What NVIDIA documents of MIG: a process of CUDA sees a single instance, however many CUDA_VISIBLE_DEVICES names, and
+# NVIDIA's documentation of MIG: a process of CUDA sees a single instance, however many CUDA_VISIBLE_DEVICES names, and
 # instances have no peer-to-peer access. NCCL tells GPUs apart by their PCI bus, which the instances of a GPU share:
 # most releases refuse them as "Duplicate GPU", and the newest connect them as an experiment, through host memory.
 _INSTANCE = "MIG-"
@@ -33,7 +31,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU that the driver lists, and the MIG instances that it is split into, if it is; both by UUID."""
+    """A GPU that the driver lists, and its MIG instances if it is split; both by UUID."""
 
     uuid: str
     instances: tuple[str, ...] = ()
@@ -44,12 +42,12 @@ class Gpu:
 
 
 def is_instance(name: str) -> bool:
-    """Whether ``name`` is that of an instance of MIG."""
+    """Whether ``name`` names a MIG instance."""
     return name.startswith(_INSTANCE)
 
 
 def visible_devices() -> tuple[str, ...]:
-    """The names of the devices that this process may use, in CUDA's order; an instance of MIG is a device."""
+    """Names of the devices that this process may use, in CUDA's order; a MIG instance counts as a device."""
     value = os.environ.get(VARIABLE)
     named = None if value is None else named_in(value)
     if named == ():
@@ -57,15 +55,15 @@ def visible_devices() -> tuple[str, ...]:
     gpus = _gpus_of_this_machine()
     if gpus:
         return present(named, gpus)
-    count = count_of_torch()  # only those that the variable names
+    count = count_of_torch()  # torch counts only devices that the variable names
     return (named or tuple(map(str, range(count))))[:count]
 
 
 def named_in(value: str) -> tuple[str, ...]:
-    """The devices that a value of CUDA_VISIBLE_DEVICES names, as CUDA reads it.
+    """The devices that a value of CUDA_VISIBLE_DEVICES names, read as CUDA reads it.
 
-    They are indices or UUIDs, or the first characters of UUIDs, all of one kind. They end before the first that is of
-    another kind or is negative; none is left where one comes twice.
+    Entries are indices, UUIDs or leading characters of UUIDs, all of one kind. CUDA ignores everything from the first
+    entry of another kind or a negative one, and sees no device where one entry comes twice.
     """
     prefix = next((prefix for prefix in (_WHOLE, _INSTANCE) if value.startswith(prefix)), "")
     names: list[str] = []
@@ -84,9 +82,9 @@ def named_in(value: str) -> tuple[str, ...]:
 
 
 def present(named: Sequence[str] | None, gpus: Sequence[Gpu]) -> tuple[str, ...]:
-    """The devices of ``gpus`` that are ``named``, up to the first that is not there; all if None.
+    """The devices of ``gpus`` that are ``named``, up to the first absent one; all if None.
 
-    A GPU that is split into instances of MIG stands for all of them.
+    A GPU that is split into MIG instances stands for all of them.
     """
     if named is None:
         return tuple(name for gpu in gpus for name in gpu.devices)
@@ -97,7 +95,7 @@ def present(named: Sequence[str] | None, gpus: Sequence[Gpu]) -> tuple[str, ...]
         elif name.startswith(_WHOLE):
             matches = [gpu.devices for gpu in gpus if gpu.uuid.startswith(name)]
         else:
-            # Not its UUID: CUDA counts the fastest GPU first, and nvidia-smi by the place on the PCI bus.
+            # The index stays: CUDA numbers the fastest GPU first, nvidia-smi by position on the PCI bus.
             matches = [gpu.instances or (name,) for gpu in gpus[int(name) : int(name) + 1]]
         if len(matches) != 1:
             break
@@ -106,7 +104,7 @@ def present(named: Sequence[str] | None, gpus: Sequence[Gpu]) -> tuple[str, ...]
 
 
 def listed(text: str) -> list[Gpu]:
-    """The GPUs in what `nvidia-smi -L` prints: a line for each, and below it an indented one for each MIG instance."""
+    """The GPUs in the output of `nvidia-smi -L`: a line per GPU, and below it an indented line per MIG instance."""
     gpus: list[Gpu] = []
     for line in text.splitlines():
         uuid = re.search(r"\(UUID: (\S+)\)", line)
@@ -120,7 +118,7 @@ def listed(text: str) -> list[Gpu]:
 
 
 def _gpus_of_this_machine() -> list[Gpu]:
-    """None are listed where there is no nvidia-smi, as in some containers."""
+    """The GPUs that nvidia-smi lists; empty where there is no nvidia-smi, as in some containers."""
     try:
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=COMMAND_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -130,13 +128,13 @@ def _gpus_of_this_machine() -> list[Gpu]:
 
 def torch_has_cuda() -> bool:
     """Whether this torch was built with CUDA."""
-    import torch  # here, for commands that only plan do without the seconds of this import
+    import torch  # imported here: it takes seconds, and planning commands do not need it
 
     return torch.backends.cuda.is_built()
 
 
 def count_of_torch() -> int:
-    """How many of the devices that this process may use torch can use; a process of its own asks it."""
+    """Number of this process's devices that torch can use; a child process asks torch."""
     if not torch_has_cuda():
         return 0
     command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
@@ -149,22 +147,22 @@ def count_of_torch() -> int:
 
 
 def hide_devices() -> None:
-    """Let this process and those that it starts see no GPU.
+    """Hide all GPUs from this process and its children.
 
-    Where torch sees one, the first backward of a process starts a thread for it, and a rank that is forked after that
-    cannot run any; a capture runs some.
+    Where torch sees a GPU, the first backward of a process starts a thread for it, and a rank forked after that cannot
+    run a backward. A capture runs backwards.
     """
     if torch_has_cuda():
         os.environ[VARIABLE] = ""
 
 
 def show_devices(names: Collection[str]) -> None:
-    """Let this process, in which CUDA must not have started, and those that it starts see these devices alone."""
+    """Show only these devices to this process, in which CUDA must not have started, and to its children."""
     os.environ[VARIABLE] = ",".join(names)
 
 
 def seeing(names: Collection[str], target: Callable[..., Result]) -> Callable[..., Result]:
-    """``target`` as a rank runs it that sees these devices alone."""
+    """``target``, run by a process that sees only these devices."""
 
     def run(*arguments: Any) -> Result:
         show_devices(names)
@@ -174,12 +172,12 @@ def seeing(names: Collection[str], target: Callable[..., Result]) -> Callable[..
 
 
 def cuda_has_started(process: Path = Path("/proc/self")) -> bool:
-    """Whether anything has started CUDA in this process, torch or not."""
+    """Whether torch or any other library has started CUDA in this process."""
     for file in (process / "fd").iterdir():
         try:
             if str(file.readlink()) == STARTED_BY_CUDA:
                 return True
-        except OSError:  # it was closed just now
+        except OSError:  # the file was closed meanwhile
             continue
     return False
 
@@ -194,18 +192,18 @@ def check_fork() -> None:
 
 
 class Pool:
-    """Devices of trials: each takes its own when it starts, and gives them back at its end."""
+    """Devices for trials: a trial takes devices when it starts and gives them back at its end."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = tuple(names)
         self._free = set(names)
 
     def most(self) -> int:
-        """The ranks that the largest trial can have: one device each, and one rank alone on an instance of MIG."""
+        """Number of ranks of the largest possible trial: one device per rank, and a MIG instance for one rank only."""
         return max(sum(not is_instance(name) for name in self._names), min(1, len(self._names)))
 
     def take(self, ranks: int) -> tuple[str, ...] | None:
-        """A device for each rank, or None until enough are free. A single rank gets an instance where one is free."""
+        """A device for each rank, or None until enough are free. A single rank prefers a MIG instance."""
         free = [name for name in self._names if name in self._free and (ranks == 1 or not is_instance(name))]
         free.sort(key=lambda name: not is_instance(name))
         if len(free) < ranks:
@@ -219,7 +217,7 @@ class Pool:
 
 
 def pool_of(recipe: LoadedRecipe, ranks: int) -> Pool:
-    """This machine's devices for runs of at most so many ranks on GPUs; raises RecipeError if there are not enough."""
+    """This machine's devices, for runs of at most ``ranks`` ranks on GPUs; raises RecipeError if there are too few."""
     names = visible_devices() if ranks else ()
     pool = Pool(names)
     if ranks > pool.most():
@@ -234,9 +232,9 @@ def pool_of(recipe: LoadedRecipe, ranks: int) -> Pool:
 
 
 def devices_for(recipe: LoadedRecipe, ranks: int, *, size: int) -> tuple[str, ...]:
-    """A device of this machine for each of so many of a run's ``size`` ranks; none if they compute on the CPU.
+    """A device of this machine for each of the ``ranks`` that run here, of ``size`` in all; empty on CPUs.
 
-    Raises RecipeError if there are not enough, or if NCCL would not connect them.
+    Raises RecipeError if there are too few, or if NCCL would not connect them.
     """
     if device(recipe.values) != "cuda":
         return ()
@@ -247,9 +245,9 @@ def devices_for(recipe: LoadedRecipe, ranks: int, *, size: int) -> tuple[str, ..
 
 
 def check_joined_device(recipe: LoadedRecipe, *, local_rank: int, size: int) -> None:
-    """Raise RecipeError unless this process, one of ``size`` ranks that a launcher started, has a device of its own.
+    """Raise RecipeError unless this process, one of ``size`` ranks that a launcher started, has a device for itself.
 
-    That is the only one that it sees, as the launcher bound it, or the one of its place among the node's ranks.
+    The device is the only visible one, if the launcher bound it, or else the one with the rank's number on its node.
     """
     if device(recipe.values) != "cuda":
         return
@@ -263,7 +261,7 @@ def check_joined_device(recipe: LoadedRecipe, *, local_rank: int, size: int) -> 
 
 
 def _instances_refused(recipe: LoadedRecipe, ranks: int) -> RecipeError:
-    problem = f"{ranks} ranks cannot run on instances of MIG, which NCCL does not connect"
+    problem = f"{ranks} ranks cannot run on MIG instances, which NCCL does not connect"
     return recipe.error("cluster.device", f"found 'cuda'; {problem}: give whole GPUs, or a plan of 1 rank")
 
 

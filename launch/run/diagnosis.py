@@ -1,4 +1,4 @@
-"""What to tell when ranks fail: first of the one to blame, then what others waited for in vain."""
+"""The error message of a failed run: first the rank that caused the failure, then what other ranks waited for."""
 
 import signal
 from collections.abc import Mapping
@@ -7,27 +7,27 @@ from enum import Enum, auto
 from pathlib import Path
 from time import monotonic
 
+from auto3d.runtime.activity import THIS_RANK, Activity, ActivityBoard
 from auto3d.runtime.measurement import Status
-from auto3d.runtime.whereabouts import HERE, Board, Place
 
-MOST_WAITS = 6  # that are told of
+MOST_WAITS = 6  # waits named in one message
 
 
 class Ending(Enum):
-    """The likelier cause first."""
+    """How a rank ended, the likeliest cause of a failure first."""
 
-    REFUSED = auto()  # by an InputError: the message says all
+    REFUSED = auto()  # raised an InputError: its message is complete
     STOPPED = auto()
-    DIED = auto()  # without a word
-    RAISED = auto()  # any other error
-    ABORTED = auto()  # by SIGABRT, which may be NCCL's answer to the failure of another rank
-    SILENT = auto()  # it neither failed nor waited
-    WAITED = auto()  # in vain for another rank, whose end or silence is the cause
+    DIED = auto()  # ended without a report
+    RAISED = auto()  # raised any other error
+    ABORTED = auto()  # ended by SIGABRT, perhaps NCCL's reaction to the failure of another rank
+    SILENT = auto()  # neither failed nor waited
+    WAITED = auto()  # waited in vain for another rank; that rank is the cause
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank failed, as it told or as its process ended."""
+    """How one rank failed, by its own report or by the end of its process."""
 
     ending: Ending
     status: Status
@@ -35,44 +35,44 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """What each rank did at one moment."""
+class RanksSnapshot:
+    """The activity of each rank at one moment."""
 
-    places: Mapping[int, Place]  # by rank
+    activities: Mapping[int, Activity]  # by rank
     stopped: Mapping[int, bool]
     taken: float  # time.monotonic()
 
 
-def look(board: Board, processes: Mapping[int, int]) -> Snapshot:
-    """``processes`` are the ids of the ranks' processes."""
-    places = {rank: board.read(rank) for rank in processes}
-    return Snapshot(places, {rank: _is_stopped(process) for rank, process in processes.items()}, monotonic())
+def look(board: ActivityBoard, processes: Mapping[int, int]) -> RanksSnapshot:
+    """The activities of the ranks now; ``processes`` maps ranks to process ids."""
+    activities = {rank: board.read(rank) for rank in processes}
+    return RanksSnapshot(activities, {rank: _is_stopped(process) for rank, process in processes.items()}, monotonic())
 
 
-def death(rank: int, place: Place, exitcode: int) -> Failure:
-    """The failure of a rank that ended without a report; ``place`` is where it was."""
+def death(rank: int, activity: Activity, exitcode: int) -> Failure:
+    """The failure of a rank that ended without a report; ``activity`` is its last activity."""
     if exitcode == -signal.SIGABRT:
         # The watchdog of an NCCL process group aborts its process when a message is late or another rank is gone.
-        ending = (Ending.WAITED, Status.TIMEOUT) if place.waiting_for else (Ending.ABORTED, Status.FAILED)
-        return Failure(*ending, told(rank, place, "was ended by SIGABRT (its own output says why)"))
+        ending = (Ending.WAITED, Status.TIMEOUT) if activity.waiting_for else (Ending.ABORTED, Status.FAILED)
+        return Failure(*ending, activity_text(rank, activity, "was ended by SIGABRT (its own output says why)"))
     how = f"ended with exit code {exitcode} and no result"
     if exitcode < 0:
         hint = ", as the kernel does when memory runs out" if exitcode == -signal.SIGKILL else ""
         how = f"was killed by {signal.Signals(-exitcode).name}{hint}"
-    return Failure(Ending.DIED, Status.FAILED, told(rank, place, how))
+    return Failure(Ending.DIED, Status.FAILED, activity_text(rank, activity, how))
 
 
-def diagnose(failures: Mapping[int, Failure], first: Snapshot) -> Failure:
-    """The likeliest cause; ``first`` was seen when the first of ``failures`` was known."""
+def diagnose(failures: Mapping[int, Failure], first: RanksSnapshot) -> Failure:
+    """The likeliest cause of ``failures``; ``first`` is the snapshot taken at the first of them."""
     suspects = list(failures.values())
-    for rank, place in first.places.items():
+    for rank, activity in first.activities.items():
         if first.stopped[rank]:
             how = "is stopped, as by SIGSTOP or a debugger"
-            suspects.append(Failure(Ending.STOPPED, Status.TIMEOUT, told(rank, place, how)))
-    silent = [rank for rank, place in first.places.items() if rank not in failures and not place.waiting_for]
-    for rank in sorted(silent, key=lambda rank: first.places[rank].since):
-        how = f"was not done after {first.taken - first.places[rank].since:.1f} s"
-        suspects.append(Failure(Ending.SILENT, Status.TIMEOUT, told(rank, first.places[rank], how)))
+            suspects.append(Failure(Ending.STOPPED, Status.TIMEOUT, activity_text(rank, activity, how)))
+    silent = [rank for rank, activity in first.activities.items() if rank not in failures and not activity.waiting_for]
+    for rank in sorted(silent, key=lambda rank: first.activities[rank].since):
+        how = f"was not done after {first.taken - first.activities[rank].since:.1f} s"
+        suspects.append(Failure(Ending.SILENT, Status.TIMEOUT, activity_text(rank, first.activities[rank], how)))
     cause, *others = sorted(suspects, key=likelihood)
     if cause.ending in (Ending.REFUSED, Ending.RAISED):
         return cause
@@ -81,13 +81,14 @@ def diagnose(failures: Mapping[int, Failure], first: Snapshot) -> Failure:
 
 
 def likelihood(failure: Failure) -> tuple[bool, int]:
-    """Sorts failures, the likeliest cause of the others first."""
+    """Sort key of failures: the likeliest cause of the others comes first."""
     return failure.status is not Status.OOM, failure.ending.value
 
 
-def told(rank: int, place: Place, how: str) -> str:
-    waiting = f"; it was waiting for {place.waiting_for}" if place.waiting_for else ""
-    return f"{HERE.name(rank)}, {place.at}, {how}{waiting}"
+def activity_text(rank: int, activity: Activity, how: str) -> str:
+    """One line: the rank, its phase, how it ended, and what it was waiting for."""
+    waiting = f"; it was waiting for {activity.waiting_for}" if activity.waiting_for else ""
+    return f"{THIS_RANK.name(rank)}, {activity.phase}, {how}{waiting}"
 
 
 def _is_stopped(process: int) -> bool:
@@ -95,4 +96,4 @@ def _is_stopped(process: int) -> bool:
         stat = Path(f"/proc/{process}/stat").read_text()
     except FileNotFoundError:
         return False
-    return stat.rpartition(")")[2].split()[0] in "Tt"  # proc(5): after the name, which may hold anything
+    return stat.rpartition(")")[2].split()[0] in "Tt"  # proc(5): the state follows the name in parentheses

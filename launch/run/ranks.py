@@ -20,20 +20,20 @@ from time import monotonic
 from typing import Any
 
 from auto3d.errors import InputError
+from auto3d.runtime.activity import THIS_RANK, ActivityBoard
 from auto3d.runtime.measurement import Status
 from auto3d.runtime.out_of_memory import OutOfMemoryError, is_out_of_memory
 from auto3d.runtime.waiting import PeerLostError, WaitTimeoutError, naming_lost_peers
-from auto3d.runtime.whereabouts import HERE, Board
 from auto3d.runtime.world import LEAVE_S, World, leave
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import device
 from launch.run.devices import check_fork, check_torch, pool_of, seeing
-from launch.run.diagnosis import Ending, Failure, Snapshot, death, diagnose, look, told
+from launch.run.diagnosis import Ending, Failure, RanksSnapshot, activity_text, death, diagnose, look
 from launch.run.end_now import end_now
 from launch.run.streams import stdout_to_stderr
 from launch.run.waits import MARGIN_S, WaitLimit
 
-GRACE_S = 2.0  # after one rank failed, for the others to tell why: the first to speak may only have lost its peer
+GRACE_S = 2.0  # time for the other ranks to report after a failure: the first report may only name a lost peer
 TRACEBACK_LINES = 12
 LONGEST_POLL_S = 3600.0
 
@@ -43,23 +43,23 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the ranks ended: with the first one's ``result`` if the status is ok, else with what went wrong."""
+    """How the ranks ended: rank 0's ``result`` if the status is ok, else the error."""
 
     status: Status
     result: Any = None
     error: str = ""
-    ending: Ending | None = None  # of the rank to blame
+    ending: Ending | None = None  # how the rank ended that caused the failure
 
 
 @dataclass(frozen=True)
-class Share:
-    """The ranks of a run that are this node's, of several nodes, and where those of all nodes meet."""
+class NodeRanks:
+    """The ranks that this node runs of a run on several nodes, and the address where the ranks of all nodes meet."""
 
     ranks: range
     meeting_point: str
 
 
-Report = Callable[[Any], None]  # sends something to the parent
+Report = Callable[[Any], None]  # sends its argument to the parent process
 
 
 def run_ranks(
@@ -69,19 +69,22 @@ def run_ranks(
     timeout_s: float | None,
     straggle_s: float = math.inf,
     folder: Path | None = None,
-    share: Share | None = None,
+    node: NodeRanks | None = None,
     on_report: Callable[[Any], None] = lambda report: None,
     ignore_sigterm: bool = False,
     devices: Sequence[str] = (),
 ) -> Outcome:
-    """Run ``target(world, report)`` as ``size`` processes; what rank 0 reports goes to ``on_report``.
+    """Run ``target(world, report)`` in ``size`` forked processes and return how they ended.
 
-    Returns when all have ended, or one has failed, or after ``timeout_s`` if given; raises InputError if a rank did. A
-    rank may keep others waiting for ``straggle_s``: after the first is done and, with MARGIN_S more, in any one wait.
-    Once all have reported their results these count, and the ranks have LEAVE_S to leave their process groups. No
-    process is left then, whatever happens. They meet by a file in ``folder``, which must be private, or in a temporary
-    one; with a ``share``, only its ranks run here. If they ``ignore_sigterm``, ``target`` has another way to hear that
-    they should end. ``devices`` are the GPUs of those that run here, by their names in CUDA_VISIBLE_DEVICES.
+    Returns when all ranks have ended, when one has failed, or after ``timeout_s``; no process is left running. Raises
+    InputError if a rank raised one. What rank 0 reports goes to ``on_report``.
+
+    - ``straggle_s``: how long a rank may keep the others waiting, after the first is done and, with MARGIN_S more, in
+      any one wait. Once all results are there they count, and the ranks have LEAVE_S to leave their process groups.
+    - ``folder``: a private folder for the file by which the ranks meet; by default a temporary one.
+    - ``node``: on several nodes, the ranks to run here.
+    - ``ignore_sigterm``: the ranks ignore SIGTERM; ``target`` has another way to learn that it should end.
+    - ``devices``: the GPUs of the ranks here, by their names in CUDA_VISIBLE_DEVICES.
     """
     if devices:
         check_fork()
@@ -89,9 +92,9 @@ def run_ranks(
     context = multiprocessing.get_context("fork")
     processes: dict[int, multiprocessing.Process] = {}  # by rank
     pipes: dict[Connection, int] = {}
-    board = Board(size)
+    board = ActivityBoard(size)
     with tempfile.TemporaryDirectory(prefix="auto3d-", dir=folder) as meeting_folder:
-        ours = share or Share(range(size), f"file://{meeting_folder}/meeting-point")
+        ours = node or NodeRanks(range(size), f"file://{meeting_folder}/meeting-point")
         try:
             for local_rank, rank in enumerate(ours.ranks):
                 here, there = context.Pipe(duplex=False)
@@ -122,9 +125,9 @@ def run_ranks(
 
 @contextmanager
 def _signals_later() -> Iterator[None]:
-    """Handle SIGINT and SIGTERM after the block, in which a process starts: it is known then, and will be ended.
+    """Hold SIGINT and SIGTERM back while a process starts, so that it is registered, and ended, when they are handled.
 
-    What a handler raises inside a hook of os.fork is lost.
+    An exception that a handler raises inside a hook of os.fork is lost.
     """
     came: list[int] = []
     before = {
@@ -143,17 +146,17 @@ def _signals_later() -> Iterator[None]:
 def _watch(
     processes: Mapping[int, multiprocessing.Process],
     pipes: dict[Connection, int],
-    board: Board,
+    board: ActivityBoard,
     timeout_s: float | None,
     straggle_s: float,
     on_report: Callable[[Any], None],
 ) -> Outcome:
-    """Read what the ranks say until all are done, or one has failed and the others had their grace."""
+    """Read the ranks' messages until all are done, or until GRACE_S after the first failure."""
     start = monotonic()
     deadline = math.inf if timeout_s is None else start + timeout_s
     results: dict[int, Any] = {}
     failures: dict[int, Failure] = {}
-    first: Snapshot | None = None  # when the first failed
+    first: RanksSnapshot | None = None  # taken at the first failure
     waits = WaitLimit(board, straggle_s + MARGIN_S)
     while pipes:
         at_work = [rank for rank in processes if rank not in results and rank not in failures]
@@ -165,7 +168,7 @@ def _watch(
             rank = pipes[pipe]
             try:
                 kind, content = pipe.recv()
-            except (EOFError, OSError):  # the rank is gone, perhaps in the middle of a message
+            except (EOFError, OSError):  # the rank has ended, perhaps in the middle of a message
                 del pipes[pipe]
                 if rank not in results and rank not in failures:
                     processes[rank].join()
@@ -175,8 +178,8 @@ def _watch(
                     on_report(content)
                 elif kind == "result":
                     results[rank] = content
-                    left_s = straggle_s if len(results) < len(processes) else LEAVE_S
-                    deadline = min(deadline, monotonic() + left_s)
+                    allowed_s = straggle_s if len(results) < len(processes) else LEAVE_S
+                    deadline = min(deadline, monotonic() + allowed_s)
                 elif kind == "failure":
                     failures[rank] = content
         failures |= waits.failures(rank for rank in at_work if rank not in results and rank not in failures)
@@ -189,8 +192,8 @@ def _watch(
             raise InputError(failure.error)
         return Outcome(failure.status, error=failure.error, ending=failure.ending)
     if len(results) < len(processes):
-        places = [told(rank, board.read(rank), "still runs") for rank in processes if rank not in results]
-        error = "\n".join([f"not done after {monotonic() - start:.0f} s", *places])
+        unfinished = [activity_text(rank, board.read(rank), "still runs") for rank in processes if rank not in results]
+        error = "\n".join([f"not done after {monotonic() - start:.0f} s", *unfinished])
         return Outcome(Status.TIMEOUT, error=error, ending=Ending.SILENT)
     return Outcome(Status.OK, result=results[min(results)])
 
@@ -199,12 +202,12 @@ def _run_rank(
     target: Callable[[World, Report], Any],
     world: World,
     pipe: Connection,
-    board: Board,
+    board: ActivityBoard,
     parent: int,
     ignore_sigterm: bool,
 ) -> None:
-    """The life of one rank: it reports what came of ``target``, and cleans up only then, and only after a success."""
-    HERE.write_on(board, world.rank)
+    """One rank, from start to end: it reports the outcome of ``target`` first, and cleans up only after a success."""
+    THIS_RANK.report_to(board, world.rank)
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends us
     signal.signal(signal.SIGTERM, signal.SIG_IGN if ignore_sigterm else signal.SIG_DFL)
@@ -246,10 +249,10 @@ def die_with_parent(parent: int) -> None:
 
 
 def end_with(process: int, *, controller: int) -> None:
-    """Kill ``controller`` and this process when ``process``, which need not be the parent, ends in whatever way."""
+    """Kill ``controller`` and this process when ``process`` ends in any way; it need not be the parent."""
 
     def watch() -> None:
-        with suppress(ProcessLookupError):  # it is gone already
+        with suppress(ProcessLookupError):  # the process has ended already
             wait([os.pidfd_open(process)])
         with suppress(ProcessLookupError):
             os.kill(controller, signal.SIGKILL)

@@ -19,7 +19,7 @@ import network
 from commands import require_root
 from configuration import Paths, write, write_configuration
 from description import CONTROL, Description, read_description
-from errors import ClusterError, DescriptionError
+from errors import DescriptionError, DevClusterError
 from packages import install_missing
 
 HERE = Path(__file__).resolve().parent
@@ -40,7 +40,7 @@ def main() -> int:
                 up(folder, arguments.description, arguments.nodes)
             else:
                 down(folder)
-    except ClusterError as error:
+    except DevClusterError as error:
         print(f"cluster: {error}", file=sys.stderr)
         return 2 if isinstance(error, DescriptionError) else 1
     return 0
@@ -74,7 +74,7 @@ def down(folder: Path) -> None:
     """End every process, and remove every namespace, link, line and file. Works on a cluster that is half there."""
     paths = Paths(folder)
     if folder.exists() and not paths.state.exists() and any(folder.iterdir()):
-        raise ClusterError(f"{folder} is not a folder of this program: it has no {paths.state.name}; it stays")
+        raise DevClusterError(f"{folder} is not a folder of this program: it has no {paths.state.name}; it stays")
     daemons.end_clients(paths)
     daemons.kill_everything()
     network.remove_network()
@@ -97,7 +97,7 @@ def status(folder: Path) -> int:
         print(f"{program:<9} {'runs' if runs else 'DOES NOT RUN'}")
     try:
         states = daemons.node_states(paths)
-    except ClusterError as error:
+    except DevClusterError as error:
         print(f"nodes     {error}")
         return 1
     for node in present.description.nodes:
@@ -167,7 +167,7 @@ def _one_at_a_time() -> socket.socket:
     try:
         lock.bind("\0auto3d-development-cluster")
     except OSError:
-        raise ClusterError("another cluster-up or cluster-down is at work") from None
+        raise DevClusterError("another cluster-up or cluster-down is at work") from None
     return lock
 
 

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Callable, Mapping
 from time import monotonic, sleep
 
-from errors import ClusterError
+from errors import DevClusterError
 
 POLL_S = 0.1
 # Nothing of the caller's environment: a stray SLURM_CONF or MYSQL_HOST would lead to somebody else's cluster.
@@ -14,7 +14,7 @@ ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C.UTF-8", "HO
 
 
 def run(*command: str, timeout_s: float = 20, environment: Mapping[str, str] = {}) -> str:
-    """The standard output of ``command``; raises ClusterError with its last words if it fails or takes too long."""
+    """The standard output of ``command``; raises DevClusterError with its last words if it fails or takes too long."""
     try:
         done = subprocess.run(
             command,
@@ -28,19 +28,19 @@ def run(*command: str, timeout_s: float = 20, environment: Mapping[str, str] = {
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise ClusterError(f"`{shlex.join(command)}` was not done after {timeout_s:g} s") from None
+        raise DevClusterError(f"`{shlex.join(command)}` was not done after {timeout_s:g} s") from None
     except FileNotFoundError:
-        raise ClusterError(f"{command[0]} is not installed") from None
+        raise DevClusterError(f"{command[0]} is not installed") from None
     if done.returncode != 0:
         words = "; ".join((done.stderr or done.stdout).strip().splitlines()[-3:])
-        raise ClusterError(f"`{shlex.join(command)}` ended with exit code {done.returncode}: {words}")
+        raise DevClusterError(f"`{shlex.join(command)}` ended with exit code {done.returncode}: {words}")
     return done.stdout
 
 
 def succeeds(*command: str, timeout_s: float = 10, environment: Mapping[str, str] = {}) -> bool:
     try:
         run(*command, timeout_s=timeout_s, environment=environment)
-    except ClusterError:
+    except DevClusterError:
         return False
     return True
 
@@ -57,4 +57,4 @@ def wait_until(true: Callable[[], bool], *, timeout_s: float) -> bool:
 
 def require_root() -> None:
     if os.geteuid() != 0:
-        raise ClusterError("network namespaces and daemons need root; run it as root")
+        raise DevClusterError("network namespaces and daemons need root; run it as root")

@@ -14,7 +14,7 @@ from time import monotonic
 from commands import ENVIRONMENT, run, succeeds, wait_until
 from configuration import CLUSTER_NAME, Paths
 from description import CONTROL
-from errors import ClusterError
+from errors import DevClusterError
 from network import NAMESPACES, namespace, namespaces
 
 START_TIMEOUT_S = 60
@@ -95,7 +95,7 @@ def start_nodes(paths: Paths, nodes: Iterable[str]) -> None:
 
     if not wait_until(all_usable, timeout_s=START_TIMEOUT_S):
         states = ", ".join(f"{node} is {state}" for node, state in node_states(paths).items() if not usable(state))
-        raise ClusterError(f"waited {START_TIMEOUT_S} s for all nodes to be idle; {states}; see {paths.logs}")
+        raise DevClusterError(f"waited {START_TIMEOUT_S} s for all nodes to be idle; {states}; see {paths.logs}")
 
 
 def node_states(paths: Paths) -> dict[str, str]:
@@ -117,7 +117,7 @@ def kill(host: str, program: str) -> None:
     for pid in _pids(host, program):
         _kill(pid)
     if not wait_until(lambda: not running(host, program), timeout_s=ANSWER_TIMEOUT_S):
-        raise ClusterError(f"waited {ANSWER_TIMEOUT_S} s for {program} on {host} to end after SIGKILL")
+        raise DevClusterError(f"waited {ANSWER_TIMEOUT_S} s for {program} on {host} to end after SIGKILL")
 
 
 def end_clients(paths: Paths) -> None:
@@ -127,7 +127,9 @@ def end_clients(paths: Paths) -> None:
             _kill(pid, signal_number)
         if wait_until(lambda: not _clients(paths), timeout_s=timeout_s):
             return
-    raise ClusterError(f"waited {ANSWER_TIMEOUT_S} s for clients to end after SIGKILL; still there: {_clients(paths)}")
+    raise DevClusterError(
+        f"waited {ANSWER_TIMEOUT_S} s for clients to end after SIGKILL; still there: {_clients(paths)}"
+    )
 
 
 def kill_everything() -> None:
@@ -141,7 +143,7 @@ def kill_everything() -> None:
 
     if not wait_until(all_gone, timeout_s=START_TIMEOUT_S):
         left = {name: _pids_in(name) for name in namespaces()}
-        raise ClusterError(f"waited {START_TIMEOUT_S} s for processes to end after SIGKILL; still there: {left}")
+        raise DevClusterError(f"waited {START_TIMEOUT_S} s for processes to end after SIGKILL; still there: {left}")
 
 
 def _ensure(
@@ -158,7 +160,7 @@ def _ensure(
         nonlocal problem
         try:
             run(*ask, environment=paths.client_environment)
-        except ClusterError as error:
+        except DevClusterError as error:
             problem = str(error)
         else:
             problem = ""
@@ -170,10 +172,10 @@ def _ensure(
         kill(host, program)
     process = _start(paths, host, command, environment)
     if not wait_until(lambda: process.poll() is not None or answers(), timeout_s=START_TIMEOUT_S):
-        raise ClusterError(f"waited {START_TIMEOUT_S} s for {program} to answer: {problem} (see {output})")
+        raise DevClusterError(f"waited {START_TIMEOUT_S} s for {program} to answer: {problem} (see {output})")
     if process.poll() is not None:
         words = "; ".join(output.read_text(errors="replace").strip().splitlines()[-3:])
-        raise ClusterError(f"{program} ended with exit code {process.returncode}: {words} (see {output})")
+        raise DevClusterError(f"{program} ended with exit code {process.returncode}: {words} (see {output})")
 
 
 def _start(paths: Paths, host: str, command: list[str], environment: Mapping[str, str] = {}) -> subprocess.Popen:

@@ -15,7 +15,7 @@ NODE_KEYS = ("bandwidth_mbit_s", "latency_ms")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Node:
+class DevNode:
     """A node and its link to the switch, the same in both directions."""
 
     name: str
@@ -25,7 +25,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    nodes: tuple[Node, ...]
+    nodes: tuple[DevNode, ...]
     cpus_per_node: int
 
     def to_dict(self) -> dict[str, Any]:
@@ -34,7 +34,7 @@ class Description:
     @staticmethod
     def from_dict(content: dict[str, Any]) -> "Description":
         """Read what ``to_dict`` gave."""
-        nodes = tuple(Node(**node) for node in content["nodes"])
+        nodes = tuple(DevNode(**node) for node in content["nodes"])
         return Description(nodes=nodes, cpus_per_node=content["cpus_per_node"])
 
 
@@ -67,7 +67,7 @@ def read_description(name: str, *, folder: Path, num_nodes: int | None) -> Descr
     return Description(nodes=described[:wanted], cpus_per_node=cpus)
 
 
-def _node(path: Path, name: Any, link: Any) -> Node:
+def _node(path: Path, name: Any, link: Any) -> DevNode:
     if not isinstance(name, str) or not NODE_NAME.fullmatch(name) or name == CONTROL:
         problem = f"1 to 8 small letters and digits, a letter first, and not {CONTROL!r}"
         raise DescriptionError(f"{path}: nodes: found the name {name!r}; give {problem}")
@@ -76,7 +76,7 @@ def _node(path: Path, name: Any, link: Any) -> Node:
         _number(path, f"nodes.{name}.{key}", link[key], least=least, most=most)
         for key, least, most in (("bandwidth_mbit_s", 1, 100_000), ("latency_ms", 0, 1000))
     )
-    return Node(name=name, bandwidth_mbit_s=bandwidth, latency_ms=latency)
+    return DevNode(name=name, bandwidth_mbit_s=bandwidth, latency_ms=latency)
 
 
 def _check_keys(path: Path, where: str, found: Any, keys: tuple[str, ...]) -> None:

@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from commands import run, succeeds
-from description import CONTROL, Description, Node
-from errors import ClusterError
+from description import CONTROL, Description, DevNode
+from errors import DevClusterError
 
 PREFIX = "auto3d-"  # of namespaces and of the interfaces on this side
 SWITCH = "auto3d"  # the bridge
@@ -32,7 +32,7 @@ def choose_subnet() -> str:
         subnet = ipaddress.ip_network(f"10.{second}.0.0/24")
         if not any(subnet.overlaps(other) for other in taken):
             return str(subnet)
-    raise ClusterError("no free network was found among 10.86.0.0/24 to 10.255.0.0/24: `ip route` has them all")
+    raise DevClusterError("no free network was found among 10.86.0.0/24 to 10.255.0.0/24: `ip route` has them all")
 
 
 def address(subnet: str, index: int) -> str:
@@ -81,7 +81,7 @@ def make_network(description: Description, subnet: str, folder: Path) -> list[st
     return [] if all(has_latency) else ["this kernel has no netem: links have their bandwidth, but no added latency"]
 
 
-def link(node: Node) -> str:
+def link(node: DevNode) -> str:
     """What the node's link is, for people to read."""
     has_latency = "netem" in run("tc", "-netns", namespace(node.name), "qdisc", "show", "dev", INTERFACE)
     latency = f"{node.latency_ms:g} ms to the switch" if has_latency else "no added latency"
@@ -102,12 +102,12 @@ def remove_network() -> None:
 
 
 def check_names(description: Description) -> None:
-    """Raise ClusterError if this machine already calls something by the name of a node."""
+    """Raise DevClusterError if this machine already calls something by the name of a node."""
     names = {CONTROL, *(node.name for node in description.nodes)}
     for line in HOSTS.read_text().splitlines():
         taken = names & set(line.partition("#")[0].split()[1:])
         if taken and not line.endswith(HOSTS_MARK):
-            raise ClusterError(f"{HOSTS} already has a host called {min(taken)}: {line.strip()!r}; rename the node")
+            raise DevClusterError(f"{HOSTS} already has a host called {min(taken)}: {line.strip()!r}; rename the node")
 
 
 def _make_host(host: str, host_address: str) -> None:
@@ -129,7 +129,7 @@ def _set_address(ip: list[str], device: str, host_address: str) -> None:
     run(*ip, "address", "replace", f"{host_address}/24", "dev", device)
 
 
-def _shape(node: Node) -> bool:
+def _shape(node: DevNode) -> bool:
     """Limit both directions of the node's link; returns whether the latency could be added too."""
     rate_bits_s = round(node.bandwidth_mbit_s * 1e6)
     burst_bytes = max(LEAST_BURST_BYTES, math.ceil(rate_bits_s / 8 * BURST_MS / 1000))

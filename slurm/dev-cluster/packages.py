@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Callable
 
 from commands import run, succeeds
-from errors import ClusterError
+from errors import DevClusterError
 
 # Without mariadb-server: it would start a database of its own, and ours needs the programs only.
 PACKAGES = (
@@ -28,7 +28,7 @@ def install_missing(say: Callable[[str], None]) -> None:
     if not missing:
         return
     if shutil.which("apt-get") is None:
-        raise ClusterError(f"{', '.join(missing)} are not installed, and there is no apt-get to install them with")
+        raise DevClusterError(f"{', '.join(missing)} are not installed, and there is no apt-get to install them with")
     say(f"installing by apt-get: {' '.join(missing)}")
     apt_get = ["apt-get", "-o", "DPkg::Lock::Timeout=120", "--quiet", "--yes"]
     run(*apt_get, "update", timeout_s=INSTALL_TIMEOUT_S)
@@ -47,5 +47,5 @@ def install_missing(say: Callable[[str], None]) -> None:
 def _installed(package: str) -> bool:
     try:
         return run("dpkg-query", "--show", "--showformat=${db:Status-Status}", package) == "installed"
-    except ClusterError:  # no such package is known
+    except DevClusterError:  # no such package is known
         return False

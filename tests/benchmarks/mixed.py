@@ -16,7 +16,7 @@ from tabulate import tabulate
 from auto3d.capture.model import CapturedModel, capture
 from auto3d.cluster import place_ranks
 from auto3d.cost.tables import WorkTables
-from auto3d.partition.uniform import uniform
+from auto3d.partition.methods.uniform import uniform
 from auto3d.plan import Plan
 from auto3d.runtime.emulation import Emulation
 from auto3d.search.search import Search

@@ -32,8 +32,8 @@ from auto3d.capture.graph import Graph
 from auto3d.capture.interpolate import interpolate
 from auto3d.capture.model import capture
 from auto3d.partition.cost import PartitionCosts, analytic
-from auto3d.partition.rannc import BLOCKS, StageSearch, atomic_subcomponents, find_units, form_blocks
-from auto3d.partition.rannc.profile import Profiles
+from auto3d.partition.methods.rannc import BLOCKS, StageSearch, atomic_subcomponents, find_units, form_blocks
+from auto3d.partition.methods.rannc.profile import Profiles
 
 NODES, DEVICES_PER_NODE = 4, 8
 DEVICE = {"flops_per_s": 15.7e12, "memory_bandwidth": 900e9, "bandwidth": 25e9, "memory_bytes": 32e9}

@@ -33,8 +33,8 @@ from auto3d.cluster import place_ranks
 from auto3d.plan import Plan, stages_of_operations
 from auto3d.runtime import rank
 from auto3d.runtime.data import Batches, DataSettings, InputField
-from auto3d.runtime.memory import PeakMemory
 from auto3d.runtime.optimizer import build_optimizer
+from auto3d.runtime.peak_memory import PeakMemory
 from auto3d.runtime.rank import build_rank
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
 from auto3d.runtime.world import World, join, leave

@@ -16,9 +16,9 @@ from tabulate import tabulate
 
 from auto3d.cost.model import CostModel
 from auto3d.plan import Plan
-from auto3d.search.annealing import annealing
-from auto3d.search.exhaustive import exhaustive
-from auto3d.search.random_search import random_search
+from auto3d.search.algorithms.annealing import annealing
+from auto3d.search.algorithms.exhaustive import exhaustive
+from auto3d.search.algorithms.random_search import random_search
 from auto3d.search.search import Budget, Search
 from launch.model.search import search_recipe
 from launch.recipe.load import load

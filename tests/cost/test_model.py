@@ -14,13 +14,12 @@ from auto3d.cost.layers import Layer, times_of_layers, work_of_layers
 from auto3d.cost.model import CostModel, Training
 from auto3d.cost.times import times_of
 from auto3d.cost.work import work_of
-from auto3d.partition.blocks import blocks
 from auto3d.partition.merak import shard
+from auto3d.partition.methods.blocks import blocks
 from auto3d.plan import Plan, stages_between
 from auto3d.runtime.data import DataSettings, InputField
 from auto3d.schedule.shape import shape
-from auto3d.simulate.costs import Costs
-from auto3d.simulate.costs import Link as Message
+from auto3d.simulate.costs import Costs, MessageCost
 
 BLOCK = Layer(parameters=1e6, flops=4e9, products=4, traffic=4e6, saved=2e6, output=1e5, reductions=2)
 LAYERS = [BLOCK] * 8
@@ -36,7 +35,7 @@ def costs(**changes) -> Costs:
         "recompute": (1.0, 2.0),
         "sync": (3.0, 5.0),
         "update": (0.0, 0.25),
-        "links": (Message(forward=0.5, backward=0.5),),
+        "messages": (MessageCost(forward=0.5, backward=0.5),),
         "speed": (1.0, 1.0),
     }
     return Costs(**given | changes)
@@ -52,7 +51,7 @@ def test_chimera_equation_1():
     schedule = shape("chimera", devices=6, micro_batches=6, options={})
     equal = {name: (time,) * 6 for name, time in (("forward", 1.0), ("backward", 2.0), ("recompute", 0.0))}
     equal |= {"backward_input": (1.0,) * 6, "backward_weight": (1.0,) * 6, "update": (0.0,) * 6, "speed": (1.0,) * 6}
-    given = costs(**equal, sync=(0.0,) * 6, links=(Message(latency=0.01, forward=0.09, backward=0.09),) * 5)
+    given = costs(**equal, sync=(0.0,) * 6, messages=(MessageCost(latency=0.01, forward=0.09, backward=0.09),) * 5)
     assert chimera_s(schedule, given) == pytest.approx(6 * 1.1 + 10 * 2.1)
     slow = replace(given, sync=(7.0,) * 6)
     assert 0 < chimera_s(schedule, slow) - chimera_s(schedule, given) <= 2 * 7.0  # two stages to each device, lazily

@@ -11,7 +11,7 @@ from auto3d.cost.model import FRAGMENTATION, CostModel, Training
 from auto3d.cost.work import work_of
 from auto3d.errors import InputError
 from auto3d.partition.merak import shard
-from auto3d.partition.uniform import uniform
+from auto3d.partition.methods.uniform import uniform
 from auto3d.plan import Plan, stages_between
 from auto3d.runtime.settings import state_copies
 from auto3d.schedule import SCHEDULES, build_schedule, samples_at_once

@@ -12,9 +12,10 @@ from auto3d.cost.profile import MessageTimes, ModelTimes, Profile, ProfileError,
 from auto3d.cost.work import work_of
 from auto3d.partition.merak import shard
 from auto3d.plan import Plan, stages_between
-from auto3d.runtime import profile as runtime_profile
+from auto3d.runtime import link_timing, profiler, subgraph_timing
+from auto3d.runtime.distinct_subgraphs import distinct_subgraphs
 from auto3d.runtime.measurement import Status
-from auto3d.runtime.profile import Measured, distinct_subgraphs, measure
+from auto3d.runtime.profiler import MachineTimes, measure
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
 from launch.run.ranks import run_ranks
 from tests.models import MODELS, captured
@@ -36,12 +37,14 @@ SETTING = Setting(device="cpu", accelerator="device", devices_per_node=2, thread
 @pytest.fixture
 def short(monkeypatch):
     """As few repetitions as there can be."""
-    for name, value in {"ROUNDS": 2, "TURN_S": 0.0, "LOAD_S": 0.0, "REDUCE_SIZES": (16, 4096)}.items():
-        monkeypatch.setattr(runtime_profile, name, value)
-    monkeypatch.setattr(runtime_profile, "MESSAGE_SIZES", (1024, 65536))
+    monkeypatch.setattr(profiler, "ROUNDS", 2)
+    monkeypatch.setattr(profiler, "LOAD_S", 0.0)
+    monkeypatch.setattr(subgraph_timing, "ROUND_S", 0.0)
+    monkeypatch.setattr(link_timing, "ALL_REDUCE_SIZES", (16, 4096))
+    monkeypatch.setattr(link_timing, "MESSAGE_SIZES", (1024, 65536))
 
 
-def measured(models, data) -> Measured:
+def measured(models, data) -> MachineTimes:
     outcome = run_ranks(2, lambda world, report: measure(models, SETTINGS, data, world, seed=1), timeout_s=120)
     assert outcome.status is Status.OK, outcome.error
     return outcome.result
@@ -64,7 +67,7 @@ def test_a_real_profile(name, short):
     if name == "gpt2":  # words; positions and attention; perceptron and attention in turn; norm; head and loss
         assert size.kinds == (0, 1, 2, 3, 2, 3, 2, 3, 2, 4, 5)
 
-    assert all(one.repetitions >= 2 * runtime_profile.LEAST_REPETITIONS for one in size.subgraphs)
+    assert all(one.repetitions >= 2 * subgraph_timing.MIN_REPETITIONS for one in size.subgraphs)
     assert np.all(size.seconds > 0)
     saved = [size.subgraphs[kind].saved_bytes for kind in size.kinds]
     work = work_of(model.graph, bounds)
@@ -153,7 +156,7 @@ def test_what_the_cost_model_makes_of_it():
     link = profile.messages.link
     assert (link.latency_s, link.bandwidth) == (pytest.approx(1e-3), pytest.approx(1e6))
     assert profile.messages.handling == (pytest.approx(1e-3), pytest.approx(0, abs=1e-12))
-    assert [profile.all_reduce.of(2, size) for size in (16, 508, 1000, 3000)] == pytest.approx(
+    assert [profile.all_reduce.interpolate(2, size) for size in (16, 508, 1000, 3000)] == pytest.approx(
         [1e-3, 1.5e-3, 2e-3, 6e-3]
     )
 
@@ -175,7 +178,7 @@ def test_what_the_cost_model_makes_of_it():
     )
     parameters = sum(np.prod(value.shape) for value in graphs[4].parameters.values())
     compute = 2 * (whole + 12.0 * len(wanted)) + parameters * 1e-9
-    reduced = profile.all_reduce.of(2, 4 * parameters) + profile.all_reduce.of(2, 16)
+    reduced = profile.all_reduce.interpolate(2, 4 * parameters) + profile.all_reduce.interpolate(2, 16)
     assert model.seconds(plan) == pytest.approx(1.5 * compute + reduced)
 
 

@@ -8,8 +8,8 @@ from random import Random
 
 from auto3d.capture.graph import Graph
 from auto3d.partition.merak import shard
+from auto3d.partition.methods.uniform import uniform
 from auto3d.partition.recompute import subgraph_starts
-from auto3d.partition.uniform import uniform
 from auto3d.plan import Plan
 from auto3d.schedule import SCHEDULES, build_schedule
 from auto3d.schedule.operation import Schedule

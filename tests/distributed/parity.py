@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from auto3d.capture.describe import is_random
 from auto3d.capture.skeleton import seed_all
 from auto3d.cluster import place_ranks
-from auto3d.partition.uniform import uniform
+from auto3d.partition.methods.uniform import uniform
 from auto3d.plan import Plan
 from auto3d.runtime.data import Batches
 from auto3d.runtime.optimizer import build_optimizer

@@ -22,7 +22,7 @@ import transformers
 from tabulate import tabulate
 
 from auto3d.errors import InputError
-from auto3d.partition.uniform import uniform
+from auto3d.partition.methods.uniform import uniform
 from auto3d.runtime.measurement import Environment
 from auto3d.runtime.rank import check_plan
 from auto3d.runtime.settings import TrainingSettings

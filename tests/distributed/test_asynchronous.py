@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from auto3d.runtime.rank import schedules_of
-from auto3d.schedule.memory import weight_copies
+from auto3d.runtime.layout import schedules_of
+from auto3d.schedule.weight_versions import weight_copies
 from tests.distributed.asynchronous import (
     ITERATIONS,
     NO_CLIPPING,

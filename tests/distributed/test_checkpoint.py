@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from auto3d.partition.uniform import uniform
+from auto3d.partition.methods.uniform import uniform
 from auto3d.plan import Plan
 from auto3d.runtime.checkpoint import CheckpointError, Checkpoints, newest
 from auto3d.runtime.settings import TrainingSettings

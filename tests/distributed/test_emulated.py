@@ -11,12 +11,12 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from auto3d.capture.model import CapturedModel, capture
-from auto3d.partition.uniform import uniform
+from auto3d.partition.methods.uniform import uniform
 from auto3d.plan import Plan
 from auto3d.runtime import emulated
 from auto3d.runtime.emulated import DeviceClock
 from auto3d.runtime.emulation import Emulation
-from auto3d.runtime.memory import PeakMemory
+from auto3d.runtime.peak_memory import PeakMemory
 from auto3d.runtime.rank import build_rank
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.training import TrainingResult, train

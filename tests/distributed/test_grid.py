@@ -5,8 +5,8 @@ from functools import lru_cache
 import numpy as np
 import pytest
 
+from auto3d.partition.methods.uniform import uniform
 from auto3d.partition.stage import cut
-from auto3d.partition.uniform import uniform
 from tests.distributed.grid import SAMPLES, Cell, pairwise, plan_of, schedule_of, whole
 from tests.distributed.parity import SGD, assert_buffers, assert_parity, plain_pytorch, run_rank
 from tests.models import captured

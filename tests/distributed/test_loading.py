@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from auto3d.partition.uniform import uniform
-from auto3d.runtime import executor
+from auto3d.partition.methods.uniform import uniform
+from auto3d.runtime import inputs
 from tests.distributed import asynchronous
 from tests.distributed.parity import SGD, make_plan, run_rank
 from tests.models import captured
@@ -26,12 +26,12 @@ class OwnMemory:
 
 
 def with_a_thread(world, train, *arguments):
-    before = executor.memory_of
-    executor.memory_of = lambda device: OwnMemory()
+    before = inputs.pinned_memory_of
+    inputs.pinned_memory_of = lambda device: OwnMemory()
     try:
         return train(world, *arguments)
     finally:
-        executor.memory_of = before
+        inputs.pinned_memory_of = before
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from auto3d.capture.graph import Graph
-from auto3d.partition import Request, partition
+from auto3d.partition import PartitionRequest, partition
 from auto3d.partition.cost import analytic
 from auto3d.partition.merak import shard
+from auto3d.partition.methods.uniform import uniform
 from auto3d.partition.stage import cut
-from auto3d.partition.uniform import uniform
 from auto3d.plan import PlanError, stages_between, stages_of_operations
 from auto3d.schedule.operation import Schedule, parse
 from tests.distributed.grid import shares_of
@@ -98,10 +98,10 @@ def test_stages_of_every_partitioner_train(processes, model, method, pp):
     graph = graph_at(2)
     weights = sum(value.bytes for value in graph.parameters.values())
     memory = 4 * weights * 1.3 / pp + 250_000 if method == "rannc" else float("inf")  # so little that it must divide
-    request = Request(
+    request = PartitionRequest(
         graph_at=graph_at,
         costs_of=lambda graph: analytic(graph, memory_bytes=memory),
-        sharding=shard(graph),
+        cuts=shard(graph).bounds,
         stages=None if method == "rannc" else pp,
         micro_batch_size=2,
         global_batch=GLOBAL_BATCH,

@@ -9,7 +9,7 @@ from torch import nn
 
 from auto3d.plan import Plan
 from auto3d.runtime import sharded_optimizer
-from auto3d.runtime.optimizer import build_optimizer, make_state, own_share, update
+from auto3d.runtime.optimizer import build_optimizer, local_optimizer, make_state, update
 from auto3d.runtime.rank import build_rank
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.settings import TrainingSettings
@@ -54,7 +54,7 @@ def sizes(world, plan: Plan) -> tuple[int, int]:
         rank = build_rank(captured("gpt2", samples_at_once(plan)), plan, settings, TEXT, world)
         list(rank.executor.run(rank.programs[0], 0))
         (optimizer, _) = next(iter(rank.executor._optimizers.values()))
-        states = own_share(optimizer).state.values()
+        states = local_optimizer(optimizer).state.values()
         held = sum(state["momentum_buffer"].numel() for state in states)
         return held, sum(p.numel() for p in rank.parameters.values() if p.requires_grad)
     finally:
@@ -91,7 +91,7 @@ def updated(world, sharded: bool, parameters: int) -> tuple[list[torch.Tensor], 
         dist.broadcast = counting
         group = new_group(range(world.size), 60, device=CPU)
         run_ahead = RunAhead(CPU, 60)
-        optimizer, _ = build_optimizer(parameters, ADAMW, iterations=2, shared_by=group if sharded else None)
+        optimizer, _ = build_optimizer(parameters, ADAMW, iterations=2, shard_over=group if sharded else None)
         make_state(optimizer)
         for _ in range(2):
             for parameter in parameters:

@@ -11,11 +11,11 @@ import torch
 
 from auto3d.capture.graph import Graph
 from auto3d.cluster import place_ranks
-from auto3d.partition import Request, partition
+from auto3d.partition import PartitionRequest, partition
 from auto3d.partition.cost import analytic
 from auto3d.partition.merak import shard
+from auto3d.partition.methods.uniform import uniform
 from auto3d.partition.stage import cut
-from auto3d.partition.uniform import uniform
 from auto3d.plan import Plan, PlanError, StagePlan, stages_between
 from auto3d.runtime.data import Batches
 from auto3d.runtime.rank import build_rank, check_plan
@@ -185,16 +185,16 @@ def test_what_rannc_finds_is_a_plan_that_trains(processes, model, memory):
         return captured(model, size).graph
 
     weights = sum(value.bytes for value in graph_at(1).parameters.values())
-    request = Request(
+    request = PartitionRequest(
         graph_at=graph_at,
         costs_of=partial(analytic, memory_bytes=4 * weights * memory),
-        sharding=shard(graph_at(1)),
+        cuts=shard(graph_at(1)).bounds,
         stages=None,
         micro_batch_size=1,
         global_batch=16,
         nodes=1,
         devices_per_node=4,
-        equal_shares=True,
+        equal_slices=True,
     )
     found = partition("rannc", request)
     plan = plan_of(found, request, seed=5)

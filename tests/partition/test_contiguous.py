@@ -8,9 +8,9 @@ from itertools import combinations, pairwise
 import pytest
 
 from auto3d.capture.graph import Graph, Value
-from auto3d.partition.autopipe import autopipe
 from auto3d.partition.cost import PartitionCosts, analytic, parameter_bytes, saved_bytes
-from auto3d.partition.layer_assignment import layer_assignment
+from auto3d.partition.methods import autopipe, layer_assignment
+from auto3d.partition.problem import GraphProblem
 from auto3d.partition.stage import PartitionError, crossing_bytes, cut
 from tests.models import captured
 from tests.partition.test_uniform import chain
@@ -75,11 +75,11 @@ def test_autopipe_is_the_best_as_by_brute_force():
         if not possible:
             refused += 1
             with pytest.raises(PartitionError):
-                autopipe(graph, costs, stages)
+                autopipe.choose_stages(GraphProblem(graph=graph, costs=costs, stages=stages))
             continue
         slowest = min(slowest for slowest, _ in possible)
         fewest = min(sent for time, sent in possible if time <= slowest + 1e-12)
-        found = autopipe(graph, costs, stages)
+        found = autopipe.choose_stages(GraphProblem(graph=graph, costs=costs, stages=stages))
         bounds = [0, *(stage.operations[-1][1] for stage in found)]
         assert fits(graph, costs, bounds)
         times = [sum(costs.forward_s[a:b]) + sum(costs.backward_s[a:b]) for a, b in pairwise(bounds)]
@@ -103,11 +103,14 @@ def test_layer_assignment_is_the_best_as_by_brute_force():
             return (micro_batches - 1) * max(times) + sum(times) + messages
 
         possible = [pipeline(bounds, times) for bounds, times in every_partition(graph, costs, stages)]
+        problem = GraphProblem(
+            graph=graph, costs=costs, stages=stages, micro_batches=micro_batches, speeds=tuple(speeds or ())
+        )
         if not possible:
             with pytest.raises(PartitionError):
-                layer_assignment(graph, costs, stages, micro_batches=micro_batches, speeds=speeds)
+                layer_assignment.choose_stages(problem)
             continue
-        found = layer_assignment(graph, costs, stages, micro_batches=micro_batches, speeds=speeds)
+        found = layer_assignment.choose_stages(problem)
         bounds = [0, *(stage.operations[-1][1] for stage in found)]
         times = [sum(costs.forward_s[a:b]) + sum(costs.backward_s[a:b]) for a, b in pairwise(bounds)]
         assert pipeline(bounds, times) == pytest.approx(min(possible), abs=1e-9)
@@ -120,7 +123,9 @@ def test_real_models_are_balanced_within_their_largest_operations(model, stages)
     costs = analytic(graph)
     total = sum(costs.forward_s) + sum(costs.backward_s)
     largest = max(f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True))
-    for found in (autopipe(graph, costs, stages), layer_assignment(graph, costs, stages, micro_batches=64)):
+    problem = GraphProblem(graph=graph, costs=costs, stages=stages, micro_batches=64)
+    for method in (autopipe, layer_assignment):
+        found = method.choose_stages(problem)
         cut(graph, found)
         times = [
             sum(costs.forward_s[slice(*stage.operations[0])]) + sum(costs.backward_s[slice(*stage.operations[0])])
@@ -132,6 +137,6 @@ def test_real_models_are_balanced_within_their_largest_operations(model, stages)
 def test_a_model_that_no_device_holds_is_refused():
     graph = captured("gpt2", 2).graph
     with pytest.raises(PartitionError, match=r"2 stages do not fit devices of 0.0 GiB; more stages"):
-        autopipe(graph, analytic(graph, memory_bytes=1e5), 2)
+        autopipe.choose_stages(GraphProblem(graph=graph, costs=analytic(graph, memory_bytes=1e5), stages=2))
     with pytest.raises(PartitionError, match=r"operations of the model cost anything"):
-        autopipe(graph, analytic(graph), 1000)
+        autopipe.choose_stages(GraphProblem(graph=graph, costs=analytic(graph), stages=1000))

@@ -7,11 +7,16 @@ import pytest
 
 from auto3d.capture.graph import Graph
 from auto3d.partition.cost import analytic, parameter_bytes, saved_bytes
-from auto3d.partition.rannc.atomic import Subcomponent, atomic_subcomponents, constant_operations, stage_of_operations
-from auto3d.partition.rannc.blocks import form_blocks
-from auto3d.partition.rannc.dag import MergingGraph, topological_order
-from auto3d.partition.rannc.profile import Profiles
-from auto3d.partition.rannc.units import Units, find_units
+from auto3d.partition.methods.rannc.atomic import (
+    Subcomponent,
+    atomic_subcomponents,
+    constant_operations,
+    stage_of_operations,
+)
+from auto3d.partition.methods.rannc.blocks import form_blocks
+from auto3d.partition.methods.rannc.dag import MergingGraph, topological_order
+from auto3d.partition.methods.rannc.profile import Profiles
+from auto3d.partition.methods.rannc.units import Units, find_units
 from auto3d.partition.stage import cut
 from auto3d.plan import stages_of_operations
 from tests.models import MODELS, captured

@@ -11,12 +11,12 @@ import pytest
 from auto3d.capture.graph import Graph, Value
 from auto3d.capture.interpolate import interpolate
 from auto3d.partition.cost import analytic, parameter_bytes, saved_bytes
-from auto3d.partition.rannc import RanncPartition, rannc
-from auto3d.partition.rannc.atomic import stage_of_operations
-from auto3d.partition.rannc.blocks import form_blocks
-from auto3d.partition.rannc.profile import Profiles
-from auto3d.partition.rannc.runs import Runs
-from auto3d.partition.rannc.stages import Choices, StageSearch, form_stages
+from auto3d.partition.methods.rannc import RanncPartition, rannc
+from auto3d.partition.methods.rannc.atomic import stage_of_operations
+from auto3d.partition.methods.rannc.blocks import form_blocks
+from auto3d.partition.methods.rannc.profile import Profiles
+from auto3d.partition.methods.rannc.runs import Runs
+from auto3d.partition.methods.rannc.stages import Choices, StageSearch, form_stages
 from auto3d.partition.stage import PartitionError, cut
 from auto3d.plan import stages_of_operations
 from tests.models import MODELS, captured
@@ -285,9 +285,9 @@ def test_replicas_share_samples_equally_where_a_plan_must():
     """Of 12 samples, five devices can be given equal shares only if no stage has five."""
     free = partition("bert", inf, nodes=1, devices_per_node=5)
     assert (len(free.stages), free.replicas) == (1, (5,))
-    equal = partition("bert", inf, nodes=1, devices_per_node=5, equal_shares=True, smallest_micro_batch=1)
+    equal = partition("bert", inf, nodes=1, devices_per_node=5, equal_slices=True, smallest_micro_batch=1)
     assert sum(equal.replicas) == 5
     assert all(12 % (equal.micro_batches * replicas) == 0 for replicas in equal.replicas)
     assert equal.samples == tuple(12 // (equal.micro_batches * replicas) for replicas in equal.replicas)
     with pytest.raises(PartitionError, match="12 samples cannot be shared equally by 5 devices and 1 blocks; a multi"):
-        partition("bert", inf, nodes=1, devices_per_node=5, equal_shares=True, blocks=1)
+        partition("bert", inf, nodes=1, devices_per_node=5, equal_slices=True, blocks=1)

@@ -3,13 +3,13 @@
 import pytest
 
 from auto3d.partition.merak import shard
+from auto3d.partition.methods.uniform import uniform
 from auto3d.partition.recompute import first_shares, keep_last, kept_shares, subgraph_starts
 from auto3d.partition.segment import segments
 from auto3d.partition.stage import cut
-from auto3d.partition.uniform import uniform
 from auto3d.plan import StagePlan
 from auto3d.schedule import build_schedule
-from auto3d.schedule.memory import in_flight
+from auto3d.schedule.in_flight import in_flight
 from tests.models import MODELS, captured
 
 

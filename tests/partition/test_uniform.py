@@ -6,8 +6,8 @@ from itertools import combinations, pairwise
 import pytest
 
 from auto3d.capture.graph import Graph, Node, Value
+from auto3d.partition.methods.uniform import TOLERANCE, uniform
 from auto3d.partition.stage import PartitionError, crossing_bytes, cut, same_stages
-from auto3d.partition.uniform import TOLERANCE, uniform
 from auto3d.plan import PlanError, stages_between, stages_of_operations
 from launch.model.build import captured_model
 from launch.recipe.load import load

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 import auto3d
 from auto3d.capture.model import CapturedModel
 from auto3d.plan import Plan
+from auto3d.runtime import backend
 from auto3d.runtime import rank as rank_module
 from auto3d.runtime import world as world_module
 from auto3d.runtime.data import DataSettings
@@ -532,7 +533,7 @@ def fake_device(record: Record) -> Iterator[Watch]:
 
 @contextmanager
 def _made_before() -> Iterator[None]:
-    """Initial weights are drawn by the model's own code, on the CPU, and shares of it captured outside of all this."""
+    """Initial weights are drawn by the model's own code, on the CPU, and slices of it captured outside of all this."""
 
     def outside(function: Callable) -> Callable:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -541,10 +542,10 @@ def _made_before() -> Iterator[None]:
 
         return call
 
-    names = ("materialize", "share_of", "resplit_dimensions")
+    functions = ((backend, "materialize"), (rank_module, "lay_out_plan"), (rank_module, "lay_out_rank"))
     with ExitStack() as stack:
-        for name in names:
-            stack.enter_context(patch.object(rank_module, name, outside(getattr(rank_module, name))))
+        for module, name in functions:
+            stack.enter_context(patch.object(module, name, outside(getattr(module, name))))
         yield
 
 
@@ -555,7 +556,7 @@ def run_rank(
     record = Record()
     world = World(rank=rank, size=plan.ranks, local_rank=DEVICE.index, meeting_point="file:///nowhere")
     # Each rank is on a GPU of its own, which this process cannot tell apart from the others'.
-    places = patch.object(world_module, "gather_places", lambda own, **_: [own] * plan.ranks, create=True)
+    places = patch.object(world_module, "gather_rank_devices", lambda own, **_: [own] * plan.ranks, create=True)
     with fake_device(record) as watch, _made_before(), places:
         join(world, device=world.device("cuda"), timeout_s=60)
         try:

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from auto3d.runtime.backend_errors import is_nccl_timeout, is_own_failure
-from auto3d.runtime.out_of_memory import is_out_of_memory, words_of
+from auto3d.runtime.backend_errors import is_local_failure, is_nccl_timeout
+from auto3d.runtime.out_of_memory import is_out_of_memory, out_of_memory_line
 from auto3d.runtime.waiting import PeerLostError, WaitTimeoutError, naming_lost_peers, waiting_for
 
 HINTS = """
@@ -111,14 +111,14 @@ def test_running_out_of_memory_is_recognised(error):
 
 
 def test_the_line_that_says_so_is_found():
-    assert words_of(OUT_OF_MEMORY[2]) == "CUDA error: out of memory"
-    assert words_of(OUT_OF_MEMORY[11]) == "Failed to CUDA calloc 8388608 bytes"
-    assert words_of(MemoryError()) == "MemoryError"
+    assert out_of_memory_line(OUT_OF_MEMORY[2]) == "CUDA error: out of memory"
+    assert out_of_memory_line(OUT_OF_MEMORY[11]) == "Failed to CUDA calloc 8388608 bytes"
+    assert out_of_memory_line(MemoryError()) == "MemoryError"
 
 
 @pytest.mark.parametrize("error", OF_THIS_RANK)
 def test_a_failure_of_this_rank_is_no_lost_connection(error):
-    assert is_own_failure(error)
+    assert is_local_failure(error)
     assert not is_out_of_memory(error)
     with pytest.raises(type(error)), naming_lost_peers(), waiting_for("a message", 60):
         raise error
@@ -128,7 +128,7 @@ def test_a_failure_of_this_rank_is_no_lost_connection(error):
 
 @pytest.mark.parametrize("error", PEER_GONE)
 def test_another_rank_that_is_gone_is_a_lost_connection(error):
-    assert not is_own_failure(error)
+    assert not is_local_failure(error)
     assert not is_nccl_timeout(error)
     lost = pytest.raises(PeerLostError, match="was waiting for a message when the connection broke")
     with lost, waiting_for("a message", 60):
@@ -139,7 +139,7 @@ def test_another_rank_that_is_gone_is_a_lost_connection(error):
 
 @pytest.mark.parametrize("error", PEER_LATE)
 def test_another_rank_that_is_late_is_a_timeout(error):
-    assert not is_own_failure(error)
+    assert not is_local_failure(error)
     late = pytest.raises(WaitTimeoutError, match="waited for a message until NCCL's time-out")
     with late, waiting_for("a message", 60):
         raise error

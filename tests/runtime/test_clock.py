@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from auto3d.runtime import profile
+from auto3d.runtime import subgraph_timing
 from auto3d.runtime.clock import CpuClock, CudaClock, clock_of
+from auto3d.runtime.link_timing import time_communication
 
 GPU = torch.device("cuda", 0)
 SECONDS = {"forward": 3.0, "backward": 5.0, "backward_input": 2.0, "backward_weight": 4.0}
@@ -42,7 +43,7 @@ class FakeEvent:
         return 1000 * (later.time - self.time)
 
 
-class FakePart:
+class FakeSubgraph:
     """A subgraph that takes SECONDS, a tenth more with each repetition."""
 
     def __init__(self, gpu: FakeGpu) -> None:
@@ -67,11 +68,11 @@ def gpu(monkeypatch):
 
 
 def test_subgraphs_on_a_gpu_are_queued_and_waited_for_together(gpu, monkeypatch):
-    monkeypatch.setattr(profile, "TURN_S", 0.0)
-    whole, split = FakePart(gpu), FakePart(gpu)
-    found = profile.turn(whole, split, CudaClock(GPU))
+    monkeypatch.setattr(subgraph_timing, "ROUND_S", 0.0)
+    whole, split = FakeSubgraph(gpu), FakeSubgraph(gpu)
+    found = subgraph_timing.time_subgraph(whole, split, CudaClock(GPU))
     assert gpu.synchronisations == 1
-    assert len(found) == CudaClock.queued >= profile.LEAST_REPETITIONS
+    assert len(found) == CudaClock.queued >= subgraph_timing.MIN_REPETITIONS
     for number, times in enumerate(found, start=2):  # the first is not measured
         factor = 1 + number / 10
         assert times == pytest.approx((3 * factor, 5 * factor, 4 * factor))
@@ -79,9 +80,9 @@ def test_subgraphs_on_a_gpu_are_queued_and_waited_for_together(gpu, monkeypatch)
 
 def test_a_turn_lasts_as_long_as_it_should_with_one_synchronisation_for_many_repetitions(gpu, monkeypatch):
     host = iter(range(1000))
-    monkeypatch.setattr(profile, "perf_counter", lambda: float(next(host)))
-    monkeypatch.setattr(profile, "TURN_S", 4.5)
-    found = profile.turn(FakePart(gpu), FakePart(gpu), CudaClock(GPU))
+    monkeypatch.setattr(subgraph_timing, "perf_counter", lambda: float(next(host)))
+    monkeypatch.setattr(subgraph_timing, "ROUND_S", 4.5)
+    found = subgraph_timing.time_subgraph(FakeSubgraph(gpu), FakeSubgraph(gpu), CudaClock(GPU))
     assert gpu.synchronisations == 5
     assert len(found) == 5 * CudaClock.queued
 
@@ -90,18 +91,18 @@ def test_messages_on_a_gpu_are_queued_too(gpu):
     def there_and_back() -> None:
         gpu.busy_until += 2.0
 
-    assert profile.seconds_of(there_and_back, CudaClock(GPU)) == pytest.approx(2.0)
+    assert time_communication(there_and_back, CudaClock(GPU)) == pytest.approx(2.0)
     assert gpu.synchronisations == 1
     assert gpu.busy_until == 2.0 * CudaClock.queued
 
 
 def test_a_cpu_is_timed_by_its_host(monkeypatch):
-    monkeypatch.setattr(profile, "TURN_S", 0.0)
+    monkeypatch.setattr(subgraph_timing, "ROUND_S", 0.0)
     clock = clock_of(torch.device("cpu"))
     assert isinstance(clock, CpuClock)
     assert isinstance(clock_of(GPU), CudaClock)
     work = FakeGpu()
     monkeypatch.setattr("auto3d.runtime.clock.perf_counter", lambda: work.busy_until)
-    found = profile.turn(FakePart(work), FakePart(work), clock)
-    assert len(found) == profile.LEAST_REPETITIONS
+    found = subgraph_timing.time_subgraph(FakeSubgraph(work), FakeSubgraph(work), clock)
+    assert len(found) == subgraph_timing.MIN_REPETITIONS
     assert found[0] == pytest.approx((3 * 1.2, 5 * 1.2, 4 * 1.2))

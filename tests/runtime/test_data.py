@@ -55,7 +55,7 @@ def test_the_default_corpus_is_python_source():
 
 def test_data_that_is_not_there_or_too_short(tmp_path):
     (tmp_path / "short.txt").write_text("abc")
-    with pytest.raises(DataError, match="3 bytes in 1 files; one sample needs 33"):
+    with pytest.raises(DataError, match="3 bytes in 1 file; one sample needs 33"):
         read_corpus((str(tmp_path / "short.txt"),), 33)
     with pytest.raises(DataError, match="No such file"):
         read_corpus((str(tmp_path / "none.txt"),), 33)

@@ -8,8 +8,8 @@ import torch
 
 from auto3d.errors import InputError
 from auto3d.partition.cost import analytic
+from auto3d.partition.methods.uniform import uniform
 from auto3d.partition.stage import cut
-from auto3d.partition.uniform import uniform
 from auto3d.plan import stages_between
 from auto3d.runtime.data import Batches
 from auto3d.runtime.emulated import DeviceClock, EmulatedStage

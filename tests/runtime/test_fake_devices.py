@@ -19,7 +19,8 @@ import torch
 
 from auto3d.capture.model import CapturedModel, capture
 from auto3d.plan import Plan
-from auto3d.runtime import gradient_sync, rank, stage_program
+from auto3d.runtime import gradient_sync, stage_program
+from auto3d.runtime.backend import RealBackend
 from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.executor import Executor
 from auto3d.runtime.randomness import Randomness
@@ -37,14 +38,14 @@ from tests.runtime.fake_gpu import Record, Refused
 
 ITERATIONS = 2
 WAITS = {  # for the loss and the norm, where the device has come to its end under a deadline
-    "aten::_local_scalar_dense in executor.py:_reduce_totals",
-    "aten::_local_scalar_dense in executor.py:_arrived_losses",
-    "an event in loading.py:_make_ahead",  # in the thread that makes inputs
+    "aten::_local_scalar_dense in totals.py:reduce",
+    "aten::_local_scalar_dense in totals.py:_next",
+    "an event in loading.py:_prefetch",  # in the thread that makes inputs
 }
 ON_CPU = {  # inputs, and AdamW's count of steps
     "data.py:<dictcomp>",
     "data.py:micro_batch",
-    "loading.py:_make_ahead",
+    "loading.py:_prefetch",
     "optimizer.py:update",
     "sharded_optimizer.py:step",
 }
@@ -170,13 +171,13 @@ def _gradients_on_the_cpu(make: Callable, parameters: list) -> torch.Tensor:
 
 
 def buffers_left_on_the_cpu() -> AbstractContextManager:
-    made = rank._state
+    made = RealBackend.state
 
     def state(*arguments: object, **options: object) -> dict[str, torch.Tensor]:
         tensors = made(*arguments, **options)
         return {name: t if isinstance(t, torch.nn.Parameter) else t.cpu() for name, t in tensors.items()}
 
-    return patch.object(rank, "_state", state)
+    return patch.object(RealBackend, "state", state)
 
 
 def the_meta_device_left() -> AbstractContextManager:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from auto3d.runtime.data import Batches, DataError, DataSettings, InputField
-from auto3d.runtime.loading import AHEAD, Loader, Need
+from auto3d.runtime.loading import PREFETCHED, Loader, Need
 
 TOKENS = DataSettings(
     source="synthetic",
@@ -100,7 +100,7 @@ def test_a_program_that_follows_finds_its_inputs_made():
     assert made.wait(timeout=20), "before the next program begins"
     loader.start(needs(6), iterations=1)
     take(loader, needs(6))
-    assert len(memory.pinned) == 2 * AHEAD, "the same memory, whatever has been needed"
+    assert len(memory.pinned) == 2 * PREFETCHED, "the same memory, whatever has been needed"
 
 
 def test_an_error_is_raised_as_it_is_where_its_micro_batch_is_needed():

@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from auto3d.capture.skeleton import seed_all
 from auto3d.runtime.materialize import InitialStateError, materialize
-from auto3d.runtime.memory import PeakMemory
+from auto3d.runtime.peak_memory import PeakMemory
 from tests.models import MODELS
 
 

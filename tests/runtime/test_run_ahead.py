@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from auto3d.runtime import run_ahead as run_ahead_module
+from auto3d.runtime.activity import THIS_RANK, ActivityBoard
 from auto3d.runtime.run_ahead import OPERATIONS_AHEAD, RunAhead
 from auto3d.runtime.waiting import WaitTimeoutError
-from auto3d.runtime.whereabouts import HERE, Board
 
 GPU = torch.device("cuda", 0)
 
@@ -48,9 +48,9 @@ def events(monkeypatch) -> Iterator[list[FakeEvent]]:
         return made[-1]
 
     monkeypatch.setattr(run_ahead_module.torch.cuda, "Event", make)
-    monkeypatch.setattr(HERE, "rank", 0)
-    board = Board(1)
-    monkeypatch.setattr(HERE, "_board", board)
+    monkeypatch.setattr(THIS_RANK, "rank", 0)
+    board = ActivityBoard(1)
+    monkeypatch.setattr(THIS_RANK, "_board", board)
     return made
 
 

@@ -6,8 +6,9 @@ from itertools import pairwise
 import pytest
 
 from auto3d.schedule import build_schedule
-from auto3d.schedule.memory import peak_activations, weight_copies
+from auto3d.schedule.in_flight import peak_activations
 from auto3d.schedule.operation import Kind, Schedule
+from auto3d.schedule.weight_versions import weight_copies
 from tests.schedule.reference import critical_path, idle, idle_inside, makespan, spans
 from tests.schedule.samples import sizes
 

@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 from auto3d.errors import InputError
 from auto3d.schedule import SCHEDULES, build_schedule
-from auto3d.schedule.memory import peak_activations, weight_copies
+from auto3d.schedule.in_flight import peak_activations
 from auto3d.schedule.operation import Kind, Operation, Schedule, parse
+from auto3d.schedule.weight_versions import weight_copies
 from tests.schedule.samples import by_hand, schedules
 
 

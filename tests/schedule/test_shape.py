@@ -4,7 +4,7 @@ import pytest
 
 from auto3d.errors import InputError
 from auto3d.schedule import SCHEDULES, build_schedule
-from auto3d.schedule.memory import holdings, in_flight
+from auto3d.schedule.in_flight import holdings, in_flight
 from auto3d.schedule.operation import Kind
 from auto3d.schedule.shape import shape
 

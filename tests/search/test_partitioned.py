@@ -2,7 +2,7 @@
 
 import pytest
 
-from auto3d.partition import Partition, Request, partition
+from auto3d.partition import Partition, PartitionRequest, partition
 from auto3d.partition.cost import analytic
 from auto3d.partition.merak import shard
 from auto3d.plan import PlanError, stages_between
@@ -10,14 +10,14 @@ from auto3d.search.partitioned import plan_of
 from tests.models import captured
 
 
-def request_of(global_batch: int, **settings) -> Request:
+def request_of(global_batch: int, **settings) -> PartitionRequest:
     graph = captured("gpt2", 1).graph
-    return Request(
+    return PartitionRequest(
         graph_at=lambda size: captured("gpt2", size).graph,
         costs_of=analytic,
-        sharding=shard(graph),
+        cuts=shard(graph).bounds,
         global_batch=global_batch,
-        **{"stages": None, "micro_batch_size": 2, "nodes": 2, "devices_per_node": 2, "equal_shares": True} | settings,
+        **{"stages": None, "micro_batch_size": 2, "nodes": 2, "devices_per_node": 2, "equal_slices": True} | settings,
     )
 
 

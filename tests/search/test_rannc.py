@@ -8,8 +8,8 @@ from auto3d.cost.work import work_of
 from auto3d.errors import InputError
 from auto3d.partition.merak import shard
 from auto3d.plan import Plan
+from auto3d.search.algorithms.rannc import message_link, rannc
 from auto3d.search.make import PlanMaker, shortage_of
-from auto3d.search.rannc import message_link, rannc
 from auto3d.search.search import Budget, Search
 from auto3d.search.space import Domain, SearchSpace, Task
 from auto3d.search.subject import CapturedSubject

@@ -14,12 +14,11 @@ from auto3d.plan import PlanError
 from auto3d.schedule import SCHEDULES
 from auto3d.schedule.shape import shape
 from auto3d.search.algorithms import run_algorithm
+from auto3d.search.algorithms.exhaustive import exhaustive
 from auto3d.search.bound import least_s
-from auto3d.search.exhaustive import exhaustive
 from auto3d.search.placement import PLACEMENTS, place
 from auto3d.search.space import EQUAL, UNEVEN, Candidate, Domain, SearchSpace, Task
-from auto3d.simulate.costs import Costs
-from auto3d.simulate.costs import Link as Message
+from auto3d.simulate.costs import Costs, MessageCost
 from auto3d.simulate.simulate import simulate
 from tests.search.cases import random_case, searched
 
@@ -182,7 +181,7 @@ def test_no_simulation_beats_its_bound(name):
                         recompute=times(0.0),
                         sync=times(0.0),
                         update=times(0.0),
-                        links=tuple(Message(latency=t / 4, forward=t, backward=t) for t in times(0.0)[1:]),
+                        messages=tuple(MessageCost(latency=t / 4, forward=t, backward=t) for t in times(0.0)[1:]),
                         speed=(1.0,) * form.devices,
                         overlap=random.random() < 0.5,
                     )

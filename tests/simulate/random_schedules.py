@@ -4,7 +4,7 @@ forwards, recomputation, backwards in halves, several iterations."""
 import random
 
 from auto3d.schedule.operation import Kind, Operation, Schedule
-from auto3d.simulate.costs import Costs, Link
+from auto3d.simulate.costs import Costs, MessageCost
 
 
 def random_schedule(chance: random.Random) -> Schedule:
@@ -95,8 +95,8 @@ def random_costs(chance: random.Random, schedule: Schedule) -> Costs:
         recompute=times(schedule.stages),
         sync=times(schedule.stages, 3 * communication),
         update=times(schedule.stages, 0.1),
-        links=tuple(
-            Link(latency=latency, forward=forward, backward=backward)
+        messages=tuple(
+            MessageCost(latency=latency, forward=forward, backward=backward)
             for latency, forward, backward in zip(
                 *(times(schedule.stages - 1, communication) for _ in range(3)), strict=True
             )

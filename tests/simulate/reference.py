@@ -51,7 +51,7 @@ def reference_times(schedule: Schedule, costs: Costs) -> dict[Place, tuple[float
             return 0.0
         if operation.kind == "U":
             return costs.update[stage] / speed
-        time = costs.of(operation.kind)[stage] * len(operation.micro_batches)
+        time = costs.times_of(operation.kind)[stage] * len(operation.micro_batches)
         if operation.kind in "BI" and stage in schedule.recompute:
             done = [m for p in makers("R", stage, operation.micro_batches) for m in at(p).micro_batches]
             time += costs.recompute[stage] * sum(m not in done for m in operation.micro_batches)
@@ -68,7 +68,7 @@ def reference_times(schedule: Schedule, costs: Costs) -> dict[Place, tuple[float
             return 0.0
         operation = at(place)
         forward = operation.kind is Kind.FORWARD
-        link = costs.links[operation.stage if forward else operation.stage - 1]
+        link = costs.messages[operation.stage if forward else operation.stage - 1]
         share = len(operation.micro_batches) / schedule.parts
         return link.latency + share * (link.forward if forward else link.backward)
 

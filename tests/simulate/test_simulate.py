@@ -10,7 +10,7 @@ from auto3d.errors import InputError
 from auto3d.schedule import SCHEDULES, build_schedule
 from auto3d.schedule.check import ScheduleError
 from auto3d.schedule.operation import Schedule, parse
-from auto3d.simulate.costs import Costs, Link, uniform
+from auto3d.simulate.costs import Costs, MessageCost, uniform
 from auto3d.simulate.critical_path import count, critical_numbers, critical_path
 from auto3d.simulate.idle import bubble_ratio, busy, idle, idle_within, steady_state
 from auto3d.simulate.simulate import Timeline, simulate
@@ -68,7 +68,7 @@ def test_the_critical_path_has_no_slack(seed):
         return
     receive = timeline.work.receive or [0.0] * len(timeline.start)
     assert timeline.start[path[0]] == pytest.approx(receive[path[0]])
-    queued = bool(costs.overlap) and any(link.latency or link.forward or link.backward for link in costs.links)
+    queued = bool(costs.overlap) and any(link.latency or link.forward or link.backward for link in costs.messages)
     for one, next_one in itertools.pairwise(path):
         gap = timeline.start[next_one] - receive[next_one] - timeline.end[one]
         if gap > 1e-9:
@@ -81,7 +81,7 @@ def test_the_critical_path_has_no_slack(seed):
 
 def test_a_message_waits_for_the_one_before_it_in_its_direction_alone():
     schedule = by_hand("F0@0 F1@0 B0@0 B1@0", "F0@1 F1@1 B0@1 B1@1")
-    costs = replaced(uniform(schedule, backward=1), links=(Link(latency=1, forward=2, backward=0.5),))
+    costs = replaced(uniform(schedule, backward=1), messages=(MessageCost(latency=1, forward=2, backward=0.5),))
     timeline = simulate(schedule, costs)
     assert timeline.start == [0, 1, 10.5, 12, 4, 7, 8, 9]
     assert [timeline.arrival[n] for n in (0, 1, 6, 7)] == [4, 7, 10.5, 12]
@@ -91,7 +91,7 @@ def test_a_message_waits_for_the_one_before_it_in_its_direction_alone():
 
 def test_messages_without_overlap_occupy_both_ends():
     schedule = by_hand("F0@0 F1@0 B0@0 B1@0", "F0@1 B0@1 F1@1 B1@1")
-    costs = replaced(uniform(schedule, backward=1, overlap=False), links=(Link(latency=1),))
+    costs = replaced(uniform(schedule, backward=1, overlap=False), messages=(MessageCost(latency=1),))
     timeline = simulate(schedule, costs)
     # F0 0-1, sent 1-2; F1 2-3, sent 3-4 | F0 received 1-2, 2-3, B0 3-4, sent 4-5, F1 received 5-6, 6-7, B1 7-8
     assert timeline.start == [0, 2, 5, 9, 2, 3, 6, 7]
@@ -196,7 +196,7 @@ def test_costs_that_cannot_be():
     schedule = build_schedule("1f1b", devices=2, micro_batches=2)
     for wrong, words in [
         ({"forward": -1}, "forward of stage 0 is -1"),
-        ({"p2p": float("nan")}, "links forward of stage 0 is nan"),
+        ({"p2p": float("nan")}, "messages forward of stage 0 is nan"),
         ({"sync": float("inf")}, "sync of stage 0 is inf"),
         ({"backward": 2, "backward_weight": 3}, "one half of the backward is longer"),
     ]:
@@ -204,8 +204,8 @@ def test_costs_that_cannot_be():
             uniform(schedule, **wrong)
     with pytest.raises(InputError, match="speed of device 1 is 0"):
         replaced(uniform(schedule), speed=(1.0, 0.0))
-    with pytest.raises(InputError, match="links has 0 values; schedule 1f1b needs 1"):
-        simulate(schedule, replaced(uniform(schedule), links=()))
+    with pytest.raises(InputError, match="messages has 0 values; schedule 1f1b needs 1"):
+        simulate(schedule, replaced(uniform(schedule), messages=()))
 
 
 def test_halves_of_the_backward():

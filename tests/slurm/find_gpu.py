@@ -4,14 +4,14 @@ import socket
 
 import torch
 
-from auto3d.runtime.places import Place, gather_places
+from auto3d.runtime.joined import joined_world
+from auto3d.runtime.rank_devices import RankDevice, gather_rank_devices
 from auto3d.runtime.world import join
 from launch.run.devices import visible_devices
-from launch.run.joined import joined_world
 
 world, names = joined_world(), visible_devices()
 torch.cuda.device_count = lambda: len(names)  # this torch, which has no CUDA, would count none
 own = names[world.device("cuda").index]
 join(world, device=torch.device("cpu"), timeout_s=60)
-gather_places(Place(socket.gethostname(), own, "a GPU"), timeout_s=60)
+gather_rank_devices(RankDevice(socket.gethostname(), own, "a GPU"), timeout_s=60)
 print(socket.gethostname(), world.local_rank, own)

@@ -16,11 +16,13 @@ from torch import nn
 
 from auto3d.capture.graph import Value
 from auto3d.partition.stage import Transfer
-from auto3d.runtime import exchange, executor, gradient_sync, run_ahead, waiting, world
+from auto3d.runtime import exchange, gradient_sync, run_ahead, totals, waiting, world
 from auto3d.runtime.exchange import Exchange
-from auto3d.runtime.executor import Executor, IterationResult
+from auto3d.runtime.executor import Executor, IterationResult, Peers
 from auto3d.runtime.gradient_sync import GradientSync, Holders, holders
+from auto3d.runtime.inputs import MicroBatchInputs
 from auto3d.runtime.run_ahead import OPERATIONS_AHEAD, RunAhead
+from auto3d.runtime.totals import Totals
 from auto3d.runtime.world import connect
 from auto3d.schedule.lowering import lower
 from auto3d.schedule.operation import Schedule
@@ -172,15 +174,16 @@ def _run_rank(
     )
     uses = Counter(name for stage, _ in own for name in case.states[stage])
     parameters = {name: nn.Parameter(torch.zeros(ELEMENTS, dtype=torch.float64)) for name in uses}
-    alone = [name for name in uses if uses[name] == 1 and len(holders[name].ranks) == 1]
+    private = [name for name in uses if uses[name] == 1 and len(holders[name].ranks) == 1]
     sync = GradientSync(
         parameters,
         holders,
-        alone=[] if schedule.weight_version else alone,
+        private=[] if schedule.weight_version else private,
         device=device,
         run_ahead=ahead,
         timeout_s=NO_LIMIT,
     )
+    sums = Totals(everyone, device=device, run_ahead=ahead, timeout_s=NO_LIMIT)
     stages = {
         (stage, pipe): FakeStage(
             stage,
@@ -207,22 +210,20 @@ def _run_rank(
         optimizer = FakeOptimizer(stage, mine, numbers, exchange_shards)
         optimizers[key] = (optimizer, SimpleNamespace(step=lambda: None)) if mine else None
     network.connected[rank] = True
+    micro_batches = schedule.micro_batches * schedule.parts
     runner = Executor(
         stages,
         optimizers,
-        exchange=messages,
-        sync=sync,
-        everyone=everyone,
-        run_ahead=ahead,
-        batches=SimpleNamespace(micro_batch=lambda *_: {}),
+        MicroBatchInputs(
+            SimpleNamespace(micro_batch=lambda *_: {}),
+            first_micro_batch=replica * micro_batches,
+            micro_batches=micro_batches,
+            device=device,
+        ),
+        Peers(exchange=messages, sync=sync, totals=sums, run_ahead=ahead),
         randomness=SimpleNamespace(iteration=0),
-        first_micro_batch=replica * schedule.micro_batches * schedule.parts,
-        micro_batches=schedule.micro_batches * schedule.parts,
-        clip_norm=NO_CLIPPING if case.clip else 0.0,
-        device=device,
         memory=_Steps(case, rank),
-        asked_to_end=lambda: False,
-        timeout_s=NO_LIMIT,
+        clip_norm=NO_CLIPPING if case.clip else 0.0,
     )
     return [list(runner.run(program, number * schedule.iterations)) for number in range(PROGRAMS)]
 
@@ -319,18 +320,18 @@ def _before_call(case: Case) -> None:
         host.synchronize()
 
 
-class _Here:
-    """In the place of HERE, which is one for each process: one for each host."""
+class _ThisRank:
+    """In the place of THIS_RANK, which is one for each process: one for each host."""
 
     hosts: Sequence[str] = ()
 
-    def is_at(self, at: str) -> None:
-        current().doing = at
+    def set_phase(self, phase: str) -> None:
+        current().doing = phase
 
-    def waits_for(self, what: str) -> None:
+    def set_waiting_for(self, what: str) -> None:
         current().waiting_for = what
 
-    def computes(self) -> None:
+    def set_computing(self) -> None:
         current().waiting_for = ""
 
     def name(self, rank: int) -> str:
@@ -343,8 +344,8 @@ class _Here:
 @contextmanager
 def _patched(machine: Machine, network: FakeDistributed) -> Iterator[None]:
     with ExitStack() as stack:
-        for module in (exchange, executor, gradient_sync, run_ahead, waiting, world):
-            for name, fake in (("dist", network), ("HERE", _Here())):
+        for module in (exchange, gradient_sync, run_ahead, totals, waiting, world):
+            for name, fake in (("dist", network), ("THIS_RANK", _ThisRank())):
                 if hasattr(module, name):
                     stack.enter_context(patch.object(module, name, fake))
         for module in (exchange, gradient_sync):

@@ -15,8 +15,8 @@ from auto3d.capture.graph import Graph
 from auto3d.capture.model import CapturedModel
 from auto3d.cluster import place_ranks
 from auto3d.errors import InputError
+from auto3d.partition.methods.uniform import uniform
 from auto3d.partition.stage import cut, possible_cuts
-from auto3d.partition.uniform import uniform
 from auto3d.plan import Plan, StagePlan, stages_between
 from auto3d.runtime.measurement import Status
 from auto3d.runtime.rank import build_rank

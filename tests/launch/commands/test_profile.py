@@ -6,15 +6,17 @@ import stat
 
 import pytest
 
-from auto3d.runtime import profile as runtime_profile
+from auto3d.runtime import link_timing, profiler, subgraph_timing
 
 HERE = ["cluster.devices_per_node=2", "search.micro_batch_size=[4]"]
 
 
 @pytest.fixture
 def short(monkeypatch):
-    for name, value in {"ROUNDS": 1, "TURN_S": 0.0, "LOAD_S": 0.0, "REDUCE_SIZES": (16, 4096)}.items():
-        monkeypatch.setattr(runtime_profile, name, value)
+    monkeypatch.setattr(profiler, "ROUNDS", 1)
+    monkeypatch.setattr(profiler, "LOAD_S", 0.0)
+    monkeypatch.setattr(subgraph_timing, "ROUND_S", 0.0)
+    monkeypatch.setattr(link_timing, "ALL_REDUCE_SIZES", (16, 4096))
 
 
 def test_profile_then_predict(auto3d, folder, short):

@@ -17,7 +17,7 @@ from launch.doctor.device_probe import DeviceReport, ExchangeRun
 from launch.doctor.doctor import clock
 from launch.doctor.exchange_probe import Exchanged
 from launch.doctor.link_probe import Links, PairRate
-from launch.doctor.machine import Gpu, this_machine
+from launch.doctor.machine import GpuReport, this_machine
 from launch.doctor.probe import AllReduce, Answer, NodeReport, Rate
 from launch.doctor.probe_job import Probed
 from launch.doctor.training_probe import TrainedRank
@@ -126,7 +126,7 @@ def test_a_clock_is_wrong_where_that_is_certain(least_s, most_s, verdict):
 
 def test_what_nodes_report_becomes_lines(monkeypatch):
     """Two nodes with GPUs, of which one has another NCCL and a device that computes otherwise."""
-    gpu = Gpu("H100", "80 GiB", "550.54.15", "9.0", "Disabled", "0")
+    gpu = GpuReport("H100", "80 GiB", "550.54.15", "9.0", "Disabled", "0")
     first = replace(this_machine(), host="n1", gpus=[gpu] * 2, usable_gpus=2, nccl="2.27.3", cuda="12.8")
     second = replace(first, host="n2", nccl="2.19.3", variables={"NCCL_P2P_DISABLE": "1"})
     trained = [TrainedRank(rank, f"n{rank // 2 + 1}", 2**30, 2**30, "") for rank in range(4)]

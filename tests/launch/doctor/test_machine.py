@@ -6,7 +6,7 @@ import pytest
 
 from launch.doctor.checks import Verdict
 from launch.doctor.gpu_checks import gpu_check, same_libraries, variable_check
-from launch.doctor.machine import Gpu, this_machine
+from launch.doctor.machine import GpuReport, this_machine
 
 H100 = "NVIDIA H100 80GB HBM3, 81559 MiB, 550.54.15"
 
@@ -23,7 +23,7 @@ def test_all_that_the_driver_knows(tmp_path, monkeypatch):
     lines = [f"{H100}, 9.0, Disabled, 0", f"{H100}, 9.0, [N/A], 3"]
     install(tmp_path, monkeypatch, f"printf '{lines[0]}\\n{lines[1]}\\n'")
     machine = this_machine()
-    first = Gpu("NVIDIA H100 80GB HBM3", "81559 MiB", "550.54.15", "9.0", "Disabled", "0")
+    first = GpuReport("NVIDIA H100 80GB HBM3", "81559 MiB", "550.54.15", "9.0", "Disabled", "0")
     assert machine.gpus == [first, replace(first, mig="", ecc_errors="3")]
     assert machine.devices.endswith("cores, 2 NVIDIA H100 80GB HBM3, 81559 MiB")
     check = gpu_check("gpus", machine, needed=True)
@@ -36,7 +36,7 @@ def test_all_that_the_driver_knows(tmp_path, monkeypatch):
 def test_a_driver_that_lacks_a_field_is_asked_for_less(tmp_path, monkeypatch):
     refuses = 'case "$1" in *compute_cap*) echo "Field \\"compute_cap\\" is not a valid field"; exit 2;; esac'
     install(tmp_path, monkeypatch, f"{refuses}\necho '{H100}'")
-    assert this_machine().gpus == [Gpu("NVIDIA H100 80GB HBM3", "81559 MiB", "550.54.15")]
+    assert this_machine().gpus == [GpuReport("NVIDIA H100 80GB HBM3", "81559 MiB", "550.54.15")]
 
 
 @pytest.mark.parametrize("script", ["echo 'No devices were found'", "echo 'NVIDIA-SMI has failed'; exit 9"])
@@ -50,7 +50,7 @@ def test_no_gpu_is_said_in_one_line(tmp_path, monkeypatch, script):
     assert same_libraries([machine, machine]).found == "no node has a GPU"
 
 
-GPU = Gpu("H100", "80 GiB", "550.54.15")
+GPU = GpuReport("H100", "80 GiB", "550.54.15")
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ def test_ranks_that_are_connected_have_whole_gpus_and_one_alone_an_instance():
         (FOUR, None, 5, "5 ranks need a GPU each, and this machine has 4"),
         (FOUR, "1,3", 3, "3 ranks need a GPU each, and this process may use 2, by CUDA_VISIBLE_DEVICES=1,3"),
         (FOUR, "-1", 1, "1 rank needs a GPU each, and this process may use 0, by CUDA_VISIBLE_DEVICES=-1"),
-        (SPLIT, "0", 2, "2 ranks cannot run on instances of MIG, which NCCL does not connect: give whole GPUs"),
+        (SPLIT, "0", 2, "2 ranks cannot run on MIG instances, which NCCL does not connect: give whole GPUs"),
     ],
 )
 def test_too_few_devices_are_refused_in_one_line(folder, machine, text, value, ranks, words):
@@ -143,7 +143,7 @@ def test_a_node_s_only_rank_of_several_has_no_instance(folder, machine):
     machine(SPLIT, "MIG-c6d4f1ef")
     recipe = load("own.yaml", ["cluster.device=cuda"])
     assert devices.devices_for(recipe, 1, size=1) == ("MIG-c6d4f1ef",)
-    with pytest.raises(InputError, match="2 ranks cannot run on instances of MIG"):
+    with pytest.raises(InputError, match="2 ranks cannot run on MIG instances"):
         devices.devices_for(recipe, 1, size=2)
 
 
@@ -157,8 +157,8 @@ def test_a_node_s_only_rank_of_several_has_no_instance(folder, machine):
         (FOUR, "0,1,2", 2, ""),
         (FOUR, "0,1", 2, "rank 2 of its node sees 2 GPUs"),
         (FOUR, "", 0, "rank 0 of its node sees 0 GPUs"),
-        (SPLIT, "MIG-c6d4f1ef", 0, "4 ranks cannot run on instances of MIG"),
-        (SPLIT, "0", 0, "4 ranks cannot run on instances of MIG"),
+        (SPLIT, "MIG-c6d4f1ef", 0, "4 ranks cannot run on MIG instances"),
+        (SPLIT, "0", 0, "4 ranks cannot run on MIG instances"),
     ],
 )
 def test_a_joined_rank_has_the_device_bound_to_it_or_that_of_its_place(

@@ -19,12 +19,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from auto3d.runtime.activity import THIS_RANK, ActivityBoard
 from auto3d.runtime.measurement import Status
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.stage import StageModule
 from auto3d.runtime.training import TrainingResult, train
 from auto3d.runtime.waiting import waiting_for
-from auto3d.runtime.whereabouts import HERE, Board
 from auto3d.runtime.world import World, join
 from launch import main as command
 from launch.run import ranks, waits
@@ -103,7 +103,7 @@ def in_all_reduce(error: Exception) -> None:
     all_reduce = dist.all_reduce
 
     def fail(*arguments: object, **keys: object) -> object:
-        if ", in iteration " in str(HERE):
+        if ", in iteration " in str(THIS_RANK):
             raise error
         return all_reduce(*arguments, **keys)
 
@@ -165,13 +165,13 @@ def ended(process: int) -> None:
 
 def aborts_at_work() -> None:
     faulthandler.disable()
-    HERE.computes()
+    THIS_RANK.set_computing()
     os.abort()
 
 
 def aborts_while_waiting() -> None:
     faulthandler.disable()
-    HERE.waits_for("activations for F0@1")
+    THIS_RANK.set_waiting_for("activations for F0@1")
     os.abort()
 
 
@@ -216,10 +216,10 @@ def test_the_cause_outranks_what_it_did_to_others(consequence, cause, status, wo
         first, last = (CULPRIT, 0) if culprit_first else (0, CULPRIT)
         if world.rank == last:
             if world.rank == 0:
-                HERE.waits_for("activations for F0@1")
+                THIS_RANK.set_waiting_for("activations for F0@1")
             ended(processes[first])
         if world.rank == CULPRIT:
-            HERE.computes()
+            THIS_RANK.set_computing()
             cause()
         consequence()
 
@@ -263,7 +263,7 @@ def test_a_rank_that_dies_in_the_middle_of_a_message_is_reported():
 def stuck(silent: int | None) -> Callable[[World, ranks.Report], None]:
     def run(world: World, report: ranks.Report) -> None:
         if world.rank != silent:
-            HERE.waits_for("a connection from rank 1 to rank 0")
+            THIS_RANK.set_waiting_for("a connection from rank 1 to rank 0")
         block()
 
     return run
@@ -284,10 +284,10 @@ def test_a_wait_inside_a_call_that_does_not_return_is_ended(monkeypatch):
 
 def test_a_wait_is_too_long_only_by_itself(monkeypatch):
     clock = 100.0
-    for module in ("auto3d.runtime.whereabouts", "launch.run.waits"):
+    for module in ("auto3d.runtime.activity", "launch.run.waits"):
         monkeypatch.setattr(f"{module}.monotonic", lambda: clock)
     monkeypatch.setattr(waits, "CONFIRM_S", 0.0)
-    board = Board(3)
+    board = ActivityBoard(3)
     limit = WaitLimit(board, 60.0)
     board.write(0, "at F0@1", "")
     board.write(1, "at F0@1", "a message")

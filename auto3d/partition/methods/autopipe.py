@@ -1,0 +1,29 @@
+"""Autopipe: contiguous stages balanced by time, forward and backward, within the memory of the devices.
+
+It has the aim of AutoPipe, the partition that Merak is compared with (Merak 2023, section 5), and reaches it exactly:
+no contiguous partition that fits has a faster slowest stage and, of those that are as fast, none sends less.
+"""
+
+from functools import lru_cache
+
+from auto3d.partition.contiguous import balanced_cuts
+from auto3d.partition.problem import StageProblem
+from auto3d.partition.stage import PartitionError, check_enough
+from auto3d.plan import StagePlan, stages_between
+
+_balanced_cuts = lru_cache(4096)(balanced_cuts)  # a search asks for the same stages under many schedules
+
+
+def choose_stages(problem: StageProblem) -> tuple[StagePlan, ...]:
+    """The stages whose slowest is as fast as the memory of the devices allows, cut at some of ``problem.cuts``.
+
+    Raises PartitionError where there are too few operations, or where no partition fits the memory of the devices.
+    """
+    check_enough(problem.before, problem.stages)
+    bounds = _balanced_cuts(problem.before, problem.messages, problem.stages, problem.earliest)
+    if bounds is None:
+        raise PartitionError(
+            f"{problem.stages} stages do not fit devices of {problem.memory_bytes / 2**30:.1f} GiB; "
+            "more stages, smaller micro-batches or recomputation would need less"
+        )
+    return stages_between([problem.cuts[bound] for bound in bounds])

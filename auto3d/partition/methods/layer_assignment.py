@@ -1,0 +1,97 @@
+"""AMP's layer assignment: the contiguous stages with the shortest pipeline (Li et al. 2022, section 4.3, ``pipe_dp``).
+
+Minimises objective (4): (M - 1) max t + sum t + sum c, for M micro-batches, stage times t and times c of the messages
+between neighbours. AMP's algorithm tries every possible value of the maximum; this one keeps, for each number of stages
+and each position, the assignments that no other beats in both the maximum and the rest. Both are exact.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+from auto3d.partition.contiguous import cheapest_cuts, smallest_maximum
+from auto3d.partition.problem import StageProblem
+from auto3d.partition.stage import check_enough
+from auto3d.plan import StagePlan, stages_between
+
+
+class _Assignment(NamedTuple):
+    slowest: float
+    rest: float  # sum of stage times and messages so far
+    place: int
+    previous: "_Assignment | None"
+
+
+def choose_stages(problem: StageProblem) -> tuple[StagePlan, ...]:
+    """The stages with the shortest pipeline, cut at some of ``problem.cuts``, on devices of ``problem.speeds``.
+
+    Raises PartitionError where there are too few operations.
+    """
+    check_enough(problem.before, problem.stages)
+    bounds = _shortest_pipeline(problem.before, problem.messages, problem.speeds, problem.micro_batches)
+    return stages_between([problem.cuts[bound] for bound in bounds])
+
+
+def shortest_pipeline(
+    before: Sequence[float], messages: Sequence[float], speeds: Sequence[float], micro_batches: int
+) -> list[int]:
+    """Places that bound the parts of least (M - 1) max t + sum t + sum c; each part must take some time.
+
+    ``before`` is the time before each place on a device of speed 1, ``messages`` the time of a cut there.
+    """
+    last = len(before) - 1
+    fastest = max(speeds)
+    bound = _of_balanced(before, messages, speeds, micro_batches)
+    best: list[list[_Assignment]] = [[] for _ in before]
+    best[0] = [_Assignment(0.0, 0.0, 0, None)]
+    for stage, speed in enumerate(speeds):
+        reached: list[list[_Assignment]] = [[] for _ in before]
+        final = stage == len(speeds) - 1
+        for place in [last] if final else range(1, last):
+            found = []
+            for start in range(place - 1, -1, -1):
+                time = (before[place] - before[start]) / speed
+                if (micro_batches - 1) * time + time > bound:  # and all that start earlier take longer
+                    break
+                if time <= 0:
+                    continue
+                message = 0.0 if final else messages[place]
+                for assignment in best[start]:
+                    slowest = max(assignment.slowest, time)
+                    rest = assignment.rest + time + message
+                    least = (micro_batches - 1) * slowest + rest + (before[last] - before[place]) / fastest
+                    if least <= bound:
+                        found.append(_Assignment(slowest, rest, place, assignment))
+            reached[place] = _unbeaten(found)
+        best = reached
+    winner = min(best[last], key=lambda assignment: (micro_batches - 1) * assignment.slowest + assignment.rest)
+    bounds = []
+    while winner is not None:
+        bounds.append(winner.place)
+        winner = winner.previous
+    return bounds[::-1]
+
+
+_shortest_pipeline = lru_cache(4096)(shortest_pipeline)  # a search asks for the same stages under many schedules
+
+
+def _unbeaten(assignments: list[_Assignment]) -> list[_Assignment]:
+    """Those that no other equals or beats in both figures."""
+    kept: list[_Assignment] = []
+    for assignment in sorted(assignments, key=lambda one: (one.slowest, one.rest)):
+        if not kept or assignment.rest < kept[-1].rest:
+            kept.append(assignment)
+    return kept
+
+
+def _of_balanced(
+    before: Sequence[float], messages: Sequence[float], speeds: Sequence[float], micro_batches: int
+) -> float:
+    """The objective of parts that are balanced for equal speeds, a little rounded up: no other need be longer."""
+    anywhere = [[0] * len(before)] * len(speeds)
+    bounds = cheapest_cuts(before, messages, anywhere, smallest_maximum(before, anywhere))
+    parts = zip(pairwise(bounds), speeds, strict=True)
+    times = [(before[last] - before[first]) / speed for (first, last), speed in parts]
+    total = (micro_batches - 1) * max(times) + sum(times) + sum(messages[place] for place in bounds[1:-1])
+    return total * (1 + 1e-9)

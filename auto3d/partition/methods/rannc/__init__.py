@@ -1,0 +1,130 @@
+"""RaNNC: automatic hybrid parallelism by three phases of graph partitioning (Tanaka et al. 2021, section III).
+
+Atomic-level (``atomic``): one non-constant operation each, constants cloned. Block-level (``units``, ``dag``,
+``blocks``): k balanced blocks in sequence. Stage-level (``profile``, ``runs``, ``stages``): stages of consecutive
+blocks, replicas of each, pipelines side by side, micro-batches. Where the paper is wrong or silent, a comment says what
+is done instead.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from math import inf
+
+from auto3d.capture.graph import Graph
+from auto3d.capture.interpolate import interpolate
+from auto3d.partition.cost import PartitionCosts
+from auto3d.partition.methods.rannc.atomic import atomic_subcomponents, stage_of_operations
+from auto3d.partition.methods.rannc.blocks import form_blocks
+from auto3d.partition.methods.rannc.profile import Profiles
+from auto3d.partition.methods.rannc.stages import StageSearch
+from auto3d.partition.methods.rannc.units import find_units
+from auto3d.partition.request import Partition, PartitionRequest
+from auto3d.partition.stage import PartitionError, same_stages
+from auto3d.plan import StagePlan, stages_of_operations
+
+BLOCKS = 32  # as in the paper's experiments, section IV-A
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanncPartition:
+    """Stages with a replica count each; entries of the tuples are stages."""
+
+    stages: tuple[StagePlan, ...]
+    replicas: tuple[int, ...]  # devices that hold the stage, over all pipelines
+    pipelines: int  # copies of the whole pipeline, each with its own share of the batch
+    micro_batches: int  # of each pipeline
+    samples: tuple[int, ...]  # of a micro-batch in one replica, rounded up
+    blocks: tuple[int, ...]  # how many make the stage
+    forward_s: tuple[float, ...]  # of a micro-batch in one replica, sending included
+    backward_s: tuple[float, ...]  # recomputation and sending included
+    memory_bytes: tuple[float, ...]  # of each device
+    iteration_s: float
+
+
+def choose_partition(request: PartitionRequest) -> Partition:
+    """RaNNC's answer to ``request``; raises PartitionError where nothing fits."""
+    # RaNNC asks for about ten micro-batch sizes, and two captures give all of them. The smaller one has 2 samples or
+    # more: at 1 a model may have fewer operations than at all other sizes.
+    first = request.graph_at(max(2, request.micro_batch_size))
+    second = request.graph_at(max(request.global_batch, first.micro_batch_size + 1))
+    graph_at = cache(partial(interpolate, first, second))
+    found = rannc(
+        graph_at,
+        lambda micro_batch_size: request.costs_of(graph_at(micro_batch_size)),
+        nodes=request.nodes,
+        devices_per_node=request.devices_per_node,
+        global_batch=request.global_batch,
+        equal_slices=request.equal_slices,
+    )
+    several = len(found.stages) > 1
+    return Partition(
+        stages=same_stages(found.stages, first, request.graph),
+        replicas=found.replicas,
+        pipelines=found.pipelines,
+        micro_batches=found.micro_batches,
+        schedule="gpipe" if several else "1f1b",  # a single stage does one micro-batch after the other
+        schedule_options={"recompute": "full" if several else "none"},
+    )
+
+
+def rannc(
+    graph_at: Callable[[int], Graph],
+    costs_at: Callable[[int], PartitionCosts],
+    *,
+    nodes: int,
+    devices_per_node: int,
+    global_batch: int,
+    blocks: int = BLOCKS,
+    smallest_micro_batch: int = 1,
+    equal_slices: bool = False,
+) -> RanncPartition:
+    """The stages of a model on a cluster, given its Graph and costs at any micro-batch size.
+
+    Both are asked for micro-batches of ``smallest_micro_batch`` samples (a model with batch statistics may need 2), of
+    the powers of two between that and ``global_batch``, and of ``global_batch``. With ``equal_slices``, all replicas of
+    a stage get equally many samples of every micro-batch. Raises PartitionError, with what would fit, where nothing
+    does.
+    """
+    numbers = (nodes, devices_per_node, blocks, smallest_micro_batch)
+    for name, number in zip(("nodes", "devices_per_node", "blocks", "smallest_micro_batch"), numbers, strict=True):
+        if number < 1:
+            raise PartitionError(f"{name}: {number} is not possible; it must be 1 or more")
+    if global_batch < smallest_micro_batch:
+        raise PartitionError(f"global_batch: {global_batch} is not possible; it must be {smallest_micro_batch} or more")
+    profiles = Profiles(graph_at, costs_at, smallest=smallest_micro_batch, largest=global_batch)
+    graph, costs, devices = profiles.graph, profiles.costs, nodes * devices_per_node
+    units = find_units(
+        graph,
+        atomic_subcomponents(graph),
+        times=profiles.at(max(smallest_micro_batch, global_batch // devices)),
+        sizes=profiles.at(smallest_micro_batch),
+        state_factor=costs.state_factor,
+        memory_bytes=costs.memory_bytes,
+    )
+
+    formed = form_blocks(units, blocks)
+    cluster = {
+        "nodes": nodes,
+        "devices_per_node": devices_per_node,
+        "global_batch": global_batch,
+        "equal_slices": equal_slices,
+    }
+    # Where memory leaves more than k blocks, no two neighbours fit a device, so each needs one.
+    form = StageSearch(formed, profiles, **cluster).search() if len(formed) <= max(blocks, devices) else None
+    if form is None:
+        formed = form_blocks(replace(units, memory_bytes=inf), blocks)
+        raise PartitionError(StageSearch(formed, profiles, **cluster).needed())
+    parts = [[sub for block in formed[run.first : run.last + 1] for sub in block] for run in form.runs]
+    return RanncPartition(
+        stages=stages_of_operations(stage_of_operations(graph, parts)),
+        replicas=tuple(run.replicas * form.pipelines for run in form.runs),
+        pipelines=form.pipelines,
+        micro_batches=form.micro_batches,
+        samples=form.samples,
+        blocks=tuple(run.last - run.first + 1 for run in form.runs),
+        forward_s=form.forward_s,
+        backward_s=form.backward_s,
+        memory_bytes=form.memory_bytes,
+        iteration_s=form.iteration_s,
+    )

@@ -1,0 +1,130 @@
+"""What blocks are made of: atomic subcomponents, some of which cannot be apart, with their costs and exchanges."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from auto3d.capture.graph import Graph
+from auto3d.partition.methods.rannc.atomic import Subcomponent
+from auto3d.partition.methods.rannc.dag import strong_components, topological_order
+from auto3d.partition.methods.rannc.profile import Profile, value_numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A value that one unit makes and others use."""
+
+    bytes: float
+    maker: int
+    users: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Units:
+    """Numbered in an order in which they can run. A unit is one atomic subcomponent but where a buffer is written."""
+
+    members: tuple[tuple[Subcomponent, ...], ...]
+    after: tuple[frozenset[int], ...]  # units that use what this one makes
+    exchanges: tuple[Exchange, ...]
+    seconds: tuple[float, ...]  # forward and backward of one micro-batch
+    held: tuple[dict[str, float], ...]  # bytes by what takes them: values kept, parameters with all that goes with them
+    memory_bytes: float  # of a device
+
+    def fit(self, units: Iterable[int]) -> bool:
+        """Whether a device could hold these units; what several of them hold counts once."""
+        union: dict[str, float] = {}
+        for unit in units:
+            union |= self.held[unit]
+        return sum(union.values()) <= self.memory_bytes
+
+
+def find_units(
+    graph: Graph,
+    subcomponents: Sequence[Subcomponent],
+    *,
+    times: Profile,
+    sizes: Profile,
+    state_factor: float,
+    memory_bytes: float,
+) -> Units:
+    """Units with the times of one profile and the memory of another.
+
+    Memory should be that of the smallest micro-batch, since how many samples a micro-batch has is decided only later:
+    what does not fit then never fits. The seconds of a constant operation are shared out among its clones, since those
+    in one block run once.
+    """
+    owner = {sub.operation: number for number, sub in enumerate(subcomponents)}
+    users: dict[str, list[int]] = {}  # value -> subcomponents, of values that are not constant
+    written: dict[str, list[int]] = {}
+    for number, sub in enumerate(subcomponents):
+        node = graph.nodes[sub.operation]
+        for name in node.reads:
+            if graph.producer.get(name) in owner:
+                users.setdefault(name, []).append(number)
+        for name in graph.written_buffers.intersection(node.state):
+            written.setdefault(name, []).append(number)
+    maker = {name: owner[graph.producer[name]] for name in users}
+    members = _inseparable(len(subcomponents), [(maker[name], user) for name in users for user in users[name]], written)
+
+    unit_of = {number: unit for unit, own in enumerate(members) for number in own}
+    place = value_numbers(graph)
+    exchanges, after = [], [set() for _ in members]
+    for name, numbers in users.items():
+        source = unit_of[maker[name]]
+        targets = {unit_of[number] for number in numbers} - {source}
+        after[source] |= targets
+        if targets:
+            exchanges.append(Exchange(float(times.value_bytes[place[name]]), source, tuple(sorted(targets))))
+
+    clones = Counter(position for sub in subcomponents for position in sub.constants)
+    seconds = [0.0] * len(members)
+    held: list[dict[str, float]] = [{} for _ in members]
+    for number, sub in enumerate(subcomponents):
+        own = held[unit_of[number]]
+        for position in sub.positions:
+            node = graph.nodes[position]
+            both = float(times.forward_s[position] + times.backward_s[position])
+            seconds[unit_of[number]] += both / clones.get(position, 1)
+            own |= {name: float(sizes.value_bytes[place[name]]) for name in node.saves}
+            own[f"{node.name}, inside"] = float(sizes.internal_bytes[position])
+            for name in graph.parameters.keys() & set(node.state):
+                own[f"{name}, state"] = state_factor * graph.parameters[name].bytes
+    return Units(
+        members=tuple(tuple(subcomponents[number] for number in own) for own in members),
+        after=tuple(map(frozenset, after)),
+        exchanges=tuple(exchanges),
+        seconds=tuple(seconds),
+        held=tuple(held),
+        memory_bytes=memory_bytes,
+    )
+
+
+def _inseparable(count: int, edges: list[tuple[int, int]], written: dict[str, list[int]]) -> list[tuple[int, ...]]:
+    """Subcomponents grouped so that all that use a written buffer, and what lies between them, are together.
+
+    The paper does not know such buffers. A cycle through the users of each makes exactly these groups strongly
+    connected. A group that neither gets nor gives anything (a counter of batches) has no neighbour to be merged with,
+    so it joins the group before it.
+    """
+    after: list[set[int]] = [set() for _ in range(count)]
+    for source, target in edges:
+        after[source].add(target)
+    linked = {number for edge in edges for number in edge}
+    for users in written.values():
+        for one, next_one in pairwise([*users, users[0]]):
+            after[one].add(next_one)
+    groups: list[list[int]] = []
+    for group in sorted(map(sorted, strong_components(after))):
+        if groups and linked.isdisjoint(group):
+            groups[-1] += group
+        else:
+            groups.append(group)
+    group_of = {number: index for index, group in enumerate(groups) for number in group}
+    between = [
+        {group_of[target] for number in group for target in after[number]} - {index}
+        for index, group in enumerate(groups)
+    ]
+    order = topological_order(between)
+    assert order is not None
+    return [tuple(sorted(groups[index])) for index in order]

@@ -1,0 +1,83 @@
+"""What each rank is doing, so that an error can say so.
+
+A failing rank reports its phase and what it is waiting for. If it dies silently, its parent process reads them from
+memory that the two share. A process is one rank, so it has one ``THIS_RANK``, just as torch.distributed has one default
+group.
+"""
+
+import mmap
+import socket
+import struct
+from dataclasses import dataclass
+from time import monotonic
+
+LINE_BYTES = 512
+BEFORE_TRAINING = "before its first iteration"
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What a rank is doing. ``since`` is a time.monotonic(), a clock that all processes of a machine have in common."""
+
+    phase: str  # the iteration and the operation
+    waiting_for: str  # empty while the rank computes
+    since: float
+
+
+class ActivityBoard:
+    """One line per rank, in memory shared with the forked ranks: a line can still be read after its rank was killed."""
+
+    def __init__(self, ranks: int) -> None:
+        self._memory = mmap.mmap(-1, ranks * LINE_BYTES)
+        for rank in range(ranks):
+            self.write(rank, BEFORE_TRAINING, "")
+
+    def write(self, rank: int, phase: str, waiting_for: str) -> None:
+        text = f"{phase}\n{waiting_for}".encode()[: LINE_BYTES - 9]
+        line = struct.pack("d", monotonic()) + text + b"\0"
+        self._memory[rank * LINE_BYTES : rank * LINE_BYTES + len(line)] = line
+
+    def read(self, rank: int) -> Activity:
+        since, text = struct.unpack_from(f"d{LINE_BYTES - 8}s", self._memory, rank * LINE_BYTES)
+        phase, _, waiting_for = text.partition(b"\0")[0].decode(errors="replace").partition("\n")
+        return Activity(phase, waiting_for, since)
+
+
+class RankActivity:
+    """The present activity of one rank; ``str`` of it names the rank, its host and its phase."""
+
+    def __init__(self) -> None:
+        self.rank = 0
+        self.hosts: list[str] = []  # host names by rank, once the ranks have joined
+        self._host = socket.gethostname()
+        self._phase = BEFORE_TRAINING
+        self._board: ActivityBoard | None = None
+
+    def report_to(self, board: ActivityBoard, rank: int) -> None:
+        """From now on write every change to line ``rank`` of ``board``."""
+        self._board, self.rank = board, rank
+
+    def set_phase(self, phase: str) -> None:
+        """Enter ``phase``, computing."""
+        self._phase = phase
+        self._write("")
+
+    def set_waiting_for(self, what: str) -> None:
+        self._write(what)
+
+    def set_computing(self) -> None:
+        self._write("")
+
+    def name(self, rank: int) -> str:
+        """``rank``, which may be another one, and its host, for use in messages."""
+        return f"rank {rank} on {self.hosts[rank] if self.hosts else self._host}"
+
+    def __str__(self) -> str:
+        return f"{self.name(self.rank)}, {self._phase},"
+
+    def _write(self, waiting_for: str) -> None:
+        if self._board is not None:
+            self._board.write(self.rank, self._phase, waiting_for)
+
+
+THIS_RANK = RankActivity()

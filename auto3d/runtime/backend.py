@@ -1,0 +1,112 @@
+"""The parts of a rank that depend on how it computes: really, on a device, or emulated, by waiting."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from auto3d.runtime.exchange import Exchange
+from auto3d.runtime.gradient_sync import GradientSync
+from auto3d.runtime.layout import RankLayout
+from auto3d.runtime.materialize import materialize
+from auto3d.runtime.out_of_memory import MemoryWatch
+from auto3d.runtime.randomness import Randomness
+from auto3d.runtime.run_ahead import RunAhead
+from auto3d.runtime.stage import RunnableStage, StageModule
+from auto3d.schedule.operation import Kind
+from auto3d.schedule.program import PipeStage, Program
+
+
+class Backend(Protocol):
+    """Builds what an executor runs. There are two: RealBackend and ``emulated.EmulatedBackend``."""
+
+    def exchange(self, layout: RankLayout, program: Program) -> Exchange:
+        """The messages of ``layout``'s programs, of which ``program`` is one. It makes process groups."""
+
+    def state(self, layout: RankLayout, memory: MemoryWatch) -> dict[str, torch.Tensor]:
+        """Parameters, buffers and constants of the rank's stages, by name, in their memory."""
+
+    def gradient_sync(self, layout: RankLayout, state: Mapping[str, torch.Tensor], memory: MemoryWatch) -> GradientSync:
+        """The gradients of ``state`` and their sums over ranks. It makes process groups."""
+
+    def stages(
+        self, layout: RankLayout, state: Mapping[str, torch.Tensor], randomness: Randomness
+    ) -> Mapping[PipeStage, RunnableStage]:
+        """The rank's stages, ready to run on ``state``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RealBackend:
+    """Computes on ``device``. ``initial_weights`` replace those that the plan's seed draws."""
+
+    device: torch.device
+    run_ahead: RunAhead
+    timeout_s: float
+    initial_weights: Mapping[str, torch.Tensor] | None
+
+    def exchange(self, layout: RankLayout, program: Program) -> Exchange:
+        return Exchange(
+            program,
+            layout.transfers,
+            ranks_of=layout.peers,
+            device_of=layout.schedule.device_of,
+            sample_dimensions=layout.sample_dimensions,
+            device=self.device,
+            run_ahead=self.run_ahead,
+            timeout_s=self.timeout_s,
+        )
+
+    def state(self, layout: RankLayout, memory: MemoryWatch) -> dict[str, torch.Tensor]:
+        exported, graph = layout.captured.exported, layout.captured.graph
+        state_names = dict.fromkeys(name for stage in layout.stages.values() for name in stage.state)
+        names = [name for name in state_names if name not in exported.constants]
+        with memory.during("the making of its weights"):
+            initial = materialize(exported.build, names, seed=layout.plan.seed, state=self.initial_weights)
+            tensors = {name: tensor.to(self.device) for name, tensor in initial.items()}
+            tensors |= {name: value.to(self.device) for name, value in exported.constants.items()}
+        return {
+            name: nn.Parameter(tensor, requires_grad=name in graph.trained) if name in graph.parameters else tensor
+            for name, tensor in tensors.items()
+        }
+
+    def gradient_sync(self, layout: RankLayout, state: Mapping[str, torch.Tensor], memory: MemoryWatch) -> GradientSync:
+        trained = trained_parameters(state)
+        # Leaves that show old versions of a parameter add to its ``.grad``, which must then be there beforehand.
+        private = frozenset() if layout.schedule.weight_version else layout.private_parameters
+        with memory.during("the making of its gradients"):
+            return GradientSync(
+                trained,
+                layout.holders,
+                private=[name for name in trained if name in private],
+                device=self.device,
+                run_ahead=self.run_ahead,
+                timeout_s=self.timeout_s,
+            )
+
+    def stages(
+        self, layout: RankLayout, state: Mapping[str, torch.Tensor], randomness: Randomness
+    ) -> dict[PipeStage, RunnableStage]:
+        schedule = layout.schedule
+        split = {o.stage for operations in schedule.operations for o in operations if o.kind is Kind.BACKWARD_INPUT}
+        return {
+            (number, pipe): StageModule(
+                stage,
+                layout.captured,
+                state,
+                loss_weight=layout.loss_weight,
+                randomness=randomness,
+                device=self.device,
+                recompute=number in schedule.recompute,
+                kept=layout.plan.stages[number].kept,
+                split_backward=number in split,
+                old_weights=bool(schedule.weight_version),
+            )
+            for (number, pipe), stage in layout.stages.items()
+        }
+
+
+def trained_parameters(state: Mapping[str, torch.Tensor]) -> dict[str, nn.Parameter]:
+    """Those of ``state`` that are trained, in its order."""
+    return {n: t for n, t in state.items() if isinstance(t, nn.Parameter) and t.requires_grad}

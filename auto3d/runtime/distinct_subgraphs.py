@@ -1,0 +1,61 @@
+"""The distinct subgraphs of a model: equal ones, such as the layers of a transformer, are profiled once."""
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from auto3d.capture.model import CapturedModel
+from auto3d.partition.stage import Stage, cut
+from auto3d.plan import stages_between
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSubgraphs:
+    """The subgraphs of a model at one micro-batch size, with equal ones merged."""
+
+    captured: CapturedModel
+    distinct: tuple[Stage, ...]  # one for each kind of subgraph
+    kinds: tuple[int, ...]  # by subgraph, in the order of the model: its index in ``distinct``
+
+
+def distinct_subgraphs(captured: CapturedModel, bounds: Sequence[int]) -> ModelSubgraphs:
+    """The subgraphs between ``bounds``. Two are equal if their operators, shapes and arguments are."""
+    stages = cut(captured.graph, stages_between(bounds))
+    numbers: dict[tuple, int] = {}
+    distinct: list[Stage] = []
+    kinds: list[int] = []
+    for stage in stages:
+        signature = _signature(captured, stage)
+        if signature not in numbers:
+            numbers[signature] = len(distinct)
+            distinct.append(stage)
+        kinds.append(numbers[signature])
+    return ModelSubgraphs(captured=captured, distinct=tuple(distinct), kinds=tuple(kinds))
+
+
+def _signature(captured: CapturedModel, stage: Stage) -> tuple:
+    """Equal for subgraphs that compute the same: values are numbered in the order of their first use, not named."""
+    graph, exported = captured.graph, captured.exported
+    inside = set(stage.nodes)
+    numbers: dict[fx.Node, int] = {}
+    operations: list[tuple[str, str]] = []
+
+    def numbered(node: fx.Node) -> Any:
+        number = numbers.setdefault(node, len(numbers))
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            return number
+        name = exported.parameters.get(node.name, node.name)
+        trains = name in graph.trained if name in graph.parameters else name not in graph.inputs
+        return number, tuple(value.shape), str(value.dtype), trains
+
+    for node in exported.program.nodes:
+        if node.name in inside or (node.target is operator.getitem and node.args[0].name in inside):
+            operations.append((str(node.target), repr(fx.map_arg((node.args, node.kwargs), numbered))))
+            numbers.setdefault(node, len(numbers))
+    sent = [sorted(numbers[node] for node in numbers if node.name == one.value.name) for one in stage.sent]
+    return *operations, str(sent), stage.has_loss

@@ -1,0 +1,40 @@
+"""The inputs of a rank's micro-batches, by their numbers in the program that runs."""
+
+from collections.abc import Collection, Mapping
+
+import torch
+
+from auto3d.runtime.data import Batches
+from auto3d.runtime.loading import Loader, needs_of, pinned_memory_of
+from auto3d.schedule.program import PipeStage, Program
+
+
+class MicroBatchInputs:
+    """Loads what a rank's forwards take from the data.
+
+    In each iteration a rank runs ``micro_batches`` micro-batches of the global batch, from number
+    ``first_micro_batch`` on. A program counts its micro-batches on through its iterations.
+    """
+
+    def __init__(self, batches: Batches, *, first_micro_batch: int, micro_batches: int, device: torch.device) -> None:
+        self.micro_batches = micro_batches
+        self._loader = Loader(batches, pinned_memory_of(device))
+        self._first_micro_batch = first_micro_batch
+        self._first_iteration = 0
+
+    def start(self, program: Program, inputs_of: Mapping[PipeStage, Collection[str]], first_iteration: int) -> None:
+        """Begin ``program`` with iteration ``first_iteration``; ``inputs_of`` names the inputs of each stage."""
+        self._first_iteration = first_iteration
+        needs = needs_of(
+            program,
+            inputs_of,
+            first_iteration=first_iteration,
+            first_micro_batch=self._first_micro_batch,
+            micro_batches=self.micro_batches,
+        )
+        self._loader.start(needs, program.iterations)
+
+    def of(self, micro_batch: int, names: Collection[str]) -> dict[str, torch.Tensor]:
+        """The inputs called ``names`` of the program's ``micro_batch``, on the device; each [samples, *shape]."""
+        later, index = divmod(micro_batch, self.micro_batches)
+        return self._loader.inputs(self._first_iteration + later, self._first_micro_batch + index, names)

@@ -1,0 +1,196 @@
+"""The layout of a rank: what it runs, for which samples and with which peers.
+
+It follows from the captured model, the plan, the settings and the rank alone, without a process group and without
+memory on a device. A plan that does not fit is refused here, before any rank starts.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from auto3d.capture.model import CapturedModel
+from auto3d.partition.stage import Stage, Transfer, cut
+from auto3d.plan import Plan, PlanError
+from auto3d.runtime.gradient_sync import Holders, holders
+from auto3d.runtime.replicas import captured_slice, replicas_of_devices, resplit_dimensions
+from auto3d.runtime.settings import TrainingSettings
+from auto3d.schedule import SCHEDULES, samples_at_once, schedule_of
+from auto3d.schedule.asynchronous import check_trainable
+from auto3d.schedule.carried_buffers import check_carried_buffers
+from auto3d.schedule.operation import Schedule
+from auto3d.schedule.program import PipeStage
+
+MICRO_BATCHES_WITHOUT_FLUSH = 1024  # default length of an asynchronous schedule: a flush costs pp - 1 micro-batches
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanLayout:
+    """What the layouts of all ranks of a plan have in common."""
+
+    captured: CapturedModel  # at the size that all replicas of a stage run together
+    plan: Plan
+    settings: TrainingSettings
+    schedules: tuple[Schedule, ...]  # run one after the other; they differ only in their number of iterations
+    stages: tuple[Stage, ...]
+    replicas: tuple[int, ...]  # of each pipeline device's stages
+    sample_dimensions: Mapping[str, int]  # value that is split anew between replicas -> its dimension of samples
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.schedules[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankLayout:
+    """What one rank runs and whom it exchanges with."""
+
+    captured: CapturedModel  # at the size of this rank's slice of a micro-batch
+    plan: Plan  # with the stages of that capture
+    schedules: tuple[Schedule, ...]  # run one after the other; they differ only in their number of iterations
+    device: int  # pipeline device
+    pipeline: int
+    replica: int  # which of the replicas of its stages the rank is
+    replicas: int
+    model_stages: tuple[Stage, ...]  # the whole model's, as this rank's pipeline device and its peers run them
+    stages: Mapping[PipeStage, Stage]  # the rank's own
+    peers: tuple[tuple[int, ...], ...]  # pipeline device -> its ranks in this rank's pipeline
+    sample_dimensions: Mapping[str, int]  # value that is split anew between replicas -> its dimension of samples
+    samples: int  # samples of a micro-batch, over all replicas of a stage
+    state_names: tuple[str, ...]  # parameters and buffers that any rank holds; none if devices are emulated
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.schedules[0]
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches that the rank runs in one iteration; parts of one count each."""
+        return self.plan.micro_batches * self.schedule.parts
+
+    @property
+    def first_micro_batch(self) -> int:
+        """The number of the pipeline's first micro-batch in the global batch."""
+        return self.pipeline * self.micro_batches
+
+    @property
+    def loss_weight(self) -> float:
+        """Factor of each micro-batch's loss: their sum over the ranks is then the mean over the batch of an update."""
+        return self.schedule.updates / (self.plan.dp * self.micro_batches * self.replicas)
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """All values that cross between stages."""
+        return tuple(transfer for stage in self.model_stages for transfer in stage.received)
+
+    @cached_property
+    def holders(self) -> dict[str, Holders]:
+        """The holders of every parameter that is trained, in the same order on every rank."""
+        return holders(self.plan, self.schedule, self.model_stages, self.captured.graph.trained)
+
+    @property
+    def summed_stages(self) -> set[tuple[int, ...]]:
+        """Each set of stages whose common parameters several ranks hold, so that their gradients are summed."""
+        return {each.stages for each in self.holders.values() if len(each.ranks) > 1}
+
+    @property
+    def private_parameters(self) -> frozenset[str]:
+        """Trained parameters that one stage of this rank uses, and no other rank holds."""
+        users = Counter(name for stage in self.stages.values() for name in stage.state)
+        return frozenset(n for n, each in self.holders.items() if users[n] == 1 and len(each.ranks) == 1)
+
+    @property
+    def state_of_several_ranks(self) -> frozenset[str]:
+        """Parameters and buffers that more than one rank holds."""
+        all_holders = holders(self.plan, self.schedule, self.model_stages, self.state_names)
+        return frozenset(name for name, each in all_holders.items() if len(each.ranks) > 1)
+
+
+def lay_out_plan(
+    captured: CapturedModel, plan: Plan, settings: TrainingSettings, schedule: Schedule | None = None
+) -> PlanLayout:
+    """The common layout of all ranks; ``schedule`` replaces the plan's by one written by hand.
+
+    Raises InputError where ``plan`` does not fit its schedule, its model or ``settings``.
+    """
+    by_hand = [schedule] * (settings.iterations // schedule.iterations) if schedule else []
+    schedules = by_hand or schedules_of(plan, settings.iterations)
+    first = schedules[0]
+    stages = stages_of(captured, plan)
+    replicas = replicas_of_devices(plan, first)
+    check_trainable(first, stages, captured.graph.trained, clip_norm=settings.optimizer.clip_norm)
+    check_carried_buffers(captured.graph, plan, first, stages)
+    if settings.emulation is not None:
+        settings.emulation.check_fits(plan.stages)
+    return PlanLayout(
+        captured=captured,
+        plan=plan,
+        settings=settings,
+        schedules=tuple(schedules),
+        stages=stages,
+        replicas=replicas,
+        sample_dimensions=resplit_dimensions(captured, plan, stages),  # last: it may capture the model
+    )
+
+
+def lay_out_rank(common: PlanLayout, rank: int) -> RankLayout:
+    """The layout of ``rank``; raises InputError where the model cannot run its slice of a micro-batch."""
+    device, pipeline, replica = common.plan.position(rank)
+    replicas = common.replicas[device]
+    captured, plan = captured_slice(common.captured, common.plan, replicas)
+    stages = common.stages if replicas == 1 else cut(captured.graph, plan.stages)
+    names = {*captured.graph.parameters, *captured.graph.buffers}
+    if common.settings.emulation is not None:
+        stages, names = common.settings.emulation.stages(stages), set()
+    return RankLayout(
+        captured=captured,
+        plan=plan,
+        schedules=common.schedules,
+        device=device,
+        pipeline=pipeline,
+        replica=replica,
+        replicas=replicas,
+        model_stages=stages,
+        stages={each: stages[each[0]] for each, home in common.schedule.device_of.items() if home == device},
+        peers=tuple(
+            ranks[pipeline * count : (pipeline + 1) * count]
+            for ranks, count in zip(plan.placement, common.replicas, strict=True)
+        ),
+        sample_dimensions=common.sample_dimensions,
+        samples=common.captured.graph.micro_batch_size,
+        state_names=tuple(sorted(names)),
+    )
+
+
+def schedules_of(plan: Plan, iterations: int) -> list[Schedule]:
+    """Schedules of ``plan`` that together are ``iterations`` iterations, each flushed before the next begins.
+
+    An asynchronous schedule has as many iterations as its option says, or about MICRO_BATCHES_WITHOUT_FLUSH
+    micro-batches; the last one has the remaining iterations. So a run does, as far as it goes, what a longer run of the
+    plan does.
+    """
+    schedule = schedule_of(plan)
+    if not SCHEDULES[plan.schedule].asynchronous:
+        return [schedule] * iterations
+    default = max(1, MICRO_BATCHES_WITHOUT_FLUSH // plan.micro_batches)
+    most = int(plan.schedule_options.get("iterations", default))
+    whole, rest = divmod(iterations, most)
+    return [
+        schedule_of(replace(plan, schedule_options={**plan.schedule_options, "iterations": length}))
+        for length in [most] * whole + [rest] * (rest > 0)
+    ]
+
+
+def stages_of(captured: CapturedModel, plan: Plan) -> tuple[Stage, ...]:
+    """The stages of ``plan``; raises PlanError if it was made for another model or micro-batch size."""
+    if plan.graph != captured.graph.fingerprint:
+        raise PlanError(
+            f"graph: the plan was made for model {plan.graph}, this one is {captured.graph.fingerprint}; "
+            "make the plan again for this model and these versions of torch and transformers"
+        )
+    if samples_at_once(plan) != captured.graph.micro_batch_size:
+        raise PlanError(
+            f"micro_batch_size: the plan runs {samples_at_once(plan)} samples at once; the model was captured with "
+            f"{captured.graph.micro_batch_size}"
+        )
+    return cut(captured.graph, plan.stages)

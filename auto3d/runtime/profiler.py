@@ -1,0 +1,196 @@
+"""Measure a machine for the cost model.
+
+Measured are the subgraphs of a model, on one rank while the others are idle; the slowdown while several ranks compute;
+messages and all-reduces between ranks; and the optimizer's update. All ranks of one node call ``measure`` together.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+
+import numpy as np
+import torch
+from torch import nn
+
+from auto3d.cluster import AllReduceTimes
+from auto3d.cost.profile import MessageTimes, ModelTimes
+from auto3d.runtime.arithmetic import set_arithmetic
+from auto3d.runtime.data import Batches, DataSettings
+from auto3d.runtime.distinct_subgraphs import ModelSubgraphs
+from auto3d.runtime.gradient_sync import GradientSync, Holders
+from auto3d.runtime.link_timing import ProfiledRanks, rank_counts, time_all_reduces, time_messages
+from auto3d.runtime.materialize import materialize
+from auto3d.runtime.optimizer import build_optimizer, update
+from auto3d.runtime.run_ahead import RunAhead
+from auto3d.runtime.settings import TrainingSettings
+from auto3d.runtime.subgraph_timing import MIN_REPETITIONS, Seconds, SubgraphRun, subgraph_times, time_subgraph
+from auto3d.runtime.world import World, join
+
+ROUNDS = 5  # rounds of measurements; the fastest counts, because other programs on the machine only add time
+LOAD_S = 0.4  # seconds in each round during which ranks compute at the same time
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineTimes:
+    """The measured part of a profile (auto3d.cost.profile.Profile)."""
+
+    sizes: tuple[ModelTimes, ...]  # one for each micro-batch size
+    slowdown: tuple[float, ...]  # slowdown[n - 1]: how much longer a rank computes while n ranks do
+    messages: MessageTimes | None  # None on a single rank
+    all_reduce: AllReduceTimes | None  # None on a single rank
+    update_s: float  # the optimizer's update of one parameter
+
+
+Report = Callable[[str], None]  # called with the name of each measurement that is done
+
+
+def num_reports(models: Sequence[ModelSubgraphs]) -> int:
+    """How many times ``measure`` calls ``report``."""
+    return sum(len(model.distinct) for model in models) * ROUNDS + 4
+
+
+def measure(
+    models: Sequence[ModelSubgraphs],
+    settings: TrainingSettings,
+    data: DataSettings,
+    world: World,
+    *,
+    seed: int,
+    report: Report = lambda part: None,
+) -> MachineTimes:
+    """Measure as rank ``world.rank``; ``models`` is one model at several micro-batch sizes.
+
+    Only rank 0's result is meaningful. The process groups stay, as after ``training.train``.
+    """
+    torch.set_num_threads(settings.threads_per_rank)
+    device = world.device(settings.device)
+    set_arithmetic(device, tf32=settings.tf32, deterministic=settings.deterministic)
+    join(world, device=device, timeout_s=settings.timeout_s)
+    profiler = _Profiler(models, settings, data, ProfiledRanks(world, device, settings.timeout_s), seed, report)
+    return MachineTimes(
+        sizes=tuple(profiler.model_times(model) for model in models),
+        slowdown=profiler.slowdown(),
+        messages=profiler.messages() if world.size > 1 else None,
+        all_reduce=profiler.all_reduces() if world.size > 1 else None,
+        update_s=profiler.update_s(),
+    )
+
+
+class _Profiler:
+    """One rank of a profile. Every rank calls the same methods in the same order; some measure on rank 0 only."""
+
+    def __init__(
+        self,
+        models: Sequence[ModelSubgraphs],
+        settings: TrainingSettings,
+        data: DataSettings,
+        ranks: ProfiledRanks,
+        seed: int,
+        report: Report,
+    ) -> None:
+        self._models, self._settings, self._data = models, settings, data
+        self._ranks, self._report = ranks, report
+        self._is_first = ranks.world.rank == 0
+        first = models[0].captured
+        constants = first.exported.constants
+        names = {name for model in models for stage in model.distinct for name in stage.state}
+        tensors = materialize(first.exported.build, sorted(names - constants.keys()), seed=seed)
+        self._state = {name: tensor.to(ranks.device) for name, tensor in tensors.items()}
+        self._trained: dict[str, nn.Parameter] = {}
+        for name in sorted(first.graph.trained & names):
+            parameter = nn.Parameter(self._state[name])
+            parameter.grad = torch.zeros_like(parameter)
+            self._state[name] = self._trained[name] = parameter
+
+    def model_times(self, model: ModelSubgraphs) -> ModelTimes:
+        """Times of the model's subgraphs on rank 0, while the other ranks are idle."""
+        whole, split = self._runs(model), self._runs(model, split=True)
+        rounds: list[list[list[Seconds]]] = [[] for _ in whole]
+        for _ in range(ROUNDS):
+            for kind, (one, other) in enumerate(zip(whole, split, strict=True)):
+                if self._is_first:
+                    rounds[kind].append(time_subgraph(one, other, self._ranks.clock))
+                self._ranks.barrier()
+                self._report(f"micro-batch of {one.samples}: {one.name}")
+        return ModelTimes(
+            micro_batch_size=model.captured.graph.micro_batch_size,
+            graph=model.captured.graph.fingerprint,
+            kinds=model.kinds,
+            subgraphs=tuple(subgraph_times(run, times) for run, times in zip(whole, rounds, strict=True)),
+        )
+
+    def slowdown(self) -> tuple[float, ...]:
+        """How much longer a rank computes while 1, 2, … ranks compute.
+
+        It follows from how often the ranks get through the subgraphs of the largest micro-batch in equal times.
+        """
+        size = self._ranks.world.size
+        runs = self._runs(max(self._models, key=lambda model: model.captured.graph.micro_batch_size))
+        counts = rank_counts(size, least=1)
+        rates = dict.fromkeys(counts, 0.0)
+        for _ in range(ROUNDS):
+            for computing in counts:
+                self._ranks.barrier()
+                rate = self._rate(runs) if self._ranks.world.rank < computing else 0.0
+                rates[computing] = max(rates[computing], self._ranks.sum(rate) / computing)
+        self._report("ranks that compute together")
+        factors = [rates[1] / rate for rate in rates.values()]
+        return tuple(float(np.interp(computing, counts, factors)) for computing in range(1, size + 1))
+
+    def messages(self) -> MessageTimes:
+        times = time_messages(self._ranks)
+        self._report("messages")
+        return times
+
+    def all_reduces(self) -> AllReduceTimes:
+        times = time_all_reduces(self._ranks)
+        self._report("all-reduces")
+        return times
+
+    def update_s(self) -> float:
+        """Seconds per parameter of the executor's update: zero, norm and scale the gradients, and run the optimizer."""
+        ranks, timeout_s = self._ranks, self._settings.timeout_s
+        holders = {name: Holders((ranks.world.rank,), (0,)) for name in self._trained}
+        run_ahead = RunAhead(ranks.device, timeout_s)
+        sync = GradientSync(self._trained, holders, device=ranks.device, run_ahead=run_ahead, timeout_s=timeout_s)
+        optimizer, _ = build_optimizer(list(self._trained.values()), self._settings.optimizer, iterations=1)
+        times = []
+        for _ in range(2 * ROUNDS):
+            if self._is_first:
+                begin = ranks.clock.mark()
+                sync.zero({0})
+                sync.squared_norm()
+                sync.scale(1.0)
+                update(optimizer, run_ahead=run_ahead, timeout_s=timeout_s)
+                end = ranks.clock.mark()
+                ranks.clock.settle()  # an update begins on an idle device, since the host has waited for the norm
+                times.append(ranks.clock.seconds(begin, end))
+            ranks.barrier()
+        self._report("the optimizer's update")
+        elements = sum(parameter.numel() for parameter in self._trained.values())
+        return ranks.of_rank_0(median(times[1:]) if times else 0.0) / elements
+
+    def _runs(self, model: ModelSubgraphs, *, split: bool = False) -> list[SubgraphRun]:
+        samples = model.captured.graph.micro_batch_size
+        batches = Batches(self._data, seed=0, global_batch=samples, micro_batch_size=samples)
+        device = self._ranks.device
+        constants = {name: value.to(device) for name, value in model.captured.exported.constants.items()}
+        state = {**self._state, **constants}
+        return [SubgraphRun(stage, model.captured, state, batches, device, split=split) for stage in model.distinct]
+
+    def _rate(self, runs: Sequence[SubgraphRun]) -> float:
+        """How many times per second all of ``runs`` go forward and backward."""
+        begin, done = self._now(), 0
+        while done < MIN_REPETITIONS or self._now() < begin + LOAD_S:
+            for _ in range(self._ranks.clock.queued):
+                for run in runs:
+                    run.forward()
+                    run.backward()
+            done += self._ranks.clock.queued
+        return done / (self._now() - begin)
+
+    def _now(self) -> float:
+        """Host time in seconds, once the device is idle."""
+        self._ranks.clock.settle()
+        return perf_counter()

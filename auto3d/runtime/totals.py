@@ -1,0 +1,94 @@
+"""The numbers that all ranks of a training know after an iteration: the loss, the gradient norm, whether to stop."""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from auto3d.runtime.run_ahead import RunAhead
+from auto3d.runtime.waiting import wait, waiting_for
+
+
+@dataclass(frozen=True)
+class Total:
+    """Sums over all ranks for one iteration."""
+
+    loss: float  # mean over the global batch's micro-batches
+    grad_norm: float | None  # before clipping; None if asynchronous: the gradients are never all there at once
+    asked_to_end: bool  # whether any rank was asked to end before the iteration was over
+
+
+class Totals:
+    """Sums losses and squared gradient norms over ``everyone``, in one all-reduce per iteration.
+
+    Each sum also carries the answer of ``asked_to_end``, so that all ranks end after the same iteration.
+    """
+
+    def __init__(
+        self,
+        everyone: dist.ProcessGroup,
+        *,
+        device: torch.device,
+        run_ahead: RunAhead,
+        timeout_s: float,
+        asked_to_end: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._everyone = everyone
+        self._device = device
+        self._run_ahead = run_ahead
+        self._timeout_s = timeout_s
+        self._asked_to_end = asked_to_end
+        # Ended iterations of an asynchronous program, with their seconds: before their sum begins, and until it ends.
+        self._unsummed: deque[tuple[torch.Tensor, float]] = deque()
+        self._summed: deque[tuple[dist.Work, torch.Tensor, float]] = deque()
+
+    def reduce(self, loss: torch.Tensor | float, squared_norm: torch.Tensor | float) -> Total:
+        """The sums over all ranks; each gives its ``loss`` and ``squared_norm`` and waits for the others."""
+        totals = torch.zeros(3, dtype=torch.float64, device=self._device)
+        # Not totals[2] = …, which copies a number to a GPU and waits without a deadline until its queue is empty.
+        totals[0].add_(loss)
+        totals[1].add_(squared_norm)
+        totals[2].add_(self._asked_to_end())
+        what = "the loss and gradient norm of all ranks"
+        with waiting_for(what, self._timeout_s):
+            work = dist.all_reduce(totals, group=self._everyone, async_op=True)
+        assert work is not None  # because it is asynchronous
+        self._run_ahead.wait(work, what)
+        self._run_ahead.catch_up()
+        total_loss, total_norm, asked = totals.tolist()
+        return Total(total_loss, total_norm**0.5, asked > 0)
+
+    def add(self, loss: torch.Tensor | float, seconds: float) -> None:
+        """Keep the ``loss`` of an iteration that has ended on this rank until the program begins its sum."""
+        totals = torch.zeros(2, dtype=torch.float64, device=self._device)
+        totals[0].add_(loss)
+        totals[1].add_(self._asked_to_end())
+        self._unsummed.append((totals, seconds))
+
+    def begin_sum(self) -> None:
+        """Begin the sum of the first iteration that waits for one. It does not block: other ranks are not as far."""
+        totals, seconds = self._unsummed.popleft()
+        with waiting_for("the loss of all ranks", self._timeout_s):
+            work = dist.all_reduce(totals, group=self._everyone, async_op=True)
+        assert work is not None  # because it is asynchronous
+        self._summed.append((work, totals, seconds))
+
+    def arrived(self) -> Iterator[tuple[Total, float]]:
+        """Sums that are complete by now, in the order of their iterations, each with the iteration's seconds."""
+        while self._summed and self._summed[0][0].is_completed():
+            yield self._next()
+
+    def remaining(self) -> Iterator[tuple[Total, float]]:
+        """As ``arrived``, for all other iterations of the program; it waits for their sums."""
+        while self._unsummed:
+            self.begin_sum()
+        while self._summed:
+            yield self._next()
+
+    def _next(self) -> tuple[Total, float]:
+        work, totals, seconds = self._summed.popleft()
+        wait(work, timeout_s=self._timeout_s, what="the loss of all ranks")
+        loss, asked = totals.tolist()
+        return Total(loss, None, asked > 0), seconds

@@ -1,0 +1,26 @@
+"""1F1B: after a warm-up, one forward and one backward in turn (DAPPLE, PipeDream-Flush; Chimera, section 2)."""
+
+from auto3d.schedule.family import Family
+from auto3d.schedule.operation import Schedule
+from auto3d.schedule.options import recomputing
+from auto3d.schedule.straight_pipeline import alternating_orders, straight_pipeline
+from auto3d.schedule.sync import place_syncs
+
+
+def one_forward_one_backward(
+    *, devices: int, micro_batches: int, recompute: str = "none", sync: str = "lazy"
+) -> Schedule:
+    """As many bubbles as GPipe, (D - 1)(F + B), but stage s holds the activations of at most D - s micro-batches.
+
+    Recomputation waits for the gradient, inside B: idle (D - 1)(F + R + B) (Merak, figure 4a).
+    """
+    orders = alternating_orders(devices, micro_batches)
+    recomputed = recomputing("1f1b", devices, recompute)
+    return place_syncs(straight_pipeline("1f1b", orders, micro_batches=micro_batches, recompute=recomputed), sync)
+
+
+FAMILY = Family(
+    name="1f1b",
+    summary="a warm-up, then one forward and one backward in turn (DAPPLE, PipeDream-Flush)",
+    build=one_forward_one_backward,
+)

@@ -1,0 +1,55 @@
+"""Ranks whose GPUs NCCL would not connect are refused, each in one line, before NCCL connects them."""
+
+import pytest
+import torch
+
+from auto3d.runtime.rank_devices import RankDevice, SharedDeviceError, connection_problem, gather_rank_devices
+from auto3d.runtime.world import World, join, leave
+
+A100 = "NVIDIA A100-SXM4-40GB"
+INSTANCE = f"{A100} MIG 1g.5gb"
+
+
+@pytest.mark.parametrize(
+    ("places", "words"),
+    [
+        ([("n1", "a", A100), ("n1", "b", A100), ("n2", "c", A100)], ""),
+        ([("n1", "a", A100), ("n2", "a", A100)], ""),  # nodes of a cloud whose virtual GPUs have the same UUID
+        ([("n1",)] * 4, ""),  # on the CPU
+        ([("n1", "a", A100)], ""),
+        ([("n1", "a", INSTANCE)], ""),
+        ([("n1", "a", A100), ("n2", "b", A100), ("n1", "a", A100)], "ranks 0 and 2 on n1 have the same GPU, a; "),
+        ([("n1", "a", A100)] * 3, "ranks 0, 1 and 2 on n1 have the same GPU, a; "),
+        ([("n1", "a", A100), ("n1", "b", INSTANCE)], f"rank 1 on n1 has {INSTANCE}, and NCCL does not"),
+    ],
+)
+def test_which_ranks_are_not_connected(places, words):
+    told = connection_problem([RankDevice(*one) for one in places])
+    assert told.startswith(words)
+    assert bool(told) == bool(words)
+
+
+def _compare(world: World, uuids: list[str]) -> str:
+    join(world, device=torch.device("cpu"), timeout_s=60)
+    try:
+        gather_rank_devices(RankDevice("n1", uuids[world.rank], A100), timeout_s=60)
+    except SharedDeviceError as error:
+        return str(error)
+    finally:
+        leave()
+    return "distinct"
+
+
+@pytest.mark.parametrize(("uuids", "told"), [(["a", "b"], "distinct"), (["a", "a"], "ranks 0 and 1 on n1 have")])
+def test_every_rank_hears_of_the_others_devices(processes, uuids, told):
+    answers = processes.run(2, _compare, uuids)
+    assert answers[0] == answers[1]
+    assert answers[0].startswith(told)
+
+
+@pytest.mark.parametrize(("visible", "index"), [(1, 0), (4, 2)])
+def test_the_only_visible_gpu_is_the_ranks_own(monkeypatch, visible, index):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    world = World(rank=6, size=8, local_rank=2, meeting_point="tcp://n1:1")
+    assert world.device("cuda") == torch.device("cuda", index)
+    assert world.device("cpu") == torch.device("cpu")

@@ -1,0 +1,141 @@
+"""Autopipe in searches: the fastest stages that fit the memory of the devices, against brute force over all cuts."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations, pairwise
+
+import pytest
+
+from auto3d.cluster import Accelerator, Cluster, Node
+from auto3d.errors import InputError
+from auto3d.partition.methods import STAGE_METHODS
+from auto3d.plan import Plan, stages_between
+from auto3d.search.make import PlanMaker, shortage_of
+from auto3d.search.space import Candidate
+from tests.search.cases import random_case
+
+SEEDS = (1, 8, 9, 12, 18, 24, 38)  # cases in which some candidates fit only with other than the fastest stages
+
+
+def slowest_s(maker: PlanMaker, plan: Plan) -> float:
+    """Seconds of the slowest stage of ``plan``, as the partition methods see them."""
+    cuts = maker.subject.cuts(1)
+    before = dict(zip(cuts, maker.model.pipeline(plan, cuts).before, strict=True))
+    return max(before[last] - before[first] for stage in plan.stages for first, last in stage.operations)
+
+
+def every_cut(maker: PlanMaker, candidate: Candidate, stages: int) -> list[Plan]:
+    """The plans of ``candidate`` under all contiguous cuts in which every stage takes some time."""
+    cuts = maker.subject.cuts(1)
+    base = maker.unlimited(candidate)
+    pipeline = maker.model.pipeline(base, cuts)
+    plans = []
+    for inner in combinations(range(1, len(cuts) - 1), stages - 1):
+        bounds = (0, *inner, len(cuts) - 1)
+        if all(pipeline.before[last] > pipeline.before[first] for first, last in pairwise(bounds)):
+            if candidate.recompute in ("none", "full"):
+                plans.append(replace(base, stages=stages_between([cuts[bound] for bound in bounds])))
+            else:  # what a stage keeps depends on the stage
+                plans.append(maker.unlimited(replace(candidate, cuts=bounds)))
+    return plans
+
+
+def short_cases(schedule: str, recompute: str | float) -> Iterator[tuple[PlanMaker, Candidate, list[Plan]]]:
+    """Candidates whose fastest stages do not fit, each with those plans of all its cuts that do; few cuts to try."""
+    for seed in SEEDS:
+        domain, maker = random_case(
+            seed, schedule=[schedule], recompute=[recompute], partition=["autopipe"], placement=["megatron"]
+        )
+        for degrees in domain.degrees:
+            candidate = next(domain.variants(degrees))
+            try:
+                fastest = maker.unlimited(candidate)
+            except InputError:
+                continue
+            stages = len(fastest.stages)
+            if 1 < stages <= 4 and stages * len(maker.subject.layers) <= 64 and shortage_of(maker.model, fastest):
+                plans = every_cut(maker, candidate, stages)
+                yield maker, candidate, [plan for plan in plans if not shortage_of(maker.model, plan)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "recompute"), [("1f1b", "none"), ("gpipe", "full"), ("1f1b", 0.4), ("zb-h1", "none")]
+)
+def test_too_little_memory_gives_the_fastest_stages_that_fit(schedule, recompute):
+    """One stage on each device; clusters of one and of two kinds of devices."""
+    fitting = refused = 0
+    for maker, candidate, possible in short_cases(schedule, recompute):
+        if not possible:
+            refused += 1
+            with pytest.raises(InputError, match="GiB; it has"):
+                maker.plan(candidate)
+            continue
+        fitting += 1
+        best = min(slowest_s(maker, plan) for plan in possible)
+        assert slowest_s(maker, maker.plan(candidate)) == pytest.approx(best, rel=1e-9), str(candidate)
+    assert fitting >= 2
+    assert refused > 10
+
+
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "chimera"])
+def test_devices_with_several_stages_get_stages_that_fit(schedule):
+    """The search for them is no proof, but it finds most, and as fast ones."""
+    fitting = found = 0
+    for maker, candidate, possible in short_cases(schedule, "none"):
+        try:
+            plan = maker.plan(candidate)
+        except InputError:
+            fitting += bool(possible)
+            continue
+        assert not shortage_of(maker.model, plan)
+        fitting, found = fitting + 1, found + 1
+        best = min(slowest_s(maker, one) for one in possible)
+        assert best <= slowest_s(maker, plan) * (1 + 1e-9) <= 1.3 * best
+    assert found >= 0.8 * fitting > 2
+
+
+def test_a_smaller_count_of_the_makers_own_is_respected():
+    """Where the maker finds memory short that the cost model finds enough, as the runtime's own count may."""
+    _, maker = random_case(4, partition=["autopipe"])
+    candidate = Candidate(dp=1, tp=1, pp=4, micro_batch_size=1, partition="autopipe")
+    plan = maker.unlimited(candidate)
+    memory = maker.model.memory(plan)
+    node = Node(devices=4, accelerator=Accelerator(memory_bytes=max(memory) * 1.001))
+    model = maker.model.on(Cluster(nodes=(node,) * 4, device="cuda"))
+
+    def shortage(plan: Plan) -> str:
+        return "too much" if max(model.memory(plan)) > 0.97 * max(memory) else ""
+
+    assert PlanMaker(maker.subject, model, maker.task).plan(candidate).stages == plan.stages
+    smaller = PlanMaker(maker.subject, model, maker.task, shortage=shortage).plan(candidate)
+    assert max(model.memory(smaller)) <= 0.97 * max(memory)
+    assert slowest_s(maker, smaller) > slowest_s(maker, plan)
+
+
+def test_enough_memory_and_unknown_memory_change_nothing():
+    for seed in range(6):
+        domain, maker = random_case(seed, partition=["autopipe"], placement=["megatron"], recompute=["none", "full"])
+        unknown = [
+            replace(node, accelerator=replace(node.accelerator, memory_bytes=None)) for node in domain.cluster.nodes
+        ]
+        free = PlanMaker(maker.subject, maker.model.on(Cluster(nodes=tuple(unknown), device="cuda")), maker.task)
+        for number, candidate in enumerate(domain):
+            if number % 37 == 0:
+                try:
+                    fastest = maker.unlimited(candidate)
+                except InputError:
+                    continue
+                assert free.plan(candidate) == fastest
+                if not shortage_of(maker.model, fastest):
+                    assert maker.plan(candidate) == fastest
+
+
+def test_only_methods_that_take_a_number_of_stages_cut_candidates():
+    _, maker = random_case(0)
+    candidate = Candidate(dp=1, tp=1, pp=2, micro_batch_size=1)
+    for name in STAGE_METHODS:
+        assert len(maker.unlimited(replace(candidate, partition=name)).stages) == 2
+    with pytest.raises(InputError, match=r"partition: 'autopip' is not known; .* did you mean autopipe\?"):
+        maker.unlimited(replace(candidate, partition="autopip"))
+    with pytest.raises(InputError, match="partition: 'rannc' is not known"):
+        maker.unlimited(replace(candidate, partition="rannc"))

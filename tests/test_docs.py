@@ -1,0 +1,159 @@
+"""Every path, link, command, option and recipe key that the README and the docs name exists."""
+
+import ast
+import re
+import shlex
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import click
+import pytest
+
+from launch.commands import cli
+from launch.recipe.keys import documented_keys
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted(file for folder in ("slurm", "recipes", "results") for file in (ROOT / folder).rglob("*.md")),
+]
+FOLDERS = ("auto3d", "launch", "tests", "recipes", "results", "slurm", "docs")
+MADE_BY_USERS = ("recipes/mine.yaml",)  # files that an example has its reader write
+FENCE = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
+CODE = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+CALL = re.compile(r"(make|auto3d|\.venv/bin/auto3d|torchrun|python -m|[A-Z_]+=\S+ make) ")
+KEY = re.compile(r"^([a-z_]+(?:\.[a-z_]+)+)(?:\[\d+\])?=")
+
+
+def pages():
+    return pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+@cache
+def tracked() -> frozenset[str]:
+    """Every file of the repository and every folder with one."""
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    return frozenset(files) | {str(parent) for file in files for parent in Path(file).parents}
+
+
+@cache
+def names_in(file: str) -> frozenset[str]:
+    """Functions, classes and constants that a Python file defines at any level."""
+    found = set()
+    for node in ast.walk(ast.parse((ROOT / file).read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return frozenset(found)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as forges make them."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def inline_code(page: Path) -> list[str]:
+    return CODE.findall(FENCE.sub("", page.read_text()))
+
+
+def commands(page: Path) -> list[str]:
+    """Lines of code blocks, and inline code, that call make, auto3d or a module of this repository."""
+    text = page.read_text()
+    blocks = [line for _, block in FENCE.findall(text) for line in block.splitlines()]
+    blocks += [line for line in FENCE.sub("", text).splitlines() if line.startswith("    ")]
+    found = []
+    for line in [*map(str.strip, blocks), *inline_code(page)]:
+        calls = line.removeprefix("$ ").split(" #")[0].split("; ")
+        found += [call for call in calls if CALL.match(call)]
+    return found
+
+
+@pages()
+def test_links(page):
+    for target in LINK.findall(page.read_text()):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{target} does not exist"
+        if anchor:
+            assert anchor in anchors(file), f"{target}: {file.name} has no such heading"
+
+
+@pages()
+def test_paths(page):
+    """`folder/file.py`, `folder/file.py:name`, `package.module.name`, and paths within auto3d/ or launch/."""
+    for code in inline_code(page):
+        match = re.fullmatch(r"([\w.-]+(?:/[\w.*-]+)+/?|[\w-]+\.(?:py|md|toml|yaml))(?::+(\w+))?", code)
+        if match and (match[1].split("/")[0] in FOLDERS or match[1].endswith(".py")):
+            path = match[1].rstrip("/")
+            places = [path, f"auto3d/{path}", f"launch/{path}", str(page.parent.relative_to(ROOT) / path)]
+            if path in MADE_BY_USERS:
+                continue
+            found = [place for place in places if place in tracked() or ("*" in place and list(ROOT.glob(place)))]
+            assert found, f"{code}: there is no such file"
+            if match[2]:
+                assert match[2] in names_in(found[0]), f"{code}: {found[0]} defines no {match[2]}"
+        dotted = re.fullmatch(r"((?:auto3d|launch|tests)(?:\.\w+)+)", code)
+        if dotted and not KEY.match(f"{code}="):
+            parts = dotted[1].split(".")
+            known = any("/".join(parts[:end]) + ".py" in tracked() for end in range(1, len(parts) + 1))
+            assert known or "/".join(parts) in tracked(), f"{code}: there is no such module"
+
+
+@cache
+def targets() -> frozenset[str]:
+    return frozenset(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+@cache
+def options_of(verb: str) -> frozenset[str]:
+    command = cli.get_command(click.Context(cli), verb)
+    assert command is not None, f"auto3d has no command {verb}"
+    return frozenset(option for parameter in command.params for option in parameter.opts) | {"--help", "-h"}
+
+
+@cache
+def keys() -> frozenset[str]:
+    return frozenset(name for name, *_ in documented_keys())
+
+
+@pages()
+def test_commands(page):
+    for command in commands(page):
+        words = shlex.split(command.replace("…", ""))
+        if "make" in words[:2]:
+            target = words[words.index("make") + 1]
+            assert target in targets(), f"{command}: the Makefile has no target {target}"
+        if words[:2] == ["python", "-m"] and words[2].startswith("tests"):
+            module = words[2].replace(".", "/")
+            assert {f"{module}.py", f"{module}/__main__.py"} & tracked(), f"{command}: there is no such module"
+        places = [place for place, word in enumerate(words) if Path(word).name == "auto3d"]
+        if not places or len(words) <= places[0] + 1:
+            continue
+        verb, *arguments = words[places[0] + 1 :]
+        if verb.startswith("-") or not re.fullmatch(r"[a-z]+", verb):
+            continue
+        for word in arguments:
+            if re.match(r"--?[a-z]", word):
+                assert word.split("=")[0] in options_of(verb), f"{command}: auto3d {verb} has no option {word}"
+            else:
+                options_of(verb)
+
+
+@pages()
+def test_keys(page):
+    """Overrides such as training.global_batch=32, in commands and in the text."""
+    for code in [*commands(page), *inline_code(page)]:
+        for word in code.split():
+            if (match := KEY.match(word)) and not word.startswith(("auto3d.", "launch.py")):
+                key = match[1]
+                known = key in keys() or any(
+                    name.startswith(f"{key}.") or key.startswith(f"{name}.") for name in keys()
+                )
+                assert known, f"{word}: a recipe has no key {key}"
