@@ -20,7 +20,7 @@ from auto3d.search.certainty import CERTAIN, contenders, judge
 from auto3d.search.correction import correct
 from auto3d.search.search import Ranked, Search
 from launch.console.ranking import HEADINGS, cells, predicted_on
-from launch.console.tables import RESULTS
+from launch.console.tables import TABLES
 from launch.drivers.executor import Executor, executor_of
 from launch.drivers.sweep import Retry, check_place, check_ranks, measured
 from launch.model.candidates import exact_plans
@@ -284,8 +284,8 @@ def _words(one: Tried) -> str:
 
 
 def write(recipe: LoadedRecipe, search: Search, tried: Sequence[Tried]) -> list[Path]:
-    """Write results/<recipe>/tune.md and, if a trial is ok, best_plan.json; returns the files."""
-    folder = RESULTS / recipe.name
+    """Write tables/<recipe>/tune.md and, if a trial succeeded, best_plan.json; returns the files."""
+    folder = TABLES / recipe.name
     folder.mkdir(parents=True, exist_ok=True)
     text = f"{table(tried, 'github')}\n\n{told(recipe, search, tried)}\n\nAgain: `{recipe.command('tune')}`\n"
     contents = {"tune.md": text}

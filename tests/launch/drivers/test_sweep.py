@@ -230,7 +230,7 @@ def test_a_trial_that_fails_shows_its_error_and_the_sweep_goes_on(swept):
     assert list(trial_lines(done.stderr).values()) == ["failed", "ok", "ok"]
     assert "IndexError: Target" in done.stderr
     assert f"1 failed or timed out; to run them again: auto3d sweep own.yaml '{SPACE}' --retry" in done.stderr
-    hint = f"auto3d train own.yaml '{SPACE}' --plan results/own/best_plan.json"
+    hint = f"auto3d train own.yaml '{SPACE}' --plan tables/own/best_plan.json"
     assert hint in done.stdout
     train = subprocess.run([*AUTO3D, *shlex.split(hint)[1:]], cwd=folder, capture_output=True, text=True, check=False)
     assert train.returncode == 0, f"the hint works as it stands: {train.stderr}"
@@ -238,7 +238,7 @@ def test_a_trial_that_fails_shows_its_error_and_the_sweep_goes_on(swept):
 
 def test_the_table_is_complete_and_best_first(in_swept, auto3d):
     shown = auto3d("table", "own.yaml").out
-    with (in_swept / "results/own/table.csv").open() as file:
+    with (in_swept / "tables/own/table.csv").open() as file:
         records = list(csv.DictReader(file))
     assert [record["status"] for record in records] == ["ok", "ok", "failed"]
     times = [float(record["iteration_s"]) for record in records[:2]]
@@ -246,7 +246,7 @@ def test_the_table_is_complete_and_best_first(in_swept, auto3d):
     for record in records[:2]:
         assert float(record["samples_per_s"]) == pytest.approx(8 / float(record["iteration_s"]))
         assert int(record["peak_bytes"]) > 0
-    markdown = (in_swept / "results/own/table.md").read_text()
+    markdown = (in_swept / "tables/own/table.md").read_text()
     assert markdown.count("\n|") == 4
     assert "Measured" in markdown
     assert f"Again: `auto3d sweep own.yaml '{SPACE}'`" in markdown
@@ -254,7 +254,7 @@ def test_the_table_is_complete_and_best_first(in_swept, auto3d):
     rows = json.loads(auto3d("table", "own.yaml", "--json").out)
     assert rows[0]["iteration_s"] == times[0]
     assert "IndexError" in rows[2]["error"]
-    best = json.loads((in_swept / "results/own/best_plan.json").read_text())
+    best = json.loads((in_swept / "tables/own/best_plan.json").read_text())
     assert rows[0]["plan"] == best
     assert str(best["micro_batch_size"]) == records[0]["micro_batch_size"]
     for private in (in_swept / "runs/own", *(in_swept / "runs/own/trials").glob("*/job")):
@@ -320,7 +320,7 @@ def test_uneven_replicas_and_a_shared_optimizer_are_tried_and_told(folder, auto3
     axes = ["search.replicas=[uneven]", "search.shard_optimizer=auto", "search.micro_batch_size=[4]"]
     done = auto3d("sweep", "own.yaml", "cluster.devices_per_node=3", "measure.warmup_iterations=0", *axes)
     assert "ZeRO-1" in done.out
-    rows = list(csv.DictReader((folder / "results" / "own" / "table.csv").open()))
+    rows = list(csv.DictReader((folder / "tables" / "own" / "table.csv").open()))
     assert sorted((row["replicas"], row["shard_optimizer"], row["status"]) for row in rows) == [
         ("1+2", "False", "ok"),
         ("1+2", "True", "ok"),
@@ -333,9 +333,9 @@ def test_tune_tries_the_best_and_never_twice(folder, auto3d):
     first = auto3d(*arguments)
     assert first.err.count(" ok ") == 2
     assert "mean error of 2 trials" in first.out
-    best = Plan.from_json((folder / "results/own/best_plan.json").read_bytes())
+    best = Plan.from_json((folder / "tables/own/best_plan.json").read_bytes())
     assert best.tp == 1, "what cannot run yet is not tried"
-    assert "cost model" in (folder / "results/own/tune.md").read_text()
+    assert "cost model" in (folder / "tables/own/tune.md").read_text()
     again = auto3d(*arguments)
     assert " ok " not in again.err
     assert again.out == first.out
@@ -360,7 +360,7 @@ def test_tune_tries_the_fastest_again_in_turns_and_goes_on_after_an_interrupt(fo
     assert len(ended) == len(set(ended)), "what ended is kept"
     again = [trial for trial in ended if re.search(r"-[0-9a-f]{8}-2$", trial)]
     assert len(again) >= 2, "the fastest two at least ran a second time"
-    lines = (folder / "results/own/tune.md").read_text().splitlines()
+    lines = (folder / "tables/own/tune.md").read_text().splitlines()
     rows = [[cell.strip() for cell in line.split("|")] for line in lines if line.startswith("|")]
     tries = rows[0].index("trials")
     counts = [int(row[tries]) for row in rows[2:]]
