@@ -11,7 +11,6 @@ from auto3d.plan import Plan
 from auto3d.runtime.measurement import Measurement
 from auto3d.schedule import samples_at_once
 from launch.drivers.executor import Executor, executor_of
-from launch.executors.follow import note_ends
 from launch.executors.submit import ask, starts_of, submissions
 from launch.model import candidates
 from launch.model.elsewhere import Elsewhere, check_plans
@@ -20,6 +19,7 @@ from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import cluster, device
 from launch.slurm.executor import check_reachable, on_slurm
 from launch.slurm.sbatch import check_launch
+from launch.store.ends import record_ends
 from launch.store.trials import (
     Trial,
     last_sweep,
@@ -98,7 +98,7 @@ def run_sweep(recipe: LoadedRecipe, *, retry: Retry, watcher: Watcher, follow: b
         write_command(recipe, "sweep")
         write_sweep(recipe, trials, left_out=sweep.left_out)
         ended = sweep.ended()
-        note_ends(recipe, ended)  # some ended while nobody followed them
+        record_ends(recipe, ended)  # some ended while nobody followed them
         kept = kept_of(recipe, ended, retry)
         pending = [trial for trial in trials if trial not in kept]
         watcher.begin(len(pending), list(kept.items()), sweep.left_out)

@@ -28,9 +28,8 @@ from auto3d.schedule import samples_at_once
 from launch.console.progress import at_work, training_progress
 from launch.drivers.executor import executor_of
 from launch.drivers.sweep import check_place
-from launch.executors.follow import note_ends
 from launch.executors.submit import on_their_way
-from launch.executors.trial import Training, is_whole
+from launch.executors.trial import TrainingRun, is_whole
 from launch.model import candidates
 from launch.model.build import captured_model, initial_weights, use_device
 from launch.model.check_capture import check_once
@@ -44,6 +43,7 @@ from launch.run.ranks import Report, check_devices, run_ranks
 from launch.run.streams import stdout_to_stderr
 from launch.slurm.executor import in_a_job, on_slurm, why_no_slurm
 from launch.slurm.warning import asked_by_slurm, await_end
+from launch.store.ends import record_ends
 from launch.store.manifest import Entry, State, histories
 from launch.store.trials import Trial, exclusive, manifest_of, training_of, write_command
 from launch.store.watcher import Watcher
@@ -158,7 +158,7 @@ def _train(
     if not _is_left(recipe, training, fresh=fresh, console=console if world is None or world.rank == 0 else None):
         return 0
     asked = asked_by_slurm() if in_a_job() else None
-    whole = Training.of(recipe, training.trial.checkpoints, asked_to_end=lambda: bool(asked))
+    whole = TrainingRun.of(recipe, training.trial.checkpoints, asked_to_end=lambda: bool(asked))
 
     def run(world: World, report: Report) -> TrainingResult:
         more = whole.arguments(world, report, settings)
@@ -212,7 +212,7 @@ def run_as_job(
         raise InputError(f"job {job} is this training; to end it first: {recipe.follow_up('cancel')}")
     write_command(recipe, "train", plan_file, trials=[trial.name])
     known = {} if (measurement := trial.measurement()) is None else {trial: measurement}
-    note_ends(recipe, known)  # it may have ended while nobody followed it
+    record_ends(recipe, known)  # it may have ended while nobody followed it
     if measurement is not None and is_whole(recipe, measurement) and not fresh:
         console.print(f"done already, at {measurement.finished}; --fresh begins anew", markup=False, soft_wrap=True)
         on_result(_record(measurement, training.plan, recipe.values))

@@ -1,4 +1,4 @@
-"""One trial: run a plan for a few iterations, or a whole training, and write down what happened."""
+"""Run a plan for a few iterations, as a trial, or as a whole training; the result is a Measurement."""
 
 import os
 from collections.abc import Callable
@@ -32,20 +32,20 @@ RankCapture = Callable[[World], CapturedModel]  # gives a rank the captured mode
 
 
 @dataclass(frozen=True)
-class Training:
-    """What makes a run the recipe's whole training, where a trial is a few of its iterations."""
+class TrainingRun:
+    """What a run needs to be the recipe's whole training; a trial is a few of its iterations."""
 
     checkpoints: Checkpoints
-    asked_to_end: Callable[[], bool]  # also of the ranks: no signal but SIGKILL ends them
+    asked_to_end: Callable[[], bool]  # says whether to end early; no signal but SIGKILL ends the ranks
 
     @staticmethod
-    def of(recipe: LoadedRecipe, folder: Path, asked_to_end: Callable[[], bool]) -> "Training":
-        """With its checkpoints in ``folder``."""
+    def of(recipe: LoadedRecipe, folder: Path, asked_to_end: Callable[[], bool]) -> "TrainingRun":
+        """The training of ``recipe`` with its checkpoints in ``folder``, which is created."""
         private_folder(folder)
-        return Training(Checkpoints(folder=folder, every=recipe.values.training.checkpoint_every), asked_to_end)
+        return TrainingRun(Checkpoints(folder=folder, every=recipe.values.training.checkpoint_every), asked_to_end)
 
     def arguments(self, world: World, report: Report, settings: TrainingSettings) -> dict[str, Any]:
-        """Further ones of ``train``, by which rank 0 also tells its parent of each iteration."""
+        """Further arguments for ``train``; they make rank 0 report each iteration to its parent."""
 
         def on_iteration(iteration: int, result: IterationResult) -> None:
             if world.rank == 0:
@@ -61,11 +61,11 @@ def measure(
     *,
     node: NodeRanks | None = None,
     of_all: Callable[[Outcome], Outcome] = lambda outcome: outcome,
-    training: Training | None = None,
+    training: TrainingRun | None = None,
     on_report: Callable[[IterationReport], None] = lambda report: None,
     capture: Callable[[int], RankCapture] | None = None,
 ) -> Measurement:
-    """Train under ``plan`` for the recipe's warm-up and measured iterations, or all of a ``training``.
+    """The measurement of a run of ``plan``: the recipe's warm-up and measured iterations, or the whole ``training``.
 
     All ranks run on this machine, or only those of ``node``, and ``of_all`` turns their outcome into that of all
     nodes. ``folder`` is private. ``on_report`` receives each iteration of a training. ``capture`` may replace
@@ -76,7 +76,7 @@ def measure(
     iterations = values.training.iterations if training else warmup + values.measure.iterations
     settings = training_settings(values, iterations=iterations)
     data = data_settings(values)
-    facts = {
+    facts: dict[str, Any] = {
         "plan": plan,
         "emulated": settings.emulation is not None,
         "warmup_iterations": warmup,
@@ -118,13 +118,13 @@ def measure(
 
 
 def is_whole(recipe: LoadedRecipe, measurement: Measurement) -> bool:
-    """Whether ``measurement`` is of a training up to its last iteration."""
+    """Whether ``measurement`` is that of a training that has reached its last iteration."""
     done = measurement.first_iteration + len(measurement.iteration_s)
     return measurement.status is Status.OK and done >= recipe.values.training.iterations
 
 
 def has_tokens(recipe: LoadedRecipe) -> bool:
-    """Whether the model reads tokens, so that tokens per second mean something."""
+    """Whether the model reads tokens, so that tokens per second are meaningful."""
     return any(field.kind == "tokens" for field in data_settings(recipe.values).inputs.values())
 
 

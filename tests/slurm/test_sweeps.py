@@ -159,7 +159,7 @@ def test_a_preempted_trial_that_slurm_does_not_requeue_is_submitted_again(sweeps
     assert sweeps.starts() == [2]
     sweeps.cluster.run("scancel", sweeps.job())
     output = end(sweep, code=1)
-    assert f"job {job} was lost, and cannot be submitted again yet: sbatch refused" in output
+    assert f"job {job} was lost and cannot be submitted again yet: sbatch refused" in output
     assert f"job {job} ended as PREEMPTED; submitted again: job {sweeps.job()}" in output
     assert "ended as CANCELLED" in output
 
@@ -233,7 +233,7 @@ def test_a_job_that_waits_too_long_is_cancelled(sweeps):
     sweeps.cluster.run("sbatch", *everything)
     wait_for("no node to be idle", lambda: "idle" not in sweeps.cluster.node_states().values(), timeout_s=30)
     output = sweeps.auto3d("sweep", "launch.queue_timeout_s=3", code=1)
-    assert f"job {sweeps.job()} waited 3 s for its nodes (" in output
+    assert f"job {sweeps.job()} was pending for 3 s (" in output
     assert not sweeps.cluster.run("squeue", "--noheader", "--partition=low")
     assert statuses(sweeps) == ["timeout"]
 

@@ -8,9 +8,9 @@ import psutil
 import pytest
 
 from auto3d.runtime.measurement import Status
-from launch.executors.follow import note_ends
 from launch.recipe.load import load
 from launch.slurm.executor import why_no_slurm
+from launch.store.ends import record_ends
 from launch.store.manifest import Entry, State, histories
 from launch.store.trials import manifest_of, trials_of
 from launch.store.watcher import write_failure
@@ -122,11 +122,11 @@ def test_an_end_is_noted_once_and_not_of_a_trial_that_another_process_has_starte
     failed = write_failure(recipe, trial, Status.FAILED, "of job 1")
     trial.prepare(recipe)
     manifest.append([Entry(trial=trial.name, state=State.SUBMITTED, job="2")])
-    note_ends(recipe, {trial: failed})
+    record_ends(recipe, {trial: failed})
     assert [one.state for one in manifest.entries()] == [State.SUBMITTED] * 2
     measured = write_failure(recipe, trial, Status.OOM, "of job 2")
     for _ in range(2):
-        note_ends(recipe, {trial: measured})
+        record_ends(recipe, {trial: measured})
     (ended,) = [one for one in manifest.entries() if one.state is State.ENDED]
     assert (ended.job, ended.told) == ("2", "oom")
 
