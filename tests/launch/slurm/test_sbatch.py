@@ -151,7 +151,7 @@ def test_a_container_image_is_one_word(text_of, tmp_path):
         ({"additional_parameters": {"output": "/etc/passwd"}}, "is set by auto3d: leave it out"),
         ({"additional_parameters": {"cpus_per_task": 4}}, "has its own key: use launch.cpus_per_node"),
         ({"additional_parameters": {"spread-job": False}}, "leave the option out"),
-        ({"gres": "gpu:1", "gpus_per_node": "1"}, "give one of them"),
+        ({"gres": "gpu:1", "gpus_per_node": "1"}, "set one of them"),
     ],
 )
 def test_what_cannot_be_quoted_is_refused_in_one_line(tmp_path, launch, words):
