@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from tabulate import tabulate
 
-from auto3d.cost.calibrate import COMPUTE, Calibration, Measured, calibrate
+from auto3d.cost.calibrate import COMPUTE, Calibration, MeasuredIteration, calibrate
 from launch.console.output import print_json
 from launch.console.predict import Bound, bind, read_candidates
 from launch.console.progress import at_work
@@ -54,7 +54,7 @@ def print_calibration(
     print(tabulate(cells, [*GROUPED, "predicted against measured"]))
 
 
-def measurements(recipe: LoadedRecipe, file: str) -> tuple[list[Bound], list[Measured]]:
+def measurements(recipe: LoadedRecipe, file: str) -> tuple[list[Bound], list[MeasuredIteration]]:
     """The rows of ``file`` that have a plan and a finite time; raises RecipeError where there is no column of times."""
     rows = read_candidates(recipe, file)
     column = next((name for name in SECONDS if name in rows[0]), None)
@@ -64,7 +64,8 @@ def measurements(recipe: LoadedRecipe, file: str) -> tuple[list[Bound], list[Mea
         raise recipe.error("prediction.columns", problem)
     bound = [one for one in bind(recipe, [row for row in rows if _is_time(row[column])]) if one.plan is not None]
     measured = [
-        Measured(model=one.model, plan=one.plan, seconds=SECONDS[column] * float(one.row[column])) for one in bound
+        MeasuredIteration(model=one.model, plan=one.plan, seconds=SECONDS[column] * float(one.row[column]))
+        for one in bound
     ]
     return bound, measured
 

@@ -9,10 +9,10 @@ from tabulate import tabulate
 
 from auto3d.capture.graph import Graph
 from auto3d.cluster import Cluster, Link
-from auto3d.cost.model import MOMENTS
 from auto3d.cost.times import times_of
+from auto3d.cost.training_options import MOMENTS
 from auto3d.cost.work import ELEMENT_BYTES, PRECISION_BYTES, work_of
-from auto3d.partition import Partition, Request, partition
+from auto3d.partition import Partition, PartitionRequest, partition
 from auto3d.partition.cost import PartitionCosts, parameter_bytes
 from auto3d.partition.draw_svg import draw_svg
 from auto3d.partition.merak import Sharding
@@ -47,18 +47,19 @@ def print_partition(
     machine = cluster(recipe)
     if memory_gib is not None:
         machine = with_memory(machine, memory_gib * 2**30)
-    request = Request(
+    sharding = model.sharding(graph_at(micro_batch_size or default_micro_batch_size(recipe)), subgraphs)
+    request = PartitionRequest(
         graph_at=graph_at,
         costs_of=costs_on(machine, recipe, stages=stages),
-        sharding=model.sharding(graph_at(micro_batch_size or default_micro_batch_size(recipe)), subgraphs),
+        cuts=sharding.bounds,
         stages=stages,
         micro_batch_size=micro_batch_size or default_micro_batch_size(recipe),
         global_batch=recipe.values.training.global_batch,
         nodes=len(machine.nodes),
         devices_per_node=machine.devices_per_node,
-        equal_shares=plan_file is not None,
+        equal_slices=plan_file is not None,
     )
-    graph, sharding, costs = request.graph, request.sharding, request.costs
+    graph, costs = request.graph, request.costs
     found = partition(method, request)
     record = {
         "method": method,

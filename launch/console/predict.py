@@ -10,16 +10,16 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from auto3d.cost.memory import in_gib
+from auto3d.cost.device_memory import in_gib
 from auto3d.cost.model import CostModel
 from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.schedule import write_schedule
 from auto3d.search.make import PlanMaker, shortage_of
 from auto3d.search.placement import MEGATRON
+from auto3d.search.planned_model import PlannedModel
 from auto3d.search.recompute import AUTO, FULL, NONE
 from auto3d.search.space import Candidate
-from auto3d.search.subject import Subject
 from launch.console.output import print_json
 from launch.model.candidates import task
 from launch.model.costs import cost_model, subject_of
@@ -127,7 +127,7 @@ def bind(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> Iterator[Bo
     """
     keys = [name for name in rows[0] if "." in name]
 
-    subjects: dict[str, Subject] = {}
+    subjects: dict[str, PlannedModel] = {}
     models: dict[str, CostModel] = {}
 
     @cache

@@ -5,7 +5,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from auto3d.cost.memory import in_gib
+from auto3d.cost.device_memory import in_gib
 from auto3d.cost.model import Estimate
 from auto3d.errors import InputError
 from auto3d.search.search import Ranked, Search

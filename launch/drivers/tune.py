@@ -16,7 +16,7 @@ from auto3d.cost.profile import ProfileError
 from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.runtime.measurement import Measurement, Status
-from auto3d.search.certainty import CERTAIN, contenders, judge
+from auto3d.search.certainty import CERTAIN, compare_plans, contenders
 from auto3d.search.correction import correct
 from auto3d.search.search import Ranked, Search
 from launch.console.ranking import HEADINGS, cells, predicted_on
@@ -264,7 +264,7 @@ def order(recipe: LoadedRecipe, good: Sequence[Tried]) -> str:
     """How certain it is that the fastest of these plans is the fastest, and against which one least."""
     if len(good) == 1:
         return "one plan alone is ok, so there is no order"
-    verdict = judge([one.times for one in good])
+    verdict = compare_plans([one.times for one in good])
     best = good[verdict.fastest]
     more = f"more trials: search.trials={2 * recipe.values.search.trials}"
     if all(len(one.times) == 1 for one in good):

@@ -18,10 +18,10 @@ from multiprocessing.context import ForkProcess
 
 import torch
 
-from auto3d.schedule import samples_at_once
+from auto3d.plan import Plan
 from launch.executors.trial import RankCapture, measure
 from launch.executors.warm import TrialCall, TrialEnd, how_it_ended, open_logs
-from launch.model.build import capture_for_ranks
+from launch.model.build import capture_for_ranks, captured_model
 from launch.recipe.load import LoadedRecipe
 from launch.run.devices import show_devices
 from launch.run.ranks import die_with_parent
@@ -42,7 +42,7 @@ def serve(pipe: Connection) -> None:
     torch.set_num_threads(1)  # a pool of threads would not outlive a fork; each rank sets its own number
     recipe: LoadedRecipe = pipe.recv()
     # For GPUs this captures nothing: ranks do so themselves, for after a backward here they could not use their GPUs.
-    capture = cache(partial(capture_for_ranks, recipe))
+    capture = partial(capture_for_ranks, recipe, captured_at=cache(partial(captured_model, recipe)))
     running: dict[int, _Running] = {}  # by the descriptor that becomes ready when the process ends
     while True:
         now = time.monotonic()
@@ -61,12 +61,12 @@ def serve(pipe: Connection) -> None:
                 pipe.send(_end_of(running.pop(ready)))
 
 
-def _fork(recipe: LoadedRecipe, call: TrialCall, capture: Callable[[int], RankCapture], pipe: Connection) -> _Running:
+def _fork(recipe: LoadedRecipe, call: TrialCall, capture: Callable[[Plan], RankCapture], pipe: Connection) -> _Running:
     for descriptor, file in enumerate(open_logs(call.log_folder), start=1):  # also of what a capture prints
         with file:
             os.dup2(file.fileno(), descriptor)
     with suppress(Exception):  # the trial meets the same error, and reports it in its measurement
-        capture(samples_at_once(call.plan))
+        capture(call.plan)
     process = multiprocessing.get_context("fork").Process(
         target=_run, args=(recipe, call, capture, pipe, os.getpid()), name=call.name
     )
@@ -84,7 +84,7 @@ def _end_of(one: _Running) -> TrialEnd:
 
 
 def _run(
-    recipe: LoadedRecipe, call: TrialCall, capture: Callable[[int], RankCapture], pipe: Connection, parent: int
+    recipe: LoadedRecipe, call: TrialCall, capture: Callable[[Plan], RankCapture], pipe: Connection, parent: int
 ) -> None:
     """The life of a trial's process: whatever the end of its ranks is, it writes a measurement."""
     die_with_parent(parent)

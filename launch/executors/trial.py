@@ -17,7 +17,6 @@ from auto3d.runtime.measurement import BYTES, Environment, Measurement, Status
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.training import TrainingResult, train
 from auto3d.runtime.world import World
-from auto3d.schedule import samples_at_once
 from launch.model.build import capture_for_ranks, initial_weights
 from launch.recipe.data import data_settings
 from launch.recipe.load import LoadedRecipe
@@ -63,13 +62,13 @@ def measure(
     of_all: Callable[[Outcome], Outcome] = lambda outcome: outcome,
     training: TrainingRun | None = None,
     on_report: Callable[[IterationReport], None] = lambda report: None,
-    capture: Callable[[int], RankCapture] | None = None,
+    capture: Callable[[Plan], RankCapture] | None = None,
 ) -> Measurement:
     """The measurement of a run of ``plan``: the recipe's warm-up and measured iterations, or the whole ``training``.
 
     All ranks run on this machine, or only those of ``node``, and ``of_all`` turns their outcome into that of all
     nodes. ``folder`` is private. ``on_report`` receives each iteration of a training. ``capture`` may replace
-    ``capture_for_ranks`` by a function that remembers what it captured, by the micro-batch size.
+    ``capture_for_ranks`` by a function that remembers what it captured.
     """
     values = recipe.values
     warmup = 0 if training else values.measure.warmup_iterations
@@ -88,7 +87,7 @@ def measure(
         limits |= {"timeout_s": None, "on_report": on_report, "ignore_sigterm": True}
     try:
         devices = devices_for(recipe, len(node.ranks) if node else plan.ranks, size=plan.ranks)
-        captured_for = (capture or partial(capture_for_ranks, recipe))(samples_at_once(plan))
+        captured_for = (capture or partial(capture_for_ranks, recipe))(plan)
 
         def run(world: World, report: Report) -> tuple[TrainingResult, Environment]:
             captured = captured_for(world)

@@ -14,8 +14,11 @@ from torch import nn
 
 from auto3d.capture.errors import CaptureError, error_line
 from auto3d.capture.graph import Graph
-from auto3d.capture.model import CapturedModel, capture, without_collection
+from auto3d.capture.model import CapturedModel, capture, garbage_collection_paused
+from auto3d.plan import Plan
+from auto3d.runtime.replicas import capture_slices
 from auto3d.runtime.world import World
+from auto3d.schedule import samples_at_once
 from launch.model.architecture import architecture, unset_key
 from launch.recipe.data import data_settings
 from launch.recipe.load import RECIPES, LoadedRecipe
@@ -30,7 +33,7 @@ def captured_model(recipe: LoadedRecipe, micro_batch_size: int) -> CapturedModel
     """The recipe's model, captured for micro-batches of so many samples."""
     if device(recipe.values) == "cpu":
         hide_devices()
-    with stdout_to_stderr(), without_collection():
+    with stdout_to_stderr(), garbage_collection_paused():
         build = build_function(recipe)
         try:
             specs = data_settings(recipe.values).input_specs()
@@ -44,19 +47,24 @@ def captured_model(recipe: LoadedRecipe, micro_batch_size: int) -> CapturedModel
             raise recipe.error("model", f"its code ended the program: {told(error)}") from None
 
 
-def capture_for_ranks(recipe: LoadedRecipe, micro_batch_size: int) -> Callable[[World], CapturedModel]:
-    """A function that gives a rank the recipe's model, captured for micro-batches of so many samples.
+def capture_for_ranks(
+    recipe: LoadedRecipe, plan: Plan, captured_at: Callable[[int], CapturedModel] | None = None
+) -> Callable[[World], CapturedModel]:
+    """A function that gives a rank the recipe's model, captured for the samples that ``plan`` runs at once.
 
-    For a CPU it is captured here, and the ranks that are forked from this process share it. For a GPU each rank
-    captures it: a capture asks the device and runs backwards, and ranks forked after that could not use a GPU.
+    For a CPU it is captured here, also for the slices of replicas, and the ranks that are forked from this process
+    share it. For a GPU each rank captures it: a capture asks the device and runs backwards, and ranks forked after that
+    could not use a GPU. ``captured_at`` may replace ``captured_model`` by a function that remembers what it captured.
     """
+    size = samples_at_once(plan)
     if device(recipe.values) == "cpu":
-        captured = captured_model(recipe, micro_batch_size)
+        captured = (captured_at or partial(captured_model, recipe))(size)
+        capture_slices(captured, plan)
         return lambda world: captured
 
     def capture(world: World) -> CapturedModel:
         use_device(world.device("cuda"))
-        return captured_model(recipe, micro_batch_size)
+        return captured_model(recipe, size)
 
     return capture
 

@@ -7,18 +7,19 @@ from functools import cache
 
 from auto3d.capture.graph import Graph
 from auto3d.cluster import Cluster
-from auto3d.cost.memory import in_gib, predict
+from auto3d.cost.device_memory import in_gib, predict
 from auto3d.errors import InputError
+from auto3d.partition.methods import STAGE_METHODS
 from auto3d.partition.stage import cut
 from auto3d.plan import Plan, PlanError
 from auto3d.runtime.settings import optimizer_copies
 from auto3d.schedule import samples_at_once, schedule_of, write_schedule
 from auto3d.schedule.carried_buffers import check_carried_buffers
-from auto3d.search.exhaustive import estimate_best
-from auto3d.search.listing import Listed, listed
+from auto3d.search.algorithms.exhaustive import estimate_best
+from auto3d.search.listing import ListedCandidate, list_candidates
 from auto3d.search.make import PlanMaker
 from auto3d.search.search import Budget, Ranked, Search
-from auto3d.search.space import PARTITIONS, Candidate, Domain, Task
+from auto3d.search.space import Candidate, Domain, Workload
 from launch.model.costs import captured_subject, cost_model
 from launch.model.graphs import PlanningModel
 from launch.recipe.load import LoadedRecipe
@@ -28,7 +29,7 @@ from launch.recipe.settings import cluster, emulation, optimizer_settings, searc
 
 def find(
     recipe: LoadedRecipe, graph_at: Callable[[int], Graph], chosen: Callable[[Sequence[Plan]], Collection[Plan]]
-) -> list[Listed]:
+) -> list[ListedCandidate]:
     """Every combination of the recipe's search space, with its plan or the reason why it does not run.
 
     Of more plans than search.max_trials, those run that were ``chosen`` before, then the fastest by prediction.
@@ -37,7 +38,7 @@ def find(
     if AUTO in values.search.recompute:
         check_memory_known(recipe, "search.recompute")
     domain, maker = Domain(search_space(values), cluster(recipe), task(recipe)), runnable_maker(recipe, graph_at)
-    found = list(listed(domain, maker))
+    found = list(list_candidates(domain, maker))
     runnable = [place for place, one in enumerate(found) if one.plan is not None]
     if len(runnable) <= values.search.max_trials:
         return found
@@ -51,7 +52,9 @@ def find(
     return found
 
 
-def _fastest(domain: Domain, maker: PlanMaker, found: Sequence[Listed], places: Sequence[int], count: int) -> list[int]:
+def _fastest(
+    domain: Domain, maker: PlanMaker, found: Sequence[ListedCandidate], places: Sequence[int], count: int
+) -> list[int]:
     """The ``count`` of ``places`` in ``found`` whose plans are predicted to be the fastest; of equal ones the first.
 
     Only plans are simulated that may be among them, by the time that no simulation of theirs can beat.
@@ -113,7 +116,7 @@ def exact_plans(recipe: LoadedRecipe) -> Callable[[Ranked], Plan]:
         plan, candidate = ranked.plan, ranked.candidate
         if recipe.values.model.layers is not None or plan.tp > 1:
             return plan
-        if not plan.graph and candidate.partition in PARTITIONS:
+        if not plan.graph and candidate.partition in STAGE_METHODS:
             return maker().plan(candidate)
         if not plan.graph:  # no maker of plans cuts stages as RaNNC does
             plan = replace(plan, graph=graph_at(samples_at_once(plan)).fingerprint)
@@ -123,9 +126,9 @@ def exact_plans(recipe: LoadedRecipe) -> Callable[[Ranked], Plan]:
     return exact
 
 
-def task(recipe: LoadedRecipe) -> Task:
+def task(recipe: LoadedRecipe) -> Workload:
     training = recipe.values.training
-    return Task(global_batch=training.global_batch, seed=training.seed, clip_norm=training.clip_norm)
+    return Workload(global_batch=training.global_batch, seed=training.seed, clip_norm=training.clip_norm)
 
 
 def runnable_maker(recipe: LoadedRecipe, graph_at: Callable[[int], Graph]) -> PlanMaker:
@@ -187,7 +190,7 @@ def check_memory_known(recipe: LoadedRecipe, key: str) -> None:
         raise recipe.error(key, f"{problem}, or an accelerator that has memory_gib")
 
 
-def runnable(recipe: LoadedRecipe, found: Sequence[Listed]) -> list[Plan]:
+def runnable(recipe: LoadedRecipe, found: Sequence[ListedCandidate]) -> list[Plan]:
     """The plans of the candidates that have one; raises RecipeError, with the commonest reason, if none has."""
     plans = [candidate.plan for candidate in found if candidate.plan is not None]
     if not plans:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from auto3d.capture.graph import Graph
 from auto3d.capture.interpolate import interpolate
-from auto3d.cost.layers import Layer, Measured, times_of_layers, work_of_layers
+from auto3d.cost.layers import Layer, MeasuredLayers, times_of_layers, work_of_layers
 from auto3d.cost.model import CostModel
 from auto3d.cost.work import Work, work_of
 from auto3d.errors import InputError
 from auto3d.partition.merak import Sharding
-from auto3d.search.subject import CapturedSubject, LayeredSubject, Subject
+from auto3d.search.planned_model import PlannedGraphs, PlannedLayers, PlannedModel
 from launch.model.graphs import PlanningModel
 from launch.model.profile import find_profile
 from launch.recipe.load import LoadedRecipe
@@ -24,7 +24,7 @@ INTERPOLATED = (2, 4)  # samples; at 1 there may be fewer operations than at all
 PUBLISHED_DATA = "AUTO3D_PUBLISHED_DATA"  # the folder of published measurements, which are not part of the project
 
 
-def subject_of(recipe: LoadedRecipe) -> Subject:
+def subject_of(recipe: LoadedRecipe) -> PlannedModel:
     """The recipe's model as search and cost model see it."""
     values = recipe.values
     if values.model.layers is None:
@@ -36,7 +36,7 @@ def subject_of(recipe: LoadedRecipe) -> Subject:
     ]
     measured = _measured(recipe, len(layers))
     precision = values.prediction.precision
-    return LayeredSubject(
+    return PlannedLayers(
         layers=tuple(layers),
         work=lambda samples: work_of_layers(layers, samples, precision=precision),
         times=lambda samples, accelerator, tp: times_of_layers(
@@ -45,7 +45,7 @@ def subject_of(recipe: LoadedRecipe) -> Subject:
     )
 
 
-def planning_subject(recipe: LoadedRecipe) -> Subject:
+def planning_subject(recipe: LoadedRecipe) -> PlannedModel:
     """The recipe's model for a search.
 
     For several machines a plan is only predicted, so two captures tell of all micro-batch sizes, unless the model's
@@ -74,23 +74,23 @@ def planning_subject(recipe: LoadedRecipe) -> Subject:
     return _captured_subject(recipe, graph_at, sharding)
 
 
-def captured_subject(recipe: LoadedRecipe, graph_at: Callable[[int], Graph]) -> CapturedSubject:
+def captured_subject(recipe: LoadedRecipe, graph_at: Callable[[int], Graph]) -> PlannedGraphs:
     """The recipe's model where its Graphs are captured anyway, as in a process that is to run it."""
     return _captured_subject(recipe, graph_at, PlanningModel(recipe).sharding)
 
 
 def _captured_subject(
     recipe: LoadedRecipe, graph_at: Callable[[int], Graph], sharding: Callable[[Graph], Sharding]
-) -> CapturedSubject:
+) -> PlannedGraphs:
     prediction = recipe.values.prediction
 
     def work(graph: Graph) -> Work:
         return work_of(graph, sharding(graph).bounds, precision=prediction.precision, fused=prediction.fused)
 
-    return CapturedSubject(graph_at, work, lambda graph: sharding(graph).bounds)
+    return PlannedGraphs(graph_at, work, lambda graph: sharding(graph).bounds)
 
 
-def cost_model(recipe: LoadedRecipe, subject: Subject) -> CostModel:
+def cost_model(recipe: LoadedRecipe, subject: PlannedModel) -> CostModel:
     """Of the recipe's cluster and training, with what was measured where there is a profile of it."""
     machine, times = cluster(recipe), subject.times
 
@@ -118,7 +118,7 @@ def published(name: str) -> Path:
     return Path(os.environ.get(PUBLISHED_DATA, "../shared/data")) / name
 
 
-def _measured(recipe: LoadedRecipe, count: int) -> Measured:
+def _measured(recipe: LoadedRecipe, count: int) -> MeasuredLayers:
     name = recipe.values.model.layers
     file = Path(name) if Path(name).is_file() else published(name)
     if not file.is_file():

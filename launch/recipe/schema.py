@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
+from auto3d.partition.methods import STAGE_METHODS
 from auto3d.schedule import SCHEDULES
 from auto3d.schedule.options import SYNC
 from auto3d.search.algorithms import ALGORITHMS
 from auto3d.search.placement import PLACEMENTS
-from auto3d.search.space import PARTITIONS, REPLICAS
+from auto3d.search.space import REPLICAS
 
 AUTO = "auto"
 
@@ -264,7 +265,7 @@ class SearchRecipe:
         options=True,
     )
     recompute: Any = key(["none"], "what stages recompute: a list of what plan.recompute takes", **RECOMPUTE)
-    partition: Any = key(["uniform"], "how stages are cut: a list, or auto: all ways", choices=PARTITIONS)
+    partition: Any = key(["uniform"], "how stages are cut: a list, or auto: all ways", choices=STAGE_METHODS)
     placement: Any = key(
         ["megatron"], "how ranks lie on the cluster: a list, or auto: Megatron-LM's order, others, AMP's tilings",
         choices=PLACEMENTS,

@@ -3,7 +3,7 @@
 from dataclasses import asdict, replace
 
 from auto3d.cluster import Accelerator, Cluster, ClusterError, Link, Node
-from auto3d.cost.model import Training
+from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import PRECISION_BYTES
 from auto3d.runtime.emulation import Emulation
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
@@ -70,10 +70,10 @@ def _accelerator(recipe: LoadedRecipe, where: str, name: str | None) -> Accelera
     )
 
 
-def training(recipe: Recipe) -> Training:
+def training(recipe: Recipe) -> TrainingOptions:
     """How the recipe's plans are trained, as the cost model sees it."""
     prediction = recipe.prediction
-    return Training(
+    return TrainingOptions(
         precision=prediction.precision,
         sync_bytes=PRECISION_BYTES[prediction.sync_precision],
         optimizer=recipe.training.optimizer,

@@ -172,7 +172,7 @@ def test_the_proof_fails_where_a_message_is_not_posted_or_posted_in_another_orde
     first, second, third = lower(schedule, crossing(3, skips=False))
     posts = {number: step.posts for number, step in enumerate(second.steps)}
     number = next(number for number, messages in posts.items() if messages)
-    with pytest.raises(ScheduleError, match="which was neither posted nor made there"):
+    with pytest.raises(ScheduleError, match="which its device neither receives nor makes"):
         check_progress([first, moved(second, {**posts, number: posts[number][1:]}), third], schedule.device_of)
     flat = [message for messages in posts.values() for message in messages if message.source == 0]
     swapped = {flat[0]: flat[1], flat[1]: flat[0]}

@@ -61,7 +61,7 @@ def asynchronous(schedule: str) -> Made:
 def recomputing_partly() -> Made:
     model = "resnet-transformers"
     plan = make_plan(model, dp=1, pp=2, micro_batches=2, options={"recompute": "full"})
-    return model, grid.shares_of(captured(model, 2).graph, plan).plan(0.5), SGD
+    return model, grid.kept_fractions_of(captured(model, 2).graph, plan).plan(0.5), SGD
 
 
 def sharing_the_optimizer() -> Made:

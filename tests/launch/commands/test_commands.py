@@ -94,8 +94,8 @@ def test_the_plan_can_come_from_a_file_or_by_hand(folder, auto3d, trained):
             "stages.json",
             "schedule: interleaved-1f1b has 2 devices, 4 stages and 4 micro-batches; the plan has 2, 2",
         ),
-        ([], "zigzag.json", "zigzag.json: schedule: 'zigzag' is not known"),
-        ([], "old.json", "clip_norm: found 1; schedule pipedream-2bw takes 0 alone"),
+        ([], "zigzag.json", "zigzag.json: schedule: 'zigzag' is unknown"),
+        ([], "old.json", "clip_norm: found 1; schedule pipedream-2bw needs 0"),
     ):
         refused = auto3d("train", "small.yaml", *overrides, "--plan", plan, code=2).err
         assert words in refused

@@ -1,4 +1,4 @@
-"""The predicted bytes against all that real ranks hold: every tensor's memory, counted whenever an operator has run."""
+"""Predicted bytes against the bytes that real ranks hold: the memory of every tensor, counted after each operator."""
 
 from dataclasses import fields, replace
 from typing import Any
@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from auto3d.capture.model import CapturedModel, capture
-from auto3d.cost.memory import predict
+from auto3d.cost.device_memory import predict
 from auto3d.partition.merak import shard
 from auto3d.partition.methods.uniform import uniform
 from auto3d.partition.recompute import keep_last, subgraph_starts
@@ -34,13 +34,13 @@ from tests.models import FEATURES, MODELS, captured
 
 
 class _Held(TorchDispatchMode):
-    """Follows the memory of every tensor that an operator makes, until it is given back."""
+    """Tracks the memory of every tensor that an operator makes, until it is freed."""
 
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
         self._known: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.total = 0  # bytes of all that are known, also of those that are gone
+        self.total = 0  # bytes of all known tensors, including freed ones
 
     def add(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -62,7 +62,7 @@ class _Held(TorchDispatchMode):
 
 
 class _Wide(nn.Module):
-    """Nearly all of its bytes are two weights, and its activations next to nothing."""
+    """A model whose bytes are nearly all in two weights, with tiny activations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def held_by_rank(world, model: str, plan: Plan, optimizer: OptimizerSettings) ->
 
 
 def held_by(world, model_captured: CapturedModel, data: DataSettings, plan: Plan, optimizer: OptimizerSettings) -> int:
-    """The most bytes that this rank held in its second iteration, when the optimizer has its state."""
+    """Peak bytes of this rank in its second iteration, when the optimizer has its state."""
     settings = TrainingSettings(iterations=2, optimizer=optimizer, device="cpu", threads_per_rank=1, timeout_s=60)
     join(world, device=torch.device("cpu"), timeout_s=60)
     try:
@@ -110,11 +110,11 @@ def held_by(world, model_captured: CapturedModel, data: DataSettings, plan: Plan
         leave()
 
 
-def keeping(model: str, stages: tuple[StagePlan, ...], share: float) -> tuple[StagePlan, ...]:
-    """``stages`` that each keep ``share`` of their subgraphs where they recompute."""
+def keeping(model: str, stages: tuple[StagePlan, ...], fraction: float) -> tuple[StagePlan, ...]:
+    """``stages`` that each keep the activations of ``fraction`` of their subgraphs where they recompute."""
     graph = captured(model, SAMPLES).graph
     bounds = shard(graph).bounds
-    return tuple(keep_last(stage, subgraph_starts(graph, stage, bounds), share) for stage in stages)
+    return tuple(keep_last(stage, subgraph_starts(graph, stage, bounds), fraction) for stage in stages)
 
 
 CASES = [
@@ -128,12 +128,12 @@ CASES = [
     ("gpt2", 2, 4, "interleaved-1f1b", {"recompute": "full"}, 0.0),
     ("t5", 4, 4, "1f1b", {}, 0.0),
 ]
-SAMPLES = 16  # of a micro-batch: activations outweigh the rest, as they do where memory runs out
+SAMPLES = 16  # per micro-batch: activations outweigh everything else, as where memory runs out
 
 
-@pytest.mark.parametrize(("model", "pp", "micro_batches", "name", "options", "share"), CASES)
-def test_what_is_predicted_is_what_is_held(processes, model, pp, micro_batches, name, options, share):
-    """At most 13 % too little, since autograd's own temporaries are guessed, and 20 % too much."""
+@pytest.mark.parametrize(("model", "pp", "micro_batches", "name", "options", "fraction"), CASES)
+def test_real_ranks_hold_the_predicted_bytes(processes, model, pp, micro_batches, name, options, fraction):
+    """At most 13 % too little, since autograd's temporaries are estimated, and at most 20 % too much."""
     graph = captured(model, SAMPLES).graph
     schedule = build_schedule(name, devices=pp, micro_batches=micro_batches, **options)
     plan = make_plan(
@@ -144,20 +144,20 @@ def test_what_is_predicted_is_what_is_held(processes, model, pp, micro_batches, 
         micro_batches=micro_batches,
         schedule=name,
         options=options,
-        stages=keeping(model, uniform(graph, schedule.stages), share),
+        stages=keeping(model, uniform(graph, schedule.stages), fraction),
     )
     predicted = predict(graph, plan, schedule, **optimizer_copies(ADAMW, "cpu"))
     held = processes.run(pp, held_by_rank, model, plan, ADAMW)
-    for device, (told, real) in enumerate(zip(predicted, held, strict=True)):
-        assert 0.87 * real <= told.total <= 1.2 * real, f"device {device} held {real} bytes; predicted {told}"
+    for device, (estimate, real) in enumerate(zip(predicted, held, strict=True)):
+        assert 0.87 * real <= estimate.total <= 1.2 * real, f"device {device} held {real} bytes; predicted {estimate}"
 
 
 WITHOUT_DECAY = replace(SGD, weight_decay=0.0)
 
 
 @pytest.mark.parametrize("optimizer", [ADAMW, SGD, WITHOUT_DECAY], ids=["adamw", "sgd", "sgd-without-decay"])
-def test_the_update_is_the_fullest_moment_of_a_model_that_is_all_weights(processes, optimizer):
-    """No activations are held then, so the larger of the two moments counts, not their sum."""
+def test_the_update_is_the_peak_of_a_model_that_is_all_weights(processes, optimizer):
+    """No activations are held during the update, so the peak is the larger of the two moments, not their sum."""
     model_captured, plan = wide_plan()
     (device,) = predict(model_captured.graph, plan, schedule_of(plan), **optimizer_copies(optimizer, "cpu"))
     (held,) = processes.run(1, held_by_wide_rank, optimizer)
@@ -167,12 +167,12 @@ def test_the_update_is_the_fullest_moment_of_a_model_that_is_all_weights(process
     assert device.working - on_gpu[0].working == pytest.approx(
         2 * largest if optimizer is ADAMW else 0, abs=largest / 50
     )
-    assert device.activations + device.given < largest / 50
+    assert device.activations + device.inputs < largest / 50
 
 
 @pytest.mark.parametrize("optimizer", [ADAMW, SGD, WITHOUT_DECAY], ids=["adamw", "sgd", "sgd-without-decay"])
 def test_the_temporaries_of_an_update_are_those_of_torchs_implementations(monkeypatch, optimizer):
-    """Measured: the loop of a CPU, the fused kernels of a GPU, and in their place torch's default on a GPU."""
+    """Measured for the loop of a CPU, for the fused kernels of a GPU, and for torch's default on a GPU without them."""
     parameters = [nn.Parameter(torch.ones(size)) for size in (3000, 4000, 2000)]
     before, largest, _ = (parameter.nbytes for parameter in parameters)
     whole = sum(parameter.nbytes for parameter in parameters)
@@ -192,14 +192,14 @@ def test_the_temporaries_of_an_update_are_those_of_torchs_implementations(monkey
         kept = [value for state in built.state.values() for value in state.values()]
         for tensor in (*parameters, *(parameter.grad for parameter in parameters), *kept):
             held.add(tensor)
-        own = held.total
+        start = held.total
         with held:
             built.step()
-        assert max(own, held.peak) - own == pytest.approx(expected, abs=200), kind
+        assert max(start, held.peak) - start == pytest.approx(expected, abs=200), kind
 
 
 def test_state_is_counted_exactly():
-    """Tied weights once on a device; copies of the optimizer; frozen parameters neither gradient nor optimizer."""
+    """Tied weights count once per device, and frozen parameters have neither gradient nor optimizer state."""
     graph = captured("gpt2", 2).graph
     plan = make_plan("gpt2", dp=1, pp=1)
     parameters = sum(value.bytes for value in graph.parameters.values())
@@ -228,12 +228,12 @@ def test_older_versions_of_the_weights_count():
 
 
 def test_replicas_of_a_stage_share_the_samples_of_a_micro_batch():
-    """Two of them hold what one does at half the micro-batch, but for a few bytes that do not depend on the samples."""
+    """Each of two replicas holds as much as one at half the micro-batch, up to bytes that do not depend on samples."""
     for pp in (1, 2):
         whole, half = (make_plan("gpt2", dp=1, pp=pp, micro_batch_size=size, micro_batches=4) for size in (16, 8))
         stages = tuple(replace(stage, replicas=2) for stage in whole.stages)
         ranks = tuple((2 * device, 2 * device + 1) for device in range(pp))
-        shared = replace(whole, stages=stages, placement=ranks)
-        own = predict(captured("gpt2", 16).graph, shared, schedule_of(shared), optimizer_copies=2)
-        other = predict(captured("gpt2", 8).graph, half, schedule_of(half), optimizer_copies=2)
-        assert [device.total for device in own] == pytest.approx([device.total for device in other], rel=0.01)
+        replicated = replace(whole, stages=stages, placement=ranks)
+        devices = predict(captured("gpt2", 16).graph, replicated, schedule_of(replicated), optimizer_copies=2)
+        expected = predict(captured("gpt2", 8).graph, half, schedule_of(half), optimizer_copies=2)
+        assert [device.total for device in devices] == pytest.approx([device.total for device in expected], rel=0.01)

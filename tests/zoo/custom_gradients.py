@@ -1,4 +1,4 @@
-"""Modules with gradients of their own: autograd functions, hooks, checkpoints, frozen parts."""
+"""Modules with custom gradients: autograd functions, hooks, checkpoints, frozen parts."""
 
 import torch
 from torch import nn
@@ -47,7 +47,7 @@ class GradientReversal(TwoLayers):
 
 
 class _Swish(torch.autograd.Function):
-    """The right derivative, with saved tensors: memory-efficient Swish."""
+    """Memory-efficient Swish: the true derivative, from saved tensors."""
 
     @staticmethod
     def forward(ctx, x):
@@ -128,7 +128,7 @@ class ForwardHooks(TwoLayers):
 
 @gradients()
 class Frozen(TwoLayers):
-    """A frozen middle, a detached branch, and a parameter that is used nowhere."""
+    """A frozen middle, a detached branch, and an unused parameter."""
 
     def __init__(self):
         super().__init__()
@@ -187,7 +187,7 @@ class CheckpointedSequential(nn.Module):
 
 @gradients()
 class ClampedGradient(TwoLayers):
-    """where, clamp, max, sort and masked_fill, whose gradients pick."""
+    """where, clamp, max, sort and masked_fill, whose gradients select elements."""
 
     def between(self, x):
         top = x.sort(dim=-1, descending=True).values[:, :8].repeat(1, 2)

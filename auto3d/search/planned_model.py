@@ -1,4 +1,4 @@
-"""What is to be planned: a captured model, or one that is known by measured layers; both look the same to a search."""
+"""The model that a search plans: a captured model or a list of measured layers. Both look the same to the search."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,40 +19,46 @@ from auto3d.schedule.asynchronous import check_trainable
 from auto3d.schedule.operation import Schedule
 
 
-class Subject(Protocol):
-    """Positions, as in a Plan's stages, are operations of the Graph at ``samples``, or layers."""
+class PlannedModel(Protocol):
+    """A model to plan; ``samples`` is the number of samples that one operation runs.
 
-    times: TimesOf | None  # where they were measured
+    Positions, as in a Plan's stages, count the operations of the Graph at this number of samples, or the layers.
+    """
+
+    @property
+    def times(self) -> TimesOf | None:
+        """Measured times of the operations, if there are any."""
+        ...
 
     def work(self, samples: int) -> Work: ...
 
     def fingerprint(self, samples: int) -> str:
-        """What a Plan at this number of samples holds as its graph."""
+        """The value of ``Plan.graph`` for this number of samples."""
         ...
 
     def cuts(self, samples: int) -> Sequence[int]:
-        """Positions between which stages consist of whole subgraphs, with 0 and the end."""
+        """Positions between whole subgraphs, with 0 and the end of the model."""
         ...
 
     def outline(self, samples: int) -> Outline:
-        """All cuts that the model has, whole subgraphs or not."""
+        """All possible cuts of the model, also inside subgraphs."""
         ...
 
     def starts(self, stage: StagePlan, samples: int) -> Sequence[int]:
-        """Positions at which the subgraphs inside ``stage`` begin."""
+        """Positions where the subgraphs of ``stage`` begin."""
         ...
 
     def check_trainable(
         self, schedule: Schedule, stages: Sequence[StagePlan], samples: int, *, clip_norm: float
     ) -> None:
-        """Raise PlanError if an asynchronous ``schedule`` cannot train these stages."""
+        """Raise PlanError if the asynchronous ``schedule`` cannot train these stages."""
         ...
 
 
-class CapturedSubject:
-    """Graphs at any number of samples, and their work."""
+class PlannedGraphs:
+    """A captured model: its Graph at any number of samples, with its work."""
 
-    times = None
+    times: TimesOf | None = None
 
     def __init__(
         self,
@@ -79,7 +85,9 @@ class CapturedSubject:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayeredSubject:
+class PlannedLayers:
+    """A model of measured layers."""
+
     layers: tuple[Layer, ...]
     work: Callable[[int], Work]
     times: TimesOf

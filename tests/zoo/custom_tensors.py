@@ -67,7 +67,7 @@ class WritesThroughViews(TwoLayers):
 
 @tensors(SEQUENCES)
 class WritesToResults(TwoLayers):
-    """In place on results of topk, sort and max, which are no views."""
+    """In place on results of topk, sort and max, which are not views."""
 
     def forward(self, x, label):
         x = self.first(x)
@@ -99,7 +99,7 @@ class WritesToPieces(TwoLayers):
 
 @tensors(SEQUENCES)
 class WriteSeenByAnother(TwoLayers):
-    """A write that another view sees afterwards."""
+    """A write that another view reads afterwards."""
 
     def forward(self, x, label):
         x = self.first(x).clone()
@@ -197,7 +197,7 @@ class Autocast(TwoLayers):
 
 @tensors()
 class AutocastOff(TwoLayers):
-    """A region that keeps 32 bits, as models of transformers have around rotary embeddings."""
+    """A region that keeps 32 bits, as around rotary embeddings in models of transformers."""
 
     def between(self, x):
         with torch.autocast(device_type=x.device.type, enabled=False):
@@ -239,7 +239,7 @@ class LinearAlgebra(TwoLayers):
 
 @tensors(TEXT)
 class PaddedText(nn.Module):
-    """padding_idx, a mask from the tokens, a mean over what is no padding, max_norm."""
+    """padding_idx, a mask from the tokens, a mean without padding, max_norm."""
 
     def __init__(self):
         super().__init__()

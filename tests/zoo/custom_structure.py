@@ -73,7 +73,7 @@ class ParameterContainers(nn.Module):
 
 @structure()
 class ScalarsAndEmpty(TwoLayers):
-    """Parameters of no dimension and of no elements."""
+    """Parameters without dimensions and without elements."""
 
     def __init__(self):
         super().__init__()
@@ -85,7 +85,7 @@ class ScalarsAndEmpty(TwoLayers):
 
 @structure()
 class LazyLayers(nn.Module):
-    """Layers that know their sizes at the first forward."""
+    """Lazy layers, which learn their sizes in the first forward."""
 
     def __init__(self):
         super().__init__()
@@ -180,7 +180,7 @@ class LossTuple(TwoLayers):
 
 @structure()
 class SeveralLosses(nn.Module):
-    """Heads at several depths; weights of the losses are learned."""
+    """Heads at several depths, with learned weights of their losses."""
 
     def __init__(self):
         super().__init__()

@@ -61,7 +61,7 @@ class Conv3dNetwork(nn.Module):
 
 @convolutions(IMAGES)
 class VGG(nn.Module):
-    """Dropout in place of a fresh value, and after a flatten."""
+    """In-place dropout on a fresh value and after a flatten."""
 
     def __init__(self):
         super().__init__()
@@ -85,7 +85,7 @@ class VGG(nn.Module):
 
 @convolutions(IMAGES, draws=True)
 class DropoutInPlace(nn.Module):
-    """Dropout that draws, in place, of the result of a linear layer and of a view."""
+    """Random in-place dropout on the result of a linear layer and on a view."""
 
     def __init__(self):
         super().__init__()

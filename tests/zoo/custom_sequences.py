@@ -14,7 +14,7 @@ attention = Collection("own: attention, mixtures")
 
 @recurrent(SEQUENCES)
 class HandWrittenLSTM(nn.Module):
-    """Its state is torch.zeros without a device."""
+    """The initial state is torch.zeros without a device."""
 
     def __init__(self):
         super().__init__()
@@ -177,7 +177,7 @@ class TransformerEncoder(nn.Module):
 
 @attention({"source": normal(6, 16), "target": normal(5, 16)})
 class Transformer(nn.Module):
-    """torch's own, with its causal mask."""
+    """torch.nn.Transformer with its causal mask."""
 
     def __init__(self):
         super().__init__()

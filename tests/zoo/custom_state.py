@@ -1,4 +1,4 @@
-"""Modules with state, randomness, branches, and initialisers of their own."""
+"""Modules with state, randomness, branches and custom initialisers."""
 
 import itertools
 import math
@@ -7,7 +7,7 @@ import random
 import numpy as np
 import torch
 from torch import nn
-from torch.compiler import is_compiling  # bound here, so that the engine cannot answer it
+from torch.compiler import is_compiling  # bound here, where the engine cannot replace it
 from torch.nn import functional as F  # noqa: N812
 
 from tests.zoo.entry import Collection
@@ -18,7 +18,7 @@ state = Collection("own: state, randomness")
 
 @state(only_refused="every iteration does something else")
 class StepCounter(TwoLayers):
-    """A Python integer that grows, and warms a temperature up."""
+    """A Python counter that warms up a temperature."""
 
     def __init__(self):
         super().__init__()
@@ -53,7 +53,7 @@ class NumpyNoise(TwoLayers):
 
 @state(only_refused="every iteration draws anew")
 class NumpyMask(TwoLayers):
-    """A mask drawn by numpy, as Wav2Vec2's of time steps."""
+    """A mask drawn by numpy, like the time mask of Wav2Vec2."""
 
     def between(self, x):
         return x * torch.from_numpy(np.random.rand(16) > 0.3).to(x.dtype)
@@ -73,7 +73,7 @@ class Alternating(TwoLayers):
 
 @state(only_refused="it keeps a tensor from one forward to the next")
 class Remembering(TwoLayers):
-    """The last activation, kept as an attribute, feeds the next forward."""
+    """An attribute carries the last activation to the next forward."""
 
     def __init__(self):
         super().__init__()
@@ -87,7 +87,7 @@ class Remembering(TwoLayers):
 
 @state()
 class KeptForLater(TwoLayers):
-    """An attribute written in forward for a person to look at, read by no forward."""
+    """An attribute that forward writes for inspection and never reads."""
 
     def between(self, x):
         self.activation = torch.tanh(x)
@@ -96,7 +96,7 @@ class KeptForLater(TwoLayers):
 
 @state()
 class CounterBuffer(TwoLayers):
-    """A step counter that is a buffer, as BatchNorm's num_batches_tracked."""
+    """A step counter in a buffer, like num_batches_tracked of BatchNorm."""
 
     def __init__(self):
         super().__init__()
@@ -109,7 +109,7 @@ class CounterBuffer(TwoLayers):
 
 @state()
 class RunningStatistics(TwoLayers):
-    """BatchNorm in two sizes, and an average of one's own that is written and not read."""
+    """BatchNorm in two sizes, and a custom running average that is written but not read."""
 
     def __init__(self):
         super().__init__()
@@ -169,7 +169,7 @@ class MomentumEncoder(nn.Module):
 
 @state(draws=True)
 class SeveralDraws(TwoLayers):
-    """Dropout, noise and Bernoulli masks of one's own."""
+    """Custom dropout, noise and Bernoulli masks."""
 
     def between(self, x):
         x = F.dropout(x, 0.3, self.training)
@@ -225,7 +225,7 @@ class SelectsRows(TwoLayers):
 
 @state()
 class TracingBranch(TwoLayers):
-    """Does the same where it is traced, by another road."""
+    """Takes another path with the same result when it is traced."""
 
     def between(self, x):
         if torch.jit.is_tracing() or torch.compiler.is_compiling():
@@ -251,7 +251,7 @@ class TracingLies(TwoLayers):
 
 @state()
 class NumpyInitialised(TwoLayers):
-    """From a generator with a seed of its own."""
+    """Initialises from a generator with a fixed seed."""
 
     def __init__(self):
         super().__init__()
@@ -263,7 +263,7 @@ class NumpyInitialised(TwoLayers):
 
 @state()
 class GlobalNumpyInitialised(TwoLayers):
-    """From numpy's global generator and from random, as Python seeded them."""
+    """Initialises from numpy's global generator and from random, with the seeds that are set."""
 
     def __init__(self):
         super().__init__()
@@ -273,7 +273,7 @@ class GlobalNumpyInitialised(TwoLayers):
 
 @state()
 class TruncatedNormal(nn.Module):
-    """trunc_normal_, whose count of draws depends on the values."""
+    """trunc_normal_, whose number of draws depends on the values."""
 
     def __init__(self):
         super().__init__()

@@ -1,13 +1,15 @@
-"""Memory as the cost model predicts it: the published table of schedules, and the runtime's own estimate."""
+"""Memory predicted by the cost model against the published table of schedules and the runtime's finer estimate."""
 
 from dataclasses import replace
 
 import pytest
 
 from auto3d.cluster import Cluster, Node, place_ranks
+from auto3d.cost.device_memory import predict
 from auto3d.cost.layers import Layer, work_of_layers
-from auto3d.cost.memory import predict
-from auto3d.cost.model import FRAGMENTATION, CostModel, Training
+from auto3d.cost.model import CostModel
+from auto3d.cost.plan_memory import FRAGMENTATION
+from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import work_of
 from auto3d.errors import InputError
 from auto3d.partition.merak import shard
@@ -19,7 +21,7 @@ from tests.distributed.parity import ADAMW, make_plan
 from tests.models import captured
 
 DEPTH = 4
-TABLE_2 = {  # Li and Hoefler 2021, at D = 4 and N = 8: weights and activations of each device, in M_theta and M_a
+TABLE_2 = {  # Li and Hoefler 2021, table 2, at D = 4 and N = 8: weights (M_theta) and activations (M_a) of each device
     "pipedream": ([4, 3, 2, 1], [4, 3, 2, 1]),
     "pipedream-2bw": ([2, 2, 2, 2], [4, 3, 2, 1]),
     "gpipe": ([1, 1, 1, 1], [8, 8, 8, 8]),
@@ -30,14 +32,14 @@ TABLE_2 = {  # Li and Hoefler 2021, at D = 4 and N = 8: weights and activations 
 
 
 def bytes_of(name: str, layer: Layer) -> list[float]:
-    """Bytes on each of four devices under schedule ``name``, with one such layer in each stage."""
+    """Bytes on each of four devices under schedule ``name``, where each stage is one ``layer``."""
     plan = Plan(
         graph="", dp=1, tp=1, pp=DEPTH, global_batch=2 * DEPTH, micro_batch_size=1, schedule=name,
         stages=stages_between(range(DEPTH + 1)), placement=place_ranks(dp=1, pp=DEPTH), seed=0,
     )  # fmt: skip
     cluster = Cluster(nodes=(Node(devices=DEPTH),), device="cpu")
     layers = [layer] * DEPTH
-    model = CostModel(cluster, Training(), lambda samples: work_of_layers(layers, samples, precision="float32"))
+    model = CostModel(cluster, TrainingOptions(), lambda samples: work_of_layers(layers, samples, precision="float32"))
     return [total / FRAGMENTATION for total in model.memory(plan)]
 
 
@@ -46,7 +48,7 @@ def test_weights_and_activations_are_those_of_chimeras_table_2(name):
     weights, activations = TABLE_2[name]
     assert bytes_of(name, Layer(saved=1000)) == pytest.approx([4000 * sets for sets in activations])
     gradient_and_moments = 12
-    copies = {"gems": 2, "chimera": 2}.get(name, 1)  # of a stage: each has its gradient and its moments
+    copies = {"gems": 2, "chimera": 2}.get(name, 1)  # copies of a stage, each with its gradient and its moments
     state = [1000 * (4 * sets + gradient_and_moments * copies) for sets in weights]
     assert bytes_of(name, Layer(parameters=1000)) == pytest.approx(state)
 
@@ -55,7 +57,8 @@ def test_weights_and_activations_are_those_of_chimeras_table_2(name):
 def test_the_cost_model_agrees_with_the_runtimes_estimate(model):
     """Within 30 % on every device, for every schedule, with and without recomputation.
 
-    It takes a few messages per peer for what the other counts step by step, and a message is large beside this layer.
+    The cost model assumes a few messages per peer; the finer estimate counts them step by step. The messages of these
+    layers are large in comparison with the layers.
     """
     samples, compared = 16, set()
     graph = captured(model, samples).graph
@@ -69,12 +72,13 @@ def test_the_cost_model_agrees_with_the_runtimes_estimate(model):
                         model, dp=1, pp=pp, micro_batch_size=samples, micro_batches=micro_batches, schedule=name,
                         options=options, stages=uniform(graph, schedule.stages),
                     )  # fmt: skip
-                except InputError:  # this schedule is not possible at these sizes
+                except InputError:  # the schedule does not exist at these sizes
                     continue
                 assert samples_at_once(plan) == samples
-                costs = CostModel(Cluster(nodes=(Node(devices=pp),), device="cpu"), Training(), lambda size: work)
-                own = predict(graph, plan, schedule, optimizer_copies=state_copies(ADAMW))
-                for device, (total, needed) in enumerate(zip(costs.memory(plan), own, strict=True)):
+                cluster = Cluster(nodes=(Node(devices=pp),), device="cpu")
+                costs = CostModel(cluster, TrainingOptions(), lambda size: work)
+                finer = predict(graph, plan, schedule, optimizer_copies=state_copies(ADAMW))
+                for device, (total, needed) in enumerate(zip(costs.memory(plan), finer, strict=True)):
                     ratio = total / FRAGMENTATION / needed.total
                     assert 0.75 < ratio < 1.3, f"{name} {options} pp={pp}, device {device}: {ratio:.2f} of {needed}"
                 compared.add(name)
@@ -87,7 +91,8 @@ def test_frozen_parameters_count_as_weights_alone():
 
     def total(trained: frozenset[str]) -> float:
         work = work_of(replace(graph, trained=trained), shard(graph).bounds)
-        return CostModel(Cluster(nodes=(Node(devices=1),), device="cpu"), Training(), lambda size: work).memory(plan)[0]
+        cluster = Cluster(nodes=(Node(devices=1),), device="cpu")
+        return CostModel(cluster, TrainingOptions(), lambda size: work).memory(plan)[0]
 
-    less = total(graph.trained) - total(graph.trained - {frozen})
-    assert less == pytest.approx(FRAGMENTATION * 3 * graph.parameters[frozen].bytes)
+    difference = total(graph.trained) - total(graph.trained - {frozen})
+    assert difference == pytest.approx(FRAGMENTATION * 3 * graph.parameters[frozen].bytes)

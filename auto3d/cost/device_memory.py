@@ -1,7 +1,7 @@
 """The bytes that a Plan needs on each pipeline device, predicted from the Graph and the order of operations.
 
-Counted is what the runtime holds on purpose: state, what autograd keeps for micro-batches in flight, messages, and what
-the largest operation works on. An allocator's fragments, a library's workspace and the process itself come on top.
+This counts what the runtime holds on purpose: state, what autograd keeps for micro-batches in flight, messages, and the
+operands of the largest operation. An allocator's fragments, a library's workspace and the process itself come on top.
 """
 
 from collections import Counter
@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 
-from auto3d.capture.graph import Graph, Node
+from auto3d.capture.graph import Graph, GraphNode
 from auto3d.partition.segment import Segment, segments
 from auto3d.partition.stage import Stage, cut
 from auto3d.plan import Plan
@@ -18,18 +18,21 @@ from auto3d.schedule.operation import Kind, Schedule
 from auto3d.schedule.program import Message, PipeStage, Program, Step, messages_in_memory
 from auto3d.schedule.weight_versions import weight_versions
 
+MessageBytes = Callable[[Step, Collection[Message], Collection[Message]], int]
+"""Arguments: a step, the messages posted for receiving, and the messages sent but not yet complete."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
-    """Bytes that a rank on one pipeline device holds at its fullest."""
+    """Peak bytes of a rank on one pipeline device."""
 
     weights: int  # parameters, buffers and constants of its stages, each once
-    versions: int  # older versions of them, where the schedule is asynchronous
+    versions: int  # older versions of the weights under an asynchronous schedule
     gradients: int
     optimizer: int
-    activations: int  # that wait for their backward
-    given: int  # of these micro-batches, what their stages were given, and what passes between parts of one
-    messages: int  # those posted and not used yet, and those sent and not forgotten yet
+    activations: int  # activations kept for pending backwards
+    inputs: int  # inputs of the stages for these micro-batches, and values passed between the segments of a stage
+    messages: int  # messages received but not yet used, and messages sent but not yet released
     working: int  # inputs and results of the largest single operation, or temporaries of the optimizer's update
 
     @property
@@ -38,9 +41,9 @@ class DeviceMemory:
 
     def __str__(self) -> str:
         """``2.31 GiB: weights 0.5, gradients 0.5, …``, largest first."""
-        parts = sorted(((getattr(self, item.name), item.name) for item in fields(self)), reverse=True)
-        told = ", ".join(f"{name} {in_gib(size)}" for size, name in parts if size)
-        return f"{in_gib(self.total)} GiB: {told}"
+        entries = sorted(((getattr(self, item.name), item.name) for item in fields(self)), reverse=True)
+        listed = ", ".join(f"{name} {in_gib(size)}" for size, name in entries if size)
+        return f"{in_gib(self.total)} GiB: {listed}"
 
 
 def in_gib(size: float) -> str:
@@ -55,16 +58,16 @@ def predict(
     optimizer_copies: int,
     update_copies: tuple[int, int] = (0, 0),
 ) -> tuple[DeviceMemory, ...]:
-    """Per pipeline device, at its fullest.
+    """The peak memory of each pipeline device.
 
-    ``graph`` is of the samples that an operation of ``schedule`` runs; ``optimizer_copies`` of each trained parameter
-    are the optimizer's state. ``update_copies`` of the parameter at hand, and of the one before it, are what an update
-    makes; none where the device has fused kernels for it.
+    ``graph`` is captured at the number of samples that one operation of ``schedule`` runs. The optimizer's state is
+    ``optimizer_copies`` times each trained parameter. An update allocates ``update_copies`` times the parameter at hand
+    and the parameter before it; (0, 0) where the device has fused kernels for the update.
     """
     stages = cut(graph, plan.stages)
     footprints = [
-        _footprint(graph, stage, own.kept if stage.index in schedule.recompute else None, replicas=own.replicas)
-        for stage, own in zip(stages, plan.stages, strict=True)
+        _footprint(graph, stage, planned.kept if stage.index in schedule.recompute else None, replicas=planned.replicas)
+        for stage, planned in zip(stages, plan.stages, strict=True)
     ]
     alive = weight_versions(schedule)
     sizes = {
@@ -72,86 +75,87 @@ def predict(
         for group in (graph.parameters, graph.buffers, graph.constants)
         for name, value in group.items()
     }
-    held_at = _messages(stages, plan, schedule)
+    message_bytes = _message_bytes(stages, plan, schedule)
     programs = lower(schedule, [transfer for stage in stages for transfer in stage.received])
-    found = []
+    predicted = []
     for device, program in enumerate(programs):
-        own = [replica for replica, home in schedule.device_of.items() if home == device]
-        state = {name for stage, _ in own for name in stages[stage].state}
+        here = [pipe_stage for pipe_stage, home in schedule.device_of.items() if home == device]
+        state = {name for stage, _ in here for name in stages[stage].state}
         learned = sum(sizes[name] for name in state & graph.trained)
-        updated = [[sizes[name] for name in stages[stage].state if name in graph.trained] for stage, _ in own]
+        updated = [[sizes[name] for name in stages[stage].state if name in graph.trained] for stage, _ in here]
         update = max((_update(parameters, *update_copies) for parameters in updated), default=0)
-        activations, given, messages, working = _fullest(
+        activations, inputs, messages, working = _peak(
             program,
             footprints,
             schedule.device_of,
-            held_at,
-            working=max((footprints[stage].working for stage, _ in own), default=0),
+            message_bytes,
+            working=max((footprints[stage].working for stage, _ in here), default=0),
             update=update,
         )
-        found.append(
+        predicted.append(
             DeviceMemory(
                 weights=sum(sizes[name] for name in state),
                 versions=sum(
                     (alive[stage, pipe] - 1) * sum(sizes[n] for n in graph.trained.intersection(stages[stage].state))
-                    for stage, pipe in own
+                    for stage, pipe in here
                 ),
                 gradients=learned,
                 optimizer=optimizer_copies * learned // (len(plan.placement[device]) if plan.shard_optimizer else 1),
                 activations=activations,
-                given=given,
+                inputs=inputs,
                 messages=messages,
                 working=working,
             )
         )
-    return tuple(found)
+    return tuple(predicted)
 
 
 def _update(parameters: Sequence[int], of_this: int, of_the_last: int) -> int:
-    """Temporaries of an update of parameters of so many bytes, one after the other, at their most."""
+    """Peak bytes of temporaries while parameters of these sizes are updated one after the other."""
     return max(of_this * size + of_the_last * before for before, size in pairwise((0, *parameters, 0)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Footprint:
-    """Bytes of one micro-batch on one replica of a stage; the replicas share its samples."""
+    """Bytes of one micro-batch on one replica of a stage, which takes an equal slice of its samples."""
 
-    given: int  # from the forward until the backward, beside activations
-    kept: int  # activations from the forward on
+    inputs: int  # inputs held from the forward until the backward, in addition to activations
+    kept: int  # activations held from the forward on
     again: int  # activations that a recomputation adds
-    inside: int  # the most activations at a time where the backward recomputes, segment after segment
-    put_off: int  # what a backward that is split leaves to its weight half
-    working: int  # gradients of all that the largest operation reads and makes; they are as large as these
+    inside: int  # peak activations of a backward that recomputes one segment after the other
+    put_off: int  # what a split backward leaves for its weight half
+    working: int  # gradients of the operands of the largest operation, as many bytes as the operands themselves
 
 
 def _footprint(graph: Graph, stage: Stage, kept: tuple[tuple[int, int], ...] | None, *, replicas: int) -> _Footprint:
-    """``kept`` None: the stage does not recompute."""
+    """The footprint of ``stage``. ``kept`` is None where the stage does not recompute."""
 
-    def share(size: int) -> int:
+    def per_replica(size: int) -> int:
         return -(-size // replicas)
 
     divided = segments(graph, stage, [(0, len(graph.nodes))] if kept is None else kept)
     node_of = {node.name: node for node in graph.nodes}
-    held = [(segment.kept, _activations([node_of[name] for name in segment.nodes], segment)) for segment in divided]
-    left = total = sum(size for is_kept, size in held if is_kept)
+    sizes = [(segment.kept, _activations([node_of[name] for name in segment.nodes], segment)) for segment in divided]
+    before = total = sum(size for is_kept, size in sizes if is_kept)  # kept activations up to the current segment
     inside = total
-    for is_kept, size in reversed(held):
-        inside = max(inside, left if is_kept else left + size)
-        left -= size if is_kept else 0
-    given = {name for segment in divided for name in segment.takes}
+    for is_kept, size in reversed(sizes):
+        inside = max(inside, before if is_kept else before + size)
+        before -= size if is_kept else 0
+    inputs = {name for segment in divided for name in segment.takes}
     nodes = [node_of[name] for name in stage.nodes]
+    put_off = sum(_bytes(graph, node.reads) + _made(node) for node in nodes if _has_weight_half(graph, node))
     return _Footprint(
-        given=share(_bytes(graph, given)),
-        kept=share(total),
-        again=share(sum(size for is_kept, size in held if not is_kept)),
-        inside=share(inside),
-        put_off=share(sum(_bytes(graph, node.reads) + _made(node) for node in nodes if _has_weight_half(graph, node))),
-        working=max(share(_bytes(graph, node.reads) + _made(node)) + _weights(graph, node) for node in nodes),
+        inputs=per_replica(_bytes(graph, inputs)),
+        kept=per_replica(total),
+        again=per_replica(sum(size for is_kept, size in sizes if not is_kept)),
+        inside=per_replica(inside),
+        put_off=per_replica(put_off),
+        working=max(per_replica(_bytes(graph, node.reads) + _made(node)) + _weights(graph, node) for node in nodes),
     )
 
 
-def _activations(nodes: Iterable[Node], segment: Segment) -> int:
-    """What a segment makes and its backward needs, or those after it, each tensor once."""
+def _activations(nodes: Iterable[GraphNode], segment: Segment) -> int:
+    """Bytes of what a segment makes and a backward needs, its own or a later segment's; each tensor counts once."""
     needed = set(segment.gives)
     made: dict[str, int] = {}
     total = 0
@@ -162,12 +166,12 @@ def _activations(nodes: Iterable[Node], segment: Segment) -> int:
     return total + sum(size for name, size in made.items() if name in needed)
 
 
-def _weights(graph: Graph, node: Node) -> int:
+def _weights(graph: Graph, node: GraphNode) -> int:
     return sum(graph.parameters[name].bytes for name in node.state if name in graph.parameters)
 
 
-def _has_weight_half(graph: Graph, node: Node) -> bool:
-    """Whether it multiplies by weights: their gradient needs what it read, and the gradient of what it made."""
+def _has_weight_half(graph: Graph, node: GraphNode) -> bool:
+    """Whether the node multiplies by weights: their gradient needs what it reads and the gradient of what it makes."""
     return node.backward_flops > 0 and any(name in graph.parameters for name in node.state)
 
 
@@ -175,39 +179,39 @@ def _bytes(graph: Graph, names: Iterable[str]) -> int:
     return sum((graph.inputs[name] if name in graph.inputs else graph.value(name)).bytes for name in names)
 
 
-def _made(node: Node) -> int:
+def _made(node: GraphNode) -> int:
     return sum(value.bytes for value in node.outputs)
 
 
-def _fullest(
+def _peak(
     program: Program,
     footprints: Sequence[_Footprint],
     device_of: Mapping[PipeStage, int],
-    held_at: Callable[[Step, Collection[Message], Collection[Message]], int],
+    message_bytes: MessageBytes,
     *,
     working: int,
     update: int,
 ) -> tuple[int, int, int, int]:
-    """Activations and given values of all micro-batches, messages, and temporaries, when they are most together.
+    """(activations, inputs, messages, temporaries) at the step where their sum is largest.
 
-    ``working`` bytes are those of any operation on micro-batches, ``update`` those of the optimizer's update, which
-    under most schedules comes when no activations are held.
+    Any operation on micro-batches takes ``working`` bytes of temporaries, and the optimizer's update takes ``update``
+    bytes: under most schedules it runs when no activations are held.
     """
     recomputed: set[tuple[int, int, int]] = set()
     split = {(s.operation.stage, s.operation.pipe) for s in program.steps if s.operation.kind is Kind.BACKWARD_WEIGHT}
-    activations = given = 0
-    fullest = (0, 0, 0, working)
+    activations = inputs = 0
+    peak = (0, 0, 0, working)
     for step, (posted, sent) in zip(program.steps, messages_in_memory(program, device_of), strict=True):
         operation = step.operation
         bytes_of = footprints[operation.stage]
-        messages = held_at(step, posted, sent)
+        messages = message_bytes(step, posted, sent)
         if operation.kind is Kind.UPDATE:
-            fullest = max(fullest, (activations, given, messages, update), key=sum)
+            peak = max(peak, (activations, inputs, messages, update), key=sum)
         for micro_batch in operation.micro_batches:
             key = operation.stage, operation.pipe, micro_batch
             if operation.kind is Kind.FORWARD:
                 activations += bytes_of.kept
-                given += bytes_of.given
+                inputs += bytes_of.inputs
             elif operation.kind is Kind.RECOMPUTE:
                 activations += bytes_of.again
                 recomputed.add(key)
@@ -215,21 +219,19 @@ def _fullest(
                 activations -= bytes_of.put_off
             else:
                 inside = 0 if key in recomputed else bytes_of.inside - bytes_of.kept
-                fullest = max(fullest, (activations + inside, given, messages, working), key=sum)
+                peak = max(peak, (activations + inside, inputs, messages, working), key=sum)
                 activations -= bytes_of.kept + (bytes_of.again if key in recomputed else 0)
                 activations += bytes_of.put_off if (operation.stage, operation.pipe) in split else 0
-                given -= bytes_of.given
-            fullest = max(fullest, (activations, given, messages, working), key=sum)
-    return fullest
+                inputs -= bytes_of.inputs
+            peak = max(peak, (activations, inputs, messages, working), key=sum)
+    return peak
 
 
-def _messages(
-    stages: Sequence[Stage], plan: Plan, schedule: Schedule
-) -> Callable[[Step, Collection[Message], Collection[Message]], int]:
-    """Bytes of the messages that a rank holds at a step, of those ``posted`` and ``sent``.
+def _message_bytes(stages: Sequence[Stage], plan: Plan, schedule: Schedule) -> MessageBytes:
+    """A function that gives the bytes of the messages that a rank holds at a step.
 
-    A forward's own are left out, for they are given to it; also what a forward sends, which is among its activations,
-    unless its stage drops these.
+    It leaves out the messages that a forward receives at this step, which count as its inputs, and those that a forward
+    sends, which are among its activations unless the stage drops them to recompute.
     """
     whole: Counter[tuple[Kind, int, int]] = Counter()
     for transfer in (transfer for stage in stages for transfer in stage.received):
@@ -239,10 +241,10 @@ def _messages(
     def size(message: Message, here: int) -> int:
         return -(-whole[message.kind, message.source, message.target] // plan.stages[here].replicas)
 
-    def held_at(step: Step, posted: Collection[Message], sent: Collection[Message]) -> int:
-        given = step.receives if step.operation.kind is Kind.FORWARD else ()
-        return sum(size(m, m.target) for m in posted if m not in given) + sum(
+    def at_step(step: Step, posted: Collection[Message], sent: Collection[Message]) -> int:
+        received = step.receives if step.operation.kind is Kind.FORWARD else ()
+        return sum(size(m, m.target) for m in posted if m not in received) + sum(
             size(m, m.source) for m in sent if m.kind is not Kind.FORWARD or m.source in schedule.recompute
         )
 
-    return held_at
+    return at_step
