@@ -19,14 +19,17 @@ from auto3d.runtime.measurement import Measurement, Status
 from auto3d.search.certainty import CERTAIN, compare_plans, contenders
 from auto3d.search.correction import correct
 from auto3d.search.search import Ranked, Search
-from launch.console.ranking import HEADINGS, cells, predicted_on
+from launch.console.profile import measure_with_progress, write_profile
+from launch.console.ranking import HEADINGS, cells
 from launch.console.tables import TABLES
 from launch.drivers.executor import Executor, executor_of
 from launch.drivers.sweep import Retry, check_place, check_ranks, measured
 from launch.model.candidates import exact_plans
-from launch.model.elsewhere import Elsewhere, check_plans
+from launch.model.capture_process import CaptureProcess
+from launch.model.check_capture import check_plans
 from launch.model.graphs import PlanningModel
-from launch.model.profile import find_profile, how_to_measure, measure_profile, tuned_file, write_profile
+from launch.model.profile import find_profile, how_to_measure, tuned_file
+from launch.model.ranking import predicted_on
 from launch.model.search import cannot_run
 from launch.recipe.load import LoadedRecipe, RecipeError
 from launch.recipe.schema import AUTO
@@ -94,7 +97,7 @@ def measure_if_unknown(recipe: LoadedRecipe, console: Console) -> None:
     file = tuned_file(recipe)
     say(f"measuring this machine for the predictions, once, about 30 s: {file} (--no-profile skips it)")
     try:
-        write_profile(measure_profile(recipe, console), file)
+        write_profile(measure_with_progress(recipe, console), file)
     except ProfileError as error:
         reason = str(error).strip().splitlines()[-1]
         say(f"this machine could not be measured, so predictions are a guess: {reason}")
@@ -111,10 +114,10 @@ def run_tune(recipe: LoadedRecipe, search: Search, watcher: Watcher, *, retry: R
     if recipe.values.model.layers is not None:
         raise recipe.error("model.layers", "measured layers can be predicted, not trained; tune takes a model")
     candidates = _runnable(recipe, search)
-    with executor_of(recipe) as executor, Elsewhere() as elsewhere:
+    with executor_of(recipe) as executor, CaptureProcess() as process:
         write_command(recipe, "tune")
         watcher.begin(recipe.values.search.trials, [], 0)
-        trials = _Trials(recipe, executor, watcher, retry, elsewhere)
+        trials = _Trials(recipe, executor, watcher, retry, process)
         tried = _try_best(recipe, search, candidates, trials)
         _try_again(tried, trials)
     return tried
@@ -124,9 +127,9 @@ class _Trials:
     """Runs trials one after the other, as far as search.trials goes."""
 
     def __init__(
-        self, recipe: LoadedRecipe, executor: Executor, watcher: Watcher, retry: Retry, elsewhere: Elsewhere
+        self, recipe: LoadedRecipe, executor: Executor, watcher: Watcher, retry: Retry, process: CaptureProcess
     ) -> None:
-        self._recipe, self._executor, self._elsewhere = recipe, executor, elsewhere
+        self._recipe, self._executor, self._process = recipe, executor, process
         self._watcher, self._retry = watcher, retry
         self._names: list[str] = []
         self.total = recipe.values.search.trials
@@ -137,7 +140,7 @@ class _Trials:
 
     def run(self, trial: Trial) -> Measurement:
         check_ranks(self._recipe, trial.plan.ranks)
-        check_plans(self._recipe, [trial.plan], self._elsewhere, self._watcher.tell)
+        check_plans(self._recipe, [trial.plan], self._process, self._watcher.tell)
         self._names.append(trial.name)
         write_command(self._recipe, "tune", trials=self._names)
         watcher = _Numbered(self._watcher, len(self._names), self.total)

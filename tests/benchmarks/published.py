@@ -15,9 +15,9 @@ from scipy.stats import spearmanr
 from tabulate import tabulate
 
 from auto3d.cost.calibrate import COMPUTE, calibrate, with_parameters
-from launch.console.calibrate import by_group, measurements
-from launch.console.predict import bind, predict, read_candidates
+from launch.model.calibration import by_group, measurements
 from launch.model.costs import PUBLISHED_DATA, published
+from launch.model.predictions import plan_rows, predict, read_candidates
 from launch.recipe.load import load
 from tests.targets import Target, end
 
@@ -100,7 +100,7 @@ def megatron_sc21(parameters: dict[str, float]) -> tuple[list[Row], str, list[Ta
                     f"interleaved-1f1b:chunks={int(printed['layers']) // int(printed['pp']) // int(chunk)}"
                 )
     found = []
-    for one in bind(recipe, rows):
+    for one in plan_rows(recipe, rows):
         assert one.plan is not None, one.problem
         model = one.model.on(with_parameters(one.model.cluster, parameters))
         words = f"{one.row['model']} {_words(one.row)}"

@@ -93,7 +93,7 @@ def test_a_profile_of_a_node_serves_a_cluster_of_them(auto3d, folder, short):
 
 def test_the_table_says_how_it_was_made(auto3d, folder, short):
     printed = auto3d("profile", "own.yaml", *HERE).out
-    assert "Measured: mine:make of own, 2 ranks of 1 threads" in printed
+    assert "Measured: mine:make of own, 2 ranks of 1 thread" in printed
     assert "written: profiles/own.json, profiles/own.svg" in printed
 
 
