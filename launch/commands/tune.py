@@ -34,7 +34,7 @@ def tune(
     It searches as `auto3d plan` does. If trials run on this machine, it first measures it once, as `auto3d profile`
     does. Each trial corrects the predictions for the remaining candidates; the fastest are tried again, in turns, until
     their order is certain. search.trials limits the number of trials; finished ones never run twice. The fastest plan
-    goes to results/. --dry-run and --test-only are about the first trial only, since the others depend on its result.
+    goes to tables/. --dry-run and --test-only are about the first trial only, since the others depend on its result.
     """
     loaded = load(recipe, overrides)
     if detach:
