@@ -250,7 +250,7 @@ def test_status_logs_and_cancel(sweeps):
     logs = sweeps.start("logs", "pp2-mb4", "-f")
     wait_for("the logs", lambda: "Starting with JobEnvironment" in logs.stdout.readline(), timeout_s=30)
     refused = sweeps.auto3d("logs", "pp3", code=2)
-    assert "trial: 'pp3' is none of those that were started: dp1-tp1-pp2-mb4" in refused
+    assert "trial: no trial is called 'pp3'; started trials: dp1-tp1-pp2-mb4" in refused
     assert "cancelled 1 job of SLURM: dp1" in sweeps.auto3d("cancel", "pp2")
     end(logs)
     assert "1 cancelled" in sweeps.auto3d("status", "--watch")
