@@ -37,19 +37,25 @@ def start_sweep(folder: Path, *arguments: str) -> subprocess.Popen:
     )
 
 
-def controllers_below(pid: int) -> list[psutil.Process]:
-    """Of trials; not the process that captures the model before them."""
+def forks_trials(process: psutil.Process) -> bool:
+    """Whether this is the process that a sweep forks its trials from, or was forked from it."""
+    return "launch.executors.fork_trials" in process.cmdline()
+
+
+def warm_below(pid: int) -> list[psutil.Process]:
+    """The process that trials are forked from; not the process that captures the model before them."""
     found = []
     for process in processes_below(pid):
-        with suppress(psutil.NoSuchProcess):
-            found += [process] * ("submitit.local._local" in process.cmdline())
+        with suppress(psutil.NoSuchProcess, AttributeError):
+            found += [process] * (forks_trials(process) and not forks_trials(process.parent()))
     return found
 
 
 def trial_of(pid: int) -> list[psutil.Process]:
-    """All processes of the trial that a sweep runs. The sweep has one more, Python's own, which ends after it."""
-    (controller,) = controllers_below(pid)
-    return [controller, *processes_below(controller.pid)]
+    """All processes of the one trial that a sweep runs."""
+    (warm,) = warm_below(pid)
+    (trial,) = warm.children()
+    return [trial, *processes_below(trial.pid)]
 
 
 def processes_below(pid: int) -> list[psutil.Process]:
@@ -60,14 +66,12 @@ def processes_below(pid: int) -> list[psutil.Process]:
 
 
 def ranks_below(pid: int) -> list[psutil.Process]:
-    """Ranks are what a trial's own process forked."""
+    """Ranks are what the process of a trial forked."""
     found = []
     for process in processes_below(pid):
-        try:
-            if "submitit.core._submit" in process.cmdline() and "submitit.core._submit" in process.parent().cmdline():
+        with suppress(psutil.NoSuchProcess, AttributeError):
+            if all(map(forks_trials, [process, process.parent(), process.parent().parent()])):
                 found.append(process)
-        except (psutil.NoSuchProcess, AttributeError):
-            continue
     return found
 
 
@@ -163,7 +167,7 @@ def test_an_interrupted_sweep_leaves_no_process(folder, how, when):
     if when == "running":
         two_ranks_at_work(sweep)
     else:
-        wait_until(lambda: controllers_below(sweep.pid), "the first trial's controller")
+        wait_until(lambda: warm_below(sweep.pid), "the process that trials are forked from")
     everything = processes_below(sweep.pid)
     ENDS[how](sweep)
     output, _ = sweep.communicate(timeout=30)
@@ -175,11 +179,11 @@ def test_an_interrupted_sweep_leaves_no_process(folder, how, when):
 
 
 def left_in(folder: Path) -> list[psutil.Process]:
-    """Processes of submitit that work in ``folder``, whoever their parent is now."""
+    """Processes of trials that work in ``folder``, whoever their parent is now."""
     found = []
     for process in psutil.process_iter():
         try:
-            if "submitit" in " ".join(process.cmdline()) and process.cwd() == str(folder):
+            if forks_trials(process) and process.cwd() == str(folder):
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
@@ -226,7 +230,7 @@ def test_a_trial_that_fails_shows_its_error_and_the_sweep_goes_on(swept):
     assert list(trial_lines(done.stderr).values()) == ["failed", "ok", "ok"]
     assert "IndexError: Target" in done.stderr
     assert f"1 trial failed or timed out; to run again: auto3d sweep own.yaml '{SPACE}' --retry" in done.stderr
-    hint = f"auto3d train own.yaml '{SPACE}' --plan results/own/best_plan.json"
+    hint = f"auto3d train own.yaml '{SPACE}' --plan tables/own/best_plan.json"
     assert hint in done.stdout
     train = subprocess.run([*AUTO3D, *shlex.split(hint)[1:]], cwd=folder, capture_output=True, text=True, check=False)
     assert train.returncode == 0, f"the hint works as it stands: {train.stderr}"
@@ -234,7 +238,7 @@ def test_a_trial_that_fails_shows_its_error_and_the_sweep_goes_on(swept):
 
 def test_the_table_is_complete_and_best_first(in_swept, auto3d):
     shown = auto3d("table", "own.yaml").out
-    with (in_swept / "results/own/table.csv").open() as file:
+    with (in_swept / "tables/own/table.csv").open() as file:
         records = list(csv.DictReader(file))
     assert [record["status"] for record in records] == ["ok", "ok", "failed"]
     times = [float(record["iteration_s"]) for record in records[:2]]
@@ -242,7 +246,7 @@ def test_the_table_is_complete_and_best_first(in_swept, auto3d):
     for record in records[:2]:
         assert float(record["samples_per_s"]) == pytest.approx(8 / float(record["iteration_s"]))
         assert int(record["peak_bytes"]) > 0
-    markdown = (in_swept / "results/own/table.md").read_text()
+    markdown = (in_swept / "tables/own/table.md").read_text()
     assert markdown.count("\n|") == 4
     assert "Measured" in markdown
     assert f"Again: `auto3d sweep own.yaml '{SPACE}'`" in markdown
@@ -250,7 +254,7 @@ def test_the_table_is_complete_and_best_first(in_swept, auto3d):
     rows = json.loads(auto3d("table", "own.yaml", "--json").out)
     assert rows[0]["iteration_s"] == times[0]
     assert "IndexError" in rows[2]["error"]
-    best = json.loads((in_swept / "results/own/best_plan.json").read_text())
+    best = json.loads((in_swept / "tables/own/best_plan.json").read_text())
     assert rows[0]["plan"] == best
     assert str(best["micro_batch_size"]) == records[0]["micro_batch_size"]
     for private in (in_swept / "runs/own", *(in_swept / "runs/own/trials").glob("*/job")):
@@ -316,7 +320,7 @@ def test_uneven_replicas_and_a_shared_optimizer_are_tried_and_told(folder, auto3
     axes = ["search.replicas=[uneven]", "search.shard_optimizer=auto", "search.micro_batch_size=[4]"]
     done = auto3d("sweep", "own.yaml", "cluster.devices_per_node=3", "measure.warmup_iterations=0", *axes)
     assert "ZeRO-1" in done.out
-    rows = list(csv.DictReader((folder / "results" / "own" / "table.csv").open()))
+    rows = list(csv.DictReader((folder / "tables" / "own" / "table.csv").open()))
     assert sorted((row["replicas"], row["shard_optimizer"], row["status"]) for row in rows) == [
         ("1+2", "False", "ok"),
         ("1+2", "True", "ok"),
@@ -329,9 +333,9 @@ def test_tune_tries_the_best_and_never_twice(folder, auto3d):
     first = auto3d(*arguments)
     assert first.err.count(" ok ") == 2
     assert "mean error of 2 trials" in first.out
-    best = Plan.from_json((folder / "results/own/best_plan.json").read_bytes())
+    best = Plan.from_json((folder / "tables/own/best_plan.json").read_bytes())
     assert best.tp == 1, "what cannot run yet is not tried"
-    assert "cost model" in (folder / "results/own/tune.md").read_text()
+    assert "cost model" in (folder / "tables/own/tune.md").read_text()
     again = auto3d(*arguments)
     assert " ok " not in again.err
     assert again.out == first.out
@@ -356,7 +360,7 @@ def test_tune_tries_the_fastest_again_in_turns_and_goes_on_after_an_interrupt(fo
     assert len(ended) == len(set(ended)), "what ended is kept"
     again = [trial for trial in ended if re.search(r"-[0-9a-f]{8}-2$", trial)]
     assert len(again) >= 2, "the fastest two at least ran a second time"
-    lines = (folder / "results/own/tune.md").read_text().splitlines()
+    lines = (folder / "tables/own/tune.md").read_text().splitlines()
     rows = [[cell.strip() for cell in line.split("|")] for line in lines if line.startswith("|")]
     tries = rows[0].index("trials")
     counts = [int(row[tries]) for row in rows[2:]]

@@ -35,14 +35,14 @@ def test_a_sweep_and_its_tables_say_that_they_were_emulated(folder, auto3d):
     swept = auto3d("sweep", *arguments)
     assert re.search(r"1/1 \S+ ok \d+\.\d+ s/iteration \(emulated\)", swept.err)
     shown = " ".join(auto3d("table", *arguments).out.split())
-    markdown = (folder / "results/own/table.md").read_text()
+    markdown = (folder / "tables/own/table.md").read_text()
     for text in (shown, markdown):
         assert "Emulated, not measured on real devices: mine:make" in text
         assert "but for forward_s 0.002, backward_s (0.002, 0.003)" in text
         assert "Measured" not in text
         assert "peak memory" not in text
     assert "emulated" in swept.out
-    with (folder / "results/own/table.csv").open() as file:
+    with (folder / "tables/own/table.csv").open() as file:
         records = list(csv.DictReader(file))
     assert [(row["devices"], row["status"], row["peak_bytes"]) for row in records] == [("emulated", "ok", "")]
     assert markdown.splitlines()[2].rstrip(" |").endswith("emulated")
