@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import pytest
 
-from launch.commands import cli
+from launch.commands.group import cli
 from launch.recipe.keys import documented_keys
 
 ROOT = Path(__file__).parents[1]

@@ -20,7 +20,7 @@ from launch.recipe.settings import cluster, training, with_memory
 
 
 @dataclass(frozen=True)
-class SentValue:
+class SentTensor:
     """A value that a stage sends to a later one."""
 
     value: str
@@ -44,7 +44,7 @@ class StageFigures:
     forward_s: float
     backward_s: float
     send_bytes: int
-    sent: list[SentValue]
+    sent: list[SentTensor]
     replicas: int
 
 
@@ -193,8 +193,8 @@ def _stage_figures(graph: Graph, sharding: Sharding, costs: PartitionCosts, foun
     return figures
 
 
-def _sent(stage: Stage) -> list[SentValue]:
-    return [SentValue(transfer.value.name, transfer.value.bytes, transfer.target) for transfer in stage.sent]
+def _sent(stage: Stage) -> list[SentTensor]:
+    return [SentTensor(transfer.value.name, transfer.value.bytes, transfer.target) for transfer in stage.sent]
 
 
 def _balance(values: Sequence[float]) -> float:
