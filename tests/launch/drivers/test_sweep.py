@@ -148,6 +148,28 @@ def test_a_sweep_survives_killed_and_hung_ranks_and_interrupts_and_runs_nothing_
     assert trial_lines(retried.err) == {killed: "ok", hung: "ok"}
 
 
+def test_trials_are_forked_from_one_process_and_each_dies_by_itself(folder):
+    """A trial that is killed ends itself alone; where the process that forks trials dies, it is started again."""
+    space = ["search.micro_batch_size=[2,4,8]", "measure.iterations=1500"]
+    sweep = start_sweep(folder, *space)
+    two_ranks_at_work(sweep)
+    (first,) = warm_below(sweep.pid)
+    trial, *ranks = trial_of(sweep.pid)
+    trial.send_signal(signal.SIGSEGV)
+    wait_until(lambda: gone([trial, *ranks]), "the trial and its ranks to be gone", timeout_s=15)
+    two_ranks_at_work(sweep)
+    (second,) = warm_below(sweep.pid)
+    assert second == first
+    everything = trial_of(sweep.pid)
+    second.kill()
+    output, _ = sweep.communicate(timeout=200)
+    assert sweep.returncode == 0, output
+    assert gone(everything)
+    assert list(trial_lines(output).values()) == ["failed", "failed", "ok"], output
+    assert "its process was killed by SIGSEGV" in output
+    assert "the process that forks trials was killed by SIGKILL, as the kernel does when memory runs out" in output
+
+
 def interrupt_twice(sweep: subprocess.Popen) -> None:
     os.killpg(sweep.pid, signal.SIGINT)
     time.sleep(0.05)
