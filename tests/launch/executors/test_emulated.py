@@ -38,7 +38,7 @@ def test_a_sweep_and_its_tables_say_that_they_were_emulated(folder, auto3d):
     markdown = (folder / "tables/own/table.md").read_text()
     for text in (shown, markdown):
         assert "Emulated, not measured on real devices: mine:make" in text
-        assert "but for forward_s 0.002, backward_s (0.002, 0.003)" in text
+        assert "except forward_s 0.002, backward_s (0.002, 0.003)" in text
         assert "Measured" not in text
         assert "peak memory" not in text
     assert "emulated" in swept.out
