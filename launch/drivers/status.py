@@ -31,7 +31,7 @@ from launch.store.trials import (
 
 WATCH_S = 5.0
 FOLLOW_S = 0.5
-UNDER_WAY = ("waiting", "running")
+UNDER_WAY = ("pending", "running")
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _unfinished(history: History | None, states: dict[str, JobState] | None, run
     state = states.get(last.job)
     if state is None or state.ended:
         return "cancelled" if last.state is State.CANCELLED else f"lost ({state.name if state else 'no such job'})"
-    return "running" if state.running else f"waiting ({state.why})"
+    return "running" if state.running else f"pending ({state.why})"
 
 
 def table(found: Sequence[Standing]) -> str:

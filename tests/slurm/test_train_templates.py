@@ -42,7 +42,7 @@ def ranks_on(node: str) -> list[int]:
 
 @cache
 def trained_here(cluster: SlurmCluster, *arguments: str) -> dict:
-    """The record of a training on this machine: the same for all templates, so it runs once."""
+    """The record of a training on this machine; it is the same for all templates, so it runs once."""
     return json.loads(cluster.run(*AUTO3D, "train", *PLAN, *arguments, timeout_s=200))
 
 

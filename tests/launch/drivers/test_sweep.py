@@ -76,7 +76,7 @@ def ranks_below(pid: int) -> list[psutil.Process]:
 
 
 def two_ranks_at_work(sweep: subprocess.Popen) -> list[psutil.Process]:
-    """The ranks of the trial that runs, in the middle of an iteration."""
+    """The two ranks of the running trial, in the middle of an iteration."""
     ranks = wait_until(lambda: len(found := ranks_below(sweep.pid)) == 2 and found, "the ranks of a trial")
     # Building takes a rank about 0.8 s of processor time.
     wait_until(lambda: all(sum(rank.cpu_times()[:2]) > 1.2 for rank in ranks), "the ranks to be at work")
@@ -102,7 +102,7 @@ def gone(processes: list[psutil.Process]) -> bool:
 
 
 def trial_lines(output: str) -> dict[str, str]:
-    """Trial -> status, of the trials that a sweep ran."""
+    """The status of each trial that a sweep ran, by name."""
     return dict(re.findall(r"^\d+/\d+ (\S+)-[0-9a-f]{8} (\w+)", output, flags=re.MULTILINE))
 
 
@@ -139,13 +139,35 @@ def test_a_sweep_survives_killed_and_hung_ranks_and_interrupts_and_runs_nothing_
     assert re.search(r"rank 0 on .*, in iteration .* waited 4 s for (activations|gradients|the)", output), output
     hung, _ = trial_lines(output)
 
-    again = auto3d("sweep", "own.yaml", *space)  # with another time-out of its waits, which measures nothing else
+    again = auto3d("sweep", "own.yaml", *space)  # another time-out does not change what is measured
     assert trial_lines(again.err) == {}, "every trial has ended, so none runs"
     assert again.err.count("(not run again)") == 2
     command = shlex.join(["auto3d", "sweep", "own.yaml", *space, "--retry"])
     assert f"2 trials failed or timed out; to run again: {command}" in again.err
     retried = auto3d("sweep", "own.yaml", *space, "--retry")
     assert trial_lines(retried.err) == {killed: "ok", hung: "ok"}
+
+
+def test_trials_are_forked_from_one_process_and_each_dies_by_itself(folder):
+    """A trial that is killed ends itself alone; where the process that forks trials dies, it is started again."""
+    space = ["search.micro_batch_size=[2,4,8]", "measure.iterations=1500"]
+    sweep = start_sweep(folder, *space)
+    two_ranks_at_work(sweep)
+    (first,) = warm_below(sweep.pid)
+    trial, *ranks = trial_of(sweep.pid)
+    trial.send_signal(signal.SIGSEGV)
+    wait_until(lambda: gone([trial, *ranks]), "the trial and its ranks to be gone", timeout_s=15)
+    two_ranks_at_work(sweep)
+    (second,) = warm_below(sweep.pid)
+    assert second == first
+    everything = trial_of(sweep.pid)
+    second.kill()
+    output, _ = sweep.communicate(timeout=200)
+    assert sweep.returncode == 0, output
+    assert gone(everything)
+    assert list(trial_lines(output).values()) == ["failed", "failed", "ok"], output
+    assert "its process was killed by SIGSEGV" in output
+    assert "the process that forks trials was killed by SIGKILL, as the kernel does when memory runs out" in output
 
 
 def interrupt_twice(sweep: subprocess.Popen) -> None:
@@ -157,7 +179,7 @@ def interrupt_twice(sweep: subprocess.Popen) -> None:
 ENDS = {
     "ctrl-c": interrupt_twice,
     "terminate": subprocess.Popen.terminate,
-    "kill": subprocess.Popen.kill,  # of the sweep alone
+    "kill": subprocess.Popen.kill,  # kills the driver only
 }
 
 
@@ -201,13 +223,13 @@ def test_two_sweeps_of_one_recipe_do_not_mix(folder, auto3d):
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory):
-    """A folder where a sweep of three trials has run; a micro-batch of 1 made one of them fail."""
+    """A folder in which a sweep of three trials has run; the one with a micro-batch of 1 failed."""
     folder = tmp_path_factory.mktemp("swept")
     write_recipes(folder)
     model = (folder / "mine.py").read_text()
     line = "    def forward(self, x, y):\n"
-    fault = f"{line}        y = y + 8 // (x.shape[0] * x.shape[0]) // 8 * 3\n"  # beyond the classes
-    wide = model.replace("width=16", "width=16384")  # so that its memory is seen beside the interpreter's
+    fault = f"{line}        y = y + 8 // (x.shape[0] * x.shape[0]) // 8 * 3\n"  # a target beyond the classes
+    wide = model.replace("width=16", "width=16384")  # large enough to be seen beside the interpreter's memory
     (folder / "mine.py").write_text(wide.replace(line, fault))
     done = subprocess.run(
         [*AUTO3D, "sweep", "own.yaml", SPACE], cwd=folder, capture_output=True, text=True, check=False

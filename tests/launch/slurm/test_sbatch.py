@@ -1,4 +1,4 @@
-"""The sbatch text of a sweep's jobs, against golden files, and that nothing of a recipe is run by a shell.
+"""The sbatch scripts of a sweep's jobs equal golden files, and no value of a recipe is run by a shell.
 
 To write the golden files anew, after looking at what changed: AUTO3D_WRITE_GOLDEN=1.
 """
@@ -103,7 +103,7 @@ def test_there_is_no_golden_file_too_many():
 
 
 def received_by_srun(script: str, folder: Path) -> list[str]:
-    """The words that srun is given where the shell runs ``script``, which must do nothing else."""
+    """The arguments that srun gets when the shell runs ``script``, which must run nothing else."""
     programs = folder / "programs"
     programs.mkdir()
     (programs / "srun").write_text("#!/bin/bash\nprintf '%s\\0' \"$@\"\n")
