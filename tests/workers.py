@@ -11,8 +11,9 @@ from xdist.scheduler import LoadScopeScheduling
 SLURM = "tests/slurm"
 LONGEST_FIRST = (SLURM, "tests/distributed", "tests/launch", "tests/capture", "tests/runtime")
 
-NOT_QUICK = (  # folders of tests that start processes, train, or wait for SLURM: the marker `processes`
+NOT_QUICK = (  # tests that start processes, train, wait for SLURM or take a minute: the marker `processes`
     SLURM,
+    "tests/capture/test_masks.py",
     "tests/distributed",
     "tests/launch/commands",
     "tests/launch/doctor",
