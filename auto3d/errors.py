@@ -1,5 +1,5 @@
-"""The one base of all errors that a user can mend."""
+"""The base class of all errors that a user can fix."""
 
 
 class InputError(ValueError):
-    """What a user gave cannot be used. The message is for them: what, where, and what would be accepted."""
+    """The user's input cannot be used. The message tells the user what is wrong, where, and what would be accepted."""

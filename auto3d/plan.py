@@ -1,6 +1,6 @@
 """The Plan: everything that decides how a model is trained, complete and explicit, with a JSON form.
 
-Search makes Plans; the simulator and the runtime take them. A Plan can be written by hand and run.
+A search makes Plans; the simulator and the runtime take them. A person can write a Plan by hand and run it.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ SCHEMA = 3
 
 
 class PlanError(InputError):
-    """A Plan that contradicts itself, or that does not fit the model it is used with."""
+    """The Plan contradicts itself, or it does not fit the model that it is used with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,17 +27,18 @@ class StagePlan:
 
     operations: tuple[tuple[int, int], ...]
     kept: tuple[tuple[int, int], ...] = ()
-    """Those among them whose activations are kept although the stage recomputes. Without effect where it does not."""
-    replicas: int = 1  # in each replica of the pipeline; they share the samples of every micro-batch equally
+    """Operations among them that keep their activations while the stage recomputes all others. Without effect if the
+    stage does not recompute."""
+    replicas: int = 1  # copies of the stage in each pipeline; each takes an equal slice of every micro-batch's samples
 
 
 def stages_between(bounds: Sequence[int]) -> tuple[StagePlan, ...]:
-    """Stages that follow each other in the Graph's order, each from one bound to before the next."""
+    """Consecutive stages in the Graph's order; each begins at one bound and ends before the next."""
     return tuple(StagePlan(operations=((first, last),)) for first, last in pairwise(bounds))
 
 
 def stages_of_operations(stage_of: Sequence[int]) -> tuple[StagePlan, ...]:
-    """Stages from the stage of each operation of the Graph, which may be in any order."""
+    """The stages, given the number of the stage of each operation of the Graph, in any order."""
     ranges: dict[int, list[tuple[int, int]]] = {}
     position = 0
     for stage, group in groupby(stage_of):
@@ -51,10 +52,10 @@ def stages_of_operations(stage_of: Sequence[int]) -> tuple[StagePlan, ...]:
 class Plan:
     """Degrees, batch, schedule, stages and placement of one way to train one model.
 
-    ``dp`` replicas of the whole pipeline have their own micro-batches; inside each, a stage may have replicas of its
-    own. ``placement[device][(replica × r + part) × tp + shard]`` is the rank that plays pipeline device ``device`` in
-    data-parallel replica ``replica`` and, where its stages have r replicas, runs part ``part`` of each micro-batch on
-    shard ``shard`` of the weights. Which stages live on a pipeline device is the schedule's decision.
+    ``dp`` pipelines run micro-batches of their own; inside each, a stage may have replicas. If the stages of pipeline
+    device ``device`` have r replicas, ``placement[device][(pipeline × r + replica) × tp + shard]`` is the rank that
+    runs replica ``replica`` of them in pipeline ``pipeline``, with shard ``shard`` of the weights. The schedule decides
+    which stages a pipeline device has.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
@@ -63,20 +64,20 @@ class Plan:
     dp: int
     tp: int
     pp: int
-    global_batch: int  # samples per iteration, over all replicas
-    micro_batch_size: int  # samples, of all replicas of a stage together
+    global_batch: int  # samples per iteration, over all pipelines
+    micro_batch_size: int  # samples of one micro-batch, over all replicas of a stage
     schedule: str
     stages: tuple[StagePlan, ...]
     placement: tuple[tuple[int, ...], ...]
-    seed: int  # of the initial weights, the data order and dropout
-    schedule_options: dict[str, int | str] = field(default_factory=dict, hash=False)  # of the schedule's family
+    seed: int  # seed of the initial weights, the data order and dropout
+    schedule_options: dict[str, int | str] = field(default_factory=dict, hash=False)  # options of the schedule's family
     shard_optimizer: bool = False
-    """ZeRO-1: of the replicas of a stage, each keeps the optimizer's state of a share of its parameters."""
+    """ZeRO-1: the ranks that hold the same parameters each keep one shard of the optimizer's state."""
     schema: int = SCHEMA
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches that each replica runs in one iteration."""
+        """Micro-batches that each pipeline runs in one iteration."""
         return self.global_batch // (self.dp * self.micro_batch_size)
 
     @property
@@ -84,7 +85,7 @@ class Plan:
         return sum(len(ranks) for ranks in self.placement)
 
     def position(self, rank: int) -> tuple[int, int, int]:
-        """The pipeline device, the replica of the pipeline, and the part of its micro-batches that ``rank`` plays."""
+        """(pipeline device, pipeline, replica of the device's stages) of ``rank``."""
         device = next(device for device, ranks in enumerate(self.placement) if rank in ranks)
         index = self.placement[device].index(rank) // self.tp
         return device, *divmod(index, len(self.placement[device]) // (self.dp * self.tp))
@@ -107,12 +108,12 @@ class Plan:
         for first, last in sorted(span for stage in self.stages for span in stage.operations):
             if first != end or last <= first:
                 raise PlanError(
-                    f"stages: the range {first} to {last} follows operation {end}; all ranges together must hold each "
-                    "operation of the model once"
+                    f"stages: the range {first} to {last} follows operation {end}; all ranges together must contain "
+                    "each operation of the model once"
                 )
             end = last
         if not all(stage.operations for stage in self.stages):
-            raise PlanError("stages: one has no operations; each needs some")
+            raise PlanError("stages: one has no operations; each needs at least one")
         for number, stage in enumerate(self.stages):
             end = 0
             for first, last in stage.kept:
@@ -152,7 +153,7 @@ class Plan:
 
     @staticmethod
     def from_json(text: str | bytes) -> "Plan":
-        """Read a Plan; raises PlanError that names the key, its value and what is accepted."""
+        """The Plan in ``text``; raises PlanError with the wrong key, its value and the accepted values."""
         try:
             return _adapter.validate_json(text)
         except ValidationError as error:
@@ -173,13 +174,13 @@ _adapter = TypeAdapter(Plan)
 
 
 def check_degrees(*, dp: int, tp: int, pp: int, global_batch: int, micro_batch_size: int) -> None:
-    """Raise PlanError where these numbers cannot belong together; the message holds the whole equation."""
+    """Raise PlanError if these numbers do not fit together; the message has the whole equation."""
     named = {"dp": dp, "tp": tp, "pp": pp, "global_batch": global_batch, "micro_batch_size": micro_batch_size}
     for name, value in named.items():
         if value < 1:
             raise PlanError(f"{name}: {value} is not possible; it must be 1 or more")
     if global_batch % (dp * micro_batch_size):
         raise PlanError(
-            f"global_batch: {global_batch} does not divide into dp = {dp} replicas of micro-batches of "
+            f"global_batch: {global_batch} does not divide into dp = {dp} pipelines with micro-batches of "
             f"{micro_batch_size} samples; it must be a multiple of {dp} × {micro_batch_size} = {dp * micro_batch_size}"
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import pytest
 
-from launch.commands import cli
+from launch.commands.group import cli
 from launch.recipe.keys import documented_keys
 
 ROOT = Path(__file__).parents[1]
@@ -20,7 +20,8 @@ PAGES = [
     *sorted(file for folder in ("slurm", "recipes", "results") for file in (ROOT / folder).rglob("*.md")),
 ]
 FOLDERS = ("auto3d", "launch", "tests", "recipes", "results", "slurm", "docs")
-MADE_BY_USERS = ("recipes/mine.yaml",)  # files that an example has its reader write
+MADE_BY_READERS = ("recipes/mine.yaml", "example.py")  # files that an example has its reader write
+PLACEHOLDER = re.compile(r"NAME|VERB|<")  # a path with one stands for many
 FENCE = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -41,11 +42,13 @@ def tracked() -> frozenset[str]:
 
 @cache
 def names_in(file: str) -> frozenset[str]:
-    """Functions, classes and constants that a Python file defines at any level."""
+    """Functions, classes and constants that a Python file defines at any level or imports from elsewhere."""
     found = set()
     for node in ast.walk(ast.parse((ROOT / file).read_text())):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             found.add(node.name)
+        elif isinstance(node, ast.ImportFrom):
+            found |= {alias.asname or alias.name for alias in node.names}
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)
     return frozenset(found)
@@ -67,8 +70,8 @@ def commands(page: Path) -> list[str]:
     blocks = [line for _, block in FENCE.findall(text) for line in block.splitlines()]
     blocks += [line for line in FENCE.sub("", text).splitlines() if line.startswith("    ")]
     found = []
-    for line in [*map(str.strip, blocks), *inline_code(page)]:
-        calls = line.removeprefix("$ ").split(" #")[0].split("; ")
+    for line in map(str.strip, [*blocks, *inline_code(page)]):
+        calls = line.removeprefix("$ ").split(" #")[0].strip().split("; ")
         found += [call for call in calls if CALL.match(call)]
     return found
 
@@ -93,17 +96,25 @@ def test_paths(page):
         if match and (match[1].split("/")[0] in FOLDERS or match[1].endswith(".py")):
             path = match[1].rstrip("/")
             places = [path, f"auto3d/{path}", f"launch/{path}", str(page.parent.relative_to(ROOT) / path)]
-            if path in MADE_BY_USERS:
+            if path in MADE_BY_READERS or PLACEHOLDER.search(path):
                 continue
             found = [place for place in places if place in tracked() or ("*" in place and list(ROOT.glob(place)))]
             assert found, f"{code}: there is no such file"
             if match[2]:
                 assert match[2] in names_in(found[0]), f"{code}: {found[0]} defines no {match[2]}"
-        dotted = re.fullmatch(r"((?:auto3d|launch|tests)(?:\.\w+)+)", code)
-        if dotted and not KEY.match(f"{code}="):
-            parts = dotted[1].split(".")
-            known = any("/".join(parts[:end]) + ".py" in tracked() for end in range(1, len(parts) + 1))
-            assert known or "/".join(parts) in tracked(), f"{code}: there is no such module"
+        if re.fullmatch(r"(?:auto3d|launch|tests)(?:\.\w+)+", code) and not KEY.match(f"{code}="):
+            parts = code.split(".")
+            files = [
+                name for end in range(len(parts), 0, -1) for name in module_files(parts[:end]) if name in tracked()
+            ]
+            inner = parts[files[0].removesuffix("/__init__.py").count("/") + 1 :]
+            inner = inner[:1] if files[0].endswith("__init__.py") else inner  # a package only imports what it exports
+            assert set(inner) <= names_in(files[0]), f"{code}: {files[0]} does not define it"
+
+
+def module_files(parts: list[str]) -> list[str]:
+    """The files that a module or a package of this dotted name may be."""
+    return [f"{'/'.join(parts)}.py", f"{'/'.join(parts)}/__init__.py"]
 
 
 @cache

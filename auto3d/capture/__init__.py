@@ -1,1 +1,1 @@
-"""Unmodified model -> Graph, without holding a single weight."""
+"""Capture an unmodified model as a Graph, without memory for any weight."""

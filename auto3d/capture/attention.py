@@ -1,6 +1,6 @@
-"""The kernel by which a device computes attention, to be run on meta tensors: it decides what autograd keeps.
+"""The attention kernel of a device, run on meta tensors to learn what autograd keeps.
 
-On the meta device ``scaled_dot_product_attention`` takes the unfused way, which keeps the whole matrix of weights.
+On the meta device, ``scaled_dot_product_attention`` is unfused and keeps the whole matrix of attention weights.
 """
 
 from collections.abc import Callable
@@ -25,14 +25,14 @@ def fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Callable[[], Any] | None:
-    """A call of the fused kernel of a ``device`` "cpu" or "cuda" whose first result is the attention's.
+    """A call of the fused kernel of ``device``, "cpu" or "cuda", whose first result is the output of the attention.
 
-    None where torch has none there for such arguments, and takes the unfused way.
+    None if torch has no fused kernel for these arguments on that device.
     """
     mask = None if attn_mask is None else attn_mask.to(query.dtype)
     if device == "cuda":
         return _on_cuda(query, key, value, mask, dropout_p, is_causal, scale)
-    same_heads = query.shape[-1] == value.shape[-1]  # not in multi-head latent attention
+    same_heads = query.shape[-1] == value.shape[-1]  # false in multi-head latent attention
     if not same_heads or dropout_p > 0 or (mask is not None and mask.requires_grad):
         return None
     kernel = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -48,17 +48,17 @@ def _on_cuda(
     is_causal: bool,
     scale: float | None,
 ) -> Callable[[], Any] | None:
-    """The choice of aten/src/ATen/native/transformers/cuda/sdp_utils.cpp on devices from compute capability 8.0 on.
+    """The kernel that aten/src/ATen/native/transformers/cuda/sdp_utils.cpp chooses from compute capability 8.0 on.
 
-    Flash attention is for half precision without a mask, memory-efficient attention for most of the rest: it too keeps
-    one number for each row of the matrix, and no mask of a dropout. cuDNN's kernel, which Hopper prefers to flash
-    attention, keeps as much. Fewer heads of keys than of queries are for flash attention alone (pull request 191085
-    of PyTorch, later than 2.13, adds the other).
+    Flash attention takes half precision without a mask; memory-efficient attention takes most other cases. Both keep
+    one number per row of the matrix and no dropout mask. cuDNN's kernel, which Hopper prefers to flash attention, keeps
+    as much. With fewer heads of keys than of queries, only flash attention works (PyTorch's pull request 191085, after
+    2.13, adds the other).
     """
     half = query.dtype in _HALF
     head, value_head = query.shape[-1], value.shape[-1]
-    given = [tensor for tensor in (query, key, value, mask) if tensor is not None]
-    if query.dim() != 4 or not (half or query.dtype is torch.float32) or any(t.stride(-1) != 1 for t in given):
+    tensors = [tensor for tensor in (query, key, value, mask) if tensor is not None]
+    if query.dim() != 4 or not (half or query.dtype is torch.float32) or any(t.stride(-1) != 1 for t in tensors):
         return None
     square = not is_causal or query.shape[-2] == key.shape[-2]
     if half and mask is None and square and head == value_head <= 256:
@@ -81,6 +81,6 @@ def _on_cuda(
 
 
 def _padded(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
-    """With zeros at the end of its last dimension, as the kernels want it."""
+    """``tensor`` with its last dimension padded by zeros to a multiple of ``multiple``, as the kernels require."""
     missing = -tensor.shape[-1] % multiple
     return pad(tensor, (0, missing)) if missing else tensor

@@ -1,6 +1,6 @@
-"""Custom torch.autograd.Functions: each call becomes one operation of the program, which calls the Function itself.
+"""Custom torch.autograd.Functions: each call becomes one operation of the program that calls the Function itself.
 
-A trace enters a Function's forward and drops its backward. Here the trace records the call instead, so that a run
+A plain trace enters a Function's forward and drops its backward. Here the trace records the call instead, so that a run
 executes the user's forward and, through autograd, the user's backward.
 """
 
@@ -26,9 +26,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
 from auto3d.capture.errors import CaptureError, calling_line, error_line, node_line
+from auto3d.capture.nodes import args_of
 
-_BASE = torch.autograd.function._SingleLevelFunction  # Function.apply calls its apply, also where it was bound before
-_RECORDED = custom_ops._call_custom_autograd_function_in_pre_dispatch  # a target that torch.export accepts
+_BASE = (
+    torch.autograd.function._SingleLevelFunction
+)  # Function.apply calls the apply of this class, even if it was bound earlier
+_RECORDED = custom_ops._call_custom_autograd_function_in_pre_dispatch  # target that torch.export accepts for a call
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, type(None))
 WAY_OUT = "write it with PyTorch's own operators there"
 
@@ -38,9 +41,9 @@ class AppliedFunction:
     """The target of an operation that calls ``function.apply``."""
 
     function: type[torch.autograd.Function]
-    without_gradient: tuple[int, ...]  # arguments for which its backward returns None
-    not_differentiable: tuple[int, ...]  # results that it marks so
-    views: tuple[int, ...]  # arguments whose memory a result shows
+    without_gradient: tuple[int, ...]  # numbers of the arguments for which its backward returns None
+    not_differentiable: tuple[int, ...]  # numbers of the results that it marks as not differentiable
+    views: tuple[int, ...]  # numbers of the arguments that a result is a view of
 
     def __call__(self, *args: Any) -> Any:
         return self.function.apply(*args)
@@ -55,21 +58,21 @@ class AppliedFunction:
 
 @dataclass
 class AutogradFunctions:
-    """The Functions that a trace called, in order."""
+    """The Functions that a trace calls, in order."""
 
     applied: list[AppliedFunction] = field(default_factory=list)
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record the calls made while a program is traced. Raises CaptureError for one that cannot be recorded."""
+        """Record the calls while a program is traced. Raises CaptureError for a call that cannot be recorded."""
 
         def apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-            original = super(_BASE, function).apply
+            original = super(_BASE, function).apply  # type: ignore[misc]  # the C base of Function has it
             if get_proxy_mode() is None:
                 return original(*args, **kwargs)
             if function is CheckpointFunction:
                 return _without_checkpoint(*args)
-            if function.__module__ == CheckpointFunction.__module__:  # marks a region, and computes nothing
+            if function.__module__ == CheckpointFunction.__module__:  # it marks a region and computes nothing
                 return original(*args, **kwargs)
             return self._record(function, args, kwargs, original)
 
@@ -83,27 +86,28 @@ class AutogradFunctions:
             yield
 
     def replace_calls(self, module: fx.GraphModule) -> None:
-        """Give the recorded operations of ``module`` and its regions their targets."""
-        for part in module.modules():
-            if isinstance(part, fx.GraphModule):
-                for node in part.graph.find_nodes(op="call_function", target=_RECORDED):
-                    _replace_call(part.graph, node, self.applied[int(node.args[0])])
+        """Replace the recorded calls in ``module`` and its regions by operations that call the Functions."""
+        for region in module.modules():
+            if isinstance(region, fx.GraphModule):
+                for node in region.graph.find_nodes(op="call_function", target=_RECORDED):
+                    _replace_call(region.graph, node, self.applied[int(node.args[0])])
 
     def _record(self, function: type, args: tuple, kwargs: dict, original: Callable) -> Any:
         if kwargs:
             raise _refusal(function, "is called with keyword arguments")
         for value in args:
             if not isinstance(value, torch.Tensor) and not all(isinstance(leaf, _PLAIN) for leaf in tree_leaves(value)):
-                raise _refusal(function, f"takes an argument of type {type(value).__name__}, which may hold tensors")
+                raise _refusal(function, f"has an argument of type {type(value).__name__}, which may contain tensors")
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             raise _refusal(function, "is called under torch.autocast")
         mode = get_proxy_mode()
+        assert mode is not None  # only calls inside a trace are recorded
         with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
             applied = _probe(function, args)
             result = original(*args)
         tensors = result if isinstance(result, tuple) else (result,)
         if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
-            raise _refusal(function, "returns something that is no tensor")
+            raise _refusal(function, "returns a value that is not a tensor")
         proxies = [_proxy_of(arg, mode.tracer) if isinstance(arg, torch.Tensor) else arg for arg in args]
         call = mode.tracer.create_proxy(
             "call_function", _RECORDED, (str(len(self.applied)), *proxies), {}, name=function.__name__.lower()
@@ -113,42 +117,44 @@ class AutogradFunctions:
 
 
 def _without_checkpoint(run: Callable, preserve_random_state: bool, *args: Any) -> Any:
-    """What torch.utils.checkpoint computes: which activations are recomputed is decided elsewhere."""
+    """The result of torch.utils.checkpoint. The Plan, not the model, decides which activations are recomputed."""
     if torch.is_grad_enabled() and not any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
         raise CaptureError(
-            f"torch.utils.checkpoint with use_reentrant=True gets no input with a gradient{calling_line()}, and then "
-            "trains nothing inside; use use_reentrant=False there"
+            f"torch.utils.checkpoint with use_reentrant=True has no input that requires a gradient{calling_line()}, so "
+            "nothing inside it would be trained; pass use_reentrant=False there"
         )
     return run(*args)
 
 
 def _proxy_of(tensor: torch.Tensor, tracer: Any) -> fx.Proxy:
-    if get_proxy_slot(tensor, tracer, None) is None:  # a constant: an operator on it makes the trace keep it
+    if get_proxy_slot(tensor, tracer, None) is None:  # for a constant, an operator makes the trace hold it
         tensor = tensor.view_as(tensor)
     return get_proxy_slot(tensor, tracer).proxy
 
 
-def _probe(function: type, args: tuple) -> AppliedFunction:
-    """Run ``function`` forward and backward once, on tensors without values, to learn what it does."""
-    given = [arg.detach().requires_grad_(arg.requires_grad) if isinstance(arg, torch.Tensor) else arg for arg in args]
-    positions = [index for index, arg in enumerate(given) if isinstance(arg, torch.Tensor) and arg.requires_grad]
-    watch = _Watch(function, [arg for arg in given if isinstance(arg, torch.Tensor)])
-    versions = [arg._version for arg in given if isinstance(arg, torch.Tensor)]
+def _probe(function: type[torch.autograd.Function], args: tuple) -> AppliedFunction:
+    """Run the forward and the backward of ``function`` once, on tensors without values, to learn its properties."""
+    arguments = [
+        arg.detach().requires_grad_(arg.requires_grad) if isinstance(arg, torch.Tensor) else arg for arg in args
+    ]
+    positions = [index for index, arg in enumerate(arguments) if isinstance(arg, torch.Tensor) and arg.requires_grad]
+    watch = _Watch(function, [arg for arg in arguments if isinstance(arg, torch.Tensor)])
+    versions = [arg._version for arg in arguments if isinstance(arg, torch.Tensor)]
     try:
         with torch.enable_grad(), watch:
-            result = function.apply(*given)
+            result = function.apply(*arguments)
             results = result if isinstance(result, tuple) else (result,)
             trained = [one for one in results if isinstance(one, torch.Tensor) and one.requires_grad]
             ones = [torch.ones_like(one) for one in trained]
             gradients: tuple = ()
             if trained:
-                gradients = torch.autograd.grad(trained, [given[i] for i in positions], ones, allow_unused=True)
+                gradients = torch.autograd.grad(trained, [arguments[i] for i in positions], ones, allow_unused=True)
     except CaptureError:
         raise
     except Exception as error:  # the user's code may raise anything
-        problem = f"fails with a {type(error).__name__} on tensors without values{error_line(error)}"
+        problem = f"raises {type(error).__name__} on tensors without values{error_line(error)}"
         raise _refusal(function, problem) from error
-    if versions != [arg._version for arg in given if isinstance(arg, torch.Tensor)]:
+    if versions != [arg._version for arg in arguments if isinstance(arg, torch.Tensor)]:
         raise _refusal(function, "writes to its arguments")
     shown = {one.untyped_storage()._cdata for one in results if isinstance(one, torch.Tensor)}
     return AppliedFunction(
@@ -158,13 +164,15 @@ def _probe(function: type, args: tuple) -> AppliedFunction:
             i for i, one in enumerate(results) if positions and one.is_floating_point() and not one.requires_grad
         ),
         views=tuple(
-            i for i, arg in enumerate(given) if isinstance(arg, torch.Tensor) and arg.untyped_storage()._cdata in shown
+            i
+            for i, arg in enumerate(arguments)
+            if isinstance(arg, torch.Tensor) and arg.untyped_storage()._cdata in shown
         ),
     )
 
 
 class _Watch(TorchDispatchMode):
-    """Refuses a Function that draws random numbers, or reads a tensor that is not among its arguments."""
+    """Refuses a Function that draws random numbers or reads a tensor that is not among its arguments."""
 
     def __init__(self, function: type, arguments: list[torch.Tensor]) -> None:
         super().__init__()
@@ -182,9 +190,10 @@ class _Watch(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise _refusal(self._function, "draws random numbers", self._line)
         for tensor in tree_leaves((args, kwargs)):
-            key = tensor.untyped_storage()._cdata if isinstance(tensor, torch.Tensor) else None
-            known = self._known.get(key)
-            if key is not None and (known is None or known.expired()) and tensor.dim():
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            known = self._known.get(tensor.untyped_storage()._cdata)
+            if (known is None or known.expired()) and tensor.dim():
                 raise _refusal(self._function, "reads a tensor that is not one of its arguments", self._line)
         result = func(*args, **(kwargs or {}))
         self._learn(result)
@@ -198,26 +207,32 @@ def _refusal(function: type, problem: str, line: str | None = None) -> CaptureEr
 
 def _replace_call(graph: fx.Graph, node: fx.Node, applied: AppliedFunction) -> None:
     node.target, node.args = applied, node.args[1:]
-    for argument in (node.args[i] for i in applied.views):
-        if any(getattr(user.target, "_schema", None) and user.target._schema.is_mutable for user in argument.users):
+    for argument in (args_of(node)[i] for i in applied.views):
+        schemas = (getattr(user.target, "_schema", None) for user in argument.users)
+        if any(schema and schema.is_mutable for schema in schemas):
             raise CaptureError(
                 f"the autograd.Function {applied.__name__}{node_line(node)} returns a view of an argument that is "
                 "written in place; use the out-of-place form there"
             )
-    args = list(node.args)
+    args = list(args_of(node))
     for index in applied.without_gradient:
         with graph.inserting_before(node):
             args[index] = _detached(graph, args[index])
     node.args = tuple(args)
     results = {0: node}
     if not isinstance(node.meta["val"], torch.Tensor):
-        results = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        results = {args_of(user)[1]: user for user in node.users if user.target is operator.getitem}
     for index in applied.not_differentiable:
         if index in results:
             result = results[index]
             with graph.inserting_after(result):
                 detached = _detached(graph, result)
-            result.replace_all_uses_with(detached, delete_user_cb=lambda user, own=detached: user is not own)
+            _replace_other_uses(result, detached)
+
+
+def _replace_other_uses(node: fx.Node, replacement: fx.Node) -> None:
+    """Let all users of ``node`` use ``replacement``, except the replacement itself."""
+    node.replace_all_uses_with(replacement, delete_user_cb=lambda user: user is not replacement)
 
 
 def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:

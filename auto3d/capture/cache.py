@@ -1,10 +1,10 @@
-"""What was found out about a model, kept on disk: plain JSON, believed only where nothing that decides it has changed.
+"""A cache on disk of results about a model, as JSON. An entry is valid only while nothing that it depends on changes.
 
-An entry is found by the hash of an identity: what the caller says decides the model, the versions of Python and of all
-installed packages, and the source of capture, partition and runtime themselves. It also names the source files that
-were loaded beside the installed packages, such as a model of one's own, with the hash of each, and begins with the hash
-of all it holds. An entry that does not fit any more, or that is damaged, is as none: it is made again. What cannot be
-seen from here is a file that the model's code opens by itself.
+The file name is the hash of an identity: the caller's description of the model, the versions of Python and of all
+installed packages, and the source of capture, partition and runtime. An entry also lists the loaded source files
+outside of installed packages, such as a user's model, with the hash of each, and begins with the hash of its content.
+An entry that is out of date or damaged is ignored and made again. A file that the model's code opens itself is not
+noticed.
 """
 
 import json
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-ENTRIES = 256  # that are kept; those longest unused go
+ENTRIES = 256  # most entries on disk; the least recently used ones are removed
 _STARTED = time.time()
 _ENGINE = Path(__file__).parents[1]
 _INSTALLED = ("site-packages", "dist-packages")
@@ -29,22 +29,22 @@ _KNOWN = tuple(f"{folder}{os.sep}" for folder in (sysconfig.get_paths()["stdlib"
 
 
 def default_folder() -> Path:
-    """AUTO3D_CACHE, else auto3d in the user's cache folder (XDG_CACHE_HOME, ~/.cache)."""
+    """The folder AUTO3D_CACHE, else auto3d in the user's cache folder (XDG_CACHE_HOME or ~/.cache)."""
     chosen = os.environ.get("AUTO3D_CACHE")
     return Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "auto3d"
 
 
 class Cache:
-    """Entries in one private folder, each written whole; any number of processes may use it at once.
+    """Entries in one private folder, written atomically; any number of processes may use it at the same time.
 
-    It only saves time: where the folder cannot be read or written, everything is made anew.
+    It only saves time: if the folder cannot be read or written, every result is computed again.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = (folder or default_folder()) / "models"
 
     def load(self, identity: Mapping[str, Any], read: Callable[[Any], T]) -> T | None:
-        """What ``read`` makes of the entry of ``identity``; None if there is none that can be believed."""
+        """``read`` applied to the content of the entry of ``identity``; None if there is no valid entry."""
         key = _key(identity)
         file = self._file(key)
         try:
@@ -54,20 +54,20 @@ class Cache:
             entry = json.loads(text)
             if entry["key"] != key or any(_file_digest(path) != known for path, known in entry["sources"].items()):
                 return None
-            found = read(entry["content"])
-            os.utime(file)  # used now
+            content = read(entry["content"])
+            os.utime(file)  # mark it as just used
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             return None
-        return found
+        return content
 
     def store(self, identity: Mapping[str, Any], content: Any) -> None:
-        """Keep ``content``, made of what JSON knows, just found by the modules that are loaded now."""
+        """Store ``content``, made of JSON types, which the currently loaded modules have just computed."""
         key = _key(identity)
         try:
             sources = {path: _file_digest(path) for path in _loaded_sources()}
             engine = (str(file) for file in _engine_files())
             if any(Path(path).stat().st_mtime > _STARTED for path in (*sources, *engine)):
-                return  # written since they were loaded, perhaps: the content may be of what they were
+                return  # a file may have changed after it was loaded, and the content would be of the old version
             text = json.dumps({"key": key, "sources": sources, "content": content}, separators=(",", ":"))
             self._folder.mkdir(parents=True, exist_ok=True)
             self._folder.chmod(0o700)
@@ -93,14 +93,14 @@ def _key(identity: Mapping[str, Any]) -> str:
 
 
 def _installed() -> list[str]:
-    """Name and version of every installed package, as their folders have them: reading each one's data is slow."""
-    found = set()
+    """Name and version of every installed package, from the names of their folders: reading their metadata is slow."""
+    packages: set[str] = set()
     for folder in sys.path:
         try:
-            found.update(name for name in os.listdir(folder) if name.endswith((".dist-info", ".egg-info")))
-        except OSError:  # a zip file, or a folder that is not there
+            packages.update(name for name in os.listdir(folder) if name.endswith((".dist-info", ".egg-info")))
+        except OSError:  # a zip file, or a folder that does not exist
             continue
-    return sorted(found)
+    return sorted(packages)
 
 
 @cache
@@ -116,10 +116,10 @@ def _engine_files() -> list[Path]:
 
 
 def _loaded_sources() -> list[str]:
-    """Files of the modules loaded now, without Python's own, installed packages' and the engine's."""
+    """Source files of the loaded modules, except those of Python, of installed packages and of the engine."""
     names = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     files = {name for name in names if isinstance(name, str) and name.endswith(".py") and os.path.isabs(name)}
-    return sorted(file for file in files if not _is_known(file))  # torch.ops calls itself a file, but not a whole path
+    return sorted(file for file in files if not _is_known(file))  # torch.ops has a file name that is no path
 
 
 def _is_known(name: str) -> bool:

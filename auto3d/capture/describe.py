@@ -1,4 +1,4 @@
-"""Describe an exported model as a Graph: what each of its operations costs, and what autograd keeps of it."""
+"""Describe an exported model as a Graph: the cost of each operation, and what autograd keeps of it."""
 
 import operator
 from collections.abc import Mapping
@@ -9,33 +9,35 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from auto3d.capture.export import ExportedModel, is_differentiable, module_path
-from auto3d.capture.graph import Graph, Node, Value
+from auto3d.capture.graph import Graph, GraphNode, Value
 from auto3d.capture.in_place import is_mutable
 from auto3d.capture.masks import ATTENTION, DROPOUT
+from auto3d.capture.nodes import args_of, target_of
 from auto3d.capture.operation_cost import OperationCosts
 
-CHEAP_FLOPS = 2  # per element made: an outer product, as of rotary embeddings, may be repeated; a matrix product not
+CHEAP_FLOPS = 2  # per result element: an outer product of rotary embeddings may be repeated, a matrix product not
 
 
 def is_random(node: fx.Node) -> bool:
     """Whether the node draws random numbers when it runs."""
-    if node.target is ATTENTION:  # torch does not tag it, though it draws where its dropout is above 0
+    if node.target is ATTENTION:  # torch does not tag it, although it draws if its dropout is above 0
         dropout = node.kwargs.get("dropout_p", node.args[DROPOUT] if len(node.args) > DROPOUT else 0.0)
         return bool(dropout)
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def describe(exported: ExportedModel) -> Graph:
-    """The Graph of ``exported``, node by node under the names of its program.
+    """The Graph of ``exported``, whose nodes have the names of those of its program.
 
-    Each node's ``val`` becomes a meta tensor with the strides and ``requires_grad`` that the value has in a run.
+    As a side effect, the ``val`` of each program node becomes a meta tensor with the strides and ``requires_grad`` that
+    the value has in a run.
     """
     state_names = {**exported.parameters, **exported.buffers, **{name: name for name in exported.constants}}
     cost_of = OperationCosts(exported.device)
-    nodes: list[Node] = []
+    nodes: list[GraphNode] = []
     from_inputs: dict[str, bool] = {}
-    storage: dict[str, str] = {}  # value -> the value whose memory it shows: itself, or what it is a view of
-    fixed: set[str] = set()  # values that no data enters: held once, not for each micro-batch
+    storage: dict[str, str] = {}  # value -> the value that owns its memory: itself, or the one that it is a view of
+    fixed: set[str] = set()  # values that do not depend on data: held once, not for each micro-batch
 
     def held_once(name: str) -> bool:
         return name in state_names or name in fixed
@@ -45,12 +47,12 @@ def describe(exported: ExportedModel) -> Graph:
             varies = node.name in exported.parameters or exported.buffers.get(node.name) in exported.written_buffers
             from_inputs[node.name] = not varies
             storage[node.name] = node.name
-            learns = exported.parameters.get(node.name) in exported.trained
-            node.meta["val"] = _placed(node.meta["val"]).requires_grad_(learns)
+            is_trained = exported.parameters.get(node.name) in exported.trained
+            node.meta["val"] = _on_meta(node.meta["val"]).requires_grad_(is_trained)
         if node.op != "call_function" or (node.target is operator.getitem and node.args[0].op == "call_function"):
             continue
         sources = node.all_input_nodes
-        if is_mutable(node):  # returns the buffer that it wrote to
+        if is_mutable(node):  # it returns the buffer that it writes to
             state_names[node.name] = state_names[node.args[0].name]
         outputs = _outputs(node)
         if all(source.name in fixed for source in sources) and not is_random(node):
@@ -73,7 +75,7 @@ def describe(exported: ExportedModel) -> Graph:
         repeatable = cheap and not is_random(node) and all(from_inputs[source.name] for source in sources)
         from_inputs.update(dict.fromkeys((node.name, *(value.name for value in outputs)), repeatable))
         nodes.append(
-            Node(
+            GraphNode(
                 name=node.name,
                 operator=str(node.target),
                 reads=tuple(source.name for source in sources if source.name not in state_names),
@@ -82,7 +84,7 @@ def describe(exported: ExportedModel) -> Graph:
                 module=module_path(node),
                 flops=cost.flops,
                 backward_flops=cost.backward_flops,
-                saves=tuple(dict.fromkeys(held for held in map(storage.__getitem__, saved) if not held_once(held))),
+                saves=tuple(dict.fromkeys(owner for owner in map(storage.__getitem__, saved) if not held_once(owner))),
                 saved_bytes=saved_bytes,
                 from_inputs=repeatable,
                 is_view=all(argument is not None for argument in cost.alias_of) and not is_mutable(node),
@@ -107,8 +109,8 @@ def describe(exported: ExportedModel) -> Graph:
     )
 
 
-def _placed(value: torch.Tensor) -> torch.Tensor:
-    """The tensor of the export, which only pretends to be on a device, as one that is on the meta device."""
+def _on_meta(value: torch.Tensor) -> torch.Tensor:
+    """A meta tensor like ``value``, a fake tensor of the export that claims to be on another device."""
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
@@ -123,7 +125,7 @@ def _value(name: str, tensor: torch.Tensor) -> Value:
 
 
 def _outputs(node: fx.Node) -> tuple[Value, ...]:
-    """What the node makes: its own value or, where it makes several, each one that is taken out of it."""
+    """The results of the node that are used: its tensor, or each tensor that a user takes out of its tuple."""
     if isinstance(node.meta["val"], torch.Tensor):
         return (_value(node.name, node.meta["val"]),)
     return tuple(
@@ -134,11 +136,11 @@ def _outputs(node: fx.Node) -> tuple[Value, ...]:
 
 
 def _takers(node: fx.Node) -> dict[int, fx.Node]:
-    """Number of a result among the tensors that ``node`` makes -> the node that has it for its value."""
+    """Number of a result among the tensors that ``node`` makes -> the node whose value it is."""
     if isinstance(node.meta["val"], torch.Tensor):
         return {0: node}
     number_of = [index for index, value in enumerate(node.meta["val"]) if isinstance(value, torch.Tensor)]
-    return {number_of.index(user.args[1]): user for user in node.users if user.target is operator.getitem}
+    return {number_of.index(args_of(user)[1]): user for user in node.users if target_of(user) is operator.getitem}
 
 
 def _values_of(node: fx.Node) -> tuple[tuple, dict]:

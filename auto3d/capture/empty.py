@@ -1,7 +1,7 @@
-"""A module without memory, shown to torch.export as if it lived on the device that will run it.
+"""A module of fake tensors, which have no memory but claim to be on the device that will run the module.
 
-Code asks for the device of its tensors: a mixture of experts takes another branch on a CPU than on a GPU, and tensors
-made in forward go where the others are. So the export sees fake tensors, which hold no memory and name a real device.
+Models query the device of their tensors: a mixture of experts takes one branch on a CPU and another on a GPU, and
+tensors made in forward go to the device of the others. So the export must see the real device.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,29 +21,29 @@ from auto3d.capture.skeleton import keep_gradient_hooks, skeleton
 
 
 def held_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Tensors that a module or its submodules keep as attributes, neither parameters nor buffers, by where they are.
+    """Place -> tensor, for tensors in attributes of a module or its submodules that are neither parameters nor buffers.
 
-    ``decoder.scale`` is an attribute; ``decoder.slopes.0`` is the first in a list. Tensors that autograd computed, such
-    as the weight of an old-style weight norm, are left out: forward makes them anew.
+    ``decoder.scale`` is the place of an attribute, ``decoder.slopes.0`` that of the first entry of a list. Tensors that
+    autograd computed, such as the weight of an old-style weight norm, are left out, since forward computes them again.
     """
-    found: dict[str, torch.Tensor] = {}
-    _map_held(module, lambda place, tensor: found.setdefault(place, tensor))
-    return found
+    held: dict[str, torch.Tensor] = {}
+    _map_held(module, lambda place, tensor: held.setdefault(place, tensor))
+    return held
 
 
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """What a capture takes for buffers: the module's own, and its ``held_tensors``."""
+    """The tensors that a capture treats as buffers: the module's buffers and its ``held_tensors``."""
     return {**held_tensors(module), **dict(module.named_buffers())}
 
 
 def moved(module: nn.Module, device: torch.device) -> nn.Module:
-    """``module`` on ``device``, with its ``held_tensors``, which ``module.to`` would leave where they are."""
+    """``module`` moved to ``device`` together with its ``held_tensors``, which ``module.to`` does not move."""
     _map_held(module, lambda _, tensor: tensor.to(device))
     return module.to(device)
 
 
 def _map_held(module: nn.Module, replace: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
-    """Put ``replace(place, tensor)`` in the place of each of the module's ``held_tensors``."""
+    """Replace each of the module's ``held_tensors`` by ``replace(place, tensor)``."""
 
     def mapped(place: str, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -62,39 +62,39 @@ def _map_held(module: nn.Module, replace: Callable[[str, torch.Tensor], torch.Te
                 owner.__dict__[name] = mapped(f"{prefix}.{name}" if prefix else name, value)
 
 
-_OF_MODULES = frozenset(vars(nn.Module()))  # a module's own bookkeeping: its parameters, buffers, hooks, submodules
+_OF_MODULES = frozenset(vars(nn.Module()))  # attributes of every module: its parameters, buffers, hooks, submodules
 
 
 @dataclass(frozen=True)
 class EmptyModel:
-    """A module of fake tensors, and the mode and device that these belong to."""
+    """A module of fake tensors, with their mode and device."""
 
     module: nn.Module
     mode: FakeTensorMode
     device: torch.device
-    places: WeakTensorKeyDictionary  # fake tensor in a container -> where the module holds it
-    views: dict[str, str]  # held tensor that shows the memory of a parameter, by where it is -> that parameter's name
+    places: WeakTensorKeyDictionary  # fake tensor in an attribute or container -> its place in the module
+    views: dict[str, str]  # place of a held tensor that is a view of a parameter -> name of the parameter
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         with self.mode:
             return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def place_of(self, tensor: torch.Tensor) -> str | None:
-        """Where the module holds ``tensor``, one that is neither parameter nor buffer."""
+        """The place of ``tensor`` in the module, if it is one of its ``held_tensors``."""
         return self.places.get(tensor)
 
 
 def empty_model(build: Callable[[], nn.Module], device: str) -> EmptyModel:
-    """The module that ``build`` makes, all of its tensors fake and on ``device``.
+    """The module that ``build`` makes, with only fake tensors on ``device``.
 
-    A plain tensor that a module keeps as an attribute becomes a buffer of that name, since it is state like one. Where
-    torch was built without CUDA, the CPU stands in for it.
+    A plain tensor in an attribute becomes a buffer of that name, since it is state too. If torch was built without
+    CUDA, the CPU replaces it. Raises CaptureError for a model with a scripted module.
     """
     module = skeleton(build).model
     for name, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             raise CaptureError(
-                f"{name or 'the model'} is a scripted module, which cannot be traced; give it unscripted"
+                f"{name or 'the model'} is a scripted module, which cannot be traced; build it without torch.jit.script"
             )
     parameter_of = {parameter.untyped_storage()._cdata: name for name, parameter in module.named_parameters()}
     storages = {where: tensor.untyped_storage()._cdata for where, tensor in held_tensors(module).items()}
@@ -102,9 +102,9 @@ def empty_model(build: Callable[[], nn.Module], device: str) -> EmptyModel:
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     place = torch.device("cpu")
     if device != "cpu" and torch.backends.cuda.is_built():
-        # A fake tensor takes memory of its device: a rank's own, where one has chosen it.
+        # A fake tensor initialises its device, so use the one that this rank has chosen, if any.
         place = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
-    known = WeakTensorKeyDictionary()  # tensor -> its fake, so that a tied tensor stays one
+    known = WeakTensorKeyDictionary()  # tensor -> its fake tensor, so that a tied tensor stays one tensor
     places = WeakTensorKeyDictionary()
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -121,7 +121,8 @@ def empty_model(build: Callable[[], nn.Module], device: str) -> EmptyModel:
 
     _map_held(module, hold)
     for owner in module.modules():
-        for state in (owner._parameters, owner._buffers):
+        states: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers)
+        for state in states:
             state.update({name: fake(tensor) for name, tensor in state.items() if tensor is not None})
         for name in [name for name, value in vars(owner).items() if isinstance(value, FakeTensor)]:
             owner._buffers[name] = owner.__dict__.pop(name)
@@ -131,7 +132,7 @@ def empty_model(build: Callable[[], nn.Module], device: str) -> EmptyModel:
 
 @contextmanager
 def no_idle_conversions() -> Iterator[None]:
-    """Let ``module.to(dtype)`` do nothing where nothing would change: fake parameters cannot be replaced in a trace."""
+    """Let ``module.to(dtype)`` do nothing if nothing would change: a trace cannot replace fake parameters."""
     convert = nn.Module.to
 
     def to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -147,11 +148,11 @@ def no_idle_conversions() -> Iterator[None]:
 
 @contextmanager
 def idle_copies_recorded() -> Iterator[None]:
-    """Let ``tensor.contiguous()`` be an operation of the program also where the trace finds nothing to copy.
+    """Record ``tensor.contiguous()`` as an operation of the program even if the traced tensor is already contiguous.
 
-    Which kernel attention takes, and so how its result lies in memory, depends on the machine, its devices and the
-    build of torch. Without this a plan made on a node without GPUs would be of another program than the GPUs capture,
-    and a view that follows would be refused by a kernel that lays its result out otherwise.
+    The kernel that attention uses, and so the memory layout of its result, depends on the machine, its devices and the
+    build of torch. Without this, a plan that is made on a node without GPUs would belong to another program than the
+    GPUs capture, and a view that follows would fail after a kernel with another layout.
     """
 
     def contiguous(tensor: torch.Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The error of a model that cannot be captured: its cause in a user's words, and the line of the model's own code."""
+"""The error for a model that cannot be captured: the cause in a user's words, and the line of the model's code."""
 
 import re
 import sys
@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
+from unittest.mock import patch
 
 import torch
 from torch import fx
@@ -20,16 +21,16 @@ _ENGINE, _TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
 _STANDARD_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 _FRAME = re.compile(r'File "(?P<file>.+?)", line (?P<line>\d+)')
 _DATA_DEPENDENT = (
-    "its code decides by the values of tensors, or takes a size from them, which a captured program cannot",
-    "make it a setting, or compute all cases and choose with torch.where",
+    "its code branches on the values of tensors, or takes a size from them, which a captured program cannot do",
+    "make the choice a setting, or compute all cases and select with torch.where",
 )
 _UNTRACEABLE = (
     "its code cannot be traced as operations on tensors",
-    "write it with plain tensor operations, or keep it out of forward",
+    "write it with plain tensor operations, or move it out of forward",
 )
 KEPT_ELSEWHERE = (
-    "it uses a tensor that is kept where no attribute, list or dict of a module has it",
-    "keep it as an attribute of a module",
+    "it uses a tensor that no module holds as an attribute or in a list or dict",
+    "make the tensor an attribute or a buffer of a module",
 )
 _JARGON = re.compile(
     r"\bguard|symint|symbol|unbacked|faketensor|fake tensor|functional ?tensor|proxy|higherorder|functorch|dynamo|"
@@ -39,17 +40,17 @@ _JARGON = re.compile(
 
 
 class CaptureError(InputError):
-    """A model that cannot be captured; the message names the line of the model's code where there is one."""
+    """A model that cannot be captured; the message names the line of the model's code if it is known."""
 
 
 def explain(error: BaseException) -> str:
-    """Why the model's code failed, where, and what helps, in one line without torch's words about its own tracing."""
+    """One line: why and where the model's code failed, and a remedy if one is known, without torch's tracing jargon."""
     reason, remedy = _cause(error)
     return f"{reason}{error_line(error)}{'; ' if remedy else ''}{remedy}"
 
 
 def _cause(error: BaseException) -> tuple[str, str]:
-    """The reason, and what helps where it is known."""
+    """(reason, remedy); the remedy is empty where none is known."""
     errors = list(_chain(error))
     for each in errors:
         text = _first_line(each)
@@ -57,7 +58,7 @@ def _cause(error: BaseException) -> tuple[str, str]:
             return _DATA_DEPENDENT
         if "same device" in text and "meta" in text:
             return KEPT_ELSEWHERE
-    original = errors[-1]  # the model's own error, before torch wrapped it
+    original = errors[-1]  # the error of the model's code, before torch wrapped it
     text = _first_line(original)
     if _JARGON.search(text):
         return _UNTRACEABLE
@@ -65,20 +66,16 @@ def _cause(error: BaseException) -> tuple[str, str]:
 
 
 def node_line(node: fx.Node) -> str:
-    """`` at FILE, line N`` of the model's code that made this node, or nothing."""
+    """`` at FILE, line N``: the line of the model's code that made this node; empty if it is not known."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     return next((_at(file, line) for file, line in reversed(frames) if is_model_code(file)), "")
 
 
 @contextmanager
 def every_line_recorded() -> Iterator[None]:
-    """Let torch.export note for each node all frames of the code that made it, and not those of ``forward`` alone."""
-    filtered = TracerBase._filter_traceback_frames
-    TracerBase._filter_traceback_frames = lambda self, frames: frames
-    try:
+    """Let torch.export record all frames of the code that made a node. By default it records those of ``forward``."""
+    with patch.object(TracerBase, "_filter_traceback_frames", lambda self, frames: frames):
         yield
-    finally:
-        TracerBase._filter_traceback_frames = filtered
 
 
 def error_line(error: BaseException) -> str:
@@ -88,24 +85,24 @@ def error_line(error: BaseException) -> str:
 
 
 def failing_function(error: BaseException) -> CodeType | None:
-    """The code of the deepest function of the model's code in the tracebacks of the error and its causes."""
+    """The deepest function of the model's code in the tracebacks of the error and its causes; None if there is none."""
     trace = _deepest(error)
     return trace.tb_frame.f_code if trace is not None else None
 
 
 def _deepest(error: BaseException) -> TracebackType | None:
-    found = None
+    deepest = None
     for each in _chain(error):
         trace = each.__traceback__
         while trace is not None:
             if is_model_code(trace.tb_frame.f_code.co_filename):
-                found = trace
+                deepest = trace
             trace = trace.tb_next
-    return found
+    return deepest
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, what it was raised from, and so on."""
+    """The error, the error that it was raised from, and so on."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -119,8 +116,8 @@ def _first_line(error: BaseException) -> str:
 
 
 def calling_line() -> str:
-    """`` at FILE, line N``: the innermost line of the model's code that is being executed, or nothing."""
-    frame = sys._getframe(1)
+    """`` at FILE, line N``: the innermost line of the model's code on the current stack; empty if there is none."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if is_model_code(frame.f_code.co_filename):
             return frame_line(frame)
@@ -129,7 +126,7 @@ def calling_line() -> str:
 
 
 def frame_line(frame: FrameType) -> str:
-    """`` at FILE, line N``: the line that ``frame`` is at."""
+    """`` at FILE, line N``: the current line of ``frame``."""
     return _at(frame.f_code.co_filename, frame.f_lineno)
 
 
@@ -139,7 +136,7 @@ def _at(file: str, line: int | str) -> str:
 
 @cache
 def is_model_code(name: str) -> bool:
-    """Whether the source file is neither Python's, nor torch's, nor the engine's: a user's, or another package's."""
+    """Whether the source file ``name`` belongs to a user or a package, and not to Python, torch or the engine."""
     file = Path(name)
     of_python = file.is_relative_to(_STANDARD_LIBRARY) and "site-packages" not in file.parts
     return file.is_file() and not (of_python or file.is_relative_to(_ENGINE) or file.is_relative_to(_TORCH))

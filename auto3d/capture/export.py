@@ -1,4 +1,4 @@
-"""Export an unmodified module for the device that will run it, at one micro-batch size: no weight is ever allocated."""
+"""Export an unmodified module for the device that will run it, at one micro-batch size, without allocating weights."""
 
 import logging
 import re
@@ -41,7 +41,7 @@ _META = torch.device("meta")
 
 @dataclass(frozen=True, kw_only=True)
 class InputSpec:
-    """One keyword argument of the module's forward: ``shape`` is that of a single sample."""
+    """One keyword argument of the module's forward; ``shape`` is the shape of a single sample."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -49,23 +49,23 @@ class InputSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportedModel:
-    """A model's program for micro-batches of one size, and where its state comes from."""
+    """A model's program for micro-batches of one size, with the parameters, buffers and constants behind its inputs."""
 
     build: Callable[[], nn.Module]
     inputs: Mapping[str, InputSpec]
     micro_batch_size: int
-    device: str  # type of the device that the model's code saw: "cpu" or "cuda"
+    device: str  # device type that the model's code saw: "cpu" or "cuda"
     program: fx.Graph
-    parameters: Mapping[str, str]  # placeholder -> first name of the parameter: tied ones share it
-    trained: frozenset[str]  # names of parameters that a gradient reaches
+    parameters: Mapping[str, str]  # placeholder -> first name of the parameter; tied parameters have one name
+    trained: frozenset[str]  # names of the parameters that a gradient reaches
     buffers: Mapping[str, str]  # placeholder -> first name
-    written_buffers: frozenset[str]  # names of buffers that a forward writes to, such as batch statistics
+    written_buffers: frozenset[str]  # names of the buffers that a forward writes to, such as batch statistics
     constants: Mapping[str, torch.Tensor]  # placeholder -> value
-    loss: str  # node name
+    loss: str  # name of the loss's node
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of all that a run computes: operations with their arguments and shapes, names of state, constants."""
+        """A hash of what a run computes: operations with their arguments and shapes, names of state, and constants."""
         digest = sha256(repr((self.parameters, sorted(self.trained), self.buffers, self.loss)).encode())
         for node in self.program.nodes:
             values = [
@@ -85,24 +85,24 @@ def export(
 ) -> ExportedModel:
     """Export the module that ``build`` makes, in training mode, called with ``inputs`` as keyword arguments.
 
-    Its code sees tensors of device type ``device``, or of the CPU where torch was built without that. Raises
-    CaptureError if the module cannot be built, if it fails at this micro-batch size or torch.export cannot follow it,
-    if its sizes depend on the data, if it has no loss among its outputs, or writes in place where that cannot be
-    followed.
+    Its code sees tensors of device type ``device``, or of the CPU if torch was built without support for ``device``.
+    Raises CaptureError if the module cannot be built, fails at this micro-batch size or cannot be traced, if its sizes
+    depend on data, if it returns no loss, or if it writes in place in a way that cannot be rewritten.
     """
-    told: set[CodeType] = set()  # functions that look at data unless they hear that they are traced
+    aware: set[CodeType] = set()  # functions that read data unless they know that they are traced
     while True:
-        with answered_as_eager(but=told) as askers:
+        with answered_as_eager(but=aware) as askers:
             try:
                 return _export(build, inputs, micro_batch_size, device)
             except CaptureError as error:
                 failed_in = failing_function(error)
-        if failed_in in told or failed_in not in askers:
+        if failed_in is None or failed_in in aware or failed_in not in askers:
             break
-        told.add(failed_in)
-    with suppress(CaptureError):  # an eager branch taken earlier may be the cause
+        aware.add(failed_in)
+    with suppress(CaptureError):  # an earlier eager branch may be the cause
         return _export(build, inputs, micro_batch_size, device)
-    with answered_as_eager(but=told), every_line_recorded():  # torch.export notes lines of functions called forward
+    # By default, torch.export records lines only of functions that are called forward. Record all for the message.
+    with answered_as_eager(but=aware), every_line_recorded():
         return _export(build, inputs, micro_batch_size, device)
 
 
@@ -113,7 +113,7 @@ def _export(
         model = empty_model(build, device)
     except InputError:
         raise
-    except Exception as error:  # of the model's own code
+    except Exception as error:  # the model's code may raise anything
         raise CaptureError(f"the model cannot be built: {explain(error)}") from error
     module = model.module
     module.train()
@@ -123,7 +123,7 @@ def _export(
             exported = trace(module, lambda: _exported(module, arguments))
     except CaptureError:
         raise
-    except Exception as error:  # torch.export raises many kinds; each means that this model cannot be captured
+    except Exception as error:  # torch.export raises errors of many kinds; each means that the model cannot be captured
         raise CaptureError(
             f"{type(module).__name__} cannot be captured at micro-batch size {micro_batch_size}: {explain(error)}"
         ) from error
@@ -141,7 +141,7 @@ def _export(
     leave_masks_to_kernel(program)
     loss = _find_loss(module, exported)
     program.output_node().args = ((loss,),)
-    program.eliminate_dead_code()  # what only other outputs need; writes to buffers stay
+    program.eliminate_dead_code()  # removes what only other outputs need; writes to buffers stay
     _check_sizes(program)
     _check_constants(program, constants, module)
     _check_views(program, buffers, model)
@@ -152,7 +152,8 @@ def _export(
     )
     if not trained:
         raise CaptureError(
-            f"{type(module).__name__} cannot be trained: its loss gives no gradient to any parameter{node_line(loss)}"
+            f"{type(module).__name__} cannot be trained: its loss gives no gradient to any parameter{node_line(loss)}; "
+            "compute the loss from parameters that require a gradient, without detach or no_grad in between"
         )
     return ExportedModel(
         build=build,
@@ -176,7 +177,7 @@ def _exported(module: nn.Module, arguments: Mapping[str, torch.Tensor]) -> torch
 
 @contextmanager
 def _quiet_torch() -> Iterator[None]:
-    """Keep what torch prints of its own graphs, where it cannot follow code, from the user: the error says it."""
+    """Hide torch's prints and logs about code that it cannot trace: the CaptureError reports the cause."""
     loggers = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch.export._trace")]
     levels, printed = [logger.level for logger in loggers], StringIO()
     try:
@@ -184,7 +185,7 @@ def _quiet_torch() -> Iterator[None]:
             logger.setLevel(logging.CRITICAL)
         with redirect_stderr(printed):
             yield
-        sys.stderr.write(printed.getvalue())  # the model's own
+        sys.stderr.write(printed.getvalue())  # without an error, the output is the model's
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
@@ -193,37 +194,38 @@ def _quiet_torch() -> Iterator[None]:
 def _held_and_constant(
     exported: torch.export.ExportedProgram, model: EmptyModel
 ) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
-    """Placeholder -> the place of a tensor that the model holds in a container, and placeholder -> value of a constant.
+    """(placeholder -> where the model holds the tensor, placeholder -> value of the constant).
 
-    A constant is made in forward, from numbers in the model's code.
+    The first are tensors in containers of a module. The second are made in forward from numbers in the model's code.
     """
-    held, constants = {}, {}
+    held: dict[str, str] = {}
+    constants: dict[str, torch.Tensor] = {}
     for placeholder, name in exported.graph_signature.inputs_to_lifted_tensor_constants.items():
         value = exported.constants[name]
         place = model.place_of(value)
         if place is not None:
             held[placeholder] = place
         else:
-            # Where there is a GPU, a trace makes tensors of numbers there for real.
+            # On a machine with a GPU, a trace allocates such tensors on the GPU.
             constants[placeholder] = value if isinstance(value, FakeTensor) else value.cpu()
     return held, constants
 
 
 def _forget_device(program: fx.Graph) -> None:
-    """Replace the device that the export burned into operators by the meta device: a run puts in its own."""
+    """Replace the device that the export wrote into operators by the meta device; a run inserts its own device."""
     for node in program.nodes:
         node.args, node.kwargs = tree_map_only(torch.device, lambda _: _META, (node.args, node.kwargs))
 
 
 def _first_names(placeholders: Mapping[str, str], named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """Placeholder -> the first name of its tensor: what the model holds under two names is one."""
+    """Placeholder -> the first name of its tensor, so that a tensor with two names in the model is one tensor."""
     first: dict[int, str] = {}
     canonical = {name: first.setdefault(id(tensor), name) for name, tensor in named}
     return {placeholder: canonical[name] for placeholder, name in placeholders.items()}
 
 
 def _reached_by_gradient(loss: fx.Node) -> set[str]:
-    """Names of the nodes to which autograd takes the gradient of ``loss``."""
+    """Names of the nodes that the gradient of ``loss`` reaches."""
     reached: set[fx.Node] = set()
     pending = [loss]
     while pending:
@@ -237,7 +239,7 @@ def _reached_by_gradient(loss: fx.Node) -> set[str]:
 
 
 def module_path(node: fx.Node) -> str:
-    """Of the module whose code made the node: "transformer.h.0.attn"."""
+    """Path of the module whose code made the node, for example "transformer.h.0.attn"."""
     stack = node.meta.get("nn_module_stack") or {}
     return next(reversed(stack.values()))[0] if stack else ""
 
@@ -247,7 +249,7 @@ def is_differentiable(value: Any) -> bool:
 
 
 def _remove_assertions(program: fx.Graph) -> None:
-    """Checks of metadata hold by construction, and those of the traced device would not."""
+    """Remove assertions on metadata: they hold by construction, except that a run may use another device."""
     for node in reversed(program.nodes):
         if node.op == "call_function" and not node.users and "assert" in str(node.target):
             program.erase_node(node)
@@ -259,19 +261,19 @@ def _check_sizes(program: fx.Graph) -> None:
             sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
             if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):
                 raise CaptureError(
-                    f"{name_of(node.target)} gives a size or a number that depends on the data{node_line(node)}; a "
-                    "program has fixed sizes: use a mask or torch.where there, and tensors in the place of numbers"
+                    f"{name_of(node.target)} returns a size or a number that depends on data{node_line(node)}; a "
+                    "captured program has fixed sizes: use a mask or torch.where there, and tensors instead of numbers"
                 )
 
 
 def _check_views(program: fx.Graph, buffers: Mapping[str, str], model: EmptyModel) -> None:
-    """Raise CaptureError for an attribute that shows a parameter: as a buffer, it would not follow the training."""
+    """Raise CaptureError for an attribute that is a view of a parameter: as a buffer, it would not be trained."""
     for node in program.find_nodes(op="placeholder"):
         place = buffers.get(node.name)
-        if place in model.views and node.users:
+        if place is not None and place in model.views and node.users:
             raise CaptureError(
-                f"{type(model.module).__name__} keeps {place}, a view of the parameter {model.views[place]}, and uses "
-                "it in its forward; use the parameter there, which is what is trained"
+                f"{type(model.module).__name__} uses {place} in its forward, a view of the parameter "
+                f"{model.views[place]} that would not be trained with it; use the parameter itself there"
             )
 
 
@@ -285,7 +287,11 @@ def _check_constants(program: fx.Graph, constants: Mapping[str, torch.Tensor], m
 
 
 def _name_by_module(program: fx.Graph) -> None:
-    """Number operations within their module, so that a mask's, which may be others at another size, rename no other."""
+    """Number operations within their module.
+
+    The operations that make a mask can differ between micro-batch sizes; this way, they rename no operation of another
+    module.
+    """
     taken = {node.name for node in program.find_nodes(op="placeholder")}
     used: Counter[str] = Counter()
     for node in program.nodes:
@@ -303,7 +309,7 @@ def _name_by_module(program: fx.Graph) -> None:
 
 
 def _find_loss(model: nn.Module, exported: torch.export.ExportedProgram) -> fx.Node:
-    """The node that is the loss: the output called ``loss``, else the first scalar."""
+    """The node of the loss: the output called ``loss``, else the first scalar output."""
     outputs = exported.graph_module.graph.output_node().args[0]
     result: Any = pytree.tree_unflatten(list(outputs), exported.call_spec.out_spec)
     named = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
@@ -312,5 +318,6 @@ def _find_loss(model: nn.Module, exported: torch.export.ExportedProgram) -> fx.N
         if node.meta["val"].dim() == 0 and node.meta["val"].is_floating_point():
             return node
     raise CaptureError(
-        f"{type(model).__name__} returns no loss: its output must be a scalar, have a scalar first, or call one 'loss'"
+        f"{type(model).__name__} returns no loss; return a floating-point scalar, a tuple that has one, or a dict or "
+        "object whose loss is one"
     )

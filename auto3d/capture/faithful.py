@@ -1,4 +1,4 @@
-"""Trace a module so that nothing of what it does in eager mode is lost; what cannot be kept is refused."""
+"""Trace a module such that a run of the program does all that the module does in eager mode; refuse the rest."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ from auto3d.capture.python_state import Change, Observation, observed
 
 
 def trace(model: nn.Module, export: Callable[[], ExportedProgram]) -> ExportedProgram:
-    """The program that ``export`` makes of ``model``, with the custom autograd Functions that it calls.
+    """The program that ``export`` makes of ``model``, including the custom autograd Functions that it calls.
 
-    Raises CaptureError, with the line of the model's code, for what a run of the program would not do.
+    Raises CaptureError, with the line of the model's code, for anything that a run of the program would leave out.
     """
     check_no_gradient_hooks(model)
     first = _traced(model, export)
     if first.observation.changes:
         _check_repeats(model, export, first)
     first.functions.replace_calls(first.exported.graph_module)
-    for part in _graphs(first.exported):
-        check_generators(part)
+    for graph in _graphs(first.exported):
+        check_generators(graph)
     return first.exported
 
 
@@ -45,15 +45,15 @@ def _traced(model: nn.Module, export: Callable[[], ExportedProgram]) -> _Traced:
 
 
 def _check_repeats(model: nn.Module, export: Callable[[], ExportedProgram], first: _Traced) -> None:
-    """Raise CaptureError unless a second forward that begins where the first ended does the same and changes nothing.
+    """Raise CaptureError unless a second forward, from the state after the first, does the same and changes nothing.
 
-    So a value that is written once, such as a cached size, is no error; a counter is.
+    So a value that is written once, such as a cached size, is accepted, and a counter is refused.
     """
     changes, state = first.observation.changes, first.observation.state
     state.set_attributes(first.observation.last_attributes)
     try:
         second = _traced(model, export)
-    except Exception:  # it meets a tensor of the first trace
+    except Exception:  # it uses a tensor of the first trace
         second = None
     if second is not None:
         changes = second.observation.changes or changes
@@ -67,21 +67,21 @@ def _refusal(change: Change, model: nn.Module, export: Callable[[], ExportedProg
     line = change.line(lambda: _traced(model, export))
     if "random" in change.owner.described:
         return CaptureError(
-            f"{type(model).__name__} draws from {change}{line}: a captured program would draw the same for ever; "
-            "draw with torch, as in torch.rand, and choose with torch.where"
+            f"{type(model).__name__} draws from {change}{line}: a captured program would repeat the same draw in every "
+            "iteration; draw with torch, as in torch.rand, and select with torch.where"
         )
     return CaptureError(
         f"{type(model).__name__} changes {change} in forward{line}: a captured program would repeat the first forward; "
-        "keep what changes in a buffer, or change it outside of forward"
+        "make it a buffer, or change it outside of forward"
     )
 
 
 def _graphs(exported: ExportedProgram) -> list[fx.Graph]:
-    return [part.graph for part in exported.graph_module.modules() if isinstance(part, fx.GraphModule)]
+    return [module.graph for module in exported.graph_module.modules() if isinstance(module, fx.GraphModule)]
 
 
 def _written(exported: ExportedProgram) -> tuple:
-    """What two programs that do the same have in common."""
+    """A comparable description of a program: equal for two programs that do the same."""
     nodes = [(n.op, n.name, str(n.target), str(n.args), str(n.kwargs)) for g in _graphs(exported) for n in g.nodes]
     constants = {
         name: str(value) if isinstance(value, FakeTensor) or value.is_meta else value.tolist()

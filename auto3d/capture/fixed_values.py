@@ -1,7 +1,8 @@
-"""Values that no data enters, found out on the CPU with neither a batch nor a matrix of positions in memory.
+"""Values that do not depend on data, computed on the CPU with neither a batch nor a matrix of positions in memory.
 
-A value is compact, as in auto3d.capture.pointwise: what is expanded over samples is held for one. Where it has more
-than MOST_HELD elements all the same, such as a comparison of all positions with all others, it is an expression.
+A value is compact, as in auto3d.capture.pointwise: a value that is expanded over samples is held for one sample. A
+value that still has more than MOST_HELD elements, such as a comparison of all positions with all others, is held as an
+expression.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from auto3d.capture.nodes import args_of, target_of
 from auto3d.capture.pointwise import Expression, Pointwise, UndecidedError, aten, elements, restructured
 
 MOST_HELD = 2**20  # elements of one value
@@ -22,9 +24,9 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def value_of(nodes: Sequence[fx.Node]) -> Expression:
-    """Compact value of the last of ``nodes``, a tensor's; each node comes after those that it uses, and all are there.
+    """The compact value of the last of ``nodes``, which makes a tensor. Each node comes after all nodes that it uses.
 
-    Raises UndecidedError where an operator that is not known here meets more than MOST_HELD elements.
+    Raises UndecidedError where an operator without a rule meets more than MOST_HELD elements.
     """
     values: dict[fx.Node, Any] = {}
     for node in nodes:
@@ -33,22 +35,22 @@ def value_of(nodes: Sequence[fx.Node]) -> Expression:
 
 
 def _value(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-    target = node.target
+    target = target_of(node)
     packet = getattr(target, "overloadpacket", None)
     if not all(isinstance(size, int) for tensor in _tensors(node) for size in tensor.shape):
-        raise UndecidedError  # a size that depends on data
-    found = None
+        raise UndecidedError  # a size depends on data
+    result = None
     if isinstance(node.meta["val"], torch.Tensor) and 0 not in _shape(node):
         rule = _pointwise if torch.Tag.pointwise in getattr(target, "tags", ()) else _RULES.get(packet)
-        found = rule and rule(node, values)
-    if found is None:
+        result = rule and rule(node, values)
+    if result is None:
         return _whole(node, values)
-    small = isinstance(found, Pointwise) and prod(found.shape) <= MOST_HELD
-    return elements(found) if small else found
+    small = isinstance(result, Pointwise) and prod(result.shape) <= MOST_HELD
+    return elements(result) if small else result
 
 
 def _whole(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-    """Run the operator on all that it uses, samples and all."""
+    """Run the operator on its full arguments, expanded over samples."""
     involved = [node, *node.all_input_nodes]
     if any(prod(tensor.shape) > MOST_HELD for other in involved for tensor in _tensors(other)):
         raise UndecidedError
@@ -57,57 +59,57 @@ def _whole(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         for used in node.all_input_nodes
     }
     args, kwargs = _arguments(node, full)
-    return node.target(*args, **kwargs)
+    return target_of(node)(*args, **kwargs)
 
 
 def _arguments(node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[tuple, dict]:
-    """With ``values`` for nodes, and the CPU for the device that the export has burned into operators."""
+    """The arguments of ``node``: ``values`` in place of nodes, and the CPU in place of the exported device."""
     return tree_map_only(torch.device, lambda _: _CPU, fx.map_arg((node.args, node.kwargs), values.__getitem__))
 
 
 def _pointwise(node: fx.Node, values: Mapping[fx.Node, Any]) -> Expression | None:
-    used = [argument for argument in node.args if isinstance(argument, fx.Node)]
+    used = [argument for argument in args_of(node) if isinstance(argument, fx.Node)]
     if len(used) < sum(isinstance(leaf, fx.Node) for leaf in tree_leaves((node.args, node.kwargs))):
-        return None  # among the others are lists of tensors
+        return None  # lists of tensors are among the arguments
     if not all(isinstance(values[other], Expression) for other in used):
         return None
     if not used or torch.broadcast_shapes(*map(_shape, used)) != _shape(node):
         return None
     aligned = {other: _expanded(values[other], len(_shape(node))) for other in used}
     args, kwargs = _arguments(node, aligned)
-    return Pointwise(node.target, args, kwargs, node.meta["val"].dtype)
+    return Pointwise(target_of(node), args, kwargs, node.meta["val"].dtype)
 
 
 def _copy(node: fx.Node, values: Mapping[fx.Node, Any]) -> Expression:
-    value, dtype = values[node.args[0]], node.meta["val"].dtype
+    value, dtype = values[args_of(node)[0]], node.meta["val"].dtype
     return value if value.dtype is dtype else Pointwise(aten.to.dtype, (value, dtype), {}, dtype)
 
 
 def _fill(node: fx.Node, values: Mapping[fx.Node, Any], value: Any = None, argument: int = 0) -> Expression | None:
-    value = node.args[argument] if value is None else value
+    value = args_of(node)[argument] if value is None else value
     if isinstance(value, fx.Node):
         return None
     return torch.full((1,) * len(_shape(node)), value, dtype=node.meta["val"].dtype)
 
 
 def _triangle(node: fx.Node, values: Mapping[fx.Node, Any], compare: Any) -> Expression:
-    """Elements where ``compare(column, row + diagonal)``, and zeros."""
-    value, shape = values[node.args[0]], _shape(node)
+    """The elements where ``compare(column, row + diagonal)`` holds, and zeros elsewhere."""
+    value, shape = values[args_of(node)[0]], _shape(node)
     rows, columns = positions(shape)
-    diagonal = node.args[1] if len(node.args) > 1 else 0
+    diagonal = args_of(node)[1] if len(args_of(node)) > 1 else 0
     kept = Pointwise(compare, (columns, rows + diagonal), {}, torch.bool)
     return Pointwise(aten.where.self, (kept, value, torch.zeros((1,) * len(shape), dtype=value.dtype)), {}, value.dtype)
 
 
 def positions(shape: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of rows and of columns of a tensor of that shape, compact."""
+    """(row numbers, column numbers) of a tensor of that shape, compact."""
     leading = (1,) * (len(shape) - 2)
     return torch.arange(shape[-2]).view(*leading, -1, 1), torch.arange(shape[-1]).view(*leading, 1, -1)
 
 
 def _index(node: fx.Node, values: Mapping[fx.Node, Any]) -> Expression | None:
-    """Elementwise in its indices, where they are integers, one for each dimension of what is held."""
-    source, indices = node.args
+    """Indexing as an elementwise operator: possible with one integer index per dimension of a tensor that is held."""
+    source, indices = args_of(node)
     held, rank = values[source], len(_shape(node))
     if not isinstance(held, torch.Tensor) or len(indices) != held.dim():
         return None
@@ -115,7 +117,7 @@ def _index(node: fx.Node, values: Mapping[fx.Node, Any]) -> Expression | None:
         return None
     if any(values[index].dtype in (torch.bool, torch.uint8) for index in indices):
         return None
-    first = torch.zeros((1,) * rank, dtype=torch.int64)  # any index does where elements repeat
+    first = torch.zeros((1,) * rank, dtype=torch.int64)  # any index is right along a dimension in which elements repeat
     chosen = [
         first if size == 1 else _expanded(values[index], rank) for size, index in zip(held.shape, indices, strict=True)
     ]
@@ -127,9 +129,9 @@ def _take(held: torch.Tensor, *indices: torch.Tensor) -> torch.Tensor:
 
 
 def _along(node: fx.Node, values: Mapping[fx.Node, Any], argument: int, default: int | None = None) -> Any:
-    """An operator that treats all lines along one dimension alike: that dimension alone is needed whole."""
+    """An operator that treats all lines along one dimension alike: only that dimension must be expanded."""
     used, rank = node.all_input_nodes, len(_shape(node))
-    dim = node.args[argument] if len(node.args) > argument else default
+    dim: Any = args_of(node)[argument] if len(args_of(node)) > argument else default
     if not rank or not all(isinstance(values[other], torch.Tensor) and values[other].dim() == rank for other in used):
         return None
     dim %= rank
@@ -138,7 +140,7 @@ def _along(node: fx.Node, values: Mapping[fx.Node, Any], argument: int, default:
     if prod(_with(lines, dim, _shape(node)[dim])) > MOST_HELD:
         return None
     args, kwargs = _arguments(node, whole)
-    return node.target(*args, **kwargs)
+    return target_of(node)(*args, **kwargs)
 
 
 def _with(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
@@ -146,10 +148,11 @@ def _with(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
 
 
 def _moved(node: fx.Node, values: Mapping[fx.Node, Any], change_of: Callable[[fx.Node], Change | None]) -> Any:
-    value, change = values[node.args[0]], change_of(node)
+    value, change = values[args_of(node)[0]], change_of(node)
     if change is None or not isinstance(value, Expression) or value.dtype is not node.meta["val"].dtype:
-        return None  # the last of them: a view of the bits as another type
+        return None  # a changed dtype is a view of the bits as another type
     if not len(value.shape):
+        assert isinstance(value, torch.Tensor)  # an expression of few elements is evaluated at once
         return value.reshape((1,) * len(_shape(node)))
     return restructured(value, change)
 
@@ -167,8 +170,8 @@ def _expanded_tensor(tensor: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def _reshape(node: fx.Node) -> Change | None:
-    """Where it only makes or drops dimensions of size 1."""
-    before, after = _shape(node.args[0]), _shape(node)
+    """The change of a reshape that only adds or drops dimensions of size 1; None for another one."""
+    before, after = _shape(args_of(node)[0]), _shape(node)
     if [size for size in before if size != 1] != [size for size in after if size != 1]:
         return None
 
@@ -180,21 +183,21 @@ def _reshape(node: fx.Node) -> Change | None:
 
 
 def _permute(node: fx.Node) -> Change:
-    return lambda tensor: node.target(tensor, *node.args[1:])
+    return lambda tensor: target_of(node)(tensor, *args_of(node)[1:])
 
 
 def _slice(node: fx.Node) -> Change:
-    dim = node.args[1] if len(node.args) > 1 else 0
-    return lambda tensor: tensor if tensor.shape[dim] == 1 else node.target(tensor, *node.args[1:])
+    dim = args_of(node)[1] if len(args_of(node)) > 1 else 0
+    return lambda tensor: tensor if tensor.shape[dim] == 1 else target_of(node)(tensor, *args_of(node)[1:])
 
 
 def _select(node: fx.Node) -> Change:
-    _, dim, index = node.args
+    _, dim, index = args_of(node)
     return lambda tensor: tensor.select(dim, 0 if tensor.shape[dim] == 1 else index)
 
 
 def _repeat(node: fx.Node) -> Change:
-    repeats = node.args[1]
+    repeats = args_of(node)[1]
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
         tensor = _expanded_tensor(tensor, len(repeats))
@@ -204,7 +207,7 @@ def _repeat(node: fx.Node) -> Change:
 
 
 def _shape(node: fx.Node) -> torch.Size:
-    """As the program has it, expanded."""
+    """The shape in the program, expanded."""
     return node.meta["val"].shape
 
 

@@ -1,8 +1,9 @@
-"""Memory for a module's parameters while it is built: for those in use, not for all that no one will keep.
+"""Bounded memory for the parameters of a module while it is built for real, although no process holds all of them.
 
-An initialiser works on one parameter or a few for many operations in turn: it draws until all values fit, multiplies
-by a norm, orthogonalises. The parameters used last therefore keep their memory, up to a limit; the others lose it, and
-their values. What is computed from lost values is followed, and refused where it would decide something.
+An initialiser runs many operations on one or a few parameters: it draws until all values fit, multiplies by a norm, or
+orthogonalises. So the most recently used parameters keep their memory, up to a limit, and the others lose their memory
+and their values. Everything that is computed from lost values is tracked, and refused where it would affect the model's
+structure or control flow.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,12 +20,12 @@ from torch.utils._pytree import tree_leaves
 from auto3d.allocator import return_freed_memory
 from auto3d.errors import InputError
 
-SET_DATA = torch.Tensor.data.__set__  # assignment to ``tensor.data``
-_RESIDENT = 2  # foreign parameters of the largest size that keep their memory: what one initialiser works on
+SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # assignment to ``tensor.data``, a C property
+_RESIDENT = 2  # foreign parameters of the largest size that keep their memory; one initialiser uses as many
 _TRIM_BYTES = 2**20
-_OWN_REFERENCES = 2  # two references to a storage are its parameter's and ours
+_OWN_REFERENCES = 2  # references to a storage that its parameter and this module hold
 
-# Operators that overwrite the whole of what they write to, whatever was there.
+# Operators that overwrite their whole target, whatever it held.
 _OVERWRITING = frozenset(
     (
         "copy_",
@@ -41,7 +42,7 @@ _OVERWRITING = frozenset(
         "set_",
     )
 )
-# Operators whose result depends on the shape of what they read alone.
+# Operators whose result depends only on the shape of what they read.
 _OF_SHAPE = frozenset(
     f"{form}{suffix}"
     for form, suffixes in {
@@ -50,11 +51,11 @@ _OF_SHAPE = frozenset(
     }.items()
     for suffix in suffixes
 )
-# Operators whose result Python code can act on, or that draw a number of random values that depends on what they read.
+# Operators whose result can affect Python code, or whose number of random draws depends on what they read.
 _DECIDING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded)
-# Methods that read a tensor's memory, or give it away, behind the back of the dispatcher.
+# Methods that read or expose a tensor's memory without the dispatcher.
 _RAW = {
-    torch.Tensor.tolist: False,  # method -> whether what it returns shows the tensor's memory
+    torch.Tensor.tolist: False,  # method -> whether its result shares the tensor's memory
     torch.Tensor.__repr__: False,
     torch.Tensor.numpy: True,
     torch.Tensor.__array__: True,
@@ -63,35 +64,35 @@ _RAW = {
 
 
 class LostValueError(InputError):
-    """The module's code reads, while it is built, a value that this process no longer has."""
+    """While a module is built, its code reads a value that this process no longer holds."""
 
 
 class ForeignWeights(TorchDispatchMode):
-    """Gives foreign parameters memory while they are worked on, and follows what is computed from lost values.
+    """Gives foreign parameters memory while they are in use, and tracks what is computed from lost values.
 
-    Foreign are those whose values this process will not keep, such as the parameters of other stages. ``names`` has,
-    for each parameter that the module registers, in order, its name if it is foreign, else None; without it all are.
-    Those used last keep their memory, as long as together they take no more than two of the largest or, where that is
-    more, ``at_least_bytes``.
+    A foreign parameter is one whose values this process will not keep, such as a parameter of another stage. ``names``
+    lists, for each parameter that the module registers, in order, its name if it is foreign, else None; without
+    ``names``, all are foreign. The most recently used ones keep their memory, up to a total of two parameters of the
+    largest size or ``at_least_bytes``, whichever is more.
     """
 
     def __init__(self, names: Sequence[str | None] | None = None, *, at_least_bytes: int = 0) -> None:
         super().__init__()
-        self.error: LostValueError | None = None  # the first that was raised: the module's code may have caught it
+        self.error: LostValueError | None = None  # the first error, since the module's code may have caught it
         self._names = None if names is None else iter(names)
         self._limit_bytes = at_least_bytes
         self._name_of: dict[int, tuple[nn.Parameter, str]] = {}  # id -> foreign parameter and its name
         self._of_storage: dict[int, nn.Parameter] = {}
-        self._resident: dict[int, int] = {}  # storage -> bytes it has; the last one was used last
-        self._empty: dict[int, int] = {}  # storage -> bytes that it needs
+        self._resident: dict[int, int] = {}  # storage -> its bytes, from least to most recently used
+        self._empty: dict[int, int] = {}  # storage without memory -> bytes that it needs
         self._has_grown = False  # resident memory has grown since the limit was last checked
-        self._exposed: set[int] = set()  # storages whose memory numpy has seen
-        # Storage -> the parameter whose values it lacks; the reference keeps a key from being used again.
+        self._exposed: set[int] = set()  # storages whose memory was exposed to numpy
+        # Storage -> name of the parameter whose lost values it depends on; the weak reference keeps the key unique.
         self._lost: dict[int, tuple[StorageWeakRef, str]] = {}
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Follow what the code inside computes; raises LostValueError at its end, also if the code caught it."""
+        """Track what the code inside computes; raises LostValueError at the end even if the code caught it."""
         try:
             with self, _RawAccess(self):
                 yield
@@ -102,7 +103,7 @@ class ForeignWeights(TorchDispatchMode):
             raise self.error
 
     def register(self, parameter: nn.Parameter, name: str | None) -> None:
-        """To be called with each parameter that the module registers, in order, under its ``name`` there."""
+        """Record a parameter. Call this for each parameter that the module registers, in order, with its ``name``."""
         if self._names is not None:
             name = next(self._names, None)
         if name is not None and id(parameter) not in self._name_of:
@@ -111,20 +112,21 @@ class ForeignWeights(TorchDispatchMode):
             self._hold(parameter)
 
     def owns(self, parameter: torch.Tensor) -> bool:
-        """Whether ``parameter`` was registered as a foreign one."""
+        """Whether ``parameter`` was registered as foreign."""
         return id(parameter) in self._name_of
 
     def source_of_loss(self, tensor: torch.Tensor) -> str | None:
-        """The parameter whose lost values entered ``tensor``; None if its values are the model's own."""
-        _, name = self._lost.get(_storage_key(tensor), (None, None))
-        return name
+        """Name of a parameter whose lost values ``tensor`` depends on; None if its values are the real ones."""
+        lost = self._lost.get(_storage_key(tensor))
+        return None if lost is None else lost[1]
 
     def release_all(self) -> None:
+        """Free the memory of all foreign parameters."""
         self._limit_bytes = 0
         self._release(set())
 
     def storage_changed(self, parameter: torch.Tensor) -> None:
-        """``parameter`` shows other memory than before."""
+        """Record that ``parameter`` now uses other memory than before."""
         if id(parameter) not in self._name_of:
             return
         for key, known in list(self._of_storage.items()):
@@ -133,7 +135,7 @@ class ForeignWeights(TorchDispatchMode):
         self._hold(self._name_of[id(parameter)][0])
 
     def gives_raw(self, tensor: torch.Tensor, *, shows_memory: bool) -> None:
-        """Memory of ``tensor`` is about to be read, or shown to others, without an operator."""
+        """Record that the memory of ``tensor`` is about to be read or shared without an operator."""
         if (name := self.source_of_loss(tensor)) is not None:
             raise self._refusal(name)
         if shows_memory:
@@ -151,7 +153,7 @@ class ForeignWeights(TorchDispatchMode):
         self._empty.pop(key, None)
 
     def _use(self, keys: Iterable[int]) -> None:
-        """Give storages memory, and note that they were used last."""
+        """Give storages memory, and mark them as the most recently used."""
         for key in keys:
             size = self._resident.pop(key, None)
             if size is None:
@@ -161,7 +163,7 @@ class ForeignWeights(TorchDispatchMode):
             self._resident[key] = size
 
     def _release(self, used: set[int]) -> None:
-        """Take memory from those used longest ago, as far as the limit asks for it."""
+        """Free the least recently used storages until the rest is within the limit."""
         self._has_grown = False
         excess = sum(self._resident.values()) - self._limit_bytes
         released = []
@@ -176,7 +178,7 @@ class ForeignWeights(TorchDispatchMode):
             return_freed_memory()
 
     def _is_shown(self, key: int) -> bool:
-        """Whether numpy may still read or write the memory."""
+        """Whether numpy may still read or write the memory of a storage."""
         if key not in self._exposed:
             return False
         storage = self._of_storage[key].untyped_storage()
@@ -184,7 +186,7 @@ class ForeignWeights(TorchDispatchMode):
 
     def _empty_storage(self, key: int) -> None:
         parameter = self._of_storage[key]
-        if not parameter.untyped_storage().resizable():  # memory of numpy's
+        if not parameter.untyped_storage().resizable():  # memory that numpy allocated
             self._forget(key)
             with torch._C.DisableTorchFunction():
                 parameter.data = torch.empty_like(parameter)
@@ -201,8 +203,8 @@ class ForeignWeights(TorchDispatchMode):
 
     def _refusal(self, name: str) -> LostValueError:
         error = LostValueError(
-            f"the model's code reads, while it is built, a value that comes from the parameter {name}, which is gone "
-            "again since no process holds the whole model; set initial values without reading earlier ones back"
+            f"while the model is built, its code reads a value that depends on the parameter {name}, whose memory was "
+            "freed since no process holds the whole model; set initial values without reading other parameters"
         )
         self.error = self.error or error
         return error
@@ -227,7 +229,7 @@ class ForeignWeights(TorchDispatchMode):
         except (torch.linalg.LinAlgError, IndexError, ValueError) as error:
             if source is None:
                 raise
-            raise self._refusal(source) from error  # the operator checked values, and those are not the model's
+            raise self._refusal(source) from error  # the operator checked values that are not the real ones
         if name == "set_":
             self.storage_changed(args[0])
         if source is not None:
@@ -240,15 +242,15 @@ class ForeignWeights(TorchDispatchMode):
         return result
 
     def _decides(self, func: Any, name: str, args: tuple) -> bool:
-        """Whether lost values among what ``func`` reads decide more than values: Python code, a shape, a draw."""
-        if name == "index":  # its shape depends on values where a mask selects
+        """Whether lost values that ``func`` reads affect more than values: Python code, a shape, a random draw."""
+        if name == "index":  # with a mask as index, the shape depends on values
             masks = [t for t in args[1] if t is not None and t.dtype in (torch.bool, torch.uint8)]
             return any(self.source_of_loss(mask) is not None for mask in masks)
         return any(tag in func.tags for tag in _DECIDING)
 
 
 class _RawAccess(TorchFunctionMode):
-    """Tells a ForeignWeights what its dispatcher does not see."""
+    """Reports to a ForeignWeights the accesses that bypass its dispatcher."""
 
     def __init__(self, foreign: ForeignWeights) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Gradient hooks: a trace drops them without a word, so a model that has one is refused.
+"""Refuse models with gradient hooks, which a trace would drop silently.
 
-Forward hooks and forward pre-hooks need no care: the trace runs them, and their operators are part of the program.
+Forward hooks and forward pre-hooks need no check: the trace runs them, and their operators become part of the program.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,12 +17,12 @@ from torch.utils import checkpoint
 
 from auto3d.capture.errors import CaptureError, calling_line
 
-WAY_OUT = "a captured program does not run it; remove it, or write what it does with operators in forward"
+WAY_OUT = "a captured program would not run it; remove it, or do the same with operators in forward"
 _CHANGE_NOTHING = (save_on_cpu, checkpoint._checkpoint_hook, checkpoint._recomputation_hook)
 
 
 def check_no_gradient_hooks(model: nn.Module) -> None:
-    """Raise CaptureError where a parameter or a module of ``model``, or torch for all modules, has a gradient hook."""
+    """Raise CaptureError if ``model`` has a gradient hook: on a parameter, on a module, or on all modules of torch."""
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise CaptureError(f"the parameter {name} of {type(model).__name__} has a gradient hook; {WAY_OUT}")
@@ -31,15 +31,15 @@ def check_no_gradient_hooks(model: nn.Module) -> None:
             where = f"the module {name} ({type(module).__name__})" if name else type(model).__name__
             raise CaptureError(f"{where} has a backward hook; {WAY_OUT}")
     if torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks:
-        raise CaptureError(f"torch.nn.modules.module has a backward hook for all modules; {WAY_OUT}")
+        raise CaptureError(f"torch has a global backward hook for all modules; {WAY_OUT}")
 
 
 @contextmanager
 def refused_in_forward() -> Iterator[None]:
-    """Raise CaptureError where the code that is traced registers a gradient hook, or computes a gradient itself."""
+    """Inside, raise CaptureError where traced code registers a gradient hook or computes a gradient itself."""
     hook = f"registers a gradient hook{{line}}; {WAY_OUT}"
-    packing = f"changes what autograd saves{{line}}; {WAY_OUT}"
-    inner = "computes a gradient inside forward{line}, which a captured program cannot; write its formula there"
+    packing = f"changes what autograd saves, with a hook{{line}}; {WAY_OUT}"
+    inner = "computes a gradient inside forward{line}, which a captured program cannot do; write its formula there"
     with ExitStack() as stack:
         for owner, name, problem in (
             (torch.Tensor, "register_hook", hook),

@@ -1,4 +1,4 @@
-"""The Graph: a model's operations in order, with what each costs; independent of torch's classes."""
+"""The Graph: a model's operations in order, with the cost of each; independent of torch's classes."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -9,13 +9,13 @@ _NORMALISATIONS = ("aten.batch_norm.default", "aten.instance_norm.default")
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor: an operation's result, a graph input, a parameter or a buffer."""
+    """A tensor: an operation's result, a graph input, a parameter, a buffer or a constant."""
 
     name: str
     shape: tuple[int, ...]
-    dtype: str  # torch's name without the module: "float32"
+    dtype: str  # torch's name without the module, for example "float32"
     item_bytes: int
-    differentiable: bool  # of a floating or complex type: has a gradient
+    differentiable: bool  # whether it can have a gradient: its dtype is floating-point or complex
 
     @property
     def bytes(self) -> int:
@@ -23,40 +23,43 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class GraphNode:
     """One operation of the model."""
 
     name: str
     operator: str
-    reads: tuple[str, ...]  # values of earlier nodes, and graph inputs
-    state: tuple[str, ...]  # parameters, buffers and constants that it uses
+    reads: tuple[str, ...]  # names of the values of earlier nodes and of the graph inputs that it reads
+    state: tuple[str, ...]  # names of the parameters, buffers and constants that it uses
     outputs: tuple[Value, ...]
-    module: str  # path of the module that it came from: "transformer.h.0.attn"
-    flops: int  # of the forward
+    module: str  # path of the module whose code made it, for example "transformer.h.0.attn"
+    flops: int  # FLOPs of the forward
     backward_flops: int
-    saves: tuple[str, ...]  # values and graph inputs that its backward needs, each by the name of what holds its memory
-    saved_bytes: int  # of what else its backward needs, such as a dropout's mask
-    from_inputs: bool  # depends on graph inputs, constants and unwritten buffers alone, and is cheap to repeat
-    is_view: bool = False  # its results show memory of what it reads: it computes and moves nothing
+    saves: tuple[str, ...]  # values and graph inputs that its backward needs, by the name of the owner of their memory
+    saved_bytes: int  # bytes of other tensors that its backward needs, such as a dropout mask
+    from_inputs: bool  # cheap to repeat, and depends only on graph inputs, constants and unwritten buffers
+    is_view: bool = False  # its results are views of what it reads: it computes and moves nothing
 
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """A model at one micro-batch size. ``nodes`` are in an order in which they can run."""
+    """A model at one micro-batch size. ``nodes`` are in an order in which they can run.
 
-    nodes: tuple[Node, ...]
+    The dicts map the name of a value to the value.
+    """
+
+    nodes: tuple[GraphNode, ...]
     inputs: dict[str, Value]
-    parameters: dict[str, Value]  # by the first name of each: tied parameters appear once
+    parameters: dict[str, Value]  # under the first name of each, so that tied parameters appear once
     buffers: dict[str, Value]
-    constants: dict[str, Value]  # tensors that the model's code makes from numbers in it
+    constants: dict[str, Value]  # tensors that forward makes from numbers in the model's code
     trained: frozenset[str]  # names of the parameters that a gradient reaches
-    written_buffers: frozenset[str]  # names of those that a forward writes to
-    loss: str  # the value to be minimised, a scalar
+    written_buffers: frozenset[str]  # names of the buffers that a forward writes to
+    loss: str  # name of the scalar value that training minimises
     micro_batch_size: int
     fingerprint: str
-    """Equal for the same program on the same parameters at the same micro-batch size: a Plan holds it to know again the
-    Graph that its stages cut."""
-    producer: dict[str, int] = field(init=False)  # value -> index of the node that makes it
+    """Equal for the same program on the same parameters at the same micro-batch size. A Plan stores the fingerprint of
+    the Graph that its stages cut."""
+    producer: dict[str, int] = field(init=False)  # name of a value -> index of the node that makes it
 
     def __post_init__(self) -> None:
         made = {value.name: index for index, node in enumerate(self.nodes) for value in node.outputs}
@@ -64,11 +67,11 @@ class Graph:
 
     @cached_property
     def carried_buffers(self) -> frozenset[str]:
-        """Written buffers whose values enter the loss, so that a micro-batch's result depends on those before it.
+        """Written buffers that the loss depends on, so that a micro-batch's result depends on earlier micro-batches.
 
-        The statistics of a batch norm, which training writes and does not read, are none.
+        The statistics of a batch norm are not among them, since training writes but does not read them.
         """
-        carriers: dict[str, set[str]] = {}  # value -> the written buffers that enter it
+        carriers: dict[str, set[str]] = {}  # value -> the written buffers that it depends on
         for node in self.nodes:
             entering = set().union(*(carriers.get(name, ()) for name in node.reads))
             if node.operator not in _NORMALISATIONS:
@@ -78,9 +81,9 @@ class Graph:
         return frozenset(carriers.get(self.loss, ()))
 
     def same_operations(self, other: "Graph") -> bool:
-        """Whether two micro-batch sizes of a model have the same operations under the same names.
+        """Whether the Graphs of a model at two micro-batch sizes have the same operations under the same names.
 
-        Those that depend on inputs alone need not be the same: at one size, say, a mask is not expanded.
+        Operations that depend only on inputs may differ: at one size, for example, a mask is not expanded.
         """
 
         def operations(graph: Graph) -> list[tuple]:
@@ -93,5 +96,5 @@ class Graph:
         return operations(self) == operations(other)
 
     def value(self, name: str) -> Value:
-        """The value that a node makes under this name."""
+        """The value ``name`` that a node makes."""
         return next(value for value in self.nodes[self.producer[name]].outputs if value.name == name)

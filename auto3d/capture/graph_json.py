@@ -1,13 +1,13 @@
-"""A Graph as JSON and back: rows, for a model has thousands of operations and each has the same fields."""
+"""A Graph as JSON and back. Operations are rows without keys, since a model has thousands with the same fields."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from auto3d.capture.graph import Graph, Node, Value
+from auto3d.capture.graph import Graph, GraphNode, Value
 
 
 def graph_to_json(graph: Graph) -> dict[str, Any]:
-    """``graph`` in lists, dicts, strings, numbers and truth values."""
+    """``graph`` as lists, dicts, strings, numbers and Booleans."""
     return {
         "nodes": [
             [
@@ -39,7 +39,7 @@ def graph_to_json(graph: Graph) -> dict[str, Any]:
 
 
 def graph_from_json(content: Mapping[str, Any]) -> Graph:
-    """The Graph that ``graph_to_json`` wrote down."""
+    """The Graph from which ``graph_to_json`` made ``content``."""
     return Graph(
         nodes=tuple(_node(row) for row in content["nodes"]),
         inputs=_values(content["inputs"]),
@@ -54,9 +54,9 @@ def graph_from_json(content: Mapping[str, Any]) -> Graph:
     )
 
 
-def _node(row: list) -> Node:
+def _node(row: list) -> GraphNode:
     name, operator, reads, state, outputs, module, flops, backward_flops, saves, saved_bytes, *flags = row
-    return Node(
+    return GraphNode(
         name,
         operator,
         tuple(reads),

@@ -1,6 +1,6 @@
-"""Rewrite an exported program so that it may be cut anywhere: no operation writes, but to a buffer as a whole.
+"""Rewrite an exported program so that it can be cut anywhere: an operation may only write to a whole buffer.
 
-A write to a view becomes a new value of the whole; every view that is used later is taken anew from that.
+A write to a view becomes a new value of the whole tensor, and every view that is used later is made again from it.
 """
 
 import operator
@@ -14,15 +14,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from auto3d.capture.errors import CaptureError, node_line
+from auto3d.capture.nodes import args_of, kwargs_of, target_of
 
 _aten = torch.ops.aten
-_SCATTER = {  # view -> operator that gives the whole with the view's part replaced
+_SCATTER = {  # view -> operator that returns the whole tensor with the viewed elements replaced
     _aten.slice.Tensor: _aten.slice_scatter.default,
     _aten.select.int: _aten.select_scatter.default,
     _aten.diagonal.default: _aten.diagonal_scatter.default,
 }
 _TRANSPOSITIONS = {_aten.transpose, _aten.t, _aten.swapaxes, _aten.swapdims, _aten.numpy_T, _aten.mT, _aten.matrix_H}
-_SAME_ORDER = {  # views that keep all elements, in the order of their indices
+_SAME_ORDER = {  # views that keep all elements in the same order
     _aten.view,
     _aten.reshape,
     _aten._unsafe_view,
@@ -44,15 +45,15 @@ _NORMALISATIONS = (_aten.batch_norm.default, _aten.instance_norm.default)
 def remove_in_place(
     program: fx.Graph, mode: FakeTensorMode, *, buffers: Collection[str], inputs: Collection[str]
 ) -> None:
-    """Write in-place operators out of place, through views of what they write to.
+    """Replace in-place operators by out-of-place ones, also where they write through views.
 
-    Those on ``buffers`` (batch statistics, moving averages) stay, for a buffer lives on one stage; who reads such a
-    buffer gets a copy, since the next micro-batch may write to it before this one's backward. ``inputs`` are the
-    model's: a write to one is seen by this micro-batch alone. Raises CaptureError for a write to anything else that
-    outlives the forward, and for one that cannot be followed.
+    Writes to ``buffers`` (batch statistics, moving averages) stay, since a buffer lives on one stage. A reader of such
+    a buffer gets a copy, since the next micro-batch may write to it before this one's backward. ``inputs`` are the
+    model's: only this micro-batch sees a write to one. Raises CaptureError for a write to anything else that outlives
+    the forward, and for a write that cannot be rewritten.
     """
     for node in list(program.nodes):
-        if is_mutable(node) and _written(node) != node.args[:1]:
+        if is_mutable(node) and _written(node) != args_of(node)[:1]:
             _copy_to_out(program, node, mode)
     rewriter = _Rewriter(program, mode, set(buffers), inputs)
     for node in list(program.nodes):
@@ -65,21 +66,21 @@ def remove_in_place(
 
 
 class _Rewriter:
-    """Removes the in-place operations of a program, one after the other, in order."""
+    """Removes the in-place operations of a program one by one, in order."""
 
     def __init__(
         self, program: fx.Graph, mode: FakeTensorMode, whole_buffers: set[str], inputs: Collection[str]
     ) -> None:
-        self.whole_buffers = whole_buffers  # names of nodes that are a buffer itself
+        self.whole_buffers = whole_buffers  # names of the nodes whose value is a whole buffer
         self._program, self._mode, self._inputs = program, mode, inputs
-        self._anchor: fx.Node  # new nodes go before it
-        self._now: int  # position of the operation that is being removed, which new nodes share
+        self._anchor: fx.Node  # new nodes are inserted before this one
+        self._now: int  # position of the operation that is being removed; new nodes get the same position
         self._position = {node: index for index, node in enumerate(program.nodes)}
-        self._views: set[fx.Node] = set()  # nodes that show the memory of their first argument
-        self._unclear: set[int] = set()  # memory that nodes show in any other way
+        self._views: set[fx.Node] = set()  # nodes that are views of their first argument
+        self._unclear: set[int] = set()  # memory that nodes share in any other way
         shown: set[int] = set()
         for node in program.nodes:
-            memories, source = _memories(node), node.args[0] if node.args else None
+            memories, source = _memories(node), args_of(node)[0] if args_of(node) else None
             if isinstance(source, fx.Node) and memories & _memories(source) and node.op == "call_function":
                 if node.target is not operator.getitem or source in self._views:
                     self._views.add(node)
@@ -88,12 +89,12 @@ class _Rewriter:
                 shown |= memories
 
     def remove(self, node: fx.Node) -> None:
-        """Let ``node`` write nothing, or a buffer as a whole, and let what comes later see its result."""
-        written, position = node.args[0], self._position[node]
+        """Replace ``node``, unless it writes to a whole buffer, and make all later readers use its result."""
+        written, position = args_of(node)[0], self._position[node]
         writes_buffer = written.name in self.whole_buffers
         self._anchor, self._now = node.next if writes_buffer else node, position
-        if torch.Tag.inplace_view in node.target.tags:  # changes the shape that this one name shows, and no memory
-            earlier, new = [], {written: self._emit(_functional(node), *node.args, **node.kwargs)}
+        if torch.Tag.inplace_view in target_of(node).tags:  # changes only the shape under this name, not the memory
+            earlier, new = [], {written: self._emit(_functional(node), *args_of(node), **node.kwargs)}
             self._views.add(new[written])
         else:
             chain = self._chain(written)
@@ -111,43 +112,43 @@ class _Rewriter:
                 self._regenerate(each, new)
             for user in later:
                 user.replace_input_with(each, new[each])
-                if user.target is _aten.view.default:  # strides may be others now
+                if user.target is _aten.view.default:  # the new value may have other strides
                     user.target = _aten.reshape.default
         if not writes_buffer:
             self._views.discard(node)
             self._program.erase_node(node)
 
     def _chain(self, node: fx.Node) -> list[fx.Node]:
-        """``node``, what it is a view of, and so on."""
+        """``node``, the tensor that it is a view of, and so on up to a tensor that is no view."""
         chain = [node]
         while chain[-1] in self._views:
-            chain.append(chain[-1].args[0])
+            chain.append(args_of(chain[-1])[0])
         return chain
 
     def _showing(self, base: fx.Node) -> list[fx.Node]:
-        """``base`` and all views of it, views of views too."""
-        found = [base]
-        for node in found:
-            found.extend(user for user in node.users if user in self._views and user.args[0] is node)
-        return found
+        """``base`` and all views of it, including views of views."""
+        showing = [base]
+        for node in showing:
+            showing.extend(user for user in node.users if user in self._views and args_of(user)[0] is node)
+        return showing
 
     def _values_after(self, node: fx.Node, chain: list[fx.Node]) -> dict[fx.Node, fx.Node]:
-        """What ``node`` writes to, what that is a view of, and so on: each with the node of its value afterwards."""
+        """Node -> node of its value after the write, for the written tensor and every tensor that it is a view of."""
         base = chain[-1]
         if _memories(base) & self._unclear:
             raise CaptureError(
-                f"{name_of(node.target)} writes in place to memory that other tensors show in a way that cannot be "
-                f"followed{node_line(node)}; use the out-of-place form there, or write to a clone"
+                f"{name_of(node.target)} writes in place to memory that other tensors share in a way that cannot be "
+                f"captured{node_line(node)}; use the out-of-place form there, or write to a clone"
             )
         if base.op == "placeholder" and base.name not in self._inputs and base.name not in self.whole_buffers:
             raise CaptureError(
                 f"{name_of(node.target)} writes in place to a parameter or a constant of the model{node_line(node)}; "
-                "write to a copy there, or make it a buffer"
+                "write to a copy there, or make the tensor a buffer"
             )
         new = {chain[0]: self._value_written(node)}
         for view, whole in pairwise(chain):
-            if view.target is operator.getitem:  # one of several views that one operator gives
-                new[whole.args[0]] = self._with_part(whole.args[0], self._piece(view), new[view], node)
+            if view.target is operator.getitem:  # one of several views that one operator returns
+                new[args_of(whole)[0]] = self._with_part(args_of(whole)[0], self._piece(view), new[view], node)
             elif whole not in new:
                 new[whole] = self._with_part(whole, view, new[view], node)
         if base.name in self.whole_buffers:
@@ -156,53 +157,53 @@ class _Rewriter:
         return new
 
     def _value_written(self, node: fx.Node) -> fx.Node:
-        written = node.args[0]
-        if node.target is _aten.copy_.default:  # its other form has no derivative
-            value = self._emit(_aten.expand_as.default, node.args[1], written)
+        written = args_of(node)[0]
+        if node.target is _aten.copy_.default:  # the out-of-place copy has no derivative
+            value = self._emit(_aten.expand_as.default, args_of(node)[1], written)
         else:
-            value = self._emit(_functional(node), *node.args, **node.kwargs)
-        if _dtype(value) != _dtype(written):  # an in-place operator keeps the type of what it writes to
+            value = self._emit(_functional(node), *args_of(node), **node.kwargs)
+        if _dtype(value) != _dtype(written):  # an in-place operator keeps the dtype of the tensor that it writes to
             value = self._emit(_aten._to_copy.default, value, dtype=_dtype(written))
         return value
 
     def _with_part(self, whole: fx.Node, view: fx.Node, value: fx.Node, node: fx.Node) -> fx.Node:
-        """``whole`` with ``value`` in the place of its ``view``."""
+        """``whole`` with ``value`` in place of the elements of ``view``, a view of it; ``node`` is the write."""
         packet = getattr(view.target, "overloadpacket", None)
         if view.target in _SCATTER:
-            return self._emit(_SCATTER[view.target], whole, value, *view.args[1:], **view.kwargs)
+            return self._emit(_SCATTER[target_of(view)], whole, value, *args_of(view)[1:], **view.kwargs)
         if packet in _SAME_ORDER:
-            found = self._emit(_aten.reshape.default, value, list(whole.meta["val"].shape))
+            changed = self._emit(_aten.reshape.default, value, list(whole.meta["val"].shape))
         elif packet in _TRANSPOSITIONS:
-            found = self._emit(view.target, value, *view.args[1:], **view.kwargs)
+            changed = self._emit(target_of(view), value, *args_of(view)[1:], **kwargs_of(view))
         elif packet is _aten.permute:
-            dims = [dim % len(view.args[1]) for dim in view.args[1]]
-            found = self._emit(_aten.permute.default, value, [dims.index(dim) for dim in range(len(dims))])
+            dims = [dim % len(args_of(view)[1]) for dim in args_of(view)[1]]
+            changed = self._emit(_aten.permute.default, value, [dims.index(dim) for dim in range(len(dims))])
         else:
-            source = view.args[0] if view.target is operator.getitem else view
+            source = args_of(view)[0] if view.target is operator.getitem else view
             raise CaptureError(
-                f"{name_of(node.target)} writes in place to a tensor that shares memory with another, made by "
-                f"{name_of(source.target)}{node_line(node)}; use the out-of-place form there, or write to a clone"
+                f"{name_of(node.target)} writes in place to a tensor that shares memory with another one, made by "
+                f"{name_of(target_of(source))}{node_line(node)}; use the out-of-place form there, or write to a clone"
             )
-        return found
+        return changed
 
     def _piece(self, taken: fx.Node) -> fx.Node:
-        """The view among several that ``taken`` takes, as a view of its own: of split, chunk, unbind and the like."""
-        several, index = taken.args
-        source, pieces = several.args[0], several.meta["val"]
-        names = [argument.name for argument in several.target._schema.arguments]
-        given = dict(zip(names, several.args, strict=False)) | dict(several.kwargs)
-        dim = given.get("dim", 0)
+        """One of the several views that split, chunk, unbind or the like return, made directly from their source."""
+        several, index = args_of(taken)
+        source, pieces = args_of(several)[0], several.meta["val"]
+        names = [argument.name for argument in target_of(several)._schema.arguments]
+        arguments = dict(zip(names, args_of(several), strict=False)) | kwargs_of(several)
+        dim = arguments.get("dim", 0)
         if pieces[index].dim() < source.meta["val"].dim():
             return self._emit(_aten.select.int, source, dim, index)
         start = sum(piece.shape[dim] for piece in pieces[:index])
         return self._emit(_aten.slice.Tensor, source, dim, start, start + pieces[index].shape[dim])
 
     def _regenerate(self, view: fx.Node, new: dict[fx.Node, fx.Node]) -> None:
-        """Take ``view``, and the views that it is taken from, anew from what they show after the write."""
+        """Make ``view``, and the views that it is a view of, again from the values in ``new`` after the write."""
         pending = [each for each in self._chain(view) if each not in new]
         while pending:
             each = pending.pop()
-            new[each] = self._emit(each.target, new[each.args[0]], *each.args[1:], **each.kwargs)
+            new[each] = self._emit(target_of(each), new[args_of(each)[0]], *args_of(each)[1:], **kwargs_of(each))
             self._views.add(new[each])
 
     def _emit(self, target: Callable, *args: Any, **kwargs: Any) -> fx.Node:
@@ -214,7 +215,7 @@ class _Rewriter:
 def _emit(
     program: fx.Graph, before: fx.Node, mode: FakeTensorMode, target: Callable, args: tuple, kwargs: dict
 ) -> fx.Node:
-    """A new node right before ``before``, with its value."""
+    """A new node right before ``before``, with its fake value."""
     with program.inserting_before(before):
         made = program.create_node("call_function", target, args, kwargs, name=name_of(target))
     args, kwargs = fx.node.map_arg((args, kwargs), lambda node: node.meta["val"])
@@ -224,15 +225,15 @@ def _emit(
 
 
 def _copy_to_out(program: fx.Graph, node: fx.Node, mode: FakeTensorMode) -> None:
-    """Write ``op(a, out=b)`` as ``b.copy_(op(a))``."""
+    """Replace ``op(a, out=b)`` by ``b.copy_(op(a))``."""
     written = _written(node)
-    if len(written) != 1 or not any(argument.is_out for argument in node.target._schema.arguments):
+    if len(written) != 1 or not any(argument.is_out for argument in target_of(node)._schema.arguments):
         raise CaptureError(
-            f"{name_of(node.target)} writes to several tensors, or not to its first{node_line(node)}; "
-            "use another form there"
+            f"{name_of(node.target)} writes to several tensors, or not to its first argument{node_line(node)}; "
+            "use its out-of-place form there"
         )
     kwargs = {name: value for name, value in node.kwargs.items() if value is not written[0]}
-    value = _emit(program, node, mode, _functional(node), node.args, kwargs)
+    value = _emit(program, node, mode, _functional(node), args_of(node), kwargs)
     with program.inserting_before(node):
         copy = program.call_function(_aten.copy_.default, (written[0], value))
     copy.meta = {**node.meta, "val": written[0].meta["val"]}
@@ -241,34 +242,36 @@ def _copy_to_out(program: fx.Graph, node: fx.Node, mode: FakeTensorMode) -> None
 
 
 def _functional(node: fx.Node) -> Any:
-    """The operator that gives what ``node`` writes, from the same arguments but for ``out``."""
-    target = node.target
+    """The operator that returns what ``node`` writes, from the same arguments without ``out``."""
+    target = target_of(node)
     wanted = [str(each.type) for each in target._schema.arguments if not each.is_out]
     name = name_of(target)
-    name = f"__{name[3:]}" if name.startswith("__i") else name.removesuffix("_")  # a |= b, or a.add_(b)
+    name = f"__{name[3:]}" if name.startswith("__i") else name.removesuffix("_")  # a |= b -> a | b; add_ -> add
     packets = [getattr(getattr(torch.ops, target.namespace), each, None) for each in (name, f"{name}_functional")]
     overloads = [getattr(packet, each) for packet in packets if packet is not None for each in packet.overloads()]
-    for found in sorted(overloads, key=lambda overload: overload._overloadname != target._overloadname):
-        if not found._schema.is_mutable and [str(each.type) for each in found._schema.arguments] == wanted:
-            return found
-    raise CaptureError(f"{name_of(target)} writes in place and has no other form{node_line(node)}")
+    for candidate in sorted(overloads, key=lambda overload: overload._overloadname != target._overloadname):
+        if not candidate._schema.is_mutable and [str(each.type) for each in candidate._schema.arguments] == wanted:
+            return candidate
+    raise CaptureError(
+        f"{name_of(target)} writes in place and has no out-of-place form{node_line(node)}; use other operators there"
+    )
 
 
 def _written(node: fx.Node) -> tuple[Any, ...]:
-    """The arguments that the operator writes to."""
-    found = []
-    for index, argument in enumerate(node.target._schema.arguments):
+    """The arguments that the operator of ``node`` writes to."""
+    written = []
+    for index, argument in enumerate(target_of(node)._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found.append(node.args[index] if index < len(node.args) else node.kwargs.get(argument.name))
-    return tuple(found)
+            written.append(args_of(node)[index] if index < len(args_of(node)) else node.kwargs.get(argument.name))
+    return tuple(written)
 
 
 def written_buffers(program: fx.Graph, buffers: Collection[str]) -> set[str]:
-    """The placeholders among ``buffers`` that an operation of ``program`` writes to."""
-    first = {name: name for name in buffers}  # a node that is a buffer -> its placeholder
+    """The placeholders in ``buffers`` that an operation of ``program`` writes to."""
+    first = {name: name for name in buffers}  # node whose value is a whole buffer -> placeholder of that buffer
     for node in program.nodes:
-        if is_mutable(node) and node.args[0].name in first:
-            first[node.name] = first[node.args[0].name]
+        if is_mutable(node) and args_of(node)[0].name in first:
+            first[node.name] = first[args_of(node)[0].name]
     chained = {first[name] for name in first if name != first[name]}
     normalised = {
         argument.name
@@ -288,26 +291,31 @@ def _copy_for_readers(program: fx.Graph, buffer: fx.Node) -> None:
             copy = program.call_function(_aten.clone.default, (buffer,))
         copy.meta = {**user.meta, "val": buffer.meta["val"]}
         kept = user.args[:1] if is_mutable(user) else ()
-        rest = fx.node.map_arg((user.args[len(kept) :], user.kwargs), lambda n, copy=copy: copy if n is buffer else n)
-        user.args, user.kwargs = (*kept, *rest[0]), rest[1]
+        args, kwargs = _replaced((args_of(user)[len(kept) :], kwargs_of(user)), buffer, copy)
+        user.args, user.kwargs = (*kept, *args), kwargs
         if not copy.users:
             program.erase_node(copy)
 
 
+def _replaced(arguments: Any, old: fx.Node, new: fx.Node) -> Any:
+    """``arguments`` with ``new`` in place of ``old``."""
+    return fx.node.map_arg(arguments, lambda node: new if node is old else node)
+
+
 def is_mutable(node: fx.Node) -> bool:
     """Whether the operator writes to an argument."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return isinstance(node.target, torch._ops.OpOverload) and target_of(node)._schema.is_mutable
 
 
 def _memories(node: fx.Node) -> set[int]:
-    """Numbers that nodes have in common if their values share memory."""
+    """Identifiers of the memory of the node's values: nodes that share memory have one in common."""
     values = tree_leaves(node.meta.get("val"))
     return {value.untyped_storage()._cdata for value in values if isinstance(value, torch.Tensor)}
 
 
 def _writes_statistics(node: fx.Node) -> bool:
-    """A batch norm in training writes its running statistics, though its schema does not say so."""
-    return node.target in _NORMALISATIONS and bool(node.args[5])
+    """Whether ``node`` is a batch norm in training: it writes running statistics, though its schema does not say so."""
+    return node.target in _NORMALISATIONS and bool(args_of(node)[5])
 
 
 def _dtype(node: fx.Node) -> torch.dtype:
@@ -315,5 +323,5 @@ def _dtype(node: fx.Node) -> torch.dtype:
 
 
 def name_of(target: Any) -> str:
-    """An operator as a user knows it: ``mul_``."""
+    """The operator's name as a user knows it, for example ``mul_``."""
     return target._schema.name.split("::")[1] if isinstance(target, torch._ops.OpOverload) else target.__name__

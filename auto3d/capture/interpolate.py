@@ -1,29 +1,30 @@
-"""The Graph at any micro-batch size from those at two: sizes and FLOPs are affine in the number of samples."""
+"""Interpolate a model's Graph between two micro-batch sizes: sizes and FLOPs are affine in the number of samples."""
 
 from collections.abc import Callable
 from dataclasses import replace
 
-from auto3d.capture.graph import Graph, Node, Value
+from auto3d.capture.graph import Graph, GraphNode, Value
 from auto3d.errors import InputError
 
 
 def interpolate(first: Graph, second: Graph, micro_batch_size: int) -> Graph:
-    """The Graph for micro-batches of so many samples, with the operations of ``first``.
+    """The Graph for micro-batches of ``micro_batch_size`` samples, with the operations of ``first``.
 
-    For planning alone: no program stands behind it, so it has no fingerprint. Raises InputError if the model's code
-    does something else at the two sizes.
+    It serves only for planning: it has no program and so no fingerprint. Raises InputError if the model has other
+    operations at one of the two sizes than at the other.
     """
     if [node.name for node in first.nodes] != [node.name for node in second.nodes]:
         raise InputError(
-            f"the model's operations at micro-batch size {first.micro_batch_size} are not those at "
-            f"{second.micro_batch_size}: what it takes at other sizes cannot be told from these"
+            f"the model has other operations at micro-batch size {first.micro_batch_size} than at "
+            f"{second.micro_batch_size}, so its cost at {micro_batch_size} cannot be interpolated; capture it at "
+            f"{micro_batch_size} instead"
         )
     number = _line(first.micro_batch_size, second.micro_batch_size, micro_batch_size)
 
     def value(a: Value, b: Value) -> Value:
         return replace(a, shape=tuple(map(number, a.shape, b.shape)))
 
-    def node(a: Node, b: Node) -> Node:
+    def node(a: GraphNode, b: GraphNode) -> GraphNode:
         return replace(
             a,
             outputs=tuple(map(value, a.outputs, b.outputs)),
@@ -43,5 +44,5 @@ def interpolate(first: Graph, second: Graph, micro_batch_size: int) -> Graph:
 
 
 def _line(first: int, second: int, wanted: int) -> Callable[[int, int], int]:
-    """What is one number at ``first`` and another at ``second``: how much is it at ``wanted``?"""
+    """A function that takes a number at size ``first`` and at size ``second``, and gives the number at ``wanted``."""
     return lambda a, b: a if a == b else max(0, a + (b - a) * (wanted - first) // (second - first))

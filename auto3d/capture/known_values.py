@@ -1,7 +1,7 @@
-"""True values for what Python code asks of a tensor that no data enters, such as whether a mask is causal.
+"""Values for Python code that reads a tensor which does not depend on data, such as ``if mask.any():``.
 
-A trace has no values, so ``if mask.any():`` stops it. Where the mask is made of numbers in the model's code alone, its
-value is the same in every run, and the trace may go on with it.
+A trace has no values, so it would stop there. If the mask is made only of numbers in the model's code, its value is the
+same in every run, and the trace can continue with it.
 """
 
 from typing import Any
@@ -14,7 +14,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-_ASKING = (
+from auto3d.capture.nodes import target_of
+
+_READING = (
     torch.Tensor.__bool__,
     torch.Tensor.__int__,
     torch.Tensor.__float__,
@@ -26,22 +28,22 @@ _ASKING = (
     torch.allclose,
     torch.Tensor.allclose,
 )
-_LARGEST = 2**24  # elements of a tensor that is evaluated
+_LARGEST = 2**24  # most elements of a tensor that is evaluated
 _CPU = torch.device("cpu")
 
 
 class KnownValues(TorchFunctionMode):
-    """Active while a program is traced, answers such questions from the operations that were traced so far."""
+    """Active during a trace: evaluates the traced operations where Python code reads the value of a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
         self._known: dict[fx.Node, Any] = {}
         self._seen: set[fx.Node] = set()
-        self._overwritten: set[int] = set()  # memory of known values that data was written to
+        self._overwritten: set[int] = set()  # memory of known values that was overwritten with data
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if func in _ASKING and get_proxy_mode() is not None:
+        if func in _READING and get_proxy_mode() is not None:
             values = [self._value(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
             if all(value is not None for value in values):
                 with _disable_current_modes(), torch._C.DisableTorchFunction():
@@ -49,7 +51,9 @@ class KnownValues(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        tracer = get_proxy_mode().tracer
+        mode = get_proxy_mode()
+        assert mode is not None  # values are read only during a trace
+        tracer: Any = mode.tracer
         slot = get_proxy_slot(tensor, tracer, None)
         if slot is None:
             return None
@@ -63,7 +67,7 @@ class KnownValues(TorchFunctionMode):
 
     def _evaluate(self, node: fx.Node, root: torch.nn.Module) -> None:
         if node.op == "get_attr":
-            value = getattr(root, node.target, None)
+            value = getattr(root, target_of(node), None)
             if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and not value.is_meta:
                 self._known[node] = value.clone()
             return
@@ -75,18 +79,18 @@ class KnownValues(TorchFunctionMode):
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._known.__getitem__)
             args, kwargs = tree_map_only(torch.device, lambda _: _CPU, (args, kwargs))
             try:
-                self._known[node] = node.target(*args, **kwargs)
+                self._known[node] = target_of(node)(*args, **kwargs)
                 return
-            except Exception:  # such as an operator without a kernel for the CPU
+            except Exception:  # for example, an operator without a kernel for the CPU
                 known = False
-        if operator and node.target._schema.is_mutable:
+        if operator and target_of(node)._schema.is_mutable:
             for used in node.all_input_nodes:
                 self._overwritten |= self._memory(self._known.get(used))
 
     @staticmethod
     def _may_run(node: fx.Node) -> bool:
         sizes = [leaf.numel() for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
-        random = torch.Tag.nondeterministic_seeded in node.target.tags
+        random = torch.Tag.nondeterministic_seeded in target_of(node).tags
         return not random and all(isinstance(size, int) and size <= _LARGEST for size in sizes)
 
     @staticmethod

@@ -1,6 +1,7 @@
-"""A mask that no data enters, and that hides nothing or the later positions alone, is left to the attention's kernel.
+"""Drop attention masks that do not depend on data and that the attention kernel can replace.
 
-A model's code may make it anew for each micro-batch, in dozens of operations; a kernel that is told so needs none.
+Such a mask hides nothing, or exactly the later positions. A model's code may compute it in dozens of operations for
+each micro-batch; the kernel needs only its argument ``is_causal``.
 """
 
 import torch
@@ -10,16 +11,16 @@ from auto3d.capture.fixed_values import positions, value_of
 from auto3d.capture.pointwise import Pointwise, UndecidedError, aten, is_false
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
-MASK, DROPOUT = 3, 4  # among its arguments
+MASK, DROPOUT = 3, 4  # positions of these arguments of ATTENTION
 
 
 def leave_masks_to_kernel(program: fx.Graph) -> None:
-    """Drop such masks from the attentions of ``program``; what made them is left without a user.
+    """Drop such masks from the attentions of ``program``; the operations that made them are left without users.
 
-    A mask is dropped only where each of its elements is known, for every sample and head. One that takes too much
-    memory or time to find out stays.
+    A mask is dropped only if each of its elements is known for every sample and head. A mask that takes too much memory
+    or time to compute stays.
     """
-    numbers: dict[str, int] = {}  # one number per way to make a tensor: layers with equal masks share it
+    numbers: dict[str, int] = {}  # number of each way to make a tensor; layers with equal masks have the same
     known: dict[tuple[int, int, int], tuple[bool, bool]] = {}
     for attention in program.find_nodes(op="call_function", target=ATTENTION):
         mask = attention.args[MASK] if len(attention.args) > MASK else None
@@ -41,7 +42,7 @@ def leave_masks_to_kernel(program: fx.Graph) -> None:
 
 
 def _makers(mask: fx.Node) -> list[fx.Node] | None:
-    """Operations that make ``mask``, in order; None where data, weights or chance enter."""
+    """The operations that make ``mask``, in order; None if it depends on data, weights or random numbers."""
     seen: set[fx.Node] = set()
     pending = [mask]
     while pending:
@@ -56,7 +57,7 @@ def _makers(mask: fx.Node) -> list[fx.Node] | None:
 
 
 def _number(makers: list[fx.Node], numbers: dict[str, int]) -> int:
-    """Equal for equal operations on equal arguments, new to ``numbers`` otherwise."""
+    """A number that is equal for equal operations on equal arguments; ``numbers`` has those assigned so far."""
     of_node: dict[fx.Node, str] = {}
     for node in makers:
         arguments = fx.map_arg((node.args, node.kwargs), lambda used: of_node[used])
@@ -65,7 +66,7 @@ def _number(makers: list[fx.Node], numbers: dict[str, int]) -> int:
 
 
 def _hides(makers: list[fx.Node], rows: int, columns: int) -> tuple[bool, bool]:
-    """Whether a mask, true where a query sees a key, hides nothing at all; whether it hides the later keys alone."""
+    """(whether the mask hides nothing, whether it hides exactly the later keys). True means that a query sees a key."""
     with torch.no_grad(), torch.device("cpu"):
         try:
             mask = value_of(makers)
@@ -75,6 +76,6 @@ def _hides(makers: list[fx.Node], rows: int, columns: int) -> tuple[bool, bool]:
             earlier = Pointwise(aten.le.Tensor, (key, query), {}, torch.bool)
             hides_later = is_false(Pointwise(aten.ne.Tensor, (mask, earlier), {}, torch.bool), rows, columns)
             hides_nothing = is_false(Pointwise(aten.logical_not.default, (mask,), {}, torch.bool), rows, columns)
-        except (UndecidedError, NotImplementedError):  # the latter: an operator that no CPU has
+        except (UndecidedError, NotImplementedError):  # the second: an operator without a CPU kernel
             return False, False
     return hides_nothing, hides_later

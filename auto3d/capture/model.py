@@ -1,4 +1,4 @@
-"""The way in: an unmodified model at one micro-batch size, as a program that runs and the Graph that describes it."""
+"""The entry point: capture an unmodified model at one micro-batch size as a program and the Graph that describes it."""
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
@@ -14,14 +14,15 @@ from auto3d.capture.graph import Graph
 
 @dataclass(frozen=True, kw_only=True)
 class CapturedModel:
-    """``graph`` describes what ``exported.program`` does, node by node under the same names."""
+    """A captured model. ``graph`` describes ``exported.program``, node by node under the same names."""
 
     graph: Graph
     exported: ExportedModel
     _others: dict[int, "CapturedModel"] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Captures at other micro-batch sizes that were made so far."""
 
     def at(self, micro_batch_size: int) -> "CapturedModel":
-        """The same model captured at another micro-batch size; ``Graph.same_operations`` tells if it does the same.
+        """The same model captured at another micro-batch size; compare the two with ``Graph.same_operations``.
 
         Each size is captured once. Processes that are forked after the first call share its result.
         """
@@ -32,7 +33,7 @@ class CapturedModel:
         return self._others[micro_batch_size]
 
     def captured_again(self) -> "CapturedModel":
-        """A new capture at the same size: code that looks at its surroundings may take another branch in it."""
+        """A new capture at the same size, in which code that looks at its surroundings may take another branch."""
         return self._capture(self.graph.micro_batch_size)
 
     def _capture(self, micro_batch_size: int) -> "CapturedModel":
@@ -43,18 +44,19 @@ class CapturedModel:
 def capture(
     build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec], micro_batch_size: int, *, device: str = "cpu"
 ) -> CapturedModel:
-    """Capture the module that ``build`` makes for micro-batches of so many samples; raises CaptureError as ``export``.
+    """Capture the module that ``build`` makes, called with ``inputs`` of ``micro_batch_size`` samples.
 
-    What its code decides by the batch size or the type of its device is decided for these.
+    Branches of its code on the batch size or on the device type are resolved for these. Raises CaptureError like
+    ``export``.
     """
-    with without_collection():
+    with garbage_collection_paused():
         exported = export(build, inputs, micro_batch_size, device=device)
         return CapturedModel(graph=describe(exported), exported=exported)
 
 
 @contextmanager
-def without_collection() -> Iterator[None]:
-    """Let no garbage be collected: imports and a graph that only grows make none, and looking for it takes a tenth."""
+def garbage_collection_paused() -> Iterator[None]:
+    """Pause garbage collection: a capture makes no garbage, and looking for it would take a tenth of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:

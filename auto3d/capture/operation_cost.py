@@ -1,4 +1,4 @@
-"""What one operator costs: floating-point operations, and what autograd keeps; found on tensors without memory."""
+"""The cost of one operator: its FLOPs and what autograd keeps of it, measured on tensors without memory."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,21 +16,21 @@ _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
 @dataclass(frozen=True, slots=True)
 class OperationCost:
-    """``alias_of`` and the two ``saved_`` number the tensors among the operator's arguments and results, in order."""
+    """The cost of one call. Tensors among its arguments, and tensors among its results, are numbered in order."""
 
     flops: int  # forward
     backward_flops: int
-    results: tuple[torch.Tensor, ...]  # on the meta device, with the strides and requires_grad that they really have
-    alias_of: tuple[int | None, ...]  # of each result: the argument of which it is a view
-    saved_arguments: tuple[int, ...]  # that the backward needs
-    saved_results: tuple[int, ...]
-    saved_bytes: int  # of what else the backward needs, such as a dropout's mask
+    results: tuple[torch.Tensor, ...]  # meta tensors with the strides and requires_grad of the real results
+    alias_of: tuple[int | None, ...]  # for each result, the number of the argument that it is a view of
+    saved_arguments: tuple[int, ...]  # numbers of the arguments that the backward needs
+    saved_results: tuple[int, ...]  # numbers of the results that the backward needs
+    saved_bytes: int  # bytes of other tensors that the backward needs, such as a dropout mask
 
 
 class OperationCosts:
-    """Runs operators on meta tensors; equal calls, of which a model has many, run once.
+    """Runs operators on meta tensors to learn their costs; equal calls, of which a model has many, run once.
 
-    What autograd keeps is that of the kernels of a ``device`` "cpu" or "cuda".
+    What autograd keeps is taken from the kernels of ``device``, "cpu" or "cuda".
     """
 
     def __init__(self, device: str) -> None:
@@ -38,18 +38,18 @@ class OperationCosts:
         self._known: dict[str, OperationCost] = {}
 
     def __call__(self, target: Callable, args: tuple, kwargs: dict, result: Any) -> OperationCost:
-        """``args`` and ``kwargs`` hold meta tensors; those that require a gradient make the operator save things.
+        """The cost of ``target`` on ``args`` and ``kwargs``, whose tensors are meta tensors.
 
-        An operator that does not run on meta tensors is taken to give ``result``, to cost the bytes that it moves alone
-        and to save all that it has.
+        Arguments that require a gradient make the operator save tensors. If the operator does not run on meta tensors,
+        its cost is only the bytes that it moves, it saves all arguments and results, and ``result`` gives the shapes.
         """
         strides = [tensor.stride() for tensor in _tensors((args, kwargs))]
-        key = f"{target} {args} {kwargs} {strides}"  # meta tensors print as their shape, dtype and requires_grad alone
+        key = f"{target} {args} {kwargs} {strides}"  # meta tensors print only their shape, dtype and requires_grad
         if key not in self._known:
             try:
                 self._known[key] = _cost(target, args, kwargs, self._device)
             except Exception as error:  # kernels raise errors of any kind
-                problem = f"the cost of {target} is not known ({type(error).__name__}): its bytes are counted alone"
+                problem = f"the cost of {target} is unknown ({type(error).__name__}): only its bytes are counted"
                 warn(problem, stacklevel=2)
                 self._known[key] = _unknown_cost(args, kwargs, result)
         return self._known[key]
@@ -57,17 +57,17 @@ class OperationCosts:
 
 def _unknown_cost(args: tuple, kwargs: dict, result: Any) -> OperationCost:
     arguments, values = _tensors((args, kwargs)), _tensors(result)
-    learns = any(argument.requires_grad for argument in arguments)
+    has_gradient = any(argument.requires_grad for argument in arguments)
     results = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device="meta") for v in values]
     return OperationCost(
         flops=0,
         backward_flops=0,
         results=tuple(
-            each.requires_grad_(learns and (each.is_floating_point() or each.is_complex())) for each in results
+            each.requires_grad_(has_gradient and (each.is_floating_point() or each.is_complex())) for each in results
         ),
         alias_of=(None,) * len(results),
-        saved_arguments=tuple(range(len(arguments))) if learns else (),
-        saved_results=tuple(range(len(results))) if learns else (),
+        saved_arguments=tuple(range(len(arguments))) if has_gradient else (),
+        saved_results=tuple(range(len(results))) if has_gradient else (),
         saved_bytes=0,
     )
 
@@ -79,7 +79,9 @@ def _cost(target: Callable, args: tuple, kwargs: dict, device: str) -> Operation
         flops = counter.get_total_flops()
         _run_backward(arguments, results)
         backward_flops = counter.get_total_flops() - flops
-    if flops == 0 and "grouped_mm" in str(target):  # torch has no formula for it; each row meets one group's matrix
+    if flops == 0 and "grouped_mm" in str(
+        target
+    ):  # torch has no formula for it; each row is multiplied by one group's matrix
         flops = 2 * results[0].numel() * arguments[0].shape[-1]
         backward_flops = flops * sum(argument.requires_grad for argument in arguments[:2])
     fused = fused_attention(device, *args, **kwargs) if target is _ATTENTION else None
@@ -105,7 +107,7 @@ def _cost(target: Callable, args: tuple, kwargs: dict, device: str) -> Operation
 
 
 def _run(target: Callable, args: tuple, kwargs: dict) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The operator's results, and the tensors that autograd saved."""
+    """(tensors among the operator's results, tensors that autograd saved)."""
     saved: list[torch.Tensor] = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Clocks, entropy and seeds: values from outside that a forward would read anew each time, and a program would not."""
+"""Refuse clocks, entropy and seeds: a forward reads them each time, but a captured program would repeat one value."""
 
 import os
 import random
@@ -18,17 +18,17 @@ from torch.utils._pytree import tree_leaves
 from auto3d.capture.errors import CaptureError, frame_line, is_model_code, node_line
 from auto3d.capture.python_state import user_modules
 
-_FROZEN = "a captured program would use its value of this moment for ever; {}"
+_FROZEN = "a captured program would repeat the same value in every iteration; {}"
 _CLOCK = f"reads a clock{{line}}: {_FROZEN.format('read it outside of forward')}"
 _ENTROPY = f"draws random bytes{{line}}: {_FROZEN.format('draw with torch, as in torch.rand, there')}"
-_SEED = "reads or sets torch's random seed{line}: every random operation is seeded by the plan; remove it there"
+_SEED = "reads or sets torch's random seed{line}: the plan seeds every random operation; remove it there"
 _CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
 _SEEDS = ("manual_seed", "seed", "initial_seed", "set_rng_state")
 
 
 @contextmanager
 def refused_outside_values(model: nn.Module) -> Iterator[None]:
-    """Raise CaptureError where the code of ``model`` reads a clock, draws entropy, or handles torch's seed."""
+    """Inside, raise CaptureError where the code of ``model`` reads a clock, draws entropy, or reads or sets a seed."""
     problems = [
         *((time, name, _CLOCK) for name in _CLOCKS),
         (os, "urandom", _ENTROPY),
@@ -40,19 +40,20 @@ def refused_outside_values(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, _ in problems:
             stack.enter_context(patch.object(owner, name, refusing[id(getattr(owner, name))]))
-        for module in user_modules(model):  # modules that imported the function by its name
-            imported = {name: refusing[id(value)] for name, value in vars(module).items() if id(value) in refusing}
-            stack.enter_context(patch.multiple(module, **imported) if imported else ExitStack())
+        for module in user_modules(model):  # these may have imported the function by its name
+            imported = [name for name, value in vars(module).items() if id(value) in refusing]
+            for name in imported:
+                stack.enter_context(patch.object(module, name, refusing[id(vars(module)[name])]))
         yield
 
 
 def check_generators(program: fx.Graph) -> None:
-    """Raise CaptureError where an operation draws from a generator of the model's own."""
+    """Raise CaptureError if an operation draws from a torch.Generator of the model."""
     for node in program.nodes:
         if any(isinstance(value, torch.Generator) for value in tree_leaves((node.args, node.kwargs))):
             raise CaptureError(
-                f"{node.target} draws from a torch.Generator{node_line(node)}: every random operation is seeded by the "
-                "plan; leave the generator out there"
+                f"{node.target} draws from a torch.Generator{node_line(node)}: the plan seeds every random operation; "
+                "draw without a generator there"
             )
 
 
@@ -73,7 +74,7 @@ def _refusing(original: Callable, problem: str) -> Callable:
 
 
 def _caller(frame: FrameType | None, *, through_library: bool) -> FrameType | None:
-    """The frame that calls, or, ``through_library``, that makes the standard library call."""
+    """``frame``, or with ``through_library`` the nearest caller outside of the standard library."""
     while through_library and frame is not None and _is_library(frame):
         frame = frame.f_back
     return frame

@@ -1,31 +1,32 @@
-"""Tensors too large to hold, as elementwise expressions: evaluated in boxes of rows and columns, bounded in blocks.
+"""Elementwise expressions for tensors that are too large to hold, with bounds per block of rows and columns.
 
-Every tensor here is compact: a dimension along which its elements only repeat has size 1, as before an expand.
+Every tensor here is compact: a dimension along which elements only repeat has size 1, as before an expand.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import ceil, prod
 from typing import Any
 
 import torch
 
-BLOCKS = 512  # along rows and along columns: each is bounded before any is evaluated
-STRIP_ELEMENTS = 2**24  # evaluated at once, over all operations of an expression
-MOST_ELEMENTS = 2**31  # evaluated of one expression, about 10 s
+BLOCKS = 512  # blocks along rows and along columns; all are bounded before any is evaluated
+STRIP_ELEMENTS = 2**24  # elements evaluated at once, over all operations of an expression
+MOST_ELEMENTS = 2**31  # most elements evaluated of one expression, about 10 s
 
-Bounds = tuple[torch.Tensor, torch.Tensor]  # least and greatest element of each block, in the type of the elements
+Bounds = tuple[torch.Tensor, torch.Tensor]  # least and greatest element of each block, in the elements' dtype
 
 aten = torch.ops.aten
 
 
 class UndecidedError(Exception):
-    """Finding out the elements would take too much memory or time."""
+    """Computing the elements would take too much memory or time."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pointwise:
-    """An elementwise operator and its arguments; its operands have as many dimensions as its result, or none."""
+    """An elementwise operator and its arguments; each operand has as many dimensions as the result, or none."""
 
     target: Callable[..., torch.Tensor]
     args: tuple[Any, ...]
@@ -41,7 +42,7 @@ class Pointwise:
         return [argument for argument in self.args if isinstance(argument, (torch.Tensor, Pointwise))]
 
     def args_with(self, operands: Sequence[Any]) -> tuple[Any, ...]:
-        """The arguments, with ``operands`` in the place of its own."""
+        """The arguments, with ``operands`` in place of the present operands."""
         following = iter(operands)
         return tuple(
             next(following) if isinstance(argument, (torch.Tensor, Pointwise)) else argument for argument in self.args
@@ -57,9 +58,9 @@ def elements(expression: Expression) -> torch.Tensor:
 
 
 def restructured(expression: Expression, change: Callable[[torch.Tensor], torch.Tensor]) -> Expression:
-    """``expression`` after an operator that only moves elements: elementwise operators commute with it.
+    """``expression`` after an operator that only moves elements, with which elementwise operators commute.
 
-    ``change`` applies it to a compact tensor. Tensors without dimensions stay: they broadcast to any shape.
+    ``change`` applies the operator to a compact tensor. A tensor without dimensions stays: it broadcasts to any shape.
     """
 
     def changed(node: Pointwise, operands: list[Expression]) -> Pointwise:
@@ -69,26 +70,29 @@ def restructured(expression: Expression, change: Callable[[torch.Tensor], torch.
 
 
 def bounded(expression: Expression, block: int) -> Bounds | None:
-    """Bounds of ``expression`` in blocks of so many rows and columns; None where nothing is known of it."""
+    """Bounds of ``expression`` in blocks of ``block`` rows and columns; None where no bounds are known."""
     return _fold(_in_order(expression), lambda tensor: _block_bounds(tensor, block), _bounds)
 
 
 def is_false(expression: Expression, rows: int, columns: int) -> bool:
-    """Whether every element of the Boolean ``expression`` is false, broadcast to so many rows and columns.
+    """Whether every element of the Boolean ``expression`` is false, broadcast to ``rows`` and ``columns``.
 
-    Blocks of rows and columns are bounded first, by interval arithmetic; what that leaves open is evaluated element by
-    element. Leading dimensions are covered too. Raises UndecidedError where that is too much.
+    Interval arithmetic bounds blocks of rows and columns first; the blocks that it leaves open are evaluated element by
+    element. Leading dimensions are included. Raises UndecidedError where that takes too much memory or time.
     """
     block = ceil(max(rows, columns) / BLOCKS)
-    surely, possibly = bounded(expression, block)
+    bounds = bounded(expression, block)
+    assert bounds is not None  # a Boolean expression has the bounds false and true where nothing else is known
+    surely, possibly = bounds
     if surely.any():
         return False
     grid = (ceil(rows / block), ceil(columns / block))
     possibly = possibly.reshape(possibly.shape[-2:]).expand(grid)  # leading dimensions are one block each
-    strips = []  # rows, and the columns of the first to the last block in question
+    strips = []  # (first row, first column, end column) of the open blocks in each row of blocks
     for number in possibly.any(1).nonzero().flatten().tolist():
-        found = possibly[number].nonzero().flatten()
-        strips.append((number * block, int(found[0]) * block, min((int(found[-1]) + 1) * block, columns)))
+        open_blocks = possibly[number].nonzero().flatten()
+        end = min((int(open_blocks[-1]) + 1) * block, columns)
+        strips.append((number * block, int(open_blocks[0]) * block, end))
     order = _in_order(expression)
     leading = prod(expression.shape[:-2])
     if sum(block * (end - begin) for _, begin, end in strips) * leading > MOST_ELEMENTS:
@@ -100,13 +104,13 @@ def is_false(expression: Expression, rows: int, columns: int) -> bool:
         last_row = min(first_row + block, rows)
         for row in range(first_row, last_row, height):
             box = (slice(row, min(row + height, last_row)), slice(begin, end))
-            if _fold(order, lambda tensor, box=box: _inside(tensor, *box), _call).any():
+            if _fold(order, partial(_inside, box=box), _call).any():
                 return False
     return True
 
 
 def _in_order(expression: Expression) -> list[Expression]:
-    """Each part of ``expression`` once, after its operands; expressions may be too deep for recursion."""
+    """Each subexpression of ``expression`` once, after its operands. Expressions may be too deep for recursion."""
     order: dict[int, Expression] = {}
     pending = [expression]
     while pending:
@@ -121,13 +125,13 @@ def _in_order(expression: Expression) -> list[Expression]:
 
 
 def _fold(order: Sequence[Expression], leaf: Callable[[torch.Tensor], Any], operation: Callable[..., Any]) -> Any:
-    """Result of ``operation(part, results of its operands)`` for the last of ``order``."""
+    """The result for the last of ``order``, where each node is ``operation(node, results of its operands)``."""
     results: dict[int, Any] = {}
-    for part in order:
-        if isinstance(part, torch.Tensor):
-            results[id(part)] = leaf(part)
+    for node in order:
+        if isinstance(node, torch.Tensor):
+            results[id(node)] = leaf(node)
         else:
-            results[id(part)] = operation(part, [results[id(operand)] for operand in part.operands])
+            results[id(node)] = operation(node, [results[id(operand)] for operand in node.operands])
     return results[id(order[-1])]
 
 
@@ -135,15 +139,16 @@ def _call(node: Pointwise, operands: list[torch.Tensor]) -> torch.Tensor:
     return node.target(*node.args_with(operands), **node.kwargs)
 
 
-def _inside(tensor: torch.Tensor, rows: slice, columns: slice) -> torch.Tensor:
+def _inside(tensor: torch.Tensor, box: tuple[slice, slice]) -> torch.Tensor:
+    """The elements of a compact ``tensor`` in ``box``, a pair of rows and columns."""
     if not tensor.dim():
         return tensor
-    every = slice(None)
+    (rows, columns), every = box, slice(None)
     return tensor[..., rows if tensor.shape[-2] > 1 else every, columns if tensor.shape[-1] > 1 else every]
 
 
 def _block_bounds(tensor: torch.Tensor, block: int) -> Bounds | None:
-    """None where elements have no order."""
+    """Bounds of the elements in each block; None where elements have no order."""
     if tensor.is_complex() or (tensor.is_floating_point() and tensor.isnan().any()):
         return None
     if not tensor.dim():
@@ -153,12 +158,12 @@ def _block_bounds(tensor: torch.Tensor, block: int) -> Bounds | None:
         leading = tuple(range(tensor.dim() - 2))
         low, high = tensor.amin(leading, keepdim=True), tensor.amax(leading, keepdim=True)
     for dim in (-2, -1):
-        low = torch.cat([part.amin(dim, keepdim=True) for part in low.split(block, dim)], dim)
-        high = torch.cat([part.amax(dim, keepdim=True) for part in high.split(block, dim)], dim)
+        low = torch.cat([piece.amin(dim, keepdim=True) for piece in low.split(block, dim)], dim)
+        high = torch.cat([piece.amax(dim, keepdim=True) for piece in high.split(block, dim)], dim)
     return low, high
 
 
-# Operator -> sign for each operand: the result grows (1) or falls (-1) with it, after rounding too.
+# Operator -> sign for each operand: the result grows (1) or falls (-1) with the operand, also after rounding.
 _COMPARISONS = {aten.le: (-1, 1), aten.lt: (-1, 1), aten.ge: (1, -1), aten.gt: (1, -1)}
 _LOGICAL = {  # operators on Booleans
     aten.bitwise_and: (1, 1),
@@ -174,8 +179,9 @@ _ARITHMETIC = {aten.add: (1, 1), aten.sub: (1, -1)}  # bounds hold only if nothi
 
 
 def _bounds(node: Pointwise, operands: list[Bounds | None]) -> Bounds | None:
-    """Bounds of what ``node`` makes of operands within theirs; None where nothing is known of numbers."""
-    found = None if any(operand is None for operand in operands) else _known_bounds(node, operands)
+    """Bounds of the result of ``node`` for operands within their bounds; None where none are known for numbers."""
+    known = [operand for operand in operands if operand is not None]
+    found = _known_bounds(node, known) if len(known) == len(operands) else None
     if found is not None and any(bound.isnan().any() for bound in found):
         found = None
     if found is None and node.dtype is torch.bool:
@@ -237,7 +243,7 @@ def _as_type(bound: Any, dtype: torch.dtype) -> Bounds:
 
 
 def _equal(found: Bounds, exact: Bounds) -> bool:
-    """Whether two computations agree, on finite numbers: then nothing between them overflows."""
+    """Whether two computations agree on finite numbers, in which case nothing between the bounds overflows."""
     return all(
         bool((one.double() == other.double()).all() and other.isfinite().all())
         for one, other in zip(found, exact, strict=True)

@@ -1,14 +1,14 @@
-"""What a model's forward can read and change beside tensors: attributes, globals, Python's and numpy's randomness.
+"""The Python state that a forward can read and change: attributes, globals, and Python's and numpy's random states.
 
-A captured program repeats what one forward did. That is right only where the next forward would do the same, so the
-state is compared before and after the forward that is traced.
+A captured program repeats the operations of one forward. That is right only if the next forward would do the same, so
+this state is compared before and after the traced forward.
 """
 
 import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -25,22 +25,22 @@ from auto3d.capture.errors import frame_line, is_model_code
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training", "_forward_hooks", "_forward_pre_hooks"}
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _SCALARS = (bool, int, str, bytes, complex, type(None), type(...))
-_LARGEST = 100_000  # items of a container that are compared; of a longer one its length is
-_MOST = 1_000_000  # values that are compared in all
+_LARGEST = 100_000  # most items of a container that are compared; of a longer one, only the length is compared
+_MOST = 1_000_000  # most values that are compared in total
 
 Frozen = Hashable
 
 
 @dataclass(frozen=True)
 class Owner:
-    """Something that holds values by name, as a module or a class does."""
+    """An object with named values, such as a module or a class."""
 
-    described: str  # a format with {} for the name of a value
+    described: str  # description of a value, with {} for its name
     values: Callable[[], Mapping[str, Any]]
 
 
 class PythonState:
-    """The state that the forward of ``model`` may depend on, as it was found when this was made."""
+    """The state that the forward of ``model`` may depend on. The owners of the state are listed once, at creation."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules())
@@ -52,9 +52,10 @@ class PythonState:
             *(Owner(f"{module.__name__}.{{}}", partial(vars, module)) for module in user_modules(model)),
         ]
 
-    def now(self) -> "Snapshot":
+    def now(self) -> "StateSnapshot":
+        """A comparable copy of the present state."""
         freezing = _Freezing({id(module) for module in self._modules.values()})
-        return Snapshot(
+        return StateSnapshot(
             {
                 (owner, name): freezing(value)
                 for owner in self._owners
@@ -64,26 +65,26 @@ class PythonState:
         )
 
     def attributes(self) -> dict[str, dict[str, Any]]:
-        """The attributes of each module, by its path. torch.export resets them when the trace ends."""
+        """Path of a module -> its attributes. torch.export resets them when the trace ends."""
         return {path: _attributes(module) for path, module in self._modules.items()}
 
     def set_attributes(self, attributes: Mapping[str, Mapping[str, Any]]) -> None:
-        """Give the modules the attributes that they had when ``attributes`` was called, and no others."""
+        """Restore the modules' attributes to those that ``attributes()`` returned."""
         for path, values in attributes.items():
-            own = self._modules[path].__dict__
+            present = self._modules[path].__dict__
             for name in _attributes(self._modules[path]).keys() - values.keys():
-                del own[name]
-            own.update({name: value for name, value in values.items() if name not in _REGISTERED})
+                del present[name]
+            present.update({name: value for name, value in values.items() if name not in _REGISTERED})
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """Copies of values, comparable, by their owner and name."""
+class StateSnapshot:
+    """(owner, name) -> comparable copy of a value."""
 
     values: Mapping[tuple[Owner, str], Frozen]
 
-    def changes(self, before: "Snapshot") -> list["Change"]:
-        """What is not as it was ``before``: values that changed, are new, or are gone."""
+    def changes(self, before: "StateSnapshot") -> list["Change"]:
+        """The values that changed, appeared or disappeared since ``before``."""
         keys = dict.fromkeys([*before.values, *self.values])
         absent = object()
         return [Change(*key) for key in keys if self.values.get(key, absent) != before.values.get(key, absent)]
@@ -100,19 +101,19 @@ class Change:
         return self.owner.described.format(self.name)
 
     def line(self, run: Callable[[], Any]) -> str:
-        """`` at FILE, line N``: the line of the model's code that changes it first while ``run`` runs, or nothing."""
+        """`` at FILE, line N``: the first line of the model's code that changes the value in ``run()``, or nothing."""
 
         def read() -> Frozen:
             return _Freezing(set())(self.owner.values().get(self.name))
 
-        before, found, latest = read(), "", ""
+        before, changing, latest = read(), "", ""
 
         def follow(frame: types.FrameType, event: str, _: Any) -> Callable | None:
-            nonlocal found, latest
-            if found or not is_model_code(frame.f_code.co_filename):
+            nonlocal changing, latest
+            if changing or not is_model_code(frame.f_code.co_filename):
                 return None if event == "call" else follow
             if read() != before:
-                found = latest
+                changing = latest
             caller = frame.f_back
             if event == "return" and caller is not None and is_model_code(caller.f_code.co_filename):
                 latest = frame_line(caller)
@@ -124,20 +125,20 @@ class Change:
         sys.settrace(follow)
         try:
             run()
-        except Exception:  # the forward may fail again; its lines were seen by then
-            return found
+        except Exception:  # the forward may fail again, after its lines were traced
+            return changing
         finally:
             sys.settrace(tracing)
-        return found
+        return changing
 
 
 def user_modules(model: nn.Module) -> list[types.ModuleType]:
-    """The Python modules outside of installed packages in which the classes of ``model`` are written."""
+    """The Python modules outside of installed packages that define the classes of ``model``."""
     names = dict.fromkeys(cls.__module__ for cls in _classes(model.modules()))
     return [sys.modules[name] for name in names if name in sys.modules]
 
 
-def _classes(modules: Iterator[nn.Module]) -> list[type]:
+def _classes(modules: Iterable[nn.Module]) -> list[type]:
     kinds = dict.fromkeys(type(module) for module in modules)
     return list(dict.fromkeys(cls for kind in kinds for cls in kind.__mro__ if _is_user_class(cls)))
 
@@ -152,8 +153,8 @@ def _of_module(path: str, module: nn.Module) -> str:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    own = {name: value for name, value in module.__dict__.items() if name not in _OF_EVERY_MODULE}
-    return own | {name: tuple(module.__dict__[name]) for name in _REGISTERED}
+    attributes = {name: value for name, value in module.__dict__.items() if name not in _OF_EVERY_MODULE}
+    return attributes | {name: tuple(module.__dict__[name]) for name in _REGISTERED}
 
 
 def _class_values(cls: type) -> dict[str, Any]:
@@ -161,17 +162,17 @@ def _class_values(cls: type) -> dict[str, Any]:
 
 
 class _Freezing:
-    """Makes comparable copies of values; a value that was seen before is copied once."""
+    """Makes comparable copies of values; an object that occurs several times is copied once."""
 
     def __init__(self, elsewhere: set[int]) -> None:
-        self._elsewhere = elsewhere  # ids of modules whose attributes are copied by themselves
-        self._seen: dict[int, Any] = {}  # holds what it has seen, so that no id is used again
+        self._elsewhere = elsewhere  # ids of modules, whose attributes are copied separately
+        self._seen: dict[int, Any] = {}  # id -> object; holding the objects keeps their ids unique
 
     def __call__(self, value: Any) -> Frozen:
         if isinstance(value, _SCALARS):
             return (type(value).__name__, value)
         if isinstance(value, float):
-            return ("float", repr(value))  # nan equals nan
+            return ("float", repr(value))  # so that nan equals nan
         if id(value) in self._elsewhere or id(value) in self._seen or len(self._seen) > _MOST:
             return type(value).__name__
         self._seen[id(value)] = value
@@ -225,8 +226,8 @@ class _Freezing:
         if package == "torch" or package in sys.stdlib_module_names:
             return None
         slots = {name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ()) if hasattr(value, name)}
-        held = {name: getattr(value, name) for name in sorted(slots)} | getattr(value, "__dict__", {})
-        return tuple((name, self(each)) for name, each in held.items() if name not in _OF_EVERY_MODULE)
+        attributes = {name: getattr(value, name) for name in sorted(slots)} | getattr(value, "__dict__", {})
+        return tuple((name, self(each)) for name, each in attributes.items() if name not in _OF_EVERY_MODULE)
 
 
 def _is_empty(cell: types.CellType) -> bool:
@@ -239,11 +240,11 @@ def _is_empty(cell: types.CellType) -> bool:
 
 @dataclass
 class Observation:
-    """The state before and after the forward that is traced, and the modules' attributes at both times."""
+    """The state before and after the traced forward, and the modules' attributes at both times."""
 
     state: PythonState
-    before: Snapshot | None = None
-    after: Snapshot | None = None
+    before: StateSnapshot | None = None
+    after: StateSnapshot | None = None
     first_attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
     last_attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -256,20 +257,22 @@ class Observation:
 
 @contextmanager
 def observed(model: nn.Module) -> Iterator[Observation]:
-    """Compare the state of ``model`` at both ends of its forward, before torch.export resets its attributes."""
-    found = Observation(PythonState(model))
+    """Record the state of ``model`` at both ends of its forward, before torch.export resets its attributes."""
+    observation = Observation(PythonState(model))
 
     def begin(*_: Any) -> None:
-        if found.before is None:
-            found.before, found.first_attributes = found.state.now(), found.state.attributes()
+        if observation.before is None:
+            observation.before = observation.state.now()
+            observation.first_attributes = observation.state.attributes()
 
     def end(*_: Any) -> None:
-        found.after, found.last_attributes = found.state.now(), found.state.attributes()
+        observation.after = observation.state.now()
+        observation.last_attributes = observation.state.attributes()
 
     first = model.register_forward_pre_hook(begin, prepend=True)
     last = model.register_forward_hook(end)
     try:
-        yield found
+        yield observation
     finally:
         first.remove()
         last.remove()

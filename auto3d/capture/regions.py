@@ -1,7 +1,7 @@
-"""Put the operations of a program's regions in the place of their calls, as operations that mean the same alone.
+"""Replace the regions of a program by their operations, rewritten to mean the same outside of the region.
 
-A region is what torch.export keeps whole: code without gradient, code under automatic mixed precision, and code that
-torch.vmap runs for all samples at once.
+A region is code that torch.export keeps together: code without gradient, code under automatic mixed precision, and code
+that torch.vmap runs for all samples at once.
 """
 
 import operator
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from auto3d.capture.errors import CaptureError, node_line
 from auto3d.capture.in_place import name_of
+from auto3d.capture.nodes import args_of, target_of
 
 _SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
 _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
@@ -27,15 +28,15 @@ _TO_COPY = torch.ops.aten._to_copy.default
 def inline_regions(module: fx.GraphModule, mode: FakeTensorMode, parameters: Collection[str]) -> None:
     """Inline the regions of ``module``: detached values without gradient, casts for mixed precision, batched operators.
 
-    What no gradient flows through, such as a buffer, is not detached: a region may write to it. Raises CaptureError
-    where there is another kind of region, such as a loop or a branch.
+    A value without gradient, such as a buffer, is not detached, since a region may write to it. Raises CaptureError for
+    another kind of region, such as a loop or a branch.
     """
     program = module.graph
     inliner = _Inliner(program, mode, parameters)
     for node in [node for node in program.nodes if isinstance(node.target, torch._ops.HigherOrderOperator)]:
         with program.inserting_before(node):
             results = inliner.inline(node, {argument: argument for argument in node.all_input_nodes}, module)
-        for user in list(node.users):  # each takes one result out
+        for user in list(node.users):  # each user takes one result of the region
             user.replace_all_uses_with(results[user.args[1]])
             program.erase_node(user)
         program.erase_node(node)
@@ -45,11 +46,11 @@ def inline_regions(module: fx.GraphModule, mode: FakeTensorMode, parameters: Col
 
 
 class _Inliner:
-    """Copies operations of regions to where the program inserts."""
+    """Copies operations of regions to the insertion point of the program."""
 
     def __init__(self, program: fx.Graph, mode: FakeTensorMode, parameters: Collection[str]) -> None:
         self._program, self._mode, self._parameters = program, mode, parameters
-        self._learns: dict[fx.Node, bool] = {}  # whether a parameter enters the node's value
+        self._learns: dict[fx.Node, bool] = {}  # whether the node's value depends on a parameter
 
     def inline(
         self,
@@ -58,23 +59,24 @@ class _Inliner:
         owner: fx.GraphModule,
         precision: "_Autocast | None" = None,
     ) -> tuple[Any, ...]:
-        """Copy a region's operations; ``outer`` maps what the region reads to nodes of the program."""
-        with_gradient = True
+        """Copy the operations of ``region`` and return its results; ``outer`` has the values that it reads."""
+        with_gradient: Any = True
         if region.target is _SET_GRAD:
-            with_gradient, body, *arguments = region.args
+            with_gradient, body, *arguments = args_of(region)
         elif region.target is _AUTOCAST:
-            device_type, dtype, enabled, _, body, *arguments = region.args  # the export itself switches the cache off
+            # The fourth argument is the cache setting, which the export itself switches off.
+            device_type, dtype, enabled, _, body, *arguments = args_of(region)
             if not enabled:
                 precision = None
             elif precision is None or precision.kind != (device_type, dtype):
                 precision = _Autocast(device_type, dtype)
         else:
-            bodies = [owner.get_submodule(n.target).graph.nodes for n in region.all_input_nodes if n.op == "get_attr"]
+            bodies = [_body(owner, n).graph.nodes for n in region.all_input_nodes if n.op == "get_attr"]
             line = next((node_line(node) for nodes in bodies for node in nodes if node_line(node)), node_line(region))
             raise CaptureError(
-                f"{name_of(region.target)} cannot be cut into operations{line}; write it with plain tensor operations"
+                f"{name_of(region.target)} cannot be split into operations{line}; write it with plain tensor operations"
             )
-        inner = owner.get_submodule(body.target)
+        inner = _body(owner, body)
         values: dict[fx.Node, Any] = {}
         for placeholder, argument in zip(inner.graph.find_nodes(op="placeholder"), arguments, strict=True):
             value = outer[argument] if isinstance(argument, fx.Node) else argument
@@ -88,7 +90,7 @@ class _Inliner:
                 return fx.node.map_arg(tuple(node.args[0]), values.__getitem__)
             if isinstance(node.target, torch._ops.HigherOrderOperator):
                 values[node] = self.inline(node, values, inner, precision)
-            elif node.target is operator.getitem and isinstance(values[node.args[0]], tuple):  # from an inner region
+            elif node.target is operator.getitem and isinstance(values[node.args[0]], tuple):  # an inner region's
                 values[node] = values[node.args[0]][node.args[1]]
             elif node.op == "call_function":
                 values[node] = self._program.node_copy(node, values.__getitem__)
@@ -97,7 +99,7 @@ class _Inliner:
         raise AssertionError("a graph ends with its output")
 
     def _has_gradient(self, node: fx.Node) -> bool:
-        """Whether gradient flows from ``node`` to a parameter; not through a buffer, which a region may write to."""
+        """Whether a gradient flows from ``node`` to a parameter. A buffer, which a region may write to, has none."""
         pending = [node]
         while pending:
             current = pending[-1]
@@ -111,7 +113,7 @@ class _Inliner:
         return self._learns[node] and _is_tensor(node)
 
     def _cast_arguments(self, node: fx.Node, precision: "_Autocast") -> None:
-        """Put casts before ``node``, so that it computes without mixed precision what it computes with it."""
+        """Insert casts before ``node``, so that it computes the same without mixed precision as it did with it."""
         dtypes = precision.casts(node, self._mode)
 
         def cast(argument: fx.Node) -> fx.Node:
@@ -133,16 +135,17 @@ class _Inliner:
 
 
 class _Autocast:
-    """What automatic mixed precision does to operators in a region."""
+    """The casts that automatic mixed precision adds to the operators of a region."""
 
     def __init__(self, device_type: str, dtype: torch.dtype | None) -> None:
         self.kind = (device_type, dtype)
         self.cast_weights: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}  # autocast casts a weight once for all uses
 
     def casts(self, node: fx.Node, mode: FakeTensorMode) -> dict[fx.Node, torch.dtype]:
-        """The type that each argument of ``node`` is cast to; raises CaptureError if casts alone do not explain it.
+        """Argument of ``node`` -> the dtype that autocast casts it to.
 
-        Found by running the operator on fake tensors with mixed precision, and again without it on the cast ones.
+        Runs the operator on fake tensors with mixed precision, and again without it on cast fake tensors. Raises
+        CaptureError if the two runs differ by more than these casts.
         """
         arguments = [n for n in node.all_input_nodes if _is_tensor(n) and n.meta["val"].is_floating_point()]
         fakes = {argument: argument.meta["val"].detach() for argument in arguments}
@@ -151,7 +154,7 @@ class _Autocast:
         def run(values: Mapping[fx.Node, torch.Tensor]) -> "_Recorded":
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values.get(n, n.meta["val"]))
             with mode, torch.no_grad(), _Recorded() as recorded:
-                result = node.target(*args, **kwargs)
+                result = target_of(node)(*args, **kwargs)
             recorded.dtypes = [value.dtype for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
             return recorded
 
@@ -163,18 +166,18 @@ class _Autocast:
             if len(to) == 1:
                 dtypes[argument] = to.pop()
         with mode:
-            alone = run({argument: fake.to(dtypes.get(argument, fake.dtype)) for argument, fake in fakes.items()})
-        explained = seen.num_casts - len(dtypes) == alone.num_casts and seen.others == alone.others
-        if not explained or alone.dtypes != wanted:
+            without = run({argument: fake.to(dtypes.get(argument, fake.dtype)) for argument, fake in fakes.items()})
+        explained = seen.num_casts - len(dtypes) == without.num_casts and seen.others == without.others
+        if not explained or without.dtypes != wanted:
             raise CaptureError(
-                f"{name_of(node.target)} under torch.autocast cannot be written as casts{node_line(node)}; "
-                "cast its arguments there by hand, and leave autocast"
+                f"{name_of(node.target)} under torch.autocast cannot be rewritten as casts{node_line(node)}; "
+                "disable autocast there and cast the arguments explicitly"
             )
         return dtypes
 
 
 class _Recorded(TorchDispatchMode):
-    """The operators that run, casts apart from others, and the types of what they give."""
+    """Records the operators that run, with casts separate from the others, and the dtypes of the results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +193,7 @@ class _Recorded(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is _TO_COPY and kwargs.get("dtype") is not None:
             self.casts.append((args[0], kwargs["dtype"]))
-        elif func.namespace != "prim":  # such as a look at the device
+        elif func.namespace != "prim":  # prim has queries, such as that of a device
             self.others.append(func)
         return func(*args, **kwargs)
 
@@ -200,7 +203,7 @@ _NOT_OPERATORS = (operator.getitem, predispatch.lazy_load_decompositions)
 
 
 def _batch(program: fx.Graph, mode: FakeTensorMode) -> None:
-    """Replace the operations that torch.vmap runs for each sample by those that it runs for all."""
+    """Replace operations inside torch.vmap, written for one sample, by operations on all samples."""
     depth, region = 0, []
     for node in list(program.nodes):
         depth += node.target is _VMAP_BEGINS
@@ -215,7 +218,10 @@ def _batch(program: fx.Graph, mode: FakeTensorMode) -> None:
             if node.target is predispatch.lazy_load_decompositions:
                 program.erase_node(node)
             elif node.target not in _NOT_OPERATORS and getattr(node.target, "__module__", "") == predispatch.__name__:
-                raise CaptureError(f"torch.func's transforms, but vmap, cannot be captured{node_line(node)}")
+                raise CaptureError(
+                    f"of the transforms of torch.func, only vmap can be captured{node_line(node)}; write what this one "
+                    "computes with plain tensor operations there"
+                )
 
 
 def _replace_batched(program: fx.Graph, region: list[fx.Node], mode: FakeTensorMode) -> None:
@@ -227,7 +233,7 @@ def _replace_batched(program: fx.Graph, region: list[fx.Node], mode: FakeTensorM
         made: dict[fx.Node, Any] = dict(zip(inputs, values, strict=True))
         for node in region:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), made.__getitem__)
-            made[node] = node.target(*args, **kwargs)
+            made[node] = target_of(node)(*args, **kwargs)
         return [made[node] for node in outputs]
 
     with mode, torch.no_grad():
@@ -243,6 +249,13 @@ def _replace_batched(program: fx.Graph, region: list[fx.Node], mode: FakeTensorM
                     old.replace_all_uses_with(copied[new], delete_user_cb=lambda user: user not in inside)
     for node in reversed(region):
         program.erase_node(node)
+
+
+def _body(owner: fx.GraphModule, attribute: fx.Node) -> fx.GraphModule:
+    """The module of a region's operations, which ``owner`` holds under the name that ``attribute`` reads."""
+    body = owner.get_submodule(target_of(attribute))
+    assert isinstance(body, fx.GraphModule)
+    return body
 
 
 def _is_tensor(node: fx.Node) -> bool:

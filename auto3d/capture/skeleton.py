@@ -1,4 +1,4 @@
-"""The module that a function builds, without its memory, and the random numbers that its code may draw."""
+"""Build a module without memory for its tensors, with seeded random numbers for its code."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from auto3d.capture.errors import error_line
 from auto3d.capture.foreign import SET_DATA, ForeignWeights, LostValueError
 from auto3d.errors import InputError
 
-_AT_ONCE_BYTES = 2**30  # weights that a module may read back while it is built, if their names are not yet known
+_AT_ONCE_BYTES = 2**30  # weights that a module can read back while it is built for real
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,21 +30,21 @@ class Skeleton:
 
     model: nn.Module
     registered: tuple[str | None, ...]
-    """First name of each parameter that was registered, in order; None for one that did not stay in the module."""
+    """First name of each registered parameter, in order; None for a parameter that is no longer in the module."""
 
 
 def skeleton(build: Callable[[], nn.Module], *, seed: int = 0) -> Skeleton:
     """The module that ``build`` makes, without memory.
 
-    Where its code needs values to build it, such as those of numpy or of weights that it has just initialised, it is
-    built for real, with memory for 1 GiB of the parameters that it worked on last. Raises LostValueError where it reads
-    others back.
+    If its code needs values, such as those of numpy arrays or of weights that it has just initialised, the module is
+    built for real, with memory for the most recently used 1 GiB of parameters. Raises LostValueError if its code reads
+    other parameters back.
     """
     try:
         return _on_meta(build, seed)
     except InputError:
         raise
-    except Exception:  # the meta device has no values, and each way to ask for one has its own error
+    except Exception:  # the meta device has no values, and each way to read one raises another error
         return _for_real(build, seed)
 
 
@@ -52,16 +52,20 @@ def _on_meta(build: Callable[[], nn.Module], seed: int) -> Skeleton:
     registered: list[nn.Parameter] = []
     moved = _Moved()
 
-    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        parameter = moved(parameter)
-        if parameter is not None:
-            registered.append(parameter)
-        return parameter
+    # A hook may return another tensor to register instead, which torch's annotation of these hooks leaves out.
+    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
+        on_meta: Any = moved(parameter)
+        if on_meta is not None:
+            registered.append(on_meta)
+        return on_meta
+
+    def register_buffer(module: nn.Module, name: str, buffer: torch.Tensor | None) -> Any:
+        return moved(buffer)
 
     with (
         seeded(seed),
         register_module_parameter_registration_hook(register),
-        register_module_buffer_registration_hook(lambda module, name, buffer: moved(buffer)),
+        register_module_buffer_registration_hook(register_buffer),
         _MetaData(),
         torch.device("meta"),
     ):
@@ -98,11 +102,11 @@ def _names(model: nn.Module, registered: list[nn.Parameter]) -> tuple[str | None
 
 
 class _Moved:
-    """Tensors on the meta device in place of others; what was one tensor, or shared memory, does so still."""
+    """Makes one meta tensor for each tensor; tensors that share memory still do so on the meta device."""
 
     def __init__(self) -> None:
         self._moved = WeakIdKeyDictionary()
-        # Storage -> its meta storage; the reference keeps a key from being used again.
+        # Storage -> its meta storage; the weak reference keeps the key unique.
         self._storages: dict[int, tuple[StorageWeakRef, torch.UntypedStorage]] = {}
 
     @torch.no_grad()
@@ -130,7 +134,7 @@ def keep_gradient_hooks(tensor: torch.Tensor, stand_in: torch.Tensor) -> None:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed torch, numpy and Python's random; the caller's random states come back at the end."""
+    """Seed torch, numpy and Python's random inside, and restore the caller's random states at the end."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         seed_all(seed)
@@ -142,14 +146,14 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def seed_all(seed: int) -> None:
-    """Seed torch, numpy and Python's random alike: the random numbers with which a model is built."""
+    """Seed torch, numpy and Python's random, from which the code that builds a model draws."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
 
 class _MetaData(TorchFunctionMode):
-    """Lets code that builds on the meta device assign a real tensor to a parameter's ``.data``."""
+    """Lets code on the meta device assign a real tensor to the ``.data`` of a parameter."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func == SET_DATA and args[0].is_meta and not args[1].is_meta:

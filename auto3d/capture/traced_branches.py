@@ -1,4 +1,4 @@
-"""Questions that a model's code asks of torch or transformers: am I traced? What most often makes a capture differ."""
+"""Model code that asks torch or transformers whether it is traced: the most common reason why captures differ."""
 
 import re
 import sys
@@ -20,15 +20,15 @@ _COMPILER = ("is_compiling", "is_dynamo_compiling", "is_exporting")
 
 @dataclass(frozen=True)
 class Question:
-    """One line of the model's code that asks whether it is traced."""
+    """A line of the model's code that asks whether it is traced."""
 
     line: str  # `` at FILE, line N``
-    name: str  # name of the function that it calls
-    names: dict[str, Any]  # the globals of its module
+    name: str  # name of the function that it calls to ask
+    names: dict[str, Any]  # globals of its module
 
     @contextmanager
     def answered_no(self) -> Iterator[None]:
-        """Answer as an eager run would, on this line alone."""
+        """Answer False, as in an eager run, on this line only."""
         owners = [owner for owner in _TORCH if hasattr(owner, self.name)]
         if self.name in self.names:
             with patch.dict(self.names, {self.name: self._answer(self.names[self.name])}):
@@ -48,9 +48,9 @@ class Question:
 
 @contextmanager
 def answered_as_eager(but: Collection[CodeType] = ()) -> Iterator[set[CodeType]]:
-    """Let the model's code hear that it is not traced: it then takes the branches that it takes in eager mode.
+    """Answer the model's code that it is not traced, so that it takes the same branches as in eager mode.
 
-    The functions ``but`` hear the truth. Gives the functions that ask, as they do so.
+    The functions ``but`` get the true answer. Yields a set to which each function that asks is added.
     """
     askers: set[CodeType] = set()
 
@@ -77,8 +77,8 @@ def answered_as_eager(but: Collection[CodeType] = ()) -> Iterator[set[CodeType]]
 
 
 def questions(run: Callable[[], Any]) -> list[Question]:
-    """Those that the model's code asks while ``run`` runs, in order."""
-    found: dict[str, Question] = {}
+    """The lines of the model's code that ask whether they are traced during ``run()``, in order."""
+    asked: dict[str, Question] = {}
 
     def follow(frame: FrameType, event: str, _: Any) -> None:
         name = frame.f_code.co_name
@@ -89,7 +89,7 @@ def questions(run: Callable[[], Any]) -> list[Question]:
             name, asking = asking.f_code.co_name, asking.f_back
         if asking is not None and is_model_code(asking.f_code.co_filename):
             line = frame_line(asking)
-            found.setdefault(line, Question(line, name, asking.f_globals))
+            asked.setdefault(line, Question(line, name, asking.f_globals))
 
     before = sys.gettrace()
     sys.settrace(follow)
@@ -97,4 +97,4 @@ def questions(run: Callable[[], Any]) -> list[Question]:
         run()
     finally:
         sys.settrace(before)
-    return list(found.values())
+    return list(asked.values())

@@ -1,1 +1,1 @@
-"""What a Plan costs: bytes, predicted from the Graph alone."""
+"""Predict what a Plan costs: seconds per iteration and bytes per device, from a Graph or from measured layers."""

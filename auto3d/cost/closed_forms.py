@@ -1,4 +1,4 @@
-"""The papers' closed forms for the time of an iteration, on the same costs that the simulator takes, for comparison."""
+"""The papers' closed forms for the time of an iteration, on the simulator's costs, for comparison with it."""
 
 from dataclasses import replace
 
@@ -9,10 +9,11 @@ from auto3d.simulate.simulate import simulate
 
 
 def amp_s(shape: Shape, costs: Costs) -> float:
-    """AMP, section 4.3, equations 2 to 4: the slowest stage M - 1 times, each stage and each message once, and a sync.
+    """Seconds of an iteration by AMP, section 4.3, equations 2 to 4.
 
-    A stage's time holds its forward and its backward, a message's both ways; the paper says neither. Stages of one
-    device, or of several pipes on it, count together. The slowest update is ours.
+    The slowest stage counts M - 1 times, each stage and each message once, and one gradient sync. The time of a stage
+    includes forward and backward, the time of a message both directions; the paper specifies neither. Stages on the
+    same device add up, also the stages of several pipes. The slowest update is our addition.
     """
     once = _stage_times(shape, costs)
     pipes = len(shape.device_of) // shape.stages
@@ -25,24 +26,26 @@ def amp_s(shape: Shape, costs: Costs) -> float:
 
 
 def chimera_s(shape: Shape, costs: Costs) -> float:
-    """Chimera, section 3.4, equation 1: the forwards and backwards on the critical path, each with its message, and of
-    the gradient syncs what the idle time does not hide.
+    """Seconds of an iteration by Chimera, section 3.4, equation 1.
 
-    F and B are those of the slowest stage. The critical path is that of a backward twice as long as the forward, or
-    three times where it recomputes (the section's own model). The slowest update is ours.
+    The forwards and backwards on the critical path count with one message each, and the gradient syncs as far as idle
+    time does not hide them. F and B are those of the slowest stage. The critical path is computed for a backward twice
+    as long as the forward, or three times with recomputation (the section's own model). The slowest update is our
+    addition.
     """
     schedule = shape.schedule()
     recomputes = bool(schedule.recompute)
     forwards, backwards = count(critical_path(simulate(schedule, uniform(schedule, backward=3 if recomputes else 2))))
     message = max((link.latency + max(link.forward, link.backward) for link in costs.messages), default=0.0)
-    once = zip(_stage_times(shape, costs), costs.forward, strict=True)
-    forward, backward = max(costs.forward), max(whole - forward for whole, forward in once)
+    stages = zip(_stage_times(shape, costs), costs.forward, strict=True)
+    forward, backward = max(costs.forward), max(whole - forward for whole, forward in stages)
     silent = replace(costs, messages=(MessageCost(),) * len(costs.messages), update=(0.0,) * schedule.stages)
-    alone = simulate(schedule, replace(silent, sync=(0.0,) * schedule.stages)).makespan
-    exposed = simulate(schedule, silent).makespan - alone
+    without_sync = simulate(schedule, replace(silent, sync=(0.0,) * schedule.stages)).makespan
+    exposed = simulate(schedule, silent).makespan - without_sync
     return (forward + message) * forwards + (backward + message) * backwards + exposed + max(costs.update)
 
 
 def _stage_times(shape: Shape, costs: Costs) -> list[float]:
+    """Seconds of each stage for one micro-batch: forward, backward and recomputation."""
     recompute = [time if stage in shape.recompute else 0.0 for stage, time in enumerate(costs.recompute)]
-    return [sum(parts) for parts in zip(costs.forward, costs.backward, recompute, strict=True)]
+    return [sum(times) for times in zip(costs.forward, costs.backward, recompute, strict=True)]

@@ -1,8 +1,8 @@
-"""A model that is known by its layers alone: what each holds, and how long its forward was measured to take.
+"""A model that is known only by its layers: the size of each, and the measured time of its forward.
 
-Measured forwards of one sample hold launches, arithmetic and, under tensor parallelism, its all-reduces together. A
-micro-batch of more samples takes the device longer but the host as long: so a forward takes as long as it was measured,
-or as its arithmetic and its collectives for all samples, whichever is longer.
+A measured forward of one sample includes launches, arithmetic and, under tensor parallelism, all-reduces. A micro-batch
+of more samples takes the device longer but not the host. So a forward takes the longer of its measured time and of the
+arithmetic and collectives of all samples.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,29 +15,29 @@ from auto3d.cost.times import Times, before, times_of
 from auto3d.cost.work import PRECISION_BYTES, Work
 from auto3d.errors import InputError
 
-BACKWARD_TRAFFIC = 1.75  # of the forward's: what it is for the operations of a transformer's block
+BACKWARD_TRAFFIC = 1.75  # traffic of the backward over that of the forward, for the operations of a transformer block
 
-Measured = Mapping[tuple[str, int], Sequence[float]]
-"""(kind of device, tensor-parallel degree) -> seconds of the forward of one sample through each layer."""
+MeasuredLayers = Mapping[tuple[str, int], Sequence[float]]
+"""(kind of device, tensor-parallel degree) -> seconds of each layer's forward of one sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """Elements and FLOPs of one sample; parameters are those of the layer."""
+    """One layer: its parameters, and the elements and FLOPs of its forward of one sample."""
 
     parameters: float = 0.0
-    tied: float = 0.0  # more parameters, which are the first layer's
+    tied: float = 0.0  # additional parameters that the layer shares with the first layer
     flops: float = 0.0
-    products: int = 1  # matrix products that these are in
-    traffic: float = 0.0  # that its forward reads and writes beside matrix products
-    undivided: float = 0.0  # of that, what tensor parallelism does not divide
-    saved: float = 0.0
+    products: int = 1  # number of matrix products that do these FLOPs
+    traffic: float = 0.0  # elements that the forward reads and writes outside of matrix products
+    undivided: float = 0.0  # the part of ``traffic`` that tensor parallelism does not divide
+    saved: float = 0.0  # elements of the activations kept for the backward
     output: float = 0.0
-    reductions: int = 0  # all-reduces of its output under tensor parallelism, in the forward and in the backward
+    reductions: int = 0  # tensor-parallel all-reduces of the output in the forward, and as many in the backward
 
 
 def work_of_layers(layers: Sequence[Layer], samples: int, *, precision: str) -> Work:
-    """The work of a micro-batch, with a layer in the place of an operation; launches are in what was measured."""
+    """The work of a micro-batch, one position per layer; launches are zero because the measured times include them."""
     size = samples * PRECISION_BYTES[precision]
 
     def each(name: str) -> np.ndarray:
@@ -69,25 +69,37 @@ def work_of_layers(layers: Sequence[Layer], samples: int, *, precision: str) -> 
         fixed=none,
         working=none,
         crossing=crossing,
-        tied=tuple((layer.tied, (0, place)) for place, layer in enumerate(layers) if layer.tied),
+        tied=tuple((layer.tied, (0, position)) for position, layer in enumerate(layers) if layer.tied),
     )
 
 
 def times_of_layers(
-    layers: Sequence[Layer], measured: Measured, samples: int, accelerator: Accelerator, tp: int, *, precision: str
+    layers: Sequence[Layer],
+    measured: MeasuredLayers,
+    samples: int,
+    accelerator: Accelerator,
+    tp: int,
+    *,
+    precision: str,
 ) -> Times:
-    """Of a micro-batch on one of ``tp`` devices; raises InputError where none such was measured."""
+    """The times of a micro-batch of ``samples`` on one of ``tp`` devices.
+
+    Raises InputError where the layers were not measured on this kind of device at this degree.
+    """
     if (accelerator.name, tp) not in measured:
         known = ", ".join(f"{name} at tp {degree}" for name, degree in measured)
-        raise InputError(f"layers: none were measured on {accelerator.name} at tp {tp}; there are {known}")
-    alone = np.array(measured[accelerator.name, 1])
+        raise InputError(
+            f"layers: there are no times for {accelerator.name} at tp {tp}, only for {known}; measure them there too, "
+            "or choose one of these"
+        )
+    measured_s = np.array(measured[accelerator.name, 1])
     work = work_of_layers(layers, 1, precision=precision)
     one, many = (
         times_of(work_of_layers(layers, count, precision=precision), accelerator, tp) for count in (1, samples)
     )
-    # The device is never busy for longer than was measured: where the estimate says so, it is scaled.
+    # The device cannot be busy for longer than the measured time. Where the estimate is longer, scale it down.
     busy = np.diff(times_of(work, accelerator).forward)
-    scale = np.minimum(1.0, np.divide(alone, busy, out=np.ones_like(busy), where=busy > 0))
+    scale = np.minimum(1.0, np.divide(measured_s, busy, out=np.ones_like(busy), where=busy > 0))
     return Times(
         forward=before(scale * np.diff(many.forward)),
         forward_launch=before(np.maximum(measured[accelerator.name, tp], scale * np.diff(one.forward))),

@@ -1,4 +1,4 @@
-"""What communicates at a time where a Plan is placed on a cluster, and which kinds of devices play its stages."""
+"""The groups that communicate at the same time under a placement on a cluster, and the kinds of devices of each."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -6,13 +6,15 @@ from itertools import pairwise
 from auto3d.cluster import Accelerator, Cluster
 from auto3d.cost.collectives import Traffic
 
-TOTALS_BYTES = 16  # loss and gradient norm, of all ranks
+TOTALS_BYTES = 16  # the loss and the gradient norm, which all ranks reduce once per iteration
 
 
 class PlacedTraffic:
     """Tensor-parallel groups, messages and gradient syncs under a placement.
 
-    ``different`` are replicas of the pipeline, one of each kind; ``homes`` are the pipeline devices of each stage.
+    ``homes`` lists the pipeline devices of each stage. ``distinct_pipelines`` has one pipeline of each kind: pipelines
+    of one kind take equally long. ``holders`` lists, for each stage, the ranks that hold a copy of the first
+    tensor-parallel shard of its weights.
     """
 
     def __init__(
@@ -25,43 +27,46 @@ class PlacedTraffic:
     ) -> None:
         self._placement, self._tp, self._homes = placement, tp, homes
         self._tied: dict[tuple[int, ...], tuple[Traffic, tuple[int, ...]]] = {}
-        self._ranks = {}
+        self._ranks: dict[tuple[int, int], tuple[int, ...]] = {}
         for device, ranks in enumerate(placement):
             each = len(ranks) // dp
-            for replica in range(dp):
-                self._ranks[device, replica] = ranks[replica * each : (replica + 1) * each]
+            for pipeline in range(dp):
+                self._ranks[device, pipeline] = ranks[pipeline * each : (pipeline + 1) * each]
         self._slowest = {key: cluster.slowest(ranks) for key, ranks in self._ranks.items()}
         self._cluster = cluster
-        self.different = self._different(dp, len(placement))
-        # Beside its operations, each iteration takes what the slowest host does, and an all-reduce of loss and norm.
+        self.distinct_pipelines = self._find_distinct(dp, len(placement))
+        # Besides its operations, an iteration takes the time of the slowest host and an all-reduce of loss and norm.
         self.iteration_s = max(kind.iteration_s for kind in dict.fromkeys(self._slowest.values()))
-        ranks = [rank for ranks in placement for rank in ranks]
-        nodes = {cluster.node_of[rank] for rank in ranks}
+        every_rank = [rank for ranks in placement for rank in ranks]
+        nodes = {cluster.node_of[rank] for rank in every_rank}
         measured = cluster.nodes[min(nodes)].all_reduce
-        if measured is not None and len(nodes) == 1 < len(ranks):
-            self.iteration_s += measured.interpolate(len(ranks), TOTALS_BYTES)
-        every = [ranks[first : first + tp] for ranks in placement for first in range(0, len(ranks), tp)]
-        inside = Traffic(cluster, every)
+        if measured is not None and len(nodes) == 1 < len(every_rank):
+            self.iteration_s += measured.interpolate(len(every_rank), TOTALS_BYTES)
+        tensor_groups = [ranks[first : first + tp] for ranks in placement for first in range(0, len(ranks), tp)]
+        inside = Traffic(cluster, tensor_groups)
         self.tensor = {key: inside.link(ranks[:tp]) for key, ranks in self._ranks.items()} if tp > 1 else {}
         pairs = [
             (source, target) for here, there in pairwise(placement) for source, target in zip(here, there, strict=False)
         ]
-        # An upward message and a downward one are on their way at a time, in opposite directions.
+        # A message to the next stage and one from it travel at the same time, in opposite directions.
         self.messages = Traffic(cluster, pairs)
-        self.replicas = [tuple(rank for home in stage_homes for rank in placement[home][::tp]) for stage_homes in homes]
-        shards = [
+        self.holders = [tuple(rank for home in stage_homes for rank in placement[home][::tp]) for stage_homes in homes]
+        sync_groups = [
             tuple(rank for home in stage_homes for rank in placement[home][shard::tp])
             for stage_homes in dict.fromkeys(homes)
             for shard in range(tp)
         ]
-        self.sync = Traffic(cluster, shards)
+        self.sync = Traffic(cluster, sync_groups)
 
-    def ranks(self, device: int, replica: int) -> tuple[int, ...]:
-        """That play a pipeline device in one replica of the pipeline."""
-        return self._ranks[device, replica]
+    def ranks(self, device: int, pipeline: int) -> tuple[int, ...]:
+        """The ranks of one pipeline device in one pipeline."""
+        return self._ranks[device, pipeline]
 
     def tied_s(self, stages: tuple[int, ...], size: float) -> float:
-        """Of an all-reduce among the first replicas of ``stages``, on each shard at a time."""
+        """Seconds of an all-reduce of tied weights among ``stages``; the groups of all shards reduce at the same time.
+
+        Each tensor-parallel shard has one group, with one rank per stage: the first replica in the first pipeline.
+        """
         if stages not in self._tied:
             heads = [self._placement[self._homes[stage][0]] for stage in stages]
             groups = [tuple(ranks[shard] for ranks in heads) for shard in range(self._tp)]
@@ -69,24 +74,25 @@ class PlacedTraffic:
         traffic, group = self._tied[stages]
         return traffic.all_reduce_s(group, size)
 
-    def accelerator(self, devices: Sequence[int], replica: int) -> Accelerator:
-        """The slowest kind among those that play pipeline devices ``devices``."""
-        kinds = dict.fromkeys(self._slowest[device, replica] for device in devices)
+    def accelerator(self, devices: Sequence[int], pipeline: int) -> Accelerator:
+        """The slowest kind of accelerator among the pipeline devices ``devices`` of one pipeline."""
+        kinds = dict.fromkeys(self._slowest[device, pipeline] for device in devices)
         return (
             next(iter(kinds))
             if len(kinds) == 1
-            else self._cluster.slowest(rank for device in devices for rank in self._ranks[device, replica])
+            else self._cluster.slowest(rank for device in devices for rank in self._ranks[device, pipeline])
         )
 
-    def _different(self, dp: int, pp: int) -> list[int]:
-        """One replica of the pipeline of each kind: on what devices it is, and which of its messages leave a node."""
-        cluster, found = self._cluster, {}
-        for replica in range(dp):
-            own = [self._ranks[device, replica] for device in range(pp)]
-            nodes = [cluster.node_of[ranks[0]] for ranks in own]
-            kinds = tuple(id(self._slowest[device, replica]) for device in range(pp))
+    def _find_distinct(self, dp: int, pp: int) -> list[int]:
+        """One pipeline of each kind. The kind is its accelerators and which of its messages leave a node."""
+        cluster = self._cluster
+        first_of: dict[tuple, int] = {}
+        for pipeline in range(dp):
+            groups = [self._ranks[device, pipeline] for device in range(pp)]
+            nodes = [cluster.node_of[ranks[0]] for ranks in groups]
+            kinds = tuple(id(self._slowest[device, pipeline]) for device in range(pp))
             stays = tuple(here == there for here, there in pairwise(nodes))
-            inside = tuple(cluster.node_of[ranks[0]] == cluster.node_of[ranks[-1]] for ranks in own)
+            inside = tuple(cluster.node_of[ranks[0]] == cluster.node_of[ranks[-1]] for ranks in groups)
             outside = tuple(cluster.nodes[node].outside for node in nodes)
-            found.setdefault((kinds, stays, inside, outside), replica)
-        return list(found.values())
+            first_of.setdefault((kinds, stays, inside, outside), pipeline)
+        return list(first_of.values())

@@ -1,4 +1,4 @@
-"""A profile: what was measured on a real machine, with a JSON form, and the cost model's figures made of it."""
+"""A profile: measured times of a model on a real machine, its JSON form, and the cost model's inputs made from it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,56 +17,56 @@ SCHEMA = 1
 
 
 class ProfileError(InputError):
-    """A profile that cannot be read, or that is of something else."""
+    """A profile that cannot be read, or that was made of another model or in another setting."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a profile is of. It says nothing about any other setting."""
+    """The conditions under which a profile was made. It is valid only under the same conditions."""
 
     device: str  # "cpu" or "cuda"
-    accelerator: str  # the recipe's kind of device
+    accelerator: str  # name of the kind of device in the recipe
     devices_per_node: int
-    threads: int  # of one process's arithmetic
+    threads: int  # arithmetic threads of one process
     tf32: bool = False
     deterministic: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class SubgraphTimes:
-    """One distinct subgraph, run by itself while no other rank computes: medians, of the fastest of several rounds."""
+    """Median times of one distinct subgraph in the fastest of several rounds, run while no other rank computes."""
 
-    name: str  # of the first module in it
+    name: str  # name of its first module
     forward_s: float
     backward_s: float
-    backward_weight_s: float  # of a split backward: the half that zero-bubble schedules put off
-    saved_bytes: int  # of activations that wait for the backward
-    repetitions: int  # in all rounds
+    backward_weight_s: float  # the weight half of a split backward, which zero-bubble schedules put off
+    saved_bytes: int  # activations kept for the backward
+    repetitions: int  # runs in all rounds together
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelTimes:
-    """A model at one micro-batch size."""
+    """The measured subgraphs of a model at one micro-batch size."""
 
     micro_batch_size: int
-    graph: str  # the fingerprint of its Graph
-    kinds: tuple[int, ...]  # of each subgraph, in the order of the model: which of ``subgraphs`` it equals
+    graph: str  # fingerprint of the model's Graph
+    kinds: tuple[int, ...]  # for each subgraph in the order of the model, the index of its equal in ``subgraphs``
     subgraphs: tuple[SubgraphTimes, ...]
 
     @property
     def seconds(self) -> np.ndarray:
-        """[3, subgraphs]: forward, backward and its weight half, in the order of the model."""
+        """[3, subgraphs]: seconds of forward, backward and the backward's weight half, in the order of the model."""
         rows = [(one.forward_s, one.backward_s, one.backward_weight_s) for one in self.subgraphs]
         return np.array(rows)[list(self.kinds)].T
 
 
 @dataclass(frozen=True, kw_only=True)
 class MessageTimes:
-    """Point-to-point messages from one rank to another of its node: half of what there and back takes."""
+    """Point-to-point messages between two ranks of a node. One message takes half of a measured round trip."""
 
     sizes: tuple[int, ...]  # bytes
     seconds: tuple[float, ...]
-    processor_s: tuple[float, ...]  # of that, what either process computes
+    processor_s: tuple[float, ...]  # the part in which the sending or the receiving process computes
 
     @property
     def link(self) -> Link:
@@ -75,13 +75,13 @@ class MessageTimes:
 
     @property
     def handling(self) -> tuple[float, float]:
-        """Seconds that either process computes for a message, and for each byte of it."""
+        """Seconds of compute that a message costs its sender, and as many its receiver: (per message, per byte)."""
         return _line(self.sizes, self.processor_s)
 
 
 def _line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
-    """Seconds of nothing, and of each byte, whose relative errors are least."""
-    from scipy.optimize import nnls  # slow to import, and predictions alone do not need it
+    """(seconds of an empty message, seconds per byte): the non-negative line with the least relative errors."""
+    from scipy.optimize import nnls  # slow to import, and predictions do not need it
 
     rates = np.stack([1 / np.array(seconds), np.array(sizes) / np.array(seconds)], axis=1)
     (least, per_byte), _ = nnls(rates, np.ones(len(sizes)))
@@ -90,18 +90,20 @@ def _line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
+    """Measured times of one model on one host. ``host``, ``torch``, ``model`` and ``made`` are for the reader."""
+
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     setting: Setting
-    host: str  # what the machine is, for a person; so the next three
+    host: str  # description of the machine
     torch: str
     model: str
-    made: str  # date and time, ISO 8601
-    sizes: tuple[ModelTimes, ...]  # by micro-batch size
-    slowdown: tuple[float, ...]  # of a rank while 1, 2, … of its node compute
-    messages: MessageTimes | None  # None: a node has one device
+    made: str  # date and time in ISO 8601
+    sizes: tuple[ModelTimes, ...]  # one entry per micro-batch size
+    slowdown: tuple[float, ...]  # slowdown of a rank while 1, 2, … ranks of its node compute
+    messages: MessageTimes | None  # None where a node has one device
     all_reduce: AllReduceTimes | None
-    update_s: float  # of the optimizer's update, with the norm and the zeroing of gradients; of one parameter
+    update_s: float  # seconds per parameter of the optimizer's update, the gradient norm and the zeroing of gradients
     schema: int = SCHEMA
 
     def to_json(self) -> str:
@@ -109,7 +111,7 @@ class Profile:
 
     @staticmethod
     def from_json(text: str | bytes) -> "Profile":
-        """Raises ProfileError that names what is wrong."""
+        """The profile in ``text``; raises ProfileError that names the wrong key."""
         try:
             profile = _adapter.validate_json(text)
         except ValidationError as error:
@@ -120,29 +122,38 @@ class Profile:
         return profile
 
     def check(self, setting: Setting, fingerprint: Callable[[int], str]) -> None:
-        """Raise ProfileError unless this is a profile of ``setting`` and of the model with these fingerprints."""
+        """Raise ProfileError unless the profile was made in ``setting`` and of the same model.
+
+        ``fingerprint`` gives the fingerprint of the model's Graph at a micro-batch size.
+        """
         for name, wanted in asdict(setting).items():
-            found = getattr(self.setting, name)
-            if found != wanted:
-                raise ProfileError(f"it is of {name.replace('_', ' ')} {found}, and {wanted} is needed")
+            present = getattr(self.setting, name)
+            if present != wanted:
+                words = name.replace("_", " ")
+                raise ProfileError(f"it was measured with {words} {present}, but {wanted} is needed; measure it again")
         least = min(self.sizes, key=lambda size: size.micro_batch_size)
         wanted = fingerprint(least.micro_batch_size)
         if least.graph != wanted:
-            raise ProfileError(f"it is of {self.model} (graph {least.graph[:8]}), and graph {wanted[:8]} is needed")
+            raise ProfileError(
+                f"it was measured on {self.model} (graph {least.graph[:8]}), but this model has graph {wanted[:8]}; "
+                "measure it again"
+            )
 
     def measured(self, cluster: Cluster) -> Cluster:
-        """``cluster`` with what was measured of its nodes in the place of what its recipe says."""
+        """``cluster`` with the measured figures of its nodes in place of those of its recipe."""
         accelerators = {
             kind: replace(kind, update_s=self.update_s, iteration_s=0.0, micro_batch_s=0.0)
             for kind in {node.accelerator for node in cluster.nodes}
         }
-        on_processor = self.messages is not None and self.setting.device == "cpu"
+        handling = (0.0, 0.0)
+        if self.messages is not None and self.setting.device == "cpu":
+            handling = self.messages.handling
         nodes = (
             replace(
                 node,
                 accelerator=accelerators[node.accelerator],
                 inside=self.messages.link if self.messages else node.inside,
-                handling=self.messages.handling if on_processor else (0.0, 0.0),
+                handling=handling,
                 slowdown=self.slowdown,
                 all_reduce=self.all_reduce,
             )
@@ -151,10 +162,10 @@ class Profile:
         return Cluster(nodes=tuple(nodes), device=cluster.device)
 
     def times_at(self, work_at: Callable[[int], Work], cuts_at: Callable[[int], Sequence[int]]) -> TimesOf:
-        """Seconds of each operation: those of its subgraph, shared among its operations as the estimate has them.
+        """A function that gives the seconds of each operation: its estimated fraction of its subgraph's measured time.
 
-        ``cuts_at`` gives the bounds of the subgraphs. Under tensor parallelism, which was not measured, a subgraph
-        takes as much less as the estimate does.
+        ``cuts_at`` gives the bounds of the subgraphs at a micro-batch size. Tensor parallelism was not measured: it
+        shortens a subgraph by the same ratio as it shortens the estimate.
         """
 
         def times(samples: int, accelerator: Accelerator, tp: int) -> Times:
@@ -165,9 +176,9 @@ class Profile:
             for row, seconds in zip((0, 2, 4), self.seconds(samples, len(cuts) - 1), strict=True):
                 subgraph = np.repeat(np.arange(len(cuts) - 1), np.diff(cuts))
                 total = np.add.reduceat(whole[row], cuts[:-1])
-                even = 1 / np.diff(cuts)  # where the estimate is that nothing takes time
-                share = np.divide(divided[row], total[subgraph], out=even[subgraph], where=total[subgraph] > 0)
-                rows.append(before(share * seconds[subgraph]))
+                even = 1 / np.diff(cuts)  # used where the estimate of the whole subgraph is zero
+                fraction = np.divide(divided[row], total[subgraph], out=even[subgraph], where=total[subgraph] > 0)
+                rows.append(before(fraction * seconds[subgraph]))
             none = np.zeros(len(rows[0]))
             return Times(
                 forward=rows[0], forward_launch=none, backward=rows[1], backward_launch=none, backward_weight=rows[2]
@@ -176,21 +187,21 @@ class Profile:
         return times
 
     def seconds(self, samples: int, subgraphs: int) -> np.ndarray:
-        """[3, subgraphs], of a micro-batch of ``samples``: linear between the sizes that were measured and beyond."""
+        """[3, subgraphs]: seconds for a micro-batch of ``samples``, linear between and beyond the measured sizes."""
         sizes = sorted(self.sizes, key=lambda size: size.micro_batch_size)
         for size in sizes:
             if len(size.kinds) != subgraphs:
                 raise ProfileError(
-                    f"profile: at micro-batch size {size.micro_batch_size} the model had {len(size.kinds)} subgraphs, "
-                    f"at {samples} it has {subgraphs}: measure it at {samples} too, as search.micro_batch_size"
+                    f"profile: the model has {len(size.kinds)} subgraphs at micro-batch size {size.micro_batch_size}, "
+                    f"but {subgraphs} at {samples}; add {samples} to search.micro_batch_size and measure again"
                 )
         known = [size.micro_batch_size for size in sizes]
         if len(sizes) == 1:
             return sizes[0].seconds * samples / known[0]
         upper = min(max(1, int(np.searchsorted(known, samples))), len(sizes) - 1)
-        place = (samples - known[upper - 1]) / (known[upper] - known[upper - 1])
+        along = (samples - known[upper - 1]) / (known[upper] - known[upper - 1])
         low, high = sizes[upper - 1].seconds, sizes[upper].seconds
-        return np.maximum(0.0, low + place * (high - low))
+        return np.maximum(0.0, low + along * (high - low))
 
 
 _adapter = TypeAdapter(Profile)

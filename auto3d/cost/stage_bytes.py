@@ -1,4 +1,4 @@
-"""The bytes of one stage as the cost model counts them, and those of a device's messages."""
+"""The bytes of one stage as the cost model counts them, and the bytes of a device's messages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,26 +6,26 @@ from dataclasses import dataclass
 from auto3d.schedule.in_flight import Load
 from auto3d.schedule.shape import Shape
 
-# Those to and from one peer when a device is at its fullest; cost/memory.py counts them step by step. What a forward
-# sends is among its activations, unless its stage drops these.
+# The number of messages to and from one peer at a device's peak memory; cost/device_memory.py counts them step by step.
+# Messages that a forward sends are counted as activations, unless the stage recomputes and so drops its activations.
 MESSAGES_PER_PEER = 2
-MESSAGES_DROPPED = 2  # more, that recomputing stages send
+MESSAGES_DROPPED = 2  # additional messages per peer that a recomputing stage sends
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageBytes:
-    """Bytes that one replica of a stage holds, of one micro-batch where they depend on it."""
+    """Bytes that one replica of a stage holds; those that depend on the batch are for one micro-batch."""
 
-    in_flight: float  # from the forward until the backward
-    recomputed: float  # bytes that a recomputation adds
-    deferred: float  # from the input half of a backward until the weight half
-    fixed: float  # state that does not train
-    working: float  # bytes that the largest single operation reads and makes
-    received: float  # a message from the stage before
-    sent: float  # a message to the next stage
+    in_flight: float  # activations held from the forward until the backward
+    recomputed: float  # activations that a recomputation adds
+    deferred: float  # activations held from the input half of a backward until the weight half
+    fixed: float  # state that is not trained
+    working: float  # inputs and results of the largest single operation
+    received: float  # one message from the previous stage
+    sent: float  # one message to the next stage
 
     def of(self, load: Load) -> float:
-        """Bytes of the activations of all micro-batches of ``load``."""
+        """Bytes of the activations of all micro-batches in ``load``."""
         return load.in_flight * self.in_flight + load.recomputed * self.recomputed + load.deferred * self.deferred
 
 
@@ -33,7 +33,7 @@ NO_BYTES = StageBytes(in_flight=0, recomputed=0, deferred=0, fixed=0, working=0,
 
 
 def message_bytes(shape: Shape, stages: Sequence[StageBytes], device: int) -> float:
-    """Bytes of the messages that ``device`` holds: for each peer, several of the largest."""
+    """Bytes of the messages that ``device`` holds at its peak: for each peer, several of the largest size."""
     largest: dict[int, float] = {}
     dropped: dict[int, float] = {}
     for (stage, pipe), home in shape.device_of.items():

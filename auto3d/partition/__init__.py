@@ -26,7 +26,3 @@ def partition(name: str, request: PartitionRequest) -> Partition:
     )
     stages = method.choose_stages(problem)
     return Partition(stages=stages, replicas=(1,) * len(stages))
-
-
-Request = PartitionRequest
-CHOOSE_STAGES = tuple(name for name, method in METHODS.items() if method.chooses_stages)

@@ -1,8 +1,9 @@
-"""Contiguous parts of a sequence: the smallest possible largest part, and the cheapest cuts that keep to a limit.
+"""Cutting a sequence into contiguous parts: the smallest possible largest part, and the cheapest cuts within a limit.
 
-The sequence is given by ``before``, the weight before each of its places; a part is ``(first, last)``, two places.
-Every part must weigh something. ``earliest[part][last]`` is the least ``first`` with which that part may end at
-``last``, by memory for example; it never falls along ``last``, and never rises from one part to the next.
+``before[place]`` is the weight of everything before a place of the sequence; a part is a pair of places
+``(first, last)``. Every part must weigh something. ``earliest[part][last]`` is the smallest ``first`` with which that
+part may end at ``last``, because of memory for example. It never falls along ``last``. Except in ``balanced_cuts`` and
+``cheapest_cuts``, it never rises from one part to the next.
 """
 
 from bisect import bisect_left, bisect_right
@@ -15,10 +16,10 @@ _ROUNDING = 1e-12  # two sums of the same weights may differ by this fraction
 
 
 def smallest_maximum(before: Sequence[float], earliest: Sequence[Sequence[int]]) -> float | None:
-    """The least L such that ``len(earliest)`` parts of at most L each hold everything; None if no L will do.
+    """The smallest limit L within which ``len(earliest)`` parts cover the sequence; None if no limit is enough.
 
-    A part that ends as late as it can never hurts the next ones, so whether L will do is seen in one pass; where it
-    will not, that pass tells the least L that would change something.
+    One pass decides whether a limit is enough, since a part that ends as late as possible never hurts the next ones. If
+    it is not enough, the same pass yields the smallest larger limit that would make a difference.
     """
     least = max((before[-1] - before[0]) / len(earliest), max(after - here for here, after in pairwise(before)))
     fits, needed = _fill(before, earliest, before[-1] - before[0])
@@ -34,7 +35,7 @@ def smallest_maximum(before: Sequence[float], earliest: Sequence[Sequence[int]])
             best = weight
         else:
             least = weight
-    while least < best:  # what is left between them is a handful of sums
+    while least < best:  # only a few possible sums lie between the two now
         fits, weight = _fill(before, earliest, least)
         if fits:
             return weight
@@ -43,12 +44,12 @@ def smallest_maximum(before: Sequence[float], earliest: Sequence[Sequence[int]])
 
 
 def _fill(before: Sequence[float], earliest: Sequence[Sequence[int]], limit: float) -> tuple[bool, float]:
-    """Whether parts of at most ``limit`` hold all, and their largest; if not, the least larger limit worth trying."""
+    """(True, the largest part) if parts within ``limit`` cover the sequence, else (False, the next limit to try)."""
     first, largest, more = 0, 0.0, float("inf")
     for part in earliest:
-        by_memory = bisect_right(part, first) - 1  # the last place at which a part from ``first`` may end
+        by_memory = bisect_right(part, first) - 1  # last place at which a part that begins at ``first`` may end
         by_weight = bisect_right(before, before[first] + limit) - 1
-        while by_weight > first and before[by_weight] - before[first] > limit:  # the sum above was rounded
+        while by_weight > first and before[by_weight] - before[first] > limit:  # the sum above was rounded up
             by_weight -= 1
         while by_weight + 1 < len(before) and before[by_weight + 1] - before[first] <= limit:
             by_weight += 1
@@ -66,10 +67,10 @@ def _fill(before: Sequence[float], earliest: Sequence[Sequence[int]], limit: flo
 def cheapest_cuts(
     before: Sequence[float], cost: Sequence[float], earliest: Sequence[Sequence[int]], limit: float
 ) -> list[int] | None:
-    """Places that bound parts of at most ``limit`` whose inner cuts cost least; None if there are none.
+    """Places that bound parts within ``limit`` whose inner cuts have the least total cost; None if there are none.
 
-    Dynamic programming over (part, place). The window of possible previous cuts only moves forward, so its minimum is
-    kept in a queue and the whole takes parts × places.
+    Dynamic programming over (part, place). The window of possible previous cuts only moves forward, so a queue holds
+    its minimum and the run time is proportional to parts × places.
     """
     size = len(before)
     best: list[float] = [0.0] + [float("inf")] * (size - 1)
@@ -102,9 +103,9 @@ def cheapest_cuts(
 def balanced_cuts(
     before: Sequence[float], cost: Sequence[float], parts: int, earliest: Sequence[Sequence[int]] | None = None
 ) -> list[int] | None:
-    """Places that bound ``parts`` parts whose largest is as small as can be and, among those, whose cuts cost least.
+    """Places that bound ``parts`` parts with the smallest largest part and, among those, the cheapest cuts.
 
-    None if no parts fit. Here ``earliest`` may rise from one part to the next; without it, every part fits.
+    None if no parts fit. ``earliest`` may rise from one part to the next here; None: every part fits.
     """
     if earliest is None:
         earliest = [[0] * len(before)] * parts

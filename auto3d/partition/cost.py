@@ -1,4 +1,4 @@
-"""What the operations of a Graph cost one device: the numbers that partitioners balance, wherever they come from."""
+"""The costs of a Graph's operations on one device: the numbers that partition methods balance."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,18 +8,18 @@ from auto3d.capture.graph import Graph
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionCosts:
-    """Costs of one micro-batch, by the position of an operation in the Graph; measured profiles give the same form."""
+    """Costs of one micro-batch. The tuples have one entry for each operation, by its position in the Graph."""
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
-    latency_s: float  # of a message from one stage to the next
-    bandwidth: float  # of it, bytes per second
-    memory_bytes: float  # of one device
+    latency_s: float  # latency of a message from one stage to the next
+    bandwidth: float  # bytes per second of such a message
+    memory_bytes: float  # memory of one device
     state_factor: float  # bytes of weights, gradients and optimizer state per byte of weights in the Graph
-    activation_factor: float = 1.0  # bytes of an activation, kept or sent, per byte of it in the Graph
+    activation_factor: float = 1.0  # bytes of an activation, kept or sent, per byte that it has in the Graph
 
     def message_s(self, size: float) -> float:
-        """Seconds for a message that has ``size`` bytes in the Graph; none is sent where there is nothing to send."""
+        """Seconds that a message of ``size`` bytes in the Graph takes; 0 without anything to send."""
         return self.latency_s + self.activation_factor * size / self.bandwidth if size else 0.0
 
 
@@ -33,13 +33,13 @@ def analytic(
     memory_bytes: float = float("inf"),
     state_factor: float = 4.0,  # fp32: weights, gradients, two moments of Adam
 ) -> PartitionCosts:
-    """A roofline: an operation takes as long as its arithmetic, or as what it reads and writes, whichever is longer.
+    """Roofline costs: an operation takes as long as its arithmetic or its memory traffic, whichever takes longer.
 
-    The defaults are round figures of a data-centre GPU; a partition depends on their ratios alone.
+    The defaults are round figures for a data-centre GPU; a partition depends only on their ratios.
     """
     values = {value.name: value.bytes for node in graph.nodes for value in node.outputs}
-    for given in (graph.inputs, graph.parameters, graph.buffers, graph.constants):
-        values |= {name: value.bytes for name, value in given.items()}
+    for tensors in (graph.inputs, graph.parameters, graph.buffers, graph.constants):
+        values |= {name: value.bytes for name, value in tensors.items()}
     forward, backward = [], []
     for node in graph.nodes:
         moved = sum(values.get(name, 0) for name in (*node.reads, *node.state)) + sum(v.bytes for v in node.outputs)
@@ -57,13 +57,13 @@ def analytic(
 
 
 def parameter_bytes(graph: Graph, positions: Iterable[int]) -> int:
-    """Of all parameters that the operations at ``positions`` use, each once."""
+    """Bytes of all parameters that the operations at ``positions`` use, each counted once."""
     names = {name for position in positions for name in graph.nodes[position].state}
     return sum(graph.parameters[name].bytes for name in names & graph.parameters.keys())
 
 
 def saved_bytes(graph: Graph, positions: Iterable[int]) -> int:
-    """Of all that autograd keeps of one micro-batch for the operations at ``positions``, each tensor once."""
+    """Bytes that autograd keeps of one micro-batch for the operations at ``positions``, each tensor counted once."""
     nodes = [graph.nodes[position] for position in positions]
     kept = {name for node in nodes for name in node.saves}
     internal = sum(node.saved_bytes for node in nodes)

@@ -1,7 +1,7 @@
-"""Merak's graph sharding: a model as a sequence of subgraphs, from which stages are made.
+"""Merak's graph sharding: a model as a sequence of subgraphs, of which stages are made.
 
-Lai et al., Merak (TPDS 2023), section 4.2, algorithms 1 and 2; section 5.2 of the version of 2022. Where this differs
-from what is printed there, a comment says why. The sequence follows from the model alone.
+Lai et al., Merak (TPDS 2023), section 4.2, algorithms 1 and 2; section 5.2 of the version of 2022. Comments explain
+every difference from the printed algorithms. The sequence depends on the model alone.
 """
 
 from bisect import bisect_left, bisect_right
@@ -18,14 +18,14 @@ from auto3d.partition.stage import PartitionError
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """A Graph as a sequence of subgraphs: each uses the one value that the last one gives, common nodes, and inputs.
+    """A Graph as a sequence of subgraphs. Each uses one value of the one before it, common nodes, and graph inputs.
 
-    The subgraphs follow each other in the Graph's order, so stages that are cut at some of ``bounds`` consist of whole
-    subgraphs. Operations that depend on graph inputs alone are repeated wherever they are used, not passed on.
+    The subgraphs are in the Graph's order, so stages that are cut at some of ``bounds`` consist of whole subgraphs.
+    Operations that depend on graph inputs alone are repeated where their results are used; the results are not sent.
     """
 
     bounds: tuple[int, ...]  # subgraph i holds the operations from bounds[i] to before bounds[i + 1]
-    common: dict[str, int]  # values that pass through subgraphs which do not use them -> how many operations use each
+    common: dict[str, int]  # value that passes through subgraphs which do not use it -> number of operations that do
     first_user: dict[str, int]  # graph input -> the first subgraph that uses it
 
     @property
@@ -35,9 +35,9 @@ class Sharding:
 
 
 def shard(graph: Graph, subgraphs: int | None = None) -> Sharding:
-    """``graph`` as a sequence of ``subgraphs`` subgraphs, each with parameters; None: as many as there can be.
+    """``graph`` as a sequence of ``subgraphs`` subgraphs, each with parameters; None: as many as possible.
 
-    Takes O(n log n) for n operations. Raises PartitionError where the model does not divide into so many.
+    Takes O(n log n) for n operations. Raises PartitionError where the model does not divide into this number.
     """
     common = common_nodes(graph)
     parameters = [0, *accumulate(_parameters(graph))]  # before each operation
@@ -54,16 +54,16 @@ def shard(graph: Graph, subgraphs: int | None = None) -> Sharding:
 
 
 def sharding_from_json(content: Mapping[str, Any]) -> Sharding:
-    """The Sharding whose fields ``content`` holds."""
+    """The Sharding that was written as JSON; ``content`` has its fields."""
     return Sharding(bounds=tuple(content["bounds"]), common=content["common"], first_user=content["first_user"])
 
 
 def common_nodes(graph: Graph) -> dict[str, int]:
-    """The values that several layers use, such as an encoder's output, and how many operations use each.
+    """Values that several layers use, such as an encoder's output -> the number of operations that use each.
 
-    The paper calls a node common that has more users than the model has layers. That needs the number of layers, misses
-    what only some layers use, and in a model of two layers takes every hidden state for one; here a value is common if
-    members of one module list use it that are not the same: layer 3 and layer 4.
+    The paper calls a node common if it has more users than the model has layers. That rule needs the number of layers,
+    misses values that only some layers use, and calls every hidden state of a model of two layers common. Here a value
+    is common if different members of one module list use it, such as layer 3 and layer 4.
     """
     users: dict[str, list[int]] = {}
     for position, node in enumerate(graph.nodes):
@@ -81,9 +81,9 @@ def common_nodes(graph: Graph) -> dict[str, int]:
 def sharding_bounds(graph: Graph, common: dict[str, int], parameters: Sequence[int], *, threshold: float) -> list[int]:
     """Algorithm 2: bounds of the subgraphs, each closed once it has more than ``threshold`` parameters.
 
-    ``parameters[i]`` counts those before operation i. The subgraphs that are closed are kept as a stack of their last
-    operations: to put a node into an earlier subgraph, with all between, is to take some from the stack, where the
-    paper gives each of these nodes its new number and so takes quadratic time on long skips.
+    ``parameters[i]`` counts the parameters before operation i. Closed subgraphs are kept as a stack of their last
+    operations. To move a node into an earlier subgraph, with everything between, the stack is popped; the paper
+    renumbers all of these nodes instead and so takes quadratic time on long skips.
     """
     last_use = {name: position for position, node in enumerate(graph.nodes) for name in node.reads}
     buffer_user: dict[str, int] = {}  # written buffer -> the last operation on it so far
@@ -97,12 +97,12 @@ def sharding_bounds(graph: Graph, common: dict[str, int], parameters: Sequence[i
         buffer_user |= dict.fromkeys(graph.written_buffers & set(node.state), position)
         visited = position
         first = closed[-1] + 1 if closed else 0
-        # An operation here may make several values, and only one is to be sent; the loss ends the last subgraph.
+        # Here an operation may make several values, but a subgraph may send only one; the loss ends the last subgraph.
         sent = [value for value in node.outputs if last_use.get(value.name, -1) > position]
         if len(sent) == 1 and parameters[position + 1] - parameters[first] > threshold:
             closed.append(position)
-    # The paper makes subgraphs 0 to s - 1, and so forgets what follows the last one that was closed. It belongs to that
-    # one unless it has parameters enough itself.
+    # The paper makes subgraphs 0 to s - 1 and so forgets the operations after the last closed subgraph. They belong to
+    # that subgraph unless they have enough parameters for one of their own.
     if closed and parameters[-1] - parameters[closed[-1] + 1] <= threshold:
         closed.pop()
     return [0, *(position + 1 for position in closed), len(graph.nodes)]
@@ -118,8 +118,9 @@ def _search_dependency(
 ) -> int:
     """Algorithm 1: the number of the subgraph into which the operation at ``position`` must go.
 
-    Not so in the paper: a graph input ties nothing, since a stage loads what it uses; else T5's labels, which its
-    decoder reads first and its loss last, would hold both together. Operations that write to one buffer do.
+    Unlike in the paper, a graph input ties no operations together, since each stage loads the inputs that it uses.
+    Otherwise T5's labels, which its decoder reads first and its loss last, would tie the whole decoder. Operations that
+    write to one buffer are tied together.
     """
     node = graph.nodes[position]
     current = len(closed)
@@ -135,9 +136,9 @@ def _search_dependency(
         if buffer in buffer_user:
             found = min(found, bisect_left(closed, buffer_user[buffer]))
     if closed and visited == closed[-1]:
-        # The node begins a subgraph. One that does not use the last one's output begins a branch of its own, as GPT-2's
-        # position embedding after that of the words does; the two are no sequence. In the paper the position numbers,
-        # made by an earlier node, hold it there.
+        # The node begins a subgraph. If it does not use the output of the last subgraph, it begins a separate branch,
+        # as GPT-2's position embedding does after the word embedding; the two are not a sequence. In the paper the
+        # position numbers, which an earlier node makes, tie it to that subgraph.
         output = {value.name for value in graph.nodes[visited].outputs}
         if output.isdisjoint(node.reads):
             found = min(found, current - 1)
@@ -145,18 +146,19 @@ def _search_dependency(
 
 
 def _joined(weights: Sequence[int], count: int) -> list[int]:
-    """Bounds of ``count`` groups of neighbours, each heavier than a threshold that is as high as it can be.
+    """Bounds of ``count`` groups of neighbours, each heavier than a threshold that is as high as possible.
 
-    The paper's threshold, the mean, makes 50 subgraphs of GPT-2 with 48 layers where 98 are asked for, since an
-    attention block has but two thirds of the mean. This one is the highest that makes enough of them. Where it makes
-    too many, because many layers are alike, the later ones take the next higher threshold, which makes too few: each
-    group that changes over makes at most one less, so some number of them makes exactly ``count``.
+    The paper uses the mean as its threshold. For GPT-2 with 48 layers that makes 50 subgraphs where 98 are wanted,
+    since an attention block has only two thirds of the mean. Here the threshold is the highest that makes enough
+    groups. If it makes too many, because many layers are alike, later groups use the next higher threshold, which makes
+    too few. Each group that changes over makes at most one group less, so some number of changes makes exactly
+    ``count``.
     """
 
     def groups(threshold: int, low: int) -> list[int]:
         bounds, weight = [0], 0
-        for index, own in enumerate(weights):
-            weight += own
+        for index, each in enumerate(weights):
+            weight += each
             if weight > (threshold if len(bounds) <= low else threshold + 1):
                 bounds.append(index + 1)
                 weight = 0
@@ -169,20 +171,20 @@ def _joined(weights: Sequence[int], count: int) -> list[int]:
 
 
 def _parameters(graph: Graph) -> list[int]:
-    """Elements of the parameters that each operation uses; tied ones count at each, as each stage holds a copy."""
+    """Elements of the parameters that each operation uses; tied parameters count at each use: each stage has a copy."""
     sizes = {name: prod(value.shape) for name, value in graph.parameters.items()}
     return [sum(sizes.get(name, 0) for name in node.state) for node in graph.nodes]
 
 
 @cache
 def _memberships(path: str) -> tuple[tuple[str, str], ...]:
-    """The module lists that a module lies in, and its number there: ``h.3.mlp`` is in (("h", "3"),)."""
+    """(module list, member) for each list that contains the module at ``path``: (("h", "3"),) for ``h.3.mlp``."""
     parts = path.split(".")
     return tuple((".".join(parts[:depth]), part) for depth, part in enumerate(parts) if part.isdigit())
 
 
 def _first_users(graph: Graph, bounds: Sequence[int]) -> dict[str, int]:
-    """The subgraph that first needs each graph input, itself or through operations that are repeated."""
+    """Graph input -> the first subgraph that needs it, directly or through operations that are repeated."""
     needs: dict[str, frozenset[str]] = {name: frozenset({name}) for name in graph.inputs}
     found: dict[str, int] = {}
     for position, node in enumerate(graph.nodes):

@@ -1,8 +1,8 @@
-"""Stage-aware recomputation: the share of each stage's subgraphs that is not recomputed.
+"""Stage-aware recomputation: the fraction of each stage's subgraphs that is not recomputed.
 
-Merak, section 6.2 of the version of 2022, 5.2 of TPDS 2023. The kept share is the end of a stage. Its backward comes
-first, so it can begin as soon as the gradient is there, and its activations are gone when what the stage dropped is
-made again, unless the schedule has that done early (R).
+Merak, section 6.2 of the version of 2022, 5.2 of TPDS 2023. A stage keeps the activations of its end. The backward of
+the end comes first: it can begin as soon as the gradient arrives, and it has freed its activations by the time the
+stage recomputes the dropped ones, unless the schedule recomputes them early (operation R).
 """
 
 from bisect import bisect_right
@@ -15,22 +15,23 @@ from auto3d.plan import StagePlan
 _ROUNDING = 1e-9
 
 
-def kept_shares(in_flight: Sequence[int], first: float) -> list[float]:
-    """The recursion: the share α of each stage, from ``first``, α₁ of the first stage, between 0 and 1.
+def kept_fractions(in_flight: Sequence[int], first: float) -> list[float]:
+    """The kept fraction α of each stage, between 0 and 1, by the paper's recursion from ``first``, the α₁ of stage 1.
 
-    A stage holds the activations of one micro-batch anyway, while that runs backward, so keeping a share α costs it
-    (n - 1)α of them, where ``in_flight`` has its n. All stages fill their memory equally: (n_i - 1)α_i = (n_1 - 1)α_1.
+    A stage holds the activations of one micro-batch in any case while that micro-batch runs backward. So keeping a
+    fraction α costs the activations of (n - 1)α micro-batches, where n, from ``in_flight``, is the number of
+    micro-batches in flight on the stage. All stages use equally much memory for this: (n_i - 1)α_i = (n_1 - 1)α_1.
 
-    The paper writes s - i for n_i - 1, which is 1F1B's with enough micro-batches, α_{s-1} = α_{s-2}, since its own
-    schedule holds one micro-batch more on the last stage but one, and α_s = 1. All of that follows from the n of the
-    schedule that is run; with these, other schedules and few micro-batches come out right too.
+    The paper writes s - i for n_i - 1, which holds for 1F1B with enough micro-batches; α_{s-1} = α_{s-2}, since its own
+    schedule holds one more micro-batch on the second to last stage; and α_s = 1. All of this follows from the n of the
+    actual schedule, which also gives the right fractions for other schedules and for few micro-batches.
     """
     total = (in_flight[0] - 1) * first
     return [first, *(min(1.0, total / (n - 1)) if n > 1 else 1.0 for n in in_flight[1:])]
 
 
-def first_shares(in_flight: Sequence[int], subgraphs: Sequence[int]) -> list[float]:
-    """All α₁, ascending, at which the recursion keeps a subgraph more of one of stages of so many ``subgraphs``."""
+def first_fractions(in_flight: Sequence[int], subgraphs: Sequence[int]) -> list[float]:
+    """All α₁, ascending, at which some stage keeps one more subgraph; ``subgraphs`` has the number in each stage."""
     found = {0.0, 1.0}
     for stage, (n, count) in enumerate(zip(in_flight, subgraphs, strict=True)):
         for kept in range(1, count + 1):
@@ -38,11 +39,11 @@ def first_shares(in_flight: Sequence[int], subgraphs: Sequence[int]) -> list[flo
                 found.add(kept / count)
             elif n > 1 and in_flight[0] > 1:
                 found.add(kept / count * (n - 1) / (in_flight[0] - 1))
-    return sorted(share for share in found if share <= 1)
+    return sorted(fraction for fraction in found if fraction <= 1)
 
 
 def subgraph_starts(graph: Graph, stage: StagePlan, bounds: Sequence[int]) -> list[int]:
-    """Positions at which the subgraphs between ``bounds``, as far as they lie in ``stage``, begin."""
+    """Positions where the subgraphs of ``stage`` begin; ``bounds`` are the positions between the model's subgraphs."""
     starts: dict[int, int] = {}
     for position in sorted(position for span in stage.operations for position in range(*span)):
         if not graph.nodes[position].from_inputs:
@@ -50,9 +51,9 @@ def subgraph_starts(graph: Graph, stage: StagePlan, bounds: Sequence[int]) -> li
     return list(starts.values())
 
 
-def keep_last(stage: StagePlan, starts: Sequence[int], share: float) -> StagePlan:
-    """``stage`` with so large a share of its subgraphs kept, rounded down."""
-    count = int(share * len(starts) + _ROUNDING)
+def keep_last(stage: StagePlan, starts: Sequence[int], fraction: float) -> StagePlan:
+    """``stage`` with this fraction of its subgraphs kept, counted from its end; the number is rounded down."""
+    count = int(fraction * len(starts) + _ROUNDING)
     if count == len(starts):
         return replace(stage, kept=stage.operations)
     start = starts[-count] if count else stage.operations[-1][1]

@@ -1,20 +1,21 @@
-"""Contiguous stages whose replicas share each micro-batch: where to cut, and how many replicas each stage gets."""
+"""Stages with replicas: where to cut a model into contiguous stages, and how many replicas each stage gets."""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
-_BISECTIONS = 50  # as many halvings as a double has bits, about
+_BISECTIONS = 50  # about as many halvings as a double has bits
 
 
 def fastest_stages(
     before: Mapping[int, Sequence[float]], *, stages: int, devices: int
 ) -> tuple[list[int], list[int]] | None:
-    """Places that bound the stages, and the replicas of each, such that the slowest stage is as fast as can be.
+    """(places that bound the stages, replicas of each stage) with the fastest possible slowest stage.
 
-    ``before[count]`` are the seconds before each place on one of ``count`` replicas, at its share of a micro-batch;
-    only these counts are possible, and those of all stages sum up to ``devices``. None where they cannot, or where
-    there are fewer parts than stages. This is RaNNC's dynamic programming (Tanaka et al. 2021, algorithm 1) without
-    its memory, as a bisection: a stage that ends as late as a limit allows never hurts the next ones.
+    ``before[count]`` has the seconds before each place on one of ``count`` replicas, each of which runs an equal slice
+    of a micro-batch. Only these counts are possible, and the counts of all stages add up to ``devices``. None if they
+    cannot, or if there are fewer parts than stages. This solves the problem of RaNNC's dynamic programming (Tanaka et
+    al. 2021, algorithm 1), memory aside, by bisection: a stage that ends as late as a limit allows never hurts the next
+    ones.
     """
     highest = max(times[-1] - times[0] for times in before.values())
     found = _fill(before, stages, devices, highest)
@@ -34,11 +35,11 @@ def fastest_stages(
 def _fill(
     before: Mapping[int, Sequence[float]], stages: int, devices: int, limit: float
 ) -> tuple[list[int], list[int]] | None:
-    """Bounds and replicas of stages that take at most ``limit`` each; None if there are none."""
+    """(bounds, replicas) of stages that take at most ``limit`` seconds each; None if there are no such stages."""
     size = len(next(iter(before.values())))
-    reached: dict[int, tuple[int, tuple[int, ...], tuple[int, ...]]] = {0: (0, (0,), ())}  # by devices used
+    reached: dict[int, tuple[int, tuple[int, ...], tuple[int, ...]]] = {0: (0, (0,), ())}  # devices used -> best so far
     for stage in range(stages):
-        latest = size - (stages - stage)  # each stage that follows needs a part
+        latest = size - (stages - stage)  # each later stage needs a part
         further: dict[int, tuple[int, tuple[int, ...], tuple[int, ...]]] = {}
         for used, (first, bounds, counts) in reached.items():
             for count, times in before.items():

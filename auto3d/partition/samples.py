@@ -1,9 +1,9 @@
-"""Where the samples of a micro-batch are in each value of a Graph, so that a value can be split by samples."""
+"""The dimension of the samples in each value of a Graph, so that a value can be split by samples."""
 
 from dataclasses import dataclass
 from math import prod
 
-from auto3d.capture.graph import Graph, Node, Value
+from auto3d.capture.graph import Graph, GraphNode, Value
 
 _RESHAPES = frozenset(
     f"aten.{name}"
@@ -14,10 +14,10 @@ _REORDERING = ("aten.index", "aten.sort", "aten.argsort", "aten.topk", "aten.fli
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """The samples are in ``dimension``, with ``each`` elements of it to a sample.
+    """The samples lie along ``dimension``, with ``each`` of its elements for one sample.
 
-    ``outer`` is how often it runs through all samples: [batch * sequence] has 1, [sequence * batch] has as many as the
-    sequence is long, and equal slices of it are not equal shares of the samples.
+    ``outer`` counts how often the dimension runs through all samples: once in [batch * sequence], but as often as the
+    sequence is long in [sequence * batch], where a slice of the dimension is not a slice of the samples.
     """
 
     dimension: int
@@ -26,10 +26,10 @@ class _Layout:
 
 
 def sample_dimensions(graph: Graph, smaller: Graph) -> dict[str, int]:
-    """Value -> the dimension along which equal slices of it hold equal shares of the samples, in order.
+    """Name of a value -> the dimension along which equal slices hold equally many samples, in order.
 
-    ``smaller`` is the same model at a smaller micro-batch size: a dimension that has samples grows with that size.
-    Values that have none, several, or samples in another order are left out.
+    ``smaller`` is the same model at a smaller micro-batch size: a dimension of samples grows with that size. Values
+    without such a dimension, with several, or with the samples in another order are left out.
     """
     layouts: dict[str, _Layout] = {
         name: _Layout(0, 1, 1) for name, value in graph.inputs.items() if value.shape != smaller.inputs[name].shape
@@ -52,7 +52,7 @@ def sample_dimensions(graph: Graph, smaller: Graph) -> dict[str, int]:
 
 
 def made_from_samples(graph: Graph) -> frozenset[str]:
-    """The values that depend on the model's inputs, or on a buffer in which it gathers what it saw of them."""
+    """Names of the values that depend on the model's inputs, or on a buffer that the model updates from its inputs."""
     found = set(graph.inputs)
     for node in graph.nodes:
         if not found.isdisjoint(node.reads) or not graph.written_buffers.isdisjoint(node.state):
@@ -61,7 +61,7 @@ def made_from_samples(graph: Graph) -> frozenset[str]:
 
 
 def _growing(value: Value, small: Value, size: int, small_size: int) -> tuple[int, int] | None:
-    """The one dimension that grows with the micro-batch size, and its elements to a sample."""
+    """(dimension, elements per sample) of the dimension that grows with the micro-batch size, if just one does."""
     if len(value.shape) != len(small.shape):
         return None
     pairs = enumerate(zip(value.shape, small.shape, strict=True))
@@ -74,11 +74,16 @@ def _growing(value: Value, small: Value, size: int, small_size: int) -> tuple[in
 
 
 def _outer(
-    node: Node, value: Value, dimension: int, each: int, layouts: dict[str, _Layout], shapes: dict[str, tuple[int, ...]]
+    node: GraphNode,
+    value: Value,
+    dimension: int,
+    each: int,
+    layouts: dict[str, _Layout],
+    shapes: dict[str, tuple[int, ...]],
 ) -> int | None:
-    """The new value's ``outer``, from those of what ``node`` reads; None where it cannot be told."""
+    """``_Layout.outer`` of the new value, from the values that ``node`` reads; None where they do not determine it."""
     read = [(layouts[name], shapes[name]) for name in node.reads if name in layouts]
-    if node.operator in _RESHAPES:  # which keeps all elements in their order
+    if node.operator in _RESHAPES:  # a reshape keeps all elements in their order
         if not read or 0 in value.shape:
             return None
         layout, shape = read[0]

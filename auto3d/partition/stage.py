@@ -1,4 +1,4 @@
-"""What a stage is made of, once a Graph is cut: its operations, state, inputs, and the values it gets and gives."""
+"""The stages of a cut Graph: their operations, state, inputs, and the values that they exchange."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from auto3d.plan import PlanError, StagePlan, stages_of_operations
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """A value that stage ``source`` makes and stage ``target`` uses; its gradient, if it has one, comes back."""
+    """A value that goes from stage ``source`` to stage ``target``; its gradient, if it has one, goes back."""
 
     value: Value
     source: int
@@ -22,36 +22,36 @@ class Transfer:
 class Stage:
     """One stage of a cut Graph.
 
-    ``nodes`` holds its own operations and, before them, copies of those of earlier stages that depend on graph inputs
-    alone (masks, positions): repeating them is cheaper than sending their results.
+    ``nodes`` holds the stage's operations and copies of operations of earlier stages that depend on graph inputs alone
+    (masks, positions): repeating those is cheaper than sending their results.
     """
 
     index: int
     nodes: tuple[str, ...]
-    inputs: tuple[str, ...]  # graph inputs that it loads
+    inputs: tuple[str, ...]  # graph inputs that the stage loads
     state: tuple[str, ...]  # parameters, buffers and constants
     received: tuple[Transfer, ...]
     sent: tuple[Transfer, ...]
-    flops: int  # forward, one micro-batch
+    flops: int  # forward FLOPs of one micro-batch
     has_loss: bool
 
 
 class PartitionError(InputError):
-    """A model that cannot be cut into so many stages."""
+    """The model cannot be cut into this number of stages."""
 
 
 def possible_cuts(graph: Graph) -> list[int]:
-    """Positions where a stage may begin, and the end: all operations on a buffer that is written stay together."""
+    """Positions where a stage may begin, and the end of the model: all operations on a written buffer stay together."""
     users: dict[str, list[int]] = {}
     for position, node in enumerate(graph.nodes):
         for name in graph.written_buffers & set(node.state):
             users.setdefault(name, []).append(position)
-    inside = {position for own in users.values() for position in range(own[0] + 1, own[-1] + 1)}
+    inside = {position for each in users.values() for position in range(each[0] + 1, each[-1] + 1)}
     return [position for position in range(len(graph.nodes) + 1) if position not in inside]
 
 
 def crossing_bytes(graph: Graph) -> list[int]:
-    """Bytes that a cut before each operation would send onward; entry i is the cut before operation i."""
+    """Bytes that each cut would send onward; entry i is for the cut before operation i."""
     last_use = {name: index for index, node in enumerate(graph.nodes) for name in node.reads}
     change = [0] * (len(graph.nodes) + 1)
     for index, node in enumerate(graph.nodes):
@@ -63,7 +63,7 @@ def crossing_bytes(graph: Graph) -> list[int]:
 
 
 def check_enough(before: Sequence[float], stages: int) -> None:
-    """Raise PartitionError unless ``stages`` parts can each weigh something; ``before`` is the weight at each cut."""
+    """Raise PartitionError unless each of ``stages`` stages can get some weight; ``before`` has it before each cut."""
     costly = sum(after > here for here, after in pairwise(before))
     if stages > costly:
         raise PartitionError(
@@ -72,15 +72,15 @@ def check_enough(before: Sequence[float], stages: int) -> None:
 
 
 def same_stages(stages: Sequence[StagePlan], graph: Graph, other: Graph) -> tuple[StagePlan, ...]:
-    """``stages`` of ``graph`` as those of ``other``, the same model at another micro-batch size, and what they keep.
+    """The stages of ``other``, the same model at another micro-batch size, that match the ``stages`` of ``graph``.
 
-    Operations that depend on inputs alone need not be the same; each belongs to the first stage that uses it. Raises
-    PartitionError where any other differs.
+    They keep the same operations and have the same replicas. Operations that depend on inputs alone may differ; each
+    belongs to the first stage that uses it. Raises PartitionError where any other operation differs.
     """
     if not graph.same_operations(other):
         raise PartitionError(
             f"the model's operations at micro-batch size {graph.micro_batch_size} are not those at "
-            f"{other.micro_batch_size}; stages of the one do not cut the other"
+            f"{other.micro_batch_size}; stages of one do not cut the other"
         )
     stage_of = {
         graph.nodes[position].name: index
@@ -107,7 +107,7 @@ def same_stages(stages: Sequence[StagePlan], graph: Graph, other: Graph) -> tupl
 
 
 def _spans_of(graph: Graph, spans: Sequence[tuple[int, int]], names: set[str]) -> tuple[tuple[int, int], ...]:
-    """The ranges, inside ``spans``, of operations called ``names``."""
+    """Ranges of positions inside ``spans`` whose operations are named in ``names``."""
     found = []
     for span in spans:
         for inside, run in groupby(range(*span), key=lambda position: graph.nodes[position].name in names):
@@ -118,13 +118,13 @@ def _spans_of(graph: Graph, spans: Sequence[tuple[int, int]], names: set[str]) -
 
 
 def cut(graph: Graph, stages: Sequence[StagePlan]) -> tuple[Stage, ...]:
-    """The stages of ``graph``.
+    """The stages of ``graph`` that ``stages`` describes.
 
-    Raises PlanError unless ``stages`` cover exactly its operations, values go from earlier to later ones alone, and
-    each buffer that is written has one stage.
+    Raises PlanError unless they cover exactly its operations, values only go from earlier to later stages, and all
+    operations on a written buffer are on one stage.
     """
     needed = [{position for span in stage.operations for position in range(*span)} for stage in stages]
-    stage_of = {position: index for index, own in enumerate(needed) for position in own}
+    stage_of = {position: index for index, positions in enumerate(needed) for position in positions}
     if stage_of.keys() != set(range(len(graph.nodes))):
         raise PlanError(f"stages: they end at operation {max(stage_of)}; the model has {len(graph.nodes)} operations")
     received: list[dict[str, int]] = [{} for _ in stages]  # value -> source stage

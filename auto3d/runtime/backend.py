@@ -1,4 +1,4 @@
-"""The parts of a rank that depend on how it computes: really, on a device, or emulated, by waiting."""
+"""The parts of a rank that differ between real devices and emulated ones, whose operations only wait."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Backend(Protocol):
         """The messages of ``layout``'s programs, of which ``program`` is one. It makes process groups."""
 
     def state(self, layout: RankLayout, memory: MemoryWatch) -> dict[str, torch.Tensor]:
-        """Parameters, buffers and constants of the rank's stages, by name, in their memory."""
+        """Parameters, buffers and constants of the rank's stages, by name. It allocates their memory."""
 
     def gradient_sync(self, layout: RankLayout, state: Mapping[str, torch.Tensor], memory: MemoryWatch) -> GradientSync:
         """The gradients of ``state`` and their sums over ranks. It makes process groups."""
@@ -73,7 +73,7 @@ class RealBackend:
 
     def gradient_sync(self, layout: RankLayout, state: Mapping[str, torch.Tensor], memory: MemoryWatch) -> GradientSync:
         trained = trained_parameters(state)
-        # Leaves that show old versions of a parameter add to its ``.grad``, which must then be there beforehand.
+        # Leaves of old versions of a parameter add to its ``.grad``, so this must exist before the first backward.
         private = frozenset() if layout.schedule.weight_version else layout.private_parameters
         with memory.during("the making of its gradients"):
             return GradientSync(
@@ -108,5 +108,5 @@ class RealBackend:
 
 
 def trained_parameters(state: Mapping[str, torch.Tensor]) -> dict[str, nn.Parameter]:
-    """Those of ``state`` that are trained, in its order."""
+    """The tensors of ``state`` that are trained, in its order."""
     return {n: t for n, t in state.items() if isinstance(t, nn.Parameter) and t.requires_grad}

@@ -69,11 +69,11 @@ class InputField:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    source: str  # one of SOURCES, from which tokens are made
-    files: tuple[str, ...]  # text files; empty: the source code of Python's standard library
-    sequence_length: int  # tokens per sample
-    vocabulary_size: int  # synthetic tokens are uniform in [0, vocabulary_size)
     inputs: Mapping[str, InputField]  # keyword arguments of the model's forward
+    source: str = "text"  # one of SOURCES, from which tokens are made
+    files: tuple[str, ...] = ()  # text files; empty: the source code of Python's standard library
+    sequence_length: int = 128  # tokens per sample
+    vocabulary_size: int = 256  # synthetic tokens are uniform in [0, vocabulary_size)
 
     def __post_init__(self) -> None:
         if self.source not in SOURCES:

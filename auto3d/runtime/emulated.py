@@ -78,7 +78,7 @@ class EmulatedStage:
         self.weights = WeightVersions({}, several=False)
         self._seconds = {kind: costs.times_of(kind)[stage.index] / parts for kind in Kind}
         self._recompute = recompute
-        self._recomputed: set[int] = set()  # micro-batches that are recomputed and whose backward has not run
+        self._recomputed: set[int] = set()  # recomputed micro-batches whose backward has not run
         self._clock = clock
         self._sent = _empty((transfer.value for transfer in stage.sent), device)
         self._sent_back = _empty((t.value for t in stage.received if t.value.differentiable), device)
@@ -180,7 +180,7 @@ class EmulatedSync(GradientSync):
 
 @dataclass(frozen=True, kw_only=True)
 class EmulatedBackend:
-    """The Backend in whose ranks operations only wait, as long as ``emulation`` says."""
+    """A Backend for emulated devices: operations only wait, for the times in ``emulation``."""
 
     emulation: Emulation
     device: torch.device

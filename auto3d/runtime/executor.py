@@ -194,7 +194,7 @@ class Executor:
         return least == (self._ended + 1) * self._program.updates
 
     def _end_iteration(self) -> Iterator[IterationResult]:
-        """Note the end of an iteration on this rank; yields the results that are known by now, of any iteration."""
+        """Note the end of an iteration on this rank; yields all results that are known by now."""
         if not self._program.asynchronous and self._total is None:
             self._total = self._reduce_totals()
         self._run_ahead.catch_up()

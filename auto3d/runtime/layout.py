@@ -21,20 +21,20 @@ from auto3d.schedule.carried_buffers import check_carried_buffers
 from auto3d.schedule.operation import Schedule
 from auto3d.schedule.program import PipeStage
 
-MICRO_BATCHES_WITHOUT_FLUSH = 1024  # default length of an asynchronous schedule: a flush costs pp - 1 micro-batches
+MICRO_BATCHES_WITHOUT_FLUSH = 1024  # default of an asynchronous schedule: a flush costs pp - 1 micro-batches
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanLayout:
     """What the layouts of all ranks of a plan have in common."""
 
-    captured: CapturedModel  # at the size that all replicas of a stage run together
+    captured: CapturedModel  # captured for the samples that all replicas of a stage run together
     plan: Plan
     settings: TrainingSettings
     schedules: tuple[Schedule, ...]  # run one after the other; they differ only in their number of iterations
     stages: tuple[Stage, ...]
-    replicas: tuple[int, ...]  # of each pipeline device's stages
-    sample_dimensions: Mapping[str, int]  # value that is split anew between replicas -> its dimension of samples
+    replicas: tuple[int, ...]  # number of replicas, the same for all stages of a pipeline device
+    sample_dimensions: Mapping[str, int]  # dimension of samples of each value that goes to more or fewer replicas
 
     @property
     def schedule(self) -> Schedule:
@@ -45,19 +45,19 @@ class PlanLayout:
 class RankLayout:
     """What one rank runs and whom it exchanges with."""
 
-    captured: CapturedModel  # at the size of this rank's slice of a micro-batch
-    plan: Plan  # with the stages of that capture
+    captured: CapturedModel  # captured for the samples of this rank's slice of a micro-batch
+    plan: Plan  # its stages cut the graph of this capture
     schedules: tuple[Schedule, ...]  # run one after the other; they differ only in their number of iterations
-    device: int  # pipeline device
-    pipeline: int
-    replica: int  # which of the replicas of its stages the rank is
+    device: int  # pipeline device, from 0
+    pipeline: int  # number of the pipeline, from 0
+    replica: int  # number of the rank among the replicas of its stages, from 0
     replicas: int
-    model_stages: tuple[Stage, ...]  # the whole model's, as this rank's pipeline device and its peers run them
-    stages: Mapping[PipeStage, Stage]  # the rank's own
-    peers: tuple[tuple[int, ...], ...]  # pipeline device -> its ranks in this rank's pipeline
-    sample_dimensions: Mapping[str, int]  # value that is split anew between replicas -> its dimension of samples
-    samples: int  # samples of a micro-batch, over all replicas of a stage
-    state_names: tuple[str, ...]  # parameters and buffers that any rank holds; none if devices are emulated
+    model_stages: tuple[Stage, ...]  # all stages of the model, for the samples of this rank's slice
+    stages: Mapping[PipeStage, Stage]  # stages that this rank runs
+    peers: tuple[tuple[int, ...], ...]  # for each pipeline device, its ranks in this rank's pipeline
+    sample_dimensions: Mapping[str, int]  # dimension of samples of each value that goes to more or fewer replicas
+    samples: int  # samples that all replicas of a stage run together
+    state_names: tuple[str, ...]  # all parameters and buffers of the model; none if devices are emulated
 
     @property
     def schedule(self) -> Schedule:

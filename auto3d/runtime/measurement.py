@@ -92,7 +92,7 @@ class Measurement:
     peak_bytes: list[int] = field(default_factory=list)  # per rank: live tensors on a GPU, growth of a CPU process
     reserved_bytes: list[int] = field(default_factory=list)  # per GPU: peak of torch's caching allocator
     used_bytes: list[int] = field(default_factory=list)  # per GPU: peak on the device, with CUDA context and NCCL
-    predicted_bytes: list[int] = field(default_factory=list)  # per rank: estimate of auto3d.cost.memory
+    predicted_bytes: list[int] = field(default_factory=list)  # per rank: estimate of auto3d.cost.device_memory
     tokens_per_sample: int = 0
     environment: Environment | None = None
     finished: str = ""  # date and time, ISO 8601

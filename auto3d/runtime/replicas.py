@@ -19,6 +19,12 @@ def captured_slice(captured: CapturedModel, plan: Plan, replicas: int) -> tuple[
     return smaller, replace(plan, graph=smaller.graph.fingerprint, stages=stages)
 
 
+def capture_slices(captured: CapturedModel, plan: Plan) -> None:
+    """Capture the model at every size that a replica of ``plan`` runs; processes forked later share the results."""
+    for replicas in sorted({stage.replicas for stage in plan.stages}):
+        captured.at(captured.graph.micro_batch_size // replicas)
+
+
 def replicas_of_devices(plan: Plan, schedule: Schedule) -> tuple[int, ...]:
     """How many replicas the stages of each pipeline device have.
 

@@ -11,14 +11,14 @@ LEARNING_RATE_SCHEDULES = ("constant", "linear", "cosine")
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
-    optimizer: str  # one of OPTIMIZERS
-    learning_rate: float  # highest learning rate of the schedule
-    weight_decay: float
-    momentum: float  # only for sgd
-    betas: tuple[float, float]  # only for adamw
-    learning_rate_schedule: str  # one of LEARNING_RATE_SCHEDULES, after the warm-up
-    warmup_iterations: int  # iterations in which the rate rises linearly from 0
-    clip_norm: float  # upper bound of the global gradient norm; 0: no clipping
+    optimizer: str = "adamw"  # one of OPTIMIZERS
+    learning_rate: float = 1e-3  # highest learning rate of the schedule
+    weight_decay: float = 0.0
+    momentum: float = 0.9  # only for sgd
+    betas: tuple[float, float] = (0.9, 0.999)  # only for adamw
+    learning_rate_schedule: str = "constant"  # one of LEARNING_RATE_SCHEDULES, after the warm-up
+    warmup_iterations: int = 0  # iterations in which the rate rises linearly from 0
+    clip_norm: float = 1.0  # upper bound of the global gradient norm; 0: no clipping
 
 
 def state_copies(settings: OptimizerSettings) -> int:
@@ -39,17 +39,17 @@ def update_copies(settings: OptimizerSettings, device: str) -> tuple[int, int]:
 
 
 def optimizer_copies(settings: OptimizerSettings, device: str) -> dict[str, Any]:
-    """The arguments of ``auto3d.cost.memory.predict`` that depend on the optimizer."""
+    """The arguments of ``auto3d.cost.device_memory.predict`` that depend on the optimizer."""
     return {"optimizer_copies": state_copies(settings), "update_copies": update_copies(settings, device)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings:
     iterations: int
-    optimizer: OptimizerSettings
-    device: str  # "cpu" or "cuda"
-    threads_per_rank: int  # threads with which a CPU rank computes
-    timeout_s: float  # time-out of every wait for another rank
+    optimizer: OptimizerSettings = OptimizerSettings()
+    device: str = "cpu"  # "cpu" or "cuda"
+    threads_per_rank: int = 1  # threads with which a CPU rank computes
+    timeout_s: float = 300.0  # time-out of every wait for another rank
     tf32: bool = False  # on GPUs: matrix products and convolutions round their float32 inputs to TF32
     deterministic: bool = False  # allow only bitwise reproducible algorithms
     emulation: Emulation | None = None  # emulated devices, whose operations only wait; None: real devices

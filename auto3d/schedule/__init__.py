@@ -1,4 +1,7 @@
-"""Plan -> operations. Each schedule is a file in families/; ``SCHEDULES`` alone knows them by name."""
+"""The schedule of a Plan: the operations of each pipeline device, in order.
+
+Each schedule is one file in families/. ``SCHEDULES`` is the only place that knows them by name.
+"""
 
 from difflib import get_close_matches
 from functools import lru_cache
@@ -32,20 +35,20 @@ SCHEDULES: dict[str, Family] = {
 """Name -> schedule, in the order of lists and tables. To add a schedule, add the name of its file in families/."""
 
 
-@lru_cache(maxsize=16)  # it lists every micro-batch, and is asked for more than once by whoever makes or runs a plan
+@lru_cache(maxsize=16)  # a schedule lists every micro-batch, and making or running one plan builds it several times
 def build_schedule(name: str, *, devices: int, micro_batches: int, **options: int | str) -> Schedule:
-    """The operations of schedule ``name``; raises InputError where the name, a size or an option is not possible."""
+    """The schedule ``name`` at these sizes. Raises InputError if the name is unknown or a size or option is invalid."""
     if name not in SCHEDULES:
         near = get_close_matches(name, SCHEDULES, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise InputError(f"schedule: {name!r} is not known; there are {', '.join(SCHEDULES)}{hint}")
+        raise InputError(f"schedule: {name!r} is unknown; choose one of {', '.join(SCHEDULES)}{hint}")
     if devices < 1 or micro_batches < 1:
         raise InputError(f"schedule {name}: {devices} devices, {micro_batches} micro-batches; both must be 1 or more")
     family = SCHEDULES[name]
     for option, value in options.items():
         if option not in family.options:
-            takes = ", ".join(family.options) or "none"
-            raise InputError(f"schedule {name}: option {option!r} is not one of its own; it takes {takes}")
+            accepted = ", ".join(family.options) or "none"
+            raise InputError(f"schedule {name}: option {option!r} is unknown; its options are {accepted}")
         if type(value) is not type(family.options[option]):
             kind = "a whole number" if isinstance(family.options[option], int) else "text"
             raise InputError(f"schedule {name}: {option} is {value!r}; it must be {kind}")
@@ -53,44 +56,48 @@ def build_schedule(name: str, *, devices: int, micro_batches: int, **options: in
 
 
 def schedule_of(plan: Plan) -> Schedule:
-    """The schedule of ``plan``; raises InputError where there is none of this name, options and sizes."""
+    """The schedule of ``plan``. Raises InputError if its name is unknown or an option or a size is invalid."""
     return build_schedule(plan.schedule, devices=plan.pp, micro_batches=plan.micro_batches, **plan.schedule_options)
 
 
 def samples_at_once(plan: Plan) -> int:
-    """How many samples an operation of ``plan`` runs: a micro-batch, or a part of one where the schedule halves them.
+    """The samples of one operation of ``plan``: a micro-batch or, if the schedule splits micro-batches, a part of one.
 
-    All replicas of a stage run them together. The model is captured at this size. Raises PlanError where they cannot be
-    so divided.
+    The replicas of a stage share these samples equally. The model is captured at this size. Raises PlanError if the
+    micro-batch size does not divide equally.
     """
     schedule = schedule_of(plan)
     for replicas in sorted({stage.replicas for stage in plan.stages}):
-        samples = samples_per_replica(schedule, plan.micro_batch_size, replicas)
+        samples = samples_per_replica(schedule.name, schedule.parts, plan.micro_batch_size, replicas)
     return samples * replicas
 
 
-def samples_per_replica(schedule: Schedule, micro_batch_size: int, replicas: int = 1) -> int:
-    """How many of them each of ``replicas`` runs under a schedule by itself."""
-    shares = schedule.parts * replicas
-    if micro_batch_size % shares:
-        shared = f" by {replicas} replicas each" if replicas > 1 else ""
-        raise PlanError(
-            f"micro_batch_size: {micro_batch_size}; schedule {schedule.name} runs it in {schedule.parts} parts"
-            f"{shared}: it must be a multiple of {shares}"
-        )
-    return micro_batch_size // shares
+def samples_per_replica(name: str, parts: int, micro_batch_size: int, replicas: int = 1) -> int:
+    """The samples of one operation that each of ``replicas`` replicas of a stage takes.
+
+    ``name`` is the schedule's, which runs a micro-batch in ``parts`` parts. Raises PlanError as above.
+    """
+    slices = parts * replicas
+    if micro_batch_size % slices:
+        division = f"it is divided among {replicas} replicas of a stage"
+        if parts > 1:
+            division = f"schedule {name} runs it in {parts} parts"
+            division += f", each divided among {replicas} replicas of a stage" if replicas > 1 else ""
+        raise PlanError(f"micro_batch_size: {micro_batch_size}; {division}: it must be a multiple of {slices}")
+    return micro_batch_size // slices
 
 
 def parse_schedule(
     text: str, *, where: str = "schedule", example: str = "interleaved-1f1b:chunks=4"
 ) -> tuple[str, dict[str, int | str]]:
-    """``interleaved-1f1b:chunks=4`` -> the name and its options.
+    """The name and the options in a text such as ``interleaved-1f1b:chunks=4``.
 
-    Raises InputError, which says ``where`` it stands and gives an ``example``, if it is not of this form.
+    Raises InputError if the text has another form. The message begins with ``where``, the key or flag that holds the
+    text, and ends with ``example``.
     """
-    name, *given = text.split(":")
+    name, *pairs = text.split(":")
     options: dict[str, int | str] = {}
-    for pair in given:
+    for pair in pairs:
         option, sign, value = pair.partition("=")
         if not (sign and option and value):
             raise InputError(f"{where}: {text!r}: write NAME:option=value, as in {example}")

@@ -1,4 +1,4 @@
-"""The pattern under 1F1B and its relatives: run ahead by some forwards, then one forward and one backward in turn."""
+"""The pattern of 1F1B and its relatives: a warm-up of forwards, then one forward and one backward in turn."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -9,9 +9,9 @@ from auto3d.schedule.operation import Kind, Operation
 def alternate(
     forwards: Sequence[Operation], backwards: Sequence[Sequence[Operation]], ahead: int
 ) -> tuple[Operation, ...]:
-    """``ahead`` forwards, then a forward and a backward in turn, then the backwards that are left.
+    """``ahead`` forwards, then one forward and one backward in turn, then the remaining backwards.
 
-    Each of ``backwards`` is what is done together: ``B``, or ``R B``, or ``I W``.
+    Each item of ``backwards`` is a group of operations that stay together: ``B``, ``R B`` or ``I W``.
     """
     ahead = min(ahead, len(forwards))
     steady = [(forward, *backward) for forward, backward in zip(forwards[ahead:], backwards, strict=False)]
@@ -19,5 +19,5 @@ def alternate(
 
 
 def of_stage(kind: Kind, stage: int, micro_batches: int) -> list[Operation]:
-    """Operations of one kind on ``stage``, one per micro-batch."""
+    """The operations of one kind on ``stage``: one per micro-batch, in order."""
     return [Operation(kind, stage, (m,)) for m in range(micro_batches)]

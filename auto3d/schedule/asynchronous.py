@@ -1,4 +1,4 @@
-"""What an asynchronous schedule asks of a model and its training: search and runtime refuse the rest."""
+"""What a model and its training must satisfy for an asynchronous schedule; search and runtime both check it."""
 
 from collections.abc import Collection, Sequence
 
@@ -8,12 +8,15 @@ from auto3d.schedule.operation import Schedule
 
 
 def check_trainable(schedule: Schedule, stages: Sequence[Stage], trained: Collection[str], *, clip_norm: float) -> None:
-    """Raise PlanError if an asynchronous ``schedule`` cannot train ``stages``, whose parameters ``trained`` learn."""
+    """Raise PlanError if ``schedule`` is asynchronous and cannot train ``stages``.
+
+    ``trained`` has the names of the parameters that learn; ``clip_norm`` is the norm for gradient clipping, 0 for none.
+    """
     if not schedule.weight_version:
         return
     if clip_norm > 0:
         raise PlanError(
-            f"clip_norm: found {clip_norm:g}; schedule {schedule.name} takes 0 alone: it updates each stage by itself, "
+            f"clip_norm: found {clip_norm:g}; schedule {schedule.name} needs 0: it updates each stage separately, "
             "so the norm of all gradients is never known"
         )
     versions = [
@@ -26,6 +29,6 @@ def check_trainable(schedule: Schedule, stages: Sequence[Stage], trained: Collec
             first = first_user.setdefault(name, stage.index)
             if name in trained and versions[first] != versions[stage.index]:
                 raise PlanError(
-                    f"stages: {first} and {stage.index} share the parameter {name}, of which schedule {schedule.name} "
-                    "gives them different versions; a synchronous schedule trains them"
+                    f"stages: {first} and {stage.index} share the parameter {name}, but schedule {schedule.name} runs "
+                    "them on different versions of the weights; use a synchronous schedule"
                 )

@@ -1,4 +1,4 @@
-"""Proof, by walking through it, that a Schedule is right: complete, in order, free of deadlock."""
+"""The checker: proves that a Schedule is complete, in order and free of deadlock."""
 
 from dataclasses import dataclass
 
@@ -9,24 +9,23 @@ from auto3d.schedule.operation import BACKWARDS, Kind, Operation, Schedule
 
 
 class ScheduleError(InputError):
-    """A Schedule that would train wrongly, or never end; the message names the operation."""
+    """A Schedule that would train wrongly or never end. The message names the operation."""
 
 
 def check(schedule: Schedule) -> None:
-    """Raise ScheduleError unless ``schedule`` is right.
+    """Raise ScheduleError unless all of these hold for ``schedule``:
 
-    Proved:
-
-    - every operation is on the device where its stage of its pipe lives, and every pipe has all stages;
-    - every micro-batch passes every stage forward and backward exactly once, all in one pipe, the backward as one B or
-      as I and then W; R at most once, between F and B, and only on stages that recompute;
-    - each replica of a stage is synced after the backwards it sums and updated after that: once at the end, and not
-      before all syncs of its device; or, where the schedule says weight versions, any number of times, with the same
-      micro-batches in the n-th update of every stage;
-    - a weight version is made before a forward uses it, and no older one is used after a newer one;
-    - all devices come to their end, in dependency order, even if every send is a rendezvous: see ``_check_progress``.
+    - Every pipe has all stages, and every operation is on the device of its stage and pipe.
+    - Every micro-batch passes every stage forward and backward exactly once, on one pipe. Its backward is one B, or I
+      and then W. R comes at most once, between F and B, and only on stages that recompute.
+    - Every stage and pipe is synced after the backwards that the sync sums, and updated after the sync. In a
+      synchronous schedule that happens once, at the end, and no update comes before the last sync of its device. In a
+      schedule with weight versions it may happen many times, and the n-th update of every stage sums the same
+      micro-batches.
+    - A weight version exists before a forward uses it, and no older version is used after a newer one.
+    - All devices reach their last operation, even if every send is a rendezvous; see ``_check_progress``.
     """
-    _check_homes(schedule)
+    _check_devices(schedule)
     _check_complete(schedule)
     if schedule.weight_version:
         _check_updates(schedule)
@@ -36,23 +35,25 @@ def check(schedule: Schedule) -> None:
     _check_progress(schedule)
 
 
-def _check_homes(schedule: Schedule) -> None:
+def _check_devices(schedule: Schedule) -> None:
     for pipe in {pipe for _, pipe in schedule.device_of}:
         for stage in range(schedule.stages):
             home = schedule.device_of.get((stage, pipe))
-            if home is None or not 0 <= home < schedule.devices:
-                raise ScheduleError(f"stage {stage} of pipe {pipe} lives on device {home} of {schedule.devices}")
+            if home is None:
+                raise ScheduleError(f"stage {stage} of pipe {pipe} is on no device")
+            if not 0 <= home < schedule.devices:
+                raise ScheduleError(f"stage {stage} of pipe {pipe} is on device {home}; there are {schedule.devices}")
     for device, operations in enumerate(schedule.operations):
         for operation in operations:
             home = schedule.device_of.get((operation.stage, operation.pipe))
             if home != device:
-                where = "nowhere" if home is None else f"on device {home}"
-                raise ScheduleError(f"{operation} is on device {device}; its stage lives {where}")
+                where = "no device" if home is None else f"device {home}"
+                raise ScheduleError(f"{operation} is on device {device}; its stage is on {where}")
 
 
 def _check_complete(schedule: Schedule) -> None:
     width = _width(schedule)
-    last: list[Kind | None] = [None] * (schedule.stages * width)  # kind of the last operation, by stage and micro-batch
+    last: list[Kind | None] = [None] * (schedule.stages * width)  # last kind, by stage * width + micro-batch
     pipe_of: list[int | None] = [None] * width
     for operations in schedule.operations:
         for operation in operations:
@@ -70,18 +71,20 @@ def _check_complete(schedule: Schedule) -> None:
                 place = operation.stage * width + m
                 before = last[place]
                 if before not in _AFTER[operation.kind]:
-                    so_far = f"follows {before}" if before else "comes first"
+                    position = f"follows {before}" if before else "comes first"
                     raise ScheduleError(
-                        f"{_one(operation, m)} {so_far} of this micro-batch on this stage; "
-                        "each is done once, in the order F, R where recomputed, then B or I W"
+                        f"{_one(operation, m)} {position} of this micro-batch on this stage; "
+                        "the order is F, then R if the stage recomputes, then B or I and W, each once"
                     )
                 last[place] = operation.kind
     for place, kind in enumerate(last):
         if kind not in _FINAL:
-            missing = {None: Kind.FORWARD, Kind.BACKWARD_INPUT: Kind.BACKWARD_WEIGHT}.get(kind, Kind.BACKWARD)
+            missing = Kind.FORWARD if kind is None else Kind.BACKWARD
+            if kind is Kind.BACKWARD_INPUT:
+                missing = Kind.BACKWARD_WEIGHT
             stage, m = divmod(place, width)
             operation = Operation(missing, stage, (m,), pipe_of[m] or 0)
-            raise ScheduleError(f"{operation} is done 0 times; it must be done once")
+            raise ScheduleError(f"{operation} is missing; it must run once")
 
 
 _AFTER: dict[Kind, tuple[Kind | None, ...]] = {
@@ -96,55 +99,56 @@ _FINAL = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 
 def _check_one_update(schedule: Schedule) -> None:
     for device, operations in enumerate(schedule.operations):
-        replicas = {replica for replica, home in schedule.device_of.items() if home == device}
+        pipe_stages = {pipe_stage for pipe_stage, home in schedule.device_of.items() if home == device}
         synced: set[tuple[int, int]] = set()
         updated: set[tuple[int, int]] = set()
         for operation in operations:
-            replica = (operation.stage, operation.pipe)
+            pipe_stage = (operation.stage, operation.pipe)
             if operation.kind is Kind.SYNC:
                 if updated:
                     raise ScheduleError(
                         f"{operation} follows an update on device {device}; the norm for clipping needs all gradients"
                     )
-                if replica in synced:
-                    raise ScheduleError(f"{operation} is done twice; it must be done once")
-                synced.add(replica)
+                if pipe_stage in synced:
+                    raise ScheduleError(f"{operation} comes twice; it must run once")
+                synced.add(pipe_stage)
             elif operation.kind is Kind.UPDATE:
-                if synced != replicas:
-                    stage, pipe = min(replicas - synced)
+                if synced != pipe_stages:
+                    stage, pipe = min(pipe_stages - synced)
                     missing = Operation(Kind.SYNC, stage, (), pipe)
                     raise ScheduleError(f"{operation} comes before {missing} on device {device}")
-                if replica in updated:
-                    raise ScheduleError(f"{operation} is done twice; it must be done once")
-                updated.add(replica)
-            elif replica in synced:
-                raise ScheduleError(f"{operation} follows the S of its replica; S must follow its last backward")
-        if updated != replicas:
-            stage, pipe = min(replicas - updated)
-            raise ScheduleError(f"{Operation(Kind.UPDATE, stage, (), pipe)} is done 0 times; it must be done once")
+                if pipe_stage in updated:
+                    raise ScheduleError(f"{operation} comes twice; it must run once")
+                updated.add(pipe_stage)
+            elif pipe_stage in synced:
+                raise ScheduleError(f"{operation} follows the S of its stage; S must follow the last backward")
+        if updated != pipe_stages:
+            stage, pipe = min(pipe_stages - updated)
+            raise ScheduleError(f"{Operation(Kind.UPDATE, stage, (), pipe)} is missing; it must run once")
 
 
 def _check_updates(schedule: Schedule) -> None:
-    """Syncs and updates where each stage is updated many times: what the n-th update sums is the same everywhere."""
+    """Check the syncs and updates of a schedule that updates each stage many times: see ``check``."""
     first: list[frozenset[int]] | None = None
     for (stage, pipe), device in schedule.device_of.items():
-        own = [o for o in schedule.operations[device] if (o.stage, o.pipe) == (stage, pipe)]
         summed: list[frozenset[int]] = []
         gradients: set[int] = set()
         synced = False
-        for operation in own:
+        for operation in schedule.operations[device]:
+            if (operation.stage, operation.pipe) != (stage, pipe):
+                continue
             if operation.kind is Kind.UPDATE:
                 if not synced:
-                    raise ScheduleError(f"{operation}, number {len(summed) + 1}, has no S before it")
+                    raise ScheduleError(f"{operation}, number {len(summed) + 1}, comes without an S before it")
                 summed.append(frozenset(gradients))
                 gradients, synced = set(), False
             elif operation.kind is Kind.SYNC:
                 if synced or not gradients:
-                    raise ScheduleError(f"{operation} before update {len(summed) + 1} has nothing new to sync")
+                    raise ScheduleError(f"{operation} before update {len(summed) + 1} has no new gradients to sync")
                 synced = True
             elif operation.kind in BACKWARDS:
                 if synced:
-                    raise ScheduleError(f"{operation} adds to gradients that are being synced; U must come first")
+                    raise ScheduleError(f"{operation} adds to gradients that are being synced; it must follow the U")
                 if operation.kind is not Kind.BACKWARD_INPUT:
                     gradients.update(operation.micro_batches)
         if gradients:
@@ -154,11 +158,13 @@ def _check_updates(schedule: Schedule) -> None:
         first = first or summed
         if summed != first:
             at = next((n for n, pair in enumerate(zip(first, summed, strict=False)) if pair[0] != pair[1]), len(first))
-            raise ScheduleError(f"U@{stage}, number {at + 1}, sums other micro-batches than other stages' updates do")
+            raise ScheduleError(
+                f"U@{stage}, number {at + 1}, sums other micro-batches than the updates of other stages"
+            )
 
 
 def _check_versions(schedule: Schedule) -> None:
-    """Forwards use versions that their stage has made, and never an older one after a newer: it would be dropped."""
+    """Check that each version exists when a forward uses it and that no newer one was used before."""
     for (stage, pipe), device in schedule.device_of.items():
         updates = newest_used = 0
         for operation in schedule.operations[device]:
@@ -173,7 +179,7 @@ def _check_versions(schedule: Schedule) -> None:
                         raise ScheduleError(f"{_one(operation, m)} has no weight version")
                     if version > updates:
                         raise ScheduleError(
-                            f"{_one(operation, m)} uses weight version {version}; there were {updates} updates"
+                            f"{_one(operation, m)} uses weight version {version} after only {_updates(updates)}"
                         )
                     if version < newest_used:
                         raise ScheduleError(
@@ -185,32 +191,33 @@ def _check_versions(schedule: Schedule) -> None:
 @dataclass(frozen=True, slots=True)
 class _Send:
     target: int  # number of the operation that uses the message
-    receiver: int  # its device
-    posted: int  # how many operations the receiver has ended when it posts the receive
+    receiver: int  # device of that operation
+    posted: int  # number of operations that the receiver has ended when it posts the receive
 
 
 def _check_progress(schedule: Schedule) -> None:
-    """Walk all devices to their end, with little room for messages.
+    """Check that all devices reach their last operation when each holds very few messages.
 
-    A message goes from device to device where an operation uses what another made. Messages of one kind (F, or the
-    gradient) from one stage of one pipe form a channel. A device has one receive posted per channel, for the message
-    that it uses next, from when it has ended the operation that used the one before. A send is a rendezvous, met when
-    its receive is posted; meanwhile a device does other work, but begins no operation that sends to the same device.
+    A message crosses devices if an operation uses a result of another device. Messages of one kind (activations or
+    gradients) from one stage of one pipe to one device form a channel. A device posts one receive per channel at a
+    time, for the message that it uses next; it posts it once it has ended the operation that used the previous message
+    of the channel. A send is a rendezvous: it completes when its receive is posted. Until then the sender runs other
+    operations, but begins none that sends to the same device.
 
-    So a device holds the messages of one operation to each of its peers, and one message from each channel. The papers'
-    schedules need that much: if a device met all its sends before its next operation, or posted one receive at a time,
-    two neighbours of an interleaved 1F1B, of ZB-V or of Chimera's doubling would each wait for the other to receive.
-    Gradient syncs are started, not waited for, and an update waits for nothing else, so neither can block.
+    So a device holds the messages of one operation to each of its peers, and one message of each channel. The schedules
+    of the papers need that much. If a device completed all its sends before its next operation, or posted one receive
+    at a time, two neighbours of interleaved 1F1B, of ZB-V or of Chimera's doubling would each wait for the other to
+    receive. Gradient syncs run in the background and an update waits only for them, so neither can block.
     """
     operations = numbered(schedule)
     needs = dependencies(schedule)
     device_of: list[int] = []
     index_of: list[int] = []
-    for device, own in enumerate(schedule.operations):
-        device_of += [device] * len(own)
-        index_of += range(len(own))
+    for device, device_operations in enumerate(schedule.operations):
+        device_of += [device] * len(device_operations)
+        index_of += range(len(device_operations))
     sends: list[list[_Send]] = [[] for _ in operations]
-    consumed: dict[tuple[Kind, int, int, int], int] = {}  # channel and receiver -> operations ended after the last use
+    consumed: dict[tuple[Kind, int, int, int], int] = {}  # channel -> operations ended after its last use
     for number, needed in enumerate(needs):
         receiver = device_of[number]
         for source in dict.fromkeys(needed):
@@ -221,39 +228,43 @@ def _check_progress(schedule: Schedule) -> None:
                 consumed[channel] = index_of[number] + 1
 
     first = bounds(schedule)
-    position = [0] * schedule.devices  # operations ended, per device
-    unmet: list[list[_Send]] = [[] for _ in range(schedule.devices)]
+    ended = [0] * schedule.devices  # number of operations ended, per device
+    unmet: list[list[_Send]] = [[] for _ in range(schedule.devices)]  # sends whose receive was not posted yet
 
     def blocking(device: int, number: int) -> list[_Send]:
         peers = {send.receiver for send in sends[number]}
-        return [send for send in unmet[device] if send.receiver in peers and position[send.receiver] < send.posted]
+        return [send for send in unmet[device] if send.receiver in peers and ended[send.receiver] < send.posted]
 
     def run_next(device: int, index: int) -> bool:
         number = first[device] + index
         for need in needs[number]:
-            if position[device_of[need]] <= index_of[need]:
+            if ended[device_of[need]] <= index_of[need]:
                 return False
         if sends[number]:
             if unmet[device] and blocking(device, number):
                 return False
-            unmet[device] = [send for send in unmet[device] if position[send.receiver] < send.posted]
+            unmet[device] = [send for send in unmet[device] if ended[send.receiver] < send.posted]
             unmet[device] += sends[number]
         return True
 
-    advance_devices(position, [len(own) for own in schedule.operations], run_next)
+    advance_devices(ended, [len(operations) for operations in schedule.operations], run_next)
     stuck = []
-    for device, own in enumerate(schedule.operations):
-        if position[device] < len(own):
-            number = first[device] + position[device]
-            waiting = ", ".join(str(operations[send.target]) for send in blocking(device, number))
-            why = f" (its send to {waiting} is not met)" if waiting else ""
-            stuck.append(f"device {device} before {own[position[device]]}{why}")
+    for device, device_operations in enumerate(schedule.operations):
+        if ended[device] < len(device_operations):
+            number = first[device] + ended[device]
+            targets = ", ".join(str(operations[send.target]) for send in blocking(device, number))
+            why = f" (no receive is posted for its message to {targets})" if targets else ""
+            stuck.append(f"device {device} before {operations[number]}{why}")
     if stuck:
         raise ScheduleError(f"deadlock: {'; '.join(stuck)}")
 
 
 def _width(schedule: Schedule) -> int:
     return schedule.micro_batches * schedule.parts * schedule.iterations
+
+
+def _updates(count: int) -> str:
+    return f"{count} update{'' if count == 1 else 's'}"
 
 
 def _one(operation: Operation, micro_batch: int) -> Operation:

@@ -1,7 +1,7 @@
-"""What each operation of a schedule must wait for, beyond those before it on its own device.
+"""The operations that each operation of a schedule waits for, besides those before it on its device.
 
-Operations are numbered device by device, in order: the checker, the simulator and the placement of gradient syncs walk
-these numbers, not the operations.
+Operations are numbered device by device, in order. The checker, the simulator and the placement of gradient syncs work
+on these numbers.
 """
 
 from collections import defaultdict
@@ -11,7 +11,7 @@ from auto3d.schedule.operation import Kind, Operation, Schedule
 
 
 def numbered(schedule: Schedule) -> list[Operation]:
-    """All operations; an operation's index in this list is its number."""
+    """All operations, device by device; the index of an operation in this list is its number."""
     return list(chain.from_iterable(schedule.operations))
 
 
@@ -21,12 +21,12 @@ def bounds(schedule: Schedule) -> list[int]:
 
 
 def dependencies(schedule: Schedule) -> list[tuple[int, ...]]:
-    """For each operation, by number, the operations whose results it uses.
+    """Per operation, by number, the operations whose results it uses.
 
     A forward uses the forward of the stage before, a backward (or its input half) its own forward and the gradient of
-    the stage after, a recomputation its forward, a weight half its input half. What no operation makes is left out, and
-    what two make is taken from the later one: the checker counts them. Syncs and updates follow from the order of their
-    device alone.
+    the stage after, a recomputation its forward, a weight half its input half. A result that no operation makes is left
+    out, and one that two operations make is taken from the later one; the checker reports both errors. Syncs and
+    updates have no entries: they depend only on the order of their device.
     """
     f, r, b, i, w = Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
     operations = numbered(schedule)
@@ -44,17 +44,20 @@ def dependencies(schedule: Schedule) -> list[tuple[int, ...]]:
             made[micro_batch] = number
 
     needs: list[tuple[int, ...]] = []
+    sources: tuple[int | None, ...]
     for operation in operations:
         kind, stage, micro_batches = operation.kind, operation.stage, operation.micro_batches
         if kind is f:
-            found = (*map(forward[stage - 1].get, micro_batches),)
+            sources = (*map(forward[stage - 1].get, micro_batches),)
         elif kind is b or kind is i:
-            found = (*map(forward[stage].get, micro_batches), *map(gradient[stage + 1].get, micro_batches))
+            sources = (*map(forward[stage].get, micro_batches), *map(gradient[stage + 1].get, micro_batches))
         elif kind is r:
-            found = (*map(forward[stage].get, micro_batches),)
+            sources = (*map(forward[stage].get, micro_batches),)
         elif kind is w:
-            found = (*map(gradient[stage].get, micro_batches),)
+            sources = (*map(gradient[stage].get, micro_batches),)
         else:
-            found = ()
-        needs.append(tuple(number for number in found if number is not None) if None in found else found)
+            sources = ()
+        if None in sources:
+            sources = tuple(number for number in sources if number is not None)
+        needs.append(sources)  # type: ignore[arg-type]  # mypy does not see that None is no longer in it
     return needs

@@ -1,4 +1,4 @@
-"""A family of schedules: its name, what it is, and how to build its operations."""
+"""An entry of the table of schedules: name, summary, and the function that builds the operations."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,19 +10,23 @@ from auto3d.schedule.operation import Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """``build(devices=…, micro_batches=…, **options)``; its further keyword arguments are the family's options."""
+    """One schedule at all sizes and options.
+
+    ``build`` takes ``devices`` and ``micro_batches`` by keyword. Its other keyword arguments, which all have defaults,
+    are the options of the family: users set them in recipes and on the command line.
+    """
 
     name: str
-    summary: str  # one line, with its source
+    summary: str  # one line that names the source
     build: Callable[..., Schedule]
 
     @cached_property
     def options(self) -> dict[str, int | str]:
-        """Option -> default."""
+        """The name of each option and its default."""
         parameters = signature(self.build).parameters.values()
         return {p.name: p.default for p in parameters if p.name not in ("devices", "micro_batches")}
 
     @property
     def asynchronous(self) -> bool:
-        """Whether its iterations overlap: then it trains with gradients of older weights than those it updates."""
+        """Whether iterations overlap: gradients then come from older weights than those that they update."""
         return "iterations" in self.options

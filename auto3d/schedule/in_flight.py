@@ -1,6 +1,7 @@
-"""Memory that follows from the order of operations alone, without times: activations in flight and weight copies.
+"""The activations in flight on each device and stage, counted from the order of operations, without times.
 
-Both are in units of one device's share of the model: with two stages per device, a stage counts one half.
+A micro-batch is in flight on a stage from its forward until its backward or, if the backward is split, until its weight
+half.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -10,77 +11,80 @@ from itertools import chain
 from auto3d.schedule.operation import Kind, Operation, Schedule
 from auto3d.schedule.weight_versions import weight_versions
 
-_CHANGE = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_WEIGHT: -1}  # of the micro-batches in flight
+_CHANGE = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_WEIGHT: -1}  # change of the number in flight
 
 
 def peak_activations(schedule: Schedule) -> list[float]:
-    """Per device, the most micro-batches whose activations it holds at a time: from F until B, or until W."""
-    share = schedule.devices / (schedule.stages * schedule.parts)
+    """Per device, the peak of the activations that it holds, in micro-batches.
+
+    The unit is a micro-batch on all stages of a device with one pipe: with two stages per device, a stage counts 1/2.
+    """
+    unit = schedule.devices / (schedule.stages * schedule.parts)
     peaks = []
     for operations in schedule.operations:
         held = most = 0
         for operation in operations:
             held += _CHANGE.get(operation.kind, 0) * len(operation.micro_batches)
             most = max(most, held)
-        peaks.append(most * share)
+        peaks.append(most * unit)
     return peaks
 
 
 def in_flight(schedule: Schedule) -> list[int]:
-    """Per stage, the most micro-batches, or parts of them, whose activations one of its replicas holds at a time."""
+    """Per stage, the peak number of micro-batches, or of parts of them, in flight on one pipe."""
     most = [0] * schedule.stages
     held = dict.fromkeys(schedule.device_of, 0)
     for operation in chain.from_iterable(schedule.operations):
-        replica = operation.stage, operation.pipe
-        held[replica] += _CHANGE.get(operation.kind, 0) * len(operation.micro_batches)
-        most[operation.stage] = max(most[operation.stage], held[replica])
+        pipe_stage = operation.stage, operation.pipe
+        held[pipe_stage] += _CHANGE.get(operation.kind, 0) * len(operation.micro_batches)
+        most[operation.stage] = max(most[operation.stage], held[pipe_stage])
     return most
 
 
 @dataclass(frozen=True)
 class Load:
-    """Micro-batches, or parts of them, of which a device holds activations of one stage at a moment."""
+    """The activations of one stage that a device holds at one moment, in micro-batches or in parts of them."""
 
     in_flight: int = 0  # from the forward until the backward, or until its input half
-    recomputed: int = 0  # micro-batches in flight whose dropped activations are there again
+    recomputed: int = 0  # of those in flight, the ones whose dropped activations have been recomputed
     deferred: int = 0  # from the input half of the backward until the weight half
 
 
 @dataclass(frozen=True)
 class Holding:
-    """What one pipeline device holds. ``versions`` and each moment's loads are in the order of ``stages``."""
+    """What one pipeline device holds. ``versions`` and the loads of each moment are in the order of ``stages``."""
 
-    stages: tuple[int, ...]  # each once, also where several pipes flow through it here
-    versions: tuple[int, ...]  # the most versions of each stage's weights at a time
-    peaks: tuple[tuple[Load, ...], ...]  # the moments at which no other moment holds as much of everything
+    stages: tuple[int, ...]  # each once, even if it stands on several pipes of this device
+    versions: tuple[int, ...]  # per stage: peak number of versions of its weights
+    peaks: tuple[tuple[Load, ...], ...]  # the moments that no other moment reaches or exceeds in every count
 
 
 def holdings(schedule: Schedule) -> tuple[Holding, ...]:
-    """What each pipeline device holds under ``schedule``.
+    """Per pipeline device, the activations and weight versions that it holds under ``schedule``.
 
-    Activations of several stages on one device add up at one moment, not each at its own fullest: GEMS has two stages
-    on a device and the activations of one micro-batch (Chimera, table 2).
+    The activations of several stages on one device are added moment by moment, since their peaks need not coincide:
+    GEMS has two stages per device, and the activations of one micro-batch (Chimera, table 2).
     """
     alive = weight_versions(schedule)
-    found = []
+    held = []
     for device, operations in enumerate(schedule.operations):
-        own = [replica for replica, home in schedule.device_of.items() if home == device]
-        stages = tuple(sorted({stage for stage, _ in own}))
+        pipe_stages = [pipe_stage for pipe_stage, home in schedule.device_of.items() if home == device]
+        stages = tuple(sorted({stage for stage, _ in pipe_stages}))
         older = dict.fromkeys(stages, 0)
-        for replica in own:
-            older[replica[0]] += alive[replica] - 1
+        for stage, pipe in pipe_stages:
+            older[stage] += alive[stage, pipe] - 1
         peaks = _peaks(operations, stages, schedule.recompute)
-        found.append(Holding(stages, tuple(1 + older[stage] for stage in stages), peaks))
-    return tuple(found)
+        held.append(Holding(stages, tuple(1 + older[stage] for stage in stages), peaks))
+    return tuple(held)
 
 
 def _peaks(
     operations: Iterable[Operation], stages: Sequence[int], recompute: Collection[int]
 ) -> tuple[tuple[Load, ...], ...]:
-    """The fullest moments of a device, each with a load for each of ``stages``."""
+    """The peak moments of a device, each with one load per stage of ``stages``; see Holding."""
     place = {stage: 3 * number for number, stage in enumerate(stages)}
     held = [0] * (3 * len(stages))
-    early: set[tuple[int, int, int]] = set()  # micro-batches that an operation of its own has recomputed
+    early: set[tuple[int, int, int]] = set()  # (stage, pipe, micro-batch) recomputed by an R before the backward
     moments = set()
     for operation in operations:
         if not operation.micro_batches:

@@ -1,7 +1,7 @@
-"""Operations, the words that a schedule is written in, and the Schedule itself.
+"""Operations, and the Schedule that lists them per pipeline device.
 
-Text form: ``F3@1`` is the forward of micro-batch 3 on stage 1; ``F0+1@2:1`` a forward of two micro-batches on stage 2
-of model replica (pipe) 1; ``S@1`` and ``U@1`` start the gradient sync and update the weights of stage 1.
+Text form: ``F3@1`` is the forward of micro-batch 3 on stage 1; ``F0+1@2:1`` is one forward of the micro-batches 0 and 1
+on stage 2 of pipe 1; ``S@1`` starts the gradient sync of stage 1; ``U@1`` updates its weights.
 """
 
 import re
@@ -40,7 +40,7 @@ _TEXT = re.compile(r"([FRBIWSU])((?:\d+(?:\+\d+)*)?)@(\d+)(?::(\d+))?")
 
 
 def parse(text: str) -> Operation:
-    """The operation that ``text`` names; raises InputError where it names none."""
+    """The operation with this text form. Raises InputError if there is none."""
     match = _TEXT.fullmatch(text)
     if match is None or bool(match[2]) == (match[1] in "SU"):
         raise InputError(f"{text!r} is not an operation; write F3@1, F0+1@2:1, S@1 or U@1")
@@ -50,18 +50,21 @@ def parse(text: str) -> Operation:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The operations of ``iterations`` iterations, one list per pipeline device, each run in its order."""
+    """The operations of ``iterations`` iterations: one list per pipeline device, which runs them in that order."""
 
     name: str
     stages: int
-    micro_batches: int  # per iteration; operations number them on through the iterations
+    micro_batches: int  # per iteration; operations number them consecutively through all iterations
     device_of: dict[tuple[int, int], int]  # (stage, pipe) -> pipeline device
     operations: tuple[tuple[Operation, ...], ...]  # per pipeline device
-    recompute: frozenset[int] = frozenset()  # stages that keep only their inputs, and run their forward again
-    parts: int = 1  # that each micro-batch is run in, numbered one by one: 2 where Chimera halves the backward
-    iterations: int = 1  # more than one only where an iteration begins before the one before it is updated
+    recompute: frozenset[int] = frozenset()  # stages that keep only their inputs and run their forward again
+    parts: int = 1  # the parts of a micro-batch; operations number parts: 2 if Chimera halves the backward
+    iterations: int = 1  # above 1 only if an iteration begins before the previous one has updated the weights
     weight_version: dict[tuple[int, int], int] = field(default_factory=dict)
-    """(stage, micro-batch) -> how many updates of the stage its forward and backward see; empty: the last one's."""
+    """(stage, micro-batch) -> the number of updates that the weights of its forward and backward have had.
+
+    Empty in a synchronous schedule, where all operations of an iteration use the newest weights.
+    """
 
     @property
     def devices(self) -> int:
@@ -69,6 +72,6 @@ class Schedule:
 
     @property
     def updates(self) -> int:
-        """Updates of each stage in an iteration: more than one where each is for a part of its micro-batches."""
+        """The updates of each stage per iteration: more than one if each takes only some of the micro-batches."""
         update = next(operation for operation in self.operations[0] if operation.kind is Kind.UPDATE)
         return self.operations[0].count(update) // self.iterations

@@ -1,4 +1,4 @@
-"""Options that several families share, checked in one place."""
+"""Checks of the options that several schedules have."""
 
 from collections.abc import Sequence
 
@@ -21,6 +21,6 @@ def check_least(family: str, option: str, value: int, least: int) -> None:
 
 
 def recomputing(family: str, stages: int, recompute: str) -> frozenset[int]:
-    """The stages that recompute: none or all of them."""
+    """The stages that recompute their activations: all if ``recompute`` is ``full``, no stage if it is ``none``."""
     check_choice(family, "recompute", recompute, RECOMPUTE)
     return frozenset(range(stages)) if recompute == "full" else frozenset()

@@ -1,16 +1,16 @@
-"""What a rank runs: steps, each an operation with the messages and the sums over ranks that go with it."""
+"""The program of a pipeline device: steps, each an operation with its messages and its sums over ranks."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from auto3d.schedule.operation import Kind, Operation
 
-PipeStage = tuple[int, int]  # (stage, pipe)
+PipeStage = tuple[int, int]  # (stage, pipe): a stage as it stands on one pipe
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What one micro-batch brings from stage ``source`` to stage ``target``: activations (F) or their gradients (B)."""
+    """What stage ``source`` sends stage ``target`` for one micro-batch: activations (kind F) or their gradients (B)."""
 
     kind: Kind
     source: int
@@ -26,10 +26,10 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class GradientSum:
-    """Of the gradients of the parameters that exactly these ``stages`` use, over all ranks that hold them."""
+    """The sum, over all their holders, of the gradients of the parameters that exactly these ``stages`` use."""
 
     stages: tuple[int, ...]
-    update: int = 0  # the stages' update that uses it, counted through the program
+    update: int = 0  # the number of the stages' update that uses the sum, counted through the program
 
     def __str__(self) -> str:
         return f"the sum of gradients of stage {' and '.join(map(str, self.stages))}"
@@ -37,7 +37,7 @@ class GradientSum:
 
 @dataclass(frozen=True, slots=True)
 class LossSum:
-    """Of the losses of one iteration over all ranks, where the iterations of a program overlap."""
+    """The sum of the losses of one iteration over all ranks, in programs whose iterations overlap."""
 
     iteration: int  # counted from the program's first
 
@@ -50,13 +50,13 @@ Communication = Message | GradientSum | LossSum
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One operation with its messages; those in ``releases`` were sent earlier, and are known to have been posted."""
+    """One operation with its messages."""
 
     operation: Operation
-    begins: tuple[Communication, ...]  # before the operation, in this order: receives that are posted, and sums
+    begins: tuple[Communication, ...]  # receives to post and sums to start before the operation, in this order
     receives: tuple[Message, ...]
     sends: tuple[Message, ...]
-    releases: tuple[Message, ...]
+    releases: tuple[Message, ...]  # messages sent by earlier steps that need no longer be kept in memory
 
     @property
     def posts(self) -> tuple[Message, ...]:
@@ -66,22 +66,23 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What one pipeline device does in an iteration or, if they overlap, in several."""
+    """The steps of one pipeline device in one iteration or, if iterations overlap, in several."""
 
     steps: tuple[Step, ...]
     versions: dict[PipeStage, dict[int, int]] = field(default_factory=dict)
-    """Of each own stage: micro-batch -> how many of the program's updates its forward and backward see."""
+    """Per stage of the device: micro-batch -> how many of the program's updates its forward and backward see."""
     iterations: int = 1
-    updates: int = 1  # how often an iteration updates each stage
-    asynchronous: bool = False  # a stage is updated by itself, not after the backwards of all
+    updates: int = 1  # updates of each stage per iteration
+    asynchronous: bool = False  # each stage is updated separately, not after the backwards of all stages
 
 
 def messages_in_memory(
     program: Program, device_of: Mapping[PipeStage, int]
 ) -> Iterator[tuple[set[Message], set[Message]]]:
-    """Per step, the messages to and from other devices that are in memory at its fullest: those posted, and those sent.
+    """Per step, the messages in memory at its peak: those with a posted receive, and those sent to other devices.
 
-    A step posts before it releases what earlier ones sent. The sets are the same objects at each step.
+    At a step's peak its receives are posted, and messages of earlier steps are not yet released. Each item is the same
+    two sets, updated in place.
     """
     posted: set[Message] = set()
     sent: set[Message] = set()

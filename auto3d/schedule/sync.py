@@ -1,7 +1,8 @@
-"""Where the gradient syncs and the updates stand in a schedule's lists.
+"""Placement of gradient syncs (S) and updates (U) in the operations of a schedule.
 
-Families list forwards, recomputations and backwards only; this pass adds one S and one U per update to every replica
-(stage, pipe), also to a pipe that carries no micro-batch, since its weights take part in the others' update.
+The files in families/ list forwards, recomputations and backwards only. This pass adds one S and one U per update for
+every stage on every pipe. A pipe without micro-batches has them too, since its copies of the weights are updated with
+the others.
 """
 
 from dataclasses import replace
@@ -15,12 +16,13 @@ _NOT_RUN = -1
 
 
 def place_syncs(schedule: Schedule, sync: str) -> Schedule:
-    """``schedule`` with one S per replica, and after all of a device's S, its U: clipping needs the norm of all.
+    """``schedule`` with one S and one U per stage and pipe. All U of a device follow all its S: clipping needs the norm
+    of all gradients.
 
-    - ``lazy``: every S after the device's last operation.
-    - ``eager``: each S right after its replica's last backward, so that it overlaps what follows.
-    - ``eager-opt``: eager only where the device waits at some time between that backward and its last operation. Where
-      it does not, an early sync only takes time from computing (Chimera, section 3.2).
+    - ``lazy``: every S comes after the last operation of the device.
+    - ``eager``: each S comes right after the last backward of its stage and pipe, so that it overlaps later operations.
+    - ``eager-opt``: as eager, but only if the device waits at some time between that backward and its last operation.
+      Otherwise an early sync only takes time from computing (Chimera, section 3.2).
     """
     check_choice(schedule.name, "sync", sync, SYNC)
     if sync == "eager-opt":
@@ -29,29 +31,29 @@ def place_syncs(schedule: Schedule, sync: str) -> Schedule:
         last_waits = [len(operations) if sync == "eager" else 0 for operations in schedule.operations]
     placed = []
     for device, operations in enumerate(schedule.operations):
-        last = {replica: -1 for replica, home in schedule.device_of.items() if home == device}  # backward's index
+        last_backward = {pipe_stage: -1 for pipe_stage, home in schedule.device_of.items() if home == device}
         for index, operation in enumerate(operations):
             if operation.kind in BACKWARDS:
-                last[operation.stage, operation.pipe] = index
-        replicas = sorted(last, key=lambda replica: last[replica])
-        early = {last[replica]: replica for replica in replicas if 0 <= last[replica] < last_waits[device]}
+                last_backward[operation.stage, operation.pipe] = index
+        pipe_stages = sorted(last_backward, key=last_backward.__getitem__)
+        early = {last_backward[one]: one for one in pipe_stages if 0 <= last_backward[one] < last_waits[device]}
         with_syncs: list[Operation] = []
         for index, operation in enumerate(operations):
             with_syncs.append(operation)
             if index in early:
                 stage, pipe = early[index]
                 with_syncs.append(Operation(Kind.SYNC, stage, (), pipe))
-        late = [replica for replica in replicas if replica not in early.values()]
+        late = [pipe_stage for pipe_stage in pipe_stages if pipe_stage not in early.values()]
         with_syncs += [Operation(Kind.SYNC, stage, (), pipe) for stage, pipe in late]
-        with_syncs += [Operation(Kind.UPDATE, stage, (), pipe) for stage, pipe in replicas]
+        with_syncs += [Operation(Kind.UPDATE, stage, (), pipe) for stage, pipe in pipe_stages]
         placed.append(tuple(with_syncs))
     return replace(schedule, operations=tuple(placed))
 
 
 def place_updates(schedule: Schedule, sync: str, *, every: int) -> Schedule:
-    """An asynchronous ``schedule`` with S and U of a stage right after each ``every`` backwards of it.
+    """An asynchronous ``schedule`` with the S and U of a stage right after every ``every``-th backward of that stage.
 
-    The update reads the gradients that the next backward would add to, so it cannot be put off; ``lazy``, ``eager`` and
+    An update reads the gradients that the next backward adds to, so it cannot be delayed: ``lazy``, ``eager`` and
     ``eager-opt`` mean the same here.
     """
     check_choice(schedule.name, "sync", sync, SYNC)
@@ -70,7 +72,10 @@ def place_updates(schedule: Schedule, sync: str, *, every: int) -> Schedule:
 
 
 def _last_waits(schedule: Schedule) -> list[int]:
-    """Per device, the index of the last operation that it waits for (0: none), if B takes two units, all else one."""
+    """Per device, the index of the last operation before which it waits (0: none).
+
+    A backward takes two units of time, any other operation one.
+    """
     needs = dependencies(schedule)
     first = bounds(schedule)
     ends = [_NOT_RUN] * first[-1]

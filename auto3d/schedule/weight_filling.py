@@ -1,4 +1,4 @@
-"""Where the weight halves of a split backward go: into the time that a device would wait (Qi et al., 2024)."""
+"""Placement of the weight halves of split backwards in the bubbles (Qi et al., ICLR 2024)."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -8,19 +8,19 @@ from auto3d.schedule.advance import advance_devices
 from auto3d.schedule.operation import Kind, Operation
 
 
-def fill_with_weights(
-    orders: Sequence[Sequence[Operation]], stages: int, limit: int
-) -> tuple[tuple[Operation, ...], ...]:
-    """Each device's F and I in the order given, with a W for each I.
+def fill_with_weights(orders: Sequence[Sequence[Operation]], stages: int, limit: int) -> list[tuple[Operation, ...]]:
+    """Each device's F and I in the order of ``orders``, with one W for each I placed between them.
 
-    Walks all devices in steps of one operation, as if all took equally long. A device runs its next F or I if that can
-    run; if not, or if a forward would make it hold more than ``limit`` forwards without their W, its oldest waiting W.
+    The walk gives every operation the same duration, one unit of time. A device runs its next F or I if it can. If that
+    has to wait, or if one more forward would leave more than ``limit`` forwards without their W, it runs its oldest
+    pending W instead. ``stages`` is the number of stages of the pipeline.
     """
-    ends: dict[tuple[Kind, int, int], int] = {}  # (F or I, stage, micro-batch) -> the time at which it ends
-    clock = [0] * len(orders)
+    ends: dict[tuple[Kind, int, int], int] = {}  # (F or I, stage, micro-batch) -> time at which it ends
+    clock = [0] * len(orders)  # time of each device
     filled: list[list[Operation]] = [[] for _ in orders]
-    position, held = [0] * len(orders), [0] * len(orders)
-    waiting: list[deque[Operation]] = [deque() for _ in orders]
+    position = [0] * len(orders)  # how many F and I each device has run
+    held = [0] * len(orders)  # how many forwards of each device are still without their W
+    pending: list[deque[Operation]] = [deque() for _ in orders]  # W whose I has run
 
     def can_run(device: int, now: int) -> bool:
         if position[device] == len(orders[device]):
@@ -45,9 +45,9 @@ def fill_with_weights(
             if operation.kind is Kind.FORWARD:
                 held[device] += 1
             else:
-                waiting[device].append(Operation(Kind.BACKWARD_WEIGHT, operation.stage, operation.micro_batches))
-        elif waiting[device]:
-            operation = waiting[device].popleft()
+                pending[device].append(Operation(Kind.BACKWARD_WEIGHT, operation.stage, operation.micro_batches))
+        elif pending[device]:
+            operation = pending[device].popleft()
             held[device] -= 1
         else:
             return False
@@ -58,4 +58,4 @@ def fill_with_weights(
     ended = [0] * len(orders)
     advance_devices(ended, totals, run_next, lockstep=True)
     assert ended == totals, f"under limit {limit}, the orders stop at {position}"
-    return tuple(tuple(operations) for operations in filled)
+    return [tuple(operations) for operations in filled]

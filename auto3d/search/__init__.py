@@ -1,1 +1,1 @@
-"""Search space -> Plans: search makes Plans, and nothing else decides."""
+"""Search space -> ranked Plans. Only a search decides on a Plan; everything else carries it out."""

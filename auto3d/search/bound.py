@@ -1,4 +1,4 @@
-"""A time that no simulation of a plan can beat, told without simulating it: what lets a search pass over plans."""
+"""A lower bound of a plan's simulated time, computed without simulating it, so that a search can skip plans."""
 
 from itertools import accumulate
 
@@ -6,15 +6,15 @@ from auto3d.schedule import SCHEDULES
 from auto3d.schedule.shape import Shape
 from auto3d.simulate.costs import Costs
 
-_ROUNDING = 1 - 1e-9  # the simulator adds the same times in another order
+_ROUNDING = 1 - 1e-9  # the simulator adds the same times in a different order
 
 
 def least_s(shape: Shape, costs: Costs) -> float:
-    """Seconds of an iteration at the least.
+    """A lower bound of the seconds of an iteration.
 
-    A device works for all micro-batches of its stages, not before the first has come to it from stage 0; and after its
-    last backward, where that is whole, the gradient still goes down to stage 0. The sync and the update of a stage come
-    after that. Of several pipes on the same devices, and of an asynchronous schedule, only the mean work is known.
+    A device works on all micro-batches of its stages, and cannot begin before the first has come to it from stage 0. If
+    backwards are not split, the gradient of its last backward still has to reach stage 0, whose sync and update follow.
+    If several pipes use the same devices, or the schedule is asynchronous, the bound is the mean work of a device.
     """
     again = [time if stage in shape.recompute else 0.0 for stage, time in enumerate(costs.recompute)]
     once = [sum(parts) for parts in zip(costs.forward, costs.backward, again, strict=True)]

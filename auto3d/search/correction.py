@@ -1,4 +1,4 @@
-"""The cost model corrected by what trials measured: AMP's alpha and beta (Li et al. 2022, sections 4.2 and 4.3)."""
+"""A correction of the cost model by measured trials: AMP's alpha and beta (Li et al. 2022, sections 4.2 and 4.3)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ import numpy as np
 
 from auto3d.cost.model import Estimate
 
-_DISTINCT = 1e-3  # of two trials: shares of communication that differ by less tell of one factor alone
+_DISTINCT = 1e-3  # if fractions of communication differ by less among trials, only one factor can be fitted
 
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """Factors on an estimate's compute, with all that waits for it, and on the communication that it does not hide."""
+    """Factors on an estimate's compute, with bubbles and updates, and on the communication that it does not hide."""
 
     compute: float = 1.0
     communication: float = 1.0
@@ -23,13 +23,13 @@ class Correction:
 
 
 def correct(estimates: Sequence[Estimate], measured: Sequence[float]) -> Correction:
-    """The factors of least squared relative error; one for both where trials do not tell them apart."""
+    """The factors with the least squared relative error; one common factor if the trials cannot separate the two."""
     if not estimates:
         return Correction()
     parts = np.array([_parts(estimate) for estimate in estimates])
     relative = parts / np.array(measured)[:, None]
-    shares = parts[:, 1] / parts.sum(axis=1)
-    if shares.max() - shares.min() > _DISTINCT:
+    fractions = parts[:, 1] / parts.sum(axis=1)
+    if fractions.max() - fractions.min() > _DISTINCT:
         compute, communication = np.linalg.lstsq(relative, np.ones(len(measured)), rcond=None)[0]
         if compute > 0 and communication >= 0:
             return Correction(compute=float(compute), communication=float(communication))

@@ -1,4 +1,4 @@
-"""Every combination of a search space, made a Plan or refused with a reason: what a sweep runs."""
+"""Every combination of a search space as a Plan, or with the reason why there is none: the list that a sweep runs."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,19 +14,19 @@ from auto3d.search.space import Candidate, Domain
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listed:
-    """One candidate: either its ``plan``, or the ``reason`` why it cannot or need not run."""
+class ListedCandidate:
+    """One candidate with its ``plan``, or with the ``reason`` why it cannot or need not run."""
 
     candidate: Candidate
     plan: Plan | None
     reason: str
 
 
-def listed(domain: Domain, maker: PlanMaker) -> Iterator[Listed]:
-    """All candidates in order. Of plans that are the same, or do the same, the first is listed.
+def list_candidates(domain: Domain, maker: PlanMaker) -> Iterator[ListedCandidate]:
+    """All candidates in order. Of equal plans, or plans that do the same, only the first gets its plan.
 
-    Numbers of samples at which the model cannot be captured are no candidates (batch statistics need two samples),
-    unless it cannot at all: then that error is raised at the end.
+    If the model cannot be captured at some numbers of samples (batch statistics need two), those candidates are
+    refused. If it cannot be captured at any, the error is raised at the end.
     """
     made: dict[Plan, Candidate] = {}
     for candidate, reason in domain.everything():
@@ -40,7 +40,7 @@ def listed(domain: Domain, maker: PlanMaker) -> Iterator[Listed]:
                 raise PlanError(f"the same plan as with {_difference(candidate, same)}")
         except InputError as error:
             plan, reason = None, str(error)
-        yield Listed(candidate=candidate, plan=plan, reason=reason)
+        yield ListedCandidate(candidate=candidate, plan=plan, reason=reason)
     maker.check_captured()
 
 
@@ -50,7 +50,7 @@ def _difference(candidate: Candidate, other: Candidate) -> str:
 
 
 def _check_worth(plan: Plan, schedules: Sequence[str], candidate: Candidate) -> None:
-    """Raise PlanError if another of ``schedules`` cannot be worse than that of ``plan`` at its sizes."""
+    """Raise PlanError if another one of ``schedules`` is at least as good as the schedule of ``plan`` at its sizes."""
     built = dict(_built(schedules, candidate, plan.micro_batches))
     own, names = candidate.schedule, list(built)
 
@@ -67,12 +67,12 @@ def _check_worth(plan: Plan, schedules: Sequence[str], candidate: Candidate) -> 
 
 
 def _built(schedules: Sequence[str], candidate: Candidate, micro_batches: int) -> Iterator[tuple[str, Schedule]]:
-    """Those of ``schedules`` that there are at these sizes."""
+    """(text, schedule) for those of ``schedules`` that exist at these sizes."""
     sizes = {"devices": candidate.pp, "micro_batches": micro_batches}
     for text in schedules:
-        name, given = parse_schedule(text)
+        name, written = parse_schedule(text)
         try:
-            options = schedule_options(name, given, candidate.recompute, candidate.sync, **sizes)
+            options = schedule_options(name, written, candidate.recompute, candidate.sync, **sizes)
             yield text, build_schedule(name, **sizes, **options)
         except InputError:
             continue

@@ -1,79 +1,80 @@
-"""Candidate -> Plan: the one place where plans are made of degrees and choices."""
+"""Candidate -> Plan: the one place that makes plans from degrees and choices."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import inf
 
-from auto3d.cost.memory import in_gib
+from auto3d.cost.device_memory import in_gib
 from auto3d.cost.model import CostModel
 from auto3d.errors import InputError
 from auto3d.partition.methods import METHODS, STAGE_METHODS, method_named
-from auto3d.partition.recompute import keep_last, kept_shares
+from auto3d.partition.recompute import keep_last, kept_fractions
 from auto3d.partition.replicated import fastest_stages
 from auto3d.partition.stage import PartitionError
 from auto3d.plan import Plan, PlanError, StagePlan, stages_between
 from auto3d.schedule import SCHEDULES, build_schedule, parse_schedule, samples_per_replica
 from auto3d.schedule.shape import Shape, shape, shape_of
 from auto3d.search.placement import MEGATRON, place, place_replicas
+from auto3d.search.planned_model import PlannedModel
 from auto3d.search.problem import CandidateProblem, Keep
-from auto3d.search.recompute import AUTO, FULL, NONE, Shares, largest_share, schedule_options
-from auto3d.search.space import EQUAL, UNEVEN, Candidate, Task, check_fits
-from auto3d.search.subject import Subject
+from auto3d.search.recompute import AUTO, FULL, NONE, KeptFractions, largest_fraction, schedule_options
+from auto3d.search.space import EQUAL, UNEVEN, Candidate, Workload, check_fits
 
 _TRIES = 32  # tries to find stages that fit the memory of the devices
 _TIGHTER = 0.95  # factor on that memory where the cost model counts less than the maker
 
 
 class PlanMaker:
-    """Makes Plans of ``subject`` for ``task`` on the cluster of ``model``, whose times balance stages.
+    """Makes Plans of the model ``planned`` for ``workload``, with the cluster and times of the cost model ``model``.
 
-    ``shortage`` says what memory a Plan lacks, nothing where it fits (default: by ``model``, on the devices that are
-    known); ``check`` raises InputError for a Plan that cannot be for another reason.
+    ``shortage`` returns which device lacks memory for a Plan, or an empty string if the Plan fits (default: by
+    ``model``, on devices whose memory is known). ``check`` raises InputError for a Plan that is impossible for another
+    reason.
     """
 
     def __init__(
         self,
-        subject: Subject,
+        planned: PlannedModel,
         model: CostModel,
-        task: Task,
+        workload: Workload,
         *,
         shortage: Callable[[Plan], str] | None = None,
         check: Callable[[Plan], None] | None = None,
     ) -> None:
-        self.subject, self.model, self.task = subject, model, task
+        self.planned, self.model, self.workload = planned, model, workload
         self._shortage = shortage or (lambda plan: shortage_of(model, plan))
         self._check = check or (lambda plan: None)
-        self._captured: dict[int, InputError | None] = {}  # number of samples -> why there is no model at it
+        self._captured: dict[int, InputError | None] = {}  # number of samples -> why the model cannot be captured at it
 
     def plan(self, candidate: Candidate) -> Plan:
-        """The Plan of ``candidate``; raises InputError where there is none, or a device lacks the memory for it."""
+        """The Plan of ``candidate``; raises InputError if there is none, or if a device lacks the memory for it."""
         plan = self.unlimited(candidate)
         if _may_fit_memory(candidate) and self._shortage(plan):
             plan = self._fastest_that_fits(candidate, plan)
         if candidate.recompute == AUTO:
             if self.model.cluster.memory_bytes is None:
                 raise PlanError("recompute: auto needs to know the memory of a device")
-            plan = largest_share(self._shares(plan), self._shortage)
+            plan = largest_fraction(self._kept_fractions(plan), self._shortage)
         self.check(plan)
         return plan
 
     def check(self, plan: Plan) -> None:
-        """Raise InputError where a device lacks the memory for ``plan``, or it cannot be for another reason."""
+        """Raise InputError if a device lacks the memory for ``plan``, or if it is impossible for another reason."""
         if missing := self._shortage(plan):
             raise PlanError(missing)
         self._check(plan)
 
     def unlimited(self, candidate: Candidate) -> Plan:
-        """The Plan of ``candidate`` whatever memory it needs; with recompute auto, of one that keeps nothing."""
+        """The Plan of ``candidate`` whatever memory it needs; with recompute auto, the one that keeps nothing."""
         return self._made(candidate)
 
     def _fastest_that_fits(self, candidate: Candidate, fastest: Plan) -> Plan:
         """The Plan of ``candidate`` with the fastest stages that fit; if none fit, ``fastest``, which does not either.
 
-        The stages are the fastest of all that fit where each device holds one of them. Where a device holds several
-        that fit one by one and not together, the largest is made smaller until they do; this may miss some stages that
-        fit. Where the maker's own count still finds memory short, all devices are taken to have less of it.
+        If each device holds one stage, these are the fastest of all stages that fit. If a device holds several stages
+        that fit one by one but not together, the largest is made smaller until they fit; this may miss stages that fit.
+        If the maker's own count of memory still finds too little of it, all limits are lowered.
         """
         shape, cluster = shape_of(fastest), self.model.cluster
         memory = [cluster.memory_of(ranks) or inf for ranks in fastest.placement]
@@ -105,19 +106,19 @@ class PlanMaker:
     ) -> Plan:
         """The Plan of ``candidate``. A partition method that respects memory keeps to ``limits`` and ``excluded``, as
         CandidateProblem explains them."""
-        check_fits(candidate, self.model.cluster, self.task)
+        check_fits(candidate, self.model.cluster, self.workload)
         name, given = parse_schedule(candidate.schedule)
-        micro_batches = self.task.global_batch // (candidate.dp * candidate.micro_batch_size)
+        micro_batches = self.workload.global_batch // (candidate.dp * candidate.micro_batch_size)
         sizes = {"devices": candidate.pp, "micro_batches": micro_batches}
         options = schedule_options(name, given, candidate.recompute, candidate.sync, **sizes)
         form = shape(name, **sizes, options=options)
-        samples = samples_per_replica(form, candidate.micro_batch_size)
+        samples = samples_per_replica(form.name, form.parts, candidate.micro_batch_size)
         plan = Plan(
             graph=self._fingerprint(samples),
             dp=candidate.dp,
             tp=candidate.tp,
             pp=candidate.pp,
-            global_batch=self.task.global_batch,
+            global_batch=self.workload.global_batch,
             micro_batch_size=candidate.micro_batch_size,
             schedule=name,
             schedule_options=options,
@@ -129,7 +130,7 @@ class PlanMaker:
                 tp=candidate.tp,
                 pp=candidate.pp,
             ),
-            seed=self.task.seed,
+            seed=self.workload.seed,
             shard_optimizer=candidate.shard_optimizer,
         )
         if candidate.replicas == UNEVEN:
@@ -138,41 +139,42 @@ class PlanMaker:
             plan = replace(plan, stages=self._stages(candidate, plan, form, samples, limits, excluded))
         if SCHEDULES[name].asynchronous:
             schedule = build_schedule(name, **sizes, **options)
-            self.subject.check_trainable(schedule, plan.stages, samples, clip_norm=self.task.clip_norm)
+            self.planned.check_trainable(schedule, plan.stages, samples, clip_norm=self.workload.clip_norm)
         if candidate.recompute not in (NONE, FULL, AUTO):
-            plan = self._shares(plan).plan(float(candidate.recompute))
+            plan = self._kept_fractions(plan).plan(float(candidate.recompute))
         return plan
 
     def capture(self, sizes: Iterable[int]) -> None:
-        """Have the model captured at these numbers of samples now, so that a search's time is its own."""
+        """Capture the model at these numbers of samples now, so that the time of a search does not include it."""
         for samples in sizes:
             with suppress(InputError):
                 self._fingerprint(samples)
 
     def check_captured(self) -> None:
         """Raise the first error if the model could not be captured at any number of samples."""
-        if self._captured and all(self._captured.values()):
-            raise next(iter(self._captured.values()))
+        errors = [error for error in self._captured.values() if error is not None]
+        if errors and len(errors) == len(self._captured):
+            raise errors[0]
 
     def _fingerprint(self, samples: int) -> str:
-        """The model is asked for once, also where it cannot be captured."""
+        """The fingerprint of the model; asks for each capture once, even if it fails."""
         if samples not in self._captured:
             try:
                 self._captured[samples] = None
-                self.subject.fingerprint(samples)
+                self.planned.fingerprint(samples)
             except InputError as error:
                 self._captured[samples] = error
-        if error := self._captured[samples]:
-            raise error
-        return self.subject.fingerprint(samples)
+        if (problem := self._captured[samples]) is not None:
+            raise problem
+        return self.planned.fingerprint(samples)
 
-    def _shares(self, plan: Plan) -> Shares:
+    def _kept_fractions(self, plan: Plan) -> KeptFractions:
         samples = plan.micro_batch_size // shape_of(plan).parts
-        return Shares(plan, lambda stage: self.subject.starts(stage, samples))
+        return KeptFractions(plan, lambda stage: self.planned.starts(stage, samples))
 
     def _draft(self, form: Shape, samples: int) -> tuple[StagePlan, ...]:
-        """Any stages."""
-        cuts = self.subject.cuts(samples)
+        """Some valid stages, for a Plan whose real stages are chosen later."""
+        cuts = self.planned.cuts(samples)
         if len(cuts) <= form.stages:
             raise PlanError(f"{form.stages} stages, but the model has {len(cuts) - 1} subgraphs; each stage needs one")
         return stages_between([*cuts[: form.stages], cuts[-1]])
@@ -186,7 +188,7 @@ class PlanMaker:
         limits: Sequence[float] | None,
         excluded: Sequence[tuple[int, int, int]],
     ) -> tuple[StagePlan, ...]:
-        cuts = self.subject.cuts(samples)
+        cuts = self.planned.cuts(samples)
         if candidate.cuts is not None:
             wanted, count = list(candidate.cuts), form.stages
             if (
@@ -202,7 +204,7 @@ class PlanMaker:
         if form.stages == 1:
             return stages_between([0, cuts[-1]])
         problem = CandidateProblem(
-            subject=self.subject,
+            planned=self.planned,
             model=self.model,
             plan=plan,
             shape=form,
@@ -214,23 +216,23 @@ class PlanMaker:
         return method.choose_stages(problem)
 
     def _unevenly(self, candidate: Candidate, plan: Plan, form: Shape, samples: int) -> Plan:
-        """Stages and their replicas together, whatever the partition: the slowest stage is as fast as can be.
+        """``plan`` with the stages and replicas whose slowest stage is as fast as possible, whatever the partition.
 
-        So RaNNC chooses them (Tanaka et al. 2021, algorithm 1), for given numbers of stages and devices.
+        RaNNC chooses them this way (Tanaka et al. 2021, algorithm 1) for given numbers of stages and devices.
         """
         if form.stages != candidate.pp or len(form.device_of) != form.stages:
             raise PlanError(f"replicas: uneven ones need one stage on each device; {plan.schedule} has several on one")
-        cuts = self.subject.cuts(samples)
-        devices = self.model.cluster.devices // (candidate.dp * candidate.tp)  # of a pipeline
+        cuts = self.planned.cuts(samples)
+        devices = self.model.cluster.devices // (candidate.dp * candidate.tp)  # devices of one pipeline
         before = {
-            count: self.model.pipeline(plan, cuts, replicas=count).before
+            count: self.model.pipeline_times(plan, cuts, replicas=count).before
             for count in range(1, devices - candidate.pp + 2)
             if samples % count == 0
         }
         found = fastest_stages(before, stages=form.stages, devices=devices)
         if found is None:
             raise PlanError(
-                f"replicas: no {form.stages} of {', '.join(map(str, before))}, which divide {samples} samples, sum up "
+                f"replicas: no {form.stages} of {', '.join(map(str, before))}, which divide {samples} samples, add up "
                 f"to the {devices} devices of a pipeline"
             )
         bounds, counts = found
@@ -249,19 +251,19 @@ def _may_fit_memory(candidate: Candidate) -> bool:
 
 
 def _keep(candidate: Candidate, form: Shape) -> Keep:
-    """Adds to a stage what it keeps under the recomputation of ``candidate``."""
+    """A function that adds to a stage what the stage keeps under the recomputation of ``candidate``."""
     if candidate.recompute in (NONE, FULL, AUTO):
         return lambda number, stage, starts: stage
-    shares = kept_shares(form.in_flight, float(candidate.recompute))
+    fractions = kept_fractions(form.in_flight, float(candidate.recompute))
 
     def keep(number: int, stage: StagePlan, starts: Sequence[int]) -> StagePlan:
-        return keep_last(stage, starts, shares[number]) if number in form.recompute else stage
+        return keep_last(stage, starts, fractions[number]) if number in form.recompute else stage
 
     return keep
 
 
 def shortage_of(model: CostModel, plan: Plan) -> str:
-    """Why ``plan`` does not fit into the memory of the devices that it is placed on; nothing where it does."""
+    """Why ``plan`` does not fit into the memory of the devices that it is placed on; empty if it fits."""
     for device, needed in enumerate(model.memory(plan)):
         memory = model.cluster.memory_of(plan.placement[device])
         if memory is not None and needed > memory:

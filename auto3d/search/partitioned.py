@@ -1,4 +1,4 @@
-"""The Plan of a partition: what a method of auto3d.partition found, made ready to run."""
+"""Partition -> Plan: makes the stages that a partition method chose ready to run."""
 
 from dataclasses import replace
 
@@ -9,23 +9,23 @@ from auto3d.search.placement import place_replicas
 
 
 def plan_of(found: Partition, request: PartitionRequest, *, seed: int) -> Plan:
-    """The Plan of what ``request`` gave: one stage on each pipeline device, under the schedule of the method.
+    """The Plan of the partition ``found`` for ``request``: one stage per pipeline device, under the method's schedule.
 
-    The request's micro-batch size counts where the method does not choose one. Raises PlanError where samples do not
+    If the method does not choose the micro-batch size, the request's applies. Raises PlanError if samples do not
     divide.
     """
     pipelines, global_batch, micro_batch_size = found.pipelines, request.global_batch, request.micro_batch_size
     if found.micro_batches is not None:
-        shares = pipelines * found.micro_batches
-        if global_batch % shares:
+        count = pipelines * found.micro_batches
+        if global_batch % count:
             raise PlanError(
                 f"global_batch: {global_batch} does not divide into {pipelines} pipelines × {found.micro_batches} "
-                f"micro-batches; it must be a multiple of {shares}"
+                f"micro-batches; it must be a multiple of {count}"
             )
-        micro_batch_size = global_batch // shares
+        micro_batch_size = global_batch // count
     replicas = [count // pipelines for count in found.replicas]
     graph, stages = request.graph_at(micro_batch_size), found.stages
-    if micro_batch_size != request.micro_batch_size:  # positions in one Graph need not be those in the other
+    if micro_batch_size != request.micro_batch_size:  # positions may differ between the two Graphs
         stages = same_stages(stages, request.graph, graph)
     return Plan(
         graph=graph.fingerprint,

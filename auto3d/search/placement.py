@@ -1,4 +1,4 @@
-"""Where the ranks of a plan lie on the cluster: Megatron-LM's order, whole pipelines first, and AMP's tilings."""
+"""Placements of a plan's ranks on the cluster: Megatron-LM's order, whole pipelines first, and AMP's tilings."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -12,21 +12,23 @@ MEGATRON = "megatron"
 
 
 def place(name: str, cluster: Cluster, *, dp: int, tp: int, pp: int) -> Placement:
-    """The Plan's ``placement`` of this name; raises PlanError where the cluster has none such."""
+    """The ``Plan.placement`` called ``name``; raises PlanError if it is not possible on the cluster."""
     if name == MEGATRON:
         return place_ranks(dp=dp, pp=pp, tp=tp)
     return _PLACEMENTS[name](_mesh(cluster), dp, tp, pp)
 
 
 def place_replicas(replicas: Sequence[int], *, dp: int, tp: int = 1) -> Placement:
-    """Of stages with so many replicas each: every pipeline has ranks in a row, so nodes of its own, as RaNNC means it
-    (Tanaka et al. 2021, section III-C)."""
-    first = list(accumulate(replicas, initial=0))  # place of each stage in a pipeline, and the places of one
+    """The placement of stages with ``replicas[stage]`` replicas: each pipeline has consecutive ranks.
+
+    So each pipeline has nodes of its own, as in RaNNC (Tanaka et al. 2021, section III-C).
+    """
+    first = list(accumulate(replicas, initial=0))  # per stage, the ranks of a pipeline before it; last, their total
     return tuple(
         tuple(
-            (pipeline * first[-1] + first[stage] + part) * tp + shard
+            (pipeline * first[-1] + first[stage] + replica) * tp + shard
             for pipeline in range(dp)
-            for part in range(count)
+            for replica in range(count)
             for shard in range(tp)
         )
         for stage, count in enumerate(replicas)
@@ -34,23 +36,26 @@ def place_replicas(replicas: Sequence[int], *, dp: int, tp: int = 1) -> Placemen
 
 
 def _mesh(cluster: Cluster) -> tuple[int, int]:
-    """Nodes, and devices of each; 0 where nodes have different numbers of them."""
+    """(number of nodes, devices of each); 0 devices if nodes differ in them."""
     sizes = {node.devices for node in cluster.nodes}
     return len(cluster.nodes), sizes.pop() if len(sizes) == 1 else 0
 
 
 @lru_cache(4096)
 def _pipelines_first(mesh: tuple[int, int], dp: int, tp: int, pp: int) -> Placement:
-    """The stages of a pipeline are neighbours, and replicas of the pipeline follow each other: the transpose of
-    Megatron-LM's order, whose replicas of a stage are."""
+    """One pipeline after the other, each with its stages next to each other.
+
+    This is the transpose of Megatron-LM's order, in which the copies of one stage are next to each other.
+    """
     return place_replicas([1] * pp, dp=dp, tp=tp)
 
 
 def _tiling(*, horizontal: bool, by_columns: bool) -> Callable[[tuple[int, int], int, int, int], Placement]:
-    """AMP's tilings (section 4.4): the mesh has a row for each node, and each stage a domino of tp × dp devices.
+    """AMP's tilings (section 4.4): the mesh has a row for each node, and each stage gets a domino of tp × dp devices.
 
     A horizontal domino has its tensor-parallel groups in rows, inside nodes; a vertical one in columns, across nodes.
-    The paper leaves open which domino is which stage: they follow each other along the rows, or ``by_columns``.
+    The paper does not say which domino belongs to which stage. Here they follow each other along rows, or
+    ``by_columns``.
     """
 
     @lru_cache(4096)
@@ -64,12 +69,12 @@ def _tiling(*, horizontal: bool, by_columns: bool) -> Callable[[tuple[int, int],
         if by_columns:
             corners.sort(key=lambda corner: corner[::-1])
 
-        def rank(corner: tuple[int, int], replica: int, shard: int) -> int:
-            row, column = (replica, shard) if horizontal else (shard, replica)
+        def rank(corner: tuple[int, int], pipeline: int, shard: int) -> int:
+            row, column = (pipeline, shard) if horizontal else (shard, pipeline)
             return (corner[0] + row) * columns + corner[1] + column
 
         return tuple(
-            tuple(rank(corner, replica, shard) for replica in range(dp) for shard in range(tp)) for corner in corners
+            tuple(rank(corner, pipeline, shard) for pipeline in range(dp) for shard in range(tp)) for corner in corners
         )
 
     return tiling

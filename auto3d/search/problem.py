@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from auto3d.cost.model import CostModel, Pipeline
+from auto3d.cost.model import CostModel, PipelineTimes
 from auto3d.partition.outline import Outline
 from auto3d.plan import Plan, StagePlan
 from auto3d.schedule.shape import Shape
-from auto3d.search.subject import Subject
+from auto3d.search.planned_model import PlannedModel
 
 Keep = Callable[[int, StagePlan, Sequence[int]], StagePlan]
 """(number of a stage, the stage, positions where its subgraphs begin) -> the stage with what it keeps."""
@@ -16,14 +16,14 @@ Keep = Callable[[int, StagePlan, Sequence[int]], StagePlan]
 
 @dataclass(frozen=True, kw_only=True)
 class CandidateProblem:
-    """How to cut the model of ``subject`` into the stages of ``plan``, whose own stages are any.
+    """How to cut the model ``planned`` for ``plan``, a draft whose stages are any.
 
     ``limits`` has the bytes that each pipeline device may fill, infinite where unknown; None: all of them infinite.
     ``excluded`` has runs (stage, first position, last position) that are too large for a device together with its other
     stages. ``keep`` adds what a stage keeps where it recomputes the rest.
     """
 
-    subject: Subject
+    planned: PlannedModel
     model: CostModel
     plan: Plan
     shape: Shape
@@ -42,15 +42,15 @@ class CandidateProblem:
 
     @property
     def outline(self) -> Outline:
-        return self.subject.outline(self.samples)
+        return self.planned.outline(self.samples)
 
     @property
     def cuts(self) -> Sequence[int]:
-        return self.subject.cuts(self.samples)
+        return self.planned.cuts(self.samples)
 
     @cached_property
-    def _pipeline(self) -> Pipeline:
-        return self.model.pipeline(self.plan, self.cuts)
+    def _pipeline(self) -> PipelineTimes:
+        return self.model.pipeline_times(self.plan, self.cuts)
 
     @property
     def before(self) -> tuple[float, ...]:

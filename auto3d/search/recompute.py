@@ -1,10 +1,10 @@
-"""What a Plan recomputes: nothing, everything, or all but Merak's share of each stage, as large as memory allows."""
+"""What a Plan recomputes: nothing, everything, or everything but Merak's fraction of each stage."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 
-from auto3d.partition.recompute import first_shares, keep_last, kept_shares
+from auto3d.partition.recompute import first_fractions, keep_last, kept_fractions
 from auto3d.plan import Plan, PlanError, StagePlan
 from auto3d.schedule import SCHEDULES
 from auto3d.schedule.options import SYNC
@@ -22,13 +22,12 @@ def schedule_options(
     devices: int,
     micro_batches: int,
 ) -> dict[str, int | str]:
-    """``given``, and what makes ``schedule`` recompute, unless ``recompute`` is none or the schedule always does, and
-    ``sync`` where ``given`` does not say.
+    """The options of ``schedule``: ``given``, the option that makes it recompute if it has to, and ``sync``.
 
-    Raises PlanError where it cannot.
+    A ``sync`` in ``given`` has priority. Raises PlanError if the schedule does not recompute although it has to.
     """
     if "recompute" in given:
-        raise PlanError(f"schedule_options: recompute is {given['recompute']!r}; it is said by recompute, not here")
+        raise PlanError(f"schedule_options: recompute is {given['recompute']!r}; set the key recompute instead")
     given = ({} if sync == SYNC[0] else {"sync": sync}) | dict(given)
     if recompute == NONE:
         return given
@@ -39,11 +38,11 @@ def schedule_options(
     return given
 
 
-class Shares:
-    """The plans that differ from ``plan``, whose schedule recomputes, in what its stages keep."""
+class KeptFractions:
+    """Variants of ``plan``, whose schedule recomputes, that differ in the fraction that each stage keeps."""
 
     def __init__(self, plan: Plan, starts: Callable[[StagePlan], Sequence[int]]) -> None:
-        """``starts`` gives the positions at which the subgraphs of a stage begin."""
+        """``starts`` returns the positions where the subgraphs of a stage begin."""
         form = shape_of(plan)
         self._plan = plan
         self._in_flight = form.in_flight
@@ -51,19 +50,20 @@ class Shares:
 
     @property
     def first(self) -> list[float]:
-        """Every share α₁ of the first stage at which some stage keeps more, ascending.
+        """Every fraction α₁ of the first stage at which some stage keeps more, ascending.
 
-        Rounded up in the fourth decimal, since a share's subgraphs are rounded down: people read them, and write them.
+        Rounded to four decimals, since people read and write them; upwards, since numbers of subgraphs are rounded
+        down.
         """
-        exact = first_shares(self._in_flight, [len(starts) for starts in self._starts])
-        return sorted({ceil(round(share * 10**4, 6)) / 10**4 for share in exact})
+        exact = first_fractions(self._in_flight, [len(starts) for starts in self._starts])
+        return sorted({ceil(round(fraction * 10**4, 6)) / 10**4 for fraction in exact})
 
     def plan(self, first: float) -> Plan:
-        """The plan of α₁ = ``first``; where every stage keeps all, without recomputation if that is an option."""
-        shares = kept_shares(self._in_flight, first)
+        """The plan for α₁ = ``first``; if every stage keeps everything, without recomputation if that is an option."""
+        fractions = kept_fractions(self._in_flight, first)
         stages = tuple(
-            keep_last(stage, starts, share) if starts else stage
-            for stage, starts, share in zip(self._plan.stages, self._starts, shares, strict=True)
+            keep_last(stage, starts, fraction) if starts else stage
+            for stage, starts, fraction in zip(self._plan.stages, self._starts, fractions, strict=True)
         )
         options = dict(self._plan.schedule_options)
         if "recompute" in options and all(stage.kept == stage.operations for stage in stages):
@@ -72,11 +72,11 @@ class Shares:
         return replace(self._plan, stages=stages)
 
 
-def largest_share(shares: Shares, shortage: Callable[[Plan], str]) -> Plan:
-    """The plan of the largest α₁ that is not short of memory; raises PlanError with what is missing where none is."""
-    for first in reversed(shares.first):
-        plan = shares.plan(first)
+def largest_fraction(fractions: KeptFractions, shortage: Callable[[Plan], str]) -> Plan:
+    """The plan of the largest α₁ that fits into memory; raises PlanError with the missing memory if none does."""
+    for first in reversed(fractions.first):
+        plan = fractions.plan(first)
         missing = shortage(plan)
         if not missing:
             return plan
-    raise PlanError(f"{missing}, even where as much is recomputed as can be")
+    raise PlanError(f"{missing}, even with full recomputation")

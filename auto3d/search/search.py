@@ -1,4 +1,4 @@
-"""What every search algorithm works with: estimates of candidates within a budget, and what came of them."""
+"""The Search that every algorithm works on: estimates of candidates within a budget, and their ranking."""
 
 from bisect import insort
 from collections.abc import Callable
@@ -17,16 +17,16 @@ from auto3d.search.space import Candidate, Domain, Refusals
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Of one search. ``seconds`` of processor time end it wherever it is; without them a seed always gives the same."""
+    """The budget of one search. ``seconds`` caps its processor time; without a cap, equal seeds give equal results."""
 
-    candidates: int  # to look at
+    candidates: int  # number of candidates to look at
     seconds: float = inf
-    best: int = 10  # how many of the best are asked for: what an exhaustive search must not lose
+    best: int = 10  # number of best plans to return; an exhaustive search must not lose any of them
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranked:
-    """A candidate with its Plan and the seconds that an iteration of it is predicted to take."""
+    """A candidate with its Plan and the predicted seconds of an iteration."""
 
     candidate: Candidate
     plan: Plan
@@ -34,11 +34,11 @@ class Ranked:
 
 
 class Search:
-    """Candidates of ``domain`` as the algorithms ask for them: each is made a Plan and estimated once.
+    """Makes Plans of the candidates that an algorithm asks for, and estimates each once.
 
-    ``seconds_of`` estimates a Plan (default: the maker's cost model) and is never below ``bound_of`` (default: the time
-    that a simulation cannot beat, or where nothing is simulated the estimate itself). ``tell`` hears of progress: how
-    many candidates were looked at, and the best time so far.
+    ``seconds_of`` estimates a Plan (default: the maker's cost model) and is never below ``bound_of`` (default: a time
+    that no simulation beats; if the cost model does not simulate, the estimate itself). ``tell`` is called with the
+    progress: the number of candidates looked at, and the best time so far.
     """
 
     def __init__(
@@ -56,30 +56,30 @@ class Search:
         self._seconds_of = seconds_of or lru_cache(None)(model.seconds)
         self._bound_of = bound_of or self._seconds_of
         if bound_of is None and seconds_of is None and model.method == "simulated":
-            self._bound_of = lambda plan: model.slowest_replica_s(plan, least_s)
+            self._bound_of = lambda plan: model.slowest_pipeline_s(plan, least_s)
         self._tell = tell or (lambda looked_at, best: None)
         self._began = process_time()
         self._plans: dict[Candidate, Plan] = {}
         self._bounds: dict[Candidate, float] = {}
         self._seconds: dict[Candidate, float] = {}
         self._estimated: set[Plan] = set()
-        self._best: list[float] = []  # seconds of different plans, as many as are asked for, fastest first
+        self._best: list[float] = []  # seconds of the ``budget.best`` fastest plans, fastest first
         self._refusals = Refusals()
         self.looked_at = 0
 
     @property
     def spent(self) -> bool:
-        """Whether the budget is."""
+        """Whether the budget is used up."""
         return self.looked_at >= self.budget.candidates or self.elapsed_s > self.budget.seconds
 
     @property
     def elapsed_s(self) -> float:
-        """Of processor time, so that what else the machine does changes no result."""
+        """Seconds of processor time so far; the clock would let other processes change results."""
         return process_time() - self._began
 
     @property
     def simulated(self) -> int:
-        """Candidates whose seconds were asked for."""
+        """Number of candidates that were estimated."""
         return len(self._seconds)
 
     @property
@@ -87,7 +87,7 @@ class Search:
         return self._best[0] if self._best else inf
 
     def bound(self, candidate: Candidate) -> float:
-        """Seconds that its estimate cannot beat; infinity where it makes no Plan. Counts as a look at it."""
+        """A lower bound of the estimate of ``candidate``; infinity if it has no Plan. Counts as one look at it."""
         self.looked_at += 1
         if candidate not in self._bounds:
             try:
@@ -100,12 +100,12 @@ class Search:
         return self._bounds[candidate]
 
     def add(self, candidate: Candidate, plan: Plan) -> None:
-        """Take in a Plan that was made elsewhere."""
+        """Add a Plan that was made elsewhere."""
         self._plans[candidate] = plan
         self._bounds[candidate] = self._bound_of(plan)
 
     def seconds(self, candidate: Candidate) -> float:
-        """Its estimate; ``bound`` must have been finite."""
+        """The estimate of ``candidate``, whose ``bound`` must have been finite."""
         if candidate not in self._seconds:
             plan = self._plans[candidate]
             self._seconds[candidate] = self._seconds_of(plan)
@@ -117,7 +117,7 @@ class Search:
         return self._seconds[candidate]
 
     def ranked(self) -> list[Ranked]:
-        """All that were estimated, fastest first; of those that are the same Plan, one."""
+        """All estimated candidates, fastest first; of several candidates with the same Plan, the first."""
         found: dict[Plan, Ranked] = {}
         for candidate, seconds in self._seconds.items():
             plan = self._plans[candidate]
@@ -125,9 +125,9 @@ class Search:
         return sorted(found.values(), key=lambda one: one.seconds)
 
     def limit(self) -> float:
-        """The estimate that one must beat to be among the best that are asked for."""
+        """The estimate that a plan must beat to be among the ``budget.best`` fastest."""
         return self._best[-1] if len(self._best) == self.budget.best else inf
 
     def refused(self) -> Refusals:
-        """All that cannot be, as far as the search came across them."""
+        """All impossible candidates that the search has come across."""
         return self.domain.refused + self._refusals

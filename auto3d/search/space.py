@@ -1,4 +1,4 @@
-"""The search space: its axes, and the candidates that they make."""
+"""The search space: its axes, and the candidates that they span."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,42 +20,41 @@ from auto3d.search.recompute import AUTO, FULL, NONE
 
 Axis = Sequence | Literal["auto"]
 EQUAL, UNEVEN = REPLICAS = ("equal", "uneven")
-PARTITIONS = STAGE_METHODS
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpace:
-    """Axes to combine; each is a list of values, or "auto" for all that make sense on the cluster.
+    """The axes to combine. Each is a list of values, or "auto" for all values that make sense on the cluster.
 
-    Asynchronous schedules make sense to those alone who name them: under them a model learns something else.
+    "auto" leaves out asynchronous schedules, since they change what a model learns; a user has to name them.
     """
 
     dp: Axis = AUTO
     tp: Axis = (1,)
     pp: Axis = AUTO
     micro_batch_size: Axis = AUTO
-    schedule: Axis = AUTO  # names, with options of their own as in interleaved-1f1b:chunks=4
-    recompute: Axis = (NONE,)  # of none, full, auto, and shares from 0 to 1
+    schedule: Axis = AUTO  # names, optionally with options, as in interleaved-1f1b:chunks=4
+    recompute: Axis = (NONE,)  # none, full, auto, or fractions from 0 to 1
     partition: Axis = ("uniform",)
     placement: Axis = (MEGATRON,)
     replicas: Axis = (EQUAL,)
-    sync: Axis = (SYNC[0],)  # where gradient syncs stand: which of them overlap with compute
+    sync: Axis = (SYNC[0],)  # where the schedule puts gradient syncs, and so which of them overlap with compute
     shard_optimizer: Axis = (False,)  # ZeRO-1
-    allow_idle_devices: bool = False  # whether a plan may use fewer devices than there are
+    allow_idle_devices: bool = False  # a plan may use fewer devices than the cluster has
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
-    """What training asks of every plan."""
+class Workload:
+    """What every plan has to train, whatever its degrees and choices."""
 
     global_batch: int
     seed: int
-    clip_norm: float = 0.0  # what the gradient norm is clipped to, if above 0: not every schedule can
+    clip_norm: float = 0.0  # limit of the gradient norm; 0: no clipping. Not every schedule can clip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One value of each axis: what a Plan is made from."""
+    """One value of each axis. A Plan is made from it."""
 
     dp: int
     tp: int
@@ -66,11 +65,12 @@ class Candidate:
     partition: str = "uniform"
     placement: str = MEGATRON
     replicas: str = EQUAL
-    """Of stages: equal, so that dp × tp × pp devices are used; or uneven: a pipeline has more devices than stages."""
+    """Replicas of stages. equal: one each, so the plan uses dp × tp × pp devices; uneven: a pipeline has more devices
+    than stages."""
     sync: str = SYNC[0]
     shard_optimizer: bool = False
     cuts: tuple[int, ...] | None = None
-    """Bounds of the stages, as numbers of the model's cuts; they take the place of ``partition``."""
+    """Bounds of the stages, as indices into the model's cuts; they override ``partition``."""
 
     def __str__(self) -> str:
         return (
@@ -80,13 +80,13 @@ class Candidate:
 
     @property
     def more(self) -> str:
-        """What of it is out of the ordinary, in words."""
-        found = {
+        """The unusual choices, in words."""
+        unusual = {
             "uneven replicas": self.replicas == UNEVEN,
             f"sync={self.sync}": self.sync != SYNC[0],
             "ZeRO-1": self.shard_optimizer,
         }
-        return ", ".join(words for words, holds in found.items() if holds)
+        return ", ".join(words for words, holds in unusual.items() if holds)
 
 
 DEGREES = ("dp", "tp", "pp", "micro_batch_size", "replicas")
@@ -94,7 +94,7 @@ CHOICES = ("schedule", "recompute", "partition", "placement", "sync", "shard_opt
 
 
 class Refusals:
-    """How many candidates cannot be, by reason; reasons that differ in their numbers alone are one."""
+    """Counts of refused candidates by reason. Reasons that differ only in their numbers count as one."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -106,7 +106,7 @@ class Refusals:
         self._examples.setdefault(words, (candidate, reason))
 
     def __iter__(self) -> Iterator[tuple[int, Candidate, str]]:
-        """Commonest first: how many, and one of them with its reason."""
+        """(count, an example, its reason) for each reason, the most common first."""
         for words, times in self._counts.most_common():
             yield times, *self._examples[words]
 
@@ -122,14 +122,17 @@ class Refusals:
 
 
 class Domain:
-    """The candidates of ``space`` on ``cluster``: ``degrees`` that fit together, and ``choices`` for each of the other
-    axes. ``refused`` has those that do not fit together."""
+    """The candidates of ``space`` on ``cluster``.
 
-    def __init__(self, space: SearchSpace, cluster: Cluster, task: Task) -> None:
-        self.cluster, self.task = cluster, task
+    ``degrees`` has all degrees that fit together, ``choices`` the values of each other axis, and ``refused`` the
+    degrees that do not fit together.
+    """
+
+    def __init__(self, space: SearchSpace, cluster: Cluster, workload: Workload) -> None:
+        self.cluster, self.workload = cluster, workload
         self._allow_idle = space.allow_idle_devices
         divisors = [number for number in range(1, cluster.devices + 1) if cluster.devices % number == 0]
-        sizes = [2**power for power in range(task.global_batch.bit_length()) if 2**power <= task.global_batch]
+        sizes = [2**power for power in range(workload.global_batch.bit_length()) if 2**power <= workload.global_batch]
         every = {
             "dp": divisors,
             "tp": divisors,
@@ -149,11 +152,11 @@ class Domain:
         }
         self.choices = {name: self._values[name] for name in CHOICES}
         schedules = self.choices["schedule"]
-        self._alone = "1f1b" if "1f1b" in schedules else schedules[0]
+        self._schedule_of_one = "1f1b" if "1f1b" in schedules else schedules[0]
 
     @cached_property
     def degrees(self) -> list[Candidate]:
-        """One candidate, with the first of all other choices, for all that are of its degrees and micro-batch size."""
+        """One candidate for each possible combination of degrees and micro-batch size, with the first other choices."""
         return [candidate for candidate in self._all_degrees() if not self._misfit(candidate)]
 
     @cached_property
@@ -176,24 +179,24 @@ class Domain:
         return sum(prod(map(len, self.choices_of(candidate).values())) for candidate in self.degrees)
 
     def choices_of(self, candidate: Candidate) -> dict[str, list]:
-        """Those of its degrees: where an axis makes no difference to them, a single choice stands for all."""
-        single = {}
+        """The choices for the degrees of ``candidate``; an axis that makes no difference to them has one choice."""
+        single: dict[str, list] = {}
         if candidate.pp == 1:
-            single |= {"schedule": [self._alone], "sync": self.choices["sync"][:1]}
-        if candidate.replicas == UNEVEN:  # which have an order of ranks of their own
+            single |= {"schedule": [self._schedule_of_one], "sync": self.choices["sync"][:1]}
+        if candidate.replicas == UNEVEN:  # uneven replicas have their own order of ranks
             single["placement"] = self.choices["placement"][:1]
         elif candidate.dp == 1:
             single["shard_optimizer"] = self.choices["shard_optimizer"][:1]
         return {**self.choices, **single}
 
     def variants(self, candidate: Candidate) -> Iterator[Candidate]:
-        """All candidates of its degrees."""
+        """All candidates with the degrees of ``candidate``."""
         choices = self.choices_of(candidate)
         for values in product(*choices.values()):
             yield replace(candidate, **dict(zip(choices, values, strict=True)))
 
     def everything(self) -> Iterator[tuple[Candidate, str]]:
-        """Every combination, with the reason where its degrees do not fit."""
+        """Every combination, with the reason why its degrees do not fit, or an empty string if they do."""
         for candidate in self._all_degrees():
             reason = self._misfit(candidate)
             for values in product(*self.choices.values()):
@@ -209,23 +212,23 @@ class Domain:
         if needed < there and candidate.replicas == EQUAL and not self._allow_idle:
             return f"uses {needed} of {there} devices, and allow_idle_devices is false"
         try:
-            check_fits(candidate, self.cluster, self.task)
+            check_fits(candidate, self.cluster, self.workload)
         except InputError as error:
             return str(error)
         return ""
 
 
-def check_fits(candidate: Candidate, cluster: Cluster, task: Task) -> None:
-    """Raise PlanError where its degrees do not fit the cluster and the global batch."""
+def check_fits(candidate: Candidate, cluster: Cluster, workload: Workload) -> None:
+    """Raise PlanError if the degrees of ``candidate`` do not fit the cluster and the global batch."""
     needed = candidate.dp * candidate.tp * candidate.pp
     if candidate.replicas == UNEVEN:
         pipelines, devices = candidate.dp * candidate.tp, cluster.devices
         if candidate.pp < 2 or devices % pipelines or devices // pipelines <= candidate.pp:
             raise PlanError(
                 f"replicas: uneven ones need pp of 2 or more and more devices than stages in each pipeline; {devices} "
-                f"devices in dp × tp = {pipelines} pipelines of pp = {candidate.pp} have not"
+                f"devices in dp × tp = {pipelines} pipelines of pp = {candidate.pp} stages do not have that"
             )
     if needed > cluster.devices:
         raise PlanError(f"needs {needed} devices; the cluster has {cluster.devices}")
     degrees = {name: getattr(candidate, name) for name in ("dp", "tp", "pp", "micro_batch_size")}
-    check_degrees(**degrees, global_batch=task.global_batch)
+    check_degrees(**degrees, global_batch=workload.global_batch)

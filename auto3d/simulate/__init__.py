@@ -1,1 +1,4 @@
-"""Operations and their times -> a timeline, its figures, and its drawings. Nothing here knows a schedule by name."""
+"""The simulator: a timeline from a schedule and its costs, and the figures and drawings of a timeline.
+
+Nothing here knows a schedule by name.
+"""

@@ -1,8 +1,8 @@
-"""What drawings write into their cells, and in which of their colours."""
+"""The labels and colours of the cells in drawings."""
 
 from auto3d.schedule.operation import Kind, Operation, Schedule
 
-TINTS = [  # light for forwards, middle for weight halves, dark for backwards; then again from the first
+TINTS = [  # light for forwards, medium for weight halves, dark for backwards; reused in turn if there are more pipes
     ("#cfe2f7", "#8fb8e8", "#4f87c9"),
     ("#fbe0bd", "#f0bb78", "#d98a2b"),
     ("#d5ecd0", "#9dd093", "#57a14a"),
@@ -27,7 +27,7 @@ WORDS = {
 
 
 def micro_batch_label(schedule: Schedule, operation: Operation) -> str:
-    """``3``; ``2+3`` for a doubled forward; ``3a`` and ``3b`` for the halves of a micro-batch, ``3`` for both."""
+    """``3`` for a micro-batch, ``2+3`` for two; ``3a`` and ``3b`` for the parts of micro-batch 3, ``3`` for both."""
     parts = schedule.parts
     if parts == 1:
         return "+".join(map(str, operation.micro_batches))
@@ -38,15 +38,15 @@ def micro_batch_label(schedule: Schedule, operation: Operation) -> str:
 
 
 def tints(schedule: Schedule) -> tuple[str, dict[tuple[int, int], int]]:
-    """What colours stand for, ``pipe`` or, where there is one pipe, ``chunk``; and (stage, pipe) -> number of its own.
+    """The meaning of the colours, and (stage, pipe) -> number of the colour.
 
-    A device's chunks are its stages, in order.
+    Colours distinguish pipes (``pipe``) or, if there is only one, the stages of a device, in order (``chunk``).
     """
     if any(pipe for _, pipe in schedule.device_of):
         return "pipe", {(stage, pipe): pipe for stage, pipe in schedule.device_of}
     chunks: dict[int, int] = {}
-    found = {}
+    chunk_of = {}
     for (stage, pipe), device in sorted(schedule.device_of.items()):
-        found[stage, pipe] = chunks.get(device, 0)
-        chunks[device] = found[stage, pipe] + 1
-    return "chunk", found
+        chunk_of[stage, pipe] = chunks.get(device, 0)
+        chunks[device] = chunk_of[stage, pipe] + 1
+    return "chunk", chunk_of

@@ -1,4 +1,4 @@
-"""How long operations, messages and gradient syncs take: what the simulator is given."""
+"""The input of the simulator: how long operations, messages and gradient syncs take."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,8 +10,11 @@ from auto3d.schedule.operation import Kind, Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class MessageCost:
-    """What the boundary between a stage and the next one costs: ``latency`` per message, and per micro-batch in it the
-    time of its activations (``forward``) or of their gradient (``backward``), that is bytes over bandwidth."""
+    """The cost of messages between a stage and the next one.
+
+    A message takes ``latency`` and, for each micro-batch in it, the time of its activations (``forward``) or of their
+    gradient (``backward``): bytes over bandwidth.
+    """
 
     latency: float = 0.0
     forward: float = 0.0
@@ -20,38 +23,40 @@ class MessageCost:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedMachine:
-    """One machine whose processes slow each other down: ``slowdown[n - 1]`` times while n of them compute.
+    """One machine whose processes slow each other down: an operation takes ``slowdown[n - 1]`` times as long while n
+    of them compute.
 
-    ``processes`` says how many compute there for each pipeline device: its replicas do what it does, at the same time.
+    ``processes`` has the number of processes on this machine for each pipeline device. Replicas of a stage run the same
+    operation at the same time, so a device may have several.
     """
 
     slowdown: tuple[float, ...]
     processes: tuple[int, ...]
 
     def slowdown_of(self, computing: int) -> float:
-        """While so many compute; beyond those that are known, they take turns."""
+        """The slowdown while ``computing`` processes compute; more than ``slowdown`` lists take turns."""
         known = len(self.slowdown)
         return self.slowdown[min(max(computing, 1), known) - 1] * max(1.0, computing / known)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Times in seconds, or in any other unit: everything that is made of them is in the same.
+    """Times in seconds or in any other unit; results have the same unit.
 
-    Per stage, for one whole micro-batch on a device of speed 1. An operation over k micro-batches takes k times as
-    long, one over a part of a micro-batch that part of the time, and on a device of speed 2 it takes half.
+    Times of operations are per stage, for one whole micro-batch on a device of speed 1. An operation on k micro-batches
+    takes k times as long, one on half a micro-batch half as long, and a device of speed 2 halves its time.
     """
 
     forward: tuple[float, ...]
-    backward: tuple[float, ...]  # of B: both halves
-    backward_input: tuple[float, ...]  # of I
-    backward_weight: tuple[float, ...]  # of W
-    recompute: tuple[float, ...]  # of R, and of a B or I that recomputes inside itself
-    sync: tuple[float, ...]  # all-reduce of a stage's gradients, from when all replicas have started it
+    backward: tuple[float, ...]  # time of B, both halves
+    backward_input: tuple[float, ...]  # time of I
+    backward_weight: tuple[float, ...]  # time of W
+    recompute: tuple[float, ...]  # time of R; also added to a B or I that recomputes inside itself
+    sync: tuple[float, ...]  # time of the all-reduce of a stage's gradients, once all its holders have started it
     update: tuple[float, ...]
-    messages: tuple[MessageCost, ...]  # messages[s]: between stages s and s + 1
+    messages: tuple[MessageCost, ...]  # messages[s] is for messages between the stages s and s + 1
     speed: tuple[float, ...]  # per device
-    overlap: bool = True  # messages travel beside compute; if not, they occupy their sender and their receiver
+    overlap: bool = True  # messages overlap compute; if False, they occupy their sender and their receiver
     shared_machines: tuple[SharedMachine, ...] = ()  # machines on which devices slow each other down
 
     def __post_init__(self) -> None:
@@ -64,7 +69,7 @@ class Costs:
                 raise InputError(f"costs: speed of device {device} is {speed}; it must be more than 0")
 
     def times_of(self, kind: Kind) -> tuple[float, ...]:
-        """The times of one kind of operation, per stage; S itself takes none, its all-reduce runs beside compute."""
+        """The times of one kind of operation, per stage. S itself takes no time: its all-reduce overlaps compute."""
         return {
             Kind.FORWARD: self.forward,
             Kind.RECOMPUTE: self.recompute,
@@ -76,14 +81,15 @@ class Costs:
         }[kind]
 
     def check_fit(self, schedule: Schedule) -> None:
-        """Raise InputError unless there are times for each stage, boundary and device of ``schedule``."""
-        wanted = dict.fromkeys(
+        """Raise InputError unless there are values for each stage, boundary and device of ``schedule``."""
+        lengths = dict.fromkeys(
             ("forward", "backward", "backward_input", "backward_weight", "recompute", "sync", "update"), schedule.stages
         ) | {"messages": schedule.stages - 1, "speed": schedule.devices}
-        for name, length in wanted.items():
-            if len(getattr(self, name)) != length:
-                found = len(getattr(self, name))
-                raise InputError(f"costs: {name} has {found} values; schedule {schedule.name} needs {length}")
+        for name, length in lengths.items():
+            count = len(getattr(self, name))
+            if count != length:
+                values = "1 value" if count == 1 else f"{count} values"
+                raise InputError(f"costs: {name} has {values}; schedule {schedule.name} needs {length}")
 
 
 def uniform(
@@ -100,34 +106,41 @@ def uniform(
     p2p: float = 0.0,
     overlap: bool = True,
 ) -> Costs:
-    """Equal stages on equal devices, from the times of one device's whole share of the model.
+    """The costs of equal stages on equal devices, from the times of all stages of one device together.
 
-    Where v stages share a device (the chunks of an interleaved schedule), each takes 1/v of these times, except for
-    ``p2p``: the message of one micro-batch is as long between any two stages. ``backward`` is twice ``forward`` unless
-    it or both its halves are given; a half not given is the rest of ``backward``, and both are half of it where neither
-    is. ``recompute`` is ``forward`` unless given; ``kept`` is the share of each stage that is not recomputed.
+    If v stages are on one device (the chunks of an interleaved schedule), each takes 1/v of these times. Only ``p2p``,
+    the time of the message of one micro-batch, is the same between any two stages.
+
+    Defaults: ``backward`` is the sum of its halves if both are set, otherwise twice ``forward``. A half is the other
+    half subtracted from ``backward``; if neither is set, both are half of ``backward``. ``recompute`` is ``forward``.
+    ``kept`` is the fraction of each stage that is not recomputed, 0 by default. Raises InputError if a half is longer
+    than ``backward`` or if a time is negative.
     """
-    if backward is None:
-        both = backward_input is not None and backward_weight is not None
-        backward = backward_input + backward_weight if both else 2 * forward
+    if backward is None and backward_input is not None and backward_weight is not None:
+        backward = backward_input + backward_weight
+    elif backward is None:
+        backward = 2 * forward
     if backward_input is None:
         backward_input = backward / 2 if backward_weight is None else backward - backward_weight
     if backward_weight is None:
         backward_weight = backward - backward_input
     if min(backward_input, backward_weight) < 0 <= backward:
         raise InputError(f"costs: one half of the backward is longer than the whole, {backward:g}; give both halves")
-    share = schedule.devices / schedule.stages
+    fraction = schedule.devices / schedule.stages  # of a device's time, per stage
 
     def each(time: float) -> tuple[float, ...]:
-        return (time * share,) * schedule.stages
+        return (time * fraction,) * schedule.stages
 
-    again = each(forward if recompute is None else recompute)
+    whole_recompute = each(forward if recompute is None else recompute)
     return Costs(
         forward=each(forward),
         backward=each(backward),
         backward_input=each(backward_input),
         backward_weight=each(backward_weight),
-        recompute=tuple(time * (1 - own) for time, own in zip(again, kept or [0.0] * len(again), strict=True)),
+        recompute=tuple(
+            time * (1 - fraction_kept)
+            for time, fraction_kept in zip(whole_recompute, kept or [0.0] * schedule.stages, strict=True)
+        ),
         sync=each(sync),
         update=each(update),
         messages=(MessageCost(forward=p2p, backward=p2p),) * (schedule.stages - 1),
@@ -137,6 +150,6 @@ def uniform(
 
 
 def _check_times(name: str, times: Iterable[float]) -> None:
-    for place, time in enumerate(times):
+    for stage, time in enumerate(times):
         if not (isfinite(time) and time >= 0):
-            raise InputError(f"costs: {name} of stage {place} is {time:g}; a time must be 0 or more")
+            raise InputError(f"costs: {name} of stage {stage} is {time:g}; a time must be 0 or more")

@@ -1,4 +1,4 @@
-"""A timeline as an SVG picture, as the papers draw it: one row per device, micro-batch numbers in the cells."""
+"""A timeline as an SVG picture in the style of the papers: one row per device, micro-batch numbers in the cells."""
 
 from math import floor, log10
 from xml.etree import ElementTree
@@ -20,9 +20,9 @@ _SYNC, _IDLE, _CRITICAL, _INK = "#b03060", "#f1f1f1", "#d00000", "#222222"
 def draw_svg(timeline: Timeline, *, unit: str = "") -> str:
     """The text of an SVG file; ``unit`` names the unit of the times on the axis.
 
-    Forwards are light and backwards dark, in the colour of their pipe or chunk; recomputation is hatched, and what is
-    grey is idle. A line under a row is a gradient sync: thin while it waits for other replicas, thick while it runs.
-    The dotted line is the critical path.
+    Forwards are light and backwards dark, in the colour of their pipe or chunk. Recomputation is hatched and idle time
+    is grey. A line under a row is a gradient sync: thin while it waits for other devices, thick while it runs. The
+    dotted line is the critical path.
     """
     schedule = timeline.schedule
     scale = _scale(timeline)
@@ -52,7 +52,7 @@ def draw_svg(timeline: Timeline, *, unit: str = "") -> str:
 
 
 def _scale(timeline: Timeline) -> float:
-    """Points per unit of time: room for the labels in the shortest cell, within the widest picture."""
+    """Points per unit of time: enough for the labels in the shortest cell, up to a picture of width WIDEST."""
     if not timeline.makespan:
         return 1.0
     needed = 1.0
@@ -107,8 +107,8 @@ def _cells(svg: ElementTree.Element, timeline: Timeline, scale: float) -> None:
         _rect(cell, x, top, width, CELL, css=f"t{tint}k{shade}")
         hatched = width if operation.kind is Kind.RECOMPUTE else 0.0
         if number in inside:
-            share = inside[number] / timeline.schedule.parts / timeline.costs.speed[timeline.device_of(operation)]
-            hatched = timeline.costs.recompute[operation.stage] * share * scale
+            factor = inside[number] / timeline.schedule.parts / timeline.costs.speed[timeline.device_of(operation)]
+            hatched = timeline.costs.recompute[operation.stage] * factor * scale
         if hatched:
             _rect(cell, x, top, hatched, CELL, css=f"t{tint}k0")
             _rect(cell, x, top, hatched, CELL, fill="url(#hatch)")
@@ -169,7 +169,7 @@ def _axis(svg: ElementTree.Element, timeline: Timeline, scale: float, y: float, 
 
 
 def _tick_step(makespan: float, room: float) -> float:
-    """1, 2 or 5 times a power of ten, so that no more than ``room`` ticks are needed."""
+    """The distance of ticks: 1, 2 or 5 times a power of ten, and at most ``room`` ticks."""
     if not makespan:
         return 1.0
     least = makespan / max(room, 1)
@@ -178,7 +178,7 @@ def _tick_step(makespan: float, room: float) -> float:
 
 
 def _legend(svg: ElementTree.Element, timeline: Timeline, y: float, width: float) -> float:
-    """What is in the picture, and what it means; returns the height that the picture needs."""
+    """Draw the legend; returns the height that the picture needs."""
     x = float(LEFT)
 
     def place(words: str) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""A timeline as text for a terminal: one row per device, one character per unit of time where that fits."""
+"""A timeline as text for a terminal: one row per device and, if they fit, one character per unit of time."""
 
 import re
 
@@ -10,16 +10,16 @@ from auto3d.simulate.cells import WORDS, micro_batch_label, tints
 from auto3d.simulate.simulate import Timeline
 from auto3d.simulate.work import recomputed_inside
 
-_COLOURS = ("blue", "yellow", "green", "magenta")  # by pipe or chunk; names, since any terminal has these
+_COLOURS = ("blue", "yellow", "green", "magenta")  # by pipe or chunk; every terminal has these named colours
 _IDLE, _SYNC, _RECOMPUTE = "·", "~", "/"
 _FAINT, _OF_SYNC = Style(dim=True), Style(color="magenta")
 
 
 def draw_terminal(timeline: Timeline, *, width: int, colour: bool) -> Text:
-    """No line is longer than ``width``, but for at least 20 characters of timeline.
+    """The drawing, with lines of at most ``width`` characters, but at least 20 characters of timeline.
 
-    A number stands at the start of its cell, after the share of the cell that is recomputation; where it does not fit,
-    its last digits do. Without ``colour``, a second line under each device's has the kinds of the operations.
+    A micro-batch number stands at the start of its cell, after the characters that show recomputation. If it does not
+    fit, its last digits are shown. Without ``colour``, a second line under each device shows the kinds of operations.
     """
     schedule = timeline.schedule
     margin = len(f"P{schedule.devices - 1}") + 2
@@ -43,13 +43,13 @@ def draw_terminal(timeline: Timeline, *, width: int, colour: bool) -> Text:
             start, end = round(timeline.start[number] / cell), round(timeline.end[number] / cell)
             if end == start:
                 continue
-            again = 0
+            recomputed = 0  # characters that show recomputation
             if number in inside:
-                share = inside[number] / schedule.parts / timeline.costs.speed[device]
-                again = min(round(timeline.costs.recompute[operation.stage] * share / cell), end - start - 1)
-            label = _fitting(micro_batch_label(schedule, operation) or "U", end - start - again)
+                factor = inside[number] / schedule.parts / timeline.costs.speed[device]
+                recomputed = min(round(timeline.costs.recompute[operation.stage] * factor / cell), end - start - 1)
+            label = _fitting(micro_batch_label(schedule, operation) or "U", end - start - recomputed)
             filler = _RECOMPUTE if operation.kind is Kind.RECOMPUTE else " "
-            row[start:end] = _RECOMPUTE * again + label.ljust(end - start - again, filler)
+            row[start:end] = _RECOMPUTE * recomputed + label.ljust(end - start - recomputed, filler)
             style = _style(operation.kind, tint_of[operation.stage, operation.pipe])
             styles[start:end] = [style] * (end - start)
             kinds[start:end] = str(operation.kind) * (end - start)
@@ -66,7 +66,7 @@ def draw_terminal(timeline: Timeline, *, width: int, colour: bool) -> Text:
 
 
 def _unit(timeline: Timeline) -> float:
-    """The longest time that all starts and ends are a whole number of; 1 where nothing takes time."""
+    """The largest unit of which all starts and ends are whole multiples; 1 if nothing takes time."""
     unit = 0.0
     for time in {round(time, 9) for time in (*timeline.start, *timeline.end)}:
         while time > 1e-6 * timeline.makespan:

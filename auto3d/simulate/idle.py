@@ -1,4 +1,4 @@
-"""How long devices wait, and the steady state of schedules whose iterations overlap."""
+"""Idle times of devices, and the steady state of schedules whose iterations overlap."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from auto3d.simulate.simulate import Timeline
 
 
 def busy(timeline: Timeline) -> list[float]:
-    """Per device, the time in operations; messages and gradient syncs are not counted."""
+    """Per device, the time spent in operations, without messages and gradient syncs."""
     return [
         sum(timeline.end[number] - timeline.start[number] for number in timeline.numbers(device))
         for device in range(timeline.schedule.devices)
@@ -15,22 +15,24 @@ def busy(timeline: Timeline) -> list[float]:
 
 
 def idle(timeline: Timeline) -> list[float]:
-    """Per device, against the makespan: all devices begin and end an iteration together."""
+    """Per device, the idle time of an iteration that all devices begin and end together: makespan minus busy time."""
     return [timeline.makespan - time for time in busy(timeline)]
 
 
 def idle_within(timeline: Timeline) -> list[float]:
-    """Per device, from its own first operation's start to its own last one's end: what is left where the next iteration
-    may begin on one device before this one has ended on another, as zero-bubble schedules count."""
-    found = []
+    """Per device, the idle time between the start of its first operation and the end of its last one.
+
+    The zero-bubble papers count this way: the next iteration may begin on one device before this one ends on another.
+    """
+    idle_times = []
     for device, time in enumerate(busy(timeline)):
         numbers = timeline.numbers(device)
-        found.append(timeline.end[numbers[-1]] - timeline.start[numbers[0]] - time if numbers else 0.0)
-    return found
+        idle_times.append(timeline.end[numbers[-1]] - timeline.start[numbers[0]] - time if numbers else 0.0)
+    return idle_times
 
 
 def bubble_ratio(timeline: Timeline) -> float:
-    """Idle time of all devices over devices × makespan, between 0 and 1."""
+    """The idle time of all devices divided by devices × makespan: between 0 and 1."""
     whole = timeline.schedule.devices * timeline.makespan
     return sum(idle(timeline)) / whole if whole else 0.0
 
@@ -42,11 +44,11 @@ class SteadyState:
 
 
 def steady_state(timeline: Timeline) -> SteadyState | None:
-    """Of a schedule of several overlapping iterations, between its warm-up and its drain; None where it has but one.
+    """The steady state of overlapping iterations, between warm-up and drain; None for a schedule of one iteration.
 
-    Read from the iterations that end while every device still has forwards to run, the later half of them. Where there
-    are not two such iterations, it is read from the last two of all; since the drain runs no forwards, these may follow
-    each other faster than a device has work for, so that work is the least.
+    It is read from the iterations that end while every device still has forwards to run, from the later half of them.
+    If there are fewer than two such iterations, it is read from the last two of all. These may end closer together than
+    the work of a device allows, since the drain runs no forwards; the iteration time is therefore at least that work.
     """
     schedule = timeline.schedule
     if schedule.iterations < 2:

@@ -1,4 +1,4 @@
-"""Bytes that each device holds over time: activations and weight versions."""
+"""The bytes that each device holds over time: activations and weight versions."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ from auto3d.simulate.work import recomputed_inside
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Bytes, per stage."""
+    """Bytes per stage."""
 
-    activations: tuple[float, ...]  # of one micro-batch: all that a backward needs, the stage's input included
-    kept: tuple[float, ...]  # of one micro-batch: what a recomputing stage keeps, its input and what it need not redo
-    weights: tuple[float, ...]  # of one version
+    activations: tuple[float, ...]  # one micro-batch: everything that its backward needs, with the input of the stage
+    kept: tuple[float, ...]  # one micro-batch of a recomputing stage: its input and all that it does not recompute
+    weights: tuple[float, ...]  # one version of the weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class BytesOverTime:
-    """A step function: ``held[i]`` bytes from ``times[i]`` until the next time, or until the end."""
+    """A step function: ``held[i]`` bytes from ``times[i]`` until the next time or the end."""
 
     times: list[float]
     held: list[float]
@@ -32,16 +32,17 @@ class BytesOverTime:
 
 
 def bytes_over_time(timeline: Timeline, sizes: Sizes) -> list[BytesOverTime]:
-    """Per device.
+    """Per device, the bytes that it holds over time.
 
-    A forward's activations are held from its start until the end of its backward, or of the backward's weight half; on
-    a recomputing stage, what it keeps alone until the recomputation starts. A weight version is held from the end of
-    the update that makes it, the first from the start, until there is a newer one and no operation to come uses it.
-    What ends at a time is given back before what starts at that time is taken.
+    Activations are held from the start of the forward until the end of the backward or, if that is split, of its weight
+    half. A recomputing stage holds only its kept bytes until the recomputation starts. A weight version is held from
+    the end of the update that makes it until there is a newer one and no later operation uses it; the first version is
+    held from the start. At equal times, bytes are freed before others are allocated.
     """
     for name, values in (("activations", sizes.activations), ("kept", sizes.kept), ("weights", sizes.weights)):
         if len(values) != timeline.schedule.stages:
-            raise InputError(f"sizes: {name} has {len(values)} values; there are {timeline.schedule.stages} stages")
+            count = "1 value" if len(values) == 1 else f"{len(values)} values"
+            raise InputError(f"sizes: {name} has {count}; the schedule has {timeline.schedule.stages} stages")
     inside = recomputed_inside(timeline.schedule)
     return [
         _steps(_activations(timeline, sizes, device, inside) + _weights(timeline, sizes, device))
@@ -49,12 +50,12 @@ def bytes_over_time(timeline: Timeline, sizes: Sizes) -> list[BytesOverTime]:
     ]
 
 
-Change = tuple[float, float]  # time, and bytes taken or, below 0, given back
+Change = tuple[float, float]  # (time, bytes allocated, or freed if below 0)
 
 
 def _activations(timeline: Timeline, sizes: Sizes, device: int, inside: dict[int, int]) -> list[Change]:
     schedule = timeline.schedule
-    halved = {
+    split = {  # (stage, micro-batch) whose backward has a weight half
         (operation.stage, micro_batch)
         for operation in schedule.operations[device]
         if operation.kind is Kind.BACKWARD_WEIGHT
@@ -63,26 +64,26 @@ def _activations(timeline: Timeline, sizes: Sizes, device: int, inside: dict[int
     changes = []
     for number in timeline.numbers(device):
         operation, start, end = timeline.operations[number], timeline.start[number], timeline.end[number]
-        stage, share = operation.stage, len(operation.micro_batches) / schedule.parts
+        stage, micro_batches = operation.stage, len(operation.micro_batches) / schedule.parts
         full = sizes.activations[stage]
         kept = sizes.kept[stage] if stage in schedule.recompute else full
         if operation.kind is Kind.FORWARD:
-            changes.append((start, share * kept))
+            changes.append((start, micro_batches * kept))
         elif operation.kind is Kind.RECOMPUTE:
-            changes.append((start, share * (full - kept)))
+            changes.append((start, micro_batches * (full - kept)))
         elif number in inside:
             changes.append((start, inside[number] / schedule.parts * (full - kept)))
         if operation.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT) or (
-            operation.kind is Kind.BACKWARD_INPUT and (stage, operation.micro_batches[0]) not in halved
+            operation.kind is Kind.BACKWARD_INPUT and (stage, operation.micro_batches[0]) not in split
         ):
-            changes.append((end, -share * full))
+            changes.append((end, -micro_batches * full))
     return changes
 
 
 def _weights(timeline: Timeline, sizes: Sizes, device: int) -> list[Change]:
     versions = timeline.schedule.weight_version
-    last_use: dict[tuple[int, int, int], float] = {}  # stage, pipe, version -> end of the last operation with it
-    made: defaultdict[tuple[int, int], list[float]] = defaultdict(list)  # stage, pipe -> when version 1, 2, … are there
+    last_use: dict[tuple[int, int, int], float] = {}  # (stage, pipe, version) -> end of its last operation
+    made: defaultdict[tuple[int, int], list[float]] = defaultdict(list)  # (stage, pipe) -> ends of its updates
     for number in timeline.numbers(device):
         operation = timeline.operations[number]
         if operation.kind is Kind.UPDATE:
@@ -94,16 +95,16 @@ def _weights(timeline: Timeline, sizes: Sizes, device: int) -> list[Change]:
     changes = []
     for (stage, pipe), home in timeline.schedule.device_of.items():
         if home == device:
-            bytes_ = sizes.weights[stage]
+            size = sizes.weights[stage]
             updates = made[stage, pipe]
-            changes += [(time, bytes_) for time in (0.0, *updates)]
+            changes += [(time, size) for time in (0.0, *updates)]
             for version, replaced in enumerate(updates):
-                changes.append((max(replaced, last_use.get((stage, pipe, version), 0.0)), -bytes_))
+                changes.append((max(replaced, last_use.get((stage, pipe, version), 0.0)), -size))
     return changes
 
 
 def _steps(changes: list[Change]) -> BytesOverTime:
-    changes.sort()  # at one time, what is given back comes first
+    changes.sort()  # at equal times, freed bytes come first
     held = list(accumulate(change for _, change in changes))
     last_of_time = [
         index for index in range(len(changes)) if index + 1 == len(changes) or changes[index + 1][0] > changes[index][0]

@@ -1,4 +1,4 @@
-"""A schedule in the CSV form that torch.distributed.pipelining loads: a line per rank, a cell per action, as in 0F3."""
+"""A schedule as the CSV that torch.distributed.pipelining loads: one line per rank, one cell per action such as 0F3."""
 
 import csv
 import io
@@ -8,14 +8,14 @@ from auto3d.schedule.operation import Kind, Schedule
 
 
 def pipelining_csv(schedule: Schedule) -> str:
-    """What ``_PipelineScheduleRuntime._load_csv(file, format="compute_only")`` of torch 2.13 reads.
+    """The text that ``_PipelineScheduleRuntime._load_csv(file, format="compute_only")`` of torch 2.13 reads.
 
-    It adds sends and receives, and gradient syncs at the end, by itself: syncs and updates are left out. Raises
-    InputError where that form cannot hold the schedule.
+    torch adds sends and receives, and gradient syncs at the end, so syncs and updates are left out. Raises InputError
+    if this format cannot express the schedule.
     """
     obstacle = _obstacle(schedule)
     if obstacle:
-        raise InputError(f"schedule {schedule.name}: torch.distributed.pipelining's CSV cannot hold {obstacle}")
+        raise InputError(f"schedule {schedule.name}: the CSV of torch.distributed.pipelining cannot express {obstacle}")
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     for operations in schedule.operations:
@@ -25,14 +25,14 @@ def pipelining_csv(schedule: Schedule) -> str:
 
 
 def _obstacle(schedule: Schedule) -> str:
-    operations = [operation for own in schedule.operations for operation in own]
+    operations = [operation for device in schedule.operations for operation in device]
     pipes = len({pipe for _, pipe in schedule.device_of})
     if pipes > 1:
-        return f"several replicas of the model (there are {pipes} pipes)"
+        return f"more than one pipe; it has {pipes} pipes"
     if schedule.recompute or any(operation.kind is Kind.RECOMPUTE for operation in operations):
-        return "recomputation; checkpoint inside the stages instead"
+        return "recomputation; use activation checkpointing inside the stages instead"
     if schedule.parts > 1 or any(len(operation.micro_batches) > 1 for operation in operations):
-        return "operations over anything but one whole micro-batch"
+        return "operations on other than one whole micro-batch"
     if schedule.iterations > 1:
-        return f"iterations that overlap (there are {schedule.iterations})"
+        return f"iterations that overlap; it has {schedule.iterations} iterations"
     return ""

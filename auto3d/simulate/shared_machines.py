@@ -1,4 +1,4 @@
-"""When operations start and end whose devices share a machine's processors, and so slow each other down."""
+"""The simulation of devices that share the processors of a machine and so slow each other down."""
 
 from math import inf
 
@@ -6,25 +6,25 @@ from auto3d.simulate.costs import Costs
 from auto3d.simulate.work import DeviceWork
 
 Run = tuple[list[float], list[float], list[float], list[int]]
-"""By operation its start, its end, and the arrival of its message, -1 where it never ran; and how far devices came."""
+"""Start, end and arrival of the message per operation (arrival -1: it never ran), and per device its next operation."""
 
 
 def run_shared(work: DeviceWork, costs: Costs) -> Run:
-    """Run each device's operations in order, each as soon as its device is free and its inputs are there.
+    """Run each device's operations in order, each as soon as its device is free and its inputs have arrived.
 
-    From event to event: the start or the end of an operation changes how fast all others advance on its machine.
-    Messages and all-reduces take their time whatever is computed.
+    Time advances from event to event: each start or end of an operation changes the speed of all others on its machine.
+    The time of messages and all-reduces does not depend on what is computed.
     """
     count, stops = len(work.steps), work.bounds[1:]
     start, end, arrival = [0.0] * count, [0.0] * count, [-1.0] * count
     position, free, link_free = work.bounds[:-1], [0.0] * len(stops), [0.0] * len(work.links)
     sync_free = [0.0] * len(stops)
-    left: dict[int, float] = {}  # device -> seconds that its operation still takes where nothing slows it down
+    remaining: dict[int, float] = {}  # device -> remaining seconds of its operation if nothing slows it down
     now = 0.0
     while True:
-        wake = inf  # when the next device that waits for a message can go on
+        wake = inf  # the next time at which a device that waits for a message can go on
         for device, number in enumerate(position):
-            if device in left or number == stops[device]:
+            if device in remaining or number == stops[device]:
                 continue
             needed = [arrival[earlier] for earlier in work.waits[number]]
             if min(needed, default=0.0) < 0.0:
@@ -34,14 +34,14 @@ def run_shared(work: DeviceWork, costs: Costs) -> Run:
             if begin > now:
                 wake = min(wake, begin)
                 continue
-            start[number], left[device] = now, work.steps[number][0]
-        if not left and wake == inf:
+            start[number], remaining[device] = now, work.steps[number][0]
+        if not remaining and wake == inf:
             return start, end, arrival, position
-        slowdown = {device: _slowdown(costs, device, left) for device in left}
-        step = min([wake - now, *(seconds * slowdown[device] for device, seconds in left.items())])
-        ended = [device for device, seconds in left.items() if seconds * slowdown[device] <= step]
+        slowdown = {device: _slowdown(costs, device, remaining) for device in remaining}
+        step = min([wake - now, *(seconds * slowdown[device] for device, seconds in remaining.items())])
+        ended = [device for device, seconds in remaining.items() if seconds * slowdown[device] <= step]
         now += step
-        left = {d: seconds - step / slowdown[d] for d, seconds in left.items() if d not in ended}
+        remaining = {d: seconds - step / slowdown[d] for d, seconds in remaining.items() if d not in ended}
         for device in ended:
             number = position[device]
             position[device] += 1
@@ -56,7 +56,7 @@ def run_shared(work: DeviceWork, costs: Costs) -> Run:
 
 
 def _slowdown(costs: Costs, device: int, computing: dict[int, float]) -> float:
-    """Of ``device``, on the machine of its processes that slows it most."""
+    """The slowdown of ``device`` on the machine that slows its processes most; ``computing`` as ``remaining`` above."""
     return max(
         (
             machine.slowdown_of(sum(machine.processes[other] for other, seconds in computing.items() if seconds > 0))

@@ -1,4 +1,4 @@
-"""Schedule and costs -> when each operation starts and ends."""
+"""The simulator: when each operation of a schedule starts and ends, given the costs."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,11 +13,13 @@ from auto3d.simulate.work import DeviceWork, lay_out, sync_groups
 
 @dataclass(frozen=True, kw_only=True)
 class Sync:
-    """One all-reduce of a stage's gradients: it begins once all its replicas have started it, and those that their
-    devices started before are over."""
+    """One all-reduce of a stage's gradients.
+
+    It begins once all devices that hold the stage have started it and their earlier all-reduces have ended.
+    """
 
     stage: int
-    started: dict[int, float]  # device -> when its replica has started it
+    started: dict[int, float]  # device -> time at which it has started the all-reduce
     begin: float
     end: float
 
@@ -32,43 +34,46 @@ class Timeline:
     work: DeviceWork
     start: list[float]
     end: list[float]
-    arrival: list[float]  # when its message has reached the next stage's device; of an S: its own, see Sync
-    spans: list[tuple[int, int]]  # runs of one device's operations; one after the other, an order that could be run
+    arrival: list[float]  # when the message has reached the next device; for an S: when its all-reduce has ended
+    spans: list[tuple[int, int]]  # (first, stop) of runs of operations of one device, in an order that could be run
 
     @cached_property
     def makespan(self) -> float:
-        """From the first start until the last operation and the last all-reduce have ended."""
+        """The time from the first start until the last operation and the last all-reduce have ended."""
         return max(max(self.end, default=0.0), max((sync.end for sync in self.syncs), default=0.0))
 
     @cached_property
     def syncs(self) -> list[Sync]:
         """The all-reduces, in order of stage and round."""
-        found = []
+        syncs = []
         for (stage, _), members in sorted(sync_groups(self.operations).items()):
             started = {self.device_of(self.operations[n]): self.end[n] for n in members}
             end = max(self.arrival[n] for n in members)
-            found.append(Sync(stage=stage, started=started, begin=end - self.costs.sync[stage], end=end))
-        return found
+            syncs.append(Sync(stage=stage, started=started, begin=end - self.costs.sync[stage], end=end))
+        return syncs
 
     def device_of(self, operation: Operation) -> int:
         return self.schedule.device_of[operation.stage, operation.pipe]
 
     def numbers(self, device: int) -> range:
-        """The numbers of a device's operations, in order."""
+        """The numbers of the operations of ``device``, in order."""
         return range(self.work.bounds[device], self.work.bounds[device + 1])
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """Run each device's operations in order, each as soon as its device is free and its inputs are there.
+    """The timeline in which each device runs its operations in order, each as soon as the device is free and its inputs
+    have arrived.
 
-    Messages of one direction between two devices queue behind each other, in the order in which they were made. Where
-    they do not overlap compute, a message occupies its sender from the end of the operation that made it, and its
-    receiver for as long again, from when the receiver turns to the operation that needs it, at the earliest together
-    with the sender. A stage's gradients are reduced beside compute, from when all its replicas have started it (S);
-    the all-reduces of one device take turns, in the order in which it started them. An update (U) waits for all that
-    its device has started. Devices that share a machine's processors slow each other down while they compute.
+    - Messages from one device to another queue in the order in which they are sent.
+    - If messages do not overlap compute, a message occupies its sender from the end of the operation that sends it. It
+      occupies its receiver for the same time, from when the receiver comes to the operation that needs it, but not
+      before the sender begins.
+    - The all-reduce of a stage's gradients overlaps compute. It begins when all its devices have started it (S); the
+      all-reduces of one device run one after the other, in the order in which it started them.
+    - An update (U) waits for all all-reduces that its device has started.
+    - Devices that share the processors of a machine slow each other down while they compute.
 
-    Raises ScheduleError where devices wait for each other.
+    Raises InputError if the costs do not fit the schedule, ScheduleError if devices wait for each other.
     """
     costs.check_fit(schedule)
     operations = numbered(schedule)
@@ -77,7 +82,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         start, end, arrival, position = run_shared(work, costs)
         spans = [(number, number + 1) for number in sorted(range(len(operations)), key=lambda n: (end[n], start[n], n))]
     else:
-        start, end, arrival, position, spans = _run_apart(work, overlap=costs.overlap)
+        start, end, arrival, position, spans = _run_independent(work, overlap=costs.overlap)
     if position != work.bounds[1:]:
         raise ScheduleError(_deadlock(operations, work.waits, arrival, position, work.bounds[1:]))
     return Timeline(
@@ -92,18 +97,21 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     )
 
 
-def _run_apart(
+def _run_independent(
     work: DeviceWork, *, overlap: bool
 ) -> tuple[list[float], list[float], list[float], list[int], list[tuple[int, int]]]:
-    """Devices that share nothing: starts, ends, arrivals, how far each device came, and spans, as in Timeline."""
+    """Run devices that do not slow each other down.
+
+    Returns start, end and arrival per operation, the next operation per device, and the spans; see Timeline.
+    """
     steps, waits, receive = work.steps, work.waits, work.receive
     count, devices = len(steps), len(work.bounds) - 1
     start, end = [0.0] * count, [0.0] * count
-    arrival = [-1.0] * count  # below 0: not run yet
+    arrival = [-1.0] * count  # below 0: the operation has not run yet
     position, stops, free = work.bounds[:-1], work.bounds[1:], [0.0] * devices
     link_free, sync_free = [0.0] * len(work.links), [0.0] * devices
-    waiter = [-1] * count  # a device that waits for this operation; -1 for none
-    also_waiting = [-1] * devices  # another one that waits for the same operation as this device
+    waiter = [-1] * count  # operation -> a device that waits for it, -1 for none
+    also_waiting = [-1] * devices  # device -> another device that waits for the same operation, -1 for none
     spans: list[tuple[int, int]] = []
 
     ready = list(range(devices))

@@ -1,4 +1,4 @@
-"""A timeline as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing show: the Trace Event Format."""
+"""A timeline as a trace in the Trace Event Format, for Perfetto (ui.perfetto.dev) and chrome://tracing."""
 
 from typing import Any
 
@@ -6,11 +6,13 @@ from auto3d.simulate.simulate import Timeline
 
 
 def trace(timeline: Timeline, *, seconds_per_unit: float = 1.0) -> dict[str, Any]:
-    """One process per device: a track for its operations and, where they take time, one for its messages to each other
-    device and one for the gradient sync of each of its stages."""
-    microseconds = 1e6 * seconds_per_unit  # the format's unit
+    """The trace: one process per device, with one track for its operations.
+
+    If they take time, the messages to each other device and the gradient sync of each stage have tracks of their own.
+    """
+    microseconds = 1e6 * seconds_per_unit  # per unit of time; the format counts in microseconds
     events: list[dict[str, Any]] = []
-    tracks: list[dict[str, int]] = [{} for _ in range(timeline.schedule.devices)]  # per device, name -> number
+    tracks: list[dict[str, int]] = [{} for _ in range(timeline.schedule.devices)]  # per device: track -> number
 
     def add(device: int, track: str, name: str, start: float, end: float) -> None:
         events.append(
@@ -25,14 +27,14 @@ def trace(timeline: Timeline, *, seconds_per_unit: float = 1.0) -> dict[str, Any
             }
         )
 
-    to = {number: receiver for (_, receiver), number in timeline.work.links.items()}
+    receiver_of = {number: receiver for (_, receiver), number in timeline.work.links.items()}
     for number, operation in enumerate(timeline.operations):
         device, end = timeline.device_of(operation), timeline.end[number]
         add(device, "compute", str(operation), timeline.start[number], end)
         _, after, link = timeline.work.steps[number]
         if after and link >= 0:
             sent = timeline.arrival[number] if timeline.costs.overlap else end + after
-            add(device, f"send to device {to[link]}", f"send {operation}", sent - after, sent)
+            add(device, f"send to device {receiver_of[link]}", f"send {operation}", sent - after, sent)
     for sync in timeline.syncs:
         for device in sync.started if sync.end > sync.begin else ():
             add(device, f"sync of stage {sync.stage}", f"sync of stage {sync.stage}", sync.begin, sync.end)

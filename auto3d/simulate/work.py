@@ -1,4 +1,4 @@
-"""A schedule and its costs as flat lists, one entry per operation by its number: what the simulator's loop reads."""
+"""The input of the simulator's loop: a schedule and its costs as flat lists with one entry per operation."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -9,40 +9,49 @@ from auto3d.schedule.operation import Kind, Operation, Schedule
 from auto3d.simulate.costs import Costs
 
 Step = tuple[float, float, int]
-"""What an operation takes: its duration; the time from its end until its message, or its stage's all-reduce, is over;
-and the link that the message takes, -1 for none. Operations that take the same share one."""
+"""(duration of an operation, time of the message or all-reduce that follows it, number of the message's link or -1).
+
+Equal operations have the same tuple.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceWork:
-    bounds: list[int]  # operations of device d: bounds[d] to bounds[d + 1]
+    """The work of all devices; operations have the numbers of ``auto3d.schedule.dependencies``."""
+
+    bounds: list[int]  # operations of device d: bounds[d] to bounds[d + 1] - 1
     steps: list[Step]
     links: dict[tuple[int, int], int]  # (sending, receiving device) -> number of the link
-    waits: list[tuple[int, ...]]  # operations whose messages, or all-reduces, must be over
-    receive: list[float]  # what receiving takes of the operation's own device; empty where messages overlap compute
+    waits: list[tuple[int, ...]]  # per operation: those whose messages or all-reduces must have ended
+    receive: list[float]  # per operation: time that receiving takes on its device; empty if messages overlap compute
 
 
 def lay_out(schedule: Schedule, costs: Costs) -> DeviceWork:
+    """The work of ``schedule`` at ``costs``."""
     operations = numbered(schedule)
     device_bounds = bounds(schedule)
     groups = sync_groups(operations)
     waits = _waits(schedule, operations, groups)
-    prices = _Prices(schedule, costs)
-    steps = [prices[o.kind, o.stage, o.pipe, len(o.micro_batches)] for o in operations]
+    step_of = _Steps(schedule, costs)
+    steps = [step_of[o.kind, o.stage, o.pipe, len(o.micro_batches)] for o in operations]
     for number, count in recomputed_inside(schedule).items():
         stage, pipe = operations[number].stage, operations[number].pipe
         duration, after, link = steps[number]
-        steps[number] = duration + count * prices[Kind.RECOMPUTE, stage, pipe, 1][0], after, link
+        steps[number] = duration + count * step_of[Kind.RECOMPUTE, stage, pipe, 1][0], after, link
     for group in groups.values():
         last_of = {schedule.device_of[operations[n].stage, operations[n].pipe]: n for n in group}
         for number in set(group).difference(last_of.values()):
-            steps[number] = 0.0, 0.0, -1  # the device adds up what it has of the stage, and reduces it once
+            steps[number] = (
+                0.0,
+                0.0,
+                -1,
+            )  # a device with a stage on several pipes adds their gradients and reduces them once
     receive = [] if costs.overlap else _receives(device_bounds, steps, waits)
-    return DeviceWork(bounds=device_bounds, steps=steps, links=prices.links, waits=waits, receive=receive)
+    return DeviceWork(bounds=device_bounds, steps=steps, links=step_of.links, waits=waits, receive=receive)
 
 
-class _Prices(dict[tuple[Kind, int, int, int], Step]):
-    """(kind, stage, pipe, how many micro-batches) -> step, made when first asked for."""
+class _Steps(dict[tuple[Kind, int, int, int], Step]):
+    """(kind, stage, pipe, number of micro-batches) -> step, computed at its first use."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         super().__init__()
@@ -52,31 +61,31 @@ class _Prices(dict[tuple[Kind, int, int, int], Step]):
     def __missing__(self, key: tuple[Kind, int, int, int]) -> Step:
         kind, stage, pipe, count = key
         device = self.schedule.device_of[stage, pipe]
-        share = count / self.schedule.parts
+        micro_batches = count / self.schedule.parts
         if kind is Kind.SYNC:
             step = 0.0, self.costs.sync[stage], -1
         elif kind is Kind.UPDATE:
             step = self.costs.update[stage] / self.costs.speed[device], 0.0, -1
         else:
-            duration = share * self.costs.times_of(kind)[stage] / self.costs.speed[device]
-            step = duration, *self._message(kind, stage, pipe, share)
+            duration = micro_batches * self.costs.times_of(kind)[stage] / self.costs.speed[device]
+            step = duration, *self._message(kind, stage, pipe, micro_batches)
         self[key] = step
         return step
 
-    def _message(self, kind: Kind, stage: int, pipe: int, share: float) -> tuple[float, int]:
-        """Its time and its link; -1 where nothing is sent to another device."""
+    def _message(self, kind: Kind, stage: int, pipe: int, micro_batches: float) -> tuple[float, int]:
+        """The time and the link of the message that an operation sends; (0, -1) if it sends none to another device."""
         receiver = {Kind.FORWARD: stage + 1, Kind.BACKWARD: stage - 1, Kind.BACKWARD_INPUT: stage - 1}.get(kind, -1)
         sender, to = self.schedule.device_of[stage, pipe], self.schedule.device_of.get((receiver, pipe))
         if to is None or to == sender:
             return 0.0, -1
         costs = self.costs.messages[min(stage, receiver)]
-        time = costs.latency + share * (costs.forward if receiver > stage else costs.backward)
+        time = costs.latency + micro_batches * (costs.forward if receiver > stage else costs.backward)
         return time, self.links.setdefault((sender, to), len(self.links))
 
 
 def recomputed_inside(schedule: Schedule) -> dict[int, int]:
-    """Number of a B or I -> how many of its micro-batches it recomputes inside itself, where there are any."""
-    found: dict[int, int] = {}
+    """Number of a B or I -> number of the micro-batches that it recomputes inside itself, if there are any."""
+    inside: dict[int, int] = {}
     recomputed: set[tuple[int, int]] = set()
     for number, operation in enumerate(numbered(schedule) if schedule.recompute else ()):
         if operation.stage in schedule.recompute:
@@ -84,29 +93,30 @@ def recomputed_inside(schedule: Schedule) -> dict[int, int]:
             if operation.kind is Kind.RECOMPUTE:
                 recomputed |= keys
             elif operation.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and keys - recomputed:
-                found[number] = len(keys - recomputed)
-    return found
+                inside[number] = len(keys - recomputed)
+    return inside
 
 
 def sync_groups(operations: list[Operation]) -> dict[tuple[int, int], list[int]]:
-    """(stage, round) -> the numbers of the S that make one all-reduce: the round-th of each replica of the stage."""
+    """(stage, round) -> the numbers of the S that start one all-reduce: the round-th S of the stage on each pipe."""
     groups: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     rounds: defaultdict[tuple[int, int], int] = defaultdict(int)
     sync = Kind.SYNC
     for number, operation in enumerate(operations):
         if operation.kind is sync:
-            replica = operation.stage, operation.pipe
-            groups[operation.stage, rounds[replica]].append(number)
-            rounds[replica] += 1
+            pipe_stage = operation.stage, operation.pipe
+            groups[operation.stage, rounds[pipe_stage]].append(number)
+            rounds[pipe_stage] += 1
     return groups
 
 
 def _waits(
     schedule: Schedule, operations: list[Operation], groups: dict[tuple[int, int], list[int]]
 ) -> list[tuple[int, ...]]:
-    """The dependencies, and for each U the S, on all devices, of the all-reduces that its device has joined.
+    """Per operation, those that it waits for: its dependencies or, for a U, the S of the all-reduces of its device.
 
-    An R or W need not wait for the message of its own F or I to arrive elsewhere: on its device that is in the past.
+    An R or W does not wait for its F or I: these have ended on its device. Waiting for the arrival of their messages on
+    other devices would be wrong.
     """
     waits = dependencies(schedule)
     group_of = {number: group for group in groups.values() for number in group}
@@ -127,7 +137,7 @@ def _waits(
 
 
 def _receives(bounds: list[int], steps: list[Step], waits: list[tuple[int, ...]]) -> list[float]:
-    """A message is received once, by the first operation of its receiver that needs it."""
+    """Per operation, the time to receive its messages. The first operation that needs a message receives it."""
     receive = [0.0] * len(waits)
     received = bytearray(len(waits))
     for first, stop in pairwise(bounds):

@@ -1,39 +1,59 @@
-"""What all commands share: the group that they are in, the arguments of a recipe, the two consoles."""
+"""The command group: ``auto3d``, its verbs, and the help line of each.
 
-from collections.abc import Callable
+The file of a verb is imported when that verb is called, so that `auto3d --help` and each quick verb start quickly.
+"""
+
+from importlib import import_module
 
 import click
-from rich.console import Console
 
-RUN_FAILED = 1
+VERBS = {  # verb -> its line in `auto3d --help`; launch/commands/VERB.py defines the click command of that name
+    "calibrate": "Fit the parameters of RECIPE's cluster to measured iteration times.",
+    "cancel": "End RECIPE's running and pending trials, or only TRIAL.",
+    "capture": "Capture RECIPE's model without allocating its memory, and print its figures.",
+    "doctor": "Check what trials need, and say how to mend each fault.",
+    "keys": "List every key of a recipe: its default, what it takes, and what it means.",
+    "logs": "Print the output of TRIAL and how it ended.",
+    "partition": "Cut RECIPE's model into stages and print them.",
+    "plan": "Search for the fastest plan by prediction; train nothing.",
+    "predict": "Predict time and peak memory of each configuration in a CSV file.",
+    "profile": "Measure this machine with RECIPE's model, for later predictions.",
+    "recompute": "Find how little RECIPE's plan must recompute to fit into memory.",
+    "resume": "Continue RECIPE's last sweep, tune or detached training.",
+    "schedule": "Simulate, compare and draw pipeline schedules.",
+    "status": "Show the state of the trials of RECIPE's last sweep or tune.",
+    "sweep": "Run every plan of RECIPE's search space as a trial.",
+    "table": "Print the table of RECIPE's last sweep, fastest first.",
+    "train": "Train RECIPE's model.",
+    "tune": "Search, try the best candidates, and write the fastest plan.",
+}
 
 
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        raise  # rich calls this where it caught a BrokenPipeError, and would exit by itself
+class LazyGroup(click.Group):
+    """A click group that imports the file of a verb when that verb is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in VERBS:
+            return None
+        return getattr(import_module(f"launch.commands.{cmd_name}"), cmd_name)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(VERBS.items()))
 
 
-PLAIN = {"markup": False, "soft_wrap": True}
-out = _Console(highlight=False)
-err = _Console(stderr=True, highlight=False)
-
-
-@click.group(context_settings={"help_option_names": ["-h", "--help"]}, invoke_without_command=True)
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]}, invoke_without_command=True)
 @click.version_option(package_name="auto3d", message="auto3d %(version)s")
 @click.pass_context
 def cli(context: click.Context) -> int:
     """Find, run and tabulate the fastest way to train a model with data, tensor and pipeline parallelism.
 
-    RECIPE is the name of a file of recipes/, or a path to a .yaml file. OVERRIDES change keys of it, in any order,
-    as in cluster=a100-80g cluster.nodes=2 training.betas[1]=0.95; `auto3d keys` lists all keys. No key is given twice.
+    RECIPE is the name of a file in recipes/, or the path of a .yaml file. OVERRIDES change its keys, in any order, as
+    in cluster=a100-80g cluster.nodes=2 training.betas[1]=0.95; `auto3d keys` lists all keys. Give each key only once.
     """
     if context.invoked_subcommand is None:
         print(context.get_help())
     return 0
-
-
-def recipe_command(function: Callable) -> Callable:
-    """A command with the arguments that all commands on a recipe share."""
-    function = click.argument("overrides", nargs=-1)(function)
-    function = click.argument("recipe")(function)
-    return cli.command(name=function.__name__.rstrip("_"))(function)

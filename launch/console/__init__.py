@@ -1,1 +1,1 @@
-"""What people read: progress, tables, rankings, drawings."""
+"""Standard output and standard error: results, tables, pictures and progress."""

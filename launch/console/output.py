@@ -1,4 +1,4 @@
-"""What goes to standard output: results only, and JSON that every reader takes."""
+"""Results on standard output as JSON that every reader accepts, and in files that the user asked for."""
 
 import json
 import math
@@ -10,12 +10,12 @@ from auto3d.errors import InputError
 
 
 def print_json(value: Any) -> None:
-    """Print ``value`` as one line of JSON; a number that JSON has no word for (nan, inf) becomes null."""
+    """Print ``value`` as one line of JSON; numbers that JSON cannot express (nan, inf) become null."""
     print(json.dumps(_finite(value), allow_nan=False))
 
 
 def write_text(path: str, text: str) -> None:
-    """Write a file that the user asked for; raises InputError where that cannot be."""
+    """Write a file that the user asked for; raises InputError if it cannot be written."""
     try:
         Path(path).write_text(text)
     except OSError as error:

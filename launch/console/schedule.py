@@ -1,53 +1,45 @@
-"""`auto3d schedule`: describe, simulate, compare and draw pipeline schedules."""
+"""`auto3d schedule`: prints and draws simulated pipeline schedules."""
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict
 
 from rich.console import Console
 from tabulate import tabulate
 
-from auto3d.errors import InputError
-from auto3d.schedule import SCHEDULES, build_schedule, parse_schedule
-from auto3d.schedule.in_flight import peak_activations
-from auto3d.schedule.weight_versions import weight_copies
-from auto3d.simulate.costs import uniform
-from auto3d.simulate.critical_path import count, critical_path
+from auto3d.schedule import SCHEDULES
 from auto3d.simulate.draw_svg import draw_svg
 from auto3d.simulate.draw_terminal import draw_terminal
-from auto3d.simulate.idle import bubble_ratio, idle, idle_within, steady_state
 from auto3d.simulate.pipelining_csv import pipelining_csv
-from auto3d.simulate.simulate import Timeline, simulate
+from auto3d.simulate.simulate import Timeline
 from auto3d.simulate.trace import trace
 from launch.console.output import print_json, write_text
-
-_OPTION_NAMES = {"sync": "--sync-placement"}  # of the command, where it is not the family's own
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What the command line asks for. ``options`` and ``times`` hold only what was given."""
-
-    stages: int
-    micro_batches: int
-    options: dict[str, int | str]  # of families
-    times: dict[str, float]  # of auto3d.simulate.costs.uniform
+from launch.model.simulated_schedule import (
+    ScheduleFigures,
+    ScheduleRequest,
+    figures_of,
+    flag,
+    timeline_of,
+    timelines_of,
+)
+from launch.recipe.words import counted
 
 
 def print_families(as_json: bool) -> None:
-    """All schedules: names, summaries, options with their defaults."""
+    """Print all schedules: names, summaries, options with their defaults."""
     if as_json:
         print_json([{"name": f.name, "summary": f.summary, "options": f.options} for f in SCHEDULES.values()])
         return
     for family in SCHEDULES.values():
-        options = "  ".join(f"{_flag(name)} {default}" for name, default in family.options.items())
+        options = "  ".join(f"{flag(name)} {default}" for name, default in family.options.items())
         print(f"{family.name}\n    {family.summary}\n    {options}")
 
 
-def print_schedule(name: str, request: Request, out: Console, *, as_json: bool, files: dict[str, str | None]) -> None:
+def print_schedule(
+    name: str, request: ScheduleRequest, out: Console, *, as_json: bool, files: dict[str, str | None]
+) -> None:
     """Draw one schedule, print its figures, and write ``files``: format (svg, trace, csv) -> path."""
-    timeline = _timeline(name, request, request.options)
+    timeline = timeline_of(name, request)
     texts = {
         "svg": lambda: draw_svg(timeline),
         "trace": lambda: json.dumps(trace(timeline)),
@@ -56,73 +48,35 @@ def print_schedule(name: str, request: Request, out: Console, *, as_json: bool, 
     written = [(path, texts[form]()) for form, path in files.items() if path]
     for path, text in written:
         write_text(path, text)
-    record = _record(timeline)
+    figures = figures_of(timeline)
     if as_json:
-        print_json(record)
+        print_json(asdict(figures))
         return
     out.print(draw_terminal(timeline, width=out.width, colour=bool(out.color_system) and not out.no_color))
-    print(_figures(record))
-    print(f"\n{_told(request, timeline)}")
+    print(_table(figures))
+    print(f"\n{_assumptions(request, timeline)}")
     if written:
         print(f"written: {', '.join(path for path, _ in written)}")
 
 
-def print_comparison(names: Sequence[str], request: Request, *, as_json: bool) -> None:
-    """One row per name; a name may bring options of its own, as in ``chimera:scale=doubling:pipes=4``."""
-    asked = [parse_schedule(name, where="--compare", example="chimera:scale=doubling") for name in names]
-    for option in request.options:
-        if not any(option in SCHEDULES[name].options for name, _ in asked if name in SCHEDULES):
-            raise InputError(f"{_flag(option)}: none of {', '.join(name for name, _ in asked)} takes it")
-    timelines = []
-    for name, own in asked:
-        shared = {o: v for o, v in request.options.items() if name in SCHEDULES and o in SCHEDULES[name].options}
-        timelines.append(_timeline(name, request, shared | own))
-    records = [_record(timeline) for timeline in timelines]
+def print_comparison(names: Sequence[str], request: ScheduleRequest, *, as_json: bool) -> None:
+    """Print one row per name; a name may bring its own options, as in ``chimera:scale=doubling:pipes=4``."""
+    timelines = timelines_of(names, request)
+    figures = [figures_of(timeline) for timeline in timelines]
     if as_json:
-        print_json(records)
+        print_json([asdict(one) for one in figures])
         return
     headings = ["schedule", "makespan", "bubble\nratio", "weight\ncopies", "activations\nin flight"]
-    rows = [[name, *_row(record)] for name, record in zip(names, records, strict=True)]
+    rows = [[name, *_row(one)] for name, one in zip(names, figures, strict=True)]
     print(tabulate(rows, headings, colalign=["left", *["right"] * 4], disable_numparse=True))
-    print(f"\n{_told(request, timelines[0])}")
-    if any(record["steady_state"] for record in records):
-        print("* asynchronous: of one iteration in the steady state, without warm-up and drain")
+    print(f"\n{_assumptions(request, timelines[0])}")
+    if any(one.steady_state for one in figures):
+        print("* asynchronous: one iteration in the steady state, without warm-up and drain")
 
 
-def _timeline(name: str, request: Request, options: dict[str, int | str]) -> Timeline:
-    for option in options if name in SCHEDULES else ():
-        if option not in SCHEDULES[name].options:
-            takes = ", ".join(map(_flag, SCHEDULES[name].options))
-            raise InputError(f"schedule {name}: it has no {_flag(option)}; it takes {takes}")
-    schedule = build_schedule(name, devices=request.stages, micro_batches=request.micro_batches, **options)
-    return simulate(schedule, uniform(schedule, **request.times))
-
-
-def _record(timeline: Timeline) -> dict[str, Any]:
-    """The figures as --json prints them; lists are per device."""
-    schedule = timeline.schedule
-    forwards, backwards = count(critical_path(timeline))
-    steady = steady_state(timeline)
-    return {
-        "schedule": schedule.name,
-        "stages": schedule.stages,
-        "micro_batches": schedule.micro_batches,
-        "devices": schedule.devices,
-        "makespan": timeline.makespan,
-        "bubble_ratio": bubble_ratio(timeline),
-        "idle": idle(timeline),
-        "idle_within": idle_within(timeline),
-        "steady_state": asdict(steady) if steady else None,
-        "peak_activations": peak_activations(schedule),
-        "weight_copies": weight_copies(schedule),
-        "critical_path": {"forwards": forwards, "backwards": backwards},
-        "operations": [[str(operation) for operation in operations] for operations in schedule.operations],
-    }
-
-
-def _figures(record: dict[str, Any]) -> str:
-    lists = ("idle", "idle_within", "peak_activations", "weight_copies")
-    rows = [[f"P{device}", *(f"{record[name][device]:.4g}" for name in lists)] for device in range(record["devices"])]
+def _table(figures: ScheduleFigures) -> str:
+    columns = (figures.idle, figures.idle_within, figures.peak_activations, figures.weight_copies)
+    rows = [[f"P{device}", *(f"{column[device]:.4g}" for column in columns)] for device in range(figures.devices)]
     headings = [
         "device",
         "idle",
@@ -130,52 +84,44 @@ def _figures(record: dict[str, Any]) -> str:
         "activations\nin flight",
         "weight\ncopies",
     ]
-    path = record["critical_path"]
+    path = figures.critical_path
     lines = [
-        tabulate(rows, headings, colalign=["left", *["right"] * len(lists)], disable_numparse=True),
+        tabulate(rows, headings, colalign=["left", *["right"] * len(columns)], disable_numparse=True),
         "",
-        f"makespan {record['makespan']:.6g}, bubble ratio {record['bubble_ratio']:.4f} = idle / (devices × makespan)",
-        f"critical path: {path['forwards']} forwards, {path['backwards']} backwards",
+        f"makespan {figures.makespan:.6g}, bubble ratio {figures.bubble_ratio:.4f} = idle / (devices × makespan)",
+        f"critical path: {counted(path['forwards'], 'forward')}, {counted(path['backwards'], 'backward')}",
     ]
-    if steady := record["steady_state"]:
-        lines.append(
-            f"steady state: {steady['iteration_time']:.6g} per iteration, bubble ratio {steady['bubble_ratio']:.4f}"
-        )
+    if steady := figures.steady_state:
+        lines.append(f"steady state: {steady.iteration_time:.6g} per iteration, bubble ratio {steady.bubble_ratio:.4f}")
     return "\n".join(lines)
 
 
-def _row(record: dict[str, Any]) -> list[str]:
-    steady = record["steady_state"]
-    makespan, ratio = (
-        (f"{steady['iteration_time']:.6g}*", f"{steady['bubble_ratio']:.4f}*")
-        if steady
-        else (f"{record['makespan']:.6g}", f"{record['bubble_ratio']:.4f}")
-    )
-    return [makespan, ratio, _range(record["weight_copies"]), _range(record["peak_activations"])]
+def _row(figures: ScheduleFigures) -> list[str]:
+    makespan, ratio = f"{figures.makespan:.6g}", f"{figures.bubble_ratio:.4f}"
+    if steady := figures.steady_state:
+        makespan, ratio = f"{steady.iteration_time:.6g}*", f"{steady.bubble_ratio:.4f}*"
+    return [makespan, ratio, _range(figures.weight_copies), _range(figures.peak_activations)]
 
 
-def _range(values: list[float]) -> str:
+def _range(values: Sequence[float]) -> str:
     low, high = f"{min(values):.4g}", f"{max(values):.4g}"
     return low if low == high else f"{low} to {high}"
 
 
-def _told(request: Request, timeline: Timeline) -> str:
-    """Under every figure: that it is simulated, and on what times."""
-    costs, share = timeline.costs, timeline.schedule.devices / timeline.schedule.stages
+def _assumptions(request: ScheduleRequest, timeline: Timeline) -> str:
+    """The line under every figure: it is simulated, for these sizes and times."""
+    costs, per_device = timeline.costs, timeline.schedule.stages / timeline.schedule.devices
     times = {
-        "forward": costs.forward[0] / share,
-        "backward": costs.backward[0] / share,
-        "backward-input": costs.backward_input[0] / share,
-        "backward-weight": costs.backward_weight[0] / share,
-        "recompute": costs.recompute[0] / share,
+        "forward": costs.forward[0] * per_device,
+        "backward": costs.backward[0] * per_device,
+        "backward-input": costs.backward_input[0] * per_device,
+        "backward-weight": costs.backward_weight[0] * per_device,
+        "recompute": costs.recompute[0] * per_device,
         "p2p": request.times.get("p2p", 0.0),
-        "sync": costs.sync[0] / share,
+        "sync": costs.sync[0] * per_device,
     }
     return (
-        f"Simulated, not measured: {request.stages} devices, {request.micro_batches} micro-batches; times of one "
-        f"device's whole share of the model: {', '.join(f'{name} {time:.4g}' for name, time in times.items())}."
+        f"Simulated, not measured: {counted(request.stages, 'device')}, "
+        f"{counted(request.micro_batches, 'micro-batch', 'micro-batches')}; times of all stages of one device: "
+        f"{', '.join(f'{name} {time:.4g}' for name, time in times.items())}."
     )
-
-
-def _flag(option: str) -> str:
-    return _OPTION_NAMES.get(option, f"--{option.replace('_', '-')}")

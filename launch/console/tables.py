@@ -1,4 +1,4 @@
-"""Measurements -> tables: rows are records with names, best first; as Markdown, CSV, JSON and on the terminal."""
+"""Measurements -> tables, fastest first: as Markdown, CSV, JSON, and for the terminal."""
 
 import csv
 import io
@@ -16,6 +16,7 @@ from auto3d.runtime.measurement import BYTES, Measurement, Status
 from auto3d.schedule import schedule_of, write_schedule
 from launch.recipe.load import LoadedRecipe, load
 from launch.recipe.settings import emulation
+from launch.recipe.words import counted
 from launch.store.files import write_whole
 from launch.store.trials import StoreError, last_sweep, measurements_of, settings_digest
 
@@ -42,18 +43,18 @@ HEADINGS = {
 
 @dataclass(frozen=True)
 class Results:
-    """Of a sweep: ``recipe`` with its overrides, and what its trials gave, fastest first."""
+    """The measurements of a sweep."""
 
-    recipe: LoadedRecipe
-    measurements: list[Measurement]
-    trials: int  # that the sweep consists of
-    left_out: int
+    recipe: LoadedRecipe  # with the overrides of the sweep
+    measurements: list[Measurement]  # of the trials that have ended, fastest first
+    trials: int  # number of all trials of the sweep
+    left_out: int  # number of plans beyond search.max_trials
 
 
 def results_of(recipe: LoadedRecipe) -> Results:
-    """The results of the last sweep of ``recipe``, whose overrides, if any, must be that sweep's.
+    """The results of the last sweep of ``recipe``; overrides, if there are any, must be those of that sweep.
 
-    Raises StoreError if that sweep had other settings, or no trial has ended.
+    Raises StoreError if that sweep had other settings, or if no trial has ended.
     """
     sweep = last_sweep(recipe)
     if sweep is None:
@@ -68,7 +69,7 @@ def results_of(recipe: LoadedRecipe) -> Results:
 
 
 def results(recipe: LoadedRecipe, measurements: Sequence[Measurement], trials: int, left_out: int) -> Results:
-    """Raises StoreError if there is no measurement."""
+    """The results of a sweep; raises StoreError if there is no measurement."""
     if not measurements:
         raise StoreError(f"{recipe.name}: no finished trial; to run them: {recipe.command('sweep')}")
     return Results(recipe, sorted(measurements, key=_rank), trials, left_out)
@@ -80,12 +81,12 @@ def rows(results: Results) -> list[dict[str, Any]]:
 
 
 def best(results: Results) -> Measurement | None:
-    """The fastest trial that is ok."""
+    """The measurement of the fastest trial that is ok, if one is."""
     return next((measurement for measurement in results.measurements if measurement.status is Status.OK), None)
 
 
 def write(results: Results) -> list[Path]:
-    """Write results/<recipe>/table.md and table.csv and, if a trial is ok, best_plan.json; returns the files."""
+    """Write results/<recipe>/table.md, table.csv and, if a trial is ok, best_plan.json; returns the files."""
     folder = RESULTS / results.recipe.name
     folder.mkdir(parents=True, exist_ok=True)
     records = rows(results)
@@ -99,34 +100,34 @@ def write(results: Results) -> list[Path]:
 
 
 def terminal(results: Results) -> str:
-    """The table for a terminal of 80 columns, with the same caption as the Markdown one."""
-    # The command at the caption's end keeps its line: it is there to be copied.
-    text, again = fill(_told(results), 80), _again(results.recipe)
+    """The table for a terminal of 80 columns, with the caption of the Markdown table."""
+    # The command at the end keeps a line of its own, so that it can be copied.
+    text, again = fill(_provenance(results), 80), _again(results.recipe)
     return f"{_table(rows(results), 'simple')}\n\n{text}\nAgain: {again}"
 
 
 def caption(results: Results) -> str:
-    """How the numbers were made, on what, and how to make them again."""
-    return f"{_told(results)} Again: `{_again(results.recipe)}`"
+    """How and on what the numbers were measured, and the command that measures them again."""
+    return f"{_provenance(results)} Again: `{_again(results.recipe)}`"
 
 
-def _told(results: Results) -> str:
+def _provenance(results: Results) -> str:
     values = results.recipe.values
-    model = values.model.architecture or values.model.factory
-    what = f"{model}, global batch {values.training.global_batch}"
+    model = f"{values.model.architecture or values.model.factory}, global batch {values.training.global_batch}"
     how = (
-        f"median of {values.measure.iterations} iterations after {values.measure.warmup_iterations} of warm-up, "
-        "spread from fastest to slowest"
+        f"median of {counted(values.measure.iterations, 'iteration')} after {values.measure.warmup_iterations} of "
+        "warm-up, spread from fastest to slowest"
     )
     if emulated := emulation(values):
-        given = {name: value for name, value in asdict(emulated).items() if value is not None}
-        but = f", but for {', '.join(f'{name} {value}' for name, value in given.items())}" if given else ""
+        changed = {name: value for name, value in asdict(emulated).items() if value is not None}
+        but = f", except {', '.join(f'{name} {value}' for name, value in changed.items())}" if changed else ""
         text = (
-            f"Emulated, not measured on real devices: {what}; messages and gradient syncs are real, operations compute "
-            f"nothing but take their time; times are of the analytic cost model, and sizes true{but}; {how}"
+            f"Emulated, not measured on real devices: {model}; messages and gradient syncs are real, operations "
+            "compute nothing and only take their time; times come from the analytic cost model, sizes are the true "
+            f"ones{but}; {how}"
         )
     else:
-        text = f"Measured, not predicted: {what}; {how}, peak memory of the fullest rank"
+        text = f"Measured, not predicted: {model}; {how}, peak memory of the fullest rank"
         text += (
             " beyond its interpreter and libraries"
             if values.cluster.device == "cpu"
@@ -142,9 +143,11 @@ def _told(results: Results) -> str:
     text += f"; {' to '.join(dict.fromkeys([days[0], days[-1]]))}" if days else ""
     ended = len(results.measurements)
     if ended < results.trials:
-        text += f"; {results.trials - ended} of {results.trials} trials have not run"
+        missing = results.trials - ended
+        text += f"; {missing} of {counted(results.trials, 'trial')} {'has' if missing == 1 else 'have'} not run"
     if results.left_out:
-        text += f"; {results.left_out} more plans are left out by search.max_trials = {values.search.max_trials}"
+        plans = counted(results.left_out, "more plan is left out", "more plans are left out")
+        text += f"; {plans} by search.max_trials = {values.search.max_trials}"
     return f"{text}."
 
 
@@ -160,7 +163,7 @@ def _rank(measurement: Measurement) -> tuple[int, float]:
 
 
 def _row(measurement: Measurement) -> dict[str, Any]:
-    """Seconds and bytes; figures of a trial that is not ok are None."""
+    """The record of one trial, in seconds and bytes; figures of a trial that is not ok are None."""
     plan = measurement.plan
     ok = measurement.status is Status.OK
     return {
@@ -185,7 +188,7 @@ def _row(measurement: Measurement) -> dict[str, Any]:
 
 
 def _recomputed(plan: Plan) -> str:
-    """The share of all operations that run twice."""
+    """The fraction of all operations that are recomputed."""
     stages = [plan.stages[stage] for stage in schedule_of(plan).recompute]
     again = sum(_count(stage.operations) - _count(stage.kept) for stage in stages)
     return f"{again / sum(_count(stage.operations) for stage in plan.stages):.0%}" if again else "none"
@@ -196,23 +199,23 @@ def _count(ranges: Sequence[tuple[int, int]]) -> int:
 
 
 def _columns(records: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Name -> heading, of what tells the trials apart."""
+    """Name -> heading of the columns in which trials of this table can differ."""
     columns = dict(HEADINGS)
-    if all(record["recompute"] == "none" for record in records):  # as in most sweeps
+    if all(record["recompute"] == "none" for record in records):  # as it is in most sweeps
         del columns["recompute"]
     if all(set(record["replicas"]) <= {"1", "+"} for record in records):
         del columns["replicas"]
     if not any(record["shard_optimizer"] for record in records):
         del columns["shard_optimizer"]
-    if all(record["used_bytes"] is None for record in records):  # CPUs have no such number
+    if all(record["used_bytes"] is None for record in records):  # CPUs do not report it
         del columns["used_bytes"]
     if any(record["devices"] == "emulated" for record in records):
-        columns["devices"] = "devices"  # on every row
+        columns["devices"] = "devices"  # so that every row says it
     return columns
 
 
 def _cells(record: dict[str, Any], columns: Collection[str]) -> list[str]:
-    """The record as people read it."""
+    """The cells of a record, rounded for reading."""
     forms = {
         "iteration_s": "{:.3f}",
         "spread_s": "{:.3f}",

@@ -101,7 +101,7 @@ def _local_devices(recipe: LoadedRecipe, here: Machine, tell: Callable[[str], No
     ranks = min(wanted, here.usable_gpus if kind == "cuda" else CPU_RANKS)
     if not ranks:
         return  # the line of the devices says so
-    report = probe_devices(ranks, device=kind, share_of=lambda run: None, tell=tell)
+    report = probe_devices(ranks, device=kind, node_of=lambda run: None, tell=tell)
     yield from device_checks("here", report, interfaces=_of_interfaces([here]))
 
 

@@ -107,7 +107,7 @@ class TrainedRank:
 
 
 @dataclass(frozen=True)
-class Subject:
+class TrainedSubject:
     """The small model, captured, and the plan under which it trains."""
 
     captured: CapturedModel
@@ -121,7 +121,7 @@ def degrees(ranks: int) -> tuple[int, int]:
     return ranks // pp, pp
 
 
-def subject(ranks: int, kind: str) -> Subject:
+def subject(ranks: int, kind: str) -> TrainedSubject:
     """The model for ``ranks`` devices of ``kind``, captured, and its plan. On GPUs each rank calls it."""
     import_module("transformers.optimization")  # The ranks need it; forked from here, none imports it again.
     size = SIZES[kind]
@@ -146,10 +146,12 @@ def subject(ranks: int, kind: str) -> Subject:
         placement=place_ranks(dp=dp, pp=pp),
         seed=SEED,
     )
-    return Subject(captured, plan, data)
+    return TrainedSubject(captured, plan, data)
 
 
-def train_both_ways(world: World, trained: Subject, kind: str, *, meet_s: float, timeout_s: float) -> list[TrainedRank]:
+def train_both_ways(
+    world: World, trained: TrainedSubject, kind: str, *, meet_s: float, timeout_s: float
+) -> list[TrainedRank]:
     """Train ``trained`` as one rank, and alone in plain PyTorch; what came of every rank, on every rank.
 
     Ranks meet within ``meet_s``, and wait ``timeout_s`` for each other afterwards.
@@ -190,7 +192,7 @@ class Expected:
     parameters: Mapping[str, torch.Tensor]  # after the update
 
 
-def plain_training(trained: Subject, device: torch.device) -> Iterator[Expected]:
+def plain_training(trained: TrainedSubject, device: torch.device) -> Iterator[Expected]:
     """The whole global batch on ``device``, micro-batch by micro-batch, in a plain loop."""
     plan, data = trained.plan, trained.data
     seed_all(plan.seed)

@@ -10,7 +10,7 @@ from auto3d.partition.recompute import subgraph_starts
 from auto3d.runtime.measurement import Measurement, Status
 from auto3d.runtime.settings import optimizer_copies
 from auto3d.schedule import samples_at_once
-from auto3d.search.recompute import FULL, Shares
+from auto3d.search.recompute import FULL, KeptFractions
 from launch.drivers.sweep import Retry, check_place, check_ranks, held, measured
 from launch.drivers.train import plan_of
 from launch.model import candidates
@@ -49,7 +49,7 @@ def try_shares(recipe: LoadedRecipe, report: Callable[[Tried], None]) -> float |
     graph = graph_at(samples_at_once(base))
     check_ranks(recipe, base.ranks)
     bounds = shard(graph).bounds
-    shares = Shares(base, lambda stage: subgraph_starts(graph, stage, bounds))
+    shares = KeptFractions(base, lambda stage: subgraph_starts(graph, stage, bounds))
     plans = [(share, shares.plan(share)) for share in shares.first]
     machine = cluster(recipe)
     copies = optimizer_copies(optimizer_settings(recipe.values), recipe.values.cluster.device)

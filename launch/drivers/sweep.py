@@ -15,7 +15,8 @@ from auto3d.schedule import samples_at_once
 from launch.executors.follow import follow_jobs, note_ends
 from launch.executors.submit import ask, starts_of, submissions, submit
 from launch.model import candidates
-from launch.model.elsewhere import Elsewhere, check_plans
+from launch.model.capture_process import CaptureProcess
+from launch.model.check_capture import check_plans
 from launch.model.graphs import PlanningModel
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import cluster
@@ -49,14 +50,14 @@ class Sweep:
 
 def sweep_of(recipe: LoadedRecipe, tell: Callable[[str], None] | None = None) -> Sweep:
     """The trials of ``recipe``; to run them, give ``tell``: it hears how each capture was checked."""
-    with Elsewhere() as elsewhere:
-        graph_at = cache(PlanningModel(recipe, elsewhere=elsewhere.graph).graph)
+    with CaptureProcess() as process:
+        graph_at = cache(PlanningModel(recipe, process=process).graph)
         found = candidates.find(recipe, graph_at, partial(_chosen_before, recipe))
         left_out = sum(candidate.reason == candidates.left_out(recipe) for candidate in found)
         plans = candidates.runnable(recipe, found)
         check_ranks(recipe, max(plan.ranks for plan in plans))
         if tell is not None:
-            check_plans(recipe, plans, elsewhere, tell)
+            check_plans(recipe, plans, process, tell)
     if recipe.values.model.weights is not None:
         from launch.model.build import initial_weights  # torch is slow to import, and large
 

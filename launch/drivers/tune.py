@@ -16,16 +16,19 @@ from auto3d.cost.profile import ProfileError
 from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.runtime.measurement import Measurement, Status
-from auto3d.search.certainty import CERTAIN, contenders, judge
+from auto3d.search.certainty import CERTAIN, compare_plans, contenders
 from auto3d.search.correction import correct
 from auto3d.search.search import Ranked, Search
-from launch.console.ranking import HEADINGS, cells, predicted_on
+from launch.console.profile import measure_with_progress, write_profile
+from launch.console.ranking import HEADINGS, cells
 from launch.console.tables import RESULTS
 from launch.drivers.sweep import Retry, check_place, check_ranks, held, measured
 from launch.model.candidates import exact_plans
-from launch.model.elsewhere import Elsewhere, check_plans
+from launch.model.capture_process import CaptureProcess
+from launch.model.check_capture import check_plans
 from launch.model.graphs import PlanningModel
-from launch.model.profile import find_profile, how_to_measure, measure_profile, tuned_file, write_profile
+from launch.model.profile import find_profile, how_to_measure, tuned_file
+from launch.model.ranking import predicted_on
 from launch.model.search import cannot_run
 from launch.recipe.load import LoadedRecipe, RecipeError
 from launch.recipe.schema import AUTO
@@ -93,7 +96,7 @@ def measure_if_unknown(recipe: LoadedRecipe, console: Console) -> None:
     file = tuned_file(recipe)
     say(f"measuring this machine for the predictions, once, about 30 s: {file} (--no-profile skips it)")
     try:
-        write_profile(measure_profile(recipe, console), file)
+        write_profile(measure_with_progress(recipe, console), file)
     except ProfileError as error:
         reason = str(error).strip().splitlines()[-1]
         say(f"this machine could not be measured, so predictions are a guess: {reason}")
@@ -110,10 +113,10 @@ def run_tune(recipe: LoadedRecipe, search: Search, watcher: Watcher, *, retry: R
     if recipe.values.model.layers is not None:
         raise recipe.error("model.layers", "measured layers can be predicted, not trained; tune takes a model")
     candidates = _runnable(recipe, search)
-    with held(recipe), Elsewhere() as elsewhere:
+    with held(recipe), CaptureProcess() as process:
         write_command(recipe, "tune")
         watcher.begin(recipe.values.search.trials, [], 0)
-        trials = _Trials(recipe, watcher, retry, elsewhere)
+        trials = _Trials(recipe, watcher, retry, process)
         tried = _try_best(recipe, search, candidates, trials)
         _try_again(tried, trials)
     return tried
@@ -122,8 +125,8 @@ def run_tune(recipe: LoadedRecipe, search: Search, watcher: Watcher, *, retry: R
 class _Trials:
     """Runs trials one after the other, as far as search.trials goes."""
 
-    def __init__(self, recipe: LoadedRecipe, watcher: Watcher, retry: Retry, elsewhere: Elsewhere) -> None:
-        self._recipe, self._watcher, self._retry, self._elsewhere = recipe, watcher, retry, elsewhere
+    def __init__(self, recipe: LoadedRecipe, watcher: Watcher, retry: Retry, process: CaptureProcess) -> None:
+        self._recipe, self._watcher, self._retry, self._process = recipe, watcher, retry, process
         self._names: list[str] = []
         self.total = recipe.values.search.trials
 
@@ -133,7 +136,7 @@ class _Trials:
 
     def run(self, trial: Trial) -> Measurement:
         check_ranks(self._recipe, trial.plan.ranks)
-        check_plans(self._recipe, [trial.plan], self._elsewhere, self._watcher.tell)
+        check_plans(self._recipe, [trial.plan], self._process, self._watcher.tell)
         self._names.append(trial.name)
         write_command(self._recipe, "tune", trials=self._names)
         watcher = _Numbered(self._watcher, len(self._names), self.total)
@@ -260,7 +263,7 @@ def order(recipe: LoadedRecipe, good: Sequence[Tried]) -> str:
     """How certain it is that the fastest of these plans is the fastest, and against which one least."""
     if len(good) == 1:
         return "one plan alone is ok, so there is no order"
-    verdict = judge([one.times for one in good])
+    verdict = compare_plans([one.times for one in good])
     best = good[verdict.fastest]
     more = f"more trials: search.trials={2 * recipe.values.search.trials}"
     if all(len(one.times) == 1 for one in good):

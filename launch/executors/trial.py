@@ -15,7 +15,6 @@ from auto3d.runtime.measurement import BYTES, Environment, Measurement, Status
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.training import TrainingResult, train
 from auto3d.runtime.world import World
-from auto3d.schedule import samples_at_once
 from launch.model.build import capture_for_ranks, initial_weights
 from launch.recipe.data import data_settings
 from launch.recipe.load import LoadedRecipe, load
@@ -102,7 +101,7 @@ def measure(
         limits |= {"timeout_s": None, "on_report": on_report, "ignore_sigterm": True}
     try:
         devices = devices_for(recipe, len(node.ranks) if node else plan.ranks, size=plan.ranks)
-        capture = capture_for_ranks(recipe, samples_at_once(plan))
+        capture = capture_for_ranks(recipe, plan)
 
         def run(world: World, report: Report) -> tuple[TrainingResult, Environment]:
             captured = capture(world)

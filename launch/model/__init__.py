@@ -1,1 +1,1 @@
-"""A recipe's model: built, captured, checked, costed, and the plans that it can run under."""
+"""A recipe's model: how it is built, captured, checked and costed, and the plans that it can run under."""

@@ -1,4 +1,4 @@
-"""Recipe -> a model class of transformers with its configuration, each key of which is checked."""
+"""Recipe -> a model class of transformers and its configuration, whose keys are all checked."""
 
 import inspect
 import re
@@ -14,23 +14,24 @@ from launch.recipe.data import data_settings
 from launch.recipe.load import LoadedRecipe
 
 IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
-# Keys that models read from their configuration, though not every class declares them.
+# Keys that models read from their configuration, although not every configuration class declares them.
 READ_BY_MODELS = (
     *("bos_token_id", "cls_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id", "sep_token_id"),
     *("is_decoder", "add_cross_attention", "cross_attention_hidden_size", "tie_word_embeddings"),
 )
 NOT_FOR_USERS = ("architectures", "transformers_version", "name_or_path", "_name_or_path", "_commit_hash")
 _FROM_KWARGS = re.compile(r"""kwargs(?:\.pop\(|\.get\(|\[)\s*["'](\w+)["']""")
-_TYPO = 0.9  # similarity of two names of which one is taken for the other, mistyped
+_TYPO = 0.9  # names that are at least this similar are taken for a typing error
 
 
 def architecture(recipe: LoadedRecipe) -> Callable[[], nn.Module]:
     """A function that builds the recipe's model; raises RecipeError if there is no such model or configuration."""
-    import transformers  # slow to import, and not needed for a factory
+    import transformers  # it is slow to import, and a factory does without it
 
     transformers.logging.set_verbosity_error()
     name = recipe.values.model.architecture
-    model_class = getattr(transformers, name, None)
+    assert name is not None
+    model_class: type[Any] | None = getattr(transformers, name, None)
     if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
         near = get_close_matches(name, dir(transformers), n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
@@ -43,7 +44,7 @@ def architecture(recipe: LoadedRecipe) -> Callable[[], nn.Module]:
 
 
 def unset_key(recipe: LoadedRecipe, message: str) -> str | None:
-    """A key of the configuration that ``message``, an error of the model's code, names and that has no value."""
+    """A key of the configuration that has no value and that ``message``, an error of the model's code, names."""
     import transformers
 
     model_class = getattr(transformers, recipe.values.model.architecture or "", None)
@@ -60,8 +61,8 @@ def _has(config: Any, key: str) -> bool:
 # The configuration
 
 
-def keys_of(config_class: type) -> set[str]:
-    """The keys that ``config_class`` takes: its own, other names of them, and what its code takes from ``**kwargs``."""
+def keys_of(config_class: type[Any]) -> set[str]:
+    """The keys that ``config_class`` takes: declared ones, their aliases, and those that it takes from ``**kwargs``."""
     found = {*READ_BY_MODELS, *IMPLEMENTATIONS, *config_class.attribute_map, *sub_configurations(config_class)}
     if is_dataclass(config_class):
         found |= {item.name for item in fields(config_class)}
@@ -74,11 +75,11 @@ def keys_of(config_class: type) -> set[str]:
     return {name for name in found if not name.startswith("_")} - {*NOT_FOR_USERS}
 
 
-def _made_by(config_class: type) -> set[str]:
-    """Keys that the class sets itself, and that its saved configurations hold."""
+def _made_by(config_class: type[Any]) -> set[str]:
+    """The keys that the class sets itself, which its saved configurations therefore hold."""
     try:
         return {name for name in vars(config_class()) if not name.startswith("_")}
-    except Exception:  # it has no defaults for all
+    except Exception:  # not all of its arguments have defaults
         return set()
 
 
@@ -92,19 +93,19 @@ def _taken_by(function: Callable) -> set[str]:
     try:
         parameters = inspect.signature(function).parameters.values()
         popped = _FROM_KWARGS.findall(inspect.getsource(function))
-    except (ValueError, OSError, TypeError):  # it has no Python source
+    except (ValueError, OSError, TypeError):  # the function has no Python source
         return set()
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return {*popped, *(each.name for each in parameters if each.kind not in variadic and each.name != "self")}
 
 
-def sub_configurations(config_class: type) -> Mapping[str, Any]:
-    """The keys that hold a configuration of their own, such as text_config, with what transformers knows of each."""
+def sub_configurations(config_class: type[Any]) -> Mapping[str, Any]:
+    """The keys that hold another configuration, such as text_config, and how transformers describes each."""
     return getattr(config_class, "sub_configs_defaults", None) or config_class.sub_configs
 
 
 def _class_inside(spec: Any, values: Mapping[str, Any]) -> type | None:
-    """The class of a configuration inside another; None where transformers alone can tell."""
+    """The class of a configuration inside another; None if it is not known."""
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
     config_class = getattr(spec, "config_class", spec)
@@ -116,25 +117,25 @@ def _class_inside(spec: Any, values: Mapping[str, Any]) -> type | None:
         return None
 
 
-def _configuration(recipe: LoadedRecipe, model_class: type) -> Any:
-    given, config_class = recipe.values.model.config, model_class.config_class
-    _check_keys(recipe, "model.config", config_class, given, model_class.__name__)
-    _check_implementations(recipe, model_class, given)
-    values = _own_names(config_class, given)
+def _configuration(recipe: LoadedRecipe, model_class: type[Any]) -> Any:
+    keys, config_class = recipe.values.model.config, model_class.config_class
+    _check_keys(recipe, "model.config", config_class, keys, model_class.__name__)
+    _check_implementations(recipe, model_class, keys)
+    values = _declared_names(config_class, keys)
     try:
         config = config_class(**values)
     except Exception as error:  # each configuration class checks in its own way
         problem = f"refused by {model_class.__name__}: {' '.join(str(error).split())}"
         raise recipe.error("model.config", problem) from None
-    _keep(recipe, config, given)
-    for one, own in _with_sub_configurations(config, given):
-        if hasattr(one, "use_cache") and "use_cache" not in own:
-            one.use_cache = False  # past keys and values are of no use in training
+    _check_kept(recipe, config, keys)
+    for one, given in _with_sub_configurations(config, keys):
+        if hasattr(one, "use_cache") and "use_cache" not in given:
+            one.use_cache = False  # training does not use past keys and values
     return config
 
 
-def _check_keys(recipe: LoadedRecipe, where: str, config_class: type, given: Mapping[str, Any], name: str) -> None:
-    """Raise RecipeError for a key that ``config_class`` does not take: transformers would keep it without a word."""
+def _check_keys(recipe: LoadedRecipe, where: str, config_class: type[Any], given: Mapping[str, Any], name: str) -> None:
+    """Raise RecipeError for a key that ``config_class`` does not take: transformers would silently keep it."""
     known = keys_of(config_class)
     inside = sub_configurations(config_class)
     undeclared = _made_by(config_class) | _for_generation() if given.keys() - known else set()
@@ -163,33 +164,36 @@ def _check_keys(recipe: LoadedRecipe, where: str, config_class: type, given: Map
         _check_keys(recipe, f"{where}.{key}", inner, value, inner.__name__)
 
 
-def _own_names(config_class: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The same keys under the names by which the class declares them: another name of one would be set too late."""
+def _declared_names(config_class: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The same keys under their declared names: transformers would set an alias too late."""
     declared = {item.name for item in fields(config_class)} if is_dataclass(config_class) else set()
     names = {key: config_class.attribute_map.get(key, key) for key in given}
     return {key if key in declared else names[key]: value for key, value in given.items()}
 
 
-def _keep(recipe: LoadedRecipe, config: Any, given: Mapping[str, Any]) -> None:
-    """See that no key is lost: transformers drops keys of generation, and a class may set some keys itself."""
+def _check_kept(recipe: LoadedRecipe, config: Any, given: Mapping[str, Any]) -> None:
+    """Make sure that no key is lost: transformers drops keys of generation, and a class may override some keys.
+
+    Raises RecipeError for a key that has no effect.
+    """
     for key, value in given.items():
         if key in IMPLEMENTATIONS or isinstance(value, (dict, list)):
             continue
         if not hasattr(config, key) and key in _for_generation():
-            setattr(config, key, value)  # a model's code may read it still
+            setattr(config, key, value)  # a model's code may still read it
         if getattr(config, key, value) == value:
             continue
         rest = {name: other for name, other in given.items() if name != key}
         if (
-            type(config)(**_own_names(type(config), rest)).to_dict()
-            == type(config)(**_own_names(type(config), given)).to_dict()
+            type(config)(**_declared_names(type(config), rest)).to_dict()
+            == type(config)(**_declared_names(type(config), given)).to_dict()
         ):
             problem = f"found {value!r}, which changes nothing: {type(config).__name__} sets {getattr(config, key)!r}"
             raise recipe.error(f"model.config.{key}", f"{problem}; leave it out")
 
 
 def _with_sub_configurations(config: Any, given: Mapping[str, Any]) -> Iterator[tuple[Any, Mapping[str, Any]]]:
-    """``config`` and those inside it, each with the keys that the recipe gives of it."""
+    """``config`` and the configurations inside it, each with the keys that the recipe gives for it."""
     yield config, given
     for key in sub_configurations(type(config)):
         inner = getattr(config, key, None)
@@ -197,7 +201,7 @@ def _with_sub_configurations(config: Any, given: Mapping[str, Any]) -> Iterator[
             yield from _with_sub_configurations(inner, given.get(key) or {})
 
 
-def _check_implementations(recipe: LoadedRecipe, model_class: type, given: Mapping[str, Any]) -> None:
+def _check_implementations(recipe: LoadedRecipe, model_class: type[Any], given: Mapping[str, Any]) -> None:
     for key, choices in zip(IMPLEMENTATIONS, (attentions(model_class), experts(model_class)), strict=True):
         wanted = given.get(key)
         for value in wanted.values() if isinstance(wanted, dict) else [wanted]:
@@ -208,8 +212,8 @@ def _check_implementations(recipe: LoadedRecipe, model_class: type, given: Mappi
                 raise recipe.error(f"model.config.{key}", f"found {value!r}; of {model_class.__name__} {takes}")
 
 
-def attentions(model_class: type) -> list[str]:
-    """The implementations of attention that the class has on this machine."""
+def attentions(model_class: type[Any]) -> list[str]:
+    """The implementations of attention that the class supports on this machine."""
     from transformers.utils import is_flash_attn_2_available
 
     supported = {
@@ -220,8 +224,8 @@ def attentions(model_class: type) -> list[str]:
     return ["eager", *(name for name, present in supported.items() if present)]
 
 
-def experts(model_class: type) -> list[str]:
-    """The implementations of a mixture of experts that the class has; none where it has no choice."""
+def experts(model_class: type[Any]) -> list[str]:
+    """The implementations of mixtures of experts that the class supports; empty if there is no choice."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     return ["eager", *sorted(ALL_EXPERTS_FUNCTIONS.keys())] if model_class._can_set_experts_implementation() else []
@@ -230,8 +234,8 @@ def experts(model_class: type) -> list[str]:
 # The data
 
 
-def _check_arguments(recipe: LoadedRecipe, model_class: type, data: DataSettings) -> None:
-    """Raise RecipeError where the model's forward does not take an input, or a plain argument."""
+def _check_arguments(recipe: LoadedRecipe, model_class: type[Any], data: DataSettings) -> None:
+    """Raise RecipeError for an input or a constant argument that the model's forward does not take."""
     parameters = inspect.signature(model_class.forward).parameters
     known = [name for name in parameters if name != "self"]
     takes_more = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
@@ -246,21 +250,25 @@ def _check_arguments(recipe: LoadedRecipe, model_class: type, data: DataSettings
 
 
 def _check_sizes(recipe: LoadedRecipe, config: Any, data: DataSettings) -> None:
-    """Sizes of the data that would be an index error deep inside the model."""
+    """Raise RecipeError for sizes of the data that would cause an index error deep inside the model."""
     text = _of_text(config)
     vocabulary, positions = getattr(text, "vocab_size", None), getattr(text, "max_position_embeddings", None)
     tokens = {name: field for name, field in data.inputs.items() if field.kind in TOKEN_KINDS}
     if tokens and isinstance(positions, int) and data.sequence_length > positions:
-        problem = f"found {data.sequence_length}; the model has {positions} positions: it takes at most that"
+        problem = f"found {data.sequence_length}; it must be at most {positions}: the model has {positions} positions"
         raise recipe.error("data.sequence_length", problem)
     if not isinstance(vocabulary, int):
         return
     if tokens and vocabulary < data.num_tokens:
-        problem = f"found {vocabulary}; the data has {data.num_tokens} different tokens: it takes at least that"
+        problem = (
+            f"found {vocabulary}; it must be at least {data.num_tokens}, the number of different tokens in the data"
+        )
         raise recipe.error(_key_of_text(config, text, "vocab_size"), problem)
     for name, field in data.inputs.items():
         if name.endswith("input_ids") and field.largest is not None and field.largest >= vocabulary:
-            problem = f"found ids up to {field.largest}; the model has {vocabulary} tokens: they must be below that"
+            problem = (
+                f"found ids up to {field.largest}; they must be below {vocabulary}, the number of tokens of the model"
+            )
             raise recipe.error(f"data.inputs.{name}", problem)
     start = getattr(config, "decoder_start_token_id", None)
     if config.is_encoder_decoder and isinstance(start, int) and start >= vocabulary:
@@ -269,10 +277,10 @@ def _check_sizes(recipe: LoadedRecipe, config: Any, data: DataSettings) -> None:
 
 
 def _of_text(config: Any) -> Any:
-    """The part of a configuration that is about tokens: itself, or one inside it."""
+    """The configuration that describes tokens: ``config`` itself, or one inside it."""
     try:
         return config.get_text_config(decoder=True)
-    except ValueError:  # there are several
+    except ValueError:  # there are several such parts
         return config
 
 

@@ -1,4 +1,4 @@
-"""Recipe -> the user's model, unmodified: how to build it, the model captured, and its initial weights."""
+"""Recipe -> the user's unmodified model: a function that builds it, its capture, and its initial weights."""
 
 import importlib
 import inspect
@@ -14,8 +14,11 @@ from torch import nn
 
 from auto3d.capture.errors import CaptureError, error_line
 from auto3d.capture.graph import Graph
-from auto3d.capture.model import CapturedModel, capture, without_collection
+from auto3d.capture.model import CapturedModel, capture, garbage_collection_paused
+from auto3d.plan import Plan
+from auto3d.runtime.replicas import capture_slices
 from auto3d.runtime.world import World
+from auto3d.schedule import samples_at_once
 from launch.model.architecture import architecture, unset_key
 from launch.recipe.data import data_settings
 from launch.recipe.load import RECIPES, LoadedRecipe
@@ -23,14 +26,14 @@ from launch.recipe.settings import device
 from launch.run.devices import hide_devices
 from launch.run.streams import stdout_to_stderr
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are built from their configuration; nothing is ever downloaded
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are built from configurations; nothing is downloaded
 
 
 def captured_model(recipe: LoadedRecipe, micro_batch_size: int) -> CapturedModel:
-    """The recipe's model, captured for micro-batches of so many samples."""
+    """The recipe's model, captured for micro-batches of ``micro_batch_size`` samples."""
     if device(recipe.values) == "cpu":
         hide_devices()
-    with stdout_to_stderr(), without_collection():
+    with stdout_to_stderr(), garbage_collection_paused():
         build = build_function(recipe)
         try:
             specs = data_settings(recipe.values).input_specs()
@@ -41,29 +44,32 @@ def captured_model(recipe: LoadedRecipe, micro_batch_size: int) -> CapturedModel
                 raise recipe.error(f"model.config.{key}", problem) from None
             raise
         except SystemExit as error:
-            raise recipe.error("model", f"its code ended the program: {told(error)}") from None
+            raise recipe.error("model", f"its code ended the program: {_summary(error)}") from None
 
 
-def capture_for_ranks(recipe: LoadedRecipe, micro_batch_size: int) -> Callable[[World], CapturedModel]:
-    """A function that gives a rank the recipe's model, captured for micro-batches of so many samples.
+def capture_for_ranks(recipe: LoadedRecipe, plan: Plan) -> Callable[[World], CapturedModel]:
+    """A function that gives a rank the recipe's model, captured for the samples that ``plan`` runs at once.
 
-    For a CPU it is captured here, and the ranks that are forked from this process share it. For a GPU each rank
-    captures it: a capture asks the device and runs backwards, and ranks forked after that could not use a GPU.
+    For a CPU it is captured here, also for the slices of replicas, and the ranks that are forked from this process
+    share it. For a GPU each rank captures it: a capture asks the device and runs backwards, and ranks forked after that
+    could not use a GPU.
     """
+    size = samples_at_once(plan)
     if device(recipe.values) == "cpu":
-        captured = captured_model(recipe, micro_batch_size)
+        captured = captured_model(recipe, size)
+        capture_slices(captured, plan)
         return lambda world: captured
 
     def capture(world: World) -> CapturedModel:
         use_device(world.device("cuda"))
-        return captured_model(recipe, micro_batch_size)
+        return captured_model(recipe, size)
 
     return capture
 
 
 def use_device(own: torch.device) -> None:
-    """Make ``own`` the GPU that a capture uses: on any other it would take memory from that one's rank."""
-    if torch.backends.cuda.is_built():  # else the capture is made on the CPU
+    """Make ``own`` the GPU that a capture uses: on another GPU it would take memory from the rank there."""
+    if torch.backends.cuda.is_built():  # otherwise the capture runs on the CPU
         torch.cuda.set_device(own)
 
 
@@ -83,7 +89,7 @@ def build_function(recipe: LoadedRecipe) -> Callable[[], nn.Module]:
 
 
 class Weights(Mapping[str, torch.Tensor]):
-    """The tensors of a safetensors file, each read when it is asked for."""
+    """The tensors of a safetensors file; each is read when it is accessed."""
 
     def __init__(self, file: str) -> None:
         self._file = safe_open(file, framework="pt")
@@ -108,7 +114,7 @@ class Weights(Mapping[str, torch.Tensor]):
 
 
 def initial_weights(recipe: LoadedRecipe, graph: Graph) -> Weights | None:
-    """The recipe's weights, if it has any; raises RecipeError, by names and shapes, unless they fit the model."""
+    """The recipe's initial weights, if any; raises RecipeError if their names or shapes do not fit the model."""
     file = recipe.values.model.weights
     if file is None:
         return None
@@ -131,17 +137,18 @@ def initial_weights(recipe: LoadedRecipe, graph: Graph) -> Weights | None:
 
 def _factory(recipe: LoadedRecipe) -> Callable[[], nn.Module]:
     name = recipe.values.model.factory
+    assert name is not None
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
         raise recipe.error("model.factory", f"found {name!r}; it takes package.module:function")
-    # A user's modules lie where auto3d is called or beside the recipe, the examples in recipes/. The folders stay, for
-    # the ranks are forked from here, and a model may import more while it is built or run.
+    # A user's modules are in the current folder or beside the recipe, the examples in recipes/. The folders stay in
+    # sys.path, because ranks are forked from this process and a model may import more while it is built or runs.
     folders = [os.getcwd(), str(recipe.folder), str(RECIPES.parent)]
     sys.path[:0] = [folder for folder in dict.fromkeys(folders) if folder not in sys.path]
     try:
         function = getattr(importlib.import_module(module_name), function_name)
-    except (Exception, SystemExit) as error:  # of the user's module: anything
-        raise recipe.error("model.factory", f"found {name!r}, which cannot be imported: {told(error)}") from None
+    except (Exception, SystemExit) as error:  # the user's module can raise anything
+        raise recipe.error("model.factory", f"found {name!r}, which cannot be imported: {_summary(error)}") from None
     if not callable(function):
         problem = f"found {name!r}, which is of type {type(function).__name__}; it takes a function"
         raise recipe.error("model.factory", problem)
@@ -150,23 +157,27 @@ def _factory(recipe: LoadedRecipe) -> Callable[[], nn.Module]:
         inspect.signature(function).bind(**arguments)
     except TypeError as error:
         raise recipe.error("model.arguments", f"refused by {name}: {error}") from None
-    except ValueError:  # it has no signature, being written in C
+    except ValueError:  # functions written in C have no signature
         pass
 
     def build() -> nn.Module:
         module = function(**arguments)
         if not isinstance(module, nn.Module):
-            raise recipe.error("model.factory", f"{name} made a {type(module).__name__}; it must make an nn.Module")
+            raise recipe.error(
+                "model.factory",
+                f"{name} returned an object of type {type(module).__name__}; it must return an nn.Module",
+            )
         return module
 
     return build
 
 
-def told(error: BaseException) -> str:
-    """Kind, first line and place of an error of the user's code."""
+def _summary(error: BaseException) -> str:
+    """Type, first line and place of an error in the user's code."""
+    assert error.__traceback__ is not None
     error = error.with_traceback(error.__traceback__.tb_next)  # without our own frame
     text, place = str(error), error_line(error)
-    if isinstance(error, SyntaxError):  # of a module that never ran
+    if isinstance(error, SyntaxError):  # the module has never run
         text, place = error.msg, f" at {error.filename}, line {error.lineno}"
-    words = next((line for line in text.splitlines() if line.strip()), "")
-    return f"{type(error).__name__}{': ' if words else ''}{words}{place}"
+    first_line = next((line for line in text.splitlines() if line.strip()), "")
+    return f"{type(error).__name__}{': ' if first_line else ''}{first_line}{place}"

@@ -1,26 +1,29 @@
-"""A recipe's search space: which plans a sweep runs, and why it leaves others out."""
+"""A recipe's search space: the plans that a sweep runs, and the reasons why others do not run."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 from auto3d.capture.graph import Graph
 from auto3d.cluster import Cluster
-from auto3d.cost.memory import in_gib, predict
+from auto3d.cost.device_memory import in_gib, predict
 from auto3d.errors import InputError
+from auto3d.partition.methods import STAGE_METHODS
 from auto3d.partition.stage import cut
 from auto3d.plan import Plan, PlanError
 from auto3d.runtime.settings import optimizer_copies
 from auto3d.schedule import samples_at_once, schedule_of, write_schedule
 from auto3d.schedule.carried_buffers import check_carried_buffers
-from auto3d.search.exhaustive import estimate_best
-from auto3d.search.listing import Listed, listed
+from auto3d.search.algorithms.exhaustive import estimate_best
+from auto3d.search.listing import ListedCandidate, list_candidates
 from auto3d.search.make import PlanMaker
 from auto3d.search.search import Budget, Ranked, Search
-from auto3d.search.space import PARTITIONS, Candidate, Domain, Task
+from auto3d.search.space import Candidate, Domain, Workload
 from launch.model.costs import captured_subject, cost_model
 from launch.model.graphs import PlanningModel
+from launch.recipe.error import RecipeError
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.schema import AUTO, PlanRecipe
 from launch.recipe.settings import cluster, emulation, optimizer_settings, search_space
@@ -28,20 +31,21 @@ from launch.recipe.settings import cluster, emulation, optimizer_settings, searc
 
 def find(
     recipe: LoadedRecipe, graph_at: Callable[[int], Graph], chosen: Callable[[Sequence[Plan]], Collection[Plan]]
-) -> list[Listed]:
+) -> list[ListedCandidate]:
     """Every combination of the recipe's search space, with its plan or the reason why it does not run.
 
-    Of more plans than search.max_trials, those run that were ``chosen`` before, then the fastest by prediction.
+    If there are more plans than search.max_trials, those run that were ``chosen`` before, then the fastest by
+    prediction.
     """
     values = recipe.values
     if AUTO in values.search.recompute:
         check_memory_known(recipe, "search.recompute")
     domain, maker = Domain(search_space(values), cluster(recipe), task(recipe)), runnable_maker(recipe, graph_at)
-    found = list(listed(domain, maker))
+    found = list(list_candidates(domain, maker))
     runnable = [place for place, one in enumerate(found) if one.plan is not None]
     if len(runnable) <= values.search.max_trials:
         return found
-    before = chosen([found[place].plan for place in runnable])
+    before = chosen([plan for one in found if (plan := one.plan) is not None])
     run = {place for place in runnable if found[place].plan in before}
     others = [place for place in runnable if place not in run]
     run.update(_fastest(domain, maker, found, others, values.search.max_trials - len(run)))
@@ -51,10 +55,12 @@ def find(
     return found
 
 
-def _fastest(domain: Domain, maker: PlanMaker, found: Sequence[Listed], places: Sequence[int], count: int) -> list[int]:
-    """The ``count`` of ``places`` in ``found`` whose plans are predicted to be the fastest; of equal ones the first.
+def _fastest(
+    domain: Domain, maker: PlanMaker, found: Sequence[ListedCandidate], places: Sequence[int], count: int
+) -> list[int]:
+    """The ``count`` places in ``found`` whose plans are the fastest by prediction; among equals, the first.
 
-    Only plans are simulated that may be among them, by the time that no simulation of theirs can beat.
+    Only plans that may be among them, by a lower bound of their time, are simulated.
     """
     if count <= 0:
         return []
@@ -62,6 +68,7 @@ def _fastest(domain: Domain, maker: PlanMaker, found: Sequence[Listed], places: 
     bounds = []
     for place in places:
         one = found[place]
+        assert one.plan is not None
         search.add(one.candidate, one.plan)
         bounds.append((search.bound(one.candidate), place, one.candidate))
     estimate_best(search, bounds)
@@ -71,12 +78,12 @@ def _fastest(domain: Domain, maker: PlanMaker, found: Sequence[Listed], places: 
 
 
 def left_out(recipe: LoadedRecipe) -> str:
-    """The reason of candidates that could run, were they not too many."""
+    """The reason of candidates that could run, but are too many."""
     return f"left out: search.max_trials is {recipe.values.search.max_trials}"
 
 
 def of_plan(recipe: LoadedRecipe, wanted: PlanRecipe, graph_at: Callable[[int], Graph]) -> Plan:
-    """The plan of these degrees, this schedule and this recomputation alone, by the same checks; else RecipeError."""
+    """The plan that ``wanted`` describes, after the same checks as in a search; raises RecipeError if one fails."""
     if wanted.recompute == AUTO:
         check_memory_known(recipe, "plan.recompute")
     maker = runnable_maker(recipe, graph_at)
@@ -101,10 +108,10 @@ def candidate_of(wanted: PlanRecipe) -> Candidate:
 
 
 def exact_plans(recipe: LoadedRecipe) -> Callable[[Ranked], Plan]:
-    """Makes the plans of a search ready to run: of the Graph at their own micro-batch size, and checked by the bytes
-    that the runtime counts.
+    """A function that makes a plan of a search ready to run.
 
-    The function raises InputError for a plan that cannot run. One that no build runs yet is returned as it is.
+    The plan then has the Graph at its own micro-batch size, and its memory is checked as the runtime counts it. The
+    function raises InputError for a plan that cannot run; a plan that auto3d can only predict is returned unchanged.
     """
     graph_at = cache(PlanningModel(recipe).graph)
     maker = cache(lambda: runnable_maker(recipe, graph_at))
@@ -113,9 +120,9 @@ def exact_plans(recipe: LoadedRecipe) -> Callable[[Ranked], Plan]:
         plan, candidate = ranked.plan, ranked.candidate
         if recipe.values.model.layers is not None or plan.tp > 1:
             return plan
-        if not plan.graph and candidate.partition in PARTITIONS:
+        if not plan.graph and candidate.partition in STAGE_METHODS:
             return maker().plan(candidate)
-        if not plan.graph:  # no maker of plans cuts stages as RaNNC does
+        if not plan.graph:  # no PlanMaker cuts stages as RaNNC does
             plan = replace(plan, graph=graph_at(samples_at_once(plan)).fingerprint)
         maker().check(plan)
         return plan
@@ -123,13 +130,13 @@ def exact_plans(recipe: LoadedRecipe) -> Callable[[Ranked], Plan]:
     return exact
 
 
-def task(recipe: LoadedRecipe) -> Task:
+def task(recipe: LoadedRecipe) -> Workload:
     training = recipe.values.training
-    return Task(global_batch=training.global_batch, seed=training.seed, clip_norm=training.clip_norm)
+    return Workload(global_batch=training.global_batch, seed=training.seed, clip_norm=training.clip_norm)
 
 
 def runnable_maker(recipe: LoadedRecipe, graph_at: Callable[[int], Graph]) -> PlanMaker:
-    """Makes plans that this build can run, and whose bytes, as the runtime counts them, fit."""
+    """A PlanMaker of plans that auto3d can run and whose memory, as the runtime counts it, fits."""
     subject = captured_subject(recipe, graph_at)
     emulated, machine = emulation(recipe.values), cluster(recipe)
 
@@ -138,7 +145,7 @@ def runnable_maker(recipe: LoadedRecipe, graph_at: Callable[[int], Graph]) -> Pl
 
     def check(plan: Plan) -> None:
         if plan.tp != 1:
-            raise PlanError(f"tp: {plan.tp} asks for tensor parallelism, which this build does not run; tp must be 1")
+            raise PlanError(f"tp: {plan.tp} asks for tensor parallelism, which auto3d cannot run yet; tp must be 1")
         if emulated is not None:
             emulated.check_fits(plan.stages)
         graph = graph_at(samples_at_once(plan))
@@ -150,47 +157,53 @@ def runnable_maker(recipe: LoadedRecipe, graph_at: Callable[[int], Graph]) -> Pl
 
 
 def check_memory(recipe: LoadedRecipe, plan: Plan, graph_at: Callable[[int], Graph]) -> None:
-    """Raise PlanError where the recipe's devices have not the memory that ``plan`` needs, by its estimate."""
+    """Raise PlanError if the recipe's devices lack the memory that ``plan`` needs by estimate."""
     if missing := shortage_here(recipe, cluster(recipe), plan, graph_at):
         raise PlanError(f"{missing}; cluster.memory_gib sets the GiB that a process may fill")
 
 
 def shortage_here(recipe: LoadedRecipe, machine: Cluster, plan: Plan, graph_at: Callable[[int], Graph]) -> str:
-    """As ``shortage``, on ``machine``, the recipe's cluster; the model is not captured where no memory is known."""
+    """As ``shortage``; the model is captured only if the memory of ``machine``, the recipe's cluster, is known."""
     if machine.memory_bytes is None:
         return ""
     copies = optimizer_copies(optimizer_settings(recipe.values), recipe.values.cluster.device)
     return shortage(graph_at(samples_at_once(plan)), plan, machine, **copies)
 
 
-def shortage(graph: Graph, plan: Plan, machine: Cluster, **copies: int | tuple[int, int]) -> str:
-    """Why ``plan`` does not fit into the devices that it is placed on, by its estimate; nothing where it does.
+def shortage(graph: Graph, plan: Plan, machine: Cluster, **copies: Any) -> str:
+    """The reason why ``plan``, by estimate, does not fit into its devices' memory; empty if it fits.
 
-    ``copies`` are those of the optimizer that ``predict`` takes.
+    ``copies`` are the arguments of ``predict`` that depend on the optimizer.
     """
-    short: dict[int, float] = {}  # pipeline device -> bytes that it lacks
+    short: dict[int, tuple[float, float]] = {}  # pipeline device -> missing bytes, memory in bytes
     needed = predict(graph, plan, schedule_of(plan), **copies)
-    memory = [machine.memory_of(ranks) for ranks in plan.placement]
-    for device, has in enumerate(memory):
+    for device, has in enumerate(machine.memory_of(ranks) for ranks in plan.placement):
         if has is not None and needed[device].total > has:
-            short[device] = needed[device].total - has
+            short[device] = needed[device].total - has, has
     if not short:
         return ""
-    device = max(short, key=short.__getitem__)
-    return f"infeasible: pipeline device {device} needs {needed[device]}; a device has {in_gib(memory[device])} GiB"
+    device = max(short, key=lambda device: short[device][0])
+    gib = in_gib(short[device][1])
+    return f"infeasible: pipeline device {device} needs {needed[device]}; a device has {gib} GiB"
 
 
 def check_memory_known(recipe: LoadedRecipe, key: str) -> None:
-    """Raise RecipeError where nothing says how much memory a device has, which ``key``: auto needs."""
+    """Raise RecipeError if the memory of a device is unknown, which the value auto of ``key`` needs."""
     if cluster(recipe).memory_bytes is None:
         problem = "found auto, which needs cluster.memory_gib: the GiB that a process may fill"
         raise recipe.error(key, f"{problem}, or an accelerator that has memory_gib")
 
 
-def runnable(recipe: LoadedRecipe, found: Sequence[Listed]) -> list[Plan]:
-    """The plans of the candidates that have one; raises RecipeError, with the commonest reason, if none has."""
+def runnable(recipe: LoadedRecipe, found: Sequence[ListedCandidate]) -> list[Plan]:
+    """The plans of the candidates that can run; raises RecipeError with the commonest reason if none can."""
     plans = [candidate.plan for candidate in found if candidate.plan is not None]
     if not plans:
         reason, times = Counter(candidate.reason for candidate in found).most_common(1)[0]
-        raise recipe.error("search", f"none of its {len(found)} candidates can run; {times} of them: {reason}")
+        raise none_runs(recipe, len(found), times, reason)
     return plans
+
+
+def none_runs(recipe: LoadedRecipe, candidates: int, times: int, reason: str) -> RecipeError:
+    """The error of a search space of so many ``candidates``, none of which runs, with the commonest reason."""
+    problem = "its only candidate cannot run" if candidates == 1 else f"none of its {candidates} candidates can run"
+    return recipe.error("search", f"{problem}; {times} of them: {reason}" if candidates > 1 else f"{problem}: {reason}")

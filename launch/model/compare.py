@@ -1,4 +1,4 @@
-"""The comparison of a captured program with its eager module, in a process that ends with it."""
+"""The comparison of a captured program with its eager module, in a process of its own."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ from launch.run.streams import stdout_to_stderr
 
 
 def compare_forked(recipe: LoadedRecipe, captured: CapturedModel, *, timeout_s: float) -> Outcome:
-    """Compare ``captured`` on the CPU; raises InputError where it differs."""
+    """Compare ``captured`` with its eager module on the CPU; raises InputError if they differ."""
     cpu = torch.device("cpu")
 
     def compare(*_: object) -> None:
@@ -29,9 +29,10 @@ def compare_forked(recipe: LoadedRecipe, captured: CapturedModel, *, timeout_s: 
 
 
 def compare_on_gpu(recipe: LoadedRecipe, micro_batch_size: int, *, timeout_s: float) -> Outcome:
-    """Capture the recipe's model and compare it on the first GPU; raises InputError where it differs.
+    """Capture the recipe's model and compare it with its eager module, on the first GPU.
 
-    The process is a fresh one: this one may have captured, and processes that are forked from it cannot use a GPU then.
+    Raises InputError if the two differ.
+    The process is spawned: this process may have captured a model, and its forks could then not use a GPU.
     """
     context = get_context("spawn")
     here, there = context.Pipe(duplex=False)
@@ -54,7 +55,7 @@ def compare_on_gpu(recipe: LoadedRecipe, micro_batch_size: int, *, timeout_s: fl
 
 
 def _compare(pipe: Connection, recipe: LoadedRecipe, micro_batch_size: int, parent: int) -> None:
-    """The life of that process: it sends whether the model was refused, a status, and what went wrong."""
+    """Main function of the process; it sends (whether the model was refused, status, error)."""
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends us
     on = torch.device("cuda", 0)

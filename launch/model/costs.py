@@ -1,4 +1,4 @@
-"""Recipe -> what the cost model needs: the work of the model, captured or measured layer by layer."""
+"""Recipe -> the cost model and its input: the work of the model, captured or measured layer by layer."""
 
 import csv
 import os
@@ -9,23 +9,24 @@ from pathlib import Path
 
 from auto3d.capture.graph import Graph
 from auto3d.capture.interpolate import interpolate
-from auto3d.cost.layers import Layer, Measured, times_of_layers, work_of_layers
+from auto3d.cost.layers import Layer, MeasuredLayers, times_of_layers, work_of_layers
 from auto3d.cost.model import CostModel
 from auto3d.cost.work import Work, work_of
 from auto3d.errors import InputError
 from auto3d.partition.merak import Sharding
-from auto3d.search.subject import CapturedSubject, LayeredSubject, Subject
+from auto3d.search.planned_model import PlannedGraphs, PlannedLayers, PlannedModel
 from launch.model.graphs import PlanningModel
 from launch.model.profile import find_profile
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import cluster, training
+from launch.recipe.words import counted
 
-INTERPOLATED = (2, 4)  # samples; at 1 there may be fewer operations than at all others
-PUBLISHED_DATA = "AUTO3D_PUBLISHED_DATA"  # the folder of published measurements, which are not part of the project
+INTERPOLATED = (2, 4)  # samples; at 1 sample a model may have fewer operations than at other sizes
+PUBLISHED_DATA = "AUTO3D_PUBLISHED_DATA"  # variable with the folder of published measurements
 
 
-def subject_of(recipe: LoadedRecipe) -> Subject:
-    """The recipe's model as search and cost model see it."""
+def subject_of(recipe: LoadedRecipe) -> PlannedModel:
+    """The recipe's model in the form that search and cost model take."""
     values = recipe.values
     if values.model.layers is None:
         return captured_subject(recipe, PlanningModel(recipe).graph)
@@ -36,7 +37,7 @@ def subject_of(recipe: LoadedRecipe) -> Subject:
     ]
     measured = _measured(recipe, len(layers))
     precision = values.prediction.precision
-    return LayeredSubject(
+    return PlannedLayers(
         layers=tuple(layers),
         work=lambda samples: work_of_layers(layers, samples, precision=precision),
         times=lambda samples, accelerator, tp: times_of_layers(
@@ -45,11 +46,12 @@ def subject_of(recipe: LoadedRecipe) -> Subject:
     )
 
 
-def planning_subject(recipe: LoadedRecipe) -> Subject:
+def planning_subject(recipe: LoadedRecipe) -> PlannedModel:
     """The recipe's model for a search.
 
-    For several machines a plan is only predicted, so two captures tell of all micro-batch sizes, unless the model's
-    code differs there. A plan of another size names no Graph; ``candidates.exact_plans`` makes one that can run.
+    Plans for several machines are only predicted, so all micro-batch sizes are interpolated from two captures, unless
+    the model's code behaves differently at that size. A plan at an interpolated size has no Graph;
+    ``candidates.exact_plans`` makes it ready to run.
     """
     if recipe.values.model.layers is not None or len(cluster(recipe).nodes) == 1:
         return subject_of(recipe)
@@ -63,39 +65,40 @@ def planning_subject(recipe: LoadedRecipe) -> Subject:
         if samples in INTERPOLATED:
             return captured(samples)
         try:
-            return interpolate(*map(captured, INTERPOLATED), samples)
+            first, second = map(captured, INTERPOLATED)
+            return interpolate(first, second, samples)
         except InputError:
             return captured(samples)
 
     def sharding(graph: Graph) -> Sharding:
-        """Of one that is told from others, that of these: it has the same operations."""
+        """The sharding of ``graph``; an interpolated Graph has the operations, and so the sharding, of its sources."""
         return model.sharding(graph if graph.fingerprint else captured(INTERPOLATED[0]))
 
     return _captured_subject(recipe, graph_at, sharding)
 
 
-def captured_subject(recipe: LoadedRecipe, graph_at: Callable[[int], Graph]) -> CapturedSubject:
-    """The recipe's model where its Graphs are captured anyway, as in a process that is to run it."""
+def captured_subject(recipe: LoadedRecipe, graph_at: Callable[[int], Graph]) -> PlannedGraphs:
+    """The recipe's model for a caller that captures its Graphs anyway, such as a process that will run it."""
     return _captured_subject(recipe, graph_at, PlanningModel(recipe).sharding)
 
 
 def _captured_subject(
     recipe: LoadedRecipe, graph_at: Callable[[int], Graph], sharding: Callable[[Graph], Sharding]
-) -> CapturedSubject:
+) -> PlannedGraphs:
     prediction = recipe.values.prediction
 
     def work(graph: Graph) -> Work:
         return work_of(graph, sharding(graph).bounds, precision=prediction.precision, fused=prediction.fused)
 
-    return CapturedSubject(graph_at, work, lambda graph: sharding(graph).bounds)
+    return PlannedGraphs(graph_at, work, lambda graph: sharding(graph).bounds)
 
 
-def cost_model(recipe: LoadedRecipe, subject: Subject) -> CostModel:
-    """Of the recipe's cluster and training, with what was measured where there is a profile of it."""
+def cost_model(recipe: LoadedRecipe, subject: PlannedModel) -> CostModel:
+    """The cost model of the recipe's cluster and training; it uses measured times if there is a profile."""
     machine, times = cluster(recipe), subject.times
 
     def fingerprint(samples: int) -> str:
-        """Also where the subject has not captured the model, but told it from other sizes."""
+        """The fingerprint of the Graph at so many samples, also if the subject has only interpolated that Graph."""
         return subject.fingerprint(samples) or PlanningModel(recipe).graph(samples).fingerprint
 
     measured_in = ""
@@ -114,16 +117,18 @@ def cost_model(recipe: LoadedRecipe, subject: Subject) -> CostModel:
 
 
 def published(name: str) -> Path:
-    """A file of published measurements: of the folder in AUTO3D_PUBLISHED_DATA, else of ../shared/data."""
+    """A file of published measurements, in the folder AUTO3D_PUBLISHED_DATA or else ../shared/data."""
     return Path(os.environ.get(PUBLISHED_DATA, "../shared/data")) / name
 
 
-def _measured(recipe: LoadedRecipe, count: int) -> Measured:
+def _measured(recipe: LoadedRecipe, count: int) -> MeasuredLayers:
     name = recipe.values.model.layers
+    assert name is not None
     file = Path(name) if Path(name).is_file() else published(name)
     if not file.is_file():
         raise recipe.error(
-            "model.layers", f"found {name!r}; there is no {file}: {PUBLISHED_DATA} is the folder to look for it in"
+            "model.layers",
+            f"found {name!r}; there is no {file}; {PUBLISHED_DATA} sets the folder of published measurements",
         )
     found: dict[tuple[str, int], list[float]] = {}
     with file.open(newline="") as lines:
@@ -141,6 +146,6 @@ def _measured(recipe: LoadedRecipe, count: int) -> Measured:
         )
     for (device, tp), seconds in found.items():
         if len(seconds) != count:
-            problem = f"found sizes of {count} layers; {file} has {len(seconds)} on {device} at tp {tp}"
+            problem = f"found sizes of {counted(count, 'layer')}; {file} has {len(seconds)} on {device} at tp {tp}"
             raise recipe.error("model.layer_sizes", problem)
     return {key: tuple(seconds) for key, seconds in found.items()}

@@ -1,8 +1,7 @@
-"""The Graphs that planning commands work on: from the cache, or captured and put there."""
+"""The Graphs that planning commands work on: loaded from the cache, or captured and stored there."""
 
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -10,6 +9,7 @@ from auto3d.capture.cache import Cache
 from auto3d.capture.graph import Graph
 from auto3d.capture.graph_json import graph_from_json, graph_to_json
 from auto3d.partition.merak import Sharding, shard, sharding_from_json
+from launch.model.capture_process import CaptureProcess
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import device
 from launch.run.devices import torch_has_cuda
@@ -18,48 +18,40 @@ from launch.run.devices import torch_has_cuda
 class PlanningModel:
     """A recipe's model as planning sees it: Graphs and their sharding, without the program that a run needs.
 
-    What the cache holds is not captured, and torch is then never imported. ``fresh``: capture all the same.
-    What is not there is captured by ``elsewhere``, a function of the recipe and the micro-batch size, or here; for a
-    GPU, in a process of its own.
+    A Graph that the cache holds is not captured again, unless ``fresh`` is set, and torch is then never imported. Other
+    Graphs are captured in ``process`` if there is one, else in this process; for a GPU, always in another process.
     """
 
-    def __init__(
-        self,
-        recipe: LoadedRecipe,
-        *,
-        fresh: bool = False,
-        elsewhere: Callable[[LoadedRecipe, int], Graph] | None = None,
-    ) -> None:
+    def __init__(self, recipe: LoadedRecipe, *, fresh: bool = False, process: CaptureProcess | None = None) -> None:
         self._recipe = recipe
         self._cache = Cache()
         self._fresh = fresh
-        self._elsewhere = elsewhere
+        self._process = process
         self.captured = False  # whether anything was not in the cache
 
     def graph(self, micro_batch_size: int) -> Graph:
+        """The Graph for micro-batches of so many samples; raises InputError where it cannot be captured."""
         identity = self.identity(graph_at=micro_batch_size)
         found = None if self._fresh else self._cache.load(identity, graph_from_json)
         if found is not None:
             return found
         self.captured = True
-        if self._elsewhere is not None:
-            return self._elsewhere(self._recipe, micro_batch_size)
+        if self._process is not None:
+            return graph_from_json(self._process.call(_capture_to_json, self._recipe, micro_batch_size))
         if device(self._recipe.values) == "cuda" and torch_has_cuda():
-            # Here it would start CUDA, and hold memory of a GPU that is for the ranks.
-            from launch.model.elsewhere import Elsewhere
-
-            with Elsewhere() as elsewhere:
-                return elsewhere.graph(self._recipe, micro_batch_size)
+            # In this process a capture would start CUDA and keep memory of a GPU, which the ranks need.
+            with CaptureProcess() as process:
+                return graph_from_json(process.call(_capture_to_json, self._recipe, micro_batch_size))
         return self.captured_here(micro_batch_size)
 
     def captured_here(self, micro_batch_size: int) -> Graph:
-        """The same, captured in this process and put into the cache."""
-        from launch.model.build import captured_model
+        """The Graph, captured in this process and stored in the cache."""
+        from launch.model.build import captured_model  # it imports torch, which a cached Graph does without
 
         identity = self.identity(graph_at=micro_batch_size)  # before the model's code is imported, as in graph()
-        found = captured_model(self._recipe, micro_batch_size).graph
-        self._cache.store(identity, graph_to_json(found))
-        return found
+        graph = captured_model(self._recipe, micro_batch_size).graph
+        self._cache.store(identity, graph_to_json(graph))
+        return graph
 
     def sharding(self, graph: Graph, subgraphs: int | None = None) -> Sharding:
         """The subgraphs of ``graph``, one of this model's."""
@@ -72,12 +64,16 @@ class PlanningModel:
         return found
 
     def identity(self, **what: int | None) -> dict[str, Any]:
-        """All of the recipe that decides the Graph; a factory is also where Python finds it."""
+        """Everything in the recipe that the Graph depends on, as a key of the cache; for a factory, also sys.path."""
         values = asdict(self._recipe.values)
         model = {key: value for key, value in values["model"].items() if key != "weights"}
         data = {key: value for key, value in values["data"].items() if key != "files"}
         where = [os.getcwd(), *sys.path] if model["factory"] else []
         return {"model": model, "data": data, "device": device(self._recipe.values), "where": where, **what}
+
+
+def _capture_to_json(recipe: LoadedRecipe, micro_batch_size: int) -> Any:
+    return graph_to_json(PlanningModel(recipe).captured_here(micro_batch_size))
 
 
 def default_micro_batch_size(recipe: LoadedRecipe) -> int:

@@ -1,4 +1,4 @@
-"""Recipe -> ranked candidates: the search that `auto3d plan` prints and `auto3d tune` tries."""
+"""Recipe -> ranked candidates: the search of `auto3d plan` and `auto3d tune`."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ from auto3d.search.algorithms import run_algorithm
 from auto3d.search.make import PlanMaker
 from auto3d.search.search import Budget, Search
 from auto3d.search.space import Domain
-from launch.model.candidates import check_memory_known, task
+from launch.model.candidates import check_memory_known, none_runs, task
 from launch.model.costs import cost_model, planning_subject
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.schema import AUTO
@@ -15,9 +15,9 @@ from launch.recipe.settings import emulation, search_space
 
 
 def search_recipe(recipe: LoadedRecipe, tell: Callable[[int, float], None] | None = None) -> Search:
-    """The search that the recipe asks for, done; raises RecipeError where no candidate can be.
+    """The finished search that the recipe asks for; raises RecipeError if no candidate can run.
 
-    ``tell`` hears how many candidates were looked at, and of the best time so far.
+    ``tell`` is called with the number of candidates looked at and the best predicted seconds so far.
     """
     settings = recipe.values.search
     if AUTO in settings.recompute:
@@ -40,12 +40,12 @@ def search_recipe(recipe: LoadedRecipe, tell: Callable[[int, float], None] | Non
     if not search.ranked():
         refused = search.refused()
         times, _, reason = next(iter(refused))
-        raise recipe.error("search", f"none of its {refused.total} candidates can run; {times} of them: {reason}")
+        raise none_runs(recipe, refused.total, times, reason)
     return search
 
 
 def algorithm(recipe: LoadedRecipe, domain: Domain) -> str:
-    """The name of the one to use: where the recipe leaves it open, the whole space if the budget is enough for it."""
+    """The name of the search algorithm; ``auto`` is exhaustive if the budget covers the whole space, else annealing."""
     named = recipe.values.search.algorithm
     if named != AUTO:
         return named
@@ -53,5 +53,5 @@ def algorithm(recipe: LoadedRecipe, domain: Domain) -> str:
 
 
 def cannot_run(plan: Plan) -> str:
-    """Why this build does not run ``plan``, which it can predict; nothing where it does."""
+    """The reason why auto3d can predict ``plan`` but not run it yet; empty if it can run it."""
     return "tensor parallelism" if plan.tp > 1 else ""

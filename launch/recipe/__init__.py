@@ -1,1 +1,1 @@
-"""Recipe files: their schema, overrides and errors, and the engine's settings that they give."""
+"""Recipe files: their schema, overrides and errors, and the settings of the engine that follow from them."""

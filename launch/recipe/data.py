@@ -1,4 +1,4 @@
-"""Recipe -> what the engine makes the model's inputs of."""
+"""Recipe -> the settings from which the engine makes the model's inputs."""
 
 from auto3d.runtime.data import DataSettings, InputField
 from launch.recipe.load import data_files
@@ -7,7 +7,7 @@ from launch.recipe.schema import Recipe
 
 def data_settings(recipe: Recipe) -> DataSettings:
     inputs = {
-        name: InputField(**{**vars(given), "shape": tuple(given.shape)}) for name, given in recipe.data.inputs.items()
+        name: InputField(**{**vars(field), "shape": tuple(field.shape)}) for name, field in recipe.data.inputs.items()
     }
     return DataSettings(
         source=recipe.data.source,

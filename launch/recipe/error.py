@@ -1,14 +1,14 @@
-"""The error about a key of a recipe."""
+"""The error that refuses a recipe."""
 
 from pathlib import Path
 
 from auto3d.errors import InputError
 
-COMMAND_LINE = "command line"  # in the place of a file: where overrides come from
+COMMAND_LINE = "command line"  # source of overrides, named in messages in place of a file
 
 
 class RecipeError(InputError):
-    """A recipe that cannot be used; the message is one line for its author."""
+    """A recipe cannot be used. The message is one line for its author: file, key, problem."""
 
     def __init__(self, file: Path | str, key: str, problem: str) -> None:
         super().__init__(f"{file}: {key}: {problem}" if key else f"{file}: {problem}")

@@ -1,4 +1,4 @@
-"""The keys of a recipe: which schema holds one, whether it takes a value, and how it is told."""
+"""The keys of a recipe: the schema that holds each, the values that it takes, and their description."""
 
 import math
 import re
@@ -14,12 +14,13 @@ def groups() -> list[str]:
 
 
 def group_schema(group: str) -> type:
-    hint = get_type_hints(Recipe)[group]
-    return next(option for option in (hint, *get_args(hint)) if is_dataclass(option))
+    schema = _schema_in(get_type_hints(Recipe)[group])
+    assert schema is not None
+    return schema
 
 
 def schema_of(full_key: str) -> tuple[type, str]:
-    """The schema that holds ``full_key`` and its name there: of data.inputs.labels.kind, InputRecipe and kind."""
+    """The schema that holds ``full_key`` and the key's name there: InputRecipe, kind for data.inputs.labels.kind."""
     group, name, *inner = re.sub(r"\[\d+\]", "", full_key).split(".")
     schema = group_schema(group)
     while inner and (below := _inner_schema(schema, name)) is not None:
@@ -31,18 +32,22 @@ def schema_of(full_key: str) -> tuple[type, str]:
 
 
 def _inner_schema(schema: type, name: str) -> type | None:
-    """The schema of a key that holds a group, several by name, or a list of them."""
-    hint = get_type_hints(schema).get(name)
-    return next((option for option in (hint, *get_args(hint)) if is_dataclass(option)), None)
+    """The schema of the groups in a key that holds one group, groups by name, or a list of groups; else None."""
+    return _schema_in(get_type_hints(schema).get(name))
+
+
+def _schema_in(hint: Any) -> type | None:
+    """The dataclass in a type such as list[NodesRecipe] or LinkRecipe | None."""
+    return next((one for one in (hint, *get_args(hint)) if isinstance(one, type) and is_dataclass(one)), None)
 
 
 def is_axis(schema: type, name: str) -> bool:
-    """Whether the key is an axis of the search space: auto, or a list."""
+    """Whether the key is an axis of the search space, which takes auto or a list."""
     return get_type_hints(schema)[name] is Any and _field(schema, name).metadata["per_stage"] is None
 
 
 def accepts(schema: type, name: str, value: Any) -> bool:
-    """Whether the key, of the right type already where the schema has one, takes ``value``."""
+    """Whether the key takes ``value``, which has the type that the schema declares."""
     metadata = _field(schema, name).metadata
     if is_axis(schema, name):
         if value == AUTO:
@@ -53,9 +58,9 @@ def accepts(schema: type, name: str, value: Any) -> bool:
     if isinstance(value, dict) and metadata["values"]:
         return all(type(one) in metadata["values"] for one in value.values())
     if value is None or isinstance(value, dict):
-        return True  # left out, or checked key by key
+        return True  # not given, or checked key by key
     if metadata["per_stage"] is not None:
-        kinds = (int, metadata["per_stage"])  # a whole number is a number too
+        kinds = (int, metadata["per_stage"])  # a whole number counts as a number
         if value == [] or any(type(one) not in kinds for one in (value if isinstance(value, list) else [value])):
             return False
     return all(_within(metadata, one) for one in (value if isinstance(value, list) else [value]))
@@ -71,7 +76,7 @@ def _within(metadata: Mapping[str, Any], value: Any) -> bool:
 
 
 def _kinds(metadata: Mapping[str, Any]) -> tuple[type, ...]:
-    """The types of an axis's values."""
+    """The types of the values of an axis."""
     if metadata["choices"] == (False, True):
         return (bool,)
     if metadata["choices"]:
@@ -84,7 +89,7 @@ def _field(schema: type, name: str) -> Field:
 
 
 def accepted(schema: type, name: str) -> str:
-    """What the key takes, in a user's words."""
+    """The values that the key takes, in words."""
     item = _field(schema, name)
     bounds = {"of at least": item.metadata["least"], "and below": item.metadata["below"]}
     bound = "".join(f" {words} {number}" for words, number in bounds.items() if number is not None)
@@ -102,11 +107,13 @@ def accepted(schema: type, name: str) -> str:
 
 
 def documented_keys() -> Iterator[tuple[str, Any, str, str]]:
-    """Every key of a recipe: its full name, default, what it accepts, and its meaning."""
+    """For every key of a recipe: its full name, default, the values that it takes, and its meaning."""
 
     def describe(schema: type, prefix: str) -> Iterator[tuple[str, Any, str, str]]:
         for item in fields(schema):
-            default = item.default if item.default is not MISSING else item.default_factory()
+            default = item.default
+            if item.default_factory is not MISSING:
+                default = item.default_factory()
             inner = _inner_schema(schema, item.name)
             many = {dict: ".NAME", list: "[N]"}.get(get_origin(get_type_hints(schema)[item.name]), "")
             if inner is None or many:
@@ -132,6 +139,6 @@ def _type_in_words(hint: Any) -> str:
 _WORDS = {
     int: ("a whole number", "whole numbers"),
     float: ("a number", "numbers"),
-    str: ("text", "texts"),
+    str: ("text", "strings"),
     bool: ("true or false", ""),
 }

@@ -1,6 +1,6 @@
-"""Recipes: the one YAML file that a user writes, read, merged and checked against the schema.
+"""Recipes: YAML files that users write, which are read, merged and checked against the schema.
 
-``load`` refuses what it does not understand with one line: the file, the key, the value and what is accepted.
+``load`` refuses what it does not understand in one line: the file, the key, the value and what is accepted.
 """
 
 import re
@@ -24,51 +24,53 @@ from launch.recipe.error import COMMAND_LINE, RecipeError
 from launch.recipe.keys import accepted, accepts, group_schema, groups, schema_of
 from launch.recipe.overrides import KeyPath, file_names, nested, read_overrides, read_path, replaced, write_path
 from launch.recipe.schema import INPUT_KEYS, TOKEN_KINDS, AcceleratorRecipe, InputRecipe, Recipe
+from launch.recipe.words import counted
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 _GROUPS = ", ".join(groups())
-NAMED_GROUPS = {"model": "models", "cluster": "clusters"}  # groups that may name a file of recipes/
+NAMED_GROUPS = {"model": "models", "cluster": "clusters"}  # group -> folder of recipes/ with files that it may name
 
 
 @dataclass(frozen=True)
 class LoadedRecipe:
-    """A recipe that passed all checks of its own, and where each of its values came from."""
+    """A recipe that has passed the checks of ``load``, and the source of each of its values."""
 
     name: str
     values: Recipe
-    written: str  # how the user wrote the recipe's name
+    written: str  # the recipe's name as the user wrote it
     overrides: tuple[str, ...]
-    folder: Path  # of the user's file: modules of their own may lie beside it
+    folder: Path  # folder of the user's file, which may hold modules of their own
     _sources: "_Sources"
 
     def error(self, key: str, problem: str) -> RecipeError:
-        """An error about ``key``, found later than here, with the file that gave its value."""
+        """An error about ``key`` for checks after ``load``; its message names the file that set the key."""
         return RecipeError(self._sources.of(key), key, problem)
 
     def accelerator(self, key: str, name: str) -> tuple[Path, AcceleratorRecipe]:
-        """The file of recipes/accelerators/ that ``key`` names, and what it holds."""
+        """The file of recipes/accelerators/ that ``name``, the value of ``key``, stands for, and its content."""
         file = _find(self._sources.of(key), name, folder="accelerators", what=key)
-        values = OmegaConf.structured(AcceleratorRecipe)
+        values: DictConfig = OmegaConf.structured(AcceleratorRecipe)
         for item, value in _read(file).items():
             try:
-                values = OmegaConf.merge(values, {item: value})
+                values = _merged(values, item, value)
             except (OmegaConfBaseException, TypeError) as error:
                 known = [each.name for each in fields(AcceleratorRecipe)]
                 if isinstance(error, ConfigKeyError):
                     raise _unknown(file, str(item), known) from None
                 problem = f"found {value!r}; it takes {accepted(AcceleratorRecipe, str(item))}"
                 raise RecipeError(file, str(item), problem) from None
-        found = OmegaConf.to_object(values)
-        _check_group(found, "", _Sources(file, {}))
-        return file, found
+        accelerator = OmegaConf.to_object(values)
+        assert isinstance(accelerator, AcceleratorRecipe)
+        _check_group(accelerator, "", _Sources(file, {}))
+        return file, accelerator
 
     def overrides_of(self, group: str) -> list[str]:
         return [override for override in self.overrides if re.split(r"[.=[]", override, maxsplit=1)[0] == group]
 
     def command(self, verb: str, *options: str, without: str = "") -> str:
-        """The shell command that does ``verb`` with this recipe as the user wrote it, less one group.
+        """The shell command that runs ``verb`` on this recipe as the user wrote it.
 
-        Overrides among the ``options`` replace the user's own of the same keys.
+        Overrides of the group ``without`` are left out. Overrides among the ``options`` replace the user's own.
         """
         dropped = self.overrides_of(without)
         kept = [override for override in self.overrides if override not in dropped]
@@ -79,33 +81,34 @@ class LoadedRecipe:
         return shlex.join([program, verb, self.written, *replaced(kept, changes), *others])
 
     def changed(self, overrides: Sequence[str]) -> "LoadedRecipe":
-        """This recipe with further ``overrides``, which replace the user's own of the same keys."""
+        """This recipe with further ``overrides``, which replace the user's own overrides of the same keys."""
         return load(self.written, replaced(self.overrides, overrides))
 
     def follow_up(self, verb: str, *options: str) -> str:
-        """The shell command that does ``verb`` with what was run last of this recipe, whatever its overrides were."""
+        """The shell command that runs ``verb`` on the last run of this recipe, whatever its overrides were."""
         return replace(self, overrides=()).command(verb, *options)
 
-    @cached_property  # it takes 20 ms, and every trial has a copy
+    @cached_property  # it takes 20 ms, and every trial stores it
     def text(self) -> str:
-        """The whole recipe as YAML, defaults included, so that ``load`` gives it back."""
+        """The whole recipe as YAML, with defaults; ``load`` reads it back."""
         return OmegaConf.to_yaml(OmegaConf.structured(self.values))
 
     @property
     def cluster_name(self) -> str:
-        """Of the file that describes its cluster, which may be the recipe itself."""
+        """The name of the file that describes the cluster, which may be the recipe itself."""
         return self._sources.named.get("cluster", self._sources.file).stem
 
     @property
     def shipped(self) -> bool:
-        """Whether it is a file of recipes/, which `make` finds by its name."""
+        """Whether the recipe is a file of recipes/, which `make` finds by its name."""
         return self.folder in (Path("recipes").resolve(), RECIPES)
 
 
 def load(name: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
     """The recipe called ``name`` (of recipes/, or a path) with ``overrides`` such as ``training.global_batch=32``.
 
-    Raises RecipeError if anything in it is unknown, of a wrong type, impossible by itself or together.
+    Raises RecipeError for an unknown key, a value of the wrong type or out of range, and keys that contradict each
+    other.
     """
     file = _find(COMMAND_LINE, name, folder="", what="recipe")
     recipe, sources = _typed(file, _read(file), read_overrides(overrides))
@@ -115,7 +118,7 @@ def load(name: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
 
 
 def data_files(recipe: Recipe) -> list[str]:
-    """The files that data.files means, in order; none: the source of Python's standard library."""
+    """The files that match data.files, in order; empty stands for the source code of Python's standard library."""
     return [file for pattern in recipe.data.files for file in sorted(glob(pattern))]
 
 
@@ -132,7 +135,7 @@ def _read(file: Path) -> dict[Any, Any]:
         where = f", line {mark.line + 1}" if mark else ""
         problem = str(getattr(error, "problem", error)).splitlines()[0]
         raise RecipeError(file, "", f"not YAML{where}: {problem}") from None
-    except (OmegaConfBaseException, RecursionError) as error:  # a key or a value of a kind that no recipe has
+    except (OmegaConfBaseException, RecursionError) as error:  # a type of key or value that no recipe has
         raise RecipeError(file, "", f"not readable: {str(error).splitlines()[0]}") from None
     if not isinstance(raw, dict):
         raise RecipeError(file, "", f"holds a list; a recipe has the groups {_GROUPS}")
@@ -140,9 +143,9 @@ def _read(file: Path) -> dict[Any, Any]:
 
 
 def _typed(file: Path, raw: dict[Any, Any], overrides: Mapping[KeyPath, Any]) -> tuple[Recipe, "_Sources"]:
-    """Merge the schema's defaults, named files, the recipe and the overrides, each checked against the schema.
+    """Merge the schema's defaults, named files, the recipe and the overrides, and check each against the schema.
 
-    Overrides that take a whole file come first, and items of lists last.
+    Overrides that name a file come first, those that set items of lists last.
     """
     names = file_names(overrides)
     items = {path: value for path, value in overrides.items() if any(isinstance(part, int) for part in path)}
@@ -156,7 +159,7 @@ def _typed(file: Path, raw: dict[Any, Any], overrides: Mapping[KeyPath, Any]) ->
             if group not in groups():
                 raise _unknown(where, str(group), groups())
             if typed[group] is None and content is None:
-                continue  # an optional group, left out in so many words
+                continue  # an optional group that is explicitly left out
             if group in NAMED_GROUPS and isinstance(content, str):
                 sources.named[group] = _find(where, content, folder=NAMED_GROUPS[group], what=group)
                 typed[group] = _merge(sources.named[group], group, _defaults(group), _read(sources.named[group]))
@@ -168,8 +171,10 @@ def _typed(file: Path, raw: dict[Any, Any], overrides: Mapping[KeyPath, Any]) ->
         _set_item(typed, path, value)
     whole = OmegaConf.create({group: present for group, present in typed.items() if present is not None})
     try:
-        OmegaConf.resolve(whole)  # ${…} may refer to any key, so this comes last
-        return OmegaConf.to_object(OmegaConf.merge(defaults, whole)), sources
+        OmegaConf.resolve(whole)  # this comes last, because ${…} may refer to any key
+        recipe = OmegaConf.to_object(OmegaConf.merge(defaults, whole))
+        assert isinstance(recipe, Recipe)
+        return recipe, sources
     except OmegaConfBaseException as error:
         full_key = str(error.full_key or "")
         raise RecipeError(sources.of(full_key), full_key, str(error).splitlines()[0]) from None
@@ -185,26 +190,33 @@ def _merge(where: Path | str, group: str, present: DictConfig, layer: dict[Any, 
     for name, value in layer.items():
         full_key = f"{group}.{name}"
         try:
-            present = OmegaConf.merge(present, {name: value})
+            present = _merged(present, name, value)
         except (OmegaConfBaseException, TypeError, RecursionError) as error:
-            if getattr(error, "full_key", None):
+            if isinstance(error, OmegaConfBaseException) and error.full_key:
                 full_key = f"{group}.{error.full_key}"
             found = OmegaConf.select(OmegaConf.create({group: layer}), full_key)
             raise _refused(where, full_key, found, error) from None
     return present
 
 
+def _merged(present: DictConfig, name: Any, value: Any) -> DictConfig:
+    merged = OmegaConf.merge(present, {name: value})
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
 def _set_item(typed: dict[str, DictConfig | None], path: KeyPath, value: Any) -> None:
-    """Set what an override says of an item of a list, which is already there."""
-    group, place = path[0], next(place for place, part in enumerate(path) if isinstance(part, int))
+    """Apply an override of one item of a list; the list must have that item."""
+    group = str(path[0])
+    place, index = next((place, part) for place, part in enumerate(path) if isinstance(part, int))
     if group not in groups():
-        raise _unknown(COMMAND_LINE, str(group), groups())
+        raise _unknown(COMMAND_LINE, group, groups())
     full_key, list_key = write_path(path), write_path(path[:place])
     present = typed[group] or _defaults(group)
     items = OmegaConf.select(present, write_path(path[1:place])) if place > 1 else None
-    if not isinstance(items, ListConfig) or path[place] >= len(items):
-        count = len(items) if isinstance(items, ListConfig) else "no list"
-        problem = f"there is no such item; {list_key} has {count}: give the whole list, as in {list_key}=[…]"
+    if not isinstance(items, ListConfig) or index >= len(items):
+        size = f"has {counted(len(items), 'item')}" if isinstance(items, ListConfig) else "is not a list"
+        problem = f"there is no such item; {list_key} {size}: give the whole list, as in {list_key}=[…]"
         raise RecipeError(COMMAND_LINE, full_key, problem)
     try:
         OmegaConf.update(present, full_key.removeprefix(f"{group}."), value)
@@ -220,7 +232,7 @@ def _refused(where: Path | str, full_key: str, found: Any, error: Exception) -> 
 
 
 def _find(where: Path | str, name: str, *, folder: str, what: str) -> Path:
-    """The file ``name``: a path, or the name of a file of recipes/``folder``, here or where auto3d is installed."""
+    """The file ``name``: a path, or a name in recipes/``folder`` of this folder or of the installation."""
     folders = [Path("recipes") / folder, RECIPES / folder]
     for path in (Path(name), *(folder / f"{name}.yaml" for folder in folders)):
         if path.suffix in (".yaml", ".yml") and path.is_file():
@@ -238,7 +250,7 @@ def _unknown(where: Path | str, full_key: str, known: Sequence[str]) -> RecipeEr
 
 
 class _Sources:
-    """Which file a key's value came from, for messages."""
+    """The sources of values, which messages name: files, or the command line."""
 
     def __init__(self, file: Path, overrides: Mapping[KeyPath, Any]) -> None:
         self.file = file
@@ -257,7 +269,7 @@ class _Sources:
 
 
 def _check_values(recipe: Recipe, sources: _Sources) -> None:
-    """Each value by itself, against its key's choices and least value."""
+    """Check each value against the choices and limits of its key."""
     for group in groups():
         if getattr(recipe, group) is not None:
             _check_group(getattr(recipe, group), group, sources)
@@ -285,7 +297,7 @@ def _check_group(holder: Any, prefix: str, sources: _Sources) -> None:
 
 
 def _check_together(recipe: Recipe, sources: _Sources) -> None:
-    """What no value shows by itself."""
+    """Check values against each other, and files against the disk."""
     model = recipe.model
     given = [name for name in ("architecture", "factory", "layers") if getattr(model, name) is not None]
     if len(given) != 1:
@@ -301,36 +313,34 @@ def _check_together(recipe: Recipe, sources: _Sources) -> None:
         problem = f"belongs to training.compute: emulated, but that is {recipe.training.compute}: leave it out"
         raise RecipeError(sources.of("emulation"), "emulation", problem)
     for name, field in recipe.data.inputs.items():
-        if problem := _of_input(field, recipe.data.sequence_length):
-            full_key = f"data.inputs.{name}.{problem[0]}"
-            raise RecipeError(sources.of(full_key), full_key, problem[1])
+        if mistake := _mistake_in_input(field, recipe.data.sequence_length):
+            full_key = f"data.inputs.{name}.{mistake[0]}"
+            raise RecipeError(sources.of(full_key), full_key, mistake[1])
     for name in recipe.model.forward:
         if name in recipe.data.inputs:
             full_key = f"model.forward.{name}"
-            raise RecipeError(sources.of(full_key), full_key, "is one of data.inputs too; give one of them")
+            raise RecipeError(sources.of(full_key), full_key, "is also one of data.inputs; give only one of them")
     _check_data_files(recipe, sources.of("data.files"))
     if model.weights is not None and not Path(model.weights).is_file():
         problem = f"found {model.weights!r}; there is no such file"
         raise RecipeError(sources.of("model.weights"), "model.weights", problem)
 
 
-def _of_input(field: InputRecipe, sequence_length: int) -> tuple[str, str] | None:
-    """A key of the input that does not go with the others, and why."""
+def _mistake_in_input(field: InputRecipe, sequence_length: int) -> tuple[str, str] | None:
+    """A key of the input that contradicts the others, and the reason; None if all fit."""
     default = InputRecipe()
     for name in vars(field):
         if name != "kind" and name not in INPUT_KEYS[field.kind] and getattr(field, name) != getattr(default, name):
             takes = ", ".join(INPUT_KEYS[field.kind])
             return name, f"found {getattr(field, name)!r}, but the kind is {field.kind}, which takes {takes}"
     if field.low >= field.high:
-        return "low", f"found {field.low}, and high is {field.high}: it takes less than that"
+        return "low", f"found {field.low}; it must be below high, which is {field.high}"
     if field.kind == "mask" and field.count > prod(field.shape):
-        return (
-            "count",
-            f"found {field.count} in {prod(field.shape)} places; it takes at most that, the product of shape",
-        )
+        places = prod(field.shape)
+        return "count", f"found {field.count}; it must be at most {places}, the number of places in shape"
     places = field.shape[0] if field.shape else 0 if field.kind == "integers" else sequence_length
     if field.prefix_length > places:
-        return "prefix_length", f"found {field.prefix_length} of {places} places; it takes at most that"
+        return "prefix_length", f"found {field.prefix_length}; it must be at most {places}, the number of places"
     return None
 
 
@@ -341,9 +351,14 @@ def _check_data_files(recipe: Recipe, where: Path | str) -> None:
     files = [Path(file) for file in data_files(recipe)]
     for file in files:
         if not file.is_file():
-            raise RecipeError(where, "data.files", f"found {str(file)!r}, which is no file; give dir/* for its files")
+            raise RecipeError(
+                where,
+                "data.files",
+                f"found {str(file)!r}, which is not a file; for the files of a folder give folder/*",
+            )
     total, least = sum(file.stat().st_size for file in files), recipe.data.sequence_length + 1
     reads = not recipe.data.inputs or any(field.kind in TOKEN_KINDS for field in recipe.data.inputs.values())
     if files and reads and recipe.data.source == "text" and total < least:
-        problem = f"found {total} bytes in {len(files)} files; one sample needs {least}: data.sequence_length + 1"
+        sizes = f"found {counted(total, 'byte')} in {counted(len(files), 'file')}"
+        problem = f"{sizes}; one sample needs {least}: data.sequence_length + 1"
         raise RecipeError(where, "data.files", problem)

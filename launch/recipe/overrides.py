@@ -1,7 +1,8 @@
-"""Overrides: what a command line changes in a recipe, the same in whatever order it is written.
+"""Overrides: changes of a recipe on the command line, in any order.
 
 ``group.key=value`` sets one key, ``group.list[0]=value`` one item of a list, ``group={key: value, …}`` each key of a
-mapping, and ``group=name`` takes a whole file, to which the others are then applied. No key is set twice.
+mapping. ``group=name`` replaces the group by a file, to which the other overrides are then applied. Two overrides must
+not set the same key to different values.
 """
 
 import re
@@ -16,7 +17,7 @@ from yaml import YAMLError
 
 from launch.recipe.error import COMMAND_LINE, RecipeError
 
-KeyPath = tuple[str | int, ...]  # keys of mappings and places in lists: ("cluster", "more", 0, "nodes")
+KeyPath = tuple[str | int, ...]  # keys of mappings and indices of lists: ("cluster", "more", 0, "nodes")
 
 _NAME = r"[^.\[\]]+"
 _PATH = re.compile(rf"{_NAME}(\.{_NAME}|\[\d+\])*")
@@ -36,18 +37,18 @@ def read_overrides(overrides: Sequence[str]) -> dict[KeyPath, Any]:
             values[path] = value
     for first, second in combinations(sorted(values, key=len), 2):
         if second[: len(first)] == first and values[first] != {} and not _names_a_file(first, values[first]):
-            problem = f"{write_path(first)}={values[first]!r} is given too, and sets the same; give one of them"
+            problem = f"{write_path(first)}={values[first]!r} sets the same key; give only one of them"
             raise RecipeError(COMMAND_LINE, write_path(second), problem)
     return values
 
 
 def file_names(values: Mapping[KeyPath, Any]) -> dict[str, str]:
-    """Of what overrides set, the groups that are taken from a file: group -> its name."""
-    return {path[0]: value for path, value in values.items() if _names_a_file(path, value)}
+    """The groups that overrides replace by a file: group -> name of the file."""
+    return {str(path[0]): value for path, value in values.items() if _names_a_file(path, value)}
 
 
 def replaced(overrides: Sequence[str], by: Sequence[str]) -> list[str]:
-    """``overrides`` and ``by``; a key that both set is as ``by`` says."""
+    """``overrides`` followed by ``by``, without those that set the same keys as ``by``."""
     new = read_overrides(by)
     keys = [path for path, value in new.items() if not _names_a_file(path, value)]
 
@@ -58,11 +59,11 @@ def replaced(overrides: Sequence[str], by: Sequence[str]) -> list[str]:
     kept = []
     for override in overrides:
         values = _read(override)
-        left = {path: value for path, value in values.items() if stays(path, value)}
-        if len(left) == len(values):
+        remaining = {path: value for path, value in values.items() if stays(path, value)}
+        if len(remaining) == len(values):
             kept.append(override)
         else:
-            kept += [f"{write_path(path)}={dumps(value)}" for path, value in left.items()]
+            kept += [f"{write_path(path)}={dumps(value)}" for path, value in remaining.items()]
     return [*kept, *by]
 
 
@@ -77,35 +78,36 @@ def write_path(path: KeyPath) -> str:
 
 
 def nested(values: Mapping[KeyPath, Any]) -> dict[str, Any]:
-    """Values by paths that consist of names alone, as mappings in mappings."""
+    """The values as mappings inside mappings; their paths must have no list indices."""
     whole: dict[str, Any] = {}
     for path, value in sorted(values.items(), key=lambda item: len(item[0])):
+        *outer, last = map(str, path)
         holder = whole
-        for name in path[:-1]:
+        for name in outer:
             holder = holder.setdefault(name, {})
-        holder[path[-1]] = {} if value == {} else value
+        holder[last] = {} if value == {} else value
     return whole
 
 
 def _read(override: str) -> dict[KeyPath, Any]:
-    """The values of one override."""
+    """The values that one override sets, by path."""
     key, equals, text = override.partition("=")
     if not equals or not _PATH.fullmatch(key):
         raise RecipeError(COMMAND_LINE, override, "not an override; write group.key=value")
     try:
-        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]
+        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[index, call-overload]  # a dict
         values = dict(_leaves(read_path(key), value))
     except (YAMLError, OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
         raise RecipeError(COMMAND_LINE, override, f"not readable: {str(error).splitlines()[0]}") from None
     for path, value in values.items():
         if value == {} and len(path) > 1:
-            problem = "found {}; a mapping adds its keys to the recipe's: it takes at least one"
+            problem = "found {}; a mapping adds its keys to the recipe's, so it needs at least one"
             raise RecipeError(COMMAND_LINE, write_path(path), problem)
     return values
 
 
 def _leaves(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
-    """The values in ``value``, where it is a mapping of names, by their paths."""
+    """Each value inside ``value``, if that is a mapping of names, with its path; else ``value`` itself."""
     if not isinstance(value, dict) or not value or not all(isinstance(name, str) for name in value):
         yield path, value
         return

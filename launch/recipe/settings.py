@@ -1,9 +1,9 @@
-"""Recipe -> the engine's own settings, group by group."""
+"""Recipe -> the settings of the engine, one function per group."""
 
 from dataclasses import asdict, replace
 
 from auto3d.cluster import Accelerator, Cluster, ClusterError, Link, Node
-from auto3d.cost.model import Training
+from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import PRECISION_BYTES
 from auto3d.runtime.emulation import Emulation
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
@@ -13,9 +13,9 @@ from launch.recipe.schema import LinkRecipe, Recipe
 
 
 def cluster(recipe: LoadedRecipe) -> Cluster:
-    """The recipe's cluster, and the one place that says how much memory its devices have.
+    """The recipe's cluster. No other function decides how much memory its devices have.
 
-    Raises RecipeError where an accelerator is not known or not whole.
+    Raises RecipeError where an accelerator is unknown or its file lacks the precision that the recipe predicts for.
     """
     values = recipe.values.cluster
     nodes = []
@@ -29,14 +29,14 @@ def cluster(recipe: LoadedRecipe) -> Cluster:
         )
         nodes += [node] * kind.nodes
     try:
-        found = Cluster(nodes=tuple(nodes), device=values.device)
+        machine = Cluster(nodes=tuple(nodes), device=values.device)
     except ClusterError as error:
         raise recipe.error("cluster", str(error)) from None
-    return found if values.memory_gib is None else with_memory(found, values.memory_gib * 2**30)
+    return machine if values.memory_gib is None else with_memory(machine, values.memory_gib * 2**30)
 
 
 def with_memory(machine: Cluster, memory_bytes: float) -> Cluster:
-    """``machine`` with so much memory that a process may fill on each of its devices."""
+    """``machine`` with ``memory_bytes`` as the memory that a process may fill on each device."""
     nodes = (replace(node, accelerator=replace(node.accelerator, memory_bytes=memory_bytes)) for node in machine.nodes)
     return Cluster(nodes=tuple(nodes), device=machine.device)
 
@@ -53,7 +53,7 @@ def _accelerator(recipe: LoadedRecipe, where: str, name: str | None) -> Accelera
     if precision not in values.peak_tflops:
         known = ", ".join(values.peak_tflops) or "none"
         raise recipe.error(
-            "prediction.precision", f"found {precision!r}; {file} has peak_tflops of {known}: it takes one of these"
+            "prediction.precision", f"found {precision!r}; {file} has peak_tflops for {known}: it takes one of these"
         )
     return Accelerator(
         name=file.stem,
@@ -70,10 +70,10 @@ def _accelerator(recipe: LoadedRecipe, where: str, name: str | None) -> Accelera
     )
 
 
-def training(recipe: Recipe) -> Training:
-    """How the recipe's plans are trained, as the cost model sees it."""
+def training(recipe: Recipe) -> TrainingOptions:
+    """The training settings that the cost model needs."""
     prediction = recipe.prediction
-    return Training(
+    return TrainingOptions(
         precision=prediction.precision,
         sync_bytes=PRECISION_BYTES[prediction.sync_precision],
         optimizer=recipe.training.optimizer,
@@ -84,12 +84,13 @@ def training(recipe: Recipe) -> Training:
 
 def optimizer_settings(recipe: Recipe) -> OptimizerSettings:
     training = recipe.training
+    first, second = training.betas  # load() has checked that there are two
     return OptimizerSettings(
         optimizer=training.optimizer,
         learning_rate=training.learning_rate,
         weight_decay=training.weight_decay,
         momentum=training.momentum,
-        betas=tuple(training.betas),
+        betas=(first, second),
         learning_rate_schedule=training.learning_rate_schedule,
         warmup_iterations=training.warmup_iterations,
         clip_norm=training.clip_norm,
@@ -111,16 +112,16 @@ def training_settings(recipe: Recipe, *, iterations: int) -> TrainingSettings:
 
 
 def device(recipe: Recipe) -> str:
-    """What a rank runs on: emulated devices are processes of a CPU, whatever they stand for."""
+    """The type of device that a rank runs on: emulated devices are CPU processes, whatever they stand for."""
     return "cpu" if recipe.training.compute == "emulated" else recipe.cluster.device
 
 
 def emulation(recipe: Recipe) -> Emulation | None:
-    """What devices emulate; None if they are real."""
+    """The times and sizes that devices emulate; None if devices are real."""
     if recipe.training.compute == "real":
         return None
-    given = asdict(recipe.emulation) if recipe.emulation else {}
-    return Emulation(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+    values = asdict(recipe.emulation) if recipe.emulation else {}
+    return Emulation(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 def search_space(recipe: Recipe) -> SearchSpace:

@@ -1,8 +1,8 @@
 """A real SLURM cluster on one machine: `up`, `down` and `status`.
 
-Debian's own munge, slurmctld, slurmdbd (with MariaDB) and one slurmd per node, each host in a network namespace of its
-own, behind a link of its own. Needs root. `up` mends a cluster that is half there; `down` leaves nothing behind except
-the packages.
+It runs Debian's munge, slurmctld, slurmdbd (with MariaDB) and one slurmd per node. Each host has its own network
+namespace and its own link. All commands need root. `up` repairs a cluster of which a part is missing; `down` removes
+everything except the packages.
 """
 
 import argparse
@@ -23,9 +23,9 @@ from errors import DescriptionError, DevClusterError
 from packages import install_missing
 
 HERE = Path(__file__).resolve().parent
-# Not below /run, which systemd mounts noexec: batch scripts run from the folder.
+# Not below /run, which systemd mounts noexec, because batch scripts are executed in this folder.
 DEFAULT_FOLDER = Path("/var/lib/auto3d-cluster")
-FOLDER = re.compile(r"/[A-Za-z0-9._/-]{1,60}")  # slurm.conf knows no quotes, and a socket's path is 108 bytes at most
+FOLDER = re.compile(r"/[A-Za-z0-9._/-]{1,60}")  # slurm.conf has no quotes; a socket's path has at most 108 bytes
 
 
 def main() -> int:
@@ -47,7 +47,7 @@ def main() -> int:
 
 
 def up(folder: Path, description_name: str | None, num_nodes: int | None) -> None:
-    """Start the cluster, or whatever of it does not run; without arguments, the one that is there already."""
+    """Start the cluster, or those parts of it that are not running; without arguments, the cluster that is up."""
     paths = Paths(folder)
     present = _read_state(paths)
     if present and description_name is None and num_nodes is None:
@@ -66,15 +66,16 @@ def up(folder: Path, description_name: str | None, num_nodes: int | None) -> Non
     daemons.start_accounting(paths)
     daemons.start_controller(paths)
     daemons.start_nodes(paths, [node.name for node in description.nodes])
-    say(f"{len(description.nodes)} nodes are ready. To use them from this shell:")
+    number = len(description.nodes)
+    say(f"{'1 node is' if number == 1 else f'{number} nodes are'} ready. To use the cluster from this shell:")
     print(f". {paths.env}", flush=True)
 
 
 def down(folder: Path) -> None:
-    """End every process, and remove every namespace, link, line and file. Works on a cluster that is half there."""
+    """Kill every process, and remove every namespace, link, file and line in /etc/hosts, even of a partial cluster."""
     paths = Paths(folder)
     if folder.exists() and not paths.state.exists() and any(folder.iterdir()):
-        raise DevClusterError(f"{folder} is not a folder of this program: it has no {paths.state.name}; it stays")
+        raise DevClusterError(f"{folder} is not a cluster's folder: it has no {paths.state.name}; nothing was removed")
     daemons.end_clients(paths)
     daemons.kill_everything()
     network.remove_network()
@@ -83,17 +84,17 @@ def down(folder: Path) -> None:
 
 
 def status(folder: Path) -> int:
-    """Print what runs; returns 0 if all of it does."""
+    """Print which parts of the cluster run; returns 0 if all of them do."""
     paths = Paths(folder)
     present = _read_state(paths)
     if present is None:
         say("there is no cluster; `make cluster-up` starts one")
         return 1
     print(f"folder    {folder}\nnetwork   {present.subnet}")
-    good = True
+    complete = True
     for program in ("munged", "mariadbd", "slurmdbd", "slurmctld"):
         runs = daemons.running(CONTROL, program)
-        good &= runs
+        complete &= runs
         print(f"{program:<9} {'runs' if runs else 'DOES NOT RUN'}")
     try:
         states = daemons.node_states(paths)
@@ -102,15 +103,15 @@ def status(folder: Path) -> int:
         return 1
     for node in present.description.nodes:
         state = states.get(node.name, "unknown") if daemons.running(node.name, "slurmd") else "its slurmd DOES NOT RUN"
-        good &= daemons.usable(state)
+        complete &= daemons.usable(state)
         print(f"{node.name:<9} {state}; {network.link(node)}")
     print(f"use it    . {paths.env}")
-    return 0 if good else 1
+    return 0 if complete else 1
 
 
 @dataclass(frozen=True)
 class _State:
-    """What was decided when the cluster was first started."""
+    """The choices that were made when the cluster was first started."""
 
     description: Description
     subnet: str
@@ -126,8 +127,8 @@ def _read_state(paths: Paths) -> _State | None:
 def _claim_folder(paths: Paths, description: Description) -> str:
     """Take the folder for a new cluster; returns the cluster's subnet."""
     if paths.folder.exists() and any(paths.folder.iterdir()):
-        raise DescriptionError(f"{paths.folder} is not empty and not ours; name a new folder: FOLDER=/path")
-    daemons.kill_everything()  # of a cluster whose removal was interrupted
+        raise DescriptionError(f"{paths.folder} is not empty and no cluster's folder; name a new one: FOLDER=/path")
+    daemons.kill_everything()  # left behind by an interrupted `down`
     network.remove_network()
     network.check_names(description)
     paths.folder.mkdir(parents=True, exist_ok=True)
@@ -138,7 +139,7 @@ def _claim_folder(paths: Paths, description: Description) -> str:
 
 
 def _remove_folder(paths: Paths) -> None:
-    """Last of all what marks it as ours, so that an interrupted `down` can be repeated."""
+    """Remove the folder. Its state file, which marks it as ours, goes last, so that `down` can be repeated."""
     if not paths.folder.exists():
         return
     for path in paths.folder.iterdir():
@@ -150,33 +151,33 @@ def _remove_folder(paths: Paths) -> None:
     paths.folder.rmdir()
 
 
-def _folder(given: Path | None) -> Path:
-    """The folder asked for; or, where a cluster is up, that cluster's."""
+def _folder(requested: Path | None) -> Path:
+    """The requested folder, or by default that of the cluster that is up."""
     present = network.owner()
-    folder = given or Path(present or DEFAULT_FOLDER)
+    folder = requested or Path(present or DEFAULT_FOLDER)
     if present and folder != Path(present):
-        raise DescriptionError(f"a cluster is up in {present}; there can be one on a machine: FOLDER={present}")
+        raise DescriptionError(f"a cluster is up in {present}, and a machine can have only one; use FOLDER={present}")
     if not FOLDER.fullmatch(str(folder)):
         raise DescriptionError(f"FOLDER={folder}: give an absolute path of at most 60 letters, digits and ./_-")
     return folder
 
 
 def _one_at_a_time() -> socket.socket:
-    """A lock that ends with this process and is no file: a name that only one process can hold."""
+    """A lock that ends with this process: an abstract socket, whose name only one process can hold."""
     lock = socket.socket(socket.AF_UNIX)
     try:
         lock.bind("\0auto3d-development-cluster")
     except OSError:
-        raise DevClusterError("another cluster-up or cluster-down is at work") from None
+        raise DevClusterError("another cluster-up or cluster-down is running; wait until it ends") from None
     return lock
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("verb", choices=("up", "down", "status"))
-    parser.add_argument("--nodes", type=int, help="start only the first so many of the description")
-    parser.add_argument("--description", help="a YAML file beside this one, or a path to one (default mixed)")
-    parser.add_argument("--folder", type=Path, help=f"where the cluster keeps its files (default {DEFAULT_FOLDER})")
+    parser.add_argument("--nodes", type=int, help="start only this many nodes, the first of the description")
+    parser.add_argument("--description", help="name of a YAML file in this folder, or the path of one (default mixed)")
+    parser.add_argument("--folder", type=Path, help=f"folder for the cluster's files (default {DEFAULT_FOLDER})")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""Running programs and waiting for things, never without a time-out that says what was waited for."""
+"""Run programs and wait for conditions, always with a time-out."""
 
 import os
 import shlex
@@ -9,12 +9,12 @@ from time import monotonic, sleep
 from errors import DevClusterError
 
 POLL_S = 0.1
-# Nothing of the caller's environment: a stray SLURM_CONF or MYSQL_HOST would lead to somebody else's cluster.
+# The caller's environment is not passed on: a stray SLURM_CONF or MYSQL_HOST would lead to another cluster.
 ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C.UTF-8", "HOME": "/root"}
 
 
 def run(*command: str, timeout_s: float = 20, environment: Mapping[str, str] = {}) -> str:
-    """The standard output of ``command``; raises DevClusterError with its last words if it fails or takes too long."""
+    """The standard output of ``command``; raises DevClusterError, with its last lines, if it fails or times out."""
     try:
         done = subprocess.run(
             command,
@@ -28,12 +28,12 @@ def run(*command: str, timeout_s: float = 20, environment: Mapping[str, str] = {
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise DevClusterError(f"`{shlex.join(command)}` was not done after {timeout_s:g} s") from None
+        raise DevClusterError(f"`{shlex.join(command)}` had not ended after {timeout_s:g} s") from None
     except FileNotFoundError:
         raise DevClusterError(f"{command[0]} is not installed") from None
     if done.returncode != 0:
-        words = "; ".join((done.stderr or done.stdout).strip().splitlines()[-3:])
-        raise DevClusterError(f"`{shlex.join(command)}` ended with exit code {done.returncode}: {words}")
+        message = "; ".join((done.stderr or done.stdout).strip().splitlines()[-3:])
+        raise DevClusterError(f"`{shlex.join(command)}` ended with exit code {done.returncode}: {message}")
     return done.stdout
 
 
@@ -45,10 +45,10 @@ def succeeds(*command: str, timeout_s: float = 10, environment: Mapping[str, str
     return True
 
 
-def wait_until(true: Callable[[], bool], *, timeout_s: float) -> bool:
-    """Whether ``true()`` became true within ``timeout_s``."""
+def wait_until(condition: Callable[[], bool], *, timeout_s: float) -> bool:
+    """Whether ``condition()`` became true within ``timeout_s``."""
     deadline = monotonic() + timeout_s
-    while not true():
+    while not condition():
         if monotonic() > deadline:
             return False
         sleep(POLL_S)
@@ -57,4 +57,4 @@ def wait_until(true: Callable[[], bool], *, timeout_s: float) -> bool:
 
 def require_root() -> None:
     if os.geteuid() != 0:
-        raise DevClusterError("network namespaces and daemons need root; run it as root")
+        raise DevClusterError("network namespaces and daemons need root; run this as root")

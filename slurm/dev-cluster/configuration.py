@@ -1,4 +1,4 @@
-"""The cluster's folder, and the files that SLURM reads."""
+"""The cluster's folder, and SLURM's configuration files in it."""
 
 import os
 import shlex
@@ -9,20 +9,20 @@ from description import CONTROL, Description
 from network import control_address, host_addresses
 
 CLUSTER_NAME = "auto3d"
-MAX_ARRAY_SIZE = 11  # small, so that a sweep of a few trials needs several arrays: indices 0 to 10
-GRACE_S = 5  # between the warning of a job that is preempted and its end
-MEMORY_OF_CPU_MIB = 512  # what a job gets for each CPU unless it asks; nothing enforces it
-GPUS_PER_NODE = 4  # fake ones: SLURM counts, binds and names them as if they were real
+MAX_ARRAY_SIZE = 11  # indices 0 to 10: so small that a sweep of a few trials needs several arrays
+GRACE_S = 5  # time between the warning and the end of a preempted job
+MEMORY_OF_CPU_MIB = 512  # default memory of a job per CPU; not enforced
+GPUS_PER_NODE = 4  # fake GPUs, which SLURM counts, binds and names like real ones
 
 
 @dataclass(frozen=True)
 class Paths:
-    """Where everything is, in one folder. Other users may read what a client needs, and nothing of ``private``."""
+    """Paths in the cluster's folder. Other users can read what clients need, but nothing in ``private``."""
 
     folder: Path
 
     @property
-    def state(self) -> Path:  # what cluster this is; its presence marks the folder as ours
+    def state(self) -> Path:  # description of the cluster; it marks the folder as ours
         return self.folder / "cluster.json"
 
     @property
@@ -38,11 +38,11 @@ class Paths:
         return self.folder / "munge" / "socket"
 
     @property
-    def spool(self) -> Path:  # jobs' scripts: readable by their users
+    def spool(self) -> Path:  # job scripts, readable by their users
         return self.folder / "spool"
 
     @property
-    def gpus(self) -> Path:  # files that stand for the GPUs of every node; SLURM takes their numbers from their names
+    def gpus(self) -> Path:  # files that stand for each node's GPUs; SLURM reads their numbers from their names
         return self.folder / "gpus"
 
     @property
@@ -75,7 +75,7 @@ class Paths:
 
 
 def write_configuration(paths: Paths, description: Description, subnet: str) -> None:
-    """Write everything that SLURM and its clients read, and make the folders that they write to."""
+    """Write the files that SLURM and its clients read, and make the folders that they write to."""
     paths.private.mkdir(mode=0o700, exist_ok=True)
     for folder in (paths.controller, paths.logs):
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -85,7 +85,7 @@ def write_configuration(paths: Paths, description: Description, subnet: str) -> 
     for number in range(GPUS_PER_NODE):
         device = paths.gpus / f"gpu{number}"
         if not device.is_symlink():
-            device.symlink_to("/dev/null")  # SLURM takes devices alone, and nobody opens these
+            device.symlink_to("/dev/null")  # SLURM accepts only devices, and nothing opens these
     write(paths.slurm_conf, slurm_conf(paths, description, subnet))
     write(paths.folder / "slurmdbd.conf", slurmdbd_conf(paths, subnet), mode=0o600)
     write(paths.folder / "cgroup.conf", CGROUP_CONF)
@@ -94,21 +94,21 @@ def write_configuration(paths: Paths, description: Description, subnet: str) -> 
 
 
 def write(path: Path, text: str, *, mode: int = 0o644) -> None:
-    """Write a whole file or nothing."""
+    """Write ``path`` atomically."""
     unfinished = path.with_name(f".{path.name}.new")
     unfinished.unlink(missing_ok=True)
     with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
         file.write(text)
-    unfinished.chmod(mode)  # whatever the umask is
+    unfinished.chmod(mode)  # independent of the umask
     unfinished.replace(path)
 
 
 def env(paths: Paths) -> str:
-    """What a shell reads to use the cluster. slurm.conf names the socket of munge (AuthInfo)."""
+    """The file that a shell sources to use the cluster. slurm.conf names munge's socket (AuthInfo)."""
     return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in paths.client_environment.items())
 
 
-# No cgroup is made: proctrack/linuxproc and task/none need none. slurmd looks at the mounted ones all the same.
+# proctrack/linuxproc and task/none need no cgroups, so none are made. slurmd inspects the mounted ones all the same.
 CGROUP_CONF = "IgnoreSystemd=yes\n"
 
 
@@ -129,7 +129,7 @@ AuthType=auth/munge
 AuthInfo=socket={paths.munge_socket}
 CredType=cred/munge
 
-# Ports are those of SLURM. They clash with nothing, for every host has a network namespace of its own.
+# SLURM's default ports. They cannot clash, because every host has its own network namespace.
 SlurmctldPort=6817
 SlurmdPort=6818
 
@@ -142,7 +142,7 @@ SlurmctldSyslogDebug=quiet
 SlurmdSyslogDebug=quiet
 MailProg=/bin/true
 
-# Nodes have more CPUs than the machine, and all its memory; nothing is bound or confined.
+# Nodes together have more CPUs and memory than the machine; jobs are neither bound nor confined.
 SlurmdParameters=config_overrides
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -150,7 +150,7 @@ SwitchType=switch/none
 JobAcctGatherType=jobacct_gather/linux
 JobAcctGatherFrequency=5
 
-# Quick to notice a dead node and to try again; patient with a machine that is busy.
+# Notice a dead node and retry quickly, but tolerate a busy machine.
 SlurmdTimeout=20
 TCPTimeout=10
 MessageTimeout=30
@@ -174,7 +174,7 @@ AccountingStoragePort=6819
 AccountingStoragePass={paths.munge_socket}
 
 {nodes}
-# A job in `high` sends one in `low` back to the queue, {GRACE_S} seconds after a warning signal.
+# A job in `high` preempts one in `low`, which is requeued {GRACE_S} seconds after a warning signal.
 PartitionName=low Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime={GRACE_S}
 PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF
 """

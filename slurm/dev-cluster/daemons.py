@@ -1,6 +1,7 @@
-"""The cluster's daemons. A process is the cluster's if it is in one of its network namespaces, jobs included.
+"""The cluster's daemons.
 
-So nothing has to be remembered to find them all again, and none of another's is ever touched.
+A process belongs to the cluster if it runs in one of the cluster's network namespaces; this includes jobs. So all of
+them can be found without any record, and no other process is ever touched.
 """
 
 import os
@@ -20,9 +21,9 @@ from network import NAMESPACES, namespace, namespaces
 START_TIMEOUT_S = 60
 DATABASE_TIMEOUT_S = 120
 CLIENTS = ("srun", "sbatch", "salloc")
-ANSWER_TIMEOUT_S = 15  # of a daemon that runs already
+ANSWER_TIMEOUT_S = 15  # time-out for a daemon that already runs
 
-# The database listens on its socket only, which is in a private folder, and knows but one user: root of this machine.
+# The database listens only on its socket, in a private folder, and has a single user: root of this machine.
 DATABASE_OPTIONS = (
     "--no-defaults",
     "--user=root",
@@ -42,7 +43,7 @@ def start_munge(paths: Paths) -> None:
     munged = [
         "munged",
         "--foreground",
-        "--force",  # as root
+        "--force",  # needed to run as root
         f"--socket={paths.munge_socket}",
         f"--key-file={paths.munge_key}",
         f"--pid-file={paths.private}/munged.pid",
@@ -79,18 +80,18 @@ def start_controller(paths: Paths) -> None:
 
 
 def start_nodes(paths: Paths, nodes: Iterable[str]) -> None:
-    """Start a slurmd on each node, and wait until the controller has work for all of them."""
+    """Start a slurmd on each node, and wait until the controller can schedule jobs on all of them."""
     nodes = list(nodes)
     for node in nodes:
         if not running(node, "slurmd"):
             _start(paths, node, ["slurmd", "-D", "-N", node])
-    resumed = monotonic() + 5  # till then, a node may come back by itself
+    resume_after = monotonic() + 5  # until then a node may recover by itself
 
     def all_usable() -> bool:
         unusable = [node for node, state in node_states(paths).items() if not usable(state)]
-        if unusable and monotonic() > resumed:
+        if unusable and monotonic() > resume_after:
             resume = ["scontrol", "update", f"NodeName={','.join(unusable)}", "State=RESUME"]
-            succeeds(*resume, environment=paths.client_environment)  # fails while a node is only starting
+            succeeds(*resume, environment=paths.client_environment)  # fails while a node is still starting
         return not unusable
 
     if not wait_until(all_usable, timeout_s=START_TIMEOUT_S):
@@ -99,7 +100,7 @@ def start_nodes(paths: Paths, nodes: Iterable[str]) -> None:
 
 
 def node_states(paths: Paths) -> dict[str, str]:
-    """The state of each node as `sinfo` tells it, such as ``idle`` or ``down*``; a star: it does not answer."""
+    """Each node's state as `sinfo` reports it, such as ``idle``, or ``down*`` with a star if it does not answer."""
     lines = run("sinfo", "--Node", "--noheader", "--format=%N %T", environment=paths.client_environment).splitlines()
     return dict(line.split() for line in lines)
 
@@ -113,7 +114,7 @@ def running(host: str, program: str) -> bool:
 
 
 def kill(host: str, program: str) -> None:
-    """End ``program`` on ``host``, and wait until it has."""
+    """Kill ``program`` on ``host``, and wait until it has ended."""
     for pid in _pids(host, program):
         _kill(pid)
     if not wait_until(lambda: not running(host, program), timeout_s=ANSWER_TIMEOUT_S):
@@ -121,7 +122,7 @@ def kill(host: str, program: str) -> None:
 
 
 def end_clients(paths: Paths) -> None:
-    """End the users' srun, sbatch and salloc on this machine: they would ask for a cluster that is gone, for hours."""
+    """End the users' srun, sbatch and salloc on this machine, which would poll the removed cluster for hours."""
     for signal_number, timeout_s in ((signal.SIGTERM, 2), (signal.SIGKILL, ANSWER_TIMEOUT_S)):
         for pid in _clients(paths):
             _kill(pid, signal_number)
@@ -133,25 +134,25 @@ def end_clients(paths: Paths) -> None:
 
 
 def kill_everything() -> None:
-    """End every process in the cluster's namespaces. At once: what they could still write is about to be deleted."""
+    """Kill every process in the cluster's namespaces, with SIGKILL, since their files are about to be deleted."""
 
     def all_gone() -> bool:
-        left = [pid for name in namespaces() for pid in _pids_in(name)]
-        for pid in left:
+        remaining = [pid for name in namespaces() for pid in _pids_in(name)]
+        for pid in remaining:
             _kill(pid)
-        return not left
+        return not remaining
 
     if not wait_until(all_gone, timeout_s=START_TIMEOUT_S):
-        left = {name: _pids_in(name) for name in namespaces()}
-        raise DevClusterError(f"waited {START_TIMEOUT_S} s for processes to end after SIGKILL; still there: {left}")
+        pids = {name: _pids_in(name) for name in namespaces()}
+        raise DevClusterError(f"waited {START_TIMEOUT_S} s for processes to end after SIGKILL; still there: {pids}")
 
 
 def _ensure(
     paths: Paths, host: str, command: list[str], *, ask: list[str], environment: Mapping[str, str] = {}
 ) -> None:
-    """Start a daemon unless it runs, and wait until the client ``ask`` gets its answer.
+    """Start a daemon unless it runs, and wait until it answers the client command ``ask``.
 
-    One that runs and does not answer is replaced.
+    A daemon that runs but does not answer is replaced.
     """
     program, output = command[0], _output(paths, host, command[0])
     problem = ""
@@ -174,12 +175,12 @@ def _ensure(
     if not wait_until(lambda: process.poll() is not None or answers(), timeout_s=START_TIMEOUT_S):
         raise DevClusterError(f"waited {START_TIMEOUT_S} s for {program} to answer: {problem} (see {output})")
     if process.poll() is not None:
-        words = "; ".join(output.read_text(errors="replace").strip().splitlines()[-3:])
-        raise DevClusterError(f"{program} ended with exit code {process.returncode}: {words} (see {output})")
+        message = "; ".join(output.read_text(errors="replace").strip().splitlines()[-3:])
+        raise DevClusterError(f"{program} ended with exit code {process.returncode}: {message} (see {output})")
 
 
 def _start(paths: Paths, host: str, command: list[str], environment: Mapping[str, str] = {}) -> subprocess.Popen:
-    """Start ``command`` in the network of ``host`` and under its name; the file system is this machine's."""
+    """Start ``command`` in the network namespace and with the host name of ``host``, on this machine's file system."""
     set_name = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', host]
     with open(_output(paths, host, command[0]), "wb") as output:
         return subprocess.Popen(
@@ -187,7 +188,7 @@ def _start(paths: Paths, host: str, command: list[str], environment: Mapping[str
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is not for it
+            start_new_session=True,  # Ctrl-C must not reach it
             env={**ENVIRONMENT, **paths.client_environment, **environment},
             cwd="/",
         )
@@ -199,7 +200,10 @@ def _kill(pid: int, signal_number: int = signal.SIGKILL) -> None:
 
 
 def _inside(host: str) -> list[str]:
-    """Not `ip netns exec`: it mounts another /sys, in which slurmd finds no control groups."""
+    """A command prefix that enters the network of ``host``.
+
+    `ip netns exec` would mount another /sys, in which slurmd finds no control groups.
+    """
     return ["nsenter", f"--net={NAMESPACES / namespace(host)}"]
 
 
@@ -218,21 +222,21 @@ def _pids_in(name: str) -> list[int]:
 
 
 def _clients(paths: Paths) -> list[int]:
-    """Those that were told of this cluster by SLURM_CONF."""
-    told = b"SLURM_CONF=" + os.fsencode(paths.slurm_conf)
+    """Process ids of SLURM clients whose SLURM_CONF names this cluster."""
+    variable = b"SLURM_CONF=" + os.fsencode(paths.slurm_conf)
     pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
-    return [pid for pid in pids if _name(pid) in CLIENTS and told in _environment(pid).split(b"\0")]
+    return [pid for pid in pids if _name(pid) in CLIENTS and variable in _environment(pid).split(b"\0")]
 
 
 def _environment(pid: int) -> bytes:
     try:
         return Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:  # it has just ended
+    except OSError:  # the process has just ended
         return b""
 
 
 def _name(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:  # it has just ended
+    except OSError:  # the process has just ended
         return ""

@@ -8,9 +8,9 @@ from typing import Any
 
 from errors import DescriptionError
 
-CONTROL = "control"  # the host name of the controller, which is no node
-MOST_NODES = 64
-NODE_NAME = re.compile(r"[a-z][a-z0-9]{0,7}")  # with our prefix it is also an interface's name: 15 characters at most
+CONTROL = "control"  # host name of the controller, which is not a node
+MAX_NODES = 64
+NODE_NAME = re.compile(r"[a-z][a-z0-9]{0,7}")  # with a prefix also an interface's name, of at most 15 characters
 NODE_KEYS = ("bandwidth_mbit_s", "latency_ms")
 
 
@@ -20,7 +20,7 @@ class DevNode:
 
     name: str
     bandwidth_mbit_s: float
-    latency_ms: float  # from the node to the switch
+    latency_ms: float  # latency between the node and the switch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Description:
 
     @staticmethod
     def from_dict(content: dict[str, Any]) -> "Description":
-        """Read what ``to_dict`` gave."""
+        """The description from which ``to_dict`` made ``content``."""
         nodes = tuple(DevNode(**node) for node in content["nodes"])
         return Description(nodes=nodes, cpus_per_node=content["cpus_per_node"])
 
@@ -43,7 +43,7 @@ def read_description(name: str, *, folder: Path, num_nodes: int | None) -> Descr
 
     Raises DescriptionError with the file, the key, what was found and what would be accepted.
     """
-    import yaml  # only here: taking a cluster down needs no more than Python's standard library
+    import yaml  # imported here because `down` must work with Python's standard library
 
     path = Path(name) if name.endswith(".yaml") else folder / f"{name}.yaml"
     try:
@@ -55,8 +55,8 @@ def read_description(name: str, *, folder: Path, num_nodes: int | None) -> Descr
         raise DescriptionError(f"{path}: {' '.join(str(error).split())}") from None
     _check_keys(path, "the file", content, ("cpus_per_node", "nodes"))
     nodes = content["nodes"]
-    if not isinstance(nodes, dict) or not 1 <= len(nodes) <= MOST_NODES:
-        raise DescriptionError(f"{path}: nodes: found {nodes!r}; give 1 to {MOST_NODES} nodes, each NAME: {{…}}")
+    if not isinstance(nodes, dict) or not 1 <= len(nodes) <= MAX_NODES:
+        raise DescriptionError(f"{path}: nodes: found {nodes!r}; give 1 to {MAX_NODES} nodes, each NAME: {{…}}")
     described = tuple(_node(path, name, link) for name, link in nodes.items())
     cpus = content["cpus_per_node"]
     if not isinstance(cpus, int) or not 1 <= cpus <= 1024:
@@ -81,8 +81,8 @@ def _node(path: Path, name: Any, link: Any) -> DevNode:
 
 def _check_keys(path: Path, where: str, found: Any, keys: tuple[str, ...]) -> None:
     if not isinstance(found, dict) or set(found) != set(keys):
-        has = ", ".join(map(str, found)) if isinstance(found, dict) else repr(found)
-        raise DescriptionError(f"{path}: {where}: found {has}; give exactly {', '.join(keys)}")
+        keys_found = ", ".join(map(str, found)) if isinstance(found, dict) else repr(found)
+        raise DescriptionError(f"{path}: {where}: found {keys_found}; give exactly {', '.join(keys)}")
 
 
 def _number(path: Path, where: str, found: Any, *, least: float, most: float) -> float:

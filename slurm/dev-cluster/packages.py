@@ -6,7 +6,7 @@ from collections.abc import Callable
 from commands import run, succeeds
 from errors import DevClusterError
 
-# Without mariadb-server: it would start a database of its own, and ours needs the programs only.
+# Not mariadb-server, which would start its own database; only the programs are needed.
 PACKAGES = (
     "iproute2",
     "mariadb-client-core",
@@ -18,18 +18,18 @@ PACKAGES = (
     "slurmd",
     "slurmdbd",
 )
-SERVICES = ("slurmd", "slurmctld", "slurmdbd", "munge")  # what apt may start when it installs the package of that name
+SERVICES = ("slurmd", "slurmctld", "slurmdbd", "munge")  # started by apt with the packages of these names
 INSTALL_TIMEOUT_S = 600
 
 
 def install_missing(say: Callable[[str], None]) -> None:
-    """Install what is missing by apt-get, and stop the daemons that apt started with it: ours are private ones."""
+    """Install missing packages with apt-get, and stop the daemons that apt started: the cluster starts its own."""
     missing = [package for package in PACKAGES if not _installed(package)]
     if not missing:
         return
     if shutil.which("apt-get") is None:
-        raise DevClusterError(f"{', '.join(missing)} are not installed, and there is no apt-get to install them with")
-    say(f"installing by apt-get: {' '.join(missing)}")
+        raise DevClusterError(f"missing packages: {', '.join(missing)}; there is no apt-get to install them with")
+    say(f"installing with apt-get: {' '.join(missing)}")
     apt_get = ["apt-get", "-o", "DPkg::Lock::Timeout=120", "--quiet", "--yes"]
     run(*apt_get, "update", timeout_s=INSTALL_TIMEOUT_S)
     try:
@@ -41,11 +41,11 @@ def install_missing(say: Callable[[str], None]) -> None:
         for service in SERVICES:
             if service in missing:
                 succeeds("service", service, "stop", timeout_s=60)
-                succeeds("update-rc.d", service, "disable")  # nor after the next boot
+                succeeds("update-rc.d", service, "disable")  # they must not start at the next boot either
 
 
 def _installed(package: str) -> bool:
     try:
         return run("dpkg-query", "--show", "--showformat=${db:Status-Status}", package) == "installed"
-    except DevClusterError:  # no such package is known
+    except DevClusterError:  # dpkg does not know the package
         return False

@@ -1,6 +1,6 @@
-"""What `auto3d capture` takes, from the start of Python to its end: python -m tests.benchmarks.capture
+"""Time and memory of `auto3d capture`, from the start of Python to its end: python -m tests.benchmarks.capture
 
-Each line is a process of its own, with an empty cache and then once more with what the first has kept.
+Each model is captured by one process with an empty cache, and by a second one with the cache of the first.
 """
 
 import json
@@ -30,7 +30,7 @@ SIZES = {  # layers, hidden size, heads
 
 
 def measure(folder: Path) -> tuple[float, float, dict]:
-    """Seconds that the whole process takes, those of its processor time, and what it prints."""
+    """(seconds of the process, seconds of processor time, the JSON that it prints)."""
     begin, used = time.perf_counter(), processor_s()
     command = [sys.executable, "-m", "launch.main", "capture", str(folder / "model.yaml"), "--json"]
     environment = os.environ | {"AUTO3D_CACHE": str(folder / "cache")}
@@ -39,7 +39,7 @@ def measure(folder: Path) -> tuple[float, float, dict]:
 
 
 def processor_s() -> float:
-    """Of all processes that have been waited for."""
+    """Processor seconds of all finished child processes."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

@@ -1,9 +1,9 @@
 """Emulated devices against the simulator: python -m tests.benchmarks.emulated
 
-8 and 16 real processes on this machine's cores, equal stages, F:B = 1:2, as many micro-batches as devices and twice as
-many. Exits with 1 unless every time per iteration is within TOLERANCE of the simulated one, and the schedules of each
-size are in the simulator's order. Where this process may ask for it, its ranks are scheduled in real time (SCHED_RR),
-so that they wake in time whatever else the machine does. results/emulated/README.md has the figures.
+Runs 8 and 16 real processes on this machine's cores, with equal stages, F:B = 1:2, and one or two micro-batches per
+device. Exits with 1 unless every time per iteration is within TOLERANCE of the simulated one, and the schedules of each
+size are in the simulator's order. If permitted, the ranks get real-time scheduling (SCHED_RR), so that they wake on
+time whatever else the machine does. results/emulated/README.md has the figures.
 """
 
 import os
@@ -30,10 +30,10 @@ from auto3d.schedule import schedule_of
 from auto3d.simulate.simulate import simulate
 from launch.run.ranks import Report, run_ranks
 
-FORWARD_S = 0.04  # of one micro-batch on one stage
+FORWARD_S = 0.04  # forward of one micro-batch on one stage
 WARMUP, ITERATIONS = 1, 3
 TOLERANCE = 0.03
-TIE = 1e-9  # of two simulated times
+TIE = 1e-9  # relative difference below which two simulated times are equal
 TIMEOUT_S = 120
 SEQUENCE, WIDTH, MICRO_BATCH_SIZE = 256, 64, 4
 MESSAGE_BYTES = SEQUENCE * WIDTH * MICRO_BATCH_SIZE * 4
@@ -101,7 +101,7 @@ def plan_of(captured: CapturedModel, name: str, options: dict, devices: int, mic
 
 
 def in_real_time() -> bool:
-    """Ask for it for this process; whether it is granted."""
+    """Ask for real-time scheduling of this process; returns whether it was granted."""
     try:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     except PermissionError:
@@ -112,7 +112,7 @@ def in_real_time() -> bool:
 def measured(
     captured: CapturedModel, plan: Plan, emulation_of: Callable[[int], Emulation] = lambda rank: EMULATION
 ) -> tuple[list[float], bool]:
-    """Seconds of each iteration after the warm-up, and whether its ranks ran in real time."""
+    """(seconds of each iteration after the warm-up, whether the ranks had real-time scheduling)."""
 
     def run(world: World, report: Report) -> tuple[TrainingResult, bool]:
         granted = in_real_time()

@@ -1,9 +1,9 @@
 """AMP's mixed cluster by emulated trials: python -m tests.benchmarks.mixed
 
-The best plan of the exhaustive search and the best of Megatron-LM's heuristics, on 12 V100 and 4 T4, as real processes
-that exchange real messages of true size, while operations take the times of the cost model on the device that each rank
-stands for. The ranks of a tensor-parallel group are one process here: its operations take their time with the group's
-collectives, and it sends what they send together. All travels through this machine, not through the cluster's links.
+Compares the best plan of the exhaustive search with the best of Megatron-LM's heuristics on 12 V100 and 4 T4. Real
+processes exchange messages of real size, and operations take the time that the cost model predicts for each rank's
+device. One process stands for a whole tensor-parallel group: its operations include the group's collectives, and it
+sends the messages of all ranks of the group. Messages stay on this machine and do not use the cluster's links.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ HEADS = ["algorithm", "predicted (s)", "emulated (s)", "spread (s)", "processes"
 
 
 def stand_in(captured: CapturedModel, plan: Plan) -> Plan:
-    """A plan of a small model with the pipelines of ``plan``, one process for each tensor-parallel group."""
+    """A plan of a small model with the pipelines of ``plan``, where one process stands for a tensor-parallel group."""
     return replace(
         plan,
         graph=captured.graph.fingerprint,
@@ -41,8 +41,8 @@ def stand_in(captured: CapturedModel, plan: Plan) -> Plan:
 
 
 def emulations(search: Search, plan: Plan) -> list[Emulation]:
-    """Of each replica of the pipeline, on its own devices."""
-    model, work = search.maker.model, search.maker.subject.work(plan.micro_batch_size)
+    """The emulated times and sizes of each pipeline on its devices."""
+    model, work = search.maker.model, search.maker.planned.work(plan.micro_batch_size)
     ends = [stage.operations[-1][1] for stage in plan.stages]
     sizes = {
         "send_bytes": tuple(max(1.0, float(work.crossing[end])) for end in ends),
@@ -50,14 +50,15 @@ def emulations(search: Search, plan: Plan) -> list[Emulation]:
             model.training.sync_bytes * WorkTables(work).parameters(stage.operations, 1) for stage in plan.stages
         ),
     }
-    costs = [model.costs(plan, replica) for replica in range(plan.dp)]
+    costs = [model.costs(plan, pipeline) for pipeline in range(plan.dp)]
     return [
         Emulation(forward_s=one.forward, backward_s=one.backward, recompute_s=one.recompute, **sizes) for one in costs
     ]
 
 
-def of_rank(plan: Plan, own: list[Emulation]) -> Callable[[int], Emulation]:
-    return lambda rank: own[plan.position(rank)[1]]
+def of_rank(plan: Plan, pipelines: list[Emulation]) -> Callable[[int], Emulation]:
+    """A function from a rank to the emulation of its pipeline."""
+    return lambda rank: pipelines[plan.position(rank)[1]]
 
 
 def main() -> None:
@@ -72,7 +73,7 @@ def main() -> None:
         spread = max(iterations) - min(iterations)
         rows.append((name, *(f"{one:.3f}" for one in (*times[-1], spread)), plan.ranks, best.candidate))
         print(*rows[-1], flush=True)
-    predicted, emulated = (heuristic / own for heuristic, own in zip(*times, strict=True))
+    predicted, emulated = (heuristic / best for heuristic, best in zip(*times, strict=True))
     text = (
         "# AMP's mixed cluster by emulated trials\n\n    python -m tests.benchmarks.mixed\n\n"
         f"Of the best plan and the best of Megatron-LM's heuristics, the first is {predicted:.2f} times as fast by the "

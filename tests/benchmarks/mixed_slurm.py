@@ -41,9 +41,9 @@ RECIPE = "mixed"
 MBIT_S = {"n1": 1000, "n2": 1000, "n3": 100, "n4": 100}  # the links that the recipe describes
 SLOW = ("n3", "n4")
 MEGATRON = ["search.algorithm=megatron", "search.placement=[megatron]"]
-ROUNDS = 5  # of all plans in turns
-ITERATIONS = 3  # measured in each training, after the first
-LIMIT_S = 600  # of one command
+ROUNDS = 5  # trainings of each plan, in turns
+ITERATIONS = 3  # measured iterations of each training, after the first one
+LIMIT_S = 600  # time limit of one command
 TEXT = """# A mixed cluster, for real
 
     make cluster-up
@@ -71,7 +71,7 @@ more of plans that wait for links than of those that mostly compute, between whi
 
 ## The trials of `auto3d tune mixed`
 
-{own}
+{tuned}
 
 ## The trials of `auto3d tune mixed search.algorithm=megatron search.placement=[megatron]`
 
@@ -83,82 +83,82 @@ ONE_NODE = ["cluster.nodes=1", "cluster.more=[]"]
 
 @dataclass
 class Compared:
-    """A plan, and what its trainings gave."""
+    """A plan with the measurements of its trainings."""
 
-    names: list[str]  # of those who chose it
+    names: list[str]  # names of the methods that chose it
     plan: Plan
-    medians: list[float] = field(default_factory=list)  # seconds of an iteration, one of each training
-    crossed: list[float] = field(default_factory=list)  # bytes of an iteration on the slow links, in and out
+    medians: list[float] = field(default_factory=list)  # seconds of an iteration, one entry per training
+    crossed: list[float] = field(default_factory=list)  # bytes per iteration on the slow links, in and out
 
 
 def link_bytes(plan: Plan, graph: Graph, cluster: Cluster) -> list[float]:
     """Bytes that an iteration of ``plan`` sends through each node's link, in and out.
 
-    Messages between stages, each on a device of its own; and the gradients' all-reduces, around rings in the order of
-    ranks, as gloo has them.
+    They are the messages between stages, of which each is on another device, and the gradients' all-reduces on rings in
+    the order of ranks, as in gloo.
     """
-    found = [0.0] * len(cluster.nodes)
+    totals = [0.0] * len(cluster.nodes)
 
     def add(source: int, target: int, size: float) -> None:
         ends = {cluster.node_of[source], cluster.node_of[target]}
         for node in ends if len(ends) > 1 else ():
-            found[node] += size
+            totals[node] += size
 
     stages = cut(graph, plan.stages)
     micro_batches = plan.global_batch // (plan.dp * plan.micro_batch_size)
     for stage in stages:
         for transfer in stage.sent:
             size = micro_batches * transfer.value.bytes * (2 if transfer.value.differentiable else 1)
-            for here, there, share in _pairs(plan, transfer.source, transfer.target):
-                add(here, there, share * size)
+            for here, there, fraction in _pairs(plan, transfer.source, transfer.target):
+                add(here, there, fraction * size)
     for name, held in holders(plan, schedule_of(plan), stages, graph.trained).items():
         size = 2 * (len(held.ranks) - 1) / len(held.ranks) * graph.parameters[name].bytes
         for here, there in pairwise([*held.ranks, held.ranks[0]]):
             add(here, there, size)
-    return found
+    return totals
 
 
 def _pairs(plan: Plan, source: int, target: int) -> list[tuple[int, int, float]]:
-    """The ranks that exchange a micro-batch between two stages, and the share of its samples that they do."""
+    """(sender, receiver, fraction of the samples) for the ranks that exchange a micro-batch between two stages."""
     samples = plan.micro_batch_size
     counts = [plan.stages[stage].replicas for stage in (source, target)]
     return [
         (
-            plan.placement[source][replica * counts[0] + piece.source],
-            plan.placement[target][replica * counts[1] + piece.target],
+            plan.placement[source][pipeline * counts[0] + piece.source],
+            plan.placement[target][pipeline * counts[1] + piece.target],
             piece.length / samples,
         )
-        for replica in range(plan.dp)
+        for pipeline in range(plan.dp)
         for piece in pieces(samples, sources=counts[0], targets=counts[1])
     ]
 
 
 def crossed(cluster: SlurmCluster) -> int:
-    """Bytes that the kernel has counted on the slow links until now, in and out."""
+    """Bytes that the kernel has counted on the slow links so far, in and out."""
     total = 0
     for node in SLOW:
-        told = cluster.run("srun", "--nodes=1", f"--nodelist={node}", "cat", "/proc/net/dev")
-        counts = re.search(r"eth0: *(.*)", told).group(1).split()
+        output = cluster.run("srun", "--nodes=1", f"--nodelist={node}", "cat", "/proc/net/dev")
+        counts = re.search(r"eth0: *(.*)", output).group(1).split()
         total += int(counts[0]) + int(counts[8])
     return total
 
 
 def profile(cluster: SlurmCluster, folder: Path) -> None:
-    """On all nodes at a time, for they share this machine's cores; that of the first is used."""
-    own = f"mkdir $SLURMD_NODENAME && cd $SLURMD_NODENAME && {shlex.join([*AUTO3D, 'profile', RECIPE, *ONE_NODE])}"
-    cluster.run("srun", "--nodes=4", "--ntasks-per-node=1", "sh", "-c", own, cwd=folder, timeout_s=LIMIT_S)
+    """Measure a profile on all nodes at the same time, since they share this machine's cores; use that of the first."""
+    script = f"mkdir $SLURMD_NODENAME && cd $SLURMD_NODENAME && {shlex.join([*AUTO3D, 'profile', RECIPE, *ONE_NODE])}"
+    cluster.run("srun", "--nodes=4", "--ntasks-per-node=1", "sh", "-c", script, cwd=folder, timeout_s=LIMIT_S)
     (folder / "profiles").symlink_to(folder / "n1" / "profiles")
 
 
 def tune(cluster: SlurmCluster, folder: Path, *overrides: str) -> tuple[Plan, str]:
-    """The fastest plan by its trials, and the table of all that were tried."""
+    """(fastest plan by its trials, table of all trials)."""
     print(cluster.run(*AUTO3D, "tune", RECIPE, *overrides, cwd=folder, timeout_s=LIMIT_S), flush=True)
     results = folder / "results" / "mixed"
     return Plan.from_json((results / "best_plan.json").read_bytes()), (results / "tune.md").read_text()
 
 
 def train(cluster: SlurmCluster, folder: Path, number: int, one: Compared) -> None:
-    """Train for some iterations under the plan of ``one``, and note what that took."""
+    """Train for a few iterations under the plan of ``one``, and record time and bytes."""
     file = folder / f"plan-{number}.json"
     file.write_text(one.plan.to_json())
     command = [*AUTO3D, "train", RECIPE, f"--plan={file}", f"training.iterations={1 + ITERATIONS}", "--fresh", "--json"]
@@ -170,11 +170,11 @@ def train(cluster: SlurmCluster, folder: Path, number: int, one: Compared) -> No
 
 
 def first_choice(recipe: LoadedRecipe) -> Plan:
-    """What a search has as the fastest before there are trials."""
+    """The plan that a search predicts to be fastest, before any trial."""
     return exact_plans(recipe)(search_recipe(recipe).ranked()[0])
 
 
-def told(plan: Plan, cluster: Cluster) -> str:
+def described(plan: Plan, cluster: Cluster) -> str:
     names = list(MBIT_S)
     homes = (dict.fromkeys(names[cluster.node_of[rank]] for rank in ranks) for ranks in plan.placement)
     stages = ", ".join(" ".join(nodes) for nodes in homes)
@@ -182,15 +182,15 @@ def told(plan: Plan, cluster: Cluster) -> str:
 
 
 def measure(cluster: SlurmCluster, folder: Path) -> str:
-    """All of it; returns the report."""
+    """Run the whole benchmark; returns the report."""
     os.environ.update(cluster.environment)
-    os.chdir(folder)  # where the profile and the results are
+    os.chdir(folder)  # the folder of the profile and the results
     profile(cluster, folder)
-    own, own_table = tune(cluster, folder)
+    tuned, tuned_table = tune(cluster, folder)
     heuristic, heuristic_table = tune(cluster, folder, *MEGATRON)
     recipe = load(RECIPE)
     chosen = {
-        "`auto3d tune`": own,
+        "`auto3d tune`": tuned,
         "first choice of Megatron-LM's heuristics": first_choice(load(RECIPE, MEGATRON)),
         "their best by trials": heuristic,
     }
@@ -201,21 +201,21 @@ def measure(cluster: SlurmCluster, folder: Path) -> str:
     for _ in range(ROUNDS):
         for number, one in enumerate(compared):
             train(cluster, folder, number, one)
-    return report(recipe, compared, [own_table, heuristic_table])
+    return report(recipe, compared, [tuned_table, heuristic_table])
 
 
 def report(recipe: LoadedRecipe, compared: Sequence[Compared], tables: Sequence[str]) -> str:
     model = PlanningModel(recipe)
     costs = cost_model(recipe, captured_subject(recipe, model.graph))
-    described = cluster_of(recipe)
+    cluster = cluster_of(recipe)
     rows = []
     for one in compared:
-        expected = link_bytes(one.plan, model.graph(samples_at_once(one.plan)), described)
+        expected = link_bytes(one.plan, model.graph(samples_at_once(one.plan)), cluster)
         slow = sum(size for size, name in zip(expected, MBIT_S, strict=True) if name in SLOW)
         rows.append(
             (
                 ", also ".join(one.names),
-                told(one.plan, described),
+                described(one.plan, cluster),
                 f"{costs.seconds(one.plan):.2f}",
                 f"{median(one.medians):.2f}",
                 f"{min(one.medians):.2f} to {max(one.medians):.2f}",
@@ -245,18 +245,18 @@ def report(recipe: LoadedRecipe, compared: Sequence[Compared], tables: Sequence[
         cores=len(os.sched_getaffinity(0)),
         load=os.getloadavg()[2],
         iterations=ITERATIONS,
-        own=tables[0].strip(),
+        tuned=tables[0].strip(),
         heuristic=tables[1].strip(),
     )
 
 
 def paired(one: Compared, other: Compared) -> list[float]:
-    """Ratios of the times of one to those of the other, round by round."""
+    """Ratio of the times of ``one`` and ``other`` in each round."""
     return [here / there for here, there in zip(one.medians, other.medians, strict=True)]
 
 
 def why_not() -> str:
-    """Why nothing can be measured here; empty if the cluster is up that the recipe describes."""
+    """Why nothing can be measured here; empty if the recipe's cluster is up."""
     status = subprocess.run([*PROGRAM, "status"], capture_output=True, text=True, timeout=120, check=False)
     if status.returncode:
         return f"no SLURM cluster ({(status.stderr or status.stdout).strip().splitlines()[-1]})"

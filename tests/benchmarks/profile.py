@@ -1,7 +1,7 @@
-"""Predicted by a profile of this machine beside measured: python -m tests.benchmarks.profile [RECIPE ...]
+"""Compare predictions from a profile of this machine with measurements: python -m tests.benchmarks.profile [RECIPE ...]
 
-For each recipe, in a folder of its own, what a user types: `auto3d profile`, `tune`, and `sweep`, which runs the plans
-of the space that tune did not try. Exits with 1 where the plan that tune chose is not among the best of all.
+For each recipe, in a new folder, this runs the commands of a user: `auto3d profile`, `tune`, and `sweep`, which runs
+the plans that tune did not try. Exits with 1 if the plan that tune chose is not among the best ones.
 """
 
 import json
@@ -25,7 +25,7 @@ from launch.recipe.load import LoadedRecipe, load
 from launch.recipe.settings import cluster, training
 
 RECIPES = ("tiny", "small")
-OF_BEST = 1.05  # the plan that tune chooses takes at most so much of the best one's time
+OF_BEST = 1.05  # limit of the time of tune's plan over that of the best plan
 HEADS = ["dp", "pp", "micro-\nbatch", "schedule", "predicted\n(s)", "measured\n(s)", "error", "tried\nby tune"]
 
 
@@ -39,7 +39,7 @@ def main() -> int:
 
 
 def compare(recipe: LoadedRecipe, folder: Path) -> list[str]:
-    """Print the table of one recipe; returns what is not as it should be."""
+    """Print the table of one recipe; returns the targets that it misses."""
 
     def auto3d(*arguments: str) -> str:
         command = [sys.executable, "-m", "launch.main", *arguments]
@@ -56,29 +56,31 @@ def compare(recipe: LoadedRecipe, folder: Path) -> list[str]:
     model = model_of(recipe, Profile.from_json((folder / "profiles" / f"{recipe.cluster_name}.json").read_bytes()))
     rows = [row(one, model, seconds, tried) for one in records]
     rows.sort(key=lambda row: row[4])
-    predicted, times, errors = ([row[place] for row in rows] for place in (4, 5, 6))
+    predicted, times, errors = ([row[column] for row in rows] for column in (4, 5, 6))
     cells = [(*row[:4], f"{row[4]:.3f}", f"{row[5]:.3f}", f"{row[6]:+.1%}", row[7]) for row in rows]
     print(tabulate(cells, HEADS, "github", disable_numparse=True))
-    own = seconds[chosen.to_json()]
+    tuned_s = seconds[chosen.to_json()]
     here, measured = Environment.here("cpu"), recipe.values.measure
     few = [error for error, record in zip(errors, rows, strict=True) if record[0] * record[1] <= here.cores]
     print(
         f"\n{recipe.name}: mean error {mean(map(abs, errors)):.1%}, of plans with at most a rank per core "
         f"{mean(map(abs, few)):.1%}, largest {max(errors, key=abs):+.1%}, Spearman "
         f"{spearmanr(predicted, times).statistic:.2f}. Of the fastest's time, the plan that is predicted fastest takes "
-        f"{times[0] / min(times):.3f}, the one that tune chose {own / min(times):.3f}. Measured: medians of a "
+        f"{times[0] / min(times):.3f}, the one that tune chose {tuned_s / min(times):.3f}. Measured: medians of a "
         f"plan's trials, each the median of {measured.iterations} iterations after {measured.warmup_iterations} of "
         f"warm-up. {here.device}, "
         f"{here.cores} cores, load average {os.getloadavg()[1]:.1f}, torch {here.torch}.\n",
         flush=True,
     )
     return (
-        [] if own / min(times) <= OF_BEST else [f"{recipe.name}: tune's plan takes {own / min(times):.3f} of the best"]
+        []
+        if tuned_s / min(times) <= OF_BEST
+        else [f"{recipe.name}: tune's plan takes {tuned_s / min(times):.3f} times as long as the best"]
     )
 
 
 def times_of(trials: Path) -> dict[str, float]:
-    """Plan, as JSON -> seconds of an iteration: the median over its trials that are ok."""
+    """Plan as JSON -> seconds of an iteration: the median over its trials with status ok."""
     found: dict[str, list[float]] = {}
     for file in trials.glob("*/measurement.json"):
         measurement = Measurement.from_json(file.read_bytes())
@@ -98,7 +100,7 @@ def model_of(recipe: LoadedRecipe, profile: Profile) -> CostModel:
 
 
 def row(record: dict[str, Any], model: CostModel, seconds: dict[str, float], tried: set[str]) -> tuple:
-    """Of one plan."""
+    """The row of one plan: degrees, predicted and measured seconds, error, and whether tune tried it."""
     plan = Plan.from_json(json.dumps(record["plan"]))
     predicted, measured = model.seconds(plan), seconds[plan.to_json()]
     degrees = plan.dp, plan.pp, plan.micro_batch_size, plan.schedule

@@ -1,7 +1,7 @@
-"""The cost model beside published measurements: python -m tests.benchmarks.published
+"""Compare the cost model with published measurements: python -m tests.benchmarks.published
 
-Writes results/published: a table, the worst rows, and a plot of predicted against measured for each of the files. The
-measurements are in the folder AUTO3D_PUBLISHED_DATA. No row is predicted by parameters that it took part in fitting.
+Writes results/published: a table, the worst rows, and a plot of predicted against measured for each file. The
+measurements are in the folder AUTO3D_PUBLISHED_DATA. No row is predicted by parameters that were fitted to it.
 """
 
 import csv
@@ -15,14 +15,14 @@ from scipy.stats import spearmanr
 from tabulate import tabulate
 
 from auto3d.cost.calibrate import COMPUTE, calibrate, with_parameters
-from launch.console.calibrate import by_group, measurements
-from launch.console.predict import bind, predict, read_candidates
+from launch.model.calibration import by_group, measurements
 from launch.model.costs import PUBLISHED_DATA, published
+from launch.model.predictions import plan_rows, predict, read_candidates
 from launch.recipe.load import load
 from tests.targets import Target, end
 
 mpl.use("Agg")
-from matplotlib import pyplot as plt  # after the choice of a backend that needs no screen
+from matplotlib import pyplot as plt  # imported after choosing a backend that needs no screen
 
 OUT = Path("results/published")
 WORST = 6
@@ -68,8 +68,8 @@ def a100_node() -> tuple[list[Row], str, dict[str, float], list[Target]]:
     ]
     by_value = by_group(bound, found)
     groups = [f"{name}={value} {error:.1%}" for name, value, error, _ in by_value]
-    # Out of reach with these eight parameters: iterations at tp = 4 that differ in nothing but layers and micro-batches
-    # lie up to 30 % from groups that should take as long (docs/cost.md, "How right it is"). 6.0 % and 10.4 % are found.
+    # These eight parameters cannot reach the targets: iterations at tp = 4 that differ only in layers and micro-batches
+    # are up to 30 % from groups that should take as long (docs/cost.md, "How right it is"). They reach 6.0 and 10.4 %.
     targets = [
         Target(what="A100 node, mean error", found=mean_error(rows), wish=5, held=6.5, unit=" %"),
         Target(
@@ -100,7 +100,7 @@ def megatron_sc21(parameters: dict[str, float]) -> tuple[list[Row], str, list[Ta
                     f"interleaved-1f1b:chunks={int(printed['layers']) // int(printed['pp']) // int(chunk)}"
                 )
     found = []
-    for one in bind(recipe, rows):
+    for one in plan_rows(recipe, rows):
         assert one.plan is not None, one.problem
         model = one.model.on(with_parameters(one.model.cluster, parameters))
         words = f"{one.row['model']} {_words(one.row)}"
@@ -114,7 +114,7 @@ def megatron_sc21(parameters: dict[str, float]) -> tuple[list[Row], str, list[Ta
 
 
 def mean_error(rows: Sequence[Row]) -> float:
-    """In per cent."""
+    """The mean absolute error in per cent."""
     return 100 * sum(abs(row.error) for row in rows) / len(rows)
 
 
@@ -124,7 +124,7 @@ def _words(row: Mapping[str, str]) -> str:
 
 
 def report(name: str, title: str, rows: Sequence[Row], words: str) -> str:
-    """The section of ``rows`` in the table's file; writes their plot."""
+    """The section of the report for ``rows``; also writes their plot."""
     figure, axes = plt.subplots(figsize=(4.5, 4.5))
     times = [time for row in rows for time in (row.predicted_s, row.measured_s)]
     limits = [min(times), max(times)]

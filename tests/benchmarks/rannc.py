@@ -1,4 +1,4 @@
-"""How long RaNNC's phases take on the models of its paper: python -m tests.benchmarks.rannc
+"""Time of RaNNC's phases on the models of its paper: python -m tests.benchmarks.rannc
 
 32 devices in 4 nodes, k = 32: enlarged BERT with a batch of 256 sequences of 512, ResNet152x8 with a batch of 512
 (section IV-B). Devices as the paper's V100s: 32 GB, 15.7 TFLOP/s in FP32, 900 GB/s, 25 GB/s between two of them.
@@ -33,7 +33,7 @@ from auto3d.capture.interpolate import interpolate
 from auto3d.capture.model import capture
 from auto3d.partition.cost import PartitionCosts, analytic
 from auto3d.partition.methods.rannc import BLOCKS, StageSearch, atomic_subcomponents, find_units, form_blocks
-from auto3d.partition.methods.rannc.profile import Profiles
+from auto3d.partition.methods.rannc.operation_profile import OperationProfiles
 
 NODES, DEVICES_PER_NODE = 4, 8
 DEVICE = {"flops_per_s": 15.7e12, "memory_bandwidth": 900e9, "bandwidth": 25e9, "memory_bytes": 32e9}
@@ -65,7 +65,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet152(nn.Module):
-    """Every convolution ``factor`` times as wide."""
+    """ResNet-152 with every convolution ``factor`` times as wide."""
 
     def __init__(self, factor: int) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def measure(build: Callable[[], nn.Module], inputs: dict[str, InputSpec], global
     def costs_at(size: int) -> PartitionCosts:
         return analytic(graph_at(size), **DEVICE)
 
-    profiles = Profiles(graph_at, costs_at, smallest=1, largest=global_batch)
+    profiles = OperationProfiles(graph_at, costs_at, smallest=1, largest=global_batch)
     for power in range(global_batch.bit_length()):
         profiles.at(2**power)
     clock.append(time.perf_counter())

@@ -1,9 +1,9 @@
-"""Our runtime beside torch.distributed.pipelining, and the executor's own time: python -m tests.benchmarks.runtime
+"""Compare our runtime with torch.distributed.pipelining, and time our executor: python -m tests.benchmarks.runtime
 
-The same GPT-2, cut at the same blocks, with the same weights, data, loss and optimizer, on as many processes, one
-thread each, over gloo; iterations of the one while the other waits, in turn. For torch its stages are written by hand,
-as its tracer does not take the whole of transformers' models; the head is not tied to the embedding, for it does not
-sum their gradients.
+Both train the same GPT-2, cut at the same blocks, with the same weights, data, loss and optimizer, on as many processes
+with one thread each, over gloo. They take turns: one waits while the other runs. Torch's stages are written by hand,
+since its tracer does not capture whole models of transformers. The head is not tied to the embedding, since torch does
+not sum the gradients of tied weights.
 """
 
 import ctypes
@@ -47,11 +47,11 @@ TIMEOUT_S = 120
 CASES = [(schedule, ranks) for ranks in (2, 4) for schedule in ("1f1b", "gpipe")]
 THEIR_SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 REPETITIONS = 25
-ITERATIONS = 2  # in each repetition, so that one may run into the next
+ITERATIONS = 2  # iterations per repetition, so that one may overlap with the next
 EMPTY_MICRO_BATCHES = 256
-M_MMAP_THRESHOLD = -3  # of mallopt(3): the least size that has pages of its own
+M_MMAP_THRESHOLD = -3  # mallopt(3): allocations from this size on get separate pages
 
-Iteration = Callable[[int], float | None]  # runs one; gives the mean loss where it is known
+Iteration = Callable[[int], float | None]  # runs one iteration; returns the mean loss if this rank knows it
 
 TOKENS = DataSettings(
     source="synthetic",
@@ -89,7 +89,7 @@ def gpt2() -> GPT2LMHeadModel:
 
 
 class Empty(nn.Module):
-    """As little as two stages can compute."""
+    """A model whose two stages compute as little as possible."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ def plan_of(captured: CapturedModel, schedule: str, stage_of: list[int], micro_b
 
 
 def stage_of_blocks(captured: CapturedModel, stages: int) -> list[int]:
-    """The stage of each operation: cut between transformer blocks, as many on each stage."""
+    """The stage of each operation: cuts between transformer blocks, with equally many on each stage."""
     found, stage = [], 0
     for node in captured.graph.nodes:
         if node.module.startswith("transformer.h."):
@@ -136,13 +136,13 @@ class Piece(nn.Module):
         self.embeddings = nn.ModuleList([body.wte, body.wpe] if stage == 0 else [])
         self.head = nn.Sequential(body.ln_f, model.lm_head) if stage == stages - 1 else nn.Identity()
 
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
-        if self.embeddings:
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.embeddings:  # the input of the first stage is tokens
             tokens, positions = self.embeddings
-            given = tokens(given) + positions(torch.arange(SEQUENCE))
+            hidden = tokens(hidden) + positions(torch.arange(SEQUENCE))
         for block in self.blocks:
-            given = block(given)  # without a mask its attention is causal
-        return self.head(given)
+            hidden = block(hidden)  # without a mask, its attention is causal
+        return self.head(hidden)
 
 
 def ours(captured: CapturedModel, world: World, schedule: str) -> Iteration:
@@ -190,15 +190,15 @@ SYSTEMS = {"ours": ours, "torch": theirs}
 
 @dataclass(frozen=True)
 class Times:
-    """Of one iteration, in each repetition; and the losses of the first iterations."""
+    """Times of one iteration in each repetition, and the losses of the first iterations."""
 
     seconds: list[float]
-    processor_s: list[float]  # of all ranks together
+    processor_s: list[float]  # processor time of all ranks together
     losses: list[float]
 
 
 def times(captured: CapturedModel, schedule: str, ranks: int) -> dict[str, Times]:
-    """Each system on processes of its own, as in use; one waits while the other computes."""
+    """System -> its times. Each system has its own processes, and one waits while the other computes."""
     context = multiprocessing.get_context("fork")
     turns, found = context.Barrier(len(SYSTEMS)), context.SimpleQueue()
     on_ranks(ranks * len(SYSTEMS), partial(take_turns, captured, schedule, ranks, turns, found))
@@ -236,7 +236,7 @@ def take_turns(
         for iteration in range(ITERATIONS * (1 + repetition), ITERATIONS * (2 + repetition)):
             run(iteration)
         processor_s = torch.tensor(time.process_time() - used)
-        dist.all_reduce(processor_s)  # and so a barrier
+        dist.all_reduce(processor_s)  # also serves as a barrier
         taken.seconds.append((time.perf_counter() - start) / ITERATIONS)
         taken.processor_s.append(float(processor_s) / ITERATIONS)
     if rank == 0:
@@ -247,17 +247,17 @@ def take_turns(
 def peak_bytes(
     captured: CapturedModel, schedule: str, name: str, fragments: bool, world: World, report: Report
 ) -> list[int]:
-    """Of each rank: what it grows by, and what of that its first iterations, not its building, take at most.
+    """Peak memory of each rank in its first iterations, beyond the memory that it had before it built its stage.
 
-    Without ``fragments`` every tensor has pages of its own, so that what is free is nobody's.
+    Without ``fragments``, every tensor has separate pages, so that freed memory goes back to the system.
     """
     begin(world)
     memory = PeakMemory(torch.device("cpu"))
     if not fragments:
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
-        rank.keep_freed_memory = lambda: None  # which would put them on the heap again
+        rank.keep_freed_memory = lambda: None  # it would move tensors to the heap again
     run = SYSTEMS[name](captured, world, schedule)
-    Path("/proc/self/clear_refs").write_text("5")  # of torch's stage the whole model was built: that does not count
+    Path("/proc/self/clear_refs").write_text("5")  # torch's stage builds the whole model, which shall not count
     for iteration in range(3):
         run(iteration)
     found = [0] * world.size
@@ -266,8 +266,8 @@ def peak_bytes(
     return found
 
 
-def own_seconds(captured: CapturedModel, world: World, report: Report) -> tuple[float, int]:
-    """Processor time of one iteration of stages that compute nearly nothing, and the number of operations."""
+def executor_seconds(captured: CapturedModel, world: World, report: Report) -> tuple[float, int]:
+    """(processor seconds of an iteration of stages that compute nearly nothing, number of its operations)."""
     begin(world)
     plan = plan_of(captured, "1f1b", [0, 1, 1], EMPTY_MICRO_BATCHES)
     built = build_rank(captured, plan, SETTINGS, FEATURES, world)
@@ -292,7 +292,7 @@ def on_ranks(ranks: int, target: Callable) -> object:
 
 
 def one_core_ms() -> float:
-    """Processor time of a micro-batch's forward and backward, of the whole model on one core."""
+    """Processor time, in ms, of forward and backward of one micro-batch through the whole model on one core."""
     model, found = gpt2(), []
     tokens = torch.randint(VOCABULARY, (MICRO_BATCH_SIZE, SEQUENCE))
     for _ in range(10):
@@ -319,7 +319,9 @@ def main() -> None:
         }
         samples = MICRO_BATCHES * MICRO_BATCH_SIZE
         for name, one in found.items():
-            ratio = median(their / own for own, their in zip(one.seconds, found["torch"].seconds, strict=True))
+            ratio = median(
+                theirs_s / ours_s for ours_s, theirs_s in zip(one.seconds, found["torch"].seconds, strict=True)
+            )
             rows.append(
                 (
                     schedule,
@@ -335,7 +337,7 @@ def main() -> None:
             )
             print("  ", *rows[-1], file=sys.stderr, flush=True)
     empty = capture(Empty, FEATURES.input_specs(), 1)
-    own_s, operations = on_ranks(2, partial(own_seconds, empty))
+    executor_s, operations = on_ranks(2, partial(executor_seconds, empty))
     headings = [
         "schedule", "ranks", "runtime", "samples/s", "slowest to fastest", "of torch's", "processor s/iteration",
         "peak MiB of each rank", "with the heap's fragments",
@@ -346,7 +348,7 @@ def main() -> None:
     print(f"repetitions of {ITERATIONS} iterations in turn; the ratio is that of the repetitions. Peaks are of three")
     print("iterations, beyond what the process had before it built its stage, libraries not counted.")
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the end; torch {torch.__version__}.\n")
-    print(f"The executor's own time: {1e6 * own_s / operations:.0f} µs of processor time per operation, with its")
+    print(f"The executor's own time: {1e6 * executor_s / operations:.0f} µs of processor time per operation, with its")
     print(f"messages and the little that empty stages compute (1F1B, 2 ranks, {EMPTY_MICRO_BATCHES} micro-batches).")
 
 

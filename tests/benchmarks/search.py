@@ -1,7 +1,8 @@
-"""Search against its targets: python -m tests.benchmarks.search
+"""Measure search against its targets: python -m tests.benchmarks.search
 
-Annealing against the exhaustive search, AMP's mixed cluster against the heuristics of Megatron-LM, and speed. Printed,
-and written to results/search/README.md. Times are of one core's processor, so other processes do not count.
+Compares annealing with the exhaustive search, compares plans with the heuristics of Megatron-LM on AMP's mixed cluster,
+and measures speed. Prints the report and writes it to results/search/README.md. Times are processor time of one core,
+so other processes do not count.
 """
 
 import os
@@ -25,22 +26,24 @@ from launch.recipe.load import load
 from tests.search.cases import SCHEDULES, random_case, searched
 from tests.targets import Target, end
 
-CASES, LOOKS, WITHIN = 30, 2000, 1.01  # as many looks as a recipe has unless it says otherwise
+CASES, LOOKS, WITHIN = 30, 2000, 1.01  # LOOKS is the default number of candidates of a recipe
 FILE = Path("results/search/README.md")
 MIXED = "recipes/published/p3-mixed-gpt2.yaml"
 AXES = ["search.tp=[1,2,4]", "search.partition=auto", "search.placement=auto", "search.schedule=[1f1b]"]
 
 
 def quality() -> tuple[str, list[Target]]:
-    """Annealing against the exhaustive search on random models, clusters and memories, of which those count that hold
-    some plan; on all axes but those that none of the papers searches."""
+    """Annealing against the exhaustive search on random models, clusters and memory limits.
+
+    Cases in which no plan fits are left out. The search covers all axes that any of the papers searches.
+    """
     rows, seed = [], 0
     while len(rows) < CASES:
         whole = searched(exhaustive, random_case(seed))
         if ranked := whole.ranked():
             found = searched(annealing, random_case(seed), candidates=LOOKS)
-            best, own = ranked[0], found.ranked()[:1]
-            ratio = own[0].seconds / best.seconds if own else float("inf")
+            best, annealed = ranked[0], found.ranked()[:1]
+            ratio = annealed[0].seconds / best.seconds if annealed else float("inf")
             size = f"{whole.domain.cluster.devices} devices, {len(whole.domain)} candidates"
             rows.append((seed, size, f"{best.seconds:.4g}", f"{ratio:.4f}", str(best.candidate)))
             print(*rows[-1], flush=True)
@@ -62,7 +65,7 @@ def quality() -> tuple[str, list[Target]]:
 
 
 def mixed() -> tuple[str, list[Target]]:
-    """AMP, table 2: on 12 V100 and 4 T4 the heuristics took 1.80 s and AMP's search 1.31 s, measured."""
+    """AMP, table 2: on 12 V100 and 4 T4, the heuristics' plan took 1.80 s and AMP's plan 1.31 s, both measured."""
     rows = []
     for name in ("megatron", "random", "annealing", "exhaustive"):
         search = search_recipe(load(MIXED, [*AXES, f"search.algorithm={name}", "search.candidates=3000"]))
@@ -81,7 +84,7 @@ def mixed() -> tuple[str, list[Target]]:
 
 
 def speed() -> tuple[str, list[Target]]:
-    """Candidates per second, from candidate to seconds: the Plan, whether it fits, and its time."""
+    """Candidates per second, where each is made into a Plan, checked for memory and timed."""
     form = _rate(CostModel.closed_form_s, candidates=3000)
     search = search_recipe(load("gpt175b"))
     searched_s = search.elapsed_s
@@ -97,8 +100,8 @@ def speed() -> tuple[str, list[Target]]:
     targets = [
         Target(what="closed form", found=form, wish=2000, unit=" candidates/s", least=True),
         Target(what="simulated", found=simulated, wish=100, unit=" plans/s", least=True),
-        # The clock, not the processor: two captures in turn take two thirds of it. Quiet, on two cores of a virtual
-        # machine, it is 30 s; beside other work it was 35 s and more.
+        # Wall-clock time, of which two captures in sequence take two thirds. On two quiet cores of a virtual machine it
+        # is 30 s; with other load it was 35 s and more.
         Target(what="plan gpt175b, with its captures", found=cold, wish=30, held=60, unit=" s"),
     ]
     text = (
@@ -113,7 +116,7 @@ def speed() -> tuple[str, list[Target]]:
 
 
 def _commands_s() -> tuple[float, float]:
-    """Of the whole command, without and with what it has in its cache."""
+    """Seconds of the whole command, (with an empty cache, with a filled one)."""
     taken = []
     with TemporaryDirectory() as folder:
         for _ in range(2):
@@ -126,7 +129,7 @@ def _commands_s() -> tuple[float, float]:
 
 
 def _rate(seconds_of, candidates: int) -> float:
-    """Candidates per second of processor time, over random cases."""
+    """Candidates per second of processor time over random cases."""
     looked, spent = 0, 0.0
     for seed in range(6):
         domain, maker = random_case(seed, schedule=["1f1b"])
@@ -138,19 +141,19 @@ def _rate(seconds_of, candidates: int) -> float:
 
 
 def _of_sixteen_stages(search: Search) -> tuple[CostModel, Plan]:
-    """64 micro-batches through 16 stages."""
-    batch = search.domain.task.global_batch
+    """A cost model, and a plan of it with 64 micro-batches and 16 stages."""
+    batch = search.domain.workload.global_batch
     one = next(one for one in search.domain.degrees if one.pp == 16 and batch == 64 * one.dp * one.micro_batch_size)
     return search.maker.model, search.maker.unlimited(one)
 
 
 def main() -> None:
-    parts = [mixed(), speed(), quality()]
-    text = "\n".join(["# Search\n\nMade by `python -m tests.benchmarks.search`.\n", *(words for words, _ in parts)])
+    sections = [mixed(), speed(), quality()]
+    text = "\n".join(["# Search\n\nMade by `python -m tests.benchmarks.search`.\n", *(words for words, _ in sections)])
     FILE.parent.mkdir(parents=True, exist_ok=True)
     FILE.write_text(text)
     print(text)
-    end([target for _, targets in parts for target in targets])
+    end([target for _, targets in sections for target in targets])
 
 
 if __name__ == "__main__":

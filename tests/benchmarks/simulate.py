@@ -1,4 +1,4 @@
-"""How fast the simulator is, and what memory it takes: python -m tests.benchmarks.simulate
+"""Speed and memory of the simulator: python -m tests.benchmarks.simulate
 
 Measured on one core of an AMD EPYC virtual machine, Python 3.11.7, 1F1B of 32 devices and 8000 micro-batches, in
 processor time, medians of 7 (slowest to fastest): 661 thousand operations per second (631 to 726) without messages, 595
@@ -26,7 +26,7 @@ CASES = {
 
 
 def seconds(work: Callable[[], object]) -> list[float]:
-    """Processor time of each repetition: other processes on the machine are not counted."""
+    """Processor seconds of each repetition, so that other processes on the machine do not count."""
     found = []
     for _ in range(REPETITIONS):
         begin = time.process_time()

@@ -1,7 +1,7 @@
-"""What 500 trials on SLURM cost whoever drives them: python -m tests.benchmarks.submission
+"""Cost of driving 500 trials on SLURM: python -m tests.benchmarks.submission
 
-Every command is the user's own, in a process of its own, on the cluster of `make cluster-up`; without one, nothing is
-measured. Jobs are real, and so are their arrays, folders, pickled calls and ends; a trial's work alone is a second of
+Every command is one that a user would run, in a new process, on the cluster of `make cluster-up`; without a cluster,
+nothing is measured. Jobs, arrays, folders, pickled calls and exits are real; only a trial's work is one second of
 sleep and a measurement file. Prints the table of results/slurm/README.md.
 """
 
@@ -20,7 +20,7 @@ from tabulate import tabulate
 
 from tests.slurm.conftest import SlurmCluster, found_cluster, why_no_cluster
 
-LIMIT_S = 900  # of one command
+LIMIT_S = 900  # time limit of one command
 COMMANDS = ("sinfo", "scontrol", "sbatch", "squeue", "sacct", "scancel")
 RECIPE = """
 model:
@@ -42,7 +42,7 @@ search:
   max_trials: 500
 launch: {executor: slurm, exclusive: false, cpus_per_node: 1, setup: [. ./work.sh]}
 """
-# In the place of the trial: what it would write, a second later.
+# Replaces the trial: writes what it would write, a second later.
 WORK = """
 sleep 1
 entry='"state": "submitted", "job": "'${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID'"'
@@ -52,7 +52,7 @@ printf '{"plan": %s, "status": "ok", "emulated": true, "iteration_s": [1.0]}' "$
 mv .measurement.json measurement.json
 exit 0
 """
-# In the place of each of SLURM's commands: it, and a line with its name, its start and end, and its longest argument.
+# Replaces each of SLURM's commands: runs it, and logs its name, start, end and the length of its longest argument.
 COUNTED = """#!/bin/sh
 start=$(date +%s.%N)
 longest=0
@@ -64,7 +64,7 @@ exit $code
 """
 
 
-# auto3d, which at its end writes down the most memory that it had itself, in KiB.
+# Runs auto3d, which writes its own peak memory, in KiB, when it ends.
 DRIVER = """
 import atexit, pathlib, re
 from launch.main import main
@@ -76,15 +76,15 @@ main()
 
 @dataclass(frozen=True)
 class Call:
-    """Of one of SLURM's commands."""
+    """One call of a SLURM command."""
 
     name: str
     seconds: float
-    longest: int  # characters of an argument
+    longest: int  # characters of the longest argument
 
 
 class Commands:
-    """Runs auto3d in ``folder``, and knows what each command of it took."""
+    """Runs commands of auto3d in ``folder`` and records their time, memory and calls of SLURM."""
 
     def __init__(self, cluster: SlurmCluster, folder: Path) -> None:
         self._folder, self._log = folder, folder / "calls"
@@ -94,12 +94,12 @@ class Commands:
             file = programs / name
             file.write_text(COUNTED.format(real=which(name), name=name, log=self._log))
             file.chmod(0o755)
-        own = {"PATH": f"{programs}:{os.environ['PATH']}", "AUTO3D_CACHE": str(folder / "cache")}
-        self._environment = cluster.environment | own
+        changes = {"PATH": f"{programs}:{os.environ['PATH']}", "AUTO3D_CACHE": str(folder / "cache")}
+        self._environment = cluster.environment | changes
         self.rows: list[list[str]] = []
 
     def run(self, what: str, *arguments: str) -> str:
-        """Add the row called ``what``; returns what the command printed."""
+        """Run a command and add the row ``what``; returns the output of the command."""
         self._log.write_text("")
         command = ["timeout", str(LIMIT_S), sys.executable, "-c", DRIVER, *arguments]
         begin = perf_counter()
@@ -113,7 +113,10 @@ class Commands:
             printed = output.read()
         if code:
             raise SystemExit(f"auto3d {' '.join(arguments)}: exit code {os.waitstatus_to_exitcode(code)}\n{printed}")
-        peaks = [int((self._folder / "peak").read_text()), used.ru_maxrss]  # KiB: its own, and of all its children
+        peaks = [
+            int((self._folder / "peak").read_text()),
+            used.ru_maxrss,
+        ]  # in KiB: of the command itself, and of its children
         figures = [f"{seconds:.1f}", f"{used.ru_utime + used.ru_stime:.1f}", *(f"{peak / 1024:.0f}" for peak in peaks)]
         self.rows.append([what, *figures, self._calls()])
         print(*self.rows[-1], flush=True)
@@ -124,12 +127,12 @@ class Commands:
         for line in self._log.read_text().splitlines():
             name, start, end, longest = line.split()
             calls[name].append(Call(name, float(end) - float(start), int(longest)))
-        told = []
+        descriptions = []
         for name, each in calls.items():
             longest = max(call.longest for call in each)
             wide = f", arguments of {longest} characters" if longest > 1000 else ""
-            told.append(f"{len(each)} {name} ({mean(call.seconds for call in each):.2f} s{wide})")
-        return ", ".join(told)
+            descriptions.append(f"{len(each)} {name} ({mean(call.seconds for call in each):.2f} s{wide})")
+        return ", ".join(descriptions)
 
 
 def measure(cluster: SlurmCluster, folder: Path) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""A captured module run as one stage, beside the module itself: the ground truth of what capture rewrites."""
+"""Run a captured module as one stage and compare it with the module itself."""
 
 from collections.abc import Callable, Mapping
 
@@ -20,7 +20,10 @@ SEED = 3
 def assert_equal_to_eager(
     build: Callable[[], nn.Module], inputs: Mapping[str, torch.Tensor], *, micro_batches: int = 2
 ) -> CapturedModel:
-    """Run ``build``'s module and its capture over the same micro-batches; losses, gradients and buffers must agree."""
+    """Run the module that ``build`` makes and its capture over the same micro-batches.
+
+    Losses, gradients and buffers must agree. Returns the capture.
+    """
     specs = {name: InputSpec(shape=tuple(value.shape[1:]), dtype=value.dtype) for name, value in inputs.items()}
     size = len(next(iter(inputs.values())))
     captured = capture(build, specs, size)
@@ -46,24 +49,24 @@ def assert_equal_to_eager(
     for number in range(micro_batches):
         batch = {name: value + number if value.is_floating_point() else value for name, value in inputs.items()}
         running.forward(number, {}, {name: value.clone() for name, value in batch.items()})
-        found = running.losses[number].detach()
+        captured_loss = running.losses[number].detach()
         running.backward(number, {})
         output = module(**{name: value.clone() for name, value in batch.items()})
         loss = output["loss"] if isinstance(output, dict) else getattr(output, "loss", output)
         loss.backward()
-        torch.testing.assert_close(found, loss.detach(), rtol=1e-6, atol=0)
+        torch.testing.assert_close(captured_loss, loss.detach(), rtol=1e-6, atol=0)
     for name, parameter in module.named_parameters():
         if name in graph.trained:
             _assert_close(tensors[name].grad, parameter.grad, name)
         else:
-            assert parameter.grad is None or not parameter.grad.any(), f"{name} learns"
+            assert parameter.grad is None or not parameter.grad.any(), f"{name} has a gradient in eager mode only"
     for name, buffer in module.named_buffers():
         if name in tensors:
             _assert_close(tensors[name], buffer, name)
     return captured
 
 
-def _assert_close(found: torch.Tensor, wanted: torch.Tensor, name: str) -> None:
-    bound = 1e-5 * wanted.double().abs().max() + 1e-7
-    difference = (found.double() - wanted.double()).abs().max()
-    assert difference <= bound, f"{name}: off by {difference:.3g}, allowed {bound:.3g}"
+def _assert_close(actual: torch.Tensor, expected: torch.Tensor, name: str) -> None:
+    bound = 1e-5 * expected.double().abs().max() + 1e-7
+    difference = (actual.double() - expected.double()).abs().max()
+    assert difference <= bound, f"{name}: the difference is {difference:.3g}, the bound {bound:.3g}"

@@ -1,4 +1,4 @@
-"""What attention keeps for its backward, on CPUs and on GPUs, as numbers that follow from the kernels' definitions."""
+"""The bytes that attention keeps for its backward on CPUs and GPUs, as they follow from the kernels' definitions."""
 
 import pytest
 import torch
@@ -13,25 +13,25 @@ MATRIX = BATCH * HEADS * ROWS * ROWS
 
 
 def kept_beside_arguments(device: str, dtype=torch.float32, *, heads=HEADS, head=HEAD, value_head=None, **arguments):
-    """Bytes that autograd keeps beside query, key, value and the result; the mask, if any, is an argument too."""
+    """Bytes that autograd keeps in addition to the result and the arguments: query, key, value and the mask, if any."""
 
-    def made(heads: int, head: int) -> torch.Tensor:
+    def tensor(heads: int, head: int) -> torch.Tensor:
         return torch.empty(BATCH, heads, ROWS, head, dtype=dtype, device="meta", requires_grad=True)
 
-    given = made(HEADS, head), made(heads, head), made(heads, value_head or head)
+    operands = tensor(HEADS, head), tensor(heads, head), tensor(heads, value_head or head)
     with torch.no_grad():
-        result = torch.nn.functional.scaled_dot_product_attention(*given, **arguments)
-    cost = OperationCosts(device)(ATTENTION, given, arguments, result)
+        result = torch.nn.functional.scaled_dot_product_attention(*operands, **arguments)
+    cost = OperationCosts(device)(ATTENTION, operands, arguments, result)
     assert (cost.results[0].shape, cost.results[0].dtype) == (result.shape, dtype)
     return cost.saved_bytes
 
 
 ROW_SUMS = 4 * BATCH * HEADS * ROWS
-PADDED_ROW_SUMS = 4 * BATCH * HEADS * 64  # memory-efficient attention keeps them in multiples of 32
+PADDED_ROW_SUMS = 4 * BATCH * HEADS * 64  # memory-efficient attention pads the rows to a multiple of 32
 MASK = torch.empty(BATCH, 1, ROWS, ROWS, dtype=torch.bool, device="meta")
-ADDED_MASK = BATCH * ROWS * 48  # elements: rows are padded to multiples of 16
+ADDED_MASK = BATCH * ROWS * 48  # elements; rows are padded to a multiple of 16
 
-CASES = [  # device, type, arguments, bytes
+CASES = [  # device, dtype, arguments, bytes
     ("cpu", torch.float32, {}, ROW_SUMS),
     ("cuda", torch.float32, {}, PADDED_ROW_SUMS),
     ("cuda", torch.float32, {"is_causal": True, "scale": 0.5}, PADDED_ROW_SUMS),
@@ -56,17 +56,17 @@ def test_fused_kernels_keep_a_number_for_each_row(device, dtype, arguments, expe
         ("cpu", torch.float32, {"dropout_p": 0.1}),
         ("cpu", torch.float32, {"value_head": 8}),
         ("cuda", torch.float64, {}),
-        ("cuda", torch.float32, {"head": 18}),  # not a multiple of 4
-        ("cuda", torch.float16, {"head": 12, "attn_mask": MASK}),  # nor of 8
+        ("cuda", torch.float32, {"head": 18}),  # 18 is not a multiple of 4
+        ("cuda", torch.float16, {"head": 12, "attn_mask": MASK}),  # 12 is not a multiple of 8
         ("cuda", torch.float32, {"heads": 2, "enable_gqa": True}),
     ],
 )
-def test_where_no_kernel_fits_the_matrix_is_kept(device, dtype, arguments):
+def test_without_a_fitting_kernel_the_matrix_is_kept(device, dtype, arguments):
     assert kept_beside_arguments(device, dtype, **arguments) > MATRIX * dtype.itemsize
 
 
-def test_a_model_for_gpus_is_described_by_their_kernels():
-    """Also where torch was built without CUDA; attention of GPT-2 with dropout keeps its matrix on a CPU alone."""
+def test_a_capture_for_gpus_assumes_their_kernels():
+    """Also if torch was built without CUDA. GPT-2's attention with dropout keeps its matrix only on a CPU."""
     build, data = MODELS["gpt2-dropout"]
     saved = {}
     for device in ("cpu", "cuda"):

@@ -1,4 +1,4 @@
-"""The cache gives back what was kept, or nothing: whatever happens to its files, and whoever else uses them."""
+"""The cache returns stored content or nothing, whatever happens to its files and whoever else uses them."""
 
 import json
 import multiprocessing
@@ -21,7 +21,7 @@ CONTENT = {"numbers": [1, 2, 3], "name": "α"}
 
 @pytest.fixture
 def kept(tmp_path):
-    """A cache with one entry, and that entry's file."""
+    """A cache with one entry, and the file of that entry."""
     cache = Cache(tmp_path)
     cache.store(IDENTITY, CONTENT)
     (file,) = (tmp_path / "models").iterdir()
@@ -32,7 +32,7 @@ def load(cache: Cache, identity: dict = IDENTITY) -> dict | None:
     return cache.load(identity, lambda content: content)
 
 
-def test_gives_back_what_was_kept_to_its_owner_alone(kept):
+def test_only_the_owner_can_read_what_was_stored(kept):
     cache, file = kept
     assert load(cache) == CONTENT
     assert load(cache, {**IDENTITY, "micro_batch_size": 3}) is None
@@ -41,7 +41,7 @@ def test_gives_back_what_was_kept_to_its_owner_alone(kept):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_a_graph_comes_back_as_it_was(model):
+def test_a_graph_survives_json(model):
     graph = captured(model, 2).graph
     assert graph_from_json(json.loads(json.dumps(graph_to_json(graph)))) == graph
 
@@ -65,7 +65,7 @@ def signed(text: str) -> str:
         lambda text: text.encode("utf-16").decode("latin-1"),
     ],
 )
-def test_a_damaged_entry_is_as_none_and_is_replaced(kept, damage):
+def test_a_damaged_entry_is_ignored_and_replaced(kept, damage):
     cache, file = kept
     file.write_text(damage(file.read_text()))
     assert load(cache) is None
@@ -73,7 +73,7 @@ def test_a_damaged_entry_is_as_none_and_is_replaced(kept, damage):
     assert load(cache) == CONTENT
 
 
-def test_content_that_cannot_be_read_is_as_none(kept):
+def test_content_that_cannot_be_read_is_ignored(kept):
     cache, _ = kept
     assert cache.load(IDENTITY, lambda content: content["absent"]) is None
     assert cache.load(IDENTITY, graph_from_json) is None
@@ -88,7 +88,7 @@ def test_another_version_of_a_package_makes_an_entry_stale(kept, monkeypatch, tm
 
 @pytest.mark.parametrize("change", ["print('changed')\n", None])
 def test_a_changed_source_makes_an_entry_stale(tmp_path, monkeypatch, change):
-    """The source of a module that was loaded when the entry was made: a model of one's own, or what it imports."""
+    """The source is that of a module that was loaded when the entry was made, such as a user's model or its imports."""
     source = tmp_path / "mine.py"
     source.write_text("width = 4\n")
     os.utime(source, (0, 0))
@@ -104,7 +104,7 @@ def test_a_changed_source_makes_an_entry_stale(tmp_path, monkeypatch, change):
     else:
         source.write_text(change)
     assert load(cache) is None
-    cache.store(IDENTITY, CONTENT)  # but the module that is loaded is still the old one
+    cache.store(IDENTITY, CONTENT)  # stores nothing, since the loaded module is still the old one
     assert load(cache) is None
 
 
@@ -120,7 +120,7 @@ def _store_often(folder, letter: str, until: float) -> None:
         cache.store(IDENTITY, letter * 300_000)
 
 
-def test_many_processes_at_once_never_see_half_an_entry(tmp_path):
+def test_concurrent_processes_never_read_half_an_entry(tmp_path):
     cache = Cache(tmp_path)
     cache.store(IDENTITY, "a" * 300_000)
     until = time.time() + 1.5
@@ -148,14 +148,14 @@ def test_a_folder_that_cannot_be_used_only_costs_time(tmp_path):
     assert load(cache) is None
 
 
-def test_entries_that_were_not_used_for_longest_go(kept):
+def test_the_least_recently_used_entries_are_removed(kept):
     cache, file = kept
     cache.store({"number": "unused"}, "unused")
     for entry in file.parent.iterdir():
         os.utime(entry, (0, 0))
     for number in range(ENTRIES):
         if number == ENTRIES // 2:
-            assert load(cache) == CONTENT  # which is using it
+            assert load(cache) == CONTENT  # loading counts as a use
         cache.store({"number": number}, number)
     assert load(cache, {"number": "unused"}) is None
     assert load(cache) == CONTENT

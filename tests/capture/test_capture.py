@@ -1,4 +1,4 @@
-"""Capture holds no weights, counts as torch does, and says where a model cannot be captured."""
+"""Capture holds no weights, counts FLOPs and bytes as torch does, and names the line of a model that it refuses."""
 
 import os
 import subprocess
@@ -33,7 +33,7 @@ def test_flops_agree_with_torch(model, micro_batch_size):
     batch = Batches(data, seed=1, global_batch=8, micro_batch_size=micro_batch_size).micro_batch(
         0, 0, tuple(data.inputs)
     )
-    # Torch has no formula for the CPU's fused attention and counts it as nothing; the plain one has the same FLOPs.
+    # Torch has no formula for the CPU's fused attention and counts it as zero; unfused attention has the same FLOPs.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         build()(**batch)
     graph = captured(model, micro_batch_size).graph
@@ -43,7 +43,7 @@ def test_flops_agree_with_torch(model, micro_batch_size):
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("micro_batch_size", [2, 3])
 def test_saved_bytes_are_those_that_autograd_keeps(model, micro_batch_size):
-    """Measured on the captured program: a model of transformers run by itself may leave out the attention mask."""
+    """Measured on the captured program, since models of transformers in eager mode may drop the attention mask."""
     build, data = MODELS[model]
     module = build()
     state = {**dict(module.named_buffers()), **dict(module.named_parameters())}
@@ -72,12 +72,12 @@ def test_saved_bytes_are_those_that_autograd_keeps(model, micro_batch_size):
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         for micro_batch in (0, 1):
             running.forward(micro_batch, {}, {name: value.clone() for name, value in batch.items()})
-    own = saved[1].keys() - saved[0].keys()  # of this micro-batch alone: not the weights, nor what is computed once
+    per_micro_batch = saved[1].keys() - saved[0].keys()  # leaves out weights and values that are computed once
     values = {value.name: value.bytes for node in graph.nodes for value in node.outputs}
     values |= {name: value.bytes for name, value in graph.inputs.items()}
     expected = sum(values[name] for name in {name for node in graph.nodes for name in node.saves})
     expected += sum(node.saved_bytes for node in graph.nodes)
-    assert expected == pytest.approx(sum(saved[1][key].nbytes() for key in own), rel=0.01, abs=128)
+    assert expected == pytest.approx(sum(saved[1][key].nbytes() for key in per_micro_batch), rel=0.01, abs=128)
 
 
 def test_parameters_are_those_of_the_model_and_tied_ones_appear_once():
@@ -95,7 +95,7 @@ ROWS = {"x": InputSpec(shape=(4,), dtype=torch.float32)}
 
 
 class Repeats(nn.Module):
-    """The same operations on the same parameters; ``times`` and ``scale`` are no more than arguments."""
+    """The same operations on the same parameters for any ``times`` and ``scale``, which are only arguments."""
 
     def __init__(self, times: int, scale: float = 1.0) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ def test_batch_statistics_stay_in_place_and_nothing_else():
 
 
 class DecidesByBatch(nn.Module):
-    """Two branches on the batch size, and a number that is it."""
+    """A branch on the batch size, and a number that depends on it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class DecidesByBatch(nn.Module):
 
 
 @pytest.mark.parametrize(("size", "used"), [(1, "one"), (2, "more"), (5, "more")])
-def test_what_a_model_does_with_the_batch_size_is_captured(size, used):
+def test_branches_on_the_batch_size_are_captured(size, used):
     model = capture(DecidesByBatch, ROWS, 2).at(size)
     assert {name for node in model.graph.nodes for name in node.state} == {f"{used}.weight", f"{used}.bias"}
     module, x = DecidesByBatch(), torch.rand(size, 4)
@@ -166,17 +166,17 @@ def test_what_a_model_does_with_the_batch_size_is_captured(size, used):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_micro_batch_sizes_differ_at_most_in_operations_on_inputs_alone(model):
-    sizes = [2, 3] if model in ("resnet", "residual", "averaging") else [1, 2, 3]  # those three need two samples
+def test_micro_batch_sizes_differ_only_in_operations_on_inputs(model):
+    sizes = [2, 3] if model in ("resnet", "residual", "averaging") else [1, 2, 3]  # these three need two samples
     first, *others = (captured(model, size).graph for size in sizes)
     assert all(first.same_operations(other) for other in others)
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_what_two_micro_batch_sizes_tell_of_a_third(model):
-    found = interpolate(captured(model, 2).graph, captured(model, 3).graph, 4)
+def test_two_micro_batch_sizes_determine_a_third(model):
+    interpolated = interpolate(captured(model, 2).graph, captured(model, 3).graph, 4)
     expected = captured(model, 4).graph
-    assert replace(found, fingerprint=expected.fingerprint) == expected
+    assert replace(interpolated, fingerprint=expected.fingerprint) == expected
 
 
 class Broken(nn.Module):
@@ -240,17 +240,17 @@ class CallsAHelperThatLooks(Broken):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (KeepsTensorElsewhere, ["it uses a tensor that is kept where no attribute", "test_capture.py"]),
-        (KeepsView, ["keeps rows.0, a view of the parameter layer.weight"]),
+        (KeepsTensorElsewhere, ["it uses a tensor that no module holds as an attribute", "test_capture.py"]),
+        (KeepsView, ["KeepsView uses rows.0 in its forward, a view of the parameter layer.weight"]),
         (CannotBeBuilt, ["cannot be built: width must be a multiple of 3", "test_capture.py"]),
         (HasNoLoss, ["HasNoLoss returns no loss", "scalar"]),
         (FixesBatch, ["FixesBatch cannot be captured at micro-batch size 3: shape '[2, 4]' is inv", "test_capture.py"]),
-        (SelectsByData, ["a size or a number that depends on the data", "test_capture.py", "torch.where"]),
-        (LooksAtData, ["LooksAtData cannot be captured", "decides by the values of tensors", "test_capture.py"]),
-        (CallsAHelperThatLooks, ["decides by the values of tensors", "line {helper}"]),
+        (SelectsByData, ["a size or a number that depends on data", "test_capture.py", "torch.where"]),
+        (LooksAtData, ["LooksAtData cannot be captured", "branches on the values of tensors", "test_capture.py"]),
+        (CallsAHelperThatLooks, ["branches on the values of tensors", "line {helper}"]),
     ],
 )
-def test_what_cannot_be_captured_is_refused_with_the_place(model, words, capfd):
+def test_a_refusal_names_the_cause_and_the_line(model, words, capfd):
     with pytest.raises(CaptureError) as caught:
         capture(model, ROWS, 3)
     message = str(caught.value)

@@ -1,4 +1,4 @@
-"""Models are captured as the device that runs sees them, with the true values of the tensors that they keep or make."""
+"""Models are captured for the device that runs them, with the real values of tensors that they hold or make."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def makes_tensors(self, x, h):
     return self.second(h + offset) * torch.from_numpy(np.arange(WIDTH)).float() + torch.tensor(0.5)
 
 
-def asks_for_what_no_data_enters(self, x, h):
+def reads_values_without_data(self, x, h):
     mask = nn.Transformer.generate_square_subsequent_mask(WIDTH)
     mask[0] = 0
     if torch.equal(mask, torch.zeros(WIDTH, WIDTH)) or not mask.isinf().any():
@@ -41,7 +41,7 @@ def asks_whether_it_is_traced(self, x, h):
     return h if torch.compiler.is_compiling() or torch.compiler.is_exporting() else self.second(h)
 
 
-def converts_to_what_it_is(self, x, h):
+def converts_without_a_change(self, x, h):
     return self.second.to(torch.float32).to("cpu")(h)
 
 
@@ -50,9 +50,9 @@ def converts_to_what_it_is(self, x, h):
     [
         branches_on_device,
         makes_tensors,
-        asks_for_what_no_data_enters,
+        reads_values_without_data,
         asks_whether_it_is_traced,
-        converts_to_what_it_is,
+        converts_without_a_change,
     ],
     ids=lambda function: function.__name__,
 )
@@ -60,8 +60,8 @@ def test_tensors_made_in_forward_and_branches_on_the_device(between):
     assert_equal_to_eager(type("Model", (Layers,), {"between": between}), X)
 
 
-def test_the_program_is_the_same_whichever_kernel_attention_takes():
-    """Results of kernels lie in memory in another order, so that contiguous() copies after one alone."""
+def test_the_program_does_not_depend_on_the_attention_kernel():
+    """The results of two kernels have different memory layouts, so that contiguous() copies after only one of them."""
     build, data = MODELS["gpt2"]
     with sdpa_kernel(SDPBackend.MATH):
         other = capture(build, data.input_specs(), 2)
@@ -69,7 +69,7 @@ def test_the_program_is_the_same_whichever_kernel_attention_takes():
 
 
 class Keeps(Layers):
-    """Plain tensors as attributes, in containers, drawn at random, computed from a parameter, and written to."""
+    """Plain tensors in attributes and containers: drawn at random, computed from a parameter, and written to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Keeps(Layers):
         return self.second(h) + self.noise * self.of_weight + self.count
 
 
-def test_plain_tensors_that_a_module_keeps():
+def test_plain_tensors_that_a_module_holds():
     assert_equal_to_eager(Keeps, X)
 
 
@@ -95,7 +95,7 @@ def test_plain_tensors_move_with_their_module():
 
 
 class ReadsValues(Layers):
-    """A constructor that reads values of tensors, and one that reads those of its parameters."""
+    """A constructor that reads values of tensors, and a parametrization that reads those of its parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class ReadsValuesAndHooks(ReadsValues):
         self.first.weight.register_hook(lambda gradient: gradient * 2)
 
 
-def test_gradient_hooks_are_seen_where_a_constructor_reads_values():
+def test_gradient_hooks_are_refused_also_where_a_constructor_reads_values():
     with pytest.raises(CaptureError, match=r"parameter first\.weight of ReadsValuesAndHooks has a gradient hook"):
         capture(ReadsValuesAndHooks, SPECS, 4)
 

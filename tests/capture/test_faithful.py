@@ -1,4 +1,4 @@
-"""A capture does what the eager module does, or is refused with the place: nothing is dropped without a word."""
+"""A capture does what the eager module does, or is refused with the line: nothing is dropped silently."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ class Layer(nn.Module):
 
 
 class RoundStraightThrough(torch.autograd.Function):
-    """Rounds; its gradient is that of the identity, clipped."""
+    """Rounds, with the clipped gradient of the identity."""
 
     @staticmethod
     def forward(ctx, x, levels, device):
@@ -39,7 +39,7 @@ class RoundStraightThrough(torch.autograd.Function):
         return torch.where(x.abs() < 1, gradient, gradient * 0.5), None, None
 
 
-quantise = RoundStraightThrough.apply  # bound before the trace begins, as in most code
+quantise = RoundStraightThrough.apply  # bound before the trace begins, as most code does
 
 
 class Quantised(Layer):
@@ -54,7 +54,7 @@ class Quantised(Layer):
 
 
 class Scale(torch.autograd.Function):
-    """Two results, one without a gradient, and an argument that gets none."""
+    """Two results, one of them without a gradient, and an argument that gets no gradient."""
 
     @staticmethod
     def forward(ctx, x, scale):
@@ -106,7 +106,7 @@ class ForwardHooks(Layer):
 
 
 def gradients_of_graph(model, build, x, cuts, **options):
-    """Loss and gradients of the captured program of ``build``, with the weights of ``model``, in stages one by one."""
+    """(loss, gradients) of the captured program of ``build``, run stage by stage with the weights of ``model``."""
     captured = capture(build, ROWS, len(x))
     state = {
         name: p.detach().clone().requires_grad_(name in captured.graph.trained) for name, p in model.named_parameters()

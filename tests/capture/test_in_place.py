@@ -1,4 +1,4 @@
-"""In-place operations that users write give what eager code gives: values, gradients and buffers."""
+"""In-place operations in user code have the same results as in eager mode: values, gradients and buffers."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ SPECS = {"x": InputSpec(shape=(WIDTH,), dtype=torch.float32)}
 
 
 class Layers(nn.Module):
-    """Two layers around what a test writes between them."""
+    """Two layers, around the code under test."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,8 +47,8 @@ def other_view_made_before(self, x, h):
 
 
 def through_contiguous(self, x, h):
-    h.contiguous().mul_(2)  # no copy, so this writes to h
-    h.t().contiguous().add_(1)  # a copy, which nothing reads
+    h.contiguous().mul_(2)  # contiguous() makes no copy here, so this writes to h
+    h.t().contiguous().add_(1)  # contiguous() makes a copy here, which nothing reads
     return self.second(h)
 
 
@@ -201,7 +201,7 @@ def parameter(self, x, h):
 
 
 @pytest.mark.parametrize(("between", "words"), [(detached, "made by detach"), (parameter, "to a parameter")])
-def test_what_cannot_be_followed_is_refused_with_the_line_that_writes(between, words):
+def test_a_write_that_cannot_be_captured_is_refused_with_its_line(between, words):
     line = between.__code__.co_firstlineno + (1 if between is detached else 2)
     with pytest.raises(CaptureError, match=words) as caught:
         capture(

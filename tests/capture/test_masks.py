@@ -1,4 +1,4 @@
-"""Attention without its mask gives what it gave with it; a mask is dropped where each of its elements says so."""
+"""A mask is dropped exactly where all its elements allow it, and attention gives the same result without it."""
 
 import json
 import os
@@ -34,7 +34,7 @@ LENGTH = 6
 
 
 class Attention(nn.Module):
-    """Makes its mask from nothing but its length."""
+    """Makes its mask without data."""
 
     def __init__(self, make_mask: Callable[[], torch.Tensor]) -> None:
         super().__init__()
@@ -54,14 +54,14 @@ def exported_attention(make_mask: Callable[[], torch.Tensor], *tensors: torch.Te
 
 
 def decisions(program: fx.Graph) -> list[str]:
-    """What is left of the mask of each attention."""
-    found = []
+    """For each attention: "mask" if its mask stayed, else "causal" or "none"."""
+    decided = []
     for attention in program.find_nodes(op="call_function", target=ATTENTION):
         if len(attention.args) > MASK and attention.args[MASK] is not None:
-            found.append("mask")
+            decided.append("mask")
         else:
-            found.append("causal" if attention.kwargs.get("is_causal") else "none")
-    return found
+            decided.append("causal" if attention.kwargs.get("is_causal") else "none")
+    return decided
 
 
 def right_decision(mask: torch.Tensor, rows: int, columns: int) -> str:
@@ -82,7 +82,7 @@ def nodes_of(mask: fx.Node) -> list[fx.Node]:
 
 
 def computed(mask: fx.Node) -> torch.Tensor:
-    """Its value, by running all that makes it."""
+    """The value of the mask, computed by running all operations that make it."""
     values = {}
     for node in nodes_of(mask):
         args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
@@ -105,16 +105,16 @@ def test_a_mask_is_dropped_where_it_is_causal(distance, is_causal):
     leave_masks_to_kernel(exported.graph)
     exported.graph.eliminate_dead_code()
     exported.recompile()
-    (found,) = exported(value, value)
-    (gradient,) = torch.autograd.grad(found.square().sum(), value)
-    torch.testing.assert_close(found, expected)
+    (result,) = exported(value, value)
+    (gradient,) = torch.autograd.grad(result.square().sum(), value)
+    torch.testing.assert_close(result, expected)
     torch.testing.assert_close(gradient, wanted)
     (attention,) = exported.graph.find_nodes(op="call_function", target=ATTENTION)
     assert (attention.args[MASK] is None) == attention.kwargs.get("is_causal", False) == is_causal
     assert (sum(node.op == "call_function" for node in exported.graph.nodes) == 1) == is_causal, "what made it is gone"
 
 
-def test_a_mask_that_data_makes_stays():
+def test_a_mask_that_depends_on_data_stays():
     arguments = (torch.randn(1, 1, LENGTH, 4), torch.ones(LENGTH, LENGTH, dtype=torch.bool))
     exported = torch.export.export(Given(), arguments, strict=False).graph_module
     leave_masks_to_kernel(exported.graph)
@@ -124,7 +124,7 @@ def test_a_mask_that_data_makes_stays():
 
 @pytest.mark.parametrize("shape", [(1, LENGTH), (LENGTH, 1), (2, 1, 1, LENGTH)])
 def test_a_mask_of_one_row_or_column_is_compared_as_the_kernel_broadcasts_it(shape):
-    """A first row that sees the first key alone is causal in itself, but hides from the others what they must see."""
+    """One row that sees only the first key is causal, but broadcast to more rows it hides keys that they must see."""
 
     def make_mask():
         return (torch.arange(prod(shape)) < 1).view(-1)[: prod(shape)].view(shape)
@@ -139,7 +139,7 @@ def test_a_mask_of_one_row_or_column_is_compared_as_the_kernel_broadcasts_it(sha
         assert decisions(exported.graph) == [wanted]
 
 
-# How masks are written, each for B samples, H heads, L queries and S keys; every one may be larger than is held.
+# Ways to write a mask for B samples, H heads, L queries and S keys. Each may be larger than the limit MOST_HELD.
 
 
 def comparison(rows: torch.Tensor, columns: torch.Tensor, how: str) -> torch.Tensor:
@@ -166,7 +166,7 @@ def comparison(rows: torch.Tensor, columns: torch.Tensor, how: str) -> torch.Ten
             return torch.where(columns > rows, float("nan"), 0.0) <= 0
         case "one nan":  # not causal
             return ~(torch.where(columns == 1, float("nan"), columns.float()) > rows)
-        case "truth of numbers":  # causal but for a row
+        case "truth of numbers":  # causal except for one row
             return (columns <= rows) & torch.logical_and(rows - 4, columns + 1)
         case "cumsum":
             return torch.ones(keys, dtype=torch.int64).cumsum(0) <= rows + 1
@@ -205,7 +205,7 @@ TRAPS = ("one nan", "truth of numbers", "overflow", "overflow of a copy", "joine
 
 
 def further(rows: torch.Tensor, columns: torch.Tensor, kind: str, number: int, batch: int, heads: int) -> torch.Tensor:
-    """Another condition on what is seen; with a large ``number`` most of them hide nothing."""
+    """A further condition on the visible keys; with a large ``number``, most conditions hide nothing."""
     sample, head = torch.arange(batch).view(-1, 1, 1, 1), torch.arange(heads).view(1, -1, 1, 1)
     match kind:
         case "window":
@@ -238,7 +238,7 @@ FURTHER = (
 
 @st.composite
 def masks(draw):
-    """Sizes (batch, heads, queries, keys), and code that makes a mask for them: most often causal, or nearly."""
+    """Sizes (batch, heads, queries, keys) and code that makes a mask for them, mostly a causal or nearly causal one."""
     batch, heads = draw(st.integers(1, 3)), draw(st.integers(1, 2))
     length = draw(st.integers(1, 9))
     keys = draw(st.one_of(st.just(length), st.integers(1, 9)))
@@ -283,7 +283,7 @@ def masks(draw):
     st.sampled_from([STRIP_ELEMENTS, 400]),
 )
 def test_a_mask_is_dropped_exactly_where_all_its_elements_allow(mask, most_held, blocks, strip_elements):
-    """At the limits that are set, and at ones so low that these small masks too are expressions in blocks."""
+    """At the real limits, and at limits so low that even these small masks become expressions in blocks."""
     (batch, heads, length, keys), make_mask = mask
     small_limits = (most_held, strip_elements) != (MOST_HELD, STRIP_ELEMENTS)
     query, key = torch.randn(batch, heads, length, 4), torch.randn(batch, heads, keys, 4)
@@ -295,18 +295,18 @@ def test_a_mask_is_dropped_exactly_where_all_its_elements_allow(mask, most_held,
         limits.setattr(pointwise, "BLOCKS", blocks)
         limits.setattr(pointwise, "STRIP_ELEMENTS", strip_elements)
         try:
-            found = elements(value_of(nodes_of(attention.args[MASK]))).expand(value.shape)
+            actual = elements(value_of(nodes_of(attention.args[MASK]))).expand(value.shape)
         except UndecidedError:
             assert most_held != MOST_HELD, "so small a mask can be computed whole"
         else:
-            assert torch.equal(found, value)
+            assert torch.equal(actual, value)
         leave_masks_to_kernel(program)
     right = right_decision(value, length, keys)
     assert decisions(program)[0] == right or (decisions(program)[0] == "mask" and small_limits)
 
 
 ANY = torch.tensor([0, 1, 2, -1, 3, 255, 5, -3, 100, 4])
-NUMBERS = [  # tensors of ten rows and ten columns, compact, and of two samples
+NUMBERS = [  # compact tensors of ten rows and ten columns, and of two samples
     torch.arange(10).view(1, 10, 1),
     torch.arange(10).view(1, 1, 10),
     ANY.view(1, 1, 10),
@@ -395,14 +395,14 @@ TRAPS_OF_BOUNDS = [
 
 @pytest.mark.parametrize("expression", TRAPS_OF_BOUNDS)
 @pytest.mark.parametrize("block", [3, 10])
-def test_bounds_hold_where_arithmetic_is_treacherous(expression, block):
+def test_bounds_hold_in_spite_of_overflow_and_nan(expression, block):
     check_bounds(expression, block)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(expressions(2, True), st.sampled_from([1, 2, 3, 10]))
 def test_bounds_hold_for_every_element(expression, block):
-    """Of integers that overflow, of numbers that are none, of types that are mixed: no bound is ever too narrow."""
+    """No bound is too narrow, with integers that overflow, nan, or mixed dtypes."""
     check_bounds(expression, block)
 
 
@@ -422,7 +422,7 @@ def check_bounds(expression: Pointwise, block: int) -> None:
 
 @pytest.mark.parametrize("how", HOW)
 def test_a_causal_mask_too_large_to_hold_is_known(how):
-    """In every way of writing it, for every sample: 2,048 positions, 64 samples."""
+    """The mask is decided for every way to write it, at 2,048 positions and 64 samples."""
     length, batch = 2048, 64
 
     def make_mask():
@@ -506,7 +506,7 @@ def test_masks_of_models_are_dropped_where_their_elements_allow(model, limits, m
 
 LONG = """
 import json, resource, time
-resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))  # fail, and do not take all that there is
+resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))  # fail instead of using all memory of the machine
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 from auto3d.capture.export import InputSpec
@@ -533,7 +533,7 @@ for name, build in builds.items():
 
 
 def test_long_sequences_are_captured_in_less_than_a_gigabyte_at_any_micro_batch_size():
-    """Four captures at 32,768 positions, imports included: together they stay within the limits of one."""
+    """Four captures at 32,768 positions, including imports, stay together within the limits of one."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", LONG]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)

@@ -1,4 +1,4 @@
-"""What a capture would freeze is refused with the line: counters, lists, randomness of Python and numpy, clocks."""
+"""State that a capture would freeze is refused with its line: counters, lists, Python's and numpy's draws, clocks."""
 
 import itertools
 import logging
@@ -24,7 +24,7 @@ COUNT, LOG = 0, []
 
 
 class Layer(nn.Module):
-    """Each ``scale`` is what one model multiplies by; the line at fault ends with ``# refused``."""
+    """A model that multiplies by ``scale()``; in each subclass, the refused line ends with ``# refused``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ PLACE = "test_python_state.py, line"
         (Seeds, ["torch's random seed"]),
     ],
 )
-def test_what_changes_from_forward_to_forward_is_refused_with_its_line(model, words):
+def test_state_that_changes_between_forwards_is_refused_with_its_line(model, words):
     with pytest.raises(CaptureError) as caught:
         capture(model, ROWS, 3)
     message = str(caught.value)

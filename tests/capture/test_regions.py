@@ -1,4 +1,4 @@
-"""Mixed precision and torch.vmap in a model's forward become operations that give what eager code gives."""
+"""Mixed precision and torch.vmap in forward become operations with the same results as in eager mode."""
 
 import pytest
 import torch
@@ -29,9 +29,9 @@ def region_without_in_region_with(self, x, h):
 def attention_and_convolution(self, x, h):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         heads = self.second(h).view(-1, 1, 2, 3)
-        found = nn.functional.scaled_dot_product_attention(heads, heads, heads)
-        found = nn.functional.conv1d(found.flatten(1)[:, None], self.first.weight[:1, None, :3])
-    return found.float()
+        out = nn.functional.scaled_dot_product_attention(heads, heads, heads)
+        out = nn.functional.conv1d(out.flatten(1)[:, None], self.first.weight[:1, None, :3])
+    return out.float()
 
 
 def vmapped(self, x, h):
@@ -47,7 +47,7 @@ def vmapped_twice(self, x, h):
     [one_region, region_without_in_region_with, attention_and_convolution, vmapped, vmapped_twice],
     ids=lambda function: function.__name__,
 )
-def test_is_as_eager(between):
+def test_regions_agree_with_eager_mode(between):
     assert_equal_to_eager(type("Model", (Layers,), {"between": between}), X)
 
 

@@ -1,4 +1,4 @@
-"""Messages and collectives: the papers' equations on numbers worked by hand, and links that are shared."""
+"""Messages and collectives: the papers' equations against numbers worked by hand, and shared links."""
 
 import pytest
 
@@ -40,13 +40,13 @@ def test_a_ring_of_many_ranks_is_slower_than_a_tree_where_latency_rules():
 @pytest.mark.parametrize(
     ("lanes", "groups", "bandwidth"),
     [
-        (1, [(0, 4)], 10),  # alone, all of the only lane
-        (1, [(0, 4), (1, 5)], 5),  # two share it
-        (1, [(0, 1, 2, 3, 4, 5, 6, 7)], 10),  # one ring, one way out at a time
-        (None, [(0, 4), (1, 5), (2, 6), (3, 7)], 10),  # each has a lane of its own
+        (1, [(0, 4)], 10),  # a single group gets all of the only lane
+        (1, [(0, 4), (1, 5)], 5),  # two groups share the lane
+        (1, [(0, 1, 2, 3, 4, 5, 6, 7)], 10),  # one ring leaves the node once at a time
+        (None, [(0, 4), (1, 5), (2, 6), (3, 7)], 10),  # each group has its own lane
         (None, [(0, 1, 2, 3, 4, 5, 6, 7)], 40),  # a ring on each of four lanes
-        (2, [(0, 1, 4, 5), (2, 6), (3, 7)], 10),  # four devices on two lanes: this group has two of the four
-        (2, [(0, 1), (4, 5)], 100),  # inside the node
+        (2, [(0, 1, 4, 5), (2, 6), (3, 7)], 10),  # four devices share two lanes; this group has two of the four
+        (2, [(0, 1), (4, 5)], 100),  # both groups stay inside their node
     ],
 )
 def test_groups_share_the_lanes_of_their_node(lanes: int | None, groups: list, bandwidth: float):

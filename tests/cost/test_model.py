@@ -1,4 +1,4 @@
-"""The cost model: closed forms by hand, what follows from physics, and the published sizes of stages."""
+"""The cost model against closed forms worked by hand, properties of real machines, and published stage sizes."""
 
 from dataclasses import replace
 
@@ -8,11 +8,12 @@ from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadM
 
 from auto3d.capture.model import capture
 from auto3d.cluster import Accelerator, Cluster, Link, Node, place_ranks
-from auto3d.cost.calibrate import Measured, calibrate
+from auto3d.cost.calibrate import MeasuredIteration, calibrate
 from auto3d.cost.closed_forms import amp_s, chimera_s
 from auto3d.cost.layers import Layer, times_of_layers, work_of_layers
-from auto3d.cost.model import CostModel, Training
+from auto3d.cost.model import CostModel
 from auto3d.cost.times import times_of
+from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import work_of
 from auto3d.partition.merak import shard
 from auto3d.partition.methods.blocks import blocks
@@ -26,8 +27,8 @@ LAYERS = [BLOCK] * 8
 
 
 def costs(**changes) -> Costs:
-    """Two stages: forward 1 and 2, backward 2 and 4, a message of 0.5 each way, syncs of 3 and 5."""
-    given = {
+    """Costs of two stages: forward 1 and 2, backward 2 and 4, a message of 0.5 each way, syncs of 3 and 5."""
+    defaults = {
         "forward": (1.0, 2.0),
         "backward": (2.0, 4.0),
         "backward_input": (1.0, 2.0),
@@ -38,23 +39,26 @@ def costs(**changes) -> Costs:
         "messages": (MessageCost(forward=0.5, backward=0.5),),
         "speed": (1.0, 1.0),
     }
-    return Costs(**given | changes)
+    return Costs(**defaults | changes)
 
 
 def test_amp_equations_2_to_4():
-    """M = 4: (4 - 1) × 6 + (3 + 6) + 1, and the slower sync, 5, and update."""
+    """M = 4: (4 - 1) × 6 + (3 + 6) + 1, plus the slower sync, 5, and the slower update."""
     assert amp_s(shape("1f1b", devices=2, micro_batches=4, options={}), costs()) == pytest.approx(18 + 9 + 1 + 5 + 0.25)
 
 
 def test_chimera_equation_1():
-    """Figure 6: N = D = 6 has 6 forwards and 10 backwards on its critical path."""
+    """Figure 6: with N = D = 6, the critical path has 6 forwards and 10 backwards."""
     schedule = shape("chimera", devices=6, micro_batches=6, options={})
     equal = {name: (time,) * 6 for name, time in (("forward", 1.0), ("backward", 2.0), ("recompute", 0.0))}
     equal |= {"backward_input": (1.0,) * 6, "backward_weight": (1.0,) * 6, "update": (0.0,) * 6, "speed": (1.0,) * 6}
-    given = costs(**equal, sync=(0.0,) * 6, messages=(MessageCost(latency=0.01, forward=0.09, backward=0.09),) * 5)
-    assert chimera_s(schedule, given) == pytest.approx(6 * 1.1 + 10 * 2.1)
-    slow = replace(given, sync=(7.0,) * 6)
-    assert 0 < chimera_s(schedule, slow) - chimera_s(schedule, given) <= 2 * 7.0  # two stages to each device, lazily
+    equal_costs = costs(
+        **equal, sync=(0.0,) * 6, messages=(MessageCost(latency=0.01, forward=0.09, backward=0.09),) * 5
+    )
+    assert chimera_s(schedule, equal_costs) == pytest.approx(6 * 1.1 + 10 * 2.1)
+    slow = replace(equal_costs, sync=(7.0,) * 6)
+    exposed = chimera_s(schedule, slow) - chimera_s(schedule, equal_costs)
+    assert 0 < exposed <= 2 * 7.0  # each device has two stages, with lazy sync
 
 
 def test_the_closed_form_is_the_simulator_where_stages_are_equal():
@@ -71,7 +75,7 @@ def layered(layers: list[Layer], accelerator: Accelerator | None = None, outside
         outside=Link(latency_s=1e-9, bandwidth=outside, lanes=1),
     )
     cluster = Cluster(nodes=(node,) * 4, device="cuda")
-    return CostModel(cluster, Training(), lambda samples: work_of_layers(layers, samples, precision="float32"))
+    return CostModel(cluster, TrainingOptions(), lambda samples: work_of_layers(layers, samples, precision="float32"))
 
 
 def plan_of(*, dp: int, tp: int, pp: int, layers: int = 8, micro_batch_size: int = 1, global_batch: int = 32) -> Plan:
@@ -90,7 +94,7 @@ def plan_of(*, dp: int, tp: int, pp: int, layers: int = 8, micro_batch_size: int
 
 
 def test_time_is_not_linear_in_the_micro_batch():
-    """Each product has a fixed part: twice the samples take less than twice as long, ever nearer to it."""
+    """Each product has a fixed cost, so twice the samples take less than twice as long, approaching a factor of two."""
     device = Accelerator(half_flops=4e9)
     works = [work_of_layers([BLOCK], samples, precision="float32") for samples in (1, 2, 4, 64)]
     seconds = [times_of(work, device).forward[-1] for work in works]
@@ -99,7 +103,7 @@ def test_time_is_not_linear_in_the_micro_batch():
 
 
 def test_small_layers_are_bound_by_launches():
-    """Half the arithmetic does not shorten a stage whose host cannot launch faster; tensor parallelism lengthens it."""
+    """Where the host limits a stage, less arithmetic does not shorten it, and tensor parallelism lengthens it."""
     graph = captured_gpt2(layers=2, hidden=64, samples=2)
     work = work_of(graph, shard(graph).bounds)
     host = Accelerator(launch_s=1e-3, collective_launch_s=1e-3)
@@ -116,8 +120,8 @@ def test_tensor_parallelism_divides_each_subgraph_as_megatron_does():
     assert all(work.parallel[p] for p in products)
     norms = [p for p, node in enumerate(graph.nodes) if "layer_norm" in node.operator]
     assert not any(work.parallel[p] for p in norms)
-    assert np.count_nonzero(work.reduced) == 1 + 2 * 2  # embedding; attention and perceptron of each block
-    assert np.count_nonzero(work.backward_reduced) == 2 * 2 + 1  # and the head
+    assert np.count_nonzero(work.reduced) == 1 + 2 * 2  # the embedding, then attention and perceptron of each block
+    assert np.count_nonzero(work.backward_reduced) == 2 * 2 + 1  # the same, plus the head
     activation = 2 * 32 * 64 * 4
     assert set(work.reduced[work.reduced > 0]) == {activation}
 
@@ -132,19 +136,20 @@ def test_every_flop_and_parameter_of_the_model_is_counted_once():
     assert fused.launches.sum() < work.launches.sum()
 
 
-def test_more_traffic_on_slower_links_takes_longer_and_is_named():
+def test_slower_links_lengthen_the_syncs_and_the_estimate_says_so():
     fast, slow = layered(LAYERS), layered(LAYERS, outside=5e8)
     spread = plan_of(dp=16, tp=1, pp=1)
     assert slow.seconds(spread) > fast.seconds(spread)
-    found = slow.estimate(spread)
-    parts = found.compute_s + found.tensor_s + found.message_s + found.sync_s + found.update_s + found.bubble_s
-    assert found.seconds == pytest.approx(parts) == pytest.approx(slow.seconds(spread))
-    assert found.sync_s > found.compute_s
-    assert slow.seconds(plan_of(dp=4, tp=1, pp=4)) < slow.seconds(spread)  # its syncs stay inside the nodes
+    estimate = slow.estimate(spread)
+    names = ("compute_s", "tensor_s", "message_s", "sync_s", "update_s", "bubble_s")
+    total = sum(getattr(estimate, name) for name in names)
+    assert estimate.seconds == pytest.approx(total) == pytest.approx(slow.seconds(spread))
+    assert estimate.sync_s > estimate.compute_s
+    assert slow.seconds(plan_of(dp=4, tp=1, pp=4)) < slow.seconds(spread)  # these syncs stay inside the nodes
 
 
 def test_each_stage_counts_on_its_own_kind_of_device():
-    """The last of four nodes computes at a quarter of the speed: the pipeline is as slow as it, wherever it is."""
+    """The last of four nodes computes at a quarter of the speed, and only its stage takes four times as long."""
     quick = layered(LAYERS)
     node = quick.cluster.nodes[0]
     weak = replace(node, accelerator=replace(node.accelerator, peak_flops=5e12, memory_bandwidth=175e9))
@@ -172,14 +177,14 @@ def test_more_micro_batches_in_flight_need_more_memory_and_recomputation_less():
     model = layered(LAYERS)
     plan = plan_of(dp=1, tp=1, pp=4)
     first, *_, last = model.memory(plan)
-    assert first > last  # four micro-batches in flight against one
+    assert first > last  # the first stage has four micro-batches in flight, the last has one
     assert max(model.memory(replace(plan, schedule="gpipe"))) > first
     assert max(model.memory(replace(plan, schedule_options={"recompute": "full"}))) < first
     assert max(model.memory(plan_of(dp=1, tp=4, pp=4))) < first / 2
 
 
 def test_calibration_finds_the_parameters_that_made_the_times():
-    """Iterations timed by the model itself, under other parameters than it starts from."""
+    """The model itself times the iterations, with other parameters than the fit starts from."""
     truth = Accelerator(matrix_efficiency=0.45, half_flops=3e9, launch_s=0.0, iteration_s=2e-3)
     true, start = layered(LAYERS, truth), layered(LAYERS)
     plans = [
@@ -188,7 +193,7 @@ def test_calibration_finds_the_parameters_that_made_the_times():
         for size in (1, 2, 4)
         for batch in (16, 64)
     ]
-    iterations = [Measured(model=start, plan=plan, seconds=true.seconds(plan)) for plan in plans]
+    iterations = [MeasuredIteration(model=start, plan=plan, seconds=true.seconds(plan)) for plan in plans]
     found = calibrate(iterations, ["matrix_efficiency", "half_flops", "iteration_s"], folds=3)
     assert found.mean_error < 0.005
     assert found.parameters["matrix_efficiency"] == pytest.approx(0.45, rel=0.02)

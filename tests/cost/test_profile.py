@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from auto3d.cluster import Accelerator, AllReduceTimes, Cluster, Node, place_ranks
-from auto3d.cost.model import CostModel, Training
+from auto3d.cost.model import CostModel
 from auto3d.cost.profile import MessageTimes, ModelTimes, Profile, ProfileError, Setting, SubgraphTimes
+from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import work_of
 from auto3d.partition.merak import shard
 from auto3d.plan import Plan, stages_between
@@ -36,7 +37,7 @@ SETTING = Setting(device="cpu", accelerator="device", devices_per_node=2, thread
 
 @pytest.fixture
 def short(monkeypatch):
-    """As few repetitions as there can be."""
+    """Profile with as few repetitions as possible."""
     monkeypatch.setattr(profiler, "ROUNDS", 2)
     monkeypatch.setattr(profiler, "LOAD_S", 0.0)
     monkeypatch.setattr(subgraph_timing, "ROUND_S", 0.0)
@@ -52,7 +53,7 @@ def measured(models, data) -> MachineTimes:
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "swin", "averaging"])
 def test_a_real_profile(name, short):
-    """Each distinct subgraph is measured once, and keeps for its backward what the Graph says."""
+    """Each distinct subgraph is measured once, and keeps as many bytes for its backward as the Graph predicts."""
     model = captured(name, 4)
     bounds = shard(model.graph).bounds
     subgraphs = distinct_subgraphs(model, bounds)
@@ -64,14 +65,16 @@ def test_a_real_profile(name, short):
     assert set(size.kinds) == set(range(len(size.subgraphs)))
     for one, other in combinations(range(len(operators)), 2):
         assert size.kinds[one] != size.kinds[other] or operators[one] == operators[other]
-    if name == "gpt2":  # words; positions and attention; perceptron and attention in turn; norm; head and loss
+    if (
+        name == "gpt2"
+    ):  # token embedding; positions and attention; perceptron and attention in turn; norm; head and loss
         assert size.kinds == (0, 1, 2, 3, 2, 3, 2, 3, 2, 4, 5)
 
     assert all(one.repetitions >= 2 * subgraph_timing.MIN_REPETITIONS for one in size.subgraphs)
     assert np.all(size.seconds > 0)
     saved = [size.subgraphs[kind].saved_bytes for kind in size.kinds]
     work = work_of(model.graph, bounds)
-    # Masks and the like are made in each subgraph that uses them, and saved in each.
+    # Masks and similar values are computed in each subgraph that uses them, and saved in each.
     assert sum(saved) == pytest.approx(work.saved.sum(), rel=0.1)
     if name != "t5":
         assert saved == [pytest.approx(work.saved[a:b].sum(), rel=0.01, abs=256) for a, b in pairwise(bounds)]
@@ -82,19 +85,19 @@ def test_a_real_profile(name, short):
     assert found.messages.link.bandwidth > 0
 
 
-def test_subgraphs_beside_a_whole_stage(short):
-    """Loosely, for both are real times: together they take about what they take as one."""
+def test_subgraphs_take_about_as_long_as_a_whole_stage(short):
+    """The bound is loose because both sides are measured times."""
     model = captured("gpt2", 4)
     bounds = shard(model.graph).bounds
-    parts = distinct_subgraphs(model, bounds)
+    separate = distinct_subgraphs(model, bounds)
     whole = distinct_subgraphs(model, (0, len(model.graph.nodes)))
-    sums = [size.seconds.sum(axis=1)[:2] for size in measured([parts, whole], MODELS["gpt2"][1]).sizes]
+    sums = [size.seconds.sum(axis=1)[:2] for size in measured([separate, whole], MODELS["gpt2"][1]).sizes]
     assert np.all(sums[0] < 4 * sums[1])
     assert np.all(sums[1] < 4 * sums[0])
 
 
 def made_up(sizes=(2, 4)) -> Profile:
-    """Of GPT-2; a forward takes a second more with each subgraph, and for each sample."""
+    """A profile of GPT-2 in which forward times grow by a second per kind of subgraph, and with the samples."""
     models = []
     for samples in sizes:
         model = captured("gpt2", samples)
@@ -131,8 +134,8 @@ def test_json_and_back():
     assert Profile.from_json(profile.to_json()) == profile
 
 
-def test_what_the_cost_model_makes_of_it():
-    """Sums of subgraphs as measured, lines between the sizes and beyond, shares as estimated under tensor degrees."""
+def test_the_cost_model_reproduces_a_profile():
+    """Sums of subgraphs are as measured, sizes are interpolated, and tensor degrees scale by the estimate."""
     profile, graphs = made_up(), {samples: captured("gpt2", samples).graph for samples in (2, 3, 4, 8)}
 
     def cuts(samples):
@@ -160,9 +163,9 @@ def test_what_the_cost_model_makes_of_it():
         [1e-3, 1.5e-3, 2e-3, 6e-3]
     )
 
-    # One stage on each of two ranks that share processors: both compute all the time, each 1.5 times slower.
+    # Two ranks with one stage each share processors and compute all the time, so each is 1.5 times slower.
     model = CostModel(
-        profile.measured(Cluster(nodes=(Node(devices=2),), device="cpu")), Training(), work, times_at=times_at
+        profile.measured(Cluster(nodes=(Node(devices=2),), device="cpu")), TrainingOptions(), work, times_at=times_at
     )
     plan = Plan(
         graph=graphs[4].fingerprint,
@@ -185,18 +188,19 @@ def test_what_the_cost_model_makes_of_it():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"setting": replace(SETTING, device="cuda")}, "it is of device cuda, and cpu is needed"),
-        ({"setting": replace(SETTING, threads=4)}, "it is of threads 4, and 1 is needed"),
-        ({"setting": replace(SETTING, devices_per_node=8)}, "it is of devices per node 8, and 2 is needed"),
-        ({"setting": replace(SETTING, accelerator="T4")}, "it is of accelerator T4, and device is needed"),
+        ({"setting": replace(SETTING, device="cuda")}, "it was measured with device cuda, but cpu is needed"),
+        ({"setting": replace(SETTING, threads=4)}, "it was measured with threads 4, but 1 is needed"),
+        ({"setting": replace(SETTING, devices_per_node=8)}, "it was measured with devices per node 8, but 2 is needed"),
+        ({"setting": replace(SETTING, accelerator="T4")}, "it was measured with accelerator T4, but device is needed"),
     ],
 )
-def test_one_of_something_else_is_refused(change, words):
+def test_a_profile_of_another_setting_or_model_is_refused(change, words):
     profile = made_up()
     profile.check(SETTING, lambda samples: captured("gpt2", samples).graph.fingerprint)
     with pytest.raises(ProfileError, match=words):
         replace(profile, **change).check(SETTING, lambda samples: captured("gpt2", samples).graph.fingerprint)
-    with pytest.raises(ProfileError, match=r"it is of GPT2LMHeadModel of tiny .graph .*, and graph .* is needed"):
+    words = r"it was measured on GPT2LMHeadModel of tiny .graph .*, but this model has graph .*"
+    with pytest.raises(ProfileError, match=words):
         profile.check(SETTING, lambda samples: captured("bert", samples).graph.fingerprint)
 
 
@@ -209,6 +213,6 @@ def test_one_of_something_else_is_refused(change, words):
         (lambda text: text.replace('"slowdown": [', '"slowdown": ["no", '), "slowdown.0: "),
     ],
 )
-def test_one_that_cannot_be_read(change, words):
+def test_a_damaged_profile_is_refused(change, words):
     with pytest.raises(ProfileError, match=words):
         Profile.from_json(change(made_up().to_json()))

@@ -1,4 +1,4 @@
-"""How asynchronous training is compared with plain PyTorch whose weights are as old: rank, reference and bound."""
+"""Compares asynchronous training with plain PyTorch that uses equally old weights: rank, reference and bound."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ NO_CLIPPING = replace(SGD, clip_norm=0.0)
 
 
 def run_rank(world, model: str, plan: Plan, optimizer: OptimizerSettings = NO_CLIPPING) -> dict:
-    """Train as one rank; returns its results, final parameters, and the most versions of its weights in memory."""
+    """Train as one rank; returns its results, its final parameters, and its peak number of weight versions."""
     settings = TrainingSettings(
         iterations=ITERATIONS, optimizer=optimizer, device="cpu", threads_per_rank=1, timeout_s=60
     )
@@ -34,7 +34,7 @@ def run_rank(world, model: str, plan: Plan, optimizer: OptimizerSettings = NO_CL
         held = []
 
         def count(*_) -> None:
-            """The memory of every version, newest included, that something still refers to."""
+            """The memory of every version that is still referenced, including the newest."""
             seen[watched.data_ptr()] = StorageWeakRef(watched.untyped_storage())
             held.append(sum(not storage.expired() for storage in seen.values()))
 
@@ -50,7 +50,7 @@ def run_rank(world, model: str, plan: Plan, optimizer: OptimizerSettings = NO_CL
 
 
 def plain_pytorch_with_old_weights(model: str, plan: Plan, *, flush_every: int = ITERATIONS) -> dict:
-    """The reference: the unmodified model runs each micro-batch with the weights that each stage has for it."""
+    """The reference: the unmodified model, which runs each micro-batch with the weights that the stages have for it."""
     build, data = TRAINED[model]
     torch.manual_seed(plan.seed)
     module = build()
@@ -60,7 +60,7 @@ def plain_pytorch_with_old_weights(model: str, plan: Plan, *, flush_every: int =
     batches = Batches(data, seed=plan.seed, global_batch=plan.global_batch, micro_batch_size=plan.micro_batch_size)
     stage_of = {name: stage.index for stage in cut(captured(model, 2).graph, plan.stages) for name in stage.state}
     count = plan.micro_batches
-    every = {"pipedream": 1, "pipedream-2bw": count}[plan.schedule]  # micro-batches to an update
+    every = {"pipedream": 1, "pipedream-2bw": count}[plan.schedule]  # micro-batches per update
 
     def updates_seen(stage: int, number: int) -> int:
         begun = number - number % (flush_every * count)

@@ -13,34 +13,34 @@ from auto3d.partition.recompute import subgraph_starts
 from auto3d.plan import Plan
 from auto3d.schedule import SCHEDULES, build_schedule
 from auto3d.schedule.operation import Schedule
-from auto3d.search.recompute import Shares
+from auto3d.search.recompute import KeptFractions
 from tests.distributed.parity import make_plan
 from tests.models import captured
 from tests.pairwise import pairwise_cover
 from tests.schedule.samples import SYNC, options_of
 
-SAMPLES = 2  # that an operation runs at once
-WIDTHS = ((2, 1), (2, 2), (4, 1))  # (D, dp): of the four processes
+SAMPLES = 2  # samples that one operation runs
+WIDTHS = ((2, 1), (2, 2), (4, 1))  # (devices, dp) for four processes
 MICRO_BATCHES = {"D": lambda d: d, "2D": lambda d: 2 * d, "D+1": lambda d: d + 1}
-RECOMPUTE = ("none", "full", 0.5)  # of each stage that may; a number is the share of the first stage that is kept
-MODELS = {  # with the most stages that the grid cuts each into
+RECOMPUTE = ("none", "full", 0.5)  # for each stage that may recompute; a number is the kept fraction of the first stage
+MODELS = {  # model -> the largest number of stages into which the grid cuts it
     "gpt2-dropout": 16,  # tied embedding and head
     "bert-dropout": 16,
-    "t5-dropout": 16,  # skips over stages, a tied embedding of three users
+    "t5-dropout": 16,  # values that skip stages, a tied embedding with three users
     "vit-dropout": 16,
     "resnet-transformers": 12,  # batch statistics
     "residual": 4,  # an input and a layer that two stages share, batch statistics, the loss computed inside
     "averaging": 2,  # code without gradients, a buffer that is written and then used, a loss that is used again
     "twins": 16,  # stages without parameters, embeddings of equal shape that are not tied, a shared input
 }
-ONE_REPLICA = {"averaging"}  # whose forward uses what all earlier micro-batches left in a buffer
+ONE_COPY = {"averaging"}  # its forward reads a buffer that all earlier micro-batches have written
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
     model: str
     schedule: str
-    options: tuple[tuple[str, int | str], ...]  # those that change the order: chunks, pipes, scale
+    options: tuple[tuple[str, int | str], ...]  # options that change the order: chunks, pipes, scale
     devices: int
     dp: int
     micro_batches: str  # one of MICRO_BATCHES
@@ -49,7 +49,7 @@ class Cell:
 
     @property
     def axes(self) -> dict[str, str | int]:
-        """What the pairwise cover combines. A schedule with its options is one value: they make the order."""
+        """The axes that the pairwise cover combines. A schedule and its options make the order: one value."""
         order = " ".join([self.schedule, *(f"{name}={value}" for name, value in self.options)])
         others = {name: value for name, value in vars(self).items() if name not in ("schedule", "options")}
         return {"order": order} | others
@@ -76,14 +76,14 @@ def plan_of(cell: Cell) -> Plan:
         stages=uniform(captured(cell.model, SAMPLES).graph, schedule.stages),
     )
     if isinstance(cell.recompute, float):
-        return shares_of(captured(cell.model, SAMPLES).graph, plan).plan(cell.recompute)
+        return kept_fractions_of(captured(cell.model, SAMPLES).graph, plan).plan(cell.recompute)
     return plan
 
 
-def shares_of(graph: Graph, plan: Plan) -> Shares:
-    """The plans that differ from ``plan`` in what its stages keep of Merak's subgraphs."""
+def kept_fractions_of(graph: Graph, plan: Plan) -> KeptFractions:
+    """Plans that differ from ``plan`` in how many of Merak's subgraphs its stages keep."""
     bounds = shard(graph).bounds
-    return Shares(plan, lambda stage: subgraph_starts(graph, stage, bounds))
+    return KeptFractions(plan, lambda stage: subgraph_starts(graph, stage, bounds))
 
 
 def _options(cell: Cell) -> dict[str, int | str]:
@@ -94,7 +94,7 @@ def _options(cell: Cell) -> dict[str, int | str]:
 
 @lru_cache
 def cells() -> tuple[Cell, ...]:
-    """All that can be."""
+    """All possible cells."""
     return tuple(_cells())
 
 
@@ -102,31 +102,31 @@ def _cells() -> Iterator[Cell]:
     for name, (devices, dp) in product(SCHEDULES, WIDTHS):
         for options in options_of(name, devices):
             schedule = build_schedule(name, devices=devices, micro_batches=devices, **options)
-            if schedule.weight_version:  # asynchronous: not equal to one process
+            if schedule.weight_version:  # an asynchronous schedule does not equal one process
                 continue
-            replicas = dp * len({pipe for _, pipe in schedule.device_of})
+            copies = dp * len({pipe for _, pipe in schedule.device_of})
             models = [
                 model
                 for model, most in MODELS.items()
-                if schedule.stages <= most and (replicas == 1 or model not in ONE_REPLICA)
+                if schedule.stages <= most and (copies == 1 or model not in ONE_COPY)
             ]
             if "recompute" in SCHEDULES[name].options:
                 recompute = RECOMPUTE
-            else:  # the schedule decides whether there is any
+            else:  # the schedule decides whether it recomputes
                 recompute = RECOMPUTE[1:] if schedule.recompute else RECOMPUTE[:1]
             for values in product(models, MICRO_BATCHES, SYNC, recompute):
-                own = dict(zip(("model", "micro_batches", "sync", "recompute"), values, strict=True))
-                yield Cell(schedule=name, options=tuple(options.items()), devices=devices, dp=dp, **own)
+                axes = dict(zip(("model", "micro_batches", "sync", "recompute"), values, strict=True))
+                yield Cell(schedule=name, options=tuple(options.items()), devices=devices, dp=dp, **axes)
 
 
 def pairwise() -> list[Cell]:
-    """Few cells in which every two values meet that can."""
-    mixed = Random(1).sample(cells(), len(cells()))  # of equally good cells the cover takes the first
+    """A few cells that contain every possible pair of values."""
+    mixed = Random(1).sample(cells(), len(cells()))  # the cover takes the first of equally good cells
     return [mixed[position] for position in pairwise_cover([cell.axes for cell in mixed])]
 
 
 def whole() -> list[list[Cell]]:
-    """Groups of cells that differ in recomputation alone: all there are, but of dp and sync a draw for each group."""
+    """All groups of cells that differ only in recomputation; dp and sync are drawn at random for each group."""
     groups: dict[Cell, dict[tuple[int, str], list[Cell]]] = {}
     for cell in cells():
         group = groups.setdefault(replace(cell, dp=0, sync="", recompute=""), {})

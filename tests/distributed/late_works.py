@@ -1,7 +1,7 @@
-"""gloo with the manners of NCCL: ``wait`` returns at once, and what was sent, or summed, comes some time later.
+"""gloo that behaves like NCCL: ``wait`` returns at once, and messages and sums arrive some time later.
 
-A tensor is read when its message leaves, not when it is handed over, and written when it arrives, so that one which is
-changed or used too early spoils the training.
+A tensor is read when its message leaves, not when it is passed to the call, and written when it arrives. So a tensor
+that is changed or used too early spoils the training.
 """
 
 import random
@@ -20,7 +20,7 @@ LATEST_S = 0.01
 
 
 class LateWork:
-    """Done when a thread has done it; nobody who waits for it waits."""
+    """Done when a thread has done it; ``wait`` returns before."""
 
     def __init__(self) -> None:
         self.done = Event()
@@ -36,21 +36,21 @@ class LateWork:
 
 
 class _Line:
-    """A thread that does one thing after the other, each a little late, as the stream of a communicator does."""
+    """A thread that does one task after the other, each a little late, as the stream of a communicator does."""
 
     def __init__(self, seed: int) -> None:
-        self._left: SimpleQueue[tuple[Callable[[], None], LateWork]] = SimpleQueue()
+        self._tasks: SimpleQueue[tuple[Callable[[], None], LateWork]] = SimpleQueue()
         self._draw = random.Random(seed)
         Thread(target=self._serve, daemon=True).start()
 
     def put(self, do: Callable[[], None]) -> LateWork:
         work = LateWork()
-        self._left.put((do, work))
+        self._tasks.put((do, work))
         return work
 
     def _serve(self) -> None:
         while True:
-            do, work = self._left.get()
+            do, work = self._tasks.get()
             time.sleep(self._draw.uniform(0, LATEST_S))
             try:
                 do()
@@ -61,7 +61,7 @@ class _Line:
 
 @contextmanager
 def late_works() -> Iterator[None]:
-    """Inside, messages and asynchronous sums of this process come late, in order on each line."""
+    """Inside, messages and asynchronous sums of this process arrive late, in order on each line."""
     lines: dict[Any, _Line] = {}
     real = {name: getattr(dist, name) for name in ("isend", "irecv", "all_reduce")}
 

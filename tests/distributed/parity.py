@@ -1,4 +1,4 @@
-"""How a Plan's training is compared with plain PyTorch: the run of one rank, the reference, and the bound."""
+"""Compares the training of a Plan with plain PyTorch: the run of one rank, the reference, and the bound."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -28,7 +28,7 @@ from tests.models import TRAINED, captured
 CPU = torch.device("cpu")
 ITERATIONS = 3
 GLOBAL_BATCH = 8
-CLIP_NORM = 0.1  # below the norms that occur, so clipping acts in every iteration
+CLIP_NORM = 0.1  # below all norms that occur, so that every iteration clips
 SGD = OptimizerSettings(
     optimizer="sgd",
     learning_rate=0.1,
@@ -107,7 +107,7 @@ def run_rank(
 
 
 class _Seeded(TorchFunctionMode):
-    """Seeds each random function of an eager forward as the runtime seeds that operation of the Graph."""
+    """Seeds each random function of an eager forward as the runtime seeds the same operation of the Graph."""
 
     def __init__(self, randomness: Randomness, operations: Sequence[int]) -> None:
         super().__init__()
@@ -136,9 +136,9 @@ def plain_pytorch(
     state: Mapping[str, torch.Tensor] | None = None,
     iterations: int = ITERATIONS,
 ) -> list[dict]:
-    """The reference: the unmodified model, on this process, in a plain loop; only its dropout is seeded as ours.
+    """The reference: the unmodified model in a plain loop on this process; only its dropout is seeded by our rule.
 
-    Computed once for each case, for all tests of the session; they must not change it.
+    Each case is computed once for all tests of the session, which must not change the result.
     """
     case = (model, micro_batch_size, optimizer, global_batch, seed, iterations)
     return _plain_pytorch(*case, state) if state is not None else _plain_pytorch_once(*case)
@@ -219,7 +219,7 @@ def assert_parity(ranks: list[dict], reference: list[dict], *, tensors: bool = T
 
 
 def assert_buffers(ranks: list[dict], reference: list[dict]) -> None:
-    """Of one replica: each buffer lives on one rank, and ends as on one process."""
+    """For one pipeline: each buffer lives on one rank, and its final value is that of one process."""
     held = [name for rank in ranks for name in rank["history"][-1]["buffers"]]
     assert sorted(held) == sorted(reference[-1]["buffers"]), "each buffer lives on one rank"
     for rank in ranks:

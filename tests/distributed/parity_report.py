@@ -1,7 +1,8 @@
 """Writes results/parity.md: python -m tests.distributed.parity_report (the end of `make parity`; minutes)
 
-Every schedule on eight model families against one process, beside what torch.distributed.pipelining's tracer gives for
-the same models; and weights that two stages share after ten iterations. Ends with status 1 if a run of ours is wrong.
+It compares every schedule on eight model families with one process, next to the result of the tracer of
+torch.distributed.pipelining for the same models, and weights that two stages share after ten iterations. Its exit
+status is 1 if a run of ours is wrong.
 """
 
 import os
@@ -48,15 +49,15 @@ TIED = {"GPT-2": ("gpt2", "transformer.wte.weight"), "LLaMA, tied": ("llama-tied
 BATCH = tracer.Batch(micro_batch_size=2, micro_batches=8, iterations=3, seed=5)
 TIED_ITERATIONS = 10
 OPTIMIZER = replace(SGD, clip_norm=0.0)
-Gradients = list[dict[str, np.ndarray]]  # per iteration, by parameter
+Gradients = list[dict[str, np.ndarray]]  # one dict per iteration, by parameter
 
 
 @dataclass
 class Report:
-    """What the runs gave: the cells of tables, and the notes that they refer to."""
+    """Results of the runs: the cells of tables, and the notes that they refer to."""
 
     notes: list[str] = field(default_factory=list)
-    counts: dict[tuple[str, str], int] = field(default_factory=dict)  # (whose, outcome) -> cells
+    counts: dict[tuple[str, str], int] = field(default_factory=dict)  # (runtime, outcome) -> number of cells
 
     def cell(self, whose: str, outcome: str, *, error: float | None = None, note: str = "") -> str:
         self.counts[whose, outcome] = self.counts.get((whose, outcome), 0) + 1
@@ -74,7 +75,7 @@ class Report:
 
 
 class Processes:
-    """A pool that is started anew after a run that failed: its ranks may still be waiting for each other."""
+    """A pool that is restarted after a failed run, whose ranks may still be waiting for each other."""
 
     def __init__(self) -> None:
         self._pool = ProcessPool(4)
@@ -115,7 +116,7 @@ def gradient_error(ranks: list[Gradients], expected: Gradients) -> float:
 
 
 def error_of(ours: np.ndarray, theirs: np.ndarray) -> float:
-    """Relative, by the very bound: where it says 10^-5, the difference is what the bound allows."""
+    """The error relative to the bound: 1e-5 means that the difference is exactly what the bound allows."""
     return float(np.abs(ours - theirs).max() / (np.abs(theirs).max() + 1e-2))
 
 
@@ -131,7 +132,7 @@ def orders(devices: int) -> Iterator[tuple[str, str, dict]]:
 
 
 def train(processes: Processes, model: str, name: str, options: dict, *, dp: int, pp: int, iterations: int):
-    """The ranks' histories and that of one process; raises AssertionError where a rank failed."""
+    """The histories of the ranks and of one process; raises AssertionError if a rank failed."""
     schedule = build_schedule(name, devices=pp, micro_batches=BATCH.micro_batches, **options)
     plan = make_plan(
         model,
@@ -149,7 +150,7 @@ def train(processes: Processes, model: str, name: str, options: dict, *, dp: int
 
 
 def failure(error: AssertionError) -> str:
-    """The line of a traceback that says what happened."""
+    """The line of a traceback with the error."""
     return [line for line in str(error).splitlines() if line and not line.startswith(" ")][-1]
 
 
@@ -169,7 +170,7 @@ def ours(report: Report, processes: Processes, model: str, *, name: str, options
 
 
 def old_weights(report: Report, processes: Processes, model: str, *, name: str, dp: int, pp: int) -> str:
-    """An asynchronous schedule, beside one process whose weights are as old."""
+    """An asynchronous schedule, compared with one process that uses equally old weights."""
     plan = make_plan(
         model,
         dp=dp,
@@ -204,7 +205,7 @@ def old_weights(report: Report, processes: Processes, model: str, *, name: str, 
 
 
 def theirs(report: Report, model: str, *, schedule: str, loss_inside: bool) -> str:
-    """A run of the tracer, in processes of its own."""
+    """A run of the tracer, in separate processes."""
     with ProcessPool(4) as pool:
         try:
             ranks = pool.run(4, tracer.train_traced, model, schedule, loss_inside, BATCH, OPTIMIZER)
@@ -212,13 +213,13 @@ def theirs(report: Report, model: str, *, schedule: str, loss_inside: bool) -> s
             return report.cell("tracer", "hung", note=failure(error))
     errors = sorted((rank["at"], rank["error"]) for rank in ranks if "error" in rank)
     if errors:
-        _, first = errors[0]  # what came later is its consequence
+        _, first = errors[0]  # later errors are its consequences
         return report.cell("tracer", "hung" if "Timed out" in first else "refused", note=first)
     expected = [step["gradients"] for step in reference(model, 1, 1, BATCH.iterations)]
     found = [rank["gradients"] for rank in ranks]
     try:
         for iteration, gradients in enumerate(expected):
-            assert set().union(*(rank[iteration] for rank in found)) == set(gradients), "some gradients are not there"
+            assert set().union(*(rank[iteration] for rank in found)) == set(gradients), "some gradients are missing"
             for rank, (name, gradient) in product(found, gradients.items()):
                 assert_close(rank[iteration].get(name, gradient), gradient, f"gradient of {name}")
         return report.cell("tracer", "right", error=gradient_error(found, expected))
@@ -236,12 +237,12 @@ def tied(report: Report, processes: Processes, of: tuple[str, str], *, name: str
     except AssertionError as error:
         return report.cell("tied", "wrong", note=failure(error))
     one = expected[-1]["parameters"][weight]
-    error = float(np.abs(copies[0] - one).max() / np.abs(one).max())  # of weights, none of which is nearly zero
+    error = float(np.abs(copies[0] - one).max() / np.abs(one).max())  # relative error: no weight is nearly zero
     return report.cell("tied", f"{len(copies)} equal" if len(copies) > 1 else "one", error=error)
 
 
 def rows_of(labels: dict[str, Callable[[str], str]], models: dict[str, Any]) -> Iterator[list[str]]:
-    """A row per label, with a cell for each of ``models``; each is printed when it is there."""
+    """One row per label, with one cell for each of ``models``; each row is printed once it is complete."""
     for label, cell in labels.items():
         row = [label, *(cell(model) for model in models.values())]
         print(*row, sep=" | ", flush=True)

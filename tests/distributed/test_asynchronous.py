@@ -1,4 +1,4 @@
-"""Asynchronous schedules equal plain PyTorch on one process whose weights are as old: a list of all versions."""
+"""Asynchronous schedules equal plain PyTorch on one process that keeps all versions of its weights."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from tests.distributed.asynchronous import (
 )
 from tests.distributed.parity import make_plan
 
-PIPEDREAM = [  # of models without tied parameters
+PIPEDREAM = [  # models without tied parameters
     ("llama", 1, 2, 4, {}),
     ("llama", 1, 4, 4, {}),
     ("llama", 2, 2, 3, {"recompute": "full"}),
@@ -49,14 +49,14 @@ def test_equals_plain_pytorch_with_weights_as_old(processes, schedule, model, dp
 
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
 def test_a_flush_lets_the_next_iterations_begin_with_the_newest_weights(processes, schedule):
-    """Two iterations, a flush, and the one that is left."""
+    """Two iterations, a flush, and the last iteration."""
     plan = make_plan("llama", dp=1, pp=4, micro_batches=4, schedule=schedule, options={"iterations": 2})
     ranks = processes.run(4, run_rank, "llama", plan)
     assert_parity(ranks, plain_pytorch_with_old_weights("llama", plan, flush_every=2))
 
 
 def test_dropout_is_that_of_the_same_iteration_and_micro_batch(processes):
-    """Without learning, weights are never old, and all schedules must draw the same."""
+    """With a learning rate of 0 weights are never old, so all schedules must draw the same numbers."""
     still = replace(NO_CLIPPING, learning_rate=0.0)
     plan = make_plan("gpt2-dropout", dp=2, pp=2, micro_batches=3)
     expected = [result.loss for result in processes.run(4, run_rank, "gpt2-dropout", plan, still)[0]["results"]]

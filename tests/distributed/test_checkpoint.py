@@ -1,4 +1,4 @@
-"""Checkpoints on real processes: a training that ended early and goes on is, to the bit, one that never did."""
+"""Checkpoints on real processes: a training that ended early and resumes equals, to the bit, one that never ended."""
 
 from dataclasses import replace
 from itertools import count
@@ -24,11 +24,11 @@ ENDS_AFTER = 2
 def run(
     world, model: str, plan: Plan, optimizer, folder: Path, every: int | None, ends_after: int | None
 ) -> TrainingResult | str:
-    """Train as one rank, of which the last alone is asked to end; returns the words of a CheckpointError."""
+    """Train as one rank; only the last rank is asked to end. Returns the message of a CheckpointError, if any."""
     settings = TrainingSettings(
         iterations=ITERATIONS, optimizer=optimizer, device="cpu", threads_per_rank=1, timeout_s=60
     )
-    looked = count(1)  # at the end of each iteration
+    looked = count(1)  # number of calls, one at the end of each iteration
     try:
         return train(
             captured(model, samples_at_once(plan)),
@@ -44,7 +44,7 @@ def run(
 
 
 def tensors(folder: Path, iteration: int) -> dict[str, tuple[str, torch.Tensor]]:
-    """All that a checkpoint holds: name -> file and tensor."""
+    """Everything in a checkpoint: name -> (file, tensor)."""
     found = {}
     for file in sorted((folder / f"iteration-{iteration:08d}").glob("*.safetensors")):
         with safe_open(str(file), framework="pt") as opened:

@@ -1,4 +1,4 @@
-"""Emulated devices under the one executor: what they do, in which order, and what they do without."""
+"""Emulated devices under the executor: their operations, the order of these, and what they do not need."""
 
 import time
 from dataclasses import replace
@@ -61,7 +61,7 @@ class Noting(DeviceClock):
 
 
 def run_noting(world, model: str, plan, settings: TrainingSettings) -> tuple[list, list[float]]:
-    """Results of two iterations, and how long each piece of work of the first was."""
+    """Results of two iterations, and the seconds of each piece of work in the first."""
     join(world, device=torch.device("cpu"), timeout_s=60)
     emulated.DeviceClock, Noting.noted = Noting, []
     try:
@@ -89,7 +89,7 @@ def run_noting(world, model: str, plan, settings: TrainingSettings) -> tuple[lis
     ],
 )
 def test_operations_take_their_times_in_the_order_of_the_schedule(processes, name, dp, pp, micro_batches, options):
-    """On each device, the pieces of work end where the simulator's operations do, if no device ever waits."""
+    """If no device ever waits, the pieces of work on each device end when the simulator's operations do."""
     model = "t5"
     plan = plan_of(model, name, dp=dp, pp=pp, micro_batches=micro_batches, **options)
     schedule = schedule_of(plan)
@@ -98,18 +98,20 @@ def test_operations_take_their_times_in_the_order_of_the_schedule(processes, nam
     settings = replace(SETTINGS, emulation=emulation)
     timeline = simulate(schedule, emulation.costs(graph, plan.stages, schedule))
     ranks = processes.run(plan.ranks, run_noting, model, plan, settings)
-    for device, replicas in enumerate(plan.placement):
+    for device, placed in enumerate(plan.placement):
         wanted = [timeline.end[number] - timeline.start[number] for number in timeline.numbers(device)]
-        for rank in replicas:
+        for rank in placed:
             results, noted = ranks[rank]
-            assert all(isnan(result.loss) and isnan(result.grad_norm) for result in results), "there is no such thing"
+            assert all(isnan(result.loss) and isnan(result.grad_norm) for result in results), (
+                "emulated devices compute neither loss nor norm"
+            )
             ends = [round(end, 9) for end in accumulate(noted)]
             assert {round(end, 9) for end in accumulate(wanted)} <= {0.0, *ends}
             assert ends[-1] == pytest.approx(sum(wanted))
 
 
 def run_after_pauses(world, plan: Plan, settings: TrainingSettings) -> list[float]:
-    """Seconds of each of two iterations, before each of which nothing runs for a while."""
+    """Seconds of each of two iterations, with a pause before each."""
     join(world, device=torch.device("cpu"), timeout_s=60)
     try:
         rank = build_rank(captured("gpt2", samples_at_once(plan)), plan, settings, MODELS["gpt2"][1], world)
@@ -124,7 +126,7 @@ def run_after_pauses(world, plan: Plan, settings: TrainingSettings) -> list[floa
 
 
 def test_time_in_which_nothing_runs_is_no_time_of_a_device(processes):
-    """An iteration takes its whole time, also where the devices were free long before it began."""
+    """An iteration takes its whole time even if the devices were free long before it began."""
     plan = plan_of("gpt2", "1f1b", dp=1, pp=2, micro_batches=4)
     settings = replace(SETTINGS, emulation=Emulation(forward_s=0.01, backward_s=0.02))
     for seconds in processes.run(2, run_after_pauses, plan, settings):
@@ -133,7 +135,7 @@ def test_time_in_which_nothing_runs_is_no_time_of_a_device(processes):
 
 @lru_cache
 def enormous() -> CapturedModel:
-    """Two layers of 13 GB each. Not among MODELS, for other tests make the weights of those."""
+    """Two layers of 13 GB each. It is not in MODELS, because other tests make the weights of all those."""
     sizes = {"n_layer": 2, "n_embd": 16384, "n_head": 2, "n_positions": 32, "vocab_size": 256}
     config = GPT2Config(**sizes, use_cache=False, bos_token_id=0, eos_token_id=0)
     return capture(lambda: GPT2LMHeadModel(config), TEXT.input_specs(), 2)
@@ -145,7 +147,7 @@ def run_enormous(world, plan: Plan, settings: TrainingSettings) -> tuple[Trainin
 
 
 def test_a_model_that_no_machine_here_holds_runs(processes):
-    """Embedding and head are tied, so their gradient is summed: as many bytes as it has."""
+    """Embedding and head are tied, so their gradient is summed, with its true number of bytes."""
     graph = enormous().graph
     assert sum(value.bytes for value in graph.parameters.values()) > 25e9
     plan = replace(
@@ -155,16 +157,17 @@ def test_a_model_that_no_machine_here_holds_runs(processes):
     for result, grown in processes.run(2, run_enormous, plan, settings):
         assert len(result.iteration_s) == settings.iterations
         assert result.loss == result.grad_norm == result.peak_bytes == []
-        assert grown < 2**28, "of that, the capture takes most"
+        assert grown < 2**28, "most of this growth comes from the capture"
 
 
 def summed_bytes(world, plan, settings: TrainingSettings) -> list[int]:
-    """Bytes of each gradient all-reduce that this rank takes part in."""
+    """Bytes of each gradient all-reduce in which this rank takes part."""
     join(world, device=torch.device("cpu"), timeout_s=60)
     try:
         rank = build_rank(captured("t5", samples_at_once(plan)), plan, settings, MODELS["t5"][1], world)
         sync = rank.executor._sync
-        return [sum(piece.nbytes for piece in sync._pieces(share)) for share in sync._names if share[0] in sync._groups]
+        buckets = [bucket for bucket in sync._names if bucket[0] in sync._groups]
+        return [sum(piece.nbytes for piece in sync._pieces(bucket)) for bucket in buckets]
     finally:
         leave()
 
@@ -173,7 +176,9 @@ def test_gradient_syncs_have_their_true_sizes(processes):
     plan = plan_of("t5", "chimera", dp=1, pp=4, micro_batches=4)
     real = processes.run(4, summed_bytes, plan, replace(SETTINGS, emulation=None))
     assert processes.run(4, summed_bytes, plan, SETTINGS) == real
-    assert all(len(sizes) >= 2 for sizes in real), "a device holds two stages, each on another device too"
+    assert all(len(sizes) >= 2 for sizes in real), (
+        "a device holds two stages, and another device holds each of them too"
+    )
     given = replace(TIMES, sync_bytes=(400, 800, 1200, 2 * 2**24 + 4))
     for sizes in processes.run(4, summed_bytes, plan, replace(SETTINGS, emulation=given)):
         assert set(sizes) <= {400, 800, 1200, 2 * 2**24 + 4}

@@ -1,4 +1,4 @@
-"""Messages between ranks: they may be used in another order than they were sent, and every wait ends and says why."""
+"""Messages between ranks may be used in any order, and every wait ends with an error that says why."""
 
 import os
 import signal
@@ -87,7 +87,7 @@ def test_a_silent_peer_is_named_after_the_timeout(processes):
 
 def wait_for_dying_peer(world) -> str:
     child = os.fork() if world.rank == 0 else None
-    if child:  # the pool's process lives on; its child is the rank that dies
+    if child:  # the pool's process survives; its child is the rank that dies
         os.waitpid(child, 0)
         return ""
     exchange = make_exchange(world, timeout_s=60)
@@ -110,18 +110,18 @@ def test_a_dead_peer_is_noticed_at_once(processes):
 
 
 def exchange_between(world, counts: tuple[int, int]) -> dict[str, list]:
-    """Two devices of ``counts`` ranks: activations there, gradients back; what this rank got."""
+    """Send activations between two devices of ``counts`` ranks, and gradients back; returns what this rank received."""
     ranks_of = [list(range(counts[0])), list(range(counts[0], sum(counts)))]
     device = int(world.rank >= counts[0])
-    part, own = ranks_of[device].index(world.rank), counts[device]
+    replica, replicas = ranks_of[device].index(world.rank), counts[device]
     there, back = Message(Kind.FORWARD, 0, 1, 0), Message(Kind.BACKWARD, 1, 0, 0)
     sent = (back,) if device else (there,)
     posted = (there,) if device else (back,)
     step = Step(Operation(Kind.BACKWARD if device else Kind.FORWARD, device, (0,)), posted, (), sent, ())
     transfers = [
-        Transfer(value=Value("hidden", (2, 12 // own, 3), "float32", 4, True), source=0, target=1),
+        Transfer(value=Value("hidden", (2, 12 // replicas, 3), "float32", 4, True), source=0, target=1),
         Transfer(value=Value("bias", (5,), "float32", 4, True), source=0, target=1),
-        Transfer(value=Value("index", (12 // own,), "int64", 8, False), source=0, target=1),
+        Transfer(value=Value("index", (12 // replicas,), "int64", 8, False), source=0, target=1),
     ]
     join(world, device=torch.device("cpu"), timeout_s=30)
     try:
@@ -136,13 +136,15 @@ def exchange_between(world, counts: tuple[int, int]) -> dict[str, list]:
             timeout_s=30,
         )
         exchange.post(*posted)
-        hidden = torch.arange(72.0).view(2, 12, 3).chunk(own, 1)[part].contiguous()
+        hidden = torch.arange(72.0).view(2, 12, 3).chunk(replicas, 1)[replica].contiguous()
         if device == 0:
-            exchange.send(there, [hidden, torch.full((5,), 7.0), torch.arange(12).chunk(own)[part].contiguous()])
+            exchange.send(
+                there, [hidden, torch.full((5,), 7.0), torch.arange(12).chunk(replicas)[replica].contiguous()]
+            )
             received = exchange.receive(back)
         else:
             received = exchange.receive(there)
-            exchange.send(back, [-hidden, torch.full((5,), 2.0**part)])
+            exchange.send(back, [-hidden, torch.full((5,), 2.0**replica)])
         exchange.end()
         return {name: tensor.tolist() for name, tensor in received.items()}
     finally:
@@ -155,12 +157,12 @@ def test_samples_are_split_again_and_gradients_of_copies_add_up(processes, count
     received = processes.run(sum(counts), exchange_between, counts)
     makers, users = received[: counts[0]], received[counts[0] :]
     hidden = torch.arange(72.0).view(2, 12, 3)
-    for part, got in enumerate(users):
-        assert got["hidden"] == hidden.chunk(counts[1], 1)[part].tolist()
-        assert got["index"] == torch.arange(12).chunk(counts[1])[part].tolist()
+    for replica, got in enumerate(users):
+        assert got["hidden"] == hidden.chunk(counts[1], 1)[replica].tolist()
+        assert got["index"] == torch.arange(12).chunk(counts[1])[replica].tolist()
         assert got["bias"] == [7.0] * 5
-    for part, got in enumerate(makers):
-        assert got["hidden"] == (-hidden).chunk(counts[0], 1)[part].tolist()
+    for replica, got in enumerate(makers):
+        assert got["hidden"] == (-hidden).chunk(counts[0], 1)[replica].tolist()
         assert "index" not in got, "it has no gradient"
     gradients = sum(torch.tensor(got["bias"]) for got in makers if "bias" in got)
-    assert gradients.tolist() == [float(sum(2**part for part in range(counts[1])))] * 5, "each counts once"
+    assert gradients.tolist() == [float(sum(2**replica for replica in range(counts[1])))] * 5, "each counts once"

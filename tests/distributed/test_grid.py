@@ -1,4 +1,4 @@
-"""Every schedule on every model, with all its options: the whole grid in `make parity`, a pairwise cover of it here."""
+"""Every schedule with all its options on every model: `make parity` runs the whole grid, this file a pairwise cover."""
 
 import numpy as np
 import pytest
@@ -15,13 +15,13 @@ def reference(model: str, global_batch: int) -> list[dict]:
 
 
 def run(processes, cell: Cell) -> list[dict]:
-    """Train ``cell``, and compare it with plain PyTorch."""
+    """Train ``cell`` and compare it with plain PyTorch."""
     plan = plan_of(cell)
     ranks = processes.run(plan.ranks, run_rank, cell.model, plan, SGD)
     expected = reference(cell.model, plan.global_batch)
     assert_parity(ranks, expected)
     pipes = {pipe for _, pipe in schedule_of(cell).device_of}
-    if cell.dp == 1 and len(pipes) == 1:  # each replica has its own buffers
+    if cell.dp == 1 and len(pipes) == 1:  # each copy of a stage has buffers of its own
         assert_buffers(ranks, expected)
     return ranks
 

@@ -1,4 +1,4 @@
-"""All holders of a weight begin with the same bits, and those are the ones of plain PyTorch on one process."""
+"""All holders of a weight begin with the same bits, and these equal plain PyTorch on one process."""
 
 import random
 import shutil
@@ -29,7 +29,7 @@ from tests.models import FEATURES, SIZES, TEXT, TRAINED, captured
 
 
 class Layers(nn.Module):
-    """Six layers and a head, each as ``make`` makes it of a plain one."""
+    """A head and six layers, each of which ``make`` makes from a plain layer."""
 
     def __init__(self, make: Callable[[nn.Linear], nn.Module], width: int = 16) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def modern_bert() -> ModernBertForMaskedLM:
 
 
 class Attributes(nn.Module):
-    """State that is neither parameters nor buffers: plain tensors, in lists and dicts, drawn, computed, of numpy."""
+    """State outside of parameters and buffers: plain tensors in lists and dicts, drawn, computed, or from numpy."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def run_own(world, model: str, *arguments) -> dict:
 
 @contextmanager
 def known() -> Iterator[None]:
-    """The models of this file, known by name to the parity harness in this process."""
+    """Registers the models of this file by name with the parity harness of this process."""
     TRAINED.update(OWN)
     try:
         yield
@@ -113,7 +113,7 @@ def test_initialisers_that_read_what_they_wrote(processes, model, degrees):
 
 @dataclass(frozen=True)
 class Fault:
-    """One bit of one weight that is inverted on rank 1: where it is ``built``, ``given`` or read from a checkpoint."""
+    """One inverted bit of a weight on rank 1. ``place``: where it is ``built``, ``given`` or read from a checkpoint."""
 
     name: str
     bit: int
@@ -146,7 +146,7 @@ class Fault:
 
 
 def start(world, plan: Plan, fault: Fault | None = None, folders: tuple[Path, Path] | None = None) -> str:
-    """Train GPT-2, rank 1 with the second of ``folders``; returns the words of a WeightsDifferError."""
+    """Train GPT-2, rank 1 with the second of ``folders``; returns the message of a WeightsDifferError."""
     model = captured("gpt2", samples_at_once(plan))
     state = None
     if fault is not None and fault.place == "built":
@@ -181,7 +181,7 @@ replicas = partial(make_plan, "gpt2", dp=2, pp=2)
 def test_one_bit_that_differs_ends_the_run_before_it_begins(processes, make, name, ranks, bit):
     plan = make()
     told = set(processes.run(plan.ranks, start, plan, Fault(name, bit, "built")))
-    assert len(told) == 1, "every rank says the same"
+    assert len(told) == 1, "every rank reports the same"
     (line,) = told
     assert line.startswith(f"{name}: its initial values differ between {ranks}; the model's initialisation does not")
     assert "\n" not in line

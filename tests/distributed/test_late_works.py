@@ -1,4 +1,4 @@
-"""Training is right where waiting for a message does not wait, as with NCCL, so that nothing may rely on it."""
+"""Training is right even if waiting for a message returns at once, as with NCCL: nothing relies on such a wait."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def test_the_sample_has_many_families():
 
 
 def read_without_waiting(world: World) -> tuple[float, float]:
-    """What the receiver finds right after ``wait`` of the work, and after our own."""
+    """What the receiver has right after ``wait`` of the work, and after the runtime's own wait."""
     join(world, device=torch.device("cpu"), timeout_s=30)
     try:
         with late_works():
@@ -50,7 +50,7 @@ def read_without_waiting(world: World) -> tuple[float, float]:
 
 def test_a_message_is_not_there_when_its_work_was_waited_for(processes):
     _, (at_once, waited) = processes.run(2, read_without_waiting)
-    assert (at_once, waited) == (0.0, 7.0), "the works are late, and our own wait is not misled"
+    assert (at_once, waited) == (0.0, 7.0), "the works are late, and the runtime's own wait is not misled"
 
 
 def test_a_work_that_never_ends_is_told_after_the_timeout():

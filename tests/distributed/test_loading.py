@@ -1,4 +1,4 @@
-"""A training whose inputs a thread makes ahead, for programs of every kind of order: it is that without a thread."""
+"""Training with inputs that a thread makes ahead equals training without it, for all kinds of programs."""
 
 from collections.abc import Mapping
 
@@ -13,7 +13,7 @@ from tests.models import captured
 
 
 class OwnMemory:
-    """That of a CPU, as if it were another's."""
+    """The memory of a CPU, treated like that of another device."""
 
     def pinned_like(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor)
@@ -38,7 +38,7 @@ def with_a_thread(world, train, *arguments):
     ("schedule", "stages", "dp"), [("1f1b", 2, 2), ("interleaved-1f1b", 4, 1), ("chimera", 2, 1), ("zb-v", 4, 1)]
 )
 def test_synchronous(processes, schedule, stages, dp):
-    """One program for each iteration."""
+    """Each iteration is one program."""
     cuts = uniform(captured("gpt2", 2).graph, stages)
     plan = make_plan("gpt2", dp=dp, pp=2, schedule=schedule, stages=cuts)
     right = processes.run(dp * 2, run_rank, "gpt2", plan, SGD)
@@ -48,7 +48,7 @@ def test_synchronous(processes, schedule, stages, dp):
 
 
 def test_asynchronous(processes):
-    """One program for all iterations."""
+    """All iterations are one program."""
     plan = make_plan("llama", dp=1, pp=2, schedule="pipedream")
     right = processes.run(2, asynchronous.run_rank, "llama", plan)
     found = processes.run(2, with_a_thread, asynchronous.run_rank, "llama", plan)

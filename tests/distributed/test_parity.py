@@ -1,4 +1,4 @@
-"""A Plan on any number of processes equals plain PyTorch on one that accumulates the same micro-batches."""
+"""A Plan on any number of processes equals plain PyTorch on one process that accumulates the same micro-batches."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from auto3d.partition.methods.uniform import uniform
 from auto3d.partition.stage import cut
 from auto3d.plan import PlanError, stages_between, stages_of_operations
 from auto3d.schedule.operation import Schedule, parse
-from tests.distributed.grid import shares_of
+from tests.distributed.grid import kept_fractions_of
 from tests.distributed.parity import (
     ADAMW,
     GLOBAL_BATCH,
@@ -52,14 +52,14 @@ def test_other_models_of_transformers(processes, model):
 
 @pytest.mark.parametrize(("dp", "pp", "schedule"), [(1, 2, "1f1b"), (2, 2, "1f1b"), (1, 4, "zb-h1")])
 def test_custom_autograd_functions(processes, dp, pp, schedule):
-    """Straight-through estimators, also under a split backward."""
+    """Straight-through estimators, also with a split backward."""
     plan = make_plan("straight-through", dp=dp, pp=pp, schedule=schedule)
     ranks = processes.run(plan.ranks, run_rank, "straight-through", plan, SGD)
     assert_parity(ranks, plain_pytorch("straight-through", micro_batch_size=2, optimizer=SGD))
 
 
 def test_adamw_losses_equal_plain_pytorch(processes):
-    """Not its parameters: where a gradient is zero in theory, AdamW amplifies its rounding to a full step."""
+    """Its parameters are not compared: if a gradient is zero in theory, AdamW amplifies its rounding to a full step."""
     plan = make_plan("gpt2", dp=2, pp=2)
     ranks = processes.run(4, run_rank, "gpt2", plan, ADAMW)
     assert_parity(ranks, plain_pytorch("gpt2", micro_batch_size=2, optimizer=ADAMW), tensors=False)
@@ -70,7 +70,7 @@ def test_adamw_losses_equal_plain_pytorch(processes):
     ("model", "pp"), [("residual", 1), ("residual", 3), ("averaging", 2), ("reused", 2), ("reused", 4)]
 )
 def test_models_that_are_not_a_chain_of_blocks(processes, model, pp, schedule):
-    """Shared layers, skips, batch statistics, moving averages, code without gradients: on each, buffers too."""
+    """Shared layers, skips, batch statistics, moving averages, code without gradients; buffers are compared as well."""
     plan = make_plan(model, dp=1, pp=pp, schedule=schedule)
     ranks = processes.run(pp, run_rank, model, plan, SGD)
     reference = plain_pytorch(model, micro_batch_size=2, optimizer=SGD)
@@ -97,7 +97,7 @@ def test_stages_of_every_partitioner_train(processes, model, method, pp):
 
     graph = graph_at(2)
     weights = sum(value.bytes for value in graph.parameters.values())
-    memory = 4 * weights * 1.3 / pp + 250_000 if method == "rannc" else float("inf")  # so little that it must divide
+    memory = 4 * weights * 1.3 / pp + 250_000 if method == "rannc" else float("inf")  # too little for one device
     request = PartitionRequest(
         graph_at=graph_at,
         costs_of=lambda graph: analytic(graph, memory_bytes=memory),
@@ -116,7 +116,7 @@ def test_stages_of_every_partitioner_train(processes, model, method, pp):
 
 
 def test_stages_that_are_not_contiguous(processes):
-    """An operation of the first stage stands, in the Graph's order, after some of the second."""
+    """In the Graph's order, an operation of the first stage comes after some of the second."""
     graph = captured("averaging", 2).graph
     middle = uniform(graph, 2)[0].operations[-1][1]
     independent = next(
@@ -149,7 +149,7 @@ def test_parameters_tied_across_stages_stay_equal(processes):
 
 
 def test_dropout_does_not_depend_on_degrees_or_schedule(processes):
-    """Random operations are seeded by what they compute; so a repeated run is identical, and another plan is equal."""
+    """Random operations are seeded by what they compute: a repeated run is identical, and another plan is equal."""
     runs = [
         processes.run(plan.ranks, run_rank, "gpt2-dropout", plan, SGD)
         for plan in (
@@ -176,14 +176,14 @@ def test_dropout_does_not_depend_on_degrees_or_schedule(processes):
 
 @pytest.mark.parametrize("model", ["gpt2-dropout", "swin", "residual"])
 def test_recomputation_changes_no_bit(processes, model):
-    """Neither of dropout, nor of attention whose bias is trained, nor of batch statistics."""
+    """Neither with dropout, nor with attention whose bias is trained, nor with batch statistics."""
     plan = make_plan(model, dp=1, pp=2)
     kept = processes.run(2, run_rank, model, plan, SGD)
     full = replace(plan, schedule_options={"recompute": "full"})
     early = replace(plan, schedule="early-recompute")
-    share = shares_of(captured(model, 2).graph, full).plan(0.5)
-    assert model == "residual" or any(0 < held(stage.kept) < held(stage.operations) for stage in share.stages)
-    for other in (full, early, share):
+    partly = kept_fractions_of(captured(model, 2).graph, full).plan(0.5)
+    assert model == "residual" or any(0 < held(stage.kept) < held(stage.operations) for stage in partly.stages)
+    for other in (full, early, partly):
         again = processes.run(2, run_rank, model, other, SGD)
         for a, b in zip(kept, again, strict=True):
             for what in ("gradients", "buffers"):
@@ -196,7 +196,7 @@ def held(ranges: tuple[tuple[int, int], ...]) -> int:
 
 
 def test_any_list_of_operations_runs(processes):
-    """Two stages on each device in a V, and micro-batches in pairs: no schedule of ours, but a right one."""
+    """Two stages per device in a V, and micro-batches in pairs: a correct schedule that no family makes."""
     text = [
         "F0+1@0 F0+1@3 B0@3 B1@3 B0+1@0 F2+3@0 F2@3 F3@3 B3@3 B2@3 B2@0 B3@0 S@3 S@0 U@0 U@3",
         "F0@1 F1@1 F0@2 F1@2 B0@2 B1@2 B0+1@1 F2@1 F3@1 F2@2 F3@2 B3@2 B2@2 B2@1 B3@1 S@1 S@2 U@1 U@2",
@@ -214,7 +214,7 @@ def test_any_list_of_operations_runs(processes):
 
 
 def test_a_value_that_two_stages_of_one_device_use(processes):
-    """Three stages on the first device: what stage 0 makes goes to 1 and 2, and its gradients come from both."""
+    """Three stages on the first device: a value of stage 0 goes to 1 and 2, and its gradients come from both."""
     text = ["F0@0 F0@1 F0@2 F1@0 F1@1 F1@2 B0@2 B0@1 B0@0 B1@2 B1@1 B1@0 S@2 S@1 S@0 U@0 U@1 U@2",
             "F0@3 B0@3 F1@3 B1@3 S@3 U@3"]  # fmt: skip
     schedule = Schedule(

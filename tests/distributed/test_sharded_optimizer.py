@@ -1,4 +1,4 @@
-"""ZeRO-1 on real processes: the training is that of one process, and each state is on one rank of a stage's."""
+"""ZeRO-1 on real processes: training equals one process, and one rank of each stage holds each optimizer state."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ from tests.models import TEXT, captured
         ("gpt2", 1, [1, 3], "gpipe"),
         ("t5", 2, [1, 1], "interleaved-1f1b"),
         ("gpt2", 2, [1, 1], "chimera"),
-        ("gpt2", 1, [1, 1, 1], "1f1b"),  # nobody to share with
+        ("gpt2", 1, [1, 1, 1], "1f1b"),  # no other rank to shard with
     ],
     ids=str,
 )
@@ -37,7 +37,7 @@ def test_training_is_that_of_one_process(processes, model, dp, replicas, schedul
 
 
 def test_adamw_updates_as_without_it(processes):
-    """To the bit: the same gradients, and the same arithmetic on one of the ranks."""
+    """To the bit: one of the ranks does the same arithmetic with the same gradients."""
     plan = make_plan("gpt2", [2, 2])
     one = processes.run(4, run_rank, "gpt2", plan, ADAMW)
     other = processes.run(4, run_rank, "gpt2", replace(plan, shard_optimizer=True), ADAMW)
@@ -47,7 +47,7 @@ def test_adamw_updates_as_without_it(processes):
 
 
 def sizes(world, plan: Plan) -> tuple[int, int]:
-    """Elements of this rank's optimizer state, and of its parameters."""
+    """Number of elements of this rank's optimizer state, and of its parameters."""
     settings = TrainingSettings(iterations=1, optimizer=SGD, device="cpu", threads_per_rank=1, timeout_s=60)
     join(world, device=CPU, timeout_s=60)
     try:
@@ -65,14 +65,14 @@ def test_the_ranks_of_a_stage_hold_each_state_once(processes):
     plan = make_plan("gpt2", [1, 3])
     whole = processes.run(4, sizes, plan)
     assert all(held == parameters for held, parameters in whole)
-    shared = processes.run(4, sizes, replace(plan, shard_optimizer=True))
-    assert shared[0] == whole[0]
-    assert sum(held for held, _ in shared[1:]) == shared[1][1]
-    assert max(held for held, _ in shared[1:]) < 0.6 * shared[1][1]
+    sharded = processes.run(4, sizes, replace(plan, shard_optimizer=True))
+    assert sharded[0] == whole[0]
+    assert sum(held for held, _ in sharded[1:]) == sharded[1][1]
+    assert max(held for held, _ in sharded[1:]) < 0.6 * sharded[1][1]
 
 
 def updated(world, sharded: bool, parameters: int) -> tuple[list[torch.Tensor], int]:
-    """Parameters of several types and layouts after two updates, and how many messages these took."""
+    """Parameters of several types and layouts after two updates, and how many messages these updates took."""
     join(world, device=CPU, timeout_s=60)
     broadcast, messages = dist.broadcast, []
 
@@ -87,7 +87,9 @@ def updated(world, sharded: bool, parameters: int) -> tuple[list[torch.Tensor], 
     parameters = [nn.Parameter(tensor) for tensor in made[:parameters]]
     before = sharded_optimizer.BUCKET_BYTES
     try:
-        sharded_optimizer.BUCKET_BYTES = 400  # less than the largest, more than several of the others
+        sharded_optimizer.BUCKET_BYTES = (
+            400  # smaller than the largest parameter, larger than several of the others together
+        )
         dist.broadcast = counting
         group = new_group(range(world.size), 60, device=CPU)
         run_ahead = RunAhead(CPU, 60)
@@ -104,17 +106,17 @@ def updated(world, sharded: bool, parameters: int) -> tuple[list[torch.Tensor], 
 
 
 @pytest.mark.parametrize("parameters", [7, 2], ids=["several for each rank", "none for one rank"])
-def test_shares_of_any_type_and_layout_travel_in_few_messages(processes, parameters):
+def test_shards_of_any_type_and_layout_travel_in_few_messages(processes, parameters):
     right, _ = processes.run(1, updated, False, parameters)[0]
     for found, messages in processes.run(3, updated, True, parameters):
         for tensor, same in zip(found, right, strict=True):
             assert torch.equal(tensor, same)
             assert tensor.stride() == same.stride()
-        assert messages == 2 * min(parameters, 5), "small ones of one type go together"
+        assert messages == 2 * min(parameters, 5), "small parameters of one type share a message"
 
 
 def broadcasts_before_the_first_iteration(world, plan: Plan) -> set[tuple[int, ...]]:
-    """The groups that weights travelled in."""
+    """The groups in which weights were broadcast."""
     settings = TrainingSettings(iterations=1, optimizer=SGD, device="cpu", threads_per_rank=1, timeout_s=60)
     join(world, device=CPU, timeout_s=60)
     broadcast, used = dist.broadcast, set()

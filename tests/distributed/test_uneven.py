@@ -1,4 +1,4 @@
-"""Stages with different numbers of replicas, on real processes, equal plain PyTorch on one."""
+"""Stages with different numbers of replicas on real processes equal plain PyTorch on one process."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -40,7 +40,7 @@ def make_plan(
     options: dict | None = None,
     stages: tuple[StagePlan, ...] | None = None,
 ) -> Plan:
-    """``replicas`` are those of each pipeline device."""
+    """``replicas`` has the number of replicas of each pipeline device's stages."""
     options = options or {}
     shape = build_schedule(schedule, devices=len(replicas), micro_batches=micro_batches, **options)
     whole = captured(model, micro_batch_size // shape.parts)
@@ -66,9 +66,9 @@ def make_plan(
     )
 
 
-def of_one_process(model: str, plan: Plan, *, parts: int = 1) -> list[dict]:
-    """Plain PyTorch with the micro-batches of ``plan``, each run in ``parts``."""
-    size = samples_at_once(plan) // parts
+def of_one_process(model: str, plan: Plan, *, slices: int = 1) -> list[dict]:
+    """Plain PyTorch with the micro-batches of ``plan``, each run in so many ``slices``."""
+    size = samples_at_once(plan) // slices
     return plain_pytorch(model, micro_batch_size=size, global_batch=plan.global_batch, optimizer=SGD)
 
 
@@ -88,14 +88,14 @@ def test_tied_embeddings_on_stages_of_any_replicas(processes, replicas, schedule
     ids=str,
 )
 def test_skips_copies_and_other_models(processes, model, replicas):
-    """T5's encoder output skips stages; its position bias is made of weights, and replicas have it alike."""
+    """T5's encoder output skips stages; its position bias comes from weights, so all replicas have the same copy."""
     plan = make_plan(model, replicas)
     stages = cut(captured(model, 6).graph, plan.stages)
     crossing = {transfer.value.name for stage in stages for transfer in stage.received}
     split = resplit_dimensions(captured(model, 6), plan, stages).keys()
     assert split
     if len(replicas) == 2:
-        assert bool(crossing - split) == (model == "t5"), "something alike crosses too"
+        assert bool(crossing - split) == (model == "t5"), "a value that all replicas have crosses, too"
     assert_equals_one_process(processes, model, plan)
 
 
@@ -105,7 +105,7 @@ def test_skips_copies_and_other_models(processes, model, replicas):
 @pytest.mark.parametrize("model", ["gpt2", "t5", "bert-pretraining", "vit", "swin", "llama", "llama-tied"])
 def test_every_model_under_every_order(processes, model, replicas, schedule):
     stages = None
-    if model == "bert-pretraining":  # its losses stay together
+    if model == "bert-pretraining":  # all its losses are on one stage
         graph = captured(model, 6).graph
         bounds = [span.operations[0][0] for span in uniform(graph, len(replicas))]
         first_loss = next(i for i, node in enumerate(graph.nodes) if node.operator == "aten.cross_entropy_loss.default")
@@ -125,13 +125,13 @@ def test_every_model_under_every_order(processes, model, replicas, schedule):
     ids=str,
 )
 def test_other_schedules(processes, model, schedule, replicas, options):
-    """Several stages on a device, whose messages to each other stay there; recomputation; split backwards; halves."""
+    """Several stages on a device, between which messages stay local; recomputation; split backwards; halved batches."""
     plan = make_plan(model, replicas, micro_batch_size=12, schedule=schedule, options=options)
     assert_equals_one_process(processes, model, plan)
 
 
 def test_two_pipes_over_devices_of_different_replicas():
-    """Chimera on four devices, of which the inner two have two ranks each."""
+    """Chimera on four devices; the inner two have two ranks each."""
     with ProcessPool(6) as pool:
         plan = make_plan("gpt2", [1, 2, 2, 1], micro_batches=4, micro_batch_size=4, schedule="chimera")
         assert_equals_one_process(pool, "gpt2", plan)
@@ -139,7 +139,7 @@ def test_two_pipes_over_devices_of_different_replicas():
 
 @pytest.mark.parametrize(("dp", "replicas"), [(1, [4]), (2, [2]), (1, [2, 2])], ids=str)
 def test_equal_replicas_are_data_parallelism(processes, dp, replicas):
-    """Even dropout is that of one process: each part counts as a micro-batch of its own."""
+    """Even dropout equals one process: each slice is seeded as a micro-batch of its own."""
     plan = make_plan("gpt2-dropout", replicas, dp=dp, micro_batch_size=4)
     first = processes.run(4, run_rank, "gpt2-dropout", plan, SGD)
     alone = make_plan("gpt2-dropout", [1], micro_batch_size=4 // replicas[0], micro_batches=2 * dp * replicas[0])
@@ -163,8 +163,8 @@ def test_dropout_on_uneven_replicas_is_the_same_again(processes):
     assert without[0]["history"][0]["result"] != one, "dropout is on"
 
 
-def test_batch_statistics_are_those_of_a_part(processes):
-    """With one replica where they are, as on one process; with two, as with micro-batches half as large."""
+def test_batch_statistics_are_those_of_a_slice(processes):
+    """If their stage has one replica they equal one process; with two, they equal micro-batches of half the size."""
     graph = captured("residual", 6).graph
     normal = next(i for i, node in enumerate(graph.nodes) if node.operator == "aten.batch_norm.default")
     plan = make_plan("residual", [1, 3], stages=stages_between([0, normal + 1, len(graph.nodes)]))
@@ -177,12 +177,12 @@ def test_batch_statistics_are_those_of_a_part(processes):
         assert_close(value, reference[-1]["buffers"][name], name)
 
     plan = make_plan("residual", [2, 2], micro_batch_size=8)
-    assert_parity(processes.run(4, run_rank, "residual", plan, SGD), of_one_process("residual", plan, parts=2))
+    assert_parity(processes.run(4, run_rank, "residual", plan, SGD), of_one_process("residual", plan, slices=2))
 
 
 @pytest.mark.parametrize(("model", "memory"), [("bert-pretraining", 0.7), ("t5", 0.8)])
 def test_what_rannc_finds_is_a_plan_that_trains(processes, model, memory):
-    """With so little memory, of what the weights take, that it divides the model and the middle has two replicas."""
+    """``memory``, a fraction of the weights' size, is so small that the model is cut and its middle replicated."""
 
     def graph_at(size: int) -> Graph:
         return captured(model, size).graph
@@ -203,7 +203,7 @@ def test_what_rannc_finds_is_a_plan_that_trains(processes, model, memory):
     plan = plan_of(found, request, seed=5)
     assert [stage.replicas for stage in plan.stages] == [1, 2, 1]
     assert plan.micro_batches == found.micro_batches > 1
-    assert plan.schedule_options == {"recompute": "full"}, "as RaNNC's memory takes for granted"
+    assert plan.schedule_options == {"recompute": "full"}, "RaNNC's memory estimate assumes this"
     assert_equals_one_process(processes, model, plan)
 
 
@@ -211,7 +211,7 @@ def test_what_rannc_finds_is_a_plan_that_trains(processes, model, memory):
 
 
 def run_and_record(world, plan: Plan, corpus: str) -> tuple[list[int], set[str], int]:
-    """Train; returns the numbers of the samples that this rank made, their inputs, and its files' openings."""
+    """Train; returns the numbers of the samples that this rank made, their inputs, and how often it opened its file."""
     made: list[tuple[int, tuple[str, ...]]] = []
     opened: list[str] = []
     sample, open_bytes = Batches._sample, Path.read_bytes
@@ -255,21 +255,21 @@ def test_a_rank_loads_its_own_samples_of_its_own_inputs(processes, tmp_path, dp,
     found = processes.run(plan.ranks, run_and_record, plan, str(corpus))
     for rank, ((samples, names, openings), load) in enumerate(zip(found, loads, strict=True)):
         if load is None:
-            assert (samples, names, openings) == ([], set(), 0), "it reads nothing, and never opens the corpus"
+            assert (samples, names, openings) == ([], set(), 0), "it reads nothing and never opens the corpus"
             continue
-        name, part, parts = load
+        name, replica, replicas_here = load
         assert openings == 1
         assert names == ({"input_ids", "labels"} if name == "both" else {name})
         first = 12 * plan.position(rank)[1]
-        share = [first + 6 * m + i for m in range(2) for i in range(6) if i * parts // 6 == part]
-        assert samples == [iteration * plan.global_batch + number for iteration in range(2) for number in share]
+        numbers = [first + 6 * m + i for m in range(2) for i in range(6) if i * replicas_here // 6 == replica]
+        assert samples == [iteration * plan.global_batch + number for iteration in range(2) for number in numbers]
 
 
 # Bad input
 
 
 def test_a_value_of_several_samples_is_refused_between_different_replicas():
-    """The loss itself, which the next stage averages: no replica has that of the whole micro-batch."""
+    """The loss itself, which the next stage averages: no replica has the loss of the whole micro-batch."""
     model = captured("averaging", 4)
     after_loss = model.graph.producer[model.graph.loss] + 1
     stages = stages_between([0, after_loss, len(model.graph.nodes)])
@@ -295,5 +295,7 @@ def test_replicas_that_do_not_fit_the_schedule_are_refused():
         check_plan(model, turned, settings)
     halves = make_plan("gpt2", [2, 2], micro_batch_size=4, schedule="chimera", options={"scale": "halving"})
     assert samples_at_once(halves) == 2
-    with pytest.raises(PlanError, match="micro_batch_size: 6; schedule chimera runs it in 2 parts by 2 replicas each"):
+    with pytest.raises(
+        PlanError, match="micro_batch_size: 6; schedule chimera runs it in 2 parts, each divided among 2 replicas"
+    ):
         samples_at_once(replace(halves, micro_batch_size=6, global_batch=12))

@@ -1,4 +1,4 @@
-"""What torch.distributed.pipelining's tracer makes of an unmodified model: four stages, trained for real over gloo."""
+"""Trains an unmodified model by torch.distributed.pipelining's tracer: four stages, over gloo."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,11 +35,11 @@ class Batch:
 
 @dataclass(frozen=True)
 class Outside:
-    """How a user would take the loss out of a model, which the tracer's schedules compute by themselves."""
+    """How a user would move the loss out of a model, because the tracer's schedules compute it themselves."""
 
-    inputs: Callable[[Tensors], dict[str, torch.Tensor]]  # of the model without its loss
+    inputs: Callable[[Tensors], dict[str, torch.Tensor]]  # inputs of the model without its loss
     target: Callable[[Tensors], torch.Tensor]
-    loss: Callable[[Sequence[torch.Tensor], torch.Tensor], torch.Tensor]  # of the model's outputs and the target
+    loss: Callable[[Sequence[torch.Tensor], torch.Tensor], torch.Tensor]  # (the model's outputs, target) -> the loss
 
 
 def _without_labels(inputs: Tensors) -> dict[str, torch.Tensor]:
@@ -55,7 +55,7 @@ def _tokens(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(inputs: Tensors) -> dict[str, torch.Tensor]:
-    """T5's decoder reads the labels one place later, after its start token, 0."""
+    """Labels shifted by one position behind the start token 0, as T5's decoder reads them."""
     shifted = inputs["labels"].roll(1, dims=1).index_fill(1, torch.tensor(0), 0)
     return {"input_ids": inputs["input_ids"], "decoder_input_ids": shifted}
 
@@ -67,7 +67,7 @@ PAIRS = Outside(
     lambda inputs: torch.cat([inputs["labels"], inputs["next_sentence_label"].reshape(-1, 1)], dim=1),
     lambda out, target: _tokens(out[0], target[:, :-1]) + cross_entropy(out[1], target[:, -1]),
 )
-MODELS = {  # the modules that begin stages 1 to 3, and the loss
+MODELS = {  # for each model, the modules at which stages 1 to 3 begin, and its loss
     "gpt2": ([f"transformer.h.{block}" for block in (1, 2, 3)], CAUSAL),
     "bert-pretraining": ([f"bert.encoder.layer.{layer}" for layer in (1, 2, 3)], PAIRS),
     "bert": (
@@ -91,7 +91,7 @@ MODELS = {  # the modules that begin stages 1 to 3, and the loss
 def train_traced(
     world: World, model: str, schedule: str, loss_inside: bool, batch: Batch, optimizer: OptimizerSettings
 ) -> dict:
-    """Train as one rank of four: this rank's gradients per iteration, or the error and the time at which it came."""
+    """Train as one of four ranks; returns this rank's gradients per iteration, or the error and its time."""
     join(world, device=CPU, timeout_s=TIMEOUT_S)
     try:
         return {"gradients": _train(world, model, schedule, loss_inside, batch, optimizer)}
@@ -108,7 +108,7 @@ def _train(
     splits, outside = MODELS[model]
     torch.manual_seed(batch.seed)
     module = build().train()
-    first_name: dict[int, str] = {}  # of each parameter, which may have more than one
+    first_name: dict[int, str] = {}  # by id of the parameter, which may have several names
     for name, parameter in module.named_parameters(remove_duplicate=False):
         first_name.setdefault(id(parameter), name)
     names = {name: first_name[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
@@ -128,7 +128,7 @@ def _train(
         split_spec=dict.fromkeys(splits, SplitPoint.BEGINNING),
     )
     stage = pipe.build_stage(world.rank, CPU)
-    taken = {node.name for node in stage.node.args if node.op == "placeholder"}  # of the model's inputs by this stage
+    taken = {node.name for node in stage.node.args if node.op == "placeholder"}  # inputs of the model for this stage
 
     def loss(output: torch.Tensor | tuple[torch.Tensor, ...], target: torch.Tensor) -> torch.Tensor:
         outputs = output if isinstance(output, tuple) else (output,)

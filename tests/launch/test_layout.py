@@ -1,23 +1,174 @@
-"""What is slow to import, or large, is not imported by those who do without it."""
+"""Imports run down the order of the house, without a circle; and what is slow to import, others do without."""
 
+import ast
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 
 import pytest
 
+from launch.recipe.load import load
+from launch.store.trials import write_command
+
+ROOT = Path(__file__).parents[2]
 LARGE = {"torch", "transformers", "scipy", "matplotlib"}
+
+
+def house_of(page: str) -> str:
+    """The first fenced block under the heading "The house": one room per line, each importing those above it."""
+    block = re.search(r"^#+ The house\n.*?^```\w*\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert block, "ARCHITECTURE.md lists the rooms in import order"
+    return block[1]
+
+
+def rooms_of(house: str) -> list[str]:
+    """The paths of ``house``, lowest first; lines that do not begin with a path of the two packages are prose."""
+    return [line.split()[0] for line in house.splitlines() if line.startswith(("auto3d/", "launch/"))]
+
+
+def files_of(root: Path) -> list[Path]:
+    return sorted(file for package in ("auto3d", "launch") for file in (root / package).rglob("*.py"))
+
+
+def imports_of(root: Path) -> dict[Path, set[Path]]:
+    """Each file of the two packages, with those that it imports anywhere but under ``if TYPE_CHECKING``."""
+    return {
+        file: {found for name in imported_names(ast.parse(file.read_text())) if (found := file_of(root, name)) != file}
+        - {None}
+        for file in files_of(root)
+    }
+
+
+@cache
+def imports_of_ours() -> dict[Path, set[Path]]:
+    return imports_of(ROOT)
+
+
+def imported_names(tree: ast.AST) -> Iterator[str]:
+    """Every imported module or member of a module, by its full name."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            for other in node.orelse:
+                yield from imported_names(other)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        else:
+            yield from imported_names(node)
+
+
+def file_of(root: Path, name: str) -> Path | None:
+    """The file of a module, or of the module that has such a member; None if it is in neither package."""
+    parts = name.split(".")
+    if parts[0] not in ("auto3d", "launch"):
+        return None
+    for path in (root.joinpath(*parts), root.joinpath(*parts[:-1])):
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if file.is_file():
+                return file
+    return None
+
+
+def circle_in(imports: dict[Path, set[Path]]) -> list[str]:
+    """The files of one circle; empty if there is none."""
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        return [str(file) for file in error.args[1]]
+    return []
+
+
+def imports_up(root: Path, imports: dict[Path, set[Path]], rooms: list[str]) -> list[str]:
+    """The imports from a room below, and the files in no room."""
+    problems = []
+    for file, others in imports.items():
+        place = place_of(file.relative_to(root), rooms)
+        if place is None:
+            problems.append(f"{file.relative_to(root)} is in no room of the house")
+            continue
+        for other in sorted(others):
+            if (its := place_of(other.relative_to(root), rooms)) is not None and its > place:
+                problems.append(f"{file.relative_to(root)} imports {other.relative_to(root)}, of a later room")
+    return problems
+
+
+def place_of(file: Path, rooms: list[str]) -> int | None:
+    """The number of a file's room; a package's own __init__.py is the package's door, in its last room."""
+    if len(file.parts) == 2 and file.name == "__init__.py" and str(file) not in rooms:
+        return max(place for place, room in enumerate(rooms) if room.startswith(f"{file.parts[0]}/"))
+    found = [place for place, room in enumerate(rooms) if f"{file}" == room or f"{file}".startswith(room)]
+    return found[0] if found else None
+
+
+def test_there_is_no_circle():
+    circle = circle_in(imports_of_ours())
+    assert not circle, " <- ".join(circle)
+
+
+def test_imports_run_down_the_house():
+    rooms = rooms_of(house_of((ROOT / "ARCHITECTURE.md").read_text()))
+    assert all((ROOT / room).exists() for room in rooms)
+    assert rooms == sorted(rooms, key=lambda room: room.startswith("launch/")), "auto3d never imports launch"
+    assert imports_up(ROOT, imports_of_ours(), rooms) == []
+
+
+def test_a_circle_an_import_up_and_a_file_in_no_room_are_found(tmp_path):
+    files = {
+        "auto3d/__init__.py": "from auto3d.high.a import value",
+        "auto3d/low.py": "def function():\n    from auto3d.high import a",
+        "auto3d/high/__init__.py": "",
+        "auto3d/high/a.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from auto3d.high.b import B",
+        "auto3d/high/b.py": "import auto3d.high.a, os\nfrom auto3d.low import function",
+        "launch/stray.py": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    rooms = rooms_of(house_of("# The house\nIn order:\n```\nauto3d/low.py   x\nauto3d/high/   y\n  more of y\n```\n"))
+    assert rooms == ["auto3d/low.py", "auto3d/high/"]
+    assert imports_up(tmp_path, imports_of(tmp_path), rooms) == [
+        "auto3d/low.py imports auto3d/high/a.py, of a later room",
+        "launch/stray.py is in no room of the house",
+    ]
+    assert circle_in(imports_of(tmp_path)) == []
+    (tmp_path / "auto3d/high/a.py").write_text("def function():\n    from auto3d.high.b import B")
+    assert {Path(file).name for file in circle_in(imports_of(tmp_path))} <= {"a.py", "b.py", "low.py"}
+    assert circle_in(imports_of(tmp_path)) != []
+
+
+# What is slow to import
 
 
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("launch.drivers.status", LARGE | {"numpy", "submitit"}),  # of status, logs and cancel
-        ("launch.drivers.sweep", LARGE),  # of whoever submits trials, and follows them for days
+        ("launch.drivers.sweep", LARGE),  # for whoever submits trials, and follows them for days
         ("launch.drivers.tune", LARGE),
+        ("launch.commands.resume", LARGE),
         ("launch.console.ranking", LARGE),
     ],
 )
-def test_imports(module, absent):
-    script = f"import launch.commands, {module}, sys; print(*sys.modules)"
+def test_what_a_driver_of_days_does_without(module, absent):
+    script = f"import {module}, sys; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert not absent & set(done.stdout.split())
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["status", "tiny"], ["cancel", "tiny"], ["sweep", "--help"]])
+def test_what_a_quick_command_does_without(arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_command(load("tiny"), "train", trials=["dp1"])
+    code = "import sys; from launch.main import main; sys.argv[0] = 'auto3d'\ntry: main()\nexcept SystemExit as end:\n"
+    code += "    assert not end.code\n    print('\\n', *sys.modules)"
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={"PYTHONPATH": str(ROOT)})
+    slow = LARGE | ({"numpy", "submitit"} if arguments[0] != "sweep" else set())
+    assert not slow & set(done.stdout.splitlines()[-1].split())
+    if arguments == ["--help"]:
+        assert not {"omegaconf", "launch.recipe", "launch.commands.plan"} & set(done.stdout.splitlines()[-1].split())

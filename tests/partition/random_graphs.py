@@ -2,7 +2,7 @@
 
 import random
 
-from auto3d.capture.graph import Graph, Node, Value
+from auto3d.capture.graph import Graph, GraphNode, Value
 
 
 def random_graph(
@@ -11,7 +11,7 @@ def random_graph(
     """Operations read up to three earlier values, near ones more often; the last one is the loss."""
     values = {"x": Value("x", (chance.randint(1, 9),), "float32", 4, True)}
     weights = {f"w{i}": Value(f"w{i}", (chance.randint(1, 9),), "float32", 4, True) for i in range(parameters)}
-    nodes: list[Node] = []
+    nodes: list[GraphNode] = []
     kinds = {"x": "input"}
     for index in range(size):
         near = [*list(values)[-6:], "x"]
@@ -29,7 +29,7 @@ def random_graph(
             state.append(f"b{chance.randrange(buffers)}")
         output = Value(f"n{index}", (chance.randint(1, 9),), "float32", 4, chance.random() < 0.8)
         nodes.append(
-            Node(
+            GraphNode(
                 name=output.name,
                 operator="op",
                 reads=tuple(sorted(reads)),

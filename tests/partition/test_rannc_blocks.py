@@ -15,7 +15,7 @@ from auto3d.partition.methods.rannc.atomic import (
 )
 from auto3d.partition.methods.rannc.blocks import form_blocks
 from auto3d.partition.methods.rannc.dag import MergingGraph, topological_order
-from auto3d.partition.methods.rannc.profile import Profiles
+from auto3d.partition.methods.rannc.operation_profile import OperationProfiles
 from auto3d.partition.methods.rannc.units import Units, find_units
 from auto3d.partition.stage import cut
 from auto3d.plan import stages_of_operations
@@ -25,7 +25,7 @@ from tests.partition.random_graphs import random_graph
 
 def units_of(graph: Graph, memory_bytes: float = float("inf")) -> Units:
     costs = analytic(graph, flops_per_s=1e3, memory_bandwidth=1e9, memory_bytes=memory_bytes)
-    profile = Profiles(lambda _: graph, lambda _: costs, smallest=1, largest=1).at(1)
+    profile = OperationProfiles(lambda _: graph, lambda _: costs, smallest=1, largest=1).at(1)
     subcomponents = atomic_subcomponents(graph)
     return find_units(
         graph,

@@ -14,7 +14,7 @@ from auto3d.partition.cost import analytic, parameter_bytes, saved_bytes
 from auto3d.partition.methods.rannc import RanncPartition, rannc
 from auto3d.partition.methods.rannc.atomic import stage_of_operations
 from auto3d.partition.methods.rannc.blocks import form_blocks
-from auto3d.partition.methods.rannc.profile import Profiles
+from auto3d.partition.methods.rannc.operation_profile import OperationProfiles
 from auto3d.partition.methods.rannc.runs import Runs
 from auto3d.partition.methods.rannc.stages import Choices, StageSearch, form_stages
 from auto3d.partition.stage import PartitionError, cut
@@ -108,7 +108,7 @@ def test_costs_of_runs_are_those_of_the_stages_that_they_make():
     for _ in range(40):
         graph = random_graph(chance, chance.randint(5, 40), parameter_constants=False)
         costs = analytic(graph, latency_s=0.5, bandwidth=10.0)
-        profiles = Profiles(lambda _, graph=graph: graph, lambda _, costs=costs: costs, smallest=1, largest=1)
+        profiles = OperationProfiles(lambda _, graph=graph: graph, lambda _, costs=costs: costs, smallest=1, largest=1)
         blocks = form_blocks(units_of(graph), 6)
         found = Runs(graph, blocks, costs).at(profiles.at(1))
         for first in range(len(blocks)):
@@ -133,7 +133,7 @@ def test_costs_of_runs_are_those_of_the_stages_that_they_make():
 
 
 def every_form(
-    runs: Runs, profiles: Profiles, *, nodes: int, per_node: int, batch: int
+    runs: Runs, profiles: OperationProfiles, *, nodes: int, per_node: int, batch: int
 ) -> dict[tuple[int, int], list[float]]:
     """(devices of a pipeline, stages) -> the objective of algorithm 1 for each possible number of micro-batches."""
     limit, found = profiles.costs.memory_bytes, {}
@@ -185,7 +185,7 @@ def test_the_search_takes_the_fewest_nodes_and_stages_that_fit():
         def costs_at(size: int, limit=limit, graph_at=graph_at):
             return analytic(graph_at(size), latency_s=1e-12, memory_bytes=limit)
 
-        profiles = Profiles(graph_at, costs_at, smallest=1, largest=batch)
+        profiles = OperationProfiles(graph_at, costs_at, smallest=1, largest=batch)
         blocks = form_blocks(units_of(graph, limit), 5)
         if len(blocks) > 6:
             continue
@@ -212,8 +212,8 @@ def test_sizes_between_samples_are_interpolated():
     def graph_at(size: int) -> Graph:
         return captured("bert", size).graph
 
-    profiles = Profiles(graph_at, lambda size: analytic(graph_at(size)), smallest=1, largest=12)
-    exact = Profiles(graph_at, lambda size: analytic(graph_at(size)), smallest=6, largest=6).at(6)
+    profiles = OperationProfiles(graph_at, lambda size: analytic(graph_at(size)), smallest=1, largest=12)
+    exact = OperationProfiles(graph_at, lambda size: analytic(graph_at(size)), smallest=6, largest=6).at(6)
     found = profiles.at(6)  # between the samples 4 and 8
     assert (found.value_bytes == exact.value_bytes).all()
     assert (found.internal_bytes == exact.internal_bytes).all()
@@ -269,7 +269,7 @@ def test_what_is_said_to_fit_fits(model):
         partition(model, 1000.0)
     message = str(refused.value)
     assert "\n" not in message
-    need = float(re.search(r"that would do is ([\d.]+) MiB", message)[1])
+    need = float(re.search(r"that is enough is ([\d.]+) MiB", message)[1])
     assert len(partition(model, need * 2**20).stages) > 1
 
 
@@ -289,5 +289,5 @@ def test_replicas_share_samples_equally_where_a_plan_must():
     assert sum(equal.replicas) == 5
     assert all(12 % (equal.micro_batches * replicas) == 0 for replicas in equal.replicas)
     assert equal.samples == tuple(12 // (equal.micro_batches * replicas) for replicas in equal.replicas)
-    with pytest.raises(PartitionError, match="12 samples cannot be shared equally by 5 devices and 1 blocks; a multi"):
+    with pytest.raises(PartitionError, match="12 samples do not divide equally among 5 devices and 1 block; a multi"):
         partition("bert", inf, nodes=1, devices_per_node=5, equal_slices=True, blocks=1)

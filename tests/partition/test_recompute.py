@@ -4,7 +4,7 @@ import pytest
 
 from auto3d.partition.merak import shard
 from auto3d.partition.methods.uniform import uniform
-from auto3d.partition.recompute import first_shares, keep_last, kept_shares, subgraph_starts
+from auto3d.partition.recompute import first_fractions, keep_last, kept_fractions, subgraph_starts
 from auto3d.partition.segment import segments
 from auto3d.partition.stage import cut
 from auto3d.plan import StagePlan
@@ -27,7 +27,7 @@ from tests.models import MODELS, captured
     ],
 )
 def test_the_recursion_by_hand(held, first, expected):
-    assert kept_shares(held, first) == pytest.approx(expected)
+    assert kept_fractions(held, first) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("depth", [3, 4, 5, 8])
@@ -39,16 +39,16 @@ def test_the_recursion_as_printed_is_that_of_meraks_schedule(depth, first):
         printed[stage] = min(1.0, (depth - 1) * first / (depth - stage))
     if depth > 2:
         printed[depth - 1] = printed[depth - 2]
-    assert kept_shares(in_flight(schedule), first) == pytest.approx([printed[s] for s in range(1, depth + 1)])
+    assert kept_fractions(in_flight(schedule), first) == pytest.approx([printed[s] for s in range(1, depth + 1)])
 
 
 def test_first_shares_are_all_at_which_something_changes():
     held, subgraphs = [4, 3, 2, 1], [3, 5, 2, 4]
-    found = first_shares(held, subgraphs)
+    found = first_fractions(held, subgraphs)
     assert found == sorted(found)
 
     def counts(first: float) -> list[int]:
-        shares = kept_shares(held, first)
+        shares = kept_fractions(held, first)
         return [int(share * count + 1e-9) for share, count in zip(shares, subgraphs, strict=True)]
 
     distinct = {tuple(counts(step / 10_000)) for step in range(10_001)}

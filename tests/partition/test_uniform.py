@@ -1,11 +1,11 @@
-"""Uniform partition against brute force, and what a cut stage holds and exchanges."""
+"""Uniform partition against brute force, and what a cut stage holds and sent_values."""
 
 import random
 from itertools import combinations, pairwise
 
 import pytest
 
-from auto3d.capture.graph import Graph, Node, Value
+from auto3d.capture.graph import Graph, GraphNode, Value
 from auto3d.partition.methods.uniform import TOLERANCE, uniform
 from auto3d.partition.stage import PartitionError, crossing_bytes, cut, same_stages
 from auto3d.plan import PlanError, stages_between, stages_of_operations
@@ -17,7 +17,7 @@ from tests.models import captured
 def chain(flops: list[int], sizes: list[int]) -> Graph:
     """Operation i reads what operation i - 1 made, ``sizes[i - 1]`` bytes."""
     nodes = tuple(
-        Node(
+        GraphNode(
             name=f"n{i}",
             operator="op",
             reads=(f"n{i - 1}",) if i else ("x",),

@@ -1,6 +1,6 @@
-"""The cores of a rank on a GPU, on a made machine: two sockets of 8 physical cores.
+"""The cores of a rank on a GPU, on an imaginary machine with two sockets of 8 physical cores.
 
-The second hardware threads of its cores 0 to 15 are 16 to 31.
+Cores 0 to 15 are the first hardware threads, 16 to 31 the second ones.
 """
 
 import pytest
@@ -26,11 +26,11 @@ def sysfs(tmp_path):
 
 
 def cores(sysfs, gpus, allowed) -> list[set[int]]:
-    return [cores_near(gpus, own, allowed, sysfs) for own in range(len(gpus))]
+    return [cores_near(gpus, index, allowed, sysfs) for index in range(len(gpus))]
 
 
-def test_ranks_near_one_socket_share_its_physical_cores(sysfs):
-    """Dealt out by number, the second rank would have the second threads of the first one's cores."""
+def test_ranks_near_one_socket_divide_its_physical_cores(sysfs):
+    """If cores were divided by number, the second rank would get the second threads of the first rank's cores."""
     assert cores(sysfs, GPUS, ALL) == [
         {0, 1, 2, 3, 16, 17, 18, 19},
         {4, 5, 6, 7, 20, 21, 22, 23},
@@ -39,22 +39,22 @@ def test_ranks_near_one_socket_share_its_physical_cores(sysfs):
     ]
 
 
-def test_a_rank_alone_has_all_cores_near_its_gpu(sysfs):
+def test_a_single_rank_gets_all_cores_near_its_gpu(sysfs):
     assert cores(sysfs, GPUS[3:], ALL) == [{*range(8, 16), *range(24, 32)}]
 
 
-def test_only_cores_that_the_process_may_use(sysfs):
+def test_ranks_get_only_cores_that_the_process_may_use(sysfs):
     assert cores(sysfs, GPUS, {0, 1, 2, 8, 9}) == [{0}, {1, 2}, {8}, {9}]
 
 
-def test_too_few_near_cores_are_all_for_each(sysfs):
+def test_each_rank_gets_all_near_cores_if_there_are_fewer_than_ranks(sysfs):
     assert cores(sysfs, GPUS, {5, 21, 9, 10}) == [{5, 21}, {5, 21}, {9}, {10}]
 
 
-def test_where_none_is_near_all_stay(sysfs):
-    """As where SLURM gave the job cores of one socket alone."""
+def test_a_rank_with_no_core_near_its_gpu_gets_all(sysfs):
+    """For example if SLURM gave the job cores of only one socket."""
     assert cores(sysfs, GPUS, {0, 1, 2, 3}) == [{0, 1}, {2, 3}, {0, 1, 2, 3}, {0, 1, 2, 3}]
 
 
-def test_where_the_kernel_does_not_say_all_stay(tmp_path):
+def test_a_rank_gets_all_cores_if_the_kernel_reports_none_as_near(tmp_path):
     assert cores(tmp_path, GPUS, ALL) == [ALL] * 4

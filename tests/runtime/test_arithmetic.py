@@ -1,4 +1,4 @@
-"""TF32 and deterministic algorithms, each set in a process of its own: the settings are the whole process's."""
+"""TF32 and deterministic algorithms. Each case runs in a new process, because the settings are global."""
 
 import os
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from auto3d.runtime.measurement import Environment
 CUDA = torch.device("cuda", 0)
 
 
-def in_its_own_process(function: Callable, *arguments):
+def in_new_process(function: Callable, *arguments):
     with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
         return pool.submit(function, *arguments).result(timeout=60)
 
@@ -38,7 +38,7 @@ def write_older_interface() -> None:
 
 
 def precisions(before: Callable[[], None], tf32: bool) -> tuple[list[str], list[bool], str, bool]:
-    """What both interfaces of torch answer after a user's module called ``before``."""
+    """The settings according to both interfaces of torch, after a user's module has called ``before``."""
     before()
     set_arithmetic(CUDA, tf32=tf32, deterministic=False)
     cudnn = torch.backends.cudnn
@@ -49,8 +49,8 @@ def precisions(before: Callable[[], None], tf32: bool) -> tuple[list[str], list[
 
 @pytest.mark.parametrize("before", [touch_nothing, write_newer_interface, write_every_backend, write_older_interface])
 @pytest.mark.parametrize("tf32", [False, True])
-def test_products_and_convolutions_take_it_both_or_neither_and_both_interfaces_agree(before, tf32):
-    newer, older, matmul, found = in_its_own_process(precisions, before, tf32)
+def test_tf32_is_set_for_products_and_convolutions_in_both_interfaces(before, tf32):
+    newer, older, matmul, found = in_new_process(precisions, before, tf32)
     assert newer == ["tf32" if tf32 else "ieee"] * 3
     assert older == [tf32, tf32]
     assert matmul == ("high" if tf32 else "highest")
@@ -71,25 +71,25 @@ def deterministic(wanted: bool, workspaces: str | None) -> tuple[bool, bool, str
 
 
 @pytest.mark.parametrize(
-    ("wanted", "workspaces", "told"),
+    ("wanted", "workspaces", "expected"),
     [
         (True, None, (True, False, ":4096:8")),
-        (True, ":16:8", (True, False, ":16:8")),  # the user's own
+        (True, ":16:8", (True, False, ":16:8")),  # set by the user
         (False, None, (False, True, None)),
     ],
 )
-def test_deterministic_algorithms(wanted, workspaces, told):
-    assert in_its_own_process(deterministic, wanted, workspaces) == told
+def test_deterministic_algorithms(wanted, workspaces, expected):
+    assert in_new_process(deterministic, wanted, workspaces) == expected
 
 
 @pytest.mark.parametrize(
-    ("tf32", "deterministic", "told"),
+    ("tf32", "deterministic", "caption"),
     [
         (None, False, "a device, 8 cores"),
         (False, False, "a device, 8 cores, TF32 off"),
         (True, True, "a device, 8 cores, TF32 on, deterministic algorithms"),
     ],
 )
-def test_captions_say_it_of_gpus(tf32, deterministic, told):
+def test_captions_name_both_settings(tf32, deterministic, caption):
     known = {"host": "h", "torch": "2", "transformers": "5", "python": "3", "device": "a device", "cores": 8}
-    assert Environment(**known, tf32=tf32, deterministic=deterministic).computer == told
+    assert Environment(**known, tf32=tf32, deterministic=deterministic).computer == caption

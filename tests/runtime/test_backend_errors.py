@@ -1,4 +1,4 @@
-"""What errors of CUDA and NCCL mean, by texts that users of torch have reported; the numbers and hosts differ."""
+"""The meaning of CUDA and NCCL errors, on texts that users of torch have reported, with other numbers and hosts."""
 
 import pytest
 import torch
@@ -110,7 +110,7 @@ def test_running_out_of_memory_is_recognised(error):
         raise error
 
 
-def test_the_line_that_says_so_is_found():
+def test_the_line_that_reports_it_is_found():
     assert out_of_memory_line(OUT_OF_MEMORY[2]) == "CUDA error: out of memory"
     assert out_of_memory_line(OUT_OF_MEMORY[11]) == "Failed to CUDA calloc 8388608 bytes"
     assert out_of_memory_line(MemoryError()) == "MemoryError"

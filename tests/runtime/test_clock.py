@@ -1,4 +1,4 @@
-"""How a profile times subgraphs on a GPU, which a fake takes the place of: by events, with few synchronisations."""
+"""A profile times subgraphs on a GPU, here a fake one, by events and with few synchronisations."""
 
 import pytest
 import torch
@@ -12,10 +12,10 @@ SECONDS = {"forward": 3.0, "backward": 5.0, "backward_input": 2.0, "backward_wei
 
 
 class FakeGpu:
-    """A queue whose work takes given times; what an event saw is known after a synchronisation alone."""
+    """A queue whose work takes fixed times. The time of an event is known only after a synchronisation."""
 
     def __init__(self) -> None:
-        self.busy_until = 0.0  # when all that is queued is done
+        self.busy_until = 0.0  # time at which all queued work is done
         self.synchronisations = 0
         self.pending: list[FakeEvent] = []
 
@@ -44,7 +44,7 @@ class FakeEvent:
 
 
 class FakeSubgraph:
-    """A subgraph that takes SECONDS, a tenth more with each repetition."""
+    """A subgraph that takes SECONDS, and a tenth more with each repetition."""
 
     def __init__(self, gpu: FakeGpu) -> None:
         self.repetitions = 0
@@ -67,7 +67,7 @@ def gpu(monkeypatch):
     return gpu
 
 
-def test_subgraphs_on_a_gpu_are_queued_and_waited_for_together(gpu, monkeypatch):
+def test_repetitions_on_a_gpu_are_queued_and_awaited_together(gpu, monkeypatch):
     monkeypatch.setattr(subgraph_timing, "ROUND_S", 0.0)
     whole, split = FakeSubgraph(gpu), FakeSubgraph(gpu)
     found = subgraph_timing.time_subgraph(whole, split, CudaClock(GPU))
@@ -78,7 +78,7 @@ def test_subgraphs_on_a_gpu_are_queued_and_waited_for_together(gpu, monkeypatch)
         assert times == pytest.approx((3 * factor, 5 * factor, 4 * factor))
 
 
-def test_a_turn_lasts_as_long_as_it_should_with_one_synchronisation_for_many_repetitions(gpu, monkeypatch):
+def test_a_round_has_its_length_and_one_synchronisation_for_many_repetitions(gpu, monkeypatch):
     host = iter(range(1000))
     monkeypatch.setattr(subgraph_timing, "perf_counter", lambda: float(next(host)))
     monkeypatch.setattr(subgraph_timing, "ROUND_S", 4.5)
@@ -96,7 +96,7 @@ def test_messages_on_a_gpu_are_queued_too(gpu):
     assert gpu.busy_until == 2.0 * CudaClock.queued
 
 
-def test_a_cpu_is_timed_by_its_host(monkeypatch):
+def test_a_cpu_is_timed_by_the_host(monkeypatch):
     monkeypatch.setattr(subgraph_timing, "ROUND_S", 0.0)
     clock = clock_of(torch.device("cpu"))
     assert isinstance(clock, CpuClock)

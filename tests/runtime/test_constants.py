@@ -1,4 +1,4 @@
-"""What no data enters is computed once."""
+"""Operations that depend on no data are computed once."""
 
 import torch
 from torch import fx, nn
@@ -12,17 +12,17 @@ class Positions(nn.Module):
         return value + (position[:, None] - position).square()
 
 
-def test_what_no_data_enters_is_computed_once():
+def test_an_operation_without_data_is_computed_once():
     value = torch.randn(2, 6, 6)
     folded = torch.export.export(Positions(), (value,), strict=False).graph_module
     (expected,) = folded(value)
     fold_constants(folded)
     assert torch.equal(folded(value)[0], expected)
-    assert sum(node.op == "call_function" for node in folded.graph.nodes) == 1, "the addition"
+    assert sum(node.op == "call_function" for node in folded.graph.nodes) == 1, "only the addition is left"
     assert len(list(folded.buffers())) == 1
 
 
-def test_what_data_enters_or_is_drawn_stays():
+def test_operations_on_data_or_random_numbers_stay():
     class Noise(nn.Module):
         def forward(self, value):
             return value * torch.rand(2)

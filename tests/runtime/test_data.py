@@ -1,4 +1,4 @@
-"""Batches do not depend on how they are split, and text is real text."""
+"""Batches do not depend on the micro-batch size, and text comes from real files."""
 
 import numpy as np
 import pytest
@@ -9,13 +9,13 @@ from tests.models import FEATURES, TEXT
 
 
 @pytest.mark.parametrize("settings", [TEXT, FEATURES])
-def test_the_same_samples_however_they_are_split(settings):
+def test_samples_do_not_depend_on_the_micro_batch_size(settings):
     names = tuple(settings.inputs)
 
     def batch(micro_batch_size: int, iteration: int) -> dict[str, torch.Tensor]:
         batches = Batches(settings, seed=4, global_batch=12, micro_batch_size=micro_batch_size)
-        parts = [batches.micro_batch(iteration, index, names) for index in range(12 // micro_batch_size)]
-        return {name: torch.cat([part[name] for part in parts]) for name in names}
+        micro_batches = [batches.micro_batch(iteration, index, names) for index in range(12 // micro_batch_size)]
+        return {name: torch.cat([inputs[name] for inputs in micro_batches]) for name in names}
 
     whole = batch(12, 3)
     for micro_batch_size in (1, 2, 3, 4, 6):
@@ -24,7 +24,7 @@ def test_the_same_samples_however_they_are_split(settings):
     assert not torch.equal(batch(12, 4)[names[0]], whole[names[0]])
 
 
-def test_a_subset_of_the_inputs_is_the_same_subset():
+def test_an_input_does_not_depend_on_which_others_are_made():
     batches = Batches(FEATURES, seed=4, global_batch=4, micro_batch_size=4)
     both = batches.micro_batch(0, 0, ("features", "label"))
     assert torch.equal(batches.micro_batch(0, 0, ("label",))["label"], both["label"])
@@ -53,7 +53,7 @@ def test_the_default_corpus_is_python_source():
     assert not any("site-packages" in path.parts or "test" in path.parts for path in paths)
 
 
-def test_data_that_is_not_there_or_too_short(tmp_path):
+def test_missing_and_too_short_data_is_refused(tmp_path):
     (tmp_path / "short.txt").write_text("abc")
     with pytest.raises(DataError, match="3 bytes in 1 file; one sample needs 33"):
         read_corpus((str(tmp_path / "short.txt"),), 33)
@@ -88,10 +88,10 @@ def test_kinds_that_need_no_corpus():
     assert torch.equal(batch["half"], torch.full((64, 2, 2), 0.5))
     assert batch["yes"].all()
     assert (batch["hidden"].sum((1, 2)) == 4).all()
-    assert len({tuple(sample.flatten().tolist()) for sample in batch["hidden"]}) > 30, "at random places"
+    assert len({tuple(sample.flatten().tolist()) for sample in batch["hidden"]}) > 30, "true at random positions"
 
 
-def test_a_prefix_replaces_the_first_tokens_of_one_input_alone():
+def test_a_prefix_replaces_the_first_tokens_of_its_input_only():
     inputs = {
         "input_ids": InputField(kind="tokens", prefix=299, prefix_length=3),
         "labels": InputField(kind="tokens", prefix=-100, prefix_length=5),

@@ -1,4 +1,4 @@
-"""What emulated devices are told: times, sizes, and when an operation may start."""
+"""Emulated devices: the times of operations, the sizes of messages, and when an operation starts."""
 
 import time
 from dataclasses import replace
@@ -28,7 +28,7 @@ def costs_of(emulation: Emulation, *, stages: int = 2, schedule: str = "1f1b", *
     return emulation.costs(graph, uniform(graph, stages), built)
 
 
-def test_what_is_not_given_follows_from_what_is():
+def test_missing_times_follow_from_the_others():
     given = costs_of(Emulation(forward_s=1.0, backward_s=(2.0, 3.0)))
     assert (given.forward, given.recompute) == ((1.0, 1.0), (1.0, 1.0))
     assert (given.backward, given.backward_input, given.backward_weight) == ((2.0, 3.0), (1.0, 1.5), (1.0, 1.5))
@@ -42,18 +42,18 @@ def test_what_is_not_given_follows_from_what_is():
     )
 
 
-def test_the_cost_model_gives_the_rest():
+def test_the_cost_model_supplies_the_remaining_times():
     model = analytic(captured("gpt2", 2).graph)
     whole = costs_of(Emulation(forward_s=1.0), stages=1)
     assert whole.forward == (1.0,)
     assert whole.backward == pytest.approx((sum(model.backward_s),))
     halved = costs_of(Emulation(backward_s=1.0), schedule="chimera", scale="halving")
     plain = costs_of(Emulation(backward_s=1.0))
-    assert halved.forward == pytest.approx([2 * seconds for seconds in plain.forward]), "the graph is of half of them"
-    assert halved.backward == plain.backward, "what is given is of a whole micro-batch"
+    assert halved.forward == pytest.approx([2 * seconds for seconds in plain.forward]), "the graph has half the samples"
+    assert halved.backward == plain.backward, "a time in the recipe is that of a whole micro-batch"
 
 
-def test_a_list_of_another_length_is_refused():
+def test_a_list_of_wrong_length_is_refused():
     for name in ("forward_s", "send_bytes", "sync_bytes"):
         with pytest.raises(InputError, match=f"{name} has 3 values, and the plan 2 stages; it takes a number, or one"):
             Emulation(**{name: (1, 2, 3)}).check_fits(stages_between([0, 1, 2]))
@@ -62,7 +62,7 @@ def test_a_list_of_another_length_is_refused():
 
 @pytest.mark.parametrize("model", ["gpt2", "t5", "reused"])
 def test_messages_have_their_true_sizes(model):
-    """Of every stage: the same names, shapes and types as a real one sends on and sends back."""
+    """Every stage sends the names, shapes and types that a real stage sends, forward and backward."""
     build, data = MODELS[model]
     torch.manual_seed(1)
     module = build()
@@ -86,7 +86,7 @@ def test_messages_have_their_true_sizes(model):
         received = {transfer.value.name: values[transfer.value.name] for transfer in real.received}
         sent = running.forward(0, received, batch)
         assert described(sent) == described(waiting.forward(0, received, {}))
-        assert emulated.inputs == (), "it loads nothing"
+        assert emulated.inputs == (), "an emulated stage loads nothing"
         values |= sent
     gradients: dict[str, list[torch.Tensor]] = {}
     for running, waiting in reversed(pairs):
@@ -101,8 +101,8 @@ def described(tensors: dict[str, torch.Tensor]) -> dict[str, tuple]:
     return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
 
-def test_messages_can_have_a_given_size():
-    """One value then goes between two stages, with a gradient if any of those that it stands for has one."""
+def test_the_recipe_can_set_the_size_of_messages():
+    """Then one value goes between two stages, with a gradient if any of the values it replaces has one."""
     stages = cut(captured("t5", 2).graph, uniform(captured("t5", 2).graph, 5))
     mask = replace(stages[2].received[0], value=replace(stages[2].received[0].value, name="mask", differentiable=False))
     stages = (*stages[:2], replace(stages[2], received=(mask, *stages[2].received)), *stages[3:])
@@ -116,18 +116,18 @@ def test_messages_can_have_a_given_size():
             assert transfer.value.differentiable
 
 
-def test_an_operation_starts_when_its_device_is_free_and_its_inputs_are_there():
+def test_an_operation_starts_when_its_device_is_free_and_its_inputs_have_arrived():
     clock = DeviceClock()
     begin = clock.free
     clock.work(0.02)
     assert time.perf_counter() >= clock.free == pytest.approx(begin + 0.02)
     with clock.needing():
         while time.perf_counter() < begin + 0.04:
-            pass  # this process is busy, and what the operation needs has come meanwhile
+            pass  # this process is busy, and the operation's inputs arrive meanwhile
     clock.work(0.01)
     assert clock.free == pytest.approx(begin + 0.03), "the device has lost no time"
     with clock.needing():
-        time.sleep(0.05)  # what it needs is not there
+        time.sleep(0.05)  # its inputs have not arrived
     assert clock.free >= begin + 0.09
     clock.work(0.0)
     assert time.perf_counter() >= clock.free

@@ -1,4 +1,4 @@
-"""Environment variables of a rank on a GPU: set where the user has not set them, before CUDA starts."""
+"""A rank on a GPU sets its environment variables before CUDA starts, except those that the user has set."""
 
 import os
 from concurrent.futures import ProcessPoolExecutor
@@ -12,7 +12,7 @@ from auto3d.runtime.gpu_environment import DEFAULTS, set_gpu_environment
 from auto3d.runtime.world import World, join
 
 
-def test_what_is_not_set_is_set():
+def test_unset_variables_are_set():
     environment = {"HOME": "/home/me"}
     set_gpu_environment(environment)
     assert environment == {
@@ -24,7 +24,7 @@ def test_what_is_not_set_is_set():
     }
 
 
-def test_what_the_user_has_set_stays():
+def test_variables_that_the_user_has_set_stay():
     own = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_MODULE_LOADING": "LAZY", "NCCL_RUNTIME_CONNECT": "1"}
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         environment = {**own, name: "max_split_size_mb:128"}
@@ -33,11 +33,11 @@ def test_what_the_user_has_set_stays():
 
 
 class StartedError(Exception):
-    """CUDA has been asked for its devices."""
+    """The rank has asked CUDA for its devices."""
 
 
 def joins(folder: str) -> tuple[dict[str, str], list[str]]:
-    """The variables that CUDA finds when a rank joins, and the PCI addresses that it looks for."""
+    """The variables at the first call of CUDA when a rank joins, and the PCI addresses that the rank looks up."""
     for name in DEFAULTS:
         os.environ.pop(name, None)
     found, looked_for = {}, []

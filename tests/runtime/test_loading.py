@@ -1,4 +1,4 @@
-"""Inputs made ahead by a thread, for a device that copies as late as it may."""
+"""Inputs that a thread prefetches, for a device that copies as late as it is allowed to."""
 
 import gc
 import threading
@@ -21,7 +21,7 @@ TOKENS = DataSettings(
 
 
 class LateCopy:
-    """Reads its source when somebody waits for it, or at the latest when the test does."""
+    """Reads its source only when someone waits for it, or when the test ends."""
 
     def __init__(self, source: Mapping[str, torch.Tensor]) -> None:
         self._source = source
@@ -55,7 +55,7 @@ def batches() -> Batches:
 
 
 def needs(iteration: int, micro_batches: int = 4) -> list[Need]:
-    """As of a rank with the first and the last stage."""
+    """The needs of a rank with the first and the last stage."""
     return [Need(iteration, index, (name,)) for index in range(micro_batches) for name in ("ids", "noise")]
 
 
@@ -63,7 +63,7 @@ def take(loader: Loader, wanted: list[Need]) -> list[dict[str, torch.Tensor]]:
     return [loader.inputs(need.iteration, need.index, need.names) for need in wanted]
 
 
-def assert_right(wanted: list[Need], found: list[dict[str, torch.Tensor]], memory: LateMemory) -> None:
+def assert_inputs(wanted: list[Need], found: list[dict[str, torch.Tensor]], memory: LateMemory) -> None:
     for copy in memory.queued:
         copy.synchronize()
     for need, tensors in zip(wanted, found, strict=True):
@@ -73,18 +73,18 @@ def assert_right(wanted: list[Need], found: list[dict[str, torch.Tensor]], memor
             assert torch.equal(tensors[name], tensor), need
 
 
-def test_every_copy_is_of_its_own_micro_batch():
-    """Over programs that follow each other, and one that is another: the last of a training is shorter."""
+def test_every_copy_has_the_inputs_of_its_micro_batch():
+    """Over equal consecutive programs, and a different one: the last program of a training is shorter."""
     memory = LateMemory()
     loader, wanted, found = Loader(batches(), memory), [], []
     for program in ([*needs(5), *needs(6)], [*needs(7), *needs(8)], needs(9, micro_batches=2), needs(2)):
         loader.start(program, iterations=len({need.iteration for need in program}))
         found += take(loader, program)
         wanted += program
-    assert_right(wanted, found, memory)
+    assert_inputs(wanted, found, memory)
 
 
-def test_a_program_that_follows_finds_its_inputs_made():
+def test_the_inputs_of_an_equal_next_program_are_prefetched():
     made = threading.Event()
 
     class Watched(Batches):
@@ -100,10 +100,10 @@ def test_a_program_that_follows_finds_its_inputs_made():
     assert made.wait(timeout=20), "before the next program begins"
     loader.start(needs(6), iterations=1)
     take(loader, needs(6))
-    assert len(memory.pinned) == 2 * PREFETCHED, "the same memory, whatever has been needed"
+    assert len(memory.pinned) == 2 * PREFETCHED, "all programs use the same memory"
 
 
-def test_an_error_is_raised_as_it_is_where_its_micro_batch_is_needed():
+def test_an_error_is_raised_unchanged_when_its_micro_batch_is_needed():
     error = DataError("files: no.txt: No such file or directory")
 
     class Broken(Batches):
@@ -144,7 +144,7 @@ def start_and_return() -> None:
     take(kept, needs(0)[:3])
 
 
-def test_a_process_ends_whatever_its_thread_does():
+def test_a_process_ends_even_if_its_thread_is_busy():
     process = get_context("fork").Process(target=start_and_return)
     process.start()
     process.join(timeout=20)
@@ -153,8 +153,8 @@ def test_a_process_ends_whatever_its_thread_does():
     assert exitcode == 0
 
 
-def test_a_cpu_has_no_thread():
+def test_a_cpu_uses_no_thread():
     loader, before = Loader(batches(), None), threads()
     loader.start(needs(0), iterations=1)
-    assert_right(needs(0), take(loader, needs(0)), LateMemory())
+    assert_inputs(needs(0), take(loader, needs(0)), LateMemory())
     assert threads() == before

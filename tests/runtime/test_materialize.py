@@ -1,4 +1,4 @@
-"""A stage's initial weights equal those of the whole model, which is never held."""
+"""A stage's initial weights equal those of the whole model, which is never in memory."""
 
 import copy
 import random
@@ -39,8 +39,8 @@ def wide_gpt2() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2Config(n_layer=8, n_embd=1024, n_head=8, n_positions=64, vocab_size=256))
 
 
-def test_no_rank_holds_more_than_its_own_stage():
-    """Beside its own weights a rank holds one foreign tensor while it draws it."""
+def test_no_rank_holds_more_than_its_stage():
+    """Besides its stage's weights, a rank holds one tensor of another stage while it draws its values."""
     with torch.device("meta"):
         model = wide_gpt2()
     own = [name for name, _ in model.named_parameters() if ".h.3." in name]
@@ -54,7 +54,7 @@ def test_no_rank_holds_more_than_its_own_stage():
 
 
 class Twins(nn.Module):
-    """One initial weight is computed from another, by ``tie``."""
+    """``tie`` computes one initial weight from another."""
 
     def __init__(self, tie: Callable[[nn.Linear, nn.Linear], None]) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def by_deep_copy(left: nn.Linear, right: nn.Linear) -> None:
 
 
 @pytest.mark.parametrize("tie", [by_copy, by_data, by_view, by_deep_copy])
-def test_a_weight_made_from_a_foreign_one_is_refused_unless_it_is_given(tie):
+def test_a_weight_computed_from_another_stages_is_refused_unless_a_state_dict_has_it(tie):
     torch.manual_seed(1)
     whole = Twins(tie).state_dict()
     both = materialize(lambda: Twins(tie), ["left.weight", "right.weight"], seed=1)
@@ -108,8 +108,8 @@ def half() -> nn.Module:
 
 
 @pytest.mark.parametrize("build", [transformer, orthogonal, half])
-def test_weights_that_are_made_over_and_over(build):
-    """Deep copies of a layer that is then thrown away, initialisation by algebra, and another type."""
+def test_weights_that_are_made_repeatedly(build):
+    """Deep copies of a layer that is then discarded, initialisation by algebra, and another data type."""
     torch.manual_seed(3)
     whole = dict(build().named_parameters())
     for part in range(2):
@@ -119,7 +119,7 @@ def test_weights_that_are_made_over_and_over(build):
 
 
 class Layers(nn.Module):
-    """Layers initialised by ``initialise``: each at once, or all when all are made."""
+    """Layers initialised by ``initialise``: each as soon as it is made, or all at the end."""
 
     def __init__(
         self, initialise: Callable[[nn.Linear], object], width: int = 8, layers: int = 5, *, late: bool = False
@@ -192,7 +192,7 @@ def test_every_way_to_initialise_gives_the_bits_of_the_whole_model(initialise, l
     whole = build()
     expected = {**dict(whole.named_buffers()), **dict(whole.named_parameters())}
     states = random.getstate(), np.random.get_state()[1].tolist()
-    if late and initialise is parametrizations.orthogonal:  # it acts on what the others' weights are
+    if late and initialise is parametrizations.orthogonal:  # it branches on the values of other stages' weights
         with pytest.raises(InitialStateError, match=r"the parameter layers.0.parametrizations.weight.original, which"):
             materialize(build, ["layers.0.bias"], seed=11)
         return
@@ -206,7 +206,7 @@ def test_every_way_to_initialise_gives_the_bits_of_the_whole_model(initialise, l
 
 
 @pytest.mark.parametrize("initialise", [until_all_fit, as_data_of_numpy, as_new_parameter_of_numpy, by_memory])
-def test_a_rank_holds_what_one_initialiser_works_on(initialise):
+def test_a_rank_holds_other_stages_weights_only_while_one_initialiser_works_on_them(initialise):
     def build() -> nn.Module:
         return Layers(initialise, width=1024, layers=48)
 
@@ -217,7 +217,7 @@ def test_a_rank_holds_what_one_initialiser_works_on(initialise):
 
 
 class Reads(nn.Module):
-    """Its last layer is initialised by code that reads the weight of its first in the way of ``read``."""
+    """A model whose last layer is initialised by code that reads the weight of its first layer with ``read``."""
 
     def __init__(self, read: Callable[[torch.Tensor], object]) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ def caught(values: torch.Tensor) -> None:
         caught,
     ],
 )
-def test_code_that_acts_on_a_value_that_is_not_there_is_refused_with_its_line(read):
+def test_code_that_branches_on_a_missing_value_is_refused_with_its_line(read):
     with pytest.raises(
         InitialStateError,
         match=r"from the parameter layers.0.weight.* at .*test_materialize.py, line \d+; or use plan.pp=1",
@@ -275,7 +275,7 @@ def test_parameters_that_share_memory_are_refused():
         materialize(lambda: Layers(share), ["layers.1.weight"], seed=1)
 
 
-def test_state_dict_wins_and_must_fit():
+def test_a_state_dict_has_precedence_and_must_fit():
     build, _ = MODELS["gpt2"]
     name = "transformer.h.1.mlp.c_fc.weight"
     state = {name: torch.full((32, 128), 0.5)}

@@ -1,4 +1,4 @@
-"""Which of torch's implementations of an update is asked for, on CPUs and on fake GPUs."""
+"""The choice among torch's implementations of an update, on CPUs and on fake GPUs."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.distributed.parity import ADAMW, SGD
 
 @pytest.mark.parametrize("settings", [ADAMW, SGD], ids=["adamw", "sgd"])
 def test_gpus_update_contiguous_parameters_by_fused_kernels(settings: OptimizerSettings):
-    """Their state, made ahead, is where these kernels want it: a step on fake tensors checks that, too."""
+    """Their state, allocated in advance, is on the device that these kernels need; a step on fake tensors checks it."""
     with FakeTensorMode():
         parameters = [nn.Parameter(torch.empty(3, 4, device="cuda:0")) for _ in range(2)]
         optimizer, _ = build_optimizer(parameters, settings, iterations=1)
@@ -21,7 +21,7 @@ def test_gpus_update_contiguous_parameters_by_fused_kernels(settings: OptimizerS
         assert {value.device.type for state in optimizer.state.values() for value in state.values()} == {"cuda"}
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
-        if settings is ADAMW:  # torch knows no fake form of the fused SGD
+        if settings is ADAMW:  # torch has no fake implementation of fused SGD
             optimizer.step()
 
 
@@ -29,12 +29,12 @@ def test_gpus_update_contiguous_parameters_by_fused_kernels(settings: OptimizerS
     "other",
     [
         lambda: torch.empty(3, 4),
-        lambda: torch.empty(4, 3, device="cuda:0").t(),  # its gradient in a flat buffer would lie otherwise
+        lambda: torch.empty(4, 3, device="cuda:0").t(),  # its gradient in a flat buffer would have another layout
         lambda: torch.empty(3, 4, dtype=torch.complex64, device="cuda:0"),
     ],
     ids=["cpu", "transposed", "complex"],
 )
-def test_where_they_do_not_fit_torchs_default_stays(other):
+def test_other_parameters_are_updated_by_torchs_default(other):
     with FakeTensorMode():
         parameters = [nn.Parameter(other())]
         optimizer, _ = build_optimizer(parameters, ADAMW, iterations=1)

@@ -1,4 +1,4 @@
-"""Peak memory: what a GPU says is told apart into tensors, the allocator's memory, and all that is in use."""
+"""Peak memory of a GPU: of tensors, of the allocator, and of everything in use on the device."""
 
 import pytest
 import torch
@@ -27,8 +27,8 @@ def gpu(monkeypatch):
     return state
 
 
-def test_a_gpus_memory_in_use_is_what_torch_reserved_at_most_and_all_that_it_does_not_allocate(gpu):
-    """Also where the allocator gave memory back before the peak is read."""
+def test_used_memory_is_the_reserved_peak_plus_memory_outside_of_torch(gpu):
+    """Even if the allocator returned memory before the peak is read."""
     gpu.update(allocated=10 * MIB, reserved=20 * MIB, peak_allocated=900 * MIB, peak_reserved=950 * MIB)
     memory = PeakMemory(torch.device("cuda", 0))
     gpu.update(peak_allocated=300 * MIB, peak_reserved=400 * MIB, reserved=100 * MIB)
@@ -42,7 +42,7 @@ def test_earlier_peaks_do_not_count(gpu):
     assert PeakMemory(torch.device("cuda", 0)).read() == PeakBytes(allocated=10 * MIB, reserved=20 * MIB, used=20 * MIB)
 
 
-def test_a_cpu_has_one_number():
+def test_a_cpu_reports_only_allocated_memory():
     memory = PeakMemory(torch.device("cpu"))
     held = torch.ones(64 * MIB // 4)
     peak = memory.read()

@@ -1,4 +1,4 @@
-"""Ranks whose GPUs NCCL would not connect are refused, each in one line, before NCCL connects them."""
+"""Ranks whose GPUs NCCL cannot connect are refused in one line, before NCCL tries."""
 
 import pytest
 import torch
@@ -11,10 +11,10 @@ INSTANCE = f"{A100} MIG 1g.5gb"
 
 
 @pytest.mark.parametrize(
-    ("places", "words"),
+    ("devices", "words"),
     [
         ([("n1", "a", A100), ("n1", "b", A100), ("n2", "c", A100)], ""),
-        ([("n1", "a", A100), ("n2", "a", A100)], ""),  # nodes of a cloud whose virtual GPUs have the same UUID
+        ([("n1", "a", A100), ("n2", "a", A100)], ""),  # two cloud nodes whose virtual GPUs have the same UUID
         ([("n1",)] * 4, ""),  # on the CPU
         ([("n1", "a", A100)], ""),
         ([("n1", "a", INSTANCE)], ""),
@@ -23,10 +23,10 @@ INSTANCE = f"{A100} MIG 1g.5gb"
         ([("n1", "a", A100), ("n1", "b", INSTANCE)], f"rank 1 on n1 has {INSTANCE}, and NCCL does not"),
     ],
 )
-def test_which_ranks_are_not_connected(places, words):
-    told = connection_problem([RankDevice(*one) for one in places])
-    assert told.startswith(words)
-    assert bool(told) == bool(words)
+def test_ranks_that_nccl_cannot_connect(devices, words):
+    problem = connection_problem([RankDevice(*one) for one in devices])
+    assert problem.startswith(words)
+    assert bool(problem) == bool(words)
 
 
 def _compare(world: World, uuids: list[str]) -> str:
@@ -40,15 +40,15 @@ def _compare(world: World, uuids: list[str]) -> str:
     return "distinct"
 
 
-@pytest.mark.parametrize(("uuids", "told"), [(["a", "b"], "distinct"), (["a", "a"], "ranks 0 and 1 on n1 have")])
-def test_every_rank_hears_of_the_others_devices(processes, uuids, told):
+@pytest.mark.parametrize(("uuids", "answer"), [(["a", "b"], "distinct"), (["a", "a"], "ranks 0 and 1 on n1 have")])
+def test_every_rank_reports_the_same_problem(processes, uuids, answer):
     answers = processes.run(2, _compare, uuids)
     assert answers[0] == answers[1]
-    assert answers[0].startswith(told)
+    assert answers[0].startswith(answer)
 
 
 @pytest.mark.parametrize(("visible", "index"), [(1, 0), (4, 2)])
-def test_the_only_visible_gpu_is_the_ranks_own(monkeypatch, visible, index):
+def test_a_rank_uses_the_only_visible_gpu_or_that_of_its_local_rank(monkeypatch, visible, index):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     world = World(rank=6, size=8, local_rank=2, meeting_point="tcp://n1:1")
     assert world.device("cuda") == torch.device("cuda", index)

@@ -1,4 +1,4 @@
-"""Who sends what to whom where two stages split a micro-batch differently, against moving every element by hand."""
+"""Messages between two stages that slice a micro-batch differently, compared with moving every element by hand."""
 
 from itertools import chain, product
 

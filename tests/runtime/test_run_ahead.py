@@ -1,4 +1,4 @@
-"""How far a process runs ahead of its device, with a device whose operations end when the test says so."""
+"""How far a process runs ahead of its device. The test decides when the device's operations end."""
 
 from collections.abc import Iterator
 from threading import Thread
@@ -15,7 +15,7 @@ GPU = torch.device("cuda", 0)
 
 
 class FakeWork:
-    """Of a group of NCCL: who waits for it goes on."""
+    """Work of an NCCL group: waiting for it does not block the process."""
 
     def __init__(self) -> None:
         self.done = False
@@ -76,8 +76,8 @@ def test_the_process_queues_a_bounded_number_of_operations(events):
     assert len(events) == OPERATIONS_AHEAD + 2
 
 
-def test_an_operation_that_does_not_end_is_told_by_the_message_that_it_lacks(events):
-    """Not by the one that the process would come to next: its device is not as far."""
+def test_an_operation_that_does_not_end_is_reported_with_the_message_that_it_lacks(events):
+    """Not with the message that the process would wait for next, because its device has not got that far."""
     ahead = RunAhead(GPU, timeout_s=0.2)
     there, lacking, later = FakeWork(), FakeWork(), FakeWork()
     there.done = True
@@ -89,7 +89,7 @@ def test_an_operation_that_does_not_end_is_told_by_the_message_that_it_lacks(eve
     assert "in iteration 1 at F0, waited 0.2 s for activations for F0@1 from stage 0" in str(caught.value)
 
 
-def test_a_device_that_computes_for_ever_is_told_as_such(events):
+def test_a_device_that_computes_for_ever_is_reported_as_such(events):
     ahead = RunAhead(GPU, timeout_s=0.2)
     queue(ahead, "in iteration 1 at B0")
     with pytest.raises(WaitTimeoutError, match=r"in iteration 1 at B0, waited 0\.2 s for its device to compute"):
@@ -97,7 +97,7 @@ def test_a_device_that_computes_for_ever_is_told_as_such(events):
 
 
 def test_time_in_the_queue_does_not_count(events, monkeypatch):
-    """The deadline of a message begins when the operation before it has ended, not when its receive was posted."""
+    """A message's deadline counts from the end of the preceding operation, not from the posting of its receive."""
     now = [0.0]
     monkeypatch.setattr("auto3d.runtime.waiting.monotonic", lambda: now[0])
     monkeypatch.setattr("auto3d.runtime.waiting.sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))

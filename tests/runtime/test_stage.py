@@ -1,4 +1,4 @@
-"""A stage by itself: what a split backward puts off, and what recomputation keeps."""
+"""A single stage: what a split backward defers, and what recomputation keeps."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def whole_model(model: str, **options: Any) -> tuple[StageModule, nn.Module, dict[str, torch.Tensor]]:
-    """The model as one stage, the module with its state and zeroed gradients, and a batch."""
+    """The model as one stage, the module with its state and zero gradients, and a batch."""
     build, data = MODELS[model]
     torch.manual_seed(1)
     module = build()
@@ -48,7 +48,7 @@ def whole_model(model: str, **options: Any) -> tuple[StageModule, nn.Module, dic
 
 
 @pytest.mark.parametrize("model", ["gpt2", "vit"])
-def test_the_input_half_leaves_the_weights_of_products_to_the_weight_half(model):
+def test_the_input_half_defers_weight_gradients_of_products_to_the_weight_half(model):
     running, module, batch = whole_model(model, split_backward=True)
     parameters = dict(module.named_parameters())
     running.forward(0, {}, batch)
@@ -82,7 +82,7 @@ BOOKKEEPING = ("aten::detach", "aten::clone", "aten::copy_", "aten::mul.Tensor",
 
 
 class _Calls(TorchDispatchMode):
-    """Counts the operators that run."""
+    """Counts the operators that are executed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ def calls_of(model: str, operations: list[str]) -> Counter[str]:
 
 
 def ranges(model: str) -> dict[str, list[tuple[int, int]]]:
-    """What may be kept of the model as one stage: the end, the beginning, a piece between, every other subgraph."""
+    """What a single stage can keep of the model: its end, its beginning, a piece in between, every other subgraph."""
     bounds = shard(captured(model, 2).graph).bounds
     third, most = len(bounds) // 3, len(bounds) - 1
     return {
@@ -146,7 +146,7 @@ def ranges(model: str) -> dict[str, list[tuple[int, int]]]:
 @pytest.mark.parametrize("which", ["nothing", "the end", "the beginning", "a piece", "every other", "all"])
 @pytest.mark.parametrize("model", ["gpt2-dropout", "bert", "residual", "averaging"])
 def test_exactly_the_recomputed_operations_run_twice_and_gradients_are_identical(model, which):
-    """Also where what is kept ends in the middle of a stage; two micro-batches in flight."""
+    """With two micro-batches in flight, and even if the kept piece ends in the middle of the stage."""
     kept = ranges(model)[which]
     plain, expected_state, batch = whole_model(model)
     with calls() as once:
@@ -187,7 +187,7 @@ def assert_same_gradients(found: nn.Module, expected: nn.Module, *, identical: b
     for (name, parameter), other in zip(found.named_parameters(), expected.parameters(), strict=True):
         difference = (parameter.grad - other.grad).abs().max()
         assert difference <= 1e-6 * other.grad.abs().max(), name
-        # Of a tied parameter both uses add to it in turn, where one backward through both would add their sum.
+        # The two uses of a tied parameter add to its gradient one after the other; one backward adds their sum.
         assert not identical or name == "transformer.wte.weight" or not difference, name
 
 
@@ -204,7 +204,7 @@ def test_recomputation_and_a_split_backward_together(which):
     assert_same_gradients(state, expected, identical=False)
 
 
-def test_a_buffer_of_which_only_some_operations_are_kept_is_refused():
+def test_a_buffer_that_only_some_kept_operations_use_is_refused():
     graph = captured("averaging", 2).graph
     last = max(position for position, node in enumerate(graph.nodes) if "average" in node.state)
     with pytest.raises(PlanError, match="stage 0 keeps some of the operations on the buffer average"):

@@ -1,4 +1,4 @@
-"""What another stage sent is used as one process would use it."""
+"""A stage uses received values as one process would use them, memory layout included."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 class Turned(nn.Module):
-    """A dropout of a transposed value, whose mask is drawn in the order of memory, and a view that needs strides."""
+    """A dropout of a transposed value, whose mask is drawn in memory order, and a view that needs its strides."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Turned(nn.Module):
 
 
 def losses(bounds: list[int]) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients of the model as stages between these operations, which send contiguous values."""
+    """Loss and gradients of the model cut into stages at these operations, which send contiguous values."""
     captured = capture(Turned, {"x": InputSpec(shape=(12,), dtype=torch.float32)}, 5)
     torch.manual_seed(0)
     module, x = Turned(), torch.randn(5, 12)
@@ -55,7 +55,7 @@ def losses(bounds: list[int]) -> tuple[float, dict[str, torch.Tensor]]:
     return running[-1].losses[0].item(), {name: tensor.grad for name, tensor in tensors.items()}
 
 
-def test_a_value_keeps_its_order_in_memory_from_stage_to_stage():
+def test_a_value_keeps_its_memory_layout_from_stage_to_stage():
     operations = len(capture(Turned, {"x": InputSpec(shape=(12,), dtype=torch.float32)}, 5).graph.nodes)
     loss, gradients = losses([0, operations])
     for place in range(1, operations):
@@ -66,7 +66,7 @@ def test_a_value_keeps_its_order_in_memory_from_stage_to_stage():
 
 
 @pytest.mark.parametrize("strides", [(12, 4, 1), (1, 30, 5), (3, 1, 15), (4, 20, 1)])
-def test_in_layout_gives_the_strides_and_keeps_the_values(strides):
+def test_in_layout_sets_the_strides_and_keeps_the_values(strides):
     shape = {(12, 4, 1): (5, 3, 4), (1, 30, 5): (5, 4, 6), (3, 1, 15): (5, 3, 4), (4, 20, 1): (5, 3, 4)}[strides]
     value = torch.randn(shape)
     found = in_layout(value, strides)

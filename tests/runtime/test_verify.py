@@ -1,4 +1,4 @@
-"""The check of a capture: ordinary models pass it, and what only shows in numbers is refused with its place."""
+"""The check of a capture: ordinary models pass; what differs only in numbers is refused with its location."""
 
 from functools import partial
 
@@ -19,12 +19,12 @@ check = partial(check_against_eager, seed=3, device=torch.device("cpu"))
 
 @pytest.mark.parametrize("model", TRAINED)
 def test_ordinary_models_equal_the_eager_module(model):
-    """Dropout included: both draw the same numbers."""
+    """Including dropout, for which both draw the same numbers."""
     check(captured(model, 2), TRAINED[model][1])
 
 
-def test_a_model_that_asks_whether_it_is_traced_hears_that_it_is_not():
-    """PaliGemma without token_type_ids makes another mask where it is traced."""
+def test_a_model_that_asks_whether_it_is_traced_gets_the_answer_no():
+    """PaliGemma without token_type_ids makes another mask if it is traced."""
     check(capture(paligemma, TEXT.input_specs(), 2), TEXT)
 
 
@@ -44,7 +44,7 @@ class Base(nn.Module):
 
 
 class Compiled(Base):
-    """Differs by a thousandth where it is traced."""
+    """A model whose output differs by a thousandth if it is traced."""
 
     def scaled(self, hidden):
         if is_compiling():
@@ -53,14 +53,14 @@ class Compiled(Base):
 
 
 class HalfTrained(Base):
-    """Keeps a layer's gradient only where it is traced."""
+    """A model that keeps a layer's gradient only if it is traced."""
 
     def scaled(self, hidden):
         return hidden if is_exporting() else hidden.detach()
 
 
 class Counts(Base):
-    """Keeps its state in a Python module in which no class of the model is written, where capture does not look."""
+    """A model that keeps state in a Python module without any of its classes, which capture does not inspect."""
 
     def scaled(self, hidden):
         processes.steps = getattr(processes, "steps", 0) + 1
@@ -92,7 +92,7 @@ def paligemma() -> PaliGemmaForConditionalGeneration:
         ),
     ],
 )
-def test_what_only_a_trace_does_is_refused_with_its_place(build, data, words):
+def test_behaviour_that_only_a_trace_has_is_refused_with_its_location(build, data, words):
     with pytest.raises(CaptureError) as refused:
         check(capture(build, data.input_specs(), 2), data)
     for word in words:

@@ -1,4 +1,4 @@
-"""As early as possible, by brute force: what a schedule takes, in exact fractions, with nothing of the simulator's."""
+"""A brute-force simulation in exact fractions, each operation as early as possible, without code of the simulator."""
 
 from fractions import Fraction
 
@@ -6,10 +6,13 @@ from auto3d.schedule.operation import Kind, Operation, Schedule
 
 
 def spans(schedule: Schedule, **times: int | Fraction) -> list[list[tuple[Fraction, Fraction]]]:
-    """Start and end of every operation; ``times`` are those of one device's whole share, for one micro-batch."""
-    share = Fraction(schedule.devices, schedule.stages * schedule.parts)
+    """Per device, the start and the end of every operation.
+
+    ``times`` has one time per kind (F, R, B, I, W): that of one micro-batch on all stages of one device.
+    """
+    unit = Fraction(schedule.devices, schedule.stages * schedule.parts)
     explicit = any(o.kind is Kind.RECOMPUTE for operations in schedule.operations for o in operations)
-    ended: dict[tuple[Kind, int, int], Fraction] = {}  # (F, B or W, stage, micro-batch); I is B here
+    ended: dict[tuple[Kind, int, int], Fraction] = {}  # (F, B or W, stage, micro-batch) -> end; an I counts as B
 
     def duration(operation: Operation) -> Fraction:
         if operation.kind in (Kind.SYNC, Kind.UPDATE):
@@ -17,20 +20,20 @@ def spans(schedule: Schedule, **times: int | Fraction) -> list[list[tuple[Fracti
         time = times[operation.kind.value]
         if operation.kind is Kind.BACKWARD and operation.stage in schedule.recompute and not explicit:
             time += times["R"]
-        return time * share * len(operation.micro_batches)
+        return time * unit * len(operation.micro_batches)
 
     def inputs(operation: Operation) -> list[tuple[Kind, int, int]]:
         kind, stage, last = operation.kind, operation.stage, schedule.stages - 1
-        found: list[tuple[Kind, int]] = []
+        sources: list[tuple[Kind, int]] = []
         if kind is Kind.FORWARD and stage > 0:
-            found = [(Kind.FORWARD, stage - 1)]
+            sources = [(Kind.FORWARD, stage - 1)]
         elif kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
-            found = [(Kind.FORWARD, stage)] + [(Kind.BACKWARD, stage + 1)] * (stage < last)
+            sources = [(Kind.FORWARD, stage)] + [(Kind.BACKWARD, stage + 1)] * (stage < last)
         elif kind is Kind.RECOMPUTE:
-            found = [(Kind.FORWARD, stage)]
+            sources = [(Kind.FORWARD, stage)]
         elif kind is Kind.BACKWARD_WEIGHT:
-            found = [(Kind.BACKWARD, stage)]
-        return [(kind, stage, m) for kind, stage in found for m in operation.micro_batches]
+            sources = [(Kind.BACKWARD, stage)]
+        return [(kind, stage, m) for kind, stage in sources for m in operation.micro_batches]
 
     result: list[list[tuple[Fraction, Fraction]]] = [[] for _ in schedule.operations]
     moved = True
@@ -57,27 +60,27 @@ def makespan(schedule: Schedule, **times: int | Fraction) -> Fraction:
 
 
 def idle(schedule: Schedule, **times: int | Fraction) -> list[Fraction]:
-    """Per device, against the makespan."""
-    found = spans(schedule, **times)
-    total = max(done[-1][1] for done in found)
-    return [total - sum((end - start for start, end in done), Fraction(0)) for done in found]
+    """Per device, the idle time up to the makespan."""
+    devices = spans(schedule, **times)
+    total = max(done[-1][1] for done in devices)
+    return [total - sum((end - start for start, end in done), Fraction(0)) for done in devices]
 
 
 def idle_inside(schedule: Schedule, **times: int | Fraction) -> list[Fraction]:
-    """Per device, from its first to its last operation."""
-    found = spans(schedule, **times)
-    return [done[-1][1] - done[0][0] - sum((end - start for start, end in done), Fraction(0)) for done in found]
+    """Per device, the idle time between its first and its last operation."""
+    devices = spans(schedule, **times)
+    return [done[-1][1] - done[0][0] - sum((end - start for start, end in done), Fraction(0)) for done in devices]
 
 
 def critical_path(schedule: Schedule, **times: int | Fraction) -> tuple[int, int]:
-    """Forwards and backwards on a chain of operations without a wait, from the end back to the start."""
-    found = [
+    """The numbers of forwards and backwards on a chain of operations without a wait, followed from the end."""
+    entries = [
         (start, end, device, operation)
         for device, done in enumerate(spans(schedule, **times))
         for (start, end), operation in zip(done, schedule.operations[device], strict=True)
         if end > start
     ]
-    start, _, device, operation = max(found, key=lambda entry: entry[1])
+    start, _, device, operation = max(entries, key=lambda entry: entry[1])
     counts = {Kind.FORWARD: 0, Kind.BACKWARD: 0}
     while True:
         counts[operation.kind] += 1
@@ -85,7 +88,7 @@ def critical_path(schedule: Schedule, **times: int | Fraction) -> tuple[int, int
             return counts[Kind.FORWARD], counts[Kind.BACKWARD]
         start, _, device, operation = next(
             entry
-            for entry in found
+            for entry in entries
             if entry[1] == start
             and (
                 entry[2] == device

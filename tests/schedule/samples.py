@@ -1,4 +1,4 @@
-"""Schedules to test: all options of every family at a size, and some written by hand."""
+"""Schedules for tests: every family with all its options at a given size, and schedules written by hand."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -10,7 +10,10 @@ SYNC = ("lazy", "eager", "eager-opt")
 
 
 def options_of(name: str, devices: int) -> list[dict[str, int | str]]:
-    """Every combination of the options of ``name`` that change its forwards and backwards; [] where it cannot be."""
+    """Every combination of the options that change the forwards and backwards of ``name``; [] if no size is valid.
+
+    A new schedule needs an entry only if it has such options, or if it cannot run on every number of devices.
+    """
     if name == "interleaved-1f1b":
         return [{"chunks": chunks} for chunks in (2, 3, 4)]
     if name == "chimera":
@@ -23,7 +26,7 @@ def options_of(name: str, devices: int) -> list[dict[str, int | str]]:
 
 
 def sizes(devices: int) -> list[int]:
-    """Numbers of micro-batches around every multiple of D at which something changes, up to 4D."""
+    """Numbers of micro-batches up to 4D: those near the multiples of D, where schedules change."""
     near = (1, 2, devices - 1, devices, devices + 1, 2 * devices - 1, 2 * devices, 2 * devices + 1, 3 * devices + 2)
     return sorted({number for number in (*near, 4 * devices) if 1 <= number <= 4 * devices})
 
@@ -33,11 +36,11 @@ def least_micro_batches(name: str, devices: int) -> int:
 
 
 def schedules(name: str, devices: int, numbers: list[int], syncs: tuple[str, ...] = SYNC) -> Iterator[Schedule]:
-    """``name`` with all its options at all ``numbers`` of micro-batches, recomputing at every other size."""
-    takes = SCHEDULES[name].options
+    """``name`` with all its options at all ``numbers`` of micro-batches. It recomputes at odd numbers."""
+    options_taken = SCHEDULES[name].options
     for micro_batches, options, sync in product(numbers, options_of(name, devices), syncs):
         if micro_batches >= least_micro_batches(name, devices):
-            recompute = {"recompute": "full" if micro_batches % 2 else "none"} if "recompute" in takes else {}
+            recompute = {"recompute": "full" if micro_batches % 2 else "none"} if "recompute" in options_taken else {}
             yield build_schedule(name, devices=devices, micro_batches=micro_batches, sync=sync, **options, **recompute)
 
 

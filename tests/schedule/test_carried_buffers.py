@@ -1,4 +1,4 @@
-"""A value that a model carries from one forward to the next has one holder, or the plan is refused."""
+"""A plan is refused if several ranks hold a value that the model carries from one forward to the next."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The checker passes every schedule at every size, and finds what is wrong."""
+"""The checker accepts every schedule at every size and finds every kind of mistake."""
 
 import random
 from dataclasses import replace
@@ -49,30 +49,30 @@ def test_right_at_any_size(data):
 
 RIGHT = ["F0@0 F1@0 B0@0 B1@0 S@0 U@0", "F0@1 B0@1 F1@1 B1@1 S@1 U@1"]
 FIRST, SECOND = RIGHT
-ROUND = {(0, 0): 0, (1, 0): 1, (0, 1): 1, (1, 1): 0}  # two pipes, in opposite directions
+TWO_PIPES = {(0, 0): 0, (1, 0): 1, (0, 1): 1, (1, 1): 0}  # two pipes, in opposite directions
 
 
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        (["F0@0 F1@0 B0@0 S@0 U@0", SECOND], "B1@0 is done 0 times"),
-        (["F0@0 F1@0 B0@0 I1@0 S@0 U@0", SECOND], "W1@0 is done 0 times"),
+        (["F0@0 F1@0 B0@0 S@0 U@0", SECOND], "B1@0 is missing"),
+        (["F0@0 F1@0 B0@0 I1@0 S@0 U@0", SECOND], "W1@0 is missing"),
         (["F0@0 F1@0 B0@0 W1@0 I1@0 S@0 U@0", SECOND], "W1@0 follows F"),
         (["F0@0 F1@0 B0@0 B0@0 B1@0 S@0 U@0", SECOND], "B0@0 follows B"),
         (["F0@0 F1@0 B0@0 I0@0 B1@0 S@0 U@0", SECOND], "I0@0 follows B"),
         (["F0@0 F1@0 F2@0 B0@0 B1@0 S@0 U@0", SECOND], "F2@0 is outside"),
         (["F0@0 F1@0 R0@0 B0@0 B1@0 S@0 U@0", SECOND], "stage 0 does not recompute"),
         ([FIRST, "B0@1 F0@1 F1@1 B1@1 S@1 U@1"], "B0@1 comes first"),
-        (["F0@0 F1@0 B0@0 B1@0 S@0 U@0", "F0@1 B0@1 F1@1 B1@1 S@0 U@1"], "its stage lives on device 0"),
-        ([FIRST, "F0@1:1 B0@1 F1@1 B1@1 S@1 U@1"], "its stage lives nowhere"),
+        (["F0@0 F1@0 B0@0 B1@0 S@0 U@0", "F0@1 B0@1 F1@1 B1@1 S@0 U@1"], "its stage is on device 0"),
+        ([FIRST, "F0@1:1 B0@1 F1@1 B1@1 S@1 U@1"], "its stage is on no device"),
         ([FIRST + " S0@0".replace("S0", "S"), SECOND], "S@0 follows an update"),
-        (["F0@0 F1@0 B0@0 S@0 B1@0 U@0", SECOND], "B1@0 follows the S of its replica"),
+        (["F0@0 F1@0 B0@0 S@0 B1@0 U@0", SECOND], "B1@0 follows the S of its stage"),
         (["F0@0 F1@0 B0@0 B1@0 U@0", SECOND], "U@0 comes before S@0"),
-        (["F0@0 F1@0 B0@0 B1@0 S@0", SECOND], "U@0 is done 0 times"),
-        (["F0@0 F1@0 B0@0 B1@0 S@0 S@0 U@0", SECOND], "S@0 is done twice"),
-        (["F0@0 F1@0 B0@0 B1@0 S@0 U@0 U@0", SECOND], "U@0 is done twice"),
+        (["F0@0 F1@0 B0@0 B1@0 S@0", SECOND], "U@0 is missing"),
+        (["F0@0 F1@0 B0@0 B1@0 S@0 S@0 U@0", SECOND], "S@0 comes twice"),
+        (["F0@0 F1@0 B0@0 B1@0 S@0 U@0 U@0", SECOND], "U@0 comes twice"),
         (["F0@0 B0@0 F1@0 B1@0 S@0 U@0", "F0@1 F1@1 B0@1 B1@1 S@1 U@1"], "deadlock: device 0 before B0@0"),
-        (["F1@0 F0@0 B0@0 B1@0 S@0 U@0", SECOND], "its send to F1@1 is not met"),
+        (["F1@0 F0@0 B0@0 B1@0 S@0 U@0", SECOND], "no receive is posted for its message to F1@1"),
     ],
 )
 def test_what_is_wrong_is_named(lines, words):
@@ -89,15 +89,15 @@ def test_what_is_right_passes():
 
 
 def test_pipes():
-    """Two pipes, one micro-batch each; then one micro-batch that changes pipes, and a pipe that lacks a stage."""
+    """Two pipes with one micro-batch each are right; a micro-batch that changes pipes or a missing stage is not."""
     lines = ["F0@0 F1@1:1 B1@1:1 B0@0 S@0 S@1:1 U@0 U@1:1", "F1@0:1 F0@1 B0@1 B1@0:1 S@1 S@0:1 U@1 U@0:1"]
-    check(by_hand(*lines, device_of=ROUND))
+    check(by_hand(*lines, device_of=TWO_PIPES))
     with pytest.raises(ScheduleError, match="micro-batch 1 is on pipe 1 elsewhere"):
-        check(by_hand(lines[0], lines[1].replace("F1@0:1", "F1@1"), device_of=ROUND))
+        check(by_hand(lines[0], lines[1].replace("F1@0:1", "F1@1"), device_of=TWO_PIPES))
     with pytest.raises(ScheduleError, match="S@0:1 on device 1"):
-        check(by_hand(lines[0], lines[1].replace(" S@0:1", ""), device_of=ROUND))
-    with pytest.raises(ScheduleError, match="stage 1 of pipe 1 lives on device None"):
-        check(by_hand(*lines, device_of={key: home for key, home in ROUND.items() if key != (1, 1)}))
+        check(by_hand(lines[0], lines[1].replace(" S@0:1", ""), device_of=TWO_PIPES))
+    with pytest.raises(ScheduleError, match="stage 1 of pipe 1 is on no device"):
+        check(by_hand(*lines, device_of={key: home for key, home in TWO_PIPES.items() if key != (1, 1)}))
 
 
 ASYNCHRONOUS = ["F0@0 F1@0 B0@0 S@0 U@0 B1@0 S@0 U@0", "F0@1 B0@1 S@1 U@1 F1@1 B1@1 S@1 U@1"]
@@ -107,13 +107,13 @@ VERSIONS = {(0, 0): 0, (0, 1): 0, (1, 0): 0, (1, 1): 1}
 @pytest.mark.parametrize(
     ("change", "versions", "words"),
     [
-        (("", ""), {(0, 1): 1}, "F1@0 uses weight version 1; there were 0 updates"),
-        (("", ""), {(0, 0): 1}, "F0@0 uses weight version 1; there were 0 updates"),
-        (("B0@1 S@1 U@1", "B0@1 U@1"), {}, "U@1, number 1, has no S before it"),
+        (("", ""), {(0, 1): 1}, "F1@0 uses weight version 1 after only 0 updates"),
+        (("", ""), {(0, 0): 1}, "F0@0 uses weight version 1 after only 0 updates"),
+        (("B0@1 S@1 U@1", "B0@1 U@1"), {}, "U@1, number 1, comes without an S before it"),
         (("B0@1 S@1 U@1", "B0@1 S@1"), {}, "B1@1 adds to gradients that are being synced"),
         (("B0@1 S@1 U@1", "B0@1"), {(1, 1): 0}, "sums other micro-batches"),
         (("B1@1 S@1 U@1", "B1@1"), {}, "U@1 is missing at the end"),
-        (("B1@1 S@1 U@1", "B1@1 S@1 U@1 S@1 U@1"), {}, "S@1 before update 3 has nothing new"),
+        (("B1@1 S@1 U@1", "B1@1 S@1 U@1 S@1 U@1"), {}, "S@1 before update 3 has no new gradients"),
     ],
 )
 def test_updates_and_versions(change, versions, words):
@@ -135,20 +135,20 @@ def test_a_version_never_goes_back():
 
 
 def mutations(schedule: Schedule, chance: random.Random) -> tuple[str, Schedule]:
-    """``schedule`` with one mistake that no schedule may have."""
+    """The name of a mistake that no schedule may have, and ``schedule`` with that mistake."""
     device = chance.randrange(schedule.devices)
     operations = list(schedule.operations[device])
-    what = chance.choice(["lose", "double", "elsewhere", "early backward", "early sync", "late sync", "version"])
+    mistake = chance.choice(["lose", "double", "elsewhere", "early backward", "early sync", "late sync", "version"])
     index = chance.choice([i for i, o in enumerate(operations) if o.kind is not Kind.RECOMPUTE])
     changed = list(schedule.operations)
-    if what == "lose":
+    if mistake == "lose":
         del operations[index]
-    elif what == "double":
+    elif mistake == "double":
         operations.insert(chance.randint(0, len(operations)), operations[index])
-    elif what == "elsewhere":
+    elif mistake == "elsewhere":
         other = (device + 1) % schedule.devices
         changed[other] = (*changed[other], operations.pop(index))
-    elif what == "early backward":
+    elif mistake == "early backward":
         index = chance.choice([i for i, o in enumerate(operations) if o.kind in BACKWARDS])
         wrong = operations.pop(index)
         earlier = (Kind.BACKWARD_INPUT,) if wrong.kind is Kind.BACKWARD_WEIGHT else (Kind.FORWARD,)
@@ -158,7 +158,7 @@ def mutations(schedule: Schedule, chance: random.Random) -> tuple[str, Schedule]
             if o.kind in earlier and o.stage == wrong.stage and set(wrong.micro_batches) <= set(o.micro_batches)
         )
         operations.insert(needed, wrong)
-    elif what == "early sync":
+    elif mistake == "early sync":
         index = chance.choice([i for i, o in enumerate(operations) if o.kind is Kind.SYNC])
         sync = operations.pop(index)
         before = [
@@ -167,18 +167,18 @@ def mutations(schedule: Schedule, chance: random.Random) -> tuple[str, Schedule]
             if o.kind in BACKWARDS and (o.stage, o.pipe) == (sync.stage, sync.pipe)
         ]
         operations.insert(before[-1] if before else 0, sync)
-        if not before:  # of a pipe without micro-batches, where it may stand anywhere: lose it instead
+        if not before:  # the pipe has no micro-batches, so its sync may come anywhere: lose it instead
             operations.remove(sync)
-    elif what == "late sync":
+    elif mistake == "late sync":
         index = chance.choice([i for i, o in enumerate(operations) if o.kind is Kind.SYNC])
         operations.append(operations.pop(index))
     elif schedule.weight_version:
         key = chance.choice(list(schedule.weight_version))
         schedule = replace(schedule, weight_version=schedule.weight_version | {key: 10**6})
-    else:  # says versions where there is one update
+    else:  # give weight versions to a schedule with one update
         schedule = replace(schedule, weight_version={(0, 0): 1})
     changed[device] = tuple(operations)
-    return what, replace(schedule, operations=tuple(changed))
+    return mistake, replace(schedule, operations=tuple(changed))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -190,31 +190,33 @@ def test_any_mistake_is_found(name):
         options = chance.choice(options_of(name, devices))
         sync = chance.choice(SYNC)
         schedule = build_schedule(name, devices=devices, micro_batches=micro_batches, sync=sync, **options)
-        what, wrong = mutations(schedule, chance)
+        mistake, wrong = mutations(schedule, chance)
         try:
             check(wrong)
         except ScheduleError:
             continue
-        raise AssertionError(f"{what} is not found: {wrong}")
+        raise AssertionError(f"the checker does not find the mistake {mistake!r}: {wrong}")
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_messages_out_of_order_are_found(name):
-    """Two forwards of the last stage that change places: a rendezvous never met, or a backward too early."""
+    """Two exchanged forwards of the last stage give a send that is never received or a backward that is too early."""
     for devices in (2, 4, 6):
         micro_batches = 3 * devices
         schedule = build_schedule(name, devices=devices, micro_batches=micro_batches)
-        own = list(schedule.operations[schedule.device_of[schedule.stages - 1, 0]])
-        first, second = [i for i, o in enumerate(own) if o.kind is Kind.FORWARD and o.stage == schedule.stages - 1][:2]
-        own[first], own[second] = own[second], own[first]
+        operations = list(schedule.operations[schedule.device_of[schedule.stages - 1, 0]])
+        first, second = [
+            i for i, o in enumerate(operations) if o.kind is Kind.FORWARD and o.stage == schedule.stages - 1
+        ][:2]
+        operations[first], operations[second] = operations[second], operations[first]
         changed = list(schedule.operations)
-        changed[schedule.device_of[schedule.stages - 1, 0]] = tuple(own)
+        changed[schedule.device_of[schedule.stages - 1, 0]] = tuple(operations)
         with pytest.raises(ScheduleError):
             check(replace(schedule, operations=tuple(changed)))
 
 
 def test_an_operation_names_its_micro_batch():
-    """Of a doubled forward, the message names the one that is wrong."""
+    """The message about a doubled forward names the micro-batch that is wrong."""
     with pytest.raises(ScheduleError, match="F1@0 follows F"):
         check(by_hand("F1@0 F0+1@0 B0@0 B1@0 S@0 U@0", SECOND))
     assert str(Operation(Kind.FORWARD, 0, (0, 1))) == "F0+1@0"

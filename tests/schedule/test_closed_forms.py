@@ -1,4 +1,4 @@
-"""What the papers say that each schedule takes, against a brute-force walk in exact fractions."""
+"""The closed forms of the papers, against a brute-force simulation in exact fractions."""
 
 from fractions import Fraction
 from itertools import pairwise
@@ -42,7 +42,7 @@ def test_interleaved(d, v):
         if k > 1:
             assert peak_activations(schedule)[0] == pytest.approx(d * (1 + (d - 1) / (d * v)))
         assert weight_copies(schedule) == pytest.approx([1] * d)
-    for n in sizes(d):  # no more than a full last group takes
+    for n in sizes(d):  # at most the time of a full last group
         full = -(-n // d) * d
         assert makespan(built("interleaved-1f1b", d, n, chunks=v), F=1, B=2) <= 3 * full + Fraction(3 * (d - 1), v)
 
@@ -59,7 +59,7 @@ def test_gems(d):
 
 @pytest.mark.parametrize("d", DEPTHS)
 def test_merak(d):
-    """Early recomputation at all N; the shifted path from N = 3 on, for fewer take longer to pass all stages."""
+    """Early recomputation at all N; the shifted critical path only from N = 3 on, where its closed form holds."""
     for n in sizes(d):
         for f, b in ((1, 2), (1, 1), (2, 3), (1, 3)):
             assert idle(built("early-recompute", d, n), F=f, R=f, B=b) == [(d - 1) * (f + b)] * d
@@ -67,7 +67,7 @@ def test_merak(d):
         if d >= 2:
             schedule = built("shifted-critical-path", d, n)
             assert not any(o.kind is Kind.RECOMPUTE for o in schedule.operations[-1])
-            through = (3 * d, 3 * d + 3)  # of one and of two micro-batches
+            through = (3 * d, 3 * d + 3)  # makespan of one and of two micro-batches
             assert makespan(schedule, F=1, R=1, B=2) == (4 * n + 3 * (d - 2) if n >= 3 else through[n - 1])
             ahead = [*(d - s for s in range(d - 2)), 3, 1]
             assert peak_activations(schedule) == [min(n, held) for held in ahead]
@@ -108,7 +108,7 @@ def test_chimera_of_many_units(d, k):
     for f, b in ((1, 2), (2, 5), (1, 3)):
         expected = Fraction((d - 2) * (f + b), 2) + (k - 1) * (d - 2) * (b - 2 * f)
         assert idle(doubled, F=f, B=b) == [expected] * d
-    # A halved unit is a doubled one in half the time: its forward takes what a whole micro-batch takes.
+    # A halved unit is a doubled unit in half the time: its forward takes as long as one of a whole micro-batch.
     assert idle(halved, F=1, B=2) == [Fraction(3 * (d - 2), 4)] * d
     held = peak_activations(doubled)
     assert (min(held), max(held)) == (3 * d / 2 + 1, 2 * d)
@@ -140,7 +140,7 @@ def test_direct_loses_to_1f1b_in_the_end_and_doubling_does_not(d):
 
 @pytest.mark.parametrize("d", EVEN)
 def test_chimera_of_any_number(d):
-    """N < D, N = 1, N not a multiple: no better than the work itself, no worse than a full last unit."""
+    """N < D, N = 1, N not a multiple of D: at least the time of the work, at most that of a full last unit."""
     for n in range(1, 3 * d):
         schedule = built("chimera", d, n)
         busiest = max(
@@ -184,7 +184,7 @@ def test_zero_bubble(d):
 
 @pytest.mark.parametrize("d", DEPTHS)
 def test_pipedream(d):
-    """Versions, and no bubbles between the first fill and the last drain."""
+    """The weight versions, and no bubbles between the first fill and the last drain."""
     n = max(1, d)
     for iterations in (3, 6):
         total = n * iterations

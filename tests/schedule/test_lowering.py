@@ -1,4 +1,4 @@
-"""Programs derived from schedules: every message is received once, in the sender's order, and forgotten in time."""
+"""Lowered programs: every message is received once, in the order of its sender, and released in time."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def transfers(stages: int, *skips: tuple[int, int]) -> list[Transfer]:
     return [Transfer(value=Value(f"v{a}", (2,), "float32", 4, True), source=a, target=b) for a, b in pairs]
 
 
-# What the runtime runs of the families: forwards and whole backwards in one pipe, one update at the end.
+# Schedules with forwards and whole backwards on one pipe and one update at the end.
 CASES = [
     (name, stages, skips)
     for name in ("gpipe", "1f1b", "interleaved-1f1b")
@@ -52,7 +52,7 @@ def test_messages_match(name, stages, skips):
 
 
 def happens_before(programs) -> dict[tuple[int, int], set[tuple[int, int]]]:
-    """Brute force: for each step (device, index), all steps that must be done before it can begin."""
+    """By brute force, for each step (device, index): all steps that must have ended before it can begin."""
     sender = {m: (d, i) for d, p in enumerate(programs) for i, step in enumerate(p.steps) for m in step.sends}
     before: dict[tuple[int, int], set[tuple[int, int]]] = {}
 
@@ -71,7 +71,7 @@ def happens_before(programs) -> dict[tuple[int, int], set[tuple[int, int]]]:
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("skips", [(), ((0, 3),)])
-def test_a_send_is_forgotten_once_its_posting_is_proved_or_too_many_are_held(name, skips):
+def test_a_message_is_released_once_its_receive_is_surely_posted_or_too_many_are_kept(name, skips):
     schedule = build_schedule(name, devices=4, micro_batches=8)
     programs = lower(schedule, transfers(4, *skips))
     before = happens_before(programs)

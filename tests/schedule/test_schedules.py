@@ -1,4 +1,4 @@
-"""The orders themselves, the text form, the placement of syncs, and what is refused."""
+"""The orders of operations, the text form, the placement of syncs, and the errors."""
 
 import pytest
 from hypothesis import given
@@ -34,7 +34,7 @@ def test_order_of_the_shifted_critical_path():
 
 
 def test_order_of_chimera():
-    """Chimera, figures 3 and 4b: four stages, four micro-batches; stage 3 syncs early, stage 2 has no bubble for it."""
+    """Chimera, figures 3 and 4b: four stages, four micro-batches. Stage 3 syncs early; stage 2 has no bubble."""
     assert texts(build_schedule("chimera", devices=4, micro_batches=4, sync="eager-opt")) == [
         "F0@0 F1@0 F2@3:1 B2@3:1 F3@3:1 B3@3:1 S@3:1 B0@0 B1@0 S@0 U@3:1 U@0",
         "F0@1 F2@2:1 F1@1 F3@2:1 B2@2:1 B0@1 B3@2:1 B1@1 S@2:1 S@1 U@2:1 U@1",
@@ -73,11 +73,11 @@ def test_later_units_of_doubling_are_doubled_throughout():
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_where_syncs_stand(name):
-    """Lazy: all at the end. Eager: after the replica's last backward. The updates and all else stay where they are."""
+    """Lazy syncs are at the end, eager ones after the last backward of their stage; no other operation moves."""
     for devices in (2, 4, 6):
         lazy, eager, opt = ([] for _ in range(3))
-        for sync, found in (("lazy", lazy), ("eager", eager), ("eager-opt", opt)):
-            found += schedules(name, devices, [1, devices, 3 * devices + 1], (sync,))
+        for sync, placed in (("lazy", lazy), ("eager", eager), ("eager-opt", opt)):
+            placed += schedules(name, devices, [1, devices, 3 * devices + 1], (sync,))
         for late, early, some in zip(lazy, eager, opt, strict=True):
             if late.weight_version:
                 assert late == early == some
@@ -106,8 +106,8 @@ def test_where_syncs_stand(name):
                 assert in_time[2] <= in_time[1]
 
 
-def test_no_gradient_sync_for_nothing_early():
-    """Only 1F1B's single replica per device: every placement is the same."""
+def test_a_single_sync_per_device_is_always_at_the_end():
+    """With one stage and one pipe per device, as in 1F1B, every placement is the same."""
     orders = {
         texts(build_schedule("1f1b", devices=4, micro_batches=6, sync=s))[0] for s in ("lazy", "eager", "eager-opt")
     }
@@ -165,14 +165,14 @@ def test_text_forms_of_the_design():
         ("gpip", 2, 2, {}, "did you mean gpipe"),
         ("1f1b", 0, 2, {}, "0 devices"),
         ("1f1b", 2, 0, {}, "0 micro-batches"),
-        ("1f1b", 2, 2, {"pipes": 2}, "option 'pipes' is not one of its own; it takes recompute, sync"),
+        ("1f1b", 2, 2, {"pipes": 2}, "option 'pipes' is unknown; its options are recompute, sync"),
         ("1f1b", 2, 2, {"recompute": "half"}, "recompute is 'half'; it must be one of none, full"),
         ("1f1b", 2, 2, {"sync": "early"}, "sync is 'early'; it must be one of lazy, eager, eager-opt"),
         ("pipedream", 2, 2, {"sync": "early"}, "sync is 'early'; it must be one of lazy, eager, eager-opt"),
         ("interleaved-1f1b", 2, 2, {"chunks": 1}, "chunks is 1; it must be 2 or more"),
         ("pipedream", 2, 2, {"iterations": 0}, "iterations is 0; it must be 1 or more"),
-        ("pipedream-2bw", 8, 6, {}, "7 micro-batches or more would do"),
-        ("gems", 1, 2, {}, "on 2 devices or more"),
+        ("pipedream-2bw", 8, 6, {}, "use 7 micro-batches or more"),
+        ("gems", 1, 2, {}, "need 2 devices or more"),
         ("shifted-critical-path", 1, 2, {}, "2 devices or more"),
         ("chimera", 5, 4, {}, "5 devices; it needs an even number, 4 or 6"),
         ("chimera", 1, 4, {}, "1 device; it needs an even number, 2 or more"),

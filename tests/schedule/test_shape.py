@@ -1,4 +1,4 @@
-"""What is told of a schedule without listing it is what the listed schedule says."""
+"""The shape of a schedule agrees with the list of its operations."""
 
 import pytest
 
@@ -21,11 +21,11 @@ def test_a_shape_is_that_of_the_schedule(name, devices):
                 listed = build_schedule(name, **sizes, **options)
             except InputError:
                 continue
-            told = shape(name, **sizes, options=options)
-            assert told.in_flight == tuple(in_flight(listed))
-            assert told.holdings == holdings(listed)
+            predicted = shape(name, **sizes, options=options)
+            assert predicted.in_flight == tuple(in_flight(listed))
+            assert predicted.holdings == holdings(listed)
             for field in ("stages", "devices", "micro_batches", "device_of", "recompute", "parts"):
-                assert getattr(told, field) == getattr(listed, field), field
-            kinds = {operation.kind for own in listed.operations for operation in own}
-            assert told.splits_backward == (Kind.BACKWARD_WEIGHT in kinds)
-            assert told.schedule() == listed
+                assert getattr(predicted, field) == getattr(listed, field), field
+            kinds = {operation.kind for operations in listed.operations for operation in operations}
+            assert predicted.splits_backward == (Kind.BACKWARD_WEIGHT in kinds)
+            assert predicted.schedule() == listed

@@ -4,11 +4,12 @@ from random import Random
 
 from auto3d.cluster import Accelerator, Cluster, Link, Node
 from auto3d.cost.layers import Layer, work_of_layers
-from auto3d.cost.model import CostModel, Training
+from auto3d.cost.model import CostModel
+from auto3d.cost.training_options import TrainingOptions
 from auto3d.search.make import PlanMaker
+from auto3d.search.planned_model import PlannedLayers
 from auto3d.search.search import Budget, Search
-from auto3d.search.space import Domain, SearchSpace, Task
-from auto3d.search.subject import LayeredSubject
+from auto3d.search.space import Domain, SearchSpace, Workload
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved-1f1b", "chimera", "zb-h1")
 
@@ -30,7 +31,7 @@ def random_case(seed: int, **axes) -> tuple[Domain, PlanMaker]:
     head = Layer(parameters=vocabulary * hidden, flops=2 * sequence * hidden * vocabulary, saved=sequence * vocabulary)
     table = Layer(parameters=vocabulary * hidden, traffic=2 * sequence * hidden, output=sequence * hidden, reductions=1)
     layers = (table, *[block] * depth, head)
-    training = Training(precision=random.choice(["float32", "float16"]), optimizer="adamw")
+    training = TrainingOptions(precision=random.choice(["float32", "float16"]), optimizer="adamw")
     devices, nodes = random.choice([2, 4]), random.choice([1, 2, 4])
     state = sum(layer.parameters for layer in layers) * 16
     memory = state * random.uniform(0.3, 2.0) / random.choice([1, 2, 4]) + 2**30
@@ -51,12 +52,12 @@ def random_case(seed: int, **axes) -> tuple[Domain, PlanMaker]:
     axes = {
         "tp": "auto", "schedule": SCHEDULES, "recompute": ["none", "full"], "partition": "auto", "placement": "auto",
     } | axes  # fmt: skip
-    task = Task(global_batch=random.choice([16, 32]), seed=1)
-    subject = LayeredSubject(
+    workload = Workload(global_batch=random.choice([16, 32]), seed=1)
+    planned = PlannedLayers(
         layers=layers, work=lambda samples: work_of_layers(layers, samples, precision=training.precision), times=None
     )
-    model = CostModel(cluster, training, subject.work)
-    return Domain(SearchSpace(**axes), cluster, task), PlanMaker(subject, model, task)
+    model = CostModel(cluster, training, planned.work)
+    return Domain(SearchSpace(**axes), cluster, workload), PlanMaker(planned, model, workload)
 
 
 def searched(

@@ -19,16 +19,16 @@ SEEDS = (1, 8, 9, 12, 18, 24, 38)  # cases in which some candidates fit only wit
 
 def slowest_s(maker: PlanMaker, plan: Plan) -> float:
     """Seconds of the slowest stage of ``plan``, as the partition methods see them."""
-    cuts = maker.subject.cuts(1)
-    before = dict(zip(cuts, maker.model.pipeline(plan, cuts).before, strict=True))
+    cuts = maker.planned.cuts(1)
+    before = dict(zip(cuts, maker.model.pipeline_times(plan, cuts).before, strict=True))
     return max(before[last] - before[first] for stage in plan.stages for first, last in stage.operations)
 
 
 def every_cut(maker: PlanMaker, candidate: Candidate, stages: int) -> list[Plan]:
     """The plans of ``candidate`` under all contiguous cuts in which every stage takes some time."""
-    cuts = maker.subject.cuts(1)
+    cuts = maker.planned.cuts(1)
     base = maker.unlimited(candidate)
-    pipeline = maker.model.pipeline(base, cuts)
+    pipeline = maker.model.pipeline_times(base, cuts)
     plans = []
     for inner in combinations(range(1, len(cuts) - 1), stages - 1):
         bounds = (0, *inner, len(cuts) - 1)
@@ -53,7 +53,7 @@ def short_cases(schedule: str, recompute: str | float) -> Iterator[tuple[PlanMak
             except InputError:
                 continue
             stages = len(fastest.stages)
-            if 1 < stages <= 4 and stages * len(maker.subject.layers) <= 64 and shortage_of(maker.model, fastest):
+            if 1 < stages <= 4 and stages * len(maker.planned.layers) <= 64 and shortage_of(maker.model, fastest):
                 plans = every_cut(maker, candidate, stages)
                 yield maker, candidate, [plan for plan in plans if not shortage_of(maker.model, plan)]
 
@@ -106,8 +106,8 @@ def test_a_smaller_count_of_the_makers_own_is_respected():
     def shortage(plan: Plan) -> str:
         return "too much" if max(model.memory(plan)) > 0.97 * max(memory) else ""
 
-    assert PlanMaker(maker.subject, model, maker.task).plan(candidate).stages == plan.stages
-    smaller = PlanMaker(maker.subject, model, maker.task, shortage=shortage).plan(candidate)
+    assert PlanMaker(maker.planned, model, maker.workload).plan(candidate).stages == plan.stages
+    smaller = PlanMaker(maker.planned, model, maker.workload, shortage=shortage).plan(candidate)
     assert max(model.memory(smaller)) <= 0.97 * max(memory)
     assert slowest_s(maker, smaller) > slowest_s(maker, plan)
 
@@ -118,7 +118,7 @@ def test_enough_memory_and_unknown_memory_change_nothing():
         unknown = [
             replace(node, accelerator=replace(node.accelerator, memory_bytes=None)) for node in domain.cluster.nodes
         ]
-        free = PlanMaker(maker.subject, maker.model.on(Cluster(nodes=tuple(unknown), device="cuda")), maker.task)
+        free = PlanMaker(maker.planned, maker.model.on(Cluster(nodes=tuple(unknown), device="cuda")), maker.workload)
         for number, candidate in enumerate(domain):
             if number % 37 == 0:
                 try:

@@ -5,22 +5,22 @@ from random import Random
 
 import pytest
 
-from auto3d.search.certainty import CERTAIN, Verdict, contenders, judge
+from auto3d.search.certainty import CERTAIN, PlanComparison, compare_plans, contenders
 
 
-def tuned(random: Random, true: list[float], noise: float, trials: int) -> tuple[int, Verdict, int]:
+def tuned(random: Random, true: list[float], noise: float, trials: int) -> tuple[int, PlanComparison, int]:
     """The plan that was the fastest of one trial each, the verdict after all, and how many trials were left."""
 
     def trial(plan: int) -> float:
         return true[plan] * exp(random.gauss(0, noise))
 
     times = [[trial(plan)] for plan in range(len(true))]
-    once, left = judge(times).fastest, trials - len(true)
+    once, left = compare_plans(times).fastest, trials - len(true)
     while left > 1 and (again := contenders(times, left // 2)):
         for plan in again[:left]:
             times[plan].append(trial(plan))
             left -= 1
-    return once, judge(times), left
+    return once, compare_plans(times), left
 
 
 @pytest.mark.parametrize("noise", [0.02, 0.05, 0.1])
@@ -49,7 +49,7 @@ def test_a_certain_order_is_right_and_repeated_trials_find_a_faster_plan(noise, 
 
 
 def test_single_trials_say_nothing_of_their_spread():
-    verdict = judge([[1.0], [1.2], [3.0]])
+    verdict = compare_plans([[1.0], [1.2], [3.0]])
     assert (verdict.fastest, verdict.doubts, verdict.certainty) == (0, (0.0, 0.5, 0.5), 0.0)
     assert contenders([[1.2], [1.0], [3.0]], 2) == [1, 0], "the fastest two"
     assert contenders([[1.0]], 2) == []
@@ -58,6 +58,6 @@ def test_single_trials_say_nothing_of_their_spread():
 def test_plans_that_are_clearly_slower_are_not_tried_again():
     times = [[1.0, 1.02, 0.99], [1.01, 1.03, 1.0], [2.0]]
     assert contenders(times, 3) == [0, 1]
-    verdict = judge(times)
+    verdict = compare_plans(times)
     assert verdict.doubts[2] < 0.001
     assert 0.1 < verdict.doubts[1] < 0.5

@@ -3,16 +3,17 @@
 import pytest
 
 from auto3d.cluster import Accelerator, Cluster, Link, Node
-from auto3d.cost.model import CostModel, Training
+from auto3d.cost.model import CostModel
+from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import work_of
 from auto3d.errors import InputError
 from auto3d.partition.merak import shard
 from auto3d.plan import Plan
 from auto3d.search.algorithms.rannc import message_link, rannc
 from auto3d.search.make import PlanMaker, shortage_of
+from auto3d.search.planned_model import PlannedGraphs
 from auto3d.search.search import Budget, Search
-from auto3d.search.space import Domain, SearchSpace, Task
-from auto3d.search.subject import CapturedSubject
+from auto3d.search.space import Domain, SearchSpace, Workload
 from tests.models import captured
 
 KIB = 2**10
@@ -21,15 +22,15 @@ KIB = 2**10
 def searched(memory_bytes: float, precision: str) -> tuple[Plan, CostModel]:
     """RaNNC's plan of a small GPT-2 on two nodes of two devices."""
     node = Node(devices=2, accelerator=Accelerator(memory_bytes=memory_bytes))
-    cluster, task = Cluster(nodes=(node, node), device="cuda"), Task(global_batch=32, seed=1)
-    subject = CapturedSubject(
+    cluster, workload = Cluster(nodes=(node, node), device="cuda"), Workload(global_batch=32, seed=1)
+    planned = PlannedGraphs(
         lambda samples: captured("gpt2", samples).graph,
         lambda graph: work_of(graph, shard(graph).bounds, precision=precision),
         lambda graph: shard(graph).bounds,
     )
-    model = CostModel(cluster, Training(precision=precision), subject.work)
-    maker = PlanMaker(subject, model, task)
-    search = Search(Domain(SearchSpace(), cluster, task), maker, Budget(candidates=10))
+    model = CostModel(cluster, TrainingOptions(precision=precision), planned.work)
+    maker = PlanMaker(planned, model, workload)
+    search = Search(Domain(SearchSpace(), cluster, workload), maker, Budget(candidates=10))
     rannc(search, 1)
     (only,) = search.ranked()
     return only.plan, model
@@ -38,7 +39,7 @@ def searched(memory_bytes: float, precision: str) -> tuple[Plan, CostModel]:
 @pytest.mark.parametrize("precision", ["float32", "float16"])
 def test_its_plan_fits_by_the_cost_models_count(precision):
     """In memory from enough for four stages to enough for one."""
-    with pytest.raises(InputError, match=r"no stages fit 4 devices of 0.4 MiB .* the least that would do is"):
+    with pytest.raises(InputError, match=r"no stages fit 4 devices of 0.4 MiB .* the least that is enough is"):
         searched(400 * KIB, precision)
     depths = []
     for kib in (800, 1000, 1200, 1400, 1600, 2400):

@@ -5,17 +5,18 @@ from dataclasses import replace
 import pytest
 
 from auto3d.cluster import Accelerator, Cluster, Node
-from auto3d.cost.memory import predict
-from auto3d.cost.model import CostModel, Training
+from auto3d.cost.device_memory import predict
+from auto3d.cost.model import CostModel
+from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import work_of
 from auto3d.partition.merak import shard
 from auto3d.partition.recompute import subgraph_starts
 from auto3d.schedule import SCHEDULES, schedule_of
-from auto3d.search.listing import Listed, listed
+from auto3d.search.listing import ListedCandidate, list_candidates
 from auto3d.search.make import PlanMaker
-from auto3d.search.recompute import Shares
-from auto3d.search.space import Domain, SearchSpace, Task
-from auto3d.search.subject import CapturedSubject
+from auto3d.search.planned_model import PlannedGraphs
+from auto3d.search.recompute import KeptFractions
+from auto3d.search.space import Domain, SearchSpace, Workload
 from launch.model.candidates import shortage
 from tests.models import captured
 
@@ -28,13 +29,13 @@ def cluster_of(*memory_bytes: float | None) -> Cluster:
     return Cluster(nodes=tuple(nodes), device="cpu")
 
 
-def search(recompute, *, schedule=("1f1b",), memory_bytes=None, pp=(4,), size=4) -> list[Listed]:
+def search(recompute, *, schedule=("1f1b",), memory_bytes=None, pp=(4,), size=4) -> list[ListedCandidate]:
     space = SearchSpace(
         dp=[1], pp=list(pp), micro_batch_size=[size], schedule=list(schedule), recompute=recompute,
         allow_idle_devices=True,
     )  # fmt: skip
     cluster = cluster_of(memory_bytes)
-    task = Task(global_batch=32, seed=1)
+    workload = Workload(global_batch=32, seed=1)
 
     def graph_at(size):
         return captured("gpt2", size).graph
@@ -42,9 +43,11 @@ def search(recompute, *, schedule=("1f1b",), memory_bytes=None, pp=(4,), size=4)
     def missing(plan):
         return shortage(graph_at(size), plan, cluster, optimizer_copies=2)
 
-    subject = CapturedSubject(graph_at, lambda graph: work_of(graph, shard(graph).bounds), lambda g: shard(g).bounds)
-    model = CostModel(cluster, Training(), subject.work)
-    return list(listed(Domain(space, cluster, task), PlanMaker(subject, model, task, shortage=missing)))
+    planned = PlannedGraphs(graph_at, lambda graph: work_of(graph, shard(graph).bounds), lambda g: shard(g).bounds)
+    model = CostModel(cluster, TrainingOptions(), planned.work)
+    return list(
+        list_candidates(Domain(space, cluster, workload), PlanMaker(planned, model, workload, shortage=missing))
+    )
 
 
 def needed(plan) -> int:
@@ -57,7 +60,7 @@ def test_auto_keeps_the_most_that_fits(schedule):
     """Against every α₁ in steps of a thousandth, in memory from too little to enough for all."""
     (full,) = search(["full" if "recompute" in SCHEDULES[schedule].options else "none"], schedule=[schedule])
     graph = captured("gpt2", 4).graph
-    shares = Shares(full.plan, lambda stage: subgraph_starts(graph, stage, shard(graph).bounds))
+    shares = KeptFractions(full.plan, lambda stage: subgraph_starts(graph, stage, shard(graph).bounds))
     plans = [shares.plan(step / 1000) for step in range(1001)]
     sizes = {id(plan): needed(plan) for plan in plans}
     least, most = min(sizes.values()), max(sizes.values())
@@ -69,7 +72,7 @@ def test_auto_keeps_the_most_that_fits(schedule):
     (none,) = search(["auto"], schedule=[schedule], memory_bytes=least * 0.9)
     assert none.plan is None
     assert none.reason.startswith("infeasible: pipeline device ")
-    assert none.reason.endswith("GiB, even where as much is recomputed as can be")
+    assert none.reason.endswith("GiB, even with full recomputation")
 
 
 def test_a_plan_that_cannot_fit_is_refused_with_its_bytes():
@@ -116,8 +119,8 @@ def test_schedules_that_do_not_recompute_say_so(schedule):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("recompute=full", "schedule_options: recompute is 'full'; it is said by recompute, not here"),
-        ("chunks=4", "schedule 1f1b: option 'chunks' is not one of its own; it takes recompute, sync"),
+        ("recompute=full", "schedule_options: recompute is 'full'; set the key recompute instead"),
+        ("chunks=4", "schedule 1f1b: option 'chunks' is unknown; its options are recompute, sync"),
         ("sync=3", "schedule 1f1b: sync is 3; it must be text"),
         ("sync=late", "schedule 1f1b: sync is 'late'; it must be one of lazy"),
         ("sync", "schedule: '1f1b:sync': write NAME:option=value, as in interleaved-1f1b:chunks=4"),

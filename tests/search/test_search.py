@@ -17,7 +17,7 @@ from auto3d.search.algorithms import run_algorithm
 from auto3d.search.algorithms.exhaustive import exhaustive
 from auto3d.search.bound import least_s
 from auto3d.search.placement import PLACEMENTS, place
-from auto3d.search.space import EQUAL, UNEVEN, Candidate, Domain, SearchSpace, Task
+from auto3d.search.space import EQUAL, UNEVEN, Candidate, Domain, SearchSpace, Workload
 from auto3d.simulate.costs import Costs, MessageCost
 from auto3d.simulate.simulate import simulate
 from tests.search.cases import random_case, searched
@@ -64,7 +64,7 @@ def test_layer_assignment_is_the_best_of_all_cuts_on_devices_of_two_kinds():
     """By AMP's closed form, without gradient syncs and updates, which its objective leaves out."""
     for seed in range(40):
         domain, maker = random_case(seed, partition=["layer-assignment"])
-        cuts = len(maker.subject.layers)
+        cuts = len(maker.planned.layers)
         for candidate in domain.degrees:
             if candidate.pp != 4 or candidate.dp != 1 or candidate.tp != 1:
                 continue
@@ -145,10 +145,10 @@ def test_a_model_without_memory_for_any_plan_gives_none():
     cluster = Cluster(nodes=(Node(devices=2, accelerator=Accelerator(memory_bytes=2**20)),), device="cuda")
     _, maker = random_case(0)
     maker.model.cluster = cluster
-    task = Task(global_batch=8, seed=1)
+    workload = Workload(global_batch=8, seed=1)
     space = SearchSpace(tp="auto", schedule=["1f1b"])
     for name in ("annealing", "random", "megatron", "exhaustive"):
-        search = searched(partial(run_algorithm, name), (Domain(space, cluster, task), maker), candidates=50)
+        search = searched(partial(run_algorithm, name), (Domain(space, cluster, workload), maker), candidates=50)
         assert search.ranked() == []
         assert any("GiB; it has" in reason for _, _, reason in search.refused())
 

@@ -1,5 +1,8 @@
-"""Random right schedules and random costs: unequal stages and devices, several pipes and stages per device, doubled
-forwards, recomputation, backwards in halves, several iterations."""
+"""Random correct schedules and random costs.
+
+They have unequal stages and devices, several pipes and stages per device, doubled forwards, recomputation, split
+backwards and several iterations.
+"""
 
 import random
 
@@ -8,17 +11,17 @@ from auto3d.simulate.costs import Costs, MessageCost
 
 
 def random_schedule(chance: random.Random) -> Schedule:
-    """Devices take turns at random to run anything that is ready; the order in which they did so is the schedule."""
+    """A schedule made by running operations that are ready in random order."""
     devices, pipes = chance.randint(1, 4), chance.randint(1, 2)
     stages, micro_batches = devices * chance.randint(1, 2), chance.randint(1, 5)
     iterations, parts = chance.choice([(1, 1), (1, 2), (2, 1)])
     recompute = frozenset(stage for stage in range(stages) if chance.random() < 0.3)
     device_of = {(stage, pipe): chance.randrange(devices) for stage in range(stages) for pipe in range(pipes)}
 
-    waiting: list[tuple[Operation, set[Operation]]] = []  # and what must be done before
-    rounds = []  # the S of each iteration, its U, and what each S comes after
+    waiting: list[tuple[Operation, set[Operation]]] = []  # operations, each with those that must run before it
+    rounds = []  # per iteration: (stage, pipe) -> operations that must run before its S
     for iteration in range(iterations):
-        before_sync: dict[tuple[int, int], set[Operation]] = {replica: set() for replica in device_of}
+        before_sync: dict[tuple[int, int], set[Operation]] = {pipe_stage: set() for pipe_stage in device_of}
         first = iteration * micro_batches * parts
         groups = _groups(chance, range(first, first + micro_batches * parts))
         for group in groups:
@@ -57,15 +60,15 @@ def random_schedule(chance: random.Random) -> Schedule:
         order[device_of[operation.stage, operation.pipe]].append(operation)
 
     def run_some(*, until: set[Operation]) -> None:
-        """At random; forwards of the next iteration, too."""
+        """Run random operations, also forwards of the next iteration, until those of ``until`` have run."""
         while not until <= done:
             ready = [index for index, (_, before) in enumerate(waiting) if before <= done]
             run(waiting.pop(chance.choice(ready))[0])
 
     for before_sync in rounds:
-        for replica in chance.sample(list(before_sync), len(before_sync)):
-            run_some(until=before_sync[replica])
-            run(Operation(Kind.SYNC, replica[0], (), replica[1]))
+        for pipe_stage in chance.sample(list(before_sync), len(before_sync)):
+            run_some(until=before_sync[pipe_stage])
+            run(Operation(Kind.SYNC, pipe_stage[0], (), pipe_stage[1]))
         for stage, pipe in chance.sample(list(before_sync), len(before_sync)):
             run(Operation(Kind.UPDATE, stage, (), pipe))
             if waiting and chance.random() < 0.3:
@@ -107,10 +110,10 @@ def random_costs(chance: random.Random, schedule: Schedule) -> Costs:
 
 
 def _groups(chance: random.Random, micro_batches: range) -> list[tuple[int, ...]]:
-    """Neighbours together in ones and twos."""
-    groups, left = [], list(micro_batches)
-    while left:
+    """Groups of one or two consecutive micro-batches."""
+    groups, remaining = [], list(micro_batches)
+    while remaining:
         size = chance.randint(1, 2)
-        groups.append(tuple(left[:size]))
-        left = left[size:]
+        groups.append(tuple(remaining[:size]))
+        remaining = remaining[size:]
     return groups

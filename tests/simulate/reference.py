@@ -1,4 +1,4 @@
-"""The simulator's rules, written down as they are said, with no regard to speed: the tests compare the two."""
+"""The rules of the simulator, written one by one without regard to speed; tests compare the two."""
 
 from functools import cache
 
@@ -9,8 +9,10 @@ Place = tuple[int, int]  # device, and index in its list
 
 
 def reference_times(schedule: Schedule, costs: Costs) -> dict[Place, tuple[float, float]]:
-    """Start and end of every operation."""
-    places = [(device, index) for device, own in enumerate(schedule.operations) for index in range(len(own))]
+    """(device, index) -> start and end of the operation."""
+    places = [
+        (device, index) for device, operations in enumerate(schedule.operations) for index in range(len(operations))
+    ]
 
     def at(place: Place):
         return schedule.operations[place[0]][place[1]]
@@ -30,7 +32,7 @@ def reference_times(schedule: Schedule, costs: Costs) -> dict[Place, tuple[float
         return sum(o == at(place) for o in before)
 
     def inputs(place: Place) -> list[Place]:
-        """What comes from another stage."""
+        """The operations of other stages whose results this one uses."""
         operation = at(place)
         if operation.kind == "F":
             return makers("F", operation.stage - 1, operation.micro_batches)
@@ -38,8 +40,8 @@ def reference_times(schedule: Schedule, costs: Costs) -> dict[Place, tuple[float
             return makers("BI", operation.stage + 1, operation.micro_batches)
         return []
 
-    def own(place: Place) -> list[Place]:
-        """What comes from the same stage."""
+    def inputs_of_stage(place: Place) -> list[Place]:
+        """The operations of the same stage whose results this one uses."""
         operation = at(place)
         kinds = {"B": "F", "I": "F", "R": "F", "W": "I"}.get(operation.kind)
         return makers(kinds, operation.stage, operation.micro_batches) if kinds else []
@@ -69,17 +71,17 @@ def reference_times(schedule: Schedule, costs: Costs) -> dict[Place, tuple[float
         operation = at(place)
         forward = operation.kind is Kind.FORWARD
         link = costs.messages[operation.stage if forward else operation.stage - 1]
-        share = len(operation.micro_batches) / schedule.parts
-        return link.latency + share * (link.forward if forward else link.backward)
+        micro_batches = len(operation.micro_batches) / schedule.parts
+        return link.latency + micro_batches * (link.forward if forward else link.backward)
 
     @cache
     def free(place: Place) -> float:
-        """When its device can turn to the next operation."""
+        """When the device is free for the next operation."""
         return end(place) + (0.0 if costs.overlap else message(place))
 
     @cache
     def arrival(place: Place) -> float:
-        """When its message has travelled beside compute, after those before it in the same direction."""
+        """When the message has arrived, behind earlier messages of the same direction, if messages overlap compute."""
         device, index = place
         if not message(place):
             return end(place)
@@ -95,10 +97,10 @@ def reference_times(schedule: Schedule, costs: Costs) -> dict[Place, tuple[float
 
     @cache
     def reduced(place: Place) -> float:
-        """When its device has done its part of the all-reduce, after those that it started before."""
+        """When the device has done its part of the all-reduce, after the all-reduces that it started before."""
         device, index = place
         if not costs.sync[at(place).stage] or any(p[0] == device and p[1] > index for p in members(place)):
-            return end(place)  # nothing is reduced; or, of several replicas on a device, the last starts it
+            return end(place)  # nothing is reduced, or the S of another pipe on this device starts the all-reduce
         before = [reduced((device, i)) for i in range(index) if at((device, i)).kind == "S"]
         return max([end(place), *before]) + costs.sync[at(place).stage]
 
@@ -109,7 +111,7 @@ def reference_times(schedule: Schedule, costs: Costs) -> dict[Place, tuple[float
     @cache
     def start(place: Place) -> float:
         device, index = place
-        times = [0.0] + [end(p) for p in own(place)]
+        times = [0.0] + [end(p) for p in inputs_of_stage(place)]
         if index:
             times.append(free((device, index - 1)))
         if at(place).kind == "U":

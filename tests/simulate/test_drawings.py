@@ -1,4 +1,4 @@
-"""Drawings hold what the timeline holds, and other programs can read what is written for them."""
+"""Drawings show the operations of the timeline, and other programs can read the files written for them."""
 
 import csv
 import json
@@ -30,7 +30,7 @@ def timeline_of(name: str, *, devices: int = 4, micro_batches: int = 8, times=No
 
 
 def computing(schedule: Schedule) -> list[Operation]:
-    return [o for own in schedule.operations for o in own if o.kind not in (Kind.SYNC, Kind.UPDATE)]
+    return [o for operations in schedule.operations for o in operations if o.kind not in (Kind.SYNC, Kind.UPDATE)]
 
 
 # SVG
@@ -43,11 +43,11 @@ def test_svg_has_one_cell_per_operation_and_one_line_per_sync(name, times):
     root = ElementTree.fromstring(draw_svg(timeline))
     groups = root.findall(f"{SVG}g")
     cells = [group for group in groups if "cell" in group.get("class").split()]
-    told = [cell.find(f"{SVG}title").text.split()[0] for cell in cells]
+    drawn = [cell.find(f"{SVG}title").text.split()[0] for cell in cells]
     operations = [*computing(timeline.schedule)]
     if times.get("update"):
         operations += [o for own in timeline.schedule.operations for o in own if o.kind is Kind.UPDATE]
-    assert sorted(told) == sorted(map(str, operations))
+    assert sorted(drawn) == sorted(map(str, operations))
     lines = [group for group in groups if group.get("class") == "sync"]
     assert len(lines) == (sum(len(sync.started) for sync in timeline.syncs) if times.get("sync") else 0)
 
@@ -134,7 +134,7 @@ def test_trace(name, overlap):
     tracks: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for event in (event for event in events if event["ph"] == "X"):
         tracks.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
-    for slices in tracks.values():  # what overlaps on one track is not shown
+    for slices in tracks.values():  # Perfetto does not show slices that overlap on one track
         slices.sort()
         assert all(one[1] <= other[0] + 1e-6 for one, other in pairwise(slices))
         assert slices[-1][1] <= 1e3 * timeline.makespan + 1e-6
@@ -147,7 +147,7 @@ def test_trace(name, overlap):
 
 
 def load_in_torch(file, schedule: Schedule) -> _PipelineScheduleRuntime:
-    """torch's own runtime of one rank, with a stage that has nothing but its place."""
+    """The runtime of torch for one rank, with a stage that has nothing but its position."""
     stage = SimpleNamespace(
         num_stages=schedule.stages, group_size=schedule.devices, group_rank=0, stage_index=0, has_backward=True
     )
@@ -182,7 +182,7 @@ def test_csv_loads_in_torch(tmp_path, name, options, micro_batches):
         assert actions == [(o.stage, str(o.kind), o.micro_batches[0]) for o in kept]
     home = runtime.stage_index_to_group_rank.__getitem__
     with_messages = _add_send_recv(dict(runtime.pipeline_order), home, schedule.stages)
-    _simulate_comms_compute(with_messages, home, schedule.stages)  # raises where sends and receives would never meet
+    _simulate_comms_compute(with_messages, home, schedule.stages)  # raises if a send never meets its receive
     with file.open(newline="") as lines:
         assert len(list(csv.reader(lines))) == 4
 
@@ -197,8 +197,8 @@ def test_csv_loads_in_torch(tmp_path, name, options, micro_batches):
         ("pipedream", {}, "iterations that overlap"),
     ],
 )
-def test_csv_refuses_what_it_cannot_hold(name, options, words):
-    with pytest.raises(InputError, match=f"CSV cannot hold .*{words}"):
+def test_csv_refuses_schedules_that_it_cannot_express(name, options, words):
+    with pytest.raises(InputError, match=f"CSV of torch.distributed.pipelining cannot express .*{words}"):
         pipelining_csv(build_schedule(name, devices=4, micro_batches=4, **options))
 
 
@@ -210,5 +210,5 @@ def test_csv_refuses_doubled_forwards():
         device_of={(0, 0): 0},
         operations=((Operation(Kind.FORWARD, 0, (0, 1)),),),
     )
-    with pytest.raises(InputError, match="one whole micro-batch"):
+    with pytest.raises(InputError, match="operations on other than one whole micro-batch"):
         pipelining_csv(doubled)

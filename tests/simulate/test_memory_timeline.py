@@ -1,9 +1,9 @@
-"""Bytes over time against the counts of activations and weights that follow from the order alone."""
+"""Bytes over time, against the activations and weight versions counted from the order of operations."""
 
 import pytest
 
 from auto3d.errors import InputError
-from auto3d.partition.recompute import kept_shares
+from auto3d.partition.recompute import kept_fractions
 from auto3d.schedule import SCHEDULES, build_schedule
 from auto3d.schedule.in_flight import in_flight, peak_activations
 from auto3d.schedule.weight_versions import weight_copies
@@ -13,12 +13,12 @@ from auto3d.simulate.simulate import simulate
 
 
 def sizes(schedule, *, activations=0.0, kept=0.0, weights=0.0) -> Sizes:
-    """Of one device's whole share of the model."""
-    share = schedule.devices / schedule.stages
+    """Sizes of equal stages, from the bytes of all stages of one device together."""
+    fraction = schedule.devices / schedule.stages
     return Sizes(
-        activations=(activations * share,) * schedule.stages,
-        kept=(kept * share,) * schedule.stages,
-        weights=(weights * share,) * schedule.stages,
+        activations=(activations * fraction,) * schedule.stages,
+        kept=(kept * fraction,) * schedule.stages,
+        weights=(weights * fraction,) * schedule.stages,
     )
 
 
@@ -44,22 +44,22 @@ def test_a_recomputing_stage_keeps_its_inputs_and_one_full_set():
     assert list(zip(first.times, first.held, strict=True)) == [(0, 8), (1, 107), (7, 7)]
 
 
-def test_a_share_that_is_kept_costs_memory_and_saves_time():
-    """Merak's schedule on four devices, α₁ = 1/4: fewer seconds, and as many bytes more on each of the first two."""
+def test_a_kept_fraction_costs_memory_and_saves_time():
+    """Merak's schedule on four devices with α₁ = 1/4 takes less time and equal bytes on all recomputing devices."""
     schedule = build_schedule("shifted-critical-path", devices=4, micro_batches=8)
     held = in_flight(schedule)
-    shares = kept_shares(held, 0.25)
+    fractions = kept_fractions(held, 0.25)
     assert held == [4, 3, 3, 1]
-    costs = uniform(schedule, kept=shares)
-    assert costs.recompute == pytest.approx([1 - share for share in shares])
+    costs = uniform(schedule, kept=fractions)
+    assert costs.recompute == pytest.approx([1 - fraction for fraction in fractions])
     timeline, plain = simulate(schedule, costs), simulate(schedule, uniform(schedule))
     assert timeline.makespan < plain.makespan
-    kept = Sizes(activations=(100,) * 4, kept=tuple(100 * share for share in shares), weights=(0,) * 4)
+    kept = Sizes(activations=(100,) * 4, kept=tuple(100 * fraction for fraction in fractions), weights=(0,) * 4)
     peaks = [device.peak for device in bytes_over_time(timeline, kept)]
     assert peaks == pytest.approx([175, 175, 175, 100]), "(n - 1) α + 1 sets of activations, the same on each"
 
 
 def test_sizes_that_do_not_fit():
     schedule = build_schedule("1f1b", devices=3, micro_batches=4)
-    with pytest.raises(InputError, match="weights has 1 values; there are 3 stages"):
+    with pytest.raises(InputError, match="weights has 1 value; the schedule has 3 stages"):
         bytes_over_time(simulate(schedule, uniform(schedule)), Sizes(activations=(1,) * 3, kept=(1,) * 3, weights=(1,)))

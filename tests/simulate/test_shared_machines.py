@@ -1,4 +1,4 @@
-"""Devices that share processors, against the simulator of devices that do not."""
+"""The simulation of devices that share processors, against that of independent devices."""
 
 import random
 from dataclasses import replace
@@ -20,31 +20,31 @@ def test_without_slowdown_nothing_changes(seed):
     chance = random.Random(seed)
     schedule = random_schedule(chance)
     costs = random_costs(chance, schedule)
-    alone = simulate(schedule, costs)
-    beside = simulate(schedule, replace(costs, shared_machines=sharing((1.0,) * 4, schedule.devices)))
-    assert beside.start == pytest.approx(alone.start)
-    assert beside.end == pytest.approx(alone.end)
-    assert beside.makespan == pytest.approx(alone.makespan)
+    independent = simulate(schedule, costs)
+    shared = simulate(schedule, replace(costs, shared_machines=sharing((1.0,) * 4, schedule.devices)))
+    assert shared.start == pytest.approx(independent.start)
+    assert shared.end == pytest.approx(independent.end)
+    assert shared.makespan == pytest.approx(independent.makespan)
 
 
 @pytest.mark.parametrize("name", [name for name, family in SCHEDULES.items() if not family.asynchronous])
 def test_two_processors(name):
-    """No schedule is quicker than its work on as many processors, nor than it would be on a processor each."""
+    """On fewer processors a schedule takes longer, and at least its work divided by the number of processors."""
     schedule = build_schedule(name, devices=4, micro_batches=8)
     costs = uniform(schedule, forward=1.0, update=0.5, p2p=0.1)
-    alone = simulate(schedule, costs)
-    times = [alone.makespan]
+    independent = simulate(schedule, costs)
+    times = [independent.makespan]
     for processors in (2, 1):
         slowdown = tuple(max(1.0, computing / processors) for computing in range(1, 5))
         times.append(simulate(schedule, replace(costs, shared_machines=sharing(slowdown, 4))).makespan)
-    work = sum(end - start for start, end in zip(alone.start, alone.end, strict=True))
+    work = sum(end - start for start, end in zip(independent.start, independent.end, strict=True))
     assert times[0] < times[1] < times[2]
     assert times[1] >= work / 2
-    assert times[2] == pytest.approx(work, rel=0.1)  # but for messages on their way while nobody computes
+    assert times[2] == pytest.approx(work, rel=0.1)  # the rest is time in which messages travel and no device computes
 
 
 def test_replicas_count():
-    """Three processes of each of two devices on one processor that takes turns."""
+    """Two devices of three processes each, all on one processor."""
     schedule = build_schedule("gpipe", devices=2, micro_batches=1)
     costs = uniform(schedule, forward=1.0)
     shared = (SharedMachine(slowdown=(1.0,), processes=(3, 3)),)

@@ -1,4 +1,4 @@
-"""The simulator against a reference that only says the rules, and against what must hold of any timeline."""
+"""The simulator, against a plain reference and against properties of every timeline."""
 
 import itertools
 import random
@@ -60,7 +60,7 @@ def test_what_holds_of_any_timeline(seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_critical_path_has_no_slack(seed):
-    """From 0 to the makespan, each operation starts when what came before it is over, a message at most between."""
+    """On the path from 0 to the makespan, each operation starts when the previous one, or its message, has ended."""
     schedule, costs = random_case(seed)
     timeline = simulate(schedule, costs)
     path = critical_numbers(timeline)
@@ -79,13 +79,13 @@ def test_the_critical_path_has_no_slack(seed):
     assert timeline.end[path[-1]] + after >= timeline.makespan - 1e-9
 
 
-def test_a_message_waits_for_the_one_before_it_in_its_direction_alone():
+def test_a_message_waits_only_for_earlier_ones_of_its_direction():
     schedule = by_hand("F0@0 F1@0 B0@0 B1@0", "F0@1 F1@1 B0@1 B1@1")
     costs = replaced(uniform(schedule, backward=1), messages=(MessageCost(latency=1, forward=2, backward=0.5),))
     timeline = simulate(schedule, costs)
     assert timeline.start == [0, 1, 10.5, 12, 4, 7, 8, 9]
     assert [timeline.arrival[n] for n in (0, 1, 6, 7)] == [4, 7, 10.5, 12]
-    # The message of F1 left when that of F0 was there, so F0 decides; and so does B0@1 for that of B1@1.
+    # The message of F1 leaves when that of F0 has arrived, so F0 is on the path. So is B0@1, for the message of B1@1.
     assert [str(o) for o in critical_path(timeline)] == ["F0@0", "F1@1", "B0@1", "B1@0"]
 
 
@@ -97,7 +97,7 @@ def test_messages_without_overlap_occupy_both_ends():
     assert timeline.start == [0, 2, 5, 9, 2, 3, 6, 7]
 
 
-def test_an_all_reduce_runs_beside_compute_once_all_replicas_have_started_it():
+def test_an_all_reduce_overlaps_compute_once_all_pipes_have_started_it():
     schedule = by_hand("F0@0 B0@0 S@0 F1@0:1 B1@0:1 S@0:1 U@0 U@0:1", stages=1, pipes=2)
     timeline = simulate(schedule, replaced(uniform(schedule), sync=(5.0,)))
     (sync,) = timeline.syncs
@@ -114,7 +114,7 @@ def test_the_all_reduces_of_a_device_take_turns():
     assert timeline.makespan == 9
 
 
-def test_recomputation_is_inside_the_backward_where_it_is_not_before():
+def test_recomputation_is_inside_the_backward_if_there_is_no_r_before():
     schedule = by_hand("F0@0 F1@0 R1@0 B1@0 B0@0", stages=1, recompute=frozenset({0}))
     timeline = simulate(schedule, uniform(schedule, recompute=1.5))
     assert timeline.end == [1, 2, 3.5, 5.5, 9]
@@ -154,7 +154,7 @@ def test_the_critical_path_of_1f1b_is_pinned_on_the_last_stage(name, recompute):
 
 
 def test_idle_in_two_ways():
-    """ZB-H1's devices rest less between their own first and last operation than one update for all costs them."""
+    """Devices of ZB-H1 idle less between their first and last operation than until the makespan."""
     schedule = build_schedule("zb-h1", devices=4, micro_batches=8)
     timeline = simulate(schedule, uniform(schedule, backward=2))
     assert idle(timeline) == [3, 3, 3, 3]
@@ -177,7 +177,9 @@ def test_the_steady_state_goes_at_the_pace_of_the_slowest_device():
         steady = steady_state(simulate(schedule, replaced(uniform(schedule), speed=speed)))
         assert steady.iteration_time == pytest.approx(6 * 6)
         assert steady.bubble_ratio == pytest.approx(1 - (3 + 6) * 6 / (4 * 36) - 3 * 6 * 2 / (4 * 36))
-        short = build_schedule("pipedream", devices=4, micro_batches=1, iterations=2)  # all in flight at once
+        short = build_schedule(
+            "pipedream", devices=4, micro_batches=1, iterations=2
+        )  # all micro-batches are in flight at once
         steady = steady_state(simulate(short, replaced(uniform(short), speed=speed)))
         assert steady.iteration_time == pytest.approx(6)
     synchronous = build_schedule("1f1b", devices=4, micro_batches=6)

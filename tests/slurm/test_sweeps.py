@@ -89,7 +89,7 @@ def test_the_driver_as_a_job(sweeps):
     job = sweeps.cluster.run("sbatch", "--parsable", str(script), "own.yaml", cwd=sweeps.folder).strip()
     left = ["squeue", "--noheader", f"--name=auto3d-sweep,{job}"]
     wait_for("the driver to end", lambda: not sweeps.cluster.run(*left), timeout_s=200)
-    assert "train under the fastest" in (sweeps.folder / f"auto3d-sweep-{job}.out").read_text()
+    assert "to train under the fastest plan" in (sweeps.folder / f"auto3d-sweep-{job}.out").read_text()
     assert statuses(sweeps) == ["ok"]
 
 
@@ -254,6 +254,6 @@ def test_status_logs_and_cancel(sweeps):
     wait_for("the logs", lambda: "Starting with JobEnvironment" in logs.stdout.readline(), timeout_s=30)
     refused = sweeps.auto3d("logs", "pp3", code=2)
     assert "trial: 'pp3' is none of those that were started: dp1-tp1-pp2-mb4" in refused
-    assert "cancelled 1 jobs of SLURM: dp1" in sweeps.auto3d("cancel", "pp2")
+    assert "cancelled 1 job of SLURM: dp1" in sweeps.auto3d("cancel", "pp2")
     end(logs)
     assert "1 cancelled" in sweeps.auto3d("status", "--watch")

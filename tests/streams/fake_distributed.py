@@ -1,8 +1,9 @@
-"""torch.distributed with the manners of NCCL, on simulated devices.
+"""torch.distributed that behaves like NCCL, on simulated devices.
 
-Each communicator has a stream of its own on each of its devices: one for each pair of ranks of a group that exchange
-messages, and one for a group's collectives. A call enqueues a kernel and returns at once; so does ``Work.wait``, which
-makes the current stream wait. The first use of a communicator holds the host up until all its ranks use it.
+A group has one communicator for each pair of ranks that exchange messages and one for its collectives. Each
+communicator has its own stream on each of its devices. A call enqueues a kernel and returns at once; so does
+``Work.wait``, which makes the current stream wait. The first use of a communicator blocks the host until all its ranks
+use it.
 """
 
 from collections import defaultdict
@@ -28,7 +29,7 @@ class FakeGroup:
 
 
 class _Communicator:
-    """Some ranks of a group. The first call of each rank meets the first of the others, the second the second."""
+    """Some ranks of a group. The n-th call of each rank belongs to the n-th call of every other."""
 
     def __init__(self, machine: Machine, name: str, ranks: Sequence[int]) -> None:
         self.ranks = ranks
@@ -39,9 +40,9 @@ class _Communicator:
         self._calls: dict[int, int] = defaultdict(int)
 
     def connect(self, blocks: int) -> None:
-        """Hold the host up until all ranks are here.
+        """Block the host until all ranks are here.
 
-        A device has as many blocks as all its communicators take if each runs a kernel: ``blocks`` more for each.
+        A device has enough blocks for one kernel of each of its communicators: ``blocks`` for each.
         """
         host = current()
         if host.rank not in self.streams:
@@ -74,7 +75,7 @@ class _Communicator:
 
 
 def _transfer(name: str, calls: dict[int, tuple[str, torch.Tensor]], kernels: dict[int, Kernel]) -> None:
-    """Copy what is sent to its receiver, or the sum of all to all."""
+    """Copy a message to its receiver, or the sum over all ranks to all of them."""
     roles, tensors = sorted(role for role, _ in calls.values()), [tensor for _, tensor in calls.values()]
     labels = " and ".join(kernel.label for kernel in kernels.values())
     assert roles == ["receives", "sends"] or set(roles) == {"reduces"}, f"{name}: {labels} do not match"
@@ -90,7 +91,7 @@ def _transfer(name: str, calls: dict[int, tuple[str, torch.Tensor]], kernels: di
 
 
 class FakeWork:
-    """Refers to its tensor until ``wait`` or completion, as in ProcessGroupNCCL, which does not use record_stream."""
+    """Holds its tensor until ``wait`` or completion, as ProcessGroupNCCL does, which does not use record_stream."""
 
     def __init__(self, end: Record, tensor: torch.Tensor) -> None:
         self._end = end
@@ -117,10 +118,10 @@ class FakeWork:
 
 
 class FakeDistributed:
-    """In the place of the module torch.distributed, for the hosts of ``machine``.
+    """Stands in for the module torch.distributed, for the hosts of ``machine``.
 
-    A kernel of communication takes ``blocks``; ``before_call`` is called before one is enqueued. ``held_bytes`` is the
-    peak of the bytes that each rank's messages take.
+    A communication kernel takes ``blocks`` blocks; ``before_call`` is called before one is enqueued. ``held_bytes``
+    has, for each rank, the peak bytes of its messages.
     """
 
     def __init__(self, machine: Machine, *, blocks: int, before_call: Callable[[], None]) -> None:
@@ -133,7 +134,7 @@ class FakeDistributed:
         self._communicators: dict[tuple[int, tuple[int, ...], bool], _Communicator] = {}
         self._held: list[list[ref[torch.Tensor]]] = [[] for _ in range(size)]
         self.held_bytes: list[int] = [0] * size
-        self.connected = [False] * size  # ranks that may not connect any more
+        self.connected = [False] * size  # ranks that may no longer connect
 
     def __getattr__(self, name: str) -> Any:
         return getattr(dist, name)
@@ -151,7 +152,7 @@ class FakeDistributed:
         return True
 
     def new_group(self, ranks: Sequence[int], *args: Any, **kwargs: Any) -> FakeGroup:
-        """Every rank must call this, in one order."""
+        """Every rank must call this, in the same order."""
         rank = current().rank
         if self._made[rank] == len(self._groups):
             self._groups.append(FakeGroup(len(self._groups), tuple(sorted(ranks))))
@@ -172,7 +173,7 @@ class FakeDistributed:
         group = group or self._groups[0]
         if async_op:
             return self._call("reduces", tensor, group.ranks, group)
-        # NCCL runs a collective that is not asynchronous on the current stream.
+        # NCCL runs a synchronous collective on the current stream.
         self._call("reduces", tensor, group.ranks, group, stream=current().device.current)
         return None
 
@@ -213,7 +214,7 @@ class FakeDistributed:
     def _hold(self, rank: int, tensor: torch.Tensor) -> None:
         """Update the peak with the bytes of all messages that the host still refers to.
 
-        Memory that it no longer refers to may be reused at once: later kernels come later on the same stream.
+        Memory that the host no longer refers to may be reused at once: later kernels come later on the same stream.
         """
         known = [tensor, *(other for other in (one() for one in self._held[rank]) if other is not None)]
         self._held[rank] = [ref(other) for other in known]

@@ -1,4 +1,4 @@
-"""Stages whose kernels write numbers that say what a tensor is, and check those of every tensor that they read."""
+"""Stages whose kernels write numbers that identify each tensor, and check the numbers of what they read."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,39 +13,39 @@ from auto3d.runtime.weight_versions import WeightVersions
 from auto3d.schedule.operation import Kind, Schedule
 from tests.streams.machine import current
 
-ENDING = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # the kinds that add to the gradients of weights
+ENDING = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # kinds that add to the gradients of weights
 
 
 def number_of(*identity: object) -> float:
-    """A number for ``identity``, small enough for sums of a few thousand to be exact."""
+    """A number for ``identity``, so small that sums of a few thousand of them are exact."""
     return float(crc32(repr(identity).encode()) % 2**20 + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
-    """The numbers that the tensors of a case must hold."""
+    """The numbers that the tensors of a case must contain."""
 
     schedule: Schedule
-    replicas: int
+    pipelines: int
     users: Mapping[str, Collection[int]]  # parameter -> its stages
-    parts: Mapping[int, int]  # stage -> how many ranks share each of its micro-batches
+    replicas: Mapping[int, int]  # stage -> among how many replicas each of its micro-batches is split
 
-    def loss(self, program: int, micro_batch: int, replica: int) -> float:
-        return number_of("loss", program, micro_batch, replica)
+    def loss(self, program: int, micro_batch: int, pipeline: int) -> float:
+        return number_of("loss", program, micro_batch, pipeline)
 
     def mean_loss(self, program: int, iteration: int) -> float:
-        """The loss that the ranks report; a stage gives losses that already have their weight in the mean."""
+        """The loss that the ranks report; the losses of a stage are already weighted for the mean."""
         count = self.schedule.micro_batches * self.schedule.parts
         numbers = range(iteration * count, (iteration + 1) * count)
-        losses = [self.loss(program, m, replica) for m in numbers for replica in range(self.replicas)]
-        return sum(losses) * self.parts[self.schedule.stages - 1] / self.schedule.updates
+        losses = [self.loss(program, m, pipeline) for m in numbers for pipeline in range(self.pipelines)]
+        return sum(losses) * self.replicas[self.schedule.stages - 1] / self.schedule.updates
 
-    def addition(self, parameter: str, stage: int, program: int, micro_batch: int, replica: int) -> float:
-        """What the backward of one micro-batch adds to the gradient of ``parameter``."""
-        return number_of("gradient", parameter, stage, program, micro_batch, replica)
+    def addition(self, parameter: str, stage: int, program: int, micro_batch: int, pipeline: int) -> float:
+        """The number that the backward of one micro-batch adds to the gradient of ``parameter``."""
+        return number_of("gradient", parameter, stage, program, micro_batch, pipeline)
 
     def gradient(self, parameter: str, program: int, micro_batches: Collection[int] | None) -> float:
-        """Sum over all ranks of the gradients of ``micro_batches``; None means all of the program."""
+        """Sum over all ranks of the gradients of ``micro_batches``; None stands for all of the program."""
         ended = {
             (operation.stage, m)
             for operations in self.schedule.operations
@@ -55,9 +55,9 @@ class Numbers:
             if micro_batches is None or m in micro_batches
         }
         return sum(
-            self.addition(parameter, stage, program, m, replica) * self.parts[stage]
+            self.addition(parameter, stage, program, m, pipeline) * self.replicas[stage]
             for stage, m in ended
-            for replica in range(self.replicas)
+            for pipeline in range(self.pipelines)
         )
 
 
@@ -66,13 +66,13 @@ def expect(tensor: torch.Tensor, number: float, what: str) -> None:
 
 
 class FakeStage:
-    """In the place of a StageModule: ``replica`` is the replica of the pipeline that the rank belongs to."""
+    """Stands in for a StageModule on a rank of pipeline ``pipeline``."""
 
     def __init__(
         self,
         number: int,
         pipe: int,
-        replica: int,
+        pipeline: int,
         *,
         transfers: Sequence[Transfer],
         parameters: Mapping[str, nn.Parameter],
@@ -81,12 +81,12 @@ class FakeStage:
         self.stage = SimpleNamespace(index=number, state=tuple(parameters), inputs=())
         self.losses: dict[int, torch.Tensor] = {}
         self.weights = _Versions(parameters, several=bool(numbers.schedule.weight_version))
-        self.ended: list[int] = []  # micro-batches whose gradients the next update uses
-        self._number, self._pipe, self._replica = number, pipe, replica
+        self.ended: list[int] = []  # micro-batches whose gradients the next update will use
+        self._number, self._pipe, self._pipeline = number, pipe, pipeline
         self._received = [transfer for transfer in transfers if transfer.target == number]
         self._sent = [transfer for transfer in transfers if transfer.source == number]
         self._numbers = numbers
-        self._kept: dict[int, list[tuple[torch.Tensor, float, str]]] = {}  # kept from the forward for the backward
+        self._kept: dict[int, list[tuple[torch.Tensor, float, str]]] = {}  # micro-batch -> tensors for its backward
 
     def forward(
         self, micro_batch: int, received: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]
@@ -103,7 +103,7 @@ class FakeStage:
         made = [self._activation(tensor, name, micro_batch) for name, tensor in outputs.items()]
         if self._number == self._numbers.schedule.stages - 1:
             self.losses[micro_batch] = torch.empty((), dtype=torch.float64)
-            loss = self._numbers.loss(self.weights.program, micro_batch, self._replica)
+            loss = self._numbers.loss(self.weights.program, micro_batch, self._pipeline)
             made.append((self.losses[micro_batch], loss, "loss"))
         self._run(what, [*used, *versions], made)
         return outputs
@@ -139,7 +139,7 @@ class FakeStage:
         what = self._name("W", micro_batch)
         kept = self._kept.pop(micro_batch)
         for name, tensor in self.weights.of(micro_batch).items():
-            amount = self._numbers.addition(name, self._number, self.weights.program, micro_batch, self._replica)
+            amount = self._numbers.addition(name, self._number, self.weights.program, micro_batch, self._pipeline)
             begun = tensor.grad is not None
             if not begun:
                 tensor.grad = torch.empty_like(tensor)
@@ -160,14 +160,14 @@ class FakeStage:
         self, tensor: torch.Tensor, transfer: Transfer | str, micro_batch: int
     ) -> tuple[torch.Tensor, float, str]:
         name = transfer if isinstance(transfer, str) else transfer.value.name
-        number = number_of("activation", name, self.weights.program, micro_batch, self._pipe, self._replica)
+        number = number_of("activation", name, self.weights.program, micro_batch, self._pipe, self._pipeline)
         return tensor, number, f"activation {name}"
 
     def _gradient(self, name: str, user: int, micro_batch: int) -> float:
-        return number_of("gradient", name, user, self.weights.program, micro_batch, self._pipe, self._replica)
+        return number_of("gradient", name, user, self.weights.program, micro_batch, self._pipe, self._pipeline)
 
     def _run(self, what: str, used: Sequence[tuple], made: Sequence[tuple[torch.Tensor, float, str]]) -> None:
-        """One kernel that checks what it uses and writes what it makes."""
+        """Enqueue one kernel that checks the tensors that it reads and writes its results."""
         current().device.launch(
             what,
             reads=[tensor for tensor, *_ in used],
@@ -197,7 +197,7 @@ def _work(
 
 
 class _Versions(WeightVersions):
-    """Weight versions that also count programs and updates."""
+    """WeightVersions that also count programs and updates."""
 
     def __init__(self, state: Mapping[str, torch.Tensor], *, several: bool) -> None:
         super().__init__(state, several=several)
@@ -220,7 +220,7 @@ class _Versions(WeightVersions):
 
 
 class FakeOptimizer:
-    """Checks the gradients of ``parameters`` and adds one to each parameter."""
+    """Checks the gradients of ``parameters`` and adds 1 to each parameter."""
 
     def __init__(
         self,

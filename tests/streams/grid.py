@@ -1,4 +1,4 @@
-"""The cases of the simulator of streams: every schedule with its options, in all circumstances."""
+"""The cases of the stream simulator: every schedule with its options, in all circumstances."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -12,7 +12,7 @@ from tests.streams.simulation import SYNCHRONISE, Case
 DEVICES = (2, 3, 4)
 QUEUES = (1, 2, 8, 32)
 MODELS = ("chain", "skips", "tied", "skips and tied")
-REPLICAS = ("1", "2", "stages")  # 1 or 2 replicas of the pipeline, or replicas of some stages
+REPLICAS = ("1", "2", "stages")  # 1 or 2 pipelines, or replicas of some stages
 
 
 def skips(stages: int) -> tuple[tuple[int, int], ...]:
@@ -22,16 +22,16 @@ def skips(stages: int) -> tuple[tuple[int, int], ...]:
 
 
 def cases(seed: int) -> Iterator[Case]:
-    """Every schedule with every model, kind of replicas and number of queues; all else is drawn at random."""
+    """Every schedule with every model, kind of replicas and number of queues; the rest is drawn at random."""
     draw = Random(seed)
     for name, devices in product(SCHEDULES, DEVICES):
         for options in options_of(name, devices):
             for model, replicas, queues in product(MODELS, REPLICAS, QUEUES):
                 schedule = _drawn(name, devices, options, draw)
-                if "tied" in model and name == "pipedream":  # stages would see different versions
+                if "tied" in model and name == "pipedream":  # its two stages would see different versions
                     continue
                 pipes = len(schedule.device_of) // schedule.stages
-                if replicas == "stages" and pipes > 1:  # all devices have copies of one stage
+                if replicas == "stages" and pipes > 1:  # all devices hold copies of one stage
                     continue
                 yield Case(
                     schedule=schedule,

@@ -1,11 +1,11 @@
 """Simulated ranks: a host and a device each, with CUDA's streams, hardware queues, blocks and events.
 
-A host enqueues items on the streams of its device and goes on. A stream is mapped to a hardware queue. A queue issues
-its items in the order of enqueueing; an item that cannot start yet holds up all behind it, whatever their streams. A
-kernel of communication spins, and occupies its blocks, until the kernels of all its participants run.
+A host enqueues items on the streams of its device and continues. Each stream is mapped to a hardware queue. A queue
+issues its items in the order of enqueueing; an item that cannot start yet blocks all items behind it, whatever their
+streams. A communication kernel spins, and occupies its blocks, until the kernels of all participants run.
 
-Hosts are threads that hand one baton to each other, in virtual time: a run follows from its seed alone, and a deadlock
-is found exactly, when no kernel ends and no host can go on.
+Hosts are threads that pass one baton to each other, in virtual time. So a run depends only on its seed, and a deadlock
+is detected exactly: no kernel ends and no host can continue.
 """
 
 import heapq
@@ -19,11 +19,11 @@ import torch
 
 
 class DeadlockError(AssertionError):
-    """No host and no device can go on, and not all is done."""
+    """No host and no device can continue, and something is not done."""
 
 
 class RaceError(AssertionError):
-    """A kernel touches memory that another one uses, and nothing orders the two."""
+    """A kernel accesses memory that another one uses, and nothing orders the two."""
 
 
 class _AbandonedError(BaseException):
@@ -31,14 +31,14 @@ class _AbandonedError(BaseException):
 
 
 class Item:
-    """An entry of a stream, and of a hardware queue."""
+    """An entry of a stream and of a hardware queue."""
 
     def __init__(self, stream: "Stream", label: str) -> None:
         self.stream, self.label = stream, label
         self.done = False
 
     def held_up_by(self) -> str:
-        """Why it cannot start, given that its predecessors in the stream are done; empty if it can."""
+        """The reason why it cannot start although its predecessors in the stream are done; empty if it can start."""
         return ""
 
     def begin(self) -> None:
@@ -46,7 +46,7 @@ class Item:
 
 
 class Record(Item):
-    """An event: done when all before it in its stream is."""
+    """An event: done when everything before it in its stream is done."""
 
     past = 0
 
@@ -56,7 +56,7 @@ class Record(Item):
 
 
 class Await(Item):
-    """Holds its stream up until an event of another."""
+    """Blocks its stream until an event of another stream."""
 
     def __init__(self, stream: "Stream", record: Record) -> None:
         super().__init__(stream, f"wait for {record.label}")
@@ -71,10 +71,10 @@ class Await(Item):
 
 
 class Kernel(Item):
-    """Reads and writes tensors; ``effect`` is its work, done when it ends.
+    """Reads and writes tensors; its work is ``effect``, which happens when it ends.
 
-    ``past`` holds one bit for each kernel that has certainly ended before this one begins, in whatever order queues
-    and delays let them run.
+    ``past`` has one bit for each kernel that is certain to end before this one begins, in whatever order queues and
+    delays let them run.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Kernel(Item):
         self.past = stream.device.known
         self.running = False
         self.blocks, self.seconds = blocks, seconds
-        self._reads = [tensor.detach() for tensor in reads]  # the memory, not what the host refers to
+        self._reads = [tensor.detach() for tensor in reads]  # aliases, so that the host can free its own tensors
         self._writes = [tensor.detach() for tensor in writes]
         self._effect = effect
         self._meeting = meeting
@@ -120,7 +120,7 @@ class Kernel(Item):
     def end(self) -> None:
         self._effect()
         self.running = False
-        self._reads = self._writes = []  # the memory may be freed
+        self._reads = self._writes = []  # so that the memory can be freed
         self._effect = lambda: None
         self.stream.past |= self.past | 1 << self.number
         self.stream.device.free_blocks += self.blocks
@@ -134,13 +134,13 @@ class Kernel(Item):
 
 
 class Meeting:
-    """A message or collective: its kernels spin until all of them run, and end together."""
+    """A message or a collective: its kernels spin until all of them run, and they end together."""
 
     def __init__(self, machine: "Machine", participants: Sequence[int], effect: Callable[[dict], None]) -> None:
         self._machine = machine
         self._participants = participants
         self._effect = effect
-        self.kernels: dict[int, Kernel] = {}  # rank -> its kernel, once it is enqueued
+        self.kernels: dict[int, Kernel] = {}  # rank -> its kernel, once enqueued
         self._running = 0
 
     def arrive(self) -> None:
@@ -197,7 +197,7 @@ class Stream:
 
 
 class Memory:
-    """Who uses which bytes of a device, to find uses that nothing orders."""
+    """Records which kernels use which bytes of a device, to find uses that nothing orders."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -228,7 +228,7 @@ class Memory:
 
 
 class Device:
-    """One rank's device. ``known`` are the kernels that its host has seen the end of, as Kernel.past."""
+    """One rank's device. ``known`` has a bit for each kernel whose end its host has seen, like Kernel.past."""
 
     def __init__(self, machine: "Machine", rank: int, *, queues: int, blocks: int) -> None:
         self.machine, self.rank = machine, rank
@@ -247,11 +247,11 @@ class Device:
         return self._streams[-1]
 
     def launch(self, label: str, **kernel) -> None:
-        """Enqueue a kernel of some length on the current stream."""
+        """Enqueue a kernel of random length on the current stream."""
         self.current.enqueue(Kernel(self.current, label, seconds=self.machine.delay(), **kernel))
 
     def progress(self) -> None:
-        """Issue whatever can be issued."""
+        """Issue everything that can be issued."""
         if self._progressing:
             return
         self._progressing = True
@@ -276,7 +276,7 @@ class Device:
             self.known |= stream.past
 
     def __str__(self) -> str:
-        """What it runs, and what holds up each queue."""
+        """The running kernels, and what blocks each queue."""
         running = [str(s.pending[0]) for s in self._streams if s.pending and getattr(s.pending[0], "running", False)]
         stuck = []
         for queue in self.queues:
@@ -318,7 +318,7 @@ class Host:
             self.machine.baton.release()
 
     def resume(self) -> None:
-        """Let it run until it gives the baton back."""
+        """Let the host run until it returns the baton."""
         self.until = None
         self.baton.release()
         self.machine.baton.acquire()
@@ -333,7 +333,7 @@ class Host:
             raise _AbandonedError
 
     def spend(self) -> None:
-        """The time of one call; others go on meanwhile."""
+        """Spend the time of one call, during which others continue."""
         if self.machine.over:
             raise _AbandonedError
         seconds = self.machine.delay() * self.machine.host_pace[self.rank]
@@ -342,7 +342,7 @@ class Host:
             self._yield()
 
     def block(self, until: Callable[[], bool]) -> None:
-        """Go on only when ``until()``."""
+        """Block until ``until()`` is true."""
         if self.machine.over:
             raise _AbandonedError
         if not until():
@@ -350,7 +350,7 @@ class Host:
             self._yield()
 
     def synchronize(self, record: Record | None = None) -> None:
-        """Go on only when ``record``, or all that is on the device, is done."""
+        """Block until ``record``, or everything on the device, is done."""
         device = self.device
         self.doing, before = f"{self.doing}, synchronising", self.doing
         if record is None:
@@ -362,7 +362,7 @@ class Host:
         self.doing = before
 
     def sleep(self) -> None:
-        """Until something changes on the device: whoever polls it sees nothing else before."""
+        """Block until something changes on the device; polling would not see anything earlier."""
         device, changes = self.device, self.device.changes
         self.block(lambda: device.changes != changes)
 
@@ -377,12 +377,12 @@ _CURRENT = threading.local()
 
 
 def current() -> Host:
-    """The host of the thread that calls."""
+    """The host of the calling thread."""
     return _CURRENT.host
 
 
 class Machine:
-    """All ranks. ``blocks`` is how many blocks run at once on a device."""
+    """All ranks. ``blocks`` is the number of blocks that a device can run at once."""
 
     def __init__(self, ranks: int, *, queues: int, blocks: int, seed: int) -> None:
         self.random = Random(seed)
@@ -392,7 +392,7 @@ class Machine:
         self.now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
-        self.host_pace = [self.random.choice((0.01, 0.3, 3.0)) for _ in range(ranks)]  # beside kernels of length 1
+        self.host_pace = [self.random.choice((0.01, 0.3, 3.0)) for _ in range(ranks)]  # relative to kernels of length 1
         self.devices = [Device(self, rank, queues=queues, blocks=blocks) for rank in range(ranks)]
         self.hosts: list[Host] = []
 
@@ -403,14 +403,14 @@ class Machine:
         heapq.heappush(self._events, (self.now + seconds, next(self._order), action))
 
     def advance(self, seconds: float) -> bool:
-        """Whether the time can pass without anything else happening; if so, it has passed."""
+        """Let time pass if nothing else can happen before; returns whether it has passed."""
         if self._events and self._events[0][0] < self.now + seconds:
             return False
         self.now += seconds
         return True
 
     def run(self, body: Callable[[int], object]) -> list:
-        """Run ``body(rank)`` on every host; its results. Raises DeadlockError if they cannot all end."""
+        """Run ``body(rank)`` on every host; returns the results. Raises DeadlockError if they cannot all end."""
         self.hosts = [Host(self, device.rank, body) for device in self.devices]
         for host in self.hosts:
             host.thread.start()

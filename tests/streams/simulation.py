@@ -1,4 +1,4 @@
-"""One run of a schedule by the real Exchange, Executor and GradientSync on simulated devices."""
+"""Runs one schedule by the real Exchange, Executor and GradientSync on simulated devices."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,23 +32,23 @@ from tests.streams.fake_stage import FakeOptimizer, FakeStage, Numbers
 from tests.streams.machine import Machine, Record, current
 from tests.streams.torch_on_device import fake_cuda, on_device
 
-BLOCKS_OF_MESSAGES = 2  # a kernel of communication takes so many; one that computes takes 1
+BLOCKS_OF_MESSAGES = 2  # blocks of a communication kernel; a compute kernel takes 1
 SYNCHRONISE = ("never", "once", "steps", "sometimes", "calls")
-PROGRAMS = 2  # one after the other
-SAMPLES = 12  # in a micro-batch
-ELEMENTS = 3  # in a parameter
+PROGRAMS = 2  # programs that run one after the other
+SAMPLES = 12  # samples in a micro-batch
+ELEMENTS = 3  # elements of a parameter
 NO_LIMIT = 1e9  # seconds
-NO_CLIPPING = 1e30  # a norm
+NO_CLIPPING = 1e30  # larger than any norm
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A run to simulate.
 
-    ``synchronise`` says when hosts wait for all work of their device: one rank before one step (once), all ranks before
-    all steps (steps), or before a tenth (sometimes) or all (calls) of the calls that enqueue communication or allocate
-    memory. ``replicas`` counts the replicas of each device's stages; empty means one each. With ``sharded`` optimizers
-    the ranks of a device exchange something in each update.
+    ``synchronise`` selects when hosts wait for all work of their device: one rank before one step (once), all ranks
+    before all steps (steps), or before a tenth (sometimes) or all (calls) of the calls that enqueue communication or
+    allocate memory. ``replicas`` has the number of replicas of each device's stages; empty means 1 each. With
+    ``sharded`` optimizers the ranks of a device exchange data in each update.
     """
 
     schedule: Schedule
@@ -74,7 +74,7 @@ class Case:
 
     @cached_property
     def placement(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each device; those of one replica of the pipeline side by side."""
+        """The ranks of each device; the ranks of one pipeline are next to each other."""
         ends = list(accumulate(self.dp * count for count in self.counts))
         return tuple(tuple(range(end - self.dp * n, end)) for n, end in zip(self.counts, ends, strict=True))
 
@@ -87,9 +87,9 @@ class Case:
         ]
 
     def transfers(self, count: int) -> list[Transfer]:
-        """From each stage to the next, and over some; one of two values of neighbours has no gradient.
+        """Transfers from each stage to the next, where one of two values has no gradient, and others that skip stages.
 
-        Shapes are those of a rank that has one of ``count`` parts of a micro-batch.
+        Their shapes are those of a rank that is one of ``count`` replicas.
         """
         last = self.schedule.stages - 1
         passed = [Value(f"v{stage}", (SAMPLES // count,), "float64", 8, True) for stage in range(last)]
@@ -102,9 +102,9 @@ class Case:
 
 
 def simulate(case: Case, change: Callable[[Program], Program] = lambda program: program) -> list[int]:
-    """Run ``case``, whose programs are first given to ``change``; raises what goes wrong.
+    """Run ``case`` with programs that ``change`` may alter first; raises whatever goes wrong.
 
-    Returns the most bytes that the messages of each rank took.
+    Returns, for each rank, the peak bytes of its messages.
     """
     schedule = case.schedule
     users: dict[str, list[int]] = {}
@@ -119,8 +119,8 @@ def simulate(case: Case, change: Callable[[Program], Program] = lambda program: 
     )
     shared = {each.stages for each in all_holders.values() if len(each.ranks) > 1}
     programs = [change(program) for program in lower(schedule, case.transfers(1), shared)]
-    parts = {stage: case.counts[device] for (stage, _), device in schedule.device_of.items()}
-    numbers = Numbers(schedule=schedule, replicas=case.dp, users=users, parts=parts)
+    replicas = {stage: case.counts[device] for (stage, _), device in schedule.device_of.items()}
+    numbers = Numbers(schedule=schedule, pipelines=case.dp, users=users, replicas=replicas)
     ranks = sum(map(len, case.placement))
     machine = Machine(ranks, queues=case.queues, blocks=1, seed=case.seed)
     network = FakeDistributed(machine, blocks=BLOCKS_OF_MESSAGES, before_call=lambda: _before_call(case))
@@ -139,7 +139,7 @@ def simulate(case: Case, change: Callable[[Program], Program] = lambda program: 
     for device, program in enumerate(programs):
         bound = bytes_of_messages(program, case, device)
         for rank in case.placement[device]:
-            assert network.held_bytes[rank] <= bound, f"rank {rank} has more messages than its program says"
+            assert network.held_bytes[rank] <= bound, f"rank {rank} holds more messages than its program says"
     return network.held_bytes
 
 
@@ -155,7 +155,7 @@ def _run_rank(
     schedule, device = case.schedule, torch.device("cuda", rank)
     position = next(position for position, ranks in enumerate(case.placement) if rank in ranks)
     count, program = case.counts[position], programs[position]
-    replica = case.placement[position].index(rank) // count
+    pipeline = case.placement[position].index(rank) // count
     transfers = case.transfers(count)
     own = [key for key, home in schedule.device_of.items() if home == position]
 
@@ -165,7 +165,9 @@ def _run_rank(
     messages = Exchange(
         program,
         transfers,
-        ranks_of=[ranks[replica * n : (replica + 1) * n] for ranks, n in zip(case.placement, case.counts, strict=True)],
+        ranks_of=[
+            ranks[pipeline * n : (pipeline + 1) * n] for ranks, n in zip(case.placement, case.counts, strict=True)
+        ],
         device_of=schedule.device_of,
         sample_dimensions={transfer.value.name: 0 for transfer in transfers},
         device=device,
@@ -188,7 +190,7 @@ def _run_rank(
         (stage, pipe): FakeStage(
             stage,
             pipe,
-            replica,
+            pipeline,
             transfers=transfers,
             parameters={name: parameters[name] for name in case.states[stage]},
             numbers=numbers,
@@ -216,7 +218,7 @@ def _run_rank(
         optimizers,
         MicroBatchInputs(
             SimpleNamespace(micro_batch=lambda *_: {}),
-            first_micro_batch=replica * micro_batches,
+            first_micro_batch=pipeline * micro_batches,
             micro_batches=micro_batches,
             device=device,
         ),
@@ -249,7 +251,7 @@ def bytes_of_messages(program: Program, case: Case, device: int) -> int:
     split = any(step.operation.kind == "W" for step in program.steps)
 
     def tensors(message) -> dict[tuple, int]:
-        """Its tensors -> bytes. A value is one tensor on its maker, but each receiving stage has its own."""
+        """Bytes of each tensor of the message. A value is one tensor on its maker; each receiving stage has its own."""
         forward, here = message.kind == "F", device_of[message.source, message.pipe] == device
         maker = message.source if forward else message.target
         other = message.target if forward else message.source
@@ -282,14 +284,14 @@ def bytes_of_messages(program: Program, case: Case, device: int) -> int:
             for key in [key for key in held if isinstance(key, tuple) and key[0] == "kept"]:
                 if key[1:3] == (operation.stage, operation.pipe) and key[3].micro_batch in operation.micro_batches:
                     del held[key]
-        for message in step.sends:  # a message to a stage of this device is not released, but kept
+        for message in step.sends:  # a message to a stage of this device is kept, not released
             if device_of[message.target, message.pipe] == device:
                 held["kept", message.target, message.pipe, message] = held.pop(("sent", message))
     return most
 
 
 class _Steps:
-    """In the place of a MemoryWatch: it knows when steps begin, and how many of them the device has not ended."""
+    """Stands in for a MemoryWatch: it sees when steps begin, and counts those that the device has not completed."""
 
     def __init__(self, case: Case, rank: int) -> None:
         self._case = case
@@ -321,7 +323,7 @@ def _before_call(case: Case) -> None:
 
 
 class _ThisRank:
-    """In the place of THIS_RANK, which is one for each process: one for each host."""
+    """Stands in for THIS_RANK: there is one for each host instead of one for each process."""
 
     hosts: Sequence[str] = ()
 

@@ -1,4 +1,4 @@
-"""The simulator can fail: it finds a deadlock in queues, blocks and order, and memory that is used unordered."""
+"""The simulator can fail: it finds deadlocks of queues, blocks and order, and unordered uses of memory."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from tests.streams.torch_on_device import fake_cuda, on_device
 def run(
     body: Callable[[FakeDistributed, int], object], *, ranks: int = 2, queues: int = 8, blocks: int = 1, seed: int = 0
 ) -> list:
-    """Run ``body(dist, rank)`` on every rank, which has then connected to the ranks beside it."""
+    """Run ``body(dist, rank)`` on every rank, after connecting it to its neighbours."""
     machine = Machine(ranks, queues=queues, blocks=blocks, seed=seed)
     network = FakeDistributed(machine, blocks=1, before_call=lambda: None)
 
@@ -26,7 +26,7 @@ def run(
 
 
 def exchange(network: FakeDistributed, rank: int, *, wait: bool = True, synchronise: bool = False) -> list[float]:
-    """Send one number to the other rank, and receive one, in two groups, as Exchange does."""
+    """Send one number to the other rank and receive one, in two groups, as Exchange does."""
     groups = [network.new_group([0, 1]) for _ in range(2)]
     for source, group in enumerate(groups):
         call = network.isend if rank == source else network.irecv
@@ -94,7 +94,7 @@ def test_kernels_that_spin_leave_no_blocks_to_others():
 
 
 def test_a_queue_issues_in_the_order_of_enqueueing():
-    """A stream behind a stuck one in the same queue does not go on; in another queue it does."""
+    """A stream behind a stuck one in the same queue does not continue; in another queue it does."""
 
     def ends(queues: int) -> list[str]:
         found: list[str] = []

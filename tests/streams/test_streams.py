@@ -1,4 +1,4 @@
-"""The real Exchange, Executor and GradientSync on simulated devices: all programs end, with the right numbers."""
+"""The real Exchange, Executor and GradientSync on simulated devices: all programs end with the right numbers."""
 
 from collections import defaultdict, deque
 from dataclasses import replace
@@ -20,7 +20,7 @@ from tests.streams.grid import cases, skips
 from tests.streams.machine import DeadlockError, RaceError
 from tests.streams.simulation import Case, bytes_of_messages, simulate
 
-SAMPLE = 4  # cases for each schedule
+SAMPLE = 4  # number of cases for each schedule
 WHOLE = list(cases(1))
 
 
@@ -51,7 +51,7 @@ def test_all_cases_end_with_the_right_numbers(name):
 
 
 def two_posted_ahead(program: Program) -> Program:
-    """Two receives of each peer's messages are posted at the start, and another when one of them is received."""
+    """Two receives from each peer are posted at the start, and another one whenever one is received."""
     waiting: dict[int, deque[Message]] = defaultdict(deque)
     for step in program.steps:
         for message in step.posts:
@@ -68,7 +68,7 @@ def two_posted_ahead(program: Program) -> Program:
 
 @pytest.mark.parametrize("circumstance", [{"queues": 1}, {"queues": 32, "synchronise": "steps"}], ids=str)
 def test_receives_that_are_posted_two_ahead_block(circumstance):
-    """So the simulator can find what the tests above show not to be."""
+    """This shows that the simulator can find the deadlocks that the tests above exclude."""
     case = Case(schedule=build_schedule("1f1b", devices=2, micro_batches=4), **circumstance)
     with pytest.raises(DeadlockError) as error:
         simulate(case, two_posted_ahead)
@@ -84,7 +84,7 @@ def test_with_many_queues_and_no_synchronisation_they_do_not():
 
 
 def with_some_posted_earlier(programs: list[Program], draw: Random) -> list[Program]:
-    """Some receives are posted one or two steps earlier, and in another order."""
+    """Programs of which some receives are posted one or two steps earlier, and in another order."""
     changed = []
     for program in programs:
         begins = [list(step.begins) for step in program.steps]
@@ -118,7 +118,7 @@ def test_what_the_static_proof_accepts_ends_and_what_it_refuses_does_not():
             try:
                 simulate(replace(case, **circumstance), lambda program, given=given: given[stage_of(program)])
                 ends = True
-            except AssertionError:  # a deadlock or, where messages change places, wrong numbers
+            except AssertionError:  # a deadlock or, if messages are swapped, wrong numbers
                 ends = False
             assert ends == verdicts[-1], f"{case} {circumstance}"
     assert verdicts.count(True) > 5
@@ -157,7 +157,7 @@ def test_a_host_without_a_bound_is_found():
 
 
 def test_the_bytes_of_messages_are_those_of_the_program():
-    """Not less either, where each stage is the only one of its device."""
+    """Nor fewer, if each stage is the only one of its device."""
     case = Case(schedule=build_schedule("zb-h2", devices=3, micro_batches=4), queues=32)
     programs = lower(case.schedule, case.transfers(1))
     assert simulate(case) == [bytes_of_messages(program, case, device) for device, program in enumerate(programs)]

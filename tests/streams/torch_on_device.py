@@ -1,4 +1,4 @@
-"""PyTorch on a simulated device: tensors are the CPU's, but what is done to them is done by kernels, later."""
+"""PyTorch on a simulated device: tensors are in CPU memory, but kernels operate on them later."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ _CPU = torch.device("cpu")
 
 
 class _AsIfOnDevice(TorchFunctionMode):
-    """Tensors say that they are on the device; the host waits for what it reads of them."""
+    """Tensors report that they are on the device; the host waits before it reads their values."""
 
     def __init__(self, host: Host, allocating: Callable[[], None]) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class _AsIfOnDevice(TorchFunctionMode):
 
 
 class _Kernels(TorchDispatchMode):
-    """Every operation on data becomes a kernel of the current stream."""
+    """Turns every operation on data into a kernel on the current stream."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()
@@ -80,13 +80,13 @@ class _Kernels(TorchDispatchMode):
 
 
 def _memory_of(arguments: Any) -> Any:
-    """The arguments with aliases of their tensors, so that the host's tensors can be freed before the kernel runs."""
+    """The arguments with aliases of their tensors, so that the host can free its tensors before the kernel runs."""
     return tree_map_only(torch.Tensor, torch.Tensor.detach, arguments)
 
 
 @contextmanager
 def on_device(host: Host, allocating: Callable[[], None]) -> Iterator[None]:
-    """Inside, this thread's tensors are on its device; ``allocating`` is called before memory is taken for messages."""
+    """Inside, this thread's tensors are on its device; ``allocating`` is called before messages allocate memory."""
     with _AsIfOnDevice(host, allocating), _Kernels(host.device):
         yield
 
@@ -141,7 +141,7 @@ def _stream(stream: FakeStream | None) -> Stream:
 
 @contextmanager
 def fake_cuda() -> Iterator[None]:
-    """torch.cuda, as far as the runtime uses it, is that of the simulated device of the host that calls."""
+    """Replaces the functions of torch.cuda that the runtime uses by those of the calling host's simulated device."""
     with (
         patch("torch.cuda.Event", FakeEvent),
         patch("torch.cuda.current_stream", lambda device=None: FakeStream(current().device.current)),

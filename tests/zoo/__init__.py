@@ -1,1 +1,1 @@
-"""Models beyond the tests: each trains as on plain PyTorch, or is refused in one clear line."""
+"""The zoo: many models, each of which must train as with plain PyTorch or be refused in one clear line."""

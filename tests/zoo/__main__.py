@@ -1,6 +1,6 @@
-"""The zoo: python -m tests.zoo [--only PATTERN] [--jobs 2] [--write] (`make zoo` writes results/zoo.md; 20 minutes)
+"""Run the zoo: python -m tests.zoo [--only PATTERN] [--jobs 2] [--write] (`make zoo` writes results/zoo.md; 20 minutes)
 
-Ends with status 1 if an entry is wrong, crashes, hangs, or is refused in words that are no user's.
+Exits with 1 if an entry is wrong, crashes, hangs, or is refused in words that a user does not know.
 """
 
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from tests.zoo import own, transformers_inputs, transformers_language, transformers_vision
+from tests.zoo import custom, transformers_inputs, transformers_language, transformers_vision
 from tests.zoo.drive import Finished, run_all, warm_up
 from tests.zoo.outcome import FAULTS
 from tests.zoo.report import FILE, report
@@ -23,18 +23,18 @@ ENTRIES = [  # the long ones first
     *transformers_language.ENTRIES,
     *transformers_vision.ENTRIES,
     *transformers_inputs.ENTRIES,
-    *own.ENTRIES,
+    *custom.ENTRIES,
 ]
 
 
 @click.command()
 @click.option("--only", default="", help="Regular expression of the names or families to run.")
-@click.option("--jobs", default=2, show_default=True, help="Entries that run at a time.")
+@click.option("--jobs", default=2, show_default=True, help="Number of entries that run at the same time.")
 @click.option("--write", is_flag=True, help=f"Write {FILE}.")
-@click.option("--log", type=click.Path(path_type=Path), help="File for the tracebacks of what fails.")
-@click.option("--list", "listed", is_flag=True, help="List the entries and run none.")
+@click.option("--log", type=click.Path(path_type=Path), help="File for the tracebacks of failing entries.")
+@click.option("--list", "listed", is_flag=True, help="List the entries without running them.")
 def main(only: str, jobs: int, write: bool, log: Path | None, listed: bool) -> None:
-    """Train the models of the zoo on the engine and on plain PyTorch, and compare."""
+    """Train the models of the zoo with auto3d and with plain PyTorch, and compare them."""
     entries = [entry for entry in ENTRIES if re.search(only, entry.name) or re.search(only, entry.family)]
     if listed:
         for entry in entries:

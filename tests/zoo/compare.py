@@ -1,4 +1,4 @@
-"""Trains one entry on the engine and on plain PyTorch, and compares them."""
+"""Train one entry with the engine and with plain PyTorch, and compare them."""
 
 import traceback
 from collections.abc import Callable
@@ -17,12 +17,12 @@ from tests.zoo.outcome import PLANS, Outcome, Result, failure, one_line, worst
 from tests.zoo.reference import reference
 from tests.zoo.trained import ITERATIONS, MICRO_BATCH, SEED, Trained
 
-ABSOLUTE = 1e-7  # as tests/distributed/parity.py:assert_close
-MOST_SENSITIVE = 100  # times the bound that a model's own sensitivity to rounding may excuse
+ABSOLUTE = 1e-7  # the same as in assert_close of tests/distributed/parity.py
+MOST_SENSITIVE = 100  # largest difference, in units of the bound, that sensitivity to rounding can excuse
 
 
 def run(entry: Entry, *, timeout_s: float, spoil: Callable[[nn.Module], None] = lambda module: None) -> Outcome:
-    """Train ``entry`` under both plans and on plain PyTorch; ``spoil`` changes the reference's module (for tests)."""
+    """Train ``entry`` under both plans and with plain PyTorch; for tests, ``spoil`` changes the reference's module."""
     found = []
     runs: dict[str, list[Trained]] = {}
     captured = None
@@ -56,29 +56,28 @@ def compare(
     dp: int,
     spoil: Callable[[nn.Module], None] = lambda module: None,
 ) -> Outcome:
-    """Right or WRONG; where it is wrong, the first difference and the largest one."""
+    """RIGHT or WRONG; a wrong outcome names the first and the largest difference."""
     if not expected.gradients or not any(np.abs(gradient).max(initial=0) for gradient in expected.gradients.values()):
         return Outcome(Result.BROKEN, "plain PyTorch trains no parameter of this entry")
-    for stage, rank in enumerate(ranks[::dp]):  # the first replica
+    for stage, rank in enumerate(ranks[::dp]):  # the ranks of the first pipeline
         if not rank.gradients:
             return Outcome(Result.WRONG, f"stage {stage} trains no parameter")
     if dp > 1 and captured.graph.written_buffers:
-        expected = reference(entry, captured, spoil, replicas=dp)
+        expected = reference(entry, captured, spoil, pipelines=dp)
     differences = _differences(ranks, expected, dp, entry.relative)
     if not differences:
         return Outcome(Result.RIGHT)
     worst = max(excess for _, excess in differences)
     if worst <= MOST_SENSITIVE:
-        replicas = dp if captured.graph.written_buffers else 1
-        moved = _differences(
-            [reference(entry, captured, spoil, replicas=replicas, nudge=1e-7)], expected, 1, entry.relative
-        )
-        own = max((excess for _, excess in moved), default=0.0)
-        if worst <= 3 * own:
+        pipelines = dp if captured.graph.written_buffers else 1
+        nudged = reference(entry, captured, spoil, pipelines=pipelines, nudge=1e-7)
+        moved = _differences([nudged], expected, 1, entry.relative)
+        sensitivity = max((excess for _, excess in moved), default=0.0)
+        if worst <= 3 * sensitivity:
             return Outcome(
                 Result.RIGHT,
-                f"differs by {worst:.1f} times the bound; one process itself by {own:.1f} times where its initial "
-                "weights change by 1e-7",
+                f"differs by {worst:.1f} times the bound; one process itself by {sensitivity:.1f} times where its "
+                "initial weights change by 1e-7",
             )
     first, excess = differences[0]
     most = max(differences, key=lambda difference: difference[1])
@@ -87,7 +86,7 @@ def compare(
 
 
 def _differences(ranks: list[Trained], expected: Trained, dp: int, relative: float) -> list[tuple[str, float]]:
-    """What differs by more than the bound, and by how many times. Buffers are compared in the first replica."""
+    """(name, difference in units of the bound) of all that exceeds it. Buffers: only those of the first pipeline."""
     found: list[tuple[str, float]] = []
 
     def check(what: str, ours: Any, theirs: Any) -> None:

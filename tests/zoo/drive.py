@@ -1,4 +1,4 @@
-"""Runs entries, each in a forked process of its own with a time-out and a memory limit."""
+"""Run entries, each in a forked process with a time-out and a memory limit."""
 
 import multiprocessing
 import os
@@ -24,7 +24,7 @@ from tests.zoo.outcome import Outcome, Result
 
 ENTRY_TIMEOUT_S = 240.0
 RANKS_TIMEOUT_S = 90.0
-MEMORY_BYTES = 6 * 2**30  # private memory of one process
+MEMORY_BYTES = 6 * 2**30  # limit of the private memory of one process
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Finished:
 
 
 def warm_up() -> None:
-    """Import all that a capture needs, so that the forked processes have it."""
+    """Import everything that a capture needs, so that forked processes need not."""
     import transformers
     import transformers.modeling_utils
     import transformers.optimization
@@ -62,7 +62,7 @@ def run_all(
     timeout_s: float = ENTRY_TIMEOUT_S,
     task: Callable[[Entry], Outcome] = lambda entry: run(entry, timeout_s=RANKS_TIMEOUT_S),
 ) -> Iterator[Finished]:
-    """Yield each entry as it ends; ``jobs`` of them run at a time."""
+    """Yield each entry when it ends; ``jobs`` of them run at the same time."""
     context = multiprocessing.get_context("fork")
     pending = list(entries)[::-1]
     running: dict[Connection, tuple[Entry, multiprocessing.Process, float, Path]] = {}
@@ -82,7 +82,7 @@ def run_all(
                 for pipe in {*ready, *late}:
                     entry, process, start, log = running.pop(pipe)
                     outcome = _outcome(pipe, process, log) if pipe in ready else None
-                    process.kill()  # and with it, the ranks that it forked
+                    process.kill()  # the ranks that it forked die with it
                     process.join()
                     pipe.close()
                     hung = Outcome(Result.HUNG, f"not done after {timeout_s:g} s", _tail(log))
@@ -110,7 +110,7 @@ def _tail(log: Path) -> str:
 
 def _serve(pipe: Connection, log: Path, parent: int, task: Callable[[Entry], Outcome], entry: Entry) -> None:
     die_with_parent(parent)
-    with suppress(ValueError):  # a lower limit holds already
+    with suppress(ValueError):  # a lower limit is already set
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)

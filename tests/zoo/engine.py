@@ -1,4 +1,4 @@
-"""An entry trained by the engine, over forked ranks."""
+"""Train an entry with the engine on forked ranks."""
 
 import pickle
 import random
@@ -32,7 +32,7 @@ SETTINGS = TrainingSettings(iterations=ITERATIONS, optimizer=OPTIMIZER, device="
 
 
 def stages(graph: Graph, dp: int) -> tuple[StagePlan, ...]:
-    """Two stages, each with trained parameters: the uniform ones or, for dp 2, a cut at a third of the FLOPs."""
+    """Two stages with trained parameters each: the uniform cut or, for dp 2, a cut at a third of the FLOPs."""
 
     def trains(plans: tuple[StagePlan, ...]) -> bool:
         return all(graph.trained.intersection(stage.state) for stage in cut(graph, plans))
@@ -48,13 +48,13 @@ def stages(graph: Graph, dp: int) -> tuple[StagePlan, ...]:
         try:
             if trains(plans):
                 return plans
-        except InputError:  # this cut parts what must stay together; another may not
+        except InputError:  # this cut separates operations that must stay together; try another one
             continue
     return equal
 
 
 def engine(entry: Entry, captured: CapturedModel, dp: int, *, timeout_s: float) -> list[Trained]:
-    """What each rank of the engine saw; raises InputError, CrashedError or HungError."""
+    """The results of each rank; raises InputError, CrashedError or HungError."""
     graph = captured.graph
     plan = Plan(
         graph=graph.fingerprint,
@@ -71,7 +71,7 @@ def engine(entry: Entry, captured: CapturedModel, dp: int, *, timeout_s: float) 
     with tempfile.TemporaryDirectory(prefix="auto3d-zoo-") as folder:
 
         def rank(world: World, report: Any) -> None:
-            # Ranks of a cluster are no forks of each other: they share nothing but the plan.
+            # Give forked ranks different random states: on a cluster, ranks share only the plan.
             random.seed(world.rank)
             np.random.seed(world.rank)
             torch.manual_seed(world.rank)

@@ -20,9 +20,9 @@ class Entry:
     build: Callable[[], nn.Module]
     inputs: Mapping[str, InputField]
     sequence: int = SEQUENCE  # length of inputs of kind tokens
-    draws: bool = False  # the forward draws random numbers: the reference seeds each draw as the engine does
-    relative: float = 1e-5  # the bound of a difference, as a share of the largest value of a tensor
-    only_refused: str = ""  # why no captured graph can be right: the one good outcome is a refusal
+    draws: bool = False  # the forward draws random numbers, and the reference must seed each draw as the engine does
+    relative: float = 1e-5  # bound of a difference, as a fraction of the largest value of the tensor
+    only_refused: str = ""  # why no captured graph can be right, so that the only good outcome is a refusal
 
     @property
     def data(self) -> DataSettings:
@@ -53,7 +53,7 @@ IMAGES = {"x": normal(3, 16, 16), "label": integers(high=4)}
 
 
 class Collection:
-    """Entries of one family; used as a decorator of their classes, which need no arguments."""
+    """The entries of one family. Used as a decorator of classes that take no arguments."""
 
     def __init__(self, family: str) -> None:
         self.family = family

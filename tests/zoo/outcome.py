@@ -1,4 +1,4 @@
-"""What a run of an entry can end in, and what an error of the engine means for its user."""
+"""Possible outcomes of an entry, and the meaning of the engine's errors for a user."""
 
 import re
 import traceback
@@ -18,12 +18,12 @@ class Result(StrEnum):
     WRONG = "WRONG"
     CRASHED = "crashed"
     HUNG = "hung"
-    UNCLEAR = "unclear"  # refused in words that are torch's own, or in more than one line
-    BROKEN = "broken"  # the entry does not run on plain PyTorch either
+    UNCLEAR = "unclear"  # refused with torch's jargon, or in more than one line
+    BROKEN = "broken"  # the entry does not run with plain PyTorch either
 
 
-FAULTS = (Result.UNCLEAR, Result.HUNG, Result.CRASHED, Result.WRONG, Result.BROKEN)  # the worst last
-JARGON = re.compile(  # words that mean something to torch's developers alone
+FAULTS = (Result.UNCLEAR, Result.HUNG, Result.CRASHED, Result.WRONG, Result.BROKEN)  # from bad to worst
+JARGON = re.compile(  # words that only torch's developers know
     r"could not guard|unbacked|please (file|report)|file an issue|fake ?tensor|HigherOrderOperator|higher_order"
     r"|wrap_with_|aten::|prims[:.]|torch\.(ops|fx|export|_dynamo|compile)|dynamo|functional ?tensor|SymInt|pytree"
     r"|data-dependent (expression|operator)|\bproxy\b|__torch_\w+__|local_scalar_dense|/torch/\S+, line|guard_\w+"
@@ -34,7 +34,7 @@ JARGON = re.compile(  # words that mean something to torch's developers alone
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an entry, or one plan of it, ended."""
+    """The outcome of an entry, or of one plan of it."""
 
     result: Result
     reason: str = ""  # one line
@@ -42,27 +42,27 @@ class Outcome:
 
 
 class CrashedError(Exception):
-    """An error of a rank that is no refusal."""
+    """An error of a rank other than a refusal."""
 
 
 class HungError(Exception):
-    """Ranks that did not end in time."""
+    """Ranks did not end within the time-out."""
 
 
 def worst(found: list[Outcome], entry: Entry) -> Outcome:
-    """The outcome of all plans together, of which one stands for the entry."""
+    """The worst outcome of all plans, which stands for the entry."""
     order = [Result.RIGHT, Result.REFUSED, *FAULTS]
     chosen = max(found, key=lambda outcome: order.index(outcome.result))
     if chosen.result is Result.RIGHT and entry.only_refused:
         return Outcome(Result.WRONG, f"it must be refused: {entry.only_refused}")
     same = {outcome.reason.split(": ", 1)[-1] for outcome in found if outcome.result is chosen.result}
     if len(found) == len(PLANS) and len(same) == 1 and chosen.reason and found[0].result is found[1].result:
-        return replace(chosen, reason=same.pop())  # under both plans alike
+        return replace(chosen, reason=same.pop())  # the same under both plans
     return chosen
 
 
 def failure(error: Exception) -> Outcome:
-    """What an error of the engine means for its user."""
+    """The outcome that an error of the engine means for a user."""
     detail = "".join(traceback.format_exception(error))
     if isinstance(error, InputError):
         text = str(error)
@@ -88,5 +88,5 @@ def failure(error: Exception) -> Outcome:
 
 
 def one_line(error: BaseException) -> str:
-    """Its first line, or its kind."""
+    """The first line of the error, or its class."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

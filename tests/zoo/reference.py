@@ -1,4 +1,4 @@
-"""An entry trained by plain, eager PyTorch on one process."""
+"""Train an entry with plain, eager PyTorch in one process."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -26,13 +26,13 @@ def reference(
     captured: CapturedModel | None,
     spoil: Callable[[nn.Module], None] = lambda module: None,
     *,
-    replicas: int = 1,
+    pipelines: int = 1,
     nudge: float = 0.0,
 ) -> Trained:
-    """Plain PyTorch, eager, on one process: the unmodified module, micro-batch after micro-batch.
+    """The result of eager PyTorch in one process: the unmodified module, micro-batch after micro-batch.
 
-    Each of ``replicas`` has buffers of its own, as under DistributedDataParallel without their broadcast; those of the
-    first are returned. ``nudge`` changes each initial parameter by about this share of it.
+    Each of ``pipelines`` data-parallel copies has its own buffers, as under DistributedDataParallel without broadcasts;
+    those of the first are returned. ``nudge`` changes each initial parameter by about this fraction.
     """
     random.seed(SEED)
     np.random.seed(SEED)
@@ -49,30 +49,30 @@ def reference(
     batches = Batches(entry.data, seed=SEED, global_batch=GLOBAL_BATCH, micro_batch_size=MICRO_BATCH)
     count = GLOBAL_BATCH // MICRO_BATCH
     draws = _Draws(captured, count) if entry.draws and captured else None
-    kept = [{name: buffer.clone() for name, buffer in buffers_of(module).items()} for _ in range(replicas)]
+    kept = [{name: buffer.clone() for name, buffer in buffers_of(module).items()} for _ in range(pipelines)]
     losses, norms, gradients = [], [], {}
     for iteration in range(ITERATIONS):
         module.zero_grad()
         total = 0.0
         for index in range(count):
-            own = kept[index * replicas // count]
-            if replicas > 1:
-                _copy(own, buffers_of(module))
+            buffers = kept[index * pipelines // count]
+            if pipelines > 1:
+                _copy(buffers, buffers_of(module))
             with draws.seeded(iteration, index) if draws else nullcontext():
                 output = module(**batches.micro_batch(iteration, index, tuple(entry.inputs)))
             loss = _loss(output) / count
             loss.backward()
             total += loss.item()
-            if replicas > 1:
-                _copy(buffers_of(module), own)
+            if pipelines > 1:
+                _copy(buffers_of(module), buffers)
         norms.append(torch.nn.utils.clip_grad_norm_(named.values(), OPTIMIZER.clip_norm).item())
         losses.append(total)
         if iteration == 0:
             gradients = {name: array(p.grad) for name, p in named.items() if p.grad is not None}
         step.step()
         learning_rate.step()
-    buffers = buffers_of(module)  # a forward may have put new ones in their places
-    if replicas > 1:
+    buffers = buffers_of(module)  # again, since a forward may have replaced some
+    if pipelines > 1:
         _copy(kept[0], buffers)
     return Trained(
         losses=losses,
@@ -89,7 +89,7 @@ def _copy(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]
 
 
 def _loss(output: Any) -> torch.Tensor:
-    """As a user reads it: the output called ``loss``, else the first of several."""
+    """The loss in a module's output: the output called ``loss``, else the first of several."""
     if isinstance(output, torch.Tensor):
         return output
     if isinstance(output, Mapping):
@@ -98,7 +98,7 @@ def _loss(output: Any) -> torch.Tensor:
 
 
 class _Draws(TorchFunctionMode):
-    """Seeds each function of an eager forward that draws numbers as the runtime seeds that operation of the Graph."""
+    """Seeds each random function of an eager forward as the runtime seeds the same operation of the Graph."""
 
     NAMES = frozenset(
         [

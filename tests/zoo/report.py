@@ -70,8 +70,7 @@ change by 10⁻⁷, at most 100 times the bound; the table says so. Where a part
 trained. *crashed*: another error. *hung*: no end within the time-out. *unclear*: a refusal in torch's own words, or in
 several lines. *broken*: the entry does not run on plain PyTorch.
 
-Buffers that a forward writes (batch statistics) are compared with those of a replica that has seen the same
-micro-batches.
+Buffers that a forward writes (batch statistics) are compared with those of a copy that has seen the same micro-batches.
 
 {counts}
 

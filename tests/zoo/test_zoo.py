@@ -1,4 +1,4 @@
-"""The zoo's own driver: what is right, refused, wrong, crashed or hung is called so."""
+"""The zoo's driver reports right, refused, wrong, crashed and hung entries as such."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""What every training of the zoo has in common, and what one process keeps of it."""
+"""Settings of every training of the zoo, and the results of one process."""
 
 from dataclasses import dataclass, replace
 

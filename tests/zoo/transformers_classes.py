@@ -1,4 +1,4 @@
-"""How entries of transformers' classes are made: tiny configurations, inputs, and wrappers that give a loss."""
+"""Make entries from classes of transformers: tiny configurations, inputs, and wrappers that return a loss."""
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -48,7 +48,7 @@ def _without_dropout(config: Any) -> None:
 
 
 class Contrastive(nn.Module):
-    """A model of two towers, asked for its loss."""
+    """A model of two towers that is asked to return its loss."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -197,5 +197,5 @@ def wrapped(
 
 
 def language(family: str, names: str, base: Mapping[str, Any] = TINY, **changes: Any) -> list[Entry]:
-    """Models from tokens to tokens: those called ``names``, all of one configuration."""
+    """Add the models ``names``, from tokens to tokens, all with one configuration."""
     return [entry for name in names.split() for entry in add(family, name, LANGUAGE, {**base, **changes})]

@@ -1,4 +1,4 @@
-"""Entries of transformers that read sound, video, numbers over time or several inputs, and detectors."""
+"""Models of transformers that read sound, video, time series or several inputs, and detectors."""
 
 from tests.zoo.entry import TOKENS, VOCABULARY, Entry, integers, normal
 from tests.zoo.transformers_classes import (

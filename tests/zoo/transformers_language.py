@@ -1,4 +1,4 @@
-"""Entries of transformers that read and write text."""
+"""Models of transformers that read and write text."""
 
 from tests.zoo.entry import SEQUENCE, TOKENS, VOCABULARY, Entry, integers
 from tests.zoo.transformers_classes import (

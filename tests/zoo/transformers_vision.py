@@ -1,4 +1,4 @@
-"""Entries of transformers that read images."""
+"""Models of transformers that read images."""
 
 from tests.zoo.entry import TOKENS, VOCABULARY, Entry, integers, normal
 from tests.zoo.transformers_classes import (
@@ -15,7 +15,7 @@ from tests.zoo.transformers_classes import (
 
 # fmt: off
 ENTRIES: list[Entry] = []
-# Batch statistics of a few numbers magnify rounding: larger images for models that divide them by 32.
+# Batch statistics of a few numbers magnify rounding, so models that divide images by 32 get larger ones.
 WIDE = {"pixel_values": normal(3, 96, 96), "labels": integers(high=4)}
 WIDE_MAP = {"pixel_values": normal(3, 96, 96), "labels": integers(96, 96, high=4)}
 SQUARE = {"image_size": 32, "num_channels": 3, "num_labels": 4}

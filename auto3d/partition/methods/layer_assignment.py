@@ -1,8 +1,8 @@
 """AMP's layer assignment: the contiguous stages with the shortest pipeline (Li et al. 2022, section 4.3, ``pipe_dp``).
 
-Minimises objective (4): (M - 1) max t + sum t + sum c, for M micro-batches, stage times t and times c of the messages
-between neighbours. AMP's algorithm tries every possible value of the maximum; this one keeps, for each number of stages
-and each position, the assignments that no other beats in both the maximum and the rest. Both are exact.
+It minimises objective (4): (M - 1) max t + sum t + sum c, for M micro-batches, stage times t and message times c
+between neighbouring stages. AMP's algorithm tries every possible value of the maximum. This one keeps, for each number
+of stages and each position, the assignments that no other beats in both the maximum and the rest. Both are exact.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from auto3d.plan import StagePlan, stages_between
 
 class _Assignment(NamedTuple):
     slowest: float
-    rest: float  # sum of stage times and messages so far
+    rest: float  # sum of stage times and message times so far
     place: int
     previous: "_Assignment | None"
 
@@ -36,23 +36,24 @@ def choose_stages(problem: StageProblem) -> tuple[StagePlan, ...]:
 def shortest_pipeline(
     before: Sequence[float], messages: Sequence[float], speeds: Sequence[float], micro_batches: int
 ) -> list[int]:
-    """Places that bound the parts of least (M - 1) max t + sum t + sum c; each part must take some time.
+    """Places that bound the parts with the least (M - 1) max t + sum t + sum c; each part must take some time.
 
-    ``before`` is the time before each place on a device of speed 1, ``messages`` the time of a cut there.
+    ``before`` has the seconds before each place on a device of speed 1, ``messages`` the seconds of a cut there, and
+    ``speeds`` the speed of each part's device.
     """
     last = len(before) - 1
     fastest = max(speeds)
-    bound = _of_balanced(before, messages, speeds, micro_batches)
+    bound = _balanced_objective(before, messages, speeds, micro_batches)
     best: list[list[_Assignment]] = [[] for _ in before]
     best[0] = [_Assignment(0.0, 0.0, 0, None)]
     for stage, speed in enumerate(speeds):
         reached: list[list[_Assignment]] = [[] for _ in before]
         final = stage == len(speeds) - 1
         for place in [last] if final else range(1, last):
-            found = []
+            candidates = []
             for start in range(place - 1, -1, -1):
                 time = (before[place] - before[start]) / speed
-                if (micro_batches - 1) * time + time > bound:  # and all that start earlier take longer
+                if (micro_batches - 1) * time + time > bound:  # earlier starts take even longer
                     break
                 if time <= 0:
                     continue
@@ -62,10 +63,10 @@ def shortest_pipeline(
                     rest = assignment.rest + time + message
                     least = (micro_batches - 1) * slowest + rest + (before[last] - before[place]) / fastest
                     if least <= bound:
-                        found.append(_Assignment(slowest, rest, place, assignment))
-            reached[place] = _unbeaten(found)
+                        candidates.append(_Assignment(slowest, rest, place, assignment))
+            reached[place] = _unbeaten(candidates)
         best = reached
-    winner = min(best[last], key=lambda assignment: (micro_batches - 1) * assignment.slowest + assignment.rest)
+    winner: _Assignment | None = min(best[last], key=lambda one: (micro_batches - 1) * one.slowest + one.rest)
     bounds = []
     while winner is not None:
         bounds.append(winner.place)
@@ -77,7 +78,7 @@ _shortest_pipeline = lru_cache(4096)(shortest_pipeline)  # a search asks for the
 
 
 def _unbeaten(assignments: list[_Assignment]) -> list[_Assignment]:
-    """Those that no other equals or beats in both figures."""
+    """The assignments that no other one equals or beats in both figures."""
     kept: list[_Assignment] = []
     for assignment in sorted(assignments, key=lambda one: (one.slowest, one.rest)):
         if not kept or assignment.rest < kept[-1].rest:
@@ -85,12 +86,15 @@ def _unbeaten(assignments: list[_Assignment]) -> list[_Assignment]:
     return kept
 
 
-def _of_balanced(
+def _balanced_objective(
     before: Sequence[float], messages: Sequence[float], speeds: Sequence[float], micro_batches: int
 ) -> float:
-    """The objective of parts that are balanced for equal speeds, a little rounded up: no other need be longer."""
+    """The objective of parts that are balanced for equal speeds, rounded up a little: an upper bound of the best."""
     anywhere = [[0] * len(before)] * len(speeds)
-    bounds = cheapest_cuts(before, messages, anywhere, smallest_maximum(before, anywhere))
+    limit = smallest_maximum(before, anywhere)
+    assert limit is not None, "without a memory limit there is always a partition"
+    bounds = cheapest_cuts(before, messages, anywhere, limit)
+    assert bounds is not None
     parts = zip(pairwise(bounds), speeds, strict=True)
     times = [(before[last] - before[first]) / speed for (first, last), speed in parts]
     total = (micro_batches - 1) * max(times) + sum(times) + sum(messages[place] for place in bounds[1:-1])

@@ -1,8 +1,9 @@
-"""Chimera: pipelines in both directions through the same devices (Li and Hoefler, SC 2021, sections 3.1, 3.5, 3.6).
+"""Chimera: pipes in both directions through the same devices (Li and Hoefler, SC 2021, sections 3.1, 3.5, 3.6).
 
-Every operation has a slot, a unit of time in an ideal pipeline in which a forward slot and a backward slot last equally
-long. In a unit that starts at slot 0, the m-th forward of a pipe on its stage s has slot s + 2m and its backward slot
-2D - 1 - s + 2m; pipes never meet in a slot, since D is even. A device runs its operations in the order of their slots.
+Every operation has a slot: a unit of time in an ideal pipeline in which forwards and backwards take equally long. In a
+scheduling unit that starts at slot 0, the m-th forward of a pipe on stage s has slot s + 2m, and its backward has slot
+2D - 1 - s + 2m. Two pipes never use the same slot of a device, since D is even. A device runs its operations in the
+order of their slots.
 """
 
 from auto3d.errors import InputError
@@ -23,20 +24,22 @@ def chimera(
     recompute: str = "none",
     sync: str = "lazy",
 ) -> Schedule:
-    """``pipes`` = 2f: f pipes down and f up, each device a stage of each. Pipe 2i starts at device i D/f and goes down;
-    pipe 2i + 1 is its mirror.
+    """Chimera with ``pipes`` = 2f pipes: f go down and f go up, and each device has one stage of each pipe.
 
-    ``scale`` says how units are put together where N is more than D:
+    Pipe 2i starts at device i D/f and goes down; pipe 2i + 1 is its mirror image. ``scale`` selects how scheduling
+    units are joined if N is more than D:
 
-    - ``direct``: units of D micro-batches, each in the drain of the one before. Idle (D - 2)(F + K(B - F)) per device
-      for N = KD and two pipes.
-    - ``doubling``: units of 2D, in which a forward takes two micro-batches and backwards one, first all backwards of
-      first ones, then all of second ones, as in figure 7(c); what is left at the end, if D or less, is a direct unit.
-      Idle (D - 2)(F + B)/2 + (k - 1)(D - 2)(B - 2F) for N = 2kD, two pipes and 2F <= B <= 3F.
-    - ``halving``: the order of doubling with each micro-batch in two parts: forwards of both, backwards of one.
+    - ``direct``: units of D micro-batches, each of which begins in the drain of the previous one. With two pipes and
+      N = KD, each device idles (D - 2)(F + K(B - F)).
+    - ``doubling``: units of 2D micro-batches. A forward takes two micro-batches and a backward one: first the backwards
+      of the first micro-batch of every pair, then those of the second, as in figure 7(c). If D or fewer micro-batches
+      remain at the end, they form a direct unit. With two pipes, N = 2kD and 2F <= B <= 3F, each device idles
+      (D - 2)(F + B)/2 + (k - 1)(D - 2)(B - 2F).
+    - ``halving``: the order of doubling, with each micro-batch in two parts: a forward takes both parts, a backward
+      one.
 
-    Figure 7(d) takes out half of the bubbles at the start: the paper does not say how for any D. Here the first pairs
-    of each pipe go forward one micro-batch by one, so that the first arrives early; see ``_single_pairs``.
+    Figure 7(d) removes half of the bubbles at the start, but the paper does not say how to do so for any D. Here the
+    first pairs of each pipe run as single forwards, so that the first micro-batch arrives early; see ``_single_pairs``.
     """
     _check_sizes(devices, pipes)
     check_choice("chimera", "scale", scale, SCALES)
@@ -47,9 +50,9 @@ def chimera(
     device_of = _placement(devices, pipes)
     start = first = 0
     while first < numbers:
-        left = numbers - first
-        doubled = scale == "halving" or (scale == "doubling" and left > devices)
-        taken = min(left, 2 * devices if doubled else devices)
+        remaining = numbers - first
+        doubled = scale == "halving" or (scale == "doubling" and remaining > devices)
+        taken = min(remaining, 2 * devices if doubled else devices)
         groups = _groups(range(first, first + taken), pipes, doubled=doubled, parts=parts)
         single = _single_pairs(devices, pipes) if doubled and first == 0 else 0
         for (stage, pipe), device in device_of.items():
@@ -62,7 +65,7 @@ def chimera(
         stages=devices,
         micro_batches=micro_batches,
         device_of=device_of,
-        operations=tuple(tuple(o for _, o in sorted(own, key=lambda pair: pair[0])) for own in slots),
+        operations=tuple(tuple(o for _, o in sorted(pairs, key=lambda pair: pair[0])) for pairs in slots),
         recompute=recomputing("chimera", devices, recompute),
         parts=parts,
     )
@@ -85,33 +88,34 @@ def _check_sizes(devices: int, pipes: int) -> None:
 
 
 def _placement(devices: int, pipes: int) -> dict[tuple[int, int], int]:
-    apart = 2 * devices // pipes
+    distance = 2 * devices // pipes  # between the first stages of neighbouring pipes that go down
     placement = {}
     for pipe in range(pipes):
         for stage in range(devices):
-            down = (pipe // 2 * apart + stage) % devices
+            down = (pipe // 2 * distance + stage) % devices
             placement[stage, pipe] = devices - 1 - down if pipe % 2 else down
     return placement
 
 
 def _groups(numbers: range, pipes: int, *, doubled: bool, parts: int) -> list[list[tuple[int, ...]]]:
-    """What each pipe's forwards take together; micro-batches are shared among the pipes as evenly as can be."""
-    whole, more = divmod(len(numbers) // parts, pipes)
-    groups = []
+    """Per pipe, the micro-batches of each forward; micro-batches are divided among the pipes as evenly as possible."""
+    each, remainder = divmod(len(numbers) // parts, pipes)
+    groups: list[list[tuple[int, ...]]] = []
     taken = 0
     for pipe in range(pipes):
-        own = numbers[taken : taken + (whole + (pipe < more)) * parts]
-        taken += len(own)
-        groups.append([tuple(own[i : i + 2]) for i in range(0, len(own), 2)] if doubled else [(m,) for m in own])
+        of_pipe = numbers[taken : taken + (each + (pipe < remainder)) * parts]
+        taken += len(of_pipe)
+        size = 2 if doubled else 1
+        groups.append([tuple(of_pipe[i : i + size]) for i in range(0, len(of_pipe), size)])
     return groups
 
 
 def _single_pairs(devices: int, pipes: int) -> int:
-    """How many pairs of each pipe run one by one in the first doubled unit: all but the last.
+    """The number of pairs of each pipe that run as single forwards in the first doubled unit: all but the last pair.
 
-    The middle device is D/(2f) - 1 hops from the first, and starts two forwards per hop late if those are doubled, one
-    if they are single. Half as many single pairs reach the closed form where B = 2F; these do where B is up to 3F, that
-    is with recomputation too.
+    The middle device is D/(2f) - 1 hops from the first one. For each hop it starts two forwards later if forwards are
+    doubled, and one if they are single. Half as many single pairs reach the closed form if B = 2F. This number reaches
+    it up to B = 3F, that is with recomputation too.
     """
     return devices // pipes - 1
 
@@ -119,7 +123,10 @@ def _single_pairs(devices: int, pipes: int) -> int:
 def _unit(
     start: int, devices: int, stage: int, pipe: int, groups: list[tuple[int, ...]], single: int
 ) -> list[tuple[int, Operation]]:
-    """Slots of one unit's operations on one stage of one pipe."""
+    """(slot, operation) of each operation of one scheduling unit on one stage of one pipe.
+
+    ``start`` is the first slot of the unit. The first ``single`` of ``groups`` run as single forwards.
+    """
     placed = []
     for position, group in enumerate(groups):
         slot = start + 2 * position
@@ -133,6 +140,6 @@ def _unit(
 
 FAMILY = Family(
     name="chimera",
-    summary="pipelines in both directions, two or more replicas of the model (Li and Hoefler 2021)",
+    summary="pipes in both directions, two or more copies of the model (Li and Hoefler 2021)",
     build=chimera,
 )

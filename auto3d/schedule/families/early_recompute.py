@@ -1,4 +1,4 @@
-"""Early recomputation: 1F1B whose recomputation does not wait for the gradient (Merak 2022, section 6.1, figure 4b)."""
+"""Early recomputation: 1F1B that recomputes before the gradient arrives (Merak 2022, section 6.1, figure 4b)."""
 
 from auto3d.schedule.family import Family
 from auto3d.schedule.operation import Kind, Schedule
@@ -7,9 +7,9 @@ from auto3d.schedule.sync import place_syncs
 
 
 def early_recompute(*, devices: int, micro_batches: int, sync: str = "lazy") -> Schedule:
-    """R stands before each B in 1F1B's order, and fills the wait for the gradient; idle (D - 1)(F + B) per device.
+    """1F1B with an R before each B, which fills the wait for the gradient. Each device idles (D - 1)(F + B).
 
-    The last stage recomputes too, though its activations are just made: leaving that out is the next schedule's step.
+    The last stage recomputes too, although its activations are still there; shifted-critical-path leaves that out.
     """
     orders = alternating_orders(devices, micro_batches, backward=(Kind.RECOMPUTE, Kind.BACKWARD))
     schedule = straight_pipeline("early-recompute", orders, micro_batches=micro_batches, recompute=range(devices))

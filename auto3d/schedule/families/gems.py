@@ -1,4 +1,4 @@
-"""GEMS: two replicas of the model in opposite directions, one micro-batch at a time (Jain et al. 2020; Chimera, 2)."""
+"""GEMS: two pipes in opposite directions, one micro-batch at a time (Jain et al. 2020; Chimera, section 2)."""
 
 from auto3d.errors import InputError
 from auto3d.schedule.family import Family
@@ -8,13 +8,13 @@ from auto3d.schedule.sync import place_syncs
 
 
 def gems(*, devices: int, micro_batches: int, recompute: str = "none", sync: str = "lazy") -> Schedule:
-    """Micro-batches take the two pipes in turn; the forward of one follows the backward of the one before it upstream.
+    """GEMS. Micro-batches take the two pipes in turn; the forward of one follows the backward of the previous one.
 
-    Two micro-batches are in the pipeline, but no device holds the activations of more than one. Idle per device
-    (N + 1)(D - 1)F where B = F and (2N + 1)(D - 1)F where B = 2F, for every N (Chimera's table 2 gives the limit).
+    Two micro-batches are in flight, but no device holds the activations of more than one. Each device idles
+    (N + 1)(D - 1)F if B = F and (2N + 1)(D - 1)F if B = 2F, for every N. (Chimera's table 2 gives the limit.)
     """
     if devices < 2:
-        raise InputError("schedule gems: 1 device; its two pipes run in opposite directions, on 2 devices or more")
+        raise InputError("schedule gems: 1 device; its two pipes in opposite directions need 2 devices or more")
 
     def device(home: int) -> tuple[Operation, ...]:
         operations: list[Operation] = []

@@ -9,7 +9,7 @@ from auto3d.schedule.sync import place_syncs
 
 
 def gpipe(*, devices: int, micro_batches: int, recompute: str = "none", sync: str = "lazy") -> Schedule:
-    """Every device holds the activations of all ``micro_batches`` at once; idle (D - 1)(F + B) per device."""
+    """GPipe. Each device holds the activations of all micro-batches at once and idles (D - 1)(F + B)."""
     orders = [
         (*of_stage(Kind.FORWARD, stage, micro_batches), *of_stage(Kind.BACKWARD, stage, micro_batches))
         for stage in range(devices)

@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: every device holds several chunks of the model (Megatron-LM, Narayanan et al., SC 2021, 2.2)."""
+"""Interleaved 1F1B: several stages (chunks) per device (Megatron-LM, Narayanan et al., SC 2021, section 2.2)."""
 
 from itertools import product
 
@@ -12,20 +12,20 @@ from auto3d.schedule.sync import place_syncs
 def interleaved(
     *, devices: int, micro_batches: int, chunks: int = 2, recompute: str = "none", sync: str = "lazy"
 ) -> Schedule:
-    """Stage s lives on device s mod D; idle (D - 1)(F + B)/v for v ``chunks`` where D divides ``micro_batches``.
+    """Interleaved 1F1B: stage s is on device s mod D, with v = ``chunks`` stages per device.
 
-    Micro-batches go in groups of D, each group through all chunks of a device in turn. The paper asks for a multiple of
-    D. For other numbers the order is that of the next multiple without the micro-batches that do not exist: what is
-    taken out of an order that can run leaves one that can.
+    Each device idles (D - 1)(F + B)/v if D divides ``micro_batches``. Micro-batches go in groups of D; a device runs
+    one group on each of its stages in turn. The paper requires a multiple of D micro-batches. For other numbers, the
+    order is that of the next multiple, with the surplus micro-batches left out. An order that can run still can after
+    that.
     """
     check_least("interleaved-1f1b", "chunks", chunks, 2)
     groups = -(-micro_batches // devices)
 
     def device(home: int) -> tuple[Operation, ...]:
         stages = range(home, devices * chunks, devices)
-        places = product(range(groups), range(chunks), range(devices))
         forwards, backwards = [], []
-        for group, chunk, member in places:
+        for group, chunk, member in product(range(groups), range(chunks), range(devices)):
             micro_batch = group * devices + member
             forwards.append(Operation(Kind.FORWARD, stages[chunk], (micro_batch,)))
             backwards.append((Operation(Kind.BACKWARD, stages[-1 - chunk], (micro_batch,)),))

@@ -1,4 +1,4 @@
-"""1F1B: after a warm-up, one forward and one backward in turn (DAPPLE, PipeDream-Flush; Chimera, section 2)."""
+"""1F1B: a warm-up, then one forward and one backward in turn (DAPPLE, PipeDream-Flush; Chimera, section 2)."""
 
 from auto3d.schedule.family import Family
 from auto3d.schedule.operation import Schedule
@@ -10,9 +10,10 @@ from auto3d.schedule.sync import place_syncs
 def one_forward_one_backward(
     *, devices: int, micro_batches: int, recompute: str = "none", sync: str = "lazy"
 ) -> Schedule:
-    """As many bubbles as GPipe, (D - 1)(F + B), but stage s holds the activations of at most D - s micro-batches.
+    """1F1B. It idles as long as GPipe, (D - 1)(F + B), but stage s holds the activations of at most D - s
+    micro-batches.
 
-    Recomputation waits for the gradient, inside B: idle (D - 1)(F + R + B) (Merak, figure 4a).
+    Recomputation is inside B and so waits for the gradient: a device idles (D - 1)(F + R + B) (Merak, figure 4a).
     """
     orders = alternating_orders(devices, micro_batches)
     recomputed = recomputing("1f1b", devices, recompute)

@@ -10,10 +10,11 @@ from auto3d.schedule.sync import place_updates
 def pipedream(
     *, devices: int, micro_batches: int, iterations: int = 4, recompute: str = "none", sync: str = "lazy"
 ) -> Schedule:
-    """``iterations`` iterations of ``micro_batches`` without a flush; no bubbles but in the first fill and last drain.
+    """PipeDream, ``iterations`` iterations without a flush: bubbles are only in the first fill and the last drain.
 
     A micro-batch runs its backward with the weights of its forward, so stage s keeps up to D - s versions. Later stages
-    see a micro-batch with more updates: vertical sync, which would prevent that, is off in the paper's default too.
+    run a micro-batch with weights that have had more updates. Vertical sync would prevent that; it is off here, as it
+    is by default in the paper.
     """
 
     check_least("pipedream", "iterations", iterations, 1)

@@ -11,15 +11,17 @@ from auto3d.schedule.sync import place_updates
 def pipedream_2bw(
     *, devices: int, micro_batches: int, iterations: int = 4, recompute: str = "none", sync: str = "lazy"
 ) -> Schedule:
-    """An update per iteration, delayed by one: W(t + 1) = W(t) - v * gradient at W(t - 1), the same at all stages.
+    """PipeDream-2BW: one update per iteration, delayed by one: W(t + 1) = W(t) - v * gradient at W(t - 1), on all
+    stages.
 
-    Two versions are enough where no stage begins an iteration before it has updated for the last but one. The paper
-    asks for N >= D; D - 1 are enough, since the first stage is never more than D - 1 forwards ahead of its backwards.
+    Two versions are enough if no stage begins an iteration before its update for the iteration before the previous one.
+    The paper requires N >= D. N = D - 1 is enough, since the first stage is never more than D - 1 forwards ahead of its
+    backwards.
     """
     if micro_batches < devices - 1:
         raise InputError(
             f"schedule pipedream-2bw: {micro_batches} micro-batches on {devices} devices would need more than two "
-            f"weight versions; {devices - 1} micro-batches or more would do"
+            f"weight versions; use {devices - 1} micro-batches or more"
         )
 
     check_least("pipedream-2bw", "iterations", iterations, 1)

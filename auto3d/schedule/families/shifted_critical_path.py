@@ -1,4 +1,4 @@
-"""Merak's schedule: the critical path shifts from the last stage to the one before (Merak 2022, 6.1, figure 4c)."""
+"""The shifted critical path, from the last stage to the one before it (Merak 2022, section 6.1, figure 4c)."""
 
 from auto3d.errors import InputError
 from auto3d.schedule.alternation import alternate, of_stage
@@ -9,11 +9,12 @@ from auto3d.schedule.sync import place_syncs
 
 
 def shifted_critical_path(*, devices: int, micro_batches: int, sync: str = "lazy") -> Schedule:
-    """Early recomputation with three changes; idle (D - 2)(F + B) per device where R = F and B <= 2F.
+    """Early recomputation with three changes. Each device idles (D - 2)(F + B) if R = F and B <= 2F.
 
-    The last stage does not recompute: it holds one micro-batch, whose activations are just made. The stage before it
-    takes its third forward before its first backward, into the bubble, and holds three micro-batches for that. And the
-    recomputations of its first two backwards follow those forwards.
+    1. The last stage does not recompute: the activations of the only micro-batch that it holds are still there.
+    2. The stage before it runs its third forward before its first backward, in a bubble, and so holds three
+       micro-batches.
+    3. The first two backwards of that stage, each after its recomputation, come right after those forwards.
     """
     if devices < 2:
         raise InputError("schedule shifted-critical-path: 1 device; it moves work between 2 devices or more")
@@ -28,7 +29,10 @@ def shifted_critical_path(*, devices: int, micro_batches: int, sync: str = "lazy
 
 
 def _last_but_one(stage: int, micro_batches: int) -> Order:
-    """One more forward ahead than in 1F1B, and for it two backwards in a row: F0 F1 F2, R0 B0, R1 B1, F3."""
+    """The order of the last stage but one: one more forward ahead than in 1F1B, then two backwards in a row.
+
+    It begins F0 F1 F2, R0 B0, R1 B1, F3.
+    """
     recomputes, backwards = (of_stage(kind, stage, micro_batches) for kind in (Kind.RECOMPUTE, Kind.BACKWARD))
     pairs: list[Order] = list(zip(recomputes, backwards, strict=True))
     if micro_batches > 1:

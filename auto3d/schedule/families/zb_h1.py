@@ -8,7 +8,10 @@ from auto3d.schedule.weight_filling import fill_with_weights
 
 
 def zb_h1(*, devices: int, micro_batches: int, sync: str = "lazy") -> Schedule:
-    """1F1B's order and its first device's D activations on every device; idle (D - 1)(F + I - W) where N >= D."""
+    """ZB-H1: the order of 1F1B, with up to D micro-batches held on every device, as on the first device of 1F1B.
+
+    Each device idles (D - 1)(F + I - W) if N >= D.
+    """
     orders = alternating_orders(devices, micro_batches, backward=(Kind.BACKWARD_INPUT,))
     orders = fill_with_weights(orders, devices, limit=devices)
     return place_syncs(straight_pipeline("zb-h1", orders, micro_batches=micro_batches), sync)

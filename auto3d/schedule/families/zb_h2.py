@@ -8,10 +8,11 @@ from auto3d.schedule.weight_filling import fill_with_weights
 
 
 def zb_h2(*, devices: int, micro_batches: int, sync: str = "lazy") -> Schedule:
-    """Twice the forwards ahead, and 2D - 1 micro-batches held on every device.
+    """ZB-H2: twice as many forwards ahead as 1F1B, with up to 2D - 1 micro-batches held on every device.
 
-    From its first to its last operation a device idles (D - 1)(F + I - 2W), nothing where F = I = W, if N >= 2D - 1.
-    Against the makespan it idles as ZB-H1: the paper gains there by an update that does not wait for all devices.
+    If N >= 2D - 1, a device idles (D - 1)(F + I - 2W) between its first and its last operation: nothing if F = I = W.
+    Compared with the makespan it idles as long as ZB-H1. The paper saves that time too, with an update that does not
+    wait for all devices.
     """
     orders = alternating_orders(devices, micro_batches, backward=(Kind.BACKWARD_INPUT,), ahead_per_hop=2)
     orders = fill_with_weights(orders, devices, limit=2 * devices - 1)

@@ -1,4 +1,4 @@
-"""ZB-V: two chunks per device, placed in a V, with the backward split (Qi et al., 2024, section 6)."""
+"""ZB-V: two stages per device, placed in a V, with the backward split in two (Qi et al., ICLR 2024, section 6)."""
 
 from collections import Counter
 
@@ -11,28 +11,32 @@ F, I = Kind.FORWARD, Kind.BACKWARD_INPUT  # noqa: E741
 
 
 def zb_v(*, devices: int, micro_batches: int, sync: str = "lazy") -> Schedule:
-    """Device s holds stages s (the way down) and 2D - 1 - s (the way up); no bubble where F = I = W, at D activations.
+    """ZB-V: device s holds the stages s (on the way down the V) and 2D - 1 - s (on the way up).
 
-    The paper finds the order by a search for given times. For equal times it can be written down: 2(D - s) - 1 forwards
-    down; then the first micro-batches up and back; then F I down, F I up in turn; then what is left. W fill the waits.
-    It takes 2D - 1 micro-batches to unfold; fewer follow the order of 2D - 1 without the ones that do not exist. No
-    bubble is left between a device's operations from N = 2D - 1 on, and (D - 1)/2 F against the makespan from N = D on.
+    If F = I = W there are no bubbles, at the activations of D micro-batches. The paper searches for the order, given
+    the times of operations. For equal times the order has a closed form: 2(D - s) - 1 forwards down; then the first
+    micro-batches up and back; then F I down and F I up in turn; then the remaining operations. Weight halves fill the
+    waits. The pattern needs 2D - 1 micro-batches; with fewer, the order is that of 2D - 1 with the surplus ones left
+    out.
+
+    From N = 2D - 1 on, a device never waits between its operations. From N = D on, it idles (D - 1)/2 F compared with
+    the makespan.
     """
     unfolded = max(micro_batches, 2 * devices - 1)
 
     def device(home: int) -> tuple[Operation, ...]:
         down, up = home, 2 * devices - 1 - home
-        upturned = devices - home  # devices from here to the turn of the V
-        repeats = unfolded - devices  # of both chunks, the last of them without a forward down
-        drained = upturned - 1
+        to_turn = devices - home  # number of devices from this one to the turn of the V
+        repeats = unfolded - devices  # repetitions on both stages; the last ones have no forward down
+        drained = to_turn - 1
         pattern = (
-            [(F, down)] * (2 * upturned - 1)
+            [(F, down)] * (2 * to_turn - 1)
             + [(F, up), (F, down)] * home
-            + [(F, up), (I, up)] * upturned
+            + [(F, up), (I, up)] * to_turn
             + [(F, down), (I, down), (F, up), (I, up)] * (repeats - drained)
             + [(I, down), (F, up), (I, up)] * drained
             + [(I, down), (I, up)] * home
-            + [(I, down)] * upturned
+            + [(I, down)] * to_turn
         )
         counts: Counter[tuple[Kind, int]] = Counter()
         operations = []
@@ -48,7 +52,7 @@ def zb_v(*, devices: int, micro_batches: int, sync: str = "lazy") -> Schedule:
         stages=2 * devices,
         micro_batches=micro_batches,
         device_of={(stage, 0): min(stage, 2 * devices - 1 - stage) for stage in range(2 * devices)},
-        operations=fill_with_weights([device(home) for home in range(devices)], 2 * devices, limit=2 * devices),
+        operations=tuple(fill_with_weights([device(home) for home in range(devices)], 2 * devices, limit=2 * devices)),
     )
     return place_syncs(schedule, sync)
 

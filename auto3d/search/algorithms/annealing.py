@@ -1,14 +1,15 @@
 """AMP's randomized optimization: simulated annealing over candidates (Li et al. 2022, section 4.4, algorithm 1).
 
-As in the paper, a move varies the tensor- or the data-parallel degree, the pipeline's depth follows, and micro-batch
-size and placement are drawn anew; the stages are assigned by ``pipe_dp`` where the partition axis has it. Half of the
-moves change one choice alone, such as the schedule, which AMP's space does not have. What its listing gets wrong:
+As in the paper, a move changes the tensor- or the data-parallel degree; the pipeline depth follows, and the micro-batch
+size and placement are drawn anew. ``pipe_dp`` (layer-assignment) cuts the stages if the partition axis has it. Half of
+the moves change a single choice instead, such as the schedule, which AMP's space does not have. Errors in its listing:
 
-- ``randn()``, a normal variate, stands where a uniform one from 0 to 1 is meant, in lines 8 and 18.
-- ``pipe_dp(s)`` cuts for the strategy that is left; here a move is cut for itself.
-- ``cost - new_cost`` is in seconds, so a temperature that starts at 1 depends on the model: an iteration of minutes
-  would freeze at once, one of milliseconds accept everything. Here the difference is relative to the present cost.
-- The first strategy is never put on record, and the last line of the loop over trials does not look at ``record[0]``.
+- Lines 8 and 18 use ``randn()``, a normal variate, instead of a uniform one from 0 to 1.
+- ``pipe_dp(s)`` cuts stages for the strategy before the move; here stages are cut for the strategy after it.
+- ``cost - new_cost`` is in seconds, so the meaning of an initial temperature of 1 depends on the model: iterations of
+  minutes would freeze at once, iterations of milliseconds accept everything. Here the difference is relative to the
+  current cost.
+- The first strategy is never recorded, and the last line of the loop over trials does not look at ``record[0]``.
 """
 
 from collections import defaultdict
@@ -20,19 +21,21 @@ from auto3d.search.algorithms.random_search import draw
 from auto3d.search.search import Search
 from auto3d.search.space import DEGREES, Candidate, Domain
 
-WARM, COLD = 0.3, 0.003  # first and last temperature: a share of the present time
-_ROUNDS = 4  # times that it cools; each begins at the best so far
+WARM, COLD = 0.3, 0.003  # first and last temperature, relative to the current time
+_ROUNDS = 4  # number of coolings; each begins at the best candidate so far
 
 
 def annealing(search: Search, seed: int) -> None:
-    """Look at as many candidates as the budget has.
+    """Look at as many candidates as the budget allows.
 
-    The chance is drawn before the estimate: a candidate whose lower bound already misses it is refused unsimulated.
+    The random number that decides on a move is drawn before the estimate: a candidate whose lower bound is already too
+    high is rejected without a simulation.
     """
     random = Random(seed)
     moves = _Moves(search.domain, random)
-    present, cost = None, inf
-    best, least = None, inf
+    present: Candidate | None = None
+    best: Candidate | None = None
+    cost = least = inf
     length = max(1, search.budget.candidates // _ROUNDS)
     for step in range(search.budget.candidates):
         if search.spent:
@@ -77,7 +80,7 @@ class _Moves:
         return replace(present, **{name: random.choice(choices[name])})
 
     def _degrees(self, present: Candidate, degrees: Candidate) -> Candidate:
-        """``present`` with other degrees, and of each axis a choice that there is for them."""
+        """``present`` with other degrees; a choice that does not exist for them is drawn anew."""
         changed = replace(present, **{name: getattr(degrees, name) for name in DEGREES})
         for name, values in self._domain.choices_of(changed).items():
             if getattr(changed, name) not in values:

@@ -1,4 +1,4 @@
-"""Exhaustive search: the whole space; what cannot be among the best is not simulated."""
+"""Exhaustive search: looks at the whole space and simulates only plans that can be among the best."""
 
 from collections.abc import Iterable
 from math import inf
@@ -8,12 +8,12 @@ from auto3d.search.space import Candidate
 
 
 def exhaustive(search: Search, seed: int) -> None:
-    """Look at every candidate, as far as the budget goes, then simulate them in the order of their lower bounds.
+    """Look at every candidate that the budget allows, then simulate them in the order of their lower bounds.
 
-    It ends where the next bound is above the estimates of as many plans as are asked for: no plan that is left can be
-    faster. ``seed`` is for the other algorithms.
+    The search ends once the next bound is above the estimates of ``budget.best`` plans: no remaining plan can be
+    faster. ``seed`` has no effect.
     """
-    bounds = []
+    bounds: list[tuple[float, int, Candidate]] = []
     for candidate in search.domain:
         if search.spent:
             break
@@ -24,7 +24,7 @@ def exhaustive(search: Search, seed: int) -> None:
 
 
 def estimate_best(search: Search, bounds: Iterable[tuple[float, int, Candidate]]) -> None:
-    """Simulate candidates, each with its bound and its place, until no other can be among the best, or time is up."""
+    """Simulate candidates, given as (bound, index, candidate), until no other can be among the best or time is up."""
     for bound, _, candidate in sorted(bounds, key=lambda one: one[:2]):
         if bound > search.limit() or search.elapsed_s > search.budget.seconds:
             break

@@ -11,19 +11,18 @@ from auto3d.search.space import EQUAL
 def megatron(search: Search, seed: int) -> None:
     """For each micro-batch size, the candidate of the smallest tp × pp that holds the model.
 
-    tp goes up to the devices of the smallest node: of equal products, the one with the most of it is taken. The rest is
-    Megatron-LM's: equally many blocks on each stage, 1F1B, and its order of ranks. There is nothing to draw, so
-    ``seed`` is for the other algorithms.
+    tp is at most the number of devices of the smallest node; of equal products, the one with the largest tp is taken.
+    The rest is Megatron-LM's: equally many blocks in each stage, 1F1B, and its order of ranks. ``seed`` has no effect.
     """
     domain = search.domain
     allowed = [one for one in domain.degrees if one.tp <= domain.cluster.devices_per_node and one.replicas == EQUAL]
     for size in sorted({one.micro_batch_size for one in allowed}):
-        own = sorted(
+        smallest_first = sorted(
             (one for one in allowed if one.micro_batch_size == size),
             key=lambda one: (one.tp * one.pp, -one.tp, -one.dp),
         )
         for recompute in domain.choices["recompute"]:
-            for degrees in own:
+            for degrees in smallest_first:
                 candidate = replace(
                     degrees, schedule="1f1b", partition="blocks", placement=MEGATRON, recompute=recompute
                 )

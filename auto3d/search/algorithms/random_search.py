@@ -1,4 +1,4 @@
-"""Random search: candidates drawn evenly, as AMP compares itself with (Li et al. 2022, section 5)."""
+"""Random search over evenly drawn candidates, the baseline of AMP (Li et al. 2022, section 5)."""
 
 from dataclasses import replace
 from math import inf
@@ -9,7 +9,7 @@ from auto3d.search.space import Candidate, Domain
 
 
 def random_search(search: Search, seed: int) -> None:
-    """Look at as many candidates, each at most once, as the budget has; simulate those that may be among the best."""
+    """Look at as many different candidates as the budget allows, and simulate those that may be among the best."""
     random = Random(seed)
     seen: set[Candidate] = set()
     while len(seen) < len(search.domain) and not search.spent:
@@ -23,7 +23,7 @@ def random_search(search: Search, seed: int) -> None:
 
 
 def draw(domain: Domain, random: Random) -> Candidate:
-    """Any candidate, each choice by itself."""
+    """A random candidate; each choice is drawn independently."""
     degrees = random.choice(domain.degrees)
     choices = domain.choices_of(degrees)
     return replace(degrees, **{name: random.choice(values) for name, values in choices.items()})

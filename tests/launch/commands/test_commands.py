@@ -6,11 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from auto3d.plan import Plan
+from launch.commands.group import VERBS, cli
 from tests.launch.conftest import MINE
 
 BIN = Path(sys.executable).parent
@@ -94,8 +96,8 @@ def test_the_plan_can_come_from_a_file_or_by_hand(folder, auto3d, trained):
             "stages.json",
             "schedule: interleaved-1f1b has 2 devices, 4 stages and 4 micro-batches; the plan has 2, 2",
         ),
-        ([], "zigzag.json", "zigzag.json: schedule: 'zigzag' is not known"),
-        ([], "old.json", "clip_norm: found 1; schedule pipedream-2bw takes 0 alone"),
+        ([], "zigzag.json", "zigzag.json: schedule: 'zigzag' is unknown"),
+        ([], "old.json", "clip_norm: found 1; schedule pipedream-2bw needs 0"),
     ):
         refused = auto3d("train", "small.yaml", *overrides, "--plan", plan, code=2).err
         assert words in refused
@@ -197,7 +199,7 @@ def test_plan_ranks_candidates_and_counts_those_that_cannot_be(folder, auto3d):
 
 def test_a_space_without_a_plan_is_refused(folder, auto3d):
     refused = auto3d("sweep", "own.yaml", "search.micro_batch_size=[3]", code=2).err
-    assert "search: none of its 1 candidates can run; 1 of them: global_batch: 8 does not divide" in refused
+    assert "search: its only candidate cannot run: global_batch: 8 does not divide" in refused
     fine = auto3d("plan", "own.yaml", "training.global_batch=9", "search.micro_batch_size=[3]")
     assert "1 simulated" in fine.out, "the recipe's own plan does not divide 9, but a search does not read it"
 
@@ -219,6 +221,16 @@ def test_a_micro_batch_size_at_which_the_model_fails_is_pruned(folder, auto3d):
 def test_help_and_version(folder, auto3d):
     assert "Commands:" in auto3d().out
     assert auto3d("--version").out.startswith("auto3d 0.")
+
+
+def test_every_command_begins_its_help_with_its_line_in_the_list():
+    files = {file.stem for file in (Path(__file__).parents[3] / "launch/commands").glob("*.py")}
+    assert set(VERBS) <= files
+    assert list(VERBS) == sorted(VERBS)
+    for verb, line in VERBS.items():
+        command = cli.get_command(click.Context(cli), verb)
+        assert command.name == verb
+        assert command.help.splitlines()[0] == line
 
 
 def test_keys_are_plain_lines_where_no_one_looks(folder, auto3d):

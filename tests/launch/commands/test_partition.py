@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from auto3d.partition import CHOOSE_STAGES, METHODS
+from auto3d.partition.methods import STAGE_METHODS
 from auto3d.plan import Plan
 
 ROOT = Path(__file__).parents[3]
@@ -84,7 +84,7 @@ def test_a_cached_model_needs_neither_torch_nor_the_models_code(tmp_path):
     assert json.loads(in_process(tmp_path, *command))["graph"] != first["graph"]
 
 
-@pytest.mark.parametrize("method", [method for method in METHODS if method not in CHOOSE_STAGES])
+@pytest.mark.parametrize("method", STAGE_METHODS)
 def test_stages_hold_the_whole_model(auto3d, method):
     whole = json.loads(auto3d("capture", "tiny", "--json"))
     record = json.loads(auto3d("partition", "tiny", "--method", method, "--stages", "4", "--json"))

@@ -84,7 +84,7 @@ def test_a_row_that_cannot_be_says_why_and_the_others_are_predicted(auto3d, laye
         "needs 16 devices",
         "'x'",
         "'zigzag'",
-        "none were measured on T4 at tp 4",
+        "there are no times for T4 at tp 4",
     ]
     for record, word in zip(records, words, strict=False):
         assert record["predicted_s"] is None
@@ -142,7 +142,7 @@ def test_bad_files(auto3d, layered):
     assert "measured_s or measured_ms" in result.err
     (layered / "rows.csv").write_text(HEADER + ROWS)
     result = auto3d("calibrate", "layered.yaml", "--measurements", "rows.csv", code=2)
-    assert "1 iterations are too few" in result.err
+    assert "the number of measured iterations is 1, too few" in result.err
 
 
 def test_calibrate_finds_what_made_the_times(auto3d, layered):

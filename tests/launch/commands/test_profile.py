@@ -38,9 +38,9 @@ def test_profile_then_predict(auto3d, folder, short):
     assert without == estimated
 
     for change, words in {
-        "training.threads_per_rank=2": "it is of threads 1, and 2 is needed",
-        "cluster.devices_per_node=4": "it is of devices per node 2, and 4 is needed",
-        "model.arguments.width=8": "it is of mine:make of own (graph ",
+        "training.threads_per_rank=2": "it was measured with threads 1, but 2 is needed",
+        "cluster.devices_per_node=4": "it was measured with devices per node 2, but 4 is needed",
+        "model.arguments.width=8": "it was measured on mine:make of own (graph ",
     }.items():
         others = [argument for argument in predict[:-1] if not argument.startswith(f"{change.split('=')[0]}=")]
         told = auto3d(*others, change, code=2).err.splitlines()[-1]  # the model's own code prints, too
@@ -88,12 +88,12 @@ def test_a_profile_of_a_node_serves_a_cluster_of_them(auto3d, folder, short):
     )
     assert len(measured) == len(estimated) == 1
     assert measured != estimated
-    assert "it is of mine:make of own (graph " in auto3d(*search, "model.arguments.width=8", code=2).err
+    assert "it was measured on mine:make of own (graph " in auto3d(*search, "model.arguments.width=8", code=2).err
 
 
 def test_the_table_says_how_it_was_made(auto3d, folder, short):
     printed = auto3d("profile", "own.yaml", *HERE).out
-    assert "Measured: mine:make of own, 2 ranks of 1 threads" in printed
+    assert "Measured: mine:make of own, 2 ranks of 1 thread" in printed
     assert "written: profiles/own.json, profiles/own.svg" in printed
 
 

@@ -209,7 +209,7 @@ def test_files(auto3d, tmp_path):
         ("--stages 4 --micro-batches 4", "write one schedule's name"),
         ("1f1b --compare gpipe --stages 4 --micro-batches 4", "write one schedule's name"),
         ("--compare gpipe --stages 4 --micro-batches 4 --svg x.svg", "--compare has several"),
-        ("chimera --stages 4 --micro-batches 4 --csv x.csv", "cannot hold several replicas"),
+        ("chimera --stages 4 --micro-batches 4 --csv x.csv", "cannot express more than one pipe"),
         ("1f1b --stages 4 --micro-batches 4 --svg no/such/folder/x.svg", "cannot be written"),
     ],
 )

@@ -51,7 +51,7 @@ def test_tune_starts_what_failed_only_when_asked_to(folder, auto3d, fails_at_two
     auto3d("sweep", "own.yaml", "search.micro_batch_size=[8]", "search.pp=[1]", "launch.attempts=2")
     space = ["search.micro_batch_size=[2,4]", "search.trials=2", "prediction.profile=none"]
     tune = ["tune", "own.yaml", *space, "launch.attempts=2"]
-    assert f"1 failed or timed out; to run them again: {shlex.join(['auto3d', *tune, '--retry'])}" in auto3d(*tune).err
+    assert f"1 trial failed or timed out; to run again: {shlex.join(['auto3d', *tune, '--retry'])}" in auto3d(*tune).err
     assert starts() == [1, 1, 1]
     status = auto3d("status", "own.yaml").out
     assert status.count("dp1-") == 2, "not the trial of the sweep"
@@ -71,7 +71,7 @@ def test_a_detached_sweep_is_followed_and_cancelled(folder, auto3d):
     driver = psutil.Process(int(told.split()[1]))
     log = folder / "runs" / "own" / "driver.log"
     wait_until(lambda: gone([driver]), "the sweep in the background", timeout_s=120)
-    assert "train under the fastest" in log.read_text()
+    assert "to train under the fastest plan" in log.read_text()
     assert auto3d("status", "own.yaml", "--watch").out.rstrip().endswith("1 ok")
     assert log.stat().st_mode & 0o077 == 0 or log.parent.stat().st_mode & 0o077 == 0
 

@@ -7,8 +7,8 @@ import pytest
 
 from auto3d.plan import Plan
 from auto3d.runtime.measurement import BYTES, Measurement, Status
-from launch.commands.trials import _print_training
 from launch.console import tables
+from launch.console.training import print_training
 from launch.recipe.load import load
 from tests.distributed.parity import make_plan
 
@@ -51,7 +51,7 @@ def test_a_gpus_table_has_used_beside_allocated_memory_and_a_cpus_has_one_column
 )
 def test_a_training_ends_with_predicted_beside_measured_memory(plan, capsys, memory, words):
     record = {**asdict(measurement(plan, memory)), "samples_per_s": 1.0}
-    _print_training(record, as_json=False)
+    print_training(record, as_json=False)
     assert words in capsys.readouterr().out
 
 

@@ -29,7 +29,7 @@ def small(monkeypatch):
 
 
 def probe(ranks: int) -> DeviceReport:
-    return probe_devices(ranks, device="cpu", share_of=lambda run: None, tell=lambda line: None)
+    return probe_devices(ranks, device="cpu", node_of=lambda run: None, tell=lambda line: None)
 
 
 def checks(report: DeviceReport) -> dict[str, Verdict]:
@@ -39,7 +39,7 @@ def checks(report: DeviceReport) -> dict[str, Verdict]:
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_healthy_devices(ranks):
     news = []
-    report = probe_devices(ranks, device="cpu", share_of=lambda run: None, tell=news.append)
+    report = probe_devices(ranks, device="cpu", node_of=lambda run: None, tell=news.append)
     assert set(checks(report).values()) == {Verdict.OK}
     assert [run.exchanged.tensors > 0 for run in report.exchanges] == [True] * (ranks > 1)
     pairs = [rate.ranks for rate in report.links.rates if rate.size_bytes == 2**16]

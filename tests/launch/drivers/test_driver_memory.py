@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from launch.console.partition import costs_on
 from launch.model.graphs import PlanningModel
+from launch.model.stages import costs_on
 from launch.recipe.load import load
 from launch.recipe.settings import cluster
 

@@ -139,7 +139,7 @@ def test_a_sweep_survives_killed_and_hung_ranks_and_interrupts_and_runs_nothing_
     assert trial_lines(again.err) == {}, "every trial has ended, so none runs"
     assert again.err.count("(not run again)") == 2
     command = shlex.join(["auto3d", "sweep", "own.yaml", *space, "--retry"])
-    assert f"2 failed or timed out; to run them again: {command}" in again.err
+    assert f"2 trials failed or timed out; to run again: {command}" in again.err
     retried = auto3d("sweep", "own.yaml", *space, "--retry")
     assert trial_lines(retried.err) == {killed: "ok", hung: "ok"}
 
@@ -225,7 +225,7 @@ def test_a_trial_that_fails_shows_its_error_and_the_sweep_goes_on(swept):
     folder, done = swept
     assert list(trial_lines(done.stderr).values()) == ["failed", "ok", "ok"]
     assert "IndexError: Target" in done.stderr
-    assert f"1 failed or timed out; to run them again: auto3d sweep own.yaml '{SPACE}' --retry" in done.stderr
+    assert f"1 trial failed or timed out; to run again: auto3d sweep own.yaml '{SPACE}' --retry" in done.stderr
     hint = f"auto3d train own.yaml '{SPACE}' --plan results/own/best_plan.json"
     assert hint in done.stdout
     train = subprocess.run([*AUTO3D, *shlex.split(hint)[1:]], cwd=folder, capture_output=True, text=True, check=False)
@@ -268,8 +268,8 @@ def test_the_table_is_of_the_last_sweep_alone(in_swept, auto3d):
     assert trial_lines(narrow.err) == {}, "the one trial has run"
     assert len(json.loads(auto3d("table", "own.yaml", "--json").out)) == 1
     few = auto3d("sweep", "own.yaml", "search.micro_batch_size=[4,2]", "search.max_trials=1")
-    assert "1 plans are left out" in few.err
-    assert "1 more plans are left out by search.max_trials = 1" in " ".join(few.out.split())
+    assert "1 plan is left out" in few.err
+    assert "1 more plan is left out by search.max_trials = 1" in " ".join(few.out.split())
 
     recipe = in_swept / "own.yaml"
     before = recipe.read_text()
@@ -288,7 +288,7 @@ def test_damaged_and_stray_files_do_not_harm(in_swept, auto3d):
         damaged.write_text(text)
         assert len(json.loads(auto3d("table", "own.yaml", "--json").out)) == 2
         damaged.write_text(before)
-    assert "1 of 3 trials have not run" not in auto3d("table", "own.yaml").out
+    assert "1 of 3 trials has not run" not in auto3d("table", "own.yaml").out
     sweep_file = in_swept / "runs/own/sweep.json"
     before = sweep_file.read_text()
     sweep_file.write_text("{")

@@ -72,7 +72,7 @@ BAD = [  # overrides of small.yaml, and words that the message must hold
     (["search.schedule=[auto]"], ["search.schedule", "['auto']"]),
     (["cluster.devices_per_node=100000000000"], ["cluster.devices_per_node", "below 1000"]),
     (["data.inputs=[]"], ["data.inputs", "keys and values"]),
-    (["data.files=[.]"], ["data.files", "'.'", "no file"]),
+    (["data.files=[.]"], ["data.files", "'.'", "not a file"]),
     (["data.files=[short.txt]"], ["data.files", "found 5 bytes", "needs 33"]),
     (["plan.schedule=pipedream"], ["plan: clip_norm: found 1; schedule pipedream takes 0"]),
     (
@@ -128,7 +128,7 @@ def ends(): raise SystemExit(3)
         (["model.factory=os"], ["model.factory", "package.module:function"]),
         (["model.factory=factories:absent"], ["cannot be imported: AttributeError"]),
         (["model.factory=factories:notcallable"], ["of type int", "it takes a function"]),
-        (["model.factory=factories:number"], ["made a int"]),
+        (["model.factory=factories:number"], ["returned an object of type int"]),
         (["model.factory=factories:index"], ["index out of range", "factories.py, line 3"]),
         (["model.factory=factories:ends"], ["ended the program: SystemExit: 3", "factories.py, line 4"]),
         (["model.factory=zero:make"], ["cannot be imported: ZeroDivisionError", "zero.py, line 1"]),

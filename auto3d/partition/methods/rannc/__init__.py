@@ -1,9 +1,9 @@
 """RaNNC: automatic hybrid parallelism by three phases of graph partitioning (Tanaka et al. 2021, section III).
 
-Atomic-level (``atomic``): one non-constant operation each, constants cloned. Block-level (``units``, ``dag``,
-``blocks``): k balanced blocks in sequence. Stage-level (``profile``, ``runs``, ``stages``): stages of consecutive
-blocks, replicas of each, pipelines side by side, micro-batches. Where the paper is wrong or silent, a comment says what
-is done instead.
+Atomic level (``atomic``): subcomponents of one non-constant operation each, with clones of the constant ones they need.
+Block level (``units``, ``dag``, ``blocks``): k balanced blocks in sequence. Stage level (``operation_profile``,
+``runs``, ``stages``): stages of consecutive blocks, their replicas, parallel pipelines and micro-batches. Where the
+paper is wrong or silent, a comment says what is done instead.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from auto3d.capture.interpolate import interpolate
 from auto3d.partition.cost import PartitionCosts
 from auto3d.partition.methods.rannc.atomic import atomic_subcomponents, stage_of_operations
 from auto3d.partition.methods.rannc.blocks import form_blocks
-from auto3d.partition.methods.rannc.profile import Profiles
+from auto3d.partition.methods.rannc.operation_profile import OperationProfiles
 from auto3d.partition.methods.rannc.stages import StageSearch
 from auto3d.partition.methods.rannc.units import find_units
 from auto3d.partition.request import Partition, PartitionRequest
@@ -28,17 +28,17 @@ BLOCKS = 32  # as in the paper's experiments, section IV-A
 
 @dataclass(frozen=True, kw_only=True)
 class RanncPartition:
-    """Stages with a replica count each; entries of the tuples are stages."""
+    """Stages and what each would cost. Every tuple has one entry for each stage."""
 
     stages: tuple[StagePlan, ...]
-    replicas: tuple[int, ...]  # devices that hold the stage, over all pipelines
-    pipelines: int  # copies of the whole pipeline, each with its own share of the batch
-    micro_batches: int  # of each pipeline
-    samples: tuple[int, ...]  # of a micro-batch in one replica, rounded up
-    blocks: tuple[int, ...]  # how many make the stage
-    forward_s: tuple[float, ...]  # of a micro-batch in one replica, sending included
-    backward_s: tuple[float, ...]  # recomputation and sending included
-    memory_bytes: tuple[float, ...]  # of each device
+    replicas: tuple[int, ...]  # devices that hold the stage, counted over all pipelines
+    pipelines: int  # copies of the whole pipeline, each with its own slice of the batch
+    micro_batches: int  # micro-batches of each pipeline
+    samples: tuple[int, ...]  # samples of a micro-batch in one replica, rounded up
+    blocks: tuple[int, ...]  # number of blocks in the stage
+    forward_s: tuple[float, ...]  # forward of one micro-batch in one replica, including its message
+    backward_s: tuple[float, ...]  # backward, including recomputation and its message
+    memory_bytes: tuple[float, ...]  # memory that each device of the stage needs
     iteration_s: float
 
 
@@ -79,12 +79,11 @@ def rannc(
     smallest_micro_batch: int = 1,
     equal_slices: bool = False,
 ) -> RanncPartition:
-    """The stages of a model on a cluster, given its Graph and costs at any micro-batch size.
+    """The stages of a model on a cluster, given the model's Graph and costs at any micro-batch size.
 
-    Both are asked for micro-batches of ``smallest_micro_batch`` samples (a model with batch statistics may need 2), of
-    the powers of two between that and ``global_batch``, and of ``global_batch``. With ``equal_slices``, all replicas of
-    a stage get equally many samples of every micro-batch. Raises PartitionError, with what would fit, where nothing
-    does.
+    Both functions are called with ``smallest_micro_batch`` samples (a model with batch statistics may need 2), with the
+    powers of two between that and ``global_batch``, and with ``global_batch``. With ``equal_slices``, all replicas of a
+    stage get equally many samples of every micro-batch. If nothing fits, raises PartitionError that says what would.
     """
     numbers = (nodes, devices_per_node, blocks, smallest_micro_batch)
     for name, number in zip(("nodes", "devices_per_node", "blocks", "smallest_micro_batch"), numbers, strict=True):
@@ -92,7 +91,7 @@ def rannc(
             raise PartitionError(f"{name}: {number} is not possible; it must be 1 or more")
     if global_batch < smallest_micro_batch:
         raise PartitionError(f"global_batch: {global_batch} is not possible; it must be {smallest_micro_batch} or more")
-    profiles = Profiles(graph_at, costs_at, smallest=smallest_micro_batch, largest=global_batch)
+    profiles = OperationProfiles(graph_at, costs_at, smallest=smallest_micro_batch, largest=global_batch)
     graph, costs, devices = profiles.graph, profiles.costs, nodes * devices_per_node
     units = find_units(
         graph,
@@ -104,17 +103,19 @@ def rannc(
     )
 
     formed = form_blocks(units, blocks)
-    cluster = {
-        "nodes": nodes,
-        "devices_per_node": devices_per_node,
-        "global_batch": global_batch,
-        "equal_slices": equal_slices,
-    }
-    # Where memory leaves more than k blocks, no two neighbours fit a device, so each needs one.
-    form = StageSearch(formed, profiles, **cluster).search() if len(formed) <= max(blocks, devices) else None
+    search = partial(
+        StageSearch,
+        profiles=profiles,
+        nodes=nodes,
+        devices_per_node=devices_per_node,
+        global_batch=global_batch,
+        equal_slices=equal_slices,
+    )
+    # If memory leaves more than k blocks, no two neighbours fit one device, so each block needs a device of its own.
+    form = search(formed).search() if len(formed) <= max(blocks, devices) else None
     if form is None:
         formed = form_blocks(replace(units, memory_bytes=inf), blocks)
-        raise PartitionError(StageSearch(formed, profiles, **cluster).needed())
+        raise PartitionError(search(formed).needed())
     parts = [[sub for block in formed[run.first : run.last + 1] for sub in block] for run in form.runs]
     return RanncPartition(
         stages=stages_of_operations(stage_of_operations(graph, parts)),

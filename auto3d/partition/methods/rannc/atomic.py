@@ -1,4 +1,4 @@
-"""Atomic-level partitioning (RaNNC, section III-A): one non-constant operation each, with its own constant ones."""
+"""Atomic-level partitioning (RaNNC, section III-A): one non-constant operation with the constant ones it needs."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from auto3d.capture.graph import Graph
 
 @dataclass(frozen=True, slots=True)
 class Subcomponent:
-    """Positions in the Graph; one constant operation is in every subcomponent that needs its result."""
+    """Positions in the Graph. A constant operation belongs to every subcomponent that needs its result."""
 
     operation: int
     constants: tuple[int, ...]
@@ -19,12 +19,12 @@ class Subcomponent:
 
 
 def constant_operations(graph: Graph) -> list[bool]:
-    """Whether each operation is constant: may be cloned instead of having its result sent.
+    """Whether each operation is constant: stages may clone it instead of sending its result.
 
-    The paper calls constant what does not depend on the inputs of the model. Here, so is what depends on them alone and
-    is cheap (masks, positions): every stage that uses it computes it anyway, see ``stage.cut``. An operation on a
-    buffer that the model writes to is not, although no input may reach it: a clone would write twice, on which the
-    paper is silent.
+    The paper calls an operation constant if it does not depend on the model's inputs. Here, cheap operations that
+    depend on the inputs alone (masks, positions) are constant too: every stage that uses one computes it anyway, see
+    ``stage.cut``. An operation on a buffer that the model writes to is not constant even if no input reaches it: a
+    clone would write twice. The paper is silent on such buffers.
     """
     varying = set(graph.inputs)  # values that change from one micro-batch to the next
     constant = []
@@ -37,16 +37,16 @@ def constant_operations(graph: Graph) -> list[bool]:
 
 
 def atomic_subcomponents(graph: Graph) -> tuple[Subcomponent, ...]:
-    """All of them, in the Graph's order, which is an order in which they can run.
+    """All atomic subcomponents in the Graph's order, in which they can run.
 
-    One forward pass does what the paper's forward and backward ones do: what an operation needs comes before it.
+    One forward pass replaces the paper's forward and backward pass, since every operation follows those it needs.
     """
     constant = constant_operations(graph)
-    needed: list[frozenset[int]] = []  # by position: the constant operations that it needs, directly or through others
+    needed: list[frozenset[int]] = []  # per operation: the constant operations it needs, directly or not
     for node in graph.nodes:
         makers = {graph.producer[name] for name in node.reads if name in graph.producer}
-        own = {maker for maker in makers if constant[maker]}
-        needed.append(frozenset(own.union(*(needed[maker] for maker in own))))
+        direct = {maker for maker in makers if constant[maker]}
+        needed.append(frozenset(direct.union(*(needed[maker] for maker in direct))))
     return tuple(
         Subcomponent(position, tuple(sorted(needed[position])))
         for position in range(len(graph.nodes))
@@ -57,8 +57,9 @@ def atomic_subcomponents(graph: Graph) -> tuple[Subcomponent, ...]:
 def stage_of_operations(graph: Graph, stages: Sequence[Iterable[Subcomponent]]) -> list[int]:
     """The stage of each operation of ``graph``, given the subcomponents of each stage.
 
-    A Plan names each operation once, so a constant one belongs to the first stage that uses it; ``stage.cut`` copies it
-    to the others or, where it depends on parameters, sends them its result. One that nothing uses is on the first.
+    A Plan names each operation once, so a constant one belongs to the first stage that uses it. ``stage.cut`` copies it
+    to the other stages or, if it depends on parameters, sends them its result. Unused operations are on the first
+    stage.
     """
     found = [0] * len(graph.nodes)
     for stage in reversed(range(len(stages))):

@@ -1,4 +1,4 @@
-"""Block-level partitioning (RaNNC, section III-B): k-way multilevel, down to k blocks that can run in sequence."""
+"""Block-level partitioning (RaNNC, section III-B): k-way multilevel partitioning into k blocks in sequence."""
 
 from collections import Counter
 
@@ -7,33 +7,33 @@ from auto3d.partition.methods.rannc.dag import MergingGraph, topological_order
 from auto3d.partition.methods.rannc.units import Units
 
 TOLERANCE = 0.05  # uncoarsening may let a block grow to this much above the mean to send less
-OVERSIZE = 2.0  # coarsening makes no block that is longer than this times the mean
-PASSES = 8  # of uncoarsening over one level, at most
+OVERSIZE = 2.0  # coarsening makes no block longer than this times the mean
+PASSES = 8  # uncoarsening passes over one level at most this often
 
 Level = list[tuple[int, ...]]  # groups of units
 
 
 def form_blocks(units: Units, blocks: int) -> list[tuple[Subcomponent, ...]]:
-    """At most ``blocks`` blocks, in a sequence in which they can run; more only if no two neighbours fit a device."""
+    """At most ``blocks`` blocks in a sequence in which they can run; more only if no two neighbours fit one device."""
     formed = compact(units, uncoarsen(units, coarsen(units, blocks)), blocks)
     return [tuple(sub for unit in block for sub in units.members[unit]) for block in formed]
 
 
 def coarsen(units: Units, blocks: int) -> list[Level]:
-    """Merge neighbours, the shortest first, each once per level, until ``blocks`` are left or none can be merged.
+    """The levels of merging neighbours, shortest first and once per level, until ``blocks`` remain or none can merge.
 
-    Whether two may be merged is decided on what the merges before have made of the graph: of two merges of one level,
-    each alone may be possible and both not. Nor is a block made that is longer than ``OVERSIZE`` times the mean: where
-    a model branches widely, that of the fork would swallow one branch after the other.
+    Each merge is checked on the graph that earlier merges have produced: two merges of one level may each be possible
+    alone and not together. No block becomes longer than ``OVERSIZE`` times the mean: in a model that branches widely,
+    the block of the fork would swallow one branch after the other.
     """
     graph = MergingGraph(units.after)
-    groups = {unit: (unit,) for unit in range(len(units.members))}
+    groups: dict[int, tuple[int, ...]] = {unit: (unit,) for unit in range(len(units.members))}
     seconds = dict(enumerate(units.seconds))
-    at_most = {unit: sum(held.values()) for unit, held in enumerate(units.held)}  # bytes, shared ones counted twice
+    at_most = {unit: sum(held.values()) for unit, held in enumerate(units.held)}  # bytes, shared tensors counted twice
     levels = [list(groups.values())]
     longest = OVERSIZE * sum(units.seconds) / blocks
     while len(groups) > blocks:
-        settled: set[int] = set()  # merged in this level
+        settled: set[int] = set()  # groups that were merged in this level
         for group in sorted(groups, key=lambda each: (seconds[each], each)):
             if group in settled or len(groups) == blocks:
                 continue
@@ -57,12 +57,12 @@ def coarsen(units: Units, blocks: int) -> list[Level]:
 
 
 def uncoarsen(units: Units, levels: list[Level]) -> Level:
-    """Move groups of ever finer levels over the borders of the coarsest ones where that sends less or balances better.
+    """Move groups of ever finer levels between blocks of the coarsest level where that sends less or balances better.
 
-    The paper compares what groups one level above exchange. Only what the coarsest exchange remains in the end, so
-    that is what is compared here; and it looks at communication alone, which would undo the balance that the next phase
-    needs: here a move that sends less must leave both blocks within ``TOLERANCE`` of the mean, or better than they
-    were, and one that balances better must not send more.
+    The paper compares the messages between groups one level above. Only the messages between blocks of the coarsest
+    level remain in the end, so these are compared here. The paper also looks at communication alone, which would undo
+    the balance that the next phase needs. Here a move that sends less must leave both blocks within ``TOLERANCE`` of
+    the mean, or better than before, and a move that balances better must not send more.
     """
     borders = _Borders(units, levels[-1])
     for level in reversed(levels[:-1]):
@@ -73,29 +73,29 @@ def uncoarsen(units: Units, levels: list[Level]) -> Level:
 
 
 class _Borders:
-    """Blocks while groups move between them."""
+    """The blocks while groups move between them."""
 
     def __init__(self, units: Units, blocks: Level) -> None:
         self.units = units
-        self.block_of = {unit: block for block, own in enumerate(blocks) for unit in own}
-        self.members = [set(own) for own in blocks]
-        self.seconds = [sum(units.seconds[unit] for unit in own) for own in blocks]
+        self.block_of = {unit: block for block, members in enumerate(blocks) for unit in members}
+        self.members = [set(block) for block in blocks]
+        self.seconds = [sum(units.seconds[unit] for unit in block) for block in blocks]
         self.limit = (1 + TOLERANCE) * sum(self.seconds) / len(blocks)
-        self.roomy = sum(sum(held.values()) for held in units.held) <= units.memory_bytes  # all fit one device
+        self.roomy = sum(sum(held.values()) for held in units.held) <= units.memory_bytes  # everything fits one device
         self.neighbours: list[set[int]] = [set(after) for after in units.after]
         for unit, after in enumerate(units.after):
             for follower in after:
                 self.neighbours[follower].add(unit)
-        self.makes: list[list[int]] = [[] for _ in units.after]  # numbers of exchanges, by unit
+        self.makes: list[list[int]] = [[] for _ in units.after]  # per unit, numbers of the values it sends
         self.uses: list[list[int]] = [[] for _ in units.after]
-        for number, exchange in enumerate(units.exchanges):
-            self.makes[exchange.maker].append(number)
-            for user in exchange.users:
+        for number, value in enumerate(units.sent_values):
+            self.makes[value.maker].append(number)
+            for user in value.users:
                 self.uses[user].append(number)
-        # exchange -> block -> its units that use the value
-        self.users = [Counter(self.block_of[user] for user in exchange.users) for exchange in units.exchanges]
+        # per sent value: block -> number of its units that use the value
+        self.users = [Counter(self.block_of[user] for user in value.users) for value in units.sent_values]
         pairs = ((self.block_of[unit], self.block_of[each]) for unit, after in enumerate(units.after) for each in after)
-        self.edges = Counter(pairs)  # (block, block) -> pairs of units
+        self.edges = Counter(pairs)  # (block, block) -> number of pairs of units
 
     def blocks(self) -> Level:
         order = topological_order(self._after(self.edges))
@@ -103,7 +103,7 @@ class _Borders:
         return [tuple(sorted(self.members[block])) for block in order]
 
     def improve(self, group: tuple[int, ...]) -> bool:
-        """Move ``group`` to the neighbouring block where that helps most, if to any; whether it moved."""
+        """Move ``group`` to the neighbouring block where that helps most; returns whether it moved."""
         home = self.block_of[group[0]]
         targets = {self.block_of[each] for unit in group for each in self.neighbours[unit]} - {home}
         if not targets or len(group) == len(self.members[home]):
@@ -138,17 +138,17 @@ class _Borders:
         return False
 
     def _sends_more(self, number: int, moved: int, maker_moves: bool, home: int, target: int) -> float:
-        """By how many bytes exchange ``number`` grows if ``moved`` of its users, and maybe its maker, change block.
+        """Bytes that sent value ``number`` takes more if ``moved`` of its users, and maybe its maker, change block.
 
         A value is sent once to each block that uses it.
         """
-        users, source = self.users[number], self.block_of[self.units.exchanges[number].maker]
+        users, source = self.users[number], self.block_of[self.units.sent_values[number].maker]
         before = len(users) - (source in users)
         leaves, comes = 0 < moved == users[home], moved > 0 and target not in users
         source = target if maker_moves else source
         uses_itself = {home: users[home] > moved, target: users[target] + moved > 0}.get(source, source in users)
         after = len(users) - leaves + comes - uses_itself
-        return self.units.exchanges[number].bytes * (after - before)
+        return self.units.sent_values[number].bytes * (after - before)
 
     def _edges_after(self, moving: set[int], target: int) -> Counter[tuple[int, int]]:
         edges = self.edges.copy()
@@ -178,10 +178,10 @@ class _Borders:
 
 
 def compact(units: Units, blocks: Level, limit: int) -> Level:
-    """Merge neighbours in the sequence, the shortest first, until ``limit`` blocks are left or memory forbids.
+    """Merge neighbours in the sequence, shortest first, until ``limit`` blocks remain or memory forbids it.
 
-    Blocks that follow each other always may be merged, and the sequence stays one in which they can run. Where the
-    shorter of the two neighbours does not fit, the other is tried, on which the paper is silent.
+    Consecutive blocks can always be merged, and the blocks can still run in sequence. If the shorter of the two
+    neighbours does not fit, the other one is tried; the paper is silent on this.
     """
     blocks = list(blocks)
     seconds = [sum(units.seconds[unit] for unit in block) for block in blocks]

@@ -1,38 +1,39 @@
-"""A graph without cycles whose nodes are merged, in an order in which they can run that is kept up to date."""
+"""A directed acyclic graph whose nodes can be merged, with a topological order that is kept up to date."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from heapq import heapify, heappop, heappush
 
 
 def topological_order(after: Sequence[Iterable[int]]) -> list[int] | None:
-    """Nodes so that each comes before those ``after`` it, the lower number first where both may; None if there is none.
+    """The nodes in an order in which each precedes those ``after`` it; None if the graph has a cycle.
 
-    Taking the lower number first keeps neighbours of the model's own order together.
+    Of several possible nodes, the one with the lowest number is next. This keeps neighbours of the model's order
+    together.
     """
-    waiting = [0] * len(after)
+    pending = [0] * len(after)  # predecessors that are not in the order yet
     for followers in after:
         for node in followers:
-            waiting[node] += 1
-    ready = [node for node, count in enumerate(waiting) if not count]
+            pending[node] += 1
+    ready = [node for node, count in enumerate(pending) if not count]
     heapify(ready)
     order = []
     while ready:
         node = heappop(ready)
         order.append(node)
         for follower in after[node]:
-            waiting[follower] -= 1
-            if not waiting[follower]:
+            pending[follower] -= 1
+            if not pending[follower]:
                 heappush(ready, follower)
     return order if len(order) == len(after) else None
 
 
 def strong_components(after: Sequence[Iterable[int]]) -> list[list[int]]:
-    """Groups of nodes that reach each other (Kosaraju: by a reversed walk in the order in which a walk leaves them)."""
+    """Groups of nodes that reach each other, by Kosaraju's algorithm: two walks, the second one on reversed edges."""
     before: list[list[int]] = [[] for _ in after]
     for node, followers in enumerate(after):
         for follower in followers:
             before[follower].append(node)
-    left: list[int] = []
+    finished: list[int] = []
     seen = [False] * len(after)
     for root in range(len(after)):
         if seen[root]:
@@ -41,15 +42,15 @@ def strong_components(after: Sequence[Iterable[int]]) -> list[list[int]]:
         path = [(root, iter(after[root]))]
         while path:
             node, followers = path[-1]
-            follower = next((follower for follower in followers if not seen[follower]), None)
-            if follower is None:
-                left.append(node)
+            unseen = next((follower for follower in followers if not seen[follower]), None)
+            if unseen is None:
+                finished.append(node)
                 path.pop()
             else:
-                seen[follower] = True
-                path.append((follower, iter(after[follower])))
+                seen[unseen] = True
+                path.append((unseen, iter(after[unseen])))
     components: list[list[int]] = []
-    for root in reversed(left):
+    for root in reversed(finished):
         if not seen[root]:
             continue
         seen[root] = False
@@ -64,17 +65,17 @@ def strong_components(after: Sequence[Iterable[int]]) -> list[list[int]]:
 
 
 class MergingGraph:
-    """Two neighbours may be merged if no path leads from one to the other through a third node.
+    """A graph in which two neighbours can be merged if no path leads from one to the other through a third node.
 
-    That is the paper's convexity (section III-B) for two groups that are convex, and more: the merged graph has no
-    cycle, so its groups can be put in sequence. Convex groups alone need not allow that, though the paper concludes so:
-    of a1 -> b1 and b2 -> a2, {a1, a2} and {b1, b2} are convex and each needs the other first.
+    For two convex groups this is the paper's convexity (section III-B), and more: the merged graph has no cycle, so its
+    groups can be put in sequence. Convexity alone does not guarantee that, although the paper concludes so: of a1 -> b1
+    and b2 -> a2, {a1, a2} and {b1, b2} are convex, and each needs the other first.
 
-    To find such a path, only nodes between the two in the kept order have to be visited, from both ends in turn until
-    one side has no more: in a model, neighbours are near each other, so a check and a merge visit a few nodes.
+    A search for such a path only visits nodes between the two in the current order, from both ends in turn, until one
+    side has no more nodes. In a model, neighbours are close to each other, so a check and a merge visit few nodes.
     """
 
-    def __init__(self, after: Sequence[set[int]]) -> None:
+    def __init__(self, after: Sequence[Set[int]]) -> None:
         self.after = [set(followers) for followers in after]
         self.before: list[set[int]] = [set() for _ in after]
         for node, followers in enumerate(after):
@@ -82,7 +83,7 @@ class MergingGraph:
                 self.before[follower].add(node)
         order = topological_order(after)
         assert order is not None
-        self.place = [0] * len(after)  # in the order; places of nodes that were merged away are not used again
+        self.place = [0] * len(after)  # index in the order; indices of merged nodes are not reused
         for place, node in enumerate(order):
             self.place[node] = place
 
@@ -90,7 +91,7 @@ class MergingGraph:
         return self.after[node] | self.before[node]
 
     def merge(self, node: int, other: int) -> bool:
-        """Put ``other``, a neighbour, into ``node`` if that makes no cycle; whether it was done."""
+        """Merge the neighbour ``other`` into ``node`` unless that makes a cycle; returns whether it did."""
         first, last = (node, other) if other in self.after[node] else (other, node)
         between = self._between(first, last)
         if between is None:
@@ -107,7 +108,8 @@ class MergingGraph:
         self.after[node] = (self.after[node] | self.after[other]) - {node, other}
         self.before[node] = (self.before[node] | self.before[other]) - {node, other}
         self.after[other], self.before[other] = set(), set()
-        # As Pearce and Kelly keep an order: what the pair needs, the pair, what needs it, on the places of all these.
+        # As in Pearce and Kelly's algorithm: ancestors, then the pair, then descendants, at the places they all had
+        # before.
         places = sorted(self.place[each] for each in (*ancestors, first, last, *descendants))
         moved = (*sorted(ancestors, key=self.place.__getitem__), node)
         tail = sorted(descendants, key=self.place.__getitem__)
@@ -119,14 +121,14 @@ class MergingGraph:
         return True
 
     def _between(self, first: int, last: int) -> tuple[set[int], set[int]] | None:
-        """Nodes placed between the two that ``first`` leads to, and that lead to ``last``; None if one does both."""
+        """(descendants of ``first``, ancestors of ``last``) between the two in the order; None if a node is both."""
         place = self.place
         low, high = place[first], place[last]
         descendants: set[int] = set()
         ancestors: set[int] = set()
         forward = [node for node in self.after[first] if place[node] < high]
         backward = [node for node in self.before[last] if place[node] > low]
-        exhausted = False  # one side has no more and did not meet the other: there is no path
+        exhausted = False  # one side ran out of nodes without meeting the other, so there is no path
         while forward or backward:
             exhausted = exhausted or not forward or not backward
             if forward:

@@ -1,4 +1,4 @@
-"""What every run of consecutive blocks would cost as a stage, for all runs at once."""
+"""The costs of every run of consecutive blocks as a stage, for all runs at once."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,27 +8,27 @@ import numpy as np
 from auto3d.capture.graph import Graph
 from auto3d.partition.cost import PartitionCosts
 from auto3d.partition.methods.rannc.atomic import Subcomponent
-from auto3d.partition.methods.rannc.profile import Profile, value_numbers
+from auto3d.partition.methods.rannc.operation_profile import OperationProfile, value_numbers
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunCosts:
-    """One micro-batch. Arrays of [first block, last block], both in the run; below the diagonal they mean nothing."""
+    """Costs of one micro-batch: arrays of [first block, last block], both in the run; unused below the diagonal."""
 
-    forward_s: np.ndarray  # without messages
+    forward_s: np.ndarray  # forward without messages
     backward_s: np.ndarray
-    send_s: np.ndarray  # of results that later blocks use
-    send_back_s: np.ndarray  # of gradients of what earlier blocks made
-    saved_bytes: np.ndarray  # what autograd keeps
-    received_bytes: np.ndarray  # inputs, made by earlier blocks or loaded
+    send_s: np.ndarray  # sending results to later blocks
+    send_back_s: np.ndarray  # sending gradients to earlier blocks
+    saved_bytes: np.ndarray  # activations that autograd keeps
+    received_bytes: np.ndarray  # inputs, received from earlier blocks or loaded
     state_bytes: np.ndarray  # weights, gradients, optimizer state
 
 
 class Runs:
     """The runs of one sequence of blocks.
 
-    A run counts once what several of its blocks use: a constant operation, a parameter, a value received or kept. A
-    result is sent once, although two later stages may use it: which stages there will be is not known yet.
+    A run counts everything once that several of its blocks use: constant operations, parameters, received and kept
+    values. It sends a result once, although two later stages may use it, since the stages are not known yet.
     """
 
     def __init__(self, graph: Graph, blocks: Sequence[Sequence[Subcomponent]], costs: PartitionCosts) -> None:
@@ -36,11 +36,11 @@ class Runs:
         self._costs = costs
         number = value_numbers(graph)
         parameters = {name: place for place, name in enumerate(graph.parameters)}
-        operations: dict[int, list[int]] = {}  # item -> the blocks that use it, in sequence; as are the next three
+        operations: dict[int, list[int]] = {}  # operation -> the blocks that use it, in sequence; the next three alike
         kept: dict[int, list[int]] = {}
         state: dict[int, list[int]] = {}
         used: dict[int, list[int]] = {}
-        maker = dict.fromkeys(range(len(graph.inputs)), -1)  # value -> its block, of those that are not constant
+        maker = dict.fromkeys(range(len(graph.inputs)), -1)  # non-constant value -> its block
         differentiable = set()
         for block, subcomponents in enumerate(blocks):
             for sub in subcomponents:
@@ -73,7 +73,7 @@ class Runs:
         weights = np.array([value.bytes for value in graph.parameters.values()], float)
         self._state_bytes = costs.state_factor * _having(state, self.blocks).total(weights, self.blocks)
 
-    def at(self, profile: Profile) -> RunCosts:
+    def at(self, profile: OperationProfile) -> RunCosts:
         def message_s(table: np.ndarray) -> np.ndarray:
             return np.where(table > 0, self._costs.latency_s + table / self._costs.bandwidth, 0.0)
 
@@ -92,7 +92,7 @@ class Runs:
 
 @dataclass(frozen=True, slots=True)
 class _Rectangles:
-    """Items that a run counts if its first and its last block lie within bounds, both bounds included."""
+    """Items that a run counts if its first and last block lie within these bounds, which are inclusive."""
 
     item: np.ndarray
     first_from: np.ndarray
@@ -106,7 +106,7 @@ class _Rectangles:
         return _Rectangles(*table.T)
 
     def total(self, weights: np.ndarray, blocks: int) -> np.ndarray:
-        """For each run the weights of what it counts: put down at the corners, then summed along both axes."""
+        """Per run, the total weight of the items that it counts: weights at the corners, then sums along both axes."""
         corners = np.zeros((blocks + 1, blocks + 1))
         weight = weights[self.item]
         np.add.at(corners, (self.first_from, self.last_from), weight)
@@ -117,9 +117,9 @@ class _Rectangles:
 
 
 def _having(places: Mapping[int, Sequence[int]], blocks: int, maker: Mapping[int, int] | None = None) -> _Rectangles:
-    """Runs that have one of the blocks of an item and, where it has a ``maker``, begin after that.
+    """Rectangles of the runs that contain one of an item's blocks and, if the item has a ``maker``, begin after it.
 
-    Runs are told apart by the first such block that they have, so none counts an item twice.
+    Each run falls under the first such block that it contains, so none counts an item twice.
     """
     rows = []
     for item, users in places.items():

@@ -1,4 +1,4 @@
-"""Stage-level partitioning (RaNNC, section III-C): algorithm 1, stages and replicas; algorithm 2, the rest."""
+"""Stage-level partitioning (RaNNC, section III-C): algorithm 1 for stages and replicas, algorithm 2 for the rest."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,15 +7,15 @@ from math import ceil, inf, lcm
 import numpy as np
 
 from auto3d.partition.methods.rannc.atomic import Subcomponent
-from auto3d.partition.methods.rannc.profile import Profiles
+from auto3d.partition.methods.rannc.operation_profile import OperationProfiles
 from auto3d.partition.methods.rannc.runs import RunCosts, Runs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """What each run of blocks would take as a stage: arrays of [replicas - 1, first block, last block].
+    """Costs of each run of blocks as a stage: arrays of [replicas - 1, first block, last block].
 
-    Infinite where there is no such run, or it cannot have so many replicas.
+    Infinite where there is no such run, or where it cannot have this number of replicas.
     """
 
     forward_s: np.ndarray
@@ -23,7 +23,7 @@ class Choices:
     memory_bytes: np.ndarray
 
     def fitting(self, memory_bytes: float) -> "Choices":
-        """Those that fit a device; the others become infinite."""
+        """The same choices, but infinite where they do not fit a device."""
         fits = self.memory_bytes <= memory_bytes
         return Choices(
             forward_s=np.where(fits, self.forward_s, inf),
@@ -34,7 +34,7 @@ class Choices:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One stage: blocks ``first`` to ``last``, both included, on ``replicas`` devices that share the samples."""
+    """One stage: blocks ``first`` to ``last`` inclusive, on ``replicas`` devices with a slice of the samples each."""
 
     first: int
     last: int
@@ -44,24 +44,25 @@ class Run:
 def form_stages(choices: Choices, stages: int, devices: int) -> tuple[Run, ...] | None:
     """Algorithm 1: the stages and replicas with the least (longest forward + longest backward); None if none fit.
 
-    Where the published algorithm is wrong, this is not what it says:
+    This corrects three errors of the published algorithm:
 
-    - It keeps for each (stages, blocks, devices) only the best sum of longest forward and longest backward. The best
-      whole need not have the best parts in it: with parts of (1, 5) and (4, 1) and a next stage of (1, 5), the first
-      one gives 6 and the second, the better part, 9. Here the longest backward alone is minimised, exactly, with a cap
-      on forward times, and the cap is lowered until nothing can become better. (Of 400 random cases with 6 to 9 blocks
-      the published one is worse in 44, by up to 7 %.)
-    - It begins with V = 0 for no stages whatever the blocks and devices, so blocks could be left out; only no blocks on
-      no devices is right.
-    - d_min takes for granted that what d devices cannot do fewer cannot either, for this and all later numbers of
-      blocks. More devices than samples cannot, though fewer can.
+    - For each (stages, blocks, devices) it keeps only the best sum of longest forward and longest backward. But the
+    best
+      solution need not contain the best partial one: with partial solutions of (1, 5) and (4, 1) and a next stage of
+      (1, 5), the first gives 6, and the second, which is the better partial one, gives 9. Here the longest backward
+      alone is minimised, exactly, under a cap on forward times, and the cap is lowered until nothing improves. (In 44
+      of 400 random cases with 6 to 9 blocks the published algorithm is worse, by up to 7 %.)
+    - It begins with V = 0 for zero stages of any blocks on any devices, so a solution could leave blocks out. Only zero
+      blocks on zero devices may have V = 0.
+    - d_min assumes that if d devices are not possible, fewer are not either, for this and all later numbers of blocks.
+      But more devices than samples are not possible where fewer are.
     """
     least = longest(choices.forward_s, stages, devices)[stages][-1, devices]
     best, found, cap = inf, None, inf
     while least < inf:
         backward_s = np.where(choices.forward_s <= cap, choices.backward_s, inf)
         slowest_backward = longest(backward_s, stages, devices)[stages][-1, devices]
-        if least + slowest_backward >= best:  # infinite where no stages keep to the cap
+        if least + slowest_backward >= best:  # infinite if no stages respect the cap
             break
         forward_s = np.where(backward_s <= slowest_backward, choices.forward_s, inf)
         reached = longest(forward_s, stages, devices)
@@ -73,9 +74,9 @@ def form_stages(choices: Choices, stages: int, devices: int) -> tuple[Run, ...] 
 
 
 def longest(cost: np.ndarray, stages: int, devices: int) -> list[np.ndarray]:
-    """Entry s is, by [blocks, devices], the least possible longest cost of s stages of the first blocks on so many.
+    """Entry s, by [blocks, devices]: the least longest cost of s stages of the first blocks on that many devices.
 
-    The recurrence of section III-C, for all (b', b, d') of one number of replicas in one step.
+    This is the recurrence of section III-C, in one step for all (b', b, d') of one number of replicas.
     """
     blocks = cost.shape[-1]
     start = np.full((blocks + 1, devices + 1), inf)
@@ -91,39 +92,39 @@ def longest(cost: np.ndarray, stages: int, devices: int) -> list[np.ndarray]:
 
 
 def _trace(cost: np.ndarray, reached: list[np.ndarray], stages: int, devices: int) -> tuple[Run, ...]:
-    """Stages that have the longest cost that ``reached`` promises."""
+    """Stages whose longest cost is the one in ``reached``."""
     runs: list[Run] = []
-    last, left = cost.shape[-1] - 1, devices
+    last, free = cost.shape[-1] - 1, devices
     for stage in range(stages, 0, -1):
-        allowed = reached[stage][last + 1, left]
+        allowed = reached[stage][last + 1, free]
         replicas, first = next(
             (replicas, first)
-            for replicas in range(1, left + 1)
+            for replicas in range(1, free + 1)
             for first in range(last + 1)
-            if max(reached[stage - 1][first, left - replicas], cost[replicas - 1, first, last]) <= allowed
+            if max(reached[stage - 1][first, free - replicas], cost[replicas - 1, first, last]) <= allowed
         )
         runs.append(Run(first, last, replicas))
-        last, left = first - 1, left - replicas
+        last, free = first - 1, free - replicas
     return tuple(reversed(runs))
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageForm:
-    """What algorithm 2 finds: the stages of one pipeline, of which ``pipelines`` work side by side."""
+    """The result of algorithm 2: the stages of one pipeline, and the number of pipelines that run in parallel."""
 
     runs: tuple[Run, ...]
     pipelines: int
     micro_batches: int
-    samples: tuple[int, ...]  # of a micro-batch, in each replica of each stage
-    forward_s: tuple[float, ...]  # of each stage, one micro-batch, message included
-    backward_s: tuple[float, ...]  # recomputation included
-    memory_bytes: tuple[float, ...]  # of each device of each stage
+    samples: tuple[int, ...]  # per stage, samples of a micro-batch in each replica
+    forward_s: tuple[float, ...]  # per stage, forward of one micro-batch, including its message
+    backward_s: tuple[float, ...]  # per stage, backward, including recomputation and its message
+    memory_bytes: tuple[float, ...]  # per stage, memory of each of its devices
 
     @property
     def iteration_s(self) -> float:
-        """All forwards flow through the pipeline, then all backwards (the paper's figure 1).
+        """Seconds of an iteration: all forwards flow through the pipeline, then all backwards (figure 1 of the paper).
 
-        Synchronising the gradients of replicas and the optimizer are left out, as in the paper.
+        As in the paper, the gradient syncs of replicas and the optimizer are left out.
         """
         more = self.micro_batches - 1
         return sum(sum(times) + more * max(times) for times in (self.forward_s, self.backward_s))
@@ -132,18 +133,19 @@ class StageForm:
 class StageSearch:
     """Algorithm 2: the fewest nodes per pipeline, then the fewest stages, then the best number of micro-batches.
 
-    ``best`` is decided by the time of an iteration: the paper's objective is the time of one micro-batch, by which more
-    of them would always win.
+    The best number has the shortest iteration. The paper's objective is the time of one micro-batch, by which more
+    micro-batches would always win.
 
-    Published, a pipeline has 1, 2, 4 ... nodes, and with n of them more than D(n - 1) stages, D the devices of a node:
-    of 4 nodes with 8 devices, 17 to 24 stages are never tried, and 4 of 6 nodes leave two idle. Here n is every divisor
-    of the number of nodes, and stages begin where the divisor before left off; for 1 and 2 nodes that is the same.
+    In the paper a pipeline has n = 1, 2, 4 ... nodes and more than D(n - 1) stages, where D is the number of devices of
+    a node. So on 4 nodes of 8 devices it never tries 17 to 24 stages, and a pipeline on 4 of 6 nodes leaves two idle.
+    Here n is every divisor of the number of nodes, and the number of stages goes on from where the divisor before
+    ended; for 1 and 2 nodes that is the same.
     """
 
     def __init__(
         self,
         blocks: Sequence[Sequence[Subcomponent]],
-        profiles: Profiles,
+        profiles: OperationProfiles,
         *,
         nodes: int,
         devices_per_node: int,
@@ -156,7 +158,7 @@ class StageSearch:
         self._costs: dict[int, RunCosts] = {}
 
     def search(self) -> StageForm | None:
-        """None if nothing fits."""
+        """The best stages; None if nothing fits."""
         limit = self.profiles.costs.memory_bytes
         fewest = 1
         for devices, pipelines in self._pipelines():
@@ -192,7 +194,7 @@ class StageSearch:
         return None
 
     def _pipelines(self) -> Iterator[tuple[int, int]]:
-        """(devices of one pipeline, pipelines)."""
+        """Pairs (devices of one pipeline, number of pipelines), the fewest devices first."""
         for nodes in range(1, self.nodes + 1):
             if self.nodes % nodes == 0:
                 yield nodes * self.devices_per_node, self.nodes // nodes
@@ -204,25 +206,25 @@ class StageSearch:
             micro_batches *= 2
 
     def _choices(self, devices: int, pipelines: int, micro_batches: int, *, checkpointing: bool) -> Choices:
-        """With gradient checkpointing, but where there is one stage (section IV-A).
+        """The choices for these numbers, with gradient checkpointing unless there is a single stage (section IV-A).
 
-        Replicas share the samples of a micro-batch. Where these do not divide, the paper rounds down; but some replica
-        has one sample more, in some micro-batch, and all wait for it, so times and memory are those of the number
-        rounded up. The number rounded down must be one that the model can run with. With ``equal_slices``, they must
-        divide.
+        Each replica runs a slice of a micro-batch's samples. If they do not divide evenly, the paper rounds down. But
+        then some replica has one sample more in some micro-batch, and all others wait for it, so times and memory here
+        are those of the number rounded up. The model must be able to run with the number rounded down. With
+        ``equal_slices``, the samples must divide evenly.
 
-        A device holds its weights with gradients and optimizer state, what autograd keeps of one micro-batch, and the
-        stage's inputs of all of them: every forward comes before the first backward. The last is not in the paper,
-        whose profile is of one micro-batch. A single stage does one micro-batch after the other.
+        A device holds its weights with gradients and optimizer state, the activations that autograd keeps of one
+        micro-batch, and the stage's inputs of all micro-batches, since every forward precedes the first backward. The
+        paper leaves these inputs out: it profiles one micro-batch. A single stage runs one micro-batch after the other.
         """
-        shares = pipelines * micro_batches
+        slices = pipelines * micro_batches
         shape = (devices, self.runs.blocks, self.runs.blocks)
         forward_s, backward_s, memory_bytes = np.full(shape, inf), np.full(shape, inf), np.full(shape, inf)
         run = np.triu_indices(self.runs.blocks)
-        for replicas in range(1, min(devices, self.global_batch // (shares * self.profiles.smallest)) + 1):
-            if self.equal_slices and self.global_batch % (shares * replicas):
+        for replicas in range(1, min(devices, self.global_batch // (slices * self.profiles.smallest)) + 1):
+            if self.equal_slices and self.global_batch % (slices * replicas):
                 continue
-            costs = self._costs_of(self._samples(shares, replicas))
+            costs = self._costs_of(self._samples(slices, replicas))
             again = costs.forward_s if checkpointing else 0.0
             held = micro_batches if checkpointing else 1
             forward_s[replicas - 1][run] = (costs.forward_s + costs.send_s)[run]
@@ -230,9 +232,9 @@ class StageSearch:
             memory_bytes[replicas - 1][run] = (costs.state_bytes + costs.saved_bytes + held * costs.received_bytes)[run]
         return Choices(forward_s=forward_s, backward_s=backward_s, memory_bytes=memory_bytes)
 
-    def _samples(self, shares: int, replicas: int) -> int:
-        """Of the largest share of a micro-batch that a replica gets."""
-        return -(-self.global_batch // (shares * replicas))
+    def _samples(self, slices: int, replicas: int) -> int:
+        """Samples of a replica's largest slice of a micro-batch; ``slices`` micro-batches make the global batch."""
+        return -(-self.global_batch // (slices * replicas))
 
     def _costs_of(self, samples: int) -> RunCosts:
         if samples not in self._costs:
@@ -240,7 +242,7 @@ class StageSearch:
         return self._costs[samples]
 
     def needed(self) -> str:
-        """Why nothing fits, and what would."""
+        """A message that says why nothing fits, and what would."""
         total = self.nodes * self.devices_per_node
         least = (inf, 0, 0)  # bytes, stages, micro-batches
         for devices, pipelines in self._pipelines():
@@ -255,17 +257,21 @@ class StageSearch:
             few, many = total // most, -(-total // most)
             if self.equal_slices:
                 problem, enough = (
-                    "cannot be shared equally by",
+                    "do not divide equally among",
                     f"a multiple of {lcm(few, many) * self.profiles.smallest}",
                 )
             else:
                 problem, enough = "are too few for", f"{many * self.profiles.smallest}"
             return (
-                f"global_batch: {self.global_batch} samples {problem} {total} devices and {self.runs.blocks} "
-                f"blocks; {enough} would do"
+                f"global_batch: {self.global_batch} samples {problem} {total} {_plural('device', total)} and "
+                f"{self.runs.blocks} {_plural('block', self.runs.blocks)}; {enough} would be enough"
             )
         have, need = self.profiles.costs.memory_bytes / 2**20, ceil(10 * least[0] / 2**20) / 10
         return (
-            f"no stages fit {total} devices of {have:,.1f} MiB with a batch of {self.global_batch}; the least that "
-            f"would do is {need:,} MiB, with stages = {least[1]}, micro-batches = {least[2]}"
+            f"no stages fit {total} {_plural('device', total)} of {have:,.1f} MiB with a batch of {self.global_batch}; "
+            f"the least that is enough is {need:,} MiB, with stages = {least[1]}, micro-batches = {least[2]}"
         )
+
+
+def _plural(noun: str, count: int) -> str:
+    return noun if count == 1 else f"{noun}s"

@@ -1,4 +1,4 @@
-"""What blocks are made of: atomic subcomponents, some of which cannot be apart, with their costs and exchanges."""
+"""The units that blocks are made of: inseparable groups of atomic subcomponents, their costs and sent values."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -8,11 +8,11 @@ from itertools import pairwise
 from auto3d.capture.graph import Graph
 from auto3d.partition.methods.rannc.atomic import Subcomponent
 from auto3d.partition.methods.rannc.dag import strong_components, topological_order
-from auto3d.partition.methods.rannc.profile import Profile, value_numbers
+from auto3d.partition.methods.rannc.operation_profile import OperationProfile, value_numbers
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class SentValue:
     """A value that one unit makes and others use."""
 
     bytes: float
@@ -22,17 +22,17 @@ class Exchange:
 
 @dataclass(frozen=True, kw_only=True)
 class Units:
-    """Numbered in an order in which they can run. A unit is one atomic subcomponent but where a buffer is written."""
+    """Units in an order in which they can run. A unit is one atomic subcomponent unless it writes a buffer."""
 
     members: tuple[tuple[Subcomponent, ...], ...]
-    after: tuple[frozenset[int], ...]  # units that use what this one makes
-    exchanges: tuple[Exchange, ...]
-    seconds: tuple[float, ...]  # forward and backward of one micro-batch
-    held: tuple[dict[str, float], ...]  # bytes by what takes them: values kept, parameters with all that goes with them
-    memory_bytes: float  # of a device
+    after: tuple[frozenset[int], ...]  # per unit, the units that use its values
+    sent_values: tuple[SentValue, ...]
+    seconds: tuple[float, ...]  # per unit, forward and backward of one micro-batch
+    held: tuple[dict[str, float], ...]  # per unit: kept value, or parameter with its gradient and state -> bytes
+    memory_bytes: float  # memory of a device
 
     def fit(self, units: Iterable[int]) -> bool:
-        """Whether a device could hold these units; what several of them hold counts once."""
+        """Whether a device has the memory for these units; tensors that several of them hold count once."""
         union: dict[str, float] = {}
         for unit in units:
             union |= self.held[unit]
@@ -43,19 +43,19 @@ def find_units(
     graph: Graph,
     subcomponents: Sequence[Subcomponent],
     *,
-    times: Profile,
-    sizes: Profile,
+    times: OperationProfile,
+    sizes: OperationProfile,
     state_factor: float,
     memory_bytes: float,
 ) -> Units:
-    """Units with the times of one profile and the memory of another.
+    """The units of a model, with the times of one profile and the memory of another.
 
-    Memory should be that of the smallest micro-batch, since how many samples a micro-batch has is decided only later:
-    what does not fit then never fits. The seconds of a constant operation are shared out among its clones, since those
-    in one block run once.
+    ``sizes`` should be the profile of the smallest micro-batch: the micro-batch size is decided later, and units that
+    do not fit then never fit. The seconds of a constant operation are divided among its clones, since all clones in one
+    block run once.
     """
     owner = {sub.operation: number for number, sub in enumerate(subcomponents)}
-    users: dict[str, list[int]] = {}  # value -> subcomponents, of values that are not constant
+    users: dict[str, list[int]] = {}  # non-constant value -> subcomponents that use it
     written: dict[str, list[int]] = {}
     for number, sub in enumerate(subcomponents):
         node = graph.nodes[sub.operation]
@@ -67,33 +67,34 @@ def find_units(
     maker = {name: owner[graph.producer[name]] for name in users}
     members = _inseparable(len(subcomponents), [(maker[name], user) for name in users for user in users[name]], written)
 
-    unit_of = {number: unit for unit, own in enumerate(members) for number in own}
+    unit_of = {number: unit for unit, numbers in enumerate(members) for number in numbers}
     place = value_numbers(graph)
-    exchanges, after = [], [set() for _ in members]
+    sent_values: list[SentValue] = []
+    after: list[set[int]] = [set() for _ in members]
     for name, numbers in users.items():
         source = unit_of[maker[name]]
         targets = {unit_of[number] for number in numbers} - {source}
         after[source] |= targets
         if targets:
-            exchanges.append(Exchange(float(times.value_bytes[place[name]]), source, tuple(sorted(targets))))
+            sent_values.append(SentValue(float(times.value_bytes[place[name]]), source, tuple(sorted(targets))))
 
     clones = Counter(position for sub in subcomponents for position in sub.constants)
     seconds = [0.0] * len(members)
     held: list[dict[str, float]] = [{} for _ in members]
     for number, sub in enumerate(subcomponents):
-        own = held[unit_of[number]]
+        in_unit = held[unit_of[number]]
         for position in sub.positions:
             node = graph.nodes[position]
             both = float(times.forward_s[position] + times.backward_s[position])
             seconds[unit_of[number]] += both / clones.get(position, 1)
-            own |= {name: float(sizes.value_bytes[place[name]]) for name in node.saves}
-            own[f"{node.name}, inside"] = float(sizes.internal_bytes[position])
+            in_unit |= {name: float(sizes.value_bytes[place[name]]) for name in node.saves}
+            in_unit[f"{node.name}, inside"] = float(sizes.internal_bytes[position])
             for name in graph.parameters.keys() & set(node.state):
-                own[f"{name}, state"] = state_factor * graph.parameters[name].bytes
+                in_unit[f"{name}, state"] = state_factor * graph.parameters[name].bytes
     return Units(
-        members=tuple(tuple(subcomponents[number] for number in own) for own in members),
+        members=tuple(tuple(subcomponents[number] for number in numbers) for numbers in members),
         after=tuple(map(frozenset, after)),
-        exchanges=tuple(exchanges),
+        sent_values=tuple(sent_values),
         seconds=tuple(seconds),
         held=tuple(held),
         memory_bytes=memory_bytes,
@@ -101,11 +102,11 @@ def find_units(
 
 
 def _inseparable(count: int, edges: list[tuple[int, int]], written: dict[str, list[int]]) -> list[tuple[int, ...]]:
-    """Subcomponents grouped so that all that use a written buffer, and what lies between them, are together.
+    """Groups of subcomponents: all users of a written buffer, and everything between them, are in one group.
 
-    The paper does not know such buffers. A cycle through the users of each makes exactly these groups strongly
-    connected. A group that neither gets nor gives anything (a counter of batches) has no neighbour to be merged with,
-    so it joins the group before it.
+    The paper has no such buffers. A cycle through the users of each buffer makes exactly these groups strongly
+    connected. A group without edges (such as a counter of batches) has no neighbour to merge with, so it joins the
+    group before it.
     """
     after: list[set[int]] = [set() for _ in range(count)]
     for source, target in edges:

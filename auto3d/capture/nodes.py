@@ -1,0 +1,24 @@
+"""Access to the arguments and the target of a torch.fx node without torch's types.
+
+torch.fx declares both as a union of every type that may occur. Which type a node has follows from its operator, which a
+type checker cannot see, so the callers here know better.
+"""
+
+from typing import Any
+
+from torch import fx
+
+
+def args_of(node: fx.Node) -> tuple[Any, ...]:
+    """The positional arguments of ``node``: other nodes, numbers, and lists of these."""
+    return node.args
+
+
+def kwargs_of(node: fx.Node) -> dict[str, Any]:
+    """The keyword arguments of ``node``."""
+    return node.kwargs
+
+
+def target_of(node: fx.Node) -> Any:
+    """What ``node`` calls: an operator, or a function of torch or Python. For an attribute, its name."""
+    return node.target

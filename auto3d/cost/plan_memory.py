@@ -1,0 +1,89 @@
+"""A Plan's bytes per pipeline device from sums over tables: fast enough for the thousands of Plans of a search.
+
+``auto3d.cost.device_memory`` counts the same bytes tensor by tensor from the Graph, in float32 and without tensor
+parallelism. The sums here also cover other precisions, tensor parallelism and models that are known by their layers.
+"""
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+from auto3d.cost.model_work import ModelWork
+from auto3d.cost.stage_bytes import NO_BYTES, StageBytes, message_bytes
+from auto3d.cost.tables import without
+from auto3d.cost.training_options import MOMENTS, TrainingOptions
+from auto3d.cost.work import PRECISION_BYTES
+from auto3d.plan import Plan, StagePlan
+from auto3d.schedule.shape import Shape, shape_of
+
+FRAGMENTATION = 1.06  # bytes that an allocator holds, over the bytes in use
+
+
+class PlanMemory:
+    """Estimates the memory of Plans of one model."""
+
+    def __init__(self, work: ModelWork, training: TrainingOptions) -> None:
+        self._work, self._training = work, training
+        self._stage_bytes = lru_cache(2**16)(self._make_stage_bytes)  # the plans of a search have many stages in common
+
+    def of(self, plan: Plan) -> tuple[float, ...]:
+        """Peak bytes on each pipeline device, fragmentation included."""
+        shape, stages = shape_of(plan), dict(enumerate(plan.stages))
+        return tuple(self._of_device(plan, shape, device, stages) for device in range(len(shape.holdings)))
+
+    def of_stage(self, plan: Plan, number: int, stage: StagePlan) -> dict[int, float]:
+        """Pipeline device -> peak bytes of ``stage`` alone, for each device that holds stage ``number`` of ``plan``.
+
+        A device with one stage needs exactly these bytes. A device with several needs at most the sum of theirs.
+        """
+        shape = shape_of(plan)
+        homes = dict.fromkeys(shape.homes[number])
+        return {device: self._of_device(plan, shape, device, {number: stage}) for device in homes}
+
+    def _of_device(self, plan: Plan, shape: Shape, device: int, stages: Mapping[int, StagePlan]) -> float:
+        """Peak bytes on ``device`` of those of its stages that are in ``stages``, a dict from number to stage."""
+        weight = PRECISION_BYTES[self._training.precision]
+        optimizer = self._training.master_bytes + 4 * MOMENTS[self._training.optimizer]
+        samples = plan.micro_batch_size // shape.parts
+        holding = shape.holdings[device]
+        here = [number for number in holding.stages if number in stages]
+        bytes_of = {
+            number: self._stage_bytes(samples, stages[number], plan.tp, number in shape.recompute) for number in here
+        }
+        elements = self._work.elements(plan, tuple(span for number in here for span in stages[number].operations))
+        shards = plan.dp * stages[here[0]].replicas if plan.shard_optimizer else 1
+        state = elements * (weight + self._training.sync_bytes + optimizer / shards)
+        for number, versions in zip(holding.stages, holding.versions, strict=True):
+            if versions > 1 and number in stages:
+                state += (versions - 1) * weight * self._work.elements(plan, stages[number].operations)
+        activations = max(
+            sum(
+                bytes_of[number].of(load)
+                for number, load in zip(holding.stages, moment, strict=True)
+                if number in stages
+            )
+            for moment in holding.peaks
+        )
+        fixed, working = sum(each.fixed for each in bytes_of.values()), max(each.working for each in bytes_of.values())
+        messages = message_bytes(shape, [bytes_of.get(number, NO_BYTES) for number in range(shape.stages)], device)
+        return FRAGMENTATION * (state + fixed + activations + working + messages)
+
+    def _make_stage_bytes(self, samples: int, stage: StagePlan, tp: int, recompute: bool) -> StageBytes:
+        samples, divisor = self._work.slice_of(samples, stage.replicas)
+        tables = self._work.tables(samples)
+        received = tables.work.crossing[stage.operations[0][0]] / divisor
+        saved = active = tables.saved(stage.operations, tp) / divisor
+        if recompute:
+            dropped = without(stage.operations, self._work.kept(samples, stage))
+            active = saved - tables.saved(dropped, tp) / divisor
+        again = saved - active
+        if not self._training.recompute_ends:  # the backward recomputes one block at a time
+            again /= max(1, tables.blocks_of(stage.operations))
+        return StageBytes(
+            in_flight=active + received,
+            recomputed=again,
+            deferred=tables.deferred(stage.operations, tp) / divisor,
+            fixed=tables.fixed(stage.operations, tp),
+            working=tables.working(stage.operations, tp) / divisor,
+            received=received,
+            sent=tables.work.crossing[stage.operations[-1][1]] / divisor,
+        )

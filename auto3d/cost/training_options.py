@@ -1,0 +1,29 @@
+"""The choices of a training set-up that its predicted time and memory depend on, beside the Plan."""
+
+from dataclasses import dataclass
+
+from auto3d.cost.work import PRECISION_BYTES
+
+MOMENTS = {"adamw": 2, "sgd": 1}  # moments that the optimizer keeps of each parameter
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions:
+    """How the estimated Plans are trained. The defaults describe this project's runtime."""
+
+    precision: str = "float32"  # precision of weights and activations; see ``master_bytes``
+    sync_bytes: int = 4  # bytes per element in the gradient all-reduce
+    optimizer: str = "adamw"
+    overlap: bool = True  # messages travel while the device computes
+    recompute_ends: bool = True  # full recomputation includes the operations before and after the repeated blocks
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes per parameter of the 32-bit copy that training in a lower precision keeps."""
+        return 4 if PRECISION_BYTES[self.precision] < 4 else 0
+
+    @property
+    def update_traffic(self) -> int:
+        """Bytes that an update reads and writes per parameter."""
+        weights = self.master_bytes or 4
+        return self.sync_bytes + 2 * weights + 8 * MOMENTS[self.optimizer] + (self.master_bytes and 2)

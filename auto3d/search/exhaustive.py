@@ -1,3 +1,0 @@
-from auto3d.search.algorithms.exhaustive import estimate_best
-
-__all__ = ["estimate_best"]

@@ -1,0 +1,124 @@
+"""The model that a search plans: a captured model or a list of measured layers. Both look the same to the search."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from hashlib import sha256
+from itertools import accumulate
+from typing import Protocol
+
+from auto3d.capture.graph import Graph
+from auto3d.cost.layers import Layer
+from auto3d.cost.model import TimesOf
+from auto3d.cost.work import Work
+from auto3d.partition.outline import Outline, outline_of
+from auto3d.partition.recompute import subgraph_starts
+from auto3d.partition.stage import cut
+from auto3d.plan import StagePlan
+from auto3d.schedule.asynchronous import check_trainable
+from auto3d.schedule.operation import Schedule
+
+
+class PlannedModel(Protocol):
+    """A model to plan; ``samples`` is the number of samples that one operation runs.
+
+    Positions, as in a Plan's stages, count the operations of the Graph at this number of samples, or the layers.
+    """
+
+    @property
+    def times(self) -> TimesOf | None:
+        """Measured times of the operations, if there are any."""
+        ...
+
+    def work(self, samples: int) -> Work: ...
+
+    def fingerprint(self, samples: int) -> str:
+        """The value of ``Plan.graph`` for this number of samples."""
+        ...
+
+    def cuts(self, samples: int) -> Sequence[int]:
+        """Positions between whole subgraphs, with 0 and the end of the model."""
+        ...
+
+    def outline(self, samples: int) -> Outline:
+        """All possible cuts of the model, also inside subgraphs."""
+        ...
+
+    def starts(self, stage: StagePlan, samples: int) -> Sequence[int]:
+        """Positions where the subgraphs of ``stage`` begin."""
+        ...
+
+    def check_trainable(
+        self, schedule: Schedule, stages: Sequence[StagePlan], samples: int, *, clip_norm: float
+    ) -> None:
+        """Raise PlanError if the asynchronous ``schedule`` cannot train these stages."""
+        ...
+
+
+class PlannedGraphs:
+    """A captured model: its Graph at any number of samples, with its work."""
+
+    times: TimesOf | None = None
+
+    def __init__(
+        self,
+        graph_at: Callable[[int], Graph],
+        work: Callable[[Graph], Work],
+        cuts: Callable[[Graph], Sequence[int]],
+    ) -> None:
+        self.graph, self.work_of = lru_cache(None)(graph_at), work
+        self.work = lru_cache(None)(lambda samples: work(self.graph(samples)))
+        self.cuts = lru_cache(None)(lambda samples: cuts(self.graph(samples)))
+        self.outline = lru_cache(None)(lambda samples: outline_of(self.graph(samples)))
+
+    def fingerprint(self, samples: int) -> str:
+        return self.graph(samples).fingerprint
+
+    def starts(self, stage: StagePlan, samples: int) -> Sequence[int]:
+        return subgraph_starts(self.graph(samples), stage, self.cuts(samples))
+
+    def check_trainable(
+        self, schedule: Schedule, stages: Sequence[StagePlan], samples: int, *, clip_norm: float
+    ) -> None:
+        graph = self.graph(samples)
+        check_trainable(schedule, cut(graph, stages), graph.trained, clip_norm=clip_norm)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedLayers:
+    """A model of measured layers."""
+
+    layers: tuple[Layer, ...]
+    work: Callable[[int], Work]
+    times: TimesOf
+
+    @cached_property
+    def _digest(self) -> str:
+        return sha256(str(self.layers).encode()).hexdigest()
+
+    def fingerprint(self, samples: int) -> str:
+        return f"{self._digest} {samples}"
+
+    def cuts(self, samples: int) -> Sequence[int]:
+        return range(len(self.layers) + 1)
+
+    @cached_property
+    def _outline(self) -> Outline:
+        blocks = [number for number, layer in enumerate(self.layers) if layer.reductions > 1]
+        return Outline(
+            positions=range(len(self.layers) + 1),
+            flops=[0.0, *accumulate(layer.flops for layer in self.layers)],
+            sent=[0.0, *(layer.output for layer in self.layers)],
+            block_starts=[*blocks, blocks[-1] + 1] if blocks else [],
+        )
+
+    def outline(self, samples: int) -> Outline:
+        return self._outline
+
+    def starts(self, stage: StagePlan, samples: int) -> Sequence[int]:
+        return [position for span in stage.operations for position in range(*span)]
+
+    def check_trainable(
+        self, schedule: Schedule, stages: Sequence[StagePlan], samples: int, *, clip_norm: float
+    ) -> None:
+        check_trainable(schedule, (), (), clip_norm=clip_norm)

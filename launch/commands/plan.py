@@ -1,0 +1,26 @@
+"""`auto3d plan`."""
+
+import click
+
+from launch.commands.consoles import err
+from launch.commands.options import recipe_command
+from launch.console.progress import search_progress
+from launch.console.ranking import print_plans
+from launch.model.search import search_recipe
+from launch.recipe.load import load
+
+
+@recipe_command
+@click.option("--json", "as_json", is_flag=True, help="Print one record, in seconds and bytes, with the best plans.")
+@click.option("--all", "show_all", is_flag=True, help="Print every candidate, not only the best twenty.")
+def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, show_all: bool) -> int:
+    """Search for the fastest plan by prediction; train nothing.
+
+    It prints the best plans of RECIPE's search space and says why the best is best. search.algorithm is annealing,
+    random, megatron, exhaustive or rannc; search.candidates and search.seconds limit the search.
+    """
+    loaded = load(recipe, overrides)
+    with search_progress(err) as tell:
+        search = search_recipe(loaded, tell)
+    print_plans(loaded, search, as_json=as_json, show_all=show_all)
+    return 0

@@ -1,0 +1,41 @@
+"""`auto3d recompute`."""
+
+from typing import TYPE_CHECKING
+
+import click
+
+from launch.commands.consoles import note
+from launch.commands.exit_codes import RUN_FAILED, complain
+from launch.commands.options import recipe_command
+from launch.console.output import print_json
+from launch.recipe.load import load
+
+if TYPE_CHECKING:
+    from launch.drivers.recompute import Tried
+
+
+@recipe_command
+@click.option("--json", "as_json", is_flag=True, help="Print the fraction and the status of each one that was tried.")
+def recompute(recipe: str, overrides: tuple[str, ...], as_json: bool) -> int:
+    """Find how little RECIPE's plan must recompute to fit into memory.
+
+    Short real trials find the largest fraction of the first stage that need not be recomputed.
+    """
+    loaded = load(recipe, overrides)
+    from launch.drivers.recompute import try_shares  # it imports torch, which takes seconds: after the recipe is loaded
+
+    tried: list[Tried] = []
+
+    def report(one: "Tried") -> None:
+        tried.append(one)
+        measurement = one.measurement
+        outcome = f"fits, {measurement.median_s:.3f} s/iteration" if one.fits else f"{measurement.status}\n"
+        note(f"recompute={one.share!r}: {outcome}{measurement.error}")
+
+    fraction = try_shares(loaded, report)
+    if as_json:
+        records = [{"recompute": one.share, "status": one.measurement.status} for one in tried]
+        print_json({"recompute": fraction, "tried": records})
+    elif fraction is not None:
+        print(f"the largest that fits: {loaded.command('train', f'plan.recompute={fraction!r}')}")
+    return 0 if fraction is not None else complain("no fraction fits, or a trial failed", RUN_FAILED)

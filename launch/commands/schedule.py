@@ -1,0 +1,89 @@
+"""`auto3d schedule`."""
+
+from typing import Any
+
+import click
+
+from auto3d.schedule.options import RECOMPUTE, SYNC
+from launch.commands.consoles import out
+from launch.commands.options import OUTPUT_FILE
+from launch.console.schedule import print_comparison, print_families, print_schedule
+from launch.model.simulated_schedule import ScheduleRequest
+
+_TIME = click.FloatRange(min=0)
+
+
+@click.command()
+@click.argument("name", required=False)
+@click.option("--list", "list_all", is_flag=True, help="Describe all schedules and their options.")
+@click.option(
+    "--compare", metavar="A,B,...", help="Print one row per schedule; chimera:scale=doubling sets one's own option."
+)
+@click.option("--stages", type=int, help="Pipeline depth: the number of devices that the model is spread over.")
+@click.option("--micro-batches", type=int, help="Micro-batches per iteration.")
+@click.option("--pipes", type=int, help="Copies of the model whose micro-batches cross the devices (chimera).")
+@click.option("--scale", help="direct, doubling or halving: for more micro-batches than stages (chimera).")
+@click.option("--chunks", type=int, help="Stages per device (interleaved-1f1b).")
+@click.option("--recompute", type=click.Choice(RECOMPUTE), help="Stages that recompute, where the schedule allows it.")
+@click.option("--iterations", type=int, help="Iterations to simulate (asynchronous schedules).")
+@click.option(
+    "--sync-placement",
+    type=click.Choice(SYNC),
+    help="Gradient syncs run at the end, as soon as possible, or early only where they are hidden.",
+)
+@click.option("--forward", type=_TIME, help="Time of one micro-batch's forward on one device, all its stages. [1]")
+@click.option("--backward", type=_TIME, help="Time of the backward. [the sum of its halves, or twice --forward]")
+@click.option("--backward-input", type=_TIME, help="Time of its half for the gradient of the input. [the rest]")
+@click.option("--backward-weight", type=_TIME, help="Time of its half for the gradient of the weights. [the rest]")
+@click.option("--recompute-time", type=_TIME, help="Time of running the forward again. [--forward]")
+@click.option("--p2p", type=_TIME, help="Time of one micro-batch's message from stage to stage. [0]")
+@click.option("--overlap/--no-overlap", default=None, help="Whether messages overlap with compute. [they do]")
+@click.option("--sync", type=_TIME, help="Time of the gradient sync of one device, all its stages. [0]")
+@click.option("--json", "as_json", is_flag=True, help="Print the figures and all operations.")
+@click.option("--svg", type=OUTPUT_FILE, help="Write a picture.")
+@click.option("--trace", type=OUTPUT_FILE, help="Write a trace for ui.perfetto.dev or chrome://tracing.")
+@click.option("--csv", type=OUTPUT_FILE, help="Write the order of operations as torch.distributed.pipelining loads it.")
+def schedule(
+    name: str | None,
+    list_all: bool,
+    compare: str | None,
+    stages: int | None,
+    micro_batches: int | None,
+    as_json: bool,
+    svg: str | None,
+    trace: str | None,
+    csv: str | None,
+    **given: Any,
+) -> int:
+    """Simulate, compare and draw pipeline schedules.
+
+    For example: auto3d schedule chimera --stages 4 --micro-batches 8.
+    """
+    if list_all:
+        print_families(as_json)
+        return 0
+    if (name is None) == (compare is None):
+        raise click.UsageError("write one schedule's name, or --compare A,B,..., or --list")
+    if stages is None or micro_batches is None:
+        raise click.UsageError("--stages and --micro-batches are needed, as in --stages 4 --micro-batches 8")
+    option_of = {"sync_placement": "sync"} | {
+        key: key for key in ("pipes", "scale", "chunks", "recompute", "iterations")
+    }
+    time_of = {"recompute_time": "recompute"} | {
+        key: key for key in ("forward", "backward", "backward_input", "backward_weight", "p2p", "overlap", "sync")
+    }
+    request = ScheduleRequest(
+        stages=stages,
+        micro_batches=micro_batches,
+        options={option: given[key] for key, option in option_of.items() if given[key] is not None},
+        times={time: given[key] for key, time in time_of.items() if given[key] is not None},
+    )
+    files = {"svg": svg, "trace": trace, "csv": csv}
+    if name is not None:
+        print_schedule(name, request, out, as_json=as_json, files=files)
+        return 0
+    assert compare is not None
+    if any(files.values()):
+        raise click.UsageError("--svg, --trace and --csv write one schedule; --compare has several")
+    print_comparison(compare.split(","), request, as_json=as_json)
+    return 0

@@ -1,0 +1,29 @@
+"""`auto3d table`."""
+
+import click
+
+from launch.commands.options import recipe_command
+from launch.console import tables
+from launch.console.output import print_json
+from launch.recipe.load import load
+
+
+@recipe_command
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print a list of records, in seconds and bytes, each with its plan and its error; write no file.",
+)
+def table(recipe: str, overrides: tuple[str, ...], as_json: bool) -> int:
+    """Print the table of RECIPE's last sweep, fastest first.
+
+    The table is also written to results/. OVERRIDES, if given, must be those of that sweep.
+    """
+    results = tables.results_of(load(recipe, overrides))
+    if as_json:
+        print_json(tables.rows(results))
+        return 0
+    files = tables.write(results)
+    print(f"{tables.terminal(results)}\n\nwritten: {', '.join(map(str, files))}")
+    return 0

@@ -1,0 +1,135 @@
+"""`auto3d profile`: writes the profile of this machine, and shows it as a table and a plot."""
+
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+from tabulate import tabulate
+
+from auto3d.cost.profile import Profile
+from launch.console.output import print_json
+from launch.console.progress import at_work, profile_progress
+from launch.model.profile import profile_file, tuned_file
+from launch.recipe.load import LoadedRecipe
+from launch.recipe.words import counted
+from launch.store.files import private_folder, write_whole
+
+
+def print_profile(recipe: LoadedRecipe, console: Console, *, as_json: bool) -> None:
+    """Measure this machine, write profiles/<cluster>.json and .svg, and print the figures."""
+    profile = measure_with_progress(recipe, console)
+    file, picture = write_profile(profile, profile_file(recipe))
+    for older in (tuned_file(recipe), tuned_file(recipe).with_suffix(".svg")):
+        older.unlink(missing_ok=True)
+    if as_json:
+        print_json({"file": str(file), **asdict(profile)})
+    else:
+        print(f"{_table(profile)}\n\nwritten: {file}, {picture}")
+
+
+def measure_with_progress(recipe: LoadedRecipe, console: Console) -> Profile:
+    """The profile of this machine; the progress of the measurement is shown on ``console``."""
+    from launch.model.measure_profile import measure_profile  # it imports torch, which tune does without
+
+    return measure_profile(
+        recipe,
+        capturing=lambda size: at_work(console, f"capturing the model for micro-batches of {counted(size, 'sample')}"),
+        measuring=partial(profile_progress, console),
+    )
+
+
+def write_profile(profile: Profile, file: Path) -> tuple[Path, Path]:
+    """Write ``profile`` to ``file``, and its picture beside it; returns both files."""
+    private_folder(file.parent)
+    write_whole(file, profile.to_json())
+    picture = file.with_suffix(".svg")
+    _draw(profile, picture)
+    return file, picture
+
+
+def _table(profile: Profile) -> str:
+    """Times of the subgraphs, then figures of the machine, each with how it was measured."""
+    rows = [
+        (
+            size.micro_batch_size,
+            one.name,
+            size.kinds.count(kind),
+            f"{1e3 * one.forward_s:.3f}",
+            f"{1e3 * one.backward_s:.3f}",
+            f"{1e3 * one.backward_weight_s:.3f}",
+            f"{one.saved_bytes / 2**20:.2f}",
+        )
+        for size in profile.sizes
+        for kind, one in enumerate(size.subgraphs)
+    ]
+    heads = ["micro-\nbatch", "subgraph", "times in\nthe model", "forward\n(ms)", "backward\n(ms)"]
+    subgraphs = tabulate(rows, [*heads, "weight half\n(ms)", "saved\n(MiB)"], disable_numparse=True)
+    factors = ", ".join(f"{factor:.2f}" for factor in profile.slowdown)
+    figures = [("slowdown", factors, "while 1, 2, … ranks compute at the same time")]
+    if profile.messages:
+        link, (each_s, per_byte_s) = profile.messages.link, profile.messages.handling
+        fitted = "least-squares line over message sizes"
+        figures.append(("messages", _rate(link.bandwidth), f"plus {1e6 * link.latency_s:.0f} µs each; {fitted}"))
+        handling = f"plus {1e6 * each_s:.0f} µs of compute in sender and receiver for each message; {fitted}"
+        figures.append(("message handling", _rate(1 / per_byte_s), handling))
+    if profile.all_reduce:
+        for ranks, seconds in zip(profile.all_reduce.ranks, profile.all_reduce.seconds, strict=True):
+            size, longest = profile.all_reduce.sizes[-1], seconds[-1]
+            rate = _rate(_bus_bandwidth(ranks, size, longest))
+            figures.append((f"all-reduce of {ranks}", rate, f"bus bandwidth at {size / 2**20:.0f} MiB"))
+    figures.append(("update", f"{1e9 * profile.update_s:.2f} ns", "per parameter, with gradient norm and zeroing"))
+    repetitions = [one.repetitions for size in profile.sizes for one in size.subgraphs]
+    ranks, threads = profile.setting.devices_per_node, profile.setting.threads
+    how = (
+        f"Measured: {profile.model}, {counted(ranks, 'rank')} of {counted(threads, 'thread')} on "
+        f"{profile.host}, torch {profile.torch}, {profile.made[:10]}; each subgraph by itself, {min(repetitions)} to "
+        f"{max(repetitions)} repetitions per round, median of the fastest round."
+    )
+    return f"{subgraphs}\n\n{tabulate(figures, tablefmt='plain', disable_numparse=True)}\n\n{how}"
+
+
+def _rate(bandwidth: float) -> str:
+    return f"{8 * bandwidth / 1e9:.2f} Gbit/s"
+
+
+def _bus_bandwidth(ranks: int, size: int, seconds: float) -> float:
+    """Bytes per second through each rank's link in a ring all-reduce."""
+    return 2 * (ranks - 1) / ranks * size / seconds
+
+
+def _draw(profile: Profile, file: Path) -> None:
+    """Plot the time of each distinct subgraph over micro-batch sizes, and bandwidths over message sizes."""
+    from matplotlib.figure import Figure  # it is slow to import, and tune imports this file
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    times, rates = figure.subplots(1, 2)
+    sizes = [size.micro_batch_size for size in profile.sizes]
+    for name in dict.fromkeys(one.name for size in profile.sizes for one in size.subgraphs):
+        each = [next((one for one in size.subgraphs if one.name == name), None) for size in profile.sizes]
+        milliseconds = [1e3 * (one.forward_s + one.backward_s) if one else None for one in each]
+        times.plot(sizes, milliseconds, marker="o", label=name)
+    times.set(xlabel="micro-batch size (samples)", ylabel="forward and backward (ms)", xlim=0, ylim=0)
+    times.legend(fontsize="small")
+    lines = {}
+    if profile.messages:
+        lines["message"] = (
+            profile.messages.sizes,
+            [size / seconds for size, seconds in zip(profile.messages.sizes, profile.messages.seconds, strict=True)],
+        )
+    if profile.all_reduce:
+        for ranks, row in zip(profile.all_reduce.ranks, profile.all_reduce.seconds, strict=True):
+            lines[f"all-reduce of {ranks}, bus"] = (
+                profile.all_reduce.sizes,
+                [
+                    _bus_bandwidth(ranks, size, seconds)
+                    for size, seconds in zip(profile.all_reduce.sizes, row, strict=True)
+                ],
+            )
+    for label, (line_sizes, bandwidths) in lines.items():
+        rates.loglog(line_sizes, [8 * bandwidth / 1e9 for bandwidth in bandwidths], marker="o", label=label)
+    rates.set(xlabel="size (bytes)", ylabel="bandwidth (Gbit/s)")
+    if lines:
+        rates.legend(fontsize="small")
+    figure.suptitle(f"Measured: {profile.model}, {profile.host}, {profile.made[:10]}", fontsize="medium")
+    figure.savefig(file)

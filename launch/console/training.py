@@ -1,0 +1,38 @@
+"""`auto3d train`: the line that a training ends with."""
+
+from typing import Any
+
+from launch.console.output import print_json
+from launch.recipe.words import counted
+
+
+def print_training(record: dict[str, Any], *, as_json: bool) -> None:
+    """Print the result of a training, on one line."""
+    if as_json:
+        print_json(record)
+        return
+    plan = record["plan"]
+    if not record["iteration_s"]:
+        print("the training was complete before its job started")
+        return
+    under = (
+        f"{counted(len(record['iteration_s']), 'iteration')} under dp={plan['dp']} tp={plan['tp']} pp={plan['pp']} "
+        f"micro-batch={plan['micro_batch_size']} {plan['schedule']}"
+    )
+    if record["emulated"]:
+        print(f"{under}: {record['samples_per_s']:.1f} samples/s (emulated, not measured: nothing was computed)")
+        return
+    print(
+        f"{under}: loss {record['loss'][0]:.3f} to {record['loss'][-1]:.3f}, {record['samples_per_s']:.1f} samples/s, "
+        f"{_memory(record)}"
+    )
+
+
+def _memory(record: dict[str, Any]) -> str:
+    """Largest peak memory that a rank has measured, and the predicted one."""
+    peak, used, predicted = (
+        f"{max(record[name], default=0) / 2**20:.0f} MiB" for name in ("peak_bytes", "used_bytes", "predicted_bytes")
+    )
+    if not record["used_bytes"]:  # CPUs do not report it
+        return f"peak memory {peak} per rank (measured; {predicted} predicted)"
+    return f"peak memory {peak} per rank, {used} used on its device (measured; {predicted} predicted)"

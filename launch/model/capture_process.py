@@ -1,0 +1,71 @@
+"""A process that captures and checks models for a driver."""
+
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from auto3d.errors import InputError
+from launch.recipe.load import LoadedRecipe
+
+
+class CaptureProcess:
+    """A process that captures and checks models, so that a driver of days need not hold torch and a model in memory.
+
+    It starts at the first call. It is a context manager: at the end of the ``with`` the process has ended.
+    """
+
+    def __init__(self) -> None:
+        self._process: BaseProcess | None = None
+        self._pipe: Connection | None = None
+
+    def __enter__(self) -> "CaptureProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+
+    def call(self, function: Callable[[LoadedRecipe, int], Any], recipe: LoadedRecipe, micro_batch_size: int) -> Any:
+        """The result of ``function(recipe, micro_batch_size)`` in that process; ``function`` must be a module's own.
+
+        Raises InputError where the function does, or where the process is killed.
+        """
+        if self._pipe is None:
+            self._pipe = self._start()
+        self._pipe.send((function, recipe, micro_batch_size))
+        try:
+            result, problem = self._pipe.recv()
+        except EOFError:
+            problem = "model: the process that captured it was killed, as the kernel does when memory runs out"
+        if problem:
+            raise InputError(problem)
+        return result
+
+    def _start(self) -> Connection:
+        context = get_context("spawn")  # fork is unsafe here: a driver that shows progress has threads
+        ours, theirs = context.Pipe()
+        self._process = context.Process(target=_answer, args=(theirs,))  # a daemon could not start a check's process
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the child inherits this: the driver handles Ctrl-C
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        theirs.close()
+        return ours
+
+
+def _answer(pipe: Connection) -> None:
+    """Main function of the process. The functions that it calls write to the cache themselves."""
+    with suppress(EOFError, BrokenPipeError):  # the driver has ended
+        while True:
+            function, recipe, micro_batch_size = pipe.recv()
+            try:
+                answer = function(recipe, micro_batch_size), ""
+            except InputError as error:
+                answer = None, str(error)
+            pipe.send(answer)

@@ -1,0 +1,136 @@
+"""Rows of a CSV file -> plans of a recipe, and what the cost model predicts for them."""
+
+import csv
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from auto3d.cost.model import CostModel
+from auto3d.errors import InputError
+from auto3d.plan import Plan
+from auto3d.schedule import write_schedule
+from auto3d.search.make import PlanMaker, shortage_of
+from auto3d.search.placement import MEGATRON
+from auto3d.search.planned_model import PlannedModel
+from auto3d.search.recompute import AUTO, FULL, NONE
+from auto3d.search.space import Candidate
+from launch.model.candidates import task
+from launch.model.costs import cost_model, subject_of
+from launch.recipe.load import LoadedRecipe
+from launch.recipe.schema import PlanRecipe
+
+DEGREES = ("micro_batch_size", "tp", "dp", "pp")
+PLAN_COLUMNS = (*DEGREES, "partition_cuts", "schedule", "recompute", "partition", "placement")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The prediction for one row."""
+
+    row: Mapping[str, str]
+    seconds: float | None  # time of one iteration
+    peak_bytes: float | None  # largest of the devices
+    problem: str  # the reason why there is no prediction, or why the plan does not fit into memory
+    measured_in: str = ""  # file of the profile that the seconds come from, if there is one
+
+
+@dataclass(frozen=True)
+class PlannedRow:
+    """A row, the recipe as the row changes it, and the plan that the row describes."""
+
+    row: Mapping[str, str]
+    recipe: LoadedRecipe
+    model: CostModel
+    plan: Plan | None
+    problem: str  # the reason why there is no plan
+
+
+def read_candidates(recipe: LoadedRecipe, file: str) -> list[dict[str, str]]:
+    """The rows of a CSV file; its columns get the names that ``prediction.columns`` gives them.
+
+    Raises InputError where a column is missing that every candidate needs.
+    """
+    renamed = recipe.values.prediction.columns
+    with Path(file).open(newline="") as lines:
+        rows = [{renamed.get(name, name): value for name, value in row.items()} for row in csv.DictReader(lines)]
+    if not rows:
+        raise InputError(f"{file}: holds no rows; it needs one row per candidate")
+    missing = [name for name in DEGREES if name not in rows[0]]
+    if missing:
+        raise InputError(
+            f"{file}: lacks the column {missing[0]}; it takes {', '.join(PLAN_COLUMNS)} and keys of a recipe such as "
+            "model.config.n_layer"
+        )
+    return rows
+
+
+def predict(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> Iterator[Prediction]:
+    """The predictions for ``rows``, in order."""
+    for one in plan_rows(recipe, rows):
+        if one.plan is None:
+            yield Prediction(one.row, None, None, one.problem)
+            continue
+        try:
+            seconds = one.model.seconds(one.plan)
+        except InputError as error:  # for example layers that were not measured at this degree
+            yield Prediction(one.row, None, None, str(error))
+            continue
+        peak, problem = max(one.model.memory(one.plan)), shortage_of(one.model, one.plan)
+        yield Prediction(one.row, seconds, peak, problem, one.model.measured_in)
+
+
+def plan_rows(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> Iterator[PlannedRow]:
+    """The plans of ``rows``, in order.
+
+    A column with a dot in its name is a key of the recipe, which the row changes; columns that are neither that nor in
+    PLAN_COLUMNS are ignored. Raises RecipeError where a row makes the recipe invalid.
+    """
+    keys = [name for name in rows[0] if "." in name]
+
+    subjects: dict[str, PlannedModel] = {}
+    models: dict[str, CostModel] = {}
+
+    @cache
+    def maker_of(overrides: tuple[str, ...]) -> tuple[LoadedRecipe, PlanMaker]:
+        changed = recipe.changed(overrides) if overrides else recipe
+        values = changed.values
+        known = f"{values.model} {values.data} {values.prediction}"
+        subject = subjects.setdefault(known, subjects.get(known) or subject_of(changed))
+        known += f"{values.cluster} {values.training.optimizer}"
+        model = models.setdefault(known, models.get(known) or cost_model(changed, subject))
+        return changed, PlanMaker(subject, model, task(changed))
+
+    for line, row in enumerate(rows, 2):  # line 1 holds the names of the columns
+        overrides = tuple(f"{key}={row[key]}" for key in keys if row[key])
+        changed, maker = maker_of(overrides)
+        try:
+            yield PlannedRow(row, changed, maker.model, maker.unlimited(_candidate(changed, row)), "")
+        except InputError as error:
+            yield PlannedRow(row, changed, maker.model, None, f"line {line}: {error}")
+
+
+def _candidate(recipe: LoadedRecipe, row: Mapping[str, str]) -> Candidate:
+    """The candidate that a row describes; what the row leaves open comes from the recipe's plan."""
+    base = recipe.values.plan or PlanRecipe()
+    recompute = row.get("recompute") or base.recompute
+    return Candidate(
+        micro_batch_size=_whole_number(row, "micro_batch_size"),
+        tp=_whole_number(row, "tp"),
+        dp=_whole_number(row, "dp"),
+        pp=_whole_number(row, "pp"),
+        schedule=row.get("schedule") or write_schedule(base.schedule, base.schedule_options),
+        recompute=recompute if recompute in (NONE, FULL, AUTO) else float(recompute),
+        partition=row.get("partition") or "blocks",
+        placement=row.get("placement") or MEGATRON,
+        shard_optimizer=base.shard_optimizer,
+        cuts=tuple(json.loads(row["partition_cuts"])) if row.get("partition_cuts") else None,
+    )
+
+
+def _whole_number(row: Mapping[str, str], name: str) -> int:
+    try:
+        return int(row[name])
+    except ValueError:
+        raise InputError(f"{name}: found {row[name]!r}; it takes a whole number") from None

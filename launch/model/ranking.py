@@ -1,0 +1,61 @@
+"""The result of a search as records, and what its predictions rest on."""
+
+from dataclasses import asdict
+from typing import Any
+
+from auto3d.errors import InputError
+from auto3d.search.search import Search
+from launch.model.candidates import exact_plans
+from launch.model.profile import basis, how_to_measure
+from launch.model.search import algorithm, cannot_run
+from launch.recipe.load import LoadedRecipe
+
+EXPLAINED = 3  # best plans whose time is split into its parts
+
+
+def search_record(recipe: LoadedRecipe, search: Search) -> dict[str, Any]:
+    """The ranked candidates, in seconds and bytes, those that were refused, and figures of the search.
+
+    The best plans have the parts of their time; as many as search.trials have the plan itself, ready to run.
+    """
+    model = search.maker.model
+    exact = exact_plans(recipe)
+    records = []
+    for place, one in enumerate(search.ranked()):
+        estimate = asdict(model.estimate(one.plan)) if place < EXPLAINED else None
+        plan, problem = None, cannot_run(one.plan)
+        if place < search.budget.best:
+            try:
+                plan = asdict(exact(one))
+            except InputError as error:  # for example memory, which the runtime counts tensor by tensor
+                problem = str(error)
+        records.append(
+            {
+                **asdict(one.candidate),
+                "predicted_s": one.seconds,
+                "peak_bytes": max(model.memory(one.plan)),
+                "does_not_run_yet": problem,
+                "estimate": estimate,
+                "plan": plan,
+            }
+        )
+    return {
+        "candidates": records,
+        "infeasible": [
+            {"count": times, "reason": reason, **asdict(example)} for times, example, reason in search.refused()
+        ],
+        "algorithm": algorithm(recipe, search.domain),
+        "looked_at": search.looked_at,
+        "simulated": search.simulated,
+        "search_s": search.elapsed_s,
+        "predicted_on": predicted_on(recipe, search),
+    }
+
+
+def predicted_on(recipe: LoadedRecipe, search: Search) -> str:
+    """What the predicted times rest on and, where that is a guess, the command that measures it."""
+    measured_in = search.maker.model.measured_in
+    text = f"times are predicted ({recipe.values.prediction.method}, on {basis(recipe, measured_in)}), not measured"
+    if command := how_to_measure(recipe, measured_in):
+        text += f"; nothing was measured on this device, so they may be far off; to measure it: {command}"
+    return text

@@ -1,0 +1,233 @@
+"""A recipe's model cut into stages by a method, and the figures of each stage."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+
+from auto3d.capture.graph import Graph
+from auto3d.cluster import Cluster, Link
+from auto3d.cost.times import times_of
+from auto3d.cost.training_options import MOMENTS
+from auto3d.cost.work import ELEMENT_BYTES, PRECISION_BYTES, work_of
+from auto3d.partition import Partition, PartitionRequest, partition
+from auto3d.partition.cost import PartitionCosts, parameter_bytes
+from auto3d.partition.merak import Sharding
+from auto3d.partition.stage import Stage, cut
+from launch.model.graphs import PlanningModel, default_micro_batch_size
+from launch.recipe.load import LoadedRecipe
+from launch.recipe.settings import cluster, training, with_memory
+
+
+@dataclass(frozen=True)
+class SentTensor:
+    """A value that a stage sends to a later one."""
+
+    value: str
+    bytes: int
+    to: int
+
+
+@dataclass(frozen=True)
+class StageFigures:
+    """Figures of one stage for one micro-batch. FLOPs include operations that several stages repeat."""
+
+    subgraphs: list[int]
+    operations: tuple[tuple[int, int], ...]
+    modules: list[str]  # largest modules that lie in this stage alone
+    parameters: int
+    parameter_bytes: int
+    inputs: tuple[str, ...]
+    flops: int
+    backward_flops: int
+    flops_share: float  # fraction of the whole model's FLOPs
+    forward_s: float
+    backward_s: float
+    send_bytes: int
+    sent: list[SentTensor]
+    replicas: int
+
+
+@dataclass(frozen=True)
+class PartitionFigures:
+    """Figures of a partition. A balance is the largest value per replica over the mean: 1 where all are equal."""
+
+    method: str
+    graph: str  # fingerprint
+    micro_batch_size: int
+    device: str  # kind of device that the times are predicted for: the slowest of the cluster
+    memory_bytes: float | None
+    subgraphs: int
+    micro_batches: int | None
+    pipelines: int
+    stages: list[StageFigures]
+    balance: float  # of FLOPs
+    time_balance: float
+
+
+@dataclass(frozen=True)
+class PartitionedModel:
+    """A partition, the request that it answers, the model's subgraphs, and figures of the stages."""
+
+    request: PartitionRequest
+    partition: Partition
+    sharding: Sharding
+    figures: PartitionFigures
+
+
+def partition_model(
+    recipe: LoadedRecipe,
+    *,
+    method: str,
+    stages: int | None,
+    subgraphs: int | None,
+    micro_batch_size: int | None,
+    memory_gib: float | None,
+    fresh: bool,
+    equal_slices: bool,
+) -> PartitionedModel:
+    """Cut the recipe's model by ``method``; costs are those of the slowest device of the recipe's cluster.
+
+    ``memory_gib`` replaces the memory of the cluster's devices. With ``equal_slices`` the replicas of each stage get
+    equally many samples, as a plan requires.
+    """
+    model = PlanningModel(recipe, fresh=fresh)
+    graph_at = cache(model.graph)
+    machine = cluster(recipe)
+    if memory_gib is not None:
+        machine = with_memory(machine, memory_gib * 2**30)
+    size = micro_batch_size or default_micro_batch_size(recipe)
+    sharding = model.sharding(graph_at(size), subgraphs)
+    request = PartitionRequest(
+        graph_at=graph_at,
+        costs_of=costs_on(machine, recipe, stages=stages),
+        cuts=sharding.bounds,
+        stages=stages,
+        micro_batch_size=size,
+        global_batch=recipe.values.training.global_batch,
+        nodes=len(machine.nodes),
+        devices_per_node=machine.devices_per_node,
+        equal_slices=equal_slices,
+    )
+    found = partition(method, request)
+    each = _stage_figures(request.graph, sharding, request.costs, found)
+    figures = PartitionFigures(
+        method=method,
+        graph=request.graph.fingerprint,
+        micro_batch_size=request.graph.micro_batch_size,
+        device=machine.slowest(range(machine.devices)).name,
+        memory_bytes=machine.memory_bytes,
+        subgraphs=len(sharding.subgraphs),
+        micro_batches=found.micro_batches,
+        pipelines=found.pipelines,
+        stages=each,
+        balance=_balance([stage.flops / stage.replicas for stage in each]),
+        time_balance=_balance([(stage.forward_s + stage.backward_s) / stage.replicas for stage in each]),
+    )
+    return PartitionedModel(request, found, sharding, figures)
+
+
+def costs_on(machine: Cluster, recipe: LoadedRecipe, *, stages: int | None) -> Callable[[Graph], PartitionCosts]:
+    """A function that gives the costs of a Graph's operations on the slowest kind of device of ``machine``.
+
+    The memory is that of the device with the least. The link is the slowest among the first ``stages`` devices or,
+    if ``stages`` is None, inside the first node.
+    """
+    accelerator, how = machine.slowest(range(machine.devices)), training(recipe.values)
+    link = _slowest_link(machine, machine.nodes[0].devices if stages is None else min(stages, machine.devices))
+    weight = PRECISION_BYTES[how.precision]
+    state = weight + how.sync_bytes + how.master_bytes + 4 * MOMENTS[how.optimizer]
+
+    def costs_of(graph: Graph) -> PartitionCosts:
+        everything = (0, len(graph.nodes))  # subgraphs matter only for tensor parallelism
+        work = work_of(graph, everything, precision=how.precision, fused=recipe.values.prediction.fused)
+        times = times_of(work, accelerator)
+        return PartitionCosts(
+            forward_s=tuple(map(float, times.forward[1:] - times.forward[:-1])),
+            backward_s=tuple(map(float, times.backward[1:] - times.backward[:-1])),
+            latency_s=link.latency_s,
+            bandwidth=link.bandwidth,
+            memory_bytes=float("inf") if machine.memory_bytes is None else machine.memory_bytes,
+            state_factor=state / ELEMENT_BYTES,
+            activation_factor=weight / ELEMENT_BYTES,
+        )
+
+    return costs_of
+
+
+def _slowest_link(machine: Cluster, devices: int) -> Link:
+    """The slowest link over which the first ``devices`` exchange messages with their neighbours."""
+    nodes = [machine.nodes[number] for number in dict.fromkeys(machine.node_of[:devices])]
+    inside = [node.inside for node in nodes if node.devices > 1]
+    outside = [node.outside for node in nodes if node.outside is not None and len(nodes) > 1]
+    return min([*inside, *outside] or [nodes[0].inside], key=lambda link: link.bandwidth)
+
+
+def _stage_figures(graph: Graph, sharding: Sharding, costs: PartitionCosts, found: Partition) -> list[StageFigures]:
+    position_of = {node.name: position for position, node in enumerate(graph.nodes)}
+    positions = [[p for span in stage.operations for p in range(*span)] for stage in found.stages]
+    all_flops = sum(node.flops for node in graph.nodes)
+    figures = []
+    for stage, operations, modules, replicas in zip(
+        cut(graph, found.stages), positions, _whole_modules(graph, positions), found.replicas, strict=True
+    ):
+        runs = [position_of[name] for name in stage.nodes]
+        figures.append(
+            StageFigures(
+                subgraphs=_subgraphs(graph, sharding, operations),
+                operations=found.stages[stage.index].operations,
+                modules=modules,
+                parameters=sum(prod(graph.parameters[n].shape) for n in stage.state if n in graph.parameters),
+                parameter_bytes=parameter_bytes(graph, operations),
+                inputs=stage.inputs,
+                flops=stage.flops,
+                backward_flops=sum(graph.nodes[p].backward_flops for p in runs),
+                flops_share=stage.flops / all_flops if all_flops else 0.0,
+                forward_s=sum(costs.forward_s[p] for p in runs),
+                backward_s=sum(costs.backward_s[p] for p in runs),
+                send_bytes=sum(transfer.value.bytes for transfer in stage.sent),
+                sent=_sent(stage),
+                replicas=replicas,
+            )
+        )
+    return figures
+
+
+def _sent(stage: Stage) -> list[SentTensor]:
+    return [SentTensor(transfer.value.name, transfer.value.bytes, transfer.target) for transfer in stage.sent]
+
+
+def _balance(values: Sequence[float]) -> float:
+    """Largest over mean: 1 where all are equal."""
+    mean = sum(values) / len(values)
+    return max(values) / mean if mean else 1.0
+
+
+def _subgraphs(graph: Graph, sharding: Sharding, operations: Sequence[int]) -> list[int]:
+    """The subgraphs that have operations in the stage, not counting operations that every stage may repeat."""
+    in_stage = {position for position in operations if not graph.nodes[position].from_inputs}
+    return [number for number, positions in enumerate(sharding.subgraphs) if not in_stage.isdisjoint(positions)]
+
+
+def _whole_modules(graph: Graph, operations: Sequence[Sequence[int]]) -> list[list[str]]:
+    """For each stage the largest modules that lie in it alone; a module that is cut is replaced by its submodules."""
+    stages_of: dict[str, set[int]] = {}
+    paths = [
+        dict.fromkeys(graph.nodes[position].module for position in each if not graph.nodes[position].from_inputs)
+        for each in operations
+    ]
+    for stage, modules in enumerate(paths):
+        for path in modules:
+            for prefix in _prefixes(path):
+                stages_of.setdefault(prefix, set()).add(stage)
+    found = []
+    for modules in paths:
+        whole = (next((p for p in _prefixes(path) if len(stages_of[p]) == 1), None) for path in modules)
+        found.append(list(dict.fromkeys(path for path in whole if path)))
+    return found
+
+
+def _prefixes(path: str) -> list[str]:
+    """``a.b.c`` -> a, a.b, a.b.c."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
