@@ -19,8 +19,11 @@ NOT_QUICK = (  # tests that start processes, train, wait for SLURM or take a min
     "tests/launch/doctor",
     "tests/launch/drivers",
     "tests/launch/executors",
+    "tests/launch/model",
     "tests/launch/run",
+    "tests/runtime/test_fake_devices.py",
     "tests/streams",
+    "tests/test_python_api.py",
     "tests/zoo",
 )
 
