@@ -42,10 +42,10 @@ table: $(INSTALLED)  ## print the table of the trials of RECIPE that are done
 profile: $(INSTALLED)  ## measure this machine for RECIPE, for predictions, and print what was measured
 	@$(BIN)/auto3d profile $(RECIPE) $(ARGS)
 
-test: $(INSTALLED)  ## run all tests (10 minutes on 2 cores); ARGS="tests/capture -x" for some
+test: $(INSTALLED)  ## run all tests, on WORKERS processes; ARGS="tests/capture -x" for some
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) $(ARGS)
 
-test-quick: $(INSTALLED)  ## run the tests that start no processes and take no SLURM (2 minutes), while you edit
+test-quick: $(INSTALLED)  ## run the tests that need no processes and no SLURM, while you edit
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) -m 'not soak and not parity and not processes' $(ARGS)
 
 soak: $(INSTALLED)  ## run the long tests (40 minutes) and, where a SLURM cluster is up, 34 faults (half an hour)
