@@ -11,7 +11,7 @@ WORKERS ?= $(shell expr $$(nproc) + 1)
 LAUNCH := $(if $(EXECUTOR),launch.executor=$(EXECUTOR))
 CLUSTER_PROGRAM := slurm/dev-cluster/cluster.py $(if $(FOLDER),--folder $(FOLDER))
 
-.PHONY: help setup sweep tune plan train table profile test test-quick soak parity zoo bench lint clean
+.PHONY: help setup sweep tune plan train table reference profile test test-quick soak parity zoo bench lint clean
 .PHONY: cluster-up cluster-down cluster-status
 
 help:  ## list the targets
@@ -38,6 +38,10 @@ train: $(INSTALLED)  ## train RECIPE under its plan, or under ARGS="--plan plan.
 
 table: $(INSTALLED)  ## print the table of the trials of RECIPE that are done
 	@$(BIN)/auto3d table $(RECIPE) $(ARGS)
+
+reference: $(INSTALLED)  ## run RECIPE's sweep and write its table to results/RECIPE, to be committed
+	@$(BIN)/auto3d sweep $(RECIPE) $(LAUNCH) $(ARGS)
+	@$(BIN)/auto3d table $(RECIPE) $(LAUNCH) $(ARGS) --output results/$(RECIPE)
 
 profile: $(INSTALLED)  ## measure this machine for RECIPE, for predictions, and print what was measured
 	@$(BIN)/auto3d profile $(RECIPE) $(ARGS)
@@ -78,7 +82,7 @@ cluster-down:  ## end that cluster and remove all that belongs to it
 cluster-status:  ## print what of that cluster runs
 	@$(PYTHON) $(CLUSTER_PROGRAM) status
 
-clean:  ## remove the environment; runs/ and results/ stay
+clean:  ## remove the environment; runs/ and tables/ stay
 	rm -rf .venv build *.egg-info
 
 # The pinned torch comes first: any other way to it takes a build with gigabytes of CUDA packages.

@@ -34,7 +34,7 @@ def test_a_gpus_table_has_used_beside_allocated_memory_and_a_cpus_has_one_column
         recipe = load("own.yaml", [f"cluster.device={device}"])
         found = tables.results(recipe, [measurement(plan, memory)], 1, 0)
         tables.write(found)
-        heading, _, row = (folder / "results/own/table.md").read_text().splitlines()[:3]
+        heading, _, row = (folder / "tables/own/table.md").read_text().splitlines()[:3]
         shown = [[cell.strip() for cell in line.strip("|").split("|")] for line in (heading, row)]
         assert [line[-len(headings) :] for line in shown] == [headings, cells]
         assert ("used on its device" in tables.caption(found)) == (device == "cuda")
