@@ -50,7 +50,10 @@ BAD = [  # overrides of small.yaml, and words that the message must contain
     ([*EMULATED, "emulation.forward_s=-1"], ["emulation.forward_s", "-1", "a list with one for each stage", "least 0"]),
     ([*EMULATED, "emulation.backward_s=[1,.nan]"], ["emulation.backward_s", "[1, nan]"]),
     ([*EMULATED, "emulation.backward_s=[]"], ["emulation.backward_s", "[]"]),
-    ([*EMULATED, "emulation.send_bytes=1.5"], ["emulation.send_bytes", "1.5", "a whole number, or a list"]),
+    (
+        [*EMULATED, "emulation.send_bytes=1.5"],
+        ["emulation.send_bytes", "1.5", "a whole number of at least 1", "or a list with one for each stage"],
+    ),
     ([*EMULATED, "emulation.sync_bytes=[2,many]"], ["emulation.sync_bytes", "'many'"]),
     ([*EMULATED, "emulation.foward_s=1"], ["emulation.foward_s", "did you mean forward_s"]),
     (
