@@ -5,11 +5,13 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+# Processes that run the tests: one more than there are cores, since tests also wait for processes of their own.
+WORKERS ?= $(shell expr $$(nproc) + 1)
 # Where trials and trainings run, for the targets that run some: EXECUTOR=slurm or local.
 LAUNCH := $(if $(EXECUTOR),launch.executor=$(EXECUTOR))
 CLUSTER_PROGRAM := slurm/dev-cluster/cluster.py $(if $(FOLDER),--folder $(FOLDER))
 
-.PHONY: help setup sweep tune plan train table profile test soak parity zoo bench lint clean
+.PHONY: help setup sweep tune plan train table profile test test-quick soak parity zoo bench lint clean
 .PHONY: cluster-up cluster-down cluster-status
 
 help:  ## list the targets
@@ -40,8 +42,11 @@ table: $(INSTALLED)  ## print the table of the trials of RECIPE that are done
 profile: $(INSTALLED)  ## measure this machine for RECIPE, for predictions, and print what was measured
 	@$(BIN)/auto3d profile $(RECIPE) $(ARGS)
 
-test: $(INSTALLED)  ## run all tests
-	$(BIN)/python -m pytest $(ARGS)
+test: $(INSTALLED)  ## run all tests (10 minutes on 2 cores); ARGS="tests/capture -x" for some
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) $(ARGS)
+
+test-quick: $(INSTALLED)  ## run the tests that start no processes and take no SLURM (2 minutes), while you edit
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) -m 'not soak and not parity and not processes' $(ARGS)
 
 soak: $(INSTALLED)  ## run the long tests (40 minutes) and, where a SLURM cluster is up, 34 faults (half an hour)
 	$(BIN)/python -m pytest -m soak $(ARGS)

@@ -2,14 +2,20 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import hypothesis
 import pytest
 import torch
 import transformers
 
+from tests import workers
 from tests.processes import ProcessPool
 
 torch.set_num_threads(1)  # before anything runs: the pool forks this process
 transformers.logging.set_verbosity_error()
+hypothesis.settings.register_profile(  # other workers of `make test` make an example slow
+    "auto3d", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("auto3d")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -23,3 +29,17 @@ def processes():
     """Four processes that run many distributed cases, one after the other."""
     with ProcessPool(4) as pool:
         yield pool
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    config.option.loadscopereorder = False  # keep the order of the items
+    return workers.FilePerWorker(config, log)
+
+
+def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if item.nodeid.startswith(workers.NOT_QUICK):
+            item.add_marker("processes")
+    if hasattr(config, "workerinput"):  # this is a worker of pytest-xdist
+        workers.sort_longest_first(items)

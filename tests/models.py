@@ -1,7 +1,7 @@
 """The small models that tests train: unmodified, built as a user's recipe would."""
 
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -251,7 +251,16 @@ TRAINED = MODELS | {  # by the parity tests alone
 }
 
 
-@lru_cache
+_captured: list[CapturedModel] = []
+
+
+@cache
 def captured(model: str, micro_batch_size: int) -> CapturedModel:
     build, data = TRAINED[model]
-    return capture(build, data.input_specs(), micro_batch_size)
+    _captured.append(capture(build, data.input_specs(), micro_batch_size))
+    return _captured[-1]
+
+
+def num_captures() -> int:
+    """How many captures this process keeps, those that ``CapturedModel.at`` made included."""
+    return sum(1 + len(model._others) for model in _captured)

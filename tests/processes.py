@@ -1,5 +1,6 @@
 """A few forked processes that stay, so that each distributed test need not pay for starting its own."""
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -9,28 +10,33 @@ from typing import Any
 
 from auto3d.runtime.world import World, leave
 from launch.run.ranks import die_with_parent
+from tests.models import num_captures
 
 CASE_TIMEOUT_S = 120
 
 
 class ProcessPool:
-    """Runs ``function(world, *arguments)`` as every rank of a world, as often as asked."""
+    """Runs ``function(world, *arguments)`` as every rank of a world, as often as asked.
+
+    A capture takes longer than a test's training. So each model is captured once, in the process that calls ``run``,
+    and the ranks inherit it: ``run`` forks them anew if this process has captured more since it forked them. It also
+    does after a case that failed, of which some ranks may still be waiting for others.
+    """
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("fork")
         self._folder = tempfile.TemporaryDirectory(prefix="auto3d-test-")
+        self._size = size
         self._cases = 0
-        self._pipes, self._processes = [], []
-        for _ in range(size):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, os.getpid()), daemon=True)
-            process.start()
-            self._pipes.append(here)
-            self._processes.append(process)
+        self._captures = 0  # how many models this process had captured when it forked the ranks
+        self._in_step = False  # all ranks have answered, and wait for the next case
+        self._pipes: list[Any] = []
+        self._processes: list[Any] = []
 
     def run(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """What ``function`` returned on each of ``size`` ranks; an exception on one is raised here."""
         self._cases += 1
+        self._fork_if_needed()
+        self._in_step = False
         meeting_point = f"file://{self._folder.name}/{self._cases}"
         for rank, pipe in enumerate(self._pipes[:size]):
             world = World(rank=rank, size=size, local_rank=rank, meeting_point=meeting_point)
@@ -38,22 +44,49 @@ class ProcessPool:
         answers = []
         for rank, pipe in enumerate(self._pipes[:size]):
             assert pipe.poll(CASE_TIMEOUT_S), f"rank {rank} gave no answer within {CASE_TIMEOUT_S} s"
-            answers.append(pipe.recv())
+            try:
+                answers.append(pipe.recv())
+            except EOFError:
+                answers.append((False, "it died"))
         errors = [f"rank {rank}:\n{answer}" for rank, (fine, answer) in enumerate(answers) if not fine]
         assert not errors, "\n".join(errors)
+        self._in_step = True
         return [answer for _, answer in answers]
 
     def __enter__(self) -> "ProcessPool":
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._end()
+        self._folder.cleanup()
+
+    def _fork_if_needed(self) -> None:
+        captures = num_captures()
+        if self._in_step and captures == self._captures:
+            return
+        self._end()
+        self._captures = captures
+        context = multiprocessing.get_context("fork")
+        for _ in range(self._size):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there, os.getpid()), daemon=True)
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+
+    def _end(self) -> None:
         for process in self._processes:
             process.kill()
-        self._folder.cleanup()
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
+            process.join()
+            pipe.close()
+        self._processes, self._pipes = [], []
 
 
 def _serve(pipe: Any, parent: int) -> None:
     die_with_parent(parent)
+    gc.freeze()  # a collection would touch, and so copy, all that this process shares with its parent
     while True:
         function, world, arguments = pipe.recv()
         try:
@@ -61,4 +94,5 @@ def _serve(pipe: Any, parent: int) -> None:
         except BaseException:
             answer = (False, traceback.format_exc())
         leave()
+        gc.collect()  # process groups are in cycles, and gloo's threads in them wake up 100 times a second
         pipe.send(answer)

@@ -1,4 +1,4 @@
-"""Find out whether torchrun, srun or mpirun started this process as one of several ranks."""
+"""Detect whether torchrun, srun or mpirun started this process as one of several ranks."""
 
 import os
 import socket
@@ -9,19 +9,19 @@ from auto3d.runtime.world import World
 
 
 class JoinError(InputError):
-    """An environment that names a rank but not where to meet."""
+    """The environment names a rank, but the rendezvous is missing or makes no sense."""
 
 
 def joined_world(environment: Mapping[str, str] = os.environ) -> World | None:
-    """This process's place among the ranks that a launcher started, or None if it was started alone."""
+    """This process's rank among those that a launcher started; None if it was started as a single process."""
     if {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
         return _world(environment, rank="RANK", size="WORLD_SIZE", local_rank="LOCAL_RANK")
-    # mpirun before SLURM: in an allocation it starts its helpers by srun, and the ranks inherit their step's variables.
-    # PMI_RANK does not tell them apart, for `srun --mpi=pmi2` sets it too; only mpirun sets these two.
+    # mpirun comes before SLURM: in an allocation it starts helpers with srun, whose step variables its ranks inherit.
+    # PMI_RANK does not distinguish the two, because `srun --mpi=pmi2` sets it too; only mpirun sets these two.
     if "OMPI_COMM_WORLD_RANK" in environment or "MPI_LOCALRANKID" in environment:
         return _mpi_world()
-    # SLURM_PROCID, SLURM_NTASKS and even SLURM_STEP_ID are also set where no rank was started: in a batch script, in
-    # salloc's shell (a step of one task) and, inherited, in what sbatch starts from there. Ranks are a step of several.
+    # SLURM_PROCID, SLURM_NTASKS and even SLURM_STEP_ID are also set without ranks: in a batch script, in salloc's shell
+    # (a step of one task), and in jobs submitted from there, which inherit them. Ranks are a step of several tasks.
     if _number(environment, "SLURM_STEP_NUM_TASKS", absent="1") > 1:
         return _world(environment, rank="SLURM_PROCID", size="SLURM_STEP_NUM_TASKS", local_rank="SLURM_LOCALID")
     if "PMI_RANK" in environment and "SLURM_STEP_ID" not in environment:
@@ -42,7 +42,7 @@ def _world(environment: Mapping[str, str], *, rank: str, size: str, local_rank: 
         meeting_point=f"tcp://{address}:{_number(environment, 'MASTER_PORT')}",
     )
     if world.rank >= world.size:
-        raise JoinError(f"{rank} is {world.rank}, but {size} is {world.size}; a rank is below the number of ranks")
+        raise JoinError(f"{rank} is {world.rank}, but {size} is {world.size}; a rank is less than the number of ranks")
     return world
 
 
@@ -54,12 +54,12 @@ def _number(environment: Mapping[str, str], name: str, *, absent: str = "") -> i
 
 
 def _mpi_world() -> World:
-    """MPI itself tells where to meet: rank 0 takes a free port and broadcasts it."""
+    """The rank according to MPI. Rank 0 chooses a free port for the rendezvous and broadcasts it."""
     try:
         from mpi4py import MPI  # needs an MPI library, which only a machine with mpirun has
     except (ImportError, RuntimeError) as error:
-        words = str(error).splitlines()[0]
-        raise JoinError(f"the environment is that of a rank of mpirun, but MPI cannot be used: {words}") from None
+        reason = str(error).splitlines()[0]
+        raise JoinError(f"the environment is that of a rank of mpirun, but MPI cannot be used: {reason}") from None
 
     everyone = MPI.COMM_WORLD
     meeting_point = None

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -135,7 +136,23 @@ def plain_pytorch(
     state: Mapping[str, torch.Tensor] | None = None,
     iterations: int = ITERATIONS,
 ) -> list[dict]:
-    """The reference: the unmodified model in a plain loop on this process; only its dropout is seeded by our rule."""
+    """The reference: the unmodified model in a plain loop on this process; only its dropout is seeded by our rule.
+
+    Each case is computed once for all tests of the session, which must not change the result.
+    """
+    case = (model, micro_batch_size, optimizer, global_batch, seed, iterations)
+    return _plain_pytorch(*case, state) if state is not None else _plain_pytorch_once(*case)
+
+
+def _plain_pytorch(
+    model: str,
+    micro_batch_size: int,
+    optimizer: OptimizerSettings,
+    global_batch: int,
+    seed: int,
+    iterations: int,
+    state: Mapping[str, torch.Tensor] | None = None,
+) -> list[dict]:
     build, data = TRAINED[model]
     seed_all(seed)
     module = build()
@@ -174,6 +191,9 @@ def plain_pytorch(
             }
         )
     return history
+
+
+_plain_pytorch_once = cache(_plain_pytorch)
 
 
 def assert_close(ours: np.ndarray, theirs: np.ndarray, what: str) -> None:

@@ -62,7 +62,7 @@ CLIP_NOTHING = replace(ADAMW, clip_norm=0.0)
     [
         ("gpt2", {"dp": 2, "pp": 2}, {"schedule": "1f1b"}, ADAMW),
         ("gpt2", {"dp": 1, "pp": 2}, {"schedule": "chimera"}, SGD),
-        ("t5", {"dp": 1, "pp": 2}, {"schedule": "zb-v", "stages": uniform(captured("t5", 2).graph, 4)}, ADAMW),
+        ("t5", {"dp": 1, "pp": 2}, {"schedule": "zb-v"}, ADAMW),
         ("gpt2", {"dp": 2, "pp": 2}, {"schedule": "1f1b", "shard_optimizer": True}, ADAMW),
         ("llama", {"dp": 1, "pp": 2}, {"schedule": "pipedream", "options": {"iterations": 2}}, CLIP_NOTHING),
     ],
@@ -70,6 +70,8 @@ CLIP_NOTHING = replace(ADAMW, clip_norm=0.0)
 )
 def test_goes_on_as_if_it_had_never_ended(processes, tmp_path, model, degrees, options, optimizer):
     shard = options.pop("shard_optimizer", False)
+    if options["schedule"] == "zb-v":  # two stages on each device
+        options = options | {"stages": uniform(captured(model, 2).graph, 4)}
     plan = replace(make_plan(model, **degrees, **options), shard_optimizer=shard)
     size = plan.ranks
     whole = processes.run(size, run, model, plan, optimizer, tmp_path / "whole", ITERATIONS, None)

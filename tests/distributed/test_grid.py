@@ -1,7 +1,5 @@
 """Every schedule with all its options on every model: `make parity` runs the whole grid, this file a pairwise cover."""
 
-from functools import lru_cache
-
 import numpy as np
 import pytest
 
@@ -12,7 +10,6 @@ from tests.distributed.parity import SGD, assert_buffers, assert_parity, plain_p
 from tests.models import captured
 
 
-@lru_cache
 def reference(model: str, global_batch: int) -> list[dict]:
     return plain_pytorch(model, micro_batch_size=SAMPLES, global_batch=global_batch, optimizer=SGD)
 

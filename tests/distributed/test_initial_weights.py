@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -162,22 +163,23 @@ def start(world, plan: Plan, fault: Fault | None = None, folders: tuple[Path, Pa
 
 
 EMBEDDING, HIDDEN = "transformer.wte.weight", "transformer.h.0.mlp.c_fc.weight"
-REPLICAS = make_plan("gpt2", dp=2, pp=2)
+replicas = partial(make_plan, "gpt2", dp=2, pp=2)
 
 
 @pytest.mark.parametrize("bit", [0, 31])
 @pytest.mark.parametrize(
-    ("plan", "name", "ranks"),
+    ("make", "name", "ranks"),
     [
-        (REPLICAS, HIDDEN, "rank 0 and rank 1"),
-        (make_plan("gpt2", dp=1, pp=2), EMBEDDING, "rank 0 and rank 1"),  # tied
-        (make_plan("gpt2", dp=1, pp=2, schedule="chimera"), HIDDEN, "rank 0 and rank 1"),
-        (make_plan("gpt2", dp=4, pp=1), HIDDEN, "ranks 0, 2, 3 and rank 1"),
-        (uneven_plan("gpt2", [3, 1]), HIDDEN, "ranks 0, 2 and rank 1"),
+        (replicas, HIDDEN, "rank 0 and rank 1"),
+        (partial(make_plan, "gpt2", dp=1, pp=2), EMBEDDING, "rank 0 and rank 1"),  # tied
+        (partial(make_plan, "gpt2", dp=1, pp=2, schedule="chimera"), HIDDEN, "rank 0 and rank 1"),
+        (partial(make_plan, "gpt2", dp=4, pp=1), HIDDEN, "ranks 0, 2, 3 and rank 1"),
+        (partial(uneven_plan, "gpt2", [3, 1]), HIDDEN, "ranks 0, 2 and rank 1"),
     ],
     ids=["replicas", "tied", "chimera", "data-parallel", "uneven"],
 )
-def test_one_bit_that_differs_ends_the_run_before_it_begins(processes, plan, name, ranks, bit):
+def test_one_bit_that_differs_ends_the_run_before_it_begins(processes, make, name, ranks, bit):
+    plan = make()
     told = set(processes.run(plan.ranks, start, plan, Fault(name, bit, "built")))
     assert len(told) == 1, "every rank reports the same"
     (line,) = told
@@ -186,17 +188,17 @@ def test_one_bit_that_differs_ends_the_run_before_it_begins(processes, plan, nam
 
 
 def test_given_weights_are_compared(processes):
-    (told,) = set(processes.run(4, start, REPLICAS, Fault(HIDDEN, 3, "given")))
+    (told,) = set(processes.run(4, start, replicas(), Fault(HIDDEN, 3, "given")))
     assert told.startswith(f"{HIDDEN}: its initial values differ between rank 0 and rank 1; do all nodes read the same")
 
 
 def test_what_a_checkpoint_gave_is_compared(processes, tmp_path):
     folders = (tmp_path / "seen", tmp_path / "seen elsewhere")
-    assert set(processes.run(4, start, REPLICAS, None, (folders[0], folders[0]))) == {""}
+    assert set(processes.run(4, start, replicas(), None, (folders[0], folders[0]))) == {""}
     shutil.rmtree(folders[0] / "iteration-00000002")
     shutil.copytree(folders[0], folders[1])
     Fault(HIDDEN, 3, "checkpoint").damage(folders[1])
-    for told in processes.run(4, start, REPLICAS, None, folders):
+    for told in processes.run(4, start, replicas(), None, folders):
         assert told.startswith(f"{HIDDEN}: its initial values differ between rank 0 and rank 1; do all nodes see the")
 
 

@@ -43,7 +43,10 @@ def make_plan(
     """``replicas`` has the number of replicas of each pipeline device's stages."""
     options = options or {}
     shape = build_schedule(schedule, devices=len(replicas), micro_batches=micro_batches, **options)
-    graph = captured(model, micro_batch_size // shape.parts).graph
+    whole = captured(model, micro_batch_size // shape.parts)
+    for count in set(replicas):
+        whole.at(whole.graph.micro_batch_size // count)  # captured before the ranks are forked, which inherit it
+    graph = whole.graph
     of_stage = {stage: replicas[device] for (stage, _), device in shape.device_of.items()}
     return Plan(
         graph=graph.fingerprint,

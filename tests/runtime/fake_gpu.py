@@ -1,7 +1,8 @@
-"""A GPU that computes nothing: fake tensors of device cuda, NCCL's rules and torch.cuda, on a torch without CUDA.
+"""A fake GPU, which computes nothing: fake tensors on device cuda, NCCL's rules, and torch.cuda without CUDA.
 
-A rank is built and runs whole iterations through autograd, whose backwards run on a thread of the device as on a real
-one, and nothing has values. What a real device refuses raises Refused; where the host waits for the device is noted.
+A rank is built and runs whole iterations through autograd. As on a real GPU, backwards run on a thread of the device,
+but tensors have no values. Whatever a real device refuses raises Refused, and the places in which the host waits for
+the device are recorded.
 """
 
 import ctypes
@@ -37,7 +38,7 @@ from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.world import World, join, leave
 
 aten = torch.ops.aten
-DEVICE = torch.device("cuda", 0)  # each rank sees one device: the stand-in for CUDA's guard has one
+DEVICE = torch.device("cuda", 0)  # each rank sees one device, since the stand-in for CUDA's guard has one
 PROPERTIES = SimpleNamespace(
     name="fake GPU",
     uuid="00000000-0000-0000-0000-000000000000",
@@ -45,12 +46,12 @@ PROPERTIES = SimpleNamespace(
     multi_processor_count=132,
     major=9,
     minor=0,
-    pci_domain_id=0xFFFF,  # at no address of this machine
+    pci_domain_id=0xFFFF,  # an address that no device of this machine has
     pci_bus_id=0,
     pci_device_id=0,
 )
 _PACKAGE = str(Path(auto3d.__file__).parent)
-_HOST_WAITS = {  # operators that read values on the host, or whose result has a size that depends on values
+_HOST_WAITS = {  # operators that read values on the host, or whose result's size depends on values
     aten._local_scalar_dense.default,
     aten.bincount.default,
     aten.equal.default,
@@ -63,7 +64,7 @@ _HOST_WAITS = {  # operators that read values on the host, or whose result has a
     aten.unique_dim.default,
 }
 _BY_MASK = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
-_OF_NCCL = {  # ProcessGroupNCCL's ncclDataType, without the float8 types, which not every version has
+_NCCL_TYPES = {  # types of ProcessGroupNCCL's ncclDataType, except float8, which not every version has
     torch.bool,
     torch.uint8,
     torch.int8,
@@ -76,43 +77,43 @@ _OF_NCCL = {  # ProcessGroupNCCL's ncclDataType, without the float8 types, which
 }
 
 
-class Refused(AssertionError):  # noqa: N818, what a device or NCCL does
+class Refused(AssertionError):  # noqa: N818, a verb: what a device or NCCL does
     """A real device, or NCCL, would refuse this or compute something else."""
 
 
 @dataclass
 class Record:
-    """What one rank did, to be compared with the other ranks."""
+    """Everything that one rank did, for comparison with the other ranks."""
 
-    groups: list[tuple[tuple[int, ...], str]] = field(default_factory=list)  # ranks and backend, in the order of making
+    groups: list[tuple[tuple[int, ...], str]] = field(default_factory=list)  # ranks and backend, by creation
     connected: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)  # group and ranks, by first use
     sent: dict[tuple[int, int, int], list[tuple]] = field(default_factory=dict)  # group, from, to -> shapes and types
     received: dict[tuple[int, int, int], list[tuple]] = field(default_factory=dict)
     collectives: dict[int, list[tuple]] = field(default_factory=dict)  # group -> calls in order
-    waits: set[str] = field(default_factory=set)  # places in which the host waited for the device while iterations ran
-    on_cpu: set[str] = field(default_factory=set)  # places that computed on the CPU while iterations ran
+    waits: set[str] = field(default_factory=set)  # code in which the host waited for the device during iterations
+    on_cpu: set[str] = field(default_factory=set)  # code that computed on the CPU during iterations
     results: list[IterationResult] = field(default_factory=list)
 
 
 def install() -> None:
-    """Give a torch without CUDA what autograd needs of a device: a guard, and an accelerator to be had.
+    """Give a torch without CUDA what autograd needs of a device: a guard, and an available accelerator.
 
-    This process keeps both until it ends. Autograd starts the threads of devices at its first backward, so none may
+    This process keeps both until it ends. Autograd starts its device threads at the first backward, so no backward may
     have run yet.
     """
     if torch.backends.cuda.is_built():
-        return  # a mode of fake tensors installs the guard itself where no device is there
+        return  # then FakeTensorMode installs the guard itself if there is no device
     folder = Path(torch.__file__).parent / "lib"
     guards = (ctypes.c_void_p * 2).in_dll(
         ctypes.CDLL(str(folder / "libc10.so")), "_ZN3c104impl26device_guard_impl_registryE"
     )
-    # Torch replaces a CUDA guard that counts no devices by one that does nothing: every method of this one returns 0.
+    # If there are no devices, torch uses a CUDA guard that does nothing: every method of this one returns 0.
     nothing = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda self: 0)
     methods = (ctypes.c_void_p * 64)(*[ctypes.cast(nothing, ctypes.c_void_p).value] * 64)
     guard = ctypes.c_void_p(ctypes.addressof(methods))
     guards[1] = ctypes.addressof(guard)
     torch._C._ensureCUDADeviceGuardSet()
-    # The interface to CUDA says that it is built, in a copy of its table of methods: two destructors, isBuilt,
+    # Make the CUDA hooks report that CUDA is built, in a copy of their method table: two destructors, isBuilt,
     # isAvailable, hasPrimaryContext.
     interface = ctypes.CDLL(str(folder / "libtorch_cpu.so"))._ZN2at6detail12getCUDAHooksEv
     interface.restype = ctypes.c_void_p
@@ -121,8 +122,8 @@ def install() -> None:
     methods_of_cuda[2] = ctypes.cast(ctypes.pythonapi.Py_IsInitialized, ctypes.c_void_p).value  # true
     methods_of_cuda[4] = methods_of_cuda[3]  # false
     table.value = ctypes.addressof(methods_of_cuda)
-    for kept in (nothing, methods, guard, methods_of_cuda):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+    for immortal in (nothing, methods, guard, methods_of_cuda):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(immortal))
     assert torch.accelerator.current_accelerator() == torch.device("cuda")
 
 
@@ -135,7 +136,7 @@ def _place() -> str:
 
 
 class Watch(TorchDispatchMode):
-    """Looks at every operation with a device's eyes, above the mode of fake tensors."""
+    """Checks every operation as a device would, before FakeTensorMode sees it."""
 
     def __init__(self, record: Record) -> None:
         super().__init__()
@@ -169,18 +170,18 @@ class Watch(TorchDispatchMode):
         if func in (aten._to_copy.default, aten.copy_.default):
             self._copies(func, args, kwargs)
             if func is aten._to_copy.default and args[0].device.type == "cpu" and "cuda" in str(kwargs.get("device")):
-                # The mode of fake tensors would copy the values that it knows of small ones to a true device.
+                # FakeTensorMode knows the values of small tensors, and would copy them to a real device.
                 return _on_device(args[0], kwargs.get("dtype") or args[0].dtype)
         elif on_device and (func in _HOST_WAITS or (func in _BY_MASK and _has_mask(args[1]))):
             self.host_waits(func.name())
-        if func is aten._local_scalar_dense.default:  # any value will do
+        if func is aten._local_scalar_dense.default:  # any value serves
             return 1.0 if args[0].is_floating_point() else 0 if args[0].dtype != torch.bool else False
         if func is aten.nonzero.default:
             return args[0].new_empty((0, args[0].dim()), dtype=torch.int64)
-        if "_fused_" in func.name() and func.name().endswith("_"):  # optimizers' updates, which fake tensors lack
+        if "_fused_" in func.name() and func.name().endswith("_"):  # fused optimizer updates, which fake tensors lack
             _check_fused_update(func, args)
             return None
-        if kwargs.get("pin_memory"):  # threads fill it, in which no mode is active
+        if kwargs.get("pin_memory"):  # a thread fills it, without any active mode
             with _disable_current_modes():
                 return torch.empty(
                     args[0].shape if isinstance(args[0], torch.Tensor) else args[0], dtype=_dtype(args, kwargs)
@@ -192,7 +193,7 @@ class Watch(TorchDispatchMode):
         return result
 
     def _copies(self, func: Any, args: tuple, kwargs: dict) -> None:
-        """The host waits for its copies to the device unless told otherwise, and for those from it to use them."""
+        """Record a wait of the host: for a blocking copy to the device, and for any copy from it."""
         if func is aten.copy_.default:
             target, source = args[0].device, args[1].device
             blocking = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
@@ -204,7 +205,7 @@ class Watch(TorchDispatchMode):
 
 
 def _check_fused_update(func: Any, args: tuple) -> None:
-    """A fused update takes lists: parameters, and tensors that lie in memory as they do, and counts of steps."""
+    """A fused update takes lists of parameters, of tensors with the parameters' layouts, and of step counts."""
     lists = [entry for entry in args if isinstance(entry, list | tuple) and entry]
     for parameter, *others in zip(*lists, strict=True):
         for other in others:
@@ -217,14 +218,14 @@ def _dtype(args: tuple, kwargs: dict) -> torch.dtype | None:
 
 
 def _draws(func: Any, args: tuple) -> bool:
-    """Whether it takes random numbers from the device's generator; a backward has those of its forward."""
+    """Whether ``func`` draws random numbers from the device's generator; a backward reuses those of its forward."""
     if func is aten._scaled_dot_product_efficient_attention.default:
         return len(args) > 5 and args[5] > 0
     return torch.Tag.nondeterministic_seeded in func.tags and "backward" not in str(func)
 
 
 def _on_device(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Its copy, which keeps the strides of a tensor whose elements fill memory."""
+    """A copy of ``tensor`` on the device, with its strides if its elements fill memory without gaps."""
     strides = torch.empty_like(tensor, device="meta").stride()
     return torch.empty_strided(tensor.shape, strides, dtype=dtype, device=DEVICE)
 
@@ -234,7 +235,7 @@ def _has_mask(indices: Sequence[torch.Tensor | None]) -> bool:
 
 
 class Attention(TorchFunctionMode):
-    """Attention by the kernel that a device has, whose results lie in memory otherwise than those of the CPU's."""
+    """Attention by the device's kernel, whose results have another memory layout than those of the CPU's kernel."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -281,12 +282,12 @@ class Generator:
 
     def draw(self, func: Any) -> None:
         if not self._seeded:
-            raise Refused(f"{func} draws random numbers without a seed of its own, in {_place()}")
+            raise Refused(f"{func} draws random numbers without a seed, in {_place()}")
         self._seeded = False
 
 
 class Gpu:
-    """torch.cuda of a process that sees one device; nothing works before set_device has made its context."""
+    """torch.cuda in a process that sees one device, which must call set_device first to create its context."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -375,13 +376,13 @@ class Gpu:
             stack.enter_context(patch.object(fake_tensor, "init_gpu_context", lambda device=None: None))
             stack.enter_context(patch.object(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor))
             only_cpu = torch._C._only_lift_cpu_tensors()
-            torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(…, device=…) makes its numbers here first
+            torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(…, device=…) first makes its values on the CPU
             stack.callback(torch._C._set_only_lift_cpu_tensors, only_cpu)
             yield
 
 
 class Work:
-    """As of NCCL, a wait without a time-out returns at once: the stream waits, not the host."""
+    """Work of an NCCL group: a wait without a time-out returns at once, since the stream waits, not the host."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -399,15 +400,15 @@ class Work:
 
 
 class Distributed:
-    """torch.distributed of one rank without the others, by the rules of NCCL and of gloo.
+    """torch.distributed on one rank, without the others, with the rules of NCCL and of gloo.
 
-    A group of which this rank is no member, a tensor of another device or with gaps, a type that NCCL has not, and a
-    communicator of NCCL that is first used once iterations run, are Refused.
+    It refuses a group to which this rank does not belong, a tensor on another device or with gaps, a type that NCCL
+    lacks, and the first use of an NCCL communicator during an iteration.
     """
 
     def __init__(self, record: Record, watch: Watch, gpu: Gpu) -> None:
         self._record, self._watch, self._gpu = record, watch, gpu
-        self._groups: dict[int, tuple[int, str]] = {}  # this rank's groups: number and backend
+        self._groups: dict[int, tuple[int, str]] = {}  # number and backend of this rank's groups, by id
         self._real = SimpleNamespace(init_process_group=dist.init_process_group, new_group=dist.new_group)
 
     @contextmanager
@@ -423,7 +424,7 @@ class Distributed:
 
     def init_process_group(self, backend: str, *, rank: int, world_size: int, **options: Any) -> None:
         if not self._gpu.is_initialized:
-            raise Refused("the process group is made before its device is chosen")
+            raise Refused("the process group is made before the device is set")
         self._real.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         self._note(dist.group.WORLD, range(world_size), backend)
 
@@ -488,10 +489,10 @@ class Distributed:
     def _use(
         self, group: Any, tensor: torch.Tensor | None = None, *, between: tuple[int, int] | None = None
     ) -> tuple[int, tuple[int, ...]]:
-        """The number and the ranks of ``group``, which ``tensor`` suits."""
+        """The number and the ranks of ``group``, after checking that it accepts ``tensor``."""
         group = dist.group.WORLD if group is None else group
         if id(group) not in self._groups:
-            raise Refused(f"rank {dist.get_rank()} uses a group that it is no member of, in {_place()}")
+            raise Refused(f"rank {dist.get_rank()} uses a group to which it does not belong, in {_place()}")
         number, backend = self._groups[id(group)]
         ranks, _ = self._record.groups[number]
         if tensor is not None and tensor.device != (DEVICE if backend == "nccl" else torch.device("cpu")):
@@ -499,7 +500,7 @@ class Distributed:
         if tensor is not None and not tensor.is_contiguous():
             raise Refused(f"{backend} is given a tensor with strides {tensor.stride()}, in {_place()}")
         if backend == "nccl":
-            if tensor is not None and tensor.dtype not in _OF_NCCL:
+            if tensor is not None and tensor.dtype not in _NCCL_TYPES:
                 raise Refused(f"NCCL has no type for {tensor.dtype}, in {_place()}")
             members = ranks if between is None else tuple(sorted(between))
             if (number, members) not in self._record.connected:
@@ -510,7 +511,7 @@ class Distributed:
 
 
 class _NcclOptions:
-    """As ProcessGroupNCCL.Options."""
+    """Stands for ProcessGroupNCCL.Options."""
 
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.is_high_priority_stream = is_high_priority_stream
@@ -520,12 +521,12 @@ class _NcclOptions:
 
 @contextmanager
 def fake_device(record: Record) -> Iterator[Watch]:
-    """All of the above, of one rank."""
+    """Patch torch so that the code inside runs as one rank on a fake GPU."""
     watch = Watch(record)
     gpu = Gpu(watch)
     with ExitStack() as stack:
-        for part in (gpu.patched(), Distributed(record, watch, gpu).patched()):
-            stack.enter_context(part)
+        for patches in (gpu.patched(), Distributed(record, watch, gpu).patched()):
+            stack.enter_context(patches)
         for mode in (FakeTensorMode(allow_non_fake_inputs=True), watch, Attention()):
             stack.enter_context(mode)
         yield watch
@@ -533,7 +534,7 @@ def fake_device(record: Record) -> Iterator[Watch]:
 
 @contextmanager
 def _made_before() -> Iterator[None]:
-    """Initial weights are drawn by the model's own code, on the CPU, and slices of it captured outside of all this."""
+    """Run the model's initialisation, on the CPU, and captures outside of the fake device."""
 
     def outside(function: Callable) -> Callable:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -552,12 +553,12 @@ def _made_before() -> Iterator[None]:
 def run_rank(
     captured: CapturedModel, plan: Plan, settings: TrainingSettings, data: DataSettings, rank: int
 ) -> tuple[Record, Any]:
-    """Build rank ``rank`` of ``plan`` and run its iterations; also the built rank."""
+    """Build rank ``rank`` of ``plan`` and run its iterations; returns its record and the built rank."""
     record = Record()
     world = World(rank=rank, size=plan.ranks, local_rank=DEVICE.index, meeting_point="file:///nowhere")
-    # Each rank is on a GPU of its own, which this process cannot tell apart from the others'.
-    places = patch.object(world_module, "gather_rank_devices", lambda own, **_: [own] * plan.ranks, create=True)
-    with fake_device(record) as watch, _made_before(), places:
+    # Each rank has its own GPU, but in this process all ranks report the same one, so their check is left out.
+    devices = patch.object(world_module, "gather_rank_devices", lambda own, **_: [own] * plan.ranks, create=True)
+    with fake_device(record) as watch, _made_before(), devices:
         join(world, device=world.device("cuda"), timeout_s=60)
         try:
             built = build_rank(captured, plan, settings, data, world)
@@ -576,5 +577,5 @@ def run_rank(
 def run_ranks(
     captured: CapturedModel, plan: Plan, settings: TrainingSettings, data: DataSettings, ranks: Sequence[int] = ()
 ) -> list[Record]:
-    """What each rank of ``plan``, or each of ``ranks``, did."""
+    """The record of each rank of ``plan``, or of each of ``ranks``."""
     return [run_rank(captured, plan, settings, data, rank)[0] for rank in ranks or range(plan.ranks)]

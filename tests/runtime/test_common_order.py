@@ -1,8 +1,8 @@
-"""No program can make ranks wait for each other for ever, whatever a device does at a time; shown without a device.
+"""No program can deadlock, in whatever order devices execute what is queued. Shown without a device.
 
-The proof that lowering makes of each program is itself tried on programs that are wrong. Then every rank of the grid
-goes through its program with the engine's own Exchange, whose sends and receives are noted: what one rank sends, the
-other posts, in the same order, and all of it together ends if everything blocks.
+Lowering proves this of each program, and the proof is itself tested on wrong programs. Then every rank of a grid of
+cases goes through its program with the engine's Exchange, whose sends and receives are recorded: what one rank sends,
+the other posts, in the same order, and all programs end even if every call blocks.
 """
 
 from collections import Counter, defaultdict
@@ -27,11 +27,11 @@ from auto3d.schedule.operation import Kind, Schedule
 from auto3d.schedule.program import GradientSum, LossSum, Message, Program
 from tests.schedule.samples import options_of, schedules, sizes
 
-SAMPLES = 12  # a micro-batch has so many, on all replicas of a stage together
+SAMPLES = 12  # samples of a micro-batch, on all replicas of a stage together
 
 
 def crossing(stages: int, *, skips: bool) -> list[Transfer]:
-    """What neighbours exchange and, if there are ``skips``, values for stages farther away, one without a gradient."""
+    """Values between neighbouring stages and, with ``skips``, between distant ones, one of them without a gradient."""
     pairs = [(stage, stage + 1, True) for stage in range(stages - 1)]
     if skips and stages > 2:
         pairs += [(0, stages - 1, True), (0, 2, False)] + [(1, stages - 1, True)] * (stages > 3)
@@ -40,13 +40,13 @@ def crossing(stages: int, *, skips: bool) -> list[Transfer]:
 
 
 def sharing(schedule: Schedule, *, tied: bool) -> list[tuple[int, ...]]:
-    """Sets of stages whose gradients are summed: each by itself and, if ``tied``, the first with the last."""
-    alone = [(stage,) for stage in range(schedule.stages)]
-    return [*alone, (0, schedule.stages - 1)] if tied and schedule.stages > 1 else alone
+    """Sets of stages whose gradients are summed: each single stage and, if ``tied``, the first with the last."""
+    single = [(stage,) for stage in range(schedule.stages)]
+    return [*single, (0, schedule.stages - 1)] if tied and schedule.stages > 1 else single
 
 
 def can_be_tied(schedule: Schedule) -> bool:
-    """Under PipeDream two stages would see different versions of what they share."""
+    """False for PipeDream, where the two stages would use different versions of the shared weights."""
     return schedule.name != "pipedream"
 
 
@@ -57,8 +57,8 @@ def all_schedules(devices: int, numbers: Sequence[int]) -> Iterator[Schedule]:
 
 
 @pytest.mark.parametrize("devices", [2, 3, 4])
-def test_every_program_ends_on_devices_that_do_one_thing_at_a_time(devices):
-    """``lower`` proves it of each, or raises; and what begins, begins once, on all devices that take part."""
+def test_every_program_ends_on_devices_that_do_one_operation_at_a_time(devices):
+    """``lower`` proves it for each program, or raises. Each sum begins once, on all devices that take part."""
     count = 0
     for schedule in all_schedules(devices, (devices, 2 * devices + 1)):
         for skips, tied in product((False, True), repeat=2):
@@ -101,14 +101,14 @@ def check_beginnings(schedule: Schedule, programs: Sequence[Program]) -> None:
             if kind is Kind.UPDATE:
                 updated[stage] += 1
                 needed = -(-updated[stage] // pipes[stage])
-                assert all(done[stages] >= needed for stages in summed if stage in stages), "it has not begun"
+                assert all(done[stages] >= needed for stages in summed if stage in stages), "the sum has not begun"
         losses = [one.iteration for one in begun if isinstance(one, LossSum)]
         assert losses == list(range(len(losses)))
         assert schedule.weight_version or not losses
 
 
 def moved(program: Program, posts: Mapping[int, Sequence[Message]]) -> Program:
-    """``program`` with its receives posted before these steps instead, ahead of the sums that begin there."""
+    """``program`` with its receives posted before the steps of ``posts``, ahead of the sums that begin there."""
     steps = [
         replace(step, begins=(*posts.get(n, ()), *(one for one in step.begins if not isinstance(one, Message))))
         for n, step in enumerate(program.steps)
@@ -117,7 +117,7 @@ def moved(program: Program, posts: Mapping[int, Sequence[Message]]) -> Program:
 
 
 def two_ahead(program: Program, device_of: Mapping[tuple[int, int], int]) -> Program:
-    """``program`` with two receives from each peer posted at its start, and another where one of them is used."""
+    """``program`` with two receives from each peer posted at its start, and one more after each that is used."""
     waiting: dict[int, list[Message]] = defaultdict(list)
     for step in program.steps:
         for message in step.posts:
@@ -128,15 +128,15 @@ def two_ahead(program: Program, device_of: Mapping[tuple[int, int], int]) -> Pro
         del messages[:2]
     for number, step in enumerate(program.steps):
         for message in step.receives:
-            left = waiting[device_of[message.source, message.pipe]]
-            if left:
-                posts[number + 1].append(left.pop(0))
+            queue = waiting[device_of[message.source, message.pipe]]
+            if queue:
+                posts[number + 1].append(queue.pop(0))
     return moved(program, posts)
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "gpipe"])
 def test_the_proof_fails_where_receives_are_posted_two_ahead(name):
-    """A gradient's receive that stands before the forward which leads to it blocks that forward."""
+    """A receive of a gradient that precedes the forward on which the gradient depends blocks that forward."""
     schedule = build_schedule(name, devices=4, micro_batches=8)
     programs = lower(schedule, crossing(schedule.stages, skips=False))
     check_progress(programs, schedule.device_of)
@@ -146,7 +146,7 @@ def test_the_proof_fails_where_receives_are_posted_two_ahead(name):
 
 @pytest.mark.parametrize(("name", "tied"), [("gems", False), ("chimera", False), ("interleaved-1f1b", True)])
 def test_the_proof_fails_where_a_sum_begins_when_only_this_device_is_ready(name, tied):
-    """It would block the device, which other devices still need before they are ready."""
+    """The sum would block the device while other devices still need it to become ready."""
     schedule = build_schedule(name, devices=2, micro_batches=5, sync="eager")
     programs = lower(schedule, crossing(schedule.stages, skips=False), sharing(schedule, tied=tied))
 
@@ -181,22 +181,22 @@ def test_the_proof_fails_where_a_message_is_not_posted_or_posted_in_another_orde
         check_progress([first, moved(second, other), third], schedule.device_of)
 
 
-# Every rank, with the engine's own Exchange
+# Every rank, with the engine's Exchange
 
 
 @dataclass
-class Noted:
-    """What the Exchange of one rank asks of torch.distributed."""
+class Calls:
+    """The calls of torch.distributed that the Exchange of one rank makes."""
 
     connections: list[tuple[int, int]] = field(default_factory=list)  # (sender, receiver)
     calls: list[tuple[Any, ...]] = field(default_factory=list)  # (sender, receiver, group, shape, type), and sums
 
 
-def noted(
+def calls_of(
     rank: int, program: Program, schedule: Schedule, transfers: Sequence[Transfer], ranks_of: list[list[int]]
-) -> Noted:
-    """What ``rank`` does on its way through ``program``."""
-    found, groups = Noted(), iter(("upward", "downward"))
+) -> Calls:
+    """The calls of ``rank`` while it runs ``program``."""
+    found, groups = Calls(), iter(("upward", "downward"))
     connecting = True
 
     def call(tensor: torch.Tensor, peer: int, group: str, *, sends: bool) -> SimpleNamespace:
@@ -205,7 +205,7 @@ def noted(
         if connecting:
             found.connections.append(pair)
         else:
-            assert pair in found.connections, "the first use of a pair blocks: it must not be between messages"
+            assert pair in found.connections, "the first use of a pair blocks, so it must not come between messages"
             found.calls.append((*pair, group, tuple(tensor.shape), tensor.dtype))
         return SimpleNamespace()
 
@@ -262,7 +262,7 @@ def check_received(values: Mapping[str, torch.Tensor], message: Message, transfe
 
 
 def stuck(sequences: Mapping[int, Sequence[Hashable]], members: Mapping[Hashable, set[int]]) -> dict[int, Hashable]:
-    """Where each rank that does not end stays, if each waits at everything until all its members are there."""
+    """The call at which each stuck rank stays, if every call blocks until all its members make it."""
     at = dict.fromkeys(sequences, 0)
     moves = True
     while moves:
@@ -279,7 +279,7 @@ def stuck(sequences: Mapping[int, Sequence[Hashable]], members: Mapping[Hashable
 
 
 def numbered(calls: Sequence[tuple[Any, ...]]) -> list[Hashable]:
-    """Each call with how often the same pair, or sum, came before."""
+    """Each call with the number of earlier calls of the same pair, or of the same sum."""
     count: Counter[Any] = Counter()
     found = []
     for call in calls:
@@ -289,7 +289,7 @@ def numbered(calls: Sequence[tuple[Any, ...]]) -> list[Hashable]:
     return found
 
 
-RANKS = {  # by the number of pipeline devices: how many ranks each has
+RANKS = {  # number of pipeline devices -> numbers of ranks on each of them
     2: ((1, 1), (2, 2), (1, 3), (3, 1), (2, 1)),
     4: ((1, 1, 1, 1), (2, 2, 2, 2), (1, 2, 2, 1), (3, 1, 2, 1)),
 }
@@ -306,30 +306,30 @@ def rank_cases() -> Iterator[tuple[Schedule, tuple[int, ...]]]:
 
 
 def test_what_ranks_send_is_what_others_post():
-    """For every family, its options, skips, and numbers of replicas: in order, shape and type; and it all ends."""
+    """In equal order, shape and type, for every schedule, its options, skips and numbers of replicas; and it ends."""
     cases = 0
     for schedule, counts in rank_cases():
         transfers = crossing(schedule.stages, skips=True)
         programs = lower(schedule, transfers, sharing(schedule, tied=can_be_tied(schedule)))
         numbers = iter(range(sum(counts)))
         ranks_of = [[next(numbers) for _ in range(count)] for count in counts]
-        found: dict[int, Noted] = {}
+        found: dict[int, Calls] = {}
         for device, ranks in enumerate(ranks_of):
-            own = [shared_by(len(ranks), transfer) for transfer in transfers]
+            slices = [slice_of(len(ranks), transfer) for transfer in transfers]
             for rank in ranks:
-                found[rank] = noted(rank, programs[device], schedule, own, ranks_of)
+                found[rank] = calls_of(rank, programs[device], schedule, slices, ranks_of)
         check_calls(found)
         cases += 1
     assert cases > 140
 
 
-def shared_by(replicas: int, transfer: Transfer) -> Transfer:
-    """``transfer`` as a rank has it that shares the samples with others."""
+def slice_of(replicas: int, transfer: Transfer) -> Transfer:
+    """``transfer`` for a rank that takes its slice of the samples, one of ``replicas``."""
     shape = (SAMPLES // replicas, *transfer.value.shape[1:])
     return replace(transfer, value=replace(transfer.value, shape=shape))
 
 
-def check_calls(found: Mapping[int, Noted]) -> None:
+def check_calls(found: Mapping[int, Calls]) -> None:
     def between(rank: int, pair: tuple[int, int]) -> list[tuple[Any, ...]]:
         return [call for call in found[rank].calls if call[:2] == pair]
 

@@ -1,8 +1,8 @@
-"""Every rank of a plan is built, and runs, on a GPU that computes nothing: what a real one would refuse is found here.
+"""Every rank of a plan is built and runs on a fake GPU, which refuses what a real one would refuse.
 
-Found are tensors of mixed devices, the meta device of the capture, tensors that NCCL refuses, draws from an unseeded
-generator, communicators that are made between messages, ranks that disagree about their messages, and places where the
-process waits for its device without a deadline.
+The tests find tensors on mixed devices, the meta device of the capture, tensors that NCCL refuses, draws from an
+unseeded generator, communicators that are made between messages, ranks that disagree about their messages, and code in
+which the process waits for its device without a deadline.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,12 +37,12 @@ from tests.runtime import fake_gpu
 from tests.runtime.fake_gpu import Record, Refused
 
 ITERATIONS = 2
-WAITS = {  # for the loss and the norm, where the device has come to its end under a deadline
+WAITS = {  # reads of the loss and the norm, once the device has finished under a deadline
     "aten::_local_scalar_dense in totals.py:reduce",
     "aten::_local_scalar_dense in totals.py:_next",
-    "an event in loading.py:_prefetch",  # in the thread that makes inputs
+    "an event in loading.py:_prefetch",  # in the thread that prefetches inputs
 }
-ON_CPU = {  # inputs, and AdamW's count of steps
+ON_CPU = {  # code that computes inputs, and AdamW's step count, on the CPU
     "data.py:<dictcomp>",
     "data.py:micro_batch",
     "loading.py:_prefetch",
@@ -50,7 +50,7 @@ ON_CPU = {  # inputs, and AdamW's count of steps
     "sharded_optimizer.py:step",
 }
 
-Made = tuple[str, Plan, OptimizerSettings]  # the name of a model, and how it is trained
+Made = tuple[str, Plan, OptimizerSettings]  # the name of a model, its plan and its optimizer
 
 
 def asynchronous(schedule: str) -> Made:
@@ -100,7 +100,7 @@ SAMPLE: dict[str, Callable[[], Made]] = {
 
 
 def captured_for_gpus(*arguments: object) -> CapturedModel:
-    """As on a node whose torch was built with CUDA."""
+    """``capture`` as on a node whose torch was built with CUDA."""
     with patch.object(torch.backends.cuda, "is_built", lambda: True):
         return capture(*arguments, device="cuda")
 
@@ -108,12 +108,12 @@ def captured_for_gpus(*arguments: object) -> CapturedModel:
 def begin() -> None:
     torch.set_num_threads(1)
     fake_gpu.install()
-    models.capture = captured_for_gpus  # this process tests GPUs alone
+    models.capture = captured_for_gpus  # this process only tests GPUs
 
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[ProcessPoolExecutor]:
-    """A process of its own: the stand-ins for CUDA stay in it, and autograd starts its threads for devices once."""
+    """A separate process, since the stand-ins for CUDA stay in it and autograd starts device threads only once."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=begin) as pool:
         yield pool
 
@@ -131,7 +131,7 @@ def run_sample(name: str) -> list[Record]:
 
 
 def assert_sound(records: list[Record]) -> None:
-    """No rank met what a device refuses, none waits where it should not, and all agree about what they exchange."""
+    """Assert that ranks only wait and compute on the CPU where they may, and agree about everything they exchange."""
     for number, record in enumerate(records):
         assert record.waits <= WAITS, f"rank {number}"
         assert record.on_cpu <= ON_CPU, f"rank {number}"
@@ -151,7 +151,7 @@ def assert_sound(records: list[Record]) -> None:
     for record in records:
         for earlier, later in zip(record.connected, record.connected[1:], strict=False):
             connected.add(later, earlier)
-    connected.prepare()  # raises CycleError where two ranks connect in opposite orders
+    connected.prepare()  # raises CycleError if two ranks connect in opposite orders
 
 
 @pytest.mark.parametrize("name", SAMPLE)
@@ -159,7 +159,7 @@ def test_ranks_on_fake_gpus(process, name):
     assert_sound(process.submit(run_sample, name).result())
 
 
-# What it would find
+# Faults that the fake GPU finds
 
 
 def gradients_left_on_the_cpu() -> AbstractContextManager:
@@ -234,11 +234,11 @@ def test_a_fault_is_found(process, fault):
     assert FAULTS[fault] in found
 
 
-def waits_with_a_question() -> set[str]:
-    """A forward that asks for a value: the process waits for its device in each micro-batch."""
+def waits_with_a_value_read() -> set[str]:
+    """The waits of a run whose forward reads a value, so that the process waits for its device in each micro-batch."""
     take_loss, forward = Executor._take_loss, StageModule.forward
 
-    def asking(self: StageModule, *arguments: object) -> dict[str, torch.Tensor]:
+    def reading(self: StageModule, *arguments: object) -> dict[str, torch.Tensor]:
         sent = forward(self, *arguments)
         if any(bool(value.isnan().any()) for value in sent.values()):
             raise AssertionError
@@ -249,16 +249,16 @@ def waits_with_a_question() -> set[str]:
         loss[()] = 1.0  # torch copies the number from the CPU
         return take_loss(self, iteration) + loss
 
-    with patch.object(StageModule, "forward", asking), patch.object(Executor, "_take_loss", assigning):
+    with patch.object(StageModule, "forward", reading), patch.object(Executor, "_take_loss", assigning):
         return set().union(*(record.waits for record in run(two_stages("residual", "1f1b"))))
 
 
-def test_places_where_the_process_waits_are_found(process):
-    found = process.submit(waits_with_a_question).result() - WAITS
+def test_code_in_which_the_process_waits_is_found(process):
+    found = process.submit(waits_with_a_value_read).result() - WAITS
     assert {wait.partition(" in ")[0] for wait in found} == {"aten::_local_scalar_dense", "cpu to cuda"}
 
 
-# All of it
+# The whole grid
 
 
 def run_cell(position: int) -> list[Record]:

@@ -164,6 +164,7 @@ def test_a_preempted_trial_that_slurm_does_not_requeue_is_submitted_again(sweeps
     assert "ended as CANCELLED" in output
 
 
+@pytest.mark.soak
 def test_a_node_that_dies_sends_its_trial_to_others(sweeps):
     sweep = sweeps.start("sweep", "measure.iterations=20000")
     nodes = sweeps.running_on()
@@ -182,6 +183,7 @@ def test_a_node_that_dies_sends_its_trial_to_others(sweeps):
         sweeps.cluster.run(*PROGRAM, "up", timeout_s=120)
 
 
+@pytest.mark.soak
 def test_without_accounting_squeue_tells(sweeps):
     try:
         for pid in pids("control", "slurmdbd"):
@@ -196,6 +198,7 @@ def test_without_accounting_squeue_tells(sweeps):
         sweeps.cluster.run(*PROGRAM, "up", timeout_s=120)
 
 
+@pytest.mark.soak
 def test_a_restarted_controller_is_no_end(sweeps):
     sweep = sweeps.start("sweep", "measure.iterations=4000")
     sweeps.running_on()

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -39,13 +40,19 @@ def ranks_on(node: str) -> list[int]:
     return [pid for program in ("auto3d", "python", "python3") for pid in pids(node, program)]
 
 
+@cache
+def trained_here(cluster: SlurmCluster, *arguments: str) -> dict:
+    """The record of a training on this machine: the same for all templates, so it runs once."""
+    return json.loads(cluster.run(*AUTO3D, "train", *PLAN, *arguments, timeout_s=200))
+
+
 def test_losses_are_those_of_this_machine(cluster, tmp_path, template):
     job = submit(cluster, tmp_path, template, "training.iterations=3")
     wait_for_end(cluster, job, timeout_s=200)
     out = (tmp_path / "out").read_text()
     assert out, (tmp_path / "err").read_text()
     on_nodes = json.loads(out)
-    here = json.loads(cluster.run(*AUTO3D, "train", *PLAN, *HERE, timeout_s=120))
+    here = trained_here(cluster, *HERE)
     assert len(on_nodes["loss"]) == 3
     assert (on_nodes["loss"], on_nodes["grad_norm"]) == (here["loss"], here["grad_norm"])
 
@@ -77,6 +84,6 @@ def test_a_preempted_job_goes_on_where_it_was(cluster, tmp_path, template, plan)
     assert "it is queued again, and goes on from the checkpoint" in told
     numbers = [int(found) for found in re.findall(r"^iteration (\d+)/", told, re.MULTILINE)]
     assert numbers == list(range(1, 101)), "each ran once"
-    here = json.loads(cluster.run(*AUTO3D, "train", *PLAN, *HERE[1:], *training, timeout_s=200))
+    here = trained_here(cluster, *HERE[1:], *training)
     record = json.loads((tmp_path / "out").read_text())
     assert record["loss"] == here["loss"][record["first_iteration"] :]

@@ -108,7 +108,7 @@ LONG = "measure.iterations=1000000"
 
 
 def test_a_sweep_survives_killed_and_hung_ranks_and_interrupts_and_runs_nothing_twice(folder, auto3d):
-    space = ["search.micro_batch_size=[2,4,8]", "measure.iterations=1500"]  # long enough to be hit in an iteration
+    space = ["search.micro_batch_size=[2,4,8]", "measure.iterations=1000"]  # long enough to be hit in an iteration
     sweep = start_sweep(folder, *space, "training.timeout_s=4")
     ranks = two_ranks_at_work(sweep)
     everything = trial_of(sweep.pid)

@@ -38,7 +38,6 @@ from tests.runtime.test_backend_errors import HINTS, INVALID_USAGE, PEER_LATE, R
 
 HOST = socket.gethostname()
 SETTINGS = TrainingSettings(iterations=2, optimizer=SGD, device="cpu", threads_per_rank=1, timeout_s=60)
-PLAN = make_plan("gpt2", dp=1, pp=2)
 SOON_S = 30  # half of every time-out, also on a busy machine
 CULPRIT = 1
 DEVICE_ASSERT = torch.AcceleratorError(f"CUDA error: device-side assert triggered{HINTS}")
@@ -66,13 +65,14 @@ def trained(fault: Callable[[], None]) -> tuple[Outcome, bool, float]:
         left.set()
         block()
 
-    model = captured("gpt2", PLAN.micro_batch_size)
+    plan = make_plan("gpt2", dp=1, pp=2)
+    model = captured("gpt2", plan.micro_batch_size)
 
     def run(world: World, report: ranks.Report) -> TrainingResult:
         dist.destroy_process_group = leave_and_block
         if world.rank == CULPRIT:
             fault()
-        return train(model, PLAN, SETTINGS, TRAINED["gpt2"][1], world)
+        return train(model, plan, SETTINGS, TRAINED["gpt2"][1], world)
 
     start = time.monotonic()
     outcome = run_ranks(2, run, timeout_s=60, straggle_s=SETTINGS.timeout_s)

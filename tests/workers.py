@@ -1,0 +1,37 @@
+"""How `make test` divides the tests between its workers, each of which is a process of pytest-xdist.
+
+The tests of a file run on one worker, in their order: they share captured models and the fixtures of their module. All
+tests on SLURM run on one worker, as they share one cluster; they mostly wait for it, beside the others. What takes long
+starts first, so that no long file is left at the end.
+"""
+
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+SLURM = "tests/slurm"
+LONGEST_FIRST = (SLURM, "tests/distributed", "tests/launch", "tests/capture", "tests/runtime")
+
+NOT_QUICK = (  # folders of tests that start processes, train, or wait for SLURM: the marker `processes`
+    SLURM,
+    "tests/distributed",
+    "tests/launch/commands",
+    "tests/launch/doctor",
+    "tests/launch/drivers",
+    "tests/launch/executors",
+    "tests/launch/run",
+    "tests/streams",
+    "tests/zoo",
+)
+
+
+class FilePerWorker(LoadScopeScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        return SLURM if nodeid.startswith(SLURM) else nodeid.partition("::")[0]
+
+
+def sort_longest_first(items: list[pytest.Item]) -> None:
+    def rank(item: pytest.Item) -> int:
+        ranks = (rank for rank, folder in enumerate(LONGEST_FIRST) if item.nodeid.startswith(folder))
+        return next(ranks, len(LONGEST_FIRST))
+
+    items.sort(key=rank)
