@@ -77,7 +77,7 @@ BAD = [  # overrides of small.yaml, and words that the message must contain
     (["data.inputs=[]"], ["data.inputs", "keys and values"]),
     (["data.files=[.]"], ["data.files", "'.'", "not a file"]),
     (["data.files=[short.txt]"], ["data.files", "found 5 bytes", "needs 33"]),
-    (["plan.schedule=pipedream"], ["plan: clip_norm: found 1; schedule pipedream takes 0"]),
+    (["plan.schedule=pipedream"], ["plan: clip_norm: found 1; schedule pipedream needs 0"]),
     (
         ["plan.schedule=pipedream", "training.clip_norm=0"],
         ["plan: stages: 0 and 1 share the parameter transformer.wte.weight", "a synchronous schedule"],
