@@ -46,10 +46,10 @@ reference: $(INSTALLED)  ## run RECIPE's sweep and write its table to results/RE
 profile: $(INSTALLED)  ## measure this machine with RECIPE's model, for predictions, and print the measurements
 	@$(BIN)/auto3d profile $(RECIPE) $(ARGS)
 
-test: $(INSTALLED)  ## run all tests but the long ones (10 minutes on 2 cores); ARGS="tests/capture -x" selects some
+test: $(INSTALLED)  ## run all tests but the long ones, on WORKERS processes; ARGS="tests/capture -x" selects some
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) $(ARGS)
 
-test-quick: $(INSTALLED)  ## run only tests that start no processes and need no SLURM (2 minutes), for the edit loop
+test-quick: $(INSTALLED)  ## run only the tests that need no processes and no SLURM, for the edit loop
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) -m 'not soak and not parity and not processes' $(ARGS)
 
 soak: $(INSTALLED)  ## run the long tests (40 minutes) and, if a SLURM cluster is up, inject 34 faults (half an hour)

@@ -1,4 +1,4 @@
-"""status, logs, cancel, resume and --detach, where trials run on this machine."""
+"""status, logs, cancel, resume and --detach for trials on this machine."""
 
 import fcntl
 import re
@@ -27,7 +27,7 @@ def fails_at_two(folder):
 
 
 def starts() -> list[int]:
-    """Of each trial of own.yaml, by their names."""
+    """The number of starts of each trial of own.yaml, in the order of their names."""
     known = histories(manifest_of(load("own.yaml")).entries())
     return [known[name].starts for name in sorted(known)]
 
@@ -139,7 +139,7 @@ def test_nothing_was_run(folder, auto3d, verb):
 
 @pytest.fixture
 def no_slurm(folder, monkeypatch):
-    monkeypatch.setenv("PATH", str(folder))  # where there is no sinfo
+    monkeypatch.setenv("PATH", str(folder))  # a folder without sinfo
     why_no_slurm.cache_clear()
     yield
     why_no_slurm.cache_clear()

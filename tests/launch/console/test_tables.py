@@ -1,4 +1,4 @@
-"""What tables and commands show of measured memory, on CPUs and on GPUs."""
+"""Measured memory in tables and in the output of commands, on CPUs and on GPUs."""
 
 import json
 from dataclasses import asdict
@@ -56,7 +56,7 @@ def test_a_training_ends_with_predicted_beside_measured_memory(plan, capsys, mem
 
 
 def test_measurements_survive_json_and_older_ones_are_read(plan):
-    """Those from before memory was told apart have the one number alone."""
+    """Older measurements have only one number for memory."""
     whole = measurement(plan, ON_GPU)
     assert Measurement.from_json(whole.to_json()) == whole
     older = json.loads(whole.to_json())
