@@ -11,9 +11,9 @@ from auto3d.runtime.measurement import Measurement, Status
 from auto3d.runtime.settings import optimizer_copies
 from auto3d.schedule import samples_at_once
 from auto3d.search.recompute import FULL, KeptFractions
-from launch.drivers.executor import executor_of
 from launch.drivers.planned_training import plan_of
 from launch.drivers.sweep import Retry, check_place, check_ranks, measured
+from launch.executors.trial_executor import executor_of
 from launch.model import candidates
 from launch.model.build import captured_model
 from launch.recipe.load import LoadedRecipe

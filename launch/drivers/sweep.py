@@ -10,8 +10,8 @@ from functools import cache, partial
 from auto3d.plan import Plan
 from auto3d.runtime.measurement import Measurement
 from auto3d.schedule import samples_at_once
-from launch.drivers.executor import Executor, executor_of
 from launch.executors.submit import ask, starts_of, submissions
+from launch.executors.trial_executor import TrialExecutor, executor_of
 from launch.model import candidates
 from launch.model.capture_process import CaptureProcess
 from launch.model.check_capture import check_plans
@@ -155,7 +155,9 @@ def check_ranks(recipe: LoadedRecipe, ranks: int) -> None:
         check_devices(recipe, ranks)
 
 
-def measured(recipe: LoadedRecipe, trial: Trial, executor: Executor, watcher: Watcher, *, retry: Retry) -> Measurement:
+def measured(
+    recipe: LoadedRecipe, trial: Trial, executor: TrialExecutor, watcher: Watcher, *, retry: Retry
+) -> Measurement:
     """The measurement of ``trial``, which runs if it has none, or if it failed and ``retry`` says so."""
     known = trial.measurement()
     if known is None or (known.status not in FINAL and runs_again(recipe, retry)(trial)):

@@ -19,11 +19,11 @@ from auto3d.runtime.training import TrainingResult, train
 from auto3d.runtime.waiting import PeerLostError, naming_lost_peers
 from auto3d.runtime.world import World, leave_or_end
 from launch.console.progress import at_work, training_progress
-from launch.drivers.executor import executor_of
 from launch.drivers.planned_training import PlannedTraining, plan_training
 from launch.drivers.sweep import check_place
 from launch.executors.submit import on_their_way
 from launch.executors.trial import TrainingRun, is_whole
+from launch.executors.trial_executor import executor_of
 from launch.model.build import initial_weights, use_device
 from launch.model.check_capture import check_once
 from launch.recipe.data import data_settings

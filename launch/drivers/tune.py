@@ -18,8 +18,8 @@ from auto3d.search.certainty import contenders
 from auto3d.search.correction import correct
 from auto3d.search.search import Ranked, Search
 from launch.console.profile import measure_with_progress, write_profile
-from launch.drivers.executor import Executor, executor_of
 from launch.drivers.sweep import Retry, check_place, check_ranks, measured
+from launch.executors.trial_executor import TrialExecutor, executor_of
 from launch.model.candidates import exact_plans
 from launch.model.capture_process import CaptureProcess
 from launch.model.check_capture import check_plans
@@ -122,7 +122,7 @@ class _Trials:
     """Runs up to search.trials trials, one after the other."""
 
     def __init__(
-        self, recipe: LoadedRecipe, executor: Executor, watcher: Watcher, retry: Retry, process: CaptureProcess
+        self, recipe: LoadedRecipe, executor: TrialExecutor, watcher: Watcher, retry: Retry, process: CaptureProcess
     ) -> None:
         self._recipe, self._executor, self._process = recipe, executor, process
         self._watcher, self._retry = watcher, retry

@@ -18,7 +18,7 @@ from launch.store.watcher import Watcher
 NONE_KNOWN: Mapping[Trial, Measurement] = MappingProxyType({})
 
 
-class Executor(Protocol):
+class TrialExecutor(Protocol):
     """Runs the trials of one recipe."""
 
     def run(
@@ -37,7 +37,7 @@ class Executor(Protocol):
 
 
 @contextmanager
-def executor_of(recipe: LoadedRecipe) -> Iterator[Executor]:
+def executor_of(recipe: LoadedRecipe) -> Iterator[TrialExecutor]:
     """What runs the trials of ``recipe`` where it says.
 
     The recipe's store is held while trials run on this machine; jobs of SLURM may belong to several drivers.
