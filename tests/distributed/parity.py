@@ -79,7 +79,7 @@ def run_rank(
     state: Mapping[str, torch.Tensor] | None = None,
     iterations: int = ITERATIONS,
 ) -> dict:
-    """Train as one rank; returns losses, norms and, per iteration, gradients and parameters; and the predicted memory."""
+    """Train as one rank: losses, norms and, per iteration, gradients and parameters; and the predicted memory."""
     settings = TrainingSettings(
         iterations=iterations, optimizer=optimizer, device="cpu", threads_per_rank=1, timeout_s=60
     )
