@@ -87,7 +87,7 @@ def test_a_real_profile(name, short):
 
 @pytest.mark.soak
 def test_subgraphs_take_about_as_long_as_a_whole_stage(short):
-    """Both sides are measured times, which only a machine without other work gives; hence in soak, and a loose bound."""
+    """Both sides are measured times, which only an idle machine gives; hence in soak, and a loose bound."""
     model = captured("gpt2", 4)
     bounds = shard(model.graph).bounds
     separate = distinct_subgraphs(model, bounds)
