@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 
-from launch.doctor.checks import Check, Verdict, size_text
 from launch.doctor.device_probe import DeviceReport, ExchangeRun
 from launch.doctor.exchange_probe import patterns
 from launch.doctor.link_probe import CorruptedError, Links, PairRate
 from launch.doctor.machine import Machine
+from launch.doctor.report import Check, Verdict, size_text
 
 SLOW_PAIR = 4.0  # A pair this many times slower than the fastest of its kind is reported.
 _SLOWING = {

@@ -13,11 +13,11 @@ from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.gradient_sync import GradientSync
 from auto3d.schedule.operation import Kind
 from launch.doctor import device_probe, exchange_probe, link_probe, training_probe
-from launch.doctor.checks import Verdict
 from launch.doctor.device_probe import DeviceReport, of_all_nodes, probe_devices
 from launch.doctor.gpu_checks import device_checks
 from launch.doctor.link_probe import Links, Neighbours, PairRate
-from launch.doctor.probe import REPORT, answer_file, probe_node, read_file, report_file
+from launch.doctor.node_probe import REPORT, answer_file, probe_node, read_file, report_file
+from launch.doctor.report import Verdict
 from launch.doctor.training_probe import TrainedRank
 
 
@@ -250,7 +250,7 @@ def test_the_error_of_any_node_counts():
 
 def test_two_tasks_of_a_job_probe_their_devices_together(tmp_path, monkeypatch):
     """As on two nodes: each task forks its own ranks, and all meet anew for each part."""
-    monkeypatch.setattr("launch.doctor.probe.SIZES", (2**12,))
+    monkeypatch.setattr("launch.doctor.all_reduce_probe.SIZES", (2**12,))
     job = {
         "SUBMITIT_EXECUTOR": "slurm",
         "SLURM_JOB_ID": str(random.randrange(10**6)),

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from launch.doctor import doctor as doctor_module
-from launch.doctor import link_probe, training_probe
-from launch.doctor.checks import Verdict
+from launch.doctor import all_checks, link_probe, training_probe
+from launch.doctor.all_checks import clock
+from launch.doctor.all_reduce_probe import AllReduce, Rate
 from launch.doctor.device_probe import DeviceReport, ExchangeRun
-from launch.doctor.doctor import clock
 from launch.doctor.exchange_probe import Exchanged
 from launch.doctor.link_probe import Links, PairRate
 from launch.doctor.machine import GpuReport, this_machine
-from launch.doctor.probe import AllReduce, Answer, NodeReport, Rate
-from launch.doctor.probe_job import Probed
+from launch.doctor.node_probe import Answer, NodeReport
+from launch.doctor.report import Verdict
+from launch.doctor.slurm_probe import Probed
 from launch.doctor.training_probe import TrainedRank
 from launch.recipe.load import load
 
@@ -50,7 +50,7 @@ def test_a_healthy_machine(folder):
 
 def test_all_devices_and_a_report_for_a_bug(folder, auto3d, monkeypatch):
     monkeypatch.setitem(link_probe.SIZES, "cpu", (2**12,))
-    monkeypatch.setattr("launch.doctor.probe.SIZES", (2**12,))
+    monkeypatch.setattr("launch.doctor.all_reduce_probe.SIZES", (2**12,))
     monkeypatch.setitem(training_probe.SIZES, "cpu", training_probe.Size(2, 16, 2, 8, 2))
     monkeypatch.setenv("HOME", str(folder))
     monkeypatch.setenv("SOME_TOKEN", "hunter2")
@@ -147,10 +147,10 @@ def test_what_nodes_report_becomes_lines(monkeypatch):
         for number, machine in enumerate((first, second))
     }
     probed = Probed("7", Path("nowhere"), "t", 2, 1.0, 1.0, reports=reports)
-    monkeypatch.setattr(doctor_module, "run_probe", lambda *args, **options: probed)
-    monkeypatch.setattr(doctor_module, "partitions", lambda: {"gpu": 4})
+    monkeypatch.setattr(all_checks, "run_probe", lambda *args, **options: probed)
+    monkeypatch.setattr(all_checks, "partitions", lambda: {"gpu": 4})
     recipe = load("tiny", ("cluster.device=cuda", "cluster.devices_per_node=2"))
-    found = {check.what: check for check in doctor_module._nodes(recipe, first, True, 1.0, lambda line: None)}
+    found = {check.what: check for check in all_checks._nodes(recipe, first, True, 1.0, lambda line: None)}
     verdicts = {what: check.verdict.value for what, check in found.items() if check.verdict is not Verdict.OK}
     assert verdicts == {
         "variables of n2": "warning",

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from launch.doctor.checks import Verdict
 from launch.doctor.gpu_checks import gpu_check, same_libraries, variable_check
 from launch.doctor.machine import GpuReport, this_machine
+from launch.doctor.report import Verdict
 
 H100 = "NVIDIA H100 80GB HBM3, 81559 MiB, 550.54.15"
 

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from launch.doctor.checks import Check, Verdict
+from launch.doctor.all_reduce_probe import AllReduce, all_reduce
 from launch.doctor.device_probe import of_all_nodes, probe_devices
 from launch.doctor.gpu_checks import device_checks, gpu_check, same_libraries, variable_check
 from launch.doctor.machine import INTERFACES, Machine, mpi_library, this_machine
-from launch.doctor.probe import AllReduce, NodeReport, all_reduce
-from launch.doctor.probe_job import Probed, run_probe
+from launch.doctor.node_probe import NodeReport
+from launch.doctor.report import Check, Verdict
+from launch.doctor.slurm_probe import Probed, run_probe
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import device
 from launch.slurm.client import SlurmError
@@ -25,7 +26,7 @@ SKEW_WARNING_S, SKEW_ERROR_S = 1.0, 30.0
 SAME = ("python", "torch")  # of which ranks that talk to each other must have the same version
 
 
-def checks(recipe: LoadedRecipe, *, devices: bool, wait_s: float, tell: Callable[[str], None]) -> Iterator[Check]:
+def all_checks(recipe: LoadedRecipe, *, devices: bool, wait_s: float, tell: Callable[[str], None]) -> Iterator[Check]:
     """Each as soon as it is known; raises RecipeError for a recipe whose trials could not be submitted at all.
 
     With ``devices``, the devices that trials would run on exchange messages and train, which takes minutes.

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.text import Text
 from tabulate import tabulate
 
+from launch.doctor.all_reduce_probe import Rate
 from launch.doctor.link_probe import PairRate
-from launch.doctor.probe import Rate
 from launch.doctor.training_probe import TrainedRank
 
 

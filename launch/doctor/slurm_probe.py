@@ -8,13 +8,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from launch.doctor.all_reduce_probe import MEASURE_S, MEET_S
 from launch.doctor.device_probe import DEVICES_S
-from launch.doctor.probe import (
+from launch.doctor.node_probe import (
     ANSWER,
     FILES_S,
     GREETING,
-    MEASURE_S,
-    MEET_S,
     REPORT,
     Answer,
     NodeReport,
