@@ -198,16 +198,16 @@ def _nodes(
         yield variable_check(f"variables of {machine.host}", machine)
     yield same_libraries(machines)
     yield from (_clock(report) for report in reports if report.answer)
-    error = next((one.all_reduce.error for one in reports if one.all_reduce.error), "")
-    found = replace(reports[0].all_reduce, error=error)
+    problem = next((one.all_reduce.error for one in reports if one.all_reduce.error), "")
+    found = replace(reports[0].all_reduce, error=problem)
     where = f"of {hosts}" if len(reports) > 1 else f"on {hosts}"
     yield from _all_reduce(where, found, machines)
     of_nodes = [report.devices for report in reports if report.devices is not None]
     if of_nodes:
         for check in device_checks(where, of_all_nodes(of_nodes), interfaces=_of_interfaces(machines)):
-            error = error or (check.found if check.verdict is Verdict.ERROR else "")
+            problem = problem or (check.found if check.verdict is Verdict.ERROR else "")
             yield check
-    if all(report.answer for report in reports) and not error:
+    if all(report.answer for report in reports) and not problem:
         shutil.rmtree(probed.folder, ignore_errors=True)  # nothing in it is left to explain
 
 

@@ -165,6 +165,7 @@ def _run(world: World, pattern: Pattern, device: torch.device, timeout_s: float)
         receipts.iteration = iteration
         for result in executor.run(program, iteration):
             receipts.check()
+            assert result.grad_norm is not None, "no pattern is asynchronous"
             if not isclose(result.grad_norm, norm, rel_tol=1e-6):
                 raise CorruptedError(
                     f"the gradients of all ranks were summed to the norm {result.grad_norm}, not {norm}"
@@ -284,6 +285,17 @@ class _Stage:
                 self._parameter.grad = torch.zeros_like(self._parameter)
             self._parameter.grad += 1
         return self._made("the gradients", self.stage.received, micro_batch)
+
+    def recompute(self, micro_batch: int) -> None:
+        raise NotImplementedError("no pattern recomputes")
+
+    def backward_input(
+        self, micro_batch: int, gradients: Mapping[str, Sequence[torch.Tensor]]
+    ) -> dict[str, torch.Tensor]:
+        raise NotImplementedError("no pattern splits a backward")
+
+    def backward_weight(self, micro_batch: int) -> None:
+        raise NotImplementedError("no pattern splits a backward")
 
     def _made(self, what: str, transfers: Sequence[Transfer], micro_batch: int) -> dict[str, torch.Tensor]:
         return {

@@ -91,6 +91,7 @@ def _links(where: str, report: DeviceReport, interfaces: str) -> Check:
     what = f"messages {where}"
     if report.links_error:
         return Check(Verdict.ERROR, what, report.links_error, _advice(report, report.links_error, interfaces))
+    assert report.links is not None
     rates = report.links.rates
     if not rates:
         return Check(Verdict.OK, what, "not measured: there is 1 device")
@@ -121,6 +122,7 @@ def _exchange(where: str, report: DeviceReport, run: ExchangeRun, interfaces: st
         if passing:
             advice = f"set CUDA_DEVICE_MAX_CONNECTIONS={passing[-1]}, with which it passes; {advice}"
         return Check(Verdict.ERROR, what, run.error, advice)
+    assert run.exchanged is not None
     schedules = ", ".join(map(str, patterns(report.ranks)))
     found = f"{schedules}: {run.exchanged.tensors} tensors came to rank 0 as they were sent, "
     return Check(Verdict.OK, what, f"{found}in {run.exchanged.seconds:.1f} s")

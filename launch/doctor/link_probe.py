@@ -125,9 +125,9 @@ class _Pair:
         for number in range(count):
             with waiting_for(what, self.timeout_s):
                 if receives:
-                    under_way.append(dist.irecv(buffers[number % BUFFERS], peer, group=into))
+                    under_way.append(_begun(dist.irecv(buffers[number % BUFFERS], peer, group=into)))
                 if sends:
-                    under_way.append(dist.isend(own, peer, group=out))
+                    under_way.append(_begun(dist.isend(own, peer, group=out)))
             # On a GPU the receives of one group come one after the other. On a CPU nothing else keeps a buffer free.
             while self.device.type == "cpu" and len(under_way) > (BUFFERS - 1) * (sends + receives):
                 wait(under_way.popleft(), timeout_s=self.timeout_s, what=what)
@@ -144,6 +144,11 @@ class _Pair:
         with waiting_for(what, self.timeout_s):
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
             return largest.item()
+
+
+def _begun(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this rank is in the group"
+    return work
 
 
 class _Clock:

@@ -7,6 +7,7 @@ reports. Each end stamps its files with its own clock, which bounds how far the 
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -50,9 +51,11 @@ class NodeReport:
     @property
     def skew_s(self) -> tuple[float, float]:
         """The least and the most by which the node's clock is ahead: it sent, we saw, it received, in this order."""
+        assert self.answer is not None, "it was answered"
         return self.sent - self.answer.seen, self.received - self.answer.seen
 
 
+Content = TypeVar("Content", Greeting, Answer, NodeReport)
 GREETING, ANSWER, REPORT = TypeAdapter(Greeting), TypeAdapter(Answer), TypeAdapter(NodeReport)
 
 
@@ -73,11 +76,11 @@ def progress_file(folder: Path) -> Path:
     return folder / "progress.txt"
 
 
-def write_file(file: Path, kind: TypeAdapter, content: Greeting | Answer | NodeReport) -> None:
+def write_file(file: Path, kind: TypeAdapter[Content], content: Content) -> None:
     write_whole(file, kind.dump_json(content).decode())
 
 
-def read_file(file: Path, kind: TypeAdapter) -> Greeting | Answer | NodeReport | None:
+def read_file(file: Path, kind: TypeAdapter[Content]) -> Content | None:
     """None as long as it is not there, or not whole."""
     try:
         return kind.validate_json(file.read_bytes())

@@ -43,8 +43,10 @@ class Check:
 
     @property
     def tables(self) -> list[str]:
-        made = [(rate_table, self.rates), (link_table, self.links), (memory_table, self.memory)]
-        return [table(rows) for table, rows in made if rows]
+        rates = rate_table(self.rates) if self.rates else ""
+        links = link_table(self.links) if self.links else ""
+        memory = memory_table(self.memory) if self.memory else ""
+        return [table for table in (rates, links, memory) if table]
 
 
 def show(check: Check, console: Console) -> None:

@@ -1,5 +1,6 @@
 """The probe's job: submit it as trials are, answer its nodes, and collect what they report."""
 
+import math
 import secrets
 import time
 from collections.abc import Callable
@@ -102,7 +103,9 @@ def run_probe(recipe: LoadedRecipe, *, nodes: int, devices: bool, wait_s: float,
 def _follow(probed: Probed, wait_s: float, tell: Callable[[str], None]) -> None:
     """Until all nodes have reported, or ``problem`` says why not."""
     start = time.monotonic()
-    asked, ran_since, ended_since = -STATES_S, None, None
+    asked, ran_since = -STATES_S, None
+    end: JobState | None = None
+    ended_since = math.inf  # when SLURM first called the job ended
     while not probed.whole:
         _exchange(probed)
         now = time.monotonic()
@@ -112,10 +115,10 @@ def _follow(probed: Probed, wait_s: float, tell: Callable[[str], None]) -> None:
             if state is not None and (state.running or state.ended) and ran_since is None:
                 ran_since, probed.queued_s = now, now - start
             if state is not None and state.ended:
-                ended_since = ended_since or now
+                end, ended_since = state, min(ended_since, now)
             tell(f"job {probed.job} on {probed.nodes} nodes: {_standing(probed, state)}")
-            if ended_since is not None and now - ended_since > SETTLE_S:
-                probed.problem = f"ended as {state.name}"
+            if end is not None and now - ended_since > SETTLE_S:
+                probed.problem = f"ended as {end.name}"
             elif ran_since is None and now - start > wait_s:
                 why = state.why if state else "SLURM does not tell its state"
                 probed.problem = f"waited {wait_s:g} s for {probed.nodes} nodes ({why})"

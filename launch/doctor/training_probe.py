@@ -21,7 +21,7 @@ from auto3d.plan import Plan
 from auto3d.runtime.activity import THIS_RANK
 from auto3d.runtime.data import Batches, DataSettings, InputField
 from auto3d.runtime.executor import IterationResult
-from auto3d.runtime.optimizer import build_optimizer
+from auto3d.runtime.optimizer import build_optimizer, local_optimizer
 from auto3d.runtime.peak_memory import PeakMemory
 from auto3d.runtime.rank import Rank, build_rank
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
@@ -197,7 +197,8 @@ def plain_training(trained: TrainedSubject, device: torch.device) -> Iterator[Ex
     plan, data = trained.plan, trained.data
     seed_all(plan.seed)
     module = trained.captured.exported.build().to(device).train()
-    optimizer, learning_rate = build_optimizer(list(module.parameters()), OPTIMIZER, iterations=ITERATIONS)
+    built, learning_rate = build_optimizer(list(module.parameters()), OPTIMIZER, iterations=ITERATIONS)
+    optimizer = local_optimizer(built)
     batches = Batches(data, seed=plan.seed, global_batch=plan.global_batch, micro_batch_size=plan.micro_batch_size)
     count = plan.global_batch // plan.micro_batch_size
     for iteration in range(ITERATIONS):
@@ -215,9 +216,15 @@ def plain_training(trained: TrainedSubject, device: torch.device) -> Iterator[Ex
         yield Expected(
             total,
             norm,
-            {name: parameter.grad.cpu().clone() for name, parameter in named.items()},
+            {name: _gradient(parameter).clone() for name, parameter in named.items()},
             {name: parameter.detach().cpu().clone() for name, parameter in named.items()},
         )
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """The gradient of ``parameter``, on the CPU."""
+    assert parameter.grad is not None, "the loss depends on every parameter"
+    return parameter.grad.cpu()
 
 
 def _difference(rank: Rank, result: IterationResult, expected: Expected) -> str | None:
@@ -227,7 +234,7 @@ def _difference(rank: Rank, result: IterationResult, expected: Expected) -> str 
         "the gradient norm": (torch.tensor(result.grad_norm), torch.tensor(expected.grad_norm)),
     }
     for name, parameter in rank.parameters.items():
-        pairs[f"the gradient of {name}"] = parameter.grad.cpu(), expected.gradients[name]
+        pairs[f"the gradient of {name}"] = _gradient(parameter), expected.gradients[name]
     for name, parameter in rank.parameters.items():
         pairs[name] = parameter.detach().cpu(), expected.parameters[name]
     scale = max(1.0, *(float(gradient.abs().max()) for gradient in expected.gradients.values()))

@@ -89,6 +89,7 @@ def present(named: Sequence[str] | None, gpus: Sequence[Gpu]) -> tuple[str, ...]
     if named is None:
         return tuple(name for gpu in gpus for name in gpu.devices)
     found: list[str] = []
+    matches: list[tuple[str, ...]]
     for name in named:
         if is_instance(name):
             matches = [(one,) for gpu in gpus for one in gpu.instances if one == name]
@@ -239,6 +240,7 @@ def devices_for(recipe: LoadedRecipe, ranks: int, *, size: int) -> tuple[str, ..
     if device(recipe.values) != "cuda":
         return ()
     names = pool_of(recipe, ranks).take(ranks)
+    assert names is not None, "the pool is large enough, and nobody else takes from it"
     if size > 1 and any(map(is_instance, names)):
         raise _instances_refused(recipe, size)
     return names

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -90,7 +91,7 @@ def run_ranks(
         check_fork()
         target = seeing(devices, target)
     context = multiprocessing.get_context("fork")
-    processes: dict[int, multiprocessing.Process] = {}  # by rank
+    processes: dict[int, ForkProcess] = {}  # by rank
     pipes: dict[Connection, int] = {}
     board = ActivityBoard(size)
     with tempfile.TemporaryDirectory(prefix="auto3d-", dir=folder) as meeting_folder:
@@ -117,10 +118,10 @@ def run_ranks(
                 pipes[here] = rank
             return _watch(processes, pipes, board, timeout_s, straggle_s, on_report)
         finally:
-            for process in processes.values():
-                process.kill()
-            for process in processes.values():
-                process.join()
+            for started in processes.values():
+                started.kill()
+            for started in processes.values():
+                started.join()
 
 
 @contextmanager
@@ -139,12 +140,12 @@ def _signals_later() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    for number in came:
-        signal.raise_signal(number)
+    for held_back in came:
+        signal.raise_signal(held_back)
 
 
 def _watch(
-    processes: Mapping[int, multiprocessing.Process],
+    processes: Mapping[int, ForkProcess],
     pipes: dict[Connection, int],
     board: ActivityBoard,
     timeout_s: float | None,
@@ -165,14 +166,14 @@ def _watch(
         if not ready and monotonic() >= deadline:
             break
         for pipe in ready:
+            assert isinstance(pipe, Connection)
             rank = pipes[pipe]
             try:
                 kind, content = pipe.recv()
             except (EOFError, OSError):  # the rank has ended, perhaps in the middle of a message
                 del pipes[pipe]
                 if rank not in results and rank not in failures:
-                    processes[rank].join()
-                    failures[rank] = death(rank, board.read(rank), processes[rank].exitcode)
+                    failures[rank] = death(rank, board.read(rank), _exit_code(processes[rank]))
             else:
                 if kind == "report" and rank == 0:
                     on_report(content)
@@ -184,9 +185,10 @@ def _watch(
                     failures[rank] = content
         failures |= waits.failures(rank for rank in at_work if rank not in results and rank not in failures)
         if failures and first is None:
-            first = look(board, {rank: process.pid for rank, process in processes.items()})
+            first = look(board, {rank: _process_id(process) for rank, process in processes.items()})
             deadline = min(deadline, monotonic() + GRACE_S)
     if failures:
+        assert first is not None
         failure = diagnose(failures, first)
         if failure.ending is Ending.REFUSED:
             raise InputError(failure.error)
@@ -196,6 +198,18 @@ def _watch(
         error = "\n".join([f"not done after {monotonic() - start:.0f} s", *unfinished])
         return Outcome(Status.TIMEOUT, error=error, ending=Ending.SILENT)
     return Outcome(Status.OK, result=results[min(results)])
+
+
+def _exit_code(process: ForkProcess) -> int:
+    """Wait for the end of ``process``; returns its exit code, or minus the number of the signal that killed it."""
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+def _process_id(process: ForkProcess) -> int:
+    assert process.pid is not None, "it has been started"
+    return process.pid
 
 
 def _run_rank(
