@@ -35,8 +35,8 @@ def doctor(recipe: tuple[str, ...], wait_s: float, devices: bool, report_file: s
     from launch.doctor.all_checks import all_checks
 
     done = []
-    with doctor_progress(err) as tell:
-        for check in all_checks(loaded, devices=devices, wait_s=wait_s, tell=tell):
+    with doctor_progress(err) as announce:
+        for check in all_checks(loaded, devices=devices, wait_s=wait_s, announce=announce):
             done.append(check)
             if not as_json:
                 show(check, out)

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from launch.doctor.all_reduce_probe import AllReduce, all_reduce
-from launch.doctor.device_probe import of_all_nodes, probe_devices
+from launch.doctor.device_probe import merge_reports, probe_devices
 from launch.doctor.gpu_checks import device_checks, gpu_check, same_libraries, variable_check
 from launch.doctor.machine import INTERFACES, Machine, mpi_library, this_machine
 from launch.doctor.node_probe import NodeReport
 from launch.doctor.report import Check, Verdict
-from launch.doctor.slurm_probe import Probed, run_probe
+from launch.doctor.slurm_probe import ProbeJob, run_probe
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import device
 from launch.slurm.client import SlurmError
@@ -26,7 +26,9 @@ SKEW_WARNING_S, SKEW_ERROR_S = 1.0, 30.0
 SAME = ("python", "torch")  # of which ranks that talk to each other must have the same version
 
 
-def all_checks(recipe: LoadedRecipe, *, devices: bool, wait_s: float, tell: Callable[[str], None]) -> Iterator[Check]:
+def all_checks(
+    recipe: LoadedRecipe, *, devices: bool, wait_s: float, announce: Callable[[str], None]
+) -> Iterator[Check]:
     """Each as soon as it is known; raises RecipeError for a recipe whose trials could not be submitted at all.
 
     With ``devices``, the devices that trials would run on exchange messages and train, which takes minutes.
@@ -39,14 +41,14 @@ def all_checks(recipe: LoadedRecipe, *, devices: bool, wait_s: float, tell: Call
     yield variable_check("variables", here)
     yield _backends(recipe)
     yield _mpi()
-    tell("two processes of this machine meet and sum")
+    announce("two processes of this machine meet and sum")
     yield from _all_reduce("here", _local_all_reduce(recipe, here), [here])
     yield _slurm(recipe)
     if on_slurm(recipe) and not why_no_slurm():
         yield _accounting()
-        yield from _nodes(recipe, here, devices, wait_s, tell)
+        yield from _nodes(recipe, here, devices, wait_s, announce)
     elif devices and not on_slurm(recipe):
-        yield from _local_devices(recipe, here, tell)
+        yield from _local_devices(recipe, here, announce)
 
 
 # This machine
@@ -96,13 +98,13 @@ def _local_all_reduce(recipe: LoadedRecipe, here: Machine) -> AllReduce:
     return all_reduce(2, device="cpu")
 
 
-def _local_devices(recipe: LoadedRecipe, here: Machine, tell: Callable[[str], None]) -> Iterator[Check]:
+def _local_devices(recipe: LoadedRecipe, here: Machine, announce: Callable[[str], None]) -> Iterator[Check]:
     """What the devices of this machine do, a rank each."""
     kind, wanted = device(recipe.values), recipe.values.cluster.devices_per_node
     ranks = min(wanted, here.usable_gpus if kind == "cuda" else CPU_RANKS)
     if not ranks:
         return  # the line of the devices says so
-    report = probe_devices(ranks, device=kind, node_of=lambda run: None, tell=tell)
+    report = probe_devices(ranks, device=kind, node_of=lambda run: None, announce=announce)
     yield from device_checks("here", report, interfaces=_of_interfaces([here]))
 
 
@@ -114,7 +116,7 @@ def _all_reduce(where: str, found: AllReduce, machines: list[Machine]) -> Iterat
     yield Check(Verdict.OK, f"rendezvous {where}", f"{ranks} met")
     if found.error:
         yield Check(Verdict.ERROR, f"all-reduce {where}", found.error, _of_interfaces(machines))
-    elif not found.right:
+    elif not found.correct:
         advice = "a device or an adapter computes or transfers wrongly: leave its node out, by launch.exclude"
         yield Check(Verdict.ERROR, f"all-reduce {where}", f"{ranks} got wrong sums", advice)
     else:
@@ -149,10 +151,10 @@ def _slurm(recipe: LoadedRecipe) -> Check:
         advice = "see `scontrol ping`; launch.executor=slurm refuses to run trials here instead" if installed else ""
         verdict = Verdict.WARNING if installed else Verdict.OK
         return Check(verdict, "slurm", f"{reason}; trials run on this machine", advice)
-    return Check(Verdict.OK, "slurm", f"sinfo answers; partitions: {', '.join(_told(partitions()))}")
+    return Check(Verdict.OK, "slurm", f"sinfo answers; partitions: {', '.join(_partition_texts(partitions()))}")
 
 
-def _told(known: dict[str, int]) -> list[str]:
+def _partition_texts(known: dict[str, int]) -> list[str]:
     return [f"{name} ({nodes} nodes)" for name, nodes in known.items()]
 
 
@@ -168,28 +170,30 @@ def _accounting() -> Check:
 
 
 def _nodes(
-    recipe: LoadedRecipe, here: Machine, devices: bool, wait_s: float, tell: Callable[[str], None]
+    recipe: LoadedRecipe, here: Machine, devices: bool, wait_s: float, announce: Callable[[str], None]
 ) -> Iterator[Check]:
     """What a job on two nodes finds; on one, where the partition has no more."""
     known = partitions()
     name = recipe.values.launch.partition or next(iter(known))
     if name not in known:
-        advice = f"launch.partition takes one of {', '.join(_told(known))}"
+        advice = f"launch.partition takes one of {', '.join(_partition_texts(known))}"
         yield Check(Verdict.ERROR, "partition", f"there is no {name!r}", advice)
         return
     try:
-        probed = run_probe(recipe, nodes=min(2, known[name]), devices=devices, wait_s=wait_s, tell=tell)
+        probe = run_probe(recipe, nodes=min(2, known[name]), devices=devices, wait_s=wait_s, announce=announce)
     except SlurmError as error:
         advice = "mend what sbatch names: launch.account, launch.partition, …; `auto3d keys` lists them"
         yield Check(Verdict.ERROR, "probe job", f"sbatch refused it: {error}", advice)
         return
-    if not probed.whole:
-        yield _lost(probed, wait_s)
+    if not probe.whole:
+        yield _lost(probe, wait_s)
         return
-    reports = [probed.reports[node] for node in sorted(probed.reports)]
+    reports = [probe.reports[node] for node in sorted(probe.reports)]
     hosts = " and ".join(report.machine.host for report in reports)
-    yield Check(Verdict.OK, "probe job", f"job {probed.job} ran on {hosts}, after {probed.queued_s:.0f} s in the queue")
-    yield _shared_folder(probed, reports)
+    yield Check(
+        Verdict.OK, "probe job", f"job {probe.job_id} ran on {hosts}, after {probe.queued_s:.0f} s in the queue"
+    )
+    yield _shared_folder(probe, reports)
     yield _versions_there(here, reports)
     yield _devices_there(recipe, reports)
     machines = [report.machine for report in reports]
@@ -204,34 +208,34 @@ def _nodes(
     yield from _all_reduce(where, found, machines)
     of_nodes = [report.devices for report in reports if report.devices is not None]
     if of_nodes:
-        for check in device_checks(where, of_all_nodes(of_nodes), interfaces=_of_interfaces(machines)):
+        for check in device_checks(where, merge_reports(of_nodes), interfaces=_of_interfaces(machines)):
             problem = problem or (check.found if check.verdict is Verdict.ERROR else "")
             yield check
     if all(report.answer for report in reports) and not problem:
-        shutil.rmtree(probed.folder, ignore_errors=True)  # nothing in it is left to explain
+        shutil.rmtree(probe.folder, ignore_errors=True)  # nothing in it is left to explain
 
 
-def _lost(probed: Probed, wait_s: float) -> Check:
+def _lost(probe: ProbeJob, wait_s: float) -> Check:
     """Of a job that did not report, the likeliest reason."""
-    found = f"job {probed.job} {probed.problem}"
-    if probed.queued_s is None:
+    found = f"job {probe.job_id} {probe.problem}"
+    if probe.queued_s is None:
         more = f"--wait {2 * wait_s:g} waits longer; launch.exclusive=false takes nodes that others use, too"
         return Check(Verdict.ERROR, "probe job", f"{found}; it was cancelled", more)
-    logs = probed.logs()
-    if not probed.greeted and not logs:
-        advice = f"call auto3d in a folder that all nodes see, such as home or scratch; {probed.folder} is not such"
+    logs = probe.logs()
+    if not probe.greeted and not logs:
+        advice = f"call auto3d in a folder that all nodes see, such as home or scratch; {probe.folder} is not such"
         return Check(Verdict.ERROR, "shared folder", f"{found}, and no file of its nodes is seen here", advice)
     errors = [file.read_text(errors="replace") for file in logs if file.suffix == ".err"]
     lines = [line for text in errors for line in text.splitlines() if line.strip()]
     said = f"; its last error: {lines[-1]}" if lines else ""
-    advice = f"see launch.setup, launch.container and what it printed, in {probed.folder}"
+    advice = f"see launch.setup, launch.container and what it printed, in {probe.folder}"
     return Check(Verdict.ERROR, "probe job", f"{found}{said}", advice)
 
 
-def _shared_folder(probed: Probed, reports: list[NodeReport]) -> Check:
-    deaf = [one.machine.host for one in reports if one.answer is None or one.answer.token != probed.token]
+def _shared_folder(probe: ProbeJob, reports: list[NodeReport]) -> Check:
+    deaf = [one.machine.host for one in reports if one.answer is None or one.answer.token != probe.token]
     if deaf:
-        found = f"{probed.folder}: {' and '.join(deaf)} did not read there what this machine had written"
+        found = f"{probe.folder}: {' and '.join(deaf)} did not read there what this machine had written"
         return Check(Verdict.ERROR, "shared folder", found, "call auto3d in a folder that all nodes see and write to")
     slowest = max(one.received - one.sent for one in reports)
     place = Path.cwd()

@@ -44,7 +44,7 @@ class AllReduce:
     ranks: int
     backend: str
     met: bool = False
-    right: bool = False  # all sums
+    correct: bool = False  # all sums
     rates: list[Rate] = field(default_factory=list)
     error: str = ""  # one line
 
@@ -64,12 +64,12 @@ def all_reduce(ranks: int, *, device: str, node: NodeRanks | None = None) -> All
     if outcome.status is not Status.OK:
         lines = outcome.error.splitlines()
         return AllReduce(ranks, backend, met=bool(met), error=lines[-1 if "Traceback" in outcome.error else 0])
-    right, rates = outcome.result
-    return AllReduce(ranks, backend, met=True, right=right, rates=rates)
+    correct, rates = outcome.result
+    return AllReduce(ranks, backend, met=True, correct=correct, rates=rates)
 
 
 def _measure(world: World, kind: str, report: Report) -> tuple[bool, list[Rate]]:
-    """Whether all sums were right, and the rate of each size."""
+    """Whether all sums were correct, and the rate of each size."""
     os.environ["DS_ACCELERATOR"] = kind  # else it warns where it finds no GPU
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     import deepspeed.comm as comm
@@ -87,13 +87,13 @@ def _measure(world: World, kind: str, report: Report) -> tuple[bool, list[Rate]]
     comm.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
     # Its log waits for the end of every operation: right here, where nothing else runs.
     comm.configure(enabled=True, prof_all=False, prof_ops=["all_reduce"], verbose=False)
-    right, once_s, rates = True, 0.0, []
+    correct, once_s, rates = True, 0.0, []
     for before, size in zip((0, *SIZES), SIZES, strict=False):
         if (kind == "cpu" and size > LARGEST_ON_CPU) or (before and once_s * size / before > LONGEST_S):
             break
         with waiting_for(f"an all-reduce of {size} bytes", MEET_S):
-            was_right, once_s = _sum_once(world, size, device, group)
-            right &= was_right
+            was_correct, once_s = _sum_once(world, size, device, group)
+            correct &= was_correct
             for _ in range(max(1, min(REPETITIONS, int(SIZE_S / once_s)))):
                 comm.all_reduce(torch.zeros(size // 4, device=device), group=group)
                 timers("all_reduce").reset()  # else what it logs is the sum of all times so far
@@ -108,7 +108,7 @@ def _measure(world: World, kind: str, report: Report) -> tuple[bool, list[Rate]]
                 bus_gbit_per_s=median(bus),
             )
         )
-    return right, rates
+    return correct, rates
 
 
 def _sum_once(world: World, size: int, device: torch.device, group: dist.ProcessGroup) -> tuple[bool, float]:
@@ -117,7 +117,7 @@ def _sum_once(world: World, size: int, device: torch.device, group: dist.Process
     tensor = pattern + world.rank + 1
     start = time.monotonic()
     dist.all_reduce(tensor, group=group)
-    told = torch.equal(tensor, world.size * pattern + world.size * (world.size + 1) // 2)
-    worst = torch.tensor([float(not told), time.monotonic() - start], dtype=torch.float64)
+    correct = torch.equal(tensor, world.size * pattern + world.size * (world.size + 1) // 2)
+    worst = torch.tensor([float(not correct), time.monotonic() - start], dtype=torch.float64)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     return worst[0].item() == 0, worst[1].item()

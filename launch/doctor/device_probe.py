@@ -7,9 +7,9 @@ from typing import Any
 from auto3d.errors import InputError
 from auto3d.runtime.measurement import Status
 from auto3d.runtime.world import World
-from launch.doctor.exchange_probe import CONNECTIONS, Exchanged, exchange
+from launch.doctor.exchange_probe import CONNECTIONS, ExchangeResult, exchange
 from launch.doctor.link_probe import Links, measure_links
-from launch.doctor.training_probe import TrainedRank, degrees, subject, train_both_ways
+from launch.doctor.training_probe import TrainedRank, degrees, plan_training, train_both_ways
 from launch.model.build import use_device
 from launch.run.devices import hide_devices
 from launch.run.diagnosis import Ending
@@ -27,7 +27,7 @@ class ExchangeRun:
     """The engine's exchange with so many hardware ``connections`` of a GPU; None on a CPU, which has none."""
 
     connections: int | None
-    exchanged: Exchanged | None  # the first rank's result
+    result: ExchangeResult | None  # the first rank's result
     error: str = ""
 
     def __str__(self) -> str:
@@ -51,14 +51,14 @@ class DeviceReport:
 
 
 def probe_devices(
-    ranks: int, *, device: str, node_of: Callable[[int], NodeRanks | None], tell: Callable[[str], None]
+    ranks: int, *, device: str, node_of: Callable[[int], NodeRanks | None], announce: Callable[[str], None]
 ) -> DeviceReport:
     """Let ``ranks``, one for each device, run all parts; ``node_of`` a run's number is what of it runs here.
 
-    Every node of a job calls this. ``tell`` hears what begins.
+    Every node of a job calls this. ``announce`` hears what begins.
     """
-    tell(f"{ranks} ranks exchange messages between neighbours")
-    links, error = _run(
+    announce(f"{ranks} ranks exchange messages between neighbours")
+    links, error = _run_part(
         ranks,
         lambda world, report: measure_links(world, device, meet_s=MEET_S, timeout_s=WAIT_S),
         limit_s=LINKS_S,
@@ -68,19 +68,19 @@ def probe_devices(
         return DeviceReport(ranks, device, links_error=error)
     exchanges = []
     for number, connections in enumerate(CONNECTIONS[device] if ranks > 1 else ()):
-        exchanges.append(_exchange(ranks, device, connections, node_of(2 + number), tell))
-    tell(f"{ranks} ranks train a small model, and compare it with plain PyTorch")
+        exchanges.append(_exchange(ranks, device, connections, node_of(2 + number), announce))
+    announce(f"{ranks} ranks train a small model, and compare it with plain PyTorch")
     if device == "cpu":
         hide_devices()
-        shared = subject(ranks, device)
+        shared = plan_training(ranks, device)
 
     def train(world: World, report: Report) -> list[TrainedRank]:
         if device == "cuda":
             use_device(world.device(device))
-        trained = shared if device == "cpu" else subject(ranks, device)
-        return train_both_ways(world, trained, device, meet_s=MEET_S, timeout_s=WAIT_S)
+        training = shared if device == "cpu" else plan_training(ranks, device)
+        return train_both_ways(world, training, device, meet_s=MEET_S, timeout_s=WAIT_S)
 
-    training, error = _run(
+    training, error = _run_part(
         ranks,
         train,
         limit_s=TRAINING_S,
@@ -98,23 +98,23 @@ def probe_devices(
 
 
 def _exchange(
-    ranks: int, device: str, connections: int | None, node: NodeRanks | None, tell: Callable[[str], None]
+    ranks: int, device: str, connections: int | None, node: NodeRanks | None, announce: Callable[[str], None]
 ) -> ExchangeRun:
     begun: list[str] = []  # Only rank 0 reports its patterns, to the node that it is on.
 
-    def target(world: World, report: Report) -> Exchanged:
+    def target(world: World, report: Report) -> ExchangeResult:
         return exchange(
             world, device, connections, meet_s=MEET_S, timeout_s=WAIT_S, begin=lambda pattern: report(str(pattern))
         )
 
-    tell(f"{ranks} ranks exchange messages as schedules do{ExchangeRun(connections, None)}")
-    exchanged, error = _run(ranks, target, limit_s=EXCHANGE_S, node=node, on_report=begun.append)
+    announce(f"{ranks} ranks exchange messages as schedules do{ExchangeRun(connections, None)}")
+    exchanged, error = _run_part(ranks, target, limit_s=EXCHANGE_S, node=node, on_report=begun.append)
     if error and begun:
         error = f"in {begun[-1]}: {error}"
     return ExchangeRun(connections, exchanged, error)
 
 
-def _run(
+def _run_part(
     ranks: int,
     target: Callable[[World, Report], Any],
     *,
@@ -137,7 +137,7 @@ def _run(
     return None, "; ".join(lines[:LINES])
 
 
-def of_all_nodes(reports: Sequence[DeviceReport]) -> DeviceReport:
+def merge_reports(reports: Sequence[DeviceReport]) -> DeviceReport:
     """The report of the first node, with the first error that any node has."""
     first = reports[0]
     return replace(

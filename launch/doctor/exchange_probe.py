@@ -72,7 +72,7 @@ def patterns(ranks: int) -> list[Pattern]:
 
 
 @dataclass(frozen=True)
-class Exchanged:
+class ExchangeResult:
     """What one rank did: tensors that it received and checked, and its seconds."""
 
     tensors: int
@@ -87,7 +87,7 @@ def exchange(
     meet_s: float,
     timeout_s: float,
     begin: Callable[[Pattern], None],
-) -> Exchanged:
+) -> ExchangeResult:
     """Run all ``patterns``, each of which ``begin`` hears of, with so many hardware ``connections`` of the GPU.
 
     Ranks meet within ``meet_s``, and wait ``timeout_s`` for each other afterwards. Raises CorruptedError where a tensor
@@ -103,15 +103,15 @@ def exchange(
     for pattern in patterns(world.size):
         begin(pattern)
         tensors += _run(world, pattern, device, timeout_s)
-    return Exchanged(tensors, time.monotonic() - start)
+    return ExchangeResult(tensors, time.monotonic() - start)
 
 
 def _run(world: World, pattern: Pattern, device: torch.device, timeout_s: float) -> int:
     """How many tensors this rank received."""
     schedule = build_schedule(pattern.schedule, devices=pattern.pp, micro_batches=pattern.micro_batches)
     placement = place_ranks(dp=pattern.dp, pp=pattern.pp)
-    position = next(number for number, ranks in enumerate(placement) if world.rank in ranks)
-    replica = placement[position].index(world.rank)
+    pipeline_device = next(number for number, ranks in enumerate(placement) if world.rank in ranks)
+    pipeline = placement[pipeline_device].index(world.rank)
     transfers = list(_transfers(schedule.stages, device.type))
     holders = {
         _parameter(stage): Holders(
@@ -121,42 +121,44 @@ def _run(world: World, pattern: Pattern, device: torch.device, timeout_s: float)
         for stage in range(schedule.stages)
     }
     shared = {each.stages for each in holders.values() if len(each.ranks) > 1}
-    program = lower(schedule, transfers, shared)[position]
-    own = [each for each, home in schedule.device_of.items() if home == position]
+    program = lower(schedule, transfers, shared)[pipeline_device]
+    pipe_stages = [each for each, home in schedule.device_of.items() if home == pipeline_device]
     run_ahead = RunAhead(device, timeout_s)
     everyone = new_group(range(world.size), timeout_s, device=device)
     connect(everyone, device=device, what="all ranks", timeout_s=timeout_s)
     messages = Exchange(
         program,
         transfers,
-        ranks_of=[[ranks[replica]] for ranks in placement],
+        ranks_of=[[ranks[pipeline]] for ranks in placement],
         device_of=schedule.device_of,
         sample_dimensions={},
         device=device,
         run_ahead=run_ahead,
         timeout_s=timeout_s,
     )
-    parameters = {_parameter(stage): nn.Parameter(torch.zeros(GRADIENT_BYTES // 4, device=device)) for stage, _ in own}
+    parameters = {
+        _parameter(stage): nn.Parameter(torch.zeros(GRADIENT_BYTES // 4, device=device)) for stage, _ in pipe_stages
+    }
     private = [name for name in parameters if len(holders[name].ranks) == 1]
     sync = GradientSync(parameters, holders, private=private, device=device, run_ahead=run_ahead, timeout_s=timeout_s)
     totals = Totals(everyone, device=device, run_ahead=run_ahead, timeout_s=timeout_s)
-    receipts = _Receipts(replica)
-    work = _Work(device, random.Random(f"{pattern} {world.rank}"), timeout_s)
+    receipts = _Receipts(pipeline)
+    load = _Load(device, random.Random(f"{pattern} {world.rank}"), timeout_s)
     stages = {
-        (number, pipe): _Stage(_stage(number, transfers), pipe, parameters[_parameter(number)], receipts, work)
-        for number, pipe in own
+        (number, pipe): _FakeStage(_stage(number, transfers), pipe, parameters[_parameter(number)], receipts, load)
+        for number, pipe in pipe_stages
     }
     numbers = {"first_micro_batch": 0, "micro_batches": pattern.micro_batches * schedule.parts}
-    nothing = DataSettings(source="synthetic", files=(), sequence_length=1, vocabulary_size=1, inputs={})
+    no_data = DataSettings(source="synthetic", files=(), sequence_length=1, vocabulary_size=1, inputs={})
     executor = Executor(
         stages,
-        dict.fromkeys(own),
+        dict.fromkeys(pipe_stages),
         MicroBatchInputs(
-            Batches(nothing, seed=0, global_batch=pattern.micro_batches, micro_batch_size=1), **numbers, device=device
+            Batches(no_data, seed=0, global_batch=pattern.micro_batches, micro_batch_size=1), **numbers, device=device
         ),
         Peers(exchange=messages, sync=sync, totals=totals, run_ahead=run_ahead),
         randomness=Randomness(0, **numbers, device=device),
-        memory=MemoryWatch(position, DeviceMemory(**{field.name: 0 for field in fields(DeviceMemory)})),
+        memory=MemoryWatch(pipeline_device, DeviceMemory(**{field.name: 0 for field in fields(DeviceMemory)})),
         clip_norm=NO_CLIPPING,
     )
     # Each backward adds 1 to the gradients of its stage.
@@ -207,15 +209,15 @@ def _stage(number: int, transfers: Sequence[Transfer]) -> Stage:
 class _Receipts:
     """What was received, and whether it is what was sent; the device compares, and nobody waits for it."""
 
-    def __init__(self, replica: int) -> None:
+    def __init__(self, pipeline: int) -> None:
         self.iteration = 0
         self.count = 0
-        self._replica = replica
+        self._pipeline = pipeline
         self._wrong: list[tuple[str, torch.Tensor]] = []
 
     def number(self, what: str) -> float:
         """The number that fills ``what`` in this iteration; float32 holds it exactly."""
-        return float(crc32(f"{what} {self._replica} {self.iteration}".encode()) % 2**24)
+        return float(crc32(f"{what} {self._pipeline} {self.iteration}".encode()) % 2**24)
 
     def note(self, what: str, tensor: torch.Tensor) -> None:
         self.count += 1
@@ -229,7 +231,7 @@ class _Receipts:
                 raise CorruptedError(f"{what} arrived with other contents in iteration {self.iteration + 1}")
 
 
-class _Work:
+class _Load:
     """What an operation does beside its messages: products of matrices and, before some, a pause of the process."""
 
     def __init__(self, device: torch.device, draw: random.Random, timeout_s: float) -> None:
@@ -255,36 +257,36 @@ class _Work:
                 torch.cuda.synchronize(self._device)
 
 
-class _Stage:
+class _FakeStage:
     """In the place of a StageModule: it gives known tensors, and notes those that it is given."""
 
-    def __init__(self, stage: Stage, pipe: int, parameter: nn.Parameter, receipts: _Receipts, work: _Work) -> None:
+    def __init__(self, stage: Stage, pipe: int, parameter: nn.Parameter, receipts: _Receipts, load: _Load) -> None:
         self.stage = stage
         self.losses: dict[int, torch.Tensor] = {}
         self.weights = WeightVersions({}, several=False)
         self._pipe = pipe
         self._parameter = parameter
         self._receipts = receipts
-        self._work = work
+        self._load = load
 
     def forward(
         self, micro_batch: int, received: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         for name, tensor in received.items():
             self._receipts.note(self._name("the activations", name, micro_batch), tensor)
-        self._work.run(1)
-        return self._made("the activations", self.stage.sent, micro_batch)
+        self._load.run(1)
+        return self._tensors("the activations", self.stage.sent, micro_batch)
 
     def backward(self, micro_batch: int, gradients: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, torch.Tensor]:
         for name, tensors in gradients.items():
             for tensor in tensors:
                 self._receipts.note(self._name("the gradients", name, micro_batch), tensor)
-        self._work.run(2)
+        self._load.run(2)
         with torch.no_grad():
             if self._parameter.grad is None:
                 self._parameter.grad = torch.zeros_like(self._parameter)
             self._parameter.grad += 1
-        return self._made("the gradients", self.stage.received, micro_batch)
+        return self._tensors("the gradients", self.stage.received, micro_batch)
 
     def recompute(self, micro_batch: int) -> None:
         raise NotImplementedError("no pattern recomputes")
@@ -297,9 +299,9 @@ class _Stage:
     def backward_weight(self, micro_batch: int) -> None:
         raise NotImplementedError("no pattern splits a backward")
 
-    def _made(self, what: str, transfers: Sequence[Transfer], micro_batch: int) -> dict[str, torch.Tensor]:
+    def _tensors(self, what: str, transfers: Sequence[Transfer], micro_batch: int) -> dict[str, torch.Tensor]:
         return {
-            transfer.value.name: self._work.filled(
+            transfer.value.name: self._load.filled(
                 transfer.value.shape, self._receipts.number(self._name(what, transfer.value.name, micro_batch))
             )
             for transfer in transfers

@@ -122,10 +122,10 @@ def _exchange(where: str, report: DeviceReport, run: ExchangeRun, interfaces: st
         if passing:
             advice = f"set CUDA_DEVICE_MAX_CONNECTIONS={passing[-1]}, with which it passes; {advice}"
         return Check(Verdict.ERROR, what, run.error, advice)
-    assert run.exchanged is not None
+    assert run.result is not None
     schedules = ", ".join(map(str, patterns(report.ranks)))
-    found = f"{schedules}: {run.exchanged.tensors} tensors came to rank 0 as they were sent, "
-    return Check(Verdict.OK, what, f"{found}in {run.exchanged.seconds:.1f} s")
+    found = f"{schedules}: {run.result.tensors} tensors came to rank 0 as they were sent, "
+    return Check(Verdict.OK, what, f"{found}in {run.result.seconds:.1f} s")
 
 
 def _peer_access(links: Links) -> str:

@@ -99,12 +99,12 @@ class _Pair:
         here = self.rank - self.lower
         pattern = torch.arange(size // 4, device=self.device, dtype=torch.float32) % 97
         buffers = [torch.zeros_like(pattern) for _ in range(BUFFERS)]
-        own = pattern + 1 + here
+        message = pattern + 1 + here
         self._meet(0.0)
-        own_s = 0.0
+        seconds_here = 0.0
         if here in (0, 1):
-            own_s = self._exchange(own, buffers, count, sends=both or here == 0, receives=both or here == 1)
-        seconds = self._meet(own_s)
+            seconds_here = self._exchange(message, buffers, count, sends=both or here == 0, receives=both or here == 1)
+        seconds = self._meet(seconds_here)
         if here in (0, 1) and (both or here == 1):
             expected = pattern + 2 - here
             for buffer in buffers[:count]:
@@ -114,12 +114,12 @@ class _Pair:
         return seconds
 
     def _exchange(
-        self, own: torch.Tensor, buffers: list[torch.Tensor], count: int, *, sends: bool, receives: bool
+        self, message: torch.Tensor, buffers: list[torch.Tensor], count: int, *, sends: bool, receives: bool
     ) -> float:
         """The seconds that it takes."""
         peer = 2 * self.lower + 1 - self.rank
         out, into = (self.upward, self.downward) if peer > self.rank else (self.downward, self.upward)
-        what = f"messages of {own.numel() * own.element_size()} bytes between it and {THIS_RANK.name(peer)}"
+        what = f"messages of {message.numel() * message.element_size()} bytes between it and {THIS_RANK.name(peer)}"
         clock = _Clock(self.device)
         under_way: deque[dist.Work] = deque()
         for number in range(count):
@@ -127,7 +127,7 @@ class _Pair:
                 if receives:
                     under_way.append(_begun(dist.irecv(buffers[number % BUFFERS], peer, group=into)))
                 if sends:
-                    under_way.append(_begun(dist.isend(own, peer, group=out)))
+                    under_way.append(_begun(dist.isend(message, peer, group=out)))
             # On a GPU the receives of one group come one after the other. On a CPU nothing else keeps a buffer free.
             while self.device.type == "cpu" and len(under_way) > (BUFFERS - 1) * (sends + receives):
                 wait(under_way.popleft(), timeout_s=self.timeout_s, what=what)
@@ -174,12 +174,12 @@ def _neighbours(world: World, kind: str, timeout_s: float) -> list[Neighbours]:
     """Of every two neighbouring ranks of one node."""
     here = world.device(kind).index
     sees = kind == "cuda" and here + 1 < torch.cuda.device_count()
-    own = torch.cuda.can_device_access_peer(here, here + 1) if sees else None
-    told: list[bool | None] = [None] * world.size
+    access_here = torch.cuda.can_device_access_peer(here, here + 1) if sees else None
+    access: list[bool | None] = [None] * world.size
     with waiting_for("what all ranks know of peer access", timeout_s):
-        dist.all_gather_object(told, own)
+        dist.all_gather_object(access, access_here)
     return [
-        Neighbours((lower, lower + 1), THIS_RANK.hosts[lower], told[lower])
+        Neighbours((lower, lower + 1), THIS_RANK.hosts[lower], access[lower])
         for lower in range(world.size - 1)
         if THIS_RANK.hosts[lower] == THIS_RANK.hosts[lower + 1]
     ]

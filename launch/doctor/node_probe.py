@@ -104,12 +104,12 @@ def probe_node(folder: str, *, devices: int, device: str, thorough: bool) -> Non
     node = NodeRanks(ranks, task.meeting_point) if task.count > 1 else None
     found = all_reduce(task.count * devices, device=device, node=node)
     of_devices = None
-    if thorough and found.right and not found.error:
+    if thorough and found.correct and not found.error:
         of_devices = probe_devices(
             task.count * devices,
             device=device,
             node_of=lambda run: NodeRanks(ranks, task.meeting_point_of(run)) if node else None,
-            tell=lambda line: write_whole(progress_file(place), line) if task.number == 0 else None,
+            announce=lambda line: write_whole(progress_file(place), line) if task.number == 0 else None,
         )
     meeting_point = task.meeting_point if node else "a file"
     report = NodeReport(machine, sent, answer, received, meeting_point, found, of_devices)

@@ -43,10 +43,10 @@ RUN_S = FILES_S + MEET_S + MEASURE_S + 60.0  # the job's limit without its devic
 
 
 @dataclass
-class Probed:
+class ProbeJob:
     """What came back of the job."""
 
-    job: str
+    job_id: str
     folder: Path
     token: str
     nodes: int
@@ -63,7 +63,7 @@ class Probed:
     def state(self) -> JobState | None:
         """What SLURM says of it; none: it does not know it, or does not answer."""
         try:
-            return job_states({self.job: self.folder.name}).get(self.job)
+            return job_states({self.job_id: self.folder.name}).get(self.job_id)
         except SlurmError:
             return None
 
@@ -72,7 +72,9 @@ class Probed:
         return sorted(self.folder.glob("*_log.*"))
 
 
-def run_probe(recipe: LoadedRecipe, *, nodes: int, devices: bool, wait_s: float, tell: Callable[[str], None]) -> Probed:
+def run_probe(
+    recipe: LoadedRecipe, *, nodes: int, devices: bool, wait_s: float, announce: Callable[[str], None]
+) -> ProbeJob:
     """Submit, follow, and never leave the job behind; raises SlurmError where sbatch refuses.
 
     With ``devices``, those of the nodes also exchange messages and train.
@@ -88,76 +90,76 @@ def run_probe(recipe: LoadedRecipe, *, nodes: int, devices: bool, wait_s: float,
     call = partial(probe_node, str(folder), devices=of_node, device=device(recipe.values), thorough=devices)
     with interrupts_noted() as interrupted:
         (job,) = submit_calls(recipe, folder, [call], nodes=nodes, name=name)
-        probed = Probed(job, folder, token, nodes, run_s)
+        probe = ProbeJob(job, folder, token, nodes, run_s)
     try:
         if interrupted():
             raise KeyboardInterrupt
-        _follow(probed, wait_s, tell)
+        _follow(probe, wait_s, announce)
     finally:
-        if not probed.whole:
+        if not probe.whole:
             with suppress(SlurmError):  # it has ended
                 cancel([job])
-    return probed
+    return probe
 
 
-def _follow(probed: Probed, wait_s: float, tell: Callable[[str], None]) -> None:
+def _follow(probe: ProbeJob, wait_s: float, announce: Callable[[str], None]) -> None:
     """Until all nodes have reported, or ``problem`` says why not."""
     start = time.monotonic()
     asked, ran_since = -STATES_S, None
     end: JobState | None = None
     ended_since = math.inf  # when SLURM first called the job ended
-    while not probed.whole:
-        _exchange(probed)
+    while not probe.whole:
+        _exchange(probe)
         now = time.monotonic()
         if now - asked >= STATES_S:
             asked = now
-            state = probed.state()
+            state = probe.state()
             if state is not None and (state.running or state.ended) and ran_since is None:
-                ran_since, probed.queued_s = now, now - start
+                ran_since, probe.queued_s = now, now - start
             if state is not None and state.ended:
                 end, ended_since = state, min(ended_since, now)
-            tell(f"job {probed.job} on {probed.nodes} nodes: {_standing(probed, state)}")
+            announce(f"job {probe.job_id} on {probe.nodes} nodes: {_standing(probe, state)}")
             if end is not None and now - ended_since > SETTLE_S:
-                probed.problem = f"ended as {end.name}"
+                probe.problem = f"ended as {end.name}"
             elif ran_since is None and now - start > wait_s:
                 why = state.why if state else "SLURM does not tell its state"
-                probed.problem = f"waited {wait_s:g} s for {probed.nodes} nodes ({why})"
-            elif ran_since is not None and now - ran_since > probed.run_s:
-                missing = [str(node) for node in range(probed.nodes) if node not in probed.reports]
-                probed.problem = f"ran for {probed.run_s:g} s, and no report came of its node {' or '.join(missing)}"
-            if probed.problem:
+                probe.problem = f"waited {wait_s:g} s for {probe.nodes} nodes ({why})"
+            elif ran_since is not None and now - ran_since > probe.run_s:
+                missing = [str(node) for node in range(probe.nodes) if node not in probe.reports]
+                probe.problem = f"ran for {probe.run_s:g} s, and no report came of its node {' or '.join(missing)}"
+            if probe.problem:
                 return
         time.sleep(POLL_S)
-    if probed.queued_s is None:
-        probed.queued_s = time.monotonic() - start
-    _await_end(probed)
+    if probe.queued_s is None:
+        probe.queued_s = time.monotonic() - start
+    _await_end(probe)
 
 
-def _standing(probed: Probed, state: JobState | None) -> str:
+def _standing(probe: ProbeJob, state: JobState | None) -> str:
     """What the job does, as its first node says, or as SLURM does."""
     try:
-        return progress_file(probed.folder).read_text()
+        return progress_file(probe.folder).read_text()
     except OSError:
         return state.why if state else "not known yet"
 
 
-def _await_end(probed: Probed) -> None:
+def _await_end(probe: ProbeJob) -> None:
     """Its tasks write the last of their files after they have reported."""
     deadline = time.monotonic() + SETTLE_S
-    while (state := probed.state()) is not None and not state.ended and time.monotonic() < deadline:
+    while (state := probe.state()) is not None and not state.ended and time.monotonic() < deadline:
         time.sleep(END_POLL_S)
 
 
-def _exchange(probed: Probed) -> None:
+def _exchange(probe: ProbeJob) -> None:
     """Answer the nodes that greet, and take the reports of those that are done."""
-    for node in range(probed.nodes):
-        if node not in probed.greeted:
-            greeting = read_file(greeting_file(probed.folder, node), GREETING)
+    for node in range(probe.nodes):
+        if node not in probe.greeted:
+            greeting = read_file(greeting_file(probe.folder, node), GREETING)
             if greeting is not None:
                 seen = time.time()
-                write_file(answer_file(probed.folder, node), ANSWER, Answer(probed.token, seen))
-                probed.greeted[node] = greeting.host
-        elif node not in probed.reports:
-            report = read_file(report_file(probed.folder, node), REPORT)
+                write_file(answer_file(probe.folder, node), ANSWER, Answer(probe.token, seen))
+                probe.greeted[node] = greeting.host
+        elif node not in probe.reports:
+            report = read_file(report_file(probe.folder, node), REPORT)
             if report is not None:
-                probed.reports[node] = report
+                probe.reports[node] = report

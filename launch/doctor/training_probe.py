@@ -46,7 +46,7 @@ OPTIMIZER = OptimizerSettings(
 
 
 @dataclass(frozen=True)
-class Size:
+class ModelSize:
     """Numbers of the model, large enough on a GPU that a library's workspace is a small part of its memory."""
 
     blocks: int
@@ -56,13 +56,13 @@ class Size:
     micro_batch_size: int
 
 
-SIZES = {"cpu": Size(8, 128, 4, 64, 2), "cuda": Size(8, 512, 8, 512, 4)}
+SIZES = {"cpu": ModelSize(8, 128, 4, 64, 2), "cuda": ModelSize(8, 512, 8, 512, 4)}
 
 
 class SmallModel(nn.Module):
     """Embedding, blocks of causal attention and two linear layers, head; forward returns the loss, a scalar."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: ModelSize) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, size.width)
         self.positions = nn.Parameter(0.02 * torch.randn(size.sequence, size.width))
@@ -107,7 +107,7 @@ class TrainedRank:
 
 
 @dataclass(frozen=True)
-class TrainedSubject:
+class ProbeTraining:
     """The small model, captured, and the plan under which it trains."""
 
     captured: CapturedModel
@@ -121,7 +121,7 @@ def degrees(ranks: int) -> tuple[int, int]:
     return ranks // pp, pp
 
 
-def subject(ranks: int, kind: str) -> TrainedSubject:
+def plan_training(ranks: int, kind: str) -> ProbeTraining:
     """The model for ``ranks`` devices of ``kind``, captured, and its plan. On GPUs each rank calls it."""
     import_module("transformers.optimization")  # The ranks need it; forked from here, none imports it again.
     size = SIZES[kind]
@@ -146,27 +146,27 @@ def subject(ranks: int, kind: str) -> TrainedSubject:
         placement=place_ranks(dp=dp, pp=pp),
         seed=SEED,
     )
-    return TrainedSubject(captured, plan, data)
+    return ProbeTraining(captured, plan, data)
 
 
 def train_both_ways(
-    world: World, trained: TrainedSubject, kind: str, *, meet_s: float, timeout_s: float
+    world: World, training: ProbeTraining, kind: str, *, meet_s: float, timeout_s: float
 ) -> list[TrainedRank]:
-    """Train ``trained`` as one rank, and alone in plain PyTorch; what came of every rank, on every rank.
+    """Train ``training`` as one rank, and alone in plain PyTorch; what came of every rank, on every rank.
 
     Ranks meet within ``meet_s``, and wait ``timeout_s`` for each other afterwards.
     """
-    plan, device = trained.plan, world.device(kind)
+    plan, device = training.plan, world.device(kind)
     settings = TrainingSettings(
         iterations=ITERATIONS, optimizer=OPTIMIZER, device=kind, threads_per_rank=1, timeout_s=timeout_s
     )
     torch.set_num_threads(settings.threads_per_rank)
     join(world, device=device, timeout_s=meet_s)
-    expected = list(plain_training(trained, device))
+    expected = list(plain_training(training, device))
     if kind == "cuda":
         torch.cuda.empty_cache()  # Memory that plain PyTorch used is not counted.
     memory = PeakMemory(device)
-    rank = build_rank(trained.captured, plan, settings, trained.data, world)
+    rank = build_rank(training.captured, plan, settings, training.data, world)
     differences = []
     for iteration, program in enumerate(rank.programs):
         (result,) = rank.executor.run(program, iteration)
@@ -192,11 +192,11 @@ class Expected:
     parameters: Mapping[str, torch.Tensor]  # after the update
 
 
-def plain_training(trained: TrainedSubject, device: torch.device) -> Iterator[Expected]:
+def plain_training(training: ProbeTraining, device: torch.device) -> Iterator[Expected]:
     """The whole global batch on ``device``, micro-batch by micro-batch, in a plain loop."""
-    plan, data = trained.plan, trained.data
+    plan, data = training.plan, training.data
     seed_all(plan.seed)
-    module = trained.captured.exported.build().to(device).train()
+    module = training.captured.exported.build().to(device).train()
     built, learning_rate = build_optimizer(list(module.parameters()), OPTIMIZER, iterations=ITERATIONS)
     optimizer = local_optimizer(built)
     batches = Batches(data, seed=plan.seed, global_batch=plan.global_batch, micro_batch_size=plan.micro_batch_size)

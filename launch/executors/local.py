@@ -12,7 +12,7 @@ from auto3d.runtime.measurement import Measurement, Status
 from launch.executors.trial import run_trial
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import device
-from launch.run.devices import pool_of
+from launch.run.devices import device_pool
 from launch.slurm.sbatch import MARGIN_S
 from launch.store.files import private_folder
 from launch.store.manifest import Entry, State
@@ -30,7 +30,7 @@ def run(recipe: LoadedRecipe, pending: list[Trial], watcher: Watcher) -> None:
     total = len(pending)
     running: dict[Trial, submitit.Job] = {}
     gpus = {trial: trial.plan.ranks if device(recipe.values) == "cuda" else 0 for trial in pending}
-    pool = pool_of(recipe, max(gpus.values(), default=0))
+    pool = device_pool(recipe, max(gpus.values(), default=0))
     devices: dict[Trial, tuple[str, ...]] = {}
     number = 0
     manifest = manifest_of(recipe)

@@ -49,17 +49,17 @@ def is_instance(name: str) -> bool:
 def visible_devices() -> tuple[str, ...]:
     """Names of the devices that this process may use, in CUDA's order; a MIG instance counts as a device."""
     value = os.environ.get(VARIABLE)
-    named = None if value is None else named_in(value)
+    named = None if value is None else parse_visible_devices(value)
     if named == ():
         return ()
     gpus = _gpus_of_this_machine()
     if gpus:
-        return present(named, gpus)
+        return present_devices(named, gpus)
     count = count_of_torch()  # torch counts only devices that the variable names
     return (named or tuple(map(str, range(count))))[:count]
 
 
-def named_in(value: str) -> tuple[str, ...]:
+def parse_visible_devices(value: str) -> tuple[str, ...]:
     """The devices that a value of CUDA_VISIBLE_DEVICES names, read as CUDA reads it.
 
     Entries are indices, UUIDs or leading characters of UUIDs, all of one kind. CUDA ignores everything from the first
@@ -81,7 +81,7 @@ def named_in(value: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def present(named: Sequence[str] | None, gpus: Sequence[Gpu]) -> tuple[str, ...]:
+def present_devices(named: Sequence[str] | None, gpus: Sequence[Gpu]) -> tuple[str, ...]:
     """The devices of ``gpus`` that are ``named``, up to the first absent one; all if None.
 
     A GPU that is split into MIG instances stands for all of them.
@@ -104,7 +104,7 @@ def present(named: Sequence[str] | None, gpus: Sequence[Gpu]) -> tuple[str, ...]
     return tuple(dict.fromkeys(found))
 
 
-def listed(text: str) -> list[Gpu]:
+def parse_gpu_list(text: str) -> list[Gpu]:
     """The GPUs in the output of `nvidia-smi -L`: a line per GPU, and below it an indented line per MIG instance."""
     gpus: list[Gpu] = []
     for line in text.splitlines():
@@ -124,7 +124,7 @@ def _gpus_of_this_machine() -> list[Gpu]:
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=COMMAND_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    return listed(done.stdout) if done.returncode == 0 else []
+    return parse_gpu_list(done.stdout) if done.returncode == 0 else []
 
 
 def torch_has_cuda() -> bool:
@@ -162,7 +162,7 @@ def show_devices(names: Collection[str]) -> None:
     os.environ[VARIABLE] = ",".join(names)
 
 
-def seeing(names: Collection[str], target: Callable[..., Result]) -> Callable[..., Result]:
+def showing_devices(names: Collection[str], target: Callable[..., Result]) -> Callable[..., Result]:
     """``target``, run by a process that sees only these devices."""
 
     def run(*arguments: Any) -> Result:
@@ -192,14 +192,14 @@ def check_fork() -> None:
         )
 
 
-class Pool:
+class DevicePool:
     """Devices for trials: a trial takes devices when it starts and gives them back at its end."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = tuple(names)
         self._free = set(names)
 
-    def most(self) -> int:
+    def max_ranks(self) -> int:
         """Number of ranks of the largest possible trial: one device per rank, and a MIG instance for one rank only."""
         return max(sum(not is_instance(name) for name in self._names), min(1, len(self._names)))
 
@@ -217,11 +217,11 @@ class Pool:
         self._free |= set(names)
 
 
-def pool_of(recipe: LoadedRecipe, ranks: int) -> Pool:
+def device_pool(recipe: LoadedRecipe, ranks: int) -> DevicePool:
     """This machine's devices, for runs of at most ``ranks`` ranks on GPUs; raises RecipeError if there are too few."""
     names = visible_devices() if ranks else ()
-    pool = Pool(names)
-    if ranks > pool.most():
+    pool = DevicePool(names)
+    if ranks > pool.max_ranks():
         if len(names) >= ranks:
             raise _instances_refused(recipe, ranks)
         found = f"this machine has {len(names)}"
@@ -239,7 +239,7 @@ def devices_for(recipe: LoadedRecipe, ranks: int, *, size: int) -> tuple[str, ..
     """
     if device(recipe.values) != "cuda":
         return ()
-    names = pool_of(recipe, ranks).take(ranks)
+    names = device_pool(recipe, ranks).take(ranks)
     assert names is not None, "the pool is large enough, and nobody else takes from it"
     if size > 1 and any(map(is_instance, names)):
         raise _instances_refused(recipe, size)

@@ -28,7 +28,7 @@ from auto3d.runtime.waiting import PeerLostError, WaitTimeoutError, naming_lost_
 from auto3d.runtime.world import LEAVE_S, World, leave
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import device
-from launch.run.devices import check_fork, check_torch, pool_of, seeing
+from launch.run.devices import check_fork, check_torch, device_pool, showing_devices
 from launch.run.diagnosis import Ending, Failure, RanksSnapshot, activity_text, death, diagnose, look
 from launch.run.end_now import end_now
 from launch.run.streams import stdout_to_stderr
@@ -89,29 +89,29 @@ def run_ranks(
     """
     if devices:
         check_fork()
-        target = seeing(devices, target)
+        target = showing_devices(devices, target)
     context = multiprocessing.get_context("fork")
     processes: dict[int, ForkProcess] = {}  # by rank
     pipes: dict[Connection, int] = {}
     board = ActivityBoard(size)
     with tempfile.TemporaryDirectory(prefix="auto3d-", dir=folder) as meeting_folder:
-        ours = node or NodeRanks(range(size), f"file://{meeting_folder}/meeting-point")
+        node_ranks = node or NodeRanks(range(size), f"file://{meeting_folder}/meeting-point")
         try:
-            for local_rank, rank in enumerate(ours.ranks):
+            for local_rank, rank in enumerate(node_ranks.ranks):
                 here, there = context.Pipe(duplex=False)
                 world = World(
                     rank=rank,
                     size=size,
                     local_rank=local_rank,
-                    meeting_point=ours.meeting_point,
-                    ranks_here=len(ours.ranks),
+                    meeting_point=node_ranks.meeting_point,
+                    ranks_here=len(node_ranks.ranks),
                 )
                 process = context.Process(
                     target=_run_rank,
                     args=(target, world, there, board, os.getpid(), ignore_sigterm),
                     name=f"rank {rank}",
                 )
-                with _signals_later():
+                with _signals_deferred():
                     process.start()
                     processes[rank] = process
                 there.close()
@@ -125,14 +125,14 @@ def run_ranks(
 
 
 @contextmanager
-def _signals_later() -> Iterator[None]:
+def _signals_deferred() -> Iterator[None]:
     """Hold SIGINT and SIGTERM back while a process starts, so that it is registered, and ended, when they are handled.
 
     An exception that a handler raises inside a hook of os.fork is lost.
     """
-    came: list[int] = []
+    received: list[int] = []
     before = {
-        number: signal.signal(number, lambda number, frame: came.append(number))
+        number: signal.signal(number, lambda number, frame: received.append(number))
         for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
@@ -140,7 +140,7 @@ def _signals_later() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    for held_back in came:
+    for held_back in received:
         signal.raise_signal(held_back)
 
 
@@ -278,5 +278,5 @@ def end_with(process: int, *, controller: int) -> None:
 def check_devices(recipe: LoadedRecipe, ranks: int) -> None:
     """Raise RecipeError if this machine lacks the GPUs for ``ranks`` ranks."""
     if device(recipe.values) == "cuda":
-        pool_of(recipe, ranks)
+        device_pool(recipe, ranks)
         check_torch(recipe)

@@ -13,7 +13,7 @@ from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.gradient_sync import GradientSync
 from auto3d.schedule.operation import Kind
 from launch.doctor import device_probe, exchange_probe, link_probe, training_probe
-from launch.doctor.device_probe import DeviceReport, of_all_nodes, probe_devices
+from launch.doctor.device_probe import DeviceReport, merge_reports, probe_devices
 from launch.doctor.gpu_checks import device_checks
 from launch.doctor.link_probe import Links, Neighbours, PairRate
 from launch.doctor.node_probe import REPORT, answer_file, probe_node, read_file, report_file
@@ -25,11 +25,11 @@ from launch.doctor.training_probe import TrainedRank
 def small(monkeypatch):
     monkeypatch.setitem(link_probe.SIZES, "cpu", (2**12, 2**16))
     monkeypatch.setattr(link_probe, "MEASURE_S", 0.001)
-    monkeypatch.setitem(training_probe.SIZES, "cpu", training_probe.Size(2, 16, 2, 8, 2))
+    monkeypatch.setitem(training_probe.SIZES, "cpu", training_probe.ModelSize(2, 16, 2, 8, 2))
 
 
 def probe(ranks: int) -> DeviceReport:
-    return probe_devices(ranks, device="cpu", node_of=lambda run: None, tell=lambda line: None)
+    return probe_devices(ranks, device="cpu", node_of=lambda run: None, announce=lambda line: None)
 
 
 def checks(report: DeviceReport) -> dict[str, Verdict]:
@@ -39,9 +39,9 @@ def checks(report: DeviceReport) -> dict[str, Verdict]:
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_healthy_devices(ranks):
     news = []
-    report = probe_devices(ranks, device="cpu", node_of=lambda run: None, tell=news.append)
+    report = probe_devices(ranks, device="cpu", node_of=lambda run: None, announce=news.append)
     assert set(checks(report).values()) == {Verdict.OK}
-    assert [run.exchanged.tensors > 0 for run in report.exchanges] == [True] * (ranks > 1)
+    assert [run.result.tensors > 0 for run in report.exchanges] == [True] * (ranks > 1)
     pairs = [rate.ranks for rate in report.links.rates if rate.size_bytes == 2**16]
     assert pairs == [(rank, rank + 1) for rank in range(ranks - 1)]
     assert all(min(rate.one_way_gbit_per_s, rate.both_ways_gbit_per_s) > 0 for rate in report.links.rates)
@@ -109,14 +109,14 @@ def test_an_order_that_deadlocks_names_who_waits_for_what(monkeypatch):
 
 
 def test_a_rank_that_is_silent_in_a_schedule_is_named(monkeypatch):
-    real = exchange_probe._Stage.backward
+    real = exchange_probe._FakeStage.backward
 
     def silent(self, micro_batch, gradients):
         if self.stage.index == 1 and micro_batch == 2:
             signal.pause()
         return real(self, micro_batch, gradients)
 
-    monkeypatch.setattr(exchange_probe._Stage, "backward", silent)
+    monkeypatch.setattr(exchange_probe._FakeStage, "backward", silent)
     monkeypatch.setattr(device_probe, "WAIT_S", 3.0)
     error = exchange().error
     assert error.startswith("in 1f1b dp=1 pp=2: rank 1 on ")
@@ -159,7 +159,7 @@ def test_connections_are_of_the_processes_that_exchange(monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "5")
     monkeypatch.setattr(exchange_probe, "_run", lambda *rest: int(os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]))
     number = len(exchange_probe.patterns(2))
-    assert [exchange(n).exchanged.tensors for n in (1, 32, None)] == [number, 32 * number, 5 * number]
+    assert [exchange(n).result.tensors for n in (1, 32, None)] == [number, 32 * number, 5 * number]
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "5"
     run = device_probe.ExchangeRun(1, None, "it waited")
     (_, check, *_) = device_checks("here", replace(GOOD, exchanges=[run]), interfaces="name the interface")
@@ -180,7 +180,10 @@ def test_connections_are_of_the_processes_that_exchange(monkeypatch):
     ],
 )
 def test_each_fault_has_its_advice(error, advice):
-    runs = [device_probe.ExchangeRun(1, None, error), device_probe.ExchangeRun(32, exchange_probe.Exchanged(9, 1.0))]
+    runs = [
+        device_probe.ExchangeRun(1, None, error),
+        device_probe.ExchangeRun(32, exchange_probe.ExchangeResult(9, 1.0)),
+    ]
     (_, check, *_) = device_checks("here", replace(GOOD, exchanges=runs), interfaces="name the interface")
     assert advice in check.advice
     assert check.advice.startswith("set CUDA_DEVICE_MAX_CONNECTIONS=32, with which it passes; ")
@@ -244,8 +247,8 @@ def test_a_pair_that_does_not_use_the_link_of_the_others():
 
 def test_the_error_of_any_node_counts():
     bad = replace(GOOD, training=[], training_error="rank 4 on n2 waited")
-    assert of_all_nodes([GOOD, bad]).training_error == "rank 4 on n2 waited"
-    assert of_all_nodes([GOOD, GOOD]) == GOOD
+    assert merge_reports([GOOD, bad]).training_error == "rank 4 on n2 waited"
+    assert merge_reports([GOOD, GOOD]) == GOOD
 
 
 def test_two_tasks_of_a_job_probe_their_devices_together(tmp_path, monkeypatch):
@@ -271,6 +274,6 @@ def test_two_tasks_of_a_job_probe_their_devices_together(tmp_path, monkeypatch):
         one.join(120)
     reports = [read_file(report_file(tmp_path, number), REPORT) for number in range(2)]
     assert [report.all_reduce.error for report in reports] == ["", ""]
-    whole = of_all_nodes([report.devices for report in reports])
+    whole = merge_reports([report.devices for report in reports])
     assert set(checks(whole).values()) == {Verdict.OK}
     assert [one.rank for one in whole.training] == [0, 1, 2, 3]

@@ -14,12 +14,12 @@ from launch.doctor import all_checks, link_probe, training_probe
 from launch.doctor.all_checks import clock
 from launch.doctor.all_reduce_probe import AllReduce, Rate
 from launch.doctor.device_probe import DeviceReport, ExchangeRun
-from launch.doctor.exchange_probe import Exchanged
+from launch.doctor.exchange_probe import ExchangeResult
 from launch.doctor.link_probe import Links, PairRate
 from launch.doctor.machine import GpuReport, this_machine
 from launch.doctor.node_probe import Answer, NodeReport
 from launch.doctor.report import Verdict
-from launch.doctor.slurm_probe import Probed
+from launch.doctor.slurm_probe import ProbeJob
 from launch.doctor.training_probe import TrainedRank
 from launch.recipe.load import load
 
@@ -51,7 +51,7 @@ def test_a_healthy_machine(folder):
 def test_all_devices_and_a_report_for_a_bug(folder, auto3d, monkeypatch):
     monkeypatch.setitem(link_probe.SIZES, "cpu", (2**12,))
     monkeypatch.setattr("launch.doctor.all_reduce_probe.SIZES", (2**12,))
-    monkeypatch.setitem(training_probe.SIZES, "cpu", training_probe.Size(2, 16, 2, 8, 2))
+    monkeypatch.setitem(training_probe.SIZES, "cpu", training_probe.ModelSize(2, 16, 2, 8, 2))
     monkeypatch.setenv("HOME", str(folder))
     monkeypatch.setenv("SOME_TOKEN", "hunter2")
     monkeypatch.setenv("NCCL_DEBUG_FILE", str(folder / "nccl"))
@@ -137,17 +137,17 @@ def test_what_nodes_report_becomes_lines(monkeypatch):
         4,
         "cuda",
         links=Links([PairRate((1, 2), True, 2**24, 5, 180.0, 170.0)], []),
-        exchanges=[ExchangeRun(1, None, "rank 2 waited"), ExchangeRun(8, Exchanged(99, 1.0))],
+        exchanges=[ExchangeRun(1, None, "rank 2 waited"), ExchangeRun(8, ExchangeResult(99, 1.0))],
         layout="dp=2 pp=2",
         training=trained,
     )
-    summed = AllReduce(4, "nccl", met=True, right=True, rates=[Rate(2**20, 3, 1.0, 1.0, 1.0)])
+    summed = AllReduce(4, "nccl", met=True, correct=True, rates=[Rate(2**20, 3, 1.0, 1.0, 1.0)])
     reports = {
         number: NodeReport(machine, 1.0, Answer("t", 1.0), 1.0, "", summed, devices)
         for number, machine in enumerate((first, second))
     }
-    probed = Probed("7", Path("nowhere"), "t", 2, 1.0, 1.0, reports=reports)
-    monkeypatch.setattr(all_checks, "run_probe", lambda *args, **options: probed)
+    probe_job = ProbeJob("7", Path("nowhere"), "t", 2, 1.0, 1.0, reports=reports)
+    monkeypatch.setattr(all_checks, "run_probe", lambda *args, **options: probe_job)
     monkeypatch.setattr(all_checks, "partitions", lambda: {"gpu": 4})
     recipe = load("tiny", ("cluster.device=cuda", "cluster.devices_per_node=2"))
     found = {check.what: check for check in all_checks._nodes(recipe, first, True, 1.0, lambda line: None)}

@@ -14,7 +14,7 @@ from launch.model.build import captured_model
 from launch.model.compare import compare_on_gpu
 from launch.recipe.load import load
 from launch.run import devices
-from launch.run.devices import Gpu, Pool, listed, named_in, present, visible_devices
+from launch.run.devices import DevicePool, Gpu, parse_gpu_list, parse_visible_devices, present_devices, visible_devices
 from launch.store.watcher import Watcher
 from tests.fake_gpus import FOUR, SPLIT, WITNESS, seen_in, write_nvidia_smi
 
@@ -40,7 +40,7 @@ MIXED = [Gpu("GPU-aa-1", ("MIG-x", "MIG-y")), Gpu("GPU-ab-2")]
     ],
 )
 def test_the_variable_is_read_as_cuda_reads_it(value, names):
-    assert named_in(value) == names
+    assert parse_visible_devices(value) == names
 
 
 @pytest.mark.parametrize(
@@ -59,15 +59,15 @@ def test_the_variable_is_read_as_cuda_reads_it(value, names):
     ],
 )
 def test_devices_end_before_the_first_that_is_not_there(named, gpus, names):
-    assert present(named, gpus) == names
+    assert present_devices(named, gpus) == names
 
 
 def test_nvidia_smi_lists_gpus_and_the_instances_below_them():
-    assert [gpu.uuid for gpu in listed(FOUR)] == ["GPU-00-a", "GPU-11-a", "GPU-22-a", "GPU-33-a"]
-    assert listed(SPLIT) == [Gpu("GPU-00-a", ("MIG-c6d4f1ef", "MIG-cba663e8")), Gpu("GPU-11-a")]
+    assert [gpu.uuid for gpu in parse_gpu_list(FOUR)] == ["GPU-00-a", "GPU-11-a", "GPU-22-a", "GPU-33-a"]
+    assert parse_gpu_list(SPLIT) == [Gpu("GPU-00-a", ("MIG-c6d4f1ef", "MIG-cba663e8")), Gpu("GPU-11-a")]
     older = "GPU 0: A100 (UUID: GPU-5-d)\n  MIG 1g.5gb Device 0: (UUID: MIG-GPU-5-d/7/0)\n"
-    assert listed(older) == [Gpu("GPU-5-d", ("MIG-GPU-5-d/7/0",))]
-    assert listed("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n") == []
+    assert parse_gpu_list(older) == [Gpu("GPU-5-d", ("MIG-GPU-5-d/7/0",))]
+    assert parse_gpu_list("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n") == []
 
 
 @pytest.fixture
@@ -106,8 +106,8 @@ def test_without_nvidia_smi_a_child_asks_torch(machine, monkeypatch, value, name
 
 
 def test_trials_have_devices_of_their_own_until_they_give_them_back():
-    pool = Pool(["2", "0", "1"])
-    assert pool.most() == 3
+    pool = DevicePool(["2", "0", "1"])
+    assert pool.max_ranks() == 3
     first, second = pool.take(2), pool.take(1)
     assert (first, second) == (("2", "0"), ("1",))
     assert pool.take(1) is None
@@ -116,11 +116,11 @@ def test_trials_have_devices_of_their_own_until_they_give_them_back():
 
 
 def test_ranks_that_are_connected_have_whole_gpus_and_one_alone_an_instance():
-    pool = Pool(["MIG-x", "0", "MIG-y", "1"])
-    assert pool.most() == 2
+    pool = DevicePool(["MIG-x", "0", "MIG-y", "1"])
+    assert pool.max_ranks() == 2
     assert [pool.take(1), pool.take(2), pool.take(1), pool.take(1)] == [("MIG-x",), ("0", "1"), ("MIG-y",), None]
-    assert Pool(["MIG-x", "MIG-y"]).most() == 1
-    assert Pool([]).most() == 0
+    assert DevicePool(["MIG-x", "MIG-y"]).max_ranks() == 1
+    assert DevicePool([]).max_ranks() == 0
 
 
 @pytest.mark.parametrize(
