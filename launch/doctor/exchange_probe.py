@@ -1,8 +1,8 @@
-"""The messages and gradient sums of real schedules, by the engine's own executor, without a model.
+"""Runs the messages and gradient sums of real schedules with the engine's own executor, without a model.
 
-Operations multiply matrices, and what they send is known, so that its contents are checked on receipt. Before some of
-them the process waits for all of its device, as torch's allocator does when it runs out of cached memory: where a
-receive is posted too early, or a send is stuck behind it in a hardware queue, that never ends.
+Operations multiply matrices and send known tensors, so the receiver can check the contents. Before some operations the
+process waits until its device is idle, as torch's allocator does when it runs out of cached memory. If a receive is
+posted too early, or a send is stuck behind it in a hardware queue, this wait never ends.
 """
 
 import os
@@ -42,8 +42,8 @@ SIZES = {"cpu": (2**12, 2**16, 2**18), "cuda": (2**12, 2**20, 2**24)}  # bytes; 
 WIDTHS = {"cpu": 64, "cuda": 2048}  # rows and columns of the matrices that operations multiply
 SKIP_BYTES = 2**12  # size of the value that the first stage sends straight to the last
 GRADIENT_BYTES = 2**20  # gradients of each stage
-NO_CLIPPING = 1e30  # With a limit, however large, the executor computes the norm of all gradients.
-PAUSE_FRACTION = 0.3  # fraction of operations that the process waits before
+NO_CLIPPING = 1e30  # With any limit, however large, the executor computes the norm of all gradients.
+PAUSE_FRACTION = 0.3  # fraction of operations before which the process waits
 LONGEST_PAUSE_S = 2e-3
 CONNECTIONS = {"cpu": (None,), "cuda": (1, 8, 32)}  # hardware queues; a CPU has none
 
@@ -62,18 +62,18 @@ class Pattern:
 
 
 def patterns(ranks: int) -> list[Pattern]:
-    """Schedules with messages both ways between neighbours, around all devices and, where ranks are even, sums."""
-    found = [Pattern("1f1b", 1, ranks, 2 * ranks), Pattern("interleaved-1f1b", 1, ranks, 2 * ranks)]
+    """The schedules to run: messages between neighbours both ways, around all devices and, for even ``ranks``, sums."""
+    schedules = [Pattern("1f1b", 1, ranks, 2 * ranks), Pattern("interleaved-1f1b", 1, ranks, 2 * ranks)]
     if ranks % 2 == 0:
-        found.append(Pattern("chimera", 1, ranks, ranks))
+        schedules.append(Pattern("chimera", 1, ranks, ranks))
         if ranks > 2:
-            found.append(Pattern("1f1b", 2, ranks // 2, ranks))
-    return found
+            schedules.append(Pattern("1f1b", 2, ranks // 2, ranks))
+    return schedules
 
 
 @dataclass(frozen=True)
 class ExchangeResult:
-    """What one rank did: tensors that it received and checked, and its seconds."""
+    """How many tensors one rank received and checked, and how many seconds that took."""
 
     tensors: int
     seconds: float
@@ -88,13 +88,13 @@ def exchange(
     timeout_s: float,
     begin: Callable[[Pattern], None],
 ) -> ExchangeResult:
-    """Run all ``patterns``, each of which ``begin`` hears of, with so many hardware ``connections`` of the GPU.
+    """Run all ``patterns`` with ``connections`` hardware queues of the GPU; ``begin`` is called with each at its start.
 
-    Ranks meet within ``meet_s``, and wait ``timeout_s`` for each other afterwards. Raises CorruptedError where a tensor
-    is not what was sent.
+    Ranks have ``meet_s`` to meet; every later wait for another rank ends after ``timeout_s``. Raises CorruptedError if
+    a tensor differs from what was sent.
     """
     if connections is not None:
-        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(connections)  # CUDA reads it when it starts.
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(connections)  # CUDA reads this when it starts
     device = world.device(kind)
     if kind == "cpu":
         torch.set_num_threads(1)
@@ -107,7 +107,7 @@ def exchange(
 
 
 def _run(world: World, pattern: Pattern, device: torch.device, timeout_s: float) -> int:
-    """How many tensors this rank received."""
+    """Run one pattern; returns how many tensors this rank received."""
     schedule = build_schedule(pattern.schedule, devices=pattern.pp, micro_batches=pattern.micro_batches)
     placement = place_ranks(dp=pattern.dp, pp=pattern.pp)
     pipeline_device = next(number for number, ranks in enumerate(placement) if world.rank in ranks)
@@ -180,7 +180,7 @@ def _parameter(stage: int) -> str:
 
 
 def _transfers(stages: int, kind: str) -> Iterator[Transfer]:
-    """Values of all sizes between neighbouring stages, and one that skips stages."""
+    """A value of each size between neighbouring stages, and one from the first stage to the last."""
     for source, target in pairwise(range(stages)):
         for size in SIZES[kind]:
             yield _transfer(f"{size} bytes", size, source, target)
@@ -207,7 +207,7 @@ def _stage(number: int, transfers: Sequence[Transfer]) -> Stage:
 
 
 class _Receipts:
-    """What was received, and whether it is what was sent; the device compares, and nobody waits for it."""
+    """Counts and checks received tensors. The device compares them, and the process does not wait for it."""
 
     def __init__(self, pipeline: int) -> None:
         self.iteration = 0
@@ -216,7 +216,7 @@ class _Receipts:
         self._wrong: list[tuple[str, torch.Tensor]] = []
 
     def number(self, what: str) -> float:
-        """The number that fills ``what`` in this iteration; float32 holds it exactly."""
+        """The number that fills the tensor ``what`` in this iteration; float32 represents it exactly."""
         return float(crc32(f"{what} {self._pipeline} {self.iteration}".encode()) % 2**24)
 
     def note(self, what: str, tensor: torch.Tensor) -> None:
@@ -224,7 +224,7 @@ class _Receipts:
         self._wrong.append((what, (tensor != self.number(what)).any()))
 
     def check(self) -> None:
-        """Raise CorruptedError where something of this iteration is wrong."""
+        """Raise CorruptedError if a tensor of this iteration has wrong contents."""
         noted, self._wrong = self._wrong, []
         for what, wrong in noted:
             if wrong.item():
@@ -232,7 +232,7 @@ class _Receipts:
 
 
 class _Load:
-    """What an operation does beside its messages: products of matrices and, before some, a pause of the process."""
+    """What an operation does besides its messages: matrix products and, before some operations, a pause."""
 
     def __init__(self, device: torch.device, draw: random.Random, timeout_s: float) -> None:
         self._device = device
@@ -252,13 +252,13 @@ class _Load:
     def _pause(self) -> None:
         time.sleep(self._draw.uniform(0, LONGEST_PAUSE_S))
         if self._device.type == "cuda":
-            with waiting_for("all that is queued on its device", self._timeout_s):
+            with waiting_for("its device to complete all that is queued", self._timeout_s):
                 torch.cuda.empty_cache()
                 torch.cuda.synchronize(self._device)
 
 
 class _FakeStage:
-    """In the place of a StageModule: it gives known tensors, and notes those that it is given."""
+    """Stands in for a StageModule: it returns known tensors, and checks those that it receives."""
 
     def __init__(self, stage: Stage, pipe: int, parameter: nn.Parameter, receipts: _Receipts, load: _Load) -> None:
         self.stage = stage

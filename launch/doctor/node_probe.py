@@ -1,7 +1,8 @@
-"""The part of `auto3d doctor`'s job that runs on each of its nodes.
+"""What each node of `auto3d doctor`'s SLURM job runs.
 
-Nodes and the machine that asked exchange files, in a folder that all of them must see: a node greets, is answered, and
-reports. Each end stamps its files with its own clock, which bounds how far the clocks are apart.
+A node and the machine of the command exchange files in a shared folder: the node writes a greeting, the command
+answers, and the node writes its report. Both put their own clock's time into their files, which bounds the difference
+between the clocks.
 """
 
 import time
@@ -18,7 +19,8 @@ from launch.executors.node_task import task_of
 from launch.run.ranks import NodeRanks
 from launch.store.files import write_whole
 
-FILES_S = 60.0  # until a file that one machine wrote is seen by another: NFS may remember for 30 s that there is none
+# Time until other machines see a new file. NFS clients may cache for 30 s that it does not exist.
+FILES_S = 60.0
 POLL_S = 0.05
 
 
@@ -27,30 +29,33 @@ class Greeting:
     """A node's first file."""
 
     host: str
-    sent: float  # time.time() of the node, as below
+    sent: float  # time.time() of the node
 
 
 @dataclass(frozen=True)
 class Answer:
     token: str
-    seen: float  # time.time() of the machine that asked, when it saw the greeting
+    seen: float  # time.time() of the command's machine when it saw the greeting
 
 
 @dataclass(frozen=True)
 class NodeReport:
-    """All that a node found."""
+    """The results of one node."""
 
     machine: Machine
-    sent: float
-    answer: Answer | None  # none came within FILES_S
-    received: float
+    sent: float  # time.time() of the node when it wrote its greeting
+    answer: Answer | None  # None: no answer came within FILES_S
+    received: float  # time.time() of the node when it read the answer
     meeting_point: str
     all_reduce: AllReduce
-    devices: DeviceReport | None  # not asked for, or the ranks did not sum
+    devices: DeviceReport | None  # None: not requested, or the all-reduce failed
 
     @property
     def skew_s(self) -> tuple[float, float]:
-        """The least and the most by which the node's clock is ahead: it sent, we saw, it received, in this order."""
+        """Lower and upper bound of how far the node's clock is ahead, in seconds.
+
+        The node sent its greeting, then we saw it, then the node received the answer.
+        """
         assert self.answer is not None, "it was answered"
         return self.sent - self.answer.seen, self.received - self.answer.seen
 
@@ -72,7 +77,7 @@ def report_file(folder: Path, node: int) -> Path:
 
 
 def progress_file(folder: Path) -> Path:
-    """What the first node does, in words."""
+    """The file in which the first node says what it is doing."""
     return folder / "progress.txt"
 
 
@@ -81,7 +86,7 @@ def write_file(file: Path, kind: TypeAdapter[Content], content: Content) -> None
 
 
 def read_file(file: Path, kind: TypeAdapter[Content]) -> Content | None:
-    """None as long as it is not there, or not whole."""
+    """The content of ``file``, or None while it does not exist or is incomplete."""
     try:
         return kind.validate_json(file.read_bytes())
     except (OSError, ValidationError):
@@ -89,28 +94,29 @@ def read_file(file: Path, kind: TypeAdapter[Content]) -> Content | None:
 
 
 def probe_node(folder: str, *, devices: int, device: str, thorough: bool) -> None:
-    """A task of the probe's job: one on each node, which forks a rank for each of the node's ``devices``.
+    """Run one task of the SLURM job. Each node has one task, which forks a rank for each of its ``devices`` devices.
 
-    The ranks meet and sum; where it is ``thorough``, they also exchange messages and train.
+    The ranks meet and check an all-reduce. If ``thorough``, they also exchange messages and train.
     """
-    place, task = Path(folder), task_of()
+    shared_folder, task = Path(folder), task_of()
     machine, sent = this_machine(), time.time()
-    write_file(greeting_file(place, task.number), GREETING, Greeting(machine.host, sent))
+    write_file(greeting_file(shared_folder, task.number), GREETING, Greeting(machine.host, sent))
     deadline = time.monotonic() + FILES_S
-    while (answer := read_file(answer_file(place, task.number), ANSWER)) is None and time.monotonic() < deadline:
+    answer_path = answer_file(shared_folder, task.number)
+    while (answer := read_file(answer_path, ANSWER)) is None and time.monotonic() < deadline:
         time.sleep(POLL_S)
     received = time.time()
     ranks = range(task.number * devices, (task.number + 1) * devices)
     node = NodeRanks(ranks, task.meeting_point) if task.count > 1 else None
-    found = all_reduce(task.count * devices, device=device, node=node)
-    of_devices = None
-    if thorough and found.correct and not found.error:
-        of_devices = probe_devices(
+    reduced = all_reduce(task.count * devices, device=device, node=node)
+    device_report = None
+    if thorough and reduced.correct and not reduced.error:
+        device_report = probe_devices(
             task.count * devices,
             device=device,
             node_of=lambda run: NodeRanks(ranks, task.meeting_point_of(run)) if node else None,
-            announce=lambda line: write_whole(progress_file(place), line) if task.number == 0 else None,
+            announce=lambda line: write_whole(progress_file(shared_folder), line) if task.number == 0 else None,
         )
     meeting_point = task.meeting_point if node else "a file"
-    report = NodeReport(machine, sent, answer, received, meeting_point, found, of_devices)
-    write_file(report_file(place, task.number), REPORT, report)
+    report = NodeReport(machine, sent, answer, received, meeting_point, reduced, device_report)
+    write_file(report_file(shared_folder, task.number), REPORT, report)

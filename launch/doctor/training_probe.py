@@ -1,6 +1,6 @@
-"""A small language model trained by the engine, beside the same training in plain PyTorch on each device.
+"""Trains a small language model with the engine, and compares it with plain PyTorch on each device.
 
-It finds a device, a library or a connection that computes something else, and shows how close predicted memory comes.
+This detects devices, libraries and connections that give other results, and compares predicted with used memory.
 """
 
 from collections.abc import Iterator, Mapping
@@ -47,7 +47,7 @@ OPTIMIZER = OptimizerSettings(
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Numbers of the model, large enough on a GPU that a library's workspace is a small part of its memory."""
+    """Sizes of the model. On a GPU, its memory must be much larger than the workspace of a library."""
 
     blocks: int
     width: int
@@ -60,7 +60,7 @@ SIZES = {"cpu": ModelSize(8, 128, 4, 64, 2), "cuda": ModelSize(8, 512, 8, 512, 4
 
 
 class SmallModel(nn.Module):
-    """Embedding, blocks of causal attention and two linear layers, head; forward returns the loss, a scalar."""
+    """Embedding, blocks of causal attention and two linear layers, head. Its forward returns the loss, a scalar."""
 
     def __init__(self, size: ModelSize) -> None:
         super().__init__()
@@ -88,7 +88,8 @@ class _Block(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         query, key, value = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.into(self.first(hidden)).chunk(3, -1)
+            third.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for third in self.into(self.first(hidden)).chunk(3, -1)
         )
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         hidden = hidden + self.out(mixed.transpose(1, 2).flatten(2))
@@ -97,18 +98,18 @@ class _Block(nn.Module):
 
 @dataclass(frozen=True)
 class TrainedRank:
-    """What came of one rank: peak memory, predicted and used, and where it differs from plain PyTorch."""
+    """The result of one rank; the fields of these are keys of `auto3d doctor --json`."""
 
     rank: int
     host: str
-    predicted_bytes: int
-    used_bytes: int
-    difference: str  # one line; empty: all is equal but for rounding
+    predicted_bytes: int  # predicted peak memory
+    used_bytes: int  # measured peak memory
+    difference: str  # first difference from plain PyTorch, in one line; empty if all is equal up to rounding
 
 
 @dataclass(frozen=True)
 class ProbeTraining:
-    """The small model, captured, and the plan under which it trains."""
+    """The captured small model, the plan under which it trains, and its data."""
 
     captured: CapturedModel
     plan: Plan
@@ -116,14 +117,14 @@ class ProbeTraining:
 
 
 def degrees(ranks: int) -> tuple[int, int]:
-    """Replicas and stages: as few stages as there can be, two if possible."""
+    """dp and pp: as few stages as possible, but at least two if there are several ranks."""
     pp = next((number for number in range(2, ranks + 1) if ranks % number == 0), 1)
     return ranks // pp, pp
 
 
 def plan_training(ranks: int, kind: str) -> ProbeTraining:
-    """The model for ``ranks`` devices of ``kind``, captured, and its plan. On GPUs each rank calls it."""
-    import_module("transformers.optimization")  # The ranks need it; forked from here, none imports it again.
+    """Capture the model and plan its training on ``ranks`` devices of ``kind``. On GPUs, every rank calls this."""
+    import_module("transformers.optimization")  # ranks forked from here inherit this import, which they need
     size = SIZES[kind]
     data = DataSettings(
         source="synthetic",
@@ -152,9 +153,9 @@ def plan_training(ranks: int, kind: str) -> ProbeTraining:
 def train_both_ways(
     world: World, training: ProbeTraining, kind: str, *, meet_s: float, timeout_s: float
 ) -> list[TrainedRank]:
-    """Train ``training`` as one rank, and alone in plain PyTorch; what came of every rank, on every rank.
+    """Train as one rank of the plan, and in plain PyTorch; every rank returns the results of all ranks.
 
-    Ranks meet within ``meet_s``, and wait ``timeout_s`` for each other afterwards.
+    Ranks have ``meet_s`` to meet; every later wait for another rank ends after ``timeout_s``.
     """
     plan, device = training.plan, world.device(kind)
     settings = TrainingSettings(
@@ -164,7 +165,7 @@ def train_both_ways(
     join(world, device=device, timeout_s=meet_s)
     expected = list(plain_training(training, device))
     if kind == "cuda":
-        torch.cuda.empty_cache()  # Memory that plain PyTorch used is not counted.
+        torch.cuda.empty_cache()  # memory that plain PyTorch used must not count
     memory = PeakMemory(device)
     rank = build_rank(training.captured, plan, settings, training.data, world)
     differences = []
@@ -175,16 +176,16 @@ def train_both_ways(
     peak = memory.read()
     used = peak.allocated if peak.used is None else peak.used
     first_difference = differences[0] if differences else ""
-    own = TrainedRank(world.rank, THIS_RANK.hosts[world.rank], rank.predicted.total, used, first_difference)
-    found: list[TrainedRank] = [own] * world.size
-    with waiting_for("what came of the training of all ranks", timeout_s):
-        dist.all_gather_object(found, own)
-    return found
+    result_here = TrainedRank(world.rank, THIS_RANK.hosts[world.rank], rank.predicted.total, used, first_difference)
+    results: list[TrainedRank] = [result_here] * world.size
+    with waiting_for("the training results of all ranks", timeout_s):
+        dist.all_gather_object(results, result_here)
+    return results
 
 
 @dataclass(frozen=True)
 class Expected:
-    """One iteration in plain PyTorch; tensors are on the CPU."""
+    """Results of one iteration in plain PyTorch; the tensors are on the CPU."""
 
     loss: float
     grad_norm: float
@@ -193,7 +194,7 @@ class Expected:
 
 
 def plain_training(training: ProbeTraining, device: torch.device) -> Iterator[Expected]:
-    """The whole global batch on ``device``, micro-batch by micro-batch, in a plain loop."""
+    """Train the whole global batch on ``device``, in a plain loop over micro-batches; yields a result per iteration."""
     plan, data = training.plan, training.data
     seed_all(plan.seed)
     module = training.captured.exported.build().to(device).train()
@@ -228,7 +229,7 @@ def _gradient(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _difference(rank: Rank, result: IterationResult, expected: Expected) -> str | None:
-    """The first of loss, norm, gradients and parameters that differs by more than the parity tests allow."""
+    """The first of loss, norm, gradients and parameters that differs by more than the parity tests' bound, or None."""
     pairs = {
         "the loss": (torch.tensor(result.loss), torch.tensor(expected.loss)),
         "the gradient norm": (torch.tensor(result.grad_norm), torch.tensor(expected.grad_norm)),
@@ -238,9 +239,9 @@ def _difference(rank: Rank, result: IterationResult, expected: Expected) -> str 
     for name, parameter in rank.parameters.items():
         pairs[name] = parameter.detach().cpu(), expected.parameters[name]
     scale = max(1.0, *(float(gradient.abs().max()) for gradient in expected.gradients.values()))
-    for name, (found, wanted) in pairs.items():
-        largest = float((found.double() - wanted.double()).abs().max())
-        allowed = RELATIVE * float(wanted.abs().max()) + ABSOLUTE * scale
-        if not largest <= allowed:  # A nan is a difference, too.
+    for name, (actual, reference) in pairs.items():
+        largest = float((actual.double() - reference.double()).abs().max())
+        allowed = RELATIVE * float(reference.abs().max()) + ABSOLUTE * scale
+        if not largest <= allowed:  # true for nan, too
             return f"{name} differs by {largest:.2g}, where rounding explains {allowed:.2g},"
     return None

@@ -1,6 +1,6 @@
-"""Start the ranks of a run on this machine, watch them, and end them all when one ends badly.
+"""Starts the ranks of a run on this machine, watches them, and ends them all when one fails.
 
-Ranks are forked: what this process imported and captured is theirs at once.
+Ranks are forked, so they inherit what this process has imported and captured.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ from launch.run.end_now import end_now
 from launch.run.streams import stdout_to_stderr
 from launch.run.waits import MARGIN_S, WaitLimit
 
-GRACE_S = 2.0  # time for the other ranks to report after a failure: the first report may only name a lost peer
+GRACE_S = 2.0  # time for other ranks to report after a failure, because the first report may only name a lost peer
 TRACEBACK_LINES = 12
 LONGEST_POLL_S = 3600.0
 
@@ -44,17 +44,17 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the ranks ended: rank 0's ``result`` if the status is ok, else the error."""
+    """How the ranks ended: the first rank's ``result`` if the status is ok, else the error."""
 
     status: Status
     result: Any = None
     error: str = ""
-    ending: Ending | None = None  # how the rank ended that caused the failure
+    ending: Ending | None = None  # ending of the rank that caused the failure
 
 
 @dataclass(frozen=True)
 class NodeRanks:
-    """The ranks that this node runs of a run on several nodes, and the address where the ranks of all nodes meet."""
+    """This node's ranks in a run on several nodes, and the address where the ranks of all nodes meet."""
 
     ranks: range
     meeting_point: str
@@ -80,12 +80,13 @@ def run_ranks(
     Returns when all ranks have ended, when one has failed, or after ``timeout_s``; no process is left running. Raises
     InputError if a rank raised one. What rank 0 reports goes to ``on_report``.
 
-    - ``straggle_s``: how long a rank may keep the others waiting, after the first is done and, with MARGIN_S more, in
-      any one wait. Once all results are there they count, and the ranks have LEAVE_S to leave their process groups.
+    - ``straggle_s``: how long the others may run after the first rank is done and, plus MARGIN_S, how long a single
+      wait may take. Once all results have arrived, the run is a success, and the ranks have LEAVE_S to leave their
+      process groups.
     - ``folder``: a private folder for the file by which the ranks meet; by default a temporary one.
-    - ``node``: on several nodes, the ranks to run here.
-    - ``ignore_sigterm``: the ranks ignore SIGTERM; ``target`` has another way to learn that it should end.
-    - ``devices``: the GPUs of the ranks here, by their names in CUDA_VISIBLE_DEVICES.
+    - ``node``: the ranks to run here, if the run is on several nodes.
+    - ``ignore_sigterm``: the ranks ignore SIGTERM, because ``target`` learns in another way that it should end.
+    - ``devices``: the GPUs of the ranks here, named as in CUDA_VISIBLE_DEVICES.
     """
     if devices:
         check_fork()
@@ -126,9 +127,9 @@ def run_ranks(
 
 @contextmanager
 def _signals_deferred() -> Iterator[None]:
-    """Hold SIGINT and SIGTERM back while a process starts, so that it is registered, and ended, when they are handled.
+    """Defer SIGINT and SIGTERM while a process starts, so that their handlers find it registered and can end it.
 
-    An exception that a handler raises inside a hook of os.fork is lost.
+    An exception that a handler raises inside a hook of os.fork would be lost.
     """
     received: list[int] = []
     before = {
@@ -220,10 +221,10 @@ def _run_rank(
     parent: int,
     ignore_sigterm: bool,
 ) -> None:
-    """One rank, from start to end: it reports the outcome of ``target`` first, and cleans up only after a success."""
+    """Run one rank from start to end: report the outcome of ``target``, then clean up, if it was a success."""
     THIS_RANK.report_to(board, world.rank)
     die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the parent, which ends the ranks
     signal.signal(signal.SIGTERM, signal.SIG_IGN if ignore_sigterm else signal.SIG_DFL)
     with stdout_to_stderr():
         try:
@@ -263,7 +264,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def end_with(process: int, *, controller: int) -> None:
-    """Kill ``controller`` and this process when ``process`` ends in any way; it need not be the parent."""
+    """Kill ``controller`` and this process when ``process``, which need not be the parent, ends in any way."""
 
     def watch() -> None:
         with suppress(ProcessLookupError):  # the process has ended already
