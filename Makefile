@@ -5,83 +5,87 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-# Processes that run the tests: one more than there are cores, since tests also wait for processes of their own.
+# Number of processes that run tests: one more than there are cores, because tests also wait for processes that they start.
 WORKERS ?= $(shell expr $$(nproc) + 1)
-# Where trials and trainings run, for the targets that run some: EXECUTOR=slurm or local.
+# Where trials and trainings run: EXECUTOR=slurm or local. For the targets that run any.
 LAUNCH := $(if $(EXECUTOR),launch.executor=$(EXECUTOR))
 CLUSTER_PROGRAM := slurm/dev-cluster/cluster.py $(if $(FOLDER),--folder $(FOLDER))
 
-.PHONY: help setup sweep tune plan train table profile test test-quick soak parity zoo bench lint clean
+.PHONY: help setup sweep tune plan train table reference profile test test-quick soak parity zoo bench lint clean
 .PHONY: cluster-up cluster-down cluster-status
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 19
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 23
 	@echo
 	@echo '  RECIPE=name     a recipe of recipes/, or a path to one (now: $(RECIPE))'
-	@echo '  ARGS="..."      more arguments: overrides such as training.global_batch=32, or options such as --json'
-	@echo '  EXECUTOR=slurm  where trials run: slurm, local, or auto (the default): on SLURM where it answers'
-	@echo '  NODES=4 CLUSTER=mixed FOLDER=/path  of the SLURM cluster: how many nodes, of which description, with its files where'
+	@echo '  ARGS="..."      further arguments: overrides such as training.global_batch=32, or options such as --json'
+	@echo '  EXECUTOR=slurm  where trials run: slurm, local, or auto (the default), which takes SLURM if it answers'
+	@echo '  NODES=4 CLUSTER=mixed FOLDER=/path  the SLURM cluster: number of nodes, description, and folder for its files'
 
-setup: $(INSTALLED)  ## make .venv and install everything (again only if pyproject.toml or constraints.txt change)
+setup: $(INSTALLED)  ## create .venv and install everything; again only if pyproject.toml or constraints.txt change
 
 sweep: $(INSTALLED)  ## run every plan of RECIPE's search space and print the table
 	@$(BIN)/auto3d sweep $(RECIPE) $(LAUNCH) $(ARGS)
 
-tune: $(INSTALLED)  ## search RECIPE's space, try the best plans, and print predicted beside measured
+tune: $(INSTALLED)  ## search RECIPE's space, run the best plans, and print predicted beside measured times
 	@$(BIN)/auto3d tune $(RECIPE) $(LAUNCH) $(ARGS)
 
-plan: $(INSTALLED)  ## print RECIPE's candidates, fastest first by prediction, and why the best is; trains nothing
+plan: $(INSTALLED)  ## rank RECIPE's candidates by predicted time and explain the best; trains nothing
 	@$(BIN)/auto3d plan $(RECIPE) $(ARGS)
 
-train: $(INSTALLED)  ## train RECIPE under its plan, or under ARGS="--plan plan.json"
+train: $(INSTALLED)  ## train RECIPE under its own plan, or under ARGS="--plan plan.json"
 	@$(BIN)/auto3d train $(RECIPE) $(LAUNCH) $(ARGS)
 
-table: $(INSTALLED)  ## print the table of the trials of RECIPE that are done
+table: $(INSTALLED)  ## print the table of RECIPE's last sweep again
 	@$(BIN)/auto3d table $(RECIPE) $(ARGS)
 
-profile: $(INSTALLED)  ## measure this machine for RECIPE, for predictions, and print what was measured
+reference: $(INSTALLED)  ## run RECIPE's sweep and write its table to results/RECIPE, to be committed
+	@$(BIN)/auto3d sweep $(RECIPE) $(LAUNCH) $(ARGS)
+	@$(BIN)/auto3d table $(RECIPE) $(LAUNCH) $(ARGS) --output results/$(RECIPE)
+
+profile: $(INSTALLED)  ## measure this machine with RECIPE's model, for predictions, and print the measurements
 	@$(BIN)/auto3d profile $(RECIPE) $(ARGS)
 
-test: $(INSTALLED)  ## run all tests (10 minutes on 2 cores); ARGS="tests/capture -x" for some
+test: $(INSTALLED)  ## run all tests but the long ones, on WORKERS processes; ARGS="tests/capture -x" selects some
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) $(ARGS)
 
-test-quick: $(INSTALLED)  ## run the tests that start no processes and take no SLURM (2 minutes), while you edit
+test-quick: $(INSTALLED)  ## run only the tests that need no processes and no SLURM, for the edit loop
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) -m 'not soak and not parity and not processes' $(ARGS)
 
-soak: $(INSTALLED)  ## run the long tests (40 minutes) and, where a SLURM cluster is up, 34 faults (half an hour)
+soak: $(INSTALLED)  ## run the long tests (40 minutes) and, if a SLURM cluster is up, inject 34 faults (half an hour)
 	$(BIN)/python -m pytest -m soak $(ARGS)
 	$(BIN)/python -m tests.slurm.faults
 
-parity: $(INSTALLED)  ## every schedule on every model against one process, and results/parity.md (most of an hour)
+parity: $(INSTALLED)  ## compare every schedule on every model with one process; writes results/parity.md (most of an hour)
 	$(BIN)/python -m pytest -m parity $(ARGS)
 	$(BIN)/python -m tests.distributed.parity_report
 
-zoo: $(INSTALLED)  ## 400 other models against plain PyTorch, and results/zoo.md (20 minutes); ARGS="--only llama" for some
+zoo: $(INSTALLED)  ## compare 400 other models with plain PyTorch; writes results/zoo.md (20 minutes); ARGS="--only llama" selects
 	$(BIN)/python -m tests.zoo $(if $(ARGS),$(ARGS),--write)
 
-bench: $(INSTALLED)  ## run all benchmarks of tests/benchmarks/ (minutes)
+bench: $(INSTALLED)  ## run all benchmarks in tests/benchmarks/ (minutes)
 	@for file in $(filter-out %/__init__.py,$(wildcard tests/benchmarks/*.py)); do \
 		name=$$(basename $$file .py); echo "== $$name"; $(BIN)/python -m tests.benchmarks.$$name || exit 1; \
 	done
 
-lint: $(INSTALLED)  ## check the code's style and its types
+lint: $(INSTALLED)  ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-cluster-up: $(INSTALLED)  ## start, or mend, a SLURM cluster on this machine (as root): docs/slurm.md
+cluster-up: $(INSTALLED)  ## start or repair a SLURM cluster on this machine (as root); see docs/slurm.md
 	@$(BIN)/python $(CLUSTER_PROGRAM) up $(if $(NODES),--nodes $(NODES)) $(if $(CLUSTER),--description $(CLUSTER))
 
-cluster-down:  ## end that cluster and remove all that belongs to it
+cluster-down:  ## stop that cluster and remove everything that belongs to it
 	@$(PYTHON) $(CLUSTER_PROGRAM) down
 
-cluster-status:  ## print what of that cluster runs
+cluster-status:  ## print the state of that cluster
 	@$(PYTHON) $(CLUSTER_PROGRAM) status
 
-clean:  ## remove the environment; runs/ and results/ stay
+clean:  ## remove .venv and build files; runs/ and tables/ stay
 	rm -rf .venv build *.egg-info
 
-# The pinned torch comes first: any other way to it takes a build with gigabytes of CUDA packages.
+# The pinned torch is installed first: otherwise pip takes a build with gigabytes of CUDA packages.
 $(INSTALLED): pyproject.toml constraints.txt
 	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv || { echo 'make: no virtual environment: on Debian, apt-get install python3-venv'; exit 1; }
 	@echo 'installing into .venv (about a minute; once)'

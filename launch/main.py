@@ -35,6 +35,8 @@ def main() -> None:
         code = 1  # Python's own exit code after an exception
     if _is_joined():
         end_now(code)
+    if code == INTERRUPTED:  # Python restores default handlers as it exits, and a second Ctrl-C would kill it there
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     sys.exit(code)
 
 

@@ -1,4 +1,6 @@
 import os
+from collections.abc import Iterator
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -19,25 +21,25 @@ hypothesis.settings.load_profile("auto3d")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_cache(tmp_path_factory):
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """The tests neither use nor fill the cache of who runs them."""
     os.environ["AUTO3D_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="session")
-def processes():
+def processes() -> Iterator[ProcessPool]:
     """Four processes that run many distributed cases, one after the other."""
     with ProcessPool(4) as pool:
         yield pool
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> workers.FilePerWorker:
     config.option.loadscopereorder = False  # keep the order of the items
     return workers.FilePerWorker(config, log)
 
 
-def pytest_collection_modifyitems(config, items):
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.startswith(workers.NOT_QUICK):
             item.add_marker("processes")

@@ -1,4 +1,4 @@
-"""A Plan is complete, consistent, and survives its JSON form."""
+"""A Plan is complete and consistent, and its JSON form gives the same Plan back."""
 
 import json
 from dataclasses import replace

@@ -11,15 +11,19 @@ from xdist.scheduler import LoadScopeScheduling
 SLURM = "tests/slurm"
 LONGEST_FIRST = (SLURM, "tests/distributed", "tests/launch", "tests/capture", "tests/runtime")
 
-NOT_QUICK = (  # folders of tests that start processes, train, or wait for SLURM: the marker `processes`
+NOT_QUICK = (  # tests that start processes, train, wait for SLURM or take a minute: the marker `processes`
     SLURM,
+    "tests/capture/test_masks.py",
     "tests/distributed",
     "tests/launch/commands",
     "tests/launch/doctor",
     "tests/launch/drivers",
     "tests/launch/executors",
+    "tests/launch/model",
     "tests/launch/run",
+    "tests/runtime/test_fake_devices.py",
     "tests/streams",
+    "tests/test_python_api.py",
     "tests/zoo",
 )
 

@@ -11,7 +11,7 @@ from launch.console.output import print_json
 from launch.recipe.load import load
 
 if TYPE_CHECKING:
-    from launch.drivers.recompute import Tried
+    from launch.drivers.recompute import TriedFraction
 
 
 @recipe_command
@@ -22,19 +22,19 @@ def recompute(recipe: str, overrides: tuple[str, ...], as_json: bool) -> int:
     Short real trials find the largest fraction of the first stage that need not be recomputed.
     """
     loaded = load(recipe, overrides)
-    from launch.drivers.recompute import try_shares  # it imports torch, which takes seconds: after the recipe is loaded
+    from launch.drivers.recompute import try_fractions  # imports torch, which takes seconds: after the recipe is loaded
 
-    tried: list[Tried] = []
+    tried: list[TriedFraction] = []
 
-    def report(one: "Tried") -> None:
+    def report(one: "TriedFraction") -> None:
         tried.append(one)
         measurement = one.measurement
         outcome = f"fits, {measurement.median_s:.3f} s/iteration" if one.fits else f"{measurement.status}\n"
-        note(f"recompute={one.share!r}: {outcome}{measurement.error}")
+        note(f"recompute={one.fraction!r}: {outcome}{measurement.error}")
 
-    fraction = try_shares(loaded, report)
+    fraction = try_fractions(loaded, report)
     if as_json:
-        records = [{"recompute": one.share, "status": one.measurement.status} for one in tried]
+        records = [{"recompute": one.fraction, "status": one.measurement.status} for one in tried]
         print_json({"recompute": fraction, "tried": records})
     elif fraction is not None:
         print(f"the largest that fits: {loaded.command('train', f'plan.recompute={fraction!r}')}")

@@ -20,7 +20,7 @@ from launch.slurm.executor import on_slurm
 def sweep(recipe: str, overrides: tuple[str, ...], dry_run: bool, test_only: bool, retry: bool, detach: bool) -> int:
     """Run every plan of RECIPE's search space as a trial.
 
-    Trials that have ended are skipped. The table of all results is printed and written to results/.
+    Trials that have ended are skipped. The table of all results is printed and written to tables/.
     """
     loaded = load(recipe, overrides)
     which = Retry.ALL if retry else Retry.NONE

@@ -1,5 +1,7 @@
 """`auto3d table`."""
 
+from pathlib import Path
+
 import click
 
 from launch.commands.options import recipe_command
@@ -15,15 +17,16 @@ from launch.recipe.load import load
     is_flag=True,
     help="Print a list of records, in seconds and bytes, each with its plan and its error; write no file.",
 )
-def table(recipe: str, overrides: tuple[str, ...], as_json: bool) -> int:
+@click.option("--output", "folder", type=click.Path(file_okay=False), help="Write to this folder. [tables/RECIPE]")
+def table(recipe: str, overrides: tuple[str, ...], as_json: bool, folder: str | None) -> int:
     """Print the table of RECIPE's last sweep, fastest first.
 
-    The table is also written to results/. OVERRIDES, if given, must be those of that sweep.
+    The table is also written to tables/. OVERRIDES, if given, must be those of that sweep.
     """
     results = tables.results_of(load(recipe, overrides))
     if as_json:
         print_json(tables.rows(results))
         return 0
-    files = tables.write(results)
+    files = tables.write(results, None if folder is None else Path(folder))
     print(f"{tables.terminal(results)}\n\nwritten: {', '.join(map(str, files))}")
     return 0

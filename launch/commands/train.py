@@ -40,9 +40,9 @@ def train(
     """
     loaded = load(recipe, overrides)
     if dry_run or test_only:
-        from launch.drivers.train import planned  # it imports torch, as in train_on
+        from launch.drivers.planned_training import plan_training  # it imports torch, as in train_on
 
-        print_submissions(loaded, lambda recipe: [planned(recipe, plan_file, err).trial], ask_slurm=test_only)
+        print_submissions(loaded, lambda recipe: [plan_training(recipe, plan_file, err).trial], ask_slurm=test_only)
         return 0
     return train_on(loaded, plan_file, fresh=fresh, as_json=as_json, detach=detach)
 
@@ -53,12 +53,13 @@ def train_on(
     """Train under ``plan_file`` or the recipe's own plan, and print the result; returns the exit code."""
     # These import torch, which takes seconds: --help and a refused recipe are quick without it.
     from auto3d.runtime.joined import joined_world
-    from launch.drivers.train import planned, run_as_job, run_training
+    from launch.drivers.planned_training import plan_training
+    from launch.drivers.train import run_as_job, run_training
 
     world = joined_world()
     if world is None and detach and not on_slurm(loaded):
         arguments = [*(["--plan", plan_file] if plan_file else []), *["--fresh"] * fresh]
-        trial = planned(loaded, plan_file, err).trial
+        trial = plan_training(loaded, plan_file, err).trial
         return run_in_background(loaded, "train", *arguments, plan_file=plan_file, trials=[trial.name])
     on_result = partial(print_training, as_json=as_json)
     if world is not None or not on_slurm(loaded):

@@ -9,6 +9,7 @@ from launch.commands.options import recipe_command
 from launch.commands.runs import interrupted, print_failed, run_in_background
 from launch.console.progress import search_progress, sweep_progress
 from launch.drivers import tune as tuning
+from launch.drivers import tune_report
 from launch.drivers.sweep import Retry, print_submissions
 from launch.model.search import search_recipe
 from launch.recipe.load import LoadedRecipe, load
@@ -34,7 +35,7 @@ def tune(
     It searches as `auto3d plan` does. If trials run on this machine, it first measures it once, as `auto3d profile`
     does. Each trial corrects the predictions for the remaining candidates; the fastest are tried again, in turns, until
     their order is certain. search.trials limits the number of trials; finished ones never run twice. The fastest plan
-    goes to results/. --dry-run and --test-only are about the first trial only, since the others depend on its result.
+    goes to tables/. --dry-run and --test-only are about the first trial only, since the others depend on its result.
     """
     loaded = load(recipe, overrides)
     if detach:
@@ -58,9 +59,9 @@ def tune_on(loaded: LoadedRecipe, retry: Retry, *, profile: bool = True) -> int:
             tried = tuning.run_tune(loaded, search, watcher, retry=retry)
     except KeyboardInterrupt:
         return interrupted(loaded)
-    files = tuning.write(loaded, search, tried)
-    summary = tuning.told(loaded, search, tried)
-    print(f"{tuning.table(tried, 'simple')}\n\n{summary}\n\nwritten: {', '.join(map(str, files))}")
+    files = tune_report.write(loaded, search, tried)
+    summary = tune_report.summary(loaded, search, tried)
+    print(f"{tune_report.table(tried, 'simple')}\n\n{summary}\n\nwritten: {', '.join(map(str, files))}")
     print_failed(loaded, "tune", [measurement for one in tried for measurement in one.measurements])
     if tuning.fastest(tried) is None:
         return complain("no trial succeeded", RUN_FAILED)

@@ -20,7 +20,8 @@ from launch.recipe.words import counted
 from launch.store.files import write_whole
 from launch.store.trials import StoreError, last_sweep, measurements_of, settings_digest
 
-RESULTS = Path("results")
+TABLES = Path("tables")  # what users make; git ignores it
+REFERENCE = Path("results")  # what is committed
 
 HEADINGS = {
     "dp": "dp",
@@ -85,12 +86,15 @@ def best(results: Results) -> Measurement | None:
     return next((measurement for measurement in results.measurements if measurement.status is Status.OK), None)
 
 
-def write(results: Results) -> list[Path]:
-    """Write results/<recipe>/table.md, table.csv and, if a trial is ok, best_plan.json; returns the files."""
-    folder = RESULTS / results.recipe.name
-    folder.mkdir(parents=True, exist_ok=True)
+def write(results: Results, folder: Path | None = None) -> list[Path]:
+    """Write table.md and table.csv and, if a trial succeeded, best_plan.json; returns the files.
+
+    They go to ``folder``, or to tables/<recipe>.
+    """
     records = rows(results)
-    contents = {"table.md": _markdown(results, records), "table.csv": _csv(records)}
+    contents = {"table.md": _markdown(results, records, folder), "table.csv": _csv(records)}
+    folder = folder or TABLES / results.recipe.name
+    folder.mkdir(parents=True, exist_ok=True)
     fastest = best(results)
     if fastest is not None:
         contents["best_plan.json"] = fastest.plan.to_json() + "\n"
@@ -106,9 +110,9 @@ def terminal(results: Results) -> str:
     return f"{_table(rows(results), 'simple')}\n\n{text}\nAgain: {again}"
 
 
-def caption(results: Results) -> str:
-    """How and on what the numbers were measured, and the command that measures them again."""
-    return f"{_provenance(results)} Again: `{_again(results.recipe)}`"
+def caption(results: Results, folder: Path | None = None) -> str:
+    """How and on what the numbers were measured, and the command that measures them again, into ``folder`` if given."""
+    return f"{_provenance(results)} Again: `{_again(results.recipe, folder)}`"
 
 
 def _provenance(results: Results) -> str:
@@ -151,10 +155,11 @@ def _provenance(results: Results) -> str:
     return f"{text}."
 
 
-def _again(recipe: LoadedRecipe) -> str:
-    if recipe.shipped and not recipe.overrides:
-        return f"make sweep RECIPE={recipe.name}"
-    return recipe.command("sweep")
+def _again(recipe: LoadedRecipe, folder: Path | None = None) -> str:
+    if recipe.shipped and not recipe.overrides and folder in (None, REFERENCE / recipe.name):
+        return f"make {'sweep' if folder is None else 'reference'} RECIPE={recipe.name}"
+    sweep = recipe.command("sweep")
+    return sweep if folder is None else f"{sweep} && {recipe.command('table', '--output', str(folder))}"
 
 
 def _rank(measurement: Measurement) -> tuple[int, float]:
@@ -228,8 +233,8 @@ def _cells(record: dict[str, Any], columns: Collection[str]) -> list[str]:
     return ["-" if shown[name] is None else forms.get(name, "{}").format(shown[name]) for name in columns]
 
 
-def _markdown(results: Results, records: Sequence[dict[str, Any]]) -> str:
-    return f"{_table(records, 'github')}\n\n{caption(results)}\n"
+def _markdown(results: Results, records: Sequence[dict[str, Any]], folder: Path | None) -> str:
+    return f"{_table(records, 'github')}\n\n{caption(results, folder)}\n"
 
 
 def _table(records: Sequence[dict[str, Any]], form: str) -> str:

@@ -1,1 +1,1 @@
-"""Commands that run for long and start trials: sweep, tune, train, recompute; and where their trials stand."""
+"""Long-running commands that start trials: sweep, tune, train, recompute; and the state of their trials."""

@@ -1,4 +1,4 @@
-"""A driver in the background: the same command again, as a process that outlives this terminal, printing to a file."""
+"""A driver in the background: the same command as a process that outlives the terminal and prints to a file."""
 
 import os
 import signal
@@ -18,11 +18,11 @@ from launch.store.trials import StoreError, recipe_folder, write_command
 
 @dataclass(frozen=True)
 class Driver:
-    """A process, with what tells it from another that has its number later."""
+    """A process, with its start time, since another process may get the same id later."""
 
     host: str
     pid: int
-    started: str  # as /proc/PID/stat has it
+    started: str  # start time in /proc/PID/stat, in clock ticks since boot
 
 
 _adapter = TypeAdapter(Driver)
@@ -36,15 +36,15 @@ def start_driver(
     plan_file: str | None = None,
     trials: Sequence[str] = (),
 ) -> tuple[int, Path]:
-    """Start ``verb`` on ``recipe`` in the background; returns its process and the file that it prints to.
+    """Start the command ``verb`` on ``recipe`` in the background; returns its process id and its log file.
 
-    Raises StoreError if there is one already, for `cancel` and `resume` know of one.
+    Raises StoreError if the recipe has a driver already, since `cancel` and `resume` know only one.
     """
     if (present := driver_of(recipe)) is not None:
-        told = f"process {present.pid} runs trials of it in the background; to end it: {recipe.follow_up('cancel')}"
-        raise StoreError(f"{recipe.name}: {told}")
+        problem = f"process {present.pid} runs its trials in the background; to end it: {recipe.follow_up('cancel')}"
+        raise StoreError(f"{recipe.name}: {problem}")
     folder = private_folder(recipe_folder(recipe))
-    write_command(recipe, verb, plan_file, trials=trials)  # so that status and resume know of it from now on
+    write_command(recipe, verb, plan_file, trials=trials)  # from now on status and resume know it
     log = folder / "driver.log"
     command = [sys.executable, "-m", "launch.main", verb, recipe.written, *recipe.overrides, *options]
     with log.open("a") as stream:
@@ -57,7 +57,7 @@ def start_driver(
 
 
 def end_driver(recipe: LoadedRecipe) -> int | None:
-    """Ask the background driver of ``recipe`` on this machine to end, if one runs; returns its process."""
+    """Ask the background driver of ``recipe`` on this machine to end; returns its process id, or None if none runs."""
     driver = driver_of(recipe)
     if driver is not None:
         os.kill(driver.pid, signal.SIGTERM)
@@ -65,17 +65,17 @@ def end_driver(recipe: LoadedRecipe) -> int | None:
 
 
 def driver_of(recipe: LoadedRecipe) -> Driver | None:
-    """The background driver of ``recipe`` that runs on this machine, if one does."""
+    """The background driver of ``recipe`` on this machine, or None if none runs."""
     try:
         driver = _adapter.validate_json((recipe_folder(recipe) / "driver.json").read_bytes())
     except (OSError, ValidationError):
         return None
-    here = driver.host == os.uname().nodename
-    return driver if here and driver.started and _start_of(driver.pid) == driver.started else None
+    on_this_machine = driver.host == os.uname().nodename
+    return driver if on_this_machine and driver.started and _start_of(driver.pid) == driver.started else None
 
 
 def _start_of(pid: int) -> str:
-    """When the process started, in ticks of the machine; empty if it has ended."""
+    """The start time of the process, in clock ticks since boot; empty if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

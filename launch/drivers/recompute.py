@@ -1,6 +1,6 @@
-"""`auto3d recompute`: the largest share of a plan that need not be recomputed, found by real trials."""
+"""`auto3d recompute`: real trials find the largest fraction of a plan that need not be recomputed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -11,8 +11,9 @@ from auto3d.runtime.measurement import Measurement, Status
 from auto3d.runtime.settings import optimizer_copies
 from auto3d.schedule import samples_at_once
 from auto3d.search.recompute import FULL, KeptFractions
-from launch.drivers.sweep import Retry, check_place, check_ranks, held, measured
-from launch.drivers.train import plan_of
+from launch.drivers.planned_training import plan_of
+from launch.drivers.sweep import Retry, check_place, check_ranks, measured
+from launch.executors.trial_executor import executor_of
 from launch.model import candidates
 from launch.model.build import captured_model
 from launch.recipe.load import LoadedRecipe
@@ -22,10 +23,10 @@ from launch.store.watcher import FINAL, Ended
 
 
 @dataclass(frozen=True)
-class Tried:
-    """A share of the first stage that was tried, and what became of it."""
+class TriedFraction:
+    """A kept fraction of the first stage, and the measurement of its trial."""
 
-    share: float
+    fraction: float
     measurement: Measurement
 
     @property
@@ -33,11 +34,12 @@ class Tried:
         return self.measurement.status is Status.OK
 
 
-def try_shares(recipe: LoadedRecipe, report: Callable[[Tried], None]) -> float | None:
-    """The largest α₁ whose trial does not run out of memory, by bisection; None where none fits, or a trial failed.
+def try_fractions(recipe: LoadedRecipe, report: Callable[[TriedFraction], None]) -> float | None:
+    """The largest kept fraction α₁ of the first stage that fits into memory; None if none fits or a trial failed.
 
-    The first try is the largest that the estimate has room for, where a device's memory is known. Each is a trial
-    of the recipe's plan: kept in the store, never run twice. That more memory is needed the more is kept, is assumed.
+    Bisection, which assumes that memory grows with the fraction. It begins with the largest fraction that fits by the
+    estimate if the memory of a device is known. Each fraction is one trial of the recipe's plan, which is stored and
+    never runs twice; ``report`` receives each.
     """
     check_place(recipe)
 
@@ -49,20 +51,20 @@ def try_shares(recipe: LoadedRecipe, report: Callable[[Tried], None]) -> float |
     graph = graph_at(samples_at_once(base))
     check_ranks(recipe, base.ranks)
     bounds = shard(graph).bounds
-    shares = KeptFractions(base, lambda stage: subgraph_starts(graph, stage, bounds))
-    plans = [(share, shares.plan(share)) for share in shares.first]
+    variants = KeptFractions(base, lambda stage: subgraph_starts(graph, stage, bounds))
+    plans = [(fraction, variants.plan(fraction)) for fraction in variants.first]
     machine = cluster(recipe)
     copies = optimizer_copies(optimizer_settings(recipe.values), recipe.values.cluster.device)
-    low, high = -1, len(plans)  # the largest that is known to fit, the smallest that is known not to
+    low, high = -1, len(plans)  # positions of the largest fraction known to fit, and of the smallest known not to
     probe = (low + high) // 2
     if machine.memory_bytes is not None:
         fitting = [n for n, (_, plan) in enumerate(plans) if not candidates.shortage(graph, plan, machine, **copies)]
         probe = max(fitting, default=0)
-    with held(recipe):
+    with executor_of(recipe) as executor:
         while high - low > 1:
-            share, plan = plans[probe]
+            fraction, plan = plans[probe]
             (trial,) = trials_of(recipe, [plan])
-            tried = Tried(share, measured(recipe, trial, _Unwatched(), retry=Retry.ALL))
+            tried = TriedFraction(fraction, measured(recipe, trial, executor, _NoProgress(), retry=Retry.ALL))
             report(tried)
             if tried.measurement.status not in FINAL:
                 return None
@@ -71,7 +73,11 @@ def try_shares(recipe: LoadedRecipe, report: Callable[[Tried], None]) -> float |
     return plans[low][0] if low >= 0 else None
 
 
-class _Unwatched:
+class _NoProgress:
+    """A Watcher that shows nothing: the caller reports each trial itself."""
+
+    def begin(self, total: int, kept: Sequence[tuple[Trial, Measurement]], left_out: int) -> None: ...
+
     def tell(self, line: str) -> None: ...
 
     def start(self, trial: Trial) -> None: ...

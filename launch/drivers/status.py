@@ -1,4 +1,4 @@
-"""Where the trials of a recipe's last command stand, by what they wrote, the manifest, and SLURM's word."""
+"""The state of the trials of a recipe's last command, from their files, the manifest, and SLURM."""
 
 import time
 from collections import Counter
@@ -31,12 +31,12 @@ from launch.store.trials import (
 
 WATCH_S = 5.0
 FOLLOW_S = 0.5
-UNDER_WAY = ("waiting", "running")
+UNDER_WAY = ("pending", "running")
 
 
 @dataclass(frozen=True)
 class Standing:
-    """Where one trial stands: ``state`` is the status of its measurement, or what becomes of its job."""
+    """The state of one trial: the status of its measurement or, until it has one, the state of its job."""
 
     trial: str
     state: str
@@ -50,22 +50,22 @@ class Standing:
 
 
 def resumed(recipe: LoadedRecipe) -> tuple[LoadedRecipe, Command]:
-    """``recipe`` with the overrides of its last command, unless it has others, and that command."""
+    """``recipe`` and its last command; a recipe without overrides gets those of that command."""
     command = last_command(recipe)
     if command is None:
-        raise StoreError(f"{recipe.name}: nothing was run of it here; to run it: {recipe.command('sweep')}")
+        raise StoreError(f"{recipe.name}: nothing has run in this folder; to run it: {recipe.command('sweep')}")
     return (recipe if recipe.overrides else load(recipe.written, command.overrides)), command
 
 
 def trained_here(recipe: LoadedRecipe, command: Command) -> bool:
-    """Whether the training of that ``command`` ran on this machine, without SLURM, to its end."""
+    """Whether the training of that ``command`` has ended successfully on this machine, without SLURM."""
     known = histories(manifest_of(recipe).entries())
     last = [known[name].last for name in command.trials if name in known]
     return any(one.state is State.ENDED and not one.job and one.told == Status.OK for one in last)
 
 
 def standings(recipe: LoadedRecipe) -> list[Standing]:
-    """Of each trial of the last sweep, of those that the last tune has chosen until now, or of the last training."""
+    """The states of the trials of the last sweep, of those that the last tune has chosen so far, or of the training."""
     known = histories(manifest_of(recipe).entries())
     sweep = last_sweep(recipe)
     _, command = resumed(recipe)
@@ -77,16 +77,16 @@ def standings(recipe: LoadedRecipe) -> list[Standing]:
     except SlurmError:
         states = None
     runs_here = in_use(recipe) or driver_of(recipe) is not None
-    found = []
+    result = []
     for name in names:
         history, measurement = known.get(name), measured[name]
         job, starts = (history.last.job, history.starts) if history else ("", 0)
         if measurement is not None:
             seconds = measurement.median_s if measurement.iteration_s else None
-            found.append(Standing(name, str(measurement.status), job, starts, seconds))
+            result.append(Standing(name, str(measurement.status), job, starts, seconds))
         else:
-            found.append(Standing(name, _unfinished(history, states, runs_here), job, starts))
-    return found
+            result.append(Standing(name, _unfinished(history, states, runs_here), job, starts))
+    return result
 
 
 def _unfinished(history: History | None, states: dict[str, JobState] | None, runs_here: bool) -> str:
@@ -96,9 +96,9 @@ def _unfinished(history: History | None, states: dict[str, JobState] | None, run
     if last.state is State.STARTED:
         return "running" if runs_here else "interrupted"
     if last.state is State.ENDED and not last.job:
-        return last.told  # of a training, which leaves no measurement here
+        return last.told  # a training on this machine leaves no measurement, only this status
     if last.state is State.SUBMITTING:
-        return "submitted or not (whoever did it may have died; resume finds out)"
+        return "unknown (the submitting process may have died; auto3d resume finds out)"
     if not last.job:
         return "not run"
     if states is None:
@@ -106,10 +106,11 @@ def _unfinished(history: History | None, states: dict[str, JobState] | None, run
     state = states.get(last.job)
     if state is None or state.ended:
         return "cancelled" if last.state is State.CANCELLED else f"lost ({state.name if state else 'no such job'})"
-    return "running" if state.running else f"waiting ({state.why})"
+    return "running" if state.running else f"pending ({state.why})"
 
 
 def table(found: Sequence[Standing]) -> str:
+    """The states as a table, one row per trial."""
     rows = [
         (one.trial, one.state, one.job or "-", one.starts, "-" if one.iteration_s is None else f"{one.iteration_s:.3f}")
         for one in found
@@ -118,36 +119,37 @@ def table(found: Sequence[Standing]) -> str:
 
 
 def summary(found: Sequence[Standing]) -> str:
+    """The states in one line: how many trials are in each."""
     counts = Counter(one.state.split(" (")[0] for one in found)
     return ", ".join(f"{number} {state}" for state, number in counts.items()) or "no trial"
 
 
 def watch(recipe: LoadedRecipe, console: Console) -> list[Standing]:
-    """Say where the trials stand each time that it changes, until none is under way."""
-    said = ""
+    """Print the summary each time it changes, until no trial is under way; returns the last states."""
+    shown = ""
     while True:
         found = standings(recipe)
-        if (now := summary(found)) != said:
-            said = now
-            console.print(now, markup=False, soft_wrap=True)
+        if (line := summary(found)) != shown:
+            shown = line
+            console.print(line, markup=False, soft_wrap=True)
         if not any(one.under_way for one in found):
             return found
         time.sleep(WATCH_S)
 
 
 def trial_called(recipe: LoadedRecipe, name: str) -> str:
-    """The one trial whose name begins with ``name``, or has it in it; raises InputError with those that there are."""
+    """The only trial whose name begins with ``name`` or contains it; raises InputError with all names otherwise."""
     names = list(dict.fromkeys(entry.trial for entry in manifest_of(recipe).entries()))
-    for found in ([one for one in names if one.startswith(name)], [one for one in names if name in one]):
-        if len(found) == 1:
-            return found[0]
-        if found:
-            raise InputError(f"trial: {name!r} is in {len(found)} names: {', '.join(found)}; give more of one")
-    raise InputError(f"trial: {name!r} is none of those that were started: {', '.join(names) or 'none was'}")
+    for matches in ([one for one in names if one.startswith(name)], [one for one in names if name in one]):
+        if len(matches) == 1:
+            return matches[0]
+        if matches:
+            raise InputError(f"trial: {len(matches)} names contain {name!r}: {', '.join(matches)}; give more of one")
+    raise InputError(f"trial: no trial is called {name!r}; started trials: {', '.join(names) or 'none'}")
 
 
 def cancel_trials(recipe: LoadedRecipe, name: str | None) -> list[str]:
-    """Ask SLURM to end the jobs of all trials under way, or of the one called ``name``; returns the trials' names."""
+    """Cancel the jobs of all trials under way, or only of the trial ``name``; returns the trials' names."""
     manifest = manifest_of(recipe)
     wanted = None if name is None else trial_called(recipe, name)
     with manifest.decided_alone():
@@ -165,7 +167,7 @@ def cancel_trials(recipe: LoadedRecipe, name: str | None) -> list[str]:
 
 
 def print_logs(recipe: LoadedRecipe, name: str, *, follow: bool) -> None:
-    """Print what the trial called ``name`` printed, to ``follow`` all until it has ended, and how it ended."""
+    """Print the log files of the trial ``name``, with ``follow`` until it ends, and then how it ended."""
     trial = trial_called(recipe, name)
     manifest = manifest_of(recipe)
     read: dict[Path, int] = {}

@@ -1,30 +1,28 @@
-"""A sweep: every plan of a recipe's search space as a trial, here or on SLURM, with progress; skips what is done."""
+"""A sweep: every plan of a recipe's search space as a trial; trials that have ended do not run again."""
 
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cache, partial
-from types import MappingProxyType
 
 from auto3d.plan import Plan
 from auto3d.runtime.measurement import Measurement
 from auto3d.schedule import samples_at_once
-from launch.executors.follow import follow_jobs, note_ends
-from launch.executors.submit import ask, starts_of, submissions, submit
+from launch.executors.submit import ask, starts_of, submissions
+from launch.executors.trial_executor import TrialExecutor, executor_of
 from launch.model import candidates
 from launch.model.capture_process import CaptureProcess
 from launch.model.check_capture import check_plans
 from launch.model.graphs import PlanningModel
 from launch.recipe.load import LoadedRecipe
-from launch.recipe.settings import cluster
+from launch.recipe.settings import cluster, device
 from launch.slurm.executor import check_reachable, on_slurm
 from launch.slurm.sbatch import check_launch
+from launch.store.ends import record_ends
 from launch.store.trials import (
     Trial,
-    exclusive,
     last_sweep,
     settings_digest,
     trials_of,
@@ -33,23 +31,21 @@ from launch.store.trials import (
 )
 from launch.store.watcher import FINAL, Watcher
 
-EMPTY: Mapping[Trial, Measurement] = MappingProxyType({})
-
 
 @dataclass(frozen=True)
 class Sweep:
-    """What a sweep consists of."""
+    """The trials of a sweep."""
 
     trials: list[Trial]
-    left_out: int  # plans beyond search.max_trials
+    left_out: int  # number of plans beyond search.max_trials
 
     def ended(self) -> dict[Trial, Measurement]:
-        """What those gave that have ended."""
+        """The measurements of the trials that have ended."""
         return {trial: measurement for trial in self.trials if (measurement := trial.measurement()) is not None}
 
 
 def sweep_of(recipe: LoadedRecipe, tell: Callable[[str], None] | None = None) -> Sweep:
-    """The trials of ``recipe``; to run them, give ``tell``: it hears how each capture was checked."""
+    """The trials of ``recipe``. With ``tell`` their captures are checked, too, and ``tell`` receives each result."""
     with CaptureProcess() as process:
         graph_at = cache(PlanningModel(recipe, process=process).graph)
         found = candidates.find(recipe, graph_at, partial(_chosen_before, recipe))
@@ -66,8 +62,10 @@ def sweep_of(recipe: LoadedRecipe, tell: Callable[[str], None] | None = None) ->
 
 
 def _chosen_before(recipe: LoadedRecipe, plans: Sequence[Plan]) -> set[Plan]:
-    """Those of ``plans`` that the last sweep of the same settings chose: it goes on with them, whatever was measured
-    since that changes predictions."""
+    """Those of ``plans`` that the last sweep of the same settings chose.
+
+    A sweep continues with the same plans, even if measurements since then have changed the predictions.
+    """
     sweep = last_sweep(recipe)
     if sweep is None or sweep.settings != settings_digest(recipe):
         return set()
@@ -80,45 +78,44 @@ class Retry(Enum):
 
     NONE = auto()
     ALL = auto()
-    UP_TO_A_LIMIT = auto()  # those that were started fewer than launch.attempts times
+    UP_TO_A_LIMIT = auto()  # only trials that were started fewer than launch.attempts times
 
 
 def runs_again(recipe: LoadedRecipe, retry: Retry) -> Callable[[Trial], bool]:
-    """Tells of a trial that failed or timed out whether it runs again."""
+    """A function that says whether a trial that failed or timed out runs again."""
     starts = starts_of(recipe)
     limit = {Retry.NONE: 0, Retry.ALL: math.inf, Retry.UP_TO_A_LIMIT: recipe.values.launch.attempts}[retry]
     return lambda trial: starts.get(trial.name, 0) < limit
 
 
 def run_sweep(recipe: LoadedRecipe, *, retry: Retry, watcher: Watcher, follow: bool = True) -> Sweep:
-    """Run each trial of the sweep that has not ended, and those that failed as far as ``retry`` says; returns it.
+    """Run the trials of the sweep that have not ended, and failed ones as ``retry`` says; returns the sweep.
 
-    On SIGINT or SIGTERM KeyboardInterrupt is raised; what has ended stays. Trials that run here are ended then, jobs of
-    SLURM go on.
+    SIGINT and SIGTERM raise KeyboardInterrupt. Results are kept, trials on this machine are killed, SLURM jobs go on.
     """
     check_place(recipe)
     sweep = sweep_of(recipe, watcher.tell)
     trials = sweep.trials
-    with held(recipe):
+    with executor_of(recipe) as executor:
         write_command(recipe, "sweep")
         write_sweep(recipe, trials, left_out=sweep.left_out)
         ended = sweep.ended()
-        note_ends(recipe, ended)  # some ended while nobody followed them
+        record_ends(recipe, ended)  # some may have ended while no process followed them
         kept = kept_of(recipe, ended, retry)
         pending = [trial for trial in trials if trial not in kept]
         watcher.begin(len(pending), list(kept.items()), sweep.left_out)
-        run_trials(recipe, pending, watcher, known=ended, follow=follow)
+        executor.run(pending, watcher, known=ended, follow=follow)
     return sweep
 
 
 def kept_of(recipe: LoadedRecipe, ended: Mapping[Trial, Measurement], retry: Retry) -> dict[Trial, Measurement]:
-    """Those of the ``ended`` trials that do not run again."""
+    """The ``ended`` trials that do not run again."""
     again = runs_again(recipe, retry)
     return {trial: one for trial, one in ended.items() if one.status in FINAL or not again(trial)}
 
 
 def left_of(recipe: LoadedRecipe, retry: Retry) -> list[Trial]:
-    """The trials of the sweep that would run."""
+    """The trials of the sweep that have yet to run."""
     sweep = sweep_of(recipe)
     kept = kept_of(recipe, sweep.ended(), retry)
     return [trial for trial in sweep.trials if trial not in kept]
@@ -127,68 +124,44 @@ def left_of(recipe: LoadedRecipe, retry: Retry) -> list[Trial]:
 def print_submissions(
     recipe: LoadedRecipe, trials: Callable[[LoadedRecipe], Sequence[Trial]], *, ask_slurm: bool
 ) -> None:
-    """Print the sbatch text of each job of ``trials``, if any, or, to ``ask_slurm``, what the scheduler says to it."""
+    """Print the sbatch script of each job for ``trials`` or, with ``ask_slurm``, the scheduler's answer to it."""
     launch = replace(recipe.values.launch, executor="slurm")
     recipe = replace(recipe, values=replace(recipe.values, launch=launch))
     check_launch(recipe)
     if ask_slurm:
         check_reachable(recipe)
-    found = submissions(recipe, trials(recipe), starts_of(recipe))
-    if not found:
+    pending = submissions(recipe, trials(recipe), starts_of(recipe))
+    if not pending:
         print("all trials have ended: there is no job to submit", file=sys.stderr)
-    for submission in found:
+    for submission in pending:
         print(ask(recipe, submission) if ask_slurm else submission.text(recipe))
 
 
-def held(recipe: LoadedRecipe) -> AbstractContextManager[None]:
-    """The recipe's store, for as long as trials run on this machine; jobs of SLURM may belong to several sweeps."""
-    return nullcontext() if on_slurm(recipe) else exclusive(recipe)
-
-
 def check_place(recipe: LoadedRecipe) -> None:
-    """Raise RecipeError if trials cannot run where the recipe says."""
+    """Raise RecipeError if trials cannot run on the executor that the recipe names."""
     check_launch(recipe)
     check_reachable(recipe)
     nodes = len(cluster(recipe).nodes)
     if nodes > 1 and not on_slurm(recipe):
-        problem = f"found {nodes}; trials run on this machine, which is 1; launch.executor=slurm takes several"
+        problem = f"found {nodes}; trials run on this machine, which is 1 node; use launch.executor=slurm for several"
         raise recipe.error("cluster.nodes", problem)
 
 
 def check_ranks(recipe: LoadedRecipe, ranks: int) -> None:
-    """Raise RecipeError if the devices of trials of so many ranks would be this machine's, and are not there."""
-    if not on_slurm(recipe):
-        from launch.run.ranks import check_devices
+    """Raise RecipeError if trials of ``ranks`` ranks would run on this machine and it lacks the devices."""
+    if device(recipe.values) == "cuda" and not on_slurm(recipe):
+        from launch.run.ranks import check_devices  # imports torch
 
         check_devices(recipe, ranks)
 
 
-def measured(recipe: LoadedRecipe, trial: Trial, watcher: Watcher, *, retry: Retry) -> Measurement:
-    """The result of ``trial``, which runs unless it has one; one that failed or timed out as ``retry`` says."""
+def measured(
+    recipe: LoadedRecipe, trial: Trial, executor: TrialExecutor, watcher: Watcher, *, retry: Retry
+) -> Measurement:
+    """The measurement of ``trial``, which runs if it has none, or if it failed and ``retry`` says so."""
     known = trial.measurement()
     if known is None or (known.status not in FINAL and runs_again(recipe, retry)(trial)):
-        run_trials(recipe, [trial], watcher, known={} if known is None else {trial: known})
+        executor.run([trial], watcher, known={} if known is None else {trial: known})
         known = trial.measurement()
+    assert known is not None
     return known
-
-
-def run_trials(
-    recipe: LoadedRecipe,
-    pending: list[Trial],
-    watcher: Watcher,
-    *,
-    known: Mapping[Trial, Measurement] = EMPTY,
-    follow: bool = True,
-) -> None:
-    """Run ``pending`` where the recipe says; ``watcher`` hears of the start and the end of each.
-
-    ``known`` are measurements of earlier runs that these replace. Unless it is to ``follow``, it only submits.
-    """
-    if not on_slurm(recipe):
-        from launch.executors import local
-
-        local.run(recipe, pending, watcher)
-        return
-    jobs = submit(recipe, pending, known, watcher)
-    if follow:
-        follow_jobs(recipe, jobs, watcher)

@@ -1,4 +1,4 @@
-"""The call that each node of a job makes. Submitting pickles it by name, so this module imports no torch."""
+"""The function that each node of a job calls. Submitting pickles it by name, so this module imports no torch."""
 
 
 def run_on_node(recipe_file: str, plan_file: str, measurement_file: str, modules: str, checkpoints: str | None) -> None:

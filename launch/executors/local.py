@@ -1,89 +1,100 @@
-"""Trials on this machine, each in a process of its own by submitit; they end when the process that runs them does."""
+"""Trials on this machine, each in a process of its own; they end when the process that runs them does."""
 
-import math
-import os
-import signal
 import time
-from collections.abc import Sequence
-
-import submitit
+from types import TracebackType
 
 from auto3d.runtime.measurement import Measurement, Status
-from launch.executors.trial import run_trial
+from launch.executors.warm import LOGS, TrialCall, TrialEnd, WarmProcess
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import device
 from launch.run.devices import device_pool
 from launch.slurm.sbatch import MARGIN_S
-from launch.store.files import private_folder
 from launch.store.manifest import Entry, State
-from launch.store.trials import Trial, manifest_of
+from launch.store.trials import Trial, log_folder, manifest_of
 from launch.store.watcher import Ended, Watcher, interrupts_noted, write_failure
 
-POLL_S = 0.1
+POLL_S = 0.02
 
 
-def run(recipe: LoadedRecipe, pending: list[Trial], watcher: Watcher) -> None:
-    """Run ``pending``, which it empties, a few at a time; ``watcher`` hears of the start and the end of each.
+class LocalTrials:
+    """Runs trials of ``recipe`` on this machine, all forked from one warm process.
 
-    A trial on GPUs has devices of its own, and waits until enough are free; raises RecipeError if there never are.
+    A context manager: at the end of the ``with`` no process of a trial is left.
     """
-    total = len(pending)
-    running: dict[Trial, submitit.Job] = {}
-    gpus = {trial: trial.plan.ranks if device(recipe.values) == "cuda" else 0 for trial in pending}
-    pool = device_pool(recipe, max(gpus.values(), default=0))
-    devices: dict[Trial, tuple[str, ...]] = {}
-    number = 0
-    manifest = manifest_of(recipe)
-    with interrupts_noted() as interrupted:
-        try:
-            while pending or running:
-                if interrupted():
-                    raise KeyboardInterrupt
-                may_start = pending and len(running) < recipe.values.launch.concurrent_trials
-                if may_start and (taken := pool.take(gpus[pending[0]])) is not None:
-                    trial = pending.pop(0)
-                    devices[trial] = taken
-                    watcher.start(trial)
-                    manifest.append([Entry(trial=trial.name, state=State.STARTED)])
-                    running[trial] = _submit(trial, recipe, taken)
-                    continue
-                for trial in [trial for trial, job in running.items() if job.done()]:
-                    number += 1
-                    measurement = _measurement(recipe, trial, running.pop(trial))
-                    pool.give_back(devices.pop(trial))
-                    manifest.append([Entry(trial=trial.name, state=State.ENDED, told=measurement.status)])
-                    watcher.end(Ended(trial, measurement, number, total))
-                time.sleep(POLL_S)
-        finally:
-            for job in running.values():
-                os.kill(int(job.job_id), signal.SIGKILL)  # submitit's controller; the trial and its ranks die with it
-            while any(not job.done() for job in running.values()):
-                time.sleep(POLL_S)
-    if interrupted():  # just when the last trial had ended: whoever runs one after the other must not go on
-        raise KeyboardInterrupt
 
+    def __init__(self, recipe: LoadedRecipe) -> None:
+        self._recipe = recipe
+        self._warm = WarmProcess(recipe)
 
-def _submit(trial: Trial, recipe: LoadedRecipe, devices: Sequence[str]) -> submitit.Job:
-    trial.prepare(recipe)
-    executor = submitit.LocalExecutor(folder=private_folder(trial.folder / "job"))
-    executor.update_parameters(timeout_min=math.ceil((recipe.values.launch.trial_timeout_s + MARGIN_S) / 60))
-    # A trial never sees the terminal's Ctrl-C, for it inherits this mask: to end it is this process's business alone.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        return executor.submit(
-            run_trial,
-            str(trial.recipe_file),
-            str(trial.plan_file),
-            str(trial.measurement_file),
-            modules=str(recipe.folder),
-            sweep=os.getpid(),
+    def __enter__(self) -> "LocalTrials":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._warm.kill()
+
+    def run(self, pending: list[Trial], watcher: Watcher) -> None:
+        """Run ``pending``, which it empties, a few at a time; ``watcher`` hears of the start and the end of each.
+
+        A trial on GPUs has devices of its own, and waits until enough are free; raises RecipeError if there never are.
+        On SIGINT or SIGTERM the running trials are killed, and KeyboardInterrupt is raised.
+        """
+        recipe, total, number = self._recipe, len(pending), 0
+        gpus = {trial: trial.plan.ranks if device(recipe.values) == "cuda" else 0 for trial in pending}
+        pool = device_pool(recipe, max(gpus.values(), default=0))
+        running: dict[str, tuple[Trial, tuple[str, ...]]] = {}  # trials by name, with their devices
+        manifest = manifest_of(recipe)
+        with interrupts_noted() as interrupted:
+            try:
+                while pending or running:
+                    if interrupted():
+                        raise KeyboardInterrupt
+                    may_start = pending and len(running) < recipe.values.launch.concurrent_trials
+                    if may_start and (devices := pool.take(gpus[pending[0]])) is not None:
+                        trial = pending.pop(0)
+                        running[trial.name] = (trial, devices)
+                        watcher.start(trial)
+                        manifest.append([Entry(trial=trial.name, state=State.STARTED)])
+                        self._start(trial, devices)
+                        continue
+                    for end in self._warm.ends():
+                        number += 1
+                        trial, devices = running.pop(end.name)
+                        measurement = self._measurement(trial, end)
+                        pool.give_back(devices)
+                        manifest.append([Entry(trial=trial.name, state=State.ENDED, told=measurement.status)])
+                        watcher.end(Ended(trial, measurement, number, total))
+                    time.sleep(POLL_S)
+            finally:
+                if running:
+                    self._warm.kill()
+        if interrupted():  # just when the last trial had ended: whoever runs one after the other must not go on
+            raise KeyboardInterrupt
+
+    def _start(self, trial: Trial, devices: tuple[str, ...]) -> None:
+        trial.prepare(self._recipe)
+        call = TrialCall(
+            name=trial.name,
+            plan=trial.plan,
+            measurement_file=trial.measurement_file.resolve(),
+            log_folder=log_folder(self._recipe, trial.name),
             devices=devices,
+            deadline=time.monotonic() + self._limit_s,
         )
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        self._warm.start(call)
 
+    @property
+    def _limit_s(self) -> float:
+        """Seconds for a trial; its ranks have their own, shorter limit, so only what is not a rank reaches this one."""
+        return self._recipe.values.launch.trial_timeout_s + MARGIN_S
 
-def _measurement(recipe: LoadedRecipe, trial: Trial, job: submitit.Job) -> Measurement:
-    """What the trial wrote or, if it could not write, the last lines that it printed."""
-    known = trial.measurement()
-    return known or write_failure(recipe, trial, Status.FAILED, job.stderr() or "it printed nothing")
+    def _measurement(self, trial: Trial, end: TrialEnd) -> Measurement:
+        """What the trial wrote or, if it could not write, the last lines that it printed and how it ended."""
+        if (measurement := trial.measurement()) is not None:
+            return measurement
+        printed = (log_folder(self._recipe, trial.name) / LOGS[1]).read_text(errors="replace").rstrip()
+        status, problem = Status.FAILED, end.problem or "it printed nothing"
+        if end.timed_out:
+            status, problem = Status.TIMEOUT, f"it did not end within {self._limit_s:g} s: {end.problem}"
+        if status is Status.FAILED and printed and "was killed" not in problem:
+            problem = ""  # the last lines of what it printed say why
+        return write_failure(self._recipe, trial, status, "\n".join(filter(None, [printed, problem])))

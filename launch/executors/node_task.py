@@ -1,6 +1,6 @@
-"""A trial or a training on the nodes of a SLURM job: a task per node, which forks that node's ranks.
+"""A trial or a training on the nodes of a SLURM job: one task per node, which forks that node's ranks.
 
-The tasks tell each other how they ended by files in the trial's folder, which all nodes must see.
+The tasks report to each other how they ended through files in the trial's folder, which all nodes must see.
 """
 
 import os
@@ -17,7 +17,7 @@ from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.runtime.measurement import Status
 from launch.console.progress import training_progress
-from launch.executors.trial import IterationReport, Training, is_whole, measure
+from launch.executors.trial import IterationReport, TrainingRun, is_whole, measure
 from launch.recipe.load import LoadedRecipe, load
 from launch.run.diagnosis import Failure, likelihood
 from launch.run.ranks import GRACE_S, NodeRanks, Outcome
@@ -26,46 +26,46 @@ from launch.slurm.warning import Asked, asked_by_slurm, await_end
 from launch.store.files import write_whole
 
 POLL_S = 0.1
-SPREAD_S = 5.0  # SLURM's signals reach the nodes of a job one after the other
-FILES_S = 10.0  # beside the grace of the ranks, until a file that one node wrote is seen by another
-FIRST_PORT, PORTS = 10_000, 20_000  # below those that Linux gives out (32768 and up)
-PORT_STEP = 1999  # between the runs of one job: the ports beside its own are those of the jobs submitted next
+SPREAD_S = 5.0  # SLURM's signal may reach one node of a job this much later than another
+FILES_S = 10.0  # how long a file that one node wrote may take to appear on another
+FIRST_PORT, PORTS = 10_000, 20_000  # below the ports that Linux assigns by itself (32768 and up)
+PORT_STEP = 1999  # from one run of a job to its next: the adjacent ports belong to the jobs submitted next
 
 
 class NodesError(InputError):
-    """A job whose tasks are not those that the trial needs."""
+    """A job that does not have the tasks that the trial needs, or whose tasks have lost each other."""
 
 
 @dataclass(frozen=True)
-class Task:
-    """This process's place among a job's tasks, of which there is one on each node."""
+class NodeTask:
+    """This process's position among the tasks of a job, one on each node."""
 
     number: int
     count: int
     meeting_point: str
-    start: int  # of the job: 0, and one more each time that SLURM sent it back to the queue
+    start: int  # how many times SLURM has requeued the job
 
     def meeting_point_of(self, run: int) -> str:
         """Where the ranks of run number ``run`` of one job meet; run 0 has ``meeting_point``.
 
-        A port each, for a rank that is early must not meet the ranks of the run before, which are about to leave.
+        Each run has its own port: an early rank must not meet ranks of the previous run that have yet to leave.
         """
         address, _, port = self.meeting_point.rpartition(":")
         return f"{address}:{FIRST_PORT + (int(port) - FIRST_PORT + PORT_STEP * run) % PORTS}"
 
 
-def task_of(environment: Mapping[str, str] = os.environ) -> Task:
-    """From SLURM's variables alone. The port follows from the job's number, so that jobs do not collide."""
+def task_of(environment: Mapping[str, str] = os.environ) -> NodeTask:
+    """This process's task, from SLURM's variables. The port is derived from the job's id, so jobs do not collide."""
     job = submitit.JobEnvironment()
     start = int(environment.get("SLURM_RESTART_COUNT", "0"))
     port = FIRST_PORT + (int(environment["SLURM_JOB_ID"]) + 101 * start) % PORTS
-    return Task(job.global_rank, job.num_tasks, f"tcp://{job.hostnames[0]}:{port}", start)
+    return NodeTask(job.global_rank, job.num_tasks, f"tcp://{job.hostnames[0]}:{port}", start)
 
 
 def run_trial_on_nodes(recipe_file: str, plan_file: str, measurement_file: str, modules: str) -> None:
-    """Run this node's ranks of the trial of these files; the first node writes the measurement, whatever the end was.
+    """Run this node's ranks of the trial; the first node writes the measurement, however the trial ended.
 
-    A job that SLURM sends back to the queue starts again, for a trial is short.
+    A trial that SLURM requeues starts from its beginning, since it is short. ``modules`` is the folder of the recipe.
     """
     asked = asked_by_slurm()
     _run_on_nodes(replace(load(recipe_file), folder=Path(modules)), plan_file, measurement_file, asked)
@@ -74,14 +74,14 @@ def run_trial_on_nodes(recipe_file: str, plan_file: str, measurement_file: str, 
 def run_training_on_nodes(
     recipe_file: str, plan_file: str, measurement_file: str, modules: str, checkpoints: str
 ) -> None:
-    """Run this node's ranks of a training, as of a trial, but to the training's end.
+    """Run this node's ranks of a training to its end, like those of a trial.
 
-    It goes on from the newest checkpoint in the folder ``checkpoints``. When SLURM warns it, it leaves one and has the
-    job queued again.
+    The training continues from the newest checkpoint in the folder ``checkpoints``. When SLURM warns it, it writes a
+    checkpoint and has the job requeued.
     """
     asked = asked_by_slurm()
     recipe = replace(load(recipe_file), folder=Path(modules))
-    training = Training.of(recipe, Path(checkpoints), asked_to_end=lambda: bool(asked))
+    training = TrainingRun.of(recipe, Path(checkpoints), asked_to_end=lambda: bool(asked))
     with training_progress(Console(), recipe.values.training.iterations) as on_report:
         _run_on_nodes(recipe, plan_file, measurement_file, asked, training, on_report)
 
@@ -91,10 +91,10 @@ def _run_on_nodes(
     plan_file: str,
     measurement_file: str,
     asked: Asked,
-    training: Training | None = None,
+    training: TrainingRun | None = None,
     on_report: Callable[[IterationReport], None] = lambda report: None,
 ) -> None:
-    if Path(measurement_file).exists():  # it was written just before SLURM sent the job back to the queue
+    if Path(measurement_file).exists():  # it was written just before SLURM requeued the job
         return
     task = task_of()
     plan = Plan.from_json(Path(plan_file).read_bytes())
@@ -111,35 +111,38 @@ def _run_on_nodes(
     )
     ended_early = training is not None and measurement.status is Status.OK and not is_whole(recipe, measurement)
     if ended_early or (measurement.status is not Status.OK and asked.within(SPREAD_S)):
-        # Ranks that SLURM's signal ended say nothing of the job's end, and those that left a checkpoint are not done.
+        # If SLURM's signal ended the ranks, its state of the job says why; if they left a checkpoint, work remains.
         await_end(asked, requeue=ended_early and task.number == 0)
     if task.number == 0:
         write_whole(Path(measurement_file), measurement.to_json())
 
 
-_failure = TypeAdapter(Failure | None)  # of a node; none: all its ranks are done
+_failure = TypeAdapter(Failure | None)  # what one node reports; None: all its ranks succeeded
 
 
 @dataclass(frozen=True)
 class _Others:
-    """The other tasks of the job, whose ends come as files."""
+    """The other tasks of the job, which report their ends through files."""
 
     folder: Path
-    task: Task
+    task: NodeTask
     timeout_s: float
 
-    def outcome(self, own: Outcome) -> Outcome:
-        """How all nodes ended, on the first; on another it is told to the first."""
+    def outcome(self, ours: Outcome) -> Outcome:
+        """The outcome of all nodes, given that of this one; only the first node gets it, the others report to it."""
+        failure = None
+        if ours.status is not Status.OK:
+            assert ours.ending is not None
+            failure = Failure(ours.ending, ours.status, ours.error)
         if self.task.number > 0:
-            failure = None if own.status is Status.OK else Failure(own.ending, own.status, own.error)
             write_whole(self._file(self.task.number), _failure.dump_json(failure).decode())
-            return own
-        ends = [] if own.status is Status.OK else [Failure(own.ending, own.status, own.error)]
+            return ours
+        ends = [] if failure is None else [failure]
         deadline = time.monotonic() + self.timeout_s
         for number in range(1, self.task.count):
             ends += self._end_of(number, deadline, known=ends)
         if not ends:
-            return own
+            return ours
         worst = min(ends, key=likelihood)
         return Outcome(worst.status, error=worst.error, ending=worst.ending)
 
@@ -150,8 +153,8 @@ class _Others:
                 return [] if failure is None else [failure]
             except (OSError, ValidationError):
                 if time.monotonic() >= deadline:
-                    # It is dead, or its slurmd is: SLURM's state tells, and its requeue may start the trial again.
-                    waited = f"waited {self.timeout_s:g} s for node {number} of the job to tell how its ranks ended"
+                    # The node or its slurmd is dead: SLURM's state says so, and a requeue may start the trial again.
+                    waited = f"waited {self.timeout_s:g} s for node {number} of the job to report how its ranks ended"
                     raise NodesError("\n".join([waited, *(failure.error for failure in known)])) from None
             time.sleep(POLL_S)
 

@@ -1,4 +1,4 @@
-"""Trials as jobs of SLURM, submitted through submitit: each trial that has no job yet gets one, alone or in an array.
+"""Submit trials as jobs of SLURM through submitit: each trial without a job gets one, which may be part of an array.
 
 The manifest records which job belongs to which trial, so that any process can follow the jobs at any time.
 """
@@ -21,6 +21,7 @@ from submitit.helpers import clean_env
 from auto3d.runtime.measurement import Measurement
 from launch.executors.job import run_on_node
 from launch.recipe.load import LoadedRecipe
+from launch.recipe.words import counted
 from launch.slurm.client import SlurmError, run
 from launch.slurm.jobs import cancel, job_states, listed_states, max_array_size
 from launch.slurm.sbatch import check_folder, nodes_needed, parameters, python, text
@@ -35,7 +36,7 @@ TEST_ONLY_S = 120.0  # limit of `sbatch --test-only`; the scheduler examines the
 
 @dataclass(frozen=True)
 class Submission:
-    """Trials that go to SLURM together: one job, or one job array."""
+    """Trials that are submitted together, as one job or one job array."""
 
     name: str
     folder: Path
@@ -44,41 +45,45 @@ class Submission:
 
     @property
     def training(self) -> bool:
-        """It is one training, not trials."""
+        """Whether this is one training rather than trials."""
         return self.trials[0].checkpoints is not None
 
     def text(self, recipe: LoadedRecipe) -> str:
-        """The sbatch text, exactly."""
-        kind = {"trials": len(self.trials), "training": self.training}
-        return text(recipe, self.folder, nodes=self.nodes, name=self.name, **kind)
+        """The exact sbatch script."""
+        return text(
+            recipe, self.folder, nodes=self.nodes, name=self.name, trials=len(self.trials), training=self.training
+        )
 
 
 def submissions(recipe: LoadedRecipe, trials: Sequence[Trial], starts: Mapping[str, int]) -> list[Submission]:
-    """Trials of equal numbers of nodes together, no more than an array may have; a name tells what is started."""
-    most = max_array_size()
-    found = []
+    """Group ``trials`` by their numbers of nodes, in arrays of at most SLURM's largest size.
+
+    The name of a submission has a digest of its trials and of how many times each was started before, ``starts``.
+    """
+    largest = max_array_size()
+    result = []
     by_nodes = sorted(trials, key=lambda trial: nodes_needed(recipe, trial.plan))
     for nodes, group in groupby(by_nodes, key=lambda trial: nodes_needed(recipe, trial.plan)):
         together = list(group)
-        for first in range(0, len(together), most):
-            chunk = together[first : first + most]
+        for first in range(0, len(together), largest):
+            chunk = together[first : first + largest]
             started = [f"{trial.name} {starts.get(trial.name, 0)}" for trial in chunk]
-            here = str(job_folder(recipe, ""))  # the same recipe elsewhere has the same trials
+            here = str(job_folder(recipe, ""))  # the same recipe in another folder has the same trials
             digest = sha256("\n".join([here, *started]).encode()).hexdigest()[:12]
             name = f"auto3d-{re.sub(r'[^A-Za-z0-9_.-]', '_', recipe.name)[:40]}-{digest}"
             folder = job_folder(recipe, name)
             check_folder(folder)
-            found.append(Submission(name, folder, nodes, chunk))
-    return found
+            result.append(Submission(name, folder, nodes, chunk))
+    return result
 
 
 def starts_of(recipe: LoadedRecipe) -> dict[str, int]:
-    """How often each trial was started."""
+    """How many times each trial was started, by name."""
     return {name: history.starts for name, history in histories(manifest_of(recipe).entries()).items()}
 
 
 def ask(recipe: LoadedRecipe, submission: Submission) -> str:
-    """What the scheduler says to `sbatch --test-only`; raises SlurmError where it refuses."""
+    """The scheduler's answer to `sbatch --test-only`; raises SlurmError if it refuses."""
     with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as file, _own_environment():
         file.write(submission.text(recipe))
         file.flush()
@@ -89,24 +94,22 @@ def ask(recipe: LoadedRecipe, submission: Submission) -> str:
 def submit(
     recipe: LoadedRecipe, pending: Sequence[Trial], known: Mapping[Trial, Measurement], watcher: Watcher
 ) -> dict[Trial, str]:
-    """The job of each of ``pending``: that which is on its way, or else a new one.
+    """The job of each ``pending`` trial: the job that SLURM already has, or else a new one.
 
-    A trial that has another measurement than the ``known`` one was ended by another process: it has an empty job.
+    The job is empty if the trial's measurement is not the ``known`` one: another process has run it meanwhile.
     """
     manifest = manifest_of(recipe)
     with manifest.decided_alone(), interrupts_noted() as interrupted:
         jobs = {trial: "" for trial in pending if trial.measurement() != known.get(trial)}
-        left = [trial for trial in pending if trial not in jobs]
-        cancel_listed_again(recipe, [trial.name for trial in left if trial in known])
-        jobs |= _on_their_way(manifest, [trial for trial in left if trial not in known])
+        unended = [trial for trial in pending if trial not in jobs]
+        cancel_listed_again(recipe, [trial.name for trial in unended if trial in known])
+        jobs |= _on_their_way(manifest, [trial for trial in unended if trial not in known])
         starts = starts_of(recipe)
-        new = [trial for trial in left if trial not in jobs]
+        new = [trial for trial in unended if trial not in jobs]
         for submission in submissions(recipe, new, starts):
             jobs |= submit_one(recipe, manifest, submission)
             ids = [jobs[trial] for trial in submission.trials]
-            nodes = f"{submission.nodes} node{'s' if submission.nodes > 1 else ''}"
-            what = "the training" if submission.training else f"{len(ids)} trials"
-            watcher.tell(f"submitted {what} on {nodes}: job {ids[0].split('_')[0]}")
+            watcher.tell(f"submitted {_contents(submission)}: job {ids[0].split('_')[0]}")
             if interrupted():
                 break
         if interrupted():
@@ -115,28 +118,28 @@ def submit(
 
 
 def cancel_listed_again(recipe: LoadedRecipe, retried: Collection[str] = ()) -> None:
-    """Cancel jobs that wait though their trials have ended, and any of trials to be ``retried``: else these ran twice.
+    """Cancel pending jobs of trials that have ended, and all jobs of trials to be ``retried``: these would run twice.
 
-    A job is queued again where its node died after the trial's end; and a controller that dies as a job starts forgets
-    that, and holds it for ever. Raises SlurmError if SLURM does not answer.
+    SLURM requeues a job whose node died after the trial's end. A controller that dies just as a job starts forgets the
+    start, and keeps the job pending for ever. Raises SlurmError if SLURM does not answer.
     """
     last = [history.last for history in histories(manifest_of(recipe).entries()).values()]
     ended = [entry for entry in last if entry.trial in retried or entry.state is State.ENDED]
     again = {entry.job for entry in ended if entry.trial in retried}
     states = listed_states(names_of_jobs(ended))
-    if left := [job for job, state in states.items() if state.waits or (job in again and not state.ended)]:
-        cancel(left)
+    if unwanted := [job for job, state in states.items() if state.pending or (job in again and not state.ended)]:
+        cancel(unwanted)
 
 
 def on_their_way(recipe: LoadedRecipe, trials: Sequence[Trial]) -> dict[Trial, str]:
-    """The jobs of those ``trials`` that SLURM has not ended."""
+    """The jobs of those ``trials`` that are pending or running."""
     manifest = manifest_of(recipe)
     with manifest.decided_alone():
         return _on_their_way(manifest, trials)
 
 
 def _on_their_way(manifest: Manifest, trials: Sequence[Trial]) -> dict[Trial, str]:
-    """The jobs of those trials that SLURM has not ended, by the manifest or, where a submission broke off, by name."""
+    """The same without the lock. A job is known from the manifest or, after an interrupted submission, by its name."""
     find_lost(manifest, [trial.name for trial in trials])
     known = histories(manifest.entries())
     last = {trial: known[trial.name].last for trial in trials if _has_job(known.get(trial.name))}
@@ -149,30 +152,47 @@ def _has_job(history: History | None) -> bool:
 
 
 def submit_one(recipe: LoadedRecipe, manifest: Manifest, submission: Submission) -> dict[Trial, str]:
-    def note(state: State, jobs: Sequence[str], told: str = "") -> None:
-        pairs = zip(submission.trials, jobs, strict=True)
-        name = submission.name
-        manifest.append([Entry(trial=one.name, state=state, job=job, submission=name, told=told) for one, job in pairs])
+    """Submit and record it; returns the job of each trial. Raises SlurmError if sbatch refuses."""
+
+    def record(state: State, jobs: Sequence[str], reason: str = "") -> None:
+        pairs, name = zip(submission.trials, jobs, strict=True), submission.name
+        entries = [Entry(trial=one.name, state=state, job=job, submission=name, told=reason) for one, job in pairs]
+        manifest.append(entries)
 
     for trial in submission.trials:
         trial.prepare(recipe)
-    calls = [partial(run_on_node, *_arguments(recipe, trial)) for trial in submission.trials]
-    shape = {"nodes": submission.nodes, "name": submission.name, "training": submission.training}
-    nobody = [""] * len(submission.trials)
-    note(State.SUBMITTING, nobody)
+    calls = [_call(recipe, trial) for trial in submission.trials]
+    no_jobs = [""] * len(submission.trials)
+    record(State.SUBMITTING, no_jobs)
     try:
-        ids = submit_calls(recipe, submission.folder, calls, **shape)
+        ids = submit_calls(
+            recipe,
+            submission.folder,
+            calls,
+            nodes=submission.nodes,
+            name=submission.name,
+            training=submission.training,
+        )
     except SlurmError as error:
-        note(State.REFUSED, nobody, str(error))
-        raise SlurmError(f"sbatch refused {len(nobody)} trials on {submission.nodes} nodes: {error}") from None
-    note(State.SUBMITTED, ids)
+        record(State.REFUSED, no_jobs, str(error))
+        raise SlurmError(f"sbatch refused {_contents(submission)}: {error}") from None
+    record(State.SUBMITTED, ids)
     return dict(zip(submission.trials, ids, strict=True))
 
 
-def _arguments(recipe: LoadedRecipe, trial: Trial) -> list[str | None]:
-    """Of ``run_on_node``."""
-    files = [str(path.resolve()) for path in (trial.recipe_file, trial.plan_file, trial.measurement_file)]
-    return [*files, str(recipe.folder), None if trial.checkpoints is None else str(trial.checkpoints.resolve())]
+def _contents(submission: Submission) -> str:
+    """For a person: what is submitted, and on how many nodes."""
+    trials = "the training" if submission.training else counted(len(submission.trials), "trial")
+    return f"{trials} on {counted(submission.nodes, 'node')}"
+
+
+def _call(recipe: LoadedRecipe, trial: Trial) -> Callable[[], None]:
+    """What each node of the trial's job calls."""
+    checkpoints = None if trial.checkpoints is None else str(trial.checkpoints.resolve())
+    recipe_file, plan_file, measurement_file = (
+        str(path.resolve()) for path in (trial.recipe_file, trial.plan_file, trial.measurement_file)
+    )
+    return partial(run_on_node, recipe_file, plan_file, measurement_file, str(recipe.folder), checkpoints)
 
 
 def submit_calls(
@@ -184,9 +204,9 @@ def submit_calls(
     name: str,
     training: bool = False,
 ) -> list[str]:
-    """The jobs of ``calls``, each of which a task on each of its nodes makes; raises SlurmError where sbatch refuses.
+    """Submit ``calls``, one job each, and return the jobs' ids; raises SlurmError if sbatch refuses.
 
-    ``folder`` is of this submission alone; what its tasks print goes there.
+    One task on each node of a job makes its call. ``folder``, which only this submission uses, gets the log files.
     """
     private_folder(folder.parent)
     executor = submitit.SlurmExecutor(private_folder(folder), python=python(recipe))
@@ -195,13 +215,13 @@ def submit_calls(
         with _own_environment(), executor.batch():
             jobs = [executor.submit(call) for call in calls]
     except (FailedJobError, FailedSubmissionError) as error:
-        raise SlurmError((str(error).strip().splitlines() or ["it did not say why"])[-1]) from None
+        raise SlurmError((str(error).strip().splitlines() or ["it gave no reason"])[-1]) from None
     return [job.job_id for job in jobs]
 
 
 @contextmanager
 def _own_environment() -> Iterator[None]:
-    """Without the variables of a job that we may be in, which would become options of ours; SLURM's address stays."""
+    """Hide the variables of a job that we may be in, which would become our options; keep where SLURM's files are."""
     kept = {name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ}
     with clean_env():
         os.environ.update(kept)

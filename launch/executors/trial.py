@@ -1,12 +1,14 @@
-"""One trial: run a plan for a few iterations, or a whole training, and write down what happened."""
+"""Run a plan for a few iterations, as a trial, or as a whole training; the result is a Measurement."""
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from auto3d.capture.model import CapturedModel
 from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.runtime.checkpoint import Checkpoints
@@ -17,50 +19,32 @@ from auto3d.runtime.training import TrainingResult, train
 from auto3d.runtime.world import World
 from launch.model.build import capture_for_ranks, initial_weights
 from launch.recipe.data import data_settings
-from launch.recipe.load import LoadedRecipe, load
+from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import training_settings
-from launch.run.devices import devices_for, show_devices
+from launch.run.devices import devices_for
 from launch.run.diagnosis import Ending
-from launch.run.ranks import NodeRanks, Outcome, Report, die_with_parent, end_with, run_ranks
-from launch.store.files import private_folder, write_whole
+from launch.run.ranks import NodeRanks, Outcome, Report, run_ranks
+from launch.store.files import private_folder
 
-
-def run_trial(
-    recipe_file: str, plan_file: str, measurement_file: str, *, modules: str, sweep: int, devices: Sequence[str]
-) -> None:
-    """Run the trial of these files; its measurement is written at the end, whatever the end was. submitit calls this.
-
-    ``modules`` is the folder of the user's own recipe; ``sweep`` the process that asked for the trial, which does not
-    outlive it; ``devices`` are the trial's GPUs, by their names in CUDA_VISIBLE_DEVICES: submitit has overwritten that.
-    """
-    show_devices(devices)
-    controller = int(os.environ["SUBMITIT_LOCAL_JOB_ID"])
-    die_with_parent(controller)
-    end_with(sweep, controller=controller)
-    folder = Path(measurement_file).resolve().parent
-    recipe = replace(load(recipe_file), folder=Path(modules))
-    measurement = measure(recipe, Plan.from_json(Path(plan_file).read_bytes()), folder)
-    write_whole(Path(measurement_file), measurement.to_json())
-
-
-IterationReport = tuple[int, float | None, float]  # its number from 0, loss (none: emulated) and seconds
+IterationReport = tuple[int, float | None, float]  # number from 0, loss (None: emulated), seconds
+RankCapture = Callable[[World], CapturedModel]  # gives a rank the captured model
 
 
 @dataclass(frozen=True)
-class Training:
-    """What makes a run the recipe's whole training, where a trial is a few of its iterations."""
+class TrainingRun:
+    """What a run needs to be the recipe's whole training; a trial is a few of its iterations."""
 
     checkpoints: Checkpoints
-    asked_to_end: Callable[[], bool]  # also of the ranks: no signal but SIGKILL ends them
+    asked_to_end: Callable[[], bool]  # says whether to end early; no signal but SIGKILL ends the ranks
 
     @staticmethod
-    def of(recipe: LoadedRecipe, folder: Path, asked_to_end: Callable[[], bool]) -> "Training":
-        """With its checkpoints in ``folder``."""
+    def of(recipe: LoadedRecipe, folder: Path, asked_to_end: Callable[[], bool]) -> "TrainingRun":
+        """The training of ``recipe`` with its checkpoints in ``folder``, which is created."""
         private_folder(folder)
-        return Training(Checkpoints(folder=folder, every=recipe.values.training.checkpoint_every), asked_to_end)
+        return TrainingRun(Checkpoints(folder=folder, every=recipe.values.training.checkpoint_every), asked_to_end)
 
     def arguments(self, world: World, report: Report, settings: TrainingSettings) -> dict[str, Any]:
-        """Further ones of ``train``, by which rank 0 also tells its parent of each iteration."""
+        """Further arguments for ``train``; they make rank 0 report each iteration to its parent."""
 
         def on_iteration(iteration: int, result: IterationResult) -> None:
             if world.rank == 0:
@@ -76,20 +60,22 @@ def measure(
     *,
     node: NodeRanks | None = None,
     of_all: Callable[[Outcome], Outcome] = lambda outcome: outcome,
-    training: Training | None = None,
+    training: TrainingRun | None = None,
     on_report: Callable[[IterationReport], None] = lambda report: None,
+    capture: Callable[[Plan], RankCapture] | None = None,
 ) -> Measurement:
-    """Train under ``plan`` for the recipe's warm-up and measured iterations, or all of a ``training``.
+    """The measurement of a run of ``plan``: the recipe's warm-up and measured iterations, or the whole ``training``.
 
     All ranks run on this machine, or only those of ``node``, and ``of_all`` turns their outcome into that of all
-    nodes. ``folder`` is private. ``on_report`` receives each iteration of a training.
+    nodes. ``folder`` is private. ``on_report`` receives each iteration of a training. ``capture`` may replace
+    ``capture_for_ranks`` by a function that remembers what it captured.
     """
     values = recipe.values
     warmup = 0 if training else values.measure.warmup_iterations
     iterations = values.training.iterations if training else warmup + values.measure.iterations
     settings = training_settings(values, iterations=iterations)
     data = data_settings(values)
-    facts = {
+    facts: dict[str, Any] = {
         "plan": plan,
         "emulated": settings.emulation is not None,
         "warmup_iterations": warmup,
@@ -101,10 +87,10 @@ def measure(
         limits |= {"timeout_s": None, "on_report": on_report, "ignore_sigterm": True}
     try:
         devices = devices_for(recipe, len(node.ranks) if node else plan.ranks, size=plan.ranks)
-        capture = capture_for_ranks(recipe, plan)
+        captured_for = (capture or partial(capture_for_ranks, recipe))(plan)
 
         def run(world: World, report: Report) -> tuple[TrainingResult, Environment]:
-            captured = capture(world)
+            captured = captured_for(world)
             state = initial_weights(recipe, captured.graph)
             more = training.arguments(world, report, settings) if training else {}
             result = train(captured, plan, settings, data, world, state=state, **more)
@@ -131,13 +117,13 @@ def measure(
 
 
 def is_whole(recipe: LoadedRecipe, measurement: Measurement) -> bool:
-    """Whether ``measurement`` is of a training up to its last iteration."""
+    """Whether ``measurement`` is that of a training that has reached its last iteration."""
     done = measurement.first_iteration + len(measurement.iteration_s)
     return measurement.status is Status.OK and done >= recipe.values.training.iterations
 
 
 def has_tokens(recipe: LoadedRecipe) -> bool:
-    """Whether the model reads tokens, so that tokens per second mean something."""
+    """Whether the model reads tokens, so that tokens per second are meaningful."""
     return any(field.kind == "tokens" for field in data_settings(recipe.values).inputs.values())
 
 

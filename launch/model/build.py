@@ -47,16 +47,18 @@ def captured_model(recipe: LoadedRecipe, micro_batch_size: int) -> CapturedModel
             raise recipe.error("model", f"its code ended the program: {_summary(error)}") from None
 
 
-def capture_for_ranks(recipe: LoadedRecipe, plan: Plan) -> Callable[[World], CapturedModel]:
+def capture_for_ranks(
+    recipe: LoadedRecipe, plan: Plan, captured_at: Callable[[int], CapturedModel] | None = None
+) -> Callable[[World], CapturedModel]:
     """A function that gives a rank the recipe's model, captured for the samples that ``plan`` runs at once.
 
     For a CPU it is captured here, also for the slices of replicas, and the ranks that are forked from this process
     share it. For a GPU each rank captures it: a capture asks the device and runs backwards, and ranks forked after that
-    could not use a GPU.
+    could not use a GPU. ``captured_at`` may replace ``captured_model`` by a function that remembers what it captured.
     """
     size = samples_at_once(plan)
     if device(recipe.values) == "cpu":
-        captured = captured_model(recipe, size)
+        captured = (captured_at or partial(captured_model, recipe))(size)
         capture_slices(captured, plan)
         return lambda world: captured
 

@@ -32,9 +32,9 @@ class PlanningModel:
     def graph(self, micro_batch_size: int) -> Graph:
         """The Graph for micro-batches of so many samples; raises InputError where it cannot be captured."""
         identity = self.identity(graph_at=micro_batch_size)
-        found = None if self._fresh else self._cache.load(identity, graph_from_json)
-        if found is not None:
-            return found
+        cached = None if self._fresh else self._cache.load(identity, graph_from_json)
+        if cached is not None:
+            return cached
         self.captured = True
         if self._process is not None:
             return graph_from_json(self._process.call(_capture_to_json, self._recipe, micro_batch_size))
@@ -56,12 +56,12 @@ class PlanningModel:
     def sharding(self, graph: Graph, subgraphs: int | None = None) -> Sharding:
         """The subgraphs of ``graph``, one of this model's."""
         identity = self.identity(sharding_at=graph.micro_batch_size, subgraphs=subgraphs)
-        found = None if self._fresh else self._cache.load(identity, sharding_from_json)
-        if found is None:
-            found = shard(graph, subgraphs)
+        sharding = None if self._fresh else self._cache.load(identity, sharding_from_json)
+        if sharding is None:
+            sharding = shard(graph, subgraphs)
             self.captured = True
-            self._cache.store(identity, asdict(found))
-        return found
+            self._cache.store(identity, asdict(sharding))
+        return sharding
 
     def identity(self, **what: int | None) -> dict[str, Any]:
         """Everything in the recipe that the Graph depends on, as a key of the cache; for a factory, also sys.path."""

@@ -109,8 +109,8 @@ def partition_model(
         devices_per_node=machine.devices_per_node,
         equal_slices=equal_slices,
     )
-    found = partition(method, request)
-    each = _stage_figures(request.graph, sharding, request.costs, found)
+    result = partition(method, request)
+    each = _stage_figures(request.graph, sharding, request.costs, result)
     figures = PartitionFigures(
         method=method,
         graph=request.graph.fingerprint,
@@ -118,13 +118,13 @@ def partition_model(
         device=machine.slowest(range(machine.devices)).name,
         memory_bytes=machine.memory_bytes,
         subgraphs=len(sharding.subgraphs),
-        micro_batches=found.micro_batches,
-        pipelines=found.pipelines,
+        micro_batches=result.micro_batches,
+        pipelines=result.pipelines,
         stages=each,
         balance=_balance([stage.flops / stage.replicas for stage in each]),
         time_balance=_balance([(stage.forward_s + stage.backward_s) / stage.replicas for stage in each]),
     )
-    return PartitionedModel(request, found, sharding, figures)
+    return PartitionedModel(request, result, sharding, figures)
 
 
 def costs_on(machine: Cluster, recipe: LoadedRecipe, *, stages: int | None) -> Callable[[Graph], PartitionCosts]:
@@ -163,19 +163,19 @@ def _slowest_link(machine: Cluster, devices: int) -> Link:
     return min([*inside, *outside] or [nodes[0].inside], key=lambda link: link.bandwidth)
 
 
-def _stage_figures(graph: Graph, sharding: Sharding, costs: PartitionCosts, found: Partition) -> list[StageFigures]:
+def _stage_figures(graph: Graph, sharding: Sharding, costs: PartitionCosts, result: Partition) -> list[StageFigures]:
     position_of = {node.name: position for position, node in enumerate(graph.nodes)}
-    positions = [[p for span in stage.operations for p in range(*span)] for stage in found.stages]
+    positions = [[p for span in stage.operations for p in range(*span)] for stage in result.stages]
     all_flops = sum(node.flops for node in graph.nodes)
     figures = []
     for stage, operations, modules, replicas in zip(
-        cut(graph, found.stages), positions, _whole_modules(graph, positions), found.replicas, strict=True
+        cut(graph, result.stages), positions, _whole_modules(graph, positions), result.replicas, strict=True
     ):
         runs = [position_of[name] for name in stage.nodes]
         figures.append(
             StageFigures(
                 subgraphs=_subgraphs(graph, sharding, operations),
-                operations=found.stages[stage.index].operations,
+                operations=result.stages[stage.index].operations,
                 modules=modules,
                 parameters=sum(prod(graph.parameters[n].shape) for n in stage.state if n in graph.parameters),
                 parameter_bytes=parameter_bytes(graph, operations),
@@ -220,11 +220,11 @@ def _whole_modules(graph: Graph, operations: Sequence[Sequence[int]]) -> list[li
         for path in modules:
             for prefix in _prefixes(path):
                 stages_of.setdefault(prefix, set()).add(stage)
-    found = []
+    largest = []
     for modules in paths:
         whole = (next((p for p in _prefixes(path) if len(stages_of[p]) == 1), None) for path in modules)
-        found.append(list(dict.fromkeys(path for path in whole if path)))
-    return found
+        largest.append(list(dict.fromkeys(path for path in whole if path)))
+    return largest
 
 
 def _prefixes(path: str) -> list[str]:

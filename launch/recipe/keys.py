@@ -99,7 +99,7 @@ def accepted(schema: type, name: str) -> str:
             names += f", or a number from {item.metadata['least']} to {item.metadata['most']}"
         return f"auto or a list of {names}" if is_axis(schema, name) else f"one of {names}"
     if item.metadata["per_stage"] is not None:
-        return f"{_WORDS[item.metadata['per_stage']][0]}, or a list with one for each stage,{bound}"
+        return f"{_WORDS[item.metadata['per_stage']][0]}{bound}, or a list with one for each stage"
     if item.metadata["values"]:
         kinds = " or ".join(_WORDS[kind][0] for kind in item.metadata["values"])
         return f"names, each with {kinds}"

@@ -48,7 +48,7 @@ class LoadedRecipe:
 
     def accelerator(self, key: str, name: str) -> tuple[Path, AcceleratorRecipe]:
         """The file of recipes/accelerators/ that ``name``, the value of ``key``, stands for, and its content."""
-        file = _find(self._sources.of(key), name, folder="accelerators", what=key)
+        file = _find(self._sources.of(key), name, folder="accelerators", key=key)
         values: DictConfig = OmegaConf.structured(AcceleratorRecipe)
         for item, value in _read(file).items():
             try:
@@ -110,7 +110,7 @@ def load(name: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
     Raises RecipeError for an unknown key, a value of the wrong type or out of range, and keys that contradict each
     other.
     """
-    file = _find(COMMAND_LINE, name, folder="", what="recipe")
+    file = _find(COMMAND_LINE, name, folder="", key="recipe")
     recipe, sources = _typed(file, _read(file), read_overrides(overrides))
     _check_values(recipe, sources)
     _check_together(recipe, sources)
@@ -161,7 +161,7 @@ def _typed(file: Path, raw: dict[Any, Any], overrides: Mapping[KeyPath, Any]) ->
             if typed[group] is None and content is None:
                 continue  # an optional group that is explicitly left out
             if group in NAMED_GROUPS and isinstance(content, str):
-                sources.named[group] = _find(where, content, folder=NAMED_GROUPS[group], what=group)
+                sources.named[group] = _find(where, content, folder=NAMED_GROUPS[group], key=group)
                 typed[group] = _merge(sources.named[group], group, _defaults(group), _read(sources.named[group]))
                 continue
             if not isinstance(content, dict):
@@ -231,7 +231,7 @@ def _refused(where: Path | str, full_key: str, found: Any, error: Exception) -> 
     return RecipeError(where, full_key, f"found {found!r}; it takes {accepted(*schema_of(full_key))}")
 
 
-def _find(where: Path | str, name: str, *, folder: str, what: str) -> Path:
+def _find(where: Path | str, name: str, *, folder: str, key: str) -> Path:
     """The file ``name``: a path, or a name in recipes/``folder`` of this folder or of the installation."""
     folders = [Path("recipes") / folder, RECIPES / folder]
     for path in (Path(name), *(folder / f"{name}.yaml" for folder in folders)):
@@ -240,7 +240,7 @@ def _find(where: Path | str, name: str, *, folder: str, what: str) -> Path:
     known = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
     near = get_close_matches(name, known, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
-    raise RecipeError(where, what, f"there is no {name!r}; give a .yaml file, or one of {', '.join(known)}{hint}")
+    raise RecipeError(where, key, f"there is no {name!r}; give a .yaml file, or one of {', '.join(known)}{hint}")
 
 
 def _unknown(where: Path | str, full_key: str, known: Sequence[str]) -> RecipeError:

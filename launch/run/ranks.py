@@ -9,10 +9,9 @@ import multiprocessing
 import os
 import signal
 import tempfile
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
@@ -261,19 +260,6 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-
-
-def end_with(process: int, *, controller: int) -> None:
-    """Kill ``controller`` and this process when ``process``, which need not be the parent, ends in any way."""
-
-    def watch() -> None:
-        with suppress(ProcessLookupError):  # the process has ended already
-            wait([os.pidfd_open(process)])
-        with suppress(ProcessLookupError):
-            os.kill(controller, signal.SIGKILL)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def check_devices(recipe: LoadedRecipe, ranks: int) -> None:

@@ -1,4 +1,4 @@
-"""SLURM's own commands: what they print, or one line that says why they do not answer."""
+"""Run SLURM's own commands; a command that fails raises an error of one line."""
 
 import os
 import subprocess
@@ -7,26 +7,25 @@ from collections.abc import Sequence
 from auto3d.errors import InputError
 
 COMMAND_S = 60.0
-# Of the user's environment, what would have them list or cancel only some jobs.
+# Variables of the user's environment that would restrict the commands to some jobs.
 _FILTERS = ("SACCT_", "SCANCEL_", "SINFO_", "SQUEUE_")
 
 
 class SlurmError(InputError):
-    """SLURM does not answer, or refuses."""
+    """SLURM does not answer, or it refuses the request."""
 
 
 def run(command: Sequence[str], *, timeout_s: float = COMMAND_S) -> subprocess.CompletedProcess[str]:
-    """What came of ``command``; raises SlurmError where it is not there, fails, or takes longer than that."""
+    """The result of ``command``; raises SlurmError if it is not installed, fails, or exceeds ``timeout_s``."""
     name = command[0]
     environment = {key: value for key, value in os.environ.items() if not key.startswith(_FILTERS)}
-    streams = {"capture_output": True, "text": True}
     try:
-        done = subprocess.run(command, env=environment, timeout=timeout_s, check=False, **streams)
+        done = subprocess.run(command, env=environment, timeout=timeout_s, check=False, capture_output=True, text=True)
     except FileNotFoundError:
-        raise SlurmError(f"there is no {name} here") from None
+        raise SlurmError(f"{name} is not installed here") from None
     except subprocess.TimeoutExpired:
         raise SlurmError(f"{name} did not answer within {timeout_s:g} s") from None
     if done.returncode:
-        said = "; ".join((done.stderr + done.stdout).strip().splitlines())
-        raise SlurmError(f"{name} failed: {said or 'it printed nothing'}")
+        output = "; ".join((done.stderr + done.stdout).strip().splitlines())
+        raise SlurmError(f"{name} failed: {output or 'it printed nothing'}")
     return done

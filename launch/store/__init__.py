@@ -1,1 +1,1 @@
-"""What a run leaves in runs/: private files, the manifest of starts and ends, trials and their measurements."""
+"""The files of runs/: private folders, the manifest of starts and ends, trials and their measurements."""

@@ -1,4 +1,4 @@
-"""Jobs whose numbers were never recorded, because the submitting process died first."""
+"""Jobs whose ids were never recorded, because the submitting process died first."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,22 +8,23 @@ from launch.store.manifest import Entry, Manifest, State, histories
 
 
 def find_lost(manifest: Manifest, names: Sequence[str]) -> None:
-    """Complete the manifest where a process died between asking SLURM for a job and writing down which it is.
+    """Complete the manifest where a process died between submitting a job and recording its id.
 
-    Only within ``manifest.decided_alone()``, when nobody is asking.
+    ``names`` are trials. Call this only within ``manifest.decided_alone()``, when no other process submits.
     """
     entries = manifest.entries()
     known = histories(entries)
     last = [known[name].last for name in names if name in known]
     for submission in sorted({one.submission for one in last if one.state is State.SUBMITTING}):
-        asked = [one.trial for one in entries if one.submission == submission and one.state is State.SUBMITTING]
-        asked = list(dict.fromkeys(asked))  # they were asked for before if SLURM had refused them
-        found = jobs_called(submission)
-        if not found:
-            entry = Entry(trial="", state=State.REFUSED, submission=submission, told="whoever asked for it died before")
-            manifest.append([replace(entry, trial=name) for name in asked])
+        trials = [one.trial for one in entries if one.submission == submission and one.state is State.SUBMITTING]
+        trials = list(dict.fromkeys(trials))  # a submission that SLURM refused earlier lists them more than once
+        jobs = jobs_called(submission)
+        if not jobs:
+            reason = "the submitting process died before it submitted"
+            entry = Entry(trial="", state=State.REFUSED, submission=submission, told=reason)
+            manifest.append([replace(entry, trial=name) for name in trials])
             continue
-        job = max((one.split("_")[0] for one in found), key=int)
-        ids = [f"{job}_{index}" for index in range(len(asked))] if len(asked) > 1 else [job]
+        job = max((one.split("_")[0] for one in jobs), key=int)
+        ids = [f"{job}_{index}" for index in range(len(trials))] if len(trials) > 1 else [job]
         entry = Entry(trial="", state=State.SUBMITTED, submission=submission)
-        manifest.append([replace(entry, trial=name, job=one) for name, one in zip(asked, ids, strict=True)])
+        manifest.append([replace(entry, trial=name, job=one) for name, one in zip(trials, ids, strict=True)])

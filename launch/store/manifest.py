@@ -1,6 +1,6 @@
-"""The manifest of a recipe: every start of a trial and every end, a line each, only ever appended.
+"""The manifest of a recipe: an append-only file with a line for every start and every end of a trial.
 
-A line is one write under a lock, so writers do not mix; a line that a crash left half written is no entry.
+A line is written at once under a lock, so writers do not mix; a line that a crash left incomplete is ignored.
 """
 
 import fcntl
@@ -19,30 +19,32 @@ from pydantic import TypeAdapter, ValidationError
 from auto3d.errors import InputError
 from launch.store.files import private_folder
 
-LOCK_S = 600.0  # longer than any submission, also where SLURM's commands do not answer
+LOCK_S = 600.0  # longer than any submission, even if SLURM's commands do not answer
 POLL_S = 0.1
 
 
 class ManifestError(InputError):
-    """A manifest that another process holds for too long."""
+    """Another process has held the manifest for too long."""
 
 
 class State(StrEnum):
-    SUBMITTING = "submitting"  # written before SLURM is asked, so that no job can be unknown to us
-    SUBMITTED = "submitted"  # as ``job``
-    REFUSED = "refused"  # by SLURM: there is no job
-    STARTED = "started"  # here, without SLURM
-    ENDED = "ended"  # with the status ``told``
-    CANCELLED = "cancelled"  # as the user asked; SLURM's own word follows
+    SUBMITTING = "submitting"  # recorded before sbatch runs, so that we can never lose track of a job
+    SUBMITTED = "submitted"  # SLURM has accepted ``job``
+    REFUSED = "refused"  # SLURM has refused, so there is no job
+    STARTED = "started"  # a start on this machine, without SLURM
+    ENDED = "ended"  # ``told`` is the status
+    CANCELLED = "cancelled"  # the user has asked for this; SLURM confirms it later
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    trial: str
+    """One line of the manifest."""
+
+    trial: str  # name
     state: State
-    job: str = ""  # SLURM's, as 123 or 123_4
-    submission: str = ""  # names the job and its folder
-    told: str = ""
+    job: str = ""  # SLURM's id, such as 123 or 123_4
+    submission: str = ""  # name of the job and of its folder
+    told: str = ""  # why SLURM refused, or the status at the end
     at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
 
@@ -51,9 +53,12 @@ _adapter = TypeAdapter(Entry)
 
 @dataclass(frozen=True)
 class Manifest:
+    """The manifest in ``file``, which need not exist yet."""
+
     file: Path
 
     def entries(self) -> list[Entry]:
+        """All entries, the oldest first."""
         try:
             lines = self.file.read_bytes().split(b"\n")
         except FileNotFoundError:
@@ -61,7 +66,7 @@ class Manifest:
         return [entry for line in lines if (entry := _entry(line)) is not None]
 
     def append(self, entries: Sequence[Entry]) -> None:
-        """Write all of ``entries`` so that they outlive a crash from then on."""
+        """Append ``entries``; once this returns they survive a crash."""
         private_folder(self.file.parent)
         lines = b"".join(dumps(asdict(entry)).encode() + b"\n" for entry in entries)
         descriptor = os.open(self.file, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -76,7 +81,7 @@ class Manifest:
 
     @contextmanager
     def decided_alone(self) -> Iterator[None]:
-        """While one process decides what to start and starts it, others wait; raises ManifestError after LOCK_S."""
+        """A lock for deciding what to start and starting it; raises ManifestError if it is not free within LOCK_S."""
         deadline = time.monotonic() + LOCK_S
         private_folder(self.file.parent)
         with self.file.with_name("deciding").open("a") as lock:
@@ -87,7 +92,7 @@ class Manifest:
                 except BlockingIOError:
                     if time.monotonic() >= deadline:
                         raise ManifestError(
-                            f"{lock.name}: another process has been starting trials for {LOCK_S:g} s; try again"
+                            f"{lock.name}: another process has been starting trials for {LOCK_S:g} s; try again later"
                         ) from None
                 time.sleep(POLL_S)
             yield
@@ -102,22 +107,22 @@ def _entry(line: bytes) -> Entry | None:
 
 @dataclass(frozen=True)
 class History:
-    """What the manifest knows of one trial."""
+    """One trial in the manifest."""
 
     last: Entry
-    starts: int  # how often it was started
+    starts: int  # how many times the trial was started
 
 
 def histories(entries: Sequence[Entry]) -> dict[str, History]:
-    """By the name of the trial."""
-    found: dict[str, History] = {}
+    """The history of each trial in ``entries``, by name."""
+    known: dict[str, History] = {}
     for entry in entries:
-        known = found.get(entry.trial)
+        earlier = known.get(entry.trial)
         started = entry.state in (State.SUBMITTED, State.STARTED)
-        found[entry.trial] = History(entry, (known.starts if known else 0) + started)
-    return found
+        known[entry.trial] = History(entry, (earlier.starts if earlier else 0) + started)
+    return known
 
 
 def names_of_jobs(entries: Iterable[Entry]) -> dict[str, str]:
-    """By their ids: a job is called as its submission."""
+    """The names of the jobs in ``entries``, by id; a job has the name of its submission."""
     return {entry.job: entry.submission for entry in entries if entry.job}

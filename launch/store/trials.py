@@ -1,4 +1,4 @@
-"""The result store: one private folder per trial under runs/, each file written whole or not at all."""
+"""The result store: one private folder per trial under runs/; a file is written completely or not at all."""
 
 import fcntl
 import os
@@ -26,17 +26,17 @@ from launch.store.manifest import Entry, Manifest
 
 
 class StoreError(InputError):
-    """The store is in use, or holds nothing."""
+    """The store is in use by another process, or it is empty."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One plan of one recipe, and the folder where its run is kept: of a few iterations, or of a whole training."""
+    """A run of one plan of one recipe, for a few iterations or as a whole training, and the folder of its files."""
 
     name: str
     folder: Path
     plan: Plan
-    checkpoints: Path | None = None  # of a training; a trial has none
+    checkpoints: Path | None = None  # folder for the checkpoints of a training; None for a trial
 
     @property
     def measurement_file(self) -> Path:
@@ -51,32 +51,32 @@ class Trial:
         return self.folder / "plan.json"
 
     def measurement(self) -> Measurement | None:
-        """What the trial gave, or None if it has not ended."""
+        """The trial's result, or None if it has not ended."""
         return _read_measurement(self.measurement_file)
 
     def prepare(self, recipe: LoadedRecipe) -> None:
-        """Write what the trial's process needs: the plan and the whole recipe."""
-        shutil.rmtree(self.folder, ignore_errors=True)  # of an earlier try
+        """Create the folder with what the trial's process needs: the plan and the recipe with its overrides."""
+        shutil.rmtree(self.folder, ignore_errors=True)  # files of an earlier attempt
         private_folder(self.folder)
         write_whole(self.plan_file, self.plan.to_json())
         self.recipe_file.write_text(recipe.text, encoding="utf-8")
 
 
 @dataclass(frozen=True)
-class Sweep:
-    """The last sweep of a recipe: what it was asked for, and the trials that it consists of."""
+class SweepRecord:
+    """The last sweep of a recipe as sweep.json has it."""
 
     overrides: list[str]
-    settings: str  # digest of what decides which trials there are, and what each measures
+    settings: str  # settings_digest() of its recipe
     trials: list[str]  # names
-    left_out: int  # plans beyond search.max_trials
+    left_out: int  # number of plans beyond search.max_trials
 
 
-_sweep_adapter = TypeAdapter(Sweep)
+_sweep_adapter = TypeAdapter(SweepRecord)
 
 
 def trials_of(recipe: LoadedRecipe, plans: Sequence[Plan]) -> list[Trial]:
-    """The trials of ``plans``: a name tells the degrees, and changes with all that changes what would be measured."""
+    """The trials of ``plans``. A name has the degrees, and a digest of everything that affects the measurement."""
     surroundings = {
         "files": _files(recipe),
         "host": _slurm_nodes(recipe) if on_slurm(recipe) else socket.gethostname(),
@@ -93,7 +93,7 @@ def trials_of(recipe: LoadedRecipe, plans: Sequence[Plan]) -> list[Trial]:
 
 
 def again(trial: Trial, number: int) -> Trial:
-    """The ``number``-th trial of the plan of ``trial``, which is the first: as kept in the store, and run once, too."""
+    """The ``number``-th trial of the plan of ``trial``, its first trial; each is stored and runs once."""
     if number == 1:
         return trial
     name = f"{trial.name}-{number}"
@@ -101,7 +101,7 @@ def again(trial: Trial, number: int) -> Trial:
 
 
 def training_of(recipe: LoadedRecipe, plan: Plan) -> Trial:
-    """The training of ``recipe`` under ``plan``; its name changes with all that changes what is learnt."""
+    """The training of ``recipe`` under ``plan``. Its name has a digest of everything that affects what is learnt."""
     learnt = _measured(recipe)
     for group in ("cluster", "measure", "emulation"):
         del learnt[group]
@@ -117,48 +117,57 @@ def _name(plan: Plan, digest: str) -> str:
 
 
 def _files(recipe: LoadedRecipe) -> list[tuple[str, int, int]]:
-    """The files that the recipe reads, with what tells whether one was changed."""
-    files = data_files(recipe.values) + [recipe.values.model.weights] * (recipe.values.model.weights is not None)
+    """The files that the recipe reads, with their sizes and times of modification (ns)."""
+    weights = recipe.values.model.weights
+    files = [*data_files(recipe.values), *([] if weights is None else [weights])]
     return [(str(Path(file).resolve()), (state := os.stat(file)).st_size, state.st_mtime_ns) for file in files]
 
 
 def manifest_of(recipe: LoadedRecipe) -> Manifest:
+    """The manifest of all trials of ``recipe``."""
     return Manifest(recipe_folder(recipe) / "manifest.jsonl")
 
 
 def job_folder(recipe: LoadedRecipe, submission: str) -> Path:
-    """Where a submission to SLURM keeps its sbatch text, its pickled calls and what its trials print."""
+    """The folder for the sbatch script, the pickled calls and the log files of a submission to SLURM."""
     return (recipe_folder(recipe) / "jobs" / submission).resolve()
 
 
+def log_folder(recipe: LoadedRecipe, trial: str) -> Path:
+    """The folder of the log files of a trial on this machine; those of a SLURM job are in its ``job_folder``."""
+    return recipe_folder(recipe) / "trials" / trial / "job"
+
+
 def log_files(recipe: LoadedRecipe, entry: Entry) -> list[Path]:
-    """What the last start of a trial prints: by each task of its job, the first node's first, or by it alone."""
+    """The log files of the trial's start ``entry``; for a SLURM job one pair per task, the first node's first."""
     if entry.job:
-        found = job_folder(recipe, entry.submission).glob(f"{entry.job}_*_log.*")
+        files = job_folder(recipe, entry.submission).glob(f"{entry.job}_*_log.*")
     else:
-        found = (recipe_folder(recipe) / "trials" / entry.trial / "job").glob("*_log.*")
-    return sorted(found, key=lambda file: (int(file.name.split("_")[-2]), file.suffix))
+        files = log_folder(recipe, entry.trial).glob("*_log.*")
+    return sorted(files, key=lambda file: (int(file.name.split("_")[-2]), file.suffix))
 
 
 @dataclass(frozen=True)
 class Command:
-    """What was run last of a recipe, for `resume`."""
+    """The last command on a recipe, for `resume`."""
 
     verb: str
     overrides: list[str]
-    plan_file: str | None = None  # of a training
-    trials: list[str] = field(default_factory=list)  # of a tune: those that it has chosen until now; of a training: it
+    plan_file: str | None = None  # --plan of a training
+    trials: list[str] = field(default_factory=list)  # names: those that a tune has chosen so far, or the training
 
 
 _command_adapter = TypeAdapter(Command)
 
 
 def write_command(recipe: LoadedRecipe, verb: str, plan_file: str | None = None, *, trials: Sequence[str] = ()) -> None:
+    """Record the command that runs now."""
     file = private_folder(recipe_folder(recipe)) / "command.json"
     write_whole(file, dumps(asdict(Command(verb, list(recipe.overrides), plan_file, list(trials)))))
 
 
 def last_command(recipe: LoadedRecipe) -> Command | None:
+    """The last command on the recipe; None if there is none or its record cannot be read."""
     try:
         return _command_adapter.validate_json((recipe_folder(recipe) / "command.json").read_bytes())
     except (OSError, ValidationError):
@@ -166,49 +175,50 @@ def last_command(recipe: LoadedRecipe) -> Command | None:
 
 
 def write_sweep(recipe: LoadedRecipe, trials: Sequence[Trial], *, left_out: int) -> None:
-    sweep = Sweep(list(recipe.overrides), settings_digest(recipe), [trial.name for trial in trials], left_out)
+    """Record the sweep that runs now."""
+    sweep = SweepRecord(list(recipe.overrides), settings_digest(recipe), [trial.name for trial in trials], left_out)
     write_whole(private_folder(recipe_folder(recipe)) / "sweep.json", dumps(asdict(sweep), indent=1))
 
 
-def last_sweep(recipe: LoadedRecipe) -> Sweep | None:
-    """The last sweep of the recipe of this name, whatever its settings were; None if there is none that can be read."""
+def last_sweep(recipe: LoadedRecipe) -> SweepRecord | None:
+    """The last sweep of the recipe of this name, with any settings; None if its record is missing or unreadable."""
     try:
         return _sweep_adapter.validate_json((recipe_folder(recipe) / "sweep.json").read_bytes())
     except (OSError, ValidationError):
         return None
 
 
-def measurements_of(recipe: LoadedRecipe, sweep: Sweep) -> list[Measurement]:
-    """Of the trials that have ended."""
-    found = (measurement_of(recipe, name) for name in sweep.trials)
-    return [measurement for measurement in found if measurement is not None]
+def measurements_of(recipe: LoadedRecipe, sweep: SweepRecord) -> list[Measurement]:
+    """The measurements of the trials of ``sweep`` that have ended."""
+    measurements = (measurement_of(recipe, name) for name in sweep.trials)
+    return [measurement for measurement in measurements if measurement is not None]
 
 
 def measurement_of(recipe: LoadedRecipe, trial: str) -> Measurement | None:
-    """Of the trial of that name, or None if it has not ended."""
+    """The measurement of the trial of that name, or None if it has not ended."""
     return _read_measurement(recipe_folder(recipe) / "trials" / trial / "measurement.json")
 
 
 def settings_digest(recipe: LoadedRecipe) -> str:
-    """Equal for recipes whose sweeps, on one machine, have the same trials."""
+    """A digest that is equal for recipes whose sweeps have the same trials on one machine."""
     values = recipe.values
     return _digest([_measured(recipe), asdict(values.search), asdict(values.prediction), values.cluster.memory_gib])
 
 
 def _measured(recipe: LoadedRecipe) -> dict[str, Any]:
-    """The keys that change what a trial measures."""
+    """The recipe's values that affect what a trial measures."""
     values = asdict(recipe.values)
     measured = {group: values[group] for group in ("model", "data", "cluster", "training", "emulation", "measure")}
-    del measured["training"]["iterations"]  # of `auto3d train`; a trial has its own
+    del measured["training"]["iterations"]  # only `auto3d train` reads it; a trial has measure.iterations
     del measured["training"]["timeout_s"]
     del measured["training"]["checkpoint_every"]
     del measured["training"]["check_capture"]
-    del measured["cluster"]["memory_gib"]  # decides which plans there are, not what one of them does
+    del measured["cluster"]["memory_gib"]  # it affects which plans are tried, not what one of them does
     return measured
 
 
 def _slurm_nodes(recipe: LoadedRecipe) -> list[str | None]:
-    """What decides on which kind of node SLURM runs a trial, and in which container."""
+    """The keys that select the kind of node on which SLURM runs a trial, and its container."""
     launch = recipe.values.launch
     names = ("partition", "constraint", "gres", "gpus_per_node", "nodelist", "container", "container_image")
     return ["SLURM", *(getattr(launch, name) for name in names)]
@@ -219,24 +229,27 @@ def _digest(content: Any) -> str:
 
 
 def recipe_folder(recipe: LoadedRecipe) -> Path:
+    """The folder in runs/ of everything that ran of ``recipe``."""
     return RUNS / recipe.name
 
 
 def _read_measurement(file: Path) -> Measurement | None:
     try:
         measurement = Measurement.from_json(file.read_bytes())
-    except (OSError, ValidationError):  # absent, of another version, or damaged: as if it had not run
+    except (OSError, ValidationError):  # an absent, damaged or incompatible file counts as not run
         return None
-    some = measurement.iteration_s or measurement.first_iteration  # a training's last checkpoint leaves none to do
-    damaged = measurement.status is Status.OK and not (some and (measurement.peak_bytes or measurement.emulated))
+    # A training that continues from its last checkpoint has no iterations left, so its lists are empty.
+    has_iterations = bool(measurement.iteration_s or measurement.first_iteration)
+    has_memory = bool(measurement.peak_bytes or measurement.emulated)
+    damaged = measurement.status is Status.OK and not (has_iterations and has_memory)
     return None if damaged else measurement
 
 
 @contextmanager
 def exclusive(recipe: LoadedRecipe, training: Trial | None = None) -> Iterator[None]:
-    """Hold the recipe's store, or a ``training`` of it; raises StoreError if another process does.
+    """A lock on the recipe's store, or on one ``training``; raises StoreError if another process holds it.
 
-    The kernel frees it however we end.
+    The kernel releases it however this process ends.
     """
     file = private_folder(recipe_folder(recipe)) / ("lock" if training is None else f"{training.name}.lock")
     with file.open("a+") as lock:
@@ -244,8 +257,8 @@ def exclusive(recipe: LoadedRecipe, training: Trial | None = None) -> Iterator[N
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.seek(0)
-            what = f"another sweep of {recipe.name} is running" if training is None else "this training is running"
-            raise StoreError(f"{file}: {what} (process {lock.read()})") from None
+            holder = f"another sweep of {recipe.name} is running" if training is None else "this training is running"
+            raise StoreError(f"{file}: {holder} (process {lock.read()})") from None
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
@@ -253,7 +266,7 @@ def exclusive(recipe: LoadedRecipe, training: Trial | None = None) -> Iterator[N
 
 
 def in_use(recipe: LoadedRecipe) -> bool:
-    """Whether a process of this machine runs trials of the recipe here."""
+    """Whether a process of this machine is running trials of the recipe."""
     try:
         with (recipe_folder(recipe) / "lock").open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

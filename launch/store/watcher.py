@@ -1,4 +1,4 @@
-"""What is told of trials while they run, and what is common to all that run them."""
+"""The interface for progress of trials, and helpers for everything that runs them."""
 
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -14,27 +14,27 @@ from launch.store.files import write_whole
 from launch.store.trials import Trial
 
 ERROR_LINES = 8
-FINAL = (Status.OK, Status.OOM, Status.INFEASIBLE)  # results; the others may come out better another time
+FINAL = (Status.OK, Status.OOM, Status.INFEASIBLE)  # a trial with another status may succeed if it runs again
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A trial that ended just now."""
+    """A trial that has just ended."""
 
     trial: Trial
     measurement: Measurement
-    number: int  # of those that this sweep ran, from 1
+    number: int  # counts the trials that this sweep has run, from 1
     total: int
 
 
 class Watcher(Protocol):
-    """What is told how a sweep goes."""
+    """Receives the progress of a sweep."""
 
     def begin(self, total: int, kept: Sequence[tuple[Trial, Measurement]], left_out: int) -> None:
-        """Before the first of ``total`` trials; those ``kept`` ended earlier, and ``left_out`` plans do not run."""
+        """Called before the first of ``total`` trials; ``kept`` trials ended earlier, ``left_out`` plans do not run."""
 
     def tell(self, line: str) -> None:
-        """Something that is neither the start nor the end of a trial."""
+        """Receives a message that is neither the start nor the end of a trial."""
 
     def start(self, trial: Trial) -> None: ...
 
@@ -42,7 +42,7 @@ class Watcher(Protocol):
 
 
 def write_failure(recipe: LoadedRecipe, trial: Trial, status: Status, error: str) -> Measurement:
-    """Write the measurement of a trial that could not write its own."""
+    """Write and return the measurement of a trial that could not write its own."""
     measurement = Measurement(
         plan=trial.plan,
         status=status,
@@ -56,7 +56,7 @@ def write_failure(recipe: LoadedRecipe, trial: Trial, status: Status, error: str
 
 @contextmanager
 def interrupts_noted() -> Iterator[Callable[[], bool]]:
-    """Only note SIGINT and SIGTERM, so that no trial starts without being known; yields whether one came."""
+    """Delay SIGINT and SIGTERM, so that no trial starts unrecorded; yields a function that says whether one came."""
     noted: list[int] = []
     before = {
         number: signal.signal(number, lambda number, frame: noted.append(number))

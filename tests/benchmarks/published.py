@@ -69,7 +69,7 @@ def a100_node() -> tuple[list[Row], str, dict[str, float], list[Target]]:
     by_value = by_group(bound, found)
     groups = [f"{name}={value} {error:.1%}" for name, value, error, _ in by_value]
     # These eight parameters cannot reach the targets: iterations at tp = 4 that differ only in layers and micro-batches
-    # are up to 30 % from groups that should take as long (docs/cost.md, "How right it is"). They reach 6.0 and 10.4 %.
+    # are up to 30 % from groups that should take as long (docs/cost.md, "Accuracy"). They reach 6.0 and 10.4 %.
     targets = [
         Target(what="A100 node, mean error", found=mean_error(rows), wish=5, held=6.5, unit=" %"),
         Target(

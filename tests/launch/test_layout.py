@@ -118,6 +118,15 @@ def test_imports_run_down_the_house():
     assert imports_up(ROOT, imports_of_ours(), rooms) == []
 
 
+def test_a_class_name_means_one_thing():
+    files: dict[str, list[str]] = {}
+    for file in imports_of_ours():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                files.setdefault(node.name, []).append(str(file.relative_to(ROOT)))
+    assert {name: found for name, found in files.items() if len(found) > 1} == {}
+
+
 def test_a_circle_an_import_up_and_a_file_in_no_room_are_found(tmp_path):
     files = {
         "auto3d/__init__.py": "from auto3d.high.a import value",

@@ -1,4 +1,4 @@
-"""Merak's sharding: the subgraphs it finds, and that running them one after the other is running the model."""
+"""Merak's sharding: its subgraphs, and that running them one after the other gives the model's results."""
 
 import copy
 from functools import lru_cache
@@ -31,13 +31,13 @@ def gpt2_of_48_layers() -> Graph:
 
 
 def live(graph: Graph, position: int) -> set[str]:
-    """Values that operations before ``position`` make and later ones use, without those that are repeated."""
+    """Values that operations before ``position`` make and later ones use; repeated operations do not count."""
     made = {v.name for node in graph.nodes[:position] if not node.from_inputs for v in node.outputs}
     return made & {name for node in graph.nodes[position:] for name in node.reads}
 
 
 def modules(graph: Graph, positions: range) -> set[str]:
-    """What has parameters there."""
+    """Paths of the modules with parameters at these positions."""
     return {graph.nodes[p].module for p in positions if graph.parameters.keys() & set(graph.nodes[p].state)}
 
 
@@ -70,7 +70,7 @@ def test_any_number_of_subgraphs_up_to_the_most_of_48_layers():
 
 @pytest.mark.parametrize("model", MODELS)
 def test_subgraphs_are_a_sequence(model):
-    """Each has parameters and operations; what it uses is the last one's output, or common, or of the inputs."""
+    """Each has parameters and operations, and uses only the previous one's output, common values and graph inputs."""
     graph = captured(model, 2).graph
     sharding = shard(graph)
     assert [p for positions in sharding.subgraphs for p in positions] == list(range(len(graph.nodes)))
@@ -107,7 +107,7 @@ def test_common_nodes_of_t5_are_the_encoders_output_and_both_position_biases():
 
 @pytest.mark.parametrize("model", ["gpt2", "t5", "swin", "resnet", "averaging"])
 def test_subgraphs_at_a_threshold_are_joined_ones_of_the_finest(model):
-    """As algorithm 2 finds them, which closes and reopens subgraphs on its way: each first bound past the threshold."""
+    """Each bound is the first past the threshold, although algorithm 2 closes and reopens subgraphs on its way."""
     graph = captured(model, 2).graph
     before = [0]
     for node in graph.nodes:
@@ -128,14 +128,14 @@ def test_subgraphs_at_a_threshold_are_joined_ones_of_the_finest(model):
 
 
 def counts(sharding: Sharding) -> list[int]:
-    """From 2 to the most: both ends and some between."""
+    """Numbers of subgraphs: 2, the most, and some between."""
     most = len(sharding.subgraphs)
     wanted = {2, 3, most // 4, most // 2, 3 * most // 4, most - 1, most}
     return sorted(count for count in wanted if 2 <= count <= most)
 
 
 def run_in_sequence(model: CapturedModel, bounds: tuple[int, ...], module: torch.nn.Module, batch: dict) -> float:
-    """Run the stages between ``bounds`` one after the other and back; gradients are left in the module's parameters."""
+    """Run the stages between ``bounds`` forward and backward; the gradients end up in the module's parameters."""
     stages = cut(model.graph, stages_between(bounds))
     tensors = {**dict(module.named_buffers()), **dict(module.named_parameters()), **model.exported.constants}
     for parameter in module.parameters():
@@ -162,7 +162,7 @@ def batch_of(model: str) -> dict[str, torch.Tensor]:
 
 
 def assert_equal(found: torch.nn.Module, expected: torch.nn.Module) -> None:
-    """All gradients and buffers to 1e-6 of the largest entry of each."""
+    """Assert that all gradients and buffers agree to 1e-6 of the largest entry of each."""
     buffers = dict(expected.named_buffers())
     gradients = {name: parameter.grad for name, parameter in expected.named_parameters()}
     own = {name: parameter.grad for name, parameter in found.named_parameters()} | dict(found.named_buffers())
@@ -179,7 +179,9 @@ def test_the_sequence_computes_what_the_model_computes(model):
     expected = MODELS[model][0]()
     initial = copy.deepcopy(expected)
     batch = batch_of(model)
-    at_size = captured(model, MICRO_BATCH_SIZE)  # outside, for a capture has the strides of the kernel that it sees
+    at_size = captured(
+        model, MICRO_BATCH_SIZE
+    )  # outside the context: a capture records the strides of the kernel that it sees
     with sdpa_kernel(SDPBackend.MATH):
         result = expected(**batch)
         loss = result if isinstance(result, torch.Tensor) else result["loss"]

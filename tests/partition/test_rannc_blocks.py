@@ -1,4 +1,4 @@
-"""RaNNC's atomic and block level against brute force on random graphs and on the models of the other tests."""
+"""RaNNC's atomic and block levels against brute force, on random graphs and on the models of the other tests."""
 
 import random
 from itertools import pairwise, product
@@ -38,7 +38,7 @@ def units_of(graph: Graph, memory_bytes: float = float("inf")) -> Units:
 
 
 def reachable(after: dict[int, set[int]]) -> dict[int, set[int]]:
-    """By brute force; what each node leads to, without itself unless a cycle does."""
+    """Per node, all nodes that it leads to, by brute force; itself only if it is on a cycle."""
     found = {}
     for node in after:
         seen, pending = set(), list(after[node])
@@ -52,7 +52,7 @@ def reachable(after: dict[int, set[int]]) -> dict[int, set[int]]:
 
 
 def check_blocks(graph: Graph, blocks: list[tuple[Subcomponent, ...]]) -> None:
-    """Each subcomponent once; values go forward in the sequence; every block convex; buffers written in one block."""
+    """Assert: each subcomponent once, values only go forward, convex blocks, one block for each written buffer."""
     operations = [sub.operation for block in blocks for sub in block]
     assert sorted(operations) == [sub.operation for sub in atomic_subcomponents(graph)]
     block_of = {sub.operation: index for index, block in enumerate(blocks) for sub in block}
@@ -81,7 +81,7 @@ def test_atomic_subcomponents_have_one_non_constant_operation_and_their_own_cons
     for sub in subcomponents:
         assert [position for position in sub.positions if not constant[position]] == [sub.operation]
         own = {value.name for position in sub.positions for value in graph.nodes[position].outputs}
-        for position in sub.positions:  # nothing constant comes from elsewhere
+        for position in sub.positions:  # every constant operation that it needs is inside
             for name in set(graph.nodes[position].reads) & graph.producer.keys() - own:
                 assert not constant[graph.producer[name]]
     operations = [sub.operation for sub in subcomponents]
@@ -94,14 +94,16 @@ def test_atomic_subcomponents_have_one_non_constant_operation_and_their_own_cons
             assert not node.from_inputs
 
 
-def test_constants_are_cloned_not_shared():
+def test_constants_are_cloned_and_not_sent():
     graph = captured("llama", 2).graph  # the rotary tables and the mask are used in every layer
     holders = [sub for sub in atomic_subcomponents(graph) if sub.constants]
     clones = [position for sub in holders for position in sub.constants]
     assert max(clones.count(position) for position in set(clones)) >= 4
     stages = stages_of_operations(stage_of_operations(graph, [[sub] for sub in atomic_subcomponents(graph)]))
     names = {node.name for node in graph.nodes if node.from_inputs}
-    for stage in cut(graph, stages):  # one per subcomponent: each has its own copies, and nothing constant is sent
+    for stage in cut(
+        graph, stages
+    ):  # one stage per subcomponent: each has copies of its constants, and no constant is sent
         assert names.isdisjoint(transfer.value.name for transfer in stage.sent)
 
 
@@ -177,7 +179,7 @@ def test_blocks_of_models(model, wanted):
 
 
 def test_blocks_are_balanced():
-    """Four layers and a head that is as long as one: eight blocks cannot be equal without sending much more."""
+    """Four layers and a head as long as one layer: eight equal blocks would send much more."""
     graph = captured("bert", 8).graph
     for wanted, most in ((2, 1.15), (4, 1.3), (8, 1.7)):
         units = units_of(graph)

@@ -1,4 +1,4 @@
-"""RaNNC's stage level against brute force, and the whole of it on the models of the other tests."""
+"""RaNNC's stage level against brute force, and all of RaNNC on the models of the other tests."""
 
 import random
 import re
@@ -27,7 +27,7 @@ inf = float("inf")
 
 
 def every_way(blocks: int, stages: int, devices: int) -> list[list[tuple[int, int, int]]]:
-    """All stages of consecutive blocks with all replica counts: (replicas - 1, first block, last block) of each."""
+    """All divisions into stages with all replica counts: a (replicas - 1, first block, last block) for each stage."""
     found = []
     for bounds in combinations(range(1, blocks), stages - 1):
         for ends in combinations(range(1, devices), stages - 1):
@@ -38,7 +38,7 @@ def every_way(blocks: int, stages: int, devices: int) -> list[list[tuple[int, in
 
 
 def random_choices(chance: random.Random, blocks: int, devices: int) -> Choices:
-    """More replicas are mostly faster; some cannot be; forward and backward times follow each other only loosely."""
+    """Random choices: more replicas are mostly faster, some are impossible, forward and backward loosely related."""
     shape = (devices, blocks, blocks)
     forward, backward, memory = np.full(shape, inf), np.full(shape, inf), np.full(shape, inf)
     weights = [(chance.randint(1, 9), chance.randint(1, 9), chance.randint(1, 9)) for _ in range(blocks)]
@@ -56,7 +56,7 @@ def random_choices(chance: random.Random, blocks: int, devices: int) -> Choices:
 
 
 def published(choices: Choices, stages: int, devices: int) -> float:
-    """Algorithm 1 as the paper has it, but for its start and d_min: the best sum of each state, and its two times."""
+    """Algorithm 1 as published, except for its start and d_min: it keeps the best sum of each state."""
     blocks = choices.forward_s.shape[-1]
     known = {(0, 0): (0.0, 0.0)}
     for _ in range(stages):
@@ -100,7 +100,7 @@ def test_stages_and_replicas_as_by_brute_force():
         improved += published(choices.fitting(limit), stages, devices) > best
     assert infeasible > 30
     assert unequal > 30
-    assert improved  # rarely, but it happens: see ``form_stages``
+    assert improved  # the published algorithm is sometimes worse, see ``form_stages``
 
 
 def test_costs_of_runs_are_those_of_the_stages_that_they_make():
@@ -192,7 +192,7 @@ def test_the_search_takes_the_fewest_nodes_and_stages_that_fit():
         search = StageSearch(blocks, profiles, nodes=nodes, devices_per_node=per_node, global_batch=batch)
         found = search.search()
         possible = every_form(search.runs, profiles, nodes=nodes, per_node=per_node, batch=batch)
-        # a pipeline has more stages than one of fewer nodes could have
+        # a pipeline has more stages than a pipeline of fewer nodes could have
         smaller = {d: max((e for e in range(1, d) if nodes * per_node % e == 0 and e % per_node == 0), default=0)
                    for d, _ in possible}  # fmt: skip
         possible = {key: values for key, values in possible.items() if key[1] > smaller[key[0]]}
@@ -240,7 +240,7 @@ def partition(model: str, memory_bytes: float, **settings: int) -> RanncPartitio
 
 @pytest.mark.parametrize("model", MODELS)
 def test_stages_of_models_fit_and_are_never_empty(model):
-    """From all the memory that one device could want, down to none."""
+    """With memory from enough for one device down to none."""
     graph = captured(model, 2).graph
     constant = {node.name for node in graph.nodes if node.from_inputs}
     enough = partition(model, inf)
@@ -259,12 +259,12 @@ def test_stages_of_models_fit_and_are_never_empty(model):
         stages_found.add(len(found.stages))
         for stage in cut(graph, found.stages):
             assert set(stage.nodes) - constant
-    if model != "reused":  # whose layers are used at both ends: no stage could hold less than all
+    if model != "reused":  # its layers are used at both ends, so every stage would hold the whole model
         assert stages_found & {2, 3, 4}
 
 
 @pytest.mark.parametrize("model", ["gpt2", "bert", "t5"])
-def test_what_is_said_to_fit_fits(model):
+def test_the_memory_that_is_called_enough_is_enough(model):
     with pytest.raises(PartitionError, match="no stages fit 4 devices of") as refused:
         partition(model, 1000.0)
     message = str(refused.value)
@@ -281,8 +281,8 @@ def test_a_batch_that_is_too_small_is_refused():
         partition("bert", inf, nodes=0)
 
 
-def test_replicas_share_samples_equally_where_a_plan_must():
-    """Of 12 samples, five devices can be given equal shares only if no stage has five."""
+def test_replicas_get_equal_slices_where_a_plan_needs_them():
+    """12 samples divide equally among five devices only if no stage has all five."""
     free = partition("bert", inf, nodes=1, devices_per_node=5)
     assert (len(free.stages), free.replicas) == (1, (5,))
     equal = partition("bert", inf, nodes=1, devices_per_node=5, equal_slices=True, smallest_micro_batch=1)

@@ -15,7 +15,7 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved-1f1b", "chimera", "zb-h1")
 
 
 def random_case(seed: int, **axes) -> tuple[Domain, PlanMaker]:
-    """A transformer of random size on up to 16 devices, of which every second time some are slower."""
+    """A transformer of random size on up to 16 devices; in half of the cases some devices are slower."""
     random = Random(seed)
     hidden, sequence = random.choice([512, 1024, 2048]), random.choice([256, 1024])
     vocabulary, depth = random.choice([8_000, 50_000]), random.randrange(8, 25)

@@ -1,4 +1,4 @@
-"""The cost model as trials correct it."""
+"""Correcting the cost model by trials."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Plans made of what a method of partitioning found."""
+"""Plans made from the partitions of partition methods."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""RaNNC's own search: the bytes and links that it counts, and plans that fit."""
+"""RaNNC as a search algorithm: the bytes and links that it counts, and plans that fit."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a search makes of recompute: none, full, a share, or the largest share that fits."""
+"""The axis recompute of a search: none, full, a fraction, or the largest fraction that fits."""
 
 from dataclasses import replace
 
@@ -87,7 +87,9 @@ def test_a_plan_that_cannot_fit_is_refused_with_its_bytes():
     assert fits.plan == free.plan
     graph, least = captured("gpt2", 4).graph, needed(free.plan)
     assert not shortage(graph, free.plan, cluster_of(least), optimizer_copies=2)
-    assert not shortage(graph, free.plan, cluster_of(least, None), optimizer_copies=2), "what is not known is enough"
+    assert not shortage(graph, free.plan, cluster_of(least, None), optimizer_copies=2), (
+        "unknown memory counts as enough"
+    )
     for small in range(4):
         nodes = [least if device != small else 1 for device in range(4)]
         placed = replace(free.plan, placement=((2,), (0,), (1,), (3,)))

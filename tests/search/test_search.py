@@ -1,4 +1,4 @@
-"""Search: candidates become plans, bounds never lose the best, algorithms find it."""
+"""Search: candidates become plans, pruning by bounds loses none of the best, and algorithms find the best."""
 
 from dataclasses import replace
 from functools import partial
@@ -61,7 +61,7 @@ def test_every_placement_uses_each_rank_once(name):
 
 
 def test_layer_assignment_is_the_best_of_all_cuts_on_devices_of_two_kinds():
-    """By AMP's closed form, without gradient syncs and updates, which its objective leaves out."""
+    """By AMP's closed form without gradient syncs and updates, as in its objective."""
     for seed in range(40):
         domain, maker = random_case(seed, partition=["layer-assignment"])
         cuts = len(maker.planned.layers)
@@ -111,7 +111,7 @@ def test_uneven_replicas_use_all_devices_and_make_the_slowest_stage_faster():
         of_uneven.unlimited(replace(uneven, pp=1))
 
 
-def test_what_sharding_the_optimizer_and_early_syncs_change():
+def test_effects_of_sharding_the_optimizer_and_of_early_syncs():
     domain, maker = random_case(3, dp=[2], tp=[1], schedule=["interleaved-1f1b"])
     candidate = next(one for one in domain.degrees if one.micro_batch_size == 1 and one.pp > 1)
     plan, model = maker.unlimited(candidate), maker.model
@@ -126,7 +126,7 @@ def test_what_sharding_the_optimizer_and_early_syncs_change():
     assert early == replace(plan, schedule_options={"sync": "eager"})
     assert model.seconds(early) < model.seconds(plan), "the first chunk's sync is over before the last begins"
     again = maker.unlimited(replace(candidate, schedule="interleaved-1f1b:sync=lazy", sync="eager"))
-    assert again.schedule_options == {"sync": "lazy"}, "what the schedule says itself counts"
+    assert again.schedule_options == {"sync": "lazy"}, "an option of the schedule has priority"
 
 
 def test_reasons_that_differ_in_numbers_are_counted_together():

@@ -1,4 +1,4 @@
-"""What srun starts on each node: join the others as `auto3d train` does, and sum the ranks, counted from 1."""
+"""srun starts this on each node: it joins the others as `auto3d train` does, and sums the ranks, counted from 1."""
 
 import socket
 

@@ -16,7 +16,7 @@ ALIAS = Path("/sys/class/net/auto3d/ifalias")  # of the cluster's switch: the fo
 
 
 class SlurmCluster:
-    """Runs SLURM's commands from this machine, which is no node of the cluster."""
+    """Runs SLURM's commands from this machine, which is not a node of the cluster."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -29,7 +29,7 @@ class SlurmCluster:
     def run(
         self, *command: str, timeout_s: float = 60, code: int | None = 0, cwd: Path = REPOSITORY, **environment: str
     ) -> str:
-        """What the command printed; srun waits for ever if a node does not answer, so all have a time-out.
+        """The output of the command. All have a time-out, since srun waits for ever if a node does not answer.
 
         It has to end with ``code``, or with any.
         """
@@ -69,12 +69,12 @@ def wait_for(what: str, true: Callable[[], bool], *, timeout_s: float) -> None:
 
 
 def found_cluster() -> SlurmCluster:
-    """That which is up."""
+    """The cluster that is up."""
     return SlurmCluster(Path(ALIAS.read_text().strip()))
 
 
 def why_no_cluster() -> str:
-    """Empty if one is up, and all of it runs."""
+    """Why the tests cannot use a cluster; empty if one is up and all of it runs."""
     status = subprocess.run([*PROGRAM, "status"], capture_output=True, text=True, timeout=120, check=False)
     return f"no SLURM cluster: {(status.stderr or status.stdout).strip()}" if status.returncode else ""
 
@@ -90,7 +90,7 @@ def present_cluster() -> SlurmCluster:
 
 @pytest.fixture
 def cluster(present_cluster):
-    """All nodes are idle before a test, and no job is left after it."""
+    """All nodes are idle before a test, and no job remains after it."""
     wait_for("all nodes to be idle", present_cluster.all_idle, timeout_s=60)
     yield present_cluster
     for partition in ("low", "high"):

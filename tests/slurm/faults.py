@@ -28,10 +28,10 @@ from tests.slurm.test_dev_cluster import pids
 
 TIMES = 2
 FILE = Path("results/slurm/faults.md")
-RESUMES = 3  # at most; then it is not as it should be
-DRIVER_S = 400  # a driver that has not ended by then hangs
+RESUMES = 3  # a sweep that needs more has a fault
+DRIVER_S = 400  # a driver that runs longer hangs
 SWEEP = ["search.micro_batch_size=[2,4]", "measure.iterations=2000", "training.timeout_s=10"]
-ITERATIONS, EVERY = 2000, 500  # of a training
+ITERATIONS, EVERY = 2000, 500  # iterations of a training, and between its checkpoints
 LONG = 20_000  # SLURM looks at the limits of jobs twice a minute
 TRAINING = ["plan.pp=2", "plan.micro_batch_size=4", "training.timeout_s=10", f"training.checkpoint_every={EVERY}"]
 HERE = ["launch.executor=local", "cluster.nodes=1", "cluster.devices_per_node=2"]
@@ -50,7 +50,7 @@ again; no job is left; and what a training has learnt is, to the bit, what it le
 
 
 class Struck(Sweeps):
-    """A sweep that is under way, or a training of so many ``iterations``."""
+    """A running sweep, or a running training of ``iterations`` iterations."""
 
     def __init__(self, cluster: SlurmCluster, folder: Path, iterations: int | None) -> None:
         super().__init__(cluster, folder)
@@ -72,7 +72,7 @@ class Struck(Sweeps):
                     os.kill(pid, signal.SIGKILL)
 
     def start_queued_soon(self, *changes: str) -> None:
-        """Once SLURM has sent the job back to the queue, unless it was over by then."""
+        """Wait until SLURM has requeued the job, unless it has ended by then."""
         job = self.job()
         shown = ["scontrol", "show", "job", job]
 
@@ -126,7 +126,7 @@ def node_killed(struck: Struck, driver: subprocess.Popen, node: str) -> None:
 
 
 def link_cut(struck: Struck, driver: subprocess.Popen, node: str) -> None:
-    """Until SLURM has given the node up."""
+    """Wait until SLURM has given the node up."""
     link = ["ip", "-netns", f"auto3d-{node}", "link", "set", "eth0"]
     subprocess.run([*link, "down"], check=True)
     try:
@@ -143,7 +143,7 @@ def controller_killed(struck: Struck, driver: subprocess.Popen, node: str) -> No
 
 
 def accounting_killed(struck: Struck, driver: subprocess.Popen, node: str) -> None:
-    """And a job is cancelled, which squeue alone can tell then."""
+    """Also cancel a job: then only squeue can report it."""
     struck.kill("control", "slurmdbd")
     struck.cluster.run("scancel", struck.job())
 
@@ -157,7 +157,7 @@ def manifest_torn(struck: Struck, driver: subprocess.Popen, node: str) -> None:
 
 
 def time_is_over(struck: Struck, driver: subprocess.Popen, node: str) -> None:
-    """The limit is less than a minute away by now; the job is to be warned two minutes before."""
+    """The limit is less than a minute away by now; SLURM should warn the job two minutes before it."""
     struck.cluster.run("scontrol", "update", f"JobId={struck.job()}", "TimeLimit=1")
     struck.start_queued_soon("TimeLimit=60")
 
@@ -165,8 +165,8 @@ def time_is_over(struck: Struck, driver: subprocess.Popen, node: str) -> None:
 @dataclass(frozen=True)
 class Fault:
     strike: Callable[[Struck, subprocess.Popen, str], None]
-    iterations: int | None = None  # of a training; none: it is a sweep
-    says: set[str] = field(default_factory=lambda: {"ok"})  # statuses of trials when the driver has ended by itself
+    iterations: int | None = None  # iterations of a training; None: a sweep
+    says: set[str] = field(default_factory=lambda: {"ok"})  # accepted statuses if the driver ended by itself
 
     @property
     def loses(self) -> int:
@@ -179,7 +179,7 @@ class Fault:
 
 BOTH = (None, ITERATIONS)
 LOST = {"ok", "failed"}
-UNTOLD = {"ok", ""}  # the driver ended before the trial
+UNTOLD = {"ok", ""}  # statuses if the driver ended before the trial
 FAULTS = [
     *(Fault(rank_killed, kind, LOST) for kind in BOTH),
     *(Fault(driver_killed, kind, UNTOLD) for kind in BOTH),
@@ -193,16 +193,16 @@ FAULTS = [
 
 @dataclass(frozen=True)
 class End:
-    """What became of it."""
+    """The result of one fault."""
 
     wrong: list[str]
-    starts: int  # of jobs, the first included
+    starts: int  # number of job starts, including the first
     resumes: int
     seconds: float
 
 
 def strike(cluster: SlurmCluster, fault: Fault, seed: int) -> End:
-    """Start, strike at a random moment, resume, and look."""
+    """Start, strike at a random moment, resume, and check the result."""
     chance = random.Random(f"{fault} {seed}")
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="auto3d-faults-") as folder:
@@ -252,7 +252,7 @@ def _ending(driver: subprocess.Popen) -> str | None:
 
 
 def _statuses(struck: Struck) -> set[str]:
-    """By what the trials wrote; empty for one that wrote nothing."""
+    """The statuses that the trials wrote; empty for one that wrote nothing."""
     found = set()
     for history in histories(struck.entries()):
         file = struck.folder / "runs" / "own" / "trials" / history / "measurement.json"
@@ -266,7 +266,7 @@ def _all_ok(struck: Struck) -> bool:
 
 
 def _look(struck: Struck, fault: Fault) -> list[str]:
-    """What is not as it should be at last."""
+    """What is wrong at the end."""
     known = histories(struck.entries())
     starts = sum(struck.starts())
     trials = 1 if struck.iterations else 2
@@ -286,7 +286,7 @@ def _look(struck: Struck, fault: Fault) -> list[str]:
 
 @cache
 def undisturbed(cluster: SlurmCluster, iterations: int) -> dict:
-    """What the training leaves on this machine."""
+    """The checkpoint that the same training leaves on this machine."""
     with tempfile.TemporaryDirectory(prefix="auto3d-faults-") as folder:
         here = Struck(cluster, Path(folder), iterations)
         here.auto3d(*here.command(), *HERE)

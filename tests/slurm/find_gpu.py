@@ -1,4 +1,4 @@
-"""What srun starts for each rank: find its GPU as a training does, and compare it with those of the other ranks."""
+"""srun starts this for each rank: it finds its GPU as a training does, and compares it with those of other ranks."""
 
 import socket
 
@@ -10,7 +10,7 @@ from auto3d.runtime.world import join
 from launch.run.devices import visible_devices
 
 world, names = joined_world(), visible_devices()
-torch.cuda.device_count = lambda: len(names)  # this torch, which has no CUDA, would count none
+torch.cuda.device_count = lambda: len(names)  # a torch without CUDA would count none
 own = names[world.device("cuda").index]
 join(world, device=torch.device("cpu"), timeout_s=60)
 gather_rank_devices(RankDevice(socket.gethostname(), own, "a GPU"), timeout_s=60)

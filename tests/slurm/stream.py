@@ -1,4 +1,4 @@
-"""What srun starts on two nodes: the first reads what the second sends for a second, and prints the rate in Mbit/s."""
+"""srun starts this on two nodes: the first reads what the second sends for 1 s, and prints the rate in Mbit/s."""
 
 import socket
 import sys

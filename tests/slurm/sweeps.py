@@ -50,12 +50,12 @@ class Sweeps:
         return [history.starts for history in histories(self.entries()).values()]
 
     def job(self) -> str:
-        """Of the trial that was submitted last."""
+        """The job of the trial that was submitted last."""
         submitted = [entry.job for entry in self.entries() if entry.state is State.SUBMITTED]
         return submitted[-1] if submitted else ""
 
     def running_on(self) -> list[str]:
-        """The nodes of that job, once its ranks iterate."""
+        """The nodes of that job; waits until its ranks iterate."""
         told: list[str] = []
 
         def iterates() -> bool:
@@ -72,7 +72,7 @@ class Sweeps:
 
 
 def ranks_on(node: str) -> list[int]:
-    """Processes that a trial's own process forked there."""
+    """The processes on ``node`` that the process of a trial forked."""
     found = []
     for pid in pids(node, "python"):
         with suppress(FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,4 @@
-"""A cluster of the test's own, broken in many ways: `up` mends each, and `down` leaves nothing of it behind."""
+"""A cluster for this test, broken in many ways: `up` repairs it each time, and `down` leaves nothing behind."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ def ip(*arguments: str) -> str:
 
 
 def traces() -> dict[str, list[str] | str]:
-    """All that a cluster could leave on a machine."""
+    """Everything that a cluster could leave on a machine."""
     links = sorted(line.split()[1] for line in ip("-o", "link").splitlines())
     mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     daemons = ("slurm", "munged", "mariadbd", "srun", "sbatch")

@@ -1,4 +1,4 @@
-"""What a description of the cluster gets wrong is told in one line. Needs no cluster."""
+"""An error in a description of the cluster is reported in one line. Needs no cluster."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,7 @@ GOOD = "cpus_per_node: 4\nnodes:\n  n1: {bandwidth_mbit_s: 100, latency_ms: 0.5}
 
 @pytest.fixture
 def description(monkeypatch):
-    """The program's module: it is no package, for its folder is a program's."""
+    """The module of the program, whose folder is not a package."""
     monkeypatch.syspath_prepend(str(DEV_CLUSTER))
     import description
 

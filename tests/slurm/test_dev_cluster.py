@@ -1,4 +1,4 @@
-"""That `make cluster-up` gives a real cluster: hosts and links of their own, queues, accounting, preemption."""
+"""`make cluster-up` gives a real cluster: separate hosts and links, queues, accounting, preemption."""
 
 import json
 import os

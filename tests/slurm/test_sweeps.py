@@ -159,7 +159,7 @@ def test_a_preempted_trial_that_slurm_does_not_requeue_is_submitted_again(sweeps
     assert sweeps.starts() == [2]
     sweeps.cluster.run("scancel", sweeps.job())
     output = end(sweep, code=1)
-    assert f"job {job} was lost, and cannot be submitted again yet: sbatch refused" in output
+    assert f"job {job} was lost and cannot be submitted again yet: sbatch refused" in output
     assert f"job {job} ended as PREEMPTED; submitted again: job {sweeps.job()}" in output
     assert "ended as CANCELLED" in output
 
@@ -236,7 +236,7 @@ def test_a_job_that_waits_too_long_is_cancelled(sweeps):
     sweeps.cluster.run("sbatch", *everything)
     wait_for("no node to be idle", lambda: "idle" not in sweeps.cluster.node_states().values(), timeout_s=30)
     output = sweeps.auto3d("sweep", "launch.queue_timeout_s=3", code=1)
-    assert f"job {sweeps.job()} waited 3 s for its nodes (" in output
+    assert f"job {sweeps.job()} was pending for 3 s (" in output
     assert not sweeps.cluster.run("squeue", "--noheader", "--partition=low")
     assert statuses(sweeps) == ["timeout"]
 
@@ -253,7 +253,7 @@ def test_status_logs_and_cancel(sweeps):
     logs = sweeps.start("logs", "pp2-mb4", "-f")
     wait_for("the logs", lambda: "Starting with JobEnvironment" in logs.stdout.readline(), timeout_s=30)
     refused = sweeps.auto3d("logs", "pp3", code=2)
-    assert "trial: 'pp3' is none of those that were started: dp1-tp1-pp2-mb4" in refused
+    assert "trial: no trial is called 'pp3'; started trials: dp1-tp1-pp2-mb4" in refused
     assert "cancelled 1 job of SLURM: dp1" in sweeps.auto3d("cancel", "pp2")
     end(logs)
     assert "1 cancelled" in sweeps.auto3d("status", "--watch")

@@ -42,7 +42,7 @@ def ranks_on(node: str) -> list[int]:
 
 @cache
 def trained_here(cluster: SlurmCluster, *arguments: str) -> dict:
-    """The record of a training on this machine: the same for all templates, so it runs once."""
+    """The record of a training on this machine; it is the same for all templates, so it runs once."""
     return json.loads(cluster.run(*AUTO3D, "train", *PLAN, *arguments, timeout_s=200))
 
 
@@ -81,7 +81,7 @@ def test_a_preempted_job_goes_on_where_it_was(cluster, tmp_path, template, plan)
     cluster.start_soon(job)
     wait_for_end(cluster, job, timeout_s=200)
     told = errors.read_text()
-    assert "it is queued again, and goes on from the checkpoint" in told
+    assert "it is requeued, and will continue from its checkpoint" in told
     numbers = [int(found) for found in re.findall(r"^iteration (\d+)/", told, re.MULTILINE)]
     assert numbers == list(range(1, 101)), "each ran once"
     here = trained_here(cluster, *HERE[1:], *training)

@@ -1,4 +1,4 @@
-"""Trainings on a real cluster: preempted, at their time limit or on a node that dies, they go on where they were."""
+"""Trainings on a real cluster continue after preemption, their time limit, and the death of a node."""
 
 import re
 from pathlib import Path
@@ -23,11 +23,11 @@ class Trainings(Sweeps):
         return next(self.folder.glob("runs/own/checkpoints/train-*"), None)
 
     def saved(self) -> int:
-        """Iterations that were done at the newest checkpoint."""
+        """The number of iterations at the newest checkpoint."""
         return (newest(self.checkpoints) if self.checkpoints else None) or 0
 
     def iterations(self) -> list[int]:
-        """The numbers of all iterations that the job printed, in all of its starts."""
+        """The numbers of the iterations that the job printed in all of its starts."""
         (log,) = self.folder.glob("runs/own/jobs/*/*_0_log.out")
         return [int(found) for found in re.findall(r"^iteration (\d+)/", log.read_text(), re.MULTILINE)]
 
@@ -44,7 +44,7 @@ def final_state(folder: Path) -> dict:
 
 @pytest.fixture
 def undisturbed(trainings, tmp_path_factory) -> dict:
-    """What the same training leaves on this machine."""
+    """The checkpoint that the same training leaves on this machine."""
     here = Trainings(trainings.cluster, tmp_path_factory.mktemp("undisturbed"))
     here.auto3d("train", *PLAN, *HERE)
     return final_state(here.checkpoints)

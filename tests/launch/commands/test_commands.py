@@ -1,4 +1,4 @@
-"""The commands as a user runs them: training and planning. Sweeps have a file of their own."""
+"""Training and planning commands as a user runs them; tests/launch/drivers/test_sweep.py tests sweeps."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def run(folder: Path, *command: str, code: int = 0) -> subprocess.CompletedProce
 
 @pytest.fixture
 def trained(auto3d):
-    """Trains with --json and gives the record: the one line of standard output."""
+    """A function that trains with --json and returns the record, which is the only line of standard output."""
 
     def train(*arguments: str) -> dict:
         (line,) = auto3d("train", *arguments, "--json").out.splitlines()
@@ -40,7 +40,7 @@ def trained(auto3d):
 
 
 def test_training_is_the_same_however_its_processes_are_started(folder, trained):
-    """By auto3d itself, by torchrun, and by mpirun: the same losses to the last bit."""
+    """auto3d itself, torchrun and mpirun give the same losses to the last bit."""
     arguments = ["own.yaml", "plan.dp=2", "plan.pp=2", "plan.micro_batch_size=2"]
     own = trained(*arguments)
     assert len(own["loss"]) == len(own["grad_norm"]) == len(own["iteration_s"]) == 2
@@ -109,7 +109,7 @@ def test_a_factory_and_weights_of_ones_own(folder, auto3d, trained):
     shapes = {"a.weight": (16, 8), "a.bias": (16,), "b.weight": (3, 16), "b.bias": (3,)}
     save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, folder / "zeros.safetensors")
     zeros = trained("own.yaml", "model.weights=zeros.safetensors")
-    assert zeros["loss"][0] == pytest.approx(1.0986122886681098)  # ln 3: all classes alike
+    assert zeros["loss"][0] == pytest.approx(1.0986122886681098)  # ln 3, because all classes are equally likely
     assert drawn["loss"][0] != zeros["loss"][0]
     assert "a line of the user's own" in auto3d("train", "own.yaml", "--json").err, "what they print is no result"
 
@@ -137,7 +137,7 @@ def change_model(folder: Path, old: str, new: str) -> None:
 
 
 def test_what_a_rank_refuses_is_told_without_a_traceback(folder, auto3d):
-    """Weights of one stage drawn from those of another can only be found out where the stages are built."""
+    """Only building the stages shows that one stage's initial weights depend on those of another."""
     layer, larger = "nn.Linear(width, 3)\n", "self.more = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))\n"
     change_model(folder, layer, f"{layer}        {larger}        self.b.weight.data += self.a.weight.data.sum()\n")
     refused = auto3d("train", "own.yaml", "plan.micro_batch_size=2", code=2)
@@ -146,7 +146,7 @@ def test_what_a_rank_refuses_is_told_without_a_traceback(folder, auto3d):
 
 
 def test_the_loss_falls_on_real_text(folder, trained):
-    """From about ln(256) = 5.5 to below 3.5 in 30 iterations of the shipped recipe."""
+    """In 30 iterations of the shipped recipe the loss falls from about ln(256) = 5.5 to below 3.5."""
     result = trained("tiny", "training.iterations=30")
     assert 5.0 < result["loss"][0] < 5.8
     assert result["loss"][-1] < 3.5
@@ -261,7 +261,7 @@ def test_a_terminal_of_few_letters_is_no_error(folder):
 
 
 def test_the_way_in_imports_nothing_slow():
-    """So that an interrupt during the imports of seconds, which come later, is told in one line."""
+    """An interrupt during the slow imports, which come later, must also print one line."""
     code = "import launch.main, sys; assert not {'torch', 'click', 'rich', 'omegaconf'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -1,4 +1,4 @@
-"""`auto3d capture` and `auto3d partition`: figures, the cache behind them, pictures, and what they say of bad input."""
+"""`auto3d capture` and `auto3d partition`: figures, the cache, pictures, and errors for bad input."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def build(depth):
 
 @pytest.fixture
 def auto3d(auto3d):
-    """What the command prints or, where it ends with another code than 0, complains of."""
+    """Runs a command and returns its standard output or, for an exit code other than 0, its standard error."""
 
     def run(*arguments: str, code: int = 0) -> str:
         printed = auto3d(*arguments, code=code)
@@ -43,7 +43,7 @@ def auto3d(auto3d):
 
 
 def in_process(folder: Path, *arguments: str, modules: bool = False) -> str:
-    """The command in a process of its own; ``modules``: what it imported, in the place of its output."""
+    """The last line that the command prints in another process or, with ``modules``, the modules that it imported."""
     code = "import sys; from launch.main import main; sys.argv[0] = 'auto3d'\ntry: main()\nexcept SystemExit: pass\n"
     if modules:
         code += "print('\\n' + ' '.join(sys.modules))"
@@ -80,7 +80,7 @@ def test_a_cached_model_needs_neither_torch_nor_the_models_code(tmp_path):
     assert not {"torch", "transformers", "mine"} & set(imported)
 
     source.write_text(SOURCE.replace("self.layers(x)", "self.layers(x).relu()"))
-    os.utime(source, (0, 0))  # as old as it was, and yet another
+    os.utime(source, (0, 0))  # its time of change is the same, its content is not
     assert json.loads(in_process(tmp_path, *command))["graph"] != first["graph"]
 
 
@@ -92,7 +92,7 @@ def test_stages_hold_the_whole_model(auto3d, method):
     assert len(stages) == 4
     assert sum(stage["flops"] for stage in stages) == whole["flops"]
     assert sum(stage["flops_share"] for stage in stages) == pytest.approx(1)
-    tied = 256 * 128  # on the first stage and the last
+    tied = 256 * 128  # the first and the last stage both hold it
     assert sum(stage["parameters"] for stage in stages) == whole["parameters"] + tied
     assert [stage["send_bytes"] for stage in stages] == [4 * 128 * 128 * 4] * 3 + [0]
     assert all(stage["replicas"] >= 1 for stage in stages)
@@ -104,7 +104,7 @@ def test_stages_hold_the_whole_model(auto3d, method):
 
 
 def test_rannc_chooses_stages_and_replicas(auto3d):
-    """On tiny's four devices with memory enough, and with so little that the model must be divided."""
+    """tiny's four devices first have enough memory, then so little that the model must be divided."""
     whole = json.loads(auto3d("capture", "tiny", "--json"))
     for memory in ([], ["--memory-gib", "0.03"]):
         record = json.loads(auto3d("partition", "tiny", "--method", "rannc", "--json", *memory))
@@ -116,7 +116,7 @@ def test_rannc_chooses_stages_and_replicas(auto3d):
 
 
 def test_a_partition_can_be_trained(auto3d, tmp_path):
-    """RaNNC's plan has stages with replicas of their own; those of the other methods have one each."""
+    """RaNNC gives stages different numbers of replicas; the other methods give each stage one."""
     file = tmp_path / "plan.json"
     small = ["training.iterations=1", "model.config.n_layer=4"]
     printed = auto3d("partition", "tiny", *small, "--method", "rannc", "--memory-gib", "0.012", "--plan", str(file))

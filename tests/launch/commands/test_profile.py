@@ -1,4 +1,4 @@
-"""`auto3d profile`, and predictions that use what it wrote."""
+"""`auto3d profile`, and predictions from the profile that it writes."""
 
 import json
 import shlex
@@ -80,7 +80,7 @@ def test_tune_says_where_trials_on_slurm_rest_on_a_guess(auto3d, folder):
 
 
 def test_a_profile_of_a_node_serves_a_cluster_of_them(auto3d, folder, short):
-    """A search for several nodes captures the model at two sizes, and knows the profile by one that it did not."""
+    """A search for several nodes captures the model at two sizes; the profile fits it at a third."""
     auto3d("profile", "own.yaml", *HERE)
     search = ["plan", "own.yaml", *HERE, "cluster.nodes=2", "--json"]
     measured, estimated = (

@@ -1,4 +1,4 @@
-"""`auto3d schedule`: its figures against closed forms, the files it writes, and what it says of bad input."""
+"""`auto3d schedule`: figures against closed forms, the files that it writes, and errors for bad input."""
 
 import json
 from xml.etree import ElementTree
@@ -10,7 +10,7 @@ from auto3d.schedule import SCHEDULES
 
 @pytest.fixture
 def auto3d(auto3d):
-    """What the command prints or, where it ends with another code than 0, complains of."""
+    """Runs the command and returns its standard output or, for an exit code other than 0, its standard error."""
 
     def run(*arguments: str, code: int = 0) -> str:
         printed = auto3d("schedule", *arguments, code=code)
@@ -133,8 +133,8 @@ def test_messages_and_syncs(simulated):
     lazy, eager = (
         simulated("chimera", 4, 4, "--sync", "2", "--sync-placement", placement) for placement in ("lazy", "eager")
     )
-    assert lazy["makespan"] == 20  # P0's two, one after the other
-    assert eager["makespan"] == 18  # stage 0's still follows the last backward
+    assert lazy["makespan"] == 20  # the two syncs of P0 follow each other
+    assert eager["makespan"] == 18  # the sync of stage 0 still follows the last backward
 
 
 # What people read

@@ -1,4 +1,4 @@
-"""status, logs, cancel, resume and --detach, where trials run on this machine."""
+"""status, logs, cancel, resume and --detach for trials on this machine."""
 
 import fcntl
 import re
@@ -8,9 +8,9 @@ import psutil
 import pytest
 
 from auto3d.runtime.measurement import Status
-from launch.executors.follow import note_ends
 from launch.recipe.load import load
 from launch.slurm.executor import why_no_slurm
+from launch.store.ends import record_ends
 from launch.store.manifest import Entry, State, histories
 from launch.store.trials import manifest_of, trials_of
 from launch.store.watcher import write_failure
@@ -27,7 +27,7 @@ def fails_at_two(folder):
 
 
 def starts() -> list[int]:
-    """Of each trial of own.yaml, by their names."""
+    """The number of starts of each trial of own.yaml, in the order of their names."""
     known = histories(manifest_of(load("own.yaml")).entries())
     return [known[name].starts for name in sorted(known)]
 
@@ -44,7 +44,7 @@ def test_resume_starts_what_failed_up_to_a_limit(folder, auto3d, fails_at_two):
     assert "1/1 dp1-tp1-pp2-mb2" in resumed.err
     auto3d("resume", "own.yaml")
     assert starts() == [2, 1], "launch.attempts is 2"
-    assert "is in 2 names" in auto3d("logs", "own.yaml", "dp1", code=2).err
+    assert "2 names contain 'dp1'" in auto3d("logs", "own.yaml", "dp1", code=2).err
 
 
 def test_tune_starts_what_failed_only_when_asked_to(folder, auto3d, fails_at_two):
@@ -97,7 +97,7 @@ def test_a_detached_training_is_cancelled_and_goes_on(folder, auto3d):
     assert auto3d("status", "own.yaml").out.rstrip().endswith("1 interrupted")
 
     resumed = auto3d("resume", "own.yaml")
-    (first,) = re.findall(r"^going on after iteration (\d+) of 1000", resumed.err, re.MULTILINE)
+    (first,) = re.findall(r"^continuing after iteration (\d+) of 1000", resumed.err, re.MULTILINE)
     assert int(first) % 125 == 0
     assert int(first) > 0
     assert f"iteration {int(first) + 1}/1000" in resumed.err
@@ -105,7 +105,7 @@ def test_a_detached_training_is_cancelled_and_goes_on(folder, auto3d):
     assert auto3d("status", "own.yaml").out.rstrip().endswith("1 ok")
     assert "done already; to train anew: auto3d train own.yaml" in auto3d("resume", "own.yaml").out
     again = auto3d("train", "own.yaml", *options)
-    assert "done already, by the checkpoint after iteration 1000" in again.err
+    assert "is after iteration 1000; --fresh starts over" in again.err
     (file,) = folder.glob("runs/own/train-*.lock")
     with file.open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -122,11 +122,11 @@ def test_an_end_is_noted_once_and_not_of_a_trial_that_another_process_has_starte
     failed = write_failure(recipe, trial, Status.FAILED, "of job 1")
     trial.prepare(recipe)
     manifest.append([Entry(trial=trial.name, state=State.SUBMITTED, job="2")])
-    note_ends(recipe, {trial: failed})
+    record_ends(recipe, {trial: failed})
     assert [one.state for one in manifest.entries()] == [State.SUBMITTED] * 2
     measured = write_failure(recipe, trial, Status.OOM, "of job 2")
     for _ in range(2):
-        note_ends(recipe, {trial: measured})
+        record_ends(recipe, {trial: measured})
     (ended,) = [one for one in manifest.entries() if one.state is State.ENDED]
     assert (ended.job, ended.told) == ("2", "oom")
 
@@ -134,12 +134,12 @@ def test_an_end_is_noted_once_and_not_of_a_trial_that_another_process_has_starte
 @pytest.mark.parametrize("verb", ["status", "resume"])
 def test_nothing_was_run(folder, auto3d, verb):
     refused = auto3d(verb, "own.yaml", code=2).err
-    assert refused == "auto3d: own: nothing was run of it here; to run it: auto3d sweep own.yaml\n"
+    assert refused == "auto3d: own: nothing has run in this folder; to run it: auto3d sweep own.yaml\n"
 
 
 @pytest.fixture
 def no_slurm(folder, monkeypatch):
-    monkeypatch.setenv("PATH", str(folder))  # where there is no sinfo
+    monkeypatch.setenv("PATH", str(folder))  # a folder without sinfo
     why_no_slurm.cache_clear()
     yield
     why_no_slurm.cache_clear()

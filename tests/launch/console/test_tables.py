@@ -1,4 +1,4 @@
-"""What tables and commands show of measured memory, on CPUs and on GPUs."""
+"""Measured memory in tables and in the output of commands, on CPUs and on GPUs."""
 
 import json
 from dataclasses import asdict
@@ -34,7 +34,7 @@ def test_a_gpus_table_has_used_beside_allocated_memory_and_a_cpus_has_one_column
         recipe = load("own.yaml", [f"cluster.device={device}"])
         found = tables.results(recipe, [measurement(plan, memory)], 1, 0)
         tables.write(found)
-        heading, _, row = (folder / "results/own/table.md").read_text().splitlines()[:3]
+        heading, _, row = (folder / "tables/own/table.md").read_text().splitlines()[:3]
         shown = [[cell.strip() for cell in line.strip("|").split("|")] for line in (heading, row)]
         assert [line[-len(headings) :] for line in shown] == [headings, cells]
         assert ("used on its device" in tables.caption(found)) == (device == "cuda")
@@ -56,7 +56,7 @@ def test_a_training_ends_with_predicted_beside_measured_memory(plan, capsys, mem
 
 
 def test_measurements_survive_json_and_older_ones_are_read(plan):
-    """Those from before memory was told apart have the one number alone."""
+    """Older measurements have only one number for memory."""
     whole = measurement(plan, ON_GPU)
     assert Measurement.from_json(whole.to_json()) == whole
     older = json.loads(whole.to_json())

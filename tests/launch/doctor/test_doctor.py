@@ -98,9 +98,9 @@ def test_missing_slurm_is_an_error_only_if_the_recipe_requires_it(folder, tmp_pa
     path = str(tmp_path / "bin")  # a PATH without sinfo
     done = doctor(folder, "own.yaml", "launch.executor=slurm", code=1, PATH=path)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("error")]
-    assert "slurm: there is no sinfo here" in line
+    assert "slurm: sinfo is not installed here" in line
     done = doctor(folder, "own.yaml", "launch.executor=auto", code=0, PATH=path)
-    assert "ok      slurm: there is no sinfo here; trials run on this machine" in done.stdout
+    assert "ok      slurm: sinfo is not installed here; trials run on this machine" in done.stdout
 
 
 def test_the_recipe_is_optional_and_checked(folder):

@@ -1,4 +1,4 @@
-"""One place says how much memory a device has: every command takes it from there."""
+"""All commands take the memory of a device from one place."""
 
 import json
 
@@ -14,7 +14,7 @@ SMALL, LARGE = 0.001, 0.1  # GiB; two stages of small.yaml's model need somethin
 
 @pytest.fixture
 def kinds(folder):
-    """Accelerators of little and of enough memory."""
+    """Accelerators with too little, with enough and with unknown memory."""
     files = folder / "recipes" / "accelerators"
     files.mkdir(parents=True)
     (files / "small.yaml").write_text(f"peak_tflops: {{float32: 10}}\nmemory_gib: {SMALL}\n")
@@ -50,7 +50,7 @@ def test_train_sweep_and_plan_take_the_memory_of_the_accelerator(kinds, auto3d, 
 
 
 def test_on_a_mixed_cluster_each_device_has_its_own(kinds, auto3d):
-    """Two nodes of a device each: the plan's second stage does not fit on the small one."""
+    """Two nodes with one device each: the plan's second stage does not fit on the small one."""
     mixed = ["cluster.devices_per_node=1", "cluster.accelerator=large"]
     mixed += ["cluster.more=[{devices_per_node: 1, accelerator: small}]", "launch.executor=slurm"]
     message = auto3d("sweep", "small.yaml", *mixed, *SEARCH, "--dry-run", code=2).err
@@ -97,7 +97,7 @@ def test_a_partition_is_for_the_devices_links_and_memory_of_the_cluster(kinds, a
 
 
 def test_messages_take_the_slowest_link_between_neighbouring_stages(folder):
-    """Inside a node as long as the stages have room there, else between nodes too."""
+    """The link inside a node if all stages have room on one node, otherwise the link between nodes."""
     links = ["cluster.nodes=2", "cluster.devices_per_node=2", "cluster.inside={gbit_per_s: 80, latency_us: 5}"]
     recipe = load("small.yaml", [*links, "cluster.outside={gbit_per_s: 8, latency_us: 50}"])
     graph = PlanningModel(recipe).graph(2)

@@ -1,4 +1,4 @@
-"""Memory that really ends, by a limit that each rank sets itself: how it is told, and the share that fits."""
+"""Ranks that run out of memory, by a limit that each sets itself: the error, and the fraction that fits."""
 
 import json
 import os
@@ -27,9 +27,9 @@ class Wide(nn.Module):
         return x.mean()
 
 def make(spare):
-    if torch.empty(0).device.type == "cpu":  # not on the meta device: in a rank, which is about to train
+    if torch.empty(0).device.type == "cpu":  # not the meta device, so this is a rank about to train
         ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: what is freed is given back, not kept for later
-        Wide()(torch.ones(4, 32768, 16)).backward()  # what libraries take at their first use is not meant
+        Wide()(torch.ones(4, 32768, 16)).backward()  # libraries take memory at their first use
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + spare * 2**20,) * 2)
     return Wide()
@@ -57,8 +57,8 @@ def run(folder: Path, *arguments: str, code: int = 0) -> subprocess.CompletedPro
     return done
 
 
-def test_out_of_memory_is_told_with_the_operation_and_the_predicted_bytes(folder):
-    # in the middle between 91, with which the second forward begins, and 131, with which it ends
+def test_out_of_memory_is_reported_with_the_operation_and_the_predicted_bytes(folder):
+    # 111 is in the middle between 91, with which the second forward begins, and 131, with which it ends.
     told = run(folder, "train", "wide.yaml", "model.arguments.spare=111", code=1).stderr
     assert "training ended as oom" in told
     assert "rank 0 (" in told
@@ -67,13 +67,13 @@ def test_out_of_memory_is_told_with_the_operation_and_the_predicted_bytes(folder
 
 
 @pytest.mark.soak
-def test_trials_find_the_largest_share_that_fits(folder):
+def test_trials_find_the_largest_fraction_that_fits(folder):
     first = run(folder, "recompute", "wide.yaml", "--json")
     found = json.loads(first.stdout)
     status = {one["recompute"]: one["status"] for one in found["tried"]}
     assert status[found["recompute"]] == "ok"
-    shares = [k / 5 for k in range(6)]
-    assert status[shares[shares.index(found["recompute"]) + 1]] == "oom"
+    fractions = [k / 5 for k in range(6)]
+    assert status[fractions[fractions.index(found["recompute"]) + 1]] == "oom"
     assert "ran out of memory in " in first.stderr
     trials = sorted(path.stat().st_mtime_ns for path in (folder / "runs").rglob("measurement.json"))
     assert len(trials) == len(status) <= 3

@@ -37,19 +37,25 @@ def start_sweep(folder: Path, *arguments: str) -> subprocess.Popen:
     )
 
 
-def controllers_below(pid: int) -> list[psutil.Process]:
-    """Of trials; not the process that captures the model before them."""
+def forks_trials(process: psutil.Process) -> bool:
+    """Whether this is the process that a sweep forks its trials from, or was forked from it."""
+    return "launch.executors.fork_trials" in process.cmdline()
+
+
+def warm_below(pid: int) -> list[psutil.Process]:
+    """The process that trials are forked from; not the process that captures the model before them."""
     found = []
     for process in processes_below(pid):
-        with suppress(psutil.NoSuchProcess):
-            found += [process] * ("submitit.local._local" in process.cmdline())
+        with suppress(psutil.NoSuchProcess, AttributeError):
+            found += [process] * (forks_trials(process) and not forks_trials(process.parent()))
     return found
 
 
 def trial_of(pid: int) -> list[psutil.Process]:
-    """All processes of the trial that a sweep runs. The sweep has one more, Python's own, which ends after it."""
-    (controller,) = controllers_below(pid)
-    return [controller, *processes_below(controller.pid)]
+    """All processes of the one trial that a sweep runs."""
+    (warm,) = warm_below(pid)
+    (trial,) = warm.children()
+    return [trial, *processes_below(trial.pid)]
 
 
 def processes_below(pid: int) -> list[psutil.Process]:
@@ -60,19 +66,17 @@ def processes_below(pid: int) -> list[psutil.Process]:
 
 
 def ranks_below(pid: int) -> list[psutil.Process]:
-    """Ranks are what a trial's own process forked."""
+    """Ranks are what the process of a trial forked."""
     found = []
     for process in processes_below(pid):
-        try:
-            if "submitit.core._submit" in process.cmdline() and "submitit.core._submit" in process.parent().cmdline():
+        with suppress(psutil.NoSuchProcess, AttributeError):
+            if all(map(forks_trials, [process, process.parent(), process.parent().parent()])):
                 found.append(process)
-        except (psutil.NoSuchProcess, AttributeError):
-            continue
     return found
 
 
 def two_ranks_at_work(sweep: subprocess.Popen) -> list[psutil.Process]:
-    """The ranks of the trial that runs, in the middle of an iteration."""
+    """The two ranks of the running trial, in the middle of an iteration."""
     ranks = wait_until(lambda: len(found := ranks_below(sweep.pid)) == 2 and found, "the ranks of a trial")
     # Building takes a rank about 0.8 s of processor time.
     wait_until(lambda: all(sum(rank.cpu_times()[:2]) > 1.2 for rank in ranks), "the ranks to be at work")
@@ -98,7 +102,7 @@ def gone(processes: list[psutil.Process]) -> bool:
 
 
 def trial_lines(output: str) -> dict[str, str]:
-    """Trial -> status, of the trials that a sweep ran."""
+    """The status of each trial that a sweep ran, by name."""
     return dict(re.findall(r"^\d+/\d+ (\S+)-[0-9a-f]{8} (\w+)", output, flags=re.MULTILINE))
 
 
@@ -135,13 +139,35 @@ def test_a_sweep_survives_killed_and_hung_ranks_and_interrupts_and_runs_nothing_
     assert re.search(r"rank 0 on .*, in iteration .* waited 4 s for (activations|gradients|the)", output), output
     hung, _ = trial_lines(output)
 
-    again = auto3d("sweep", "own.yaml", *space)  # with another time-out of its waits, which measures nothing else
+    again = auto3d("sweep", "own.yaml", *space)  # another time-out does not change what is measured
     assert trial_lines(again.err) == {}, "every trial has ended, so none runs"
     assert again.err.count("(not run again)") == 2
     command = shlex.join(["auto3d", "sweep", "own.yaml", *space, "--retry"])
     assert f"2 trials failed or timed out; to run again: {command}" in again.err
     retried = auto3d("sweep", "own.yaml", *space, "--retry")
     assert trial_lines(retried.err) == {killed: "ok", hung: "ok"}
+
+
+def test_trials_are_forked_from_one_process_and_each_dies_by_itself(folder):
+    """A trial that is killed ends itself alone; where the process that forks trials dies, it is started again."""
+    space = ["search.micro_batch_size=[2,4,8]", "measure.iterations=1500"]
+    sweep = start_sweep(folder, *space)
+    two_ranks_at_work(sweep)
+    (first,) = warm_below(sweep.pid)
+    trial, *ranks = trial_of(sweep.pid)
+    trial.send_signal(signal.SIGSEGV)
+    wait_until(lambda: gone([trial, *ranks]), "the trial and its ranks to be gone", timeout_s=15)
+    two_ranks_at_work(sweep)
+    (second,) = warm_below(sweep.pid)
+    assert second == first
+    everything = trial_of(sweep.pid)
+    second.kill()
+    output, _ = sweep.communicate(timeout=200)
+    assert sweep.returncode == 0, output
+    assert gone(everything)
+    assert list(trial_lines(output).values()) == ["failed", "failed", "ok"], output
+    assert "its process was killed by SIGSEGV" in output
+    assert "the process that forks trials was killed by SIGKILL, as the kernel does when memory runs out" in output
 
 
 def interrupt_twice(sweep: subprocess.Popen) -> None:
@@ -153,7 +179,7 @@ def interrupt_twice(sweep: subprocess.Popen) -> None:
 ENDS = {
     "ctrl-c": interrupt_twice,
     "terminate": subprocess.Popen.terminate,
-    "kill": subprocess.Popen.kill,  # of the sweep alone
+    "kill": subprocess.Popen.kill,  # kills the driver only
 }
 
 
@@ -163,7 +189,7 @@ def test_an_interrupted_sweep_leaves_no_process(folder, how, when):
     if when == "running":
         two_ranks_at_work(sweep)
     else:
-        wait_until(lambda: controllers_below(sweep.pid), "the first trial's controller")
+        wait_until(lambda: warm_below(sweep.pid), "the process that trials are forked from")
     everything = processes_below(sweep.pid)
     ENDS[how](sweep)
     output, _ = sweep.communicate(timeout=30)
@@ -175,11 +201,11 @@ def test_an_interrupted_sweep_leaves_no_process(folder, how, when):
 
 
 def left_in(folder: Path) -> list[psutil.Process]:
-    """Processes of submitit that work in ``folder``, whoever their parent is now."""
+    """Processes of trials that work in ``folder``, whoever their parent is now."""
     found = []
     for process in psutil.process_iter():
         try:
-            if "submitit" in " ".join(process.cmdline()) and process.cwd() == str(folder):
+            if forks_trials(process) and process.cwd() == str(folder):
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
@@ -197,13 +223,13 @@ def test_two_sweeps_of_one_recipe_do_not_mix(folder, auto3d):
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory):
-    """A folder where a sweep of three trials has run; a micro-batch of 1 made one of them fail."""
+    """A folder in which a sweep of three trials has run; the one with a micro-batch of 1 failed."""
     folder = tmp_path_factory.mktemp("swept")
     write_recipes(folder)
     model = (folder / "mine.py").read_text()
     line = "    def forward(self, x, y):\n"
-    fault = f"{line}        y = y + 8 // (x.shape[0] * x.shape[0]) // 8 * 3\n"  # beyond the classes
-    wide = model.replace("width=16", "width=16384")  # so that its memory is seen beside the interpreter's
+    fault = f"{line}        y = y + 8 // (x.shape[0] * x.shape[0]) // 8 * 3\n"  # a target beyond the classes
+    wide = model.replace("width=16", "width=16384")  # large enough to be seen beside the interpreter's memory
     (folder / "mine.py").write_text(wide.replace(line, fault))
     done = subprocess.run(
         [*AUTO3D, "sweep", "own.yaml", SPACE], cwd=folder, capture_output=True, text=True, check=False
@@ -226,7 +252,7 @@ def test_a_trial_that_fails_shows_its_error_and_the_sweep_goes_on(swept):
     assert list(trial_lines(done.stderr).values()) == ["failed", "ok", "ok"]
     assert "IndexError: Target" in done.stderr
     assert f"1 trial failed or timed out; to run again: auto3d sweep own.yaml '{SPACE}' --retry" in done.stderr
-    hint = f"auto3d train own.yaml '{SPACE}' --plan results/own/best_plan.json"
+    hint = f"auto3d train own.yaml '{SPACE}' --plan tables/own/best_plan.json"
     assert hint in done.stdout
     train = subprocess.run([*AUTO3D, *shlex.split(hint)[1:]], cwd=folder, capture_output=True, text=True, check=False)
     assert train.returncode == 0, f"the hint works as it stands: {train.stderr}"
@@ -234,7 +260,7 @@ def test_a_trial_that_fails_shows_its_error_and_the_sweep_goes_on(swept):
 
 def test_the_table_is_complete_and_best_first(in_swept, auto3d):
     shown = auto3d("table", "own.yaml").out
-    with (in_swept / "results/own/table.csv").open() as file:
+    with (in_swept / "tables/own/table.csv").open() as file:
         records = list(csv.DictReader(file))
     assert [record["status"] for record in records] == ["ok", "ok", "failed"]
     times = [float(record["iteration_s"]) for record in records[:2]]
@@ -242,7 +268,7 @@ def test_the_table_is_complete_and_best_first(in_swept, auto3d):
     for record in records[:2]:
         assert float(record["samples_per_s"]) == pytest.approx(8 / float(record["iteration_s"]))
         assert int(record["peak_bytes"]) > 0
-    markdown = (in_swept / "results/own/table.md").read_text()
+    markdown = (in_swept / "tables/own/table.md").read_text()
     assert markdown.count("\n|") == 4
     assert "Measured" in markdown
     assert f"Again: `auto3d sweep own.yaml '{SPACE}'`" in markdown
@@ -250,7 +276,7 @@ def test_the_table_is_complete_and_best_first(in_swept, auto3d):
     rows = json.loads(auto3d("table", "own.yaml", "--json").out)
     assert rows[0]["iteration_s"] == times[0]
     assert "IndexError" in rows[2]["error"]
-    best = json.loads((in_swept / "results/own/best_plan.json").read_text())
+    best = json.loads((in_swept / "tables/own/best_plan.json").read_text())
     assert rows[0]["plan"] == best
     assert str(best["micro_batch_size"]) == records[0]["micro_batch_size"]
     for private in (in_swept / "runs/own", *(in_swept / "runs/own/trials").glob("*/job")):
@@ -316,7 +342,7 @@ def test_uneven_replicas_and_a_shared_optimizer_are_tried_and_told(folder, auto3
     axes = ["search.replicas=[uneven]", "search.shard_optimizer=auto", "search.micro_batch_size=[4]"]
     done = auto3d("sweep", "own.yaml", "cluster.devices_per_node=3", "measure.warmup_iterations=0", *axes)
     assert "ZeRO-1" in done.out
-    rows = list(csv.DictReader((folder / "results" / "own" / "table.csv").open()))
+    rows = list(csv.DictReader((folder / "tables" / "own" / "table.csv").open()))
     assert sorted((row["replicas"], row["shard_optimizer"], row["status"]) for row in rows) == [
         ("1+2", "False", "ok"),
         ("1+2", "True", "ok"),
@@ -329,9 +355,9 @@ def test_tune_tries_the_best_and_never_twice(folder, auto3d):
     first = auto3d(*arguments)
     assert first.err.count(" ok ") == 2
     assert "mean error of 2 trials" in first.out
-    best = Plan.from_json((folder / "results/own/best_plan.json").read_bytes())
+    best = Plan.from_json((folder / "tables/own/best_plan.json").read_bytes())
     assert best.tp == 1, "what cannot run yet is not tried"
-    assert "cost model" in (folder / "results/own/tune.md").read_text()
+    assert "cost model" in (folder / "tables/own/tune.md").read_text()
     again = auto3d(*arguments)
     assert " ok " not in again.err
     assert again.out == first.out
@@ -356,7 +382,7 @@ def test_tune_tries_the_fastest_again_in_turns_and_goes_on_after_an_interrupt(fo
     assert len(ended) == len(set(ended)), "what ended is kept"
     again = [trial for trial in ended if re.search(r"-[0-9a-f]{8}-2$", trial)]
     assert len(again) >= 2, "the fastest two at least ran a second time"
-    lines = (folder / "results/own/tune.md").read_text().splitlines()
+    lines = (folder / "tables/own/tune.md").read_text().splitlines()
     rows = [[cell.strip() for cell in line.split("|")] for line in lines if line.startswith("|")]
     tries = rows[0].index("trials")
     counts = [int(row[tries]) for row in rows[2:]]

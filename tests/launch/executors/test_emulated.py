@@ -1,4 +1,4 @@
-"""Nobody takes an emulated figure for a measured one: every record, table and line says what it is."""
+"""Every record, table and line says whether its figures are emulated or measured."""
 
 import csv
 import json
@@ -14,7 +14,7 @@ EMULATED = ["training.compute=emulated", "emulation.forward_s=0.002", "emulation
 
 
 def test_training_says_that_it_was_emulated(folder, auto3d):
-    """Also where the recipe is of a cluster of GPUs, none of which is here."""
+    """This also holds for a recipe of a cluster of GPUs on a machine without any."""
     arguments = ["train", "own.yaml", *EMULATED, "cluster.device=cuda"]
     printed = auto3d(*arguments)
     assert "samples/s (emulated, not measured: nothing was computed)" in printed.out
@@ -35,14 +35,14 @@ def test_a_sweep_and_its_tables_say_that_they_were_emulated(folder, auto3d):
     swept = auto3d("sweep", *arguments)
     assert re.search(r"1/1 \S+ ok \d+\.\d+ s/iteration \(emulated\)", swept.err)
     shown = " ".join(auto3d("table", *arguments).out.split())
-    markdown = (folder / "results/own/table.md").read_text()
+    markdown = (folder / "tables/own/table.md").read_text()
     for text in (shown, markdown):
         assert "Emulated, not measured on real devices: mine:make" in text
-        assert "but for forward_s 0.002, backward_s (0.002, 0.003)" in text
+        assert "except forward_s 0.002, backward_s (0.002, 0.003)" in text
         assert "Measured" not in text
         assert "peak memory" not in text
     assert "emulated" in swept.out
-    with (folder / "results/own/table.csv").open() as file:
+    with (folder / "tables/own/table.csv").open() as file:
         records = list(csv.DictReader(file))
     assert [(row["devices"], row["status"], row["peak_bytes"]) for row in records] == [("emulated", "ok", "")]
     assert markdown.splitlines()[2].rstrip(" |").endswith("emulated")

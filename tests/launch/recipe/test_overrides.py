@@ -1,4 +1,4 @@
-"""Overrides give what they say, whatever their order, or are refused in one line."""
+"""Overrides have the same effect in any order, or are refused in one line."""
 
 from copy import deepcopy
 from itertools import pairwise
@@ -31,7 +31,7 @@ VALUES: dict[str, list[Any]] = {
     "cluster.inside.gbit_per_s": [7.0, "much"],
     "cluster.inside.lanes": [2],
     "cluster.outside.latency_us": [4.5],
-    "cluster.more[0].nodes": [1, 3],  # of a list that p3-mixed alone has
+    "cluster.more[0].nodes": [1, 3],  # only p3-mixed has this list
     "cluster.more[0].inside.lanes": [1],
     "cluster.more[1].nodes": [2],
     "model.config.n_layer": [2, 24],
@@ -57,7 +57,7 @@ VALUES: dict[str, list[Any]] = {
 
 @st.composite
 def assignments(draw) -> tuple[dict[str, str], dict[KeyPath, Any]]:
-    """Groups with the names of their files, and values by path."""
+    """Names of files by group, and values by path."""
     names = {group: draw(st.sampled_from(choices)) for group, choices in NAMES.items() if draw(st.booleans())}
     keys = draw(st.lists(st.sampled_from(sorted(VALUES)), unique=True, max_size=6))
     return names, {read_path(key): draw(st.sampled_from(VALUES[key])) for key in keys}
@@ -65,7 +65,7 @@ def assignments(draw) -> tuple[dict[str, str], dict[KeyPath, Any]]:
 
 @st.composite
 def written(draw) -> tuple[dict[str, str], dict[KeyPath, Any], list[str]]:
-    """The same, and as overrides: each value by itself or several in one mapping, in any order."""
+    """The same, and the overrides that set them: each value alone or several in one mapping, in any order."""
     names, values = draw(assignments())
     overrides = [f"{group}={name}" for group, name in names.items()]
     together: dict[KeyPath, dict[str, Any]] = {}
@@ -88,7 +88,7 @@ def as_text(value: Any) -> str:
 
 
 def in_a_file(names: dict[str, str], values: dict[KeyPath, Any], file: Path) -> Recipe | None:
-    """What the recipe is with all of it written into its file; None if it is refused, or an item is not there."""
+    """The recipe whose file holds all of these values; None if it is refused or a list lacks an item."""
     raw = yaml.safe_load(BASE)
     for group, folder in FOLDERS.items():
         raw[group] = yaml.safe_load((RECIPES / folder / f"{names.get(group, raw[group])}.yaml").read_text())
@@ -180,7 +180,7 @@ def test_messages_name_where_a_value_came_from(tmp_path):
 
 
 def test_commands_and_rows_replace_keys():
-    """As a printed command and a row of `auto3d predict` do."""
+    """Printed commands and rows of `auto3d predict` replace keys in this way."""
     user = ["plan={recompute: full, dp: 2}", "cluster=laptop", "training.seed=4"]
     assert replaced(user, ["plan.recompute=0.5"]) == ["plan.dp=2", *user[1:], "plan.recompute=0.5"]
     assert replaced(user, ["cluster.nodes=2"]) == [*user, "cluster.nodes=2"]

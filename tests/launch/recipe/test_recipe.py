@@ -1,4 +1,4 @@
-"""Recipes: what is right loads, what is wrong is refused in one line with exit code 2."""
+"""Valid recipes load; invalid ones are refused in one line, with exit code 2."""
 
 import re
 from dataclasses import fields
@@ -14,7 +14,7 @@ from launch.recipe.schema import AcceleratorRecipe
 from tests.launch.conftest import GPT2, MINE
 
 EMULATED = ["training.compute=emulated"]
-BAD = [  # overrides of small.yaml, and words that the message must hold
+BAD = [  # overrides of small.yaml, and words that the message must contain
     (["training.globl_batch=4"], ["command line", "training.globl_batch", "did you mean global_batch"]),
     (["trainng.global_batch=4"], ["trainng", "did you mean training"]),
     (["training.global_batch=many"], ["training.global_batch", "'many'", "a whole number of at least 1"]),
@@ -50,7 +50,10 @@ BAD = [  # overrides of small.yaml, and words that the message must hold
     ([*EMULATED, "emulation.forward_s=-1"], ["emulation.forward_s", "-1", "a list with one for each stage", "least 0"]),
     ([*EMULATED, "emulation.backward_s=[1,.nan]"], ["emulation.backward_s", "[1, nan]"]),
     ([*EMULATED, "emulation.backward_s=[]"], ["emulation.backward_s", "[]"]),
-    ([*EMULATED, "emulation.send_bytes=1.5"], ["emulation.send_bytes", "1.5", "a whole number, or a list"]),
+    (
+        [*EMULATED, "emulation.send_bytes=1.5"],
+        ["emulation.send_bytes", "1.5", "a whole number of at least 1", "or a list with one for each stage"],
+    ),
     ([*EMULATED, "emulation.sync_bytes=[2,many]"], ["emulation.sync_bytes", "'many'"]),
     ([*EMULATED, "emulation.foward_s=1"], ["emulation.foward_s", "did you mean forward_s"]),
     (
@@ -74,7 +77,7 @@ BAD = [  # overrides of small.yaml, and words that the message must hold
     (["data.inputs=[]"], ["data.inputs", "keys and values"]),
     (["data.files=[.]"], ["data.files", "'.'", "not a file"]),
     (["data.files=[short.txt]"], ["data.files", "found 5 bytes", "needs 33"]),
-    (["plan.schedule=pipedream"], ["plan: clip_norm: found 1; schedule pipedream takes 0"]),
+    (["plan.schedule=pipedream"], ["plan: clip_norm: found 1; schedule pipedream needs 0"]),
     (
         ["plan.schedule=pipedream", "training.clip_norm=0"],
         ["plan: stages: 0 and 1 share the parameter transformer.wte.weight", "a synchronous schedule"],
@@ -255,7 +258,7 @@ def test_every_key_is_documented():
 
 @pytest.mark.parametrize("file", sorted(RECIPES.rglob("*.yaml")), ids=lambda file: file.stem)
 def test_every_key_of_a_shipped_recipe_is_commented(file: Path):
-    """Keys of the schema; not those of a model's own configuration."""
+    """The test covers keys of the schema, not keys of a model's configuration."""
     names = {name.split(".")[1] for name, *_ in documented_keys()} | {item.name for item in fields(AcceleratorRecipe)}
     for line in file.read_text().splitlines():
         key, separator, rest = line.strip().partition(":")

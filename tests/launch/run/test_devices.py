@@ -8,7 +8,7 @@ import pytest
 from auto3d.errors import InputError
 from auto3d.runtime.measurement import Status
 from launch.drivers.sweep import sweep_of
-from launch.executors import local
+from launch.executors.local import LocalTrials
 from launch.model import graphs
 from launch.model.build import captured_model
 from launch.model.compare import compare_on_gpu
@@ -212,9 +212,7 @@ class ExpectedFailure(Watcher):
 @pytest.fixture
 def ran(folder, machine, monkeypatch):
     """A function that runs trials of two ranks, at most two at a time; it returns each rank and the devices it saw."""
-    monkeypatch.setattr(
-        devices, "torch_has_cuda", lambda: True
-    )  # patched only in this process, which does not use CUDA
+    monkeypatch.setattr(devices, "torch_has_cuda", lambda: True)  # only in this process, which does not use CUDA
     (folder / "witness.py").write_text(WITNESS)
 
     def run(value: str, sizes: str, *, expected: int):
@@ -222,7 +220,8 @@ def ran(folder, machine, monkeypatch):
         model = ["model.factory=witness:make", f"model.arguments={{expected: {expected}, folder: {folder}}}"]
         changes = [f"search.micro_batch_size={sizes}", "cluster.device=cuda", "launch.concurrent_trials=2"]
         recipe = load("own.yaml", [*model, *changes])
-        local.run(recipe, sweep_of(recipe).trials, ExpectedFailure())
+        with LocalTrials(recipe) as trials:
+            trials.run(sweep_of(recipe).trials, ExpectedFailure())
         return [(one.rank, one.devices) for one in seen_in(folder)]
 
     return run

@@ -1,4 +1,4 @@
-"""The sbatch text of a sweep's jobs, against golden files, and that nothing of a recipe is run by a shell.
+"""The sbatch scripts of a sweep's jobs equal golden files, and no value of a recipe is run by a shell.
 
 To write the golden files anew, after looking at what changed: AUTO3D_WRITE_GOLDEN=1.
 """
@@ -103,7 +103,7 @@ def test_there_is_no_golden_file_too_many():
 
 
 def received_by_srun(script: str, folder: Path) -> list[str]:
-    """The words that srun is given where the shell runs ``script``, which must do nothing else."""
+    """The arguments that srun gets when the shell runs ``script``, which must run nothing else."""
     programs = folder / "programs"
     programs.mkdir()
     (programs / "srun").write_text("#!/bin/bash\nprintf '%s\\0' \"$@\"\n")
@@ -137,21 +137,21 @@ def test_a_container_image_is_one_word(text_of, tmp_path):
     [
         (
             {"partition": "low\n#SBATCH --wrap=reboot"},
-            "launch.partition: found 'low\\n#SBATCH --wrap=reboot'; it takes",
+            "launch.partition: found 'low\\n#SBATCH --wrap=reboot'; SLURM accepts",
         ),
         ({"account": "a\\b"}, "without backslashes"),
-        ({"qos": ""}, "launch.qos: found ''; it takes text on one line"),
-        ({"nodelist": "n" * 1001}, "found 1001 characters; it takes at most 1000"),
-        ({"srun_args": ["a\nb"]}, "launch.srun_args: found 'a\\nb'; each takes text on one line"),
+        ({"qos": ""}, "launch.qos: found ''; SLURM accepts one line of text"),
+        ({"nodelist": "n" * 1001}, "found 1001 characters; at most 1000 are accepted"),
+        ({"srun_args": ["a\nb"]}, "launch.srun_args: found 'a\\nb'; one line of text is accepted"),
         ({"setup": ["a\nb"]}, "launch.setup: found 'a\\nb'"),
         ({"container": "apptainer", "container_image": "a\nb"}, "launch.container_image: found"),
-        ({"container": "pyxis"}, "found one without the other"),
+        ({"container": "pyxis"}, "a container needs container_image, and container_image needs container"),
         ({"additional_parameters": {"comment": "a\rb"}}, "launch.additional_parameters.comment: found 'a\\rb'"),
-        ({"additional_parameters": {"x=1 --wrap": "y"}}, "not the name of an option of sbatch"),
-        ({"additional_parameters": {"output": "/etc/passwd"}}, "is set by auto3d itself: leave it out"),
-        ({"additional_parameters": {"cpus_per_task": 4}}, "has a key of its own: launch.cpus_per_node"),
+        ({"additional_parameters": {"x=1 --wrap": "y"}}, "not an option of sbatch: its name"),
+        ({"additional_parameters": {"output": "/etc/passwd"}}, "is set by auto3d: leave it out"),
+        ({"additional_parameters": {"cpus_per_task": 4}}, "has its own key: use launch.cpus_per_node"),
         ({"additional_parameters": {"spread-job": False}}, "leave the option out"),
-        ({"gres": "gpu:1", "gpus_per_node": "1"}, "give one of them"),
+        ({"gres": "gpu:1", "gpus_per_node": "1"}, "set one of them"),
     ],
 )
 def test_what_cannot_be_quoted_is_refused_in_one_line(tmp_path, launch, words):
@@ -177,8 +177,8 @@ def test_a_dry_run_needs_no_cluster_and_leaves_nothing(folder, auto3d, monkeypat
     assert "#SBATCH --partition='two words'" in printed
     assert not (folder / "runs").exists()
     refused = auto3d(*arguments, 'launch.partition="a\\nb"', code=2).err
-    assert refused == "auto3d: command line: launch.partition: found 'a\\nb'; it takes text on one line without " + (
-        "backslashes, for SLURM's sake\n"
+    assert refused == "auto3d: command line: launch.partition: found 'a\\nb'; SLURM accepts one line of text " + (
+        "without backslashes\n"
     )
 
 
@@ -188,4 +188,4 @@ def test_a_dry_run_of_a_training_and_a_limit_that_it_would_never_get_beyond(fold
     assert "#SBATCH --time=120" in printed
     assert not (folder / "runs").exists()
     refused = auto3d("train", "own.yaml", "--dry-run", "launch.time_limit_s=180", code=2).err
-    assert "launch.warning_s: found 120; of a job of 180 s it takes less than 120" in refused
+    assert "launch.warning_s: found 120; it must be below 120 for a job of 180 s" in refused

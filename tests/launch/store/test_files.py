@@ -1,4 +1,4 @@
-"""Folders of runs/ are the user's alone."""
+"""Only the user can access the folders of runs/."""
 
 import os
 import stat
@@ -35,9 +35,9 @@ def test_where_it_makes_runs_a_group_cannot_write_to_it(tmp_path):
 
 def test_others_must_not_be_able_to_put_other_folders_there(tmp_path):
     (tmp_path / "runs").mkdir(mode=0o775)
-    with pytest.raises(FolderError, match=r"runs: others can put files there .*: chmod go-w runs$"):
+    with pytest.raises(FolderError, match=r"runs: other users can put files there .*: chmod go-w runs$"):
         private_folder(tmp_path / "runs" / "own")
-    (tmp_path / "runs").chmod(0o1777)  # as /tmp
+    (tmp_path / "runs").chmod(0o1777)  # the mode of /tmp
     private_folder(tmp_path / "runs" / "own")
 
 

@@ -1,4 +1,4 @@
-"""The manifest outlives crashes and many writers."""
+"""The manifest survives crashes and concurrent writers."""
 
 import json
 import multiprocessing
@@ -21,7 +21,7 @@ def test_a_torn_line_is_no_entry_and_harms_none_that_follow(tmp_path, kept):
     whole = manifest.file.read_bytes()
     manifest.append([torn])
     second = manifest.file.read_bytes()[len(whole) :]
-    manifest.file.write_bytes(whole + second[: kept or 0])  # as far as a crash let it be written
+    manifest.file.write_bytes(whole + second[: kept or 0])  # what a crash in the middle of a write leaves
     expected = [first, torn] if kept == -1 else [first]  # only the newline is missing
     assert manifest.entries() == expected
     manifest.append([later])
@@ -78,7 +78,7 @@ def test_one_process_decides_at_a_time_and_none_waits_for_ever(tmp_path, monkeyp
     assert held.wait(10)
     with pytest.raises(ManifestError, match=r"deciding: another process has been starting trials for 0.5 s"):
         Manifest(file).decided_alone().__enter__()
-    other.kill()  # the kernel frees what it held
+    other.kill()  # the kernel releases its lock
     other.join()
     with Manifest(file).decided_alone():
         pass

@@ -1,0 +1,84 @@
+"""What a tune prints and writes: predicted beside measured times, and how certain the order is."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+
+from tabulate import tabulate
+
+from auto3d.runtime.measurement import Status
+from auto3d.search.certainty import CERTAIN, compare_plans
+from auto3d.search.search import Search
+from launch.console.ranking import HEADINGS, cells
+from launch.console.tables import TABLES
+from launch.drivers.tune import TriedPlan, fastest
+from launch.model.ranking import predicted_on
+from launch.recipe.load import LoadedRecipe
+from launch.store.files import write_whole
+
+
+def table(tried: Sequence[TriedPlan], form: str) -> str:
+    """Predicted beside measured times, the fastest plan first."""
+    rows = []
+    for one in sorted(tried, key=lambda one: (not one.times, one.seconds if one.times else 0.0)):
+        measured = f"{one.seconds:.4g}" if one.times else "-"
+        error = f"{one.error:+.1%}" if one.times else "-"
+        status = next((m.status for m in one.measurements if m.status is not Status.OK), Status.OK)
+        _, *choices = cells(one.ranked)
+        times = (f"{one.ranked.seconds:.4g}", f"{one.predicted_s:.4g}", measured, len(one.times), error)
+        rows.append((*times, *choices, status))
+    headings = ["cost\nmodel (s)", *HEADINGS[:1], "measured\n(s)", "trials", "error", *HEADINGS[1:], "status"]
+    if form == "github":
+        headings = [heading.replace("-\n", "-").replace("\n", " ") for heading in headings]
+    return tabulate(rows, headings, tablefmt=form, disable_numparse=True)
+
+
+def summary(recipe: LoadedRecipe, search: Search, tried: Sequence[TriedPlan]) -> str:
+    """How certain the order is, and how well the cost model predicted the times before and after its correction."""
+    good = [one for one in tried if one.times]
+    if not good:
+        return "no trial succeeded"
+    errors = [(one.ranked.seconds / time - 1, one.predicted_s / time - 1) for one in good for time in one.times]
+    before, after = (mean(map(abs, column)) for column in zip(*errors, strict=True))
+    return (
+        f"{order(recipe, good)}.\n"
+        f"mean error of {len(errors)} trials: {before:.1%} by the cost model alone, {after:.1%} by what was predicted "
+        "before each plan's first trial, when the earlier ones had corrected it; measured: the "
+        f"median over a plan's trials of the median over its iterations. {predicted_on(recipe, search)}"
+    )
+
+
+def order(recipe: LoadedRecipe, good: Sequence[TriedPlan]) -> str:
+    """How certain it is that the fastest of these plans is the fastest, and which one is its closest rival."""
+    if len(good) == 1:
+        return "only one plan ran successfully, so there is no order"
+    verdict = compare_plans([one.times for one in good])
+    best = good[verdict.fastest]
+    more = f"more trials: search.trials={2 * recipe.values.search.trials}"
+    if all(len(one.times) == 1 for one in good):
+        return f"each plan was tried once, so it is not known how certain their order is; {more}"
+    rival = good[max(range(len(good)), key=lambda place: (verdict.doubts[place], -good[place].seconds))]
+    against = f"{_words(rival)}: {rival.seconds:.4g} s, {rival.seconds / best.seconds - 1:+.1%}"
+    if verdict.certainty >= CERTAIN:
+        return f"the fastest is certain to {verdict.certainty:.1%}; the next: {against}"
+    doubt = max(verdict.doubts)
+    return f"the fastest is not certain: with probability {doubt:.0%} another is faster ({against}); {more}"
+
+
+def _words(one: TriedPlan) -> str:
+    candidate = one.ranked.candidate
+    degrees = f"dp={candidate.dp} tp={candidate.tp} pp={candidate.pp} micro-batch={candidate.micro_batch_size}"
+    return f"{degrees} {candidate.schedule}"
+
+
+def write(recipe: LoadedRecipe, search: Search, tried: Sequence[TriedPlan]) -> list[Path]:
+    """Write tables/<recipe>/tune.md and, if a trial succeeded, best_plan.json; returns the files."""
+    folder = TABLES / recipe.name
+    folder.mkdir(parents=True, exist_ok=True)
+    text = f"{table(tried, 'github')}\n\n{summary(recipe, search, tried)}\n\nAgain: `{recipe.command('tune')}`\n"
+    contents = {"tune.md": text}
+    if best := fastest(tried):
+        contents["best_plan.json"] = best.ranked.plan.to_json() + "\n"
+    for name, content in contents.items():
+        write_whole(folder / name, content)
+    return [folder / name for name in contents]
