@@ -143,7 +143,7 @@ def _run(world: World, pattern: Pattern, device: torch.device, timeout_s: float)
     sync = GradientSync(parameters, holders, private=private, device=device, run_ahead=run_ahead, timeout_s=timeout_s)
     totals = Totals(everyone, device=device, run_ahead=run_ahead, timeout_s=timeout_s)
     receipts = _Receipts(pipeline)
-    load = _Load(device, random.Random(f"{pattern} {world.rank}"), timeout_s)
+    load = _SyntheticLoad(device, random.Random(f"{pattern} {world.rank}"), timeout_s)
     stages = {
         (number, pipe): _FakeStage(_stage(number, transfers), pipe, parameters[_parameter(number)], receipts, load)
         for number, pipe in pipe_stages
@@ -231,7 +231,7 @@ class _Receipts:
                 raise CorruptedError(f"{what} arrived with other contents in iteration {self.iteration + 1}")
 
 
-class _Load:
+class _SyntheticLoad:
     """What an operation does besides its messages: matrix products and, before some operations, a pause."""
 
     def __init__(self, device: torch.device, draw: random.Random, timeout_s: float) -> None:
@@ -260,7 +260,9 @@ class _Load:
 class _FakeStage:
     """Stands in for a StageModule: it returns known tensors, and checks those that it receives."""
 
-    def __init__(self, stage: Stage, pipe: int, parameter: nn.Parameter, receipts: _Receipts, load: _Load) -> None:
+    def __init__(
+        self, stage: Stage, pipe: int, parameter: nn.Parameter, receipts: _Receipts, load: _SyntheticLoad
+    ) -> None:
         self.stage = stage
         self.losses: dict[int, torch.Tensor] = {}
         self.weights = WeightVersions({}, several=False)
