@@ -26,14 +26,17 @@ def is_random(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
-def describe(exported: ExportedModel) -> Graph:
+def describe(exported: ExportedModel, *, fused_attention: bool = True) -> Graph:
     """The Graph of ``exported``, whose nodes have the names of those of its program.
+
+    Without ``fused_attention``, costs are those on a system whose attention is not one kernel, such as Megatron-LM
+    before FlashAttention; the program, and so the fingerprint, stays the same.
 
     As a side effect, the ``val`` of each program node becomes a meta tensor with the strides and ``requires_grad`` that
     the value has in a run.
     """
     state_names = {**exported.parameters, **exported.buffers, **{name: name for name in exported.constants}}
-    cost_of = OperationCosts(exported.device)
+    cost_of = OperationCosts(exported.device, fused_attention=fused_attention)
     nodes: list[GraphNode] = []
     from_inputs: dict[str, bool] = {}
     storage: dict[str, str] = {}  # value -> the value that owns its memory: itself, or the one that it is a view of

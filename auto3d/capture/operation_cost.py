@@ -30,11 +30,13 @@ class OperationCost:
 class OperationCosts:
     """Runs operators on meta tensors to learn their costs; equal calls, of which a model has many, run once.
 
-    What autograd keeps is taken from the kernels of ``device``, "cpu" or "cuda".
+    What autograd keeps is taken from the kernels of ``device``, "cpu" or "cuda"; without ``fused_attention``, attention
+    runs as matrix products with a softmax between them and keeps the matrix of attention weights.
     """
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, *, fused_attention: bool = True) -> None:
         self._device = device
+        self._fused_attention = fused_attention
         self._known: dict[str, OperationCost] = {}
 
     def __call__(self, target: Callable, args: tuple, kwargs: dict, result: Any) -> OperationCost:
@@ -47,7 +49,7 @@ class OperationCosts:
         key = f"{target} {args} {kwargs} {strides}"  # meta tensors print only their shape, dtype and requires_grad
         if key not in self._known:
             try:
-                self._known[key] = _cost(target, args, kwargs, self._device)
+                self._known[key] = _cost(target, args, kwargs, self._device if self._fused_attention else None)
             except Exception as error:  # kernels raise errors of any kind
                 problem = f"the cost of {target} is unknown ({type(error).__name__}): only its bytes are counted"
                 warn(problem, stacklevel=2)
@@ -72,7 +74,8 @@ def _unknown_cost(args: tuple, kwargs: dict, result: Any) -> OperationCost:
     )
 
 
-def _cost(target: Callable, args: tuple, kwargs: dict, device: str) -> OperationCost:
+def _cost(target: Callable, args: tuple, kwargs: dict, device: str | None) -> OperationCost:
+    """The cost with the fused attention of ``device``, or with unfused attention if ``device`` is None."""
     arguments = _tensors((args, kwargs))
     with FlopCounterMode(display=False) as counter:
         results, saved = _run(target, args, kwargs)
@@ -84,7 +87,7 @@ def _cost(target: Callable, args: tuple, kwargs: dict, device: str) -> Operation
     ):  # torch has no formula for it; each row is multiplied by one group's matrix
         flops = 2 * results[0].numel() * arguments[0].shape[-1]
         backward_flops = flops * sum(argument.requires_grad for argument in arguments[:2])
-    fused = fused_attention(device, *args, **kwargs) if target is _ATTENTION else None
+    fused = fused_attention(device, *args, **kwargs) if device and target is _ATTENTION else None
     if fused is not None:
         results, saved = _run(fused, (), {})
         results = results[:1]

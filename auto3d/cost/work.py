@@ -54,13 +54,21 @@ class Work:
         return len(self.flops)
 
 
-def work_of(graph: Graph, bounds: Sequence[int], *, precision: str = "float32", fused: bool = False) -> Work:
+def work_of(
+    graph: Graph,
+    bounds: Sequence[int],
+    *,
+    precision: str = "float32",
+    fused: bool = False,
+    fused_attention: bool = True,
+) -> Work:
     """The work of ``graph``, whose subgraphs lie between ``bounds`` (see ``auto3d.partition.merak``).
 
     Tensor parallelism divides each subgraph as Megatron-LM divides a block (AMP, section 3.2): from its first product
     with weights, split by columns, to its last, split by rows. The forward has one all-reduce after the last product,
     the backward one before the first. The last subgraph and embedding look-ups are split by the vocabulary. With
-    ``fused``, neighbouring elementwise operations are one kernel.
+    ``fused``, neighbouring elementwise operations are one kernel, and so is the softmax of attention that is not itself
+    one kernel. ``fused_attention`` says how ``graph`` was described (see ``auto3d.capture.describe``).
     """
     scale = PRECISION_BYTES[precision] / ELEMENT_BYTES
     count = len(graph.nodes)
@@ -104,7 +112,7 @@ def work_of(graph: Graph, bounds: Sequence[int], *, precision: str = "float32", 
             arrays["products"][position] = (
                 2 if not node.state else 1
             )  # attention has two: scores, then the weighted sum
-            if fused and "attention" in node.operator:
+            if fused and not fused_attention and "attention" in node.operator:
                 arrays["softmaxes"][position] = prod(node.outputs[0].shape[:2])
             arrays["backward_products"][position] = 2 * arrays["products"][position]
             if graph.trained & set(node.state):

@@ -18,7 +18,7 @@ from auto3d.runtime.data import Batches, DataSettings
 from auto3d.runtime.emulated import EmulatedBackend
 from auto3d.runtime.executor import Executor, Peers
 from auto3d.runtime.inputs import MicroBatchInputs
-from auto3d.runtime.layout import RankLayout, lay_out_plan, lay_out_rank
+from auto3d.runtime.layout import PlanLayout, RankLayout, lay_out_plan, lay_out_rank
 from auto3d.runtime.optimizer import Optimizer, build_optimizer, make_state, state_by_parameter
 from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
@@ -105,11 +105,12 @@ def build_rank(
     if device.type == "cpu":
         keep_freed_memory()
     # Everything else follows from the layout; a plan that does not fit is refused before any rank waits for another.
-    layout = lay_out_rank(lay_out_plan(captured, plan, settings, schedule), world.rank)
+    common = lay_out_plan(captured, plan, settings, schedule)
+    layout = lay_out_rank(common, world.rank)
     # Programs need no peers, but every connection below is made for the messages and sums that they have.
     programs = _programs(layout)
     # The prediction comes before anything that takes memory: where that runs out, the error names it.
-    memory = MemoryWatch(layout.device, _predicted_memory(layout, settings))
+    memory = MemoryWatch(layout.device, _predicted_memory(common)[layout.device])
     # Waits for other ranks go through this, so that each has its deadline.
     run_ahead = RunAhead(device, timeout_s)
     backend = _backend(settings, device, run_ahead, state)
@@ -173,9 +174,10 @@ def _programs(layout: RankLayout) -> tuple[Program, ...]:
     return tuple(lowered[schedule.iterations] for schedule in layout.schedules)
 
 
-def _predicted_memory(layout: RankLayout, settings: TrainingSettings) -> DeviceMemory:
-    copies = optimizer_copies(settings.optimizer, settings.device)
-    return predict(layout.captured.graph, layout.plan, layout.schedule, **copies)[layout.device]
+def _predicted_memory(common: PlanLayout) -> tuple[DeviceMemory, ...]:
+    """The estimate for each pipeline device: from the whole plan, for it divides activations among replicas itself."""
+    copies = optimizer_copies(common.settings.optimizer, common.settings.device)
+    return predict(common.captured.graph, common.plan, common.schedule, **copies)
 
 
 def _backend(

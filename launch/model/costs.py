@@ -18,6 +18,7 @@ from auto3d.search.planned_model import PlannedGraphs, PlannedLayers, PlannedMod
 from launch.model.graphs import PlanningModel
 from launch.model.profile import find_profile
 from launch.recipe.load import LoadedRecipe
+from launch.recipe.schema import UNFUSED
 from launch.recipe.settings import cluster, training
 from launch.recipe.words import counted
 
@@ -29,7 +30,8 @@ def subject_of(recipe: LoadedRecipe) -> PlannedModel:
     """The recipe's model in the form that search and cost model take."""
     values = recipe.values
     if values.model.layers is None:
-        return captured_subject(recipe, PlanningModel(recipe).graph)
+        model = PlanningModel(recipe, predicted=True)
+        return _captured_subject(recipe, model.graph, model.sharding, fused_attention=_fused_attention(recipe))
     layers = [
         Layer(**{name: value for name, value in asdict(sizes).items() if name != "count"})
         for sizes in values.model.layer_sizes
@@ -55,7 +57,7 @@ def planning_subject(recipe: LoadedRecipe) -> PlannedModel:
     """
     if recipe.values.model.layers is not None or len(cluster(recipe).nodes) == 1:
         return subject_of(recipe)
-    model = PlanningModel(recipe)
+    model = PlanningModel(recipe, predicted=True)
 
     @cache
     def captured(samples: int) -> Graph:
@@ -74,23 +76,37 @@ def planning_subject(recipe: LoadedRecipe) -> PlannedModel:
         """The sharding of ``graph``; an interpolated Graph has the operations, and so the sharding, of its sources."""
         return model.sharding(graph if graph.fingerprint else captured(INTERPOLATED[0]))
 
-    return _captured_subject(recipe, graph_at, sharding)
+    return _captured_subject(recipe, graph_at, sharding, fused_attention=_fused_attention(recipe))
 
 
 def captured_subject(recipe: LoadedRecipe, graph_at: Callable[[int], Graph]) -> PlannedGraphs:
     """The recipe's model for a caller that captures its Graphs anyway, such as a process that will run it."""
-    return _captured_subject(recipe, graph_at, PlanningModel(recipe).sharding)
+    return _captured_subject(recipe, graph_at, PlanningModel(recipe).sharding, fused_attention=True)
 
 
 def _captured_subject(
-    recipe: LoadedRecipe, graph_at: Callable[[int], Graph], sharding: Callable[[Graph], Sharding]
+    recipe: LoadedRecipe,
+    graph_at: Callable[[int], Graph],
+    sharding: Callable[[Graph], Sharding],
+    *,
+    fused_attention: bool,
 ) -> PlannedGraphs:
     prediction = recipe.values.prediction
 
     def work(graph: Graph) -> Work:
-        return work_of(graph, sharding(graph).bounds, precision=prediction.precision, fused=prediction.fused)
+        return work_of(
+            graph,
+            sharding(graph).bounds,
+            precision=prediction.precision,
+            fused=prediction.fused,
+            fused_attention=fused_attention,
+        )
 
     return PlannedGraphs(graph_at, work, lambda graph: sharding(graph).bounds)
+
+
+def _fused_attention(recipe: LoadedRecipe) -> bool:
+    return recipe.values.prediction.attention != UNFUSED
 
 
 def cost_model(recipe: LoadedRecipe, subject: PlannedModel) -> CostModel:

@@ -2,7 +2,9 @@
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from auto3d.capture.cache import Cache
@@ -11,6 +13,7 @@ from auto3d.capture.graph_json import graph_from_json, graph_to_json
 from auto3d.partition.merak import Sharding, shard, sharding_from_json
 from launch.model.capture_process import CaptureProcess
 from launch.recipe.load import LoadedRecipe
+from launch.recipe.schema import UNFUSED
 from launch.recipe.settings import device
 from launch.run.devices import torch_has_cuda
 
@@ -20,13 +23,22 @@ class PlanningModel:
 
     A Graph that the cache holds is not captured again, unless ``fresh`` is set, and torch is then never imported. Other
     Graphs are captured in ``process`` if there is one, else in this process; for a GPU, always in another process.
+    Costs are those of the runtime, or, if ``predicted`` is set, of the system that the recipe's ``prediction`` names.
     """
 
-    def __init__(self, recipe: LoadedRecipe, *, fresh: bool = False, process: CaptureProcess | None = None) -> None:
+    def __init__(
+        self,
+        recipe: LoadedRecipe,
+        *,
+        fresh: bool = False,
+        process: CaptureProcess | None = None,
+        predicted: bool = False,
+    ) -> None:
         self._recipe = recipe
         self._cache = Cache()
         self._fresh = fresh
         self._process = process
+        self._fused_attention = not (predicted and recipe.values.prediction.attention == UNFUSED)
         self.captured = False  # whether anything was not in the cache
 
     def graph(self, micro_batch_size: int) -> Graph:
@@ -37,19 +49,21 @@ class PlanningModel:
             return cached
         self.captured = True
         if self._process is not None:
-            return graph_from_json(self._process.call(_capture_to_json, self._recipe, micro_batch_size))
+            return graph_from_json(self._process.call(self._capture_to_json, self._recipe, micro_batch_size))
         if device(self._recipe.values) == "cuda" and torch_has_cuda():
             # In this process a capture would start CUDA and keep memory of a GPU, which the ranks need.
             with CaptureProcess() as process:
-                return graph_from_json(process.call(_capture_to_json, self._recipe, micro_batch_size))
+                return graph_from_json(process.call(self._capture_to_json, self._recipe, micro_batch_size))
         return self.captured_here(micro_batch_size)
 
     def captured_here(self, micro_batch_size: int) -> Graph:
         """The Graph, captured in this process and stored in the cache."""
-        from launch.model.build import captured_model  # it imports torch, which a cached Graph does without
+        from auto3d.capture.describe import describe  # they import torch, which a cached Graph does without
+        from launch.model.build import captured_model
 
         identity = self.identity(graph_at=micro_batch_size)  # before the model's code is imported, as in graph()
-        graph = captured_model(self._recipe, micro_batch_size).graph
+        captured = captured_model(self._recipe, micro_batch_size)
+        graph = captured.graph if self._fused_attention else describe(captured.exported, fused_attention=False)
         self._cache.store(identity, graph_to_json(graph))
         return graph
 
@@ -69,11 +83,16 @@ class PlanningModel:
         model = {key: value for key, value in values["model"].items() if key != "weights"}
         data = {key: value for key, value in values["data"].items() if key != "files"}
         where = [os.getcwd(), *sys.path] if model["factory"] else []
-        return {"model": model, "data": data, "device": device(self._recipe.values), "where": where, **what}
+        found = {"model": model, "data": data, "device": device(self._recipe.values), "where": where, **what}
+        return found if self._fused_attention else {**found, "attention": UNFUSED}
+
+    @property
+    def _capture_to_json(self) -> Callable[[LoadedRecipe, int], Any]:
+        return partial(_capture_to_json, predicted=not self._fused_attention)
 
 
-def _capture_to_json(recipe: LoadedRecipe, micro_batch_size: int) -> Any:
-    return graph_to_json(PlanningModel(recipe).captured_here(micro_batch_size))
+def _capture_to_json(recipe: LoadedRecipe, micro_batch_size: int, *, predicted: bool) -> Any:
+    return graph_to_json(PlanningModel(recipe, predicted=predicted).captured_here(micro_batch_size))
 
 
 def default_micro_batch_size(recipe: LoadedRecipe) -> int:

@@ -16,6 +16,7 @@ from auto3d.partition.merak import Sharding
 from auto3d.partition.stage import Stage, cut
 from launch.model.graphs import PlanningModel, default_micro_batch_size
 from launch.recipe.load import LoadedRecipe
+from launch.recipe.schema import UNFUSED
 from launch.recipe.settings import cluster, training, with_memory
 
 
@@ -91,7 +92,7 @@ def partition_model(
     ``memory_gib`` replaces the memory of the cluster's devices. With ``equal_slices`` the replicas of each stage get
     equally many samples, as a plan requires.
     """
-    model = PlanningModel(recipe, fresh=fresh)
+    model = PlanningModel(recipe, fresh=fresh, predicted=True)
     graph_at = cache(model.graph)
     machine = cluster(recipe)
     if memory_gib is not None:
@@ -134,13 +135,20 @@ def costs_on(machine: Cluster, recipe: LoadedRecipe, *, stages: int | None) -> C
     if ``stages`` is None, inside the first node.
     """
     accelerator, how = machine.slowest(range(machine.devices)), training(recipe.values)
+    prediction = recipe.values.prediction
     link = _slowest_link(machine, machine.nodes[0].devices if stages is None else min(stages, machine.devices))
     weight = PRECISION_BYTES[how.precision]
     state = weight + how.sync_bytes + how.master_bytes + 4 * MOMENTS[how.optimizer]
 
     def costs_of(graph: Graph) -> PartitionCosts:
         everything = (0, len(graph.nodes))  # subgraphs matter only for tensor parallelism
-        work = work_of(graph, everything, precision=how.precision, fused=recipe.values.prediction.fused)
+        work = work_of(
+            graph,
+            everything,
+            precision=how.precision,
+            fused=prediction.fused,
+            fused_attention=prediction.attention != UNFUSED,
+        )
         times = times_of(work, accelerator)
         return PartitionCosts(
             forward_s=tuple(map(float, times.forward[1:] - times.forward[:-1])),

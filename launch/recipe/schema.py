@@ -12,6 +12,7 @@ from auto3d.search.placement import PLACEMENTS
 from auto3d.search.space import REPLICAS
 
 AUTO = "auto"
+UNFUSED = "unfused"
 
 # Larger values would make planning longer than any run: it lists all micro-batches and all divisors of the devices.
 LARGEST_BATCH, LARGEST_NODES, LARGEST_NODE = 10**5, 10**4, 10**3
@@ -192,6 +193,12 @@ class PredictionRecipe:
         "float32", "precision of the gradient all-reduce", choices=("float32", "float16", "bfloat16")
     )
     fused: bool = key(False, "count consecutive elementwise operations as one kernel, as in Megatron-LM")
+    attention: str = key(
+        AUTO,
+        "how attention runs; auto: by the kernel that torch picks on the recipe's device; unfused: as matrix products "
+        "with a softmax between them, as in Megatron-LM before FlashAttention",
+        choices=(AUTO, UNFUSED),
+    )
     overlap: bool = key(True, "messages overlap with compute")
     recompute_ends: bool = key(True, "full recomputation includes embedding and head; Megatron-LM's does not")
     columns: dict[str, str] = key(

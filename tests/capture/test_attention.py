@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from auto3d.capture.describe import describe
 from auto3d.capture.model import capture
 from auto3d.capture.operation_cost import OperationCosts
 from tests.models import MODELS
@@ -77,3 +78,19 @@ def test_a_capture_for_gpus_assumes_their_kernels():
     matrix, row_sums = 4 * 2 * heads * rows * rows, 4 * 2 * heads * (rows + -rows % 32)
     assert saved["cpu"] > matrix
     assert saved["cuda"] == pytest.approx(row_sums, abs=32)
+
+
+def test_a_program_described_with_unfused_attention_keeps_the_matrix_and_its_fingerprint():
+    """Whatever the device of the capture: it is another system whose costs are wanted."""
+    build, data = MODELS["gpt2-dropout"]
+    captured = [capture(build, data.input_specs(), 2, device=device) for device in ("cpu", "cuda")]
+    usual = [one.graph for one in captured]
+    cpu, cuda = (describe(one.exported, fused_attention=False) for one in captured)
+    assert [node.saved_bytes for node in cuda.nodes] == [node.saved_bytes for node in cpu.nodes]
+    assert cuda.fingerprint == usual[1].fingerprint
+    for node, before in zip(cuda.nodes, usual[1].nodes, strict=True):
+        if "scaled_dot_product_attention" in node.operator:
+            heads, rows = node.outputs[0].shape[1:3]
+            assert node.saved_bytes > 4 * 2 * heads * rows * rows > before.saved_bytes
+            assert node.flops == before.flops
+    assert [describe(one.exported) for one in captured] == usual

@@ -136,6 +136,18 @@ def test_every_flop_and_parameter_of_the_model_is_counted_once():
     assert fused.launches.sum() < work.launches.sum()
 
 
+def test_only_attention_that_is_not_one_kernel_has_a_softmax_to_fuse():
+    """Megatron-LM's fused softmax takes a number of matrices that divides by 4; else more kernels are launched."""
+    graph = captured_gpt2(layers=2, hidden=64, samples=2)
+    bounds = shard(graph).bounds
+    unfused = work_of(graph, bounds, fused=True, fused_attention=False)
+    attentions = [p for p, node in enumerate(graph.nodes) if "scaled_dot_product_attention" in node.operator]
+    assert list(np.flatnonzero(unfused.softmaxes)) == attentions
+    assert not work_of(graph, bounds, fused=True).softmaxes.any()
+    host = Accelerator(launch_s=1e-3)
+    assert times_of(unfused, host, 8).forward_launch[-1] > times_of(unfused, host, 1).forward_launch[-1]
+
+
 def test_slower_links_lengthen_the_syncs_and_the_estimate_says_so():
     fast, slow = layered(LAYERS), layered(LAYERS, outside=5e8)
     spread = plan_of(dp=16, tp=1, pp=1)

@@ -85,8 +85,9 @@ def test_a_real_profile(name, short):
     assert found.messages.link.bandwidth > 0
 
 
+@pytest.mark.soak
 def test_subgraphs_take_about_as_long_as_a_whole_stage(short):
-    """The bound is loose because both sides are measured times."""
+    """Both sides are measured times, which only a machine without other work gives; hence in soak, and a loose bound."""
     model = captured("gpt2", 4)
     bounds = shard(model.graph).bounds
     separate = distinct_subgraphs(model, bounds)

@@ -79,7 +79,7 @@ def run_rank(
     state: Mapping[str, torch.Tensor] | None = None,
     iterations: int = ITERATIONS,
 ) -> dict:
-    """Train as one rank; returns the losses, norms and, per iteration, this rank's gradients and parameters."""
+    """Train as one rank: losses, norms and, per iteration, gradients and parameters; and the predicted memory."""
     settings = TrainingSettings(
         iterations=iterations, optimizer=optimizer, device="cpu", threads_per_rank=1, timeout_s=60
     )
@@ -101,7 +101,7 @@ def run_rank(
             parameters = {name: p.detach().numpy().copy() for name, p in rank.parameters.items()}
             buffers = {name: b.numpy().copy() for name, b in rank.buffers.items()}
             history.append({"result": result, "gradients": gradients, "parameters": parameters, "buffers": buffers})
-        return {"history": history}
+        return {"history": history, "predicted": rank.predicted}
     finally:
         leave()
 

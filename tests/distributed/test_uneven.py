@@ -11,6 +11,7 @@ import torch
 
 from auto3d.capture.graph import Graph
 from auto3d.cluster import place_ranks
+from auto3d.cost.device_memory import predict
 from auto3d.partition import PartitionRequest, partition
 from auto3d.partition.cost import analytic
 from auto3d.partition.merak import shard
@@ -20,9 +21,9 @@ from auto3d.plan import Plan, PlanError, StagePlan, stages_between
 from auto3d.runtime.data import Batches
 from auto3d.runtime.rank import build_rank, check_plan
 from auto3d.runtime.replicas import resplit_dimensions
-from auto3d.runtime.settings import TrainingSettings
+from auto3d.runtime.settings import TrainingSettings, optimizer_copies
 from auto3d.runtime.world import join, leave
-from auto3d.schedule import build_schedule, samples_at_once
+from auto3d.schedule import build_schedule, samples_at_once, schedule_of
 from auto3d.search.partitioned import plan_of
 from tests.distributed.parity import SGD, assert_close, assert_parity, plain_pytorch, run_rank
 from tests.models import TEXT, captured
@@ -161,6 +162,15 @@ def test_dropout_on_uneven_replicas_is_the_same_again(processes):
     assert one == other, "all ranks know the loss"
     without = processes.run(3, run_rank, "gpt2", make_plan("gpt2", [2, 1]), SGD)
     assert without[0]["history"][0]["result"] != one, "dropout is on"
+
+
+def test_ranks_predict_the_memory_that_the_plan_does(processes):
+    """A rank runs a slice of its stage's samples, which the estimate of the whole plan takes into account."""
+    plan = make_plan("gpt2", [2, 1])
+    copies = optimizer_copies(SGD, "cpu")
+    expected = predict(captured("gpt2", 6).graph, plan, schedule_of(plan), **copies)
+    ranks = processes.run(3, run_rank, "gpt2", plan, SGD)
+    assert [rank["predicted"] for rank in ranks] == [expected[0], expected[0], expected[1]]
 
 
 def test_batch_statistics_are_those_of_a_slice(processes):
