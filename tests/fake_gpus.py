@@ -26,7 +26,7 @@ from mine import Net
 def make(expected, folder):
     name, seen = current_process().name, Path(folder) / "seen"
     if name.startswith("rank "):
-        trial = os.environ.get("SLURM_JOB_ID") or os.environ.get("SUBMITIT_LOCAL_JOB_ID", "0")
+        trial = os.environ.get("SLURM_JOB_ID") or str(os.getppid())  # on one machine, the process that forks the ranks
         devices = os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
         place = {"trial": trial, "rank": int(name[5:]), "host": socket.gethostname(), "devices": devices}
         seen.mkdir(exist_ok=True)

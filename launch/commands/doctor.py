@@ -8,7 +8,7 @@ from launch.commands.consoles import err, note, out
 from launch.commands.exit_codes import RUN_FAILED
 from launch.console.output import print_json, write_text
 from launch.console.progress import doctor_progress
-from launch.doctor.checks import Verdict, report, show
+from launch.doctor.report import Verdict, report, show
 from launch.recipe.load import load
 
 DEFAULT_RECIPE = "tiny"
@@ -31,11 +31,12 @@ def doctor(recipe: tuple[str, ...], wait_s: float, devices: bool, report_file: s
     """
     name, overrides = (recipe[0], recipe[1:]) if recipe and "=" not in recipe[0] else (DEFAULT_RECIPE, recipe)
     loaded = load(name, overrides)
-    from launch.doctor.doctor import checks  # it imports torch, which takes seconds: after the recipe is checked
+    # This import loads torch, which takes seconds, so a bad recipe is refused before it.
+    from launch.doctor.all_checks import all_checks
 
     done = []
-    with doctor_progress(err) as tell:
-        for check in checks(loaded, devices=devices, wait_s=wait_s, tell=tell):
+    with doctor_progress(err) as announce:
+        for check in all_checks(loaded, devices=devices, wait_s=wait_s, announce=announce):
             done.append(check)
             if not as_json:
                 show(check, out)

@@ -1,1 +1,1 @@
-"""`auto3d doctor`: what a machine, its devices and a cluster must have, each checked by doing it."""
+"""`auto3d doctor`: checks of a machine, its devices and a cluster. Each check does what a trial would do."""

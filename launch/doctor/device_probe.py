@@ -1,4 +1,7 @@
-"""What `auto3d doctor --devices` lets the ranks of all devices do, part by part, each in processes of its own."""
+"""The probes of `auto3d doctor --devices`: messages, schedules and training, on a rank per device.
+
+Each probe forks its own ranks.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -7,80 +10,81 @@ from typing import Any
 from auto3d.errors import InputError
 from auto3d.runtime.measurement import Status
 from auto3d.runtime.world import World
-from launch.doctor.exchange_probe import CONNECTIONS, Exchanged, exchange
+from launch.doctor.exchange_probe import CONNECTIONS, ExchangeResult, exchange
 from launch.doctor.link_probe import Links, measure_links
-from launch.doctor.training_probe import TrainedRank, degrees, subject, train_both_ways
+from launch.doctor.training_probe import TrainedRank, degrees, plan_training, train_both_ways
 from launch.model.build import use_device
+from launch.recipe.words import counted
 from launch.run.devices import hide_devices
 from launch.run.diagnosis import Ending
 from launch.run.ranks import NodeRanks, Report, run_ranks
 
-MEET_S = 60.0  # time that all ranks of a part have to meet
+MEET_S = 60.0  # time that the ranks of a probe have to meet
 WAIT_S = 30.0  # limit of each wait for another rank
-LINKS_S, EXCHANGE_S, TRAINING_S = 120.0, 90.0, 120.0  # limit of a part, which takes seconds if nothing is wrong
+LINKS_S, EXCHANGE_S, TRAINING_S = 120.0, 90.0, 120.0  # limits of the probes, which take seconds if nothing is wrong
 DEVICES_S = LINKS_S + max(map(len, CONNECTIONS.values())) * EXCHANGE_S + TRAINING_S
-LINES = 3  # An error names its cause and up to two ranks that waited.
+LINES = 3  # lines of an error to keep: its cause and up to two ranks that waited
 
 
 @dataclass(frozen=True)
 class ExchangeRun:
-    """The engine's exchange with so many hardware ``connections`` of a GPU; None on a CPU, which has none."""
+    """The exchange probe at one number of hardware ``connections`` of a GPU; None on a CPU, which has none."""
 
     connections: int | None
-    exchanged: Exchanged | None  # the first rank's result
+    result: ExchangeResult | None  # result of the first rank; None if it failed
     error: str = ""
 
     def __str__(self) -> str:
-        if self.connections is None:
-            return ""
-        return f" with {self.connections} {'connection' if self.connections == 1 else 'connections'}"
+        """The connections, as words to append to a name."""
+        return "" if self.connections is None else f" with {counted(self.connections, 'connection')}"
 
 
 @dataclass(frozen=True)
 class DeviceReport:
-    """What the parts found. A part has an ``error``, in one line, or a result, or was not begun."""
+    """Results of the probes. A probe has a result, or an error of one line, or neither if it was not run."""
 
     ranks: int
     device: str  # cpu or cuda
     links: Links | None = None
     links_error: str = ""
     exchanges: list[ExchangeRun] = field(default_factory=list)
-    layout: str = ""  # dp and pp of the training
-    training: list[TrainedRank] = field(default_factory=list)  # every rank of all nodes
+    layout: str = ""  # dp and pp of the training, as text
+    training: list[TrainedRank] = field(default_factory=list)  # all ranks of all nodes
     training_error: str = ""
 
 
 def probe_devices(
-    ranks: int, *, device: str, node_of: Callable[[int], NodeRanks | None], tell: Callable[[str], None]
+    ranks: int, *, device: str, node_of: Callable[[int], NodeRanks | None], announce: Callable[[str], None]
 ) -> DeviceReport:
-    """Let ``ranks``, one for each device, run all parts; ``node_of`` a run's number is what of it runs here.
+    """The results of all probes on ``ranks`` ranks, one per device.
 
-    Every node of a job calls this. ``tell`` hears what begins.
+    Every node of a job calls this. ``node_of`` maps the number of a probe to the ranks that this node runs of it, or to
+    None if all ranks run here. ``announce`` is called with a line of text when a probe begins.
     """
-    tell(f"{ranks} ranks exchange messages between neighbours")
-    links, error = _run(
+    announce(f"measuring messages between neighbours on {counted(ranks, 'rank')}")
+    links, error = _run_part(
         ranks,
         lambda world, report: measure_links(world, device, meet_s=MEET_S, timeout_s=WAIT_S),
         limit_s=LINKS_S,
         node=node_of(1),
     )
-    if error:  # All other parts need messages, too.
+    if error:  # The other probes need messages, too.
         return DeviceReport(ranks, device, links_error=error)
     exchanges = []
     for number, connections in enumerate(CONNECTIONS[device] if ranks > 1 else ()):
-        exchanges.append(_exchange(ranks, device, connections, node_of(2 + number), tell))
-    tell(f"{ranks} ranks train a small model, and compare it with plain PyTorch")
+        exchanges.append(_exchange(ranks, device, connections, node_of(2 + number), announce))
+    announce(f"training a small model on {counted(ranks, 'rank')} and comparing it with plain PyTorch")
     if device == "cpu":
         hide_devices()
-        shared = subject(ranks, device)
+        shared = plan_training(ranks, device)
 
     def train(world: World, report: Report) -> list[TrainedRank]:
         if device == "cuda":
             use_device(world.device(device))
-        trained = shared if device == "cpu" else subject(ranks, device)
-        return train_both_ways(world, trained, device, meet_s=MEET_S, timeout_s=WAIT_S)
+        training = shared if device == "cpu" else plan_training(ranks, device)
+        return train_both_ways(world, training, device, meet_s=MEET_S, timeout_s=WAIT_S)
 
-    training, error = _run(
+    training, error = _run_part(
         ranks,
         train,
         limit_s=TRAINING_S,
@@ -98,23 +102,23 @@ def probe_devices(
 
 
 def _exchange(
-    ranks: int, device: str, connections: int | None, node: NodeRanks | None, tell: Callable[[str], None]
+    ranks: int, device: str, connections: int | None, node: NodeRanks | None, announce: Callable[[str], None]
 ) -> ExchangeRun:
-    begun: list[str] = []  # Only rank 0 reports its patterns, to the node that it is on.
+    begun: list[str] = []  # patterns that have begun; only rank 0 reports them, to its own node
 
-    def target(world: World, report: Report) -> Exchanged:
+    def target(world: World, report: Report) -> ExchangeResult:
         return exchange(
             world, device, connections, meet_s=MEET_S, timeout_s=WAIT_S, begin=lambda pattern: report(str(pattern))
         )
 
-    tell(f"{ranks} ranks exchange messages as schedules do{ExchangeRun(connections, None)}")
-    exchanged, error = _run(ranks, target, limit_s=EXCHANGE_S, node=node, on_report=begun.append)
+    announce(f"exchanging the messages of schedules on {counted(ranks, 'rank')}{ExchangeRun(connections, None)}")
+    exchanged, error = _run_part(ranks, target, limit_s=EXCHANGE_S, node=node, on_report=begun.append)
     if error and begun:
         error = f"in {begun[-1]}: {error}"
     return ExchangeRun(connections, exchanged, error)
 
 
-def _run(
+def _run_part(
     ranks: int,
     target: Callable[[World, Report], Any],
     *,
@@ -122,7 +126,7 @@ def _run(
     node: NodeRanks | None,
     on_report: Callable[[Any], None] = lambda report: None,
 ) -> tuple[Any, str]:
-    """The result of this node's first rank, or None and an error in one line."""
+    """The result of this node's first rank and no error, or None and an error of one line."""
     try:
         outcome = run_ranks(ranks, target, timeout_s=limit_s, straggle_s=MEET_S, node=node, on_report=on_report)
     except InputError as error:
@@ -130,24 +134,24 @@ def _run(
     if outcome.status is Status.OK:
         return outcome.result, ""
     lines = outcome.error.splitlines()
-    if outcome.ending is Ending.RAISED and len(lines) > 1:  # It has a traceback.
+    if outcome.ending is Ending.RAISED and len(lines) > 1:  # the error has a traceback
         rank, _, _ = lines[0].partition(": ")
         kind, separator, message = lines[-1].partition(": ")
         return None, f"{rank}: {kind.rpartition('.')[2]}{separator}{message}"
     return None, "; ".join(lines[:LINES])
 
 
-def of_all_nodes(reports: Sequence[DeviceReport]) -> DeviceReport:
-    """The report of the first node, with the first error that any node has."""
+def merge_reports(reports: Sequence[DeviceReport]) -> DeviceReport:
+    """The first node's report, with the first error of any node in each probe."""
     first = reports[0]
     return replace(
         first,
-        links_error=_first(one.links_error for one in reports),
+        links_error=_first(each.links_error for each in reports),
         exchanges=[
             replace(runs[0], error=_first(run.error for run in runs))
-            for runs in zip(*(one.exchanges for one in reports), strict=False)  # A node may have stopped early.
+            for runs in zip(*(each.exchanges for each in reports), strict=False)  # a node may have stopped early
         ],
-        training_error=_first(one.training_error for one in reports),
+        training_error=_first(each.training_error for each in reports),
     )
 
 

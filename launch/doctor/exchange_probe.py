@@ -1,8 +1,8 @@
-"""The messages and gradient sums of real schedules, by the engine's own executor, without a model.
+"""Runs the messages and gradient sums of real schedules with the engine's own executor, without a model.
 
-Operations multiply matrices, and what they send is known, so that its contents are checked on receipt. Before some of
-them the process waits for all of its device, as torch's allocator does when it runs out of cached memory: where a
-receive is posted too early, or a send is stuck behind it in a hardware queue, that never ends.
+Operations multiply matrices and send known tensors, so the receiver can check the contents. Before some operations the
+process waits until its device is idle, as torch's allocator does when it runs out of cached memory. If a receive is
+posted too early, or a send is stuck behind it in a hardware queue, this wait never ends.
 """
 
 import os
@@ -42,8 +42,8 @@ SIZES = {"cpu": (2**12, 2**16, 2**18), "cuda": (2**12, 2**20, 2**24)}  # bytes; 
 WIDTHS = {"cpu": 64, "cuda": 2048}  # rows and columns of the matrices that operations multiply
 SKIP_BYTES = 2**12  # size of the value that the first stage sends straight to the last
 GRADIENT_BYTES = 2**20  # gradients of each stage
-NO_CLIPPING = 1e30  # With a limit, however large, the executor computes the norm of all gradients.
-PAUSE_FRACTION = 0.3  # fraction of operations that the process waits before
+NO_CLIPPING = 1e30  # With any limit, however large, the executor computes the norm of all gradients.
+PAUSE_FRACTION = 0.3  # fraction of operations before which the process waits
 LONGEST_PAUSE_S = 2e-3
 CONNECTIONS = {"cpu": (None,), "cuda": (1, 8, 32)}  # hardware queues; a CPU has none
 
@@ -62,18 +62,18 @@ class Pattern:
 
 
 def patterns(ranks: int) -> list[Pattern]:
-    """Schedules with messages both ways between neighbours, around all devices and, where ranks are even, sums."""
-    found = [Pattern("1f1b", 1, ranks, 2 * ranks), Pattern("interleaved-1f1b", 1, ranks, 2 * ranks)]
+    """The schedules to run: messages between neighbours both ways, around all devices and, for even ``ranks``, sums."""
+    schedules = [Pattern("1f1b", 1, ranks, 2 * ranks), Pattern("interleaved-1f1b", 1, ranks, 2 * ranks)]
     if ranks % 2 == 0:
-        found.append(Pattern("chimera", 1, ranks, ranks))
+        schedules.append(Pattern("chimera", 1, ranks, ranks))
         if ranks > 2:
-            found.append(Pattern("1f1b", 2, ranks // 2, ranks))
-    return found
+            schedules.append(Pattern("1f1b", 2, ranks // 2, ranks))
+    return schedules
 
 
 @dataclass(frozen=True)
-class Exchanged:
-    """What one rank did: tensors that it received and checked, and its seconds."""
+class ExchangeResult:
+    """How many tensors one rank received and checked, and how many seconds that took."""
 
     tensors: int
     seconds: float
@@ -87,14 +87,14 @@ def exchange(
     meet_s: float,
     timeout_s: float,
     begin: Callable[[Pattern], None],
-) -> Exchanged:
-    """Run all ``patterns``, each of which ``begin`` hears of, with so many hardware ``connections`` of the GPU.
+) -> ExchangeResult:
+    """Run all ``patterns`` with ``connections`` hardware queues of the GPU; ``begin`` is called with each at its start.
 
-    Ranks meet within ``meet_s``, and wait ``timeout_s`` for each other afterwards. Raises CorruptedError where a tensor
-    is not what was sent.
+    Ranks have ``meet_s`` to meet; every later wait for another rank ends after ``timeout_s``. Raises CorruptedError if
+    a tensor differs from what was sent.
     """
     if connections is not None:
-        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(connections)  # CUDA reads it when it starts.
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(connections)  # CUDA reads this when it starts
     device = world.device(kind)
     if kind == "cpu":
         torch.set_num_threads(1)
@@ -103,15 +103,15 @@ def exchange(
     for pattern in patterns(world.size):
         begin(pattern)
         tensors += _run(world, pattern, device, timeout_s)
-    return Exchanged(tensors, time.monotonic() - start)
+    return ExchangeResult(tensors, time.monotonic() - start)
 
 
 def _run(world: World, pattern: Pattern, device: torch.device, timeout_s: float) -> int:
-    """How many tensors this rank received."""
+    """Run one pattern; returns how many tensors this rank received."""
     schedule = build_schedule(pattern.schedule, devices=pattern.pp, micro_batches=pattern.micro_batches)
     placement = place_ranks(dp=pattern.dp, pp=pattern.pp)
-    position = next(number for number, ranks in enumerate(placement) if world.rank in ranks)
-    replica = placement[position].index(world.rank)
+    pipeline_device = next(number for number, ranks in enumerate(placement) if world.rank in ranks)
+    pipeline = placement[pipeline_device].index(world.rank)
     transfers = list(_transfers(schedule.stages, device.type))
     holders = {
         _parameter(stage): Holders(
@@ -121,42 +121,44 @@ def _run(world: World, pattern: Pattern, device: torch.device, timeout_s: float)
         for stage in range(schedule.stages)
     }
     shared = {each.stages for each in holders.values() if len(each.ranks) > 1}
-    program = lower(schedule, transfers, shared)[position]
-    own = [each for each, home in schedule.device_of.items() if home == position]
+    program = lower(schedule, transfers, shared)[pipeline_device]
+    pipe_stages = [each for each, home in schedule.device_of.items() if home == pipeline_device]
     run_ahead = RunAhead(device, timeout_s)
     everyone = new_group(range(world.size), timeout_s, device=device)
     connect(everyone, device=device, what="all ranks", timeout_s=timeout_s)
     messages = Exchange(
         program,
         transfers,
-        ranks_of=[[ranks[replica]] for ranks in placement],
+        ranks_of=[[ranks[pipeline]] for ranks in placement],
         device_of=schedule.device_of,
         sample_dimensions={},
         device=device,
         run_ahead=run_ahead,
         timeout_s=timeout_s,
     )
-    parameters = {_parameter(stage): nn.Parameter(torch.zeros(GRADIENT_BYTES // 4, device=device)) for stage, _ in own}
+    parameters = {
+        _parameter(stage): nn.Parameter(torch.zeros(GRADIENT_BYTES // 4, device=device)) for stage, _ in pipe_stages
+    }
     private = [name for name in parameters if len(holders[name].ranks) == 1]
     sync = GradientSync(parameters, holders, private=private, device=device, run_ahead=run_ahead, timeout_s=timeout_s)
     totals = Totals(everyone, device=device, run_ahead=run_ahead, timeout_s=timeout_s)
-    receipts = _Receipts(replica)
-    work = _Work(device, random.Random(f"{pattern} {world.rank}"), timeout_s)
+    receipts = _Receipts(pipeline)
+    load = _SyntheticLoad(device, random.Random(f"{pattern} {world.rank}"), timeout_s)
     stages = {
-        (number, pipe): _Stage(_stage(number, transfers), pipe, parameters[_parameter(number)], receipts, work)
-        for number, pipe in own
+        (number, pipe): _FakeStage(_stage(number, transfers), pipe, parameters[_parameter(number)], receipts, load)
+        for number, pipe in pipe_stages
     }
     numbers = {"first_micro_batch": 0, "micro_batches": pattern.micro_batches * schedule.parts}
-    nothing = DataSettings(source="synthetic", files=(), sequence_length=1, vocabulary_size=1, inputs={})
+    no_data = DataSettings(source="synthetic", files=(), sequence_length=1, vocabulary_size=1, inputs={})
     executor = Executor(
         stages,
-        dict.fromkeys(own),
+        dict.fromkeys(pipe_stages),
         MicroBatchInputs(
-            Batches(nothing, seed=0, global_batch=pattern.micro_batches, micro_batch_size=1), **numbers, device=device
+            Batches(no_data, seed=0, global_batch=pattern.micro_batches, micro_batch_size=1), **numbers, device=device
         ),
         Peers(exchange=messages, sync=sync, totals=totals, run_ahead=run_ahead),
         randomness=Randomness(0, **numbers, device=device),
-        memory=MemoryWatch(position, DeviceMemory(**{field.name: 0 for field in fields(DeviceMemory)})),
+        memory=MemoryWatch(pipeline_device, DeviceMemory(**{field.name: 0 for field in fields(DeviceMemory)})),
         clip_norm=NO_CLIPPING,
     )
     # Each backward adds 1 to the gradients of its stage.
@@ -165,6 +167,7 @@ def _run(world: World, pattern: Pattern, device: torch.device, timeout_s: float)
         receipts.iteration = iteration
         for result in executor.run(program, iteration):
             receipts.check()
+            assert result.grad_norm is not None, "no pattern is asynchronous"
             if not isclose(result.grad_norm, norm, rel_tol=1e-6):
                 raise CorruptedError(
                     f"the gradients of all ranks were summed to the norm {result.grad_norm}, not {norm}"
@@ -177,7 +180,7 @@ def _parameter(stage: int) -> str:
 
 
 def _transfers(stages: int, kind: str) -> Iterator[Transfer]:
-    """Values of all sizes between neighbouring stages, and one that skips stages."""
+    """A value of each size between neighbouring stages, and one from the first stage to the last."""
     for source, target in pairwise(range(stages)):
         for size in SIZES[kind]:
             yield _transfer(f"{size} bytes", size, source, target)
@@ -204,32 +207,32 @@ def _stage(number: int, transfers: Sequence[Transfer]) -> Stage:
 
 
 class _Receipts:
-    """What was received, and whether it is what was sent; the device compares, and nobody waits for it."""
+    """Counts and checks received tensors. The device compares them, and the process does not wait for it."""
 
-    def __init__(self, replica: int) -> None:
+    def __init__(self, pipeline: int) -> None:
         self.iteration = 0
         self.count = 0
-        self._replica = replica
+        self._pipeline = pipeline
         self._wrong: list[tuple[str, torch.Tensor]] = []
 
     def number(self, what: str) -> float:
-        """The number that fills ``what`` in this iteration; float32 holds it exactly."""
-        return float(crc32(f"{what} {self._replica} {self.iteration}".encode()) % 2**24)
+        """The number that fills the tensor ``what`` in this iteration; float32 represents it exactly."""
+        return float(crc32(f"{what} {self._pipeline} {self.iteration}".encode()) % 2**24)
 
     def note(self, what: str, tensor: torch.Tensor) -> None:
         self.count += 1
         self._wrong.append((what, (tensor != self.number(what)).any()))
 
     def check(self) -> None:
-        """Raise CorruptedError where something of this iteration is wrong."""
+        """Raise CorruptedError if a tensor of this iteration has wrong contents."""
         noted, self._wrong = self._wrong, []
         for what, wrong in noted:
             if wrong.item():
                 raise CorruptedError(f"{what} arrived with other contents in iteration {self.iteration + 1}")
 
 
-class _Work:
-    """What an operation does beside its messages: products of matrices and, before some, a pause of the process."""
+class _SyntheticLoad:
+    """What an operation does besides its messages: matrix products and, before some operations, a pause."""
 
     def __init__(self, device: torch.device, draw: random.Random, timeout_s: float) -> None:
         self._device = device
@@ -249,45 +252,58 @@ class _Work:
     def _pause(self) -> None:
         time.sleep(self._draw.uniform(0, LONGEST_PAUSE_S))
         if self._device.type == "cuda":
-            with waiting_for("all that is queued on its device", self._timeout_s):
+            with waiting_for("its device to complete all that is queued", self._timeout_s):
                 torch.cuda.empty_cache()
                 torch.cuda.synchronize(self._device)
 
 
-class _Stage:
-    """In the place of a StageModule: it gives known tensors, and notes those that it is given."""
+class _FakeStage:
+    """Stands in for a StageModule: it returns known tensors, and checks those that it receives."""
 
-    def __init__(self, stage: Stage, pipe: int, parameter: nn.Parameter, receipts: _Receipts, work: _Work) -> None:
+    def __init__(
+        self, stage: Stage, pipe: int, parameter: nn.Parameter, receipts: _Receipts, load: _SyntheticLoad
+    ) -> None:
         self.stage = stage
         self.losses: dict[int, torch.Tensor] = {}
         self.weights = WeightVersions({}, several=False)
         self._pipe = pipe
         self._parameter = parameter
         self._receipts = receipts
-        self._work = work
+        self._load = load
 
     def forward(
         self, micro_batch: int, received: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         for name, tensor in received.items():
             self._receipts.note(self._name("the activations", name, micro_batch), tensor)
-        self._work.run(1)
-        return self._made("the activations", self.stage.sent, micro_batch)
+        self._load.run(1)
+        return self._tensors("the activations", self.stage.sent, micro_batch)
 
     def backward(self, micro_batch: int, gradients: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, torch.Tensor]:
         for name, tensors in gradients.items():
             for tensor in tensors:
                 self._receipts.note(self._name("the gradients", name, micro_batch), tensor)
-        self._work.run(2)
+        self._load.run(2)
         with torch.no_grad():
             if self._parameter.grad is None:
                 self._parameter.grad = torch.zeros_like(self._parameter)
             self._parameter.grad += 1
-        return self._made("the gradients", self.stage.received, micro_batch)
+        return self._tensors("the gradients", self.stage.received, micro_batch)
 
-    def _made(self, what: str, transfers: Sequence[Transfer], micro_batch: int) -> dict[str, torch.Tensor]:
+    def recompute(self, micro_batch: int) -> None:
+        raise NotImplementedError("no pattern recomputes")
+
+    def backward_input(
+        self, micro_batch: int, gradients: Mapping[str, Sequence[torch.Tensor]]
+    ) -> dict[str, torch.Tensor]:
+        raise NotImplementedError("no pattern splits a backward")
+
+    def backward_weight(self, micro_batch: int) -> None:
+        raise NotImplementedError("no pattern splits a backward")
+
+    def _tensors(self, what: str, transfers: Sequence[Transfer], micro_batch: int) -> dict[str, torch.Tensor]:
         return {
-            transfer.value.name: self._work.filled(
+            transfer.value.name: self._load.filled(
                 transfer.value.shape, self._receipts.number(self._name(what, transfer.value.name, micro_batch))
             )
             for transfer in transfers

@@ -1,83 +1,92 @@
-"""The lines of `auto3d doctor` about GPUs, and about what their ranks did under --devices."""
+"""The result lines of `auto3d doctor` about GPUs and about the probes of --devices."""
 
 from collections.abc import Iterator, Sequence
 
-from launch.doctor.checks import Check, Verdict, size_text
 from launch.doctor.device_probe import DeviceReport, ExchangeRun
 from launch.doctor.exchange_probe import patterns
 from launch.doctor.link_probe import CorruptedError, Links, PairRate
 from launch.doctor.machine import Machine
+from launch.doctor.report import Check, Verdict, size_text
+from launch.recipe.words import counted
 
-SLOW_PAIR = 4.0  # A pair this many times slower than the fastest of its kind is reported.
-_SLOWING = {
+SLOW_PAIR = 4.0  # how many times slower than the fastest pair of its kind a pair must be to be reported
+_SLOW_SETTINGS = {
     "CUDA_LAUNCH_BLOCKING": "it makes the host wait for each kernel",
     "NCCL_P2P_DISABLE": "it sends messages between GPUs of a node through the host's memory",
 }
-_OF_WAITS = ("waited", "waiting", "connection", "did not meet", "not done")  # words of errors about waiting
-_TURNED_OFF = ("", "0")
+_WAIT_WORDS = (
+    "waited",
+    "waiting",
+    "connection",
+    "did not meet",
+    "not done",
+)  # words that only errors about waits contain
+_TURNED_OFF = ("", "0")  # values that switch such a setting off
 
 
-def gpu_check(what: str, machine: Machine, *, needed: bool) -> Check:
-    """Driver, CUDA, NCCL and state of the GPUs of one machine; ``needed``: trials run on them."""
+def gpu_check(title: str, machine: Machine, *, needed: bool) -> Check:
+    """Driver, CUDA, NCCL and state of the GPUs of one machine; ``needed`` says whether trials run on them."""
     built = f"torch has {f'CUDA {machine.cuda}' if machine.cuda else 'no CUDA'}"
     built += f" and {f'NCCL {machine.nccl}' if machine.nccl else 'no NCCL'}"
     if not machine.gpus:
-        return Check(Verdict.OK, what, f"none that nvidia-smi lists; {built}")
-    found = [f"driver {machine.drivers}", built]
+        return Check(Verdict.OK, title, f"nvidia-smi lists none; {built}")
+    findings = [f"driver {machine.drivers}", built]
     capabilities = dict.fromkeys(gpu.capability for gpu in machine.gpus if gpu.capability)
     if capabilities:
-        found.append(f"compute capability {' and '.join(capabilities)}")
+        findings.append(f"compute capability {' and '.join(capabilities)}")
     modes = dict.fromkeys(gpu.mig.lower() for gpu in machine.gpus if gpu.mig)
     if modes:
-        found.append(f"MIG {' and '.join(modes)}")
+        findings.append(f"MIG {' and '.join(modes)}")
     errors = {number: gpu.ecc_errors for number, gpu in enumerate(machine.gpus) if gpu.ecc_errors}
     faulty = [f"GPU {number} has {count}" for number, count in errors.items() if count != "0"]
     if errors:
-        found.append(f"uncorrected ECC errors: {', '.join(faulty) or '0'}")
-    told = ", ".join(found)
+        findings.append(f"uncorrected ECC errors: {', '.join(faulty) or '0'}")
+    summary = ", ".join(findings)
     if faulty:
-        advice = f"leave {machine.host} out, by launch.exclude, and have `nvidia-smi -q -d ECC` looked at there"
-        return Check(Verdict.WARNING, what, told, advice)
+        advice = f"exclude {machine.host} with launch.exclude, and look at `nvidia-smi -q -d ECC` there"
+        return Check(Verdict.WARNING, title, summary, advice)
     if needed and "enabled" in modes:
-        advice = "NCCL connects no two MIG devices of one GPU: ask for whole GPUs, or give each rank a GPU of its own"
-        return Check(Verdict.WARNING, what, told, advice)
-    return Check(Verdict.OK, what, told)
+        advice = "NCCL cannot connect two MIG devices of one GPU: request whole GPUs, or one GPU per rank"
+        return Check(Verdict.WARNING, title, summary, advice)
+    return Check(Verdict.OK, title, summary)
 
 
 def same_libraries(machines: Sequence[Machine]) -> Check:
-    """Whether ``machines`` that exchange messages have the same NCCL, CUDA of torch, and driver."""
-    what = "drivers and NCCL on nodes"
+    """Whether all ``machines``, which exchange messages, have the same NCCL, CUDA of torch, and driver."""
+    title = "drivers and NCCL on nodes"
     kinds = {
-        "NCCL": [one.nccl or "none" for one in machines],
-        "CUDA of torch": [one.cuda or "none" for one in machines],
-        "driver": [one.drivers or "none" for one in machines],
+        "NCCL": [each.nccl or "none" for each in machines],
+        "CUDA of torch": [each.cuda or "none" for each in machines],
+        "driver": [each.drivers or "none" for each in machines],
     }
     differing = [kind for kind, versions in kinds.items() if len(set(versions)) > 1]
     if not differing:
-        return Check(Verdict.OK, what, "the same on all" if any(one.gpus for one in machines) else "no node has a GPU")
-    found = "; ".join(
+        return Check(
+            Verdict.OK, title, "the same on all" if any(each.gpus for each in machines) else "no node has a GPU"
+        )
+    finding = "; ".join(
         f"{machine.host} has {', '.join(f'{kind} {kinds[kind][number]}' for kind in differing)}"
         for number, machine in enumerate(machines)
     )
     if differing == ["driver"]:
-        advice = "have the drivers made the same, or take nodes that have the same, by launch.constraint"
-        return Check(Verdict.WARNING, what, found, advice)
+        advice = "install the same driver on all nodes, or select nodes with equal drivers with launch.constraint"
+        return Check(Verdict.WARNING, title, finding, advice)
     advice = "use one environment or container everywhere: launch.setup, launch.container, or the shared .venv"
-    return Check(Verdict.ERROR, what, found, advice)
+    return Check(Verdict.ERROR, title, finding, advice)
 
 
-def variable_check(what: str, machine: Machine) -> Check:
-    """The variables that decide on devices and connections."""
-    found = "; ".join(f"{name}={value}" for name, value in machine.variables.items())
-    slowing = [name for name in _SLOWING if machine.variables.get(name, "") not in _TURNED_OFF]
-    if slowing:
-        advice = "; ".join(f"unset {name}, for {_SLOWING[name]}" for name in slowing)
-        return Check(Verdict.WARNING, what, found, advice)
-    return Check(Verdict.OK, what, found or "none is set that decides on devices or connections")
+def variable_check(title: str, machine: Machine) -> Check:
+    """The environment variables that control devices and connections."""
+    finding = "; ".join(f"{name}={value}" for name, value in machine.variables.items())
+    slow = [name for name in _SLOW_SETTINGS if machine.variables.get(name, "") not in _TURNED_OFF]
+    if slow:
+        advice = "; ".join(f"unset {name}: {_SLOW_SETTINGS[name]}" for name in slow)
+        return Check(Verdict.WARNING, title, finding, advice)
+    return Check(Verdict.OK, title, finding or "none that controls devices or connections is set")
 
 
 def device_checks(where: str, report: DeviceReport, *, interfaces: str) -> Iterator[Check]:
-    """What the ranks of all devices did; ``interfaces`` is the advice where they do not reach each other."""
+    """The lines about the probes of all devices; ``interfaces`` is the advice if ranks cannot reach each other."""
     yield _links(where, report, interfaces)
     if report.links_error:
         return
@@ -88,13 +97,14 @@ def device_checks(where: str, report: DeviceReport, *, interfaces: str) -> Itera
 
 
 def _links(where: str, report: DeviceReport, interfaces: str) -> Check:
-    what = f"messages {where}"
+    title = f"messages {where}"
     if report.links_error:
-        return Check(Verdict.ERROR, what, report.links_error, _advice(report, report.links_error, interfaces))
+        return Check(Verdict.ERROR, title, report.links_error, _advice(report, report.links_error, interfaces))
+    assert report.links is not None
     rates = report.links.rates
     if not rates:
-        return Check(Verdict.OK, what, "not measured: there is 1 device")
-    found = "all arrived as they were sent; " + ", ".join(
+        return Check(Verdict.OK, title, "not measured, because there is only 1 device")
+    finding = "all arrived unchanged; " + ", ".join(
         f"{max(rate.one_way_gbit_per_s for rate in same):.2f} Gbit/s one way {place}"
         for place, same in (
             ("inside a node", [rate for rate in rates if not rate.between_nodes]),
@@ -102,41 +112,46 @@ def _links(where: str, report: DeviceReport, interfaces: str) -> Check:
         )
         if same
     )
-    found += _peer_access(report.links)
-    slow = _slow_pairs(rates) if report.device == "cuda" else ""  # CPU ranks share cores, and differ anyway.
+    finding += _peer_access(report.links)
+    slow = _slow_pairs(rates) if report.device == "cuda" else ""  # pairs of CPU ranks differ anyway: they share cores
     if slow:
         advice = (
-            "see `nvidia-smi topo -m` and, between nodes, the adapters and NCCL_IB_HCA: these pairs do not use the "
-            "link that the others use"
+            "these pairs do not use the link that the others use: see `nvidia-smi topo -m` and, between nodes, the "
+            "network adapters and NCCL_IB_HCA"
         )
-        return Check(Verdict.WARNING, what, f"{found}; {slow}", advice, links=rates)
-    return Check(Verdict.OK, what, found, links=rates)
+        return Check(Verdict.WARNING, title, f"{finding}; {slow}", advice, links=rates)
+    return Check(Verdict.OK, title, finding, links=rates)
 
 
 def _exchange(where: str, report: DeviceReport, run: ExchangeRun, interfaces: str) -> Check:
-    what = f"exchange {where}{run}"
+    title = f"exchange {where}{run}"
     if run.error:
         advice = _advice(report, run.error, interfaces)
         passing = [other.connections for other in report.exchanges if not other.error]
         if passing:
-            advice = f"set CUDA_DEVICE_MAX_CONNECTIONS={passing[-1]}, with which it passes; {advice}"
-        return Check(Verdict.ERROR, what, run.error, advice)
+            advice = f"set CUDA_DEVICE_MAX_CONNECTIONS={passing[-1]}, which passes; {advice}"
+        return Check(Verdict.ERROR, title, run.error, advice)
+    assert run.result is not None
     schedules = ", ".join(map(str, patterns(report.ranks)))
-    found = f"{schedules}: {run.exchanged.tensors} tensors came to rank 0 as they were sent, "
-    return Check(Verdict.OK, what, f"{found}in {run.exchanged.seconds:.1f} s")
+    tensors = counted(run.result.tensors, "tensor")
+    finding = f"{schedules}: {tensors} arrived at rank 0 unchanged in {run.result.seconds:.1f} s"
+    return Check(Verdict.OK, title, finding)
 
 
 def _peer_access(links: Links) -> str:
     known = [one for one in links.neighbours if one.peer_access is not None]
     without = [f"ranks {one.ranks[0]} and {one.ranks[1]} of {one.host}" for one in known if not one.peer_access]
     if without:
-        return f"; no peer access, so through the host's memory: {', '.join(without)}"
+        return f"; without peer access, through the host's memory: {', '.join(without)}"
     return "; peer access between all neighbours of a node" if known else ""
 
 
 def _slow_pairs(rates: Sequence[PairRate]) -> str:
-    """The pairs that are much slower than the fastest of their kind, at the largest size that all of it have."""
-    told = []
+    """The pairs that are much slower than the fastest pair of their kind, as text.
+
+    There are two kinds, inside a node and between nodes; each is compared at the largest size that all its pairs have.
+    """
+    slow: list[str] = []
     for between_nodes in (False, True):
         same = [rate for rate in rates if rate.between_nodes == between_nodes]
         pairs = {rate.ranks for rate in same}
@@ -144,49 +159,50 @@ def _slow_pairs(rates: Sequence[PairRate]) -> str:
         size = max(set.intersection(*sizes), default=0) if sizes else 0
         largest = [rate for rate in same if rate.size_bytes == size]
         best = max((rate.one_way_gbit_per_s for rate in largest), default=0.0)
-        told += [
-            f"messages of {size_text(size)} from rank {rate.ranks[0]} to {rate.ranks[1]} only reach "
+        slow += [
+            f"messages of {size_text(size)} from rank {rate.ranks[0]} to {rate.ranks[1]} reach only "
             f"{rate.one_way_gbit_per_s:.2f} Gbit/s"
             for rate in largest
             if rate.one_way_gbit_per_s * SLOW_PAIR < best
         ]
-    return ", ".join(told)
+    return ", ".join(slow)
 
 
 def _parity(where: str, report: DeviceReport, interfaces: str) -> Check:
-    what = f"training {where}"
+    title = f"training {where}"
     if report.training_error:
-        return Check(Verdict.ERROR, what, report.training_error, _advice(report, report.training_error, interfaces))
+        return Check(Verdict.ERROR, title, report.training_error, _advice(report, report.training_error, interfaces))
     differing = [f"rank {one.rank} on {one.host}: {one.difference}" for one in report.training if one.difference]
     if differing:
-        others = f"; so do {len(differing) - 1} more ranks" if len(differing) > 1 else ""
+        more = len(differing) - 1
+        others = f"; {counted(more, 'more rank differs', 'more ranks differ')}" if more else ""
         advice = (
-            "a device or library computes otherwise than plain PyTorch beside it: try another node (launch.exclude), "
-            "unset NVIDIA_TF32_OVERRIDE, and report it with --report"
+            "a device or a library gives other results than plain PyTorch on the same device: try another node "
+            "(launch.exclude), unset NVIDIA_TF32_OVERRIDE, and report a bug with the file of --report"
         )
-        return Check(Verdict.ERROR, what, f"{differing[0]} from plain PyTorch{others}", advice)
-    found = f"a small model under {report.layout} gives the losses, gradients and weights of plain PyTorch"
-    return Check(Verdict.OK, what, found)
+        return Check(Verdict.ERROR, title, f"{differing[0]} from plain PyTorch{others}", advice)
+    finding = f"a small model under {report.layout} gives the losses, gradients and weights of plain PyTorch"
+    return Check(Verdict.OK, title, finding)
 
 
 def _memory(where: str, report: DeviceReport) -> Check:
-    shares = [one.used_bytes / one.predicted_bytes for one in report.training]
-    found = f"that training used {min(shares):.2f} to {max(shares):.2f} times the memory that was predicted"
-    return Check(Verdict.OK, f"memory {where}", found, memory=report.training)
+    ratios = [one.used_bytes / one.predicted_bytes for one in report.training]
+    finding = f"the training's peak is {min(ratios):.2f} to {max(ratios):.2f} times the predicted memory"
+    return Check(Verdict.OK, f"memory {where}", finding, memory=report.training)
 
 
 def _advice(report: DeviceReport, error: str, interfaces: str) -> str:
-    """What to do about an ``error`` of ranks, by what it is likely to come from."""
+    """What to do about an ``error`` of ranks, by its likely cause."""
     if CorruptedError.__name__ in error:
         return (
-            "a device, a link or an adapter changes what it carries: leave its node out, by launch.exclude, and see "
+            "a device, a link or an adapter corrupts data: exclude its node with launch.exclude, and look at "
             "`nvidia-smi -q -d ECC` and `nvidia-smi nvlink -e` there"
         )
     if "out of memory" in error:
-        return "see in nvidia-smi who else uses the device; launch.exclusive keeps others away"
-    if not any(words in error for words in _OF_WAITS):
-        return "this is no fault of the network: report it, with the file of --report"
+        return "see in nvidia-smi who else uses the device; launch.exclusive keeps other users away"
+    if not any(words in error for words in _WAIT_WORDS):
+        return "this is not a network fault: report a bug with the file of --report"
     if report.device != "cuda":
         return interfaces
-    variables = "NCCL_DEBUG=INFO, and NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 to see which link it is"
-    return f"call it again with {variables}; {interfaces}"
+    variables = "NCCL_DEBUG=INFO, and with NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 to find the faulty link"
+    return f"run it again with {variables}; {interfaces}"

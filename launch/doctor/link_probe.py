@@ -1,4 +1,4 @@
-"""Messages between neighbouring ranks, one way and both ways at once: whether they arrive whole, and how fast."""
+"""Checks and measures messages between neighbouring ranks, one way and both ways at once."""
 
 import time
 from collections import deque
@@ -12,15 +12,15 @@ from auto3d.runtime.waiting import poll, wait, waiting_for
 from auto3d.runtime.world import World, join, new_group
 
 SIZES = {"cpu": (2**16, 2**20, 2**24), "cuda": (2**16, 2**20, 2**24, 2**26)}  # bytes
-MEASURE_S = 0.1  # time to measure one size; a longer message is measured once
-LONGEST_S = 1.0  # Sizes whose messages are predicted to take longer are left out.
+MEASURE_S = 0.1  # time to measure one size; a message that takes longer is measured once
+LONGEST_S = 1.0  # Sizes whose messages are predicted to take longer are skipped.
 REPETITIONS = 50  # most messages of one size
-BUFFERS = 2  # receives under way at a time
+BUFFERS = 2  # receives in progress at a time
 
 
 @dataclass(frozen=True)
 class PairRate:
-    """Messages of one size between two neighbouring ranks, in Gbit/s of each direction."""
+    """Bandwidth of messages of one size between two neighbouring ranks, per direction."""
 
     ranks: tuple[int, int]
     between_nodes: bool
@@ -32,14 +32,11 @@ class PairRate:
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Two neighbouring ranks of one node; ``peer_access`` tells whether their GPUs reach each other's memory.
-
-    None: they have no GPUs, or each sees its own alone.
-    """
+    """Two neighbouring ranks of one node."""
 
     ranks: tuple[int, int]
     host: str
-    peer_access: bool | None
+    peer_access: bool | None  # whether their GPUs reach each other's memory; None: no GPUs, or each rank sees only one
 
 
 @dataclass(frozen=True)
@@ -49,14 +46,14 @@ class Links:
 
 
 class CorruptedError(RuntimeError):
-    """A message that arrived with other contents than it was sent with."""
+    """A message arrived with other contents than it was sent with."""
 
 
 def measure_links(world: World, kind: str, *, meet_s: float, timeout_s: float) -> Links:
-    """Measure every pair of ranks r and r + 1, one after the other; the same on every rank.
+    """Bandwidths of all pairs of ranks r and r + 1, measured one pair after the other; equal on all ranks.
 
-    Ranks meet within ``meet_s``, and wait ``timeout_s`` for each other afterwards. Raises CorruptedError on the rank
-    that received something else than was sent.
+    Ranks have ``meet_s`` to meet; every later wait for another rank ends after ``timeout_s``. Raises CorruptedError on
+    a rank that receives other contents than were sent.
     """
     device = world.device(kind)
     if kind == "cpu":
@@ -69,11 +66,11 @@ def measure_links(world: World, kind: str, *, meet_s: float, timeout_s: float) -
     for lower in range(world.size - 1):
         pair = _Pair(world.rank, lower, upward, downward, device, timeout_s)
         between_nodes = THIS_RANK.hosts[lower] != THIS_RANK.hosts[lower + 1]
-        once_s, before = 0.0, 0
+        once_s, last_size = 0.0, 0
         for size in SIZES[kind]:
-            if before and once_s * size / before > LONGEST_S:
+            if last_size and once_s * size / last_size > LONGEST_S:
                 break
-            once_s, before = max(pair.seconds(size, 1, both=both) for both in (False, True)), size
+            once_s, last_size = max(pair.seconds(size, 1, both=both) for both in (False, True)), size
             count = max(1, min(REPETITIONS, int(MEASURE_S / once_s)))
             one_way, both_ways = (8e-9 * size * count / pair.seconds(size, count, both=both) for both in (False, True))
             rates.append(PairRate((lower, lower + 1), between_nodes, size, count, one_way, both_ways))
@@ -82,7 +79,7 @@ def measure_links(world: World, kind: str, *, meet_s: float, timeout_s: float) -
 
 @dataclass(frozen=True)
 class _Pair:
-    """Ranks ``lower`` and ``lower + 1``, as this rank sees them; it may be neither."""
+    """Ranks ``lower`` and ``lower + 1``. This rank may be one of them or neither."""
 
     rank: int
     lower: int
@@ -92,19 +89,19 @@ class _Pair:
     timeout_s: float
 
     def seconds(self, size: int, count: int, *, both: bool) -> float:
-        """Seconds that ``count`` messages of ``size`` bytes take, upward or ``both`` ways at once: of the slower rank.
+        """Time of the slower rank for ``count`` messages of ``size`` bytes, upward or ``both`` ways at once.
 
-        Every rank of the world calls this, and gets the same.
+        Every rank of the world must call this; all get the same value.
         """
         here = self.rank - self.lower
         pattern = torch.arange(size // 4, device=self.device, dtype=torch.float32) % 97
         buffers = [torch.zeros_like(pattern) for _ in range(BUFFERS)]
-        own = pattern + 1 + here
+        message = pattern + 1 + here
         self._meet(0.0)
-        own_s = 0.0
+        seconds_here = 0.0
         if here in (0, 1):
-            own_s = self._exchange(own, buffers, count, sends=both or here == 0, receives=both or here == 1)
-        seconds = self._meet(own_s)
+            seconds_here = self._exchange(message, buffers, count, sends=both or here == 0, receives=both or here == 1)
+        seconds = self._meet(seconds_here)
         if here in (0, 1) and (both or here == 1):
             expected = pattern + 2 - here
             for buffer in buffers[:count]:
@@ -114,40 +111,45 @@ class _Pair:
         return seconds
 
     def _exchange(
-        self, own: torch.Tensor, buffers: list[torch.Tensor], count: int, *, sends: bool, receives: bool
+        self, message: torch.Tensor, buffers: list[torch.Tensor], count: int, *, sends: bool, receives: bool
     ) -> float:
-        """The seconds that it takes."""
+        """Send and receive ``count`` messages; returns the seconds that this took."""
         peer = 2 * self.lower + 1 - self.rank
         out, into = (self.upward, self.downward) if peer > self.rank else (self.downward, self.upward)
-        what = f"messages of {own.numel() * own.element_size()} bytes between it and {THIS_RANK.name(peer)}"
+        what = f"messages of {message.numel() * message.element_size()} bytes between it and {THIS_RANK.name(peer)}"
         clock = _Clock(self.device)
-        under_way: deque[dist.Work] = deque()
+        pending: deque[dist.Work] = deque()
         for number in range(count):
             with waiting_for(what, self.timeout_s):
                 if receives:
-                    under_way.append(dist.irecv(buffers[number % BUFFERS], peer, group=into))
+                    pending.append(_begun(dist.irecv(buffers[number % BUFFERS], peer, group=into)))
                 if sends:
-                    under_way.append(dist.isend(own, peer, group=out))
-            # On a GPU the receives of one group come one after the other. On a CPU nothing else keeps a buffer free.
-            while self.device.type == "cpu" and len(under_way) > (BUFFERS - 1) * (sends + receives):
-                wait(under_way.popleft(), timeout_s=self.timeout_s, what=what)
-        for work in under_way:
+                    pending.append(_begun(dist.isend(message, peer, group=out)))
+            # On a GPU, receives of one group complete in order. On a CPU, only this wait protects buffers in use.
+            while self.device.type == "cpu" and len(pending) > (BUFFERS - 1) * (sends + receives):
+                wait(pending.popleft(), timeout_s=self.timeout_s, what=what)
+        for work in pending:
             with waiting_for(what, self.timeout_s):
                 work.wait()
         return clock.seconds(what, self.timeout_s)
 
     def _meet(self, seconds: float) -> float:
-        """Wait for all ranks; the largest of their ``seconds``."""
+        """Wait for all ranks; returns the largest of their ``seconds``."""
         largest = torch.tensor(seconds, dtype=torch.float64)
         pair = f"{THIS_RANK.name(self.lower)} and {THIS_RANK.name(self.lower + 1)}"
-        what = f"the other ranks, beside the messages between {pair}"
+        what = f"the other ranks around the messages between {pair}"
         with waiting_for(what, self.timeout_s):
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
             return largest.item()
 
 
+def _begun(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this rank is in the group"
+    return work
+
+
 class _Clock:
-    """Seconds from its construction on: of a GPU, until it has done what is queued."""
+    """Measures seconds from its construction on; on a GPU, until the GPU has done all queued operations."""
 
     def __init__(self, device: torch.device) -> None:
         self._start = time.perf_counter()
@@ -156,7 +158,7 @@ class _Clock:
             self._began.record()
 
     def seconds(self, what: str, timeout_s: float) -> float:
-        """Of a GPU, which is asked until then whether ``what`` has ended."""
+        """Seconds until now. Polls a GPU until its queue is done; ``what`` names the wait in a time-out's error."""
         if self._began is None:
             return time.perf_counter() - self._start
         ended = torch.cuda.Event(enable_timing=True)
@@ -166,15 +168,15 @@ class _Clock:
 
 
 def _neighbours(world: World, kind: str, timeout_s: float) -> list[Neighbours]:
-    """Of every two neighbouring ranks of one node."""
+    """All pairs of ranks r and r + 1 on the same node."""
     here = world.device(kind).index
     sees = kind == "cuda" and here + 1 < torch.cuda.device_count()
-    own = torch.cuda.can_device_access_peer(here, here + 1) if sees else None
-    told: list[bool | None] = [None] * world.size
-    with waiting_for("what all ranks know of peer access", timeout_s):
-        dist.all_gather_object(told, own)
+    access_here = torch.cuda.can_device_access_peer(here, here + 1) if sees else None
+    access: list[bool | None] = [None] * world.size
+    with waiting_for("the peer access of all ranks", timeout_s):
+        dist.all_gather_object(access, access_here)
     return [
-        Neighbours((lower, lower + 1), THIS_RANK.hosts[lower], told[lower])
+        Neighbours((lower, lower + 1), THIS_RANK.hosts[lower], access[lower])
         for lower in range(world.size - 1)
         if THIS_RANK.hosts[lower] == THIS_RANK.hosts[lower + 1]
     ]

@@ -1,4 +1,4 @@
-"""What there is on the machine of this process: versions, devices, network interfaces, variables."""
+"""Describes this machine: versions, devices, network interfaces, environment variables."""
 
 import os
 import platform
@@ -11,10 +11,10 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 import torch.distributed as dist
 
-from launch.run.devices import count_of_torch
+from launch.run.devices import torch_device_count
 
 PACKAGES = ("torch", "transformers", "deepspeed", "submitit", "mpi4py")
-COMMAND_S = 30.0
+COMMAND_S = 30.0  # limit of each command that is run here
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 VARIABLES = (
     *INTERFACES,
@@ -55,7 +55,7 @@ VARIABLES = (
     "TORCH_NCCL_CUDA_EVENT_CACHE",
     "TORCH_NCCL_ENABLE_MONITORING",
     "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",
-)  # A report shows these alone: they decide on devices and connections, and hold no secrets.
+)  # A report shows only these variables: they control devices and connections, and contain no secrets.
 
 _BASIC, _MORE = ("name", "memory.total", "driver_version"), ("compute_cap", "mig.mode.current")
 _ECC = ("ecc.errors.uncorrected.volatile.total",)
@@ -64,7 +64,7 @@ _UNKNOWN = ("[n/a]", "n/a", "[not supported]", "not supported", "[unknown error]
 
 @dataclass(frozen=True)
 class GpuReport:
-    """One GPU as nvidia-smi describes it; what its driver does not know is empty."""
+    """One GPU as nvidia-smi describes it. A field is empty if the driver does not know it."""
 
     name: str
     memory: str  # such as 81559 MiB
@@ -81,14 +81,14 @@ class GpuReport:
 @dataclass(frozen=True)
 class Machine:
     host: str
-    versions: dict[str, str]  # of Python and of packages; empty: not installed
-    cuda: str  # version that torch was built with; empty: torch has no CUDA
-    nccl: str  # version that torch loads; empty: torch has no NCCL
-    cores: int  # that this process may use
+    versions: dict[str, str]  # version of Python and of each package; empty: not installed
+    cuda: str  # CUDA version that torch was built with; empty: torch has no CUDA
+    nccl: str  # NCCL version that torch loads; empty: torch has no NCCL
+    cores: int  # number of cores that this process may use
     gpus: list[GpuReport]
-    usable_gpus: int  # as torch sees it
+    usable_gpus: int  # number of GPUs that torch can use
     interfaces: list[str]
-    variables: dict[str, str]  # those of VARIABLES that are set
+    variables: dict[str, str]  # values of those of VARIABLES that are set
 
     @property
     def devices(self) -> str:
@@ -98,7 +98,7 @@ class Machine:
 
     @property
     def drivers(self) -> str:
-        """The version of the driver; several only where a node is half updated."""
+        """The version of the driver. There are several only if the machine is partly updated."""
         return " and ".join(dict.fromkeys(gpu.driver for gpu in self.gpus))
 
 
@@ -110,16 +110,16 @@ def this_machine() -> Machine:
         nccl=_nccl(),
         cores=len(os.sched_getaffinity(0)),
         gpus=_gpus(),
-        usable_gpus=count_of_torch(),
+        usable_gpus=torch_device_count(),
         interfaces=[name for _, name in socket.if_nameindex()],
         variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
     )
 
 
 def mpi_library() -> tuple[str, str]:
-    """The MPI library that mpi4py loads, or else why none.
+    """The MPI library that mpi4py loads and no reason, or "" and the reason why it loads none.
 
-    In a process of its own, for a library that does not fit its launcher ends its process.
+    It is loaded in a child process, because a library that does not fit its launcher ends its process.
     """
     program = "from mpi4py import MPI; print(MPI.Get_library_version())"
     try:
@@ -127,7 +127,7 @@ def mpi_library() -> tuple[str, str]:
     except subprocess.TimeoutExpired:
         return "", f"MPI did not start within {COMMAND_S:g} s"
     if done.returncode:
-        return "", (done.stderr.strip().splitlines() or ["it did not say why"])[-1]
+        return "", (done.stderr.strip().splitlines() or ["MPI gave no reason"])[-1]
     return " ".join(done.stdout.splitlines()[0].split()), ""
 
 
@@ -141,11 +141,11 @@ def _version(package: str) -> str:
 def _nccl() -> str:
     if not dist.is_nccl_available():
         return ""
-    return ".".join(map(str, torch.cuda.nccl.version()))  # This does not start CUDA.
+    return ".".join(map(str, torch.cuda.nccl.version()))  # this does not start CUDA
 
 
 def _gpus() -> list[GpuReport]:
-    """The GPUs of this machine; an old driver, which refuses a query with a field that it lacks, is asked for less."""
+    """The GPUs of this machine. An old driver refuses a query for a field that it lacks, so shorter queries follow."""
     for fields in ((*_BASIC, *_MORE, *_ECC), (*_BASIC, *_MORE), _BASIC):
         command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
         try:
@@ -153,7 +153,9 @@ def _gpus() -> list[GpuReport]:
         except (OSError, subprocess.TimeoutExpired):
             return []
         if done.returncode == 0:
-            return [_gpu(line) for line in done.stdout.splitlines() if "," in line]  # A line without: no devices.
+            return [
+                _gpu(line) for line in done.stdout.splitlines() if "," in line
+            ]  # a line without a comma says that there are no devices
     return []
 
 

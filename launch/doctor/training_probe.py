@@ -1,6 +1,6 @@
-"""A small language model trained by the engine, beside the same training in plain PyTorch on each device.
+"""Trains a small language model with the engine, and compares it with plain PyTorch on each device.
 
-It finds a device, a library or a connection that computes something else, and shows how close predicted memory comes.
+This detects devices, libraries and connections that give other results, and compares predicted with used memory.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ from auto3d.plan import Plan
 from auto3d.runtime.activity import THIS_RANK
 from auto3d.runtime.data import Batches, DataSettings, InputField
 from auto3d.runtime.executor import IterationResult
-from auto3d.runtime.optimizer import build_optimizer
+from auto3d.runtime.optimizer import build_optimizer, local_optimizer
 from auto3d.runtime.peak_memory import PeakMemory
 from auto3d.runtime.rank import Rank, build_rank
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
@@ -46,8 +46,8 @@ OPTIMIZER = OptimizerSettings(
 
 
 @dataclass(frozen=True)
-class Size:
-    """Numbers of the model, large enough on a GPU that a library's workspace is a small part of its memory."""
+class ModelSize:
+    """Sizes of the model. On a GPU, its memory must be much larger than the workspace of a library."""
 
     blocks: int
     width: int
@@ -56,13 +56,13 @@ class Size:
     micro_batch_size: int
 
 
-SIZES = {"cpu": Size(8, 128, 4, 64, 2), "cuda": Size(8, 512, 8, 512, 4)}
+SIZES = {"cpu": ModelSize(8, 128, 4, 64, 2), "cuda": ModelSize(8, 512, 8, 512, 4)}
 
 
 class SmallModel(nn.Module):
-    """Embedding, blocks of causal attention and two linear layers, head; forward returns the loss, a scalar."""
+    """Embedding, blocks of causal attention and two linear layers, head. Its forward returns the loss, a scalar."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: ModelSize) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, size.width)
         self.positions = nn.Parameter(0.02 * torch.randn(size.sequence, size.width))
@@ -88,7 +88,8 @@ class _Block(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         query, key, value = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.into(self.first(hidden)).chunk(3, -1)
+            third.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for third in self.into(self.first(hidden)).chunk(3, -1)
         )
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         hidden = hidden + self.out(mixed.transpose(1, 2).flatten(2))
@@ -97,18 +98,18 @@ class _Block(nn.Module):
 
 @dataclass(frozen=True)
 class TrainedRank:
-    """What came of one rank: peak memory, predicted and used, and where it differs from plain PyTorch."""
+    """The result of one rank; the fields of these are keys of `auto3d doctor --json`."""
 
     rank: int
     host: str
-    predicted_bytes: int
-    used_bytes: int
-    difference: str  # one line; empty: all is equal but for rounding
+    predicted_bytes: int  # predicted peak memory
+    used_bytes: int  # measured peak memory
+    difference: str  # first difference from plain PyTorch, in one line; empty if all is equal up to rounding
 
 
 @dataclass(frozen=True)
-class TrainedSubject:
-    """The small model, captured, and the plan under which it trains."""
+class ProbeTraining:
+    """The captured small model, the plan under which it trains, and its data."""
 
     captured: CapturedModel
     plan: Plan
@@ -116,14 +117,14 @@ class TrainedSubject:
 
 
 def degrees(ranks: int) -> tuple[int, int]:
-    """Replicas and stages: as few stages as there can be, two if possible."""
+    """dp and pp: as few stages as possible, but at least two if there are several ranks."""
     pp = next((number for number in range(2, ranks + 1) if ranks % number == 0), 1)
     return ranks // pp, pp
 
 
-def subject(ranks: int, kind: str) -> TrainedSubject:
-    """The model for ``ranks`` devices of ``kind``, captured, and its plan. On GPUs each rank calls it."""
-    import_module("transformers.optimization")  # The ranks need it; forked from here, none imports it again.
+def plan_training(ranks: int, kind: str) -> ProbeTraining:
+    """Capture the model and plan its training on ``ranks`` devices of ``kind``. On GPUs, every rank calls this."""
+    import_module("transformers.optimization")  # ranks forked from here inherit this import, which they need
     size = SIZES[kind]
     data = DataSettings(
         source="synthetic",
@@ -146,27 +147,27 @@ def subject(ranks: int, kind: str) -> TrainedSubject:
         placement=place_ranks(dp=dp, pp=pp),
         seed=SEED,
     )
-    return TrainedSubject(captured, plan, data)
+    return ProbeTraining(captured, plan, data)
 
 
 def train_both_ways(
-    world: World, trained: TrainedSubject, kind: str, *, meet_s: float, timeout_s: float
+    world: World, training: ProbeTraining, kind: str, *, meet_s: float, timeout_s: float
 ) -> list[TrainedRank]:
-    """Train ``trained`` as one rank, and alone in plain PyTorch; what came of every rank, on every rank.
+    """Train as one rank of the plan, and in plain PyTorch; every rank returns the results of all ranks.
 
-    Ranks meet within ``meet_s``, and wait ``timeout_s`` for each other afterwards.
+    Ranks have ``meet_s`` to meet; every later wait for another rank ends after ``timeout_s``.
     """
-    plan, device = trained.plan, world.device(kind)
+    plan, device = training.plan, world.device(kind)
     settings = TrainingSettings(
         iterations=ITERATIONS, optimizer=OPTIMIZER, device=kind, threads_per_rank=1, timeout_s=timeout_s
     )
     torch.set_num_threads(settings.threads_per_rank)
     join(world, device=device, timeout_s=meet_s)
-    expected = list(plain_training(trained, device))
+    expected = list(plain_training(training, device))
     if kind == "cuda":
-        torch.cuda.empty_cache()  # Memory that plain PyTorch used is not counted.
+        torch.cuda.empty_cache()  # memory that plain PyTorch used must not count
     memory = PeakMemory(device)
-    rank = build_rank(trained.captured, plan, settings, trained.data, world)
+    rank = build_rank(training.captured, plan, settings, training.data, world)
     differences = []
     for iteration, program in enumerate(rank.programs):
         (result,) = rank.executor.run(program, iteration)
@@ -175,16 +176,16 @@ def train_both_ways(
     peak = memory.read()
     used = peak.allocated if peak.used is None else peak.used
     first_difference = differences[0] if differences else ""
-    own = TrainedRank(world.rank, THIS_RANK.hosts[world.rank], rank.predicted.total, used, first_difference)
-    found: list[TrainedRank] = [own] * world.size
-    with waiting_for("what came of the training of all ranks", timeout_s):
-        dist.all_gather_object(found, own)
-    return found
+    result_here = TrainedRank(world.rank, THIS_RANK.hosts[world.rank], rank.predicted.total, used, first_difference)
+    results: list[TrainedRank] = [result_here] * world.size
+    with waiting_for("the training results of all ranks", timeout_s):
+        dist.all_gather_object(results, result_here)
+    return results
 
 
 @dataclass(frozen=True)
 class Expected:
-    """One iteration in plain PyTorch; tensors are on the CPU."""
+    """Results of one iteration in plain PyTorch; the tensors are on the CPU."""
 
     loss: float
     grad_norm: float
@@ -192,12 +193,13 @@ class Expected:
     parameters: Mapping[str, torch.Tensor]  # after the update
 
 
-def plain_training(trained: TrainedSubject, device: torch.device) -> Iterator[Expected]:
-    """The whole global batch on ``device``, micro-batch by micro-batch, in a plain loop."""
-    plan, data = trained.plan, trained.data
+def plain_training(training: ProbeTraining, device: torch.device) -> Iterator[Expected]:
+    """Train the whole global batch on ``device``, in a plain loop over micro-batches; yields a result per iteration."""
+    plan, data = training.plan, training.data
     seed_all(plan.seed)
-    module = trained.captured.exported.build().to(device).train()
-    optimizer, learning_rate = build_optimizer(list(module.parameters()), OPTIMIZER, iterations=ITERATIONS)
+    module = training.captured.exported.build().to(device).train()
+    built, learning_rate = build_optimizer(list(module.parameters()), OPTIMIZER, iterations=ITERATIONS)
+    optimizer = local_optimizer(built)
     batches = Batches(data, seed=plan.seed, global_batch=plan.global_batch, micro_batch_size=plan.micro_batch_size)
     count = plan.global_batch // plan.micro_batch_size
     for iteration in range(ITERATIONS):
@@ -215,25 +217,31 @@ def plain_training(trained: TrainedSubject, device: torch.device) -> Iterator[Ex
         yield Expected(
             total,
             norm,
-            {name: parameter.grad.cpu().clone() for name, parameter in named.items()},
+            {name: _gradient(parameter).clone() for name, parameter in named.items()},
             {name: parameter.detach().cpu().clone() for name, parameter in named.items()},
         )
 
 
+def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """The gradient of ``parameter``, on the CPU."""
+    assert parameter.grad is not None, "the loss depends on every parameter"
+    return parameter.grad.cpu()
+
+
 def _difference(rank: Rank, result: IterationResult, expected: Expected) -> str | None:
-    """The first of loss, norm, gradients and parameters that differs by more than the parity tests allow."""
+    """The first of loss, norm, gradients and parameters that differs by more than the parity tests' bound, or None."""
     pairs = {
         "the loss": (torch.tensor(result.loss), torch.tensor(expected.loss)),
         "the gradient norm": (torch.tensor(result.grad_norm), torch.tensor(expected.grad_norm)),
     }
     for name, parameter in rank.parameters.items():
-        pairs[f"the gradient of {name}"] = parameter.grad.cpu(), expected.gradients[name]
+        pairs[f"the gradient of {name}"] = _gradient(parameter), expected.gradients[name]
     for name, parameter in rank.parameters.items():
         pairs[name] = parameter.detach().cpu(), expected.parameters[name]
     scale = max(1.0, *(float(gradient.abs().max()) for gradient in expected.gradients.values()))
-    for name, (found, wanted) in pairs.items():
-        largest = float((found.double() - wanted.double()).abs().max())
-        allowed = RELATIVE * float(wanted.abs().max()) + ABSOLUTE * scale
-        if not largest <= allowed:  # A nan is a difference, too.
+    for name, (actual, reference) in pairs.items():
+        largest = float((actual.double() - reference.double()).abs().max())
+        allowed = RELATIVE * float(reference.abs().max()) + ABSOLUTE * scale
+        if not largest <= allowed:  # true for nan, too
             return f"{name} differs by {largest:.2g}, where rounding explains {allowed:.2g},"
     return None

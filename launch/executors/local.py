@@ -7,7 +7,7 @@ from auto3d.runtime.measurement import Measurement, Status
 from launch.executors.warm import LOGS, TrialCall, TrialEnd, WarmProcess
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import device
-from launch.run.devices import pool_of
+from launch.run.devices import device_pool
 from launch.slurm.sbatch import MARGIN_S
 from launch.store.manifest import Entry, State
 from launch.store.trials import Trial, log_folder, manifest_of
@@ -40,7 +40,7 @@ class LocalTrials:
         """
         recipe, total, number = self._recipe, len(pending), 0
         gpus = {trial: trial.plan.ranks if device(recipe.values) == "cuda" else 0 for trial in pending}
-        pool = pool_of(recipe, max(gpus.values(), default=0))
+        pool = device_pool(recipe, max(gpus.values(), default=0))
         running: dict[str, tuple[Trial, tuple[str, ...]]] = {}  # trials by name, with their devices
         manifest = manifest_of(recipe)
         with interrupts_noted() as interrupted:

@@ -1,1 +1,1 @@
-"""Processes on this machine: the ranks of a run, their devices, their waits and their failures."""
+"""Processes on this machine: the ranks of a run, their devices, waits and failures."""

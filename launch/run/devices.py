@@ -1,6 +1,6 @@
-"""GPUs that this process may use, named as in CUDA_VISIBLE_DEVICES, and their allocation to trials.
+"""The GPUs that this process may use, named as in CUDA_VISIBLE_DEVICES, and their allocation to trials.
 
-Nothing here starts CUDA in this process: ranks forked from it could not use CUDA then.
+Nothing here starts CUDA in this process, because ranks forked from it could then not use CUDA.
 """
 
 import os
@@ -14,15 +14,16 @@ from typing import Any, TypeVar
 
 from launch.recipe.load import LoadedRecipe, RecipeError
 from launch.recipe.settings import device
+from launch.recipe.words import counted
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
-COMMAND_S = 60.0  # limit of nvidia-smi, which first loads the driver, and of a child process that imports torch
-# cuInit opens this file in every process that starts CUDA; NVML, which does not disturb a fork, opens others.
+COMMAND_S = 60.0  # limit of nvidia-smi, which loads the driver first, and of a child process that imports torch
+# Every process that starts CUDA opens this file, in cuInit. NVML, which is safe before a fork, opens other files only.
 STARTED_BY_CUDA = "/dev/nvidia-uvm"
 
-# NVIDIA's documentation of MIG: a process of CUDA sees a single instance, however many CUDA_VISIBLE_DEVICES names, and
-# instances have no peer-to-peer access. NCCL tells GPUs apart by their PCI bus, which the instances of a GPU share:
-# most releases refuse them as "Duplicate GPU", and the newest connect them as an experiment, through host memory.
+# NVIDIA's documentation of MIG: a CUDA process sees a single instance, however many CUDA_VISIBLE_DEVICES names, and
+# instances have no peer-to-peer access. NCCL distinguishes GPUs by their PCI bus, which the instances of a GPU share:
+# most releases refuse them as "Duplicate GPU", and the newest connect them experimentally, through host memory.
 _INSTANCE = "MIG-"
 _WHOLE = "GPU-"
 
@@ -31,13 +32,14 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU that the driver lists, and its MIG instances if it is split; both by UUID."""
+    """A GPU that the driver lists, and its MIG instances if it is split. Both are named by UUID."""
 
     uuid: str
     instances: tuple[str, ...] = ()
 
     @property
     def devices(self) -> tuple[str, ...]:
+        """The instances if there are any, else the GPU."""
         return self.instances or (self.uuid,)
 
 
@@ -49,21 +51,21 @@ def is_instance(name: str) -> bool:
 def visible_devices() -> tuple[str, ...]:
     """Names of the devices that this process may use, in CUDA's order; a MIG instance counts as a device."""
     value = os.environ.get(VARIABLE)
-    named = None if value is None else named_in(value)
+    named = None if value is None else parse_visible_devices(value)
     if named == ():
         return ()
     gpus = _gpus_of_this_machine()
     if gpus:
-        return present(named, gpus)
-    count = count_of_torch()  # torch counts only devices that the variable names
+        return present_devices(named, gpus)
+    count = torch_device_count()  # torch counts only devices that the variable names
     return (named or tuple(map(str, range(count))))[:count]
 
 
-def named_in(value: str) -> tuple[str, ...]:
-    """The devices that a value of CUDA_VISIBLE_DEVICES names, read as CUDA reads it.
+def parse_visible_devices(value: str) -> tuple[str, ...]:
+    """The devices that ``value`` of CUDA_VISIBLE_DEVICES names, by CUDA's rules.
 
     Entries are indices, UUIDs or leading characters of UUIDs, all of one kind. CUDA ignores everything from the first
-    entry of another kind or a negative one, and sees no device where one entry comes twice.
+    entry of another kind or negative index on, and sees no device if an entry occurs twice.
     """
     prefix = next((prefix for prefix in (_WHOLE, _INSTANCE) if value.startswith(prefix)), "")
     names: list[str] = []
@@ -81,30 +83,34 @@ def named_in(value: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def present(named: Sequence[str] | None, gpus: Sequence[Gpu]) -> tuple[str, ...]:
-    """The devices of ``gpus`` that are ``named``, up to the first absent one; all if None.
+def present_devices(named: Sequence[str] | None, gpus: Sequence[Gpu]) -> tuple[str, ...]:
+    """The ``named`` devices of ``gpus``, up to the first that is absent; all devices of ``gpus`` if None.
 
-    A GPU that is split into MIG instances stands for all of them.
+    The name of a GPU that is split into MIG instances stands for all of its instances.
     """
     if named is None:
         return tuple(name for gpu in gpus for name in gpu.devices)
-    found: list[str] = []
+    present: list[str] = []
+    matches: list[tuple[str, ...]]
     for name in named:
         if is_instance(name):
-            matches = [(one,) for gpu in gpus for one in gpu.instances if one == name]
+            matches = [(instance,) for gpu in gpus for instance in gpu.instances if instance == name]
         elif name.startswith(_WHOLE):
             matches = [gpu.devices for gpu in gpus if gpu.uuid.startswith(name)]
         else:
-            # The index stays: CUDA numbers the fastest GPU first, nvidia-smi by position on the PCI bus.
+            # Keep the index: CUDA numbers the fastest GPU first, nvidia-smi numbers GPUs by their PCI bus.
             matches = [gpu.instances or (name,) for gpu in gpus[int(name) : int(name) + 1]]
         if len(matches) != 1:
             break
-        found += matches[0]
-    return tuple(dict.fromkeys(found))
+        present += matches[0]
+    return tuple(dict.fromkeys(present))
 
 
-def listed(text: str) -> list[Gpu]:
-    """The GPUs in the output of `nvidia-smi -L`: a line per GPU, and below it an indented line per MIG instance."""
+def parse_gpu_list(text: str) -> list[Gpu]:
+    """The GPUs in ``text``, the output of `nvidia-smi -L`.
+
+    It has a line per GPU, each followed by an indented line per MIG instance.
+    """
     gpus: list[Gpu] = []
     for line in text.splitlines():
         uuid = re.search(r"\(UUID: (\S+)\)", line)
@@ -118,23 +124,23 @@ def listed(text: str) -> list[Gpu]:
 
 
 def _gpus_of_this_machine() -> list[Gpu]:
-    """The GPUs that nvidia-smi lists; empty where there is no nvidia-smi, as in some containers."""
+    """The GPUs that nvidia-smi lists; empty if there is no nvidia-smi, as in some containers."""
     try:
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=COMMAND_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    return listed(done.stdout) if done.returncode == 0 else []
+    return parse_gpu_list(done.stdout) if done.returncode == 0 else []
 
 
 def torch_has_cuda() -> bool:
     """Whether this torch was built with CUDA."""
-    import torch  # imported here: it takes seconds, and planning commands do not need it
+    import torch  # imported here because it takes seconds, and planning commands do not need it
 
     return torch.backends.cuda.is_built()
 
 
-def count_of_torch() -> int:
-    """Number of this process's devices that torch can use; a child process asks torch."""
+def torch_device_count() -> int:
+    """Number of this process's devices that torch can use. A child process asks torch, because this may start CUDA."""
     if not torch_has_cuda():
         return 0
     command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
@@ -149,20 +155,20 @@ def count_of_torch() -> int:
 def hide_devices() -> None:
     """Hide all GPUs from this process and its children.
 
-    Where torch sees a GPU, the first backward of a process starts a thread for it, and a rank forked after that cannot
-    run a backward. A capture runs backwards.
+    If torch sees a GPU, the first backward of a process starts a thread for it, and a rank forked after that cannot run
+    a backward. A capture runs backwards.
     """
     if torch_has_cuda():
         os.environ[VARIABLE] = ""
 
 
 def show_devices(names: Collection[str]) -> None:
-    """Show only these devices to this process, in which CUDA must not have started, and to its children."""
+    """Show only the devices ``names`` to this process and its children. CUDA must not have started in this process."""
     os.environ[VARIABLE] = ",".join(names)
 
 
-def seeing(names: Collection[str], target: Callable[..., Result]) -> Callable[..., Result]:
-    """``target``, run by a process that sees only these devices."""
+def showing_devices(names: Collection[str], target: Callable[..., Result]) -> Callable[..., Result]:
+    """A function that shows only the devices ``names`` to its process, and then calls ``target``."""
 
     def run(*arguments: Any) -> Result:
         show_devices(names)
@@ -177,33 +183,36 @@ def cuda_has_started(process: Path = Path("/proc/self")) -> bool:
         try:
             if str(file.readlink()) == STARTED_BY_CUDA:
                 return True
-        except OSError:  # the file was closed meanwhile
+        except OSError:  # the file has been closed meanwhile
             continue
     return False
 
 
 def check_fork() -> None:
-    """Raise RuntimeError where ranks that are forked from this process could not use their GPUs."""
+    """Raise RuntimeError if ranks forked from this process could not use their GPUs."""
     if cuda_has_started():
         raise RuntimeError(
-            "CUDA has started in the process that starts the ranks, and cannot be used in processes forked from it; "
+            "CUDA has started in the process that starts the ranks, so ranks forked from it cannot use CUDA; "
             "a model's module must not use CUDA when it is imported"
         )
 
 
-class Pool:
-    """Devices for trials: a trial takes devices when it starts and gives them back at its end."""
+class DevicePool:
+    """Devices for trials: a trial takes devices when it starts and returns them when it ends."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = tuple(names)
         self._free = set(names)
 
-    def most(self) -> int:
-        """Number of ranks of the largest possible trial: one device per rank, and a MIG instance for one rank only."""
+    def max_ranks(self) -> int:
+        """Number of ranks of the largest possible trial.
+
+        Each rank needs a device, and a MIG instance serves only a trial of one rank.
+        """
         return max(sum(not is_instance(name) for name in self._names), min(1, len(self._names)))
 
     def take(self, ranks: int) -> tuple[str, ...] | None:
-        """A device for each rank, or None until enough are free. A single rank prefers a MIG instance."""
+        """A device for each of ``ranks`` ranks, or None if too few are free. A single rank prefers a MIG instance."""
         free = [name for name in self._names if name in self._free and (ranks == 1 or not is_instance(name))]
         free.sort(key=lambda name: not is_instance(name))
         if len(free) < ranks:
@@ -216,38 +225,39 @@ class Pool:
         self._free |= set(names)
 
 
-def pool_of(recipe: LoadedRecipe, ranks: int) -> Pool:
+def device_pool(recipe: LoadedRecipe, ranks: int) -> DevicePool:
     """This machine's devices, for runs of at most ``ranks`` ranks on GPUs; raises RecipeError if there are too few."""
     names = visible_devices() if ranks else ()
-    pool = Pool(names)
-    if ranks > pool.most():
+    pool = DevicePool(names)
+    if ranks > pool.max_ranks():
         if len(names) >= ranks:
             raise _instances_refused(recipe, ranks)
-        found = f"this machine has {len(names)}"
+        available = f"this machine has {len(names)}"
         if VARIABLE in os.environ:
-            found = f"this process may use {len(names)}, by {VARIABLE}={os.environ[VARIABLE]}"
+            available = f"this process may use {len(names)}, by {VARIABLE}={os.environ[VARIABLE]}"
         need = "ranks need" if ranks > 1 else "rank needs"
-        raise recipe.error("cluster.device", f"found 'cuda'; {ranks} {need} a GPU each, and {found}")
+        raise recipe.error("cluster.device", f"found 'cuda'; {ranks} {need} a GPU each, and {available}")
     return pool
 
 
 def devices_for(recipe: LoadedRecipe, ranks: int, *, size: int) -> tuple[str, ...]:
-    """A device of this machine for each of the ``ranks`` that run here, of ``size`` in all; empty on CPUs.
+    """A device for each of the ``ranks`` ranks on this machine; empty on CPUs.
 
-    Raises RecipeError if there are too few, or if NCCL would not connect them.
+    The run has ``size`` ranks in total. Raises RecipeError if there are too few devices or NCCL cannot connect them.
     """
     if device(recipe.values) != "cuda":
         return ()
-    names = pool_of(recipe, ranks).take(ranks)
+    names = device_pool(recipe, ranks).take(ranks)
+    assert names is not None, "the pool is large enough, and nobody else takes from it"
     if size > 1 and any(map(is_instance, names)):
         raise _instances_refused(recipe, size)
     return names
 
 
 def check_joined_device(recipe: LoadedRecipe, *, local_rank: int, size: int) -> None:
-    """Raise RecipeError unless this process, one of ``size`` ranks that a launcher started, has a device for itself.
+    """Raise RecipeError unless this process, one of ``size`` ranks that a launcher started, has its own device.
 
-    The device is the only visible one, if the launcher bound it, or else the one with the rank's number on its node.
+    The device is the only visible one if the launcher bound it, or else the one whose index is ``local_rank``.
     """
     if device(recipe.values) != "cuda":
         return
@@ -256,16 +266,19 @@ def check_joined_device(recipe: LoadedRecipe, *, local_rank: int, size: int) -> 
     if size > 1 and any(map(is_instance, names)):
         raise _instances_refused(recipe, size)
     if len(names) != 1 and local_rank >= len(names):
-        problem = f"rank {local_rank} of its node sees {len(names)} GPUs; it takes all of its node's, or its own alone"
+        gpus = counted(len(names), "GPU")
+        problem = f"rank {local_rank} of its node sees {gpus}; it must see all GPUs of its node, or only its own"
         raise recipe.error("cluster.device", f"found 'cuda'; {problem}")
 
 
 def _instances_refused(recipe: LoadedRecipe, ranks: int) -> RecipeError:
     problem = f"{ranks} ranks cannot run on MIG instances, which NCCL does not connect"
-    return recipe.error("cluster.device", f"found 'cuda'; {problem}: give whole GPUs, or a plan of 1 rank")
+    return recipe.error("cluster.device", f"found 'cuda'; {problem}: use whole GPUs, or a plan of 1 rank")
 
 
 def check_torch(recipe: LoadedRecipe) -> None:
-    """Raise RecipeError where this torch cannot use GPUs."""
+    """Raise RecipeError if this torch cannot use GPUs."""
     if not torch_has_cuda():
-        raise recipe.error("cluster.device", "found 'cuda'; this torch was built without CUDA: install one that has it")
+        raise recipe.error(
+            "cluster.device", "found 'cuda'; this torch was built without CUDA: install a torch with CUDA"
+        )

@@ -16,13 +16,13 @@ MOST_WAITS = 6  # waits named in one message
 class Ending(Enum):
     """How a rank ended, the likeliest cause of a failure first."""
 
-    REFUSED = auto()  # raised an InputError: its message is complete
-    STOPPED = auto()
+    REFUSED = auto()  # raised an InputError, whose message is complete
+    STOPPED = auto()  # stopped by a signal or a debugger
     DIED = auto()  # ended without a report
     RAISED = auto()  # raised any other error
     ABORTED = auto()  # ended by SIGABRT, perhaps NCCL's reaction to the failure of another rank
-    SILENT = auto()  # neither failed nor waited
-    WAITED = auto()  # waited in vain for another rank; that rank is the cause
+    SILENT = auto()  # neither failed nor waited for another rank
+    WAITED = auto()  # waited in vain for another rank, which is the cause
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class RanksSnapshot:
     """The activity of each rank at one moment."""
 
     activities: Mapping[int, Activity]  # by rank
-    stopped: Mapping[int, bool]
+    stopped: Mapping[int, bool]  # by rank
     taken: float  # time.monotonic()
 
 
@@ -76,7 +76,7 @@ def diagnose(failures: Mapping[int, Failure], first: RanksSnapshot) -> Failure:
     cause, *others = sorted(suspects, key=likelihood)
     if cause.ending in (Ending.REFUSED, Ending.RAISED):
         return cause
-    waits = [one.error for one in others if one.ending is Ending.WAITED]
+    waits = [other.error for other in others if other.ending is Ending.WAITED]
     return replace(cause, error="\n".join([cause.error, *waits[:MOST_WAITS]]))
 
 

@@ -1,4 +1,4 @@
-"""The end of a process that is in process groups of torch.distributed, which Python's own shutdown would destroy."""
+"""Ends a process without destroying its process groups of torch.distributed, as Python's shutdown would."""
 
 import os
 import sys
@@ -7,7 +7,10 @@ from typing import NoReturn
 
 
 def end_now(code: int) -> NoReturn:
-    """End without Python's shutdown, which would destroy the process groups: NCCL waits for kernels that hang."""
+    """End this process with exit code ``code``, without Python's shutdown.
+
+    The shutdown would destroy the process groups, and NCCL would wait for kernels that hang.
+    """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()

@@ -1,6 +1,6 @@
-"""Start the ranks of a run on this machine, watch them, and end them all when one ends badly.
+"""Starts the ranks of a run on this machine, watches them, and ends them all when one fails.
 
-Ranks are forked: what this process imported and captured is theirs at once.
+Ranks are forked, so they inherit what this process has imported and captured.
 """
 
 import ctypes
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -26,13 +27,13 @@ from auto3d.runtime.waiting import PeerLostError, WaitTimeoutError, naming_lost_
 from auto3d.runtime.world import LEAVE_S, World, leave
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import device
-from launch.run.devices import check_fork, check_torch, pool_of, seeing
+from launch.run.devices import check_fork, check_torch, device_pool, showing_devices
 from launch.run.diagnosis import Ending, Failure, RanksSnapshot, activity_text, death, diagnose, look
 from launch.run.end_now import end_now
 from launch.run.streams import stdout_to_stderr
 from launch.run.waits import MARGIN_S, WaitLimit
 
-GRACE_S = 2.0  # time for the other ranks to report after a failure: the first report may only name a lost peer
+GRACE_S = 2.0  # time for other ranks to report after a failure, because the first report may only name a lost peer
 TRACEBACK_LINES = 12
 LONGEST_POLL_S = 3600.0
 
@@ -42,17 +43,17 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the ranks ended: rank 0's ``result`` if the status is ok, else the error."""
+    """How the ranks ended: the first rank's ``result`` if the status is ok, else the error."""
 
     status: Status
     result: Any = None
     error: str = ""
-    ending: Ending | None = None  # how the rank ended that caused the failure
+    ending: Ending | None = None  # ending of the rank that caused the failure
 
 
 @dataclass(frozen=True)
 class NodeRanks:
-    """The ranks that this node runs of a run on several nodes, and the address where the ranks of all nodes meet."""
+    """This node's ranks in a run on several nodes, and the address where the ranks of all nodes meet."""
 
     ranks: range
     meeting_point: str
@@ -78,59 +79,60 @@ def run_ranks(
     Returns when all ranks have ended, when one has failed, or after ``timeout_s``; no process is left running. Raises
     InputError if a rank raised one. What rank 0 reports goes to ``on_report``.
 
-    - ``straggle_s``: how long a rank may keep the others waiting, after the first is done and, with MARGIN_S more, in
-      any one wait. Once all results are there they count, and the ranks have LEAVE_S to leave their process groups.
+    - ``straggle_s``: how long the others may run after the first rank is done and, plus MARGIN_S, how long a single
+      wait may take. Once all results have arrived, the run is a success, and the ranks have LEAVE_S to leave their
+      process groups.
     - ``folder``: a private folder for the file by which the ranks meet; by default a temporary one.
-    - ``node``: on several nodes, the ranks to run here.
-    - ``ignore_sigterm``: the ranks ignore SIGTERM; ``target`` has another way to learn that it should end.
-    - ``devices``: the GPUs of the ranks here, by their names in CUDA_VISIBLE_DEVICES.
+    - ``node``: the ranks to run here, if the run is on several nodes.
+    - ``ignore_sigterm``: the ranks ignore SIGTERM, because ``target`` learns in another way that it should end.
+    - ``devices``: the GPUs of the ranks here, named as in CUDA_VISIBLE_DEVICES.
     """
     if devices:
         check_fork()
-        target = seeing(devices, target)
+        target = showing_devices(devices, target)
     context = multiprocessing.get_context("fork")
-    processes: dict[int, multiprocessing.Process] = {}  # by rank
+    processes: dict[int, ForkProcess] = {}  # by rank
     pipes: dict[Connection, int] = {}
     board = ActivityBoard(size)
     with tempfile.TemporaryDirectory(prefix="auto3d-", dir=folder) as meeting_folder:
-        ours = node or NodeRanks(range(size), f"file://{meeting_folder}/meeting-point")
+        node_ranks = node or NodeRanks(range(size), f"file://{meeting_folder}/meeting-point")
         try:
-            for local_rank, rank in enumerate(ours.ranks):
+            for local_rank, rank in enumerate(node_ranks.ranks):
                 here, there = context.Pipe(duplex=False)
                 world = World(
                     rank=rank,
                     size=size,
                     local_rank=local_rank,
-                    meeting_point=ours.meeting_point,
-                    ranks_here=len(ours.ranks),
+                    meeting_point=node_ranks.meeting_point,
+                    ranks_here=len(node_ranks.ranks),
                 )
                 process = context.Process(
                     target=_run_rank,
                     args=(target, world, there, board, os.getpid(), ignore_sigterm),
                     name=f"rank {rank}",
                 )
-                with _signals_later():
+                with _signals_deferred():
                     process.start()
                     processes[rank] = process
                 there.close()
                 pipes[here] = rank
             return _watch(processes, pipes, board, timeout_s, straggle_s, on_report)
         finally:
-            for process in processes.values():
-                process.kill()
-            for process in processes.values():
-                process.join()
+            for started in processes.values():
+                started.kill()
+            for started in processes.values():
+                started.join()
 
 
 @contextmanager
-def _signals_later() -> Iterator[None]:
-    """Hold SIGINT and SIGTERM back while a process starts, so that it is registered, and ended, when they are handled.
+def _signals_deferred() -> Iterator[None]:
+    """Defer SIGINT and SIGTERM while a process starts, so that their handlers find it registered and can end it.
 
-    An exception that a handler raises inside a hook of os.fork is lost.
+    An exception that a handler raises inside a hook of os.fork would be lost.
     """
-    came: list[int] = []
+    received: list[int] = []
     before = {
-        number: signal.signal(number, lambda number, frame: came.append(number))
+        number: signal.signal(number, lambda number, frame: received.append(number))
         for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
@@ -138,12 +140,12 @@ def _signals_later() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    for number in came:
-        signal.raise_signal(number)
+    for held_back in received:
+        signal.raise_signal(held_back)
 
 
 def _watch(
-    processes: Mapping[int, multiprocessing.Process],
+    processes: Mapping[int, ForkProcess],
     pipes: dict[Connection, int],
     board: ActivityBoard,
     timeout_s: float | None,
@@ -164,14 +166,14 @@ def _watch(
         if not ready and monotonic() >= deadline:
             break
         for pipe in ready:
+            assert isinstance(pipe, Connection)
             rank = pipes[pipe]
             try:
                 kind, content = pipe.recv()
             except (EOFError, OSError):  # the rank has ended, perhaps in the middle of a message
                 del pipes[pipe]
                 if rank not in results and rank not in failures:
-                    processes[rank].join()
-                    failures[rank] = death(rank, board.read(rank), processes[rank].exitcode)
+                    failures[rank] = death(rank, board.read(rank), _exit_code(processes[rank]))
             else:
                 if kind == "report" and rank == 0:
                     on_report(content)
@@ -183,9 +185,10 @@ def _watch(
                     failures[rank] = content
         failures |= waits.failures(rank for rank in at_work if rank not in results and rank not in failures)
         if failures and first is None:
-            first = look(board, {rank: process.pid for rank, process in processes.items()})
+            first = look(board, {rank: _process_id(process) for rank, process in processes.items()})
             deadline = min(deadline, monotonic() + GRACE_S)
     if failures:
+        assert first is not None
         failure = diagnose(failures, first)
         if failure.ending is Ending.REFUSED:
             raise InputError(failure.error)
@@ -197,6 +200,18 @@ def _watch(
     return Outcome(Status.OK, result=results[min(results)])
 
 
+def _exit_code(process: ForkProcess) -> int:
+    """Wait for the end of ``process``; returns its exit code, or minus the number of the signal that killed it."""
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+def _process_id(process: ForkProcess) -> int:
+    assert process.pid is not None, "it has been started"
+    return process.pid
+
+
 def _run_rank(
     target: Callable[[World, Report], Any],
     world: World,
@@ -205,10 +220,10 @@ def _run_rank(
     parent: int,
     ignore_sigterm: bool,
 ) -> None:
-    """One rank, from start to end: it reports the outcome of ``target`` first, and cleans up only after a success."""
+    """Run one rank from start to end: report the outcome of ``target``, then clean up, if it was a success."""
     THIS_RANK.report_to(board, world.rank)
     die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the parent, which ends the ranks
     signal.signal(signal.SIGTERM, signal.SIG_IGN if ignore_sigterm else signal.SIG_DFL)
     with stdout_to_stderr():
         try:
@@ -250,5 +265,5 @@ def die_with_parent(parent: int) -> None:
 def check_devices(recipe: LoadedRecipe, ranks: int) -> None:
     """Raise RecipeError if this machine lacks the GPUs for ``ranks`` ranks."""
     if device(recipe.values) == "cuda":
-        pool_of(recipe, ranks)
+        device_pool(recipe, ranks)
         check_torch(recipe)

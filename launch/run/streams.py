@@ -1,4 +1,4 @@
-"""Standard output of user code goes to standard error, so that results stay clean."""
+"""Sends the standard output of user code to standard error, so that only results go to standard output."""
 
 import os
 import sys
@@ -8,14 +8,14 @@ from contextlib import contextmanager, redirect_stdout
 
 @contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """While user code runs: what it prints, or a library or a process that it starts, is no result of ours."""
+    """Send standard output to standard error, also that of libraries and child processes of the user code."""
     sys.stdout.flush()
-    kept = os.dup(1)
+    saved = os.dup(1)
     os.dup2(2, 1)
     try:
         with redirect_stdout(sys.stderr):
             yield
     finally:
         sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(saved, 1)
+        os.close(saved)

@@ -11,7 +11,7 @@ from auto3d.runtime.activity import THIS_RANK, Activity, ActivityBoard
 from auto3d.runtime.measurement import Status
 from launch.run.diagnosis import Ending, Failure
 
-MARGIN_S = 5.0  # a rank that can report its own overlong wait does so within this time, with more detail
+MARGIN_S = 5.0  # time in which a rank that can report its own overlong wait does so, with more detail
 CONFIRM_S = 0.1  # pause before an overlong wait is read a second time
 
 
@@ -23,7 +23,7 @@ class WaitLimit:
     limit_s: float  # seconds; may be infinite
 
     def next_look(self, ranks: Iterable[int]) -> float:
-        """Time (time.monotonic) until which no wait of ``ranks`` can exceed the limit."""
+        """The earliest time (time.monotonic) at which a wait of ``ranks`` can exceed the limit."""
         begun = [activity.since for activity in map(self.board.read, ranks) if activity.waiting_for]
         return min([monotonic(), *begun]) + self.limit_s
 

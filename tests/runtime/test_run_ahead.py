@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from auto3d.runtime import run_ahead as run_ahead_module
-from auto3d.runtime.activity import THIS_RANK, ActivityBoard
+from auto3d.runtime.activity import BEFORE_TRAINING, THIS_RANK, ActivityBoard
 from auto3d.runtime.run_ahead import OPERATIONS_AHEAD, RunAhead
 from auto3d.runtime.waiting import WaitTimeoutError
 
@@ -51,6 +51,7 @@ def events(monkeypatch) -> Iterator[list[FakeEvent]]:
     monkeypatch.setattr(THIS_RANK, "rank", 0)
     board = ActivityBoard(1)
     monkeypatch.setattr(THIS_RANK, "_board", board)
+    monkeypatch.setattr(THIS_RANK, "_phase", BEFORE_TRAINING)  # restored afterwards: ranks forked later inherit it
     return made
 
 

@@ -1,4 +1,4 @@
-"""What the doctor lets all devices do, with real processes: the healthy pass, and each injected fault is named."""
+"""The probes of `auto3d doctor --devices` with real processes: healthy devices pass, and injected faults are named."""
 
 import multiprocessing
 import os
@@ -13,11 +13,11 @@ from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.gradient_sync import GradientSync
 from auto3d.schedule.operation import Kind
 from launch.doctor import device_probe, exchange_probe, link_probe, training_probe
-from launch.doctor.checks import Verdict
-from launch.doctor.device_probe import DeviceReport, of_all_nodes, probe_devices
+from launch.doctor.device_probe import DeviceReport, merge_reports, probe_devices
 from launch.doctor.gpu_checks import device_checks
 from launch.doctor.link_probe import Links, Neighbours, PairRate
-from launch.doctor.probe import REPORT, answer_file, probe_node, read_file, report_file
+from launch.doctor.node_probe import REPORT, answer_file, probe_node, read_file, report_file
+from launch.doctor.report import Verdict
 from launch.doctor.training_probe import TrainedRank
 
 
@@ -25,11 +25,11 @@ from launch.doctor.training_probe import TrainedRank
 def small(monkeypatch):
     monkeypatch.setitem(link_probe.SIZES, "cpu", (2**12, 2**16))
     monkeypatch.setattr(link_probe, "MEASURE_S", 0.001)
-    monkeypatch.setitem(training_probe.SIZES, "cpu", training_probe.Size(2, 16, 2, 8, 2))
+    monkeypatch.setitem(training_probe.SIZES, "cpu", training_probe.ModelSize(2, 16, 2, 8, 2))
 
 
 def probe(ranks: int) -> DeviceReport:
-    return probe_devices(ranks, device="cpu", node_of=lambda run: None, tell=lambda line: None)
+    return probe_devices(ranks, device="cpu", node_of=lambda run: None, announce=lambda line: None)
 
 
 def checks(report: DeviceReport) -> dict[str, Verdict]:
@@ -38,17 +38,17 @@ def checks(report: DeviceReport) -> dict[str, Verdict]:
 
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_healthy_devices(ranks):
-    news = []
-    report = probe_devices(ranks, device="cpu", node_of=lambda run: None, tell=news.append)
+    announced = []
+    report = probe_devices(ranks, device="cpu", node_of=lambda run: None, announce=announced.append)
     assert set(checks(report).values()) == {Verdict.OK}
-    assert [run.exchanged.tensors > 0 for run in report.exchanges] == [True] * (ranks > 1)
+    assert [run.result.tensors > 0 for run in report.exchanges] == [True] * (ranks > 1)
     pairs = [rate.ranks for rate in report.links.rates if rate.size_bytes == 2**16]
     assert pairs == [(rank, rank + 1) for rank in range(ranks - 1)]
     assert all(min(rate.one_way_gbit_per_s, rate.both_ways_gbit_per_s) > 0 for rate in report.links.rates)
     assert [one.rank for one in report.training] == list(range(ranks))
     assert all(one.predicted_bytes > 0 for one in report.training)
     assert report.layout == {1: "dp=1 pp=1", 3: "dp=1 pp=3", 4: "dp=2 pp=2"}[ranks]
-    assert any("train a small model" in line for line in news)
+    assert any("training a small model" in line for line in announced)
 
 
 def test_a_message_that_arrives_with_other_contents_names_both_ranks(monkeypatch):
@@ -65,7 +65,7 @@ def test_a_message_that_arrives_with_other_contents_names_both_ranks(monkeypatch
     assert checks(report) == {"messages here": Verdict.ERROR}
 
 
-def test_a_silent_peer_is_named_with_those_who_wait_for_it(monkeypatch):
+def test_a_silent_rank_is_named_with_the_ranks_that_wait_for_it(monkeypatch):
     real = link_probe._Pair._exchange
 
     def silent(self, *args, **kwargs):
@@ -81,7 +81,7 @@ def test_a_silent_peer_is_named_with_those_who_wait_for_it(monkeypatch):
     assert "waited 3 s for messages of 4096 bytes between it and rank 1 on " in error
 
 
-def test_schedules_that_are_run():
+def test_the_schedules_that_the_probe_runs():
     assert [str(pattern) for pattern in exchange_probe.patterns(3)] == ["1f1b dp=1 pp=3", "interleaved-1f1b dp=1 pp=3"]
     assert [str(pattern) for pattern in exchange_probe.patterns(4)][2:] == ["chimera dp=1 pp=4", "1f1b dp=2 pp=2"]
 
@@ -90,7 +90,7 @@ def exchange(connections: int | None = None) -> device_probe.ExchangeRun:
     return device_probe._exchange(2, "cpu", connections, None, lambda line: None)
 
 
-def test_an_order_that_deadlocks_names_who_waits_for_what(monkeypatch):
+def test_a_deadlock_names_the_ranks_and_what_they_wait_for(monkeypatch):
     real = exchange_probe.lower
 
     def backward_first(schedule, transfers, shared):
@@ -109,14 +109,14 @@ def test_an_order_that_deadlocks_names_who_waits_for_what(monkeypatch):
 
 
 def test_a_rank_that_is_silent_in_a_schedule_is_named(monkeypatch):
-    real = exchange_probe._Stage.backward
+    real = exchange_probe._FakeStage.backward
 
     def silent(self, micro_batch, gradients):
         if self.stage.index == 1 and micro_batch == 2:
             signal.pause()
         return real(self, micro_batch, gradients)
 
-    monkeypatch.setattr(exchange_probe._Stage, "backward", silent)
+    monkeypatch.setattr(exchange_probe._FakeStage, "backward", silent)
     monkeypatch.setattr(device_probe, "WAIT_S", 3.0)
     error = exchange().error
     assert error.startswith("in 1f1b dp=1 pp=2: rank 1 on ")
@@ -140,7 +140,7 @@ def test_a_tensor_that_arrives_with_other_contents_is_named(monkeypatch):
     )
 
 
-def test_sums_that_are_wrong_are_told(monkeypatch):
+def test_a_wrong_sum_is_reported(monkeypatch):
     monkeypatch.setattr(exchange_probe, "patterns", lambda ranks: [exchange_probe.Pattern("chimera", 1, 2, 2)])
     real = GradientSync.begin
 
@@ -155,18 +155,18 @@ def test_sums_that_are_wrong_are_told(monkeypatch):
     assert "CorruptedError: the gradients of all ranks were summed to the norm " in exchange().error
 
 
-def test_connections_are_of_the_processes_that_exchange(monkeypatch):
+def test_the_number_of_connections_is_set_in_the_ranks_only(monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "5")
     monkeypatch.setattr(exchange_probe, "_run", lambda *rest: int(os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]))
     number = len(exchange_probe.patterns(2))
-    assert [exchange(n).exchanged.tensors for n in (1, 32, None)] == [number, 32 * number, 5 * number]
+    assert [exchange(n).result.tensors for n in (1, 32, None)] == [number, 32 * number, 5 * number]
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "5"
     run = device_probe.ExchangeRun(1, None, "it waited")
     (_, check, *_) = device_checks("here", replace(GOOD, exchanges=[run]), interfaces="name the interface")
     assert (check.verdict, check.line) == (
         Verdict.ERROR,
-        "exchange here with 1 connection: it waited. What to do: call it again with NCCL_DEBUG=INFO, and "
-        "NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 to see which link it is; name the interface",
+        "exchange here with 1 connection: it waited. What to do: run it again with NCCL_DEBUG=INFO, and with "
+        "NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 to find the faulty link; name the interface",
     )
 
 
@@ -175,18 +175,21 @@ def test_connections_are_of_the_processes_that_exchange(monkeypatch):
     [
         ("rank 1: CorruptedError: a message arrived with other contents", "nvidia-smi nvlink -e"),
         ("rank 1 (n1) ran out of memory in F0", "who else uses the device"),
-        ("rank 1: ValueError: a bug", "report it, with the file of --report"),
+        ("rank 1: ValueError: a bug", "report a bug with the file of --report"),
         ("rank 1 on n1 waited 30 s for activations", "NCCL_DEBUG=INFO"),
     ],
 )
-def test_each_fault_has_its_advice(error, advice):
-    runs = [device_probe.ExchangeRun(1, None, error), device_probe.ExchangeRun(32, exchange_probe.Exchanged(9, 1.0))]
+def test_each_kind_of_fault_has_its_own_advice(error, advice):
+    runs = [
+        device_probe.ExchangeRun(1, None, error),
+        device_probe.ExchangeRun(32, exchange_probe.ExchangeResult(9, 1.0)),
+    ]
     (_, check, *_) = device_checks("here", replace(GOOD, exchanges=runs), interfaces="name the interface")
     assert advice in check.advice
-    assert check.advice.startswith("set CUDA_DEVICE_MAX_CONNECTIONS=32, with which it passes; ")
+    assert check.advice.startswith("set CUDA_DEVICE_MAX_CONNECTIONS=32, which passes; ")
 
 
-def test_training_that_is_not_that_of_plain_pytorch_is_named(monkeypatch):
+def test_a_training_that_differs_from_plain_pytorch_is_reported(monkeypatch):
     real = Exchange.send
 
     def corrupting(self, message, tensors):
@@ -200,11 +203,11 @@ def test_training_that_is_not_that_of_plain_pytorch_is_named(monkeypatch):
     assert check.verdict is Verdict.ERROR
     assert check.found.startswith("rank 0 on ")
     assert "the gradient" in check.found
-    assert check.found.endswith("from plain PyTorch; so do 1 more ranks"), "the norm is of all ranks"
+    assert check.found.endswith("from plain PyTorch; 1 more rank differs"), "all ranks have the same norm"
     assert "launch.exclude" in check.advice
 
 
-def test_a_rank_that_fails_in_the_training_is_named_in_one_line(monkeypatch):
+def test_a_failure_in_the_training_is_reported_in_one_line(monkeypatch):
     def failing(*args):
         raise ValueError("a fault of the device")
 
@@ -225,7 +228,7 @@ GOOD = DeviceReport(
 )
 
 
-def test_a_pair_that_does_not_use_the_link_of_the_others():
+def test_a_pair_of_ranks_that_is_slower_than_the_others_is_reported():
     def messages(report: DeviceReport):
         return next(device_checks("of n1 and n2", report, interfaces=""))
 
@@ -235,22 +238,24 @@ def test_a_pair_that_does_not_use_the_link_of_the_others():
     slow = replace(RATES[2], one_way_gbit_per_s=20.0)
     check = messages(replace(GOOD, links=Links([*RATES[:2], slow, RATES[3]], [Neighbours((2, 3), "n2", False)])))
     assert check.verdict is Verdict.WARNING
-    assert "messages of 16 MiB from rank 2 to 3 only reach 20.00 Gbit/s" in check.found
-    assert "no peer access, so through the host's memory: ranks 2 and 3 of n2" in check.found
+    assert "messages of 16 MiB from rank 2 to 3 reach only 20.00 Gbit/s" in check.found
+    assert "without peer access, through the host's memory: ranks 2 and 3 of n2" in check.found
     assert "nvidia-smi topo -m" in check.advice
     between = replace(RATES[1], one_way_gbit_per_s=20.0)
-    assert messages(replace(GOOD, links=Links([RATES[0], between, *RATES[2:]], []))).verdict is Verdict.OK, "a network"
+    assert messages(replace(GOOD, links=Links([RATES[0], between, *RATES[2:]], []))).verdict is Verdict.OK, (
+        "one pair has no other to compare with"
+    )
 
 
 def test_the_error_of_any_node_counts():
     bad = replace(GOOD, training=[], training_error="rank 4 on n2 waited")
-    assert of_all_nodes([GOOD, bad]).training_error == "rank 4 on n2 waited"
-    assert of_all_nodes([GOOD, GOOD]) == GOOD
+    assert merge_reports([GOOD, bad]).training_error == "rank 4 on n2 waited"
+    assert merge_reports([GOOD, GOOD]) == GOOD
 
 
 def test_two_tasks_of_a_job_probe_their_devices_together(tmp_path, monkeypatch):
-    """As on two nodes: each task forks its own ranks, and all meet anew for each part."""
-    monkeypatch.setattr("launch.doctor.probe.SIZES", (2**12,))
+    """As on two nodes: each task forks its own ranks, and all ranks meet again for each probe."""
+    monkeypatch.setattr("launch.doctor.all_reduce_probe.SIZES", (2**12,))
     job = {
         "SUBMITIT_EXECUTOR": "slurm",
         "SLURM_JOB_ID": str(random.randrange(10**6)),
@@ -271,6 +276,6 @@ def test_two_tasks_of_a_job_probe_their_devices_together(tmp_path, monkeypatch):
         one.join(120)
     reports = [read_file(report_file(tmp_path, number), REPORT) for number in range(2)]
     assert [report.all_reduce.error for report in reports] == ["", ""]
-    whole = of_all_nodes([report.devices for report in reports])
+    whole = merge_reports([report.devices for report in reports])
     assert set(checks(whole).values()) == {Verdict.OK}
     assert [one.rank for one in whole.training] == [0, 1, 2, 3]

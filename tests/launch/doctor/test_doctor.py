@@ -1,4 +1,4 @@
-"""`auto3d doctor` on this machine, with real processes; on SLURM: tests/slurm/test_doctor.py."""
+"""`auto3d doctor` on this machine, with real processes. tests/slurm/test_doctor.py runs it on SLURM."""
 
 import json
 import os
@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from launch.doctor import doctor as doctor_module
-from launch.doctor import link_probe, training_probe
-from launch.doctor.checks import Verdict
+from launch.doctor import all_checks, link_probe, training_probe
+from launch.doctor.all_checks import clock
+from launch.doctor.all_reduce_probe import AllReduce, Rate
 from launch.doctor.device_probe import DeviceReport, ExchangeRun
-from launch.doctor.doctor import clock
-from launch.doctor.exchange_probe import Exchanged
+from launch.doctor.exchange_probe import ExchangeResult
 from launch.doctor.link_probe import Links, PairRate
 from launch.doctor.machine import GpuReport, this_machine
-from launch.doctor.probe import AllReduce, Answer, NodeReport, Rate
-from launch.doctor.probe_job import Probed
+from launch.doctor.node_probe import Answer, NodeReport
+from launch.doctor.report import Verdict
+from launch.doctor.slurm_probe import ProbeJob
 from launch.doctor.training_probe import TrainedRank
 from launch.recipe.load import load
 
@@ -42,16 +42,16 @@ def test_a_healthy_machine(folder):
     rates = checks["all-reduce here"]["rates"]
     assert [rate["size_bytes"] for rate in rates][:3] == [2**12, 2**16, 2**20]
     for rate in rates:
-        assert rate["bus_gbit_per_s"] == pytest.approx(rate["algorithm_gbit_per_s"]), "of two ranks"
-    once = [rate for rate in rates if rate["repetitions"] % 2]  # where the median is one of those timed
-    for rate in once:
+        assert rate["bus_gbit_per_s"] == pytest.approx(rate["algorithm_gbit_per_s"]), "the factor of 2 ranks is 1"
+    odd = [rate for rate in rates if rate["repetitions"] % 2]  # their median is one of the measured times
+    for rate in odd:
         assert rate["algorithm_gbit_per_s"] == pytest.approx(8e-9 * rate["size_bytes"] / rate["seconds"])
 
 
-def test_all_devices_and_a_report_for_a_bug(folder, auto3d, monkeypatch):
+def test_the_report_has_all_lines_and_no_secrets(folder, auto3d, monkeypatch):
     monkeypatch.setitem(link_probe.SIZES, "cpu", (2**12,))
-    monkeypatch.setattr("launch.doctor.probe.SIZES", (2**12,))
-    monkeypatch.setitem(training_probe.SIZES, "cpu", training_probe.Size(2, 16, 2, 8, 2))
+    monkeypatch.setattr("launch.doctor.all_reduce_probe.SIZES", (2**12,))
+    monkeypatch.setitem(training_probe.SIZES, "cpu", training_probe.ModelSize(2, 16, 2, 8, 2))
     monkeypatch.setenv("HOME", str(folder))
     monkeypatch.setenv("SOME_TOKEN", "hunter2")
     monkeypatch.setenv("NCCL_DEBUG_FILE", str(folder / "nccl"))
@@ -64,7 +64,7 @@ def test_all_devices_and_a_report_for_a_bug(folder, auto3d, monkeypatch):
         assert f"- **{verdict}** {words.strip()}" in report
     for what in ("versions", "gpus", "variables", "messages here", "exchange here", "training here", "memory here"):
         assert any(line.startswith(f"ok      {what}: ") for line in lines), what
-    assert "used at most" in report
+    assert "peak /" in report
     assert "hunter2" not in report
     assert str(folder) not in report
 
@@ -75,7 +75,7 @@ def test_an_interrupt_leaves_nothing_behind(folder):
         command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     for line in process.stderr:
-        if "exchange messages between neighbours" in line:
+        if "measuring messages between neighbours" in line:
             break
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=60)
@@ -84,7 +84,7 @@ def test_an_interrupt_leaves_nothing_behind(folder):
         os.killpg(process.pid, 0)
 
 
-def test_an_interface_that_is_not_there_is_an_error_with_what_to_do(folder):
+def test_a_missing_interface_is_an_error_with_advice(folder):
     done = doctor(folder, *LOCAL, code=1, GLOO_SOCKET_IFNAME="nosuch")
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("error")]
     assert "rendezvous here" in line
@@ -93,9 +93,9 @@ def test_an_interface_that_is_not_there_is_an_error_with_what_to_do(folder):
     assert "Traceback" not in done.stdout + done.stderr
 
 
-def test_no_slurm_is_an_error_only_where_it_is_asked_for(folder, tmp_path):
+def test_missing_slurm_is_an_error_only_if_the_recipe_requires_it(folder, tmp_path):
     (tmp_path / "bin").mkdir()
-    path = str(tmp_path / "bin")  # without sinfo
+    path = str(tmp_path / "bin")  # a PATH without sinfo
     done = doctor(folder, "own.yaml", "launch.executor=slurm", code=1, PATH=path)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("error")]
     assert "slurm: sinfo is not installed here" in line
@@ -103,7 +103,7 @@ def test_no_slurm_is_an_error_only_where_it_is_asked_for(folder, tmp_path):
     assert "ok      slurm: sinfo is not installed here; trials run on this machine" in done.stdout
 
 
-def test_the_recipe_may_be_left_out_and_is_checked(folder):
+def test_the_recipe_is_optional_and_checked(folder):
     assert "launch.executor" in doctor(folder, "launch.executor=nowhere", code=2).stderr
     assert "there is no 'nosuch'" in doctor(folder, "nosuch", code=2).stderr
 
@@ -112,20 +112,20 @@ def test_the_recipe_may_be_left_out_and_is_checked(folder):
     ("least_s", "most_s", "verdict"),
     [
         (-0.1, 0.2, "ok"),
-        (0.9, 1.4, "ok"),  # it may be 0.9
+        (0.9, 1.4, "ok"),  # the true difference may be 0.9 s
         (1.1, 1.4, "warning"),
         (-9.0, -1.1, "warning"),
-        (-3.0, 50.0, "ok"),  # nothing is known
+        (-3.0, 50.0, "ok"),  # the true difference may be 0
         (31.0, 32.0, "error"),
         (-3600.1, -3600.0, "error"),
     ],
 )
-def test_a_clock_is_wrong_where_that_is_certain(least_s, most_s, verdict):
+def test_a_clock_is_wrong_only_if_that_is_certain(least_s, most_s, verdict):
     assert clock("n1", least_s, most_s).verdict == verdict
 
 
-def test_what_nodes_report_becomes_lines(monkeypatch):
-    """Two nodes with GPUs, of which one has another NCCL and a device that computes otherwise."""
+def test_the_reports_of_nodes_become_lines(monkeypatch):
+    """Two nodes with GPUs; the second has another NCCL and a device with wrong results."""
     gpu = GpuReport("H100", "80 GiB", "550.54.15", "9.0", "Disabled", "0")
     first = replace(this_machine(), host="n1", gpus=[gpu] * 2, usable_gpus=2, nccl="2.27.3", cuda="12.8")
     second = replace(first, host="n2", nccl="2.19.3", variables={"NCCL_P2P_DISABLE": "1"})
@@ -137,20 +137,20 @@ def test_what_nodes_report_becomes_lines(monkeypatch):
         4,
         "cuda",
         links=Links([PairRate((1, 2), True, 2**24, 5, 180.0, 170.0)], []),
-        exchanges=[ExchangeRun(1, None, "rank 2 waited"), ExchangeRun(8, Exchanged(99, 1.0))],
+        exchanges=[ExchangeRun(1, None, "rank 2 waited"), ExchangeRun(8, ExchangeResult(99, 1.0))],
         layout="dp=2 pp=2",
         training=trained,
     )
-    summed = AllReduce(4, "nccl", met=True, right=True, rates=[Rate(2**20, 3, 1.0, 1.0, 1.0)])
+    summed = AllReduce(4, "nccl", met=True, correct=True, rates=[Rate(2**20, 3, 1.0, 1.0, 1.0)])
     reports = {
         number: NodeReport(machine, 1.0, Answer("t", 1.0), 1.0, "", summed, devices)
         for number, machine in enumerate((first, second))
     }
-    probed = Probed("7", Path("nowhere"), "t", 2, 1.0, 1.0, reports=reports)
-    monkeypatch.setattr(doctor_module, "run_probe", lambda *args, **options: probed)
-    monkeypatch.setattr(doctor_module, "partitions", lambda: {"gpu": 4})
+    probe_job = ProbeJob("7", Path("nowhere"), "t", 2, 1.0, 1.0, reports=reports)
+    monkeypatch.setattr(all_checks, "run_probe", lambda *args, **options: probe_job)
+    monkeypatch.setattr(all_checks, "partitions", lambda: {"gpu": 4})
     recipe = load("tiny", ("cluster.device=cuda", "cluster.devices_per_node=2"))
-    found = {check.what: check for check in doctor_module._nodes(recipe, first, True, 1.0, lambda line: None)}
+    found = {check.what: check for check in all_checks._nodes(recipe, first, True, 1.0, lambda line: None)}
     verdicts = {what: check.verdict.value for what, check in found.items() if check.verdict is not Verdict.OK}
     assert verdicts == {
         "variables of n2": "warning",

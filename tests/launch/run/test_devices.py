@@ -1,4 +1,4 @@
-"""Which GPUs a process may use, and that trials at once have their own; a fake nvidia-smi stands for the driver."""
+"""Which GPUs a process may use; concurrent trials get different ones. A fake nvidia-smi stands in for the driver."""
 
 import os
 import sys
@@ -8,13 +8,13 @@ import pytest
 from auto3d.errors import InputError
 from auto3d.runtime.measurement import Status
 from launch.drivers.sweep import sweep_of
-from launch.executors import local
+from launch.executors.local import LocalTrials
 from launch.model import graphs
 from launch.model.build import captured_model
 from launch.model.compare import compare_on_gpu
 from launch.recipe.load import load
 from launch.run import devices
-from launch.run.devices import Gpu, Pool, listed, named_in, present, visible_devices
+from launch.run.devices import DevicePool, Gpu, parse_gpu_list, parse_visible_devices, present_devices, visible_devices
 from launch.store.watcher import Watcher
 from tests.fake_gpus import FOUR, SPLIT, WITNESS, seen_in, write_nvidia_smi
 
@@ -40,7 +40,7 @@ MIXED = [Gpu("GPU-aa-1", ("MIG-x", "MIG-y")), Gpu("GPU-ab-2")]
     ],
 )
 def test_the_variable_is_read_as_cuda_reads_it(value, names):
-    assert named_in(value) == names
+    assert parse_visible_devices(value) == names
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_the_variable_is_read_as_cuda_reads_it(value, names):
         (None, WHOLE, ("GPU-aa-1", "GPU-ab-2", "GPU-c-3")),
         (("2", "0"), WHOLE, ("2", "0")),
         (("0", "3", "1"), WHOLE, ("0",)),
-        (("GPU-c", "GPU-a"), WHOLE, ("GPU-c-3",)),  # the second may be either of two
+        (("GPU-c", "GPU-a"), WHOLE, ("GPU-c-3",)),  # GPU-a matches two GPUs
         (("GPU-ab-2", "GPU-d"), WHOLE, ("GPU-ab-2",)),
         (None, MIXED, ("MIG-x", "MIG-y", "GPU-ab-2")),
         (("1", "0"), MIXED, ("1", "MIG-x", "MIG-y")),
@@ -58,21 +58,21 @@ def test_the_variable_is_read_as_cuda_reads_it(value, names):
         (("GPU-aa",), MIXED, ("MIG-x", "MIG-y")),
     ],
 )
-def test_devices_end_before_the_first_that_is_not_there(named, gpus, names):
-    assert present(named, gpus) == names
+def test_the_devices_end_before_the_first_absent_one(named, gpus, names):
+    assert present_devices(named, gpus) == names
 
 
-def test_nvidia_smi_lists_gpus_and_the_instances_below_them():
-    assert [gpu.uuid for gpu in listed(FOUR)] == ["GPU-00-a", "GPU-11-a", "GPU-22-a", "GPU-33-a"]
-    assert listed(SPLIT) == [Gpu("GPU-00-a", ("MIG-c6d4f1ef", "MIG-cba663e8")), Gpu("GPU-11-a")]
+def test_the_list_of_nvidia_smi_has_instances_below_their_gpu():
+    assert [gpu.uuid for gpu in parse_gpu_list(FOUR)] == ["GPU-00-a", "GPU-11-a", "GPU-22-a", "GPU-33-a"]
+    assert parse_gpu_list(SPLIT) == [Gpu("GPU-00-a", ("MIG-c6d4f1ef", "MIG-cba663e8")), Gpu("GPU-11-a")]
     older = "GPU 0: A100 (UUID: GPU-5-d)\n  MIG 1g.5gb Device 0: (UUID: MIG-GPU-5-d/7/0)\n"
-    assert listed(older) == [Gpu("GPU-5-d", ("MIG-GPU-5-d/7/0",))]
-    assert listed("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n") == []
+    assert parse_gpu_list(older) == [Gpu("GPU-5-d", ("MIG-GPU-5-d/7/0",))]
+    assert parse_gpu_list("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n") == []
 
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """Gives this machine the GPUs of a text of nvidia-smi, and processes a value of CUDA_VISIBLE_DEVICES."""
+    """A function that sets the output of nvidia-smi, and the value of CUDA_VISIBLE_DEVICES."""
 
     def have(text: str, value: str | None = None) -> None:
         monkeypatch.setenv("PATH", f"{write_nvidia_smi(tmp_path / 'bin', text)}:{os.environ['PATH']}")
@@ -98,16 +98,16 @@ def test_visible_devices(machine):
 @pytest.mark.parametrize(("value", "names"), [(None, ("0", "1")), ("3,1,0", ("3", "1")), ("GPU-c", ("GPU-c",))])
 def test_without_nvidia_smi_a_child_asks_torch(machine, monkeypatch, value, names):
     machine("", value)
-    monkeypatch.setattr(devices, "count_of_torch", lambda: 2)
+    monkeypatch.setattr(devices, "torch_device_count", lambda: 2)
     assert visible_devices() == names
 
 
 # The pool
 
 
-def test_trials_have_devices_of_their_own_until_they_give_them_back():
-    pool = Pool(["2", "0", "1"])
-    assert pool.most() == 3
+def test_a_trial_keeps_its_devices_until_it_returns_them():
+    pool = DevicePool(["2", "0", "1"])
+    assert pool.max_ranks() == 3
     first, second = pool.take(2), pool.take(1)
     assert (first, second) == (("2", "0"), ("1",))
     assert pool.take(1) is None
@@ -115,12 +115,12 @@ def test_trials_have_devices_of_their_own_until_they_give_them_back():
     assert pool.take(2) == ("2", "0")
 
 
-def test_ranks_that_are_connected_have_whole_gpus_and_one_alone_an_instance():
-    pool = Pool(["MIG-x", "0", "MIG-y", "1"])
-    assert pool.most() == 2
+def test_several_ranks_get_whole_gpus_and_a_single_rank_an_instance():
+    pool = DevicePool(["MIG-x", "0", "MIG-y", "1"])
+    assert pool.max_ranks() == 2
     assert [pool.take(1), pool.take(2), pool.take(1), pool.take(1)] == [("MIG-x",), ("0", "1"), ("MIG-y",), None]
-    assert Pool(["MIG-x", "MIG-y"]).most() == 1
-    assert Pool([]).most() == 0
+    assert DevicePool(["MIG-x", "MIG-y"]).max_ranks() == 1
+    assert DevicePool([]).max_ranks() == 0
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_ranks_that_are_connected_have_whole_gpus_and_one_alone_an_instance():
         (FOUR, None, 5, "5 ranks need a GPU each, and this machine has 4"),
         (FOUR, "1,3", 3, "3 ranks need a GPU each, and this process may use 2, by CUDA_VISIBLE_DEVICES=1,3"),
         (FOUR, "-1", 1, "1 rank needs a GPU each, and this process may use 0, by CUDA_VISIBLE_DEVICES=-1"),
-        (SPLIT, "0", 2, "2 ranks cannot run on MIG instances, which NCCL does not connect: give whole GPUs"),
+        (SPLIT, "0", 2, "2 ranks cannot run on MIG instances, which NCCL does not connect: use whole GPUs"),
     ],
 )
 def test_too_few_devices_are_refused_in_one_line(folder, machine, text, value, ranks, words):
@@ -139,7 +139,7 @@ def test_too_few_devices_are_refused_in_one_line(folder, machine, text, value, r
     assert "\n" not in str(caught.value)
 
 
-def test_a_node_s_only_rank_of_several_has_no_instance(folder, machine):
+def test_a_rank_of_a_larger_run_gets_no_instance(folder, machine):
     machine(SPLIT, "MIG-c6d4f1ef")
     recipe = load("own.yaml", ["cluster.device=cuda"])
     assert devices.devices_for(recipe, 1, size=1) == ("MIG-c6d4f1ef",)
@@ -153,7 +153,7 @@ def test_a_node_s_only_rank_of_several_has_no_instance(folder, machine):
 @pytest.mark.parametrize(
     ("text", "value", "local_rank", "refused"),
     [
-        (FOUR, "2", 2, ""),  # bound to the task, as by --gpus-per-task
+        (FOUR, "2", 2, ""),  # the launcher bound it to the task, as with --gpus-per-task
         (FOUR, "0,1,2", 2, ""),
         (FOUR, "0,1", 2, "rank 2 of its node sees 2 GPUs"),
         (FOUR, "", 0, "rank 0 of its node sees 0 GPUs"),
@@ -161,7 +161,7 @@ def test_a_node_s_only_rank_of_several_has_no_instance(folder, machine):
         (SPLIT, "0", 0, "4 ranks cannot run on MIG instances"),
     ],
 )
-def test_a_joined_rank_has_the_device_bound_to_it_or_that_of_its_place(
+def test_a_joined_rank_has_its_bound_device_or_that_of_its_local_rank(
     folder, machine, monkeypatch, text, value, local_rank, refused
 ):
     machine(text, value)
@@ -184,7 +184,7 @@ def test_a_process_in_which_cuda_has_started_forks_no_ranks(tmp_path, monkeypatc
     (tmp_path / "fd").mkdir()
     for number, target in enumerate(["/dev/nvidiactl", "/dev/null"]):
         (tmp_path / "fd" / str(number)).symlink_to(target)
-    assert not devices.cuda_has_started(tmp_path), "NVML alone was used"
+    assert not devices.cuda_has_started(tmp_path), "only NVML was used"
     (tmp_path / "fd" / "9").symlink_to("/dev/nvidia-uvm")
     assert devices.cuda_has_started(tmp_path)
     monkeypatch.setattr(devices, "cuda_has_started", lambda: True)
@@ -192,7 +192,7 @@ def test_a_process_in_which_cuda_has_started_forks_no_ranks(tmp_path, monkeypatc
         run_ranks(1, lambda world, report: None, timeout_s=60, devices=["0"])
 
 
-def test_ranks_see_their_devices_alone(monkeypatch):
+def test_ranks_see_only_their_devices(monkeypatch):
     from launch.run.ranks import run_ranks
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
@@ -201,18 +201,18 @@ def test_ranks_see_their_devices_alone(monkeypatch):
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
 
 
-# Trials at once
+# Concurrent trials
 
 
-class Silence(Watcher):
+class ExpectedFailure(Watcher):
     def end(self, ended):
         assert "Torch not compiled with CUDA" in ended.measurement.error, "it ran as far as it can without a GPU"
 
 
 @pytest.fixture
 def ran(folder, machine, monkeypatch):
-    """Runs trials of two ranks each, two trials at a time where there are devices; gives what their ranks saw."""
-    monkeypatch.setattr(devices, "torch_has_cuda", lambda: True)  # only of the driver, which does not use CUDA
+    """A function that runs trials of two ranks, at most two at a time; it returns each rank and the devices it saw."""
+    monkeypatch.setattr(devices, "torch_has_cuda", lambda: True)  # only in this process, which does not use CUDA
     (folder / "witness.py").write_text(WITNESS)
 
     def run(value: str, sizes: str, *, expected: int):
@@ -220,26 +220,27 @@ def ran(folder, machine, monkeypatch):
         model = ["model.factory=witness:make", f"model.arguments={{expected: {expected}, folder: {folder}}}"]
         changes = [f"search.micro_batch_size={sizes}", "cluster.device=cuda", "launch.concurrent_trials=2"]
         recipe = load("own.yaml", [*model, *changes])
-        local.run(recipe, sweep_of(recipe).trials, Silence())
+        with LocalTrials(recipe) as trials:
+            trials.run(sweep_of(recipe).trials, ExpectedFailure())
         return [(one.rank, one.devices) for one in seen_in(folder)]
 
     return run
 
 
-def test_trials_at_once_see_devices_of_their_own(ran):
+def test_concurrent_trials_see_different_devices(ran):
     seen = ran("3,1,2,0", "[2,4,8]", expected=4)
     assert [rank for rank, _ in seen] == [0, 1] * 3
-    first, second, third = (devices_of for _, devices_of in seen[::2])
-    assert [devices_of for _, devices_of in seen[1::2]] == [first, second, third], "as the other rank of the trial"
+    first, second, third = (names for _, names in seen[::2])
+    assert [names for _, names in seen[1::2]] == [first, second, third], "both ranks of a trial see the same"
     assert (first, second) == ("3,1", "2,0")
-    assert third in (first, second), "what a trial that ended gave back"
+    assert third in (first, second), "the third trial takes the devices of one that has ended"
 
 
-def test_a_trial_waits_for_devices(ran):
+def test_a_trial_waits_until_enough_devices_are_free(ran):
     assert ran("1,2,3", "[2,4]", expected=2) == [(0, "1,2"), (1, "1,2")] * 2
 
 
-# Where the model is captured: in a process that has captured, or in one forked from it, a rank could not use its GPU
+# Where the model is captured: a rank cannot use its GPU if its process, or the one it was forked from, has captured
 
 
 def test_a_training_on_gpus_captures_in_its_ranks(folder, machine, auto3d, monkeypatch):
@@ -248,10 +249,10 @@ def test_a_training_on_gpus_captures_in_its_ranks(folder, machine, auto3d, monke
     machine(FOUR, "3,1")
     (folder / "witness.py").write_text(WITNESS)
     model = ["model.factory=witness:make", f"model.arguments={{expected: 2, folder: {folder}}}"]
-    told = auto3d("train", "own.yaml", *model, "cluster.device=cuda", code=1).err
-    assert "Torch not compiled with CUDA" in told, "it ran as far as it can without a GPU"
+    error = auto3d("train", "own.yaml", *model, "cluster.device=cuda", code=1).err
+    assert "Torch not compiled with CUDA" in error, "it ran as far as it can without a GPU"
     assert [(one.rank, one.devices) for one in seen_in(folder)] == [(0, "3,1"), (1, "3,1")]
-    assert "witness" not in sys.modules, "the process that forks them did not"
+    assert "witness" not in sys.modules, "the process that forks the ranks did not import it"
 
 
 def test_a_capture_is_compared_on_a_gpu_in_a_fresh_process(folder):
@@ -262,8 +263,8 @@ def test_a_capture_is_compared_on_a_gpu_in_a_fresh_process(folder):
         compare_on_gpu(load("own.yaml", ["model.arguments={depth: 3}"]), 4, timeout_s=120)
 
 
-def test_gpus_are_hidden_where_ranks_share_a_capture(folder, machine, monkeypatch):
-    """Else torch would start a thread for each in the first backward, after which no forked process can run one."""
+def test_gpus_are_hidden_if_ranks_inherit_a_capture(folder, machine, monkeypatch):
+    """Otherwise the first backward starts a thread per GPU, after which no forked process can run a backward."""
     monkeypatch.setattr(devices, "torch_has_cuda", lambda: True)
     machine(FOUR, "3,1")
     captured_model(load("own.yaml", ["cluster.device=cuda"]), 4)

@@ -1,4 +1,4 @@
-"""One rank of `auto3d train` is killed or stopped in the middle of an iteration: the command ends soon and says why."""
+"""A rank of `auto3d train` is killed or stopped during an iteration: the command ends soon and says why."""
 
 import signal
 import socket
@@ -14,7 +14,7 @@ def test_the_command_ends_and_names_rank_host_stage_and_operation(schedule, numb
     assert not end.faults(number), end.output
 
 
-def test_an_error_of_the_model_is_told_with_its_operation(folder, auto3d):
+def test_an_error_of_the_model_is_reported_with_its_operation(folder, auto3d):
     *_, error, where = auto3d("train", "own.yaml", "data.inputs.y.high=1000", code=1).err.splitlines()
     assert error.startswith("IndexError: Target ")
     assert where == f"rank 1 on {socket.gethostname()}, in iteration 1 at F0@1 of stage 1, failed"
@@ -52,6 +52,6 @@ def test_a_rank_that_cannot_build_the_model_says_so_in_one_line(folder, auto3d, 
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_it_does_so_every_time(schedule, number):
+def test_the_command_does_so_every_time(schedule, number):
     ends = [strike(schedule, number, seed) for seed in range(TIMES)]
     assert not [(seed, fault, end.output) for seed, end in enumerate(ends) for fault in end.faults(number)]

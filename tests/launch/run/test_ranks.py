@@ -1,4 +1,4 @@
-"""Ranks are watched: whatever happens to one, the run ends soon, says why, and leaves no process."""
+"""run_ranks: whatever happens to a rank, the run ends soon, reports the cause, and leaves no process."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ def meet(world, report) -> int:
 
 def test_rank_0_gives_the_result_and_the_reports():
     reports = []
-    before = set(psutil.Process().children())  # of other tests
+    before = set(psutil.Process().children())  # processes of other tests
     outcome = run_ranks(3, meet, timeout_s=60, on_report=reports.append)
     assert (outcome.status, outcome.result) == (Status.OK, 3)
     assert reports == [("met", 0)]
@@ -54,7 +54,7 @@ def end_badly(how: str):
                 raise ValueError("a bug of the model")
             if how == "memory":
                 torch.empty(10**15)
-            if how == "raise late":  # the others notice that it is gone before it says why
+            if how == "raise late":  # the others notice the lost connection before this rank reports its error
                 leave()
                 time.sleep(0.5)
                 raise ValueError("a bug of the model")
@@ -79,15 +79,15 @@ def end_badly(how: str):
         ("silence", Status.TIMEOUT, "on HOST, before its first iteration, waited 3 s for a message that never comes"),
     ],
 )
-def test_the_cause_is_told_within_seconds(how, status, words):
+def test_the_cause_is_reported_within_seconds(how, status, words):
     start = time.monotonic()
-    before = set(psutil.Process().children())  # of other tests
+    before = set(psutil.Process().children())  # processes of other tests
     outcome = run_ranks(3, end_badly(how), timeout_s=60)
     assert time.monotonic() - start < 10
     assert outcome.status is status, outcome.error
     assert words.replace("HOST", socket.gethostname()) in outcome.error
     if how in ("stop", "compute"):
-        assert outcome.error.count("waited 3 s for a message that never comes") == 2, "by the two others"
+        assert outcome.error.count("waited 3 s for a message that never comes") == 2, "both other ranks waited"
     assert set(psutil.Process().children()) <= before, "none of its processes is left"
 
 
@@ -96,8 +96,8 @@ def compute_for_ever(world, report) -> None:
         time.sleep(0.1)
 
 
-def test_a_run_that_does_not_end_is_ended():
-    before = set(psutil.Process().children())  # of other tests
+def test_a_run_that_exceeds_its_time_limit_is_ended():
+    before = set(psutil.Process().children())  # processes of other tests
     outcome = run_ranks(2, compute_for_ever, timeout_s=1)
     assert outcome.status is Status.TIMEOUT
     first, *others = outcome.error.splitlines()

@@ -1,4 +1,4 @@
-"""Failures that GPUs bring, simulated on ranks of gloo: each run ends soon, with the true status and the culprit."""
+"""Failures of GPUs, simulated on gloo ranks: each run ends soon, with the right status, and names the rank at fault."""
 
 import faulthandler
 import multiprocessing
@@ -38,7 +38,7 @@ from tests.runtime.test_backend_errors import HINTS, INVALID_USAGE, PEER_LATE, R
 
 HOST = socket.gethostname()
 SETTINGS = TrainingSettings(iterations=2, optimizer=SGD, device="cpu", threads_per_rank=1, timeout_s=60)
-SOON_S = 30  # half of every time-out, also on a busy machine
+SOON_S = 30  # half of every time-out, enough on a busy machine too
 CULPRIT = 1
 DEVICE_ASSERT = torch.AcceleratorError(f"CUDA error: device-side assert triggered{HINTS}")
 
@@ -55,14 +55,14 @@ def raising(error: Exception) -> Callable[..., None]:
 
 
 def trained(fault: Callable[[], None]) -> tuple[Outcome, bool, float]:
-    """Train on two ranks, with ``fault`` called in one of them and every shutdown blocked.
+    """Train on two ranks. One of them calls ``fault``, and every shutdown blocks.
 
-    Returns also whether any rank began to leave its process groups, and the seconds.
+    Returns the outcome, whether any rank began to leave its process groups, and the seconds.
     """
-    left = Flag()
+    leaving = Flag()
 
     def leave_and_block(*_: object) -> None:
-        left.set()
+        leaving.set()
         block()
 
     plan = make_plan("gpt2", dp=1, pp=2)
@@ -76,7 +76,7 @@ def trained(fault: Callable[[], None]) -> tuple[Outcome, bool, float]:
 
     start = time.monotonic()
     outcome = run_ranks(2, run, timeout_s=60, straggle_s=SETTINGS.timeout_s)
-    return outcome, bool(left), time.monotonic() - start
+    return outcome, bool(leaving), time.monotonic() - start
 
 
 # A shutdown that blocks
@@ -84,10 +84,10 @@ def trained(fault: Callable[[], None]) -> tuple[Outcome, bool, float]:
 
 def test_a_shutdown_that_blocks_costs_no_result(monkeypatch):
     monkeypatch.setattr(ranks, "LEAVE_S", 0.5)
-    outcome, left, seconds = trained(lambda: None)
+    outcome, leaving, seconds = trained(lambda: None)
     assert outcome.status is Status.OK, outcome.error
     assert len(outcome.result.loss) == SETTINGS.iterations
-    assert left
+    assert leaving
     assert seconds < SOON_S
 
 
@@ -99,7 +99,7 @@ def in_backward(error: Exception) -> None:
 
 
 def in_all_reduce(error: Exception) -> None:
-    """The first of an iteration; those before connect the ranks."""
+    """Raise ``error`` in the first all-reduce of an iteration. Earlier ones connect the ranks."""
     all_reduce = dist.all_reduce
 
     def fail(*arguments: object, **keys: object) -> object:
@@ -139,25 +139,25 @@ DUPLICATE = dist.DistBackendError(
     ],
 )
 def test_the_rank_that_failed_is_named(where, error, status, words):
-    outcome, left, seconds = trained(lambda: where(error))
+    outcome, leaving, seconds = trained(lambda: where(error))
     assert (outcome.status, outcome.ending) == (status, Ending.RAISED), outcome.error
     assert re.search(words.replace("HOST", re.escape(HOST)), outcome.error), outcome.error
-    assert not left, "kernels that others never answer would hold it up"
+    assert not leaving, "it would wait for kernels that the other ranks never answer"
     assert seconds < SOON_S
 
 
-# Other ranks that notice it first, or later
+# Other ranks that notice the failure before or after the culprit reports it
 
 
 def meet(world: World) -> list[int]:
-    """The process ids of all ranks, once they have met."""
+    """Join the other ranks; returns the process ids of all ranks."""
     join(world, device=torch.device("cpu"), timeout_s=60)
     processes = [0] * world.size
     dist.all_gather_object(processes, os.getpid())
     return processes
 
 
-def ended(process: int) -> None:
+def wait_for_end(process: int) -> None:
     """Wait for ``process`` to end."""
     with suppress(ProcessLookupError):
         wait([os.pidfd_open(process)])
@@ -210,14 +210,14 @@ WAITED = f"rank 0 on {HOST}, before its first iteration, was ended by SIGABRT (i
         (raising_in_a_wait(PEER_LATE[0]), raising(DEVICE_ASSERT), Status.FAILED, ["rank 1: ", "device-side assert"]),
     ],
 )
-def test_the_cause_outranks_what_it_did_to_others(consequence, cause, status, words, culprit_first):
+def test_the_cause_outranks_its_consequences(consequence, cause, status, words, culprit_first):
     def run(world: World, report: ranks.Report) -> None:
         processes = meet(world)
         first, last = (CULPRIT, 0) if culprit_first else (0, CULPRIT)
         if world.rank == last:
             if world.rank == 0:
                 THIS_RANK.set_waiting_for("activations for F0@1")
-            ended(processes[first])
+            wait_for_end(processes[first])
         if world.rank == CULPRIT:
             THIS_RANK.set_computing()
             cause()
@@ -244,7 +244,7 @@ def test_an_abort_with_no_other_cause_is_reported(abort, status, ending):
 def test_a_rank_that_dies_in_the_middle_of_a_message_is_reported():
     def run(world: World, report: ranks.Report) -> None:
         report(os.getpid())
-        report(bytes(2**24))  # more than a pipe holds, while the parent handles the first
+        report(bytes(2**24))  # larger than a pipe's buffer; meanwhile the parent handles the first report
 
     def kill(report: int | bytes) -> None:
         rank = psutil.Process(report)
@@ -257,7 +257,7 @@ def test_a_rank_that_dies_in_the_middle_of_a_message_is_reported():
     assert "was killed by SIGKILL" in outcome.error
 
 
-# Waits that a rank cannot end
+# Waits that a rank cannot interrupt
 
 
 def stuck(silent: int | None) -> Callable[[World, ranks.Report], None]:
@@ -269,7 +269,7 @@ def stuck(silent: int | None) -> Callable[[World, ranks.Report], None]:
     return run
 
 
-def test_a_wait_inside_a_call_that_does_not_return_is_ended(monkeypatch):
+def test_a_wait_inside_a_blocking_call_is_ended(monkeypatch):
     monkeypatch.setattr(ranks, "MARGIN_S", 0.5)
     start = time.monotonic()
     outcome = run_ranks(2, stuck(silent=None), timeout_s=60, straggle_s=0.5)
@@ -282,7 +282,7 @@ def test_a_wait_inside_a_call_that_does_not_return_is_ended(monkeypatch):
     assert outcome.error.startswith(f"rank 1 on {HOST}, before its first iteration, was not done after"), outcome.error
 
 
-def test_a_wait_is_too_long_only_by_itself(monkeypatch):
+def test_the_limit_applies_to_each_single_wait(monkeypatch):
     clock = 100.0
     for module in ("auto3d.runtime.activity", "launch.run.waits"):
         monkeypatch.setattr(f"{module}.monotonic", lambda: clock)
@@ -347,7 +347,7 @@ TRAIN = ("train", "own.yaml", "model.factory=holds:make", "plan.micro_batch_size
 FULL = f"rank 1 ({HOST}) ran out of memory in B0@1; predicted for pipeline device 1: "
 
 
-def test_the_command_says_who_ran_out_of_memory(folder, auto3d):
+def test_the_command_names_the_rank_that_ran_out_of_memory(folder, auto3d):
     write_model(folder, full=True)
     start = time.monotonic()
     error = auto3d(*TRAIN, code=1).err
@@ -355,14 +355,14 @@ def test_the_command_says_who_ran_out_of_memory(folder, auto3d):
     assert f"training ended as oom:\n{FULL}" in error
 
 
-def test_the_command_gives_its_result_though_the_shutdown_blocks(folder, auto3d, monkeypatch):
+def test_the_command_prints_its_result_though_the_shutdown_blocks(folder, auto3d, monkeypatch):
     monkeypatch.setattr(ranks, "LEAVE_S", 0.5)
     write_model(folder, full=False)
     assert '"loss"' in auto3d(*TRAIN).out
 
 
 def joined(rank: int, port: int, output: Path) -> None:
-    """One rank of the command, as torchrun starts it; Python's shutdown blocks where it would destroy groups."""
+    """Run one rank of the command as torchrun starts it. Its shutdown blocks if there are process groups to destroy."""
     sys.stdout = sys.stderr = output.open("w", buffering=1)
     os.dup2(sys.stderr.fileno(), 1)
     os.dup2(sys.stderr.fileno(), 2)

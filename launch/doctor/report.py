@@ -1,4 +1,4 @@
-"""What `auto3d doctor` says: a line for each check, the tables that belong to it, and a report of all of them."""
+"""The result lines of `auto3d doctor`, the tables below them, and a report of all lines as Markdown."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.text import Text
 from tabulate import tabulate
 
+from launch.doctor.all_reduce_probe import Rate
 from launch.doctor.link_probe import PairRate
-from launch.doctor.probe import Rate
 from launch.doctor.training_probe import TrainedRank
 
 
@@ -27,12 +27,12 @@ COLOURS = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.ERROR: "red"}
 
 @dataclass(frozen=True)
 class Check:
-    """One line for the user."""
+    """One result line. The names of the fields are the keys of `auto3d doctor --json`."""
 
     verdict: Verdict
     what: str
     found: str
-    advice: str = ""  # the advice to the user; empty if nothing is to be done
+    advice: str = ""  # what the user should do; empty if nothing needs to be done
     rates: list[Rate] = field(default_factory=list)  # measured all-reduces
     links: list[PairRate] = field(default_factory=list)
     memory: list[TrainedRank] = field(default_factory=list)
@@ -43,12 +43,14 @@ class Check:
 
     @property
     def tables(self) -> list[str]:
-        made = [(rate_table, self.rates), (link_table, self.links), (memory_table, self.memory)]
-        return [table(rows) for table, rows in made if rows]
+        rates = rate_table(self.rates) if self.rates else ""
+        links = link_table(self.links) if self.links else ""
+        memory = memory_table(self.memory) if self.memory else ""
+        return [table for table in (rates, links, memory) if table]
 
 
 def show(check: Check, console: Console) -> None:
-    """Print a line, and the tables that belong to it."""
+    """Print the line of ``check``, then its tables."""
     line = Text(f"{check.verdict:8}", style=COLOURS[check.verdict])
     line.append(f"{check.what}: {check.found}", style="default")
     if check.advice:
@@ -59,7 +61,7 @@ def show(check: Check, console: Console) -> None:
 
 
 def report(checks: Iterable[Check], *, command: str) -> str:
-    """All ``checks`` as Markdown for a bug report; the home folder, in which the user's name is, becomes ~."""
+    """All ``checks`` as Markdown for a bug report. The home folder's path, which has the user's name, becomes ~."""
     lines = [f"# auto3d doctor, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC", "", f"`{command}`", ""]
     for check in checks:
         lines.append(f"- **{check.verdict}** {check.line}")
@@ -81,11 +83,13 @@ def rate_table(rates: Sequence[Rate]) -> str:
         )
         for rate in rates
     ]
-    return _table(["all-reduce of", "times", "median (ms)", "size / time\n(Gbit/s)", "bus bandwidth\n(Gbit/s)"], rows)
+    return _table(
+        ["all-reduce size", "repetitions", "median (ms)", "size / time\n(Gbit/s)", "bus bandwidth\n(Gbit/s)"], rows
+    )
 
 
 def link_table(rates: Sequence[PairRate]) -> str:
-    """A row for each size, inside nodes and between them: the slowest pair, and the median of all pairs."""
+    """A row per size, inside nodes and between nodes, with the slowest pair and the median over all pairs."""
     rows = []
     for between_nodes in (False, True):
         for size in dict.fromkeys(rate.size_bytes for rate in rates):
@@ -96,21 +100,21 @@ def link_table(rates: Sequence[PairRate]) -> str:
             figures = (min(one_way), median(one_way), min(both_ways), median(both_ways))
             where = "between nodes" if between_nodes else "inside a node"
             rows.append((where, size_text(size), len(same), *(f"{figure:.3f}" for figure in figures)))
-    heads = ["messages", "of", "pairs", "one way:\nslowest", "median\n(Gbit/s)", "both at once:\nslowest"]
+    heads = ["messages", "size", "pairs", "one way:\nslowest", "median\n(Gbit/s)", "both at once:\nslowest"]
     return _table([*heads, "median, each\nway (Gbit/s)"], rows)
 
 
 def memory_table(ranks: Sequence[TrainedRank]) -> str:
     rows = [
         (
-            one.rank,
-            one.host,
-            *(f"{size / 2**20:.1f}" for size in (one.predicted_bytes, one.used_bytes)),
-            f"{one.used_bytes / one.predicted_bytes:.2f}",
+            each.rank,
+            each.host,
+            *(f"{size / 2**20:.1f}" for size in (each.predicted_bytes, each.used_bytes)),
+            f"{each.used_bytes / each.predicted_bytes:.2f}",
         )
-        for one in ranks
+        for each in ranks
     ]
-    return _table(["rank", "node", "predicted\n(MiB)", "used at most\n(MiB)", "used /\npredicted"], rows)
+    return _table(["rank", "node", "predicted\n(MiB)", "peak\n(MiB)", "peak /\npredicted"], rows)
 
 
 def size_text(size_bytes: int) -> str:
