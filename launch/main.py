@@ -35,8 +35,9 @@ def main() -> None:
         code = 1  # Python's own exit code after an exception
     if _is_joined():
         end_now(code)
-    if code == INTERRUPTED:  # Python restores default handlers as it exits, and a second Ctrl-C would kill it there
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    if code == INTERRUPTED:  # as Python exits it restores default handlers, by which a second Ctrl-C would kill it
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
     sys.exit(code)
 
 

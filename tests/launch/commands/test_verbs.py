@@ -154,7 +154,7 @@ def test_slurm_is_asked_for_where_there_is_none(folder, auto3d, no_slurm):
 @pytest.mark.parametrize("nodes", ["cluster.nodes=2", "cluster.more=[{nodes: 1}]"])
 def test_several_nodes_are_not_this_machine(folder, auto3d, no_slurm, nodes):
     refused = auto3d("sweep", "own.yaml", "launch.executor=auto", nodes, code=2).err
-    assert "cluster.nodes: found 2; trials run on this machine, which is 1; launch.executor=slurm takes" in refused
+    assert "cluster.nodes: found 2; trials run on this machine, which is 1 node; use launch.executor=slurm" in refused
 
 
 def test_trials_on_slurm_are_not_those_of_this_machine_and_change_with_the_kind_of_nodes(folder):
