@@ -79,7 +79,7 @@ def test_a_detached_sweep_is_followed_and_cancelled(folder, auto3d):
     driver = psutil.Process(int(told.split()[1]))
     wait_until(lambda: "1 running" in auto3d("status", "own.yaml").out, "its first trial")
     refused = auto3d("sweep", "own.yaml", "--detach", code=2).err
-    assert f"process {driver.pid} runs trials of it in the background; to end it: auto3d cancel own.yaml" in refused
+    assert f"process {driver.pid} runs its trials in the background; to end it: auto3d cancel own.yaml" in refused
     assert f"asked process {driver.pid}" in auto3d("cancel", "own.yaml").out
     wait_until(lambda: gone([driver]) and not left_in(folder), "all its processes to be gone", timeout_s=30)
     assert "1 interrupted, 1 not run" in auto3d("status", "own.yaml").out
