@@ -65,7 +65,7 @@ TORCHRUN = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "l
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        (TORCHRUN, "plan: it needs 2 ranks, one for each device; the launcher started 3"),
+        (TORCHRUN, "plan: it needs 2 ranks, one per device; the launcher started 3"),
         (TORCHRUN | {"RANK": "x"}, "RANK is 'x' in the environment; it must be a whole number"),
         ({"SLURM_STEP_NUM_TASKS": "-"}, "SLURM_STEP_NUM_TASKS is '-'"),
     ],
