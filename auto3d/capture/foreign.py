@@ -203,8 +203,8 @@ class ForeignWeights(TorchDispatchMode):
 
     def _refusal(self, name: str) -> LostValueError:
         error = LostValueError(
-            f"while the model is built, its code reads a value that depends on the parameter {name}, whose memory was "
-            "freed since no process holds the whole model; set initial values without reading other parameters"
+            "initial values must not depend on other parameters, since no process holds the whole model; while the "
+            f"model is built, its code reads a value that depends on the parameter {name}"
         )
         self.error = self.error or error
         return error

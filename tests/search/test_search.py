@@ -120,7 +120,7 @@ def test_effects_of_sharding_the_optimizer_and_of_early_syncs():
     optimizer = model.training.master_bytes + 8
     for before, after, ranks in zip(model.memory(plan), model.memory(sharded), plan.placement, strict=True):
         assert len(ranks) == 2
-        own = [model._elements(plan, stage.operations) for stage in plan.stages]
+        own = [model._work.elements(plan, stage.operations) for stage in plan.stages]
         assert 0.4 * optimizer * min(own) < before - after < 1.1 * optimizer * sum(own)
     early = maker.unlimited(replace(candidate, sync="eager"))
     assert early == replace(plan, schedule_options={"sync": "eager"})
