@@ -35,7 +35,7 @@ def main() -> None:
         code = 1  # Python's own exit code after an exception
     if _is_joined():
         end_now(code)
-    if code == INTERRUPTED:  # as Python exits it restores default handlers, by which a second Ctrl-C would kill it
+    if code == INTERRUPTED:  # Python restores default handlers at exit, and a second Ctrl-C would kill it
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
     sys.exit(code)

@@ -172,7 +172,7 @@ class _Freezing:
         if isinstance(value, _SCALARS):
             return (type(value).__name__, value)
         if isinstance(value, float):
-            return ("float", repr(value))  # so that nan equals nan
+            return ("float", repr(value))  # as text, nan equals nan
         if id(value) in self._elsewhere or id(value) in self._seen or len(self._seen) > _MOST:
             return type(value).__name__
         self._seen[id(value)] = value

@@ -123,7 +123,7 @@ class _Footprint:
     kept: int  # activations held from the forward on
     again: int  # activations that a recomputation adds
     inside: int  # peak activations of a backward that recomputes one segment after the other
-    put_off: int  # what a split backward leaves for its weight half
+    put_off: int  # bytes that a split backward keeps for its weight half
     working: int  # gradients of the operands of the largest operation, as many bytes as the operands themselves
 
 

@@ -25,7 +25,7 @@ from auto3d.schedule.program import Message, Program
 class _Load:
     """The slice of one tensor of a message that one peer gets; the whole tensor if ``dimension`` is None."""
 
-    index: int  # which tensor of the message
+    index: int  # number of the tensor in the message
     shape: tuple[int, ...]
     dtype: torch.dtype
     dimension: int | None

@@ -79,7 +79,7 @@ class Loader:
         self._batches = batches
         self._memory = memory
         self._prefetcher: _Prefetcher | None = None
-        self._expected: list[Need] = []  # what the thread prefetches after the present program
+        self._expected: list[Need] = []  # inputs to prefetch after the present program
 
     def start(self, needs: Sequence[Need], iterations: int) -> None:
         """Begin a program of ``iterations`` iterations, whose forwards need ``needs``, in this order.

@@ -92,7 +92,7 @@ def new_group(
         if device.type != "cuda":
             return dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo")
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=messages)
-        options._timeout = timedelta(seconds=NCCL_TIMEOUT_S)  # as below, since new_group warns if they differ
+        options._timeout = timedelta(seconds=NCCL_TIMEOUT_S)  # the same as below: new_group warns if they differ
         if messages:
             options.config.max_ctas = MESSAGE_CHANNELS
         dist.barrier()  # new_group also waits for all ranks, but with the group's long time-out

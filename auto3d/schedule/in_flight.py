@@ -46,7 +46,7 @@ class Load:
     """The activations of one stage that a device holds at one moment, in micro-batches or in parts of them."""
 
     in_flight: int = 0  # from the forward until the backward, or until its input half
-    recomputed: int = 0  # of those in flight, the ones whose dropped activations have been recomputed
+    recomputed: int = 0  # number of those in flight with recomputed activations
     deferred: int = 0  # from the input half of the backward until the weight half
 
 

@@ -38,7 +38,7 @@ class SearchSpace:
     partition: Axis = ("uniform",)
     placement: Axis = (MEGATRON,)
     replicas: Axis = (EQUAL,)
-    sync: Axis = (SYNC[0],)  # where the schedule puts gradient syncs, and so which of them overlap with compute
+    sync: Axis = (SYNC[0],)  # positions of gradient syncs, which decide how much of them compute hides
     shard_optimizer: Axis = (False,)  # ZeRO-1
     allow_idle_devices: bool = False  # a plan may use fewer devices than the cluster has
 

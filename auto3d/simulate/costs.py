@@ -126,7 +126,7 @@ def uniform(
         backward_weight = backward - backward_input
     if min(backward_input, backward_weight) < 0 <= backward:
         raise InputError(f"costs: one half of the backward is longer than the whole, {backward:g}; give both halves")
-    fraction = schedule.devices / schedule.stages  # of a device's time, per stage
+    fraction = schedule.devices / schedule.stages  # fraction of a device's time that one stage takes
 
     def each(time: float) -> tuple[float, ...]:
         return (time * fraction,) * schedule.stages

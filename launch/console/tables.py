@@ -20,8 +20,8 @@ from launch.recipe.words import counted
 from launch.store.files import write_whole
 from launch.store.trials import StoreError, last_sweep, measurements_of, settings_digest
 
-TABLES = Path("tables")  # what users make; git ignores it
-REFERENCE = Path("results")  # what is committed
+TABLES = Path("tables")  # tables of users; git ignores this folder
+REFERENCE = Path("results")  # committed tables
 
 HEADINGS = {
     "dp": "dp",
@@ -47,7 +47,7 @@ class Results:
     """The measurements of a sweep."""
 
     recipe: LoadedRecipe  # with the overrides of the sweep
-    measurements: list[Measurement]  # of the trials that have ended, fastest first
+    measurements: list[Measurement]  # one per ended trial, fastest first
     trials: int  # number of all trials of the sweep
     left_out: int  # number of plans beyond search.max_trials
 
@@ -206,7 +206,7 @@ def _count(ranges: Sequence[tuple[int, int]]) -> int:
 def _columns(records: Sequence[dict[str, Any]]) -> dict[str, str]:
     """Name -> heading of the columns in which trials of this table can differ."""
     columns = dict(HEADINGS)
-    if all(record["recompute"] == "none" for record in records):  # as it is in most sweeps
+    if all(record["recompute"] == "none" for record in records):  # true in most sweeps
         del columns["recompute"]
     if all(set(record["replicas"]) <= {"1", "+"} for record in records):
         del columns["replicas"]
@@ -215,7 +215,7 @@ def _columns(records: Sequence[dict[str, Any]]) -> dict[str, str]:
     if all(record["used_bytes"] is None for record in records):  # CPUs do not report it
         del columns["used_bytes"]
     if any(record["devices"] == "emulated" for record in records):
-        columns["devices"] = "devices"  # so that every row says it
+        columns["devices"] = "devices"  # every row names its devices
     return columns
 
 

@@ -32,7 +32,7 @@ class Check:
     verdict: Verdict
     what: str
     found: str
-    advice: str = ""  # what the user should do; empty if nothing needs to be done
+    advice: str = ""  # next step for the user; empty if there is nothing to do
     rates: list[Rate] = field(default_factory=list)  # measured all-reduces
     links: list[PairRate] = field(default_factory=list)
     memory: list[TrainedRank] = field(default_factory=list)

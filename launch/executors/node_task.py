@@ -117,7 +117,7 @@ def _run_on_nodes(
         write_whole(Path(measurement_file), measurement.to_json())
 
 
-_failure = TypeAdapter(Failure | None)  # what one node reports; None: all its ranks succeeded
+_failure = TypeAdapter(Failure | None)  # one node's report; None: all its ranks succeeded
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ class WarmProcess:
                 )
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        with suppress(OSError):  # as in start()
+        with suppress(OSError):  # the process has died; ends() reports that
             self._pipe.send(self._recipe)
 
     def _end(self) -> int:

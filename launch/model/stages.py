@@ -62,7 +62,7 @@ class PartitionFigures:
     micro_batches: int | None
     pipelines: int
     stages: list[StageFigures]
-    balance: float  # of FLOPs
+    balance: float  # balance of FLOPs
     time_balance: float
 
 

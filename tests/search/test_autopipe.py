@@ -35,7 +35,7 @@ def every_cut(maker: PlanMaker, candidate: Candidate, stages: int) -> list[Plan]
         if all(pipeline.before[last] > pipeline.before[first] for first, last in pairwise(bounds)):
             if candidate.recompute in ("none", "full"):
                 plans.append(replace(base, stages=stages_between([cuts[bound] for bound in bounds])))
-            else:  # what a stage keeps depends on the stage
+            else:  # each stage keeps a different fraction
                 plans.append(maker.unlimited(replace(candidate, cuts=bounds)))
     return plans
 

@@ -120,7 +120,7 @@ class Kernel(Item):
     def end(self) -> None:
         self._effect()
         self.running = False
-        self._reads = self._writes = []  # so that the memory can be freed
+        self._reads = self._writes = []  # without references the memory is freed
         self._effect = lambda: None
         self.stream.past |= self.past | 1 << self.number
         self.stream.device.free_blocks += self.blocks

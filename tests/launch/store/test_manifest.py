@@ -21,7 +21,7 @@ def test_a_torn_line_is_no_entry_and_harms_none_that_follow(tmp_path, kept):
     whole = manifest.file.read_bytes()
     manifest.append([torn])
     second = manifest.file.read_bytes()[len(whole) :]
-    manifest.file.write_bytes(whole + second[: kept or 0])  # what a crash in the middle of a write leaves
+    manifest.file.write_bytes(whole + second[: kept or 0])  # a crash in the middle of a write leaves this
     expected = [first, torn] if kept == -1 else [first]  # only the newline is missing
     assert manifest.entries() == expected
     manifest.append([later])

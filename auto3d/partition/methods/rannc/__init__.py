@@ -23,7 +23,7 @@ from auto3d.partition.request import Partition, PartitionRequest
 from auto3d.partition.stage import PartitionError, same_stages
 from auto3d.plan import StagePlan, stages_of_operations
 
-BLOCKS = 32  # as in the paper's experiments, section IV-A
+BLOCKS = 32  # the paper's experiments have this many, section IV-A
 
 
 @dataclass(frozen=True, kw_only=True)
