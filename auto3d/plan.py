@@ -11,8 +11,11 @@ from json import dumps
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from auto3d.errors import InputError
+from auto3d.tensor_placement import Split
 
-SCHEMA = 3
+SCHEMA = 4
+
+NO_OVERLAP, SUB_PIPELINED = TENSOR_OVERLAPS = ("none", "sub-pipelined")
 
 
 class PlanError(InputError):
@@ -71,6 +74,12 @@ class Plan:
     placement: tuple[tuple[int, ...], ...]
     seed: int  # seed of the initial weights, the data order and dropout
     schedule_options: dict[str, int | str] = field(default_factory=dict, hash=False)  # options of the schedule's family
+    split: dict[str, Split] = field(default_factory=dict, hash=False)
+    """How tensor parallelism splits the model's parameters and buffers; those without an entry are whole on every
+    rank."""
+    sequence_parallel: bool = False  # tensor parallelism also splits norms and dropout, along the sequence
+    tensor_overlap: str = NO_OVERLAP
+    """Whether tensor-parallel collectives are hidden: a key of TENSOR_OVERLAPS."""
     shard_optimizer: bool = False
     """ZeRO-1: the ranks that hold the same parameters each keep one shard of the optimizer's state."""
     schema: int = SCHEMA
