@@ -17,6 +17,7 @@ from auto3d.partition.stage import cut
 from auto3d.plan import StagePlan
 from auto3d.schedule.asynchronous import check_trainable
 from auto3d.schedule.operation import Schedule
+from auto3d.tensor_placement import Split
 
 
 class PlannedModel(Protocol):
@@ -34,6 +35,10 @@ class PlannedModel(Protocol):
 
     def fingerprint(self, samples: int) -> str:
         """The value of ``Plan.graph`` for this number of samples."""
+        ...
+
+    def split(self, samples: int, tp: int, sequence_parallel: bool) -> dict[str, Split]:
+        """The value of ``Plan.split`` for this number of samples; raises InputError if a rule is not possible."""
         ...
 
     def cuts(self, samples: int) -> Sequence[int]:
@@ -65,11 +70,14 @@ class PlannedGraphs:
         graph_at: Callable[[int], Graph],
         work: Callable[[Graph], Work],
         cuts: Callable[[Graph], Sequence[int]],
+        split: Callable[[int, int, bool], dict[str, Split]],
     ) -> None:
+        """``split`` has the arguments and the result of the method of that name."""
         self.graph, self.work_of = lru_cache(None)(graph_at), work
         self.work = lru_cache(None)(lambda samples: work(self.graph(samples)))
         self.cuts = lru_cache(None)(lambda samples: cuts(self.graph(samples)))
         self.outline = lru_cache(None)(lambda samples: outline_of(self.graph(samples)))
+        self.split = lru_cache(None)(split)
 
     def fingerprint(self, samples: int) -> str:
         return self.graph(samples).fingerprint
@@ -98,6 +106,9 @@ class PlannedLayers:
 
     def fingerprint(self, samples: int) -> str:
         return f"{self._digest} {samples}"
+
+    def split(self, samples: int, tp: int, sequence_parallel: bool) -> dict[str, Split]:
+        return {}  # plans of measured layers are only predicted
 
     def cuts(self, samples: int) -> Sequence[int]:
         return range(len(self.layers) + 1)

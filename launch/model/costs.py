@@ -15,6 +15,7 @@ from auto3d.cost.work import Work, work_of
 from auto3d.errors import InputError
 from auto3d.partition.merak import Sharding
 from auto3d.search.planned_model import PlannedGraphs, PlannedLayers, PlannedModel
+from auto3d.tensor_placement import Split
 from launch.model.graphs import PlanningModel
 from launch.model.profile import find_profile
 from launch.recipe.load import LoadedRecipe
@@ -31,7 +32,9 @@ def subject_of(recipe: LoadedRecipe) -> PlannedModel:
     values = recipe.values
     if values.model.layers is None:
         model = PlanningModel(recipe, predicted=True)
-        return _captured_subject(recipe, model.graph, model.sharding, fused_attention=_fused_attention(recipe))
+        return _captured_subject(
+            recipe, model.graph, model.sharding, model.split, fused_attention=_fused_attention(recipe)
+        )
     layers = [
         Layer(**{name: value for name, value in asdict(sizes).items() if name != "count"})
         for sizes in values.model.layer_sizes
@@ -76,18 +79,29 @@ def planning_subject(recipe: LoadedRecipe) -> PlannedModel:
         """The sharding of ``graph``; an interpolated Graph has the operations, and so the sharding, of its sources."""
         return model.sharding(graph if graph.fingerprint else captured(INTERPOLATED[0]))
 
-    return _captured_subject(recipe, graph_at, sharding, fused_attention=_fused_attention(recipe))
+    def split(samples: int, tp: int, sequence_parallel: bool) -> dict[str, Split]:
+        source = samples if graph_at(samples).fingerprint else INTERPOLATED[0]
+        return model.split(source, tp, sequence_parallel)
+
+    return _captured_subject(recipe, graph_at, sharding, split, fused_attention=_fused_attention(recipe))
 
 
-def captured_subject(recipe: LoadedRecipe, graph_at: Callable[[int], Graph]) -> PlannedGraphs:
-    """The recipe's model for a caller that captures its Graphs anyway, such as a process that will run it."""
-    return _captured_subject(recipe, graph_at, PlanningModel(recipe).sharding, fused_attention=True)
+def captured_subject(
+    recipe: LoadedRecipe, graph_at: Callable[[int], Graph], model: PlanningModel | None = None
+) -> PlannedGraphs:
+    """The recipe's model for a caller that captures its Graphs anyway, such as a process that will run it.
+
+    ``model`` gives what follows from the Graphs (default: made in this process).
+    """
+    model = model or PlanningModel(recipe)
+    return _captured_subject(recipe, graph_at, model.sharding, model.split, fused_attention=True)
 
 
 def _captured_subject(
     recipe: LoadedRecipe,
     graph_at: Callable[[int], Graph],
     sharding: Callable[[Graph], Sharding],
+    split: Callable[[int, int, bool], dict[str, Split]],
     *,
     fused_attention: bool,
 ) -> PlannedGraphs:
@@ -102,7 +116,7 @@ def _captured_subject(
             fused_attention=fused_attention,
         )
 
-    return PlannedGraphs(graph_at, work, lambda graph: sharding(graph).bounds)
+    return PlannedGraphs(graph_at, work, lambda graph: sharding(graph).bounds, split)
 
 
 def _fused_attention(recipe: LoadedRecipe) -> bool:
