@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from json import dumps
 from typing import TYPE_CHECKING, Any
 
 from auto3d.capture.cache import Cache
@@ -25,8 +24,7 @@ from launch.run.devices import torch_has_cuda
 if TYPE_CHECKING:
     from auto3d.capture.model import CapturedModel
 
-_KEPT = 2  # captured programs that a process keeps
-_programs: dict[str, "CapturedModel"] = {}  # the most recent last
+_KEPT = 2  # captured programs that a PlanningModel keeps for what follows from them
 
 
 class PlanningModel:
@@ -44,7 +42,10 @@ class PlanningModel:
         fresh: bool = False,
         process: CaptureProcess | None = None,
         predicted: bool = False,
+        captured_at: Callable[[int], "CapturedModel"] | None = None,
     ) -> None:
+        """``captured_at`` gives captures that this process needs anyway (default: made here, where they are needed)."""
+        self._captured_at, self._programs = captured_at, dict[int, "CapturedModel"]()
         self._recipe = recipe
         self._cache = Cache()
         self._fresh = fresh
@@ -72,7 +73,7 @@ class PlanningModel:
         from auto3d.capture.describe import describe  # it imports torch, which a cached Graph does without
 
         identity = self.identity(graph_at=micro_batch_size)  # before the model's code is imported, as in graph()
-        captured = captured_program(self._recipe, micro_batch_size, fresh=self._fresh)
+        captured = self.program(micro_batch_size)
         graph = captured.graph if self._fused_attention else describe(captured.exported, fused_attention=False)
         self._cache.store(identity, graph_to_json(graph))
         return graph
@@ -114,12 +115,24 @@ class PlanningModel:
         from launch.run.streams import stdout_to_stderr
 
         identity = self._split_identity(micro_batch_size, shards, sequence_parallel)
-        captured = captured_program(self._recipe, micro_batch_size)
+        captured = self.program(micro_batch_size)
         rules = self._recipe.values.model.tensor_parallel
         with stdout_to_stderr():
             split = planned_split(captured, shards, rules=rules, sequence_parallel=sequence_parallel)
         self._cache.store(identity, {name: asdict(each) for name, each in split.items()})
         return split
+
+    def program(self, micro_batch_size: int) -> "CapturedModel":
+        """The model captured in this process; the most recent captures are kept."""
+        from launch.model.build import captured_model  # it imports torch
+
+        captured = self._programs.pop(micro_batch_size, None)
+        if captured is None:
+            captured = (self._captured_at or partial(captured_model, self._recipe))(micro_batch_size)
+        self._programs[micro_batch_size] = captured
+        for oldest in list(self._programs)[:-_KEPT]:
+            del self._programs[oldest]
+        return captured
 
     def _split_identity(self, micro_batch_size: int, shards: int, sequence_parallel: bool) -> dict[str, Any]:
         rules = list(self._recipe.values.model.tensor_parallel.items())
@@ -141,30 +154,26 @@ class PlanningModel:
 
 
 def _capture_to_json(recipe: LoadedRecipe, micro_batch_size: int, *, predicted: bool) -> Any:
-    return graph_to_json(PlanningModel(recipe, predicted=predicted).captured_here(micro_batch_size))
+    return graph_to_json(_planning_model(recipe, predicted=predicted).captured_here(micro_batch_size))
 
 
 def _split_to_json(arguments: tuple[int, bool], recipe: LoadedRecipe, micro_batch_size: int) -> Any:
-    split = PlanningModel(recipe).split_here(micro_batch_size, *arguments)
+    split = _planning_model(recipe, predicted=False).split_here(micro_batch_size, *arguments)
     return {name: asdict(each) for name, each in split.items()}
+
+
+_last: list[tuple[str, PlanningModel]] = []  # model of the last call in a CaptureProcess, with the text of its recipe
+
+
+def _planning_model(recipe: LoadedRecipe, *, predicted: bool) -> PlanningModel:
+    """The recipe's PlanningModel in a CaptureProcess, where one call may need what another has captured."""
+    if not _last or _last[0][0] != recipe.text:
+        _last[:] = [(recipe.text, PlanningModel(recipe, predicted=predicted))]
+    return _last[0][1]
 
 
 def _splits_from_json(content: dict[str, Any]) -> dict[str, Split]:
     return {name: Split(dim=each["dim"], blocks=tuple(each["blocks"])) for name, each in content.items()}
-
-
-def captured_program(recipe: LoadedRecipe, micro_batch_size: int, *, fresh: bool = False) -> "CapturedModel":
-    """The recipe's model, captured in this process; the most recent captures are kept for what follows from them."""
-    from launch.model.build import captured_model  # it imports torch
-
-    key = dumps(PlanningModel(recipe).identity(graph_at=micro_batch_size), sort_keys=True)
-    captured = _programs.pop(key, None)
-    if captured is None or fresh:
-        captured = captured_model(recipe, micro_batch_size)
-    _programs[key] = captured
-    for oldest in list(_programs)[:-_KEPT]:
-        del _programs[oldest]
-    return captured
 
 
 def default_micro_batch_size(recipe: LoadedRecipe) -> int:
