@@ -1,10 +1,14 @@
 """The entry point: a captured model as each rank of a tensor-parallel group runs it."""
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from auto3d.capture.model import CapturedModel
-from auto3d.plan import StagePlan
+from auto3d.capture.describe import describe
+from auto3d.capture.model import CapturedModel, garbage_collection_paused
+from auto3d.plan import PlanError, StagePlan
+from auto3d.tensor.derive import derive
+from auto3d.tensor.local_program import local_program
 from auto3d.tensor_placement import Split, TensorPlacement
 
 
@@ -34,7 +38,12 @@ class TensorParallelModel:
 
     def stages(self, stages: Sequence[StagePlan]) -> tuple[StagePlan, ...]:
         """The stages of the local Graph that match ``stages`` of the whole one, what they keep included."""
-        raise NotImplementedError
+
+        def local(spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+            found = ((bisect_left(self.positions, first), bisect_left(self.positions, last)) for first, last in spans)
+            return tuple(span for span in found if span[0] < span[1])
+
+        return tuple(replace(each, operations=local(each.operations), kept=local(each.kept)) for each in stages)
 
 
 def tensor_parallel(
@@ -50,4 +59,38 @@ def tensor_parallel(
     possible. With ``sequence_parallel``, values between products are split along the sequence where that costs no more
     communication. Raises PlanError if ``split`` does not fit the model.
     """
-    raise NotImplementedError
+    with garbage_collection_paused():
+        exported = captured.exported
+        names = {**exported.parameters, **exported.buffers}
+        by_placeholder = None
+        if split is not None:
+            _check_fits(captured, split, shards)
+            by_placeholder = {placeholder: split[name] for placeholder, name in names.items() if name in split}
+        derivation = derive(captured, shards, split=by_placeholder, sequence_parallel=sequence_parallel)
+        program = local_program(exported, derivation, shards)
+        graph = describe(program.exported)
+        position = {node.name: number for number, node in enumerate(captured.graph.nodes)}
+        return TensorParallelModel(
+            whole=captured,
+            local=CapturedModel(graph=graph, exported=program.exported),
+            shards=shards,
+            placements={names.get(name, name): placed for name, placed in program.placements.items()},
+            positions=tuple(position[program.operation_of[node.name]] for node in graph.nodes),
+            drawn_per_shard=program.drawn_per_shard,
+        )
+
+
+def _check_fits(captured: CapturedModel, split: Mapping[str, Split], shards: int) -> None:
+    """Raise PlanError unless each of ``split`` names state of the model and adds up to the size of its dimension."""
+    state = captured.graph.parameters | captured.graph.buffers
+    for name, each in split.items():
+        if name not in state:
+            raise PlanError(f"split: {name} is no parameter or buffer of the model")
+        shape = state[name].shape
+        if not 0 <= each.dim < len(shape) or sum(each.blocks) != shape[each.dim]:
+            raise PlanError(
+                f"split: {name} has shape {list(shape)}, which blocks {list(each.blocks)} along dimension {each.dim} "
+                "do not make up"
+            )
+        if len(each.blocks) > 1 and each.padding(shards):
+            raise PlanError(f"split: {name}: blocks {list(each.blocks)} do not divide among tp = {shards} ranks")

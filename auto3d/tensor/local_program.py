@@ -1,0 +1,153 @@
+"""The program that each rank of a tensor-parallel group runs: local operations, and the conversions between them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from auto3d.capture.describe import is_random
+from auto3d.capture.export import ExportedModel
+from auto3d.capture.nodes import args_of
+from auto3d.tensor.collectives import CONVERSION_BETWEEN, operator_of
+from auto3d.tensor.derive import Converted, Decision, Derivation
+from auto3d.tensor.ways import Operation
+from auto3d.tensor_placement import WHOLE, Kind, TensorPlacement
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalProgram:
+    """The program of one rank, and where it comes from."""
+
+    exported: ExportedModel
+    placements: Mapping[str, TensorPlacement]  # by name of the placeholder or of the value
+    operation_of: Mapping[str, str]  # node -> name of the operation of the whole program that it belongs to
+    drawn_per_shard: frozenset[str]
+
+
+def local_program(exported: ExportedModel, derivation: Derivation, shards: int) -> LocalProgram:
+    """The program that runs ``exported`` on ``shards`` ranks as ``derivation`` decides."""
+    return _Builder(exported, derivation, shards).build()
+
+
+@dataclass
+class _Builder:
+    exported: ExportedModel
+    derivation: Derivation
+    shards: int
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    local: dict[tuple[fx.Node, TensorPlacement], fx.Node] = field(default_factory=dict)  # (whole value, placement)
+    placement: dict[fx.Node, TensorPlacement] = field(default_factory=dict)  # of each value as it is first made
+    placements: dict[str, TensorPlacement] = field(default_factory=dict)
+    operation_of: dict[str, str] = field(default_factory=dict)
+    drawn: set[str] = field(default_factory=set)
+
+    def build(self) -> LocalProgram:
+        program = self.exported.program
+        for node in program.find_nodes(op="placeholder"):
+            placed = self.derivation.state.get(node.name, WHOLE)
+            copy = self.graph.node_copy(node)
+            copy.name = node.name
+            copy.meta["val"] = self._local_value(node.meta["val"], placed)
+            self._add(node, placed, copy)
+        early = self._early_conversions()
+        for operation, decision in zip(self.derivation.operations, self.derivation.decisions, strict=True):
+            name = operation.call.node.name
+            for conversion in decision.conversions:
+                self._convert(conversion, name)
+            self._run(operation, decision)
+            for conversion in early.get(operation.call.node, ()):
+                self._convert(conversion, name)
+        last = self.derivation.operations[-1].call.node.name
+        for conversion in self.derivation.loss:
+            self._convert(conversion, last)
+        loss = next(node for node in program.nodes if node.name == self.exported.loss)
+        output = self.graph.output((self._in(loss, WHOLE),))
+        output.meta["val"] = None
+        exported = replace(self.exported, program=self.graph, loss=self._in(loss, WHOLE).name)
+        return LocalProgram(
+            exported=exported,
+            placements=self.placements,
+            operation_of=self.operation_of,
+            drawn_per_shard=frozenset(self.drawn),
+        )
+
+    def _early_conversions(self) -> dict[fx.Node, list[Converted]]:
+        """Conversions of partial values, by the operation that makes the value.
+
+        They come right behind it, so that a stage never sends a partial value.
+        """
+        maker = {node: each.call.node for each in self.derivation.operations for node in each.call.result_nodes}
+        found: dict[fx.Node, list[Converted]] = {}
+        for conversions in (*(decision.conversions for decision in self.derivation.decisions), self.derivation.loss):
+            for conversion in conversions:
+                if conversion.source.kind is Kind.PARTIAL and conversion.node in maker:
+                    found.setdefault(maker[conversion.node], []).append(conversion)
+        return found
+
+    def _add(self, whole: fx.Node, placed: TensorPlacement, local: fx.Node) -> None:
+        self.local[whole, placed] = local
+        self.placement.setdefault(whole, placed)
+        self.placements[local.name] = placed
+
+    def _local_value(self, value: Any, placed: TensorPlacement) -> Any:
+        if not isinstance(value, torch.Tensor) or placed.split is None:
+            return value
+        local = torch.empty(placed.local_shape(value.shape, self.shards), dtype=value.dtype, device="meta")
+        return local.requires_grad_(value.requires_grad)
+
+    def _in(self, node: fx.Node, placed: TensorPlacement) -> fx.Node:
+        """The local node of the value ``node`` as ``placed``. What has no gradient is copied if it is whole."""
+        return self.local.get((node, placed)) or self.local[node, WHOLE]
+
+    def _convert(self, step: Converted, operation: str) -> None:
+        if (step.node, step.target) in self.local:
+            return
+        conversion = CONVERSION_BETWEEN[step.source.kind, step.target.kind]
+        split = step.target.split or step.source.split
+        source = self._in(step.node, step.source)
+        place = (split.dim, list(split.blocks)) if split is not None else (0, [])
+        name = f"{source.name}_{conversion.name}"
+        local = self._call(operator_of(conversion), (source, self.shards, *place), {}, step.node, name)
+        self.operation_of[local.name] = operation
+        self._add(step.node, step.target, local)
+
+    def _run(self, operation: Operation, decision: Decision) -> None:
+        """Add the local operation, with its results."""
+        call, way = operation.call, decision.way
+        target, args, kwargs = call.node.target, call.node.args, call.node.kwargs
+        if operation.rule.localise is not None and any(need.split is not None for need in (*way.needs, *way.gives)):
+            target, args, kwargs = operation.rule.localise(way, self.shards)
+        needs = iter(way.needs)
+        operands = iter(call.operands)
+
+        def localised(node: fx.Node) -> fx.Node:
+            assert node is next(operands), "arguments come in the order of the operands"
+            return self._in(node, next(needs))
+
+        args, kwargs = fx.node.map_arg((args, kwargs), localised)
+        local = self._call(target, args, kwargs, call.node, call.node.name)
+        self.operation_of[local.name] = call.node.name
+        if is_random(call.node) and any(given.split is not None for given in way.gives):
+            self.drawn.add(local.name)
+        if call.result_nodes == (call.node,):
+            self._add(call.node, way.gives[0], local)
+            return
+        for node in call.result_nodes:
+            number = int(args_of(node)[1])
+            taken = self.graph.node_copy(node, lambda _: local)
+            taken.name = node.name
+            taken.meta = {**node.meta, "val": local.meta["val"][number]}
+            self._add(node, way.gives[number], taken)
+
+    def _call(self, target: Callable | str, args: tuple, kwargs: dict, origin: fx.Node, name: str) -> fx.Node:
+        """A node that calls ``target``; where it is in the model's code is taken from ``origin``."""
+        assert callable(target)
+        local = self.graph.call_function(target, args, kwargs)
+        local.name = name
+        args, kwargs = fx.node.map_arg((args, kwargs), lambda node: node.meta["val"])
+        with torch.enable_grad():
+            value = target(*args, **kwargs)
+        local.meta = {**origin.meta, "val": value}
+        return local

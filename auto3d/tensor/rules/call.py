@@ -1,0 +1,121 @@
+"""One call of an operator in a captured program, and what a rule says about it."""
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from auto3d.capture.nodes import args_of, kwargs_of, target_of
+from auto3d.tensor_placement import COPIED, PARTIAL, WHOLE, Split, TensorPlacement
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operation of the program on whole tensors. Tensors among its arguments are its operands, in order."""
+
+    node: fx.Node
+
+    @cached_property
+    def operator(self) -> str:
+        """Name without namespace and overload, for example "add"."""
+        target = target_of(self.node)
+        return target._opname if isinstance(target, torch._ops.OpOverload) else str(target)
+
+    @cached_property
+    def operands(self) -> tuple[fx.Node, ...]:
+        leaves = tree_leaves((args_of(self.node), kwargs_of(self.node)))
+        return tuple(leaf for leaf in leaves if isinstance(leaf, fx.Node))
+
+    @cached_property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shape of each operand."""
+        return tuple(tuple(operand.meta["val"].shape) for operand in self.operands)
+
+    @cached_property
+    def result_nodes(self) -> tuple[fx.Node, ...]:
+        """The nodes of its results: itself, or the ones that take results out of its tuple."""
+        if isinstance(self.node.meta["val"], torch.Tensor):
+            return (self.node,)
+        return tuple(user for user in self.node.users if user.target is operator.getitem)
+
+    @cached_property
+    def results(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of its results. A result of a tuple that nobody takes counts as well."""
+        value = self.node.meta["val"]
+        values = (value,) if isinstance(value, torch.Tensor) else value
+        return tuple(tuple(each.shape) if isinstance(each, torch.Tensor) else () for each in values)
+
+    def argument(self, name: str, default: Any = None) -> Any:
+        """The argument ``name`` of the operator's schema, or its ``default``."""
+        if name in kwargs_of(self.node):
+            return kwargs_of(self.node)[name]
+        names = [argument.name for argument in target_of(self.node)._schema.arguments]
+        position = names.index(name) if name in names else len(args_of(self.node))
+        if position < len(args_of(self.node)):
+            return args_of(self.node)[position]
+        declared = target_of(self.node)._schema.arguments[position].default_value if position < len(names) else None
+        return default if declared is None else declared
+
+    def operand_number(self, name: str) -> int | None:
+        """The number among the operands of the argument ``name``; None if it is no tensor."""
+        value = self.argument(name)
+        return self.operands.index(value) if isinstance(value, fx.Node) else None
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run a call on every rank: the placements that its operands must have, and those of its results."""
+
+    needs: tuple[TensorPlacement, ...]
+    gives: tuple[TensorPlacement, ...]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Dimensions of operands and results that an operator runs through together, one element independent of the next.
+
+    An operand without the dimension (None) is needed as a whole, and its gradient is a partial sum. A result without it
+    is a partial sum over the axis. An operand in ``added`` is added to such a sum, so it must be partial too.
+    """
+
+    operands: tuple[int | None, ...]
+    results: tuple[int | None, ...]
+    added: frozenset[int] = frozenset()
+    padded: bool = False  # the dimension may have padding, because no element affects another and none is summed
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Ways to run a call besides whole operands and copied ones, which every operator allows."""
+
+    axes: tuple[Axis, ...] = ()
+    linear: tuple[frozenset[int], ...] = ()
+    """Sets of operands in which the operator is linear, with the others fixed: if they are partial, its result is."""
+    carry: Callable[[Split], tuple[Split, ...] | None] | None = None
+    """For an operator with one operand that lays its elements out anew: its split -> the split of each result."""
+    carry_back: Callable[[int, Split], Split | None] | None = None
+    """The opposite of ``carry`` for one result: the split that the operand must have."""
+    special: tuple[Way, ...] = ()  # ways with an operator of their own, see localise
+    joins: int | None = None
+    """The dimension along which the operator puts its operands one after the other."""
+    localise: Callable[[Way, int], tuple[Any, tuple, dict]] | None = None
+    """The operator and its arguments (nodes of the whole program among them) for a way and a number of shards, if they
+    differ from those of the whole program."""
+    product: bool = field(default=False)  # multiplies by a weight or looks rows of it up
+
+
+def scaled(split_blocks: Sequence[int], size: int, other: int) -> tuple[int, ...] | None:
+    """``split_blocks`` of a dimension of ``size`` for a dimension of ``other`` elements that corresponds to it."""
+    if size == other:
+        return tuple(split_blocks)
+    if any(block * other % size for block in split_blocks):
+        return None
+    return tuple(block * other // size for block in split_blocks)
+
+
+__all__ = ["COPIED", "PARTIAL", "WHOLE", "Axis", "Call", "Rule", "Split", "TensorPlacement", "Way", "scaled"]

@@ -1,0 +1,259 @@
+"""All ways to run each operation of a program on every rank, from the rules of their operators."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from auto3d.capture.model import CapturedModel
+from auto3d.capture.nodes import args_of, target_of
+from auto3d.tensor.rules import rule_of
+from auto3d.tensor.rules.call import Axis, Call, Rule, Way, scaled
+from auto3d.tensor_placement import COPIED, PARTIAL, WHOLE, Kind, Split, TensorPlacement
+
+_MOST = 4  # splits of one dimension that are tried; models need one or two
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """One operation and the ways to run it."""
+
+    call: Call
+    rule: Rule
+    ways: tuple[Way, ...]
+    weights: frozenset[fx.Node]  # operands of a product that are state of two dimensions or more, or views of such
+
+
+def operations_of(
+    captured: CapturedModel, shards: int, *, split: Mapping[str, Split] | None, sequence_parallel: bool
+) -> tuple[Operation, ...]:
+    """The operations of ``captured`` in order, with their ways on ``shards`` ranks.
+
+    ``split`` is how parameters and buffers are split, by the names of their placeholders; without it they may be split
+    in every way that makes sense.
+    """
+    return _Ways(captured, shards, split, sequence_parallel).operations()
+
+
+def calls_of(program: fx.Graph) -> list[Call]:
+    """The operations of ``program`` in order; nodes that take one result out of several are none."""
+    return [
+        Call(node)
+        for node in program.nodes
+        if node.op == "call_function" and not (target_of(node).__name__ == "getitem" and len(args_of(node)) == 2)
+    ]
+
+
+def has_gradient(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+class _Ways:
+    def __init__(
+        self, captured: CapturedModel, shards: int, split: Mapping[str, Split] | None, sequence_parallel: bool
+    ) -> None:
+        exported = captured.exported
+        self._shards = shards
+        self._split = split
+        self._sequence_parallel = sequence_parallel
+        self._samples = exported.micro_batch_size
+        self._calls = calls_of(exported.program)
+        self._rules = [rule_of(call) for call in self._calls]
+        self._state = exported.parameters.keys() | exported.buffers.keys()
+        # Value -> its possible splits. Those of state come from what the model later does with the result.
+        self._possible: dict[fx.Node, dict[Split, None]] = {}
+        self._tables: set[fx.Node] = set()  # state of two dimensions or more, and what is computed from it alone
+
+    def operations(self) -> tuple[Operation, ...]:
+        wanted = self._wanted()
+        for node in self._calls[0].node.graph.find_nodes(op="placeholder"):
+            if node.name not in self._state:
+                continue
+            if node.meta["val"].dim() > 1:
+                self._tables.add(node)
+            if self._split is not None:
+                self._possible[node] = {self._split[node.name]: None} if node.name in self._split else {}
+            else:
+                self._possible[node] = dict.fromkeys(wanted.get(node, ()))
+        found = []
+        for call, rule in zip(self._calls, self._rules, strict=True):
+            ways = tuple(dict.fromkeys(self._ways_of(call, rule)))
+            for number, node in self._numbered_results(call):
+                splits = [way.gives[number].split for way in ways]
+                self._possible[node] = {each: None for each in splits if each is not None}
+                self._add_sequence(node)
+            found.append(Operation(call=call, rule=rule, ways=ways, weights=self._weights_of(call, rule)))
+        return tuple(found)
+
+    def _weights_of(self, call: Call, rule: Rule) -> frozenset[fx.Node]:
+        """The weights that the product ``call`` multiplies by; notes which values are such weights."""
+        tables = {each for each in call.operands if each in self._tables}
+        if len(tables) == len(call.operands) == 1 and not rule.product:
+            self._tables.update(call.result_nodes)
+        return frozenset(tables if rule.product else ())
+
+    def _numbered_results(self, call: Call) -> list[tuple[int, fx.Node]]:
+        if call.result_nodes == (call.node,):
+            return [(0, call.node)]
+        return [(int(args_of(node)[1]), node) for node in call.result_nodes]
+
+    def _add_sequence(self, node: fx.Node) -> None:
+        """Under sequence parallelism, [samples, sequence, width] may be split along its sequence."""
+        shape = tuple(node.meta["val"].shape)
+        is_sequence = len(shape) == 3 and shape[0] == self._samples and has_gradient(node)
+        if self._sequence_parallel and is_sequence and shape[1] % self._shards == 0:
+            self._possible[node].setdefault(Split(1, (shape[1],)))
+
+    def _wanted(self) -> dict[fx.Node, dict[Split, None]]:
+        """The splits of each value that later operations could use, found from the last operation to the first."""
+        wanted: dict[fx.Node, dict[Split, None]] = {}
+
+        def add(node: fx.Node, split: Split) -> None:
+            padded = split.padding(self._shards) > 0
+            if not padded or len(split.blocks) == 1:
+                of_dim = [each for each in wanted.get(node, ()) if each.dim == split.dim]
+                if len(of_dim) < _MOST:
+                    wanted.setdefault(node, {}).setdefault(split)
+
+        for call, rule in reversed(list(zip(self._calls, self._rules, strict=True))):
+            for way in rule.special:
+                for operand, need in zip(call.operands, way.needs, strict=True):
+                    if need.split is not None:
+                        add(operand, need.split)
+            for number, node in self._numbered_results(call):
+                shape = call.results[number]
+                if rule.carry_back is not None:  # a dimension that a view makes can be split by itself
+                    for dim, size in enumerate(shape):
+                        if size % self._shards == 0 and size > 1:
+                            wanted.setdefault(node, {}).setdefault(Split(dim, (size,)))
+                for split in wanted.get(node, ()):
+                    if rule.carry_back is not None:
+                        back = rule.carry_back(number, split)
+                        if back is not None and self._carried(split, back):
+                            add(call.operands[0], back)
+                    for axis in rule.axes:
+                        if axis.results[number] == split.dim:
+                            for operand, dim in zip(call.operands, axis.operands, strict=True):
+                                if dim is not None:
+                                    size = operand.meta["val"].shape[dim]
+                                    blocks = scaled(split.blocks, shape[split.dim], size)
+                                    if blocks is not None:
+                                        add(operand, Split(dim, blocks))
+            if rule.product:  # weights can be split along any axis
+                for axis in rule.axes:
+                    for operand, dim in zip(call.operands, axis.operands, strict=True):
+                        if dim is not None and operand.name in self._state:
+                            of_dim = [each for each in wanted.get(operand, ()) if each.dim == dim]
+                            if not of_dim:
+                                add(operand, Split(dim, (operand.meta["val"].shape[dim],)))
+        return wanted
+
+    def _carried(self, split: Split, other: Split) -> bool:
+        """Whether a split that a view turns into ``other`` stays even, or keeps its padding where it was."""
+        if split.padding(self._shards):
+            return split.blocks == other.blocks
+        return not other.padding(self._shards)
+
+    def _ways_of(self, call: Call, rule: Rule) -> Iterator[Way]:
+        copied = tuple(COPIED if has_gradient(operand) else WHOLE for operand in call.operands)
+        results = self._result_gradients(call)
+        yield Way((WHOLE,) * len(call.operands), (WHOLE,) * len(results))
+        if COPIED in copied:
+            yield Way(copied, tuple(COPIED if gradient else WHOLE for gradient in results))
+        for together in rule.linear:
+            if all(has_gradient(call.operands[number]) for number in together):
+                needs = tuple(PARTIAL if number in together else each for number, each in enumerate(copied))
+                yield Way(needs, (PARTIAL,) * len(results))
+        for axis in rule.axes:
+            for blocks in self._blocks_along(call, rule, axis):
+                way = self._along(call, axis, blocks, copied, results)
+                if way is not None:
+                    yield way
+        if rule.carry is not None:
+            for split in self._possible.get(call.operands[0], ()):
+                carried = rule.carry(split)
+                if carried is not None and all(self._carried(split, each) for each in carried):
+                    yield Way((_split(split),), tuple(_split(each) for each in carried))
+        if rule.joins is not None:
+            yield from self._joined(call, rule.joins)
+        for way in rule.special:
+            yield way
+
+    def _result_gradients(self, call: Call) -> list[bool]:
+        value = call.node.meta["val"]
+        if isinstance(value, torch.Tensor):
+            return [value.requires_grad]
+        gradients = [isinstance(each, torch.Tensor) and each.requires_grad for each in value]
+        for number, node in self._numbered_results(call):
+            gradients[number] = has_gradient(node)
+        return gradients
+
+    def _blocks_along(self, call: Call, rule: Rule, axis: Axis) -> Iterable[tuple[int, ...]]:
+        """The blocks in which the first operand that has ``axis`` can be split along it."""
+        first = next(number for number, dim in enumerate(axis.operands) if dim is not None)
+        size = call.shapes[first][axis.operands[first] or 0]
+        found: dict[tuple[int, ...], None] = {}
+        for number, dim in enumerate(axis.operands):
+            operand = call.operands[number]
+            if dim is None or (operand.name in self._state and not rule.product and self._split is None):
+                continue
+            for split in self._possible.get(operand, ()):
+                if split.dim == dim:
+                    blocks = scaled(split.blocks, call.shapes[number][dim], size)
+                    if blocks is not None:
+                        found.setdefault(blocks)
+        return list(found)[:_MOST]
+
+    def _along(
+        self,
+        call: Call,
+        axis: Axis,
+        blocks: tuple[int, ...],
+        copied: tuple[TensorPlacement, ...],
+        results: list[bool],
+    ) -> Way | None:
+        """The way that splits ``axis`` in ``blocks`` of the first operand that has it; None if it cannot."""
+        first = next(number for number, dim in enumerate(axis.operands) if dim is not None)
+        size = call.shapes[first][axis.operands[first] or 0]
+        padded = Split(0, blocks).padding(self._shards) > 0
+
+        def split_of(dim: int, length: int) -> TensorPlacement | None:
+            local = scaled(blocks, size, length)
+            if local is None or (padded and (length != size or not axis.padded or len(blocks) > 1)):
+                return None
+            return None if not padded and Split(0, local).padding(self._shards) else _split(Split(dim, local))
+
+        needs: list[TensorPlacement | None] = []
+        for number, dim in enumerate(axis.operands):
+            if dim is not None:
+                needs.append(split_of(dim, call.shapes[number][dim]))
+            else:
+                needs.append(PARTIAL if number in axis.added else copied[number])
+        gives: list[TensorPlacement | None] = []
+        for number, dim in enumerate(axis.results):
+            if dim is not None:
+                gives.append(split_of(dim, call.results[number][dim]))
+            else:
+                gives.append(PARTIAL if results[number] else None)
+        if None in needs or None in gives:
+            return None
+        return Way(tuple(filter(None, needs)), tuple(filter(None, gives)))
+
+    def _joined(self, call: Call, along: int) -> Iterator[Way]:
+        each = [
+            [
+                split
+                for split in self._possible.get(operand, ())
+                if split.dim == along and not split.padding(self._shards)
+            ]
+            for operand in call.operands
+        ]
+        if all(each):
+            blocks = tuple(block for splits in each for block in splits[0].blocks)
+            yield Way(tuple(_split(splits[0]) for splits in each), (_split(Split(along, blocks)),))
+
+
+def _split(split: Split) -> TensorPlacement:
+    return TensorPlacement(Kind.SPLIT, split)
