@@ -234,7 +234,7 @@ def _exchanges(local: LocalGraph, scale: float) -> tuple[Exchange, ...]:
     for position, node in zip(local.positions, local.graph.nodes, strict=True):
         conversion = _conversion(node)
         made = sum(value.bytes for value in node.outputs)
-        size = scale * max(made, *(sizes[name] for name in (*node.reads, *node.state)))
+        size = scale * max([made, *(sizes[name] for name in (*node.reads, *node.state))])
         steps: list[tuple[Collective, bool, float]] = []
         if conversion is None:
             computed = position

@@ -10,7 +10,7 @@ from auto3d.capture.graph import Graph
 from auto3d.capture.graph_json import graph_from_json, graph_to_json
 from auto3d.capture.interpolate import interpolate
 from auto3d.errors import InputError
-from auto3d.tensor_placement import Kind
+from auto3d.tensor_placement import Kind, Split
 
 if TYPE_CHECKING:
     from auto3d.tensor.model import TensorParallelModel
@@ -24,6 +24,7 @@ class LocalGraph:
     positions: tuple[int, ...]  # position in the whole Graph of the operation that each node belongs to, ascending
     shards: int
     copied: frozenset[str]  # parameters of which each rank computes a part of the gradient's sum
+    split: Mapping[str, Split]  # how the parameters and buffers are split, as a Plan says it
 
 
 def local_graph(model: TensorParallelModel, graph: Graph | None = None) -> LocalGraph:
@@ -34,6 +35,7 @@ def local_graph(model: TensorParallelModel, graph: Graph | None = None) -> Local
         positions=model.positions,
         shards=model.shards,
         copied=frozenset(copied),
+        split=model.split,
     )
 
 
@@ -42,7 +44,7 @@ def interpolate_local(first: LocalGraph, second: LocalGraph, micro_batch_size: i
 
     Raises InputError if the ranks run other operations at one of the two sizes than at the other.
     """
-    if (first.positions, first.copied) != (second.positions, second.copied):
+    if (first.positions, first.copied, first.split) != (second.positions, second.copied, second.split):
         raise InputError(
             f"the model is split in another way at micro-batch size {first.graph.micro_batch_size} than at "
             f"{second.graph.micro_batch_size}, so its cost at {micro_batch_size} cannot be interpolated; capture it at "
@@ -58,6 +60,7 @@ def local_graph_to_json(local: LocalGraph) -> dict[str, Any]:
         "positions": list(local.positions),
         "shards": local.shards,
         "copied": sorted(local.copied),
+        "split": {name: [split.dim, list(split.blocks)] for name, split in local.split.items()},
     }
 
 
@@ -68,4 +71,5 @@ def local_graph_from_json(content: Mapping[str, Any]) -> LocalGraph:
         positions=tuple(content["positions"]),
         shards=content["shards"],
         copied=frozenset(content["copied"]),
+        split={name: Split(dim, tuple(blocks)) for name, (dim, blocks) in content["split"].items()},
     )
