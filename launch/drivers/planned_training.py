@@ -19,7 +19,7 @@ from auto3d.schedule import samples_at_once
 from launch.console.progress import at_work
 from launch.model import candidates
 from launch.model.build import captured_model, use_device
-from launch.model.graphs import PlanningModel
+from launch.model.graphs import PlanningModel, captured_program
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.schema import PlanRecipe
 from launch.recipe.settings import cluster, device, training_settings
@@ -57,7 +57,7 @@ def plan_training(
     @cache
     def captured_at(micro_batch_size: int) -> CapturedModel:
         with at_work(console, "capturing the model"):
-            return captured_model(recipe, micro_batch_size)
+            return captured_program(recipe, micro_batch_size)
 
     @cache
     def graph_at(micro_batch_size: int) -> Graph:
