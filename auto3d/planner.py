@@ -12,7 +12,7 @@ from auto3d.capture.model import CapturedModel, capture
 from auto3d.cluster import Cluster
 from auto3d.cost.model import CostModel, Estimate
 from auto3d.cost.training_options import TrainingOptions
-from auto3d.cost.work import Work, work_of
+from auto3d.cost.work import Work, work_of, work_of_tensor_parallel
 from auto3d.errors import InputError
 from auto3d.partition.merak import Sharding, shard
 from auto3d.plan import Plan
@@ -21,6 +21,8 @@ from auto3d.search.make import PlanMaker
 from auto3d.search.planned_model import PlannedGraphs
 from auto3d.search.search import Budget, Ranked, Search
 from auto3d.search.space import Candidate, Domain, SearchSpace, Workload
+from auto3d.tensor.local_graph import local_graph
+from auto3d.tensor.model import tensor_parallel
 from auto3d.tensor.planned_split import planned_split
 from auto3d.tensor_placement import Split
 
@@ -60,7 +62,12 @@ class Planner:
             rules = tensor_rules or {}
             return planned_split(self._capture(samples), tp, rules=rules, sequence_parallel=sequence_parallel)
 
-        model = PlannedGraphs(lambda samples: self._capture(samples).graph, work, cuts, split)
+        def split_work(samples: int, tp: int, sequence_parallel: bool) -> Work:
+            chosen = model.split(samples, tp, sequence_parallel)
+            rank = tensor_parallel(self._capture(samples), tp, split=chosen, sequence_parallel=sequence_parallel)
+            return work_of_tensor_parallel(model.work(samples), local_graph(rank), precision=precision)
+
+        model = PlannedGraphs(lambda samples: self._capture(samples).graph, work, cuts, split, split_work)
         self._model = CostModel(cluster, training or TrainingOptions(), model.work)
         self._maker = PlanMaker(model, self._model, self._workload)
 
