@@ -204,23 +204,30 @@ def _randomness(device: torch.device) -> Randomness:
 
 
 def difference_of(
-    name: str, actual: torch.Tensor | None, expected: torch.Tensor | None, scale: float
+    name: str, actual: torch.Tensor | None, expected: torch.Tensor | None, scale: float, wider: float = 1.0
 ) -> Difference | None:
-    """The difference if it is larger than rounding explains; a tensor that is None counts as zeros."""
+    """The difference if it is larger than rounding explains; a tensor that is None counts as zeros.
+
+    The bounds are ``wider`` times those of float32, and no narrower than those of the tensor's own type.
+    """
     present = [tensor for tensor in (actual, expected) if tensor is not None]
     if not present or not present[0].numel():
         return None
     actual, expected = (torch.zeros_like(present[0]) if tensor is None else tensor for tensor in (actual, expected))
     actual, expected = actual.detach(), expected.detach()
-    wider = 1.0
     if expected.is_floating_point():
-        wider = max(1.0, torch.finfo(expected.dtype).eps / torch.finfo(torch.float32).eps)
+        wider = max(wider, coarseness(expected.dtype))
     actual, expected = actual.to(torch.complex128), expected.to(torch.complex128)
     if torch.equal(actual.isnan(), expected.isnan()):
         actual, expected = actual.nan_to_num(), expected.nan_to_num()
     largest = float((actual - expected).abs().max())
     allowed = wider * (RELATIVE * float(expected.abs().max()) + ABSOLUTE * scale)
     return None if largest <= allowed else Difference(name, largest, allowed)
+
+
+def coarseness(dtype: torch.dtype) -> float:
+    """The precision of a floating-point type relative to float32: more than 1 if it is coarser."""
+    return torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
 
 
 def _first_module_that_differs(
