@@ -42,10 +42,10 @@ from auto3d.runtime.world import World
 from auto3d.tensor.model import tensor_parallel
 from tests.benchmarks.runtime import ADAMW, SEED, SETTINGS, TOKENS, Iteration, in_mib, on_ranks, peak_bytes, times
 
-LAYERS, HIDDEN, HEADS, FEED_FORWARD, SEQUENCE, VOCABULARY = 4, 512, 8, 1408, 128, 2048
-MICRO_BATCH_SIZE, MICRO_BATCHES = 2, 8  # micro-batches of the global batch
+LAYERS, HIDDEN, HEADS, FEED_FORWARD, SEQUENCE, VOCABULARY = 2, 1024, 16, 2816, 128, 2048
+MICRO_BATCH_SIZE, MICRO_BATCHES = 4, 4  # of the global batch
 RANKS = 2
-REPETITIONS = 25
+REPETITIONS = 15
 DATA = replace(TOKENS, sequence_length=SEQUENCE, vocabulary_size=VOCABULARY)
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 ROWS = ("self_attn.o_proj", "mlp.down_proj")
