@@ -277,5 +277,6 @@ def captured(model: str, micro_batch_size: int) -> CapturedModel:
 
 
 def num_captures() -> int:
-    """How many captures this process keeps, those that ``CapturedModel.at`` made included."""
-    return sum(1 + len(model._others) for model in _captured)
+    """How many captures this process keeps, those that ``CapturedModel.at`` made and derived programs included."""
+    every = [each for model in _captured for each in (model, *model._others.values())]
+    return sum(1 + len(model.derived) for model in every)
