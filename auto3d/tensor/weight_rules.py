@@ -87,6 +87,14 @@ def weight_splits(
     return {name: split for name, (split, _) in sorted(found.items()) if name not in whole}
 
 
+def ruled_parameters(captured: CapturedModel, rules: Mapping[str, str]) -> set[str]:
+    """Names of the weights that ``rules`` name, and of their biases."""
+    uses = [use for use in weight_uses(captured) if _rule(use, rules, {})[0] is not None]
+    features = {use: captured.graph.parameters[use.weight].shape[use.output_dim] for use in uses}
+    biases = (name for use in uses if use.input_dim is not None for name in _biases(captured, use, features[use]))
+    return {use.weight for use in uses}.union(biases)
+
+
 def weight_uses(captured: CapturedModel) -> Iterator[WeightUse]:
     """Each operation of the model that multiplies a parameter of two or more dimensions, or looks up its rows."""
     exported = captured.exported
@@ -209,7 +217,7 @@ def _check_patterns(rules: Mapping[str, str], uses: Sequence[WeightUse]) -> None
     names = [re.sub(r"\d+", "*", module) for use in uses for module in use.modules]
     for pattern in rules:
         if not any(_matches(pattern, use) for use in uses):
-            near = get_close_matches(pattern, names, n=1) or names[:1]
+            near = get_close_matches(pattern, names, n=1, cutoff=0)
             hint = f"; a pattern of this model is {near[0]}" if near else ""
             raise PlanError(
                 f"tensor_parallel: {pattern!r} matches no module that multiplies a weight or looks up its rows{hint}"

@@ -19,7 +19,7 @@ from auto3d.schedule import samples_at_once
 from launch.console.progress import at_work
 from launch.model import candidates
 from launch.model.build import captured_model, use_device
-from launch.model.graphs import PlanningModel, captured_program
+from launch.model.graphs import PlanningModel
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.schema import PlanRecipe
 from launch.recipe.settings import cluster, device, training_settings
@@ -57,7 +57,7 @@ def plan_training(
     @cache
     def captured_at(micro_batch_size: int) -> CapturedModel:
         with at_work(console, "capturing the model"):
-            return captured_program(recipe, micro_batch_size)
+            return captured_model(recipe, micro_batch_size)
 
     @cache
     def graph_at(micro_batch_size: int) -> Graph:
@@ -66,7 +66,8 @@ def plan_training(
         with at_work(console, "capturing the model"):
             return PlanningModel(recipe).graph(micro_batch_size)
 
-    plan = wanted if isinstance(wanted, Plan) else candidates.of_plan(recipe, wanted, graph_at)
+    model = PlanningModel(recipe, captured_at=None if captures_in_ranks else captured_at)
+    plan = wanted if isinstance(wanted, Plan) else candidates.of_plan(recipe, wanted, graph_at, model)
     size = samples_at_once(plan)
     graph = graph_at(size)
     settings = training_settings(values, iterations=values.training.iterations)

@@ -87,11 +87,19 @@ def left_out(recipe: LoadedRecipe) -> str:
     return f"left out: search.max_trials is {recipe.values.search.max_trials}"
 
 
-def of_plan(recipe: LoadedRecipe, wanted: PlanRecipe, graph_at: Callable[[int], Graph]) -> Plan:
-    """The plan that ``wanted`` describes, after the same checks as in a search; raises RecipeError if one fails."""
+def of_plan(
+    recipe: LoadedRecipe,
+    wanted: PlanRecipe,
+    graph_at: Callable[[int], Graph],
+    model: PlanningModel | None = None,
+) -> Plan:
+    """The plan that ``wanted`` describes, after the same checks as in a search; raises RecipeError if one fails.
+
+    ``model`` gives what follows from the Graphs (default: made in this process).
+    """
     if wanted.recompute == AUTO:
         check_memory_known(recipe, "plan.recompute")
-    maker = runnable_maker(recipe, graph_at)
+    maker = runnable_maker(recipe, graph_at, model)
     try:
         plan = maker.plan(candidate_of(wanted))
         maker.check_captured()
@@ -120,8 +128,9 @@ def exact_plans(recipe: LoadedRecipe) -> Callable[[Ranked], Plan]:
     The plan then has the Graph at its own micro-batch size, and its memory is checked as the runtime counts it. The
     function raises InputError for a plan that cannot run; a plan of measured layers is returned unchanged.
     """
-    graph_at = cache(PlanningModel(recipe).graph)
-    maker = cache(lambda: runnable_maker(recipe, graph_at))
+    model = PlanningModel(recipe)
+    graph_at = cache(model.graph)
+    maker = cache(lambda: runnable_maker(recipe, graph_at, model))
 
     def exact(ranked: Ranked) -> Plan:
         plan, candidate = ranked.plan, ranked.candidate
