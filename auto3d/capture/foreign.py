@@ -127,10 +127,6 @@ class ForeignWeights(TorchDispatchMode):
             self._limit_bytes = max(self._limit_bytes, _RESIDENT * parameter.nbytes)
             self._hold(parameter)
 
-    def owns(self, parameter: torch.Tensor) -> bool:
-        """Whether ``parameter`` was registered as foreign."""
-        return id(parameter) in self._name_of
-
     def source_of_loss(self, tensor: torch.Tensor) -> str | None:
         """Name of a parameter whose lost values ``tensor`` depends on; None if its values are the real ones."""
         lost = self._lost.get(_storage_key(tensor))
@@ -291,11 +287,10 @@ class ForeignWeights(TorchDispatchMode):
                     self._right.pop(_storage_key(tensor), None)
             for tensor in [*written, *_tensors(result)]:
                 self._lose(tensor, source)
+            known = {_storage_key(tensor) for tensor in tensors}
             for tensor in _tensors(result):
-                if _storage_key(tensor) not in map(_storage_key, tensors) and self._gives_right(
-                    func, name, tensor, read
-                ):
-                    self._right[_storage_key(tensor)] = StorageWeakRef(tensor.untyped_storage())
+                if (key := _storage_key(tensor)) not in known and self._gives_right(func, name, tensor, read):
+                    self._right[key] = StorageWeakRef(tensor.untyped_storage())
         elif overwrites:
             for tensor in written:
                 if tensor.nbytes == tensor.untyped_storage().nbytes():

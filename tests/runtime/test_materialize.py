@@ -358,9 +358,9 @@ def test_a_weight_that_needs_its_other_shards_is_refused_unless_a_state_dict_has
     given = torch.randn(16, 16)
     made = materialize(orthogonal_again, ["0.weight"], seed=1, state={"0.weight": given}, shards={"0.weight": shard})
     assert torch.equal(made["0.weight"], given[8:])
+    half_of_it = {"0.weight": given[8:]}
     with pytest.raises(InitialStateError, match=r"0\.weight has shape \[8, 16\], the model's has \[16, 16\]"):
-        state = {"0.weight": given[8:]}
-        materialize(orthogonal_again, ["0.weight"], seed=1, state=state, shards={"0.weight": shard})
+        materialize(orthogonal_again, ["0.weight"], seed=1, state=half_of_it, shards={"0.weight": shard})
 
 
 def one_layer() -> nn.Module:
