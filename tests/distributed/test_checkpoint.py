@@ -66,6 +66,9 @@ CLIP_NOTHING = replace(ADAMW, clip_norm=0.0)
         ("t5", {"dp": 1, "pp": 2}, {"schedule": "zb-v"}, ADAMW),
         ("gpt2", {"dp": 2, "pp": 2}, {"schedule": "1f1b", "shard_optimizer": True}, ADAMW),
         ("llama", {"dp": 1, "pp": 2}, {"schedule": "pipedream", "options": {"iterations": 2}}, CLIP_NOTHING),
+        ("gpt2-dropout", {"dp": 1, "tp": 2, "pp": 2}, {"schedule": "1f1b"}, ADAMW),
+        ("t5", {"dp": 1, "tp": 2, "pp": 2}, {"schedule": "zb-h1", "sequence_parallel": True}, SGD),
+        ("llama", {"dp": 2, "tp": 2, "pp": 1}, {"schedule": "1f1b", "shard_optimizer": True}, ADAMW),
     ],
     ids=lambda value: value.get("schedule") if isinstance(value, dict) and "schedule" in value else None,
 )
