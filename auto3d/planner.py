@@ -10,6 +10,7 @@ from auto3d.capture.export import InputSpec
 from auto3d.capture.graph import Graph
 from auto3d.capture.model import CapturedModel, capture
 from auto3d.cluster import Cluster
+from auto3d.cost.assumed_split import work_of_assumed_split
 from auto3d.cost.model import CostModel, Estimate
 from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import Work, work_of
@@ -52,7 +53,11 @@ class Planner:
         def work(graph: Graph) -> Work:
             return work_of(graph, cuts(graph), precision=precision)
 
-        model = PlannedGraphs(lambda samples: self._capture(samples).graph, work, cuts)
+        def split_work(samples: int, tp: int, sequence_parallel: bool) -> Work:
+            graph = self._capture(samples).graph
+            return work_of_assumed_split(graph, cuts(graph), work(graph), tp, precision=precision)
+
+        model = PlannedGraphs(lambda samples: self._capture(samples).graph, work, cuts, split_work)
         self._model = CostModel(cluster, training or TrainingOptions(), model.work)
         self._maker = PlanMaker(model, self._model, self._workload)
 

@@ -84,7 +84,7 @@ class _Search:
         self._operations = tuple(operations)
         self._split = split
         self._sequence_parallel = sequence_parallel
-        # Copied state is summed once per iteration; with few micro-batches, that costs as much as a collective for each.
+        # Copied state is summed once per iteration; with few micro-batches that costs as much as a collective in each.
         self._sync = 1e-3 if sequence_parallel else 1.0
         self._state_names = exported.parameters.keys() | exported.buffers.keys()
         self._flops = {node.name: node.flops for node in graph.nodes}

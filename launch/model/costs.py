@@ -9,6 +9,7 @@ from pathlib import Path
 
 from auto3d.capture.graph import Graph
 from auto3d.capture.interpolate import interpolate
+from auto3d.cost.assumed_split import work_of_assumed_split
 from auto3d.cost.layers import Layer, MeasuredLayers, times_of_layers, work_of_layers
 from auto3d.cost.model import CostModel
 from auto3d.cost.work import Work, work_of
@@ -41,8 +42,8 @@ def subject_of(recipe: LoadedRecipe) -> PlannedModel:
     precision = values.prediction.precision
     return PlannedLayers(
         layers=tuple(layers),
-        work=lambda samples: work_of_layers(layers, samples, precision=precision),
-        times=lambda samples, accelerator, tp: times_of_layers(
+        layer_work=lambda samples, tp: work_of_layers(layers, samples, tp, precision=precision),
+        times=lambda samples, accelerator, tp, _: times_of_layers(
             layers, measured, samples, accelerator, tp, precision=precision
         ),
     )
@@ -102,7 +103,11 @@ def _captured_subject(
             fused_attention=fused_attention,
         )
 
-    return PlannedGraphs(graph_at, work, lambda graph: sharding(graph).bounds)
+    def split_work(samples: int, tp: int, sequence_parallel: bool) -> Work:
+        graph = graph_at(samples)
+        return work_of_assumed_split(graph, sharding(graph).bounds, work(graph), tp, precision=prediction.precision)
+
+    return PlannedGraphs(graph_at, work, lambda graph: sharding(graph).bounds, split_work)
 
 
 def _fused_attention(recipe: LoadedRecipe) -> bool:

@@ -13,6 +13,7 @@ from auto3d.search.space import REPLICAS
 
 AUTO = "auto"
 UNFUSED = "unfused"
+SCATTERED = "scattered"
 
 # Larger values would make planning longer than any run: it lists all micro-batches and all divisors of the devices.
 LARGEST_BATCH, LARGEST_NODES, LARGEST_NODE = 10**5, 10**4, 10**3
@@ -200,6 +201,12 @@ class PredictionRecipe:
         choices=(AUTO, UNFUSED),
     )
     overlap: bool = key(True, "messages overlap with compute")
+    messages: str = key(
+        AUTO,
+        "how tensor-parallel ranks send a value to the next stage; auto: each rank the whole of what it has, as this "
+        "runtime does; scattered: each a part, which the receivers gather, as Megatron-LM and DeepSpeed do",
+        choices=(AUTO, SCATTERED),
+    )
     recompute_ends: bool = key(True, "full recomputation includes embedding and head; Megatron-LM's does not")
     columns: dict[str, str] = key(
         {},

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from auto3d.cluster import Accelerator, AllReduceTimes, Cluster, Node, place_ranks
+from auto3d.cost.assumed_split import work_of_assumed_split
 from auto3d.cost.model import CostModel
 from auto3d.cost.profile import MessageTimes, ModelTimes, Profile, ProfileError, Setting, SubgraphTimes
 from auto3d.cost.training_options import TrainingOptions
@@ -142,19 +143,22 @@ def test_the_cost_model_reproduces_a_profile():
     def cuts(samples):
         return shard(graphs[samples]).bounds
 
-    def work(samples):
-        return work_of(graphs[samples], cuts(samples))
+    def work(samples, tp, _):
+        whole = work_of(graphs[samples], cuts(samples))
+        return (
+            whole if tp == 1 else work_of_assumed_split(graphs[samples], cuts(samples), whole, tp, precision="float32")
+        )
 
     times_at = profile.times_at(work, cuts)
     for samples in graphs:
-        times = times_at(samples, Accelerator(), 1)
+        times = times_at(samples, Accelerator(), 1, False)
         wanted = np.array([(1.0 + kind) * samples for kind in profile.sizes[0].kinds])
         assert np.diff(times.forward[list(cuts(samples))]) == pytest.approx(wanted)
         assert times.backward[-1] == pytest.approx(3.0 * samples * len(wanted))
         assert times.backward_weight[-1] == pytest.approx(samples * len(wanted))
         assert np.all(np.diff(times.forward) >= 0)
         assert not times.forward_launch.any()
-    whole, halves = (times_at(4, Accelerator(), tp).forward[-1] for tp in (1, 2))
+    whole, halves = (times_at(4, Accelerator(), tp, False).forward[-1] for tp in (1, 2))
     assert 0.5 < halves / whole < 1
 
     link = profile.messages.link
