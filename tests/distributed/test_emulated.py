@@ -11,8 +11,9 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from auto3d.capture.model import CapturedModel, capture
+from auto3d.cost.work import exchanges_of
 from auto3d.partition.methods.uniform import uniform
-from auto3d.plan import Plan
+from auto3d.plan import NO_OVERLAP, SUB_PIPELINED, Plan
 from auto3d.runtime import emulated
 from auto3d.runtime.emulated import DeviceClock
 from auto3d.runtime.emulation import Emulation
@@ -24,6 +25,8 @@ from auto3d.runtime.training import TrainingResult, train
 from auto3d.runtime.world import join, leave
 from auto3d.schedule import build_schedule, samples_at_once, schedule_of
 from auto3d.simulate.simulate import simulate
+from auto3d.tensor.local_graph import local_graph
+from auto3d.tensor.model import tensor_parallel
 from tests.distributed.parity import SGD, make_plan
 from tests.models import MODELS, TEXT, captured
 
@@ -239,3 +242,17 @@ def test_tensor_parallel_collectives_are_those_of_real_training(processes, model
     emulated = processes.run(4, run_noting_collectives, model, plan, replace(SETTINGS, emulation=emulation))
     assert emulated == real
     assert all(len(each) >= 2 * schedule.micro_batches for each in real), real
+
+
+def test_collectives_take_the_given_time_unless_they_are_hidden(processes):
+    """A collective takes as long as the compute before it: in turns, each half hides the other's."""
+    plan = plan_of("gpt2", "1f1b", dp=1, pp=1, tp=2, micro_batches=3)
+    settings = replace(SETTINGS, emulation=Emulation(forward_s=0.06, backward_s=0.12, collective_s=0.02))
+    seconds = []
+    for overlap in (NO_OVERLAP, SUB_PIPELINED):
+        ranks = processes.run(2, run_after_pauses, replace(plan, tensor_overlap=overlap), settings)
+        seconds.append(min(min(each) for each in ranks))
+    model = tensor_parallel(captured("gpt2", 2), 2)
+    collectives = len(exchanges_of(local_graph(model), 1.0))
+    assert seconds[0] > 3 * (0.06 + 0.12 + collectives * 0.02)
+    assert 3 * (0.06 + 0.12) < seconds[1] < 0.8 * seconds[0]
