@@ -101,7 +101,9 @@ def predict(
                     for stage, pipe in here
                 ),
                 gradients=learned,
-                optimizer=optimizer_copies * learned // (len(plan.placement[device]) // plan.tp if plan.shard_optimizer else 1),
+                optimizer=optimizer_copies
+                * learned
+                // (len(plan.placement[device]) // plan.tp if plan.shard_optimizer else 1),
                 activations=activations,
                 inputs=inputs,
                 messages=messages,

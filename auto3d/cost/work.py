@@ -85,6 +85,7 @@ WorkAt = Callable[[int, int, bool], Work]
 """Arguments: samples, tensor-parallel degree, whether it is sequence-parallel."""
 
 _NOT_SUMMED = ("crossing", "repeated", "tied", "shards", "exchanges")
+_CONSTANT = ("products", "backward_products", "launches", "backward_launches", "parameters", "copied", "blocks")
 SUMMED = tuple(item.name for item in fields(Work) if item.name not in _NOT_SUMMED)
 
 
@@ -140,6 +141,24 @@ def work_of_tensor_parallel(
         shards=local.shards,
         exchanges=exchanges_of(local, PRECISION_BYTES[precision] / ELEMENT_BYTES),
     )
+
+
+def work_scaled(rank: Work, whole: Work, other: Work, times: float) -> Work:
+    """``rank``, a part of ``whole``, at a micro-batch ``times`` as large, where the whole model has the work ``other``.
+
+    The rank has the same part of each operation there. This saves a derivation for each size, and is exact where all
+    that an operation does grows alike.
+    """
+
+    def scaled(mine: np.ndarray, all_: np.ndarray, there: np.ndarray) -> np.ndarray:
+        return np.where(all_ > 0, np.divide(mine, all_, out=np.zeros(len(all_)), where=all_ > 0) * there, times * mine)
+
+    grows = [name for name in SUMMED if name not in _CONSTANT]
+    arrays: dict[str, Any] = {
+        name: scaled(getattr(rank, name), getattr(whole, name), getattr(other, name)) for name in (*grows, "crossing")
+    }
+    exchanges = tuple(replace(one, size=times * one.size) for one in rank.exchanges)
+    return replace(rank, **arrays, exchanges=exchanges)
 
 
 def _work(graph: Graph, *, precision: str, fused: bool, fused_attention: bool) -> Work:

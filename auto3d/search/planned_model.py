@@ -17,6 +17,7 @@ from auto3d.partition.stage import cut
 from auto3d.plan import PlanError, StagePlan
 from auto3d.schedule.asynchronous import check_trainable
 from auto3d.schedule.operation import Schedule
+from auto3d.tensor_placement import Split
 
 
 class PlannedModel(Protocol):
@@ -36,6 +37,10 @@ class PlannedModel(Protocol):
 
     def fingerprint(self, samples: int) -> str:
         """The value of ``Plan.graph`` for this number of samples."""
+        ...
+
+    def split(self, samples: int, tp: int, sequence_parallel: bool) -> dict[str, Split]:
+        """The value of ``Plan.split`` for this number of samples; raises InputError if a rule is not possible."""
         ...
 
     def cuts(self, samples: int) -> Sequence[int]:
@@ -67,13 +72,17 @@ class PlannedGraphs:
         graph_at: Callable[[int], Graph],
         work: Callable[[Graph], Work],
         cuts: Callable[[Graph], Sequence[int]],
+        split: Callable[[int, int, bool], dict[str, Split]],
         split_work: WorkAt | None = None,
     ) -> None:
+        """``split`` has the arguments and the result of the method of that name; ``split_work`` those of ``work``, for
+        tensor-parallel degrees of 2 and more."""
         self.graph, self.work_of = lru_cache(None)(graph_at), work
         self._work = lru_cache(None)(lambda samples: work(self.graph(samples)))
         self._split_work = lru_cache(None)(split_work or _not_split)
         self.cuts = lru_cache(None)(lambda samples: cuts(self.graph(samples)))
         self.outline = lru_cache(None)(lambda samples: outline_of(self.graph(samples)))
+        self.split = lru_cache(None)(split)
 
     def work(self, samples: int, tp: int = 1, sequence_parallel: bool = False) -> Work:
         return self._work(samples) if tp == 1 else self._split_work(samples, tp, sequence_parallel)
@@ -114,6 +123,9 @@ class PlannedLayers:
 
     def fingerprint(self, samples: int) -> str:
         return f"{self._digest} {samples}"
+
+    def split(self, samples: int, tp: int, sequence_parallel: bool) -> dict[str, Split]:
+        return {}  # plans of measured layers are only predicted
 
     def cuts(self, samples: int) -> Sequence[int]:
         return range(len(self.layers) + 1)

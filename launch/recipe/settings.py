@@ -139,5 +139,7 @@ def search_space(recipe: Recipe) -> SearchSpace:
         replicas=search.replicas,
         sync=search.sync,
         shard_optimizer=search.shard_optimizer,
+        sequence_parallel=search.sequence_parallel,
+        tensor_overlap=search.tensor_overlap,
         allow_idle_devices=search.allow_idle_devices,
     )

@@ -49,8 +49,9 @@ def random_case(seed: int, **axes) -> tuple[Domain, PlanMaker]:
         ),
         device="cuda",
     )
+    every = [degree for degree in range(1, devices * nodes + 1) if devices * nodes % degree == 0]
     axes = {
-        "tp": "auto", "schedule": SCHEDULES, "recompute": ["none", "full"], "partition": "auto", "placement": "auto",
+        "tp": every, "schedule": SCHEDULES, "recompute": ["none", "full"], "partition": "auto", "placement": "auto",
     } | axes  # fmt: skip
     workload = Workload(global_batch=random.choice([16, 32]), seed=1)
     planned = PlannedLayers(
