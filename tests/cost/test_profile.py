@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from auto3d.cluster import Accelerator, AllReduceTimes, Cluster, Node, place_ranks
-from auto3d.cost.assumed_split import work_of_assumed_split
 from auto3d.cost.model import CostModel
 from auto3d.cost.profile import MessageTimes, ModelTimes, Profile, ProfileError, Setting, SubgraphTimes
 from auto3d.cost.training_options import TrainingOptions
-from auto3d.cost.work import work_of
+from auto3d.cost.work import work_of, work_of_tensor_parallel
 from auto3d.partition.merak import shard
 from auto3d.plan import Plan, stages_between
 from auto3d.runtime import link_timing, profiler, subgraph_timing
@@ -19,6 +18,8 @@ from auto3d.runtime.distinct_subgraphs import distinct_subgraphs
 from auto3d.runtime.measurement import Status
 from auto3d.runtime.profiler import MachineTimes, measure
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
+from auto3d.tensor.local_graph import local_graph
+from auto3d.tensor.model import tensor_parallel
 from launch.run.ranks import run_ranks
 from tests.models import MODELS, captured
 
@@ -145,9 +146,9 @@ def test_the_cost_model_reproduces_a_profile():
 
     def work(samples, tp, _):
         whole = work_of(graphs[samples], cuts(samples))
-        return (
-            whole if tp == 1 else work_of_assumed_split(graphs[samples], cuts(samples), whole, tp, precision="float32")
-        )
+        if tp == 1:
+            return whole
+        return work_of_tensor_parallel(whole, local_graph(tensor_parallel(captured("gpt2", samples), tp)))
 
     times_at = profile.times_at(work, cuts)
     for samples in graphs:
