@@ -26,6 +26,7 @@ from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.stage import RunnableStage
+from auto3d.runtime.tensor_group import TensorGroup
 from auto3d.runtime.weight_versions import WeightVersions
 from auto3d.schedule.operation import Kind
 from auto3d.schedule.program import Message, PipeStage, Program
@@ -218,7 +219,11 @@ class EmulatedBackend:
         )
 
     def stages(
-        self, layout: RankLayout, state: Mapping[str, torch.Tensor], randomness: Randomness
+        self,
+        layout: RankLayout,
+        state: Mapping[str, torch.Tensor],
+        randomness: Randomness,
+        group: TensorGroup | None,
     ) -> dict[PipeStage, RunnableStage]:
         schedule = layout.schedule
         costs = self.emulation.costs(layout.captured.graph, layout.plan.stages, schedule)

@@ -15,6 +15,7 @@ from auto3d.partition.segment import Segment, segments
 from auto3d.partition.stage import Stage
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage_program import segment_program
+from auto3d.runtime.tensor_group import TensorParallelRank
 from auto3d.runtime.weight_gradients import DeferredGradients, add_gradient
 from auto3d.runtime.weight_versions import WeightVersions, new_leaf
 
@@ -108,7 +109,8 @@ class StageModule:
 
     A stage with ``recompute`` keeps only the activations of the operations in ``kept`` (ranges of positions), its
     inputs and received values, and the values that pass between kept and dropped operations. With ``split_backward``
-    the gradients of weights are left to ``backward_weight``.
+    the gradients of weights are left to ``backward_weight``. If ``captured`` is the program of a tensor-parallel rank,
+    ``tensor`` runs its collectives.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class StageModule:
         kept: Sequence[tuple[int, int]] = (),
         split_backward: bool = False,
         old_weights: bool = False,
+        tensor: TensorParallelRank | None = None,
     ) -> None:
         self.stage = stage
         self.sent = list(dict.fromkeys(transfer.value.name for transfer in stage.sent))
@@ -147,7 +150,13 @@ class StageModule:
                 captured,
                 per_use,
                 segment_program(
-                    segment, captured, randomness=randomness, device=device, deferred=self._deferred, per_user=per_use
+                    segment,
+                    captured,
+                    randomness=randomness,
+                    device=device,
+                    deferred=self._deferred,
+                    per_user=per_use,
+                    tensor=tensor,
                 ),
             )
             for segment in divided
