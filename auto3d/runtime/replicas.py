@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from auto3d.capture.model import CapturedModel
 from auto3d.partition.samples import made_from_samples, sample_dimensions
 from auto3d.partition.stage import Stage, same_stages
-from auto3d.plan import Plan, PlanError
+from auto3d.plan import NO_OVERLAP, SUB_PIPELINED, Plan, PlanError
 from auto3d.schedule.operation import Schedule
+from auto3d.tensor.halves import sub_pipelined
 from auto3d.tensor.model import TensorParallelModel, tensor_parallel
 from auto3d.tensor_placement import Split
 
@@ -32,12 +33,21 @@ def rank_program(captured: CapturedModel, plan: Plan, replicas: int) -> RankProg
     captured, plan = captured_slice(captured, plan, replicas)
     if plan.tp == 1:
         return RankProgram(captured=captured, plan=plan, tensor=None)
-    key = (id(captured), plan.tp, _hashable(plan), plan.sequence_parallel)
-    if key not in _derived:
-        _derived[key] = tensor_parallel(captured, plan.tp, split=plan.split, sequence_parallel=plan.sequence_parallel)
-    tensor = _derived[key]
+    tensor = _tensor_parallel(captured, plan)
     graph, stages = tensor.local.graph.fingerprint, tensor.stages(plan.stages)
     return RankProgram(captured=tensor.local, plan=replace(plan, graph=graph, stages=stages), tensor=tensor)
+
+
+def _tensor_parallel(captured: CapturedModel, plan: Plan) -> TensorParallelModel:
+    key = (id(captured), plan.tp, _hashable(plan), plan.sequence_parallel, plan.tensor_overlap)
+    if key not in _derived:
+        if plan.tensor_overlap == SUB_PIPELINED:
+            _derived[key] = sub_pipelined(_tensor_parallel(captured, replace(plan, tensor_overlap=NO_OVERLAP)))
+        else:
+            _derived[key] = tensor_parallel(
+                captured, plan.tp, split=plan.split, sequence_parallel=plan.sequence_parallel
+            )
+    return _derived[key]
 
 
 def _hashable(plan: Plan) -> frozenset[tuple[str, Split]]:
@@ -107,6 +117,12 @@ def resplit_dimensions(captured: CapturedModel, plan: Plan, stages: Sequence[Sta
     ]
     if not transfers:
         return {}
+    if plan.tensor_overlap == SUB_PIPELINED:
+        source, target = transfers[0].source, transfers[0].target
+        raise PlanError(
+            f"stages: {source} has {_times(replicas[source])}, and stage {target} has {_times(replicas[target])}; with "
+            f"tensor_overlap: {SUB_PIPELINED} each divides its samples into halves, so both must have equally many"
+        )
     program = rank_program(captured, plan, 1)
     graph = program.captured.graph
     smaller = rank_program(captured, plan, max(replicas)).captured.graph
