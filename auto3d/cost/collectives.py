@@ -5,11 +5,40 @@ Sizes are bytes of the whole buffer that each rank holds.
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import ceil, inf, log2
 
-from auto3d.cluster import Cluster, Link
+from auto3d.cluster import AllReduceTimes, Cluster, Link
+from auto3d.tensor.conversions import Collective
 
 Group = Sequence[int]  # devices, in the order of their ring
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLink:
+    """How fast a group of devices communicates while others do: the slowest link of its ring, with its bandwidth.
+
+    ``measured`` has the measured all-reduces of the node in which the whole group lies, if there are any.
+    """
+
+    ranks: int
+    link: Link
+    measured: AllReduceTimes | None = None
+
+    def seconds(self, collective: Collective, size: float) -> float:
+        """Seconds of a collective on ``size`` bytes, of the whole tensor.
+
+        An all-reduce takes the faster of a ring and a tree, as communication libraries choose. An all-gather or a
+        reduce-scatter takes half of one on a ring, and half of a measured one.
+        """
+        if self.ranks < 2 or not size:
+            return 0.0
+        whole = collective is Collective.ALL_REDUCE
+        if self.measured is not None:
+            return self.measured.interpolate(self.ranks, size) * (1.0 if whole else 0.5)
+        if whole:
+            return min(ring_s(self.ranks, size, self.link), tree_s(self.ranks, size, self.link))
+        return gather_s(self.ranks, size, self.link)
 
 
 class Traffic:
@@ -64,12 +93,13 @@ class Traffic:
         """
         if len(group) < 2 or not size:
             return 0.0
+        return self.group_link(group).seconds(Collective.ALL_REDUCE, size)
+
+    def group_link(self, group: Group) -> GroupLink:
+        """The link of ``group``, with the all-reduces that were measured on it."""
         homes = {self._cluster.node_of[device] for device in group}
-        measured = self._cluster.nodes[min(homes)].all_reduce
-        if len(homes) == 1 and measured is not None:
-            return measured.interpolate(len(group), size)
-        link = self.link(group)
-        return min(ring_s(len(group), size, link), tree_s(len(group), size, link))
+        measured = self._cluster.nodes[min(homes)].all_reduce if len(homes) == 1 else None
+        return GroupLink(ranks=len(group), link=self.link(group), measured=measured)
 
     def hierarchical_all_reduce_s(self, group: Group, size: float) -> float:
         """Seconds of an all-reduce inside each node first, then of one shard per device between nodes, then inside."""
@@ -96,6 +126,11 @@ def ring_s(ranks: int, size: float, link: Link) -> float:
     Each takes ``ranks`` - 1 messages of ``size`` / ``ranks`` bytes.
     """
     return 2 * (ranks - 1) * link.latency_s + 2 * (ranks - 1) / ranks * size / link.bandwidth
+
+
+def gather_s(ranks: int, size: float, link: Link) -> float:
+    """Seconds of an all-gather to ``size`` bytes on a ring, or of a reduce-scatter of them: half of an all-reduce."""
+    return ring_s(ranks, size, link) / 2
 
 
 def tree_s(ranks: int, size: float, link: Link) -> float:

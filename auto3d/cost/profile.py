@@ -10,7 +10,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from auto3d.cluster import Accelerator, AllReduceTimes, Cluster, Link
 from auto3d.cost.model import TimesOf
 from auto3d.cost.times import Times, before, times_of
-from auto3d.cost.work import Work
+from auto3d.cost.work import WorkAt
 from auto3d.errors import InputError
 
 SCHEMA = 1
@@ -161,16 +161,17 @@ class Profile:
         )
         return Cluster(nodes=tuple(nodes), device=cluster.device)
 
-    def times_at(self, work_at: Callable[[int], Work], cuts_at: Callable[[int], Sequence[int]]) -> TimesOf:
+    def times_at(self, work_at: WorkAt, cuts_at: Callable[[int], Sequence[int]]) -> TimesOf:
         """A function that gives the seconds of each operation: its estimated fraction of its subgraph's measured time.
 
         ``cuts_at`` gives the bounds of the subgraphs at a micro-batch size. Tensor parallelism was not measured: it
         shortens a subgraph by the same ratio as it shortens the estimate.
         """
 
-        def times(samples: int, accelerator: Accelerator, tp: int) -> Times:
+        def times(samples: int, accelerator: Accelerator, tp: int, sequence_parallel: bool) -> Times:
             cuts = np.array(cuts_at(samples))
-            estimates = [times_of(work_at(samples), accelerator, degree).table for degree in (1, tp)]
+            works = work_at(samples, 1, False), work_at(samples, tp, sequence_parallel)
+            estimates = [times_of(work, accelerator).table for work in works]
             whole, divided = (np.diff(table) for table in estimates)
             rows = []
             for row, seconds in zip((0, 2, 4), self.seconds(samples, len(cuts) - 1), strict=True):

@@ -10,9 +10,6 @@ from auto3d.plan import NO_OVERLAP, SUB_PIPELINED, Plan, PlanError
 from auto3d.schedule.operation import Schedule
 from auto3d.tensor.halves import sub_pipelined
 from auto3d.tensor.model import TensorParallelModel, tensor_parallel
-from auto3d.tensor_placement import Split
-
-_derived: dict[tuple, TensorParallelModel] = {}  # each holds its ``whole`` model, so no other has the same id
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,28 +27,31 @@ def rank_program(captured: CapturedModel, plan: Plan, replicas: int) -> RankProg
     A process derives each tensor-parallel program once; processes forked later share it. Raises InputError if the model
     cannot run a slice of its samples, or if the plan's split does not fit it.
     """
+    of_all = captured
     captured, plan = captured_slice(captured, plan, replicas)
     if plan.tp == 1:
         return RankProgram(captured=captured, plan=plan, tensor=None)
-    tensor = _tensor_parallel(captured, plan)
+    tensor = _derived_once(captured, plan)
+    if replicas > 1 and not _derived_once(of_all, plan).local.graph.same_operations(tensor.local.graph):
+        raise PlanError(
+            f"split: tensor parallelism runs other operations on {captured.graph.micro_batch_size} samples, which each "
+            f"of {replicas} replicas takes, than on {of_all.graph.micro_batch_size}; use stages without replicas"
+        )
     graph, stages = tensor.local.graph.fingerprint, tensor.stages(plan.stages)
     return RankProgram(captured=tensor.local, plan=replace(plan, graph=graph, stages=stages), tensor=tensor)
 
 
-def _tensor_parallel(captured: CapturedModel, plan: Plan) -> TensorParallelModel:
-    key = (id(captured), plan.tp, _hashable(plan), plan.sequence_parallel, plan.tensor_overlap)
-    if key not in _derived:
+def _derived_once(captured: CapturedModel, plan: Plan) -> TensorParallelModel:
+    key = (plan.tp, frozenset(plan.split.items()), plan.sequence_parallel, plan.tensor_overlap)
+    if key not in captured.derived:
         if plan.tensor_overlap == SUB_PIPELINED:
-            _derived[key] = sub_pipelined(_tensor_parallel(captured, replace(plan, tensor_overlap=NO_OVERLAP)))
-        else:
-            _derived[key] = tensor_parallel(
-                captured, plan.tp, split=plan.split, sequence_parallel=plan.sequence_parallel
+            derived: TensorParallelModel = sub_pipelined(
+                _derived_once(captured, replace(plan, tensor_overlap=NO_OVERLAP))
             )
-    return _derived[key]
-
-
-def _hashable(plan: Plan) -> frozenset[tuple[str, Split]]:
-    return frozenset(plan.split.items())
+        else:
+            derived = tensor_parallel(captured, plan.tp, split=plan.split, sequence_parallel=plan.sequence_parallel)
+        captured.derived[key] = derived
+    return captured.derived[key]
 
 
 def captured_slice(captured: CapturedModel, plan: Plan, replicas: int) -> tuple[CapturedModel, Plan]:

@@ -65,6 +65,7 @@ class _Ways:
         # Value -> its possible splits. Those of state come from what the model later does with the result.
         self._possible: dict[fx.Node, dict[Split, None]] = {}
         self._tables: set[fx.Node] = set()  # state of two dimensions or more, and what is computed from it alone
+        self._found: dict[tuple, tuple[Way, ...]] = {}  # ways of equal calls
 
     def operations(self) -> tuple[Operation, ...]:
         wanted = self._wanted()
@@ -79,13 +80,33 @@ class _Ways:
                 self._possible[node] = dict.fromkeys(wanted.get(node, ()))
         found = []
         for call, rule in zip(self._calls, self._rules, strict=True):
-            ways = tuple(dict.fromkeys(self._ways_of(call, rule)))
+            alike = self._alike(call)
+            if alike not in self._found:
+                self._found[alike] = tuple(dict.fromkeys(self._ways_of(call, rule)))
+            ways = self._found[alike]
             for number, node in self._numbered_results(call):
                 splits = [way.gives[number].split for way in ways]
                 self._possible[node] = {each: None for each in splits if each is not None}
                 self._add_sequence(node)
             found.append(Operation(call=call, rule=rule, ways=ways, weights=self._weights_of(call, rule)))
         return tuple(found)
+
+    def _alike(self, call: Call) -> tuple:
+        """All that the ways of ``call`` depend on. Layers repeat, so most calls are like an earlier one."""
+        operands = {node: number for number, node in enumerate(dict.fromkeys(call.operands))}
+        arguments = fx.node.map_arg((call.node.args, call.node.kwargs), lambda node: f"operand {operands[node]}")
+        about = tuple(
+            (
+                node.meta["val"].shape,
+                node.meta["val"].dtype,
+                node.meta["val"].requires_grad,
+                node.name in self._state,
+                tuple(self._possible.get(node, ())),
+            )
+            for node in operands
+        )
+        taken = tuple((number, has_gradient(node)) for number, node in self._numbered_results(call))
+        return str(call.node.target), repr(arguments), about, taken
 
     def _weights_of(self, call: Call, rule: Rule) -> frozenset[fx.Node]:
         """The weights that the product ``call`` multiplies by; notes which values are such weights."""
@@ -95,9 +116,7 @@ class _Ways:
         return frozenset(tables if rule.product else ())
 
     def _numbered_results(self, call: Call) -> list[tuple[int, fx.Node]]:
-        if call.result_nodes == (call.node,):
-            return [(0, call.node)]
-        return [(int(args_of(node)[1]), node) for node in call.result_nodes]
+        return [(call.number_of(node), node) for node in call.result_nodes]
 
     def _add_sequence(self, node: fx.Node) -> None:
         """Under sequence parallelism, [samples, sequence, width] may be split along its sequence."""

@@ -10,7 +10,7 @@ from auto3d.cluster import Accelerator, AllReduceTimes, Cluster, Node, place_ran
 from auto3d.cost.model import CostModel
 from auto3d.cost.profile import MessageTimes, ModelTimes, Profile, ProfileError, Setting, SubgraphTimes
 from auto3d.cost.training_options import TrainingOptions
-from auto3d.cost.work import work_of
+from auto3d.cost.work import work_of, work_of_tensor_parallel
 from auto3d.partition.merak import shard
 from auto3d.plan import Plan, stages_between
 from auto3d.runtime import link_timing, profiler, subgraph_timing
@@ -18,6 +18,8 @@ from auto3d.runtime.distinct_subgraphs import distinct_subgraphs
 from auto3d.runtime.measurement import Status
 from auto3d.runtime.profiler import MachineTimes, measure
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
+from auto3d.tensor.local_graph import local_graph
+from auto3d.tensor.model import tensor_parallel
 from launch.run.ranks import run_ranks
 from tests.models import MODELS, captured
 
@@ -142,19 +144,22 @@ def test_the_cost_model_reproduces_a_profile():
     def cuts(samples):
         return shard(graphs[samples]).bounds
 
-    def work(samples):
-        return work_of(graphs[samples], cuts(samples))
+    def work(samples, tp, _):
+        whole = work_of(graphs[samples], cuts(samples))
+        if tp == 1:
+            return whole
+        return work_of_tensor_parallel(whole, local_graph(tensor_parallel(captured("gpt2", samples), tp)))
 
     times_at = profile.times_at(work, cuts)
     for samples in graphs:
-        times = times_at(samples, Accelerator(), 1)
+        times = times_at(samples, Accelerator(), 1, False)
         wanted = np.array([(1.0 + kind) * samples for kind in profile.sizes[0].kinds])
         assert np.diff(times.forward[list(cuts(samples))]) == pytest.approx(wanted)
         assert times.backward[-1] == pytest.approx(3.0 * samples * len(wanted))
         assert times.backward_weight[-1] == pytest.approx(samples * len(wanted))
         assert np.all(np.diff(times.forward) >= 0)
         assert not times.forward_launch.any()
-    whole, halves = (times_at(4, Accelerator(), tp).forward[-1] for tp in (1, 2))
+    whole, halves = (times_at(4, Accelerator(), tp, False).forward[-1] for tp in (1, 2))
     assert 0.5 < halves / whole < 1
 
     link = profile.messages.link

@@ -43,6 +43,10 @@ class Call:
             return (self.node,)
         return tuple(user for user in self.node.users if user.target is operator.getitem)
 
+    def number_of(self, node: fx.Node) -> int:
+        """The number of the result that ``node``, one of ``result_nodes``, is."""
+        return 0 if node is self.node else int(args_of(node)[1])
+
     @cached_property
     def results(self) -> tuple[tuple[int, ...], ...]:
         """The shapes of its results. A result of a tuple that nobody takes counts as well."""
