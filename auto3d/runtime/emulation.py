@@ -10,7 +10,7 @@ from auto3d.capture.graph import Graph
 from auto3d.errors import InputError
 from auto3d.partition.cost import analytic
 from auto3d.partition.stage import Stage, Transfer, cut
-from auto3d.plan import PlanError, StagePlan
+from auto3d.plan import Plan, PlanError, StagePlan
 from auto3d.schedule.operation import Schedule
 from auto3d.simulate.costs import Costs, MessageCost
 
@@ -46,11 +46,13 @@ class Emulation:
             )
         return value
 
-    def check_fits(self, stages: Sequence[StagePlan]) -> None:
-        """Raise InputError unless every key fits ``stages``, and these can be emulated."""
+    def check_fits(self, plan: Plan) -> None:
+        """Raise InputError unless every key fits the stages of ``plan``, and these can be emulated."""
         for field in fields(self):
-            self.each(field.name, len(stages))
-        for number, stage in enumerate(stages):
+            self.each(field.name, len(plan.stages))
+        if plan.tp != 1:
+            raise PlanError(f"tp: {plan.tp} asks for tensor parallelism; emulated devices run only tp = 1")
+        for number, stage in enumerate(plan.stages):
             if stage.replicas > 1:
                 raise PlanError(f"stages: {number} has {stage.replicas} replicas; emulated devices run 1 of each stage")
 

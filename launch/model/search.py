@@ -27,7 +27,7 @@ def search_recipe(recipe: LoadedRecipe, tell: Callable[[int, float], None] | Non
 
     def check(plan: Plan) -> None:
         if emulated is not None:
-            emulated.check_fits(plan.stages)
+            emulated.check_fits(plan)
 
     model = cost_model(recipe, subject)
     domain = Domain(search_space(recipe.values), model.cluster, task(recipe))

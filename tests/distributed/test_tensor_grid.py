@@ -19,9 +19,7 @@ def assert_equals_one_process(pool: ProcessPool, cell: TensorCell) -> None:
     plan = plan_of(cell)
     assert plan.split, "nothing is split"
     ranks = pool.run(plan.ranks, run_rank, cell.model, plan, SGD)
-    expected = plain_pytorch(
-        cell.model, micro_batch_size=SAMPLES, global_batch=plan.global_batch, optimizer=SGD
-    )
+    expected = plain_pytorch(cell.model, micro_batch_size=SAMPLES, global_batch=plan.global_batch, optimizer=SGD)
     assert_parity(ranks, expected)
 
 

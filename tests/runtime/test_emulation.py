@@ -10,13 +10,13 @@ from auto3d.errors import InputError
 from auto3d.partition.cost import analytic
 from auto3d.partition.methods.uniform import uniform
 from auto3d.partition.stage import cut
-from auto3d.plan import stages_between
 from auto3d.runtime.data import Batches
 from auto3d.runtime.emulated import DeviceClock, EmulatedStage
 from auto3d.runtime.emulation import Emulation
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage import StageModule
 from auto3d.schedule import build_schedule
+from tests.distributed.parity import make_plan
 from tests.models import MODELS, captured
 
 CPU = torch.device("cpu")
@@ -53,11 +53,14 @@ def test_the_cost_model_supplies_the_remaining_times():
     assert halved.backward == plain.backward, "a time in the recipe is that of a whole micro-batch"
 
 
-def test_a_list_of_wrong_length_is_refused():
+def test_a_list_of_wrong_length_and_tensor_parallelism_are_refused():
+    two = make_plan("gpt2", dp=1, pp=2)
     for name in ("forward_s", "send_bytes", "sync_bytes"):
         with pytest.raises(InputError, match=f"{name} has 3 values, and the plan 2 stages; it takes a number, or one"):
-            Emulation(**{name: (1, 2, 3)}).check_fits(stages_between([0, 1, 2]))
-    Emulation(forward_s=(1.0, 2.0), send_bytes=3).check_fits(stages_between([0, 1, 2]))
+            Emulation(**{name: (1, 2, 3)}).check_fits(two)
+    Emulation(forward_s=(1.0, 2.0), send_bytes=3).check_fits(two)
+    with pytest.raises(InputError, match="emulated devices run only tp = 1"):
+        Emulation().check_fits(make_plan("gpt2", dp=1, pp=2, tp=2))
 
 
 @pytest.mark.parametrize("model", ["gpt2", "t5", "reused"])
