@@ -118,7 +118,7 @@ def test_sequence_parallelism(processes, schedule):
 
 def wide_gpt2() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(
-        GPT2Config(n_layer=2, n_embd=1024, n_head=8, n_positions=32, vocab_size=256, use_cache=False)
+        GPT2Config(n_layer=5, n_embd=1024, n_head=8, n_positions=32, vocab_size=256, use_cache=False)
     )
 
 
@@ -154,7 +154,8 @@ def test_no_rank_ever_holds_a_whole_weight_that_is_split():
     state = 3 * (split / 4 + total - split)  # weights, gradients, momentum
     with ProcessPool(4) as pool:
         for peak in pool.run(4, peak_bytes, plan):
-            assert state < peak < state + 3 * largest + 30e6 < 1.7 * total, "two weights are whole while they are made"
+            assert state < peak < state + 3 * largest + 30e6, "two weights are whole while they are made"
+            assert peak < 1.2 * total, "all weights and their shards would be 1.25 times the weights"
 
 
 # A rank that is late
