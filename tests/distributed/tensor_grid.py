@@ -45,18 +45,15 @@ class TensorCell:
 
     @property
     def axes(self) -> dict[str, str | int]:
-        """The axes that the pairwise cover combines."""
-        degrees = f"dp{self.dp}-tp{self.tp}-pp{self.pp}"
-        sequence = "sequence" if self.sequence_parallel else "plain"
-        recompute = f"recompute-{self.recompute}"
+        """The axes that the pairwise cover combines. Dropout is an axis of its own: a model has it or not."""
         return {
-            "model": self.model, "degrees": degrees, "sequence": sequence,
-            "schedule": self.schedule, "recompute": recompute,
-        }  # fmt: skip
-
-    @property
-    def ranks(self) -> int:
-        return self.dp * self.tp * self.pp
+            "model": self.model.removesuffix("-dropout"),
+            "dropout": "dropout" if self.model in WITH_DROPOUT else "no-dropout",
+            "degrees": f"dp{self.dp}-tp{self.tp}-pp{self.pp}",
+            "sequence": "sequence-parallel" if self.sequence_parallel else "plain",
+            "schedule": self.schedule,
+            "recompute": f"recompute-{self.recompute}",
+        }
 
     def __str__(self) -> str:
         return "-".join(map(str, self.axes.values()))
