@@ -100,7 +100,8 @@ def work_of(
     """The work of ``graph`` without tensor parallelism; its subgraphs lie between ``bounds`` (auto3d.partition.merak).
 
     With ``fused``, neighbouring elementwise operations are one kernel, and so is the softmax of attention that is not
-    itself one kernel. ``fused_attention`` says how ``graph`` was described (see ``auto3d.capture.describe``).
+    itself one kernel; what one rank alone adds to a partial sum is added to the sum. ``fused_attention`` says how
+    ``graph`` was described (see ``auto3d.capture.describe``).
     """
     work = _work(graph, precision=precision, fused=fused, fused_attention=fused_attention)
     blocks, repeated = _find_blocks(graph, bounds)
@@ -139,7 +140,7 @@ def work_of_tensor_parallel(
         repeated=whole.repeated,
         tied=tuple((elements, tuple(int(positions[p]) for p in users)) for elements, users in here.tied),
         shards=local.shards,
-        exchanges=_exchanges(local, PRECISION_BYTES[precision] / ELEMENT_BYTES),
+        exchanges=exchanges_of(local, PRECISION_BYTES[precision] / ELEMENT_BYTES),
     )
 
 
@@ -192,6 +193,8 @@ def _work(graph: Graph, *, precision: str, fused: bool, fused_attention: bool) -
         arrays["flops"][position], arrays["backward_flops"][position] = node.flops, node.backward_flops
         if (conversion := _conversion(node)) is not None:
             forward, backward = _converted(conversion, sum(sizes[name] for name in node.reads), made)
+            if fused and conversion.name == "spread":
+                continue
             arrays["moved"][position], arrays["backward_moved"][position] = scale * forward, scale * backward
             arrays["launches"][position], arrays["backward_launches"][position] = forward > 0, backward > 0
             continue
@@ -245,7 +248,7 @@ def _converted(conversion: Conversion, read: float, made: float) -> tuple[float,
     return forward, backward
 
 
-def _exchanges(local: LocalGraph, scale: float) -> tuple[Exchange, ...]:
+def exchanges_of(local: LocalGraph, scale: float) -> tuple[Exchange, ...]:
     """The collectives of ``local``, in the order of the forward; a Graph's bytes times ``scale`` are those sent."""
     sizes = _sizes(local.graph)
     found: list[Exchange] = []

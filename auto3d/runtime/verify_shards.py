@@ -26,7 +26,7 @@ from auto3d.runtime.randomness import Randomness, SeededOperation
 from auto3d.runtime.stage import StageModule
 from auto3d.runtime.stage_program import segment_program
 from auto3d.runtime.tensor_group import ConversionModule, TensorGroup, TensorParallelRank
-from auto3d.runtime.verify import Difference, Outcome, difference_of, one_batch
+from auto3d.runtime.verify import Computed, Difference, coarseness, difference_of, one_batch
 from auto3d.tensor.collectives import CONVERSION_BETWEEN
 from auto3d.tensor.model import TensorParallelModel
 from auto3d.tensor_placement import WHOLE, Kind, TensorPlacement
@@ -42,8 +42,9 @@ def check_shards(model: TensorParallelModel, data: DataSettings, *, seed: int, d
     """Raise ShardsDifferError unless all shards of ``model`` together do what the whole program does.
 
     They are compared on one micro-batch, with the bounds of ``verify.check_against_eager``; the padding of a gradient
-    must be zero. A random operation on a split value runs on the gathered value, so that it draws what the whole
-    program draws.
+    must be zero. If the program computes in a type narrower than float32, the bounds are those of that type: a sum of
+    rounded parts is not the rounded sum. A random operation on a split value runs on the gathered value, so that it
+    draws what the whole program draws.
     """
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
@@ -51,7 +52,7 @@ def check_shards(model: TensorParallelModel, data: DataSettings, *, seed: int, d
         tensors = dict(module.named_parameters()) | buffers_of(module)
         batch = one_batch(model.whole, data, seed=seed, device=device)
         whole = _run(model.whole, _state_of(model.whole, tensors, device), batch, device, None)
-        outcomes = Lockstep[Outcome](model.shards).run(partial(_run_shard, model, tensors, batch, device))
+        outcomes = Lockstep[Computed](model.shards).run(partial(_run_shard, model, tensors, batch, device))
         if (difference := _difference(model, outcomes, whole)) is None:
             return
         place = _first_value_that_differs(model, tensors, batch, device)
@@ -84,7 +85,7 @@ def _split(model: TensorParallelModel, name: str) -> Any:
 
 def _run_shard(
     model: TensorParallelModel, tensors: Tensors, batch: Tensors, device: torch.device, group: LockstepGroup
-) -> Outcome:
+) -> Computed:
     with torch.no_grad():
         state = _state_of(model.local, _shards_of(model, tensors, group.shard), device)
     return _run(model.local, state, batch, device, _DrawnTogether(model=model, group=group))
@@ -96,14 +97,14 @@ def _run(
     batch: Tensors,
     device: torch.device,
     tensor: TensorParallelRank | None,
-) -> Outcome:
+) -> Computed:
     (stage,) = cut(captured.graph, stages_between([0, len(captured.graph.nodes)]))
     running = StageModule(
         stage, captured, state, loss_weight=1.0, randomness=_randomness(device), device=device, tensor=tensor
     )
     running.forward(0, {}, {name: value.clone() for name, value in batch.items()})
     running.backward(0, {})
-    return Outcome(
+    return Computed(
         running.losses[0],
         {name: state[name].grad for name in sorted(captured.graph.trained)},
         {name: state[name] for name in sorted(captured.graph.written_buffers)},
@@ -114,11 +115,12 @@ def _randomness(device: torch.device) -> Randomness:
     return Randomness(0, first_micro_batch=0, micro_batches=1, device=device)
 
 
-def _difference(model: TensorParallelModel, outcomes: list[Outcome], whole: Outcome) -> Difference | str | None:
+def _difference(model: TensorParallelModel, outcomes: list[Computed], whole: Computed) -> Difference | str | None:
     """The first of the shards' losses, gradients and buffers that differ from those of the whole program."""
+    wider = _coarseness(model.whole)
     shards = range(model.shards)
     for shard in shards:
-        if difference := difference_of(f"the loss of shard {shard}", outcomes[shard].loss, whole.loss, 1.0):
+        if difference := difference_of(f"the loss of shard {shard}", outcomes[shard].loss, whole.loss, 1.0, wider):
             return difference
     scale = max([1.0, *(float(g.abs().max()) for g in whole.gradients.values() if g is not None and g.numel())])
     for name, expected in whole.gradients.items():
@@ -128,16 +130,22 @@ def _difference(model: TensorParallelModel, outcomes: list[Outcome], whole: Outc
         kind = Kind.PARTIAL if placed.kind is Kind.COPIED else placed.kind
         found = [_or_zeros(outcome.gradients[name], expected, placed, model.shards) for outcome in outcomes]
         for what, value in _assembled(f"the gradient of {name}", TensorPlacement(kind, placed.split), found):
-            if difference := difference_of(what, value, expected, scale):
+            if difference := difference_of(what, value, expected, scale, wider):
                 return difference
         if placed.split is not None and _has_padding(found, placed):
             return f"the padding of the gradient of {name} is not zero"
     for name, expected in whole.buffers.items():
         found = [outcome.buffers[name] for outcome in outcomes]
         for what, value in _assembled(f"the buffer {name}", model.placements[name], found):
-            if difference := difference_of(what, value, expected, 1.0):
+            if difference := difference_of(what, value, expected, 1.0, wider):
                 return difference
     return None
+
+
+def _coarseness(captured: CapturedModel) -> float:
+    """That of the narrowest floating-point type of any value."""
+    types = {getattr(torch, value.dtype) for node in captured.graph.nodes for value in node.outputs}
+    return max(coarseness(dtype) for dtype in types if dtype.is_floating_point)
 
 
 def _or_zeros(gradient: torch.Tensor | None, whole: torch.Tensor, placed: TensorPlacement, shards: int) -> torch.Tensor:
@@ -225,12 +233,13 @@ def _first_value_that_differs(
         return _values(model.local, state, batch, device, _DrawnTogether(model=model, group=group))
 
     shards = Lockstep[dict[str, torch.Tensor]](model.shards).run(run)
+    wider = _coarseness(model.whole)
     for node in model.whole.exported.program.nodes:
         if node.name not in expected or any(node.name not in values for values in shards):
             continue
         found = [values[node.name] for values in shards]
         for what, value in _assembled(node.name, model.placements[node.name], found):
-            if value.shape != expected[node.name].shape or difference_of(what, value, expected[node.name], 1.0):
+            if value.shape != expected[node.name].shape or difference_of(what, value, expected[node.name], 1.0, wider):
                 return f", first in {what} ({node.target}, {model.placements[node.name]})"
     return ""
 
@@ -250,7 +259,7 @@ def _values(
     )
     made: dict[str, torch.Tensor] = {}
 
-    class Recording(fx.Interpreter):
+    class Recorder(fx.Interpreter):
         def run_node(self, node: fx.Node) -> Any:
             value = super().run_node(node)
             if isinstance(value, torch.Tensor):
@@ -258,7 +267,7 @@ def _values(
             return value
 
     with torch.no_grad():
-        Recording(program, garbage_collect_values=False).run(
+        Recorder(program, garbage_collect_values=False).run(
             *(state[name] for name in names), *(batch[name].clone() for name in given)
         )
     return made

@@ -150,11 +150,16 @@ class PlanMaker:
             plan = self._kept_fractions(plan).plan(float(candidate.recompute))
         return plan
 
-    def capture(self, sizes: Iterable[int]) -> None:
-        """Capture the model at these numbers of samples now, so that the time of a search does not include it."""
-        for samples in sizes:
+    def prepare(self, degrees: Iterable[tuple[int, int, bool]]) -> None:
+        """Capture the model and split its work now, so that the time of a search does not include it.
+
+        ``degrees`` has (samples, tensor-parallel degree, whether it is sequence-parallel) of the plans to come.
+        """
+        for samples, tp, sequence_parallel in degrees:
             with suppress(InputError):
                 self._fingerprint(samples)
+                self._split(samples, tp, sequence_parallel)
+                self.planned.work(samples, tp, sequence_parallel)
 
     def check_captured(self) -> None:
         """Raise the first error if the model could not be captured at any number of samples."""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from auto3d.capture.graph import Graph
 from auto3d.capture.graph_json import graph_from_json, graph_to_json
-from auto3d.capture.interpolate import interpolate
-from auto3d.errors import InputError
 from auto3d.tensor_placement import Kind, Split
 
 if TYPE_CHECKING:
@@ -37,20 +35,6 @@ def local_graph(model: TensorParallelModel, graph: Graph | None = None) -> Local
         copied=frozenset(copied),
         split=model.split,
     )
-
-
-def interpolate_local(first: LocalGraph, second: LocalGraph, micro_batch_size: int) -> LocalGraph:
-    """The LocalGraph for micro-batches of ``micro_batch_size`` samples, from those at two other sizes.
-
-    Raises InputError if the ranks run other operations at one of the two sizes than at the other.
-    """
-    if (first.positions, first.copied, first.split) != (second.positions, second.copied, second.split):
-        raise InputError(
-            f"the model is split in another way at micro-batch size {first.graph.micro_batch_size} than at "
-            f"{second.graph.micro_batch_size}, so its cost at {micro_batch_size} cannot be interpolated; capture it at "
-            f"{micro_batch_size} instead"
-        )
-    return replace(first, graph=interpolate(first.graph, second.graph, micro_batch_size))
 
 
 def local_graph_to_json(local: LocalGraph) -> dict[str, Any]:

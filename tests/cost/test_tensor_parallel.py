@@ -15,8 +15,9 @@ from auto3d.cost.layers import Layer, work_of_layers
 from auto3d.cost.model import CostModel
 from auto3d.cost.plan_memory import FRAGMENTATION
 from auto3d.cost.sub_pipelined import sub_pipelined_s
+from auto3d.cost.times import times_of
 from auto3d.cost.training_options import TrainingOptions
-from auto3d.cost.work import Work, work_of, work_of_tensor_parallel
+from auto3d.cost.work import SUMMED, Work, work_of, work_of_tensor_parallel, work_scaled
 from auto3d.partition.merak import shard
 from auto3d.partition.methods.uniform import uniform
 from auto3d.partition.stage import cut
@@ -24,9 +25,11 @@ from auto3d.plan import Plan, PlanError, StagePlan, stages_between
 from auto3d.runtime.settings import state_copies
 from auto3d.schedule import schedule_of
 from auto3d.tensor.conversions import Collective
-from auto3d.tensor.local_graph import interpolate_local, local_graph, local_graph_from_json, local_graph_to_json
+from auto3d.tensor.local_graph import local_graph, local_graph_from_json, local_graph_to_json
 from auto3d.tensor.model import TensorParallelModel, tensor_parallel
+from auto3d.tensor.planned_split import planned_split
 from auto3d.tensor_placement import Split
+from tests.cost.test_model import gpt2, tokens
 from tests.distributed.parity import ADAMW
 from tests.models import FEATURES, captured
 
@@ -61,6 +64,43 @@ def works(model: TensorParallelModel, **keywords) -> tuple[Work, Work]:
     return whole, work_of_tensor_parallel(whole, local_graph(model), **keywords)
 
 
+@pytest.mark.parametrize("shards", [2, 4])
+def test_gpt2_by_its_known_rules_has_megatrons_split(shards):
+    """Per layer two all-reduces forward and two backward, one more for the embedding and one for the head."""
+    specs = tokens(256, 32).input_specs()
+    whole = capture(lambda: gpt2(2, 64), specs, 2)
+    model = tensor_parallel(whole, shards, split=planned_split(whole, shards, rules={}))
+    alone, one = works(model)
+    graph = whole.graph
+    products = [p for p, node in enumerate(graph.nodes) if node.flops]
+    assert all(one.flops[p] == alone.flops[p] / shards for p in products)
+    norms = [p for p, node in enumerate(graph.nodes) if "layer_norm" in node.operator]
+    assert all(one.moved[p] == alone.moved[p] > 0 for p in norms)
+    activation = 2 * 32 * 64 * 4
+    forward, backward = ([each.size for each in one.exchanges if each.forward == way] for way in (True, False))
+    loss = 2 * 32 * 4  # the largest logit of each token; then, at once, a sum and the logit of the label
+    assert forward == [activation] * 5 + [loss, 2 * loss]
+    assert backward == [activation] * 5
+    host = Accelerator(launch_s=0.0, collective_launch_s=1e-3)
+    assert times_of(one, host).forward_launch[-1] == pytest.approx(len(forward) * (shards - 1) * 1e-3)
+    assert times_of(one, host).backward_launch[-1] == pytest.approx(len(backward) * (shards - 1) * 1e-3)
+
+
+def test_a_rank_has_the_same_part_of_a_larger_micro_batch():
+    """Work at one size, scaled to another, against what follows from the local Graph of that size."""
+    split = tensor_parallel(captured("gpt2", 2), 2).split
+    small, large = (works(tensor_parallel(captured("gpt2", n), 2, split=split)) for n in (2, 8))
+    found = work_scaled(small[1], small[0], large[0], 4.0)
+    for name in (*SUMMED, "crossing"):
+        mine, truth = getattr(found, name), getattr(large[1], name)
+        assert mine.sum() == pytest.approx(truth.sum(), rel=0.02), name
+        if name in ("flops", "parameters", "saved"):
+            assert mine == pytest.approx(truth, rel=0.02, abs=1.0), name
+    assert sum(each.size for each in found.exchanges) == pytest.approx(
+        sum(each.size for each in large[1].exchanges), rel=0.02
+    )
+
+
 def test_a_feed_forward_has_megatrons_split_and_collectives():
     whole, model = feed_forward()
     alone, half = works(model, precision="float16")
@@ -75,11 +115,11 @@ def test_a_feed_forward_has_megatrons_split_and_collectives():
     relu = next(p for p, node in enumerate(whole.graph.nodes) if "relu" in node.operator)
     assert half.moved[relu] == alone.moved[relu] / 2 > 0
     size = 8 * 16 * 2  # samples × features × bytes
-    found = [(one.collective, one.position, one.before, one.forward, one.size) for one in half.exchanges]
-    assert found == [
-        (Collective.ALL_REDUCE, first, True, False, size),
-        (Collective.ALL_REDUCE, last, False, True, size),
-    ]
+    found = [(one.collective, one.forward, one.size) for one in half.exchanges]
+    assert found == [(Collective.ALL_REDUCE, False, size), (Collective.ALL_REDUCE, True, size)]
+    backward, forward = half.exchanges
+    assert backward.boundary == first, "the gradient of the input is summed after the first product's backward"
+    assert last < forward.boundary < len(whole.graph.nodes)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -121,15 +161,9 @@ def test_every_conversion_is_one_exchange_for_each_direction_in_which_it_communi
     assert backward
 
 
-def test_a_local_graph_is_stored_and_interpolated():
-    split = tensor_parallel(captured("gpt2", 2), 2).split
-    first, second, third = (local_graph(tensor_parallel(captured("gpt2", n), 2, split=split)) for n in (2, 4, 6))
-    assert local_graph_from_json(local_graph_to_json(first)) == first
-    between = interpolate_local(first, second, 6)
-    assert between.positions == third.positions
-    assert [(n.flops, n.outputs, n.saved_bytes) for n in between.graph.nodes] == [
-        (n.flops, n.outputs, n.saved_bytes) for n in third.graph.nodes
-    ]
+def test_a_local_graph_is_stored():
+    local = local_graph(tensor_parallel(captured("gpt2", 2), 2, sequence_parallel=True))
+    assert local_graph_from_json(local_graph_to_json(local)) == local
 
 
 def plan_for(graph_stages: tuple[StagePlan, ...], *, tp: int, pp: int, **changes) -> Plan:
