@@ -25,6 +25,7 @@ from tabulate import tabulate
 from auto3d.capture.shard import Shard
 from auto3d.errors import InputError
 from auto3d.partition.methods.uniform import uniform
+from auto3d.plan import SUB_PIPELINED
 from auto3d.runtime.measurement import Environment
 from auto3d.runtime.rank import check_plan
 from auto3d.runtime.settings import TrainingSettings
@@ -181,16 +182,26 @@ def ours(report: Report, processes: Processes, model: str, *, name: str, options
 
 def tensor_cells() -> Iterator[tuple[str, dict]]:
     """Label and axes of each tensor-parallel row."""
-    for sequence, tp in product((False, True), (2, 4)):
-        label = f"tp {tp}{', sequence parallel' if sequence else ''}"
-        yield label, {"dp": 1, "tp": tp, "pp": 1, "sequence_parallel": sequence, "schedule": "1f1b"}
-    for sequence, schedule in product((False, True), tensor_grid.SCHEDULES_OF_TWO):
-        label = f"dp 2, tp 2, pp 2, {schedule}{', sequence parallel' if sequence else ''}"
-        yield label, {"dp": 2, "tp": 2, "pp": 2, "sequence_parallel": sequence, "schedule": schedule}
+    changes: dict[str, dict] = {
+        "": {},
+        "sequence parallel": {"sequence_parallel": True},
+        "sub-pipelined": {"overlap": SUB_PIPELINED},
+        "known rules": {"rules": tensor_grid.KNOWN},
+    }
+    degrees: dict[str, dict] = {
+        "tp 2": {"dp": 1, "tp": 2, "pp": 1},
+        "tp 4": {"dp": 1, "tp": 4, "pp": 1},
+    } | {
+        f"dp 2, tp 2, pp 2, {schedule}": {"dp": 2, "tp": 2, "pp": 2, "schedule": schedule}
+        for schedule in tensor_grid.SCHEDULES_OF_TWO
+    }
+    for (size, axes), (change, others) in product(degrees.items(), changes.items()):
+        if axes["pp"] == 1 or change != "known rules":
+            yield ", ".join(filter(None, (size, change))), axes | others
 
 
 def tensor_parallel(report: Report, processes: Processes, model: str, *, axes: dict) -> str:
-    plan = tensor_grid.plan_of(tensor_grid.TensorCell(model=model, recompute="none", **axes))
+    plan = tensor_grid.plan_of(tensor_grid.TensorCell(model=model, **axes))
     try:
         ranks = processes.run(plan.ranks, run_rank, model, plan, SLOW)
     except AssertionError as error:
@@ -211,13 +222,11 @@ def tensor_parallel(report: Report, processes: Processes, model: str, *, axes: d
     return report.cell("tensor-parallel", "right", error=error)
 
 
-def share_that_is_split(model: str, *, tp: int) -> str:
+def share_that_is_split(model: str, *, tp: int, rules: str) -> str:
     """How much of the bytes of the parameters is split."""
-    cell = tensor_grid.TensorCell(
-        model=model, dp=1, tp=tp, pp=1, sequence_parallel=False, schedule="1f1b", recompute="none"
-    )
+    plan = tensor_grid.plan_of(tensor_grid.TensorCell(model=model, dp=1, tp=tp, pp=1, rules=rules))
     sizes = {name: value.bytes for name, value in captured(model, tensor_grid.SAMPLES).graph.parameters.items()}
-    split = sum(sizes.get(name, 0) for name in tensor_grid.plan_of(cell).split)
+    split = sum(sizes.get(name, 0) for name in plan.split)
     return f"{split / sum(sizes.values()):.0%} split"
 
 
@@ -339,7 +348,10 @@ def main() -> None:
     ten = table("pp 4", TIED, of_tied)
     processes.close()
     processes = Processes(8)
-    shares = {f"tp {tp}, parameters": partial(share_that_is_split, tp=tp) for tp in (2, 4)}
+    shares = {
+        f"tp {tp}, parameters, {rules}": partial(share_that_is_split, tp=tp, rules=rules)
+        for rules, tp in product(tensor_grid.RULES, (2, 4))
+    }
     of_tensor = {label: partial(tensor_parallel, report, processes, axes=axes) for label, axes in tensor_cells()}
     tensor = table("", tensor_grid.MODELS, shares, of_tensor)
     processes.close()
@@ -398,11 +410,13 @@ lives on one rank, so Chimera and GEMS have no counterpart.
 
 ## Tensor parallelism
 
-The split is the one that auto3d derives from the graph alone. The models have four heads, LLaMA two of keys and values,
-and vocabularies are of 255 tokens, which no degree divides. A rank's shard is compared with its part of the whole
-tensor, by the bound of the whole tensor. There are {tensor_micro_batches} micro-batches per replica,
-and the learning rate is a tenth of that above; all else is the same. `make parity` runs more cells, with recomputation
-and with dropout on what all ranks of a group hold (`tests/distributed/tensor_grid.py`).
+The split is the one that auto3d derives from the graph alone, or that of the rules that transformers or auto3d has for
+the model (*known rules*); the first rows say which fraction of the parameters' bytes it splits. *Sub-pipelined*: two
+halves of each micro-batch take turns. The models have four heads, LLaMA two of keys and values, and vocabularies are of
+255 tokens, which no degree divides. A rank's shard is compared with its part of the whole tensor, by the bound of the
+whole tensor. There are {tensor_micro_batches} micro-batches per replica, and the learning rate is
+a tenth of that above; all else is the same. `make parity` runs more cells, with recomputation and with dropout on what
+all ranks of a group hold (`tests/distributed/tensor_grid.py`).
 
 {tensor}
 
