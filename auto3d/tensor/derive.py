@@ -9,11 +9,13 @@ Layers repeat, so the options of an operation are computed once for all operatio
 placements of operands.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice, pairwise
+from itertools import pairwise
 from math import inf
+from operator import itemgetter
 
 from torch import fx
 
@@ -168,8 +170,6 @@ class _Search:
         self._operations = tuple(operations)
         self._split = split
         self._sequence_parallel = sequence_parallel
-        # Copied state is summed once per iteration; with few micro-batches that costs as much as a collective in each.
-        self._sync = 1e-3 if sequence_parallel else 1.0
         self._state_names = exported.parameters.keys() | exported.buffers.keys()
         self._written = {name for name, buffer in exported.buffers.items() if buffer in exported.written_buffers}
         self._flops = {node.name: node.flops for node in graph.nodes}
@@ -186,7 +186,7 @@ class _Search:
         self._options: dict[tuple, tuple[_Option, ...]] = {}
         self._beams: dict[_Beam, _Beam] = {}
         self._advanced: dict[tuple, tuple[_Beam, int, tuple[_Reached, ...]]] = {}
-        self._debts: dict[tuple[_Operand, int], float] = {}
+        self._debts: dict[tuple[_Operand, int], int] = {}
         self._between: dict[tuple[_Operand, int, int], float] = {}
 
     def run(self, states: int) -> Derivation:
@@ -263,27 +263,21 @@ class _Search:
         result is. At most a quarter of them agree in how weights are placed that are used again, for such a choice may
         pay off only at the end of the model.
         """
-        if len(beam) <= _FEW:
-            return dict(beam)
-
-        def rank(item: tuple[tuple[int, ...], int]) -> int:
-            return item[1] + sum(map(self._debt, values, item[0]))
-
+        kept: list[tuple[tuple[int, ...], int]] = []
+        for state, cost in sorted(beam.items(), key=itemgetter(1)):
+            if not any(c + self._cost_between(values, other, state, cost - c) <= cost for other, c in kept[:_FEW]):
+                kept.append((state, cost))
+        if len(kept) <= states // 4:
+            return dict(kept)
         of_state = [place for place, value in enumerate(values) if value.is_state]
-        counts: dict[tuple[int, ...], int] = {}
-        kept: dict[tuple[int, ...], int] = {}
-        for state, cost in sorted(beam.items(), key=rank):
+        counts: Counter[tuple[int, ...]] = Counter()
+        best: dict[tuple[int, ...], int] = {}
+        for state, cost in sorted(kept, key=lambda item: item[1] + sum(map(self._debt, values, item[0]))):
             weights = tuple([state[place] for place in of_state])
-            if counts.get(weights, 0) >= states // 4:
-                continue
-            champions = islice(kept.items(), _FEW)
-            if any(c + self._cost_between(values, other, state, cost - c) <= cost for other, c in champions):
-                continue
-            counts[weights] = counts.get(weights, 0) + 1
-            kept[state] = cost
-            if len(kept) == states:
-                break
-        return kept
+            counts[weights] += 1
+            if counts[weights] <= states // 4 and len(best) < states:
+                best[state] = cost
+        return best
 
     def _debt(self, value: _Operand, placements: int) -> int:
         """The cost of reducing ``value`` if it is only partial."""
@@ -407,8 +401,8 @@ class _Search:
             cost, chosen = partway.cost, partway.chosen
             if first is not None:
                 available, chosen = frozenset({first}), (*chosen, (number, first))
-                if first == COPIED:
-                    cost += self._sync * self._all_reduce(operand)
+                if first == COPIED and operand.dims > 1:  # its gradient is summed, though only once per iteration
+                    cost += self._all_reduce(operand)
             for extra, path in self._paths(operand, available, need):
                 sets = list(partway.available)
                 sets[number] = available.union(path[1:])
