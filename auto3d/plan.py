@@ -93,11 +93,11 @@ class Plan:
     def ranks(self) -> int:
         return sum(len(ranks) for ranks in self.placement)
 
-    def position(self, rank: int) -> tuple[int, int, int]:
-        """(pipeline device, pipeline, replica of the device's stages) of ``rank``."""
+    def position(self, rank: int) -> tuple[int, int, int, int]:
+        """(pipeline device, pipeline, replica of the device's stages, shard of their weights) of ``rank``."""
         device = next(device for device, ranks in enumerate(self.placement) if rank in ranks)
-        index = self.placement[device].index(rank) // self.tp
-        return device, *divmod(index, len(self.placement[device]) // (self.dp * self.tp))
+        index, shard = divmod(self.placement[device].index(rank), self.tp)
+        return device, *divmod(index, len(self.placement[device]) // (self.dp * self.tp)), shard
 
     def __post_init__(self) -> None:
         check_degrees(

@@ -12,7 +12,7 @@ from auto3d.capture.model import CapturedModel, capture
 from auto3d.cluster import Cluster
 from auto3d.cost.model import CostModel, Estimate
 from auto3d.cost.training_options import TrainingOptions
-from auto3d.cost.work import Work, work_of
+from auto3d.cost.work import Work, work_of, work_of_tensor_parallel
 from auto3d.errors import InputError
 from auto3d.partition.merak import Sharding, shard
 from auto3d.plan import Plan
@@ -21,6 +21,10 @@ from auto3d.search.make import PlanMaker
 from auto3d.search.planned_model import PlannedGraphs
 from auto3d.search.search import Budget, Ranked, Search
 from auto3d.search.space import Candidate, Domain, SearchSpace, Workload
+from auto3d.tensor.local_graph import local_graph
+from auto3d.tensor.model import tensor_parallel
+from auto3d.tensor.planned_split import planned_split
+from auto3d.tensor_placement import Split
 
 
 class Planner:
@@ -28,6 +32,7 @@ class Planner:
 
     ``build`` makes the module; ``inputs`` names the keyword arguments of its forward, which must return the loss (or an
     output that has it). Every Plan trains on ``global_batch`` samples per iteration with this ``seed``.
+    ``tensor_rules`` say how tensor parallelism splits weights, as the key model.tensor_parallel of a recipe does.
     """
 
     def __init__(
@@ -39,6 +44,7 @@ class Planner:
         global_batch: int,
         seed: int = 0,
         training: TrainingOptions | None = None,
+        tensor_rules: Mapping[str, str] | None = None,
     ) -> None:
         self.cluster = cluster
         self._capture = cache(lambda samples: capture(build, inputs, samples, device=cluster.device))
@@ -52,7 +58,16 @@ class Planner:
         def work(graph: Graph) -> Work:
             return work_of(graph, cuts(graph), precision=precision)
 
-        model = PlannedGraphs(lambda samples: self._capture(samples).graph, work, cuts)
+        def split(samples: int, tp: int, sequence_parallel: bool) -> dict[str, Split]:
+            rules = tensor_rules or {}
+            return planned_split(self._capture(samples), tp, rules=rules, sequence_parallel=sequence_parallel)
+
+        def split_work(samples: int, tp: int, sequence_parallel: bool) -> Work:
+            chosen = model.split(samples, tp, sequence_parallel)
+            rank = tensor_parallel(self._capture(samples), tp, split=chosen, sequence_parallel=sequence_parallel)
+            return work_of_tensor_parallel(model.work(samples), local_graph(rank), precision=precision)
+
+        model = PlannedGraphs(lambda samples: self._capture(samples).graph, work, cuts, split, split_work)
         self._model = CostModel(cluster, training or TrainingOptions(), model.work)
         self._maker = PlanMaker(model, self._model, self._workload)
 
@@ -65,9 +80,10 @@ class Planner:
         return self._sharding(micro_batch_size)
 
     def plan(self, **choices: Any) -> Plan:
-        """The Plan of these choices, the fields of a Candidate, such as dp=2, tp=1, pp=4, micro_batch_size=2.
+        """The Plan of these choices, the fields of a Candidate, such as dp=2, tp=2, pp=4, micro_batch_size=2.
 
-        ``partition`` names the method that cuts the stages. Raises InputError where no Plan is possible, or a device of
+        ``partition`` names the method that cuts the stages; ``sequence_parallel`` and ``tensor_overlap`` are as in a
+        Plan. Raises InputError where no Plan is possible, or a device of
         the cluster lacks the memory for it.
         """
         return self._maker.plan(Candidate(**choices))

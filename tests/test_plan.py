@@ -112,5 +112,8 @@ def test_a_stage_may_have_replicas_of_its_own():
     )
     assert Plan.from_json(uneven.to_json()) == uneven
     assert (uneven.ranks, uneven.micro_batches) == (6, 4)
-    device_replica_part = [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1), (1, 0, 0), (1, 1, 0)]
-    assert [uneven.position(rank) for rank in range(6)] == device_replica_part
+    positions = [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1), (1, 0, 0), (1, 1, 0)]
+    assert [uneven.position(rank) for rank in range(6)] == [(*position, 0) for position in positions]
+    split = replace(uneven, tp=2, placement=place_ranks(dp=2, pp=2, tp=2, replicas=[2, 1]))
+    by_shard = [(*position, shard) for position in positions for shard in (0, 1)]
+    assert [split.position(rank) for rank in range(12)] == by_shard

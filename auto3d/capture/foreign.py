@@ -4,9 +4,13 @@ An initialiser runs many operations on one or a few parameters: it draws until a
 orthogonalises. So the most recently used parameters keep their memory, up to a limit, and the others lose their memory
 and their values. Everything that is computed from lost values is tracked, and refused where it would affect the model's
 structure or control flow.
+
+Of a parameter that tensor parallelism splits, the process keeps its shard when the parameter loses its memory. If the
+parameter gets memory again, the shard is put back there. It stays right under operations that compute each element by
+itself, such as a later scaling.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from auto3d.allocator import return_freed_memory
+from auto3d.capture.shard import Shard
 from auto3d.errors import InputError
 
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # assignment to ``tensor.data``, a C property
@@ -51,6 +56,7 @@ _OF_SHAPE = frozenset(
     }.items()
     for suffix in suffixes
 )
+_COPYING = frozenset(("_to_copy", "clone", "detach"))  # operators whose result has the elements that they read
 # Operators whose result can affect Python code, or whose number of random draws depends on what they read.
 _DECIDING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded)
 # Methods that read or expose a tensor's memory without the dispatcher.
@@ -73,10 +79,17 @@ class ForeignWeights(TorchDispatchMode):
     A foreign parameter is one whose values this process will not keep, such as a parameter of another stage. ``names``
     lists, for each parameter that the module registers, in order, its name if it is foreign, else None; without
     ``names``, all are foreign. The most recently used ones keep their memory, up to a total of two parameters of the
-    largest size or ``at_least_bytes``, whichever is more.
+    largest size or ``at_least_bytes``, whichever is more. Of the foreign parameters in ``shards``, the process keeps
+    that shard (``take_shard``).
     """
 
-    def __init__(self, names: Sequence[str | None] | None = None, *, at_least_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        names: Sequence[str | None] | None = None,
+        *,
+        at_least_bytes: int = 0,
+        shards: Mapping[str, Shard] | None = None,
+    ) -> None:
         super().__init__()
         self.error: LostValueError | None = None  # the first error, since the module's code may have caught it
         self._names = None if names is None else iter(names)
@@ -89,6 +102,9 @@ class ForeignWeights(TorchDispatchMode):
         self._exposed: set[int] = set()  # storages whose memory was exposed to numpy
         # Storage -> name of the parameter whose lost values it depends on; the weak reference keeps the key unique.
         self._lost: dict[int, tuple[StorageWeakRef, str]] = {}
+        self._shards = shards or {}
+        self._kept: dict[str, torch.Tensor] = {}  # name -> its shard, while the parameter has no memory
+        self._right: dict[int, StorageWeakRef] = {}  # lost storages in which this process's shard is right
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -111,14 +127,44 @@ class ForeignWeights(TorchDispatchMode):
             self._limit_bytes = max(self._limit_bytes, _RESIDENT * parameter.nbytes)
             self._hold(parameter)
 
-    def owns(self, parameter: torch.Tensor) -> bool:
-        """Whether ``parameter`` was registered as foreign."""
-        return id(parameter) in self._name_of
-
     def source_of_loss(self, tensor: torch.Tensor) -> str | None:
         """Name of a parameter whose lost values ``tensor`` depends on; None if its values are the real ones."""
         lost = self._lost.get(_storage_key(tensor))
         return None if lost is None else lost[1]
+
+    def name_of(self, parameter: torch.Tensor) -> str | None:
+        """The name under which ``parameter`` was registered as foreign, if it was."""
+        known = self._name_of.get(id(parameter))
+        return None if known is None else known[1]
+
+    def take_shard(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """This process's shard of a foreign ``parameter``, once; None if its values are lost as well."""
+        name = self._name_of[id(parameter)][1]
+        key = _storage_key(parameter)
+        if key in self._empty:
+            return self._kept.pop(name, None)
+        with torch.no_grad():
+            return None if self._is_wrong(key) else self._shards[name].of(parameter)
+
+    def _is_wrong(self, key: int) -> bool:
+        """Whether the values in a storage are lost, those of this process's shard included."""
+        return key in self._lost and key not in self._right
+
+    def _keep_shard(self, parameter: nn.Parameter) -> None:
+        """Keep this process's shard of ``parameter``, which is about to lose its memory."""
+        name = self._name_of[id(parameter)][1]
+        if name in self._shards and not self._is_wrong(_storage_key(parameter)):
+            with torch.no_grad():
+                self._kept[name] = self._shards[name].of(parameter)
+
+    def _put_back(self, key: int) -> None:
+        """Write the shard that was kept back into the new memory of its parameter."""
+        parameter = self._of_storage[key]
+        kept = self._kept.pop(self._name_of[id(parameter)][1], None)
+        if kept is not None:
+            with torch.no_grad():
+                self._shards[self._name_of[id(parameter)][1]].put_back(kept, parameter)
+            self._right[key] = StorageWeakRef(parameter.untyped_storage())
 
     def release_all(self) -> None:
         """Free the memory of all foreign parameters."""
@@ -159,6 +205,7 @@ class ForeignWeights(TorchDispatchMode):
             if size is None:
                 size = self._empty.pop(key)
                 self._of_storage[key].untyped_storage().resize_(size)
+                self._put_back(key)
                 self._has_grown = True
             self._resident[key] = size
 
@@ -186,6 +233,8 @@ class ForeignWeights(TorchDispatchMode):
 
     def _empty_storage(self, key: int) -> None:
         parameter = self._of_storage[key]
+        self._keep_shard(parameter)
+        self._right.pop(key, None)
         if not parameter.untyped_storage().resizable():  # memory that numpy allocated
             self._forget(key)
             with torch._C.DisableTorchFunction():
@@ -233,13 +282,45 @@ class ForeignWeights(TorchDispatchMode):
         if name == "set_":
             self.storage_changed(args[0])
         if source is not None:
+            for tensor in written:
+                if not self._keeps_right(func, tensor, read):
+                    self._right.pop(_storage_key(tensor), None)
             for tensor in [*written, *_tensors(result)]:
                 self._lose(tensor, source)
+            known = {_storage_key(tensor) for tensor in tensors}
+            for tensor in _tensors(result):
+                if (key := _storage_key(tensor)) not in known and self._gives_right(func, name, tensor, read):
+                    self._right[key] = StorageWeakRef(tensor.untyped_storage())
         elif overwrites:
             for tensor in written:
                 if tensor.nbytes == tensor.untyped_storage().nbytes():
                     self._lost.pop(_storage_key(tensor), None)
+                    self._right.pop(_storage_key(tensor), None)
         return result
+
+    def _keeps_right(self, func: Any, target: torch.Tensor, read: Sequence[torch.Tensor]) -> bool:
+        """Whether each element that ``func`` writes to ``target`` depends on no lost value but itself."""
+        lost = [tensor for tensor in read if self.source_of_loss(tensor) is not None]
+        same = all(
+            _storage_key(tensor) == _storage_key(target)
+            and tensor.storage_offset() == target.storage_offset()
+            and (tensor.shape, tensor.stride()) == (target.shape, target.stride())
+            for tensor in lost
+        )
+        return not lost or (same and torch.Tag.pointwise in func.tags)
+
+    def _gives_right(self, func: Any, name: str, result: torch.Tensor, read: Sequence[torch.Tensor]) -> bool:
+        """Whether each element of the new tensor ``result`` depends on no lost value but the one in its place.
+
+        This is so where a module is converted to another type: all its parameters are copied.
+        """
+        lost = [tensor for tensor in read if self.source_of_loss(tensor) is not None]
+        in_place = all(
+            _storage_key(tensor) in self._right and _is_all_in_order(tensor) and tensor.numel() == result.numel()
+            for tensor in lost
+        )
+        by_element = torch.Tag.pointwise in func.tags or name in _COPYING
+        return by_element and in_place and _is_all_in_order(result)
 
     def _decides(self, func: Any, name: str, args: tuple) -> bool:
         """Whether lost values that ``func`` reads affect more than values: Python code, a shape, a random draw."""
@@ -267,6 +348,11 @@ class _RawAccess(TorchFunctionMode):
 
 def _storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def _is_all_in_order(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has all elements of its memory, in their order."""
+    return tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

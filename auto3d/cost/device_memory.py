@@ -60,7 +60,8 @@ def predict(
 ) -> tuple[DeviceMemory, ...]:
     """The peak memory of each pipeline device.
 
-    ``graph`` is captured at the number of samples that one operation of ``schedule`` runs. The optimizer's state is
+    ``graph`` is captured at the number of samples that one operation of ``schedule`` runs. Under tensor parallelism
+    it is the local Graph, and the stages of ``plan`` are those of the local Graph too. The optimizer's state is
     ``optimizer_copies`` times each trained parameter. An update allocates ``update_copies`` times the parameter at hand
     and the parameter before it; (0, 0) where the device has fused kernels for the update.
     """
@@ -100,7 +101,9 @@ def predict(
                     for stage, pipe in here
                 ),
                 gradients=learned,
-                optimizer=optimizer_copies * learned // (len(plan.placement[device]) if plan.shard_optimizer else 1),
+                optimizer=optimizer_copies
+                * learned
+                // (len(plan.placement[device]) // plan.tp if plan.shard_optimizer else 1),
                 activations=activations,
                 inputs=inputs,
                 messages=messages,

@@ -12,8 +12,9 @@ import numpy as np
 
 from auto3d.cluster import Accelerator
 from auto3d.cost.times import Times, before, times_of
-from auto3d.cost.work import PRECISION_BYTES, Work
+from auto3d.cost.work import PRECISION_BYTES, Exchange, Work, repeated_range
 from auto3d.errors import InputError
+from auto3d.tensor.conversions import Collective
 
 BACKWARD_TRAFFIC = 1.75  # traffic of the backward over that of the forward, for the operations of a transformer block
 
@@ -36,18 +37,35 @@ class Layer:
     reductions: int = 0  # tensor-parallel all-reduces of the output in the forward, and as many in the backward
 
 
-def work_of_layers(layers: Sequence[Layer], samples: int, *, precision: str) -> Work:
-    """The work of a micro-batch, one position per layer; launches are zero because the measured times include them."""
+def work_of_layers(layers: Sequence[Layer], samples: int, tp: int = 1, *, precision: str) -> Work:
+    """The work of a micro-batch on one of ``tp`` devices, one position per layer.
+
+    Tensor parallelism divides the layers with parameters or FLOPs, except for what each says. Launches are zero because
+    the measured times include them.
+    """
     size = samples * PRECISION_BYTES[precision]
 
     def each(name: str) -> np.ndarray:
         return np.array([getattr(layer, name) for layer in layers], dtype=float)
 
-    flops, traffic, none = samples * each("flops"), size * each("traffic"), np.zeros(len(layers))
-    reduced = size * each("output") * each("reductions")
+    fraction = np.where((each("flops") > 0) | (each("parameters") > 0), 1 / tp, 1.0)
+    flops, none = fraction * samples * each("flops"), np.zeros(len(layers))
+    traffic = size * (fraction * (each("traffic") - each("undivided")) + each("undivided"))
     crossing = np.concatenate([[0.0], size * each("output")])
     crossing[-1] = 0.0
     products = np.where(flops > 0, each("products"), 0.0)
+    exchanges = [
+        Exchange(
+            collective=Collective.ALL_REDUCE,
+            position=position,
+            before=not forward,
+            forward=forward,
+            size=size * layer.output,
+        )
+        for position, layer in enumerate(layers)
+        for forward in ([False, True] if layer.flops else [True])
+        for _ in range(layer.reductions)
+    ]
     return Work(
         flops=flops,
         backward_flops=2 * flops,
@@ -56,20 +74,25 @@ def work_of_layers(layers: Sequence[Layer], samples: int, *, precision: str) -> 
         backward_products=2 * products,
         moved=traffic,
         backward_moved=BACKWARD_TRAFFIC * traffic,
-        undivided=size * each("undivided"),
         launches=none,
         backward_launches=none,
         softmaxes=none,
-        parallel=(each("flops") > 0) | (each("parameters") > 0),
-        reduced=reduced,
-        backward_reduced=np.where(flops > 0, reduced, 0.0),
-        parameters=each("parameters"),
-        saved=size * each("saved"),
-        deferred=size * each("saved"),
+        parameters=fraction * each("parameters"),
+        copied=none,
+        saved=fraction * size * each("saved"),
+        deferred=fraction * size * each("saved"),
         fixed=none,
         working=none,
+        blocks=np.where(flops > 0, each("reductions") / 2, 0.0),
         crossing=crossing,
-        tied=tuple((layer.tied, (0, position)) for position, layer in enumerate(layers) if layer.tied),
+        repeated=repeated_range(
+            list(np.flatnonzero(each("reductions"))),
+            np.flatnonzero((flops > 0) & (each("reductions") > 0)),
+            len(layers),
+        ),
+        tied=tuple((fraction[0] * layer.tied, (0, position)) for position, layer in enumerate(layers) if layer.tied),
+        shards=tp,
+        exchanges=tuple(exchanges) if tp > 1 else (),
     )
 
 
@@ -95,7 +118,7 @@ def times_of_layers(
     measured_s = np.array(measured[accelerator.name, 1])
     work = work_of_layers(layers, 1, precision=precision)
     one, many = (
-        times_of(work_of_layers(layers, count, precision=precision), accelerator, tp) for count in (1, samples)
+        times_of(work_of_layers(layers, count, tp, precision=precision), accelerator) for count in (1, samples)
     )
     # The device cannot be busy for longer than the measured time. Where the estimate is longer, scale it down.
     busy = np.diff(times_of(work, accelerator).forward)

@@ -13,22 +13,27 @@ import numpy as np
 
 from auto3d.cluster import Accelerator, Cluster, Link
 from auto3d.cost.closed_forms import amp_s, chimera_s
-from auto3d.cost.collectives import ring_s, tree_s
+from auto3d.cost.collectives import GroupLink
 from auto3d.cost.model_work import ModelWork
 from auto3d.cost.placed import PlacedTraffic
 from auto3d.cost.plan_memory import PlanMemory
+from auto3d.cost.sub_pipelined import Segment, sub_pipelined_s
 from auto3d.cost.tables import without
 from auto3d.cost.times import Times, before, times_of
 from auto3d.cost.training_options import TrainingOptions
-from auto3d.cost.work import PRECISION_BYTES, Work
-from auto3d.plan import Plan, StagePlan
+from auto3d.cost.work import PRECISION_BYTES, WorkAt
+from auto3d.plan import SUB_PIPELINED, Plan, PlanError, StagePlan
 from auto3d.schedule.operation import Kind
 from auto3d.schedule.shape import Shape, shape_of
 from auto3d.simulate.costs import Costs, MessageCost, SharedMachine
 from auto3d.simulate.simulate import simulate
+from auto3d.tensor.conversions import Collective
 
 SecondsOf = Callable[[Shape, Costs], float]  # seconds of an iteration: the simulator or a closed form
-TimesOf = Callable[[int, Accelerator, int], Times]  # arguments: samples, kind of device, tensor-parallel degree
+TimesOf = Callable[[int, Accelerator, int, bool], Times]
+"""Arguments: samples, kind of device, tensor-parallel degree, whether it is sequence-parallel."""
+
+Split = tuple[int, bool]  # tensor-parallel degree, whether it is sequence-parallel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +65,7 @@ class PipelineTimes:
 
 
 class CostModel:
-    """Estimates Plans of one model on ``cluster``; ``work_at`` makes the model's Work at a number of samples.
+    """Estimates Plans of one model on ``cluster``; ``work_at`` makes the Work of one rank at a number of samples.
 
     ``method`` is a key of ``METHODS``: how the time of an iteration follows from the costs of its operations.
     ``measured_in`` names the profile behind ``times_at``; it is empty where times come from the figures of the cluster.
@@ -70,7 +75,7 @@ class CostModel:
         self,
         cluster: Cluster,
         training: TrainingOptions,
-        work_at: Callable[[int], Work],
+        work_at: WorkAt,
         *,
         times_at: TimesOf | None = None,
         method: str = "simulated",
@@ -83,7 +88,8 @@ class CostModel:
         self._work = ModelWork(work_at, training)
         self._memory = PlanMemory(self._work, training)
         self._times = lru_cache(None)(
-            times_at or (lambda samples, accelerator, tp: times_of(self._work.work_at(samples), accelerator, tp))
+            times_at
+            or (lambda samples, accelerator, *split: times_of(self._work.work_at(samples, *split), accelerator))
         )
         self._has_handling = any(any(node.handling) for node in cluster.nodes)
         self._has_slowdown = any(node.slowdown for node in cluster.nodes)
@@ -159,25 +165,32 @@ class CostModel:
     def costs(self, plan: Plan, pipeline: int = 0, *, collectives: bool = True) -> Costs:
         """The costs of one of the plan's dp pipelines, as the simulator takes them.
 
-        Without ``collectives``, tensor-parallel all-reduces take no time.
+        Without ``collectives``, those of tensor parallelism take no time.
         """
         shape = shape_of(plan)
         samples, parts = plan.micro_batch_size // shape.parts, shape.parts
         homes = shape.homes
         traffic = self._traffic_of(plan)
+        split, halved = (plan.tp, plan.sequence_parallel), plan.tp > 1 and plan.tensor_overlap == SUB_PIPELINED
         forward, backward, weight, recompute, update = [], [], [], [], []
         for number, stage in enumerate(plan.stages):
             accelerator = traffic.accelerator(homes[number], pipeline)
-            each, divisor = self._work.slice_of(samples, stage.replicas)
+            if halved and samples // stage.replicas % 2:
+                raise PlanError(
+                    f"tensor_overlap: {SUB_PIPELINED} halves each micro-batch, and a stage runs "
+                    f"{samples // stage.replicas} samples of it at once; use a micro_batch_size that makes them even"
+                )
+            each, divisor = self._work.slice_of(samples, 2 * stage.replicas if halved else stage.replicas)
             link = traffic.tensor[homes[number][0], pipeline] if plan.tp > 1 and collectives else None
-            whole = self._seconds(each, accelerator, plan.tp, link, stage.operations)
+            whole = self._seconds(each, accelerator, split, link, stage.operations, halved)
             forward.append(parts * (whole[0] / divisor + accelerator.micro_batch_s))
             backward.append(parts * whole[1] / divisor)
             weight.append(parts * min(whole[2], whole[1]) / divisor)
             again = 0.0
             if number in shape.recompute:
                 dropped = without(stage.operations, self._work.kept(each, stage))
-                again = self._seconds(each, accelerator, plan.tp, link, dropped)[0] if dropped else 0.0
+                if dropped:
+                    again = self._seconds(each, accelerator, split, link, dropped, halved)[0]
             recompute.append(parts * again / divisor)
             group = plan.placement[homes[number][0]][:: plan.tp]
             update.append(self._update_s(plan, stage, accelerator, group, traffic))
@@ -212,15 +225,15 @@ class CostModel:
         hardware = []
         for homes in shape.homes:
             keys = [(home, pipeline) for home in homes for pipeline in range(plan.dp)]
-            link = min((traffic.tensor[key] for key in keys), key=lambda link: link.bandwidth) if plan.tp > 1 else None
+            link = min((traffic.tensor[key] for key in keys), key=_bandwidth) if plan.tp > 1 else None
             hardware.append((self.cluster.slowest(rank for key in keys for rank in traffic.ranks(*key)), link))
         recompute = bool(shape.recompute)
         seconds = {
-            key: self._between_cuts(samples, key[0], plan.tp, key[1], tuple(cuts), recompute)
+            key: self._between_cuts(samples, key[0], (plan.tp, plan.sequence_parallel), key[1], tuple(cuts), recompute)
             for key in dict.fromkeys(hardware)
         }
         fastest = min(seconds.values(), key=lambda each: float(each.sum()))
-        crossing = self._work.work_at(samples).crossing[list(cuts)]
+        sent, _ = self._crossing(plan, samples, list(cuts))
         links = [
             traffic.messages.link((traffic.ranks(here[0], pipeline)[0], traffic.ranks(there[0], pipeline)[0]))
             for here, there in pairwise(shape.homes)
@@ -228,7 +241,7 @@ class CostModel:
             if here[0] != there[0]
         ]
         slowest = min(links, key=lambda link: link.bandwidth, default=Link(latency_s=0.0, bandwidth=1.0))
-        messages = np.where(crossing > 0, 2 * (slowest.latency_s + crossing / plan.tp / slowest.bandwidth), 0.0)
+        messages = np.where(sent > 0, 2 * (slowest.latency_s + sent / slowest.bandwidth), 0.0)
         return PipelineTimes(
             before=tuple(before(shape.parts * fastest / divisor)),
             messages=tuple(shape.parts * messages if links else 0 * messages),
@@ -238,46 +251,88 @@ class CostModel:
     # Compute
 
     def _make_between_cuts(
-        self, samples: int, accelerator: Accelerator, tp: int, link: Link | None, cuts: tuple[int, ...], recompute: bool
+        self,
+        samples: int,
+        accelerator: Accelerator,
+        split: Split,
+        link: GroupLink | None,
+        cuts: tuple[int, ...],
+        recompute: bool,
     ) -> np.ndarray:
         """[cuts - 1]: seconds of one micro-batch forward and backward between neighbouring ``cuts``."""
         positions = list(cuts)
-        times = np.diff(self._times(samples, accelerator, tp).table[:, positions])
-        reduced = np.zeros((2, len(cuts) - 1))
+        times = np.diff(self._times(samples, accelerator, *split).table[:, positions])
+        exchanged = np.zeros((2, len(cuts) - 1))
         if link is not None:
-            reduced = np.diff(self._collectives(samples, tp, link)[:, positions])
-        forward, backward = np.maximum(times[0] + reduced[0], times[1]), np.maximum(times[2] + reduced[1], times[3])
+            exchanged = np.diff(self._collectives(samples, split, link)[:, positions])
+        forward = np.maximum(times[0] + exchanged[0], times[1])
+        backward = np.maximum(times[2] + exchanged[1], times[3])
         return forward * (2 if recompute else 1) + backward
 
     def _make_seconds(
         self,
         samples: int,
         accelerator: Accelerator,
-        tp: int,
-        link: Link | None,
+        split: Split,
+        link: GroupLink | None,
         operations: tuple[tuple[int, int], ...],
+        halved: bool,
     ) -> tuple[float, float, float]:
-        """Seconds of one micro-batch: forward, backward, and the weight half that the backward contains."""
-        times = self._times(samples, accelerator, tp)
+        """Seconds of one micro-batch: forward, backward, and the weight half that the backward contains.
+
+        If it is ``halved``, it consists of two halves of ``samples`` each, which take turns.
+        """
+        times = self._times(samples, accelerator, *split)
         total = sum((times.range(first, last) for first, last in operations), start=np.zeros(5))
-        reduced = np.zeros(2)
+        if halved:
+            forward, backward = (
+                sub_pipelined_s(self._segments(samples, accelerator, split, link, operations, forward=direction))
+                for direction in (True, False)
+            )
+            return max(forward, 2 * float(total[1])), max(backward, 2 * float(total[3])), 2 * float(total[4])
+        exchanged = np.zeros(2)
         if link is not None:
-            table = self._collectives(samples, tp, link)
-            reduced = sum((table[:, last] - table[:, first] for first, last in operations), start=reduced)
-        forward = max(total[0] + reduced[0], total[1])
-        backward = max(total[2] + reduced[1], total[3])
-        return float(forward), float(backward), float(total[4])
+            table = self._collectives(samples, split, link)
+            exchanged = sum((table[:, last] - table[:, first] for first, last in operations), start=exchanged)
+        forward = max(float(total[0] + exchanged[0]), float(total[1]))
+        backward = max(float(total[2] + exchanged[1]), float(total[3]))
+        return forward, backward, float(total[4])
 
-    def _make_collectives(self, samples: int, tp: int, link: Link) -> np.ndarray:
-        """[2, operations + 1]: seconds of the tensor-parallel all-reduces before each operation, forward and
-        backward."""
-        work = self._work.work_at(samples)
+    def _segments(
+        self,
+        samples: int,
+        accelerator: Accelerator,
+        split: Split,
+        link: GroupLink | None,
+        operations: tuple[tuple[int, int], ...],
+        *,
+        forward: bool,
+    ) -> list[Segment]:
+        """The compute of ``operations`` between collectives, and the collectives, in the order of the pass."""
+        busy = self._times(samples, accelerator, *split).table[0 if forward else 2]
+        exchanges = [one for one in self._work.work_at(samples, *split).exchanges if one.forward == forward]
+        segments: list[Segment] = []
+        for first, last in operations if forward else reversed(operations):
+            inside = [one for one in exchanges if first <= one.position < last]
+            place = first if forward else last
+            for one in inside if forward else reversed(inside):
+                seconds = link.seconds_in_operation(one.collective, one.size) if link is not None else 0.0
+                segments.append((float(abs(busy[one.boundary] - busy[place])), seconds))
+                place = one.boundary
+            segments.append((float(abs(busy[last if forward else first] - busy[place])), 0.0))
+        return segments
 
-        def seconds(sizes: np.ndarray) -> np.ndarray:
-            each = [min(ring_s(tp, size, link), tree_s(tp, size, link)) if size else 0.0 for size in sizes]
-            return before(each)
-
-        return np.stack([seconds(work.reduced), seconds(work.backward_reduced)])
+    def _make_collectives(self, samples: int, split: Split, link: GroupLink) -> np.ndarray:
+        """[2, operations + 1]: seconds of the collectives of all operations before each, forward and backward."""
+        work = self._work.work_at(samples, *split)
+        seconds = np.zeros((2, len(work) + 1))
+        known: dict[tuple[Collective, float], float] = {}
+        for one in work.exchanges:
+            key = one.collective, one.size
+            if key not in known:
+                known[key] = link.seconds_in_operation(*key)
+            seconds[0 if one.forward else 1, one.position + 1] += known[key]
+        return np.cumsum(seconds, axis=1)
 
     def _sharing(self, plan: Plan) -> tuple[SharedMachine, ...]:
         """How the plan's processes slow each other down, for each node where they do."""
@@ -305,11 +360,15 @@ class CostModel:
 
     def _syncs(self, plan: Plan, traffic: PlacedTraffic) -> tuple[float, ...]:
         """Seconds of each stage's gradient all-reduce."""
-        seconds = []
+        seconds: list[float] = []
+        tables = self._work.tables_of(plan)
         for number, stage in enumerate(plan.stages):
             size = self._work.elements(plan, stage.operations) * self.training.sync_bytes
             seconds.append(traffic.sync.all_reduce_s(traffic.holders[number], size))
-        for elements, stages in self._work.tables(plan.micro_batch_size).shared(plan.stages, plan.tp):
+            if copied := tables.copied(stage.operations):
+                link = traffic.tensor[traffic.homes[number][0], 0]
+                seconds[number] += link.seconds(Collective.ALL_REDUCE, copied * self.training.sync_bytes)
+        for elements, stages in tables.shared(plan.stages):
             # After each stage has reduced its own copy, a tied parameter is reduced over all stages that hold it.
             seconds[stages[-1]] += traffic.tied_s(tuple(stages), elements * self.training.sync_bytes)
         return tuple(seconds)
@@ -321,12 +380,11 @@ class CostModel:
         source, target = (shape.device_of[stage, 0] for stage in (boundary, boundary + 1))
         if source == target:
             return MessageCost()
-        size = shape.parts * self._crossing_bytes(plan, shape, boundary)
-        # Each tensor-parallel rank sends its shard, and the receivers gather the shards (Narayanan et al. 2021, 4.1).
+        sent, gathered = self._crossing_bytes(plan, shape, boundary)
         link = traffic.messages.link((traffic.ranks(source, pipeline)[0], traffic.ranks(target, pipeline)[0]))
-        seconds = size / plan.tp / link.bandwidth
-        if plan.tp > 1:
-            seconds += ring_s(plan.tp, size, traffic.tensor[target, pipeline]) / 2
+        seconds = shape.parts * sent / link.bandwidth
+        if gathered:
+            seconds += traffic.tensor[target, pipeline].seconds(Collective.ALL_GATHER, shape.parts * gathered)
         return MessageCost(latency=link.latency_s, forward=seconds, backward=seconds)
 
     def _handling_s(self, plan: Plan, shape: Shape, boundary: int, pipeline: int) -> float:
@@ -337,12 +395,24 @@ class CostModel:
         if source == target or len(nodes) > 1:
             return 0.0
         each, per_byte = self.cluster.nodes[min(nodes)].handling
-        return shape.parts * (each + self._crossing_bytes(plan, shape, boundary) / plan.tp * per_byte)
+        return shape.parts * (each + self._crossing_bytes(plan, shape, boundary)[0] * per_byte)
 
-    def _crossing_bytes(self, plan: Plan, shape: Shape, boundary: int) -> float:
-        """Bytes that one part of a micro-batch sends onward from stage ``boundary``."""
+    def _crossing_bytes(self, plan: Plan, shape: Shape, boundary: int) -> tuple[float, float]:
+        """Bytes that one part of a micro-batch sends onward from stage ``boundary``, as ``_crossing`` has them."""
         end = plan.stages[boundary].operations[-1][1]
-        return self._work.work_at(plan.micro_batch_size // shape.parts).crossing[end]
+        sent, gathered = self._crossing(plan, plan.micro_batch_size // shape.parts, end)
+        return float(sent), float(gathered)
+
+    def _crossing(self, plan: Plan, samples: int, cuts: int | list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes through ``cuts``: those that each rank sends, and those that the receivers then gather.
+
+        With scattered messages each rank sends an equal part of a whole value (Narayanan et al. 2021, section 4.1).
+        """
+        local = self._work.work_at(samples, plan.tp, plan.sequence_parallel).crossing[cuts]
+        if plan.tp == 1 or not self.training.scattered_messages:
+            return local, 0 * local
+        whole = self._work.work_at(samples).crossing[cuts]
+        return whole / plan.tp, np.where(local < whole, 0.0, whole)
 
     def _traffic_of(self, plan: Plan) -> PlacedTraffic:
         return self._traffic(plan.placement, plan.tp, plan.dp, shape_of(plan).homes)
@@ -351,6 +421,10 @@ class CostModel:
         self, placement: tuple[tuple[int, ...], ...], tp: int, dp: int, homes: tuple[tuple[int, ...], ...]
     ) -> PlacedTraffic:
         return PlacedTraffic(self.cluster, placement, tp, dp, homes)
+
+
+def _bandwidth(link: GroupLink) -> float:
+    return link.link.bandwidth
 
 
 def _busiest(shape: Shape, costs: Costs) -> tuple[float, float]:

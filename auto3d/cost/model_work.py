@@ -1,48 +1,54 @@
-"""The work of one model at any micro-batch size, as the estimates of time and of memory look it up."""
+"""The work of one model at any micro-batch size and tensor-parallel degree, as estimates of time and memory use it."""
 
-from collections.abc import Callable
 from functools import lru_cache
 
 from auto3d.cost.tables import WorkTables
 from auto3d.cost.training_options import TrainingOptions
-from auto3d.cost.work import Work
+from auto3d.cost.work import Work, WorkAt
 from auto3d.plan import Plan, StagePlan
 
 
 class ModelWork:
-    """Tables of a model's work by number of samples; ``work_at`` makes the Work of a number of samples."""
+    """Tables of a model's work; ``work_at`` makes the Work of a number of samples on one tensor-parallel rank."""
 
-    def __init__(self, work_at: Callable[[int], Work], training: TrainingOptions) -> None:
-        self.work_at = lru_cache(None)(work_at)
+    def __init__(self, work_at: WorkAt, training: TrainingOptions) -> None:
+        self._work_at = lru_cache(None)(work_at)
         self._training = training
-        self._tables = lru_cache(None)(lambda samples: WorkTables(self.work_at(samples)))
+        self._tables = lru_cache(None)(lambda *key: WorkTables(self._work_at(*key)))
 
-    def tables(self, samples: int) -> WorkTables:
-        return self._tables(samples)
+    def work_at(self, samples: int, tp: int = 1, sequence_parallel: bool = False) -> Work:
+        return self._work_at(samples, tp, sequence_parallel)
 
-    def slice_of(self, samples: int, replicas: int) -> tuple[int, int]:
-        """(samples to look up, divisor of the result) for one of ``replicas`` stage replicas' slice of ``samples``.
+    def tables(self, samples: int, tp: int = 1, sequence_parallel: bool = False) -> WorkTables:
+        return self._tables(samples, tp, sequence_parallel)
+
+    def slice_of(self, samples: int, parts: int) -> tuple[int, int]:
+        """(samples to look up, divisor of the result) for one of ``parts`` equal slices of ``samples``.
 
         A model can have other operations at the size of the slice, above all at a single sample, and then positions
         mean other operations there. In that case the slice costs an equal fraction of the whole.
         """
-        each = samples // replicas
-        same = replicas == 1 or len(self.work_at(each)) == len(self.work_at(samples))
-        return (each, 1) if same else (samples, replicas)
+        each = samples // parts
+        same = parts == 1 or len(self.work_at(each)) == len(self.work_at(samples))
+        return (each, 1) if same else (samples, parts)
 
     def kept(self, samples: int, stage: StagePlan) -> tuple[tuple[int, int], ...]:
         """Ranges of the operations of ``stage`` that are not recomputed where the stage recomputes."""
         if self._training.recompute_ends or stage.kept:
             return stage.kept
-        tables = self.tables(samples)
-        begin, end = tables.blocks
+        work = self.work_at(samples)
+        begin, end = work.repeated
         return tuple(
             (max(first, start), min(last, stop))
             for first, last in stage.operations
-            for start, stop in ((0, begin), (end, len(tables.work)))
+            for start, stop in ((0, begin), (end, len(work)))
             if max(first, start) < min(last, stop)
         )
 
+    def tables_of(self, plan: Plan) -> WorkTables:
+        """The tables of ``plan`` at its whole micro-batch."""
+        return self.tables(plan.micro_batch_size, plan.tp, plan.sequence_parallel)
+
     def elements(self, plan: Plan, operations: tuple[tuple[int, int], ...]) -> float:
         """The number of parameters that a rank with ``operations`` trains; a tied parameter counts once."""
-        return self.tables(plan.micro_batch_size).parameters(operations, plan.tp)
+        return self.tables_of(plan).parameters(operations)

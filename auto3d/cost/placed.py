@@ -12,9 +12,10 @@ TOTALS_BYTES = 16  # the loss and the gradient norm, which all ranks reduce once
 class PlacedTraffic:
     """Tensor-parallel groups, messages and gradient syncs under a placement.
 
-    ``homes`` lists the pipeline devices of each stage. ``distinct_pipelines`` has one pipeline of each kind: pipelines
-    of one kind take equally long. ``holders`` lists, for each stage, the ranks that hold a copy of the first
-    tensor-parallel shard of its weights.
+    ``homes`` lists the pipeline devices of each stage. ``tensor`` has, for each pipeline device in each pipeline, the
+    link of its first tensor-parallel group. ``distinct_pipelines`` has one pipeline of each kind: pipelines of one kind
+    take equally long. ``holders`` lists, for each stage, the ranks that hold a copy of the first tensor-parallel shard
+    of its weights.
     """
 
     def __init__(
@@ -25,7 +26,7 @@ class PlacedTraffic:
         dp: int,
         homes: tuple[tuple[int, ...], ...],
     ) -> None:
-        self._placement, self._tp, self._homes = placement, tp, homes
+        self._placement, self._tp, self.homes = placement, tp, homes
         self._tied: dict[tuple[int, ...], tuple[Traffic, tuple[int, ...]]] = {}
         self._ranks: dict[tuple[int, int], tuple[int, ...]] = {}
         for device, ranks in enumerate(placement):
@@ -39,12 +40,12 @@ class PlacedTraffic:
         self.iteration_s = max(kind.iteration_s for kind in dict.fromkeys(self._slowest.values()))
         every_rank = [rank for ranks in placement for rank in ranks]
         nodes = {cluster.node_of[rank] for rank in every_rank}
-        measured = cluster.nodes[min(nodes)].all_reduce
+        measured = cluster.nodes[min(nodes)].collectives
         if measured is not None and len(nodes) == 1 < len(every_rank):
-            self.iteration_s += measured.interpolate(len(every_rank), TOTALS_BYTES)
+            self.iteration_s += measured.all_reduce.interpolate(len(every_rank), TOTALS_BYTES)
         tensor_groups = [ranks[first : first + tp] for ranks in placement for first in range(0, len(ranks), tp)]
         inside = Traffic(cluster, tensor_groups)
-        self.tensor = {key: inside.link(ranks[:tp]) for key, ranks in self._ranks.items()} if tp > 1 else {}
+        self.tensor = {key: inside.group_link(ranks[:tp]) for key, ranks in self._ranks.items()} if tp > 1 else {}
         pairs = [
             (source, target) for here, there in pairwise(placement) for source, target in zip(here, there, strict=False)
         ]
@@ -68,7 +69,7 @@ class PlacedTraffic:
         Each tensor-parallel shard has one group, with one rank per stage: the first replica in the first pipeline.
         """
         if stages not in self._tied:
-            heads = [self._placement[self._homes[stage][0]] for stage in stages]
+            heads = [self._placement[self.homes[stage][0]] for stage in stages]
             groups = [tuple(ranks[shard] for ranks in heads) for shard in range(self._tp)]
             self._tied[stages] = Traffic(self._cluster, groups), groups[0]
         traffic, group = self._tied[stages]

@@ -1,7 +1,7 @@
 """A Plan's bytes per pipeline device from sums over tables: fast enough for the thousands of Plans of a search.
 
-``auto3d.cost.device_memory`` counts the same bytes tensor by tensor from the Graph, in float32 and without tensor
-parallelism. The sums here also cover other precisions, tensor parallelism and models that are known by their layers.
+``auto3d.cost.device_memory`` counts the same bytes tensor by tensor from the Graph, in float32. The sums here also
+cover other precisions and models that are known by their layers.
 """
 
 from collections.abc import Mapping
@@ -47,7 +47,10 @@ class PlanMemory:
         holding = shape.holdings[device]
         here = [number for number in holding.stages if number in stages]
         bytes_of = {
-            number: self._stage_bytes(samples, stages[number], plan.tp, number in shape.recompute) for number in here
+            number: self._stage_bytes(
+                samples, stages[number], plan.tp, plan.sequence_parallel, number in shape.recompute
+            )
+            for number in here
         }
         elements = self._work.elements(plan, tuple(span for number in here for span in stages[number].operations))
         shards = plan.dp * stages[here[0]].replicas if plan.shard_optimizer else 1
@@ -67,23 +70,25 @@ class PlanMemory:
         messages = message_bytes(shape, [bytes_of.get(number, NO_BYTES) for number in range(shape.stages)], device)
         return FRAGMENTATION * (state + fixed + activations + working + messages)
 
-    def _make_stage_bytes(self, samples: int, stage: StagePlan, tp: int, recompute: bool) -> StageBytes:
+    def _make_stage_bytes(
+        self, samples: int, stage: StagePlan, tp: int, sequence_parallel: bool, recompute: bool
+    ) -> StageBytes:
         samples, divisor = self._work.slice_of(samples, stage.replicas)
-        tables = self._work.tables(samples)
+        tables = self._work.tables(samples, tp, sequence_parallel)
         received = tables.work.crossing[stage.operations[0][0]] / divisor
-        saved = active = tables.saved(stage.operations, tp) / divisor
+        saved = active = tables.saved(stage.operations) / divisor
         if recompute:
             dropped = without(stage.operations, self._work.kept(samples, stage))
-            active = saved - tables.saved(dropped, tp) / divisor
+            active = saved - tables.saved(dropped) / divisor
         again = saved - active
         if not self._training.recompute_ends:  # the backward recomputes one block at a time
             again /= max(1, tables.blocks_of(stage.operations))
         return StageBytes(
             in_flight=active + received,
             recomputed=again,
-            deferred=tables.deferred(stage.operations, tp) / divisor,
-            fixed=tables.fixed(stage.operations, tp),
-            working=tables.working(stage.operations, tp) / divisor,
+            deferred=tables.deferred(stage.operations) / divisor,
+            fixed=tables.fixed(stage.operations),
+            working=tables.working(stage.operations) / divisor,
             received=received,
             sent=tables.work.crossing[stage.operations[-1][1]] / divisor,
         )

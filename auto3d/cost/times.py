@@ -37,30 +37,30 @@ class Times:
         object.__setattr__(self, "table", np.stack(rows))
 
 
-def times_of(work: Work, accelerator: Accelerator, tp: int = 1) -> Times:
-    """The seconds of ``work`` on one of ``tp`` tensor-parallel devices, without those of the collectives themselves."""
-    fraction = np.where(work.parallel, 1 / tp, 1.0)
+def times_of(work: Work, accelerator: Accelerator) -> Times:
+    """The seconds of ``work`` on one device, without those of its collectives themselves."""
     rate = accelerator.peak_flops * accelerator.matrix_efficiency
     bandwidth = accelerator.memory_bandwidth * accelerator.memory_efficiency
 
     def busy(flops: np.ndarray, products: np.ndarray, moved: np.ndarray) -> np.ndarray:
-        undivided = np.divide(work.undivided, work.moved, out=np.zeros(len(work)), where=work.moved > 0)
-        moved = (fraction * (1 - undivided) + undivided) * moved
-        return (fraction * flops + products * accelerator.half_flops) / rate + moved / bandwidth
+        return (flops + products * accelerator.half_flops) / rate + moved / bandwidth
 
-    unfused = (work.softmaxes // tp) % SOFTMAX_MULTIPLE != 0
+    unfused = work.softmaxes % SOFTMAX_MULTIPLE != 0
 
-    def launched(launches: np.ndarray, reduced: np.ndarray) -> np.ndarray:
+    def launched(launches: np.ndarray, *, forward: bool) -> np.ndarray:
+        collectives = np.zeros(len(work))
+        for one in work.exchanges:
+            collectives[one.position] += one.forward == forward
         kernels = launches + SOFTMAX_KERNELS * unfused
-        return kernels * accelerator.launch_s + (reduced > 0) * (tp - 1) * accelerator.collective_launch_s
+        return kernels * accelerator.launch_s + collectives * (work.shards - 1) * accelerator.collective_launch_s
 
     weight_products = (work.weight_flops > 0) * accelerator.half_flops
     return Times(
         forward=before(busy(work.flops, work.products, work.moved)),
-        forward_launch=before(launched(work.launches, work.reduced)),
+        forward_launch=before(launched(work.launches, forward=True)),
         backward=before(busy(work.backward_flops, work.backward_products, work.backward_moved)),
-        backward_launch=before(launched(work.backward_launches, work.backward_reduced)),
-        backward_weight=before((fraction * work.weight_flops + weight_products) / rate),
+        backward_launch=before(launched(work.backward_launches, forward=False)),
+        backward_weight=before((work.weight_flops + weight_products) / rate),
     )
 
 

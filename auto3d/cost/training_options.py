@@ -15,6 +15,8 @@ class TrainingOptions:
     sync_bytes: int = 4  # bytes per element in the gradient all-reduce
     optimizer: str = "adamw"
     overlap: bool = True  # messages travel while the device computes
+    scattered_messages: bool = False
+    """Each tensor-parallel rank sends a part of a value to the next stage, which gathers it, as in Megatron-LM."""
     recompute_ends: bool = True  # full recomputation includes the operations before and after the repeated blocks
 
     @property

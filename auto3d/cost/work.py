@@ -1,18 +1,22 @@
-"""The work of a model's operations on a device: arithmetic, memory traffic, launches, collectives and memory.
+"""The work of a model's operations on one device: arithmetic, memory traffic, launches, collectives and memory.
 
-Each array has one entry per position of an operation in the Graph, for one micro-batch, before tensor parallelism
-divides it. A model that is known by its layers has one entry per layer.
+Each array has one entry per position of an operation in the whole Graph, for one micro-batch. Under tensor parallelism
+it has the work of one rank, which follows from the local Graph. A model that is known by its layers has one entry per
+layer.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from math import prod
+from typing import Any
 
 import numpy as np
 
 from auto3d.capture.graph import Graph, GraphNode
 from auto3d.partition.stage import crossing_bytes
+from auto3d.tensor.conversions import CONVERSIONS, Collective, Conversion
+from auto3d.tensor.local_graph import LocalGraph
 
 PRECISION_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ELEMENT_BYTES = 4  # a Graph is captured in float32
@@ -21,11 +25,33 @@ _ELEMENTWISE = {
     "add", "alias", "clone", "contiguous", "div", "dropout", "exp", "gelu", "mul", "neg", "pow", "relu", "rsqrt",
     "rsub", "sigmoid", "silu", "sqrt", "sub", "tanh", "to",
 }  # fmt: skip
+_LOOKUPS = ("aten.embedding", "auto3d.vocabulary_embedding")
+_VOCABULARY_LOSS = "auto3d.vocabulary_cross_entropy.default"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """A collective of the ranks of a tensor-parallel group, once per micro-batch.
+
+    It comes between the operation at ``position`` and the one before it, or after it. A collective of the backward has
+    the place of the forward at which its gradient is that of the value.
+    """
+
+    collective: Collective
+    position: int
+    before: bool  # before the operation at this position in the order of the forward, else after it
+    forward: bool  # in the forward, else in the backward
+    size: float  # bytes of the whole tensor: of the sum, of the gathered one, or of the one that is scattered
+
+    @property
+    def boundary(self) -> int:
+        """The position of the first operation that comes after it in the order of the forward."""
+        return self.position if self.before else self.position + 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Arrays over positions, for one micro-batch. Bytes are in the precision of training."""
+    """Arrays over positions, for one micro-batch on one device. Bytes are in the precision of training."""
 
     flops: np.ndarray  # FLOPs of matrix products in the forward
     backward_flops: np.ndarray
@@ -34,24 +60,33 @@ class Work:
     backward_products: np.ndarray
     moved: np.ndarray  # bytes that the forward reads and writes, without the operands of matrix products
     backward_moved: np.ndarray
-    undivided: np.ndarray  # the part of ``moved`` that every tensor-parallel rank moves in full
     launches: np.ndarray  # kernels that the forward launches
     backward_launches: np.ndarray
     softmaxes: np.ndarray  # matrices of attention weights (samples × heads) that a fused softmax may take
-    parallel: np.ndarray  # bool: whether tensor parallelism divides the operation
-    reduced: np.ndarray  # bytes that tensor-parallel ranks all-reduce after the operation in the forward
-    backward_reduced: np.ndarray
     parameters: np.ndarray  # elements of trained parameters, at the first operation that uses them
+    copied: np.ndarray  # the part of ``parameters`` whose gradients the tensor-parallel ranks add up
     saved: np.ndarray  # bytes of activations kept for the backward, at the first operation that saves them
     deferred: np.ndarray  # bytes kept after the input half of a split backward for its weight half
     fixed: np.ndarray  # bytes of state that is not trained, at the first operation that uses it
     working: np.ndarray  # bytes of the operation's operands and results, whose gradients its backward holds
+    blocks: np.ndarray  # repeated blocks that begin at the operation; an attention or a feed-forward counts as a half
     crossing: np.ndarray  # bytes that a cut before the operation sends onward; one entry more than the others
+    repeated: tuple[int, int]  # range of the positions of the repeated blocks
     tied: tuple[tuple[float, tuple[int, ...]], ...] = ()
     """(elements, positions) of each parameter that several operations use; ``parameters`` counts it at the first."""
+    shards: int = 1  # tensor-parallel degree
+    exchanges: tuple[Exchange, ...] = ()  # ordered as in the forward
 
     def __len__(self) -> int:
         return len(self.flops)
+
+
+WorkAt = Callable[[int, int, bool], Work]
+"""Arguments: samples, tensor-parallel degree, whether it is sequence-parallel."""
+
+_NOT_SUMMED = ("crossing", "repeated", "tied", "shards", "exchanges")
+_CONSTANT = ("products", "backward_products", "launches", "backward_launches", "parameters", "copied", "blocks")
+SUMMED = tuple(item.name for item in fields(Work) if item.name not in _NOT_SUMMED)
 
 
 def work_of(
@@ -62,19 +97,76 @@ def work_of(
     fused: bool = False,
     fused_attention: bool = True,
 ) -> Work:
-    """The work of ``graph``, whose subgraphs lie between ``bounds`` (see ``auto3d.partition.merak``).
+    """The work of ``graph`` without tensor parallelism; its subgraphs lie between ``bounds`` (auto3d.partition.merak).
 
-    Tensor parallelism divides each subgraph as Megatron-LM divides a block (AMP, section 3.2): from its first product
-    with weights, split by columns, to its last, split by rows. The forward has one all-reduce after the last product,
-    the backward one before the first. The last subgraph and embedding look-ups are split by the vocabulary. With
-    ``fused``, neighbouring elementwise operations are one kernel, and so is the softmax of attention that is not itself
-    one kernel. ``fused_attention`` says how ``graph`` was described (see ``auto3d.capture.describe``).
+    With ``fused``, neighbouring elementwise operations are one kernel, and so is the softmax of attention that is not
+    itself one kernel; what one rank alone adds to a partial sum is added to the sum. ``fused_attention`` says how
+    ``graph`` was described (see ``auto3d.capture.describe``).
     """
+    work = _work(graph, precision=precision, fused=fused, fused_attention=fused_attention)
+    blocks, repeated = _find_blocks(graph, bounds)
+    return replace(work, blocks=blocks, repeated=repeated)
+
+
+def work_of_tensor_parallel(
+    whole: Work,
+    local: LocalGraph,
+    *,
+    precision: str = "float32",
+    fused: bool = False,
+    fused_attention: bool = True,
+) -> Work:
+    """The work of one rank that runs ``local``, at the positions of the whole Graph, whose work is ``whole``.
+
+    What is split, exchanged and saved follows from the local Graph alone. The keywords are those of ``work_of``.
+    """
+    here = _work(local.graph, precision=precision, fused=fused, fused_attention=fused_attention)
+    positions = np.array(local.positions)
+    arrays: dict[str, Any] = {
+        name: np.bincount(positions, getattr(here, name), minlength=len(whole)) for name in SUMMED
+    }
+    arrays["working"] = np.zeros(len(whole))
+    np.maximum.at(arrays["working"], positions, here.working)
+    arrays["blocks"] = whole.blocks
+    names = [name for name in local.graph.parameters if name in local.copied]
+    first = {name: i for i, node in reversed(list(enumerate(local.graph.nodes))) for name in node.state}
+    for name in names:
+        if name in local.graph.trained and name in first:
+            arrays["copied"][positions[first[name]]] += prod(local.graph.parameters[name].shape)
+    begins = np.searchsorted(positions, np.arange(len(whole) + 1))
+    return Work(
+        **arrays,
+        crossing=here.crossing[begins],
+        repeated=whole.repeated,
+        tied=tuple((elements, tuple(int(positions[p]) for p in users)) for elements, users in here.tied),
+        shards=local.shards,
+        exchanges=exchanges_of(local, PRECISION_BYTES[precision] / ELEMENT_BYTES),
+    )
+
+
+def work_scaled(rank: Work, whole: Work, other: Work, times: float) -> Work:
+    """``rank``, a part of ``whole``, at a micro-batch ``times`` as large, where the whole model has the work ``other``.
+
+    The rank has the same part of each operation there. This saves a derivation for each size, and is exact where all
+    that an operation does grows alike.
+    """
+
+    def scaled(mine: np.ndarray, all_: np.ndarray, there: np.ndarray) -> np.ndarray:
+        return np.where(all_ > 0, np.divide(mine, all_, out=np.zeros(len(all_)), where=all_ > 0) * there, times * mine)
+
+    grows = [name for name in SUMMED if name not in _CONSTANT]
+    arrays: dict[str, Any] = {
+        name: scaled(getattr(rank, name), getattr(whole, name), getattr(other, name)) for name in (*grows, "crossing")
+    }
+    exchanges = tuple(replace(one, size=times * one.size) for one in rank.exchanges)
+    return replace(rank, **arrays, exchanges=exchanges)
+
+
+def _work(graph: Graph, *, precision: str, fused: bool, fused_attention: bool) -> Work:
+    """The work of the nodes of ``graph``, which may be a local one; without its blocks and exchanges."""
     scale = PRECISION_BYTES[precision] / ELEMENT_BYTES
     count = len(graph.nodes)
-    arrays = {item.name: np.zeros(count) for item in fields(Work) if item.name != "tied"}
-    arrays["parallel"] = np.zeros(count, dtype=bool)
-    arrays["crossing"] = scale * np.array(crossing_bytes(graph), dtype=float)
+    arrays: dict[str, Any] = {name: np.zeros(count) for name in SUMMED}
     sizes = _sizes(graph)
     run_of = _fused_runs(graph) if fused else {}
     saved: set[str] = set()
@@ -99,6 +191,13 @@ def work_of(
             continue
         has_gradient = any(value.differentiable for value in node.outputs)
         arrays["flops"][position], arrays["backward_flops"][position] = node.flops, node.backward_flops
+        if (conversion := _conversion(node)) is not None:
+            forward, backward = _converted(conversion, sum(sizes[name] for name in node.reads), made)
+            if fused and conversion.name == "spread":
+                continue
+            arrays["moved"][position], arrays["backward_moved"][position] = scale * forward, scale * backward
+            arrays["launches"][position], arrays["backward_launches"][position] = forward > 0, backward > 0
+            continue
         forward, backward = _moved(node, sizes)
         if position in run_of:
             first, inside = run_of[position]
@@ -122,15 +221,66 @@ def work_of(
             arrays["backward_moved"][position] = scale * backward
         else:
             arrays["backward_launches"][position] = 0
-    _divide(graph, bounds, arrays, scale, sizes)
     elements = {name: sizes[name] / graph.parameters[name].item_bytes for name in users}
     for name, positions in users.items():
         arrays["parameters"][positions[0]] += elements[name]
-    tied = tuple((elements[name], tuple(positions)) for name, positions in users.items() if len(positions) > 1)
-    return Work(**arrays, tied=tied)
+    return Work(
+        **arrays,
+        crossing=scale * np.array(crossing_bytes(graph), dtype=float),
+        repeated=(0, count),
+        tied=tuple((elements[name], tuple(positions)) for name, positions in users.items() if len(positions) > 1),
+    )
 
 
-def _sizes(graph: Graph) -> dict[str, int]:
+def _conversion(node: GraphNode) -> Conversion | None:
+    """The conversion of placements that ``node`` does, if it does one."""
+    namespace, _, name = node.operator.removesuffix(".default").partition(".")
+    return CONVERSIONS.get(name) if namespace == "auto3d" else None
+
+
+def _converted(conversion: Conversion, read: float, made: float) -> tuple[float, float]:
+    """Bytes that a conversion moves in the forward and in the backward, without those of its collectives."""
+    forward = backward = 0.0
+    if conversion.forward is None and conversion.name != "copy":
+        forward = 2.0 * made  # a slice, or the value among zeros
+    if conversion.name in ("gather", "scatter_copy"):
+        backward = 2.0 * read if conversion.name == "gather" else read + made
+    return forward, backward
+
+
+def exchanges_of(local: LocalGraph, scale: float) -> tuple[Exchange, ...]:
+    """The collectives of ``local``, in the order of the forward; a Graph's bytes times ``scale`` are those sent."""
+    sizes = _sizes(local.graph)
+    found: list[Exchange] = []
+    computed = -1  # largest position of the whole Graph whose operation has come
+    for position, node in zip(local.positions, local.graph.nodes, strict=True):
+        conversion = _conversion(node)
+        made = sum(value.bytes for value in node.outputs)
+        size = scale * max([made, *(sizes[name] for name in (*node.reads, *node.state))])
+        steps: list[tuple[Collective, bool, float]] = []
+        if conversion is None:
+            computed = position
+            if node.operator == _VOCABULARY_LOSS:  # the maxima, then the sums with the labels' logits
+                classes = max(shape[1] for shape in _read_shapes(local.graph, node) if len(shape) > 1)
+                tokens = size / classes
+                steps = [(Collective.ALL_REDUCE, True, tokens), (Collective.ALL_REDUCE, True, 2 * tokens)]
+        else:
+            if conversion.forward is not None:
+                steps.append((conversion.forward, True, size))
+            if conversion.backward is not None and not node.from_inputs and node.outputs[0].differentiable:
+                steps.append((conversion.backward, False, size))
+        found += [
+            Exchange(collective=collective, position=position, before=computed < position, forward=forward, size=each)
+            for collective, forward, each in steps
+        ]
+    return tuple(found)
+
+
+def _read_shapes(graph: Graph, node: GraphNode) -> list[tuple[int, ...]]:
+    return [(graph.inputs[name] if name in graph.inputs else graph.value(name)).shape for name in node.reads]
+
+
+def _sizes(graph: Graph) -> Mapping[str, int]:
     """Name -> bytes, for every value and all state."""
     groups = (graph.inputs, graph.parameters, graph.buffers, graph.constants)
     return {name: value.bytes for group in groups for name, value in group.items()} | {
@@ -138,7 +288,7 @@ def _sizes(graph: Graph) -> dict[str, int]:
     }
 
 
-def _moved(node: GraphNode, sizes: dict[str, int]) -> tuple[float, float]:
+def _moved(node: GraphNode, sizes: Mapping[str, int]) -> tuple[float, float]:
     """Bytes that the forward and the backward move.
 
     The operands and the result of a matrix product hide behind its arithmetic. Intermediate results, such as attention
@@ -148,7 +298,7 @@ def _moved(node: GraphNode, sizes: dict[str, int]) -> tuple[float, float]:
     made = sum(value.bytes for value in node.outputs)
     if node.flops:
         return 2.0 * node.saved_bytes, 3.0 * node.saved_bytes
-    if node.operator.startswith("aten.embedding"):
+    if node.operator.startswith(_LOOKUPS):
         return 2.0 * made, 2.0 * made  # only the rows that are looked up move, not the table
     state = sum(sizes[name] for name in node.state)
     # The backward moves the gradients of results, operands and state, and what the forward saved.
@@ -181,23 +331,34 @@ def _fused_runs(graph: Graph) -> dict[int, tuple[int, float]]:
     return runs
 
 
-def _divide(
-    graph: Graph, bounds: Sequence[int], arrays: dict[str, np.ndarray], scale: float, sizes: dict[str, int]
-) -> None:
-    """Fill in which operations tensor parallelism divides, and the bytes that it all-reduces."""
+def _find_blocks(graph: Graph, bounds: Sequence[int]) -> tuple[np.ndarray, tuple[int, int]]:
+    """(blocks, repeated) of a Work: what repeats lies between the embedding and the last subgraph, the head.
+
+    A subgraph begins to repeat with its first product with weights. It ends with its last.
+    """
+    blocks, ends = np.zeros(len(graph.nodes)), []
+    sizes = _sizes(graph)
     for first, last in pairwise(bounds):
-        products = [p for p in range(first, last) if arrays["flops"][p] and set(graph.nodes[p].state) & graph.trained]
         for position in range(first, last):
             node = graph.nodes[position]
-            if node.operator.startswith("aten.embedding") and arrays["moved"][position]:
-                largest = max((sizes[name] for name in node.state), default=0)
-                arrays["parallel"][position] = largest > 2 * sum(value.bytes for value in node.outputs)
-                if arrays["parallel"][position]:
-                    arrays["reduced"][position] = arrays["moved"][position] / 2
-        if not products:
-            continue
-        end = last - 1 if last == bounds[-1] else products[-1]
-        arrays["parallel"][products[0] : end + 1] = True
-        if last != bounds[-1]:
-            arrays["reduced"][end] = scale * sum(value.bytes for value in graph.nodes[end].outputs)
-        arrays["backward_reduced"][products[0]] = scale * sum(sizes[name] for name in graph.nodes[products[0]].reads)
+            if node.operator.startswith(_LOOKUPS) and not node.from_inputs:
+                made = sum(value.bytes for value in node.outputs)
+                if max((sizes[name] for name in node.state), default=0) > 2 * made:
+                    ends.append(position)
+        products = [p for p in range(first, last) if graph.nodes[p].flops and set(graph.nodes[p].state) & graph.trained]
+        if products:
+            blocks[products[0]] = 0.5
+            if last != bounds[-1]:
+                ends.append(products[-1])
+    return blocks, repeated_range(ends, np.flatnonzero(blocks), len(blocks))
+
+
+def repeated_range(ends: Sequence[int], starts: Sequence[int] | np.ndarray, count: int) -> tuple[int, int]:
+    """The range of the repeated blocks among ``count`` positions.
+
+    ``starts`` has the first position of each block, or of each half, and ``ends`` the last, that of an embedding before
+    them included.
+    """
+    if not len(starts) or not ends:
+        return 0, count
+    return ends[0] + 1 if ends[0] < starts[0] else 0, ends[-1] + 1

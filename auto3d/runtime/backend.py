@@ -15,8 +15,11 @@ from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.stage import RunnableStage, StageModule
+from auto3d.runtime.sub_pipelined_stage import SubPipelinedStage
+from auto3d.runtime.tensor_group import TensorGroup, TensorParallelRank
 from auto3d.schedule.operation import Kind
 from auto3d.schedule.program import PipeStage, Program
+from auto3d.tensor.halves import SubPipelinedModel
 
 
 class Backend(Protocol):
@@ -32,9 +35,13 @@ class Backend(Protocol):
         """The gradients of ``state`` and their sums over ranks. It makes process groups."""
 
     def stages(
-        self, layout: RankLayout, state: Mapping[str, torch.Tensor], randomness: Randomness
+        self,
+        layout: RankLayout,
+        state: Mapping[str, torch.Tensor],
+        randomness: Randomness,
+        group: TensorGroup | None,
     ) -> Mapping[PipeStage, RunnableStage]:
-        """The rank's stages, ready to run on ``state``."""
+        """The rank's stages, ready to run on ``state``; ``group`` is there if the plan has tensor parallelism."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +70,13 @@ class RealBackend:
         state_names = dict.fromkeys(name for stage in layout.stages.values() for name in stage.state)
         names = [name for name in state_names if name not in exported.constants]
         with memory.during("the making of its weights"):
-            initial = materialize(exported.build, names, seed=layout.plan.seed, state=self.initial_weights)
+            initial = materialize(
+                exported.build,
+                names,
+                seed=layout.plan.seed,
+                state=self.initial_weights,
+                shards={name: shard for name in names if (shard := layout.shard_of(name)) is not None},
+            )
             tensors = {name: tensor.to(self.device) for name, tensor in initial.items()}
             tensors |= {name: value.to(self.device) for name, value in exported.constants.items()}
         return {
@@ -79,19 +92,31 @@ class RealBackend:
             return GradientSync(
                 trained,
                 layout.holders,
+                all_holders=layout.all_holders,
                 private=[name for name in trained if name in private],
+                uncounted=layout.uncounted_parameters,
                 device=self.device,
                 run_ahead=self.run_ahead,
                 timeout_s=self.timeout_s,
             )
 
     def stages(
-        self, layout: RankLayout, state: Mapping[str, torch.Tensor], randomness: Randomness
+        self,
+        layout: RankLayout,
+        state: Mapping[str, torch.Tensor],
+        randomness: Randomness,
+        group: TensorGroup | None,
     ) -> dict[PipeStage, RunnableStage]:
         schedule = layout.schedule
+        tensor = None
+        if layout.tensor is not None:
+            assert group is not None
+            tensor = TensorParallelRank(model=layout.tensor, group=group)
         split = {o.stage for operations in schedule.operations for o in operations if o.kind is Kind.BACKWARD_INPUT}
+        model = layout.tensor
+        stage_type = SubPipelinedStage if isinstance(model, SubPipelinedModel) else StageModule
         return {
-            (number, pipe): StageModule(
+            (number, pipe): stage_type(
                 stage,
                 layout.captured,
                 state,
@@ -102,6 +127,7 @@ class RealBackend:
                 kept=layout.plan.stages[number].kept,
                 split_backward=number in split,
                 old_weights=bool(schedule.weight_version),
+                tensor=tensor,
             )
             for (number, pipe), stage in layout.stages.items()
         }

@@ -2,8 +2,9 @@
 
 A checkpoint is a folder of safetensors files, one per rank, and a checkpoint.json. The latter is written last: a folder
 without it is no checkpoint. Tensors are stored under their names in the model, each in a single file even if several
-ranks hold it, and each rank reads the tensors that it needs. Random numbers and data depend only on the iteration, so
-none of their state is stored.
+ranks hold it, and each rank reads the tensors that it needs. Of a tensor that tensor parallelism splits, each shard is
+stored under a name that says which one it is. Random numbers and data depend only on the iteration, so none of their
+state is stored.
 """
 
 import os
@@ -11,7 +12,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from json import dumps
 from pathlib import Path
@@ -25,6 +26,7 @@ from safetensors.torch import save_file
 
 from auto3d.errors import InputError
 from auto3d.runtime.waiting import waiting_for
+from auto3d.tensor_placement import Split
 
 VERSION = 1
 KEPT = 2  # checkpoints that stay: the newest, and the one before it in case the newest is damaged
@@ -50,6 +52,14 @@ class Checkpoints:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StateSplit:
+    """How the tensors of a checkpoint are split, by their names in the model; those without an entry are whole."""
+
+    tp: int = 1
+    split: dict[str, Split] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """The content of checkpoint.json."""
 
@@ -57,6 +67,8 @@ class Checkpoint:
 
     iteration: int  # number of finished iterations
     files: dict[str, list[str]]  # file name -> names of its tensors
+    tp: int = 1
+    split: dict[str, Split] = field(default_factory=dict)  # how tp ranks split the model's tensors
     version: int = VERSION
 
 
@@ -68,7 +80,14 @@ def newest(folder: Path) -> int | None:
     return max(_complete(folder), default=None)
 
 
-def save(folder: Path, state: Mapping[str, torch.Tensor], *, iteration: int, timeout_s: float) -> None:
+def save(
+    folder: Path,
+    state: Mapping[str, torch.Tensor],
+    *,
+    iteration: int,
+    timeout_s: float,
+    sharding: StateSplit | None = None,
+) -> None:
     """Write a checkpoint of all ranks; ``state`` is this rank's. All ranks must call it, between two iterations.
 
     Raises WaitTimeoutError if another rank has not written its tensors within ``timeout_s``.
@@ -86,22 +105,27 @@ def save(folder: Path, state: Mapping[str, torch.Tensor], *, iteration: int, tim
         dist.barrier()
     if dist.get_rank() == 0:
         files = {_file(rank): names for rank, names in enumerate(names_of) if names}
-        text = dumps(asdict(Checkpoint(iteration=iteration, files=files)))
+        split = sharding or StateSplit()
+        text = dumps(asdict(Checkpoint(iteration=iteration, files=files, tp=split.tp, split=split.split)))
         _write(target / "checkpoint.json", lambda file: file.write_text(text))
         _remove_before(folder, sorted(_complete(folder))[-KEPT:][0])
     with waiting_for("rank 0 to complete the checkpoint", timeout_s):
         dist.barrier()
 
 
-def load(folder: Path, state: Mapping[str, torch.Tensor], *, iteration: int) -> None:
+def load(
+    folder: Path, state: Mapping[str, torch.Tensor], *, iteration: int, sharding: StateSplit | None = None
+) -> None:
     """Copy the tensors of the checkpoint of ``iteration`` into those of ``state``.
 
-    Raises CheckpointError, naming the file, if one is missing or has another shape.
+    Raises CheckpointError if it was written with another ``sharding``, or, naming the file, if a tensor is missing or
+    has another shape.
     """
     source = _folder(folder, iteration)
     checkpoint = _read(source)
     if checkpoint is None:
         raise CheckpointError(f"{source}: this rank finds no checkpoint.json there; do all nodes share the folder?")
+    _check_sharding(source, checkpoint, sharding or StateSplit())
     file_of = {name: file for file, names in checkpoint.files.items() for name in names}
     missing = next((name for name in state if name not in file_of), None)
     if missing is not None:
@@ -120,6 +144,25 @@ def load(folder: Path, state: Mapping[str, torch.Tensor], *, iteration: int) -> 
                 shapes = f"{list(stored.shape)}, but {list(tensor.shape)} in the model"
                 raise CheckpointError(f"{file}: {name} has shape {shapes}")
             tensor.copy_(stored)
+
+
+def _check_sharding(source: Path, checkpoint: Checkpoint, wanted: StateSplit) -> None:
+    if checkpoint.tp != wanted.tp:
+        raise CheckpointError(
+            f"{source}: it was written with tp = {checkpoint.tp}, and this plan has tp = {wanted.tp}; train from it "
+            f"with a plan of tp = {checkpoint.tp}"
+        )
+    for name in sorted(checkpoint.split.keys() | wanted.split.keys()):
+        stored, here = checkpoint.split.get(name), wanted.split.get(name)
+        if stored != here:
+            raise CheckpointError(
+                f"{source}: {name} is {_how(stored)} in it, and {_how(here)} in this plan; train from it with the plan "
+                "that wrote it"
+            )
+
+
+def _how(split: Split | None) -> str:
+    return "whole" if split is None else f"split along dimension {split.dim} in blocks of {list(split.blocks)}"
 
 
 def _assign(sizes: list[dict[str, int]]) -> list[list[str]]:

@@ -19,7 +19,7 @@ ROW = 4096  # number of elements whose squares are summed in the buffer's own pr
 
 @dataclass(frozen=True, order=True, slots=True)
 class Holders:
-    """All ranks that hold a copy of a parameter, and the ``stages`` that use it: more than one if it is tied."""
+    """All ranks over which a parameter's gradient is summed, and the ``stages`` that use it: several if it is tied."""
 
     ranks: tuple[int, ...]
     stages: tuple[int, ...]
@@ -28,14 +28,26 @@ class Holders:
         return f"ranks {', '.join(map(str, self.ranks))}"
 
 
-def holders(plan: Plan, schedule: Schedule, stages: Sequence[Stage], parameters: Collection[str]) -> dict[str, Holders]:
-    """The holders of each of ``parameters``, in the same order on every rank."""
+def holders(
+    plan: Plan,
+    schedule: Schedule,
+    stages: Sequence[Stage],
+    parameters: Collection[str],
+    *,
+    shard: int = 0,
+    of_all_shards: Collection[str] = (),
+) -> dict[str, Holders]:
+    """The holders of each of ``parameters``, in the same order on every rank: those that hold the same ``shard``.
+
+    For the parameters in ``of_all_shards``, they are the holders of every shard.
+    """
     ranks: dict[str, set[int]] = {}
     users: dict[str, set[int]] = {}
     for (stage, _), device in schedule.device_of.items():
         for name in stages[stage].state:
             if name in parameters:
-                ranks.setdefault(name, set()).update(plan.placement[device])
+                step = slice(None) if name in of_all_shards else slice(shard, None, plan.tp)
+                ranks.setdefault(name, set()).update(plan.placement[device][step])
                 users.setdefault(name, set()).add(stage)
     return {name: Holders(tuple(sorted(ranks[name])), tuple(sorted(users[name]))) for name in ranks}
 
@@ -51,8 +63,10 @@ class GradientSync:
     no other rank holds, have an ordinary ``.grad`` instead, which is None until autograd makes it: that memory is free
     during the forwards, and the first backward has nothing to add to.
 
-    Every rank must construct it with the same ``holders``, because it makes process groups: one for each set of
-    holders, since two stages on the same ranks may be ready in a different order on each of them.
+    ``holders`` are those of this rank's parameters, ``all_holders`` those of every rank's, by default the same ones.
+    Every rank must construct it with the same ``all_holders``, because it makes process groups: one for each set of
+    holders, since two stages on the same ranks may be ready in a different order on each of them. Parameters named in
+    ``uncounted`` are left out of the norm: a rank with another shard counts them.
     """
 
     def __init__(
@@ -60,22 +74,30 @@ class GradientSync:
         parameters: Mapping[str, nn.Parameter],
         holders: Mapping[str, Holders],
         *,
+        all_holders: Collection[Holders] | None = None,
         private: Collection[str] = (),
+        uncounted: Collection[str] = (),
         device: torch.device,
         run_ahead: RunAhead,
         timeout_s: float,
     ) -> None:
         self._run_ahead = run_ahead
         self._timeout_s = timeout_s
-        several = [each for each in sorted(set(holders.values())) if len(each.ranks) > 1]
+        everyones = holders.values() if all_holders is None else all_holders
+        several = [each for each in sorted(set(everyones)) if len(each.ranks) > 1]
         self._groups = {each: new_group(each.ranks, timeout_s, device=device) for each in several}
         self._names: dict[Bucket, list[str]] = {}
-        self._private = [(parameters[name], holders[name]) for name in private]
-        for name in holders:  # all ranks have this order in common; the order in which stages use parameters differs
+        self._private = [(parameters[name], holders[name], name not in uncounted) for name in private]
+        # All ranks have this order in common; the order in which stages use parameters differs.
+        for name in sorted(holders, key=lambda name: name in uncounted):
             if name in parameters and name not in private:
                 self._names.setdefault((holders[name], str(parameters[name].dtype)), []).append(name)
         self._buffers = {
             bucket: _flat_gradients([parameters[name] for name in names]) for bucket, names in self._names.items()
+        }
+        self._counted = {  # elements at the beginning of each buffer that belong to the norm
+            bucket: sum(parameters[name].numel() for name in names if name not in uncounted)
+            for bucket, names in self._names.items()
         }
         self._works: list[tuple[dist.Work, Holders]] = []
         for each, group in self._groups.items():  # now, because connecting blocks: not between messages
@@ -84,7 +106,7 @@ class GradientSync:
 
     def zero(self, stages: Collection[int]) -> None:
         """Reset the gradients of ``stages`` to zero."""
-        for parameter, holders in self._private:
+        for parameter, holders, _ in self._private:
             if _concerns(holders, stages):
                 parameter.grad = None
         for bucket in self._names:
@@ -95,6 +117,8 @@ class GradientSync:
         """Begin the sums of the gradients of those parameters that exactly these ``stages`` use."""
         for bucket in sorted(bucket for bucket in self._buffers if bucket[0].stages == tuple(stages)):
             holders, _ = bucket
+            if len(holders.ranks) == 1:
+                continue
             with waiting_for(f"the gradient all-reduce of {holders}", self._timeout_s):
                 for piece in self._pieces(bucket):
                     work = dist.all_reduce(piece, group=self._groups[holders], async_op=True)
@@ -114,16 +138,19 @@ class GradientSync:
 
     def squared_norm(self) -> torch.Tensor | float:
         """What this rank adds to the squared norm of all gradients: the first holder of a parameter counts it."""
-        counted = [buffer for (holders, _), buffer in self._buffers.items() if holders.ranks[0] == dist.get_rank()]
-        norms = [norm for gradient in [*counted, *self._private_gradients()] for norm in _norms(gradient)]
+        counted = [
+            buffer[: self._counted[bucket]]
+            for bucket, buffer in self._buffers.items()
+            if bucket[0].ranks[0] == dist.get_rank()
+        ]
+        counted += [parameter.grad for parameter, _, counts in self._private if counts and parameter.grad is not None]
+        norms = [norm for gradient in counted for norm in _norms(gradient)]
         return torch.cat(norms).double().square().sum() if norms else 0.0
 
     def scale(self, factor: float) -> None:
-        for gradient in [*self._buffers.values(), *self._private_gradients()]:
+        private = [parameter.grad for parameter, _, _ in self._private if parameter.grad is not None]
+        for gradient in [*self._buffers.values(), *private]:
             gradient.mul_(factor)
-
-    def _private_gradients(self) -> list[torch.Tensor]:
-        return [parameter.grad for parameter, _ in self._private if parameter.grad is not None]
 
 
 def _concerns(holders: Holders, stages: Collection[int]) -> bool:

@@ -10,16 +10,19 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from auto3d.capture.model import CapturedModel
+from auto3d.capture.shard import Shard
 from auto3d.partition.stage import Stage, Transfer, cut
 from auto3d.plan import Plan, PlanError
 from auto3d.runtime.gradient_sync import Holders, holders
-from auto3d.runtime.replicas import captured_slice, replicas_of_devices, resplit_dimensions
+from auto3d.runtime.replicas import rank_program, replicas_of_devices, resplit_dimensions
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.schedule import SCHEDULES, samples_at_once, schedule_of
 from auto3d.schedule.asynchronous import check_trainable
 from auto3d.schedule.carried_buffers import check_carried_buffers
 from auto3d.schedule.operation import Schedule
 from auto3d.schedule.program import PipeStage
+from auto3d.tensor.model import TensorParallelModel
+from auto3d.tensor_placement import WHOLE, Kind, TensorPlacement
 
 MICRO_BATCHES_WITHOUT_FLUSH = 1024  # default of an asynchronous schedule: a flush costs pp - 1 micro-batches
 
@@ -45,16 +48,19 @@ class PlanLayout:
 class RankLayout:
     """What one rank runs and whom it exchanges with."""
 
-    captured: CapturedModel  # captured for the samples of this rank's slice of a micro-batch
+    captured: CapturedModel  # for the samples of this rank's slice of a micro-batch, and its shard of the weights
     plan: Plan  # its stages cut the graph of this capture
+    tensor: TensorParallelModel | None  # there if and only if tp is not 1; ``captured`` is then its local program
     schedules: tuple[Schedule, ...]  # run one after the other; they differ only in their number of iterations
     device: int  # pipeline device, from 0
     pipeline: int  # number of the pipeline, from 0
     replica: int  # number of the rank among the replicas of its stages, from 0
     replicas: int
-    model_stages: tuple[Stage, ...]  # all stages of the model, for the samples of this rank's slice
+    shard: int  # number of the rank in its tensor-parallel group, from 0
+    model_stages: tuple[Stage, ...]  # all stages of the model, as ``captured`` has them
     stages: Mapping[PipeStage, Stage]  # stages that this rank runs
-    peers: tuple[tuple[int, ...], ...]  # for each pipeline device, its ranks in this rank's pipeline
+    peers: tuple[tuple[int, ...], ...]
+    """For each pipeline device, its ranks with this rank's shard in this rank's pipeline."""
     sample_dimensions: Mapping[str, int]  # dimension of samples of each value that goes to more or fewer replicas
     samples: int  # samples that all replicas of a stage run together
     state_names: tuple[str, ...]  # all parameters and buffers of the model; none if devices are emulated
@@ -83,10 +89,66 @@ class RankLayout:
         """All values that cross between stages."""
         return tuple(transfer for stage in self.model_stages for transfer in stage.received)
 
+    @property
+    def tensor_groups(self) -> list[tuple[int, ...]]:
+        """The ranks of every tensor-parallel group of the plan, in the order of their shards; none if tp is 1."""
+        tp = self.plan.tp
+        if tp == 1:
+            return []
+        return [ranks[first : first + tp] for ranks in self.plan.placement for first in range(0, len(ranks), tp)]
+
+    @property
+    def optimizer_groups(self) -> list[tuple[int, ...]]:
+        """Every set of ranks that hold the same shard of the same stages, and so can update a part of it each."""
+        tp = self.plan.tp
+        return [ranks[shard::tp] for ranks in self.plan.placement for shard in range(tp)]
+
+    def placement_of(self, name: str) -> TensorPlacement:
+        """How the ranks of a tensor-parallel group hold a parameter or buffer."""
+        return WHOLE if self.tensor is None else self.tensor.placements[name]
+
+    def shard_of(self, name: str) -> Shard | None:
+        """The shard that this rank holds of a parameter or buffer; None if it holds the whole of it."""
+        split = self.placement_of(name).split
+        return None if split is None else Shard(split, self.shard, self.plan.tp)
+
+    def stored_name(self, name: str, shard: int | None = None) -> str:
+        """The name of a parameter or buffer in checkpoints: it says which shard, by default this rank's."""
+        if self.placement_of(name).split is None:
+            return name
+        return f"{name}[shard {self.shard if shard is None else shard} of {self.plan.tp}]"
+
+    @property
+    def all_stored_names(self) -> tuple[str, ...]:
+        """The names in checkpoints of all shards of all parameters and buffers, in the same order on every rank."""
+        shards = range(self.plan.tp)
+        return tuple(dict.fromkeys(self.stored_name(name, shard) for name in self.state_names for shard in shards))
+
     @cached_property
     def holders(self) -> dict[str, Holders]:
-        """The holders of every parameter that is trained, in the same order on every rank."""
-        return holders(self.plan, self.schedule, self.model_stages, self.captured.graph.trained)
+        """The ranks over which the gradient of each trained parameter of this rank's shard is summed.
+
+        They are in the same order on every rank. Ranks with another shard are among them only for a copied parameter:
+        the others have another part of it, or the same gradient.
+        """
+        return self._summed_over(self.shard)
+
+    @cached_property
+    def all_holders(self) -> frozenset[Holders]:
+        """The holders of all trained parameters of all shards."""
+        return frozenset(each for shard in range(self.plan.tp) for each in self._summed_over(shard).values())
+
+    def _summed_over(self, shard: int) -> dict[str, Holders]:
+        trained = self.captured.graph.trained
+        copied = {name for name in trained if self.placement_of(name).kind is Kind.COPIED}
+        return holders(self.plan, self.schedule, self.model_stages, trained, shard=shard, of_all_shards=copied)
+
+    @property
+    def uncounted_parameters(self) -> frozenset[str]:
+        """Trained parameters whose gradient another shard counts in the norm, because all shards have the same one."""
+        if self.shard == 0:
+            return frozenset()
+        return frozenset(name for name in self.holders if self.placement_of(name).kind is Kind.WHOLE)
 
     @property
     def summed_stages(self) -> set[tuple[int, ...]]:
@@ -101,8 +163,11 @@ class RankLayout:
 
     @property
     def state_of_several_ranks(self) -> frozenset[str]:
-        """Parameters and buffers that more than one rank holds."""
-        all_holders = holders(self.plan, self.schedule, self.model_stages, self.state_names)
+        """Parameters and buffers of which more than one rank holds the same elements."""
+        whole = {name for name in self.state_names if self.placement_of(name).split is None}
+        all_holders = holders(
+            self.plan, self.schedule, self.model_stages, self.state_names, shard=self.shard, of_all_shards=whole
+        )
         return frozenset(name for name, each in all_holders.items() if len(each.ranks) > 1)
 
 
@@ -122,6 +187,8 @@ def lay_out_plan(
     check_carried_buffers(captured.graph, plan, first, stages)
     if settings.emulation is not None:
         settings.emulation.check_fits(plan.stages)
+    program = rank_program(captured, plan, 1)
+    of_ranks = stages if program.tensor is None else cut(program.captured.graph, program.plan.stages)
     return PlanLayout(
         captured=captured,
         plan=plan,
@@ -129,31 +196,34 @@ def lay_out_plan(
         schedules=tuple(schedules),
         stages=stages,
         replicas=replicas,
-        sample_dimensions=resplit_dimensions(captured, plan, stages),  # last: it may capture the model
+        sample_dimensions=resplit_dimensions(captured, plan, of_ranks),  # last: it may capture the model
     )
 
 
 def lay_out_rank(common: PlanLayout, rank: int) -> RankLayout:
     """The layout of ``rank``; raises InputError where the model cannot run its slice of a micro-batch."""
-    device, pipeline, replica = common.plan.position(rank)
+    device, pipeline, replica, shard = common.plan.position(rank)
     replicas = common.replicas[device]
-    captured, plan = captured_slice(common.captured, common.plan, replicas)
-    stages = common.stages if replicas == 1 else cut(captured.graph, plan.stages)
+    program = rank_program(common.captured, common.plan, replicas)
+    captured, plan = program.captured, program.plan
+    stages = common.stages if captured is common.captured else cut(captured.graph, plan.stages)
     names = {*captured.graph.parameters, *captured.graph.buffers}
     if common.settings.emulation is not None:
         stages, names = common.settings.emulation.stages(stages), set()
     return RankLayout(
         captured=captured,
         plan=plan,
+        tensor=program.tensor,
         schedules=common.schedules,
         device=device,
         pipeline=pipeline,
         replica=replica,
         replicas=replicas,
+        shard=shard,
         model_stages=stages,
         stages={each: stages[each[0]] for each, home in common.schedule.device_of.items() if home == device},
         peers=tuple(
-            ranks[pipeline * count : (pipeline + 1) * count]
+            ranks[pipeline * count * plan.tp : (pipeline + 1) * count * plan.tp][shard :: plan.tp]
             for ranks, count in zip(plan.placement, common.replicas, strict=True)
         ),
         sample_dimensions=common.sample_dimensions,

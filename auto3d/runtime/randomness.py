@@ -2,7 +2,8 @@
 
 Each random operation is seeded from (seed of the plan, iteration, micro-batch, operation). So dropout is the same for
 all degrees and schedules, and a recomputed forward draws the same numbers as the first one. Replicas of a stage each
-seed their slice of a micro-batch as a micro-batch of its own.
+seed their slice of a micro-batch as a micro-batch of its own. The ranks of a tensor-parallel group draw the same
+numbers for a value that all of them have, and each draws numbers of its own for its shard of a split value.
 """
 
 from collections.abc import Callable
@@ -43,27 +44,32 @@ class Randomness:
         else:
             self._generator = torch.default_generator
 
-    def seed(self, operation: int) -> None:
-        """Seed the generator for operation number ``operation`` of the Graph."""
+    def seed(self, operation: int, shard: int | None = None) -> None:
+        """Seed the generator for operation number ``operation`` of the whole model's Graph.
+
+        With ``shard``, the numbers are this shard's own.
+        """
         later, index = divmod(self.micro_batch, self._micro_batches)
         batch_slice = (self._first_micro_batch + index) * self._replicas + self._replica
         mixed = 0
-        for number in (self._seed, self.iteration + later, batch_slice, operation):
+        numbers = (self._seed, self.iteration + later, batch_slice, operation)
+        for number in numbers if shard is None else (*numbers, shard):
             mixed = _mix(mixed ^ (number & _MASK))
         self._generator.manual_seed(mixed)
 
 
 class SeededOperation(nn.Module):
-    """A random operator of a stage's program; it seeds the generator before each call."""
+    """A random operator of a stage's program; it seeds the generator before each call, for its ``shard`` if any."""
 
-    def __init__(self, target: Callable, operation: int, randomness: Randomness) -> None:
+    def __init__(self, target: Callable, operation: int, randomness: Randomness, shard: int | None = None) -> None:
         super().__init__()
         self._target = target
         self._operation = operation
         self._randomness = randomness
+        self._shard = shard
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._randomness.seed(self._operation)
+        self._randomness.seed(self._operation, self._shard)
         return self._target(*args, **kwargs)
 
 

@@ -14,6 +14,7 @@ from auto3d.cost.device_memory import DeviceMemory, predict
 from auto3d.plan import Plan
 from auto3d.runtime.agreement import check_agreement
 from auto3d.runtime.backend import Backend, RealBackend, trained_parameters
+from auto3d.runtime.checkpoint import StateSplit
 from auto3d.runtime.data import Batches, DataSettings
 from auto3d.runtime.emulated import EmulatedBackend
 from auto3d.runtime.executor import Executor, Peers
@@ -22,10 +23,11 @@ from auto3d.runtime.layout import PlanLayout, RankLayout, lay_out_plan, lay_out_
 from auto3d.runtime.optimizer import Optimizer, build_optimizer, make_state, state_by_parameter
 from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
-from auto3d.runtime.replicas import captured_slice
+from auto3d.runtime.replicas import capture_slices, rank_program
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.settings import TrainingSettings, optimizer_copies
 from auto3d.runtime.sharded_optimizer import connect_shards
+from auto3d.runtime.tensor_group import ProcessTensorGroup
 from auto3d.runtime.totals import Totals
 from auto3d.runtime.world import World, connect, new_group
 from auto3d.schedule.check import check
@@ -51,8 +53,12 @@ class Rank:
     parameters: dict[str, nn.Parameter]
     buffers: dict[str, torch.Tensor]
     optimizers: Optimizers
-    all_names: tuple[str, ...]  # parameters and buffers that any rank holds; none if devices are emulated
-    shared: frozenset[str]  # those among them that several ranks hold
+    all_names: tuple[str, ...]
+    """Names, as ``stored_as`` has them, of the parameters and buffers that any rank holds; none if devices are
+    emulated."""
+    shared: frozenset[str]  # parameters and buffers of which several ranks hold the same elements
+    stored_as: Mapping[str, str]  # parameter or buffer -> its name, and which shard of it this rank holds
+    sharding: StateSplit
     predicted: DeviceMemory  # predicted bytes of this rank's pipeline device
 
     def check_agreement(self, *, cause: str, device: torch.device, timeout_s: float) -> None:
@@ -62,13 +68,14 @@ class Rank:
         """
         if self.all_names:
             tensors = self.parameters | self.buffers
-            shared = {name: tensors[name] for name in self.shared & tensors.keys()}
+            shared = {self.stored_as[name]: tensors[name] for name in self.shared & tensors.keys()}
             check_agreement(shared, self.all_names, device=device, cause=cause, timeout_s=timeout_s)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Everything that training changes here, by name, except the learning rates. Writing to it changes the rank."""
-        state = {f"model.{name}": tensor.data for name, tensor in (self.parameters | self.buffers).items()}
-        names = {parameter: name for name, parameter in self.parameters.items()}
+        tensors = self.parameters | self.buffers
+        state = {f"model.{self.stored_as[name]}": tensor.data for name, tensor in tensors.items()}
+        names = {parameter: self.stored_as[name] for name, parameter in self.parameters.items()}
         for optimizer, _ in filter(None, self.optimizers.values()):
             for parameter, kept in state_by_parameter(optimizer).items():
                 state |= {f"optimizer.{names[parameter]}.{key}": tensor for key, tensor in kept.items()}
@@ -78,11 +85,10 @@ class Rank:
 def check_plan(captured: CapturedModel, plan: Plan, settings: TrainingSettings) -> None:
     """Raise InputError where ``plan`` does not fit its schedule, its model or ``settings``, as its ranks would.
 
-    It asks ``captured`` for every size that a rank needs, so that ranks forked afterwards capture nothing.
+    It makes the program of every size that a rank needs, so that ranks forked afterwards capture and derive nothing.
     """
-    common = lay_out_plan(captured, plan, settings)
-    for replicas in sorted(set(common.replicas)):
-        captured_slice(captured, plan, replicas)
+    lay_out_plan(captured, plan, settings)
+    capture_slices(captured, plan)
 
 
 def build_rank(
@@ -124,6 +130,8 @@ def build_rank(
     tensors = backend.state(layout, memory)
     # Third, one group for each set of ranks that hold the same parameters.
     sync = backend.gradient_sync(layout, tensors, memory)
+    # Fourth, the tensor-parallel groups, in which stages sum and gather activations.
+    group = _tensor_group(layout, device, run_ahead, timeout_s)
     # Stages keep references to the weights, and optimizers too, so both come after them.
     randomness = Randomness(
         plan.seed,
@@ -133,12 +141,20 @@ def build_rank(
         replicas=layout.replicas,
         device=device,
     )
-    stages = backend.stages(layout, tensors, randomness)
-    # Last, one group for each pipeline device, if its ranks shard their optimizer. Its state is the last large memory.
+    stages = backend.stages(layout, tensors, randomness, group)
+    # Last, one group for each shard of a pipeline device's weights, if its ranks shard their optimizer, whose state is
+    # the last large memory.
     shard_group = _shard_group(layout, device, timeout_s) if plan.shard_optimizer else None
     optimizers = _optimizers(layout, tensors, settings, shard_group)
     # The executor only puts together what exists by now.
-    totals = Totals(everyone, device=device, run_ahead=run_ahead, timeout_s=timeout_s, asked_to_end=asked_to_end)
+    totals = Totals(
+        everyone,
+        device=device,
+        run_ahead=run_ahead,
+        timeout_s=timeout_s,
+        counts_loss=layout.shard == 0,
+        asked_to_end=asked_to_end,
+    )
     executor = Executor(
         stages,
         optimizers,
@@ -154,8 +170,10 @@ def build_rank(
         parameters={name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)},
         buffers={name: tensor for name, tensor in tensors.items() if name in captured.graph.buffers},
         optimizers=optimizers,
-        all_names=layout.state_names,
+        all_names=layout.all_stored_names,
         shared=layout.state_of_several_ranks,
+        stored_as={name: layout.stored_name(name) for name in tensors},
+        sharding=StateSplit(tp=plan.tp, split={} if layout.tensor is None else layout.tensor.split),
         predicted=memory.predicted,
     )
     # Nothing would correct ranks that begin with different weights, so they compare them before the first iteration.
@@ -177,7 +195,8 @@ def _programs(layout: RankLayout) -> tuple[Program, ...]:
 def _predicted_memory(common: PlanLayout) -> tuple[DeviceMemory, ...]:
     """The estimate for each pipeline device: from the whole plan, for it divides activations among replicas itself."""
     copies = optimizer_copies(common.settings.optimizer, common.settings.device)
-    return predict(common.captured.graph, common.plan, common.schedule, **copies)
+    program = rank_program(common.captured, common.plan, 1)
+    return predict(program.captured.graph, program.plan, common.schedule, **copies)
 
 
 def _backend(
@@ -210,10 +229,24 @@ def _inputs(layout: RankLayout, data: DataSettings, device: torch.device) -> Mic
 
 
 def _shard_group(layout: RankLayout, device: torch.device, timeout_s: float) -> dist.ProcessGroup:
-    """The ranks of this rank's pipeline device, connected. Every rank makes the groups of all pipeline devices."""
-    groups = [new_group(ranks, timeout_s, device=device) for ranks in layout.plan.placement]
-    connect_shards(groups[layout.device], device, timeout_s=timeout_s)
-    return groups[layout.device]
+    """The ranks that hold the same shard of the same stages as this one, connected. Every rank makes all groups."""
+    groups = {ranks: new_group(ranks, timeout_s, device=device) for ranks in layout.optimizer_groups}
+    group = next(group for ranks, group in groups.items() if dist.get_rank() in ranks)
+    connect_shards(group, device, timeout_s=timeout_s)
+    return group
+
+
+def _tensor_group(
+    layout: RankLayout, device: torch.device, run_ahead: RunAhead, timeout_s: float
+) -> ProcessTensorGroup | None:
+    """This rank's tensor-parallel group, connected; None if tp is 1. Every rank makes all groups."""
+    groups = {ranks: new_group(ranks, timeout_s, device=device) for ranks in layout.tensor_groups}
+    for ranks, group in groups.items():
+        if dist.get_rank() in ranks:
+            what = f"the tensor-parallel ranks {', '.join(map(str, ranks))}"
+            connect(group, device=device, what=what, timeout_s=timeout_s)
+            return ProcessTensorGroup(group, ranks, run_ahead=run_ahead, timeout_s=timeout_s)
+    return None
 
 
 def _optimizers(

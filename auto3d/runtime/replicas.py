@@ -1,13 +1,57 @@
-"""What the replicas of a plan's stages require of its schedule, its placement and its model."""
+"""What the replicas and the shards of a plan's stages require of its schedule, its placement and its model."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from auto3d.capture.model import CapturedModel
 from auto3d.partition.samples import made_from_samples, sample_dimensions
 from auto3d.partition.stage import Stage, same_stages
-from auto3d.plan import Plan, PlanError
+from auto3d.plan import NO_OVERLAP, SUB_PIPELINED, Plan, PlanError
 from auto3d.schedule.operation import Schedule
+from auto3d.tensor.halves import sub_pipelined
+from auto3d.tensor.model import TensorParallelModel, tensor_parallel
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankProgram:
+    """The model and the plan as ranks run them: for their slice of a micro-batch, with their shard of the weights."""
+
+    captured: CapturedModel
+    plan: Plan  # its stages cut the graph of ``captured``
+    tensor: TensorParallelModel | None  # there if and only if tp is not 1; ``captured`` is then its local program
+
+
+def rank_program(captured: CapturedModel, plan: Plan, replicas: int) -> RankProgram:
+    """What each rank of a stage with ``replicas`` runs of ``captured``, the model for all samples of a micro-batch.
+
+    A process derives each tensor-parallel program once; processes forked later share it. Raises InputError if the model
+    cannot run a slice of its samples, or if the plan's split does not fit it.
+    """
+    of_all = captured
+    captured, plan = captured_slice(captured, plan, replicas)
+    if plan.tp == 1:
+        return RankProgram(captured=captured, plan=plan, tensor=None)
+    tensor = _derived_once(captured, plan)
+    if replicas > 1 and not _derived_once(of_all, plan).local.graph.same_operations(tensor.local.graph):
+        raise PlanError(
+            f"split: tensor parallelism runs other operations on {captured.graph.micro_batch_size} samples, which each "
+            f"of {replicas} replicas takes, than on {of_all.graph.micro_batch_size}; use stages without replicas"
+        )
+    graph, stages = tensor.local.graph.fingerprint, tensor.stages(plan.stages)
+    return RankProgram(captured=tensor.local, plan=replace(plan, graph=graph, stages=stages), tensor=tensor)
+
+
+def _derived_once(captured: CapturedModel, plan: Plan) -> TensorParallelModel:
+    key = (plan.tp, frozenset(plan.split.items()), plan.sequence_parallel, plan.tensor_overlap)
+    if key not in captured.derived:
+        if plan.tensor_overlap == SUB_PIPELINED:
+            derived: TensorParallelModel = sub_pipelined(
+                _derived_once(captured, replace(plan, tensor_overlap=NO_OVERLAP))
+            )
+        else:
+            derived = tensor_parallel(captured, plan.tp, split=plan.split, sequence_parallel=plan.sequence_parallel)
+        captured.derived[key] = derived
+    return captured.derived[key]
 
 
 def captured_slice(captured: CapturedModel, plan: Plan, replicas: int) -> tuple[CapturedModel, Plan]:
@@ -20,19 +64,17 @@ def captured_slice(captured: CapturedModel, plan: Plan, replicas: int) -> tuple[
 
 
 def capture_slices(captured: CapturedModel, plan: Plan) -> None:
-    """Capture the model at every size that a replica of ``plan`` runs; processes forked later share the results."""
+    """Make the program of every size that a replica of ``plan`` runs; processes forked later share the results."""
     for replicas in sorted({stage.replicas for stage in plan.stages}):
-        captured.at(captured.graph.micro_batch_size // replicas)
+        rank_program(captured, plan, replicas)
 
 
 def replicas_of_devices(plan: Plan, schedule: Schedule) -> tuple[int, ...]:
     """How many replicas the stages of each pipeline device have.
 
-    Raises PlanError if the plan asks for tensor parallelism, if ``schedule`` has other sizes than the plan, if the
-    stages of one device have different numbers of replicas, or if the placement has another number of ranks for them.
+    Raises PlanError if ``schedule`` has other sizes than the plan, if the stages of one device have different numbers
+    of replicas, or if the placement has another number of ranks for them.
     """
-    if plan.tp != 1:
-        raise PlanError(f"tp: {plan.tp} asks for tensor parallelism, which this build does not run; tp must be 1")
     sizes = (schedule.devices, schedule.stages, schedule.micro_batches)
     if sizes != (plan.pp, len(plan.stages), plan.micro_batches):
         raise PlanError(
@@ -48,10 +90,12 @@ def replicas_of_devices(plan: Plan, schedule: Schedule) -> tuple[int, ...]:
                 f"stages: {', '.join(map(str, stages))} are on one device of schedule {schedule.name}, and have "
                 f"{', '.join(map(str, counts))} replicas; stages of one device must have equally many"
             )
-        if len(plan.placement[device]) != plan.dp * counts[0]:
+        if len(plan.placement[device]) != (needed := plan.dp * counts[0] * plan.tp):
+            product = ("dp × replicas", f"{plan.dp} × {counts[0]}")
+            names, numbers = product if plan.tp == 1 else (f"{product[0]} × tp", f"{product[1]} × {plan.tp}")
             raise PlanError(
                 f"placement: {list(plan.placement[device])} are the ranks of device {device}, which must be "
-                f"dp × replicas = {plan.dp} × {counts[0]} = {plan.dp * counts[0]}"
+                f"{names} = {numbers} = {needed}"
             )
         replicas.append(counts[0])
     return tuple(replicas)
@@ -60,9 +104,9 @@ def replicas_of_devices(plan: Plan, schedule: Schedule) -> tuple[int, ...]:
 def resplit_dimensions(captured: CapturedModel, plan: Plan, stages: Sequence[Stage]) -> dict[str, int]:
     """Value -> its dimension of samples, for values that cross between stages with different numbers of replicas.
 
-    A value without such a dimension is computed from weights only, so all replicas of its stage have the same copy.
-    Raises PlanError for a value that is neither: its samples are not in equal slices, or it combines all samples, as a
-    loss does, so that no replica has the whole of it.
+    ``stages`` are those of the ranks' program. A value without such a dimension is computed from weights only, so all
+    replicas of its stage have the same copy. Raises PlanError for a value that is neither: its samples are not in equal
+    slices, or it combines all samples, as a loss does, so that no replica has the whole of it.
     """
     replicas = [stage.replicas for stage in plan.stages]
     transfers = [
@@ -73,11 +117,24 @@ def resplit_dimensions(captured: CapturedModel, plan: Plan, stages: Sequence[Sta
     ]
     if not transfers:
         return {}
-    graph = captured.graph
-    smaller = captured.at(graph.micro_batch_size // max(replicas)).graph
+    if plan.tensor_overlap == SUB_PIPELINED:
+        source, target = transfers[0].source, transfers[0].target
+        raise PlanError(
+            f"stages: {source} has {_times(replicas[source])}, and stage {target} has {_times(replicas[target])}; with "
+            f"tensor_overlap: {SUB_PIPELINED} each divides its samples into halves, so both must have equally many"
+        )
+    program = rank_program(captured, plan, 1)
+    graph = program.captured.graph
+    smaller = rank_program(captured, plan, max(replicas)).captured.graph
     dimensions, from_samples = sample_dimensions(graph, smaller), made_from_samples(graph)
     for transfer in transfers:
         name = transfer.value.name
+        placed = None if program.tensor is None else program.tensor.placements[name].split
+        if placed is not None and placed.dim == dimensions.get(name):
+            raise PlanError(
+                f"stages: {transfer.source} sends {name} to stage {transfer.target}, which has another number of "
+                "replicas; tensor parallelism splits it by samples too, so both must have equally many"
+            )
         same_copy = name not in from_samples and transfer.value.shape == smaller.value(name).shape
         if name not in dimensions and not same_copy:
             source, target = transfer.source, transfer.target

@@ -15,6 +15,7 @@ from auto3d.partition.segment import Segment, segments
 from auto3d.partition.stage import Stage
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage_program import segment_program
+from auto3d.runtime.tensor_group import TensorParallelRank
 from auto3d.runtime.weight_gradients import DeferredGradients, add_gradient
 from auto3d.runtime.weight_versions import WeightVersions, new_leaf
 
@@ -108,7 +109,8 @@ class StageModule:
 
     A stage with ``recompute`` keeps only the activations of the operations in ``kept`` (ranges of positions), its
     inputs and received values, and the values that pass between kept and dropped operations. With ``split_backward``
-    the gradients of weights are left to ``backward_weight``.
+    the gradients of weights are left to ``backward_weight``. If ``captured`` is the program of a tensor-parallel rank,
+    ``tensor`` runs its collectives.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class StageModule:
         kept: Sequence[tuple[int, int]] = (),
         split_backward: bool = False,
         old_weights: bool = False,
+        tensor: TensorParallelRank | None = None,
     ) -> None:
         self.stage = stage
         self.sent = list(dict.fromkeys(transfer.value.name for transfer in stage.sent))
@@ -147,7 +150,13 @@ class StageModule:
                 captured,
                 per_use,
                 segment_program(
-                    segment, captured, randomness=randomness, device=device, deferred=self._deferred, per_user=per_use
+                    segment,
+                    captured,
+                    randomness=randomness,
+                    device=device,
+                    deferred=self._deferred,
+                    per_user=per_use,
+                    tensor=tensor,
                 ),
             )
             for segment in divided
@@ -180,7 +189,7 @@ class StageModule:
         made: dict[str, torch.Tensor] = {}
         for number, segment in enumerate(self._segments):
             in_flight.old_buffers.append({} if segment.kept else segment.copy_buffers(state))
-            with nullcontext() if segment.kept else _no_saved_activations():
+            with nullcontext() if segment.kept else no_saved_activations():
                 outputs, in_flight.uses[number] = segment.run({**state, **weights}, in_flight.values)
             in_flight.outputs.append(outputs if segment.kept else None)
             for name, output in zip(segment.gives, outputs, strict=True):
@@ -272,7 +281,7 @@ class StageModule:
             torch.autograd.backward(used, output_gradients)
 
 
-def _no_saved_activations() -> AbstractContextManager:
+def no_saved_activations() -> AbstractContextManager:
     """Autograd is on but saves no activations.
 
     It is on because attention would take another kernel without it, and round differently.

@@ -14,7 +14,8 @@ from auto3d.capture.model import CapturedModel
 from auto3d.partition.segment import Segment
 from auto3d.runtime.constants import fold_constants
 from auto3d.runtime.randomness import Randomness, SeededOperation
-from auto3d.runtime.weight_gradients import DeferredGradients, SplitOperation, can_be_split
+from auto3d.runtime.tensor_group import TensorParallelRank
+from auto3d.runtime.weight_gradients import DeferredGradients, split_operation
 
 
 def segment_program(
@@ -25,12 +26,14 @@ def segment_program(
     device: torch.device,
     deferred: DeferredGradients | None,
     per_user: Collection[str] = (),
+    tensor: TensorParallelRank | None = None,
 ) -> tuple[fx.GraphModule, list[str], list[str]]:
     """The segment as a module, and the names of its arguments: of its state, then of the values that it takes.
 
     The module's arguments are the state and then the values; it returns the values that the segment gives. A name
     occurs once, except that a name in ``per_user`` occurs once for each operation that uses it, in the order of use.
-    With ``deferred``, the module's backward defers weight gradients to it, for the operators that support this.
+    With ``deferred``, the module's backward defers weight gradients to it, for the operators that support this. If
+    ``captured`` is the program of a tensor-parallel rank, ``tensor`` runs its collectives.
     """
     names = {**captured.exported.parameters, **captured.exported.buffers}
     order = {node: number for number, node in enumerate(captured.exported.program.nodes)}
@@ -59,7 +62,8 @@ def segment_program(
     values = add_placeholders(segment.takes, source, "value")
     trained = {env[placeholder[name]] for name in state if name in captured.graph.parameters and name not in per_user}
 
-    operation_number = {node.name: number for number, node in enumerate(captured.graph.nodes)}
+    whole = captured.graph if tensor is None else tensor.model.whole.graph
+    operation_number = {node.name: number for number, node in enumerate(whole.nodes)}
     modules: dict[str, nn.Module] = {}
     for node in captured.exported.program.nodes:
         if node in env:
@@ -68,10 +72,13 @@ def segment_program(
             continue
         copy = graph.node_copy(node, ChainMap(env_of.get(node, {}), env).__getitem__)
         copy.args, copy.kwargs = _on_device((copy.args, copy.kwargs), device)
-        if is_random(node):
-            modules[node.name] = SeededOperation(node.target, operation_number[node.name], randomness)
-        elif deferred is not None and can_be_split(copy, trained):
-            modules[node.name] = SplitOperation(node.target, deferred)
+        number = operation_number.get(node.name, -1)  # a conversion has no number: it draws nothing
+        if tensor is not None and (replaced := tensor.module_of(node, number, randomness)) is not None:
+            modules[node.name] = replaced
+        elif is_random(node):
+            modules[node.name] = SeededOperation(node.target, number, randomness)
+        elif deferred is not None and (split := split_operation(copy, trained, deferred)) is not None:
+            modules[node.name] = split
         if node.name in modules:
             copy.op, copy.target = "call_module", node.name
         env[node] = copy

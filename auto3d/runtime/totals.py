@@ -23,7 +23,8 @@ class Total:
 class Totals:
     """Sums losses and squared gradient norms over ``everyone``, in one all-reduce per iteration.
 
-    Each sum also carries the answer of ``asked_to_end``, so that all ranks end after the same iteration.
+    Each sum also carries the answer of ``asked_to_end``, so that all ranks end after the same iteration. The ranks of a
+    tensor-parallel group compute the same loss; one of them has ``counts_loss``.
     """
 
     def __init__(
@@ -33,12 +34,14 @@ class Totals:
         device: torch.device,
         run_ahead: RunAhead,
         timeout_s: float,
+        counts_loss: bool = True,
         asked_to_end: Callable[[], bool] = lambda: False,
     ) -> None:
         self._everyone = everyone
         self._device = device
         self._run_ahead = run_ahead
         self._timeout_s = timeout_s
+        self._counts_loss = counts_loss
         self._asked_to_end = asked_to_end
         # Ended iterations of an asynchronous program, with their seconds: before their sum begins, and until it ends.
         self._unsummed: deque[tuple[torch.Tensor, float]] = deque()
@@ -48,7 +51,8 @@ class Totals:
         """The sums over all ranks; each gives its ``loss`` and ``squared_norm`` and waits for the others."""
         totals = torch.zeros(3, dtype=torch.float64, device=self._device)
         # Not totals[2] = …, which copies a number to a GPU and waits without a deadline until its queue is empty.
-        totals[0].add_(loss)
+        if self._counts_loss:
+            totals[0].add_(loss)
         totals[1].add_(squared_norm)
         totals[2].add_(self._asked_to_end())
         what = "the loss and gradient norm of all ranks"
@@ -63,7 +67,8 @@ class Totals:
     def add(self, loss: torch.Tensor | float, seconds: float) -> None:
         """Keep the ``loss`` of an iteration that has ended on this rank until the program begins its sum."""
         totals = torch.zeros(2, dtype=torch.float64, device=self._device)
-        totals[0].add_(loss)
+        if self._counts_loss:
+            totals[0].add_(loss)
         totals[1].add_(self._asked_to_end())
         self._unsummed.append((totals, seconds))
 

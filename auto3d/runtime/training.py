@@ -81,7 +81,13 @@ def train(
                 asked_to_stop |= result.asked_to_end
             before, done = done, done + program.iterations
             if checkpoints and (asked_to_stop or checkpoints.due(before, done, settings.iterations)):
-                save(checkpoints.folder, rank.state(), iteration=done, timeout_s=settings.timeout_s)
+                save(
+                    checkpoints.folder,
+                    rank.state(),
+                    iteration=done,
+                    timeout_s=settings.timeout_s,
+                    sharding=rank.sharding,
+                )
             if checkpoints and asked_to_stop:
                 break
         seconds = [result.seconds for result in results]
@@ -122,7 +128,7 @@ def _resume(rank: Rank, checkpoints: Checkpoints, device: torch.device, *, timeo
     (done,) = newest_iteration
     if done is None:
         return 0
-    load(checkpoints.folder, rank.state(), iteration=done)
+    load(checkpoints.folder, rank.state(), iteration=done, sharding=rank.sharding)
     for optimizer, learning_rate in filter(None, rank.optimizers.values()):
         advance(optimizer, learning_rate, done)
     cause = f"do all nodes see the same checkpoint in {checkpoints.folder}?"

@@ -12,7 +12,7 @@ from auto3d.partition.methods import METHODS, STAGE_METHODS, method_named
 from auto3d.partition.recompute import keep_last, kept_fractions
 from auto3d.partition.replicated import fastest_stages
 from auto3d.partition.stage import PartitionError
-from auto3d.plan import Plan, PlanError, StagePlan, stages_between
+from auto3d.plan import NO_OVERLAP, SUB_PIPELINED, Plan, PlanError, StagePlan, stages_between
 from auto3d.schedule import SCHEDULES, build_schedule, parse_schedule, samples_per_replica
 from auto3d.schedule.shape import Shape, shape, shape_of
 from auto3d.search.placement import MEGATRON, place, place_replicas
@@ -20,6 +20,7 @@ from auto3d.search.planned_model import PlannedModel
 from auto3d.search.problem import CandidateProblem, Keep
 from auto3d.search.recompute import AUTO, FULL, NONE, KeptFractions, largest_fraction, schedule_options
 from auto3d.search.space import EQUAL, UNEVEN, Candidate, Workload, check_fits
+from auto3d.tensor_placement import Split
 
 _TRIES = 32  # tries to find stages that fit the memory of the devices
 _TIGHTER = 0.95  # factor on that memory where the cost model counts less than the maker
@@ -46,6 +47,7 @@ class PlanMaker:
         self._shortage = shortage or (lambda plan: shortage_of(model, plan))
         self._check = check or (lambda plan: None)
         self._captured: dict[int, InputError | None] = {}  # number of samples -> why the model cannot be captured at it
+        self._splits: dict[tuple[int, int, bool], dict[str, Split] | InputError] = {}
 
     def plan(self, candidate: Candidate) -> Plan:
         """The Plan of ``candidate``; raises InputError if there is none, or if a device lacks the memory for it."""
@@ -113,6 +115,7 @@ class PlanMaker:
         options = schedule_options(name, given, candidate.recompute, candidate.sync, **sizes)
         form = shape(name, **sizes, options=options)
         samples = samples_per_replica(form.name, form.parts, candidate.micro_batch_size)
+        sequence_parallel, overlap = _tensor_choices(candidate, samples)
         plan = Plan(
             graph=self._fingerprint(samples),
             dp=candidate.dp,
@@ -131,6 +134,9 @@ class PlanMaker:
                 pp=candidate.pp,
             ),
             seed=self.workload.seed,
+            split=self._split(samples, candidate.tp, sequence_parallel),
+            sequence_parallel=sequence_parallel,
+            tensor_overlap=overlap,
             shard_optimizer=candidate.shard_optimizer,
         )
         if candidate.replicas == UNEVEN:
@@ -144,11 +150,16 @@ class PlanMaker:
             plan = self._kept_fractions(plan).plan(float(candidate.recompute))
         return plan
 
-    def capture(self, sizes: Iterable[int]) -> None:
-        """Capture the model at these numbers of samples now, so that the time of a search does not include it."""
-        for samples in sizes:
+    def prepare(self, degrees: Iterable[tuple[int, int, bool]]) -> None:
+        """Capture the model and split its work now, so that the time of a search does not include it.
+
+        ``degrees`` has (samples, tensor-parallel degree, whether it is sequence-parallel) of the plans to come.
+        """
+        for samples, tp, sequence_parallel in degrees:
             with suppress(InputError):
                 self._fingerprint(samples)
+                self._split(samples, tp, sequence_parallel)
+                self.planned.work(samples, tp, sequence_parallel)
 
     def check_captured(self) -> None:
         """Raise the first error if the model could not be captured at any number of samples."""
@@ -167,6 +178,21 @@ class PlanMaker:
         if (problem := self._captured[samples]) is not None:
             raise problem
         return self.planned.fingerprint(samples)
+
+    def _split(self, samples: int, tp: int, sequence_parallel: bool) -> dict[str, Split]:
+        """``Plan.split`` for this degree; asks for each once, even if there is none."""
+        if tp == 1:
+            return {}
+        key = samples, tp, sequence_parallel
+        if key not in self._splits:
+            try:
+                self._splits[key] = self.planned.split(*key)
+            except InputError as error:
+                self._splits[key] = error
+        found = self._splits[key]
+        if isinstance(found, InputError):
+            raise found
+        return found
 
     def _kept_fractions(self, plan: Plan) -> KeptFractions:
         samples = plan.micro_batch_size // shape_of(plan).parts
@@ -242,6 +268,18 @@ class PlanMaker:
             stages=tuple(replace(stage, replicas=count) for stage, count in zip(stages, counts, strict=True)),
             placement=place_replicas(counts, dp=candidate.dp, tp=candidate.tp),
         )
+
+
+def _tensor_choices(candidate: Candidate, samples: int) -> tuple[bool, str]:
+    """``Plan.sequence_parallel`` and ``Plan.tensor_overlap``; without tensor parallelism neither has a meaning."""
+    if candidate.tp == 1:
+        return False, NO_OVERLAP
+    if candidate.tensor_overlap == SUB_PIPELINED and samples % 2:
+        raise PlanError(
+            f"tensor_overlap: sub-pipelined halves each pass of a stage, which here has {samples} "
+            f"sample{'s' * (samples > 1)}; use an even number, or none"
+        )
+    return candidate.sequence_parallel, candidate.tensor_overlap
 
 
 def _may_fit_memory(candidate: Candidate) -> bool:

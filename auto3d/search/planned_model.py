@@ -10,13 +10,14 @@ from typing import Protocol
 from auto3d.capture.graph import Graph
 from auto3d.cost.layers import Layer
 from auto3d.cost.model import TimesOf
-from auto3d.cost.work import Work
+from auto3d.cost.work import Work, WorkAt
 from auto3d.partition.outline import Outline, outline_of
 from auto3d.partition.recompute import subgraph_starts
 from auto3d.partition.stage import cut
-from auto3d.plan import StagePlan
+from auto3d.plan import PlanError, StagePlan
 from auto3d.schedule.asynchronous import check_trainable
 from auto3d.schedule.operation import Schedule
+from auto3d.tensor_placement import Split
 
 
 class PlannedModel(Protocol):
@@ -30,10 +31,16 @@ class PlannedModel(Protocol):
         """Measured times of the operations, if there are any."""
         ...
 
-    def work(self, samples: int) -> Work: ...
+    def work(self, samples: int, tp: int = 1, sequence_parallel: bool = False) -> Work:
+        """The work of one of ``tp`` ranks; raises InputError if the model cannot be split so."""
+        ...
 
     def fingerprint(self, samples: int) -> str:
         """The value of ``Plan.graph`` for this number of samples."""
+        ...
+
+    def split(self, samples: int, tp: int, sequence_parallel: bool) -> dict[str, Split]:
+        """The value of ``Plan.split`` for this number of samples; raises InputError if a rule is not possible."""
         ...
 
     def cuts(self, samples: int) -> Sequence[int]:
@@ -65,11 +72,20 @@ class PlannedGraphs:
         graph_at: Callable[[int], Graph],
         work: Callable[[Graph], Work],
         cuts: Callable[[Graph], Sequence[int]],
+        split: Callable[[int, int, bool], dict[str, Split]],
+        split_work: WorkAt | None = None,
     ) -> None:
+        """``split`` has the arguments and the result of the method of that name; ``split_work`` those of ``work``, for
+        tensor-parallel degrees of 2 and more."""
         self.graph, self.work_of = lru_cache(None)(graph_at), work
-        self.work = lru_cache(None)(lambda samples: work(self.graph(samples)))
+        self._work = lru_cache(None)(lambda samples: work(self.graph(samples)))
+        self._split_work = lru_cache(None)(split_work or _not_split)
         self.cuts = lru_cache(None)(lambda samples: cuts(self.graph(samples)))
         self.outline = lru_cache(None)(lambda samples: outline_of(self.graph(samples)))
+        self.split = lru_cache(None)(split)
+
+    def work(self, samples: int, tp: int = 1, sequence_parallel: bool = False) -> Work:
+        return self._work(samples) if tp == 1 else self._split_work(samples, tp, sequence_parallel)
 
     def fingerprint(self, samples: int) -> str:
         return self.graph(samples).fingerprint
@@ -84,13 +100,22 @@ class PlannedGraphs:
         check_trainable(schedule, cut(graph, stages), graph.trained, clip_norm=clip_norm)
 
 
+def _not_split(samples: int, tp: int, sequence_parallel: bool) -> Work:
+    raise PlanError(f"tp: found {tp}; this model is planned without tensor parallelism, so tp must be 1")
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlannedLayers:
-    """A model of measured layers."""
+    """A model of measured layers, split as its measurements were: with the whole sequence on every rank."""
 
     layers: tuple[Layer, ...]
-    work: Callable[[int], Work]
+    layer_work: Callable[[int, int], Work]  # arguments: samples, tensor-parallel degree
     times: TimesOf
+
+    def work(self, samples: int, tp: int = 1, sequence_parallel: bool = False) -> Work:
+        if sequence_parallel:
+            raise PlanError("sequence_parallel: found true; the layers were measured without it")
+        return self.layer_work(samples, tp)
 
     @cached_property
     def _digest(self) -> str:
@@ -98,6 +123,9 @@ class PlannedLayers:
 
     def fingerprint(self, samples: int) -> str:
         return f"{self._digest} {samples}"
+
+    def split(self, samples: int, tp: int, sequence_parallel: bool) -> dict[str, Split]:
+        return {}  # plans of measured layers are only predicted
 
     def cuts(self, samples: int) -> Sequence[int]:
         return range(len(self.layers) + 1)

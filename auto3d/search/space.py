@@ -5,14 +5,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from math import prod
+from math import gcd, prod
 from re import sub
 from typing import Literal
 
 from auto3d.cluster import Cluster
 from auto3d.errors import InputError
 from auto3d.partition.methods import STAGE_METHODS
-from auto3d.plan import PlanError, check_degrees
+from auto3d.plan import NO_OVERLAP, TENSOR_OVERLAPS, PlanError, check_degrees
 from auto3d.schedule import SCHEDULES
 from auto3d.schedule.options import SYNC
 from auto3d.search.placement import MEGATRON, PLACEMENTS
@@ -26,20 +26,23 @@ EQUAL, UNEVEN = REPLICAS = ("equal", "uneven")
 class SearchSpace:
     """The axes to combine. Each is a list of values, or "auto" for all values that make sense on the cluster.
 
-    "auto" leaves out asynchronous schedules, since they change what a model learns; a user has to name them.
+    "auto" leaves out asynchronous schedules, since they change what a model learns; a user has to name them. It has the
+    tensor-parallel degrees whose groups fit into one node and, if there is only one node, one placement.
     """
 
     dp: Axis = AUTO
-    tp: Axis = (1,)
+    tp: Axis = AUTO
     pp: Axis = AUTO
     micro_batch_size: Axis = AUTO
     schedule: Axis = AUTO  # names, optionally with options, as in interleaved-1f1b:chunks=4
     recompute: Axis = (NONE,)  # none, full, auto, or fractions from 0 to 1
     partition: Axis = ("uniform",)
-    placement: Axis = (MEGATRON,)
+    placement: Axis = AUTO
     replicas: Axis = (EQUAL,)
     sync: Axis = (SYNC[0],)  # positions of gradient syncs, which decide how much of them compute hides
     shard_optimizer: Axis = (False,)  # ZeRO-1
+    sequence_parallel: Axis = (False,)  # norms and dropout on a sequence that the tensor-parallel ranks split
+    tensor_overlap: Axis = (NO_OVERLAP,)  # keys of TENSOR_OVERLAPS
     allow_idle_devices: bool = False  # a plan may use fewer devices than the cluster has
 
 
@@ -69,6 +72,8 @@ class Candidate:
     than stages."""
     sync: str = SYNC[0]
     shard_optimizer: bool = False
+    sequence_parallel: bool = False
+    tensor_overlap: str = NO_OVERLAP
     cuts: tuple[int, ...] | None = None
     """Bounds of the stages, as indices into the model's cuts; they override ``partition``."""
 
@@ -85,12 +90,23 @@ class Candidate:
             "uneven replicas": self.replicas == UNEVEN,
             f"sync={self.sync}": self.sync != SYNC[0],
             "ZeRO-1": self.shard_optimizer,
+            "sequence-parallel": self.sequence_parallel,
+            self.tensor_overlap: self.tensor_overlap != NO_OVERLAP,
         }
         return ", ".join(words for words, holds in unusual.items() if holds)
 
 
 DEGREES = ("dp", "tp", "pp", "micro_batch_size", "replicas")
-CHOICES = ("schedule", "recompute", "partition", "placement", "sync", "shard_optimizer")  # the other axes
+CHOICES = (  # the other axes
+    "schedule",
+    "recompute",
+    "partition",
+    "placement",
+    "sync",
+    "shard_optimizer",
+    "sequence_parallel",
+    "tensor_overlap",
+)
 
 
 class Refusals:
@@ -132,19 +148,22 @@ class Domain:
         self.cluster, self.workload = cluster, workload
         self._allow_idle = space.allow_idle_devices
         divisors = [number for number in range(1, cluster.devices + 1) if cluster.devices % number == 0]
+        in_a_node = gcd(*(node.devices for node in cluster.nodes))
         sizes = [2**power for power in range(workload.global_batch.bit_length()) if 2**power <= workload.global_batch]
         every = {
             "dp": divisors,
-            "tp": divisors,
+            "tp": [number for number in divisors if in_a_node % number == 0],
             "pp": divisors,
             "micro_batch_size": sizes,
             "schedule": [name for name, family in SCHEDULES.items() if not family.asynchronous],
             "recompute": [NONE, FULL] if cluster.memory_bytes is None else [AUTO],
             "partition": list(STAGE_METHODS),
-            "placement": list(PLACEMENTS),
+            "placement": list(PLACEMENTS) if len(cluster.nodes) > 1 else [MEGATRON],
             "replicas": [EQUAL, UNEVEN],
             "sync": list(SYNC),
             "shard_optimizer": [False, True],
+            "sequence_parallel": [False, True],
+            "tensor_overlap": list(TENSOR_OVERLAPS),
         }
         self._values = {
             name: auto if getattr(space, name) == AUTO else list(dict.fromkeys(getattr(space, name)))
@@ -183,6 +202,8 @@ class Domain:
         single: dict[str, list] = {}
         if candidate.pp == 1:
             single |= {"schedule": [self._schedule_of_one], "sync": self.choices["sync"][:1]}
+        if candidate.tp == 1:
+            single |= {"sequence_parallel": [False], "tensor_overlap": [NO_OVERLAP]}
         if candidate.replicas == UNEVEN:  # uneven replicas have their own order of ranks
             single["placement"] = self.choices["placement"][:1]
         elif candidate.dp == 1:

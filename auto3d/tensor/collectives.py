@@ -21,50 +21,16 @@ The operators of a vocabulary take its rows, or its classes, as they are split a
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
 
+from auto3d.tensor.conversions import CONVERSIONS, Conversion
+from auto3d.tensor.conversions import Collective as Collective  # users of the operators find it here
 from auto3d.tensor_placement import Kind, Split
 
 _LIBRARY = torch.library.Library("auto3d", "DEF")
 
-
-class Collective(Enum):
-    """What the ranks do together."""
-
-    ALL_REDUCE = "all-reduce"
-    ALL_GATHER = "all-gather"
-    REDUCE_SCATTER = "reduce-scatter"
-
-
-@dataclass(frozen=True, slots=True)
-class Conversion:
-    """One row of the table above; None where the ranks exchange nothing."""
-
-    name: str
-    source: Kind
-    target: Kind
-    forward: Collective | None
-    backward: Collective | None
-
-
-CONVERSIONS = {
-    each.name: each
-    for each in (
-        Conversion("reduce", Kind.PARTIAL, Kind.WHOLE, Collective.ALL_REDUCE, None),
-        Conversion("copy", Kind.WHOLE, Kind.COPIED, None, Collective.ALL_REDUCE),
-        Conversion("reduce_copy", Kind.PARTIAL, Kind.COPIED, Collective.ALL_REDUCE, Collective.ALL_REDUCE),
-        Conversion("gather", Kind.SPLIT, Kind.WHOLE, Collective.ALL_GATHER, None),
-        Conversion("gather_copy", Kind.SPLIT, Kind.COPIED, Collective.ALL_GATHER, Collective.REDUCE_SCATTER),
-        Conversion("scatter", Kind.WHOLE, Kind.SPLIT, None, Collective.ALL_GATHER),
-        Conversion("scatter_copy", Kind.COPIED, Kind.SPLIT, None, None),
-        Conversion("reduce_scatter", Kind.PARTIAL, Kind.SPLIT, Collective.REDUCE_SCATTER, Collective.ALL_GATHER),
-        Conversion("spread", Kind.WHOLE, Kind.PARTIAL, None, None),
-    )
-}
 CONVERSION_BETWEEN = {(each.source, each.target): each for each in CONVERSIONS.values()}
 
 

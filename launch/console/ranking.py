@@ -10,7 +10,7 @@ from auto3d.search.search import Ranked, Search
 from auto3d.search.space import Candidate, Refusals
 from launch.console.output import print_json
 from launch.model.ranking import EXPLAINED, predicted_on, search_record
-from launch.model.search import algorithm, cannot_run
+from launch.model.search import algorithm
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.words import counted
 
@@ -43,8 +43,7 @@ def print_plans(recipe: LoadedRecipe, search: Search, *, as_json: bool, show_all
         return
     ranked, refused = search.ranked(), search.refused()
     shown = ranked if show_all else ranked[:SHOWN]
-    rows = [(*cells(one), cannot_run(one.plan)) for one in shown]
-    print(tabulate(rows, [*HEADINGS, "does not run yet"], disable_numparse=True))
+    print(tabulate(map(cells, shown), HEADINGS, disable_numparse=True))
     if len(shown) < len(ranked):
         print(f"… and {len(ranked) - len(shown)} more (--all)")
     print(f"\nwhy the best is best, in seconds:\n{_explanation(search, ranked)}")

@@ -66,7 +66,8 @@ def plan_training(
         with at_work(console, "capturing the model"):
             return PlanningModel(recipe).graph(micro_batch_size)
 
-    plan = wanted if isinstance(wanted, Plan) else candidates.of_plan(recipe, wanted, graph_at)
+    model = PlanningModel(recipe, captured_at=None if captures_in_ranks else captured_at)
+    plan = wanted if isinstance(wanted, Plan) else candidates.of_plan(recipe, wanted, graph_at, model)
     size = samples_at_once(plan)
     graph = graph_at(size)
     settings = training_settings(values, iterations=values.training.iterations)

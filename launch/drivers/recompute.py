@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 from auto3d.capture.graph import Graph
 from auto3d.partition.merak import shard
@@ -16,6 +16,7 @@ from launch.drivers.sweep import Retry, check_place, check_ranks, measured
 from launch.executors.trial_executor import executor_of
 from launch.model import candidates
 from launch.model.build import captured_model
+from launch.model.graphs import PlanningModel
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import cluster, optimizer_settings
 from launch.store.trials import Trial, trials_of
@@ -43,11 +44,13 @@ def try_fractions(recipe: LoadedRecipe, report: Callable[[TriedFraction], None])
     """
     check_place(recipe)
 
-    @cache
-    def graph_at(micro_batch_size: int) -> Graph:
-        return captured_model(recipe, micro_batch_size).graph
+    captured_at = cache(partial(captured_model, recipe))
 
-    base = candidates.of_plan(recipe, replace(plan_of(recipe), recompute=FULL), graph_at)
+    def graph_at(micro_batch_size: int) -> Graph:
+        return captured_at(micro_batch_size).graph
+
+    model = PlanningModel(recipe, captured_at=captured_at)
+    base = candidates.of_plan(recipe, replace(plan_of(recipe), recompute=FULL), graph_at, model)
     graph = graph_at(samples_at_once(base))
     check_ranks(recipe, base.ranks)
     bounds = shard(graph).bounds

@@ -47,8 +47,9 @@ class Sweep:
 def sweep_of(recipe: LoadedRecipe, tell: Callable[[str], None] | None = None) -> Sweep:
     """The trials of ``recipe``. With ``tell`` their captures are checked, too, and ``tell`` receives each result."""
     with CaptureProcess() as process:
-        graph_at = cache(PlanningModel(recipe, process=process).graph)
-        found = candidates.find(recipe, graph_at, partial(_chosen_before, recipe))
+        model = PlanningModel(recipe, process=process)
+        graph_at = cache(model.graph)
+        found = candidates.find(recipe, graph_at, partial(_chosen_before, recipe), model)
         left_out = sum(candidate.reason == candidates.left_out(recipe) for candidate in found)
         plans = candidates.runnable(recipe, found)
         check_ranks(recipe, max(plan.ranks for plan in plans))

@@ -25,7 +25,6 @@ from launch.model.capture_process import CaptureProcess
 from launch.model.check_capture import check_plans
 from launch.model.graphs import PlanningModel
 from launch.model.profile import find_profile, how_to_measure, tuned_file
-from launch.model.search import cannot_run
 from launch.recipe.load import LoadedRecipe, RecipeError
 from launch.recipe.schema import AUTO
 from launch.slurm.executor import on_slurm
@@ -108,7 +107,7 @@ def run_tune(recipe: LoadedRecipe, search: Search, watcher: Watcher, *, retry: R
     check_place(recipe)
     if recipe.values.model.layers is not None:
         raise recipe.error("model.layers", "measured layers can be predicted, not trained; tune takes a model")
-    candidates = _runnable(recipe, search)
+    candidates = _considered(recipe, search)
     with executor_of(recipe) as executor, CaptureProcess() as process:
         write_command(recipe, "tune")
         watcher.begin(recipe.values.search.trials, [], 0)
@@ -181,19 +180,16 @@ def _try_again(tried: list[TriedPlan], trials: _Trials) -> None:
 def first_trial(recipe: LoadedRecipe, search: Search) -> Trial:
     """The first trial of a tune of ``search``; raises RecipeError if no candidate can run."""
     exact = exact_plans(recipe)
-    trials = (_trial(recipe, exact, one) for one in _runnable(recipe, search))
+    trials = (_trial(recipe, exact, one) for one in _considered(recipe, search))
     first = next((trial for trial in trials if trial is not None), None)
     if first is None:
         raise recipe.error("search", "no candidate fits the memory of its devices")
     return first
 
 
-def _runnable(recipe: LoadedRecipe, search: Search) -> list[Ranked]:
-    """The best candidates that can run, the fastest by prediction first."""
-    runnable = [one for one in search.ranked() if not cannot_run(one.plan)][: CONSIDERED * recipe.values.search.trials]
-    if not runnable:
-        raise recipe.error("search", "no candidate can run yet: all have tensor parallelism; allow search.tp: [1]")
-    return runnable
+def _considered(recipe: LoadedRecipe, search: Search) -> list[Ranked]:
+    """The candidates that may be tried, the fastest by prediction first."""
+    return search.ranked()[: CONSIDERED * recipe.values.search.trials]
 
 
 def _trial(recipe: LoadedRecipe, exact: Callable[[Ranked], Plan], one: Ranked) -> Trial | None:

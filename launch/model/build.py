@@ -114,6 +114,10 @@ class Weights(Mapping[str, torch.Tensor]):
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._file.get_slice(name).get_shape())
 
+    def narrowed(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
+        """A range of one dimension of a tensor, without reading the rest of the file."""
+        return self._file.get_slice(name)[(*[slice(None)] * dim, slice(start, start + length))]
+
 
 def initial_weights(recipe: LoadedRecipe, graph: Graph) -> Weights | None:
     """The recipe's initial weights, if any; raises RecipeError if their names or shapes do not fit the model."""

@@ -30,17 +30,22 @@ from launch.recipe.settings import cluster, emulation, optimizer_settings, searc
 
 
 def find(
-    recipe: LoadedRecipe, graph_at: Callable[[int], Graph], chosen: Callable[[Sequence[Plan]], Collection[Plan]]
+    recipe: LoadedRecipe,
+    graph_at: Callable[[int], Graph],
+    chosen: Callable[[Sequence[Plan]], Collection[Plan]],
+    model: PlanningModel | None = None,
 ) -> list[ListedCandidate]:
     """Every combination of the recipe's search space, with its plan or the reason why it does not run.
 
     If there are more plans than search.max_trials, those run that were ``chosen`` before, then the fastest by
-    prediction.
+    prediction. ``model`` gives what follows from the Graphs (default: made in this process).
     """
     values = recipe.values
     if AUTO in values.search.recompute:
         check_memory_known(recipe, "search.recompute")
-    domain, maker = Domain(search_space(values), cluster(recipe), task(recipe)), runnable_maker(recipe, graph_at)
+    domain = Domain(search_space(values), cluster(recipe), task(recipe))
+    check_rules(recipe, domain, model or PlanningModel(recipe))
+    maker = runnable_maker(recipe, graph_at, model)
     found = list(list_candidates(domain, maker))
     runnable = [place for place, one in enumerate(found) if one.plan is not None]
     if len(runnable) <= values.search.max_trials:
@@ -82,11 +87,19 @@ def left_out(recipe: LoadedRecipe) -> str:
     return f"left out: search.max_trials is {recipe.values.search.max_trials}"
 
 
-def of_plan(recipe: LoadedRecipe, wanted: PlanRecipe, graph_at: Callable[[int], Graph]) -> Plan:
-    """The plan that ``wanted`` describes, after the same checks as in a search; raises RecipeError if one fails."""
+def of_plan(
+    recipe: LoadedRecipe,
+    wanted: PlanRecipe,
+    graph_at: Callable[[int], Graph],
+    model: PlanningModel | None = None,
+) -> Plan:
+    """The plan that ``wanted`` describes, after the same checks as in a search; raises RecipeError if one fails.
+
+    ``model`` gives what follows from the Graphs (default: made in this process).
+    """
     if wanted.recompute == AUTO:
         check_memory_known(recipe, "plan.recompute")
-    maker = runnable_maker(recipe, graph_at)
+    maker = runnable_maker(recipe, graph_at, model)
     try:
         plan = maker.plan(candidate_of(wanted))
         maker.check_captured()
@@ -104,6 +117,8 @@ def candidate_of(wanted: PlanRecipe) -> Candidate:
         schedule=write_schedule(wanted.schedule, wanted.schedule_options),
         recompute=wanted.recompute,
         shard_optimizer=wanted.shard_optimizer,
+        sequence_parallel=wanted.sequence_parallel,
+        tensor_overlap=wanted.tensor_overlap,
     )
 
 
@@ -111,14 +126,15 @@ def exact_plans(recipe: LoadedRecipe) -> Callable[[Ranked], Plan]:
     """A function that makes a plan of a search ready to run.
 
     The plan then has the Graph at its own micro-batch size, and its memory is checked as the runtime counts it. The
-    function raises InputError for a plan that cannot run; a plan that auto3d can only predict is returned unchanged.
+    function raises InputError for a plan that cannot run; a plan of measured layers is returned unchanged.
     """
-    graph_at = cache(PlanningModel(recipe).graph)
-    maker = cache(lambda: runnable_maker(recipe, graph_at))
+    model = PlanningModel(recipe)
+    graph_at = cache(model.graph)
+    maker = cache(lambda: runnable_maker(recipe, graph_at, model))
 
     def exact(ranked: Ranked) -> Plan:
         plan, candidate = ranked.plan, ranked.candidate
-        if recipe.values.model.layers is not None or plan.tp > 1:
+        if recipe.values.model.layers is not None:
             return plan
         if not plan.graph and candidate.partition in STAGE_METHODS:
             return maker().plan(candidate)
@@ -135,25 +151,44 @@ def task(recipe: LoadedRecipe) -> Workload:
     return Workload(global_batch=training.global_batch, seed=training.seed, clip_norm=training.clip_norm)
 
 
-def runnable_maker(recipe: LoadedRecipe, graph_at: Callable[[int], Graph]) -> PlanMaker:
-    """A PlanMaker of plans that auto3d can run and whose memory, as the runtime counts it, fits."""
-    subject = captured_subject(recipe, graph_at)
+def check_rules(recipe: LoadedRecipe, domain: Domain, model: PlanningModel) -> None:
+    """Raise RecipeError if a rule of model.tensor_parallel fits the model at no degree.
+
+    A rule that is not possible at one degree refuses only the candidates of that degree.
+    """
+    sizes = sorted({one.micro_batch_size for one in domain.degrees if one.tp > 1})
+    if not recipe.values.model.tensor_parallel or not sizes:
+        return
+    try:
+        model.split(sizes[0], 1, False)
+    except InputError as error:
+        key, found, problem = str(error).partition("tensor_parallel: ")
+        if key or not found:
+            raise
+        raise recipe.error("model.tensor_parallel", problem) from None
+
+
+def runnable_maker(
+    recipe: LoadedRecipe, graph_at: Callable[[int], Graph], model: PlanningModel | None = None
+) -> PlanMaker:
+    """A PlanMaker of plans that auto3d can run and whose memory, as the runtime counts it, fits.
+
+    ``model`` gives what follows from the Graphs (default: made in this process).
+    """
+    subject = captured_subject(recipe, graph_at, model)
     emulated, machine = emulation(recipe.values), cluster(recipe)
 
     def missing(plan: Plan) -> str:
         return shortage_here(recipe, machine, plan, graph_at)
 
     def check(plan: Plan) -> None:
-        if plan.tp != 1:
-            raise PlanError(f"tp: {plan.tp} asks for tensor parallelism, which auto3d cannot run yet; tp must be 1")
         if emulated is not None:
             emulated.check_fits(plan.stages)
         graph = graph_at(samples_at_once(plan))
         if graph.carried_buffers:
             check_carried_buffers(graph, plan, schedule_of(plan), cut(graph, plan.stages))
 
-    model = cost_model(recipe, subject)
-    return PlanMaker(subject, model, task(recipe), shortage=missing, check=check)
+    return PlanMaker(subject, cost_model(recipe, subject), task(recipe), shortage=missing, check=check)
 
 
 def check_memory(recipe: LoadedRecipe, plan: Plan, graph_at: Callable[[int], Graph]) -> None:

@@ -11,10 +11,12 @@ from auto3d.capture.graph import Graph
 from auto3d.capture.interpolate import interpolate
 from auto3d.cost.layers import Layer, MeasuredLayers, times_of_layers, work_of_layers
 from auto3d.cost.model import CostModel
-from auto3d.cost.work import Work, work_of
+from auto3d.cost.work import Work, work_of, work_of_tensor_parallel, work_scaled
 from auto3d.errors import InputError
 from auto3d.partition.merak import Sharding
 from auto3d.search.planned_model import PlannedGraphs, PlannedLayers, PlannedModel
+from auto3d.tensor.local_graph import LocalGraph
+from auto3d.tensor_placement import Split
 from launch.model.graphs import PlanningModel
 from launch.model.profile import find_profile
 from launch.recipe.load import LoadedRecipe
@@ -31,7 +33,14 @@ def subject_of(recipe: LoadedRecipe) -> PlannedModel:
     values = recipe.values
     if values.model.layers is None:
         model = PlanningModel(recipe, predicted=True)
-        return _captured_subject(recipe, model.graph, model.sharding, fused_attention=_fused_attention(recipe))
+        return _captured_subject(
+            recipe,
+            model.graph,
+            model.sharding,
+            model.split,
+            model.local_graph,
+            fused_attention=_fused_attention(recipe),
+        )
     layers = [
         Layer(**{name: value for name, value in asdict(sizes).items() if name != "count"})
         for sizes in values.model.layer_sizes
@@ -41,8 +50,8 @@ def subject_of(recipe: LoadedRecipe) -> PlannedModel:
     precision = values.prediction.precision
     return PlannedLayers(
         layers=tuple(layers),
-        work=lambda samples: work_of_layers(layers, samples, precision=precision),
-        times=lambda samples, accelerator, tp: times_of_layers(
+        layer_work=lambda samples, tp: work_of_layers(layers, samples, tp, precision=precision),
+        times=lambda samples, accelerator, tp, _: times_of_layers(
             layers, measured, samples, accelerator, tp, precision=precision
         ),
     )
@@ -76,18 +85,36 @@ def planning_subject(recipe: LoadedRecipe) -> PlannedModel:
         """The sharding of ``graph``; an interpolated Graph has the operations, and so the sharding, of its sources."""
         return model.sharding(graph if graph.fingerprint else captured(INTERPOLATED[0]))
 
-    return _captured_subject(recipe, graph_at, sharding, fused_attention=_fused_attention(recipe))
+    def source_of(samples: int) -> int:
+        """The micro-batch size at which the model is split for ``samples``: one for all that can be interpolated."""
+        return samples if samples not in INTERPOLATED and graph_at(samples).fingerprint else INTERPOLATED[0]
+
+    def split(samples: int, tp: int, sequence_parallel: bool) -> dict[str, Split]:
+        return model.split(source_of(samples), tp, sequence_parallel)
+
+    def local(samples: int, tp: int, sequence_parallel: bool) -> LocalGraph:
+        return model.local_graph(source_of(samples), tp, sequence_parallel)
+
+    return _captured_subject(recipe, graph_at, sharding, split, local, fused_attention=_fused_attention(recipe))
 
 
-def captured_subject(recipe: LoadedRecipe, graph_at: Callable[[int], Graph]) -> PlannedGraphs:
-    """The recipe's model for a caller that captures its Graphs anyway, such as a process that will run it."""
-    return _captured_subject(recipe, graph_at, PlanningModel(recipe).sharding, fused_attention=True)
+def captured_subject(
+    recipe: LoadedRecipe, graph_at: Callable[[int], Graph], model: PlanningModel | None = None
+) -> PlannedGraphs:
+    """The recipe's model for a caller that captures its Graphs anyway, such as a process that will run it.
+
+    ``model`` gives what follows from the Graphs (default: made in this process).
+    """
+    model = model or PlanningModel(recipe)
+    return _captured_subject(recipe, graph_at, model.sharding, model.split, model.local_graph, fused_attention=True)
 
 
 def _captured_subject(
     recipe: LoadedRecipe,
     graph_at: Callable[[int], Graph],
     sharding: Callable[[Graph], Sharding],
+    split: Callable[[int, int, bool], dict[str, Split]],
+    local: Callable[[int, int, bool], LocalGraph],
     *,
     fused_attention: bool,
 ) -> PlannedGraphs:
@@ -102,7 +129,21 @@ def _captured_subject(
             fused_attention=fused_attention,
         )
 
-    return PlannedGraphs(graph_at, work, lambda graph: sharding(graph).bounds)
+    def split_work(samples: int, tp: int, sequence_parallel: bool) -> Work:
+        rank = local(samples, tp, sequence_parallel)
+        there = rank.graph.micro_batch_size
+        whole = subject.work(there)
+        found = work_of_tensor_parallel(
+            whole,
+            rank,
+            precision=prediction.precision,
+            fused=prediction.fused,
+            fused_attention=fused_attention,
+        )
+        return found if there == samples else work_scaled(found, whole, subject.work(samples), samples / there)
+
+    subject = PlannedGraphs(graph_at, work, lambda graph: sharding(graph).bounds, split, split_work)
+    return subject
 
 
 def _fused_attention(recipe: LoadedRecipe) -> bool:

@@ -1,21 +1,33 @@
-"""The Graphs that planning commands work on: loaded from the cache, or captured and stored there."""
+"""The Graphs that planning commands work on, and how tensor parallelism splits their weights.
+
+They are loaded from the cache, or made and stored there.
+"""
 
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from auto3d.capture.cache import Cache
 from auto3d.capture.graph import Graph
 from auto3d.capture.graph_json import graph_from_json, graph_to_json
 from auto3d.partition.merak import Sharding, shard, sharding_from_json
+from auto3d.tensor.local_graph import LocalGraph, local_graph, local_graph_from_json, local_graph_to_json
+from auto3d.tensor_placement import Split
 from launch.model.capture_process import CaptureProcess
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.schema import UNFUSED
 from launch.recipe.settings import device
 from launch.run.devices import torch_has_cuda
+
+if TYPE_CHECKING:
+    from auto3d.capture.model import CapturedModel
+
+T = TypeVar("T")
+
+_KEPT = 2  # captured programs that a PlanningModel keeps for what follows from them
 
 
 class PlanningModel:
@@ -33,7 +45,10 @@ class PlanningModel:
         fresh: bool = False,
         process: CaptureProcess | None = None,
         predicted: bool = False,
+        captured_at: Callable[[int], "CapturedModel"] | None = None,
     ) -> None:
+        """``captured_at`` gives captures that this process needs anyway (default: made here, where they are needed)."""
+        self._captured_at, self._programs = captured_at, dict[int, "CapturedModel"]()
         self._recipe = recipe
         self._cache = Cache()
         self._fresh = fresh
@@ -43,26 +58,17 @@ class PlanningModel:
 
     def graph(self, micro_batch_size: int) -> Graph:
         """The Graph for micro-batches of so many samples; raises InputError where it cannot be captured."""
-        identity = self.identity(graph_at=micro_batch_size)
-        cached = None if self._fresh else self._cache.load(identity, graph_from_json)
-        if cached is not None:
-            return cached
-        self.captured = True
-        if self._process is not None:
-            return graph_from_json(self._process.call(self._capture_to_json, self._recipe, micro_batch_size))
-        if device(self._recipe.values) == "cuda" and torch_has_cuda():
-            # In this process a capture would start CUDA and keep memory of a GPU, which the ranks need.
-            with CaptureProcess() as process:
-                return graph_from_json(process.call(self._capture_to_json, self._recipe, micro_batch_size))
-        return self.captured_here(micro_batch_size)
+        call = partial(_capture_to_json, predicted=not self._fused_attention)
+        return self._made(
+            self.identity(graph_at=micro_batch_size), micro_batch_size, graph_from_json, self.captured_here, call
+        )
 
     def captured_here(self, micro_batch_size: int) -> Graph:
         """The Graph, captured in this process and stored in the cache."""
-        from auto3d.capture.describe import describe  # they import torch, which a cached Graph does without
-        from launch.model.build import captured_model
+        from auto3d.capture.describe import describe  # it imports torch, which a cached Graph does without
 
         identity = self.identity(graph_at=micro_batch_size)  # before the model's code is imported, as in graph()
-        captured = captured_model(self._recipe, micro_batch_size)
+        captured = self.program(micro_batch_size)
         graph = captured.graph if self._fused_attention else describe(captured.exported, fused_attention=False)
         self._cache.store(identity, graph_to_json(graph))
         return graph
@@ -77,22 +83,149 @@ class PlanningModel:
             self._cache.store(identity, asdict(sharding))
         return sharding
 
+    def split(self, micro_batch_size: int, shards: int, sequence_parallel: bool) -> dict[str, Split]:
+        """``Plan.split`` of a plan whose tensor-parallel groups have ``shards`` ranks.
+
+        Raises InputError where the model cannot be captured, or where a rule of the recipe is not possible.
+        """
+        degree = shards, sequence_parallel
+        return self._made(
+            self._split_identity(micro_batch_size, *degree),
+            micro_batch_size,
+            _splits_from_json,
+            lambda size: self.split_here(size, *degree),
+            partial(_split_to_json, degree),
+        )
+
+    def split_here(self, micro_batch_size: int, shards: int, sequence_parallel: bool) -> dict[str, Split]:
+        """As ``split``, made in this process and stored in the cache."""
+        from auto3d.tensor.planned_split import planned_split  # it imports torch
+        from launch.run.streams import stdout_to_stderr
+
+        identity = self._split_identity(micro_batch_size, shards, sequence_parallel)
+        captured = self.program(micro_batch_size)
+        rules = self._recipe.values.model.tensor_parallel
+        with stdout_to_stderr():
+            split = planned_split(captured, shards, rules=rules, sequence_parallel=sequence_parallel)
+        self._cache.store(identity, {name: asdict(each) for name, each in split.items()})
+        return split
+
+    def local_graph(self, micro_batch_size: int, shards: int, sequence_parallel: bool) -> LocalGraph:
+        """What each of ``shards`` tensor-parallel ranks runs, with the weights split as ``split`` says.
+
+        Raises InputError as ``split`` does.
+        """
+        degree = shards, sequence_parallel
+        return self._made(
+            self._local_identity(micro_batch_size, *degree),
+            micro_batch_size,
+            local_graph_from_json,
+            lambda size: self.local_graph_here(size, *degree),
+            partial(_local_to_json, degree, predicted=not self._fused_attention),
+        )
+
+    def local_graph_here(self, micro_batch_size: int, shards: int, sequence_parallel: bool) -> LocalGraph:
+        """As ``local_graph``, made in this process and stored in the cache."""
+        from auto3d.capture.describe import describe  # they import torch
+        from auto3d.tensor.model import tensor_parallel
+        from launch.run.streams import stdout_to_stderr
+
+        identity = self._local_identity(micro_batch_size, shards, sequence_parallel)
+        split = self._cache.load(self._split_identity(micro_batch_size, shards, sequence_parallel), _splits_from_json)
+        if split is None:
+            split = self.split_here(micro_batch_size, shards, sequence_parallel)
+        captured = self.program(micro_batch_size)
+        with stdout_to_stderr():
+            model = tensor_parallel(captured, shards, split=split, sequence_parallel=sequence_parallel)
+            graph = None if self._fused_attention else describe(model.local.exported, fused_attention=False)
+        local = local_graph(model, graph)
+        self._cache.store(identity, local_graph_to_json(local))
+        return local
+
+    def program(self, micro_batch_size: int) -> "CapturedModel":
+        """The model captured in this process; the most recent captures are kept."""
+        from launch.model.build import captured_model  # it imports torch
+
+        captured = self._programs.pop(micro_batch_size, None)
+        if captured is None:
+            captured = (self._captured_at or partial(captured_model, self._recipe))(micro_batch_size)
+        self._programs[micro_batch_size] = captured
+        for oldest in list(self._programs)[:-_KEPT]:
+            del self._programs[oldest]
+        return captured
+
+    def _made(
+        self,
+        identity: dict[str, Any],
+        micro_batch_size: int,
+        read: Callable[[Any], T],
+        here: Callable[[int], T],
+        call: Callable[[LoadedRecipe, int], Any],
+    ) -> T:
+        """The cache's entry of ``identity``, which ``read`` understands; if there is none, it is made and stored.
+
+        ``here`` makes it in this process; ``call`` makes it in another and gives it as JSON.
+        """
+        cached = None if self._fresh else self._cache.load(identity, read)
+        if cached is not None:
+            return cached
+        self.captured = True
+        if self._process is not None:
+            return read(self._process.call(call, self._recipe, micro_batch_size))
+        if device(self._recipe.values) == "cuda" and torch_has_cuda():
+            # In this process a capture would start CUDA and keep memory of a GPU, which the ranks need.
+            with CaptureProcess() as process:
+                return read(process.call(call, self._recipe, micro_batch_size))
+        return here(micro_batch_size)
+
+    def _local_identity(self, micro_batch_size: int, shards: int, sequence_parallel: bool) -> dict[str, Any]:
+        split = self._split_identity(micro_batch_size, shards, sequence_parallel)
+        return {**split, "local": True, "fused_attention": self._fused_attention}
+
+    def _split_identity(self, micro_batch_size: int, shards: int, sequence_parallel: bool) -> dict[str, Any]:
+        rules = list(self._recipe.values.model.tensor_parallel.items())
+        what = {"shards": shards, "sequence_parallel": sequence_parallel, "rules": rules}
+        found = {**self.identity(split_at=micro_batch_size), **what}
+        found.pop("attention", None)  # a rank runs the same operations, however they are described
+        return found
+
     def identity(self, **what: int | None) -> dict[str, Any]:
         """Everything in the recipe that the Graph depends on, as a key of the cache; for a factory, also sys.path."""
         values = asdict(self._recipe.values)
-        model = {key: value for key, value in values["model"].items() if key != "weights"}
+        model = {key: value for key, value in values["model"].items() if key not in ("weights", "tensor_parallel")}
         data = {key: value for key, value in values["data"].items() if key != "files"}
         where = [os.getcwd(), *sys.path] if model["factory"] else []
         found = {"model": model, "data": data, "device": device(self._recipe.values), "where": where, **what}
         return found if self._fused_attention else {**found, "attention": UNFUSED}
 
-    @property
-    def _capture_to_json(self) -> Callable[[LoadedRecipe, int], Any]:
-        return partial(_capture_to_json, predicted=not self._fused_attention)
-
 
 def _capture_to_json(recipe: LoadedRecipe, micro_batch_size: int, *, predicted: bool) -> Any:
-    return graph_to_json(PlanningModel(recipe, predicted=predicted).captured_here(micro_batch_size))
+    return graph_to_json(_planning_model(recipe, predicted=predicted).captured_here(micro_batch_size))
+
+
+def _split_to_json(degree: tuple[int, bool], recipe: LoadedRecipe, micro_batch_size: int) -> Any:
+    split = _planning_model(recipe, predicted=False).split_here(micro_batch_size, *degree)
+    return {name: asdict(each) for name, each in split.items()}
+
+
+def _local_to_json(degree: tuple[int, bool], recipe: LoadedRecipe, micro_batch_size: int, *, predicted: bool) -> Any:
+    model = _planning_model(recipe, predicted=predicted)
+    return local_graph_to_json(model.local_graph_here(micro_batch_size, *degree))
+
+
+_last: list[tuple[Any, PlanningModel]] = []  # the model of the last call in a CaptureProcess
+
+
+def _planning_model(recipe: LoadedRecipe, *, predicted: bool) -> PlanningModel:
+    """The recipe's PlanningModel in a CaptureProcess, where one call may need what another has captured."""
+    key = recipe.text, predicted
+    if not _last or _last[0][0] != key:
+        _last[:] = [(key, PlanningModel(recipe, predicted=predicted))]
+    return _last[0][1]
+
+
+def _splits_from_json(content: dict[str, Any]) -> dict[str, Split]:
+    return {name: Split(dim=each["dim"], blocks=tuple(each["blocks"])) for name, each in content.items()}
 
 
 def default_micro_batch_size(recipe: LoadedRecipe) -> int:

@@ -7,7 +7,7 @@ from auto3d.errors import InputError
 from auto3d.search.search import Search
 from launch.model.candidates import exact_plans
 from launch.model.profile import basis, how_to_measure
-from launch.model.search import algorithm, cannot_run
+from launch.model.search import algorithm
 from launch.recipe.load import LoadedRecipe
 
 EXPLAINED = 3  # best plans whose time is split into its parts
@@ -23,7 +23,7 @@ def search_record(recipe: LoadedRecipe, search: Search) -> dict[str, Any]:
     records = []
     for place, one in enumerate(search.ranked()):
         estimate = asdict(model.estimate(one.plan)) if place < EXPLAINED else None
-        plan, problem = None, cannot_run(one.plan)
+        plan, problem = None, ""
         if place < search.budget.best:
             try:
                 plan = asdict(exact(one))
@@ -34,7 +34,7 @@ def search_record(recipe: LoadedRecipe, search: Search) -> dict[str, Any]:
                 **asdict(one.candidate),
                 "predicted_s": one.seconds,
                 "peak_bytes": max(model.memory(one.plan)),
-                "does_not_run_yet": problem,
+                "problem": problem,
                 "estimate": estimate,
                 "plan": plan,
             }

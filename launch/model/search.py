@@ -7,8 +7,9 @@ from auto3d.search.algorithms import run_algorithm
 from auto3d.search.make import PlanMaker
 from auto3d.search.search import Budget, Search
 from auto3d.search.space import Domain
-from launch.model.candidates import check_memory_known, none_runs, task
+from launch.model.candidates import check_memory_known, check_rules, none_runs, task
 from launch.model.costs import cost_model, planning_subject
+from launch.model.graphs import PlanningModel
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.schema import AUTO
 from launch.recipe.settings import emulation, search_space
@@ -30,8 +31,12 @@ def search_recipe(recipe: LoadedRecipe, tell: Callable[[int, float], None] | Non
 
     model = cost_model(recipe, subject)
     domain = Domain(search_space(recipe.values), model.cluster, task(recipe))
+    if recipe.values.model.layers is None:
+        check_rules(recipe, domain, PlanningModel(recipe))
     maker = PlanMaker(subject, model, task(recipe), check=check)
-    maker.capture(sorted({one.micro_batch_size for one in domain.degrees}))
+    kinds = domain.choices["sequence_parallel"]
+    degrees = ((one.micro_batch_size, one.tp, kind and one.tp > 1) for one in domain.degrees for kind in kinds)
+    maker.prepare(sorted(set(degrees)))
     budget = Budget(candidates=settings.candidates, seconds=settings.seconds, best=settings.trials)
     search = Search(domain, maker, budget, tell=tell)
     if domain.degrees:
@@ -50,8 +55,3 @@ def algorithm(recipe: LoadedRecipe, domain: Domain) -> str:
     if named != AUTO:
         return named
     return "exhaustive" if len(domain) <= recipe.values.search.candidates else "annealing"
-
-
-def cannot_run(plan: Plan) -> str:
-    """The reason why auto3d can predict ``plan`` but not run it yet; empty if it can run it."""
-    return "tensor parallelism" if plan.tp > 1 else ""

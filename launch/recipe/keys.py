@@ -56,7 +56,7 @@ def accepts(schema: type, name: str, value: Any) -> bool:
         if not isinstance(value, list) or not value or any(type(one) not in kinds for one in value):
             return False
     if isinstance(value, dict) and metadata["values"]:
-        return all(type(one) in metadata["values"] for one in value.values())
+        return all(type(one) in metadata["values"] and one in (metadata["choices"] or (one,)) for one in value.values())
     if value is None or isinstance(value, dict):
         return True  # not given, or checked key by key
     if metadata["per_stage"] is not None:
@@ -97,6 +97,8 @@ def accepted(schema: type, name: str) -> str:
         names = ", ".join(str(one).lower() for one in item.metadata["choices"])
         if item.metadata["most"] is not None:
             names += f", or a number from {item.metadata['least']} to {item.metadata['most']}"
+        if item.metadata["values"]:
+            return f"names, each with one of {names}"
         return f"auto or a list of {names}" if is_axis(schema, name) else f"one of {names}"
     if item.metadata["per_stage"] is not None:
         return f"{_WORDS[item.metadata['per_stage']][0]}{bound}, or a list with one for each stage"

@@ -20,6 +20,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
+from auto3d.plan import NO_OVERLAP
 from launch.recipe.error import COMMAND_LINE, RecipeError
 from launch.recipe.keys import accepted, accepts, group_schema, groups, schema_of
 from launch.recipe.overrides import KeyPath, file_names, nested, read_overrides, read_path, replaced, write_path
@@ -312,6 +313,12 @@ def _check_together(recipe: Recipe, sources: _Sources) -> None:
     if recipe.emulation is not None and recipe.training.compute != "emulated":
         problem = f"belongs to training.compute: emulated, but that is {recipe.training.compute}: leave it out"
         raise RecipeError(sources.of("emulation"), "emulation", problem)
+    if recipe.plan is not None and recipe.plan.tp == 1:
+        for name, default in (("sequence_parallel", False), ("tensor_overlap", NO_OVERLAP)):
+            if (value := getattr(recipe.plan, name)) != default:
+                full_key = f"plan.{name}"
+                problem = f"found {value!r}, but plan.tp is 1; it needs tensor parallelism: plan.tp of 2 or more"
+                raise RecipeError(sources.of(full_key), full_key, problem)
     for name, field in recipe.data.inputs.items():
         if mistake := _mistake_in_input(field, recipe.data.sequence_length):
             full_key = f"data.inputs.{name}.{mistake[0]}"

@@ -5,14 +5,17 @@ from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 from auto3d.partition.methods import STAGE_METHODS
+from auto3d.plan import TENSOR_OVERLAPS
 from auto3d.schedule import SCHEDULES
 from auto3d.schedule.options import SYNC
 from auto3d.search.algorithms import ALGORITHMS
 from auto3d.search.placement import PLACEMENTS
 from auto3d.search.space import REPLICAS
+from auto3d.tensor.known_rules import RULES
 
 AUTO = "auto"
 UNFUSED = "unfused"
+SCATTERED = "scattered"
 
 # Larger values would make planning longer than any run: it lists all micro-batches and all divisors of the devices.
 LARGEST_BATCH, LARGEST_NODES, LARGEST_NODE = 10**5, 10**4, 10**3
@@ -83,6 +86,15 @@ class ModelRecipe:
         {},
         "constant keyword arguments of the model's forward, in addition to data.inputs, as in {return_loss: true}",
         values=(bool, int, float, str),
+    )
+    tensor_parallel: dict[str, Any] = key(
+        {},
+        "how tensor parallelism splits weights: names of modules, * for any part of a name, as in "
+        "{transformer.h.*.mlp.c_fc: column}; column: by output features; heads: the same, by whole attention heads; "
+        "row: by input features; vocabulary: the rows of an embedding or of a language model's head; whole: not; other "
+        "modules as docs/tensor.md says",
+        values=(str,),
+        choices=RULES,
     )
     weights: str | None = key(None, "safetensors file with initial weights; none: they are drawn from training.seed")
     layers: str | None = key(
@@ -200,6 +212,12 @@ class PredictionRecipe:
         choices=(AUTO, UNFUSED),
     )
     overlap: bool = key(True, "messages overlap with compute")
+    messages: str = key(
+        AUTO,
+        "how tensor-parallel ranks send a value to the next stage; auto: each rank the whole of what it has, as this "
+        "runtime does; scattered: each a part, which the receivers gather, as Megatron-LM and DeepSpeed do",
+        choices=(AUTO, SCATTERED),
+    )
     recompute_ends: bool = key(True, "full recomputation includes embedding and head; Megatron-LM's does not")
     columns: dict[str, str] = key(
         {},
@@ -318,12 +336,21 @@ class EmulationRecipe:
         below=LARGEST_INTEGER,
         per_stage=int,
     )
+    collective_s: Any = key(
+        None,
+        "seconds of each tensor-parallel collective for one micro-batch; none: real collectives of the true sizes",
+        least=0,
+        below=LARGEST_TIME_S,
+        per_stage=float,
+    )
 
 
 @dataclass
 class SearchRecipe:
     dp: Any = key(AUTO, "data-parallel degrees to try; auto: every divisor of the number of devices", least=1)
-    tp: Any = key([1], "tensor-parallel degrees to try; only 1 can run yet, others are predicted", least=1)
+    tp: Any = key(
+        AUTO, "tensor-parallel degrees to try; auto: every divisor of the number of devices of each node", least=1
+    )
     pp: Any = key(AUTO, "pipeline depths to try; auto: every divisor of the number of devices", least=1)
     micro_batch_size: Any = key(
         AUTO, "samples per micro-batch to try; auto: every power of 2 up to the global batch", least=1
@@ -340,8 +367,9 @@ class SearchRecipe:
     )
     partition: Any = key(["uniform"], "ways to cut the model into stages; auto: all", choices=STAGE_METHODS)
     placement: Any = key(
-        ["megatron"],
-        "ways to place ranks on the cluster; auto: Megatron-LM's order, other orders, and AMP's tilings",
+        AUTO,
+        "ways to place ranks on the cluster; auto: on several nodes Megatron-LM's order, other orders, and AMP's "
+        "tilings; on one node only Megatron-LM's, since all are alike there",
         choices=PLACEMENTS,
     )
     replicas: Any = key(
@@ -356,6 +384,14 @@ class SearchRecipe:
         choices=SYNC,
     )
     shard_optimizer: Any = key([False], "ZeRO-1 or not, as in plan.shard_optimizer", choices=(False, True))
+    sequence_parallel: Any = key(
+        [False],
+        "sequence parallelism or not, as in plan.sequence_parallel, where tp is 2 or more",
+        choices=(False, True),
+    )
+    tensor_overlap: Any = key(
+        ["none"], "values of plan.tensor_overlap to try where tp is 2 or more", choices=TENSOR_OVERLAPS
+    )
     allow_idle_devices: bool = key(False, "also try plans that use fewer devices than the cluster has")
     max_trials: int = key(
         64, "most plans that a sweep runs; if there are more, it runs the fastest by prediction", least=1
@@ -450,7 +486,7 @@ class LaunchRecipe:
 @dataclass
 class PlanRecipe:
     dp: int = key(1, "data-parallel degree", least=1)
-    tp: int = key(1, "tensor-parallel degree; only 1 can run yet", least=1)
+    tp: int = key(1, "tensor-parallel degree", least=1)
     pp: int = key(1, "pipeline depth", least=1)
     micro_batch_size: int = key(1, "samples per micro-batch", least=1)
     schedule: str = key("1f1b", "pipeline schedule", choices=tuple(SCHEDULES))
@@ -468,6 +504,16 @@ class PlanRecipe:
     )
     shard_optimizer: bool = key(
         False, "ZeRO-1: each rank that holds a copy of a parameter keeps only its own shard of the optimizer's state"
+    )
+    sequence_parallel: bool = key(
+        False,
+        "with tp of 2 or more: the ranks of a tensor-parallel group also split norms and dropout, along the sequence",
+    )
+    tensor_overlap: str = key(
+        "none",
+        "with tp of 2 or more, how its collectives are hidden; sub-pipelined: each micro-batch is computed in two "
+        "halves, and the collective of one runs beside the compute of the other",
+        choices=TENSOR_OVERLAPS,
     )
 
 

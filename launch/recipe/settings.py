@@ -9,7 +9,7 @@ from auto3d.runtime.emulation import Emulation
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
 from auto3d.search.space import SearchSpace
 from launch.recipe.load import LoadedRecipe
-from launch.recipe.schema import LinkRecipe, Recipe
+from launch.recipe.schema import SCATTERED, LinkRecipe, Recipe
 
 
 def cluster(recipe: LoadedRecipe) -> Cluster:
@@ -78,6 +78,7 @@ def training(recipe: Recipe) -> TrainingOptions:
         sync_bytes=PRECISION_BYTES[prediction.sync_precision],
         optimizer=recipe.training.optimizer,
         overlap=prediction.overlap,
+        scattered_messages=prediction.messages == SCATTERED,
         recompute_ends=prediction.recompute_ends,
     )
 
@@ -138,5 +139,7 @@ def search_space(recipe: Recipe) -> SearchSpace:
         replicas=search.replicas,
         sync=search.sync,
         shard_optimizer=search.shard_optimizer,
+        sequence_parallel=search.sequence_parallel,
+        tensor_overlap=search.tensor_overlap,
         allow_idle_devices=search.allow_idle_devices,
     )

@@ -47,7 +47,7 @@ def emulations(search: Search, plan: Plan) -> list[Emulation]:
     sizes = {
         "send_bytes": tuple(max(1.0, float(work.crossing[end])) for end in ends),
         "sync_bytes": tuple(
-            model.training.sync_bytes * WorkTables(work).parameters(stage.operations, 1) for stage in plan.stages
+            model.training.sync_bytes * WorkTables(work).parameters(stage.operations) for stage in plan.stages
         ),
     }
     costs = [model.costs(plan, pipeline) for pipeline in range(plan.dp)]

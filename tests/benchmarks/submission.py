@@ -31,6 +31,7 @@ cluster: {nodes: 4, devices_per_node: 4}
 training: {global_batch: 32, compute: emulated}
 search:
   dp: [1, 2]
+  tp: [1]
   pp: [2, 4]
   micro_batch_size: [1, 2]
   schedule: [1f1b, gpipe, interleaved-1f1b, zb-h1, chimera]
@@ -38,6 +39,7 @@ search:
   sync: [lazy, eager]
   shard_optimizer: [false, true]
   partition: [uniform, blocks]
+  placement: [megatron]
   allow_idle_devices: true
   max_trials: 500
 launch: {executor: slurm, exclusive: false, cpus_per_node: 1, setup: [. ./work.sh]}

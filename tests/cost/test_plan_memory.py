@@ -39,7 +39,9 @@ def bytes_of(name: str, layer: Layer) -> list[float]:
     )  # fmt: skip
     cluster = Cluster(nodes=(Node(devices=DEPTH),), device="cpu")
     layers = [layer] * DEPTH
-    model = CostModel(cluster, TrainingOptions(), lambda samples: work_of_layers(layers, samples, precision="float32"))
+    model = CostModel(
+        cluster, TrainingOptions(), lambda samples, tp, _: work_of_layers(layers, samples, tp, precision="float32")
+    )
     return [total / FRAGMENTATION for total in model.memory(plan)]
 
 
@@ -76,7 +78,7 @@ def test_the_cost_model_agrees_with_the_runtimes_estimate(model):
                     continue
                 assert samples_at_once(plan) == samples
                 cluster = Cluster(nodes=(Node(devices=pp),), device="cpu")
-                costs = CostModel(cluster, TrainingOptions(), lambda size: work)
+                costs = CostModel(cluster, TrainingOptions(), lambda *_: work)
                 finer = predict(graph, plan, schedule, optimizer_copies=state_copies(ADAMW))
                 for device, (total, needed) in enumerate(zip(costs.memory(plan), finer, strict=True)):
                     ratio = total / FRAGMENTATION / needed.total
@@ -92,7 +94,7 @@ def test_frozen_parameters_count_as_weights_alone():
     def total(trained: frozenset[str]) -> float:
         work = work_of(replace(graph, trained=trained), shard(graph).bounds)
         cluster = Cluster(nodes=(Node(devices=1),), device="cpu")
-        return CostModel(cluster, TrainingOptions(), lambda size: work).memory(plan)[0]
+        return CostModel(cluster, TrainingOptions(), lambda *_: work).memory(plan)[0]
 
     difference = total(graph.trained) - total(graph.trained - {frozen})
     assert difference == pytest.approx(FRAGMENTATION * 3 * graph.parameters[frozen].bytes)

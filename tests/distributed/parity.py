@@ -11,6 +11,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from auto3d.capture.describe import is_random
+from auto3d.capture.model import CapturedModel
+from auto3d.capture.shard import Shard
 from auto3d.capture.skeleton import seed_all
 from auto3d.cluster import place_ranks
 from auto3d.partition.methods.uniform import uniform
@@ -19,10 +21,12 @@ from auto3d.runtime.data import Batches
 from auto3d.runtime.optimizer import build_optimizer
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.rank import build_rank
+from auto3d.runtime.replicas import capture_slices
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
 from auto3d.runtime.world import World, join, leave
 from auto3d.schedule import samples_at_once
 from auto3d.schedule.operation import Schedule
+from auto3d.tensor.model import tensor_parallel
 from tests.models import TRAINED, captured
 
 CPU = torch.device("cpu")
@@ -53,21 +57,37 @@ def make_plan(
     options: dict | None = None,
     stages=None,
     seed: int = 5,
+    tp: int = 1,
+    sequence_parallel: bool = False,
+    shard_optimizer: bool = False,
 ) -> Plan:
     plan = Plan(
         graph="",
         dp=dp,
-        tp=1,
+        tp=tp,
         pp=pp,
         global_batch=GLOBAL_BATCH if micro_batches is None else dp * micro_batches * micro_batch_size,
         micro_batch_size=micro_batch_size,
         schedule=schedule,
         schedule_options=options or {},
         stages=stages or uniform(captured(model, micro_batch_size).graph, pp),
-        placement=place_ranks(dp=dp, pp=pp),
+        placement=place_ranks(dp=dp, pp=pp, tp=tp),
         seed=seed,
+        sequence_parallel=sequence_parallel,
+        shard_optimizer=shard_optimizer,
     )
-    return replace(plan, graph=captured(model, samples_at_once(plan)).graph.fingerprint)
+    return with_split(plan, captured(model, samples_at_once(plan)))
+
+
+def with_split(plan: Plan, model: CapturedModel) -> Plan:
+    """``plan`` for ``model``, split among its tensor-parallel ranks as the graph alone suggests."""
+    plan = replace(plan, graph=model.graph.fingerprint)
+    if plan.tp == 1:
+        return plan
+    derived = tensor_parallel(model, plan.tp, sequence_parallel=plan.sequence_parallel)
+    plan = replace(plan, split=derived.split)
+    capture_slices(model, plan)  # ranks that are forked after this inherit their programs
+    return plan
 
 
 def run_rank(
@@ -101,7 +121,9 @@ def run_rank(
             parameters = {name: p.detach().numpy().copy() for name, p in rank.parameters.items()}
             buffers = {name: b.numpy().copy() for name, b in rank.buffers.items()}
             history.append({"result": result, "gradients": gradients, "parameters": parameters, "buffers": buffers})
-        return {"history": history, "predicted": rank.predicted}
+        shard = plan.position(world.rank)[-1]
+        shards = {name: Shard(split, shard, plan.tp) for name, split in rank.sharding.split.items()}
+        return {"history": history, "predicted": rank.predicted, "shards": shards}
     finally:
         leave()
 
@@ -196,9 +218,13 @@ def _plain_pytorch(
 _plain_pytorch_once = cache(_plain_pytorch)
 
 
-def assert_close(ours: np.ndarray, theirs: np.ndarray, what: str) -> None:
-    difference = np.abs(ours - theirs).max()
+def assert_close(ours: np.ndarray, theirs: np.ndarray, what: str, shard: Shard | None = None) -> None:
+    """``ours`` is that ``shard`` of ``theirs``, if any, padding included; the bound is that of the whole tensor."""
     bound = 1e-5 * np.abs(theirs).max() + 1e-7
+    if shard is not None:
+        theirs = shard.of(torch.from_numpy(theirs)).numpy()
+        assert ours.shape == theirs.shape, what
+    difference = np.abs(ours - theirs).max()
     assert difference <= bound, f"{what}: differs by {difference:.3g}, at most {bound:.3g} is allowed"
 
 
@@ -206,16 +232,20 @@ def assert_parity(ranks: list[dict], reference: list[dict], *, tensors: bool = T
     for iteration, expected in enumerate(reference):
         seen = set()
         for number, rank in enumerate(ranks):
-            got = rank["history"][iteration]
+            got, shards = rank["history"][iteration], rank["shards"]
             where = f"iteration {iteration}, rank {number}"
             assert_close(np.float64(got["result"].loss), np.float64(expected["loss"]), f"loss, {where}")
             assert_close(np.float64(got["result"].grad_norm), np.float64(expected["norm"]), f"norm, {where}")
             for name in got["gradients"] if tensors else ():
-                assert_close(got["gradients"][name], expected["gradients"][name], f"gradient of {name}, {where}")
+                what = f"gradient of {name}, {where}"
+                assert_close(got["gradients"][name], expected["gradients"][name], what, shards.get(name))
             for name in got["parameters"] if tensors else ():
-                assert_close(got["parameters"][name], expected["parameters"][name], f"{name}, {where}")
-            seen.update(got["parameters"])
-        assert seen == set(expected["parameters"]), "together, the ranks hold every parameter"
+                what = f"{name}, {where}"
+                assert_close(got["parameters"][name], expected["parameters"][name], what, shards.get(name))
+            seen.update((name, shards[name].shard if name in shards else 0) for name in got["parameters"])
+        all_shards = {name: shard.shards for rank in ranks for name, shard in rank["shards"].items()}
+        needed = {(name, n) for name in expected["parameters"] for n in range(all_shards.get(name, 1))}
+        assert seen == needed, "together, the ranks hold every parameter"
 
 
 def assert_buffers(ranks: list[dict], reference: list[dict]) -> None:
@@ -224,4 +254,4 @@ def assert_buffers(ranks: list[dict], reference: list[dict]) -> None:
     assert sorted(held) == sorted(reference[-1]["buffers"]), "each buffer lives on one rank"
     for rank in ranks:
         for name, value in rank["history"][-1]["buffers"].items():
-            assert_close(value, reference[-1]["buffers"][name], name)
+            assert_close(value, reference[-1]["buffers"][name], name, rank["shards"].get(name))

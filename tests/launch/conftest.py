@@ -21,7 +21,7 @@ OWN = """
 model: {factory: 'mine:make'}
 data: {source: synthetic, inputs: {x: {kind: normal, shape: [8]}, y: {kind: integers, high: 3}}}
 training: {global_batch: 8, iterations: 2, check_capture: false}
-search: {dp: [1], pp: [2], micro_batch_size: [2, 4], schedule: [1f1b], allow_idle_devices: true}
+search: {dp: [1], tp: [1], pp: [2], micro_batch_size: [2, 4], schedule: [1f1b], allow_idle_devices: true}
 launch: {executor: local}
 plan: {pp: 2, micro_batch_size: 4}
 """

@@ -197,9 +197,9 @@ def gaps_in_what_is_sent() -> AbstractContextManager:
 def the_generator_of_the_cpu() -> AbstractContextManager:
     seed = Randomness.seed
 
-    def seeded(self: Randomness, operation: int) -> None:
+    def seeded(self: Randomness, operation: int, shard: int | None = None) -> None:
         with patch.object(self, "_generator", torch.default_generator):
-            seed(self, operation)
+            seed(self, operation, shard)
 
     return patch.object(Randomness, "seed", seeded)
 

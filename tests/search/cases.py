@@ -49,12 +49,15 @@ def random_case(seed: int, **axes) -> tuple[Domain, PlanMaker]:
         ),
         device="cuda",
     )
+    every = [degree for degree in range(1, devices * nodes + 1) if devices * nodes % degree == 0]
     axes = {
-        "tp": "auto", "schedule": SCHEDULES, "recompute": ["none", "full"], "partition": "auto", "placement": "auto",
+        "tp": every, "schedule": SCHEDULES, "recompute": ["none", "full"], "partition": "auto", "placement": "auto",
     } | axes  # fmt: skip
     workload = Workload(global_batch=random.choice([16, 32]), seed=1)
     planned = PlannedLayers(
-        layers=layers, work=lambda samples: work_of_layers(layers, samples, precision=training.precision), times=None
+        layers=layers,
+        layer_work=lambda samples, tp: work_of_layers(layers, samples, tp, precision=training.precision),
+        times=None,
     )
     model = CostModel(cluster, training, planned.work)
     return Domain(SearchSpace(**axes), cluster, workload), PlanMaker(planned, model, workload)

@@ -27,6 +27,7 @@ def searched(memory_bytes: float, precision: str) -> tuple[Plan, CostModel]:
         lambda samples: captured("gpt2", samples).graph,
         lambda graph: work_of(graph, shard(graph).bounds, precision=precision),
         lambda graph: shard(graph).bounds,
+        lambda *degree: {},
     )
     model = CostModel(cluster, TrainingOptions(precision=precision), planned.work)
     maker = PlanMaker(planned, model, workload)

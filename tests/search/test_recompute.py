@@ -32,7 +32,7 @@ def cluster_of(*memory_bytes: float | None) -> Cluster:
 def search(recompute, *, schedule=("1f1b",), memory_bytes=None, pp=(4,), size=4) -> list[ListedCandidate]:
     space = SearchSpace(
         dp=[1], pp=list(pp), micro_batch_size=[size], schedule=list(schedule), recompute=recompute,
-        allow_idle_devices=True,
+        tp=[1], placement=["megatron"], allow_idle_devices=True,
     )  # fmt: skip
     cluster = cluster_of(memory_bytes)
     workload = Workload(global_batch=32, seed=1)
@@ -43,7 +43,9 @@ def search(recompute, *, schedule=("1f1b",), memory_bytes=None, pp=(4,), size=4)
     def missing(plan):
         return shortage(graph_at(size), plan, cluster, optimizer_copies=2)
 
-    planned = PlannedGraphs(graph_at, lambda graph: work_of(graph, shard(graph).bounds), lambda g: shard(g).bounds)
+    planned = PlannedGraphs(
+        graph_at, lambda graph: work_of(graph, shard(graph).bounds), lambda g: shard(g).bounds, lambda *degree: {}
+    )
     model = CostModel(cluster, TrainingOptions(), planned.work)
     return list(
         list_candidates(Domain(space, cluster, workload), PlanMaker(planned, model, workload, shortage=missing))

@@ -103,7 +103,13 @@ def test_closed_forms_may_be_chosen(auto3d, layered):
 
 @pytest.mark.parametrize("method", ["amp", "chimera"])
 def test_plan_ranks_by_the_method_that_predict_uses(auto3d, layered, method):
-    space = ["search.tp=[1]", "search.schedule=[1f1b]", "search.partition=[blocks]", f"prediction.method={method}"]
+    space = [
+        "search.tp=[1]",
+        "search.placement=[megatron]",
+        "search.schedule=[1f1b]",
+        "search.partition=[blocks]",
+        f"prediction.method={method}",
+    ]
     best, *others = json.loads(auto3d("plan", "layered.yaml", *space, "--json").out)["candidates"]
     rows = [(one["micro_batch_size"], one["tp"], one["dp"], one["pp"]) for one in (best, *others)]
     text = "\n".join(",".join(map(str, row)) for row in rows)

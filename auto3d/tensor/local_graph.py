@@ -1,0 +1,59 @@
+"""The Graph of a tensor-parallel rank for planning: all that the cost model needs, without torch and the program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from auto3d.capture.graph import Graph
+from auto3d.capture.graph_json import graph_from_json, graph_to_json
+from auto3d.tensor_placement import Kind, Split
+
+if TYPE_CHECKING:
+    from auto3d.tensor.model import TensorParallelModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalGraph:
+    """What each of ``shards`` ranks runs of a whole Graph; see ``auto3d.tensor.model.TensorParallelModel``."""
+
+    graph: Graph
+    positions: tuple[int, ...]  # position in the whole Graph of the operation that each node belongs to, ascending
+    shards: int
+    copied: frozenset[str]  # parameters of which each rank computes a part of the gradient's sum
+    split: Mapping[str, Split]  # how the parameters and buffers are split, as a Plan says it
+
+
+def local_graph(model: TensorParallelModel, graph: Graph | None = None) -> LocalGraph:
+    """The LocalGraph of ``model``; ``graph`` is another description of its local program, if there is one."""
+    copied = (n for n in model.local.graph.parameters if model.placements[n].kind is Kind.COPIED)
+    return LocalGraph(
+        graph=graph or model.local.graph,
+        positions=model.positions,
+        shards=model.shards,
+        copied=frozenset(copied),
+        split=model.split,
+    )
+
+
+def local_graph_to_json(local: LocalGraph) -> dict[str, Any]:
+    """``local`` as lists, dicts, strings, numbers and Booleans."""
+    return {
+        "graph": graph_to_json(local.graph),
+        "positions": list(local.positions),
+        "shards": local.shards,
+        "copied": sorted(local.copied),
+        "split": {name: [split.dim, list(split.blocks)] for name, split in local.split.items()},
+    }
+
+
+def local_graph_from_json(content: Mapping[str, Any]) -> LocalGraph:
+    """The LocalGraph from which ``local_graph_to_json`` made ``content``."""
+    return LocalGraph(
+        graph=graph_from_json(content["graph"]),
+        positions=tuple(content["positions"]),
+        shards=content["shards"],
+        copied=frozenset(content["copied"]),
+        split={name: Split(dim, tuple(blocks)) for name, (dim, blocks) in content["split"].items()},
+    )

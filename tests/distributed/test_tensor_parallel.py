@@ -1,0 +1,95 @@
+"""Tensor parallelism on real processes equals plain PyTorch on one process, with every other axis of a Plan."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from auto3d.cluster import place_ranks
+from auto3d.partition.methods.uniform import uniform
+from auto3d.plan import Plan
+from tests.distributed.grid import kept_fractions_of
+from tests.distributed.parity import ADAMW, SGD, assert_parity, make_plan, plain_pytorch, run_rank, with_split
+from tests.distributed.test_uneven import make_plan as make_uneven_plan
+from tests.models import captured
+from tests.processes import ProcessPool
+
+
+@pytest.fixture(scope="module")
+def eight() -> Iterator[ProcessPool]:
+    with ProcessPool(8) as pool:
+        yield pool
+
+
+def assert_equals_one_process(pool, model: str, plan: Plan) -> list[dict]:
+    assert plan.split, "something is split"
+    ranks = pool.run(plan.ranks, run_rank, model, plan, SGD)
+    expected = plain_pytorch(model, micro_batch_size=2, optimizer=SGD, global_batch=plan.global_batch)
+    assert_parity(ranks, expected)
+    return ranks
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+@pytest.mark.parametrize(("dp", "tp", "pp"), [(1, 2, 1), (2, 2, 1), (1, 2, 2), (1, 4, 1)])
+def test_degrees(processes, model, dp, tp, pp):
+    assert_equals_one_process(processes, model, make_plan(model, dp=dp, tp=tp, pp=pp))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "chimera", "zb-h1", "interleaved-1f1b", "shifted-critical-path"])
+@pytest.mark.parametrize("model", ["gpt2", "t5"])
+def test_schedules(processes, model, schedule):
+    stages = uniform(captured(model, 2).graph, 4) if schedule == "interleaved-1f1b" else None
+    assert_equals_one_process(processes, model, make_plan(model, dp=1, tp=2, pp=2, schedule=schedule, stages=stages))
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama-tied"])
+def test_recomputation_changes_no_bit(processes, model):
+    plan = make_plan(model, dp=1, tp=2, pp=2)
+    full = replace(plan, schedule_options={"recompute": "full"})
+    half = kept_fractions_of(captured(model, 2).graph, full).plan(0.5)
+    kept = assert_equals_one_process(processes, model, plan)
+    for other in (full, half):
+        again = processes.run(4, run_rank, model, other, SGD)
+        for a, b in zip(kept, again, strict=True):
+            for name, value in a["history"][-1]["gradients"].items():
+                assert np.array_equal(value, b["history"][-1]["gradients"][name]), name
+
+
+@pytest.mark.parametrize(("dp", "pp"), [(2, 1), (1, 2)])
+def test_sharded_optimizer(processes, dp, pp):
+    """Each shard's ranks update a part of it each; bit by bit what they do without ZeRO-1."""
+    plan = make_plan("gpt2", dp=dp, tp=2, pp=pp)
+    ranks = processes.run(4, run_rank, "gpt2", plan, ADAMW)
+    again = processes.run(4, run_rank, "gpt2", replace(plan, shard_optimizer=True), ADAMW)
+    for a, b in zip(ranks, again, strict=True):
+        for name, value in a["history"][-1]["parameters"].items():
+            assert np.array_equal(value, b["history"][-1]["parameters"][name]), name
+
+
+def test_ranks_of_a_group_need_not_be_neighbours(processes):
+    plan = make_plan("gpt2", dp=1, tp=2, pp=2)
+    assert_equals_one_process(processes, "gpt2", replace(plan, placement=((3, 0), (1, 2))))
+
+
+@pytest.mark.parametrize("replicas", [[2, 1], [1, 2]], ids=str)
+def test_uneven_replicas(eight, replicas):
+    plan = make_uneven_plan("gpt2", replicas, micro_batch_size=2, micro_batches=4)
+    plan = replace(plan, tp=2, placement=place_ranks(dp=1, pp=2, tp=2, replicas=replicas))
+    assert_equals_one_process(eight, "gpt2", with_split(plan, captured("gpt2", 2)))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "chimera"])
+def test_three_dimensions(eight, schedule):
+    assert_equals_one_process(eight, "gpt2", make_plan("gpt2", dp=2, tp=2, pp=2, schedule=schedule))
+
+
+def test_dropout_is_the_same_again_and_differs_between_shards(processes):
+    plan = make_plan("gpt2-dropout", dp=1, tp=2, pp=2)
+    first, again = (processes.run(4, run_rank, "gpt2-dropout", plan, SGD) for _ in range(2))
+    full = replace(plan, schedule_options={"recompute": "full"})
+    recomputed = processes.run(4, run_rank, "gpt2-dropout", full, SGD)
+    for a, b, c in zip(first, again, recomputed, strict=True):
+        for name, value in a["history"][-1]["parameters"].items():
+            assert np.array_equal(value, b["history"][-1]["parameters"][name]), name
+            assert np.array_equal(value, c["history"][-1]["parameters"][name]), name
