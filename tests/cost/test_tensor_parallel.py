@@ -136,7 +136,7 @@ def test_the_work_is_that_of_the_local_graph(name, sequence_parallel):
     assert half.parameters.sum() == sum(elements[n] for n in graph.trained)
     copied = [n for n in graph.parameters if model.placements[n].kind.value == "copied"]
     assert half.copied.sum() == sum(elements[n] for n in copied)
-    assert bool(copied) == sequence_parallel or not sequence_parallel
+    assert copied if name == "llama" and sequence_parallel else sequence_parallel or not copied
     for position in range(1, len(whole.nodes)):
         halves = model.stages(stages_between((0, position, len(whole.nodes))))
         if all(stage.operations for stage in halves):
