@@ -31,14 +31,11 @@ from recipes.examples import resnet
 SEQUENCE = 32
 
 
-def gpt2(dropout: float = 0.0) -> GPT2LMHeadModel:
+def gpt2(dropout: float = 0.0, **others: Any) -> GPT2LMHeadModel:
     """Tied embedding and head; four layers, so that four stages are possible."""
-    return GPT2LMHeadModel(
-        GPT2Config(
-            n_layer=4, n_embd=32, n_head=2, n_positions=SEQUENCE, vocab_size=256, use_cache=False,
-            resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=0, eos_token_id=0,
-        )
-    )  # fmt: skip
+    sizes = {"n_layer": 4, "n_embd": 32, "n_head": 2, "n_positions": SEQUENCE, "vocab_size": 256}
+    rates = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
+    return GPT2LMHeadModel(GPT2Config(use_cache=False, bos_token_id=0, eos_token_id=0, **(sizes | rates | others)))
 
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 64}
@@ -46,19 +43,19 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 DROPOUT = dict.fromkeys(NO_DROPOUT, 0.1)
 
 
-def bert(dropout: dict[str, float] = NO_DROPOUT) -> BertForMaskedLM:
-    return BertForMaskedLM(BertConfig(vocab_size=256, **SIZES, **dropout))
+def bert(dropout: dict[str, float] = NO_DROPOUT, **others: Any) -> BertForMaskedLM:
+    return BertForMaskedLM(BertConfig(**({"vocab_size": 256} | SIZES | dropout | others)))
 
 
-def t5(dropout: float = 0.0) -> T5ForConditionalGeneration:
+def t5(dropout: float = 0.0, **others: Any) -> T5ForConditionalGeneration:
     """Two stacks with skips between them, and labels that are shifted in place."""
     sizes = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2, "d_kv": 16, "dropout_rate": dropout}
     tokens = {"vocab_size": 256, "decoder_start_token_id": 0, "pad_token_id": 0}
-    return T5ForConditionalGeneration(T5Config(use_cache=False, **sizes, **tokens))
+    return T5ForConditionalGeneration(T5Config(use_cache=False, **(sizes | tokens | others)))
 
 
-def llama() -> LlamaForCausalLM:
-    return LlamaForCausalLM(LlamaConfig(vocab_size=256, use_cache=False, **SIZES))
+def llama(**others: Any) -> LlamaForCausalLM:
+    return LlamaForCausalLM(LlamaConfig(use_cache=False, **({"vocab_size": 256} | SIZES | others)))
 
 
 def llama_with_tied_embeddings() -> LlamaForCausalLM:
@@ -69,14 +66,15 @@ def bert_for_pretraining() -> BertForPreTraining:
     return BertForPreTraining(BertConfig(vocab_size=256, **SIZES, **NO_DROPOUT))
 
 
-def vit(dropout: dict[str, float] = NO_DROPOUT) -> ViTForImageClassification:
-    return ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, **SIZES, **dropout))
+def vit(dropout: dict[str, float] = NO_DROPOUT, **others: Any) -> ViTForImageClassification:
+    return ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, **(SIZES | dropout | others)))
 
 
-def swin() -> SwinForImageClassification:
+def swin(**others: Any) -> SwinForImageClassification:
     """Shifted windows, and images that shrink between its groups of layers."""
     sizes = {"image_size": 32, "patch_size": 2, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2]}
-    return SwinForImageClassification(SwinConfig(**sizes, window_size=4, drop_path_rate=0.0, **NO_DROPOUT))
+    fixed = {"window_size": 4, "drop_path_rate": 0.0}
+    return SwinForImageClassification(SwinConfig(**(sizes | fixed | NO_DROPOUT | others)))
 
 
 def small_resnet() -> nn.Module:
@@ -249,6 +247,23 @@ TRAINED = MODELS | {  # by the parity tests alone
     "resnet-transformers": (resnet_of_transformers, IMAGES),
     "twins": (Twins, TOKENS),
 }
+# For tensor parallelism: 4 heads, 2 of keys and values in LLaMA, and a vocabulary that neither 2 nor 4 divides. Where
+# there is dropout, it is on activations that all ranks of a group have, as those of heads are split.
+ODD_VOCABULARY = replace(TOKENS, vocabulary_size=255)
+FOUR_HEADS = {"num_attention_heads": 4, "vocab_size": 255}
+GPT2_OF_FOUR_HEADS = {"n_head": 4, "vocab_size": 255}
+OUTSIDE_OF_HEADS = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.0}
+TRAINED |= {
+    "gpt2-4-heads": (partial(gpt2, **GPT2_OF_FOUR_HEADS), ODD_VOCABULARY),
+    "bert-4-heads": (partial(bert, **FOUR_HEADS), ODD_VOCABULARY),
+    "t5-4-heads": (partial(t5, num_heads=4, d_kv=8, vocab_size=255), ODD_VOCABULARY),
+    "vit-4-heads": (partial(vit, patch_size=10, num_attention_heads=4), IMAGES),  # 10 tokens, which 2 divides
+    "swin-4-heads": (partial(swin, embed_dim=16, num_heads=[4, 4]), IMAGES),
+    "llama-grouped-query": (partial(llama, num_key_value_heads=2, **FOUR_HEADS), ODD_VOCABULARY),
+    "gpt2-4-heads-dropout": (partial(gpt2, 0.1, attn_pdrop=0.0, **GPT2_OF_FOUR_HEADS), ODD_VOCABULARY),
+    "bert-4-heads-dropout": (partial(bert, OUTSIDE_OF_HEADS, **FOUR_HEADS), ODD_VOCABULARY),
+    "vit-4-heads-dropout": (partial(vit, OUTSIDE_OF_HEADS, patch_size=10, num_attention_heads=4), IMAGES),
+}
 
 
 _captured: list[CapturedModel] = []
@@ -262,5 +277,6 @@ def captured(model: str, micro_batch_size: int) -> CapturedModel:
 
 
 def num_captures() -> int:
-    """How many captures this process keeps, those that ``CapturedModel.at`` made included."""
-    return sum(1 + len(model._others) for model in _captured)
+    """How many captures this process keeps, those that ``CapturedModel.at`` made and derived programs included."""
+    every = [each for model in _captured for each in (model, *model._others.values())]
+    return sum(1 + len(model.derived) for model in every)

@@ -1,9 +1,10 @@
 """The entry point: capture an unmodified model at one micro-batch size as a program and the Graph that describes it."""
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -20,6 +21,8 @@ class CapturedModel:
     exported: ExportedModel
     _others: dict[int, "CapturedModel"] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Captures at other micro-batch sizes that were made so far."""
+    derived: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Programs that were derived from this capture so far; processes that are forked later share them."""
 
     def at(self, micro_batch_size: int) -> "CapturedModel":
         """The same model captured at another micro-batch size; compare the two with ``Graph.same_operations``.

@@ -316,7 +316,7 @@ class CostModel:
             inside = [one for one in exchanges if first <= one.position < last]
             place = first if forward else last
             for one in inside if forward else reversed(inside):
-                seconds = link.seconds(one.collective, one.size) if link is not None else 0.0
+                seconds = link.seconds_in_operation(one.collective, one.size) if link is not None else 0.0
                 segments.append((float(abs(busy[one.boundary] - busy[place])), seconds))
                 place = one.boundary
             segments.append((float(abs(busy[last if forward else first] - busy[place])), 0.0))
@@ -328,7 +328,7 @@ class CostModel:
         seconds = np.zeros((2, len(work) + 1))
         for row, exchanges in zip(seconds, work.exchanges_of, strict=True):
             for (collective, size), counts in exchanges.items():
-                row[1:] += link.seconds(collective, size) * counts
+                row[1:] += link.seconds_in_operation(collective, size) * counts
         return np.cumsum(seconds, axis=1)
 
     def _sharing(self, plan: Plan) -> tuple[SharedMachine, ...]:

@@ -24,6 +24,7 @@ class Emulation:
     None stands for the times of the analytic cost model and for the true sizes. Times are for one whole micro-batch. If
     a half of the backward is not set, it takes half of the backward's time; if only both halves are set, the backward
     takes their sum. If the recomputation is not set, it takes that fraction of the forward's time that is not kept.
+    Under tensor parallelism they are the times of one rank, without its collectives.
     """
 
     forward_s: PerStage = None
@@ -33,6 +34,8 @@ class Emulation:
     recompute_s: PerStage = None
     send_bytes: PerStage = None  # size of what a stage sends to a later one per micro-batch, and of its gradient
     sync_bytes: PerStage = None  # size of each gradient all-reduce in which a stage takes part
+    collective_s: PerStage = None
+    """Time of each tensor-parallel collective of one micro-batch; None: real ones of the true sizes."""
 
     def each(self, name: str, stages: int) -> tuple[float, ...] | None:
         """The value of key ``name`` for each of ``stages``; raises InputError if it is a tuple of another length."""
@@ -57,7 +60,7 @@ class Emulation:
     def costs(self, graph: Graph, stages: Sequence[StagePlan], schedule: Schedule) -> Costs:
         """The times in the simulator's form; ``graph`` is the model at the size that one operation runs.
 
-        Messages and syncs are 0 in it because they are real and take their own time. Updates are 0 because there are
+        Messages, syncs and collectives are 0 in it because they take their own time. Updates are 0 because there are
         none.
         """
         model = analytic(graph)

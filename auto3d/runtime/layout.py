@@ -187,8 +187,6 @@ def lay_out_plan(
     check_carried_buffers(captured.graph, plan, first, stages)
     if settings.emulation is not None:
         settings.emulation.check_fits(plan.stages)
-        if plan.tp > 1:
-            raise PlanError(f"tp: {plan.tp} asks for tensor parallelism; emulated devices run only tp = 1")
     program = rank_program(captured, plan, 1)
     of_ranks = stages if program.tensor is None else cut(program.captured.graph, program.plan.stages)
     return PlanLayout(

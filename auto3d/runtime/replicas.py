@@ -6,12 +6,10 @@ from dataclasses import dataclass, replace
 from auto3d.capture.model import CapturedModel
 from auto3d.partition.samples import made_from_samples, sample_dimensions
 from auto3d.partition.stage import Stage, same_stages
-from auto3d.plan import Plan, PlanError
+from auto3d.plan import NO_OVERLAP, SUB_PIPELINED, Plan, PlanError
 from auto3d.schedule.operation import Schedule
+from auto3d.tensor.halves import sub_pipelined
 from auto3d.tensor.model import TensorParallelModel, tensor_parallel
-from auto3d.tensor_placement import Split
-
-_derived: dict[tuple, TensorParallelModel] = {}  # each holds its ``whole`` model, so no other has the same id
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,19 +27,31 @@ def rank_program(captured: CapturedModel, plan: Plan, replicas: int) -> RankProg
     A process derives each tensor-parallel program once; processes forked later share it. Raises InputError if the model
     cannot run a slice of its samples, or if the plan's split does not fit it.
     """
+    of_all = captured
     captured, plan = captured_slice(captured, plan, replicas)
     if plan.tp == 1:
         return RankProgram(captured=captured, plan=plan, tensor=None)
-    key = (id(captured), plan.tp, _hashable(plan), plan.sequence_parallel)
-    if key not in _derived:
-        _derived[key] = tensor_parallel(captured, plan.tp, split=plan.split, sequence_parallel=plan.sequence_parallel)
-    tensor = _derived[key]
+    tensor = _derived_once(captured, plan)
+    if replicas > 1 and not _derived_once(of_all, plan).local.graph.same_operations(tensor.local.graph):
+        raise PlanError(
+            f"split: tensor parallelism runs other operations on {captured.graph.micro_batch_size} samples, which each "
+            f"of {replicas} replicas takes, than on {of_all.graph.micro_batch_size}; use stages without replicas"
+        )
     graph, stages = tensor.local.graph.fingerprint, tensor.stages(plan.stages)
     return RankProgram(captured=tensor.local, plan=replace(plan, graph=graph, stages=stages), tensor=tensor)
 
 
-def _hashable(plan: Plan) -> frozenset[tuple[str, Split]]:
-    return frozenset(plan.split.items())
+def _derived_once(captured: CapturedModel, plan: Plan) -> TensorParallelModel:
+    key = (plan.tp, frozenset(plan.split.items()), plan.sequence_parallel, plan.tensor_overlap)
+    if key not in captured.derived:
+        if plan.tensor_overlap == SUB_PIPELINED:
+            derived: TensorParallelModel = sub_pipelined(
+                _derived_once(captured, replace(plan, tensor_overlap=NO_OVERLAP))
+            )
+        else:
+            derived = tensor_parallel(captured, plan.tp, split=plan.split, sequence_parallel=plan.sequence_parallel)
+        captured.derived[key] = derived
+    return captured.derived[key]
 
 
 def captured_slice(captured: CapturedModel, plan: Plan, replicas: int) -> tuple[CapturedModel, Plan]:
@@ -107,6 +117,12 @@ def resplit_dimensions(captured: CapturedModel, plan: Plan, stages: Sequence[Sta
     ]
     if not transfers:
         return {}
+    if plan.tensor_overlap == SUB_PIPELINED:
+        source, target = transfers[0].source, transfers[0].target
+        raise PlanError(
+            f"stages: {source} has {_times(replicas[source])}, and stage {target} has {_times(replicas[target])}; with "
+            f"tensor_overlap: {SUB_PIPELINED} each divides its samples into halves, so both must have equally many"
+        )
     program = rank_program(captured, plan, 1)
     graph = program.captured.graph
     smaller = rank_program(captured, plan, max(replicas)).captured.graph

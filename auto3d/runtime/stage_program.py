@@ -15,7 +15,7 @@ from auto3d.partition.segment import Segment
 from auto3d.runtime.constants import fold_constants
 from auto3d.runtime.randomness import Randomness, SeededOperation
 from auto3d.runtime.tensor_group import TensorParallelRank
-from auto3d.runtime.weight_gradients import DeferredGradients, SplitOperation, can_be_split
+from auto3d.runtime.weight_gradients import DeferredGradients, split_operation
 
 
 def segment_program(
@@ -77,8 +77,8 @@ def segment_program(
             modules[node.name] = replaced
         elif is_random(node):
             modules[node.name] = SeededOperation(node.target, number, randomness)
-        elif deferred is not None and can_be_split(copy, trained):
-            modules[node.name] = SplitOperation(node.target, deferred)
+        elif deferred is not None and (split := split_operation(copy, trained, deferred)) is not None:
+            modules[node.name] = split
         if node.name in modules:
             copy.op, copy.target = "call_module", node.name
         env[node] = copy

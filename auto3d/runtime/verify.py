@@ -46,24 +46,27 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class _Outcome:
+class Computed:
+    """What a forward and a backward of one micro-batch give."""
+
     loss: torch.Tensor
     gradients: Mapping[str, torch.Tensor | None]
     buffers: Mapping[str, torch.Tensor]
 
-    def difference(self, other: "_Outcome") -> Difference | None:
+    def difference(self, other: "Computed") -> Difference | None:
         """The loss if it differs, otherwise the gradient that differs most, otherwise a buffer; None if all agree."""
         scale = max([1.0, *(float(g.abs().max()) for g in other.gradients.values() if g is not None and g.numel())])
         gradients = [
             difference
             for name, gradient in self.gradients.items()
-            if (difference := _difference(f"the gradient of {name}", gradient, other.gradients[name], scale))
+            if (difference := difference_of(f"the gradient of {name}", gradient, other.gradients[name], scale))
         ]
         gradients.sort(key=lambda difference: -difference.largest / difference.allowed)
         buffers = (
-            _difference(f"the buffer {name}", buffer, other.buffers[name], 1.0) for name, buffer in self.buffers.items()
+            difference_of(f"the buffer {name}", buffer, other.buffers[name], 1.0)
+            for name, buffer in self.buffers.items()
         )
-        loss = _difference("the loss", self.loss, other.loss, 1.0)
+        loss = difference_of("the loss", self.loss, other.loss, 1.0)
         return next(filter(None, [loss, *gradients, *buffers]), None)
 
 
@@ -78,7 +81,7 @@ def check_against_eager(captured: CapturedModel, data: DataSettings, *, seed: in
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):  # the default, all devices, warns
         torch.manual_seed(seed)
         model = moved(captured.exported.build(), device).train()
-        batch = _batch(captured, data, seed=seed, device=device)
+        batch = one_batch(captured, data, seed=seed, device=device)
         first_buffers = {name: buffer.clone() for name, buffer in buffers_of(model).items()}
         eager = _run_eager(model, batch)
         _restore(model, first_buffers)
@@ -102,7 +105,7 @@ def check_against_eager(captured: CapturedModel, data: DataSettings, *, seed: in
             )
 
 
-def _check_same_parameters(captured: CapturedModel, model: nn.Module, eager: _Outcome) -> None:
+def _check_same_parameters(captured: CapturedModel, model: nn.Module, eager: Computed) -> None:
     """Raise CaptureError if only one of the two gives a parameter a gradient: only there would it be trained."""
     for name, gradient in eager.gradients.items():
         if (gradient is not None) != (name in captured.graph.trained):
@@ -114,7 +117,9 @@ def _check_same_parameters(captured: CapturedModel, model: nn.Module, eager: _Ou
             )
 
 
-def _batch(captured: CapturedModel, data: DataSettings, *, seed: int, device: torch.device) -> dict[str, torch.Tensor]:
+def one_batch(
+    captured: CapturedModel, data: DataSettings, *, seed: int, device: torch.device
+) -> dict[str, torch.Tensor]:
     size = captured.graph.micro_batch_size
     batches = Batches(data, seed=seed, global_batch=size, micro_batch_size=size)
     return {name: value.to(device) for name, value in batches.micro_batch(0, 0, tuple(data.inputs)).items()}
@@ -134,12 +139,12 @@ class _SeededDraws(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _run_eager(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> _Outcome:
+def _run_eager(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Computed:
     model.zero_grad()
     with _SeededDraws():
         loss = _loss_of(model(**{name: value.clone() for name, value in batch.items()}))
     loss.backward()
-    return _Outcome(
+    return Computed(
         loss.detach(),
         {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()},
         {name: buffer.clone() for name, buffer in buffers_of(model).items()},
@@ -163,7 +168,7 @@ def _restore(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
 
 def _run_program(
     captured: CapturedModel, model: nn.Module, batch: Mapping[str, torch.Tensor], device: torch.device
-) -> _Outcome:
+) -> Computed:
     tensors = _tensors(captured, model, device)
     stage = StageModule(
         _whole(captured), captured, tensors, loss_weight=1.0, randomness=_randomness(device), device=device
@@ -171,7 +176,7 @@ def _run_program(
     with _SeededDraws():
         stage.forward(0, {}, {name: value.clone() for name, value in batch.items()})
     stage.backward(0, {})
-    return _Outcome(
+    return Computed(
         stage.losses[0],
         {name: tensors[name].grad if name in tensors else None for name, _ in model.named_parameters()},
         {name: tensors[name] for name in captured.graph.written_buffers},
@@ -198,24 +203,31 @@ def _randomness(device: torch.device) -> Randomness:
     return Randomness(0, first_micro_batch=0, micro_batches=1, device=device)
 
 
-def _difference(
-    name: str, actual: torch.Tensor | None, expected: torch.Tensor | None, scale: float
+def difference_of(
+    name: str, actual: torch.Tensor | None, expected: torch.Tensor | None, scale: float, wider: float = 1.0
 ) -> Difference | None:
-    """The difference if it is larger than rounding explains; a tensor that is None counts as zeros."""
+    """The difference if it is larger than rounding explains; a tensor that is None counts as zeros.
+
+    The bounds are ``wider`` times those of float32, and no narrower than those of the tensor's own type.
+    """
     present = [tensor for tensor in (actual, expected) if tensor is not None]
     if not present or not present[0].numel():
         return None
     actual, expected = (torch.zeros_like(present[0]) if tensor is None else tensor for tensor in (actual, expected))
     actual, expected = actual.detach(), expected.detach()
-    wider = 1.0
     if expected.is_floating_point():
-        wider = max(1.0, torch.finfo(expected.dtype).eps / torch.finfo(torch.float32).eps)
+        wider = max(wider, coarseness(expected.dtype))
     actual, expected = actual.to(torch.complex128), expected.to(torch.complex128)
     if torch.equal(actual.isnan(), expected.isnan()):
         actual, expected = actual.nan_to_num(), expected.nan_to_num()
     largest = float((actual - expected).abs().max())
     allowed = wider * (RELATIVE * float(expected.abs().max()) + ABSOLUTE * scale)
     return None if largest <= allowed else Difference(name, largest, allowed)
+
+
+def coarseness(dtype: torch.dtype) -> float:
+    """The precision of a floating-point type relative to float32: more than 1 if it is coarser."""
+    return torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
 
 
 def _first_module_that_differs(
@@ -230,7 +242,7 @@ def _first_module_that_differs(
         if places or not path or path not in made:
             return
         for tensor in outputs:
-            if all(_difference("", value, tensor, 1.0) for value in made[path] if value.shape == tensor.shape):
+            if all(difference_of("", value, tensor, 1.0) for value in made[path] if value.shape == tensor.shape):
                 places.append(f", first in the module {path}{_place_of(module)}")
                 return
 

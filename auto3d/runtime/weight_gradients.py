@@ -37,35 +37,43 @@ class DeferredGradients:
         return work
 
 
-def can_be_split(node: fx.Node, parameters: Collection[fx.Node]) -> bool:
-    """Whether the weight and bias of ``node`` are themselves ``parameters``, not values computed from them."""
+def split_operation(
+    node: fx.Node, parameters: Collection[fx.Node], deferred: DeferredGradients
+) -> "SplitOperation | None":
+    """``node`` with a split backward; None unless its weight is one of ``parameters``, not a value computed from them.
+
+    The gradient of a bias that is computed from parameters is not deferred: autograd needs it.
+    """
     if node.target not in _WEIGHT_AND_BIAS or node.kwargs:
-        return False
+        return None
     weight, bias = _WEIGHT_AND_BIAS[node.target]
+    if node.args[weight] not in parameters:
+        return None
     bias_node = node.args[bias] if len(node.args) > bias else None
-    return node.args[weight] in parameters and (bias_node is None or bias_node in parameters)
+    return SplitOperation(node.target, deferred, defers_bias=bias_node is None or bias_node in parameters)
 
 
 class SplitOperation(nn.Module):
     """One of these operators. Its deferred computation adds the weights' gradients to their ``.grad``."""
 
-    def __init__(self, target: Callable, deferred: DeferredGradients) -> None:
+    def __init__(self, target: Callable, deferred: DeferredGradients, *, defers_bias: bool = True) -> None:
         super().__init__()
         self._target = target
         self._deferred = deferred
+        self._defers_bias = defers_bias
 
     def forward(self, *args: Any) -> torch.Tensor:
         if self._target is aten.addmm.default:
             bias, value, weight = args
-            return _Product.apply(value, weight, bias, False, self._deferred)
+            return _Product.apply(value, weight, bias, False, self._deferred, self._defers_bias)
         value, weight, bias, *rest = args if len(args) > 2 else (*args, None)
         if self._target is aten.linear.default:
-            return _Product.apply(value, weight, bias, True, self._deferred)
+            return _Product.apply(value, weight, bias, True, self._deferred, self._defers_bias)
         dimensions = value.dim() - 2
         defaults: list[Any] = [[1], [0], [1], 1]
         stride, padding, dilation, groups = rest + defaults[len(rest) :]
         geometry = [list(size) * (dimensions if len(size) == 1 else 1) for size in (stride, padding, dilation)]
-        return _Convolution.apply(value, weight, bias, (*geometry, groups), self._deferred)
+        return _Convolution.apply(value, weight, bias, (*geometry, groups), self._deferred, self._defers_bias)
 
 
 class _Product(torch.autograd.Function):
@@ -73,10 +81,16 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, value: Any, weight: Any, bias: Any, transposed: bool, deferred: DeferredGradients
+        ctx: Any,
+        value: Any,
+        weight: Any,
+        bias: Any,
+        transposed: bool,
+        deferred: DeferredGradients,
+        defers_bias: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(value)
-        ctx.weight, ctx.bias, ctx.transposed, ctx.deferred = weight, bias, transposed, deferred
+        ctx.weight, ctx.bias, ctx.transposed, ctx.deferred = weight, bias if defers_bias else None, transposed, deferred
         return nn.functional.linear(value, weight if transposed else weight.t(), bias)
 
     @staticmethod
@@ -84,7 +98,10 @@ class _Product(torch.autograd.Function):
         (value,) = ctx.saved_tensors
         ctx.deferred.add(partial(_add_product, gradient, value, ctx.weight, ctx.bias, ctx.transposed))
         weight = ctx.weight if ctx.transposed else ctx.weight.t()
-        return (gradient @ weight if ctx.needs_input_grad[0] else None), None, None, None, None
+        of_bias = None
+        if ctx.bias is None and ctx.needs_input_grad[2]:
+            of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0)
+        return (gradient @ weight if ctx.needs_input_grad[0] else None), None, of_bias, None, None, None
 
 
 def _add_product(
@@ -105,10 +122,16 @@ def add_gradient(gradient: torch.Tensor, parameter: torch.Tensor) -> None:
 class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, value: Any, weight: Any, bias: Any, geometry: tuple, deferred: DeferredGradients
+        ctx: Any,
+        value: Any,
+        weight: Any,
+        bias: Any,
+        geometry: tuple,
+        deferred: DeferredGradients,
+        defers_bias: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(value)
-        ctx.weight, ctx.bias, ctx.geometry, ctx.deferred = weight, bias, geometry, deferred
+        ctx.weight, ctx.bias, ctx.geometry, ctx.deferred = weight, bias if defers_bias else None, geometry, deferred
         stride, padding, dilation, groups = geometry
         return torch.convolution(value, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
 
@@ -118,7 +141,10 @@ class _Convolution(torch.autograd.Function):
         ctx.deferred.add(partial(_add_convolution, gradient, value, ctx.weight, ctx.bias, ctx.geometry))
         mask = (ctx.needs_input_grad[0], False, False)
         of_input, _, _ = _convolution_backward(gradient, value, ctx.weight, ctx.bias, ctx.geometry, mask)
-        return of_input, None, None, None, None
+        of_bias = None
+        if ctx.bias is None and ctx.needs_input_grad[2]:
+            of_bias = gradient.sum([0, *range(2, gradient.dim())])
+        return of_input, None, of_bias, None, None, None
 
 
 def _add_convolution(

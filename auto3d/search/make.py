@@ -1,6 +1,6 @@
 """Candidate -> Plan: the one place that makes plans from degrees and choices."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import inf
@@ -150,18 +150,16 @@ class PlanMaker:
             plan = self._kept_fractions(plan).plan(float(candidate.recompute))
         return plan
 
-    def capture(self, sizes: Iterable[int], splits: Collection[tuple[int, bool]] = ()) -> None:
-        """Capture the model at these numbers of samples now, so that the time of a search does not include it.
+    def prepare(self, degrees: Iterable[tuple[int, int, bool]]) -> None:
+        """Capture the model and split its work now, so that the time of a search does not include it.
 
-        It is also split for ``splits``: tensor-parallel degrees of 2 and more, and whether they are sequence-parallel.
+        ``degrees`` has (samples, tensor-parallel degree, whether it is sequence-parallel) of the plans to come.
         """
-        for samples in sizes:
+        for samples, tp, sequence_parallel in degrees:
             with suppress(InputError):
                 self._fingerprint(samples)
-                for tp, sequence_parallel in splits:
-                    with suppress(InputError):
-                        self._split(samples, tp, sequence_parallel)
-                        self.planned.work(samples, tp, sequence_parallel)
+                self._split(samples, tp, sequence_parallel)
+                self.planned.work(samples, tp, sequence_parallel)
 
     def check_captured(self) -> None:
         """Raise the first error if the model could not be captured at any number of samples."""

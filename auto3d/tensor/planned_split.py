@@ -19,9 +19,17 @@ def planned_split(
     not possible.
     """
     known = known_rules(skeleton(captured.exported.build).model)
-    splits = weight_splits(captured, shards, rules=rules, known=known)
+    splits = weight_splits(captured, shards, rules=rules, known=known).splits
     if known is not None:
         return splits
     derived = tensor_parallel(captured, shards, sequence_parallel=sequence_parallel).split
     named = ruled_parameters(captured, rules)
     return splits | {name: split for name, split in derived.items() if name not in named}
+
+
+def ruled_reasons(captured: CapturedModel, shards: int, *, rules: Mapping[str, str]) -> dict[str, str]:
+    """The reasons why weights stay whole in ``planned_split`` by its rules; not those of what is derived."""
+    known = known_rules(skeleton(captured.exported.build).model)
+    ruled = weight_splits(captured, shards, rules=rules, known=known)
+    unnamed = captured.graph.parameters.keys() - ruled.splits.keys() if known is not None else set()
+    return dict.fromkeys(unnamed, "no rule of this model splits it") | ruled.whole

@@ -55,21 +55,32 @@ def known_rules(module: nn.Module) -> dict[str, str] | None:
     return SHIPPED.get(getattr(getattr(module, "config", None), "model_type", ""))
 
 
+@dataclass(frozen=True, kw_only=True)
+class RuledSplits:
+    """What rules say about the parameters of a model; parameters that no rule splits are in neither mapping."""
+
+    splits: dict[str, Split]
+    whole: dict[str, str]  # weights that stay whole -> the reason
+
+
 def weight_splits(
     captured: CapturedModel, shards: int, *, rules: Mapping[str, str], known: Mapping[str, str] | None = None
-) -> dict[str, Split]:
+) -> RuledSplits:
     """How ``shards`` ranks split the parameters of ``captured`` by a user's ``rules``, and by ``known`` ones elsewhere.
 
-    Parameters that no rule splits are left out: they are whole. A bias is split like the output features that it is
-    added to. Raises PlanError, with the numbers, for a user's rule that matches no weight or that is not possible; a
-    known rule that is not possible leaves its weight whole.
+    A bias is split like the output features that it is added to. Raises PlanError, with the numbers, for a user's rule
+    that matches no weight or that is not possible; a known rule that is not possible leaves its weight whole.
     """
     uses = list(weight_uses(captured))
     _check_patterns(rules, uses)
     found: dict[str, tuple[Split, WeightUse]] = {}
+    whole: dict[str, str] = {}
     for use in uses:
         word, is_users = _rule(use, rules, known or {})
-        if word is None or word == WHOLE:
+        if word is None:
+            continue
+        if word == WHOLE:
+            whole[use.weight] = "a rule says so"
             continue
         try:
             splits = _splits(captured, use, word, shards)
@@ -80,11 +91,12 @@ def weight_splits(
                         f"tensor_parallel: {use} and {other[1]} share {name}, but their rules split it differently; "
                         "give them rules that agree"
                     )
-        except PlanError:
+        except PlanError as error:
             if is_users:
                 raise
-    whole = {use.weight for use in uses if _rule(use, rules, known or {})[0] == WHOLE}
-    return {name: split for name, (split, _) in sorted(found.items()) if name not in whole}
+            whole[use.weight] = str(error).removeprefix("tensor_parallel: ")
+    splits = {name: split for name, (split, _) in sorted(found.items()) if name not in whole}
+    return RuledSplits(splits=splits, whole=whole)
 
 
 def ruled_parameters(captured: CapturedModel, rules: Mapping[str, str]) -> set[str]:

@@ -18,11 +18,15 @@ from launch.recipe.load import load
     is_flag=True,
     help="Run one micro-batch, if the model is small enough, and compare loss and gradients with the model's own.",
 )
+@click.option("--tp", type=COUNT, help="Also list what so many tensor-parallel ranks split, keep whole and exchange.")
+@click.option("--sequence-parallel", is_flag=True, help="With --tp: with sequence parallelism.")
 @click.option("--json", "as_json", is_flag=True, help="Print one record, in seconds and bytes.")
 def capture(recipe: str, overrides: tuple[str, ...], **options: Any) -> int:
     """Capture RECIPE's model without allocating its memory, and print its figures.
 
     The figures are its size, FLOPs, operations and subgraphs, and the time and memory that the capture took.
     """
+    if options["sequence_parallel"] and (options["tp"] or 1) < 2:
+        raise click.UsageError("--sequence-parallel needs --tp of 2 or more, as in --tp 4 --sequence-parallel")
     print_capture(load(recipe, overrides), **options)
     return 0

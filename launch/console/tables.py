@@ -11,7 +11,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from auto3d.plan import Plan
+from auto3d.plan import NO_OVERLAP, Plan
 from auto3d.runtime.measurement import BYTES, Measurement, Status
 from auto3d.schedule import schedule_of, write_schedule
 from launch.recipe.load import LoadedRecipe, load
@@ -32,6 +32,8 @@ HEADINGS = {
     "recompute": "recomputed",
     "replicas": "replicas\nof stages",
     "shard_optimizer": "ZeRO-1",
+    "sequence_parallel": "sequence-\nparallel",
+    "tensor_overlap": "tensor\noverlap",
     "iteration_s": "s per\niteration",
     "spread_s": "spread\n(s)",
     "samples_per_s": "samples\nper s",
@@ -180,6 +182,8 @@ def _row(measurement: Measurement) -> dict[str, Any]:
         "recompute": _recomputed(plan),
         "replicas": "+".join(str(stage.replicas) for stage in plan.stages),
         "shard_optimizer": plan.shard_optimizer,
+        "sequence_parallel": plan.sequence_parallel,
+        "tensor_overlap": plan.tensor_overlap,
         "iteration_s": measurement.median_s if ok else None,
         "spread_s": measurement.spread_s if ok else None,
         "samples_per_s": measurement.samples_per_s if ok else None,
@@ -212,6 +216,10 @@ def _columns(records: Sequence[dict[str, Any]]) -> dict[str, str]:
         del columns["replicas"]
     if not any(record["shard_optimizer"] for record in records):
         del columns["shard_optimizer"]
+    if not any(record["sequence_parallel"] for record in records):
+        del columns["sequence_parallel"]
+    if all(record["tensor_overlap"] == NO_OVERLAP for record in records):
+        del columns["tensor_overlap"]
     if all(record["used_bytes"] is None for record in records):  # CPUs do not report it
         del columns["used_bytes"]
     if any(record["devices"] == "emulated" for record in records):
@@ -239,7 +247,7 @@ def _markdown(results: Results, records: Sequence[dict[str, Any]], folder: Path 
 
 def _table(records: Sequence[dict[str, Any]], form: str) -> str:
     columns = _columns(records)
-    align = ["left" if name in ("schedule", "status", "devices") else "right" for name in columns]
+    align = ["left" if name in ("schedule", "tensor_overlap", "status", "devices") else "right" for name in columns]
     cells = [_cells(record, columns) for record in records]
     headings = list(columns.values())
     if form == "github":

@@ -68,7 +68,7 @@ def _check_capture(recipe: LoadedRecipe, training: PlannedTraining, console: Con
     """Raise InputError if the captured model does not compute what the model itself computes."""
     with at_work(console, "comparing the captured model with the model itself"):
         tell = partial(console.print, markup=False, soft_wrap=True)
-        check_once(recipe, training.graph, training.capture, tell)
+        check_once(recipe, training.graph, training.capture, training.plan, tell)
 
 
 def _check_not_submitted(recipe: LoadedRecipe, trial: Trial) -> None:

@@ -1,13 +1,23 @@
 """The figures of a recipe's captured model."""
 
 import resource
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from time import perf_counter
+from typing import TYPE_CHECKING
 
+from auto3d.errors import InputError
+from launch.model.capture_process import CaptureProcess
 from launch.model.check_capture import check_at
 from launch.model.graphs import PlanningModel, default_micro_batch_size
 from launch.recipe.load import LoadedRecipe
+from launch.recipe.settings import device
+from launch.run.devices import torch_has_cuda
+from launch.run.streams import stdout_to_stderr
+
+if TYPE_CHECKING:
+    from auto3d.tensor.explain import Explanation
 
 
 @dataclass(frozen=True)
@@ -28,12 +38,24 @@ class CaptureFigures:
     cached: bool
     graph: str  # fingerprint
     check: str | None  # result of the comparison with the eager module, if it was asked for
+    tensor: "Explanation | None"  # tensor parallelism at a degree, if it was asked for
 
 
 def capture_figures(
-    recipe: LoadedRecipe, *, micro_batch_size: int | None, subgraphs: int | None, fresh: bool, check: bool
+    recipe: LoadedRecipe,
+    *,
+    micro_batch_size: int | None,
+    subgraphs: int | None,
+    fresh: bool,
+    check: bool,
+    tp: int | None,
+    sequence_parallel: bool,
 ) -> CaptureFigures:
-    """Capture and shard the recipe's model; ``check`` compares the capture with the eager module."""
+    """Capture and shard the recipe's model; ``check`` compares the capture with the eager module.
+
+    With ``tp``, the figures say what so many tensor-parallel ranks split and exchange. Raises RecipeError if a rule of
+    the recipe is not possible.
+    """
     begin = perf_counter()
     model = PlanningModel(recipe, fresh=fresh)
     graph = model.graph(micro_batch_size or default_micro_batch_size(recipe))
@@ -55,4 +77,39 @@ def capture_figures(
         cached=not model.captured,
         graph=graph.fingerprint,
         check=check_at(recipe, graph.micro_batch_size) if check else None,
+        tensor=None if tp is None else _tensor_figures(recipe, graph.micro_batch_size, tp, sequence_parallel),
     )
+
+
+def _tensor_figures(recipe: LoadedRecipe, micro_batch_size: int, tp: int, sequence_parallel: bool) -> "Explanation":
+    explain = partial(_explained, (tp, sequence_parallel))
+    try:
+        if device(recipe.values) == "cuda" and torch_has_cuda():
+            with CaptureProcess() as process:
+                found: Explanation = process.call(explain, recipe, micro_batch_size)
+                return found
+        return explain(recipe, micro_batch_size)
+    except InputError as error:
+        if not str(error).startswith("tensor_parallel: "):
+            raise
+        raise recipe.error("model.tensor_parallel", str(error).removeprefix("tensor_parallel: ")) from None
+
+
+def _explained(degree: tuple[int, bool], recipe: LoadedRecipe, micro_batch_size: int) -> "Explanation":
+    """What ``degree``, a number of ranks and whether they are sequence-parallel, makes of the recipe's model."""
+    from auto3d.tensor.explain import explain  # they import torch
+    from auto3d.tensor.model import tensor_parallel
+    from auto3d.tensor.planned_split import ruled_reasons
+
+    shards, sequence_parallel = degree
+    model, rules = PlanningModel(recipe), recipe.values.model.tensor_parallel
+    split = model.split_here(micro_batch_size, *degree)
+    captured = model.program(micro_batch_size)
+    with stdout_to_stderr():
+        reasons = ruled_reasons(captured, shards, rules=rules)
+        found = explain(tensor_parallel(captured, shards, split=split, sequence_parallel=sequence_parallel))
+    weights = (
+        each if each.split is not None else replace(each, reason=reasons.get(each.weight, each.reason))
+        for each in found.weights
+    )
+    return replace(found, weights=tuple(weights))

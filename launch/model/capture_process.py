@@ -6,10 +6,12 @@ from contextlib import suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, TypeVar
 
 from auto3d.errors import InputError
 from launch.recipe.load import LoadedRecipe
+
+T = TypeVar("T")  # what a function of the process takes: a micro-batch size, or a Plan
 
 
 class CaptureProcess:
@@ -30,14 +32,14 @@ class CaptureProcess:
             self._process.kill()
             self._process.join()
 
-    def call(self, function: Callable[[LoadedRecipe, int], Any], recipe: LoadedRecipe, micro_batch_size: int) -> Any:
-        """The result of ``function(recipe, micro_batch_size)`` in that process; ``function`` must be a module's own.
+    def call(self, function: Callable[[LoadedRecipe, T], Any], recipe: LoadedRecipe, argument: T) -> Any:
+        """The result of ``function(recipe, argument)`` in that process; ``function`` must be a module's own.
 
         Raises InputError where the function does, or where the process is killed.
         """
         if self._pipe is None:
             self._pipe = self._start()
-        self._pipe.send((function, recipe, micro_batch_size))
+        self._pipe.send((function, recipe, argument))
         try:
             result, problem = self._pipe.recv()
         except EOFError:
@@ -63,9 +65,9 @@ def _answer(pipe: Connection) -> None:
     """Main function of the process. The functions that it calls write to the cache themselves."""
     with suppress(EOFError, BrokenPipeError):  # the driver has ended
         while True:
-            function, recipe, micro_batch_size = pipe.recv()
+            function, recipe, argument = pipe.recv()
             try:
-                answer = function(recipe, micro_batch_size), ""
+                answer = function(recipe, argument), ""
             except InputError as error:
                 answer = None, str(error)
             pipe.send(answer)

@@ -1,6 +1,10 @@
-"""The comparison of a capture with its eager module: once, in another process, if the model is small enough."""
+"""The comparison of a capture with its eager module, and of a plan's shards with the capture.
+
+Each is made once, in another process, if the model is small enough.
+"""
 
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -31,9 +35,10 @@ def bytes_and_flops(graph: Graph) -> tuple[int, int]:
     return COPIES * parameters + activations, sum(node.flops + node.backward_flops for node in graph.nodes)
 
 
-def why_not(graph: Graph) -> str:
-    """The reason why this capture is too large to be checked; empty if it is not."""
+def why_not(graph: Graph, *, copies: int = 1) -> str:
+    """The reason why this capture is too large to be checked, with so many ``copies`` of it; empty if it is not."""
     needed, flops = bytes_and_flops(graph)
+    needed *= copies
     if needed <= LARGEST_BYTES and flops <= LARGEST_FLOPS:
         return ""
     return (
@@ -42,9 +47,9 @@ def why_not(graph: Graph) -> str:
     )
 
 
-def is_checked(recipe: LoadedRecipe, graph: Graph) -> bool:
-    """Whether this capture has already passed the check."""
-    return Cache().load(_identity(recipe, graph), lambda content: content["equal"]) is True
+def is_checked(recipe: LoadedRecipe, graph: Graph, plan: Plan | None = None) -> bool:
+    """Whether this capture, or its shards under ``plan``, has already passed the check."""
+    return Cache().load(_identity(recipe, graph, plan), lambda content: content["equal"]) is True
 
 
 def check(recipe: LoadedRecipe, captured: "CapturedModel") -> str:
@@ -55,22 +60,26 @@ def check(recipe: LoadedRecipe, captured: "CapturedModel") -> str:
     return _check(recipe, captured.graph, lambda: captured)
 
 
-def _check(recipe: LoadedRecipe, graph: Graph, captured: "Callable[[], CapturedModel]") -> str:
+def _check(
+    recipe: LoadedRecipe, graph: Graph, captured: "Callable[[], CapturedModel]", plan: Plan | None = None
+) -> str:
+    """Compare the capture with the eager module or, if ``plan`` is given, the shards of that plan with the capture."""
     from launch.model.compare import compare_forked, compare_on_gpu  # it imports torch
 
-    if reason := why_not(graph):
-        return _not_compared(graph, reason)
+    if reason := why_not(graph, copies=1 if plan is None else 2):
+        return _not_compared(graph, reason, plan)
     on_gpu = device(recipe.values) == "cuda" and torch_has_cuda() and visible_devices()
     if on_gpu:
-        outcome = compare_on_gpu(recipe, graph.micro_batch_size, timeout_s=TIMEOUT_S)
+        outcome = compare_on_gpu(recipe, graph.micro_batch_size, plan, timeout_s=TIMEOUT_S)
     else:
-        outcome = compare_forked(recipe, captured(), timeout_s=TIMEOUT_S)
+        outcome = compare_forked(recipe, captured(), plan, timeout_s=TIMEOUT_S)
     if outcome.status is not Status.OK:
-        return _not_compared(graph, f"{outcome.status}, {outcome.error.splitlines()[-1]}")
-    Cache().store(_identity(recipe, graph), {"equal": True})
+        return _not_compared(graph, f"{outcome.status}, {outcome.error.splitlines()[-1]}", plan)
+    Cache().store(_identity(recipe, graph, plan), {"equal": True})
     count = sum(prod(value.shape) for value in graph.parameters.values())
     where = "cuda" if on_gpu else "cpu"
-    return f"{_described(graph)} equals the eager module in its loss and {count:,} gradients, on {where}"
+    found = f"{_other(plan)} in its loss and {count:,} gradients, on {where}"
+    return f"{_described(graph)} equals {found}"
 
 
 def check_at(recipe: LoadedRecipe, micro_batch_size: int) -> str:
@@ -80,23 +89,40 @@ def check_at(recipe: LoadedRecipe, micro_batch_size: int) -> str:
     return check(recipe, captured_model(recipe, micro_batch_size))
 
 
-def check_once(
-    recipe: LoadedRecipe, graph: Graph, captured: "Callable[[], CapturedModel]", tell: Callable[[str], None]
-) -> None:
-    """Check the capture that ``graph`` describes, unless it has passed before or the recipe switches the check off.
+def check_shards_at(recipe: LoadedRecipe, plan: Plan) -> str:
+    """Compare the shards of ``plan`` with the model, captured for its micro-batches first; returns one line."""
+    from launch.model.build import captured_model  # it imports torch
 
-    ``captured`` returns the capture, if the check needs it in this process; ``tell`` gets the result, one line.
+    captured = captured_model(recipe, samples_at_once(plan))
+    return _check(recipe, captured.graph, lambda: captured, plan)
+
+
+def check_once(
+    recipe: LoadedRecipe,
+    graph: Graph,
+    captured: "Callable[[], CapturedModel]",
+    plan: Plan,
+    tell: Callable[[str], None],
+) -> None:
+    """Check the capture that ``graph`` describes, and the shards of ``plan`` if it has tensor parallelism.
+
+    What has passed before is not checked again, and nothing is if the recipe switches the check off. ``captured``
+    returns the capture, if the check needs it in this process; ``tell`` gets each result, one line.
     """
-    if recipe.values.training.check_capture and not is_checked(recipe, graph):
-        tell(_check(recipe, graph, captured))
+    if not recipe.values.training.check_capture:
+        return
+    for shards_of in [None, plan] if plan.tp > 1 else [None]:
+        if not is_checked(recipe, graph, shards_of):
+            tell(_check(recipe, graph, captured, shards_of))
 
 
 def check_plans(
     recipe: LoadedRecipe, plans: Iterable[Plan], process: CaptureProcess, tell: Callable[[str], None]
 ) -> None:
-    """Check the captures that ``plans`` run, in ``process``; ``tell`` gets a line for each."""
+    """Check the captures that ``plans`` run, and their shards, in ``process``; ``tell`` gets a line for each."""
     if not recipe.values.training.check_capture:
         return
+    plans = list(plans)
     model = PlanningModel(recipe, process=process)
     for size in sorted({samples_at_once(plan) for plan in plans}):
         graph = model.graph(size)
@@ -104,17 +130,38 @@ def check_plans(
             tell(_not_compared(graph, reason))
         elif not is_checked(recipe, graph):
             tell(process.call(check_at, recipe, size))
+    for plan in {_shards_of(plan): plan for plan in plans if plan.tp > 1}.values():
+        graph = model.graph(samples_at_once(plan))
+        if reason := why_not(graph, copies=2):
+            tell(_not_compared(graph, reason, plan))
+        elif not is_checked(recipe, graph, plan):
+            tell(process.call(check_shards_at, recipe, plan))
 
 
-def _not_compared(graph: Graph, reason: str) -> str:
-    return f"{_described(graph)} is not compared with the eager module: {reason}"
+def _shards_of(plan: Plan) -> tuple:
+    """What decides the program of the plan's tensor-parallel ranks."""
+    return plan.graph, plan.tp, frozenset(plan.split.items()), plan.sequence_parallel
+
+
+def _other(plan: Plan | None) -> str:
+    """What the capture is compared with."""
+    if plan is None:
+        return "the eager module"
+    return f"its {plan.tp} shards{' under sequence parallelism' if plan.sequence_parallel else ''}"
+
+
+def _not_compared(graph: Graph, reason: str, plan: Plan | None = None) -> str:
+    return f"{_described(graph)} is not compared with {_other(plan)}: {reason}"
 
 
 def _described(graph: Graph) -> str:
     return f"the model captured for micro-batches of {graph.micro_batch_size}"
 
 
-def _identity(recipe: LoadedRecipe, graph: Graph) -> dict:
+def _identity(recipe: LoadedRecipe, graph: Graph, plan: Plan | None = None) -> dict:
     values = recipe.values
     facts = {"graph": graph.fingerprint, "seed": values.training.seed, "device": values.cluster.device}
+    if plan is not None:
+        split = {name: asdict(each) for name, each in sorted(plan.split.items())}
+        facts |= {"tp": plan.tp, "split": split, "sequence_parallel": plan.sequence_parallel}
     return PlanningModel(recipe).identity(checked_at=graph.micro_batch_size) | facts

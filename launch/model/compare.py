@@ -1,4 +1,4 @@
-"""The comparison of a captured program with its eager module, in a process of its own."""
+"""The comparison of a captured program with its eager module, or of its shards with it, in a process of its own."""
 
 import os
 import signal
@@ -9,8 +9,11 @@ import torch
 
 from auto3d.capture.model import CapturedModel
 from auto3d.errors import InputError
+from auto3d.plan import Plan
 from auto3d.runtime.measurement import Status
+from auto3d.runtime.replicas import rank_program
 from auto3d.runtime.verify import check_against_eager
+from auto3d.runtime.verify_shards import check_shards
 from launch.model.build import captured_model
 from launch.recipe.data import data_settings
 from launch.recipe.load import LoadedRecipe
@@ -18,25 +21,41 @@ from launch.run.ranks import Outcome, die_with_parent, run_ranks
 from launch.run.streams import stdout_to_stderr
 
 
-def compare_forked(recipe: LoadedRecipe, captured: CapturedModel, *, timeout_s: float) -> Outcome:
-    """Compare ``captured`` with its eager module on the CPU; raises InputError if they differ."""
-    cpu = torch.device("cpu")
+def compare_forked(
+    recipe: LoadedRecipe, captured: CapturedModel, plan: Plan | None = None, *, timeout_s: float
+) -> Outcome:
+    """Compare ``captured`` on the CPU with its eager module or, if ``plan`` is given, with its shards under that plan.
+
+    Raises InputError if they differ.
+    """
 
     def compare(*_: object) -> None:
-        check_against_eager(captured, data_settings(recipe.values), seed=recipe.values.training.seed, device=cpu)
+        _compare_here(recipe, captured, plan, torch.device("cpu"))
 
     return run_ranks(1, compare, timeout_s=timeout_s)
 
 
-def compare_on_gpu(recipe: LoadedRecipe, micro_batch_size: int, *, timeout_s: float) -> Outcome:
-    """Capture the recipe's model and compare it with its eager module, on the first GPU.
+def _compare_here(recipe: LoadedRecipe, captured: CapturedModel, plan: Plan | None, device: torch.device) -> None:
+    data, seed = data_settings(recipe.values), recipe.values.training.seed
+    if plan is None:
+        check_against_eager(captured, data, seed=seed, device=device)
+        return
+    tensor = rank_program(captured, plan, 1).tensor
+    assert tensor is not None  # only plans with tensor parallelism have shards
+    check_shards(tensor, data, seed=seed, device=device)
+
+
+def compare_on_gpu(
+    recipe: LoadedRecipe, micro_batch_size: int, plan: Plan | None = None, *, timeout_s: float
+) -> Outcome:
+    """Capture the recipe's model and compare it as ``compare_forked`` does, on the first GPU.
 
     Raises InputError if the two differ.
     The process is spawned: this process may have captured a model, and its forks could then not use a GPU.
     """
     context = get_context("spawn")
     here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_compare, args=(there, recipe, micro_batch_size, os.getpid()))
+    process = context.Process(target=_compare, args=(there, recipe, micro_batch_size, plan, os.getpid()))
     process.start()
     there.close()
     try:
@@ -54,15 +73,14 @@ def compare_on_gpu(recipe: LoadedRecipe, micro_batch_size: int, *, timeout_s: fl
     return Outcome(status, error=error)
 
 
-def _compare(pipe: Connection, recipe: LoadedRecipe, micro_batch_size: int, parent: int) -> None:
+def _compare(pipe: Connection, recipe: LoadedRecipe, micro_batch_size: int, plan: Plan | None, parent: int) -> None:
     """Main function of the process; it sends (whether the model was refused, status, error)."""
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends us
     on = torch.device("cuda", 0)
     try:
         with stdout_to_stderr():
-            captured = captured_model(recipe, micro_batch_size)
-            check_against_eager(captured, data_settings(recipe.values), seed=recipe.values.training.seed, device=on)
+            _compare_here(recipe, captured_model(recipe, micro_batch_size), plan, on)
     except InputError as error:
         pipe.send((True, Status.FAILED, str(error)))
     except Exception as error:

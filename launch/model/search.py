@@ -34,11 +34,9 @@ def search_recipe(recipe: LoadedRecipe, tell: Callable[[int, float], None] | Non
     if recipe.values.model.layers is None:
         check_rules(recipe, domain, PlanningModel(recipe))
     maker = PlanMaker(subject, model, task(recipe), check=check)
-    parallel = sorted({one.tp for one in domain.degrees if one.tp > 1})
-    maker.capture(
-        sorted({one.micro_batch_size for one in domain.degrees}),
-        [(tp, sequence) for tp in parallel for sequence in domain.choices["sequence_parallel"]],
-    )
+    kinds = domain.choices["sequence_parallel"]
+    degrees = ((one.micro_batch_size, one.tp, kind and one.tp > 1) for one in domain.degrees for kind in kinds)
+    maker.prepare(sorted(set(degrees)))
     budget = Budget(candidates=settings.candidates, seconds=settings.seconds, best=settings.trials)
     search = Search(domain, maker, budget, tell=tell)
     if domain.degrees:

@@ -90,9 +90,9 @@ class ModelRecipe:
     tensor_parallel: dict[str, Any] = key(
         {},
         "how tensor parallelism splits weights: names of modules, * for any part of a name, as in "
-        "{transformer.h.*.mlp.c_fc: column}. column: by output features; heads: the same, by whole attention heads; "
-        "row: by input features; vocabulary: an embedding's or a head's rows; whole: not. Other modules follow the "
-        "model's own plan (docs/models.md)",
+        "{transformer.h.*.mlp.c_fc: column}; column: by output features; heads: the same, by whole attention heads; "
+        "row: by input features; vocabulary: the rows of an embedding or of a language model's head; whole: not; other "
+        "modules as docs/tensor.md says",
         values=(str,),
         choices=RULES,
     )
@@ -335,6 +335,13 @@ class EmulationRecipe:
         least=1,
         below=LARGEST_INTEGER,
         per_stage=int,
+    )
+    collective_s: Any = key(
+        None,
+        "seconds of each tensor-parallel collective for one micro-batch; none: real collectives of the true sizes",
+        least=0,
+        below=LARGEST_TIME_S,
+        per_stage=float,
     )
 
 

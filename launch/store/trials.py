@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from auto3d.errors import InputError
-from auto3d.plan import Plan
+from auto3d.plan import NO_OVERLAP, Plan
 from auto3d.runtime.measurement import Measurement, Status
 from launch.recipe.load import LoadedRecipe, data_files
 from launch.slurm.executor import on_slurm
@@ -113,7 +113,8 @@ def training_of(recipe: LoadedRecipe, plan: Plan) -> Trial:
 
 
 def _name(plan: Plan, digest: str) -> str:
-    return f"dp{plan.dp}-tp{plan.tp}-pp{plan.pp}-mb{plan.micro_batch_size}-{plan.schedule}-{digest[:8]}"
+    tensor = "-sp" * plan.sequence_parallel + f"-{plan.tensor_overlap}" * (plan.tensor_overlap != NO_OVERLAP)
+    return f"dp{plan.dp}-tp{plan.tp}{tensor}-pp{plan.pp}-mb{plan.micro_batch_size}-{plan.schedule}-{digest[:8]}"
 
 
 def _files(recipe: LoadedRecipe) -> list[tuple[str, int, int]]:

@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -186,6 +186,7 @@ def theirs(captured: CapturedModel, world: World, schedule: str) -> Iteration:
 
 
 SYSTEMS = {"ours": ours, "torch": theirs}
+System = Callable[[World], Iteration]  # builds what one rank trains
 
 
 @dataclass(frozen=True)
@@ -197,39 +198,39 @@ class Times:
     losses: list[float]
 
 
-def times(captured: CapturedModel, schedule: str, ranks: int) -> dict[str, Times]:
-    """System -> its times. Each system has its own processes, and one waits while the other computes."""
+def times(systems: Mapping[str, System], ranks: int, repetitions: int = REPETITIONS) -> dict[str, Times]:
+    """System -> its times. Each system has its own processes, and all but one wait while that one computes."""
     context = multiprocessing.get_context("fork")
-    turns, found = context.Barrier(len(SYSTEMS)), context.SimpleQueue()
-    on_ranks(ranks * len(SYSTEMS), partial(take_turns, captured, schedule, ranks, turns, found))
-    return dict(found.get() for _ in SYSTEMS)
+    turns, found = context.Barrier(len(systems)), context.SimpleQueue()
+    on_ranks(ranks * len(systems), partial(take_turns, systems, ranks, repetitions, turns, found))
+    return dict(found.get() for _ in systems)
 
 
 def take_turns(
-    captured: CapturedModel,
-    schedule: str,
+    systems: Mapping[str, System],
     ranks: int,
+    repetitions: int,
     turns: Barrier,
     found: SimpleQueue,
     world: World,
     report: Report,
 ) -> None:
     index, rank = divmod(world.rank, ranks)
-    name = list(SYSTEMS)[index]
-    meeting_point = f"{world.meeting_point}-{name}"
+    name = list(systems)[index]
+    meeting_point = f"{world.meeting_point}-{index}"
     world = replace(world, rank=rank, local_rank=rank, size=ranks, meeting_point=meeting_point)
     begin(world)
-    run = SYSTEMS[name](captured, world, schedule)
+    run = systems[name](world)
     losses = torch.zeros(ITERATIONS, dtype=torch.float64)
     for iteration in range(ITERATIONS):
         losses[iteration] = run(iteration) or 0
     dist.broadcast(losses, src=ranks - 1)
     taken = Times([], [], losses.tolist())
-    for turn in range(len(SYSTEMS) * REPETITIONS):
+    for turn in range(len(systems) * repetitions):
         if rank == 0:
             turns.wait(TIMEOUT_S)
-        repetition, second = divmod(turn, len(SYSTEMS))
-        if index != (repetition + second) % len(SYSTEMS):
+        repetition, place = divmod(turn, len(systems))
+        if index != (repetition + place) % len(systems):
             continue
         dist.barrier()
         start, used = time.perf_counter(), time.process_time()
@@ -244,9 +245,7 @@ def take_turns(
     leave()
 
 
-def peak_bytes(
-    captured: CapturedModel, schedule: str, name: str, fragments: bool, world: World, report: Report
-) -> list[int]:
+def peak_bytes(system: System, fragments: bool, world: World, report: Report) -> list[int]:
     """Peak memory of each rank in its first iterations, beyond the memory that it had before it built its stage.
 
     Without ``fragments``, every tensor has separate pages, so that freed memory goes back to the system.
@@ -256,7 +255,7 @@ def peak_bytes(
     if not fragments:
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
         rank.keep_freed_memory = lambda: None  # it would move tensors to the heap again
-    run = SYSTEMS[name](captured, world, schedule)
+    run = system(world)
     Path("/proc/self/clear_refs").write_text("5")  # torch's stage builds the whole model, which shall not count
     for iteration in range(3):
         run(iteration)
@@ -311,11 +310,12 @@ def main() -> None:
     captured = capture(gpt2, TOKENS.input_specs(), MICRO_BATCH_SIZE)
     rows = []
     for schedule, ranks in CASES:
-        found = times(captured, schedule, ranks)
+        systems = {name: partial(system, captured, schedule=schedule) for name, system in SYSTEMS.items()}
+        found = times(systems, ranks)
         torch.testing.assert_close(*(torch.tensor(one.losses) for one in found.values()), rtol=1e-4, atol=1e-5)
         peaks = {
-            (name, fragments): in_mib(on_ranks(ranks, partial(peak_bytes, captured, schedule, name, fragments)))
-            for name, fragments in product(SYSTEMS, (False, True))
+            (name, fragments): in_mib(on_ranks(ranks, partial(peak_bytes, system, fragments)))
+            for (name, system), fragments in product(systems.items(), (False, True))
         }
         samples = MICRO_BATCHES * MICRO_BATCH_SIZE
         for name, one in found.items():

@@ -240,7 +240,8 @@ def assert_parity(ranks: list[dict], reference: list[dict], *, tensors: bool = T
                 what = f"gradient of {name}, {where}"
                 assert_close(got["gradients"][name], expected["gradients"][name], what, shards.get(name))
             for name in got["parameters"] if tensors else ():
-                assert_close(got["parameters"][name], expected["parameters"][name], f"{name}, {where}", shards.get(name))
+                what = f"{name}, {where}"
+                assert_close(got["parameters"][name], expected["parameters"][name], what, shards.get(name))
             seen.update((name, shards[name].shard if name in shards else 0) for name in got["parameters"])
         all_shards = {name: shard.shards for rank in ranks for name, shard in rank["shards"].items()}
         needed = {(name, n) for name in expected["parameters"] for n in range(all_shards.get(name, 1))}

@@ -68,6 +68,43 @@ def test_capture_tells_size_flops_and_subgraphs(auto3d):
     assert "1,635,584" in auto3d("capture", "tiny")
 
 
+def test_capture_lists_what_tensor_parallel_ranks_split_and_exchange(auto3d):
+    found = json.loads(auto3d("capture", "tiny", "--tp", "4", "--json"))["tensor"]
+    weights = {each["weight"]: each for each in found["weights"]}
+    assert weights["transformer.h.0.attn.c_attn.weight"]["split"] == {"dim": 1, "blocks": [128, 128, 128]}
+    assert weights["transformer.wpe.weight"] == {
+        "weight": "transformer.wpe.weight",
+        "shape": [128, 128],
+        "split": None,
+        "reason": "no rule of this model splits it",
+    }
+    assert found["split_flops"] == 1
+    counts = {(each["phase"], each["collective"]): each["count"] for each in found["exchanges"]}
+    layers, vocabulary, loss = 8, 1, 2
+    assert counts["forward", "all-reduce"] == 2 * layers + vocabulary + loss, "as Megatron-LM"
+    assert counts["backward", "all-reduce"] == 2 * layers + vocabulary
+    text = auto3d("capture", "tiny", "--tp", "4", "--sequence-parallel", "model.tensor_parallel={'*.mlp.*': whole}")
+    assert "transformer.h.*.attn.c_attn.weight (8)  128 × 384  dimension 1 split in 3 blocks" in text
+    assert "transformer.h.*.mlp.c_fc.weight (8)     128 × 512  whole" in text
+    assert "a rule says so" in text
+    assert "forward: reduce-scatter" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--sequence-parallel"], "--sequence-parallel needs --tp of 2 or more"),
+        (
+            ["--tp", "3", "model.tensor_parallel={'*.c_attn': heads}"],
+            "h.0.attn.c_attn has 4 heads, which do not divide",
+        ),
+        (["--tp", "2", "model.tensor_parallel={h.*: row}"], "model.tensor_parallel: 'h.*' matches no module"),
+    ],
+)
+def test_capture_refuses_rules_that_are_not_possible(auto3d, options, words):
+    assert words in auto3d("capture", "tiny", *options, code=2)
+
+
 def test_a_cached_model_needs_neither_torch_nor_the_models_code(tmp_path):
     (tmp_path / "mine.yaml").write_text(MINE)
     source = tmp_path / "mine.py"

@@ -1,7 +1,7 @@
 """Measured memory in tables and in the output of commands, on CPUs and on GPUs."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -40,6 +40,21 @@ def test_a_gpus_table_has_used_beside_allocated_memory_and_a_cpus_has_one_column
         assert ("used on its device" in tables.caption(found)) == (device == "cuda")
         (record,) = tables.rows(found)
         assert {name: record[name] for name in BYTES} == {name: max(memory.get(name, [None])) for name in BYTES}
+
+
+def test_choices_of_tensor_parallelism_have_columns_where_they_differ(folder, plan):
+    split = make_plan("gpt2", dp=1, pp=1, tp=2)
+    others = [replace(split, sequence_parallel=True), replace(split, tensor_overlap="sub-pipelined")]
+
+    def headings(*plans: Plan) -> set[str]:
+        found = tables.results(load("own.yaml", []), [measurement(each, ON_CPU) for each in plans], len(plans), 0)
+        tables.write(found)
+        line = (folder / "tables/own/table.md").read_text().splitlines()[0]
+        return {cell.strip() for cell in line.strip("|").split("|")} & {"sequence-parallel", "tensor overlap"}
+
+    assert headings(plan, split) == set()
+    assert headings(split, others[0]) == {"sequence-parallel"}
+    assert headings(split, *others) == {"sequence-parallel", "tensor overlap"}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,273 @@
+"""Compares a tensor-parallel program with the whole one: loss, gradients and buffers after one micro-batch.
+
+This finds a placement that is not what it claims, whatever rule gave it. All shards run in one process, on shards of
+the same weights and on the same data.
+"""
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from auto3d.capture.empty import buffers_of, moved
+from auto3d.capture.model import CapturedModel
+from auto3d.capture.shard import Shard, joined
+from auto3d.errors import InputError
+from auto3d.partition.segment import segments
+from auto3d.partition.stage import cut
+from auto3d.plan import stages_between
+from auto3d.runtime.data import DataSettings
+from auto3d.runtime.lockstep import Lockstep, LockstepGroup
+from auto3d.runtime.randomness import Randomness, SeededOperation
+from auto3d.runtime.stage import StageModule
+from auto3d.runtime.stage_program import segment_program
+from auto3d.runtime.tensor_group import ConversionModule, TensorGroup, TensorParallelRank
+from auto3d.runtime.verify import Computed, Difference, coarseness, difference_of, one_batch
+from auto3d.tensor.collectives import CONVERSION_BETWEEN
+from auto3d.tensor.model import TensorParallelModel
+from auto3d.tensor_placement import WHOLE, Kind, TensorPlacement
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class ShardsDifferError(InputError):
+    """The ranks of a tensor-parallel group would not compute what one process does."""
+
+
+def check_shards(model: TensorParallelModel, data: DataSettings, *, seed: int, device: torch.device) -> None:
+    """Raise ShardsDifferError unless all shards of ``model`` together do what the whole program does.
+
+    They are compared on one micro-batch, with the bounds of ``verify.check_against_eager``; the padding of a gradient
+    must be zero. If the program computes in a type narrower than float32, the bounds are those of that type: a sum of
+    rounded parts is not the rounded sum. A random operation on a split value runs on the gathered value, so that it
+    draws what the whole program draws.
+    """
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        module = moved(model.whole.exported.build(), device)
+        tensors = dict(module.named_parameters()) | buffers_of(module)
+        batch = one_batch(model.whole, data, seed=seed, device=device)
+        whole = _run(model.whole, _state_of(model.whole, tensors, device), batch, device, None)
+        outcomes = Lockstep[Computed](model.shards).run(partial(_run_shard, model, tensors, batch, device))
+        if (difference := _difference(model, outcomes, whole)) is None:
+            return
+        place = _first_value_that_differs(model, tensors, batch, device)
+    raise ShardsDifferError(
+        f"tensor parallelism over {model.shards} ranks changes what {type(module).__name__} computes: {difference}"
+        f"{place}; set plan.tp=1, or split other weights"
+    )
+
+
+def _state_of(captured: CapturedModel, tensors: Tensors, device: torch.device) -> dict[str, torch.Tensor]:
+    """The state of the program: copies of ``tensors``, and its constants."""
+    graph = captured.graph
+    state = {name: value.to(device) for name, value in captured.exported.constants.items()}
+    for name in (*graph.parameters, *graph.buffers):
+        state[name] = tensors[name].detach().clone().requires_grad_(name in graph.trained)
+    return state
+
+
+def _shards_of(model: TensorParallelModel, tensors: Tensors, shard: int) -> dict[str, torch.Tensor]:
+    """What ``shard`` has of ``tensors``."""
+    return {
+        name: tensor if (split := _split(model, name)) is None else Shard(split, shard, model.shards).of(tensor)
+        for name, tensor in tensors.items()
+    }
+
+
+def _split(model: TensorParallelModel, name: str) -> Any:
+    return model.placements.get(name, WHOLE).split
+
+
+def _run_shard(
+    model: TensorParallelModel, tensors: Tensors, batch: Tensors, device: torch.device, group: LockstepGroup
+) -> Computed:
+    with torch.no_grad():
+        state = _state_of(model.local, _shards_of(model, tensors, group.shard), device)
+    return _run(model.local, state, batch, device, _DrawnTogether(model=model, group=group))
+
+
+def _run(
+    captured: CapturedModel,
+    state: Tensors,
+    batch: Tensors,
+    device: torch.device,
+    tensor: TensorParallelRank | None,
+) -> Computed:
+    (stage,) = cut(captured.graph, stages_between([0, len(captured.graph.nodes)]))
+    running = StageModule(
+        stage, captured, state, loss_weight=1.0, randomness=_randomness(device), device=device, tensor=tensor
+    )
+    running.forward(0, {}, {name: value.clone() for name, value in batch.items()})
+    running.backward(0, {})
+    return Computed(
+        running.losses[0],
+        {name: state[name].grad for name in sorted(captured.graph.trained)},
+        {name: state[name] for name in sorted(captured.graph.written_buffers)},
+    )
+
+
+def _randomness(device: torch.device) -> Randomness:
+    return Randomness(0, first_micro_batch=0, micro_batches=1, device=device)
+
+
+def _difference(model: TensorParallelModel, outcomes: list[Computed], whole: Computed) -> Difference | str | None:
+    """The first of the shards' losses, gradients and buffers that differ from those of the whole program."""
+    wider = _coarseness(model.whole)
+    shards = range(model.shards)
+    for shard in shards:
+        if difference := difference_of(f"the loss of shard {shard}", outcomes[shard].loss, whole.loss, 1.0, wider):
+            return difference
+    scale = max([1.0, *(float(g.abs().max()) for g in whole.gradients.values() if g is not None and g.numel())])
+    for name, expected in whole.gradients.items():
+        if expected is None:
+            continue
+        placed = model.placements[name]
+        kind = Kind.PARTIAL if placed.kind is Kind.COPIED else placed.kind
+        found = [_or_zeros(outcome.gradients[name], expected, placed, model.shards) for outcome in outcomes]
+        for what, value in _assembled(f"the gradient of {name}", TensorPlacement(kind, placed.split), found):
+            if difference := difference_of(what, value, expected, scale, wider):
+                return difference
+        if placed.split is not None and _has_padding(found, placed):
+            return f"the padding of the gradient of {name} is not zero"
+    for name, expected in whole.buffers.items():
+        found = [outcome.buffers[name] for outcome in outcomes]
+        for what, value in _assembled(f"the buffer {name}", model.placements[name], found):
+            if difference := difference_of(what, value, expected, 1.0, wider):
+                return difference
+    return None
+
+
+def _coarseness(captured: CapturedModel) -> float:
+    """That of the narrowest floating-point type of any value."""
+    types = {getattr(torch, value.dtype) for node in captured.graph.nodes for value in node.outputs}
+    return max(coarseness(dtype) for dtype in types if dtype.is_floating_point)
+
+
+def _or_zeros(gradient: torch.Tensor | None, whole: torch.Tensor, placed: TensorPlacement, shards: int) -> torch.Tensor:
+    return whole.new_zeros(placed.local_shape(whole.shape, shards)) if gradient is None else gradient
+
+
+def _has_padding(found: list[torch.Tensor], placed: TensorPlacement) -> bool:
+    """Whether a shard has something else than zeros in its padding."""
+    assert placed.split is not None
+    whole = joined(found, placed.split)
+    return any(not torch.equal(Shard(placed.split, n, len(found)).of(whole), each) for n, each in enumerate(found))
+
+
+def _assembled(what: str, placed: TensorPlacement, found: list[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    """(name, whole value) of what the shards have of one value: one for each shard that has the whole of it."""
+    if placed.split is not None:
+        return [(what, joined(found, placed.split))]
+    if placed.kind is Kind.PARTIAL:
+        return [(what, torch.stack(found).sum(0))]
+    return [(f"{what} of shard {shard}", value) for shard, value in enumerate(found)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DrawnTogether(TensorParallelRank):
+    """A rank whose random operations on split values draw what one process draws."""
+
+    def module_of(self, node: fx.Node, number: int, randomness: Randomness) -> nn.Module | None:
+        if node.name not in self.model.drawn_per_shard:
+            return super().module_of(node, number, randomness)
+        original = next(each for each in self.model.whole.exported.program.nodes if each.name == node.name)
+        return _Gathered(node, original, self.model.placements, self.group, number, randomness)
+
+
+class _Gathered(nn.Module):
+    """Runs an operation of the whole program on gathered arguments, and cuts this rank's shard out of its results."""
+
+    def __init__(
+        self,
+        node: fx.Node,
+        original: fx.Node,
+        placements: Mapping[str, TensorPlacement],
+        group: TensorGroup,
+        number: int,
+        randomness: Randomness,
+    ) -> None:
+        super().__init__()
+        assert callable(original.target)
+        self._run = SeededOperation(original.target, number, randomness)
+        self._original = original
+        self._group, self._name = group, node.name
+        self._needs = [placements[each.name] for each in _tensors_of(node)]
+        takers = [user for user in node.users if user.target is operator.getitem]
+        self._gives = {taker.args[1]: placements[taker.name] for taker in takers} or {None: placements[node.name]}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        values = [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        whole = iter([self._convert(v, p, WHOLE) for v, p in zip(values, self._needs, strict=True)])
+        args, kwargs = fx.node.map_arg((self._original.args, self._original.kwargs), lambda _: next(whole))
+        results = self._run(*args, **kwargs)
+        if None in self._gives:
+            return self._convert(results, WHOLE, self._gives[None])
+        gives = (self._gives.get(number, WHOLE) for number in range(len(results)))
+        return [self._convert(value, WHOLE, given) for value, given in zip(results, gives, strict=True)]
+
+    def _convert(self, value: torch.Tensor, source: TensorPlacement, target: TensorPlacement) -> torch.Tensor:
+        if source.split == target.split:
+            return value
+        conversion = CONVERSION_BETWEEN[source.kind, target.kind]
+        return ConversionModule(conversion, source.split or target.split, self._group, self._name)(value)
+
+
+def _tensors_of(node: fx.Node) -> list[fx.Node]:
+    """The arguments of ``node`` that are tensors, in order; one that occurs twice is there twice."""
+    return [leaf for leaf in torch.utils._pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, fx.Node)]
+
+
+def _first_value_that_differs(
+    model: TensorParallelModel, tensors: Tensors, batch: Tensors, device: torch.device
+) -> str:
+    """``, first in NAME (OPERATOR)``, the first value of the whole program that the shards do not have; or ""."""
+    expected = _values(model.whole, _state_of(model.whole, tensors, device), batch, device, None)
+
+    def run(group: LockstepGroup) -> dict[str, torch.Tensor]:
+        state = _state_of(model.local, _shards_of(model, tensors, group.shard), device)
+        return _values(model.local, state, batch, device, _DrawnTogether(model=model, group=group))
+
+    shards = Lockstep[dict[str, torch.Tensor]](model.shards).run(run)
+    wider = _coarseness(model.whole)
+    for node in model.whole.exported.program.nodes:
+        if node.name not in expected or any(node.name not in values for values in shards):
+            continue
+        found = [values[node.name] for values in shards]
+        for what, value in _assembled(node.name, model.placements[node.name], found):
+            if value.shape != expected[node.name].shape or difference_of(what, value, expected[node.name], 1.0, wider):
+                return f", first in {what} ({node.target}, {model.placements[node.name]})"
+    return ""
+
+
+def _values(
+    captured: CapturedModel,
+    state: Tensors,
+    batch: Tensors,
+    device: torch.device,
+    tensor: TensorParallelRank | None,
+) -> dict[str, torch.Tensor]:
+    """The values that the program computes, by name."""
+    (stage,) = cut(captured.graph, stages_between([0, len(captured.graph.nodes)]))
+    (segment,) = segments(captured.graph, stage, [(0, len(captured.graph.nodes))])
+    program, names, given = segment_program(
+        segment, captured, randomness=_randomness(device), device=device, deferred=None, tensor=tensor
+    )
+    made: dict[str, torch.Tensor] = {}
+
+    class Recorder(fx.Interpreter):
+        def run_node(self, node: fx.Node) -> Any:
+            value = super().run_node(node)
+            if isinstance(value, torch.Tensor):
+                made[node.name] = value
+            return value
+
+    with torch.no_grad():
+        Recorder(program, garbage_collect_values=False).run(
+            *(state[name] for name in names), *(batch[name].clone() for name in given)
+        )
+    return made

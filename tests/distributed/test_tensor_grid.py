@@ -1,0 +1,34 @@
+"""Tensor parallelism on every model and schedule: `make parity` runs the whole grid, this file a pairwise cover."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.distributed.parity import SGD, assert_parity, plain_pytorch, run_rank
+from tests.distributed.tensor_grid import SAMPLES, TensorCell, cells, pairwise, plan_of
+from tests.processes import ProcessPool
+
+
+@pytest.fixture(scope="module")
+def eight() -> Iterator[ProcessPool]:
+    with ProcessPool(8) as pool:
+        yield pool
+
+
+def assert_equals_one_process(pool: ProcessPool, cell: TensorCell) -> None:
+    plan = plan_of(cell)
+    assert plan.split, "nothing is split"
+    ranks = pool.run(plan.ranks, run_rank, cell.model, plan, SGD)
+    expected = plain_pytorch(cell.model, micro_batch_size=SAMPLES, global_batch=plan.global_batch, optimizer=SGD)
+    assert_parity(ranks, expected)
+
+
+@pytest.mark.parametrize("cell", pairwise(), ids=str)
+def test_pairwise_cover_of_the_grid(eight, cell):
+    assert_equals_one_process(eight, cell)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("cell", cells(), ids=str)
+def test_whole_grid(eight, cell):
+    assert_equals_one_process(eight, cell)

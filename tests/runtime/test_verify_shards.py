@@ -1,0 +1,53 @@
+"""The check of tensor-parallel programs: right ones pass; a wrong placement is refused with the first wrong value."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import fx
+
+from auto3d.runtime.verify_shards import ShardsDifferError, check_shards
+from auto3d.tensor.collectives import CONVERSIONS, operator_of
+from auto3d.tensor.model import TensorParallelModel, tensor_parallel
+from tests.models import TRAINED, captured
+
+check = partial(check_shards, seed=3, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("model", TRAINED)
+def test_shards_equal_the_whole_program(model, sequence_parallel):
+    """Including dropout, for which both draw the same numbers."""
+    whole = captured(model, 2)
+    check(tensor_parallel(whole, 2, sequence_parallel=sequence_parallel), TRAINED[model][1])
+
+
+def without(model: TensorParallelModel, conversion: str, which: int) -> TensorParallelModel:
+    """``model`` without the communication of number ``which`` of these conversions."""
+    program = fx.Graph()
+    copied: dict[fx.Node, fx.Node] = {}
+    program.output(program.graph_copy(model.local.exported.program, copied))
+    for node, copy in copied.items():
+        copy.name = node.name
+    operator = operator_of(CONVERSIONS[conversion])
+    left_out = [copied[node] for node in model.local.exported.program.nodes if node.target is operator][which]
+    left_out.target, left_out.args = torch.ops.aten.alias.default, left_out.args[:1]
+    return replace(model, local=replace(model.local, exported=replace(model.local.exported, program=program)))
+
+
+@pytest.mark.parametrize(
+    ("conversion", "which", "words"),
+    [
+        ("reduce", 1, ["the loss of shard 0 differs by", ", first in transformer_h_0_attn"]),
+        ("copy", -1, ["the gradient of transformer.", "differs by"]),
+    ],
+)
+def test_a_collective_left_out_is_refused(conversion, which, words):
+    """A sum that the forward lacks shows in a value; one that the backward lacks, in gradients alone."""
+    wrong = without(tensor_parallel(captured("gpt2", 2), 2), conversion, which)
+    with pytest.raises(ShardsDifferError) as refused:
+        check(wrong, TRAINED["gpt2"][1])
+    for word in words:
+        assert word in str(refused.value)
+    assert ("first in" in str(refused.value)) == (conversion == "reduce")
