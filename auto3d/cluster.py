@@ -66,21 +66,33 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllReduceTimes:
-    """Measured all-reduces inside a node: ``seconds[i][j]`` is the time for ranks[i] devices and sizes[j] bytes."""
+class CollectiveTimes:
+    """A measured collective inside a node: ``seconds[i][j]`` is the time among ranks[i] devices, of sizes[j] bytes.
+
+    Sizes are those of the whole tensor: the sum, the gathered tensor, or the one that is scattered.
+    """
 
     ranks: tuple[int, ...]
     sizes: tuple[int, ...]
     seconds: tuple[tuple[float, ...], ...]
 
     def interpolate(self, ranks: int, size: float) -> float:
-        """Seconds of an all-reduce of ``size`` bytes: linear between measured sizes, and in proportion above them."""
+        """Seconds for a tensor of ``size`` bytes: linear between measured sizes, and in proportion above them."""
         from numpy import interp  # imported here because it is slow and only needed with a profile
 
         largest = self.sizes[-1]
         beyond = max(1.0, size / largest)
         each = [interp(min(size, largest), self.sizes, row) for row in self.seconds]
         return beyond * float(interp(ranks, self.ranks, each))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeCollectives:
+    """The measured collectives of a node."""
+
+    all_reduce: CollectiveTimes
+    all_gather: CollectiveTimes
+    reduce_scatter: CollectiveTimes
 
 
 INSIDE, OUTSIDE = Link(latency_s=10e-6, bandwidth=20e9), Link(latency_s=20e-6, bandwidth=10e9, lanes=1)
@@ -101,7 +113,7 @@ class Node:
     outside: Link | None = OUTSIDE
     slowdown: tuple[float, ...] = ()
     handling: tuple[float, float] = (0.0, 0.0)
-    all_reduce: AllReduceTimes | None = None  # measured inside the node; None: computed from its links
+    collectives: NodeCollectives | None = None  # measured inside the node; None: computed from its links
 
     def __post_init__(self) -> None:
         for number, factor in enumerate(self.slowdown, 1):

@@ -56,6 +56,7 @@ _OF_SHAPE = frozenset(
     }.items()
     for suffix in suffixes
 )
+_COPYING = frozenset(("_to_copy", "clone", "detach"))  # operators whose result has the elements that they read
 # Operators whose result can affect Python code, or whose number of random draws depends on what they read.
 _DECIDING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded)
 # Methods that read or expose a tensor's memory without the dispatcher.
@@ -125,10 +126,6 @@ class ForeignWeights(TorchDispatchMode):
             self._name_of[id(parameter)] = (parameter, name)
             self._limit_bytes = max(self._limit_bytes, _RESIDENT * parameter.nbytes)
             self._hold(parameter)
-
-    def owns(self, parameter: torch.Tensor) -> bool:
-        """Whether ``parameter`` was registered as foreign."""
-        return id(parameter) in self._name_of
 
     def source_of_loss(self, tensor: torch.Tensor) -> str | None:
         """Name of a parameter whose lost values ``tensor`` depends on; None if its values are the real ones."""
@@ -290,6 +287,10 @@ class ForeignWeights(TorchDispatchMode):
                     self._right.pop(_storage_key(tensor), None)
             for tensor in [*written, *_tensors(result)]:
                 self._lose(tensor, source)
+            known = {_storage_key(tensor) for tensor in tensors}
+            for tensor in _tensors(result):
+                if (key := _storage_key(tensor)) not in known and self._gives_right(func, name, tensor, read):
+                    self._right[key] = StorageWeakRef(tensor.untyped_storage())
         elif overwrites:
             for tensor in written:
                 if tensor.nbytes == tensor.untyped_storage().nbytes():
@@ -307,6 +308,19 @@ class ForeignWeights(TorchDispatchMode):
             for tensor in lost
         )
         return not lost or (same and torch.Tag.pointwise in func.tags)
+
+    def _gives_right(self, func: Any, name: str, result: torch.Tensor, read: Sequence[torch.Tensor]) -> bool:
+        """Whether each element of the new tensor ``result`` depends on no lost value but the one in its place.
+
+        This is so where a module is converted to another type: all its parameters are copied.
+        """
+        lost = [tensor for tensor in read if self.source_of_loss(tensor) is not None]
+        in_place = all(
+            _storage_key(tensor) in self._right and _is_all_in_order(tensor) and tensor.numel() == result.numel()
+            for tensor in lost
+        )
+        by_element = torch.Tag.pointwise in func.tags or name in _COPYING
+        return by_element and in_place and _is_all_in_order(result)
 
     def _decides(self, func: Any, name: str, args: tuple) -> bool:
         """Whether lost values that ``func`` reads affect more than values: Python code, a shape, a random draw."""
@@ -334,6 +348,11 @@ class _RawAccess(TorchFunctionMode):
 
 def _storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def _is_all_in_order(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has all elements of its memory, in their order."""
+    return tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

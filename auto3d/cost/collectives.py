@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, inf, log2
 
-from auto3d.cluster import AllReduceTimes, Cluster, Link
+from auto3d.cluster import Cluster, CollectiveTimes, Link, NodeCollectives
 from auto3d.tensor.conversions import Collective
 
 Group = Sequence[int]  # devices, in the order of their ring
@@ -18,27 +18,36 @@ Group = Sequence[int]  # devices, in the order of their ring
 class GroupLink:
     """How fast a group of devices communicates while others do: the slowest link of its ring, with its bandwidth.
 
-    ``measured`` has the measured all-reduces of the node in which the whole group lies, if there are any.
+    ``measured`` has the measured collectives of the node in which the whole group lies, if there are any.
+    ``slowdown`` is how many times longer the group's devices compute while all of them do.
     """
 
     ranks: int
     link: Link
-    measured: AllReduceTimes | None = None
+    measured: NodeCollectives | None = None
+    slowdown: float = 1.0
 
     def seconds(self, collective: Collective, size: float) -> float:
         """Seconds of a collective on ``size`` bytes, of the whole tensor.
 
         An all-reduce takes the faster of a ring and a tree, as communication libraries choose. An all-gather or a
-        reduce-scatter takes half of one on a ring, and half of a measured one.
+        reduce-scatter takes half of one on a ring.
         """
         if self.ranks < 2 or not size:
             return 0.0
-        whole = collective is Collective.ALL_REDUCE
         if self.measured is not None:
-            return self.measured.interpolate(self.ranks, size) * (1.0 if whole else 0.5)
-        if whole:
+            times: CollectiveTimes = getattr(self.measured, collective.name.lower())
+            return times.interpolate(self.ranks, size)
+        if collective is Collective.ALL_REDUCE:
             return min(ring_s(self.ranks, size, self.link), tree_s(self.ranks, size, self.link))
         return gather_s(self.ranks, size, self.link)
+
+    def seconds_in_operation(self, collective: Collective, size: float) -> float:
+        """What a collective adds to an operation before its device is slowed down by others.
+
+        A measured collective was as slow as the group's own devices make each other.
+        """
+        return self.seconds(collective, size) / (1.0 if self.measured is None else self.slowdown)
 
 
 class Traffic:
@@ -96,10 +105,13 @@ class Traffic:
         return self.group_link(group).seconds(Collective.ALL_REDUCE, size)
 
     def group_link(self, group: Group) -> GroupLink:
-        """The link of ``group``, with the all-reduces that were measured on it."""
+        """The link of ``group``, with the collectives that were measured on it."""
         homes = {self._cluster.node_of[device] for device in group}
-        measured = self._cluster.nodes[min(homes)].all_reduce if len(homes) == 1 else None
-        return GroupLink(ranks=len(group), link=self.link(group), measured=measured)
+        node = self._cluster.nodes[min(homes)]
+        if len(homes) > 1 or node.collectives is None:
+            return GroupLink(ranks=len(group), link=self.link(group))
+        slowdown = node.slowdown[len(group) - 1] if node.slowdown else 1.0
+        return GroupLink(ranks=len(group), link=self.link(group), measured=node.collectives, slowdown=slowdown)
 
     def hierarchical_all_reduce_s(self, group: Group, size: float) -> float:
         """Seconds of an all-reduce inside each node first, then of one shard per device between nodes, then inside."""

@@ -316,7 +316,7 @@ class CostModel:
             inside = [one for one in exchanges if first <= one.position < last]
             place = first if forward else last
             for one in inside if forward else reversed(inside):
-                seconds = link.seconds(one.collective, one.size) if link is not None else 0.0
+                seconds = link.seconds_in_operation(one.collective, one.size) if link is not None else 0.0
                 segments.append((float(abs(busy[one.boundary] - busy[place])), seconds))
                 place = one.boundary
             segments.append((float(abs(busy[last if forward else first] - busy[place])), 0.0))
@@ -330,7 +330,7 @@ class CostModel:
         for one in work.exchanges:
             key = one.collective, one.size
             if key not in known:
-                known[key] = link.seconds(*key)
+                known[key] = link.seconds_in_operation(*key)
             seconds[0 if one.forward else 1, one.position + 1] += known[key]
         return np.cumsum(seconds, axis=1)
 

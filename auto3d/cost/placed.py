@@ -40,9 +40,9 @@ class PlacedTraffic:
         self.iteration_s = max(kind.iteration_s for kind in dict.fromkeys(self._slowest.values()))
         every_rank = [rank for ranks in placement for rank in ranks]
         nodes = {cluster.node_of[rank] for rank in every_rank}
-        measured = cluster.nodes[min(nodes)].all_reduce
+        measured = cluster.nodes[min(nodes)].collectives
         if measured is not None and len(nodes) == 1 < len(every_rank):
-            self.iteration_s += measured.interpolate(len(every_rank), TOTALS_BYTES)
+            self.iteration_s += measured.all_reduce.interpolate(len(every_rank), TOTALS_BYTES)
         tensor_groups = [ranks[first : first + tp] for ranks in placement for first in range(0, len(ranks), tp)]
         inside = Traffic(cluster, tensor_groups)
         self.tensor = {key: inside.group_link(ranks[:tp]) for key, ranks in self._ranks.items()} if tp > 1 else {}

@@ -3,17 +3,18 @@
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from json import dumps
+from json import loads as from_json
 
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from auto3d.cluster import Accelerator, AllReduceTimes, Cluster, Link
+from auto3d.cluster import Accelerator, Cluster, Link, NodeCollectives
 from auto3d.cost.model import TimesOf
 from auto3d.cost.times import Times, before, times_of
 from auto3d.cost.work import WorkAt
 from auto3d.errors import InputError
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 class ProfileError(InputError):
@@ -30,6 +31,7 @@ class Setting:
     threads: int  # arithmetic threads of one process
     tf32: bool = False
     deterministic: bool = False
+    tensor_parallel: tuple[tuple[str, str], ...] = ()  # the recipe's rules for splitting weights: (pattern, rule)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +48,17 @@ class SubgraphTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelTimes:
-    """The measured subgraphs of a model at one micro-batch size."""
+    """The measured subgraphs of a model at one micro-batch size, as one tensor-parallel rank computes them.
+
+    The times are those without collectives.
+    """
 
     micro_batch_size: int
-    graph: str  # fingerprint of the model's Graph
+    graph: str  # fingerprint of the Graph that a rank runs
     kinds: tuple[int, ...]  # for each subgraph in the order of the model, the index of its equal in ``subgraphs``
     subgraphs: tuple[SubgraphTimes, ...]
+    tp: int = 1
+    sequence_parallel: bool = False
 
     @property
     def seconds(self) -> np.ndarray:
@@ -99,10 +106,10 @@ class Profile:
     torch: str
     model: str
     made: str  # date and time in ISO 8601
-    sizes: tuple[ModelTimes, ...]  # one entry per micro-batch size
+    sizes: tuple[ModelTimes, ...]  # one entry per micro-batch size and way of tensor parallelism; tp = 1 has all sizes
     slowdown: tuple[float, ...]  # slowdown of a rank while 1, 2, … ranks of its node compute
     messages: MessageTimes | None  # None where a node has one device
-    all_reduce: AllReduceTimes | None
+    collectives: NodeCollectives | None  # None where a node has one device
     update_s: float  # seconds per parameter of the optimizer's update, the gradient norm and the zeroing of gradients
     schema: int = SCHEMA
 
@@ -113,13 +120,18 @@ class Profile:
     def from_json(text: str | bytes) -> "Profile":
         """The profile in ``text``; raises ProfileError that names the wrong key."""
         try:
-            profile = _adapter.validate_json(text)
+            found = from_json(text)
+        except ValueError:
+            found = {}
+        if isinstance(found, dict) and (schema := found.get("schema", SCHEMA)) != SCHEMA:
+            raise ProfileError(
+                f"schema: {schema} is not a version this build reads; it reads {SCHEMA}: measure the machine again"
+            )
+        try:
+            return _adapter.validate_json(text)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             raise ProfileError(f"{'.'.join(map(str, first['loc'])) or 'profile'}: {first['msg']}") from None
-        if profile.schema != SCHEMA:
-            raise ProfileError(f"schema: {profile.schema} is not a version this build reads; it reads {SCHEMA}")
-        return profile
 
     def check(self, setting: Setting, fingerprint: Callable[[int], str]) -> None:
         """Raise ProfileError unless the profile was made in ``setting`` and of the same model.
@@ -131,7 +143,7 @@ class Profile:
             if present != wanted:
                 words = name.replace("_", " ")
                 raise ProfileError(f"it was measured with {words} {present}, but {wanted} is needed; measure it again")
-        least = min(self.sizes, key=lambda size: size.micro_batch_size)
+        least = min(self._sizes(1, False), key=lambda size: size.micro_batch_size)
         wanted = fingerprint(least.micro_batch_size)
         if least.graph != wanted:
             raise ProfileError(
@@ -155,7 +167,7 @@ class Profile:
                 inside=self.messages.link if self.messages else node.inside,
                 handling=handling,
                 slowdown=self.slowdown,
-                all_reduce=self.all_reduce,
+                collectives=self.collectives,
             )
             for node in cluster.nodes
         )
@@ -164,21 +176,21 @@ class Profile:
     def times_at(self, work_at: WorkAt, cuts_at: Callable[[int], Sequence[int]]) -> TimesOf:
         """A function that gives the seconds of each operation: its estimated fraction of its subgraph's measured time.
 
-        ``cuts_at`` gives the bounds of the subgraphs at a micro-batch size. Tensor parallelism was not measured: it
-        shortens a subgraph by the same ratio as it shortens the estimate.
+        ``cuts_at`` gives the bounds of the subgraphs at a micro-batch size. A way of tensor parallelism that was not
+        measured changes the time of a subgraph by the same ratio as it changes the estimate.
         """
 
         def times(samples: int, accelerator: Accelerator, tp: int, sequence_parallel: bool) -> Times:
             cuts = np.array(cuts_at(samples))
-            works = work_at(samples, 1, False), work_at(samples, tp, sequence_parallel)
-            estimates = [times_of(work, accelerator).table for work in works]
-            whole, divided = (np.diff(table) for table in estimates)
+            measured = self._nearest(tp, sequence_parallel)
+            works = work_at(samples, *measured), work_at(samples, tp, sequence_parallel)
+            base, wanted = (np.diff(times_of(work, accelerator).table) for work in works)
             rows = []
-            for row, seconds in zip((0, 2, 4), self.seconds(samples, len(cuts) - 1), strict=True):
+            for row, seconds in zip((0, 2, 4), self.seconds(samples, len(cuts) - 1, *measured), strict=True):
                 subgraph = np.repeat(np.arange(len(cuts) - 1), np.diff(cuts))
-                total = np.add.reduceat(whole[row], cuts[:-1])
+                total = np.add.reduceat(base[row], cuts[:-1])
                 even = 1 / np.diff(cuts)  # used where the estimate of the whole subgraph is zero
-                fraction = np.divide(divided[row], total[subgraph], out=even[subgraph], where=total[subgraph] > 0)
+                fraction = np.divide(wanted[row], total[subgraph], out=even[subgraph], where=total[subgraph] > 0)
                 rows.append(before(fraction * seconds[subgraph]))
             none = np.zeros(len(rows[0]))
             return Times(
@@ -187,9 +199,9 @@ class Profile:
 
         return times
 
-    def seconds(self, samples: int, subgraphs: int) -> np.ndarray:
+    def seconds(self, samples: int, subgraphs: int, tp: int = 1, sequence_parallel: bool = False) -> np.ndarray:
         """[3, subgraphs]: seconds for a micro-batch of ``samples``, linear between and beyond the measured sizes."""
-        sizes = sorted(self.sizes, key=lambda size: size.micro_batch_size)
+        sizes = sorted(self._sizes(tp, sequence_parallel), key=lambda size: size.micro_batch_size)
         for size in sizes:
             if len(size.kinds) != subgraphs:
                 raise ProfileError(
@@ -203,6 +215,14 @@ class Profile:
         along = (samples - known[upper - 1]) / (known[upper] - known[upper - 1])
         low, high = sizes[upper - 1].seconds, sizes[upper].seconds
         return np.maximum(0.0, low + along * (high - low))
+
+    def _nearest(self, tp: int, sequence_parallel: bool) -> tuple[int, bool]:
+        """The measured way of tensor parallelism from which times follow for this one."""
+        ways = (tp, sequence_parallel), (tp, False), (1, False)
+        return next(way for way in ways if self._sizes(*way))
+
+    def _sizes(self, tp: int, sequence_parallel: bool) -> list[ModelTimes]:
+        return [size for size in self.sizes if (size.tp, size.sequence_parallel) == (tp, sequence_parallel)]
 
 
 _adapter = TypeAdapter(Profile)

@@ -140,7 +140,7 @@ def work_of_tensor_parallel(
         repeated=whole.repeated,
         tied=tuple((elements, tuple(int(positions[p]) for p in users)) for elements, users in here.tied),
         shards=local.shards,
-        exchanges=_exchanges(local, PRECISION_BYTES[precision] / ELEMENT_BYTES),
+        exchanges=exchanges_of(local, PRECISION_BYTES[precision] / ELEMENT_BYTES),
     )
 
 
@@ -248,7 +248,7 @@ def _converted(conversion: Conversion, read: float, made: float) -> tuple[float,
     return forward, backward
 
 
-def _exchanges(local: LocalGraph, scale: float) -> tuple[Exchange, ...]:
+def exchanges_of(local: LocalGraph, scale: float) -> tuple[Exchange, ...]:
     """The collectives of ``local``, in the order of the forward; a Graph's bytes times ``scale`` are those sent."""
     sizes = _sizes(local.graph)
     found: list[Exchange] = []

@@ -15,9 +15,11 @@ from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.stage import RunnableStage, StageModule
+from auto3d.runtime.sub_pipelined_stage import SubPipelinedStage
 from auto3d.runtime.tensor_group import TensorGroup, TensorParallelRank
 from auto3d.schedule.operation import Kind
 from auto3d.schedule.program import PipeStage, Program
+from auto3d.tensor.halves import SubPipelinedModel
 
 
 class Backend(Protocol):
@@ -111,8 +113,10 @@ class RealBackend:
             assert group is not None
             tensor = TensorParallelRank(model=layout.tensor, group=group)
         split = {o.stage for operations in schedule.operations for o in operations if o.kind is Kind.BACKWARD_INPUT}
+        model = layout.tensor
+        stage_type = SubPipelinedStage if isinstance(model, SubPipelinedModel) else StageModule
         return {
-            (number, pipe): StageModule(
+            (number, pipe): stage_type(
                 stage,
                 layout.captured,
                 state,

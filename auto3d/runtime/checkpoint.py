@@ -52,7 +52,7 @@ class Checkpoints:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sharding:
+class StateSplit:
     """How the tensors of a checkpoint are split, by their names in the model; those without an entry are whole."""
 
     tp: int = 1
@@ -86,7 +86,7 @@ def save(
     *,
     iteration: int,
     timeout_s: float,
-    sharding: Sharding | None = None,
+    sharding: StateSplit | None = None,
 ) -> None:
     """Write a checkpoint of all ranks; ``state`` is this rank's. All ranks must call it, between two iterations.
 
@@ -105,7 +105,7 @@ def save(
         dist.barrier()
     if dist.get_rank() == 0:
         files = {_file(rank): names for rank, names in enumerate(names_of) if names}
-        split = sharding or Sharding()
+        split = sharding or StateSplit()
         text = dumps(asdict(Checkpoint(iteration=iteration, files=files, tp=split.tp, split=split.split)))
         _write(target / "checkpoint.json", lambda file: file.write_text(text))
         _remove_before(folder, sorted(_complete(folder))[-KEPT:][0])
@@ -113,7 +113,9 @@ def save(
         dist.barrier()
 
 
-def load(folder: Path, state: Mapping[str, torch.Tensor], *, iteration: int, sharding: Sharding | None = None) -> None:
+def load(
+    folder: Path, state: Mapping[str, torch.Tensor], *, iteration: int, sharding: StateSplit | None = None
+) -> None:
     """Copy the tensors of the checkpoint of ``iteration`` into those of ``state``.
 
     Raises CheckpointError if it was written with another ``sharding``, or, naming the file, if a tensor is missing or
@@ -123,7 +125,7 @@ def load(folder: Path, state: Mapping[str, torch.Tensor], *, iteration: int, sha
     checkpoint = _read(source)
     if checkpoint is None:
         raise CheckpointError(f"{source}: this rank finds no checkpoint.json there; do all nodes share the folder?")
-    _check_sharding(source, checkpoint, sharding or Sharding())
+    _check_sharding(source, checkpoint, sharding or StateSplit())
     file_of = {name: file for file, names in checkpoint.files.items() for name in names}
     missing = next((name for name in state if name not in file_of), None)
     if missing is not None:
@@ -144,7 +146,7 @@ def load(folder: Path, state: Mapping[str, torch.Tensor], *, iteration: int, sha
             tensor.copy_(stored)
 
 
-def _check_sharding(source: Path, checkpoint: Checkpoint, wanted: Sharding) -> None:
+def _check_sharding(source: Path, checkpoint: Checkpoint, wanted: StateSplit) -> None:
     if checkpoint.tp != wanted.tp:
         raise CheckpointError(
             f"{source}: it was written with tp = {checkpoint.tp}, and this plan has tp = {wanted.tp}; train from it "

@@ -11,20 +11,39 @@ from torch import fx
 from auto3d.capture.model import CapturedModel
 from auto3d.partition.stage import Stage, cut
 from auto3d.plan import stages_between
+from auto3d.tensor.model import TensorParallelModel
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSubgraphs:
-    """The subgraphs of a model at one micro-batch size, with equal ones merged."""
+    """The subgraphs of a model at one micro-batch size, as a rank runs them, with equal ones merged."""
 
-    captured: CapturedModel
+    captured: CapturedModel  # the local program of ``tensor``, if that is there
+    tensor: TensorParallelModel | None
+    sequence_parallel: bool
     distinct: tuple[Stage, ...]  # one for each kind of subgraph
     kinds: tuple[int, ...]  # by subgraph, in the order of the model: its index in ``distinct``
 
+    @property
+    def tp(self) -> int:
+        return 1 if self.tensor is None else self.tensor.shards
 
-def distinct_subgraphs(captured: CapturedModel, bounds: Sequence[int]) -> ModelSubgraphs:
-    """The subgraphs between ``bounds``. Two are equal if their operators, shapes and arguments are."""
-    stages = cut(captured.graph, stages_between(bounds))
+
+def distinct_subgraphs(
+    captured: CapturedModel,
+    bounds: Sequence[int],
+    *,
+    tensor: TensorParallelModel | None = None,
+    sequence_parallel: bool = False,
+) -> ModelSubgraphs:
+    """The subgraphs between ``bounds``. Two are equal if their operators, shapes and arguments are.
+
+    With ``tensor``, which was made from ``captured``, they are those of the program that one of its ranks runs.
+    """
+    plan = stages_between(bounds)
+    if tensor is not None:
+        captured, plan = tensor.local, tensor.stages(plan)
+    stages = cut(captured.graph, plan)
     numbers: dict[tuple, int] = {}
     distinct: list[Stage] = []
     kinds: list[int] = []
@@ -34,7 +53,13 @@ def distinct_subgraphs(captured: CapturedModel, bounds: Sequence[int]) -> ModelS
             numbers[signature] = len(distinct)
             distinct.append(stage)
         kinds.append(numbers[signature])
-    return ModelSubgraphs(captured=captured, distinct=tuple(distinct), kinds=tuple(kinds))
+    return ModelSubgraphs(
+        captured=captured,
+        tensor=tensor,
+        sequence_parallel=sequence_parallel,
+        distinct=tuple(distinct),
+        kinds=tuple(kinds),
+    )
 
 
 def _signature(captured: CapturedModel, stage: Stage) -> tuple:

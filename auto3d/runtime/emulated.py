@@ -1,16 +1,13 @@
 """Emulated devices: everything is real except the arithmetic, in whose place an operation waits for its given time.
 
-Processes, schedule, executor, messages and gradient sums are those of real training and have their true sizes. No
-weights are made, no data is loaded and nothing is computed, so there is no loss. A few cores can therefore run as many
-devices as they can carry messages for.
+Processes, schedule, executor, messages, tensor-parallel collectives and gradient sums are those of real training and
+have their true sizes. No weights are made, no data is loaded and nothing is computed, so there is no loss. A few cores
+can therefore run as many devices as they can carry messages for.
 """
 
-import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import nan
-from resource import RUSAGE_THREAD, getrusage
 from typing import Any
 
 import torch
@@ -18,6 +15,10 @@ from torch import nn
 
 from auto3d.capture.graph import Value
 from auto3d.partition.stage import Stage
+from auto3d.plan import SUB_PIPELINED
+from auto3d.runtime.device_clock import DeviceClock
+from auto3d.runtime.emulated_collectives import PIECE_BYTES, EmulatedCollectives, GivenCollectives, RealCollectives
+from auto3d.runtime.emulated_passes import Passes, passes_of
 from auto3d.runtime.emulation import Emulation
 from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.gradient_sync import Bucket, GradientSync, Holders
@@ -30,54 +31,32 @@ from auto3d.runtime.tensor_group import TensorGroup
 from auto3d.runtime.weight_versions import WeightVersions
 from auto3d.schedule.operation import Kind
 from auto3d.schedule.program import Message, PipeStage, Program
-from auto3d.simulate.costs import Costs
-
-PIECE_BYTES = 2**24  # size of one all-reduce: the gradients of a large model would not fit in memory at once
-
-
-class DeviceClock:
-    """The time from which the emulated device of this rank is free.
-
-    An operation starts when the device is free and its inputs are there. It does not start later because this process
-    was still busy with sending: a real device gets its operations ahead of time, too.
-    """
-
-    def __init__(self) -> None:
-        self.free = time.perf_counter()
-
-    def idle(self) -> None:
-        """The device had nothing to do until now."""
-        self.free = max(self.free, time.perf_counter())
-
-    @contextmanager
-    def needing(self) -> Iterator[None]:
-        """Inside, this process waits for what the next operation needs. The device idles only if that was not there."""
-        before = _voluntary_switches()
-        yield
-        if _voluntary_switches() > before:
-            self.idle()
-
-    def work(self, seconds: float) -> None:
-        """Return when an operation that takes so many ``seconds`` is done."""
-        self.free += seconds
-        time.sleep(max(0.0, self.free - time.perf_counter()))
-
-
-def _voluntary_switches() -> int:
-    """How often this thread had to wait for something; gloo does not report whether a message has arrived."""
-    return getrusage(RUSAGE_THREAD).ru_nvcsw
 
 
 class EmulatedStage:
-    """Stands in for a StageModule. The tensors it returns have their true sizes and are allocated once."""
+    """Stands in for a StageModule. The tensors it returns have their true sizes and are allocated once.
+
+    ``passes`` has what each kind of operation does; ``collectives`` runs its collectives, if it has any. With
+    ``halves`` 2, two halves of each micro-batch take turns: one computes while the other's collective runs.
+    """
 
     def __init__(
-        self, stage: Stage, costs: Costs, *, parts: int, recompute: bool, clock: DeviceClock, device: torch.device
+        self,
+        stage: Stage,
+        passes: Passes,
+        *,
+        recompute: bool,
+        clock: DeviceClock,
+        device: torch.device,
+        collectives: EmulatedCollectives | None = None,
+        halves: int = 1,
     ) -> None:
         self.stage = stage
         self.losses: dict[int, torch.Tensor] = {}  # NaN: nothing is computed
         self.weights = WeightVersions({}, several=False)
-        self._seconds = {kind: costs.times_of(kind)[stage.index] / parts for kind in Kind}
+        self._passes = passes
+        self._collectives = collectives
+        self._halves = halves
         self._recompute = recompute
         self._recomputed: set[int] = set()  # recomputed micro-batches whose backward has not run
         self._clock = clock
@@ -114,7 +93,15 @@ class EmulatedStage:
         return self._sent_back
 
     def _work(self, kind: Kind) -> None:
-        self._clock.work(self._seconds[kind])
+        waits: list[Callable[[], None] | None] = [None] * self._halves
+        for step in self._passes[kind]:
+            for half, wait in enumerate(waits):
+                if wait is not None:
+                    wait()
+                self._clock.work(step.seconds / self._halves)
+                if step.collective is not None:
+                    assert self._collectives is not None
+                    waits[half] = self._collectives.begin(step.collective, self.stage.index, 1 / self._halves)
 
 
 def _empty(values: Iterable[Value], device: torch.device) -> dict[str, torch.Tensor]:
@@ -149,6 +136,7 @@ class EmulatedSync(GradientSync):
         trained: Mapping[str, Value],
         holders: Mapping[str, Holders],
         *,
+        all_holders: Collection[Holders],
         sync_bytes: Sequence[float] | None,
         clock: DeviceClock,
         device: torch.device,
@@ -159,7 +147,9 @@ class EmulatedSync(GradientSync):
         self._sync_bytes = sync_bytes
         self._clock = clock
         stand_ins = {n: nn.Parameter(torch.zeros((), dtype=getattr(torch, v.dtype))) for n, v in trained.items()}
-        super().__init__(stand_ins, holders, device=device, run_ahead=run_ahead, timeout_s=timeout_s)
+        super().__init__(
+            stand_ins, holders, all_holders=all_holders, device=device, run_ahead=run_ahead, timeout_s=timeout_s
+        )
         self._piece = torch.zeros(PIECE_BYTES // 4)
 
     def wait(self, stages: Collection[int]) -> None:
@@ -211,6 +201,7 @@ class EmulatedBackend:
         return EmulatedSync(
             {name: parameters[name] for name in layout.holders if name in names},
             layout.holders,
+            all_holders=layout.all_holders,
             sync_bytes=self.emulation.each("sync_bytes", len(layout.plan.stages)),
             clock=self.clock,
             device=self.device,
@@ -225,16 +216,24 @@ class EmulatedBackend:
         randomness: Randomness,
         group: TensorGroup | None,
     ) -> dict[PipeStage, RunnableStage]:
-        schedule = layout.schedule
-        costs = self.emulation.costs(layout.captured.graph, layout.plan.stages, schedule)
+        schedule, plan = layout.schedule, layout.plan
+        costs = self.emulation.costs(layout.captured.graph, plan.stages, schedule)
+        collectives = None if group is None else self._collectives(layout, group)
         return {
             (number, pipe): EmulatedStage(
                 stage,
-                costs,
-                parts=schedule.parts,
+                passes_of(plan.stages[number], number, layout.tensor, costs, parts=schedule.parts),
                 recompute=number in schedule.recompute,
                 clock=self.clock,
                 device=self.device,
+                collectives=collectives,
+                halves=2 if plan.tensor_overlap == SUB_PIPELINED else 1,
             )
             for (number, pipe), stage in layout.stages.items()
         }
+
+    def _collectives(self, layout: RankLayout, group: TensorGroup) -> EmulatedCollectives:
+        seconds = self.emulation.each("collective_s", len(layout.plan.stages))
+        if seconds is None:
+            return RealCollectives(group, clock=self.clock)
+        return GivenCollectives(group, [each / layout.schedule.parts for each in seconds], clock=self.clock)

@@ -10,7 +10,7 @@ from auto3d.capture.graph import Graph
 from auto3d.errors import InputError
 from auto3d.partition.cost import analytic
 from auto3d.partition.stage import Stage, Transfer, cut
-from auto3d.plan import Plan, PlanError, StagePlan
+from auto3d.plan import PlanError, StagePlan
 from auto3d.schedule.operation import Schedule
 from auto3d.simulate.costs import Costs, MessageCost
 
@@ -24,6 +24,7 @@ class Emulation:
     None stands for the times of the analytic cost model and for the true sizes. Times are for one whole micro-batch. If
     a half of the backward is not set, it takes half of the backward's time; if only both halves are set, the backward
     takes their sum. If the recomputation is not set, it takes that fraction of the forward's time that is not kept.
+    Under tensor parallelism they are the times of one rank, without its collectives.
     """
 
     forward_s: PerStage = None
@@ -33,6 +34,8 @@ class Emulation:
     recompute_s: PerStage = None
     send_bytes: PerStage = None  # size of what a stage sends to a later one per micro-batch, and of its gradient
     sync_bytes: PerStage = None  # size of each gradient all-reduce in which a stage takes part
+    collective_s: PerStage = None
+    """Time of each tensor-parallel collective of one micro-batch; None: real ones of the true sizes."""
 
     def each(self, name: str, stages: int) -> tuple[float, ...] | None:
         """The value of key ``name`` for each of ``stages``; raises InputError if it is a tuple of another length."""
@@ -46,20 +49,18 @@ class Emulation:
             )
         return value
 
-    def check_fits(self, plan: Plan) -> None:
-        """Raise InputError unless every key fits the stages of ``plan``, and these can be emulated."""
+    def check_fits(self, stages: Sequence[StagePlan]) -> None:
+        """Raise InputError unless every key fits ``stages``, and these can be emulated."""
         for field in fields(self):
-            self.each(field.name, len(plan.stages))
-        if plan.tp != 1:
-            raise PlanError(f"tp: {plan.tp} asks for tensor parallelism; emulated devices run only tp = 1")
-        for number, stage in enumerate(plan.stages):
+            self.each(field.name, len(stages))
+        for number, stage in enumerate(stages):
             if stage.replicas > 1:
                 raise PlanError(f"stages: {number} has {stage.replicas} replicas; emulated devices run 1 of each stage")
 
     def costs(self, graph: Graph, stages: Sequence[StagePlan], schedule: Schedule) -> Costs:
         """The times in the simulator's form; ``graph`` is the model at the size that one operation runs.
 
-        Messages and syncs are 0 in it because they are real and take their own time. Updates are 0 because there are
+        Messages, syncs and collectives are 0 in it because they take their own time. Updates are 0 because there are
         none.
         """
         model = analytic(graph)

@@ -186,7 +186,7 @@ def lay_out_plan(
     check_trainable(first, stages, captured.graph.trained, clip_norm=settings.optimizer.clip_norm)
     check_carried_buffers(captured.graph, plan, first, stages)
     if settings.emulation is not None:
-        settings.emulation.check_fits(plan)
+        settings.emulation.check_fits(plan.stages)
     program = rank_program(captured, plan, 1)
     of_ranks = stages if program.tensor is None else cut(program.captured.graph, program.plan.stages)
     return PlanLayout(

@@ -1,10 +1,10 @@
-"""Time messages and all-reduces between the ranks of one node.
+"""Time messages and collectives between the ranks of one node.
 
 Nothing is timed through ``deepspeed.comm``: on a CPU its log records the launch of an asynchronous operation, not its
 end, and training communicates through torch.distributed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from statistics import median
 from time import process_time
@@ -12,11 +12,14 @@ from time import process_time
 import torch
 import torch.distributed as dist
 
-from auto3d.cluster import AllReduceTimes
+from auto3d.cluster import CollectiveTimes, NodeCollectives
 from auto3d.cost.profile import MessageTimes
 from auto3d.runtime.clock import Clock, clock_of
+from auto3d.runtime.run_ahead import RunAhead
+from auto3d.runtime.tensor_group import ProcessTensorGroup
 from auto3d.runtime.waiting import waiting_for
-from auto3d.runtime.world import World, new_group
+from auto3d.runtime.world import World, connect, new_group
+from auto3d.tensor.conversions import Collective
 
 MESSAGE_SIZES = tuple(4**power for power in range(5, 13))  # bytes: 1 KiB to 16 MiB
 ALL_REDUCE_SIZES = (
@@ -24,6 +27,7 @@ ALL_REDUCE_SIZES = (
     *(8**power for power in range(4, 9)),
     2**26,
 )  # bytes: 16, as for loss and gradient norm; 4 KiB to 16 MiB; 64 MiB
+SHARED_SIZES = tuple(8**power for power in range(4, 9))  # bytes of the whole tensor in all-gathers and reduce-scatters
 
 
 class ProfiledRanks:
@@ -66,24 +70,64 @@ def time_messages(ranks: ProfiledRanks) -> MessageTimes:
     return MessageTimes(sizes=MESSAGE_SIZES, seconds=tuple(seconds), processor_s=tuple(processor_s))
 
 
-def time_all_reduces(ranks: ProfiledRanks) -> AllReduceTimes:
-    """Times of all-reduces among the first 2, 4, … ranks and among all of them, for each size."""
+def time_collectives(ranks: ProfiledRanks, sizes: Mapping[Collective, Collection[int]]) -> NodeCollectives:
+    """Times of collectives among the first 2, 4, … ranks and among all of them.
+
+    They run as those of tensor parallelism do, at the sizes of whole tensors in this module and in ``sizes``, in bytes.
+    """
     counts = rank_counts(ranks.world.size, least=2)
-    rows = []
+    groups = []
+    run_ahead = RunAhead(ranks.device, ranks.timeout_s)
     for members in counts:
         group = new_group(range(members), ranks.timeout_s, device=ranks.device)
-        row = []
-        for size in ALL_REDUCE_SIZES:
-            content = torch.zeros(size // 4, device=ranks.device)
-            times = []
-            for _ in range(_repetitions(size)):
-                ranks.barrier()
-                if ranks.world.rank < members:
-                    with waiting_for("an all-reduce", ranks.timeout_s):
-                        times.append(time_communication(partial(dist.all_reduce, content, group=group), ranks.clock))
-            row.append(ranks.of_rank_0(median(times[1:] or [0.0])))
-        rows.append(tuple(row))
-    return AllReduceTimes(ranks=counts, sizes=ALL_REDUCE_SIZES, seconds=tuple(rows))
+        inside = ranks.world.rank < members
+        if inside:
+            connect(group, device=ranks.device, what=f"{members} ranks", timeout_s=ranks.timeout_s)
+            among = tuple(range(members))
+            groups.append(ProcessTensorGroup(group, among, run_ahead=run_ahead, timeout_s=ranks.timeout_s))
+
+    def times(collective: Collective, usual: Collection[int]) -> CollectiveTimes:
+        each = tuple(sorted({*usual, *sizes.get(collective, ())}))
+        rows = [_seconds_of_each(ranks, members, groups, run_ahead, collective, each) for members in counts]
+        return CollectiveTimes(ranks=counts, sizes=each, seconds=tuple(rows))
+
+    return NodeCollectives(
+        all_reduce=times(Collective.ALL_REDUCE, ALL_REDUCE_SIZES),
+        all_gather=times(Collective.ALL_GATHER, SHARED_SIZES),
+        reduce_scatter=times(Collective.REDUCE_SCATTER, SHARED_SIZES),
+    )
+
+
+def _seconds_of_each(
+    ranks: ProfiledRanks,
+    members: int,
+    groups: Collection[ProcessTensorGroup],
+    run_ahead: RunAhead,
+    collective: Collective,
+    sizes: Collection[int],
+) -> tuple[float, ...]:
+    """Seconds of ``collective`` among the first ``members`` ranks, for each of ``sizes``; on every rank."""
+    ours = next((group for group in groups if group.shards == members), None)
+    found = []
+    for size in sizes:
+        content = torch.zeros((members, -(-size // 4 // members)), device=ranks.device)
+        times = []
+        for _ in range(_repetitions(size)):
+            ranks.barrier()
+            if ours is not None:
+                times.append(time_communication(partial(_run, ours, collective, content, size), ranks.clock))
+                run_ahead.catch_up()
+        found.append(ranks.of_rank_0(median(times[1:] or [0.0])))
+    return tuple(found)
+
+
+def _run(group: ProcessTensorGroup, collective: Collective, content: torch.Tensor, size: int) -> None:
+    if collective is Collective.ALL_REDUCE:
+        group.all_reduce(content.view(-1)[: size // 4], "the profile")()
+    elif collective is Collective.ALL_GATHER:
+        group.all_gather(content[0], "the profile")()
+    else:
+        group.reduce_scatter(content, "the profile")()
 
 
 def time_communication(run: Callable[[], object], clock: Clock) -> float:

@@ -88,7 +88,8 @@ def materialize(
     initial = {name: tensors[name].detach() for name in names}
     for name, tensor in initial.items():
         shard = shards.get(name)
-        if foreign.name_of(tensors[name]) != (name if name in parameters and shard is not None else None):
+        registered = foreign.name_of(tensors[name])
+        if registered is not None and (registered != name or shard is None):
             raise InitialStateError(f"{name}: the module registers its parameters in another order on the meta device")
         if state is not None and name in state:
             shape = state.shape(name) if isinstance(state, SlicedState) else tuple(state[name].shape)
@@ -102,7 +103,7 @@ def materialize(
                 tensor.copy_(state[name])
         elif state is not None and name in parameters:
             raise InitialStateError(f"state dict: {name} is missing")
-        elif shard is not None and name in parameters:
+        elif shard is not None and registered is not None:
             taken = foreign.take_shard(tensors[name])
             if taken is None:
                 raise InitialStateError(

@@ -1,7 +1,7 @@
 """Measure a machine for the cost model.
 
 Measured are the subgraphs of a model, on one rank while the others are idle; the slowdown while several ranks compute;
-messages and all-reduces between ranks; and the optimizer's update. All ranks of one node call ``measure`` together.
+messages and collectives between ranks; and the optimizer's update. All ranks of one node call ``measure`` together.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,19 +13,23 @@ import numpy as np
 import torch
 from torch import nn
 
-from auto3d.cluster import AllReduceTimes
+from auto3d.capture.shard import Shard
+from auto3d.cluster import NodeCollectives
 from auto3d.cost.profile import MessageTimes, ModelTimes
+from auto3d.cost.work import exchanges_of
 from auto3d.runtime.arithmetic import set_arithmetic
 from auto3d.runtime.data import Batches, DataSettings
 from auto3d.runtime.distinct_subgraphs import ModelSubgraphs
 from auto3d.runtime.gradient_sync import GradientSync, Holders
-from auto3d.runtime.link_timing import ProfiledRanks, rank_counts, time_all_reduces, time_messages
+from auto3d.runtime.link_timing import ProfiledRanks, rank_counts, time_collectives, time_messages
 from auto3d.runtime.materialize import materialize
 from auto3d.runtime.optimizer import build_optimizer, update
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.subgraph_timing import MIN_REPETITIONS, Seconds, SubgraphRun, subgraph_times, time_subgraph
 from auto3d.runtime.world import World, join
+from auto3d.tensor.conversions import Collective
+from auto3d.tensor.local_graph import local_graph
 
 ROUNDS = 5  # rounds of measurements; the fastest counts, because other programs on the machine only add time
 LOAD_S = 0.4  # seconds in each round during which ranks compute at the same time
@@ -35,10 +39,10 @@ LOAD_S = 0.4  # seconds in each round during which ranks compute at the same tim
 class MachineTimes:
     """The measured part of a profile (auto3d.cost.profile.Profile)."""
 
-    sizes: tuple[ModelTimes, ...]  # one for each micro-batch size
+    sizes: tuple[ModelTimes, ...]  # one for each micro-batch size and way of tensor parallelism
     slowdown: tuple[float, ...]  # slowdown[n - 1]: how much longer a rank computes while n ranks do
     messages: MessageTimes | None  # None on a single rank
-    all_reduce: AllReduceTimes | None  # None on a single rank
+    collectives: NodeCollectives | None  # None on a single rank
     update_s: float  # the optimizer's update of one parameter
 
 
@@ -59,7 +63,8 @@ def measure(
     seed: int,
     report: Report = lambda part: None,
 ) -> MachineTimes:
-    """Measure as rank ``world.rank``; ``models`` is one model at several micro-batch sizes.
+    """Measure as rank ``world.rank``; ``models`` is one model at several micro-batch sizes, without tensor parallelism
+    first.
 
     Only rank 0's result is meaningful. The process groups stay, as after ``training.train``.
     """
@@ -72,9 +77,18 @@ def measure(
         sizes=tuple(profiler.model_times(model) for model in models),
         slowdown=profiler.slowdown(),
         messages=profiler.messages() if world.size > 1 else None,
-        all_reduce=profiler.all_reduces() if world.size > 1 else None,
+        collectives=profiler.collectives() if world.size > 1 else None,
         update_s=profiler.update_s(),
     )
+
+
+_Key = tuple[str, Shard | None]  # name of a parameter or buffer, and the shard of it; None: all of it
+
+
+def _key(name: str, model: ModelSubgraphs) -> _Key:
+    """What the first rank of ``model`` holds of ``name``."""
+    split = None if model.tensor is None else model.tensor.placements[name].split
+    return name, None if split is None else Shard(split, 0, model.tp)
 
 
 class _Profiler:
@@ -92,16 +106,30 @@ class _Profiler:
         self._models, self._settings, self._data = models, settings, data
         self._ranks, self._report = ranks, report
         self._is_first = ranks.world.rank == 0
-        first = models[0].captured
-        constants = first.exported.constants
-        names = {name for model in models for stage in model.distinct for name in stage.state}
-        tensors = materialize(first.exported.build, sorted(names - constants.keys()), seed=seed)
-        self._state = {name: tensor.to(ranks.device) for name, tensor in tensors.items()}
-        self._trained: dict[str, nn.Parameter] = {}
-        for name in sorted(first.graph.trained & names):
-            parameter = nn.Parameter(self._state[name])
-            parameter.grad = torch.zeros_like(parameter)
-            self._state[name] = self._trained[name] = parameter
+        self._seed = seed
+        self._state: dict[_Key, torch.Tensor] = {}
+        for model in models:
+            self._make_state(model)
+        whole = {name: tensor for (name, shard), tensor in self._state.items() if shard is None}
+        self._trained = {name: tensor for name, tensor in whole.items() if isinstance(tensor, nn.Parameter)}
+
+    def _make_state(self, model: ModelSubgraphs) -> None:
+        """Make the parameters and buffers that ``model`` uses and that no other one has in common with it."""
+        constants, trained = model.captured.exported.constants, model.captured.graph.trained
+        needed = {_key(name, model) for stage in model.distinct for name in stage.state if name not in constants}
+        missing = dict(needed - self._state.keys())
+        made = materialize(
+            model.captured.exported.build,
+            sorted(missing),
+            seed=self._seed,
+            shards={name: shard for name, shard in missing.items() if shard is not None},
+        )
+        for name, tensor in made.items():
+            placed = tensor.to(self._ranks.device)
+            if name in trained:
+                placed = nn.Parameter(placed)
+                placed.grad = torch.zeros_like(placed)
+            self._state[name, missing[name]] = placed
 
     def model_times(self, model: ModelSubgraphs) -> ModelTimes:
         """Times of the model's subgraphs on rank 0, while the other ranks are idle."""
@@ -112,12 +140,15 @@ class _Profiler:
                 if self._is_first:
                     rounds[kind].append(time_subgraph(one, other, self._ranks.clock))
                 self._ranks.barrier()
-                self._report(f"micro-batch of {one.samples}: {one.name}")
+                degree = f", tp {model.tp}" if model.tp > 1 else ""
+                self._report(f"micro-batch of {one.samples}{degree}: {one.name}")
         return ModelTimes(
             micro_batch_size=model.captured.graph.micro_batch_size,
             graph=model.captured.graph.fingerprint,
             kinds=model.kinds,
             subgraphs=tuple(subgraph_times(run, times) for run, times in zip(whole, rounds, strict=True)),
+            tp=model.tp,
+            sequence_parallel=model.sequence_parallel,
         )
 
     def slowdown(self) -> tuple[float, ...]:
@@ -126,7 +157,8 @@ class _Profiler:
         It follows from how often the ranks get through the subgraphs of the largest micro-batch in equal times.
         """
         size = self._ranks.world.size
-        runs = self._runs(max(self._models, key=lambda model: model.captured.graph.micro_batch_size))
+        whole = [model for model in self._models if model.tensor is None]
+        runs = self._runs(max(whole, key=lambda model: model.captured.graph.micro_batch_size))
         counts = rank_counts(size, least=1)
         rates = dict.fromkeys(counts, 0.0)
         for _ in range(ROUNDS):
@@ -143,9 +175,14 @@ class _Profiler:
         self._report("messages")
         return times
 
-    def all_reduces(self) -> AllReduceTimes:
-        times = time_all_reduces(self._ranks)
-        self._report("all-reduces")
+    def collectives(self) -> NodeCollectives:
+        """Times at usual sizes and at those of the models' tensor-parallel programs."""
+        sizes: dict[Collective, set[int]] = {}
+        for model in self._models:
+            for one in () if model.tensor is None else exchanges_of(local_graph(model.tensor), 1.0):
+                sizes.setdefault(one.collective, set()).add(int(one.size))
+        times = time_collectives(self._ranks, sizes)
+        self._report("collectives")
         return times
 
     def update_s(self) -> float:
@@ -176,8 +213,9 @@ class _Profiler:
         batches = Batches(self._data, seed=0, global_batch=samples, micro_batch_size=samples)
         device = self._ranks.device
         constants = {name: value.to(device) for name, value in model.captured.exported.constants.items()}
-        state = {**self._state, **constants}
-        return [SubgraphRun(stage, model.captured, state, batches, device, split=split) for stage in model.distinct]
+        names = {name for stage in model.distinct for name in stage.state} - constants.keys()
+        state = {**{name: self._state[_key(name, model)] for name in names}, **constants}
+        return [SubgraphRun(stage, model, state, batches, device, split=split) for stage in model.distinct]
 
     def _rate(self, runs: Sequence[SubgraphRun]) -> float:
         """How many times per second all of ``runs`` go forward and backward."""

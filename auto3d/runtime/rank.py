@@ -14,7 +14,7 @@ from auto3d.cost.device_memory import DeviceMemory, predict
 from auto3d.plan import Plan
 from auto3d.runtime.agreement import check_agreement
 from auto3d.runtime.backend import Backend, RealBackend, trained_parameters
-from auto3d.runtime.checkpoint import Sharding
+from auto3d.runtime.checkpoint import StateSplit
 from auto3d.runtime.data import Batches, DataSettings
 from auto3d.runtime.emulated import EmulatedBackend
 from auto3d.runtime.executor import Executor, Peers
@@ -58,7 +58,7 @@ class Rank:
     emulated."""
     shared: frozenset[str]  # parameters and buffers of which several ranks hold the same elements
     stored_as: Mapping[str, str]  # parameter or buffer -> its name, and which shard of it this rank holds
-    sharding: Sharding
+    sharding: StateSplit
     predicted: DeviceMemory  # predicted bytes of this rank's pipeline device
 
     def check_agreement(self, *, cause: str, device: torch.device, timeout_s: float) -> None:
@@ -173,7 +173,7 @@ def build_rank(
         all_names=layout.all_stored_names,
         shared=layout.state_of_several_ranks,
         stored_as={name: layout.stored_name(name) for name in tensors},
-        sharding=Sharding(tp=plan.tp, split={} if layout.tensor is None else layout.tensor.split),
+        sharding=StateSplit(tp=plan.tp, split={} if layout.tensor is None else layout.tensor.split),
         predicted=memory.predicted,
     )
     # Nothing would correct ranks that begin with different weights, so they compare them before the first iteration.

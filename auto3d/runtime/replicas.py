@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from auto3d.capture.model import CapturedModel
 from auto3d.partition.samples import made_from_samples, sample_dimensions
 from auto3d.partition.stage import Stage, same_stages
-from auto3d.plan import Plan, PlanError
+from auto3d.plan import NO_OVERLAP, SUB_PIPELINED, Plan, PlanError
 from auto3d.schedule.operation import Schedule
+from auto3d.tensor.halves import sub_pipelined
 from auto3d.tensor.model import TensorParallelModel, tensor_parallel
 
 
@@ -41,11 +42,15 @@ def rank_program(captured: CapturedModel, plan: Plan, replicas: int) -> RankProg
 
 
 def _derived_once(captured: CapturedModel, plan: Plan) -> TensorParallelModel:
-    key = (plan.tp, frozenset(plan.split.items()), plan.sequence_parallel)
+    key = (plan.tp, frozenset(plan.split.items()), plan.sequence_parallel, plan.tensor_overlap)
     if key not in captured.derived:
-        captured.derived[key] = tensor_parallel(
-            captured, plan.tp, split=plan.split, sequence_parallel=plan.sequence_parallel
-        )
+        if plan.tensor_overlap == SUB_PIPELINED:
+            derived: TensorParallelModel = sub_pipelined(
+                _derived_once(captured, replace(plan, tensor_overlap=NO_OVERLAP))
+            )
+        else:
+            derived = tensor_parallel(captured, plan.tp, split=plan.split, sequence_parallel=plan.sequence_parallel)
+        captured.derived[key] = derived
     return captured.derived[key]
 
 
@@ -112,6 +117,12 @@ def resplit_dimensions(captured: CapturedModel, plan: Plan, stages: Sequence[Sta
     ]
     if not transfers:
         return {}
+    if plan.tensor_overlap == SUB_PIPELINED:
+        source, target = transfers[0].source, transfers[0].target
+        raise PlanError(
+            f"stages: {source} has {_times(replicas[source])}, and stage {target} has {_times(replicas[target])}; with "
+            f"tensor_overlap: {SUB_PIPELINED} each divides its samples into halves, so both must have equally many"
+        )
     program = rank_program(captured, plan, 1)
     graph = program.captured.graph
     smaller = rank_program(captured, plan, max(replicas)).captured.graph

@@ -189,7 +189,7 @@ class StageModule:
         made: dict[str, torch.Tensor] = {}
         for number, segment in enumerate(self._segments):
             in_flight.old_buffers.append({} if segment.kept else segment.copy_buffers(state))
-            with nullcontext() if segment.kept else _no_saved_activations():
+            with nullcontext() if segment.kept else no_saved_activations():
                 outputs, in_flight.uses[number] = segment.run({**state, **weights}, in_flight.values)
             in_flight.outputs.append(outputs if segment.kept else None)
             for name, output in zip(segment.gives, outputs, strict=True):
@@ -281,7 +281,7 @@ class StageModule:
             torch.autograd.backward(used, output_gradients)
 
 
-def _no_saved_activations() -> AbstractContextManager:
+def no_saved_activations() -> AbstractContextManager:
     """Autograd is on but saves no activations.
 
     It is on because attention would take another kernel without it, and round differently.

@@ -10,13 +10,14 @@ from typing import Protocol
 import torch
 
 from auto3d.capture.graph import Value
-from auto3d.capture.model import CapturedModel
 from auto3d.cost.profile import SubgraphTimes
 from auto3d.partition.stage import Stage
 from auto3d.runtime.clock import Clock, Mark
 from auto3d.runtime.data import Batches
+from auto3d.runtime.distinct_subgraphs import ModelSubgraphs
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage import StageModule
+from auto3d.runtime.tensor_group import Pending, TensorParallelRank
 
 MIN_REPETITIONS = 3  # least number of repetitions of a subgraph in each round
 ROUND_S = 0.06  # about how long the repetitions of one subgraph take in each round
@@ -65,20 +66,51 @@ def _marked(whole: TimedSubgraph, split: TimedSubgraph, clock: Clock) -> list[Ma
     return marks
 
 
+class SilentGroup:
+    """The tensor-parallel group of rank 0 of ``shards`` ranks, none of which is there: its collectives do nothing.
+
+    What they give has the right shape and harmless values, and takes no time.
+    """
+
+    shard = 0
+
+    def __init__(self, shards: int) -> None:
+        self.shards = shards
+        self._gathered: dict[tuple, torch.Tensor] = {}
+
+    def all_reduce(self, tensor: torch.Tensor, what: str, *, maximum: bool = False) -> Pending:
+        return lambda: tensor
+
+    def all_gather(self, tensor: torch.Tensor, what: str) -> Pending:
+        key = tensor.shape, tensor.dtype, tensor.device
+        if key not in self._gathered:
+            self._gathered[key] = tensor.detach().expand(self.shards, *tensor.shape).contiguous()
+        return lambda: self._gathered[key]
+
+    def reduce_scatter(self, stacked: torch.Tensor, what: str) -> Pending:
+        return lambda: stacked[self.shard]
+
+
 class SubgraphRun:
-    """A subgraph as a stage runs it, on made-up activations, which can be run any number of times."""
+    """A subgraph as a stage runs it, on made-up activations, which can be run any number of times.
+
+    That of a tensor-parallel rank runs without its collectives; their copies of tensors are part of it.
+    """
 
     def __init__(
         self,
         stage: Stage,
-        captured: CapturedModel,
+        model: ModelSubgraphs,
         state: dict[str, torch.Tensor],
         batches: Batches,
         device: torch.device,
         *,
         split: bool,
     ) -> None:
-        graph = captured.graph
+        captured, graph = model.captured, model.captured.graph
+        tensor = None
+        if model.tensor is not None:
+            tensor = TensorParallelRank(model=model.tensor, group=SilentGroup(model.tp))
         inside = set(stage.nodes)
         modules = [node.module for node in graph.nodes if node.name in inside and not node.from_inputs and node.module]
         self.name, self.samples = modules[0] if modules else stage.nodes[0], graph.micro_batch_size
@@ -90,6 +122,7 @@ class SubgraphRun:
             randomness=Randomness(0, first_micro_batch=0, micro_batches=1, device=device),
             device=device,
             split_backward=split,
+            tensor=tensor,
         )
         self._state = {state[name].untyped_storage().data_ptr() for name in stage.state}
         self._device = device

@@ -154,10 +154,10 @@ class ConversionModule(nn.Module):
         self._backward = backward_action(conversion, split, group, f"the gradient of {what}")
 
     def forward(self, value: torch.Tensor, *_: Any) -> torch.Tensor:
-        return _Convert.apply(value, self._forward, self._backward)
+        return _Converted.apply(value, self._forward, self._backward)
 
 
-class _Convert(torch.autograd.Function):
+class _Converted(torch.autograd.Function):
     """Does ``forward`` to the value and ``backward`` to its gradient; keeps nothing between the two."""
 
     @staticmethod
@@ -254,10 +254,10 @@ class VocabularyEmbedding(nn.Module):
     def forward(
         self, weight: torch.Tensor, indices: torch.Tensor, padding_idx: int, size: int, shards: int
     ) -> torch.Tensor:
-        return _Lookup.apply(weight, indices, padding_idx, self._group.shard * weight.shape[0])
+        return _Rows.apply(weight, indices, padding_idx, self._group.shard * weight.shape[0])
 
 
-class _Lookup(torch.autograd.Function):
+class _Rows(torch.autograd.Function):
     """Rows ``indices`` of a weight whose shard here begins at row ``first``; zeros for rows elsewhere."""
 
     @staticmethod

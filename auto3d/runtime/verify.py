@@ -46,14 +46,14 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Computed:
     """What a forward and a backward of one micro-batch give."""
 
     loss: torch.Tensor
     gradients: Mapping[str, torch.Tensor | None]
     buffers: Mapping[str, torch.Tensor]
 
-    def difference(self, other: "Outcome") -> Difference | None:
+    def difference(self, other: "Computed") -> Difference | None:
         """The loss if it differs, otherwise the gradient that differs most, otherwise a buffer; None if all agree."""
         scale = max([1.0, *(float(g.abs().max()) for g in other.gradients.values() if g is not None and g.numel())])
         gradients = [
@@ -105,7 +105,7 @@ def check_against_eager(captured: CapturedModel, data: DataSettings, *, seed: in
             )
 
 
-def _check_same_parameters(captured: CapturedModel, model: nn.Module, eager: Outcome) -> None:
+def _check_same_parameters(captured: CapturedModel, model: nn.Module, eager: Computed) -> None:
     """Raise CaptureError if only one of the two gives a parameter a gradient: only there would it be trained."""
     for name, gradient in eager.gradients.items():
         if (gradient is not None) != (name in captured.graph.trained):
@@ -139,12 +139,12 @@ class _SeededDraws(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _run_eager(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Outcome:
+def _run_eager(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Computed:
     model.zero_grad()
     with _SeededDraws():
         loss = _loss_of(model(**{name: value.clone() for name, value in batch.items()}))
     loss.backward()
-    return Outcome(
+    return Computed(
         loss.detach(),
         {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()},
         {name: buffer.clone() for name, buffer in buffers_of(model).items()},
@@ -168,7 +168,7 @@ def _restore(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
 
 def _run_program(
     captured: CapturedModel, model: nn.Module, batch: Mapping[str, torch.Tensor], device: torch.device
-) -> Outcome:
+) -> Computed:
     tensors = _tensors(captured, model, device)
     stage = StageModule(
         _whole(captured), captured, tensors, loss_weight=1.0, randomness=_randomness(device), device=device
@@ -176,7 +176,7 @@ def _run_program(
     with _SeededDraws():
         stage.forward(0, {}, {name: value.clone() for name, value in batch.items()})
     stage.backward(0, {})
-    return Outcome(
+    return Computed(
         stage.losses[0],
         {name: tensors[name].grad if name in tensors else None for name, _ in model.named_parameters()},
         {name: tensors[name] for name in captured.graph.written_buffers},

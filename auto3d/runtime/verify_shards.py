@@ -26,7 +26,7 @@ from auto3d.runtime.randomness import Randomness, SeededOperation
 from auto3d.runtime.stage import StageModule
 from auto3d.runtime.stage_program import segment_program
 from auto3d.runtime.tensor_group import ConversionModule, TensorGroup, TensorParallelRank
-from auto3d.runtime.verify import Difference, Outcome, coarseness, difference_of, one_batch
+from auto3d.runtime.verify import Computed, Difference, coarseness, difference_of, one_batch
 from auto3d.tensor.collectives import CONVERSION_BETWEEN
 from auto3d.tensor.model import TensorParallelModel
 from auto3d.tensor_placement import WHOLE, Kind, TensorPlacement
@@ -52,7 +52,7 @@ def check_shards(model: TensorParallelModel, data: DataSettings, *, seed: int, d
         tensors = dict(module.named_parameters()) | buffers_of(module)
         batch = one_batch(model.whole, data, seed=seed, device=device)
         whole = _run(model.whole, _state_of(model.whole, tensors, device), batch, device, None)
-        outcomes = Lockstep[Outcome](model.shards).run(partial(_run_shard, model, tensors, batch, device))
+        outcomes = Lockstep[Computed](model.shards).run(partial(_run_shard, model, tensors, batch, device))
         if (difference := _difference(model, outcomes, whole)) is None:
             return
         place = _first_value_that_differs(model, tensors, batch, device)
@@ -85,7 +85,7 @@ def _split(model: TensorParallelModel, name: str) -> Any:
 
 def _run_shard(
     model: TensorParallelModel, tensors: Tensors, batch: Tensors, device: torch.device, group: LockstepGroup
-) -> Outcome:
+) -> Computed:
     with torch.no_grad():
         state = _state_of(model.local, _shards_of(model, tensors, group.shard), device)
     return _run(model.local, state, batch, device, _DrawnTogether(model=model, group=group))
@@ -97,14 +97,14 @@ def _run(
     batch: Tensors,
     device: torch.device,
     tensor: TensorParallelRank | None,
-) -> Outcome:
+) -> Computed:
     (stage,) = cut(captured.graph, stages_between([0, len(captured.graph.nodes)]))
     running = StageModule(
         stage, captured, state, loss_weight=1.0, randomness=_randomness(device), device=device, tensor=tensor
     )
     running.forward(0, {}, {name: value.clone() for name, value in batch.items()})
     running.backward(0, {})
-    return Outcome(
+    return Computed(
         running.losses[0],
         {name: state[name].grad for name in sorted(captured.graph.trained)},
         {name: state[name] for name in sorted(captured.graph.written_buffers)},
@@ -115,7 +115,7 @@ def _randomness(device: torch.device) -> Randomness:
     return Randomness(0, first_micro_batch=0, micro_batches=1, device=device)
 
 
-def _difference(model: TensorParallelModel, outcomes: list[Outcome], whole: Outcome) -> Difference | str | None:
+def _difference(model: TensorParallelModel, outcomes: list[Computed], whole: Computed) -> Difference | str | None:
     """The first of the shards' losses, gradients and buffers that differ from those of the whole program."""
     wider = _coarseness(model.whole)
     shards = range(model.shards)
@@ -259,7 +259,7 @@ def _values(
     )
     made: dict[str, torch.Tensor] = {}
 
-    class Recording(fx.Interpreter):
+    class Recorder(fx.Interpreter):
         def run_node(self, node: fx.Node) -> Any:
             value = super().run_node(node)
             if isinstance(value, torch.Tensor):
@@ -267,7 +267,7 @@ def _values(
             return value
 
     with torch.no_grad():
-        Recording(program, garbage_collect_values=False).run(
+        Recorder(program, garbage_collect_values=False).run(
             *(state[name] for name in names), *(batch[name].clone() for name in given)
         )
     return made

@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from tabulate import tabulate
 
+from auto3d.cluster import CollectiveTimes
 from auto3d.cost.profile import Profile
 from launch.console.output import print_json
 from launch.console.progress import at_work, profile_progress
@@ -53,6 +54,7 @@ def _table(profile: Profile) -> str:
     rows = [
         (
             size.micro_batch_size,
+            f"{size.tp}, sequence" if size.sequence_parallel else str(size.tp),
             one.name,
             size.kinds.count(kind),
             f"{1e3 * one.forward_s:.3f}",
@@ -63,7 +65,7 @@ def _table(profile: Profile) -> str:
         for size in profile.sizes
         for kind, one in enumerate(size.subgraphs)
     ]
-    heads = ["micro-\nbatch", "subgraph", "times in\nthe model", "forward\n(ms)", "backward\n(ms)"]
+    heads = ["micro-\nbatch", "tp", "subgraph", "times in\nthe model", "forward\n(ms)", "backward\n(ms)"]
     subgraphs = tabulate(rows, [*heads, "weight half\n(ms)", "saved\n(MiB)"], disable_numparse=True)
     factors = ", ".join(f"{factor:.2f}" for factor in profile.slowdown)
     figures = [("slowdown", factors, "while 1, 2, … ranks compute at the same time")]
@@ -73,11 +75,11 @@ def _table(profile: Profile) -> str:
         figures.append(("messages", _rate(link.bandwidth), f"plus {1e6 * link.latency_s:.0f} µs each; {fitted}"))
         handling = f"plus {1e6 * each_s:.0f} µs of compute in sender and receiver for each message; {fitted}"
         figures.append(("message handling", _rate(1 / per_byte_s), handling))
-    if profile.all_reduce:
-        for ranks, seconds in zip(profile.all_reduce.ranks, profile.all_reduce.seconds, strict=True):
-            size, longest = profile.all_reduce.sizes[-1], seconds[-1]
-            rate = _rate(_bus_bandwidth(ranks, size, longest))
-            figures.append((f"all-reduce of {ranks}", rate, f"bus bandwidth at {size / 2**20:.0f} MiB"))
+    for name, times, passes in _collectives(profile):
+        for ranks, seconds in zip(times.ranks, times.seconds, strict=True):
+            size, longest = times.sizes[-1], seconds[-1]
+            rate = _rate(_bus_bandwidth(ranks, size, longest, passes))
+            figures.append((f"{name} of {ranks}", rate, f"bus bandwidth at {size / 2**20:.0f} MiB"))
     figures.append(("update", f"{1e9 * profile.update_s:.2f} ns", "per parameter, with gradient norm and zeroing"))
     repetitions = [one.repetitions for size in profile.sizes for one in size.subgraphs]
     ranks, threads = profile.setting.devices_per_node, profile.setting.threads
@@ -93,9 +95,21 @@ def _rate(bandwidth: float) -> str:
     return f"{8 * bandwidth / 1e9:.2f} Gbit/s"
 
 
-def _bus_bandwidth(ranks: int, size: int, seconds: float) -> float:
-    """Bytes per second through each rank's link in a ring all-reduce."""
-    return 2 * (ranks - 1) / ranks * size / seconds
+def _collectives(profile: Profile) -> list[tuple[str, CollectiveTimes, int]]:
+    """Name and times of each measured collective, and how many times its ring passes each byte on."""
+    measured = profile.collectives
+    if measured is None:
+        return []
+    return [
+        ("all-reduce", measured.all_reduce, 2),
+        ("all-gather", measured.all_gather, 1),
+        ("reduce-scatter", measured.reduce_scatter, 1),
+    ]
+
+
+def _bus_bandwidth(ranks: int, size: int, seconds: float, passes: int) -> float:
+    """Bytes per second through each rank's link in a ring."""
+    return passes * (ranks - 1) / ranks * size / seconds
 
 
 def _draw(profile: Profile, file: Path) -> None:
@@ -104,9 +118,10 @@ def _draw(profile: Profile, file: Path) -> None:
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     times, rates = figure.subplots(1, 2)
-    sizes = [size.micro_batch_size for size in profile.sizes]
-    for name in dict.fromkeys(one.name for size in profile.sizes for one in size.subgraphs):
-        each = [next((one for one in size.subgraphs if one.name == name), None) for size in profile.sizes]
+    whole = [size for size in profile.sizes if size.tp == 1]
+    sizes = [size.micro_batch_size for size in whole]
+    for name in dict.fromkeys(one.name for size in whole for one in size.subgraphs):
+        each = [next((one for one in size.subgraphs if one.name == name), None) for size in whole]
         milliseconds = [1e3 * (one.forward_s + one.backward_s) if one else None for one in each]
         times.plot(sizes, milliseconds, marker="o", label=name)
     times.set(xlabel="micro-batch size (samples)", ylabel="forward and backward (ms)", xlim=0, ylim=0)
@@ -117,14 +132,12 @@ def _draw(profile: Profile, file: Path) -> None:
             profile.messages.sizes,
             [size / seconds for size, seconds in zip(profile.messages.sizes, profile.messages.seconds, strict=True)],
         )
-    if profile.all_reduce:
-        for ranks, row in zip(profile.all_reduce.ranks, profile.all_reduce.seconds, strict=True):
-            lines[f"all-reduce of {ranks}, bus"] = (
-                profile.all_reduce.sizes,
-                [
-                    _bus_bandwidth(ranks, size, seconds)
-                    for size, seconds in zip(profile.all_reduce.sizes, row, strict=True)
-                ],
+    for name, measured, passes in _collectives(profile):
+        for ranks, row in zip(measured.ranks, measured.seconds, strict=True):
+            each_rate = zip(measured.sizes, row, strict=True)
+            lines[f"{name} of {ranks}, bus"] = (
+                measured.sizes,
+                [_bus_bandwidth(ranks, size, seconds, passes) for size, seconds in each_rate],
             )
     for label, (line_sizes, bandwidths) in lines.items():
         rates.loglog(line_sizes, [8 * bandwidth / 1e9 for bandwidth in bandwidths], marker="o", label=label)

@@ -183,7 +183,7 @@ def runnable_maker(
 
     def check(plan: Plan) -> None:
         if emulated is not None:
-            emulated.check_fits(plan)
+            emulated.check_fits(plan.stages)
         graph = graph_at(samples_at_once(plan))
         if graph.carried_buffers:
             check_carried_buffers(graph, plan, schedule_of(plan), cut(graph, plan.stages))

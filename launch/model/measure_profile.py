@@ -2,22 +2,26 @@
 
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from datetime import UTC, datetime
 
 from auto3d.cost.profile import Profile, ProfileError
+from auto3d.errors import InputError
 from auto3d.runtime.distinct_subgraphs import ModelSubgraphs, distinct_subgraphs
 from auto3d.runtime.measurement import Environment, Status
 from auto3d.runtime.profiler import MachineTimes, measure, num_reports
 from auto3d.runtime.world import World
+from auto3d.tensor.model import tensor_parallel
+from auto3d.tensor.planned_split import planned_split
 from launch.model.build import captured_model, use_device
 from launch.model.graphs import PlanningModel
-from launch.model.profile import micro_batch_sizes, setting_of
+from launch.model.profile import micro_batch_sizes, setting_of, tensor_parallel_ways
 from launch.recipe.data import data_settings
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import training_settings
 from launch.run.devices import devices_for
 from launch.run.ranks import Report, check_devices, run_ranks
+from launch.run.streams import stdout_to_stderr
 
 
 def measure_profile(
@@ -40,19 +44,27 @@ def measure_profile(
     settings, data = training_settings(values, iterations=1), data_settings(values)
     planning, cores = PlanningModel(recipe), len(os.sched_getaffinity(0))
 
-    def model_of(size: int) -> ModelSubgraphs:
+    def models_of(size: int) -> list[ModelSubgraphs]:
         captured = captured_model(recipe, size)
-        return distinct_subgraphs(captured, planning.sharding(captured.graph).bounds)
+        bounds = planning.sharding(captured.graph).bounds
+        models = [distinct_subgraphs(captured, bounds)]
+        for shards, sequence_parallel in tensor_parallel_ways(recipe):
+            rules = values.model.tensor_parallel
+            with suppress(InputError), stdout_to_stderr():  # such plans are refused, with the reason
+                split = planned_split(captured, shards, rules=rules, sequence_parallel=sequence_parallel)
+                tensor = tensor_parallel(captured, shards, split=split, sequence_parallel=sequence_parallel)
+                models.append(distinct_subgraphs(captured, bounds, tensor=tensor, sequence_parallel=sequence_parallel))
+        return models
 
     models: list[ModelSubgraphs] = []
     for size in [] if devices else micro_batch_sizes(recipe):  # ranks on GPUs capture: see launch.model.build
         with capturing(size):
-            models.append(model_of(size))
+            models += models_of(size)
 
     def run(world: World, report: Report) -> tuple[MachineTimes, Environment]:
         if devices:
             use_device(world.device("cuda"))
-        ours = models or [model_of(size) for size in micro_batch_sizes(recipe)]
+        ours = models or [model for size in micro_batch_sizes(recipe) for model in models_of(size)]
         measured = measure(ours, settings, data, world, seed=values.training.seed, report=report)
         return measured, Environment.here(settings.device, cores=cores)
 
@@ -72,7 +84,7 @@ def measure_profile(
         sizes=measured.sizes,
         slowdown=measured.slowdown,
         messages=measured.messages,
-        all_reduce=measured.all_reduce,
+        collectives=measured.collectives,
         update_s=measured.update_s,
     )
 

@@ -32,6 +32,7 @@ def setting_of(recipe: LoadedRecipe) -> Setting:
         threads=values.training.threads_per_rank,
         tf32=values.training.tf32,
         deterministic=values.training.deterministic,
+        tensor_parallel=tuple(values.model.tensor_parallel.items()),
     )
 
 
@@ -101,3 +102,22 @@ def micro_batch_sizes(recipe: LoadedRecipe) -> list[int]:
         sizes.add(values.plan.micro_batch_size)
     largest = max(sizes, default=1) if searched != AUTO else batch
     return sorted(sizes | {2**power for power in range(largest.bit_length()) if 2**power <= largest})
+
+
+def tensor_parallel_ways(recipe: LoadedRecipe) -> list[tuple[int, bool]]:
+    """The ways of tensor parallelism to measure: (degree, whether it is sequence-parallel).
+
+    They are those of the recipe's search and plan whose groups fit on one node.
+    """
+    values = recipe.values
+    devices, searched = values.cluster.devices_per_node, values.search.tp
+    divisors = [degree for degree in range(1, devices + 1) if devices % degree == 0]
+    kinds = values.search.sequence_parallel
+    ways = {
+        (degree, kind)
+        for degree in (divisors if searched == AUTO else searched)
+        for kind in ([False, True] if kinds == AUTO else kinds)
+    }
+    if values.plan is not None:
+        ways.add((values.plan.tp, values.plan.sequence_parallel))
+    return sorted(way for way in ways if 1 < way[0] <= devices)

@@ -27,7 +27,7 @@ def search_recipe(recipe: LoadedRecipe, tell: Callable[[int, float], None] | Non
 
     def check(plan: Plan) -> None:
         if emulated is not None:
-            emulated.check_fits(plan)
+            emulated.check_fits(plan.stages)
 
     model = cost_model(recipe, subject)
     domain = Domain(search_space(recipe.values), model.cluster, task(recipe))

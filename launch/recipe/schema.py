@@ -336,6 +336,13 @@ class EmulationRecipe:
         below=LARGEST_INTEGER,
         per_stage=int,
     )
+    collective_s: Any = key(
+        None,
+        "seconds of each tensor-parallel collective for one micro-batch; none: real collectives of the true sizes",
+        least=0,
+        below=LARGEST_TIME_S,
+        per_stage=float,
+    )
 
 
 @dataclass

@@ -6,11 +6,11 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
-from auto3d.cluster import Accelerator, AllReduceTimes, Cluster, Node, place_ranks
+from auto3d.cluster import Accelerator, Cluster, CollectiveTimes, Node, NodeCollectives, place_ranks
 from auto3d.cost.model import CostModel
 from auto3d.cost.profile import MessageTimes, ModelTimes, Profile, ProfileError, Setting, SubgraphTimes
 from auto3d.cost.training_options import TrainingOptions
-from auto3d.cost.work import work_of, work_of_tensor_parallel
+from auto3d.cost.work import exchanges_of, work_of, work_of_tensor_parallel
 from auto3d.partition.merak import shard
 from auto3d.plan import Plan, stages_between
 from auto3d.runtime import link_timing, profiler, subgraph_timing
@@ -44,6 +44,7 @@ def short(monkeypatch):
     monkeypatch.setattr(profiler, "LOAD_S", 0.0)
     monkeypatch.setattr(subgraph_timing, "ROUND_S", 0.0)
     monkeypatch.setattr(link_timing, "ALL_REDUCE_SIZES", (16, 4096))
+    monkeypatch.setattr(link_timing, "SHARED_SIZES", (4096,))
     monkeypatch.setattr(link_timing, "MESSAGE_SIZES", (1024, 65536))
 
 
@@ -83,8 +84,32 @@ def test_a_real_profile(name, short):
 
     assert len(found.slowdown) == 2
     assert found.slowdown[0] == 1
-    assert min(*found.messages.seconds, *found.messages.processor_s, *found.all_reduce.seconds[0], found.update_s) > 0
+    assert min(*found.messages.seconds, *found.messages.processor_s, found.update_s) > 0
+    for times in (found.collectives.all_reduce, found.collectives.all_gather, found.collectives.reduce_scatter):
+        assert min(times.seconds[0]) > 0
     assert found.messages.link.bandwidth > 0
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_real_profile_of_a_tensor_parallel_rank(sequence_parallel, short):
+    """It has the subgraphs of the whole model, with the bytes that a rank keeps, and collectives of all sizes."""
+    model = captured("gpt2", 4)
+    bounds = shard(model.graph).bounds
+    tensor = tensor_parallel(model, 2, sequence_parallel=sequence_parallel)
+    whole = distinct_subgraphs(model, bounds)
+    split = distinct_subgraphs(model, bounds, tensor=tensor, sequence_parallel=sequence_parallel)
+    found = measured([whole, split], MODELS["gpt2"][1])
+    one, two = found.sizes
+    assert (one.tp, two.tp, two.sequence_parallel) == (1, 2, sequence_parallel)
+    assert len(two.kinds) == len(one.kinds)
+    assert sequence_parallel or two.kinds == one.kinds
+    assert np.all(two.seconds > 0)
+    local = local_graph(tensor)
+    work = work_of_tensor_parallel(work_of(model.graph, bounds), local)
+    saved = [two.subgraphs[kind].saved_bytes for kind in two.kinds]
+    assert saved == [pytest.approx(work.saved[a:b].sum(), rel=0.02, abs=1024) for a, b in pairwise(bounds)]
+    for exchange in exchanges_of(local, 1.0):
+        assert exchange.size in getattr(found.collectives, exchange.collective.name.lower()).sizes
 
 
 @pytest.mark.soak
@@ -127,7 +152,11 @@ def made_up(sizes=(2, 4)) -> Profile:
         sizes=tuple(models),
         slowdown=(1.0, 1.5),
         messages=MessageTimes(sizes=(1000, 2000, 4000), seconds=(2e-3, 3e-3, 5e-3), processor_s=(1e-3, 1e-3, 1e-3)),
-        all_reduce=AllReduceTimes(ranks=(2,), sizes=(16, 1000), seconds=((1e-3, 2e-3),)),
+        collectives=NodeCollectives(
+            all_reduce=CollectiveTimes(ranks=(2,), sizes=(16, 1000), seconds=((1e-3, 2e-3),)),
+            all_gather=CollectiveTimes(ranks=(2,), sizes=(16, 1000), seconds=((1e-3, 3e-3),)),
+            reduce_scatter=CollectiveTimes(ranks=(2,), sizes=(16, 1000), seconds=((1e-3, 4e-3),)),
+        ),
         update_s=1e-9,
     )
 
@@ -165,7 +194,7 @@ def test_the_cost_model_reproduces_a_profile():
     link = profile.messages.link
     assert (link.latency_s, link.bandwidth) == (pytest.approx(1e-3), pytest.approx(1e6))
     assert profile.messages.handling == (pytest.approx(1e-3), pytest.approx(0, abs=1e-12))
-    assert [profile.all_reduce.interpolate(2, size) for size in (16, 508, 1000, 3000)] == pytest.approx(
+    assert [profile.collectives.all_reduce.interpolate(2, size) for size in (16, 508, 1000, 3000)] == pytest.approx(
         [1e-3, 1.5e-3, 2e-3, 6e-3]
     )
 
@@ -187,8 +216,59 @@ def test_the_cost_model_reproduces_a_profile():
     )
     parameters = sum(np.prod(value.shape) for value in graphs[4].parameters.values())
     compute = 2 * (whole + 12.0 * len(wanted)) + parameters * 1e-9
-    reduced = profile.all_reduce.interpolate(2, 4 * parameters) + profile.all_reduce.interpolate(2, 16)
+    all_reduce = profile.collectives.all_reduce
+    reduced = all_reduce.interpolate(2, 4 * parameters) + all_reduce.interpolate(2, 16)
     assert model.seconds(plan) == pytest.approx(1.5 * compute + reduced)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_the_cost_model_reproduces_a_tensor_parallel_profile(sequence_parallel):
+    """Its own measured subgraphs, and each collective as long as it was measured: the ranks slowed each other there."""
+    model, profile = captured("gpt2", 4), made_up()
+    bounds = shard(model.graph).bounds
+    whole = work_of(model.graph, bounds)
+    locals_ = {way: local_graph(tensor_parallel(model, 2, sequence_parallel=way)) for way in (False, True)}
+    split = [replace(size, tp=2, sequence_parallel=True, graph="of a rank") for size in profile.sizes]
+    split = [replace(s, subgraphs=tuple(replace(o, forward_s=o.forward_s / 3) for o in s.subgraphs)) for s in split]
+    profile = replace(profile, sizes=(*profile.sizes, *split))
+    assert Profile.from_json(profile.to_json()) == profile
+
+    def work(samples, tp, sequence_parallel):
+        return whole if tp == 1 else work_of_tensor_parallel(whole, locals_[sequence_parallel])
+
+    times_at = profile.times_at(work, lambda _: bounds)
+    times = times_at(4, Accelerator(), 2, sequence_parallel)
+    each = np.array([(1.0 + kind) * 4 for kind in profile.sizes[0].kinds])
+    if sequence_parallel:
+        assert np.diff(times.forward[list(bounds)]) == pytest.approx(each / 3)
+    else:
+        assert 0.5 < times.forward[-1] / each.sum() < 1, "not measured: it follows from the estimates"
+
+    cost = CostModel(
+        profile.measured(Cluster(nodes=(Node(devices=2),), device="cpu")), TrainingOptions(), work, times_at=times_at
+    )
+    plan = Plan(
+        graph=model.graph.fingerprint,
+        dp=1,
+        tp=2,
+        pp=1,
+        global_batch=8,
+        micro_batch_size=4,
+        schedule="gpipe",
+        stages=stages_between((0, len(model.graph.nodes))),
+        placement=place_ranks(dp=1, pp=1, tp=2),
+        seed=1,
+        sequence_parallel=sequence_parallel,
+    )
+    collectives = sum(
+        getattr(profile.collectives, one.collective.name.lower()).interpolate(2, one.size)
+        for one in work(4, 2, sequence_parallel).exchanges
+    )
+    assert collectives > 0
+    compute = 1.5 * (times.forward[-1] + times.backward[-1])
+    costs = cost.costs(plan)
+    assert 1.5 * (costs.forward[0] + costs.backward[0]) == pytest.approx(compute + collectives)
+    assert costs.shared_machines[0].slowdown_of(2) == 1.5
 
 
 @pytest.mark.parametrize(
@@ -215,7 +295,7 @@ def test_a_profile_of_another_setting_or_model_is_refused(change, words):
     [
         (lambda text: text[:-1], "profile: Invalid JSON"),
         (lambda text: text.replace('"threads"', '"strings"'), "setting.threads: "),
-        (lambda text: text.replace('"schema": 1', '"schema": 99'), "schema: 99 is not a version"),
+        (lambda text: text.replace('"schema": 2', '"schema": 1'), "schema: 1 is not a version .*: measure the machine"),
         (lambda text: text.replace('"slowdown": [', '"slowdown": ["no", '), "slowdown.0: "),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from auto3d.capture.shard import joined
 from auto3d.partition.methods.uniform import uniform
 from auto3d.plan import Plan
 from auto3d.runtime.checkpoint import CheckpointError, Checkpoints, newest
@@ -65,6 +66,9 @@ CLIP_NOTHING = replace(ADAMW, clip_norm=0.0)
         ("t5", {"dp": 1, "pp": 2}, {"schedule": "zb-v"}, ADAMW),
         ("gpt2", {"dp": 2, "pp": 2}, {"schedule": "1f1b", "shard_optimizer": True}, ADAMW),
         ("llama", {"dp": 1, "pp": 2}, {"schedule": "pipedream", "options": {"iterations": 2}}, CLIP_NOTHING),
+        ("gpt2-dropout", {"dp": 1, "tp": 2, "pp": 2}, {"schedule": "1f1b"}, ADAMW),
+        ("t5", {"dp": 1, "tp": 2, "pp": 2}, {"schedule": "zb-h1", "sequence_parallel": True}, SGD),
+        ("llama", {"dp": 2, "tp": 2, "pp": 1}, {"schedule": "1f1b", "shard_optimizer": True}, ADAMW),
     ],
     ids=lambda value: value.get("schedule") if isinstance(value, dict) and "schedule" in value else None,
 )
@@ -122,3 +126,39 @@ def test_another_models_checkpoint_is_refused_by_name(processes, tmp_path):
     (told,) = processes.run(1, run, "gpt2", make_plan("gpt2", dp=1, pp=1), ADAMW, tmp_path, None, None)
     assert f"{file}: " in told
     assert "cannot be read" in told
+
+
+@pytest.mark.parametrize("shard_optimizer", [False, True])
+def test_each_shard_is_written_once_and_read_back_to_the_bit(processes, tmp_path, shard_optimizer):
+    plan = make_plan("gpt2", dp=1, tp=2, pp=2, shard_optimizer=shard_optimizer)
+    whole = processes.run(4, run, "gpt2", plan, ADAMW, tmp_path / "whole", ITERATIONS, None)
+    first = processes.run(4, run, "gpt2", plan, ADAMW, tmp_path / "parts", None, ENDS_AFTER)
+    second = processes.run(4, run, "gpt2", plan, ADAMW, tmp_path / "parts", ITERATIONS, None)
+    assert first[0].loss + second[0].loss == whole[0].loss
+    assert first[0].grad_norm + second[0].grad_norm == whole[0].grad_norm
+    one, other = (tensors(tmp_path / name, ITERATIONS) for name in ("whole", "parts"))
+    assert one.keys() == other.keys()
+    for name, (_, tensor) in one.items():
+        assert torch.equal(tensor, other[name][1]), name
+    graph = captured("gpt2", 2).graph
+    stored = {name: tensor for name, (_, tensor) in one.items() if name.startswith("model.")}
+    for name, value in graph.parameters.items():
+        if (split := plan.split.get(name)) is None:
+            assert stored.pop(f"model.{name}").shape == value.shape
+        else:
+            shards = [stored.pop(f"model.{name}[shard {shard} of 2]") for shard in range(2)]
+            assert joined(shards, split).shape == value.shape
+    assert {name.removeprefix("model.") for name in stored} == set(graph.buffers), "nothing is stored twice"
+
+
+def test_a_checkpoint_of_another_split_is_refused(processes, tmp_path):
+    plan = make_plan("gpt2", dp=1, tp=2, pp=1)
+    processes.run(2, run, "gpt2", plan, ADAMW, tmp_path, None, ENDS_AFTER)
+    for told in processes.run(2, run, "gpt2", make_plan("gpt2", dp=1, pp=2), ADAMW, tmp_path, None, None):
+        assert told.endswith(
+            "it was written with tp = 2, and this plan has tp = 1; train from it with a plan of tp = 2"
+        )
+
+    other = replace(plan, split={key: value for key, value in plan.split.items() if ".mlp." not in key})
+    for told in processes.run(2, run, "gpt2", other, ADAMW, tmp_path, None, None):
+        assert "transformer.h.0.mlp.c_fc.bias is split along dimension 0 in blocks of [128] in it, and whole in" in told

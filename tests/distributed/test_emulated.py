@@ -11,18 +11,22 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from auto3d.capture.model import CapturedModel, capture
+from auto3d.cost.work import exchanges_of
 from auto3d.partition.methods.uniform import uniform
-from auto3d.plan import Plan
+from auto3d.plan import NO_OVERLAP, SUB_PIPELINED, Plan
 from auto3d.runtime import emulated
 from auto3d.runtime.emulated import DeviceClock
 from auto3d.runtime.emulation import Emulation
 from auto3d.runtime.peak_memory import PeakMemory
 from auto3d.runtime.rank import build_rank
 from auto3d.runtime.settings import TrainingSettings
+from auto3d.runtime.tensor_group import ProcessTensorGroup
 from auto3d.runtime.training import TrainingResult, train
 from auto3d.runtime.world import join, leave
 from auto3d.schedule import build_schedule, samples_at_once, schedule_of
 from auto3d.simulate.simulate import simulate
+from auto3d.tensor.local_graph import local_graph
+from auto3d.tensor.model import tensor_parallel
 from tests.distributed.parity import SGD, make_plan
 from tests.models import MODELS, TEXT, captured
 
@@ -38,12 +42,24 @@ SETTINGS = TrainingSettings(
 )
 
 
-def plan_of(model: str, name: str, *, dp: int, pp: int, micro_batches: int, **options: str):
+def plan_of(
+    model: str,
+    name: str,
+    *,
+    dp: int,
+    pp: int,
+    micro_batches: int,
+    tp: int = 1,
+    sequence_parallel: bool = False,
+    **options,
+):
     schedule = build_schedule(name, devices=pp, micro_batches=micro_batches, **options)
     return make_plan(
         model,
         dp=dp,
         pp=pp,
+        tp=tp,
+        sequence_parallel=sequence_parallel,
         micro_batch_size=2 * schedule.parts,
         micro_batches=micro_batches,
         schedule=name,
@@ -60,7 +76,7 @@ class Noting(DeviceClock):
         super().work(seconds)
 
 
-def run_noting(world, model: str, plan, settings: TrainingSettings) -> tuple[list, list[float]]:
+def run_noting(world, model: str, plan: Plan, settings: TrainingSettings) -> tuple[list, list[float]]:
     """Results of two iterations, and the seconds of each piece of work in the first."""
     join(world, device=torch.device("cpu"), timeout_s=60)
     emulated.DeviceClock, Noting.noted = Noting, []
@@ -182,3 +198,61 @@ def test_gradient_syncs_have_their_true_sizes(processes):
     given = replace(TIMES, sync_bytes=(400, 800, 1200, 2 * 2**24 + 4))
     for sizes in processes.run(4, summed_bytes, plan, replace(SETTINGS, emulation=given)):
         assert set(sizes) <= {400, 800, 1200, 2 * 2**24 + 4}
+
+
+def run_noting_collectives(world, model: str, plan: Plan, settings: TrainingSettings) -> list[tuple[str, int]]:
+    """The tensor-parallel collectives of an iteration of this rank, in order: which, and the bytes of the whole."""
+    join(world, device=torch.device("cpu"), timeout_s=60)
+    noted: list[tuple[str, int]] = []
+    of_group = {name: getattr(ProcessTensorGroup, name) for name in ("all_reduce", "all_gather", "reduce_scatter")}
+
+    def noting(name: str):
+        def collective(group, tensor, what, **options):
+            noted.append((name, tensor.nbytes * (group.shards if name == "all_gather" else 1)))
+            return of_group[name](group, tensor, what, **options)
+
+        return collective
+
+    try:
+        rank = build_rank(captured(model, samples_at_once(plan)), plan, settings, MODELS[model][1], world)
+        for name in of_group:
+            setattr(ProcessTensorGroup, name, noting(name))
+        list(rank.executor.run(rank.programs[0], 0))
+        return noted
+    finally:
+        for name, method in of_group.items():
+            setattr(ProcessTensorGroup, name, method)
+        leave()
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "dp", "pp", "options"),
+    [
+        ("gpt2", "1f1b", 1, 2, {"recompute": "full"}),
+        ("gpt2", "zb-h1", 1, 2, {"sequence_parallel": True}),
+        ("t5", "chimera", 1, 2, {}),
+        ("llama", "1f1b", 2, 1, {}),
+    ],
+)
+def test_tensor_parallel_collectives_are_those_of_real_training(processes, model, name, dp, pp, options):
+    plan = plan_of(model, name, dp=dp, pp=pp, tp=2, micro_batches=4, **options)
+    schedule = schedule_of(plan)
+    emulation = Emulation(forward_s=0.001, backward_s=0.002)
+    real = processes.run(4, run_noting_collectives, model, plan, replace(SETTINGS, emulation=None))
+    emulated = processes.run(4, run_noting_collectives, model, plan, replace(SETTINGS, emulation=emulation))
+    assert emulated == real
+    assert all(len(each) >= 2 * schedule.micro_batches for each in real), real
+
+
+def test_collectives_take_the_given_time_unless_they_are_hidden(processes):
+    """A collective takes as long as the compute before it: in turns, each half hides the other's."""
+    plan = plan_of("gpt2", "1f1b", dp=1, pp=1, tp=2, micro_batches=3)
+    settings = replace(SETTINGS, emulation=Emulation(forward_s=0.06, backward_s=0.12, collective_s=0.02))
+    seconds = []
+    for overlap in (NO_OVERLAP, SUB_PIPELINED):
+        ranks = processes.run(2, run_after_pauses, replace(plan, tensor_overlap=overlap), settings)
+        seconds.append(min(min(each) for each in ranks))
+    model = tensor_parallel(captured("gpt2", 2), 2)
+    collectives = len(exchanges_of(local_graph(model), 1.0))
+    assert seconds[0] > 3 * (0.06 + 0.12 + collectives * 0.02)
+    assert 3 * (0.06 + 0.12) < seconds[1] < 0.8 * seconds[0]

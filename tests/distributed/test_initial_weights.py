@@ -175,8 +175,9 @@ replicas = partial(make_plan, "gpt2", dp=2, pp=2)
         (partial(make_plan, "gpt2", dp=1, pp=2, schedule="chimera"), HIDDEN, "rank 0 and rank 1"),
         (partial(make_plan, "gpt2", dp=4, pp=1), HIDDEN, "ranks 0, 2, 3 and rank 1"),
         (partial(uneven_plan, "gpt2", [3, 1]), HIDDEN, "ranks 0, 2 and rank 1"),
+        (partial(make_plan, "gpt2", dp=1, tp=2, pp=2), "transformer.h.0.ln_1.weight", "rank 0 and rank 1"),
     ],
-    ids=["replicas", "tied", "chimera", "data-parallel", "uneven"],
+    ids=["replicas", "tied", "chimera", "data-parallel", "uneven", "shards"],
 )
 def test_one_bit_that_differs_ends_the_run_before_it_begins(processes, make, name, ranks, bit):
     plan = make()

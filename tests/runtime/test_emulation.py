@@ -1,22 +1,33 @@
 """Emulated devices: the times of operations, the sizes of messages, and when an operation starts."""
 
+import random
 import time
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 
+from auto3d.cost.sub_pipelined import sub_pipelined_s
+from auto3d.cost.work import Exchange
 from auto3d.errors import InputError
 from auto3d.partition.cost import analytic
 from auto3d.partition.methods.uniform import uniform
 from auto3d.partition.stage import cut
+from auto3d.plan import stages_between
 from auto3d.runtime.data import Batches
-from auto3d.runtime.emulated import DeviceClock, EmulatedStage
+from auto3d.runtime.device_clock import DeviceClock
+from auto3d.runtime.emulated import EmulatedStage
+from auto3d.runtime.emulated_collectives import GivenCollectives
+from auto3d.runtime.emulated_passes import EmulatedStep, passes_of
 from auto3d.runtime.emulation import Emulation
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage import StageModule
+from auto3d.runtime.tensor_group import Pending
 from auto3d.schedule import build_schedule
-from tests.distributed.parity import make_plan
+from auto3d.schedule.operation import Kind
+from auto3d.tensor.conversions import Collective
+from auto3d.tensor.model import tensor_parallel
 from tests.models import MODELS, captured
 
 CPU = torch.device("cpu")
@@ -53,14 +64,11 @@ def test_the_cost_model_supplies_the_remaining_times():
     assert halved.backward == plain.backward, "a time in the recipe is that of a whole micro-batch"
 
 
-def test_a_list_of_wrong_length_and_tensor_parallelism_are_refused():
-    two = make_plan("gpt2", dp=1, pp=2)
+def test_a_list_of_wrong_length_is_refused():
     for name in ("forward_s", "send_bytes", "sync_bytes"):
         with pytest.raises(InputError, match=f"{name} has 3 values, and the plan 2 stages; it takes a number, or one"):
-            Emulation(**{name: (1, 2, 3)}).check_fits(two)
-    Emulation(forward_s=(1.0, 2.0), send_bytes=3).check_fits(two)
-    with pytest.raises(InputError, match="emulated devices run only tp = 1"):
-        Emulation().check_fits(make_plan("gpt2", dp=1, pp=2, tp=2))
+            Emulation(**{name: (1, 2, 3)}).check_fits(stages_between([0, 1, 2]))
+    Emulation(forward_s=(1.0, 2.0), send_bytes=3).check_fits(stages_between([0, 1, 2]))
 
 
 @pytest.mark.parametrize("model", ["gpt2", "t5", "reused"])
@@ -75,16 +83,16 @@ def test_messages_have_their_true_sizes(model):
     schedule = build_schedule("1f1b", devices=3, micro_batches=1)
     real_stages = cut(model_captured.graph, uniform(model_captured.graph, 3))
     emulated_stages = Emulation().stages(real_stages)
-    costs = Emulation(forward_s=0.0, backward_s=0.0).costs(
-        model_captured.graph, uniform(model_captured.graph, 3), schedule
-    )
+    plan_stages = uniform(model_captured.graph, 3)
+    costs = Emulation(forward_s=0.0, backward_s=0.0).costs(model_captured.graph, plan_stages, schedule)
     tensors = {**model_captured.exported.constants, **dict(module.named_buffers()), **dict(module.named_parameters())}
     batch = Batches(data, seed=1, global_batch=2, micro_batch_size=2).micro_batch(0, 0, tuple(data.inputs))
     randomness = Randomness(1, first_micro_batch=0, micro_batches=1, device=CPU)
     pairs, values = [], {}
-    for real, emulated in zip(real_stages, emulated_stages, strict=True):
+    for plan_stage, real, emulated in zip(plan_stages, real_stages, emulated_stages, strict=True):
         running = StageModule(real, model_captured, tensors, loss_weight=1.0, randomness=randomness, device=CPU)
-        waiting = EmulatedStage(emulated, costs, parts=1, recompute=False, clock=DeviceClock(), device=CPU)
+        passes = passes_of(plan_stage, emulated.index, None, costs, parts=1)
+        waiting = EmulatedStage(emulated, passes, recompute=False, clock=DeviceClock(), device=CPU)
         pairs.append((running, waiting))
         received = {transfer.value.name: values[transfer.value.name] for transfer in real.received}
         sent = running.forward(0, received, batch)
@@ -134,3 +142,77 @@ def test_an_operation_starts_when_its_device_is_free_and_its_inputs_have_arrived
     assert clock.free >= begin + 0.09
     clock.work(0.0)
     assert time.perf_counter() >= clock.free
+
+
+class Immediate(DeviceClock):
+    """The time of a device, without waiting for it."""
+
+    def until(self, end: float) -> None:
+        self.free = max(self.free, end)
+
+
+class WithALateRank:
+    """A tensor-parallel group of two. The other rank begins each collective ``late`` seconds after this one."""
+
+    shard, shards = 0, 2
+
+    late = 0.0
+
+    def all_reduce(self, tensor: torch.Tensor, what: str, *, maximum: bool = False) -> Pending:
+        assert maximum
+        return lambda: tensor + self.late
+
+
+def seconds_of(compute: list[float], collective: float, *, halves: int, late: float = 0.0) -> float:
+    """Seconds of an operation that computes for each of ``compute``, with collectives in between."""
+    clock = Immediate()
+    begin = clock.free = 1e7
+    exchange = Exchange(collective=Collective.ALL_REDUCE, position=0, before=True, forward=True, size=4.0)
+    steps = [EmulatedStep(each, exchange) for each in compute[:-1]] + [EmulatedStep(compute[-1])]
+    (stage,) = Emulation().stages(cut(captured("gpt2", 2).graph, uniform(captured("gpt2", 2).graph, 1)))
+    group = WithALateRank()
+    collectives = GivenCollectives(group, [collective], clock=clock)
+    group.late = late
+    emulated = EmulatedStage(
+        stage,
+        {Kind.RECOMPUTE: tuple(steps)},
+        recompute=True,
+        clock=clock,
+        device=CPU,
+        collectives=collectives,
+        halves=halves,
+    )
+    emulated.recompute(0)
+    return clock.free - begin
+
+
+def test_collectives_of_a_given_time_come_between_computing():
+    compute = [random.Random(seed).random() for seed in range(7)]
+    assert seconds_of(compute, 0.5, halves=1) == pytest.approx(sum(compute) + 6 * 0.5)
+    assert seconds_of(compute, 0.5, halves=1, late=0.25) == pytest.approx(sum(compute) + 6 * 0.75)
+
+
+@pytest.mark.parametrize("collective", [0.01, 0.3, 0.5, 2.0])
+def test_halves_take_turns_as_in_the_cost_model(collective):
+    """Compute of one half runs during the collective of the other, and each link carries one collective at a time."""
+    compute = [random.Random(seed).random() for seed in range(7)]
+    segments = [(each / 2, collective / 2) for each in compute[:-1]] + [(compute[-1] / 2, 0.0)]
+    assert seconds_of(compute, collective, halves=2) == pytest.approx(sub_pipelined_s(segments))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_tensor_parallel_stage_computes_as_long_as_its_time_says(schedule):
+    """Its collectives are those of the program of a rank, divided among the stages."""
+    whole = captured("gpt2", 2)
+    tensor = tensor_parallel(whole, 2)
+    built = build_schedule(schedule, devices=3, micro_batches=3)
+    stages = tensor.stages(uniform(whole.graph, 3))
+    costs = Emulation(forward_s=(1.0, 2.0, 3.0), backward_s=5.0).costs(tensor.local.graph, stages, built)
+    each = [passes_of(stage, number, tensor, costs, parts=1) for number, stage in enumerate(stages)]
+    for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE):
+        seconds = [sum(step.seconds for step in passes[kind]) for passes in each]
+        assert seconds == pytest.approx(costs.times_of(kind)), kind
+    operators = Counter(node.operator.removesuffix(".default") for node in tensor.local.graph.nodes)
+    in_forward = operators["auto3d.reduce"] + 2 * operators["auto3d.vocabulary_cross_entropy"]
+    for kind, count in ((Kind.FORWARD, in_forward), (Kind.BACKWARD, operators["auto3d.copy"])):
+        assert sum(step.collective is not None for passes in each for step in passes[kind]) == count > 6

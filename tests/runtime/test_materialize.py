@@ -4,17 +4,22 @@ import copy
 import random
 from collections.abc import Callable
 from contextlib import suppress
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn.utils import parametrizations
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from auto3d.capture.shard import Shard
 from auto3d.capture.skeleton import seed_all
 from auto3d.runtime.materialize import InitialStateError, materialize
 from auto3d.runtime.peak_memory import PeakMemory
+from auto3d.tensor_placement import Split
+from launch.model.build import Weights
 from tests.models import MODELS
 
 
@@ -284,3 +289,91 @@ def test_a_state_dict_has_precedence_and_must_fit():
         materialize(build, ["transformer.h.1.mlp.c_fc.bias"], seed=1, state=state)
     with pytest.raises(InitialStateError, match=r"has shape \[3\], the model's has \[32, 128\]"):
         materialize(build, [name], seed=1, state={name: torch.zeros(3)})
+
+
+# Shards of tensor-parallel ranks
+
+
+def scaled_twice() -> nn.Module:
+    """Weights that are scaled and then partly set after others were drawn; the last one is far larger than the rest."""
+    module = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 64), nn.Linear(64, 64), nn.Linear(64, 96))
+    with torch.no_grad():
+        for part in module:
+            part.weight.mul_(0.5)
+            part.bias.add_(1)
+        for part in module:
+            part.weight[1].zero_()
+            part.weight.clamp_(-0.1, 0.1)
+    return module
+
+
+SHARDED_MODELS = {**{name: build for name, (build, _) in MODELS.items()}, "scaled": scaled_twice, "half": half}
+
+
+@pytest.mark.parametrize("model", SHARDED_MODELS)
+def test_shards_are_those_of_the_whole_model(model):
+    """Every parameter and buffer split along its first or its last dimension among 2 or 3 ranks."""
+    build = SHARDED_MODELS[model]
+    torch.manual_seed(7)
+    whole = build()
+    expected = {**dict(whole.named_buffers()), **dict(whole.named_parameters())}
+    for shards, shard in ((2, 0), (3, 2)):
+        split = {}
+        for number, (name, tensor) in enumerate(expected.items()):
+            if tensor.dim():
+                dim = (number + shards) % 2 * (tensor.dim() - 1)
+                split[name] = Shard(Split(dim, (tensor.shape[dim],)), shard, shards)
+        made = materialize(build, list(expected), seed=7, shards=split)
+        for name, tensor in expected.items():
+            assert torch.equal(made[name], split[name].of(tensor) if name in split else tensor), name
+
+
+def test_a_rank_holds_a_whole_weight_only_while_it_is_initialised():
+    with torch.device("meta"):
+        model = wide_gpt2()
+    split = {
+        name: Shard(Split(p.dim() - 1, (p.shape[-1],)), 3, 4) for name, p in model.named_parameters() if p.dim() == 2
+    }
+    all_bytes = sum(p.nbytes for p in model.parameters())
+    largest = max(p.nbytes for p in model.parameters())
+    memory = PeakMemory(torch.device("cpu"))
+    made = materialize(wide_gpt2, [name for name, _ in model.named_parameters()], seed=1, shards=split)
+    held = sum(tensor.nbytes for tensor in made.values())
+    assert held < 0.26 * all_bytes
+    assert memory.bytes() < held + 3 * largest + 20e6 < all_bytes / 2
+
+
+def orthogonal_again() -> nn.Module:
+    """A weight that is needed whole after others have taken its memory."""
+    module = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    with torch.no_grad():
+        module[0].weight.copy_(module[0].weight @ module[0].weight)
+    return module
+
+
+def test_a_weight_that_needs_its_other_shards_is_refused_unless_a_state_dict_has_it():
+    shard = Shard(Split(0, (16,)), 1, 2)
+    with pytest.raises(InitialStateError, match=r"0\.weight: the module .*give a state dict"):
+        materialize(orthogonal_again, ["0.weight"], seed=1, shards={"0.weight": shard})
+    given = torch.randn(16, 16)
+    made = materialize(orthogonal_again, ["0.weight"], seed=1, state={"0.weight": given}, shards={"0.weight": shard})
+    assert torch.equal(made["0.weight"], given[8:])
+    half_of_it = {"0.weight": given[8:]}
+    with pytest.raises(InitialStateError, match=r"0\.weight has shape \[8, 16\], the model's has \[16, 16\]"):
+        materialize(orthogonal_again, ["0.weight"], seed=1, state=half_of_it, shards={"0.weight": shard})
+
+
+def one_layer() -> nn.Module:
+    return nn.Sequential(nn.Linear(12, 16))
+
+
+def test_only_the_shard_of_a_file_is_read(tmp_path):
+    given = torch.randn(16, 12)
+    save_file({"0.weight": given}, tmp_path / "weights.safetensors")
+    weights = Weights(str(tmp_path / "weights.safetensors"))
+    for split in (Split(0, (16,)), Split(1, (6, 6)), Split(0, (4, 8, 4)), Split(1, (12,))):
+        for shards in (2, 4) if split.dim == 0 else (2, 5)[: 3 - len(split.blocks)]:
+            shard = Shard(split, shards - 1, shards)
+            with patch.object(Weights, "__getitem__", side_effect=AssertionError("it reads the whole tensor")):
+                made = materialize(one_layer, ["0.weight"], seed=1, state=weights, shards={"0.weight": shard})
+            assert torch.equal(made["0.weight"], shard.of(given))

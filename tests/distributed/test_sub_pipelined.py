@@ -1,0 +1,63 @@
+"""Sub-pipelined tensor parallelism on real processes equals one process, and plain tensor parallelism with dropout."""
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+
+from auto3d.plan import NO_OVERLAP, SUB_PIPELINED, Plan
+from auto3d.runtime.replicas import capture_slices
+from auto3d.schedule import samples_at_once
+from tests.distributed.grid import kept_fractions_of
+from tests.distributed.parity import ADAMW, SGD, assert_close, assert_parity, make_plan, plain_pytorch, run_rank
+from tests.models import captured
+
+MODELS, RECOMPUTE, STAGES = ("gpt2", "llama"), ("none", "full", 0.5), (1, 2)
+SCHEDULES = (("zb-h1", {}), ("shifted-critical-path", {}), ("chimera", {}))
+
+
+def plan_of(model: str, *, recompute: str | float = "none", overlap: str = SUB_PIPELINED, pp: int, **options) -> Plan:
+    """A plan with tp = 2; a number for ``recompute`` is the kept fraction of the first stage."""
+    word = {} if recompute == "none" else {"options": {"recompute": "full"}}
+    plan = replace(make_plan(model, dp=1, pp=pp, tp=2, **word, **options), tensor_overlap=overlap)
+    whole = captured(model, samples_at_once(plan))
+    if isinstance(recompute, float):
+        plan = kept_fractions_of(whole.graph, plan).plan(recompute)
+    capture_slices(whole, plan)
+    return plan
+
+
+@pytest.fixture(scope="module")
+def plans() -> dict[tuple, Plan]:
+    """All made before the first test, so that ranks are forked once and inherit every program."""
+    made = {case: plan_of(case[0], recompute=case[1], pp=case[2]) for case in product(MODELS, RECOMPUTE, STAGES)}
+    for name, options in SCHEDULES:
+        made[name] = plan_of("gpt2", pp=2, schedule=name, options=options, micro_batches=4)
+    for overlap in (NO_OVERLAP, SUB_PIPELINED):
+        made[overlap] = plan_of("t5-dropout", pp=2, overlap=overlap)
+    return made
+
+
+@pytest.mark.parametrize(("model", "recompute", "pp"), list(product(MODELS, RECOMPUTE, STAGES)))
+def test_recomputation(processes, plans, model, recompute, pp):
+    plan = plans[model, recompute, pp]
+    ranks = processes.run(plan.ranks, run_rank, model, plan, SGD)
+    assert_parity(ranks, plain_pytorch(model, micro_batch_size=2, optimizer=SGD))
+
+
+@pytest.mark.parametrize("schedule", [name for name, _ in SCHEDULES])
+def test_schedules(processes, plans, schedule):
+    plan = plans[schedule]
+    ranks = processes.run(plan.ranks, run_rank, "gpt2", plan, ADAMW)
+    assert_parity(ranks, plain_pytorch("gpt2", micro_batch_size=2, optimizer=ADAMW))
+
+
+def test_dropout_is_that_of_plain_tensor_parallelism(processes, plans):
+    """One process draws other numbers for attention, whose heads are split; both kinds of tensor parallelism do not."""
+    plain, halved = (processes.run(4, run_rank, "t5-dropout", plans[each], SGD) for each in (NO_OVERLAP, SUB_PIPELINED))
+    for of_plain, of_halved in zip(plain, halved, strict=True):
+        for expected, got in zip(of_plain["history"], of_halved["history"], strict=True):
+            assert_close(np.float64(got["result"].loss), np.float64(expected["result"].loss), "loss")
+            for name, gradient in expected["gradients"].items():
+                assert_close(got["gradients"][name], gradient, name)
