@@ -245,7 +245,7 @@ class _Ways:
         found: dict[tuple[int, ...], None] = {}
         for number, dim in enumerate(axis.operands):
             operand = call.operands[number]
-            if dim is None or (operand.name in self._state and not rule.product and self._split is None):
+            if dim is None or (operand.name in self._state and self._split is None and not self._decides(call, rule)):
                 continue
             for split in self._possible.get(operand, ()):
                 if split.dim == dim:
@@ -253,6 +253,10 @@ class _Ways:
                     if blocks is not None:
                         found.setdefault(blocks)
         return list(found)[:_MOST]
+
+    def _decides(self, call: Call, rule: Rule) -> bool:
+        """Whether ``call`` may decide how its state is split: a product, or a view of a weight."""
+        return rule.product or (len(call.operands) == 1 and call.operands[0] in self._tables)
 
     def _along(
         self,
@@ -266,6 +270,8 @@ class _Ways:
         first = next(number for number, dim in enumerate(axis.operands) if dim is not None)
         size = call.shapes[first][axis.operands[first] or 0]
         padded = Split(0, blocks).padding(self._shards) > 0
+        if any(block % axis.together for block in Split(0, blocks).local_blocks(self._shards)):
+            return None
 
         def split_of(dim: int, length: int) -> TensorPlacement | None:
             local = scaled(blocks, size, length)

@@ -101,6 +101,7 @@ class Axis:
     operands: tuple[int | None, ...]
     results: tuple[int | None, ...]
     added: frozenset[int] = frozenset()
+    together: int = 1  # elements of the first operand that has the axis which stay on one rank: a group of channels
     padded: bool = False  # the dimension may have padding, because no element affects another and none is summed
 
 
