@@ -27,9 +27,9 @@ from auto3d.tensor.rules.call import Way
 from auto3d.tensor.ways import Operation, has_gradient, operations_of
 from auto3d.tensor_placement import COPIED, PARTIAL, WHOLE, Kind, Split, TensorPlacement
 
-STATES = 128  # states that go on after each operation
+STATES = 64  # states that go on after each operation
 _UNITS = 10**6  # costs are integers, in millionths of a byte, so that equal layers come to equal costs
-_FEW = 4  # states that the others are compared with
+_FEW = 2  # states that the others are compared with
 _LATENCY_BYTES = 2.0**14  # a collective costs as much as so many bytes, however small it is
 _WHOLE_FLOP = 1.0  # cost of one FLOP of a product that every rank computes, in bytes: it is split if it can be
 _WHOLE_PRODUCT = 2.0**22  # what a product whose weight is whole costs besides, in bytes, however small it is
@@ -170,6 +170,8 @@ class _Search:
         self._operations = tuple(operations)
         self._split = split
         self._sequence_parallel = sequence_parallel
+        # Copied state is summed once per iteration; with few micro-batches that costs as much as a collective in each.
+        self._sync = 1e-3 if sequence_parallel else 1.0
         self._state_names = exported.parameters.keys() | exported.buffers.keys()
         self._written = {name for name, buffer in exported.buffers.items() if buffer in exported.written_buffers}
         self._flops = {node.name: node.flops for node in graph.nodes}
@@ -401,8 +403,8 @@ class _Search:
             cost, chosen = partway.cost, partway.chosen
             if first is not None:
                 available, chosen = frozenset({first}), (*chosen, (number, first))
-                if first == COPIED and operand.dims > 1:  # its gradient is summed, though only once per iteration
-                    cost += self._all_reduce(operand)
+                if first == COPIED:
+                    cost += self._sync * self._all_reduce(operand)
             for extra, path in self._paths(operand, available, need):
                 sets = list(partway.available)
                 sets[number] = available.union(path[1:])
@@ -456,7 +458,7 @@ class _Search:
             if collective is Collective.ALL_REDUCE:
                 cost += whole + _LATENCY_BYTES
             elif collective is not None:  # half of an all-reduce; a sequence is split in spite of the latency
-                cost += whole / 2 + _LATENCY_BYTES / (2 if self._sequence_parallel else 1)
+                cost += whole / 2 + _LATENCY_BYTES * (0.4 if self._sequence_parallel else 1)
         return cost
 
     def _all_reduce(self, operand: _Operand) -> float:
@@ -471,7 +473,7 @@ class _Search:
                 cost += _WHOLE_BYTE * whole_share * node.meta["val"].nbytes
         if way in operation.rule.special and call.operator == "cross_entropy_loss":
             labels = call.operands[1].meta["val"]
-            cost += 2 * _LATENCY_BYTES + 6 * whole_share * labels.numel() * call.operands[0].meta["val"].element_size()
+            cost += 6 * whole_share * labels.numel() * call.operands[0].meta["val"].element_size()
         if operation.rule.product and any(has_gradient(node) for node in call.result_nodes):
             weights = [number for number, each in enumerate(call.operands) if each in operation.weights]
             is_split = any(need.split is not None for need in way.needs)

@@ -58,12 +58,14 @@ class Call:
         """The argument ``name`` of the operator's schema, or its ``default``."""
         if name in kwargs_of(self.node):
             return kwargs_of(self.node)[name]
-        names = [argument.name for argument in target_of(self.node)._schema.arguments]
-        position = names.index(name) if name in names else len(args_of(self.node))
+        declared = target_of(self.node)._schema.arguments
+        position = next((number for number, argument in enumerate(declared) if argument.name == name), None)
+        if position is None:
+            return default
         if position < len(args_of(self.node)):
             return args_of(self.node)[position]
-        declared = target_of(self.node)._schema.arguments[position].default_value if position < len(names) else None
-        return default if declared is None else declared
+        value = declared[position].default_value
+        return default if value is None else value
 
     def operand_number(self, name: str) -> int | None:
         """The number among the operands of the argument ``name``; None if it is no tensor."""
@@ -99,6 +101,7 @@ class Axis:
     operands: tuple[int | None, ...]
     results: tuple[int | None, ...]
     added: frozenset[int] = frozenset()
+    together: int = 1  # elements of the first operand that has the axis which stay on one rank: a group of channels
     padded: bool = False  # the dimension may have padding, because no element affects another and none is summed
 
 

@@ -30,7 +30,9 @@ def _groups(shape: Sequence[int], target: Sequence[int]) -> list[tuple[list[int]
     """The smallest runs of dimensions of both shapes that hold the same elements; those of size 1 are left out."""
     left = [dim for dim, size in enumerate(shape) if size != 1]
     right = [dim for dim, size in enumerate(target) if size != 1]
-    found, old, new = [], [], []
+    found: list[tuple[list[int], list[int]]] = []
+    old: list[int] = []
+    new: list[int] = []
     while left or right:
         before, after = prod(shape[dim] for dim in old), prod(target[dim] for dim in new)
         if left and (not old or before < after or not right):
@@ -202,7 +204,7 @@ def _pieces(call: Call) -> Rule:
     def carry_back(result: int, split: Split) -> Split | None:
         if split.dim != along:
             return None
-        blocks = [(size,) for size in sizes]
+        blocks: list[tuple[int, ...]] = [(size,) for size in sizes]
         blocks[result] = split.blocks
         return Split(along, tuple(block for piece in blocks for block in piece))
 
