@@ -40,7 +40,7 @@ class DeferredGradients:
 class WeightGradientsAtOnce(DeferredGradients):
     """Computes weight gradients in the backward itself; each product adds to the gradients of earlier ones.
 
-    Autograd makes a tensor of each gradient first and adds it afterwards. Between halves, that costs 5 % of a training.
+    Autograd makes a tensor of each gradient first and adds it afterwards; LLaMA in halves took 4 % longer that way.
     """
 
     def add(self, work: Callable[[], None]) -> None:

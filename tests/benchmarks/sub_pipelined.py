@@ -41,7 +41,7 @@ from tests.benchmarks.runtime import ITERATIONS, SEED, SETTINGS, System, Times, 
 LAYERS, SEQUENCE, HIDDEN, INNER = 4, 64, 1024, 8
 MICRO_BATCH_SIZE, MICRO_BATCHES = 4, 2
 RANKS = 2
-FORWARD_S = 0.06  # Tm: the compute of one layer's forward of one micro-batch
+FORWARD_S = 0.15  # Tm: the compute of one layer's forward of one micro-batch
 EXCHANGED_BYTES = 2 * MICRO_BATCH_SIZE * SEQUENCE * HIDDEN * 4  # each rank sends one value per block, in each direction
 SHARES = (1.0, 0.5, 0.0)  # Ta / Tm; 0 is a link that nothing limits
 LEAST = {1.0: 1.4, 0.0: 0.97}  # Ta / Tm -> how many times as fast sub-pipelined training must be

@@ -135,6 +135,56 @@ def test_a_turn_has_what_it_needs(gpt2):
                     assert position[id(maker[name])] > position[id(turn)]
 
 
+class Blocks(nn.Module):
+    """Two blocks per layer, each with one collective in the forward and one in the backward."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        sizes = ((32, 256), (256, 32))
+        self.scale = nn.Parameter(torch.ones(32))
+        self.blocks = nn.ModuleList(nn.ModuleList(nn.Linear(*size) for size in sizes) for _ in range(2 * layers))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        value = value * self.scale
+        for first, second in self.blocks:
+            value = value + second(torch.tanh(first(torch.tanh(value))))
+        return value.square().mean()
+
+
+def seconds(order: tuple[Turn, ...], block_s: float, exchange_s: float, *, backward: bool) -> float:
+    """The end of ``order`` if half a block computes for ``block_s``, and half a collective takes ``exchange_s``."""
+    now = link = 0.0
+    ready: dict[str, float] = {}
+    for turn in order:
+        collective, computes = None, 0.0
+        if isinstance(turn, Handover):
+            takes, gives, collective = [turn.takes], [turn.node], turn.backward if backward else turn.forward
+        else:
+            takes, gives = list(turn.segment.takes), list(turn.segment.gives)
+            computes = block_s * sum("_0_linear" in name for name in turn.segment.nodes)
+        needs, makes = (gives, takes) if backward else (takes, gives)
+        now = max([now, *(ready.get(name, 0.0) for name in needs)]) + computes
+        end = now
+        if collective is not None:
+            end = link = max(link, now) + exchange_s
+        for name in makes:
+            ready[name] = max(end, ready.get(name, 0.0))
+    return max(now, *ready.values())
+
+
+@pytest.mark.parametrize("exchange_s", [0.25, 0.5, 1.0, 1.5, 2.0, 3.0])
+def test_the_order_takes_as_long_as_the_paper_says(exchange_s):
+    """Merak, TPDS 2023, section 5.3: K layers, each with a forward of Tm, a backward of 2 Tm and collectives of Ta."""
+    layers, compute_s = 3, 1.0
+    inputs = {"value": InputSpec(shape=(8, 32), dtype=torch.float32)}
+    (only,) = all_turns(halved(capture(lambda: Blocks(layers), inputs, 4)))
+    forward = seconds(only.forward, compute_s / 4, exchange_s / 4, backward=False)
+    backward = seconds(only.backward, 2 * compute_s / 4, exchange_s / 4, backward=True)
+    ends = compute_s * 3 / 4 + exchange_s / 2
+    each = max(compute_s, exchange_s) + max(2 * compute_s, exchange_s)
+    assert forward + backward == pytest.approx(ends + (layers - 1 / 4) * each)
+
+
 class WithBatchNorm(nn.Module):
     def __init__(self, statistics: bool) -> None:
         super().__init__()
