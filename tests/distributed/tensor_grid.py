@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from itertools import product
 from random import Random
 
@@ -68,7 +68,7 @@ class TensorCell:
 
 
 def plan_of(cell: TensorCell) -> Plan:
-    """The Plan of ``cell``. Ranks that are forked after this inherit its program."""
+    """The Plan of ``cell``, whose program this process then has."""
     whole = captured(cell.model, SAMPLES)
     word = "none" if cell.recompute == "none" else "full"
     options = {"recompute": word} if "recompute" in SCHEDULES[cell.schedule].options else {}
@@ -95,7 +95,13 @@ def plan_of(cell: TensorCell) -> Plan:
     return plan
 
 
-@lru_cache
+@cache
+def plans_of(model: str, selected: tuple[TensorCell, ...]) -> dict[TensorCell, Plan]:
+    """The Plans of those ``selected`` cells that train ``model``; ranks forked later inherit their programs."""
+    return {cell: plan_of(cell) for cell in selected if cell.model == model}
+
+
+@cache
 def cells() -> tuple[TensorCell, ...]:
     """All possible cells."""
     return tuple(_cells())
@@ -118,16 +124,19 @@ def _cells() -> Iterator[TensorCell]:
                 )  # fmt: skip
 
 
-def pairwise() -> list[TensorCell]:
-    """A few cells that contain every possible pair of values."""
+@cache
+def pairwise() -> tuple[TensorCell, ...]:
+    """A few cells that contain every possible pair of values, sorted by model."""
     mixed = Random(1).sample(cells(), len(cells()))  # the cover takes the first of equally good cells
-    return [mixed[position] for position in pairwise_cover([cell.axes for cell in mixed])]
+    cover = [mixed[position] for position in pairwise_cover([cell.axes for cell in mixed])]
+    return tuple(sorted(cover, key=lambda cell: cell.model))
 
 
-def whole() -> list[TensorCell]:
+@cache
+def whole() -> tuple[TensorCell, ...]:
     """Cells with every model, degrees, schedule, recomputation and sequence; overlap and rules are drawn at random."""
     groups: dict[TensorCell, list[TensorCell]] = {}
     for cell in cells():
         groups.setdefault(replace(cell, overlap="", rules=""), []).append(cell)
     draw = Random(1)
-    return [draw.choice(group) for group in groups.values()]
+    return tuple(draw.choice(group) for group in groups.values())
