@@ -339,12 +339,9 @@ class CostModel:
         """[2, operations + 1]: seconds of the collectives of all operations before each, forward and backward."""
         work = self._work.work_at(samples, *split)
         seconds = np.zeros((2, len(work) + 1))
-        known: dict[tuple[Collective, float], float] = {}
-        for one in work.exchanges:
-            key = one.collective, one.size
-            if key not in known:
-                known[key] = link.seconds_in_operation(*key)
-            seconds[0 if one.forward else 1, one.position + 1] += known[key]
+        for row, exchanges in zip(seconds, work.exchanges_of, strict=True):
+            for (collective, size), counts in exchanges.items():
+                row[1:] += link.seconds_in_operation(collective, size) * counts
         return np.cumsum(seconds, axis=1)
 
     def _sharing(self, plan: Plan) -> tuple[SharedMachine, ...]:

@@ -1,12 +1,13 @@
 """Work -> seconds on a kind of device."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from auto3d.cluster import Accelerator
 from auto3d.cost.work import Work
+from auto3d.tensor.conversions import Collective
 
 # Megatron-LM's fused softmax needs a number of matrices per rank that divides by 4. Otherwise four more kernels run:
 # the casts to and from 32 bits, the scale and the mask (is_kernel_available in its fused_softmax.py).
@@ -47,19 +48,17 @@ def times_of(work: Work, accelerator: Accelerator) -> Times:
 
     unfused = work.softmaxes % SOFTMAX_MULTIPLE != 0
 
-    def launched(launches: np.ndarray, *, forward: bool) -> np.ndarray:
-        collectives = np.zeros(len(work))
-        for one in work.exchanges:
-            collectives[one.position] += one.forward == forward
+    def launched(launches: np.ndarray, exchanges: Mapping[tuple[Collective, float], np.ndarray]) -> np.ndarray:
+        collectives = sum(exchanges.values(), start=np.zeros(len(work)))
         kernels = launches + SOFTMAX_KERNELS * unfused
         return kernels * accelerator.launch_s + collectives * (work.shards - 1) * accelerator.collective_launch_s
 
     weight_products = (work.weight_flops > 0) * accelerator.half_flops
     return Times(
         forward=before(busy(work.flops, work.products, work.moved)),
-        forward_launch=before(launched(work.launches, forward=True)),
+        forward_launch=before(launched(work.launches, work.exchanges_of[0])),
         backward=before(busy(work.backward_flops, work.backward_products, work.backward_moved)),
-        backward_launch=before(launched(work.backward_launches, forward=False)),
+        backward_launch=before(launched(work.backward_launches, work.exchanges_of[1])),
         backward_weight=before((work.weight_flops + weight_products) / rate),
     )
 

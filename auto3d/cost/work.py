@@ -7,6 +7,7 @@ layer.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -79,6 +80,16 @@ class Work:
 
     def __len__(self) -> int:
         return len(self.flops)
+
+    @cached_property
+    def exchanges_of(self) -> tuple[dict[tuple[Collective, float], np.ndarray], ...]:
+        """For the forward and the backward: (collective, bytes) -> how many such there are at each position."""
+        found: tuple[dict[tuple[Collective, float], list[int]], ...] = ({}, {})
+        for one in self.exchanges:
+            found[0 if one.forward else 1].setdefault((one.collective, one.size), []).append(one.position)
+        return tuple(
+            {key: np.bincount(positions, minlength=len(self)) for key, positions in each.items()} for each in found
+        )
 
 
 WorkAt = Callable[[int, int, bool], Work]

@@ -37,6 +37,16 @@ class DeferredGradients:
         return work
 
 
+class WeightGradientsAtOnce(DeferredGradients):
+    """Computes weight gradients in the backward itself; each product adds to the gradients of earlier ones.
+
+    Autograd makes a tensor of each gradient first and adds it afterwards. Between halves, that costs 5 % of a training.
+    """
+
+    def add(self, work: Callable[[], None]) -> None:
+        work()
+
+
 def split_operation(
     node: fx.Node, parameters: Collection[fx.Node], deferred: DeferredGradients
 ) -> "SplitOperation | None":

@@ -22,7 +22,8 @@ class Operation:
     call: Call
     rule: Rule
     ways: tuple[Way, ...]
-    weights: frozenset[fx.Node]  # operands of a product that are state of two dimensions or more, or views of such
+    weights: frozenset[fx.Node]
+    """Operands of a product, or of a view, that are state of two dimensions or more, or views of such."""
 
 
 def operations_of(
@@ -109,11 +110,12 @@ class _Ways:
         return str(call.node.target), repr(arguments), about, taken
 
     def _weights_of(self, call: Call, rule: Rule) -> frozenset[fx.Node]:
-        """The weights that the product ``call`` multiplies by; notes which values are such weights."""
-        tables = {each for each in call.operands if each in self._tables}
-        if len(tables) == len(call.operands) == 1 and not rule.product:
+        """The weights among the operands of ``call``; notes which results are views of weights."""
+        tables = frozenset(each for each in call.operands if each in self._tables)
+        is_view = len(tables) == len(call.operands) == 1 and not rule.product
+        if is_view:
             self._tables.update(call.result_nodes)
-        return frozenset(tables if rule.product else ())
+        return tables if is_view or rule.product else frozenset()
 
     def _numbered_results(self, call: Call) -> list[tuple[int, fx.Node]]:
         return [(call.number_of(node), node) for node in call.result_nodes]

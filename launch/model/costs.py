@@ -92,10 +92,9 @@ def planning_subject(recipe: LoadedRecipe) -> PlannedModel:
     def split(samples: int, tp: int, sequence_parallel: bool) -> dict[str, Split]:
         return model.split(source_of(samples), tp, sequence_parallel)
 
-    def local(samples: int, tp: int, sequence_parallel: bool) -> LocalGraph:
-        return model.local_graph(source_of(samples), tp, sequence_parallel)
-
-    return _captured_subject(recipe, graph_at, sharding, split, local, fused_attention=_fused_attention(recipe))
+    return _captured_subject(
+        recipe, graph_at, sharding, split, model.local_graph, source_of, fused_attention=_fused_attention(recipe)
+    )
 
 
 def captured_subject(
@@ -115,6 +114,7 @@ def _captured_subject(
     sharding: Callable[[Graph], Sharding],
     split: Callable[[int, int, bool], dict[str, Split]],
     local: Callable[[int, int, bool], LocalGraph],
+    split_at: Callable[[int], int] = lambda samples: samples,
     *,
     fused_attention: bool,
 ) -> PlannedGraphs:
@@ -129,17 +129,19 @@ def _captured_subject(
             fused_attention=fused_attention,
         )
 
-    def split_work(samples: int, tp: int, sequence_parallel: bool) -> Work:
-        rank = local(samples, tp, sequence_parallel)
-        there = rank.graph.micro_batch_size
-        whole = subject.work(there)
-        found = work_of_tensor_parallel(
-            whole,
-            rank,
+    @cache
+    def rank_work(there: int, tp: int, sequence_parallel: bool) -> Work:
+        return work_of_tensor_parallel(
+            subject.work(there),
+            local(there, tp, sequence_parallel),
             precision=prediction.precision,
             fused=prediction.fused,
             fused_attention=fused_attention,
         )
+
+    def split_work(samples: int, tp: int, sequence_parallel: bool) -> Work:
+        there = split_at(samples)
+        found, whole = rank_work(there, tp, sequence_parallel), subject.work(there)
         return found if there == samples else work_scaled(found, whole, subject.work(samples), samples / there)
 
     subject = PlannedGraphs(graph_at, work, lambda graph: sharding(graph).bounds, split, split_work)

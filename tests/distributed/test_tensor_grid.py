@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.distributed.parity import SGD, assert_parity, plain_pytorch, run_rank
-from tests.distributed.tensor_grid import SAMPLES, TensorCell, cells, pairwise, plan_of
+from tests.distributed.tensor_grid import SAMPLES, TensorCell, pairwise, plan_of, whole
 from tests.processes import ProcessPool
 
 
@@ -29,6 +29,6 @@ def test_pairwise_cover_of_the_grid(eight, cell):
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("cell", cells(), ids=str)
+@pytest.mark.parametrize("cell", whole(), ids=str)
 def test_whole_grid(eight, cell):
     assert_equals_one_process(eight, cell)

@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -72,6 +72,15 @@ class Call:
 
 
 @dataclass(frozen=True)
+class Inner:
+    """A call whose result is an argument of a localised call; its arguments are like those of that call."""
+
+    name: str  # appended to the name of the call that it is for
+    target: Callable
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
 class Way:
     """One way to run a call on every rank: the placements that its operands must have, and those of its results."""
 
@@ -108,9 +117,9 @@ class Rule:
     joins: int | None = None
     """The dimension along which the operator puts its operands one after the other."""
     localise: Callable[[Way, int], tuple[Any, tuple, dict]] | None = None
-    """The operator and its arguments (nodes of the whole program among them) for a way and a number of shards, if they
-    differ from those of the whole program."""
-    product: bool = field(default=False)  # multiplies by a weight or looks rows of it up
+    """The operator and its arguments (nodes of the whole program and Inner calls among them) for a way and a number of
+    shards, if they differ from those of the whole program."""
+    product: bool = False  # a product of matrices, a convolution, attention, or a lookup of rows in a table
 
 
 def scaled(split_blocks: Sequence[int], size: int, other: int) -> tuple[int, ...] | None:
@@ -122,4 +131,4 @@ def scaled(split_blocks: Sequence[int], size: int, other: int) -> tuple[int, ...
     return tuple(block * other // size for block in split_blocks)
 
 
-__all__ = ["COPIED", "PARTIAL", "WHOLE", "Axis", "Call", "Rule", "Split", "TensorPlacement", "Way", "scaled"]
+__all__ = ["COPIED", "PARTIAL", "WHOLE", "Axis", "Call", "Inner", "Rule", "Split", "TensorPlacement", "Way", "scaled"]
