@@ -26,7 +26,7 @@ from auto3d.plan import SUB_PIPELINED, Plan, PlanError, StagePlan
 from auto3d.schedule.operation import Kind
 from auto3d.schedule.shape import Shape, shape_of
 from auto3d.simulate.costs import Costs, MessageCost, SharedMachine
-from auto3d.simulate.simulate import simulate
+from auto3d.simulate.simulate import Timeline, simulate
 from auto3d.tensor.conversions import Collective
 
 SecondsOf = Callable[[Shape, Costs], float]  # seconds of an iteration: the simulator or a closed form
@@ -213,7 +213,19 @@ class CostModel:
             speed=(1.0,) * shape.devices,
             overlap=self.training.overlap,
             shared_machines=self._sharing(plan) if self._has_slowdown else (),
+            tp=plan.tp,
         )
+
+    def timeline(self, plan: Plan, pipeline: int = 0) -> Timeline:
+        """The simulated timeline of one of the plan's pipelines, with its tensor-parallel collectives, for drawings."""
+        costs, hidden = self.costs(plan, pipeline), self.costs(plan, pipeline, collectives=False)
+        exposed = {
+            f"{name}_exposed": tuple(
+                max(0.0, mine - less) for mine, less in zip(getattr(costs, name), getattr(hidden, name), strict=True)
+            )
+            for name in ("forward", "backward")
+        }
+        return simulate(shape_of(plan).schedule(), replace(costs, **exposed))
 
     def pipeline_times(self, plan: Plan, cuts: Sequence[int], *, replicas: int = 1) -> PipelineTimes:
         """The times of a pipeline with the degrees, placement and schedule of ``plan`` at any of ``cuts``.

@@ -58,6 +58,22 @@ class Costs:
     speed: tuple[float, ...]  # per device
     overlap: bool = True  # messages overlap compute; if False, they occupy their sender and their receiver
     shared_machines: tuple[SharedMachine, ...] = ()  # machines on which devices slow each other down
+    tp: int = 1  # tensor-parallel ranks of each device, for drawings and traces
+    forward_exposed: tuple[float, ...] = ()  # part of ``forward`` in which tensor-parallel collectives are not hidden
+    backward_exposed: tuple[float, ...] = ()
+
+    def exposed_of(self, kind: Kind, stage: int) -> float:
+        """The part of an operation's time in which its device waits for tensor-parallel collectives, in [0, 1].
+
+        For drawings. The forward's part is also that of the recomputation; for the halves of a split backward it is not
+        known, and 0.
+        """
+        parts, whole = {
+            Kind.FORWARD: (self.forward_exposed, self.forward),
+            Kind.RECOMPUTE: (self.forward_exposed, self.forward),
+            Kind.BACKWARD: (self.backward_exposed, self.backward),
+        }.get(kind, ((), ()))
+        return parts[stage] / whole[stage] if parts and whole[stage] else 0.0
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward", "backward_input", "backward_weight", "recompute", "sync", "update"):

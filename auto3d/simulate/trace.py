@@ -14,7 +14,7 @@ def trace(timeline: Timeline, *, seconds_per_unit: float = 1.0) -> dict[str, Any
     events: list[dict[str, Any]] = []
     tracks: list[dict[str, int]] = [{} for _ in range(timeline.schedule.devices)]  # per device: track -> number
 
-    def add(device: int, track: str, name: str, start: float, end: float) -> None:
+    def add(device: int, track: str, name: str, start: float, end: float, exposed: float = 0.0) -> None:
         events.append(
             {
                 "name": name,
@@ -26,11 +26,14 @@ def trace(timeline: Timeline, *, seconds_per_unit: float = 1.0) -> dict[str, Any
                 "dur": (end - start) * microseconds,
             }
         )
+        if exposed:
+            events[-1]["args"] = {"waits for tensor-parallel collectives": f"{exposed:.1%}"}
 
     receiver_of = {number: receiver for (_, receiver), number in timeline.work.links.items()}
     for number, operation in enumerate(timeline.operations):
         device, end = timeline.device_of(operation), timeline.end[number]
-        add(device, "compute", str(operation), timeline.start[number], end)
+        exposed = timeline.costs.exposed_of(operation.kind, operation.stage)
+        add(device, "compute", str(operation), timeline.start[number], end, exposed)
         _, after, link = timeline.work.steps[number]
         if after and link >= 0:
             sent = timeline.arrival[number] if timeline.costs.overlap else end + after
@@ -38,8 +41,9 @@ def trace(timeline: Timeline, *, seconds_per_unit: float = 1.0) -> dict[str, Any
     for sync in timeline.syncs:
         for device in sync.started if sync.end > sync.begin else ():
             add(device, f"sync of stage {sync.stage}", f"sync of stage {sync.stage}", sync.begin, sync.end)
+    ranks = f" ({timeline.costs.tp} tensor-parallel ranks)" if timeline.costs.tp > 1 else ""
     for device, numbers in enumerate(tracks):
-        events.append({"name": "process_name", "ph": "M", "pid": device, "args": {"name": f"device {device}"}})
+        events.append({"name": "process_name", "ph": "M", "pid": device, "args": {"name": f"device {device}{ranks}"}})
         for track, number in numbers.items():
             events.append({"name": "thread_name", "ph": "M", "pid": device, "tid": number, "args": {"name": track}})
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"schedule": timeline.schedule.name}}
