@@ -219,13 +219,12 @@ class CostModel:
     def timeline(self, plan: Plan, pipeline: int = 0) -> Timeline:
         """The simulated timeline of one of the plan's pipelines, with its tensor-parallel collectives, for drawings."""
         costs, hidden = self.costs(plan, pipeline), self.costs(plan, pipeline, collectives=False)
-        exposed = {
-            f"{name}_exposed": tuple(
-                max(0.0, mine - less) for mine, less in zip(getattr(costs, name), getattr(hidden, name), strict=True)
-            )
-            for name in ("forward", "backward")
-        }
-        return simulate(shape_of(plan).schedule(), replace(costs, **exposed))
+        forward, backward = (
+            tuple(max(0.0, whole - less) for whole, less in zip(all_, without, strict=True))
+            for all_, without in ((costs.forward, hidden.forward), (costs.backward, hidden.backward))
+        )
+        shown = replace(costs, forward_exposed=forward, backward_exposed=backward)
+        return simulate(shape_of(plan).schedule(), shown)
 
     def pipeline_times(self, plan: Plan, cuts: Sequence[int], *, replicas: int = 1) -> PipelineTimes:
         """The times of a pipeline with the degrees, placement and schedule of ``plan`` at any of ``cuts``.
