@@ -27,6 +27,7 @@ ALL_REDUCE_SIZES = (
     *(8**power for power in range(4, 9)),
     2**26,
 )  # bytes: 16, as for loss and gradient norm; 4 KiB to 16 MiB; 64 MiB
+PRODUCT_SIZE = 512  # rows and columns of the product before each collective: some milliseconds on a CPU core
 SHARED_SIZES = tuple(8**power for power in range(4, 9))  # bytes of the whole tensor in all-gathers and reduce-scatters
 
 
@@ -106,15 +107,21 @@ def _seconds_of_each(
     collective: Collective,
     sizes: Collection[int],
 ) -> tuple[float, ...]:
-    """Seconds of ``collective`` among the first ``members`` ranks, for each of ``sizes``; on every rank."""
+    """Seconds of ``collective`` among the first ``members`` ranks, for each of ``sizes``; on every rank.
+
+    The ranks come from a matrix product, as in training. Straight after a barrier they would begin at the same moment,
+    with the tensor in their caches.
+    """
     ours = next((group for group in groups if group.shards == members), None)
     found = []
+    square = torch.ones(PRODUCT_SIZE, PRODUCT_SIZE, device=ranks.device)
     for size in sizes:
         content = torch.zeros((members, -(-size // 4 // members)), device=ranks.device)
         times = []
         for _ in range(_repetitions(size)):
             ranks.barrier()
             if ours is not None:
+                _ = square @ square
                 times.append(time_communication(partial(_run, ours, collective, content, size), ranks.clock))
                 run_ahead.catch_up()
         found.append(ranks.of_rank_0(median(times[1:] or [0.0])))
