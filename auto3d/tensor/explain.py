@@ -30,7 +30,7 @@ class WeightSplit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exchange:
+class CollectiveTotal:
     """The collectives of one kind that the ranks of a group run for one micro-batch."""
 
     collective: Collective
@@ -48,7 +48,7 @@ class Explanation:
     weights: tuple[WeightSplit, ...]  # every weight that a product multiplies by, and every table of an embedding
     split_flops: float  # share of the forward's FLOPs in operations that the ranks divide among them
     split_bytes: float  # share of the bytes of all parameters in those that are split
-    exchanges: tuple[Exchange, ...]
+    exchanges: tuple[CollectiveTotal, ...]
 
 
 def explain(model: TensorParallelModel) -> Explanation:
@@ -67,7 +67,7 @@ def explain(model: TensorParallelModel) -> Explanation:
     )
 
 
-def exchanges(model: TensorParallelModel) -> tuple[Exchange, ...]:
+def exchanges(model: TensorParallelModel) -> tuple[CollectiveTotal, ...]:
     """The collectives of one micro-batch, by kind and phase."""
     sums: dict[tuple[str, Collective], tuple[int, int]] = {}
     for node in model.local.exported.program.nodes:
@@ -75,7 +75,9 @@ def exchanges(model: TensorParallelModel) -> tuple[Exchange, ...]:
             count, bytes_so_far = sums.get((phase, collective), (0, 0))
             sums[phase, collective] = count + 1, bytes_so_far + size
     return tuple(
-        Exchange(collective=collective, phase=phase, count=sums[phase, collective][0], bytes=sums[phase, collective][1])
+        CollectiveTotal(
+            collective=collective, phase=phase, count=sums[phase, collective][0], bytes=sums[phase, collective][1]
+        )
         for phase in (FORWARD, BACKWARD)
         for collective in Collective
         if (phase, collective) in sums

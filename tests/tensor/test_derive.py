@@ -105,4 +105,4 @@ def test_a_wider_beam_finds_nothing_cheaper(name, sequence_parallel):
         derive(model, 2, split=None, sequence_parallel=sequence_parallel, **options)
         for options in ({}, {"states": 1000})
     )
-    assert narrow.cost == pytest.approx(wide.cost, rel=1e-9)
+    assert narrow.cost == pytest.approx(wide.cost, rel=1e-7)  # a millionth of a byte per byte breaks ties

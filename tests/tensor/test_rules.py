@@ -93,6 +93,8 @@ EXAMPLES = [
     call("permute", normal(2, 4, 6), [2, 0, 1]),
     call("transpose.int", normal(2, 4, 6), 1, -1),
     *(call(name, normal(4, 6)) for name in ("t", "numpy_T", "mT")),
+    call("mT", normal(2, 4, 6)),
+    call("numpy_T", normal(2, 4, 6)),
     call("unsqueeze", normal(4, 6), 1),
     call("squeeze.dim", normal(4, 1, 6), 1),
     call("expand", normal(4, 1, 6), [2, 4, 3, 6]),

@@ -98,8 +98,13 @@ def _transpose(call: Call) -> Rule:
     return _permuted(call, order)
 
 
-def _transposed_matrix(call: Call) -> Rule:
+def _reversed(call: Call) -> Rule:
     return _permuted(call, list(range(len(call.shapes[0])))[::-1])
+
+
+def _transposed_matrix(call: Call) -> Rule:
+    *leading, rows, columns = range(len(call.shapes[0]))
+    return _permuted(call, [*leading, columns, rows])
 
 
 def _without_ones(call: Call) -> Rule:
@@ -286,7 +291,8 @@ RULES: dict[str, Callable[[Call], Rule]] = {
     **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as"), _reshape),
     "permute": _permute,
     **dict.fromkeys(("transpose", "swapaxes", "swapdims"), _transpose),
-    **dict.fromkeys(("t", "numpy_T", "mT"), _transposed_matrix),
+    **dict.fromkeys(("t", "numpy_T"), _reversed),
+    "mT": _transposed_matrix,
     **dict.fromkeys(("unsqueeze", "squeeze"), _without_ones),
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expand),
     "repeat": _repeat,
