@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from auto3d.cost.tables import without
-from auto3d.cost.work import Exchange, exchanges_of
+from auto3d.cost.work import TensorExchange, exchanges_of
 from auto3d.partition.cost import PartitionCosts, analytic
 from auto3d.plan import StagePlan
 from auto3d.schedule.operation import Kind
@@ -22,7 +22,7 @@ class EmulatedStep:
     """Compute of ``seconds``, and the collective that needs its result; None after the last compute of a pass."""
 
     seconds: float
-    collective: Exchange | None = None
+    collective: TensorExchange | None = None
 
 
 Passes = dict[Kind, tuple[EmulatedStep, ...]]
@@ -55,7 +55,7 @@ def passes_of(stage: StagePlan, number: int, tensor: TensorParallelModel | None,
 
 
 def _steps(
-    model: PartitionCosts, exchanges: Sequence[Exchange], spans: Spans, seconds: float, *, forward: bool
+    model: PartitionCosts, exchanges: Sequence[TensorExchange], spans: Spans, seconds: float, *, forward: bool
 ) -> tuple[EmulatedStep, ...]:
     """The steps of a pass through ``spans`` of the local Graph; they compute for ``seconds`` in total."""
     before = [0.0, *accumulate(model.forward_s if forward else model.backward_s)]
