@@ -12,7 +12,7 @@ import numpy as np
 
 from auto3d.cluster import Accelerator
 from auto3d.cost.times import Times, before, times_of
-from auto3d.cost.work import PRECISION_BYTES, Exchange, Work, repeated_range
+from auto3d.cost.work import PRECISION_BYTES, TensorExchange, Work, repeated_range
 from auto3d.errors import InputError
 from auto3d.tensor.conversions import Collective
 
@@ -55,7 +55,7 @@ def work_of_layers(layers: Sequence[Layer], samples: int, tp: int = 1, *, precis
     crossing[-1] = 0.0
     products = np.where(flops > 0, each("products"), 0.0)
     exchanges = [
-        Exchange(
+        TensorExchange(
             collective=Collective.ALL_REDUCE,
             position=position,
             before=not forward,

@@ -31,7 +31,7 @@ _VOCABULARY_LOSS = "auto3d.vocabulary_cross_entropy.default"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exchange:
+class TensorExchange:
     """A collective of the ranks of a tensor-parallel group, once per micro-batch.
 
     It comes between the operation at ``position`` and the one before it, or after it. A collective of the backward has
@@ -76,7 +76,7 @@ class Work:
     tied: tuple[tuple[float, tuple[int, ...]], ...] = ()
     """(elements, positions) of each parameter that several operations use; ``parameters`` counts it at the first."""
     shards: int = 1  # tensor-parallel degree
-    exchanges: tuple[Exchange, ...] = ()  # ordered as in the forward
+    exchanges: tuple[TensorExchange, ...] = ()  # ordered as in the forward
 
     def __len__(self) -> int:
         return len(self.flops)
@@ -259,10 +259,10 @@ def _converted(conversion: Conversion, read: float, made: float) -> tuple[float,
     return forward, backward
 
 
-def exchanges_of(local: LocalGraph, scale: float) -> tuple[Exchange, ...]:
+def exchanges_of(local: LocalGraph, scale: float) -> tuple[TensorExchange, ...]:
     """The collectives of ``local``, in the order of the forward; a Graph's bytes times ``scale`` are those sent."""
     sizes = _sizes(local.graph)
-    found: list[Exchange] = []
+    found: list[TensorExchange] = []
     computed = -1  # largest position of the whole Graph whose operation has come
     for position, node in zip(local.positions, local.graph.nodes, strict=True):
         conversion = _conversion(node)
@@ -281,7 +281,9 @@ def exchanges_of(local: LocalGraph, scale: float) -> tuple[Exchange, ...]:
             if conversion.backward is not None and not node.from_inputs and node.outputs[0].differentiable:
                 steps.append((conversion.backward, False, size))
         found += [
-            Exchange(collective=collective, position=position, before=computed < position, forward=forward, size=each)
+            TensorExchange(
+                collective=collective, position=position, before=computed < position, forward=forward, size=each
+            )
             for collective, forward, each in steps
         ]
     return tuple(found)

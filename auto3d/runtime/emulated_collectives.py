@@ -7,7 +7,7 @@ from zlib import crc32
 
 import torch
 
-from auto3d.cost.work import Exchange
+from auto3d.cost.work import TensorExchange
 from auto3d.errors import InputError
 from auto3d.runtime.device_clock import DeviceClock
 from auto3d.runtime.tensor_group import Pending, TensorGroup
@@ -24,7 +24,7 @@ Wait = Callable[[], None]
 class EmulatedCollectives(Protocol):
     """Runs the collectives of emulated stages."""
 
-    def begin(self, exchange: Exchange, stage: int, share: float) -> Wait:
+    def begin(self, exchange: TensorExchange, stage: int, share: float) -> Wait:
         """Begin ``exchange`` of stage ``stage``, of values of this ``share`` of a micro-batch."""
 
 
@@ -36,7 +36,7 @@ class RealCollectives:
         self._clock = clock
         self._buffer = torch.zeros(PIECE_BYTES // 4)
 
-    def begin(self, exchange: Exchange, stage: int, share: float) -> Wait:
+    def begin(self, exchange: TensorExchange, stage: int, share: float) -> Wait:
         pieces = [self._begin(exchange.collective, piece) for piece in self._pieces(exchange.size)]
 
         def wait() -> None:
@@ -85,7 +85,7 @@ class GivenCollectives:
                 "run real collectives"
             )
 
-    def begin(self, exchange: Exchange, stage: int, share: float) -> Wait:
+    def begin(self, exchange: TensorExchange, stage: int, share: float) -> Wait:
         begun = self._largest(self._clock.free)
 
         def wait() -> None:

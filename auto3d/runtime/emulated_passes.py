@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from auto3d.cost.tables import without
-from auto3d.cost.work import Exchange, exchanges_of
+from auto3d.cost.work import TensorExchange, exchanges_of
 from auto3d.partition.cost import PartitionCosts, analytic
 from auto3d.partition.segment import segments
 from auto3d.partition.stage import Stage
@@ -22,7 +22,7 @@ class EmulatedStep:
     """Compute of ``seconds`` after the collectives of the steps ``waits``, and the collective that needs its result."""
 
     seconds: float
-    collective: Exchange | None = None
+    collective: TensorExchange | None = None
     waits: tuple[int, ...] = ()  # numbers of earlier steps of the same pass
     share: float = 1.0  # fraction of the micro-batch whose values are exchanged
 
@@ -65,7 +65,7 @@ class _RankProgram:
         self._graph = local.graph
         self._model: PartitionCosts = analytic(local.graph)
         self._number = {node.name: number for number, node in enumerate(local.graph.nodes)}
-        self._exchanges: dict[tuple[int, bool], list[Exchange]] = {}
+        self._exchanges: dict[tuple[int, bool], list[TensorExchange]] = {}
         for one in exchanges_of(replace(local, positions=tuple(range(len(local.graph.nodes)))), 1.0):
             self._exchanges.setdefault((one.position, one.forward), []).append(one)
 
@@ -110,7 +110,7 @@ class _RankProgram:
         steps: list[EmulatedStep] = []
         computed = 0.0  # since the last collective
 
-        def end(collective: Exchange | None) -> None:
+        def end(collective: TensorExchange | None) -> None:
             nonlocal computed
             steps.append(EmulatedStep(computed, collective, (len(steps) - 1,) if steps else ()))
             computed = 0.0
