@@ -18,7 +18,7 @@ from enum import Enum
 from pydantic import ConfigDict
 
 
-class Kind(Enum):
+class PlacementKind(Enum):
     WHOLE = "whole"
     COPIED = "copied"
     SPLIT = "split"
@@ -68,7 +68,7 @@ class Split:
 class TensorPlacement:
     """The placement of one tensor; ``split`` is there if and only if its kind is SPLIT."""
 
-    kind: Kind
+    kind: PlacementKind
     split: Split | None = None
 
     def __str__(self) -> str:
@@ -85,10 +85,10 @@ class TensorPlacement:
         return tuple(local if dim == self.split.dim else size for dim, size in enumerate(shape))
 
 
-WHOLE = TensorPlacement(Kind.WHOLE)
-COPIED = TensorPlacement(Kind.COPIED)
-PARTIAL = TensorPlacement(Kind.PARTIAL)
+WHOLE = TensorPlacement(PlacementKind.WHOLE)
+COPIED = TensorPlacement(PlacementKind.COPIED)
+PARTIAL = TensorPlacement(PlacementKind.PARTIAL)
 
 
 def split_along(dim: int, *blocks: int) -> TensorPlacement:
-    return TensorPlacement(Kind.SPLIT, Split(dim, blocks))
+    return TensorPlacement(PlacementKind.SPLIT, Split(dim, blocks))

@@ -19,7 +19,7 @@ from auto3d.tensor.collectives import Collective, conversion_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class HalfPiece:
     """Operations on one half of a micro-batch, or on all of it, that run without a pause."""
 
     segment: Segment
@@ -37,7 +37,7 @@ class Handover:
     backward: Collective | None  # None also where the value has no gradient
 
 
-Turn = Piece | Handover
+Turn = HalfPiece | Handover
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,7 @@ class _Division:
     def _makers(self, node: GraphNode) -> list[GraphNode]:
         return [self._maker[name] for name in node.reads if name in self._maker]
 
-    def _pieces(self) -> dict[_Place, Piece]:
+    def _pieces(self) -> dict[_Place, HalfPiece]:
         late: set[str] = set()  # dropout and attention masks: made when they are first used, not all at the beginning
         for node in self._nodes:
             computes = node.name not in self._handovers
@@ -159,7 +159,7 @@ class _Division:
                 takes=tuple(dict.fromkeys(name for node in nodes for name in node.reads if name not in made)),
                 gives=tuple(name for name in made if name in elsewhere),
             )
-            pieces[place] = Piece(segment=segment, half=place[0])
+            pieces[place] = HalfPiece(segment=segment, half=place[0])
         return pieces
 
     def _put(self, node: GraphNode) -> None:

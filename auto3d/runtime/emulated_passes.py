@@ -8,7 +8,7 @@ from auto3d.cost.work import TensorExchange, exchanges_of
 from auto3d.partition.cost import PartitionCosts, analytic
 from auto3d.partition.segment import segments
 from auto3d.partition.stage import Stage
-from auto3d.partition.turns import Handover, Piece, Turn, turns
+from auto3d.partition.turns import HalfPiece, Handover, Turn, turns
 from auto3d.plan import StagePlan
 from auto3d.schedule.operation import Kind
 from auto3d.simulate.costs import Costs
@@ -89,7 +89,7 @@ class _RankProgram:
                 takes, gives = _values(turn)
                 needed = takes if forward else gives
                 waits = tuple(number for name in needed for number in exchanging.pop(name, ()))
-                if isinstance(turn, Piece):
+                if isinstance(turn, HalfPiece):
                     numbers = sorted(self._number[name] for name in turn.segment.nodes)
                     inside = self._through(numbers if forward else reversed(numbers), forward=forward)
                     first = len(steps)

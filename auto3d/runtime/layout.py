@@ -22,7 +22,7 @@ from auto3d.schedule.carried_buffers import check_carried_buffers
 from auto3d.schedule.operation import Schedule
 from auto3d.schedule.program import PipeStage
 from auto3d.tensor.model import TensorParallelModel
-from auto3d.tensor_placement import WHOLE, Kind, TensorPlacement
+from auto3d.tensor_placement import WHOLE, PlacementKind, TensorPlacement
 
 MICRO_BATCHES_WITHOUT_FLUSH = 1024  # default of an asynchronous schedule: a flush costs pp - 1 micro-batches
 
@@ -140,7 +140,7 @@ class RankLayout:
 
     def _summed_over(self, shard: int) -> dict[str, Holders]:
         trained = self.captured.graph.trained
-        copied = {name for name in trained if self.placement_of(name).kind is Kind.COPIED}
+        copied = {name for name in trained if self.placement_of(name).kind is PlacementKind.COPIED}
         return holders(self.plan, self.schedule, self.model_stages, trained, shard=shard, of_all_shards=copied)
 
     @property
@@ -148,7 +148,7 @@ class RankLayout:
         """Trained parameters whose gradient another shard counts in the norm, because all shards have the same one."""
         if self.shard == 0:
             return frozenset()
-        return frozenset(name for name in self.holders if self.placement_of(name).kind is Kind.WHOLE)
+        return frozenset(name for name in self.holders if self.placement_of(name).kind is PlacementKind.WHOLE)
 
     @property
     def summed_stages(self) -> set[tuple[int, ...]]:

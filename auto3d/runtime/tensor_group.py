@@ -25,7 +25,7 @@ from auto3d.tensor.collectives import (
     split_of,
 )
 from auto3d.tensor.model import TensorParallelModel
-from auto3d.tensor_placement import Kind, Split
+from auto3d.tensor_placement import PlacementKind, Split
 
 _MEAN, _SUM = 1, 2  # torch's numbers of reductions; 0 is none
 
@@ -174,10 +174,10 @@ def forward_action(conversion: Conversion, split: Split | None, group: TensorGro
     """What ``conversion`` does with the value of one rank; ``split`` is how its source or its target is split."""
     if conversion.forward is not None:
         return _collective(conversion.forward, split, group, what)
-    if conversion.target is Kind.SPLIT:
+    if conversion.target is PlacementKind.SPLIT:
         assert split is not None
         return _slice(split, group)
-    if conversion.target is Kind.PARTIAL:
+    if conversion.target is PlacementKind.PARTIAL:
         return lambda value: lambda: value.view_as(value) if group.shard == 0 else torch.zeros_like(value)
     return _nothing
 
@@ -186,10 +186,10 @@ def backward_action(conversion: Conversion, split: Split | None, group: TensorGr
     """What ``conversion`` does with the gradient of its result."""
     if conversion.backward is not None:
         return _collective(conversion.backward, split, group, what)
-    if conversion.source is Kind.SPLIT:
+    if conversion.source is PlacementKind.SPLIT:
         assert split is not None
         return _slice(split, group)
-    if conversion.source is Kind.COPIED and conversion.target is Kind.SPLIT:
+    if conversion.source is PlacementKind.COPIED and conversion.target is PlacementKind.SPLIT:
         assert split is not None
         return _padded(split, group)
     return _nothing

@@ -31,7 +31,7 @@ from auto3d.runtime.verify import Computed, Difference, coarseness, difference_o
 from auto3d.tensor.collectives import CONVERSION_BETWEEN
 from auto3d.tensor.halves import DROPOUT_MASK, SubPipelinedModel
 from auto3d.tensor.model import TensorParallelModel
-from auto3d.tensor_placement import WHOLE, Kind, TensorPlacement
+from auto3d.tensor_placement import WHOLE, PlacementKind, TensorPlacement
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -130,7 +130,7 @@ def _difference(model: TensorParallelModel, outcomes: list[Computed], whole: Com
         if expected is None:
             continue
         placed = model.placements[name]
-        kind = Kind.PARTIAL if placed.kind is Kind.COPIED else placed.kind
+        kind = PlacementKind.PARTIAL if placed.kind is PlacementKind.COPIED else placed.kind
         found = [_or_zeros(outcome.gradients[name], expected, placed, model.shards) for outcome in outcomes]
         for what, value in _assembled(f"the gradient of {name}", TensorPlacement(kind, placed.split), found):
             if difference := difference_of(what, value, expected, scale, wider):
@@ -166,7 +166,7 @@ def _assembled(what: str, placed: TensorPlacement, found: list[torch.Tensor]) ->
     """(name, whole value) of what the shards have of one value: one for each shard that has the whole of it."""
     if placed.split is not None:
         return [(what, joined(found, placed.split))]
-    if placed.kind is Kind.PARTIAL:
+    if placed.kind is PlacementKind.PARTIAL:
         return [(what, torch.stack(found).sum(0))]
     return [(f"{what} of shard {shard}", value) for shard, value in enumerate(found)]
 

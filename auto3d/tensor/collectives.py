@@ -27,7 +27,7 @@ import torch
 
 from auto3d.tensor.conversions import CONVERSIONS, Conversion
 from auto3d.tensor.conversions import Collective as Collective  # users of the operators find it here
-from auto3d.tensor_placement import Kind, Split
+from auto3d.tensor_placement import PlacementKind, Split
 
 _LIBRARY = torch.library.Library("auto3d", "DEF")
 
@@ -71,7 +71,7 @@ class _Convert(torch.autograd.Function):
             return value.view_as(value)
         if split is None:
             return value.new_empty(value.shape)
-        gathers = conversion.source is Kind.SPLIT
+        gathers = conversion.source is PlacementKind.SPLIT
         return value.new_empty(_whole(value.shape, split) if gathers else _local(value.shape, split, shards))
 
     @staticmethod

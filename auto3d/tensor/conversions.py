@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from auto3d.tensor_placement import Kind
+from auto3d.tensor_placement import PlacementKind
 
 
 class Collective(Enum):
@@ -19,23 +19,30 @@ class Conversion:
     """One row of the table in tensor/collectives.py; None where the ranks exchange nothing."""
 
     name: str
-    source: Kind
-    target: Kind
+    source: PlacementKind
+    target: PlacementKind
     forward: Collective | None
     backward: Collective | None
 
 
+_K, _C = PlacementKind, Collective
 CONVERSIONS = {
     each.name: each
     for each in (
-        Conversion("reduce", Kind.PARTIAL, Kind.WHOLE, Collective.ALL_REDUCE, None),
-        Conversion("copy", Kind.WHOLE, Kind.COPIED, None, Collective.ALL_REDUCE),
-        Conversion("reduce_copy", Kind.PARTIAL, Kind.COPIED, Collective.ALL_REDUCE, Collective.ALL_REDUCE),
-        Conversion("gather", Kind.SPLIT, Kind.WHOLE, Collective.ALL_GATHER, None),
-        Conversion("gather_copy", Kind.SPLIT, Kind.COPIED, Collective.ALL_GATHER, Collective.REDUCE_SCATTER),
-        Conversion("scatter", Kind.WHOLE, Kind.SPLIT, None, Collective.ALL_GATHER),
-        Conversion("scatter_copy", Kind.COPIED, Kind.SPLIT, None, None),
-        Conversion("reduce_scatter", Kind.PARTIAL, Kind.SPLIT, Collective.REDUCE_SCATTER, Collective.ALL_GATHER),
-        Conversion("spread", Kind.WHOLE, Kind.PARTIAL, None, None),
+        Conversion("reduce", _K.PARTIAL, _K.WHOLE, _C.ALL_REDUCE, None),
+        Conversion("copy", _K.WHOLE, _K.COPIED, None, _C.ALL_REDUCE),
+        Conversion("reduce_copy", _K.PARTIAL, _K.COPIED, _C.ALL_REDUCE, _C.ALL_REDUCE),
+        Conversion("gather", _K.SPLIT, _K.WHOLE, _C.ALL_GATHER, None),
+        Conversion("gather_copy", _K.SPLIT, _K.COPIED, _C.ALL_GATHER, _C.REDUCE_SCATTER),
+        Conversion("scatter", _K.WHOLE, _K.SPLIT, None, _C.ALL_GATHER),
+        Conversion("scatter_copy", _K.COPIED, _K.SPLIT, None, None),
+        Conversion(
+            "reduce_scatter",
+            _K.PARTIAL,
+            _K.SPLIT,
+            _C.REDUCE_SCATTER,
+            _C.ALL_GATHER,
+        ),
+        Conversion("spread", _K.WHOLE, _K.PARTIAL, None, None),
     )
 }

@@ -24,8 +24,8 @@ from auto3d.capture.model import CapturedModel
 from auto3d.plan import PlanError
 from auto3d.tensor.collectives import CONVERSION_BETWEEN, Collective, Conversion
 from auto3d.tensor.rules.call import Way
-from auto3d.tensor.ways import Operation, has_gradient, operations_of
-from auto3d.tensor_placement import COPIED, PARTIAL, WHOLE, Kind, Split, TensorPlacement
+from auto3d.tensor.ways import OperationWays, has_gradient, operations_of
+from auto3d.tensor_placement import COPIED, PARTIAL, WHOLE, PlacementKind, Split, TensorPlacement
 
 STATES = 64  # states that go on after each operation
 _UNITS = 10**6  # costs are integers, in millionths of a byte, so that equal layers come to equal costs
@@ -58,7 +58,7 @@ class Decision:
 class Derivation:
     """The decisions for all operations, and the placement of the state that they use, by placeholder."""
 
-    operations: tuple[Operation, ...]
+    operations: tuple[OperationWays, ...]
     decisions: tuple[Decision, ...]
     state: Mapping[str, TensorPlacement]
     loss: tuple[Converted, ...]  # conversions of the loss, which ends whole
@@ -118,7 +118,7 @@ class _Beam:
 class _Operation:
     """One operation of the program as the search sees it: places are those in a state."""
 
-    operation: Operation
+    operation: OperationWays
     operands: tuple[fx.Node, ...]  # without repetitions
     entering: tuple[int, ...]  # sets of placements of the operands that are used the first time
     places: tuple[int, ...]  # of the operands
@@ -161,7 +161,7 @@ class _Search:
         self,
         captured: CapturedModel,
         shards: int,
-        operations: Sequence[Operation],
+        operations: Sequence[OperationWays],
         split: Mapping[str, Split] | None,
         sequence_parallel: bool,
     ) -> None:
@@ -358,7 +358,7 @@ class _Search:
         )
         return self._alike_as.setdefault(about, len(self._alike_as))
 
-    def _operand(self, node: fx.Node, operation: Operation | None = None) -> _Operand:
+    def _operand(self, node: fx.Node, operation: OperationWays | None = None) -> _Operand:
         if operation is None and node in self._about:
             return self._about[node]
         call = None if operation is None else operation.call
@@ -429,7 +429,7 @@ class _Search:
             return []
         found = []
         for source in available:
-            if source.kind is Kind.SPLIT and operand.is_state:
+            if source.kind is PlacementKind.SPLIT and operand.is_state:
                 continue
             for through in ((), (WHOLE,)):
                 path = (source, *through, need)
@@ -443,7 +443,7 @@ class _Search:
         conversion = CONVERSION_BETWEEN.get((source.kind, target.kind))
         if conversion is None or (conversion.name == "reduce_scatter" and not self._is_sequence(operand, target)):
             return None
-        if target.kind is Kind.PARTIAL and not operand.gradient:
+        if target.kind is PlacementKind.PARTIAL and not operand.gradient:
             return None
         return self._cost_of_conversion(conversion, operand)
 
@@ -453,7 +453,7 @@ class _Search:
 
     def _cost_of_conversion(self, conversion: Conversion, operand: _Operand) -> float:
         whole = self._all_reduce(operand)
-        cost = 0.0 if conversion.target is Kind.SPLIT else _WHOLE_BYTE * operand.bytes
+        cost = 0.0 if conversion.target is PlacementKind.SPLIT else _WHOLE_BYTE * operand.bytes
         for collective in (conversion.forward, conversion.backward if operand.gradient else None):
             if collective is Collective.ALL_REDUCE:
                 cost += whole + _LATENCY_BYTES
@@ -465,11 +465,11 @@ class _Search:
         """Bytes that each rank sends in an all-reduce of ``operand``, by a ring."""
         return 2 * (self._shards - 1) / self._shards * operand.bytes
 
-    def _cost_of(self, operation: Operation, way: Way) -> float:
+    def _cost_of(self, operation: OperationWays, way: Way) -> float:
         call, whole_share = operation.call, 1 - 1 / self._shards
         cost = 0.0
         for node in call.result_nodes:
-            if way.gives[call.number_of(node)].kind is not Kind.SPLIT:
+            if way.gives[call.number_of(node)].kind is not PlacementKind.SPLIT:
                 cost += _WHOLE_BYTE * whole_share * node.meta["val"].nbytes
         if way in operation.rule.special and call.operator == "cross_entropy_loss":
             labels = call.operands[1].meta["val"]
@@ -477,7 +477,7 @@ class _Search:
         if operation.rule.product and any(has_gradient(node) for node in call.result_nodes):
             weights = [number for number, each in enumerate(call.operands) if each in operation.weights]
             is_split = any(need.split is not None for need in way.needs)
-            if not is_split or any(way.needs[number].kind is not Kind.SPLIT for number in weights):
+            if not is_split or any(way.needs[number].kind is not PlacementKind.SPLIT for number in weights):
                 flops = self._flops.get(call.node.name, 0)
                 table = sum(float(call.operands[number].meta["val"].nbytes) for number in weights)
                 if flops:
@@ -486,7 +486,7 @@ class _Search:
                     cost += whole_share * _WHOLE_TABLE * table
         return cost
 
-    def _impossible(self, operation: Operation) -> str:
+    def _impossible(self, operation: OperationWays) -> str:
         names = [operand.name for operand in operation.call.operands if operand.name in (self._split or {})]
         assert self._split is not None, "whole operands are always possible"
         split = self._split[names[0]]

@@ -13,8 +13,8 @@ from auto3d.capture.nodes import args_of
 from auto3d.tensor.collectives import VOCABULARY_CROSS_ENTROPY, Collective, conversion_of
 from auto3d.tensor.model import TensorParallelModel
 from auto3d.tensor.rules import RULES
-from auto3d.tensor.ways import Operation, operations_of
-from auto3d.tensor_placement import Kind, Split
+from auto3d.tensor.ways import OperationWays, operations_of
+from auto3d.tensor_placement import PlacementKind, Split
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -127,10 +127,12 @@ def _is_sequence_parallel(model: TensorParallelModel) -> bool:
     return any(each is not None and each.name == "reduce_scatter" for each in conversions)
 
 
-def _users(operations: Sequence[Operation], names: Collection[str]) -> dict[str, list[tuple[Operation, fx.Node]]]:
+def _users(
+    operations: Sequence[OperationWays], names: Collection[str]
+) -> dict[str, list[tuple[OperationWays, fx.Node]]]:
     """Placeholder of a parameter -> the operations that use it, or a view of it, and the operand that they use."""
     origin: dict[fx.Node, str] = {}
-    found: dict[str, list[tuple[Operation, fx.Node]]] = {}
+    found: dict[str, list[tuple[OperationWays, fx.Node]]] = {}
     for operation in operations:
         call = operation.call
         operands = dict.fromkeys(call.operands)
@@ -147,14 +149,14 @@ def _users(operations: Sequence[Operation], names: Collection[str]) -> dict[str,
 def _reason(
     model: TensorParallelModel,
     shape: tuple[int, ...],
-    products: Sequence[tuple[Operation, fx.Node]],
-    unruled: Sequence[Operation],
+    products: Sequence[tuple[OperationWays, fx.Node]],
+    unruled: Sequence[OperationWays],
 ) -> str:
     if unruled:
         return f"no rule says how {unruled[0].call.operator} can be split"
     for operation, node in products:
         places = [place for place, each in enumerate(operation.call.operands) if each is node]
-        if not any(way.needs[place].kind is Kind.SPLIT for way in operation.ways for place in places):
+        if not any(way.needs[place].kind is PlacementKind.SPLIT for way in operation.ways for place in places):
             sizes = " × ".join(map(str, shape))
             return f"{operation.call.operator} cannot split its {sizes} evenly among {model.shards} ranks"
     return "splitting it needs more communication"

@@ -25,7 +25,7 @@ from auto3d.tensor.model import TensorParallelModel
 from auto3d.tensor.rules import rule_of
 from auto3d.tensor.rules.call import Axis, Call, Rule, Way
 from auto3d.tensor.ways import calls_of
-from auto3d.tensor_placement import WHOLE, Kind, Split, TensorPlacement, split_along
+from auto3d.tensor_placement import WHOLE, PlacementKind, Split, TensorPlacement, split_along
 
 HALVES = 2
 _aten = torch.ops.aten
@@ -80,7 +80,7 @@ def sub_pipelined(model: TensorParallelModel) -> SubPipelinedModel:
                     f"{_key()} cannot run {node.name} of {node.module or 'the model'}, which writes to the buffer "
                     f"{name} once per micro-batch, not once per half; {_alternative()}"
                 )
-        builder = _Builder(model)
+        builder = _HalvesBuilder(model)
         builder.build()
         exported = replace(model.local.exported, program=builder.graph)
         halved = describe(exported)
@@ -104,7 +104,7 @@ def _alternative() -> str:
 
 
 @dataclass
-class _Builder:
+class _HalvesBuilder:
     model: TensorParallelModel
     graph: fx.Graph = field(default_factory=fx.Graph)
     position: dict[str, int] = field(default_factory=dict)  # node -> position in the whole Graph
@@ -353,4 +353,4 @@ def _even(split: Split) -> bool:
 
 
 def _placed(split: Split) -> TensorPlacement:
-    return TensorPlacement(Kind.SPLIT, split)
+    return TensorPlacement(PlacementKind.SPLIT, split)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from auto3d.capture.graph import Graph
 from auto3d.capture.graph_json import graph_from_json, graph_to_json
-from auto3d.tensor_placement import Kind, Split
+from auto3d.tensor_placement import PlacementKind, Split
 
 if TYPE_CHECKING:
     from auto3d.tensor.model import TensorParallelModel
@@ -27,7 +27,7 @@ class LocalGraph:
 
 def local_graph(model: TensorParallelModel, graph: Graph | None = None) -> LocalGraph:
     """The LocalGraph of ``model``; ``graph`` is another description of its local program, if there is one."""
-    copied = (n for n in model.local.graph.parameters if model.placements[n].kind is Kind.COPIED)
+    copied = (n for n in model.local.graph.parameters if model.placements[n].kind is PlacementKind.COPIED)
     return LocalGraph(
         graph=graph or model.local.graph,
         positions=model.positions,

@@ -13,8 +13,8 @@ from auto3d.capture.nodes import args_of
 from auto3d.tensor.collectives import CONVERSION_BETWEEN, operator_of
 from auto3d.tensor.derive import Converted, Decision, Derivation
 from auto3d.tensor.rules.call import Inner
-from auto3d.tensor.ways import Operation
-from auto3d.tensor_placement import WHOLE, Kind, TensorPlacement
+from auto3d.tensor.ways import OperationWays
+from auto3d.tensor_placement import WHOLE, PlacementKind, TensorPlacement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ class _Builder:
         found: dict[fx.Node, list[Converted]] = {}
         for conversions in (*(decision.conversions for decision in self.derivation.decisions), self.derivation.loss):
             for conversion in conversions:
-                if conversion.source.kind is Kind.PARTIAL and conversion.node in maker:
+                if conversion.source.kind is PlacementKind.PARTIAL and conversion.node in maker:
                     found.setdefault(maker[conversion.node], []).append(conversion)
         return found
 
@@ -114,7 +114,7 @@ class _Builder:
         self.operation_of[local.name] = operation
         self._add(step.node, step.target, local)
 
-    def _run(self, operation: Operation, decision: Decision) -> None:
+    def _run(self, operation: OperationWays, decision: Decision) -> None:
         """Add the local operation, with its results."""
         call, way = operation.call, decision.way
         target, args, kwargs = call.node.target, call.node.args, call.node.kwargs

@@ -10,13 +10,13 @@ from auto3d.capture.model import CapturedModel
 from auto3d.capture.nodes import args_of, target_of
 from auto3d.tensor.rules import rule_of
 from auto3d.tensor.rules.call import Axis, Call, Rule, Way, scaled
-from auto3d.tensor_placement import COPIED, PARTIAL, WHOLE, Kind, Split, TensorPlacement
+from auto3d.tensor_placement import COPIED, PARTIAL, WHOLE, PlacementKind, Split, TensorPlacement
 
 _MOST = 4  # splits of one dimension that are tried; models need one or two
 
 
 @dataclass(frozen=True, kw_only=True)
-class Operation:
+class OperationWays:
     """One operation and the ways to run it."""
 
     call: Call
@@ -28,7 +28,7 @@ class Operation:
 
 def operations_of(
     captured: CapturedModel, shards: int, *, split: Mapping[str, Split] | None, sequence_parallel: bool
-) -> tuple[Operation, ...]:
+) -> tuple[OperationWays, ...]:
     """The operations of ``captured`` in order, with their ways on ``shards`` ranks.
 
     ``split`` is how parameters and buffers are split, by the names of their placeholders; without it they may be split
@@ -81,7 +81,7 @@ class _Ways:
         self._tables: set[fx.Node] = set()  # state of two dimensions or more, and what is computed from it alone
         self._found: dict[tuple, tuple[Way, ...]] = {}  # ways of equal calls
 
-    def operations(self) -> tuple[Operation, ...]:
+    def operations(self) -> tuple[OperationWays, ...]:
         wanted = self._wanted()
         for node in self._calls[0].node.graph.find_nodes(op="placeholder"):
             if node.name not in self._state:
@@ -102,7 +102,7 @@ class _Ways:
                 splits = [way.gives[number].split for way in ways]
                 self._possible[node] = {each: None for each in splits if each is not None}
                 self._add_sequence(node)
-            found.append(Operation(call=call, rule=rule, ways=ways, weights=self._weights_of(call, rule)))
+            found.append(OperationWays(call=call, rule=rule, ways=ways, weights=self._weights_of(call, rule)))
         return tuple(found)
 
     def _alike(self, call: Call) -> tuple:
@@ -310,4 +310,4 @@ class _Ways:
 
 
 def _split(split: Split) -> TensorPlacement:
-    return TensorPlacement(Kind.SPLIT, split)
+    return TensorPlacement(PlacementKind.SPLIT, split)

@@ -10,7 +10,8 @@ from auto3d.capture.shard import Shard, joined
 from auto3d.runtime.lockstep import Lockstep
 from auto3d.runtime.tensor_group import ConversionModule, VocabularyCrossEntropy, VocabularyEmbedding
 from auto3d.tensor.collectives import CONVERSIONS, Conversion
-from auto3d.tensor_placement import Kind, Split
+from auto3d.tensor_placement import PlacementKind as Kind
+from auto3d.tensor_placement import Split
 
 SHARDS = (2, 3, 4)
 SPLITS = [Split(0, (12,)), Split(1, (12,)), Split(1, (12, 24, 12)), Split(0, (10,)), Split(1, (7,)), Split(1, (1,))]
@@ -35,7 +36,7 @@ def test_shards_make_up_the_whole_tensor(split, shards):
     assert torch.equal(again, whole)
 
 
-def placed(kind: Kind, whole: torch.Tensor, split: Split | None, shard: int, shards: int) -> torch.Tensor:
+def placed(kind: PlacementKind, whole: torch.Tensor, split: Split | None, shard: int, shards: int) -> torch.Tensor:
     """What ``shard`` has of the value ``whole`` in this placement; partial sums are random."""
     if kind is Kind.SPLIT:
         return Shard(split, shard, shards).of(whole)
@@ -46,7 +47,7 @@ def placed(kind: Kind, whole: torch.Tensor, split: Split | None, shard: int, sha
     return whole.clone()
 
 
-def assembled(kind: Kind, parts: list[torch.Tensor], split: Split | None) -> torch.Tensor:
+def assembled(kind: PlacementKind, parts: list[torch.Tensor], split: Split | None) -> torch.Tensor:
     """The value of which the shards have ``parts``; those of a whole or copied value must be equal."""
     if kind is Kind.SPLIT:
         return joined(parts, split)
@@ -62,7 +63,12 @@ def assert_padding_is_zero(parts: tuple[torch.Tensor, ...], split: Split) -> Non
 
 
 # The placement of a value's gradient: that of a copied value is a partial sum, and the other way round.
-OF_GRADIENT = {Kind.WHOLE: Kind.WHOLE, Kind.COPIED: Kind.PARTIAL, Kind.PARTIAL: Kind.COPIED, Kind.SPLIT: Kind.SPLIT}
+OF_GRADIENT = {
+    Kind.WHOLE: Kind.WHOLE,
+    Kind.COPIED: Kind.PARTIAL,
+    Kind.PARTIAL: Kind.COPIED,
+    Kind.SPLIT: Kind.SPLIT,
+}
 
 
 @pytest.mark.parametrize("shards", SHARDS)

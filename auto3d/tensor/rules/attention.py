@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from auto3d.tensor.rules.call import COPIED, WHOLE, Axis, Call, Inner, Rule, Split, TensorPlacement, Way
-from auto3d.tensor_placement import Kind
+from auto3d.tensor_placement import PlacementKind
 
 aten = torch.ops.aten
 
@@ -55,14 +55,14 @@ def _attention(call: Call) -> Rule:
 def _shared_heads(call: Call, heads: int, mask: int | None) -> Way:
     """Every rank has all key-value heads and some of the heads."""
     query = call.shapes[0]
-    needs = [TensorPlacement(Kind.SPLIT, Split(heads, (query[heads],)))]
+    needs = [TensorPlacement(PlacementKind.SPLIT, Split(heads, (query[heads],)))]
     needs += [COPIED if node.meta["val"].requires_grad else WHOLE for node in call.operands[1:3]]
     if mask is not None:
         shape = call.shapes[mask]
         place = heads - len(query) + len(shape)
         has_heads = place >= 0 and shape[place] > 1
         gradient = call.operands[mask].meta["val"].requires_grad
-        of_heads = TensorPlacement(Kind.SPLIT, Split(place, (query[heads],)))
+        of_heads = TensorPlacement(PlacementKind.SPLIT, Split(place, (query[heads],)))
         needs.append(of_heads if has_heads else COPIED if gradient else WHOLE)
     return Way(tuple(needs), (needs[0],))
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from auto3d.tensor.collectives import VOCABULARY_CROSS_ENTROPY
 from auto3d.tensor.rules.call import WHOLE, Axis, Call, Rule, Split, TensorPlacement, Way
-from auto3d.tensor_placement import Kind
+from auto3d.tensor_placement import PlacementKind
 
 
 def _along_last(call: Call) -> Rule:
@@ -93,7 +93,7 @@ def _cross_entropy(call: Call) -> Rule:
     indices = not call.operands[1].meta["val"].is_floating_point()
     if len(logits) != 2 or len(labels) != 1 or not indices or len(call.operands) != 2:
         return Rule()
-    classes = TensorPlacement(Kind.SPLIT, Split(1, (logits[1],)))
+    classes = TensorPlacement(PlacementKind.SPLIT, Split(1, (logits[1],)))
     way = Way((classes, WHOLE), (WHOLE,))
     options = (
         int(call.argument("reduction", 1)),

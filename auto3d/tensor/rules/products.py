@@ -5,7 +5,7 @@ from typing import Any
 
 from auto3d.tensor.collectives import VOCABULARY_EMBEDDING
 from auto3d.tensor.rules.call import PARTIAL, WHOLE, Axis, Call, Rule, Split, TensorPlacement, Way
-from auto3d.tensor_placement import Kind
+from auto3d.tensor_placement import PlacementKind
 
 _BIAS = frozenset({2})
 
@@ -91,7 +91,7 @@ def _convolution(call: Call) -> Rule:
 
     def localise(way: Way, shards: int) -> tuple[Any, tuple, dict]:
         args, kwargs = list(call.node.args), dict(call.node.kwargs)
-        if way.needs[0].kind is Kind.SPLIT and way.needs[1].kind is Kind.SPLIT and groups > 1:
+        if way.needs[0].kind is PlacementKind.SPLIT and way.needs[1].kind is PlacementKind.SPLIT and groups > 1:
             names = [argument.name for argument in call.node.target._schema.arguments]  # type: ignore[union-attr]
             if "groups" in kwargs:
                 kwargs["groups"] = groups // shards
@@ -107,7 +107,7 @@ def _embedding(call: Call) -> Rule:
     weight, indices = call.shapes
     axes = [Axis((None, dim), (dim,)) for dim in range(len(indices)) if indices[dim] > 1]
     axes.append(Axis((1, None), (len(indices),)))
-    rows = TensorPlacement(Kind.SPLIT, Split(0, (weight[0],)))
+    rows = TensorPlacement(PlacementKind.SPLIT, Split(0, (weight[0],)))
     by_rows = Way((rows, WHOLE), (PARTIAL,))
     padding_idx = int(call.argument("padding_idx", -1))
     plain = not call.argument("scale_grad_by_freq", False) and not call.argument("sparse", False)
