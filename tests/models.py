@@ -67,7 +67,8 @@ def bert_for_pretraining() -> BertForPreTraining:
 
 
 def vit(dropout: dict[str, float] = NO_DROPOUT, **others: Any) -> ViTForImageClassification:
-    return ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, **(SIZES | dropout | others)))
+    sizes = {"image_size": 32, "patch_size": 8} | SIZES
+    return ViTForImageClassification(ViTConfig(**(sizes | dropout | others)))
 
 
 def swin(**others: Any) -> SwinForImageClassification:

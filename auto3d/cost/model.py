@@ -26,7 +26,7 @@ from auto3d.plan import SUB_PIPELINED, Plan, PlanError, StagePlan
 from auto3d.schedule.operation import Kind
 from auto3d.schedule.shape import Shape, shape_of
 from auto3d.simulate.costs import Costs, MessageCost, SharedMachine
-from auto3d.simulate.simulate import Timeline, simulate
+from auto3d.simulate.simulate import simulate
 from auto3d.tensor.conversions import Collective
 
 SecondsOf = Callable[[Shape, Costs], float]  # seconds of an iteration: the simulator or a closed form
@@ -173,6 +173,7 @@ class CostModel:
         traffic = self._traffic_of(plan)
         split, halved = (plan.tp, plan.sequence_parallel), plan.tp > 1 and plan.tensor_overlap == SUB_PIPELINED
         forward, backward, weight, recompute, update = [], [], [], [], []
+        exposed: list[tuple[float, float, float]] = []  # by stage: forward, backward, recomputation
         for number, stage in enumerate(plan.stages):
             accelerator = traffic.accelerator(homes[number], pipeline)
             if halved and samples // stage.replicas % 2:
@@ -192,6 +193,15 @@ class CostModel:
                 if dropped:
                     again = self._seconds(each, accelerator, split, link, dropped, halved)[0]
             recompute.append(parts * again / divisor)
+            if link is not None:
+                alone = self._seconds(each, accelerator, split, None, stage.operations, halved)
+                again_alone = 0.0
+                if again:
+                    again_alone = self._seconds(each, accelerator, split, None, dropped, halved)[0]
+                computing = (*alone[:2], again_alone)
+                hidden = zip((*whole[:2], again), computing, strict=True)
+                shown = [parts * (total - compute) / divisor for total, compute in hidden]
+                exposed.append((shown[0], shown[1], shown[2]))
             group = plan.placement[homes[number][0]][:: plan.tp]
             update.append(self._update_s(plan, stage, accelerator, group, traffic))
         for boundary in range(len(plan.stages) - 1) if self._has_handling else ():
@@ -213,18 +223,10 @@ class CostModel:
             speed=(1.0,) * shape.devices,
             overlap=self.training.overlap,
             shared_machines=self._sharing(plan) if self._has_slowdown else (),
-            tp=plan.tp,
+            exposed_forward=tuple(each[0] for each in exposed),
+            exposed_backward=tuple(each[1] for each in exposed),
+            exposed_recompute=tuple(each[2] for each in exposed),
         )
-
-    def timeline(self, plan: Plan, pipeline: int = 0) -> Timeline:
-        """The simulated timeline of one of the plan's pipelines, with its tensor-parallel collectives, for drawings."""
-        costs, hidden = self.costs(plan, pipeline), self.costs(plan, pipeline, collectives=False)
-        forward, backward = (
-            tuple(max(0.0, whole - less) for whole, less in zip(all_, without, strict=True))
-            for all_, without in ((costs.forward, hidden.forward), (costs.backward, hidden.backward))
-        )
-        shown = replace(costs, forward_exposed=forward, backward_exposed=backward)
-        return simulate(shape_of(plan).schedule(), shown)
 
     def pipeline_times(self, plan: Plan, cuts: Sequence[int], *, replicas: int = 1) -> PipelineTimes:
         """The times of a pipeline with the degrees, placement and schedule of ``plan`` at any of ``cuts``.

@@ -5,7 +5,7 @@ have their true sizes. No weights are made, no data is loaded and nothing is com
 can therefore run as many devices as they can carry messages for.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import nan
 from typing import Any
@@ -14,10 +14,15 @@ import torch
 from torch import nn
 
 from auto3d.capture.graph import Value
-from auto3d.partition.stage import Stage
-from auto3d.plan import SUB_PIPELINED
+from auto3d.partition.stage import Stage, cut
 from auto3d.runtime.device_clock import DeviceClock
-from auto3d.runtime.emulated_collectives import PIECE_BYTES, EmulatedCollectives, GivenCollectives, RealCollectives
+from auto3d.runtime.emulated_collectives import (
+    PIECE_BYTES,
+    EmulatedCollectives,
+    GivenCollectives,
+    RealCollectives,
+    Wait,
+)
 from auto3d.runtime.emulated_passes import Passes, passes_of
 from auto3d.runtime.emulation import Emulation
 from auto3d.runtime.exchange import Exchange
@@ -36,8 +41,7 @@ from auto3d.schedule.program import Message, PipeStage, Program
 class EmulatedStage:
     """Stands in for a StageModule. The tensors it returns have their true sizes and are allocated once.
 
-    ``passes`` has what each kind of operation does; ``collectives`` runs its collectives, if it has any. With
-    ``halves`` 2, two halves of each micro-batch take turns: one computes while the other's collective runs.
+    ``passes`` has what each kind of operation does; ``collectives`` runs its collectives, if it has any.
     """
 
     def __init__(
@@ -49,14 +53,12 @@ class EmulatedStage:
         clock: DeviceClock,
         device: torch.device,
         collectives: EmulatedCollectives | None = None,
-        halves: int = 1,
     ) -> None:
         self.stage = stage
         self.losses: dict[int, torch.Tensor] = {}  # NaN: nothing is computed
         self.weights = WeightVersions({}, several=False)
         self._passes = passes
         self._collectives = collectives
-        self._halves = halves
         self._recompute = recompute
         self._recomputed: set[int] = set()  # recomputed micro-batches whose backward has not run
         self._clock = clock
@@ -93,15 +95,16 @@ class EmulatedStage:
         return self._sent_back
 
     def _work(self, kind: Kind) -> None:
-        waits: list[Callable[[], None] | None] = [None] * self._halves
-        for step in self._passes[kind]:
-            for half, wait in enumerate(waits):
-                if wait is not None:
-                    wait()
-                self._clock.work(step.seconds / self._halves)
-                if step.collective is not None:
-                    assert self._collectives is not None
-                    waits[half] = self._collectives.begin(step.collective, self.stage.index, 1 / self._halves)
+        pending: dict[int, Wait] = {}
+        for number, step in enumerate(self._passes[kind]):
+            for earlier in step.waits:
+                pending.pop(earlier)()
+            self._clock.work(step.seconds)
+            if step.collective is not None:
+                assert self._collectives is not None
+                pending[number] = self._collectives.begin(step.collective, self.stage.index, step.share)
+        for wait in pending.values():
+            wait()
 
 
 def _empty(values: Iterable[Value], device: torch.device) -> dict[str, torch.Tensor]:
@@ -219,15 +222,22 @@ class EmulatedBackend:
         schedule, plan = layout.schedule, layout.plan
         costs = self.emulation.costs(layout.captured.graph, plan.stages, schedule)
         collectives = None if group is None else self._collectives(layout, group)
+        of_program = cut(layout.captured.graph, plan.stages)  # with all transfers, unlike the stages of ``layout``
         return {
             (number, pipe): EmulatedStage(
                 stage,
-                passes_of(plan.stages[number], number, layout.tensor, costs, parts=schedule.parts),
+                passes_of(
+                    plan.stages[number],
+                    of_program[number],
+                    layout.tensor,
+                    costs,
+                    parts=schedule.parts,
+                    recompute=number in schedule.recompute,
+                ),
                 recompute=number in schedule.recompute,
                 clock=self.clock,
                 device=self.device,
                 collectives=collectives,
-                halves=2 if plan.tensor_overlap == SUB_PIPELINED else 1,
             )
             for (number, pipe), stage in layout.stages.items()
         }

@@ -25,7 +25,7 @@ class EmulatedCollectives(Protocol):
     """Runs the collectives of emulated stages."""
 
     def begin(self, exchange: TensorExchange, stage: int, share: float) -> Wait:
-        """Begin ``exchange`` of stage ``stage`` for this share of a micro-batch, once the device has computed."""
+        """Begin ``exchange`` of stage ``stage``, of values of this ``share`` of a micro-batch."""
 
 
 class RealCollectives:
@@ -37,7 +37,7 @@ class RealCollectives:
         self._buffer = torch.zeros(PIECE_BYTES // 4)
 
     def begin(self, exchange: TensorExchange, stage: int, share: float) -> Wait:
-        pieces = [self._begin(exchange.collective, piece) for piece in self._pieces(exchange.size * share)]
+        pieces = [self._begin(exchange.collective, piece) for piece in self._pieces(exchange.size)]
 
         def wait() -> None:
             with self._clock.needing():

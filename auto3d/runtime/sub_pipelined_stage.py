@@ -23,7 +23,7 @@ from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage import no_saved_activations
 from auto3d.runtime.stage_program import segment_program
 from auto3d.runtime.tensor_group import Action, Pending, TensorParallelRank, backward_action, forward_action
-from auto3d.runtime.weight_gradients import DeferredGradients
+from auto3d.runtime.weight_gradients import DeferredGradients, WeightGradientsAtOnce
 from auto3d.runtime.weight_versions import WeightVersions
 from auto3d.tensor.collectives import conversion_of, split_of
 from auto3d.tensor.halves import SubPipelinedModel
@@ -158,7 +158,7 @@ class SubPipelinedStage:
         self._loss_weight = loss_weight
         self._randomness = randomness
         self._device = device
-        self._deferred = DeferredGradients() if split_backward else None
+        self._weight_gradients = DeferredGradients() if split_backward else WeightGradientsAtOnce()
         self._with_gradient = values_with_gradient(captured.exported.program)
         self._value_of = {node.name: node.meta.get("val") for node in captured.exported.program.nodes}
         self._anchor = torch.zeros((), requires_grad=True)
@@ -179,7 +179,12 @@ class SubPipelinedStage:
                     gives=[turn.node],
                 )
             module, state, takes = segment_program(
-                turn.segment, captured, randomness=randomness, device=device, deferred=self._deferred, tensor=tensor
+                turn.segment,
+                captured,
+                randomness=randomness,
+                device=device,
+                deferred=self._weight_gradients,
+                tensor=tensor,
             )
             return _RunnablePiece(module=module, state=state, takes=takes, gives=turn.segment.gives)
 
@@ -260,8 +265,7 @@ class SubPipelinedStage:
                 elif (of_result := given.take(turn.gives[0])) is not None:
                     given.add(turn.takes[0], turn.backward(of_result))
         del self._in_flight[micro_batch]
-        if self._deferred is not None:
-            self._weight_work[micro_batch] = self._deferred.take()
+        self._weight_work[micro_batch] = self._weight_gradients.take()
         sent_back = {}
         for transfer in self.stage.received:
             if transfer.value.differentiable:

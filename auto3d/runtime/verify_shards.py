@@ -25,9 +25,11 @@ from auto3d.runtime.lockstep import Lockstep, LockstepGroup
 from auto3d.runtime.randomness import Randomness, SeededOperation
 from auto3d.runtime.stage import StageModule
 from auto3d.runtime.stage_program import segment_program
+from auto3d.runtime.sub_pipelined_stage import SubPipelinedStage
 from auto3d.runtime.tensor_group import ConversionModule, TensorGroup, TensorParallelRank
 from auto3d.runtime.verify import Computed, Difference, coarseness, difference_of, one_batch
 from auto3d.tensor.collectives import CONVERSION_BETWEEN
+from auto3d.tensor.halves import DROPOUT_MASK, SubPipelinedModel
 from auto3d.tensor.model import TensorParallelModel
 from auto3d.tensor_placement import WHOLE, Kind, TensorPlacement
 
@@ -99,7 +101,8 @@ def _run(
     tensor: TensorParallelRank | None,
 ) -> Computed:
     (stage,) = cut(captured.graph, stages_between([0, len(captured.graph.nodes)]))
-    running = StageModule(
+    halved = tensor is not None and isinstance(tensor.model, SubPipelinedModel)
+    running = (SubPipelinedStage if halved else StageModule)(
         stage, captured, state, loss_weight=1.0, randomness=_randomness(device), device=device, tensor=tensor
     )
     running.forward(0, {}, {name: value.clone() for name, value in batch.items()})
@@ -176,6 +179,8 @@ class _DrawnTogether(TensorParallelRank):
         if node.name not in self.model.drawn_per_shard:
             return super().module_of(node, number, randomness)
         original = next(each for each in self.model.whole.exported.program.nodes if each.name == node.name)
+        if node.target is DROPOUT_MASK:
+            return _GatheredMask(original, self.model.placements[node.name], self.group, number, randomness)
         return _Gathered(node, original, self.model.placements, self.group, number, randomness)
 
 
@@ -217,6 +222,22 @@ class _Gathered(nn.Module):
         return ConversionModule(conversion, source.split or target.split, self._group, self._name)(value)
 
 
+class _GatheredMask(nn.Module):
+    """Draws the mask of a dropout of the whole program, and cuts this rank's shard out of it."""
+
+    def __init__(
+        self, original: fx.Node, placed: TensorPlacement, group: TensorGroup, number: int, randomness: Randomness
+    ) -> None:
+        super().__init__()
+        self._value = original.all_input_nodes[0].meta["val"]
+        self._run = SeededOperation(DROPOUT_MASK, number, randomness)
+        assert placed.split is not None
+        self._shard = Shard(placed.split, group.shard, group.shards)
+
+    def forward(self, size: Any, stride: Any, *how: Any) -> torch.Tensor:
+        return self._shard.of(self._run(list(self._value.shape), list(self._value.stride()), *how))
+
+
 def _tensors_of(node: fx.Node) -> list[fx.Node]:
     """The arguments of ``node`` that are tensors, in order; one that occurs twice is there twice."""
     return [leaf for leaf in torch.utils._pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, fx.Node)]
@@ -234,8 +255,9 @@ def _first_value_that_differs(
 
     shards = Lockstep[dict[str, torch.Tensor]](model.shards).run(run)
     wider = _coarseness(model.whole)
+    masks = {node.name for node in model.local.exported.program.nodes if node.target is DROPOUT_MASK}
     for node in model.whole.exported.program.nodes:
-        if node.name not in expected or any(node.name not in values for values in shards):
+        if node.name in masks or node.name not in expected or any(node.name not in values for values in shards):
             continue
         found = [values[node.name] for values in shards]
         for what, value in _assembled(node.name, model.placements[node.name], found):

@@ -91,12 +91,10 @@ class Search:
         self.looked_at += 1
         if candidate not in self._bounds:
             try:
-                plan = self.maker.plan(candidate)
-            except InputError as error:
+                self.add(candidate, self.maker.plan(candidate))
+            except InputError as error:  # for example layers that were not measured at this tensor-parallel degree
                 self._refusals.add(candidate, str(error))
                 self._bounds[candidate] = inf
-            else:
-                self.add(candidate, plan)
         return self._bounds[candidate]
 
     def add(self, candidate: Candidate, plan: Plan) -> None:

@@ -1,6 +1,7 @@
 """The labels and colours of the cells in drawings."""
 
 from auto3d.schedule.operation import Kind, Operation, Schedule
+from auto3d.simulate.simulate import Timeline
 
 TINTS = [  # light for forwards, medium for weight halves, dark for backwards; reused in turn if there are more pipes
     ("#cfe2f7", "#8fb8e8", "#4f87c9"),
@@ -50,3 +51,21 @@ def tints(schedule: Schedule) -> tuple[str, dict[tuple[int, int], int]]:
         chunk_of[stage, pipe] = chunks.get(device, 0)
         chunks[device] = chunk_of[stage, pipe] + 1
     return "chunk", chunk_of
+
+
+def exposed_collectives(timeline: Timeline, number: int, *, recomputes: bool) -> float:
+    """Time in which operation ``number`` does nothing but tensor-parallel collectives; drawings put it at its end.
+
+    ``recomputes`` says that the operation also recomputes. The collectives of that part are not among them.
+    """
+    operation = timeline.operations[number]
+    stage, costs = operation.stage, timeline.costs
+    exposed = costs.exposed_of(operation.kind)[stage]
+    if not exposed:
+        return 0.0
+    total = costs.times_of(operation.kind)[stage] + (costs.recompute[stage] if recomputes else 0.0)
+    return (timeline.end[number] - timeline.start[number]) * exposed / total
+
+
+def has_exposed_collectives(timeline: Timeline) -> bool:
+    return any(any(timeline.costs.exposed_of(operation.kind)) for operation in timeline.operations)

@@ -58,25 +58,15 @@ class Costs:
     speed: tuple[float, ...]  # per device
     overlap: bool = True  # messages overlap compute; if False, they occupy their sender and their receiver
     shared_machines: tuple[SharedMachine, ...] = ()  # machines on which devices slow each other down
-    tp: int = 1  # tensor-parallel ranks of each device, for drawings and traces
-    forward_exposed: tuple[float, ...] = ()  # part of ``forward`` in which tensor-parallel collectives are not hidden
-    backward_exposed: tuple[float, ...] = ()
-
-    def exposed_of(self, kind: Kind, stage: int) -> float:
-        """The part of an operation's time in which its device waits for tensor-parallel collectives, in [0, 1].
-
-        For drawings. The forward's part is also that of the recomputation; for the halves of a split backward it is not
-        known, and 0.
-        """
-        parts, whole = {
-            Kind.FORWARD: (self.forward_exposed, self.forward),
-            Kind.RECOMPUTE: (self.forward_exposed, self.forward),
-            Kind.BACKWARD: (self.backward_exposed, self.backward),
-        }.get(kind, ((), ()))
-        return parts[stage] / whole[stage] if parts and whole[stage] else 0.0
+    # Tensor-parallel collectives that no compute hides, as parts of the times above; empty: none.
+    exposed_forward: tuple[float, ...] = ()
+    exposed_backward: tuple[float, ...] = ()  # also part of ``backward_input``
+    exposed_recompute: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward", "backward_input", "backward_weight", "recompute", "sync", "update"):
+            _check_times(name, getattr(self, name))
+        for name in ("exposed_forward", "exposed_backward", "exposed_recompute"):
             _check_times(name, getattr(self, name))
         for name in ("latency", "forward", "backward"):
             _check_times(f"messages {name}", (getattr(message, name) for message in self.messages))
@@ -95,6 +85,16 @@ class Costs:
             Kind.SYNC: (0.0,) * len(self.sync),
             Kind.UPDATE: self.update,
         }[kind]
+
+    def exposed_of(self, kind: Kind) -> tuple[float, ...]:
+        """Per stage, the part of the time of one kind of operation in which collectives are exposed."""
+        exposed = {
+            Kind.FORWARD: self.exposed_forward,
+            Kind.RECOMPUTE: self.exposed_recompute,
+            Kind.BACKWARD: self.exposed_backward,
+            Kind.BACKWARD_INPUT: self.exposed_backward,
+        }
+        return exposed.get(kind) or (0.0,) * len(self.sync)
 
     def check_fit(self, schedule: Schedule) -> None:
         """Raise InputError unless there are values for each stage, boundary and device of ``schedule``."""
@@ -120,6 +120,7 @@ def uniform(
     sync: float = 0.0,
     update: float = 0.0,
     p2p: float = 0.0,
+    collectives: float = 0.0,
     overlap: bool = True,
 ) -> Costs:
     """The costs of equal stages on equal devices, from the times of all stages of one device together.
@@ -129,8 +130,9 @@ def uniform(
 
     Defaults: ``backward`` is the sum of its halves if both are set, otherwise twice ``forward``. A half is the other
     half subtracted from ``backward``; if neither is set, both are half of ``backward``. ``recompute`` is ``forward``.
-    ``kept`` is the fraction of each stage that is not recomputed, 0 by default. Raises InputError if a half is longer
-    than ``backward`` or if a time is negative.
+    ``kept`` is the fraction of each stage that is not recomputed, 0 by default. ``collectives`` is the time of exposed
+    tensor-parallel collectives, which each forward, backward and recomputation takes in addition. Raises InputError if
+    a half is longer than ``backward`` or if a time is negative.
     """
     if backward is None and backward_input is not None and backward_weight is not None:
         backward = backward_input + backward_weight
@@ -147,11 +149,12 @@ def uniform(
     def each(time: float) -> tuple[float, ...]:
         return (time * fraction,) * schedule.stages
 
-    whole_recompute = each(forward if recompute is None else recompute)
+    whole_recompute = each((forward if recompute is None else recompute) + collectives)
+    exposed = each(collectives) if collectives else ()
     return Costs(
-        forward=each(forward),
-        backward=each(backward),
-        backward_input=each(backward_input),
+        forward=each(forward + collectives),
+        backward=each(backward + collectives),
+        backward_input=each(backward_input + collectives),
         backward_weight=each(backward_weight),
         recompute=tuple(
             time * (1 - fraction_kept)
@@ -162,6 +165,9 @@ def uniform(
         messages=(MessageCost(forward=p2p, backward=p2p),) * (schedule.stages - 1),
         speed=(1.0,) * schedule.devices,
         overlap=overlap,
+        exposed_forward=exposed,
+        exposed_backward=exposed,
+        exposed_recompute=exposed,
     )
 
 

@@ -4,35 +4,43 @@ from math import floor, log10
 from xml.etree import ElementTree
 
 from auto3d.schedule.operation import Kind
-from auto3d.simulate.cells import SHADE, TINTS, WORDS, micro_batch_label, tints
+from auto3d.simulate.cells import (
+    SHADE,
+    TINTS,
+    WORDS,
+    exposed_collectives,
+    has_exposed_collectives,
+    micro_batch_label,
+    tints,
+)
 from auto3d.simulate.critical_path import critical_numbers
 from auto3d.simulate.idle import bubble_ratio
 from auto3d.simulate.simulate import Timeline
 from auto3d.simulate.work import recomputed_inside
 
-ROW, CELL, SYNC_LANE, WAITING = 30, 22, 6, 3  # heights
+ROW, CELL, SYNC_LANE = 30, 22, 6  # heights
 LEFT, TOP, WIDEST = 56, 30, 1600
 DIGIT = 6.2  # width of a character in a cell
 
-_SYNC, _WAITING, _IDLE, _CRITICAL, _INK = "#b03060", "#c07000", "#f1f1f1", "#d00000", "#222222"
+_SYNC, _IDLE, _CRITICAL, _INK, _COLLECTIVES = "#b03060", "#f1f1f1", "#d00000", "#222222", "#7a7a7a"
 
 
-def draw_svg(timeline: Timeline, *, unit: str = "") -> str:
-    """The text of an SVG file; ``unit`` names the unit of the times on the axis.
+def draw_svg(timeline: Timeline, *, unit: str = "", tp: int = 1) -> str:
+    """The text of an SVG file; ``unit`` names the unit of the times on the axis, and each row is ``tp`` ranks.
 
     Forwards are light and backwards dark, in the colour of their pipe or chunk. Recomputation is hatched and idle time
-    is grey. A line under a row is a gradient sync: thin while it waits for other devices, thick while it runs. The bar
-    on top of an operation's end is as long as it waits for tensor-parallel collectives, all together. The dotted line
-    is the critical path.
+    is grey. A line under a row is a gradient sync: thin while it waits for other devices, thick while it runs. A
+    dark end of a cell is the time of tensor-parallel collectives that nothing hides. The dotted line is the critical
+    path.
     """
     schedule = timeline.schedule
     scale = _scale(timeline)
     bottom = TOP + schedule.devices * ROW
     svg = ElementTree.Element("svg", xmlns="http://www.w3.org/2000/svg")
     _style(svg, count=1 + max(tints(schedule)[1].values()))
-    ranks = f" of {timeline.costs.tp} tensor-parallel ranks" if timeline.costs.tp > 1 else ""
     caption = (
-        f"{schedule.name}: {schedule.devices} devices{ranks}, {schedule.micro_batches} micro-batches; "
+        f"{schedule.name}: {schedule.devices} devices{f' of tp = {tp} ranks' if tp > 1 else ''}, "
+        f"{schedule.micro_batches} micro-batches; "
         f"makespan {timeline.makespan:.6g}{unit}, bubble ratio {bubble_ratio(timeline):.3g} (simulated)"
     )
     width = LEFT + max(timeline.makespan * scale, 7 * len(caption)) + 20
@@ -114,12 +122,14 @@ def _cells(svg: ElementTree.Element, timeline: Timeline, scale: float) -> None:
         if hatched:
             _rect(cell, x, top, hatched, CELL, css=f"t{tint}k0")
             _rect(cell, x, top, hatched, CELL, fill="url(#hatch)")
+        exposed = exposed_collectives(timeline, number, recomputes=number in inside) * scale
+        if exposed:
+            _rect(cell, x + width - exposed, top, exposed, CELL, fill=_COLLECTIVES)
         label = micro_batch_label(timeline.schedule, operation) or "U"
         rest = hatched if number in inside else 0.0
-        if waits := timeline.costs.exposed_of(operation.kind, operation.stage) * (width - rest):
-            _rect(cell, x + width - waits, top, waits, WAITING, fill=_WAITING)
-        if len(label) * DIGIT <= width - rest:
-            _text(cell, x + rest + (width - rest) / 2, top + CELL - 7, label)
+        free = width - rest - exposed
+        if len(label) * DIGIT <= free:
+            _text(cell, x + rest + free / 2, top + CELL - 7, label)
 
 
 def _syncs(svg: ElementTree.Element, timeline: Timeline, scale: float) -> None:
@@ -214,15 +224,15 @@ def _legend(svg: ElementTree.Element, timeline: Timeline, y: float, width: float
         left, top = place(f"{word} {tint}")
         _rect(svg, left, top, 9, 12, css=f"t{tint % len(TINTS)}k0")
         _rect(svg, left + 9, top, 9, 12, css=f"t{tint % len(TINTS)}k2")
+    if has_exposed_collectives(timeline):
+        left, top = place("exposed collectives")
+        _rect(svg, left, top, 18, 12, fill=_COLLECTIVES)
     left, top = place("idle")
     _rect(svg, left, top, 18, 12, fill=_IDLE)
     if any(sync.end > sync.begin for sync in timeline.syncs):
         left, top = place("gradient sync: waits, runs")
         _rect(svg, left, top + 6, 9, 0.8, fill=_SYNC)
         _rect(svg, left + 9, top + 5, 9, 2.6, fill=_SYNC)
-    if any((*timeline.costs.forward_exposed, *timeline.costs.backward_exposed)):
-        left, top = place("waits for tensor-parallel collectives")
-        _rect(svg, left, top + 4, 18, WAITING, fill=_WAITING)
     left, top = place("critical path")
     line = {"stroke": _CRITICAL, "stroke-width": "1.6", "stroke-dasharray": "2 2"}
     middle = _number(top + 6)

@@ -6,12 +6,12 @@ from rich.style import Style
 from rich.text import Text
 
 from auto3d.schedule.operation import Kind
-from auto3d.simulate.cells import WORDS, micro_batch_label, tints
+from auto3d.simulate.cells import WORDS, exposed_collectives, has_exposed_collectives, micro_batch_label, tints
 from auto3d.simulate.simulate import Timeline
 from auto3d.simulate.work import recomputed_inside
 
 _COLOURS = ("blue", "yellow", "green", "magenta")  # by pipe or chunk; every terminal has these named colours
-_IDLE, _SYNC, _RECOMPUTE = "·", "~", "/"
+_IDLE, _SYNC, _RECOMPUTE, _COLLECTIVES = "·", "~", "/", "="
 _FAINT, _OF_SYNC = Style(dim=True), Style(color="magenta")
 
 
@@ -47,9 +47,12 @@ def draw_terminal(timeline: Timeline, *, width: int, colour: bool) -> Text:
             if number in inside:
                 factor = inside[number] / schedule.parts / timeline.costs.speed[device]
                 recomputed = min(round(timeline.costs.recompute[operation.stage] * factor / cell), end - start - 1)
-            label = _fitting(micro_batch_label(schedule, operation) or "U", end - start - recomputed)
+            exposed = exposed_collectives(timeline, number, recomputes=number in inside)
+            exchanging = min(round(exposed / cell), end - start - recomputed - 1)
+            computing = end - start - recomputed - exchanging
+            label = _fitting(micro_batch_label(schedule, operation) or "U", computing)
             filler = _RECOMPUTE if operation.kind is Kind.RECOMPUTE else " "
-            row[start:end] = _RECOMPUTE * recomputed + label.ljust(end - start - recomputed, filler)
+            row[start:end] = _RECOMPUTE * recomputed + label.ljust(computing, filler) + _COLLECTIVES * exchanging
             style = _style(operation.kind, tint_of[operation.stage, operation.pipe])
             styles[start:end] = [style] * (end - start)
             kinds[start:end] = str(operation.kind) * (end - start)
@@ -117,6 +120,8 @@ def _legend(timeline: Timeline, colour: bool) -> Text:
     pieces.append(Text(f"{_IDLE} idle"))
     if recomputed_inside(timeline.schedule):
         pieces.append(Text(f"{_RECOMPUTE} recomputes first"))
+    if has_exposed_collectives(timeline):
+        pieces.append(Text(f"{_COLLECTIVES} exposed tensor-parallel collectives"))
     if any(sync.end > sync.begin for sync in timeline.syncs):
         pieces.append(Text(f"{_SYNC} idle, gradient sync runs"))
     return Text("  ").join(pieces)

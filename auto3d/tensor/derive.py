@@ -9,9 +9,13 @@ Layers repeat, so the options of an operation are computed once for all operatio
 placements of operands.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
+from math import inf
+from operator import itemgetter
 
 from torch import fx
 
@@ -21,11 +25,13 @@ from auto3d.plan import PlanError
 from auto3d.tensor.collectives import CONVERSION_BETWEEN, Collective, Conversion
 from auto3d.tensor.rules.call import Way
 from auto3d.tensor.ways import Operation, has_gradient, operations_of
-from auto3d.tensor_placement import COPIED, WHOLE, Kind, Split, TensorPlacement
+from auto3d.tensor_placement import COPIED, PARTIAL, WHOLE, Kind, Split, TensorPlacement
 
-STATES = 48  # states that go on after each operation; those of a transformer layer are about 20
+STATES = 64  # states that go on after each operation
+_UNITS = 10**6  # costs are integers, in millionths of a byte, so that equal layers come to equal costs
+_FEW = 2  # states that the others are compared with
 _LATENCY_BYTES = 2.0**14  # a collective costs as much as so many bytes, however small it is
-_WHOLE_FLOP = 1.0  # cost of one FLOP of a product whose weight is whole, in bytes: weights are split if they can be
+_WHOLE_FLOP = 1.0  # cost of one FLOP of a product that every rank computes, in bytes: it is split if it can be
 _WHOLE_PRODUCT = 2.0**22  # what a product whose weight is whole costs besides, in bytes, however small it is
 _WHOLE_TABLE = 16.0  # cost of one byte of a table that is whole, in bytes: with its gradient and its optimizer state
 _WHOLE_BYTE = 1e-6  # cost of one byte of a value that is not split: of equal ways, the one that saves memory
@@ -70,6 +76,7 @@ class _Operand:
     """All about an operand that its conversions depend on."""
 
     bytes: int
+    dims: int
     gradient: bool
     is_state: bool
     is_weight: bool  # of a product: never sliced out of a whole one, which each rank would have to hold
@@ -81,17 +88,42 @@ class _Operand:
 class _Option:
     """One way to run an operation whose operands are placed in a certain way, with what has to be converted."""
 
-    cost: float
+    cost: int  # in units
     way: Way
     after: tuple[int, ...]  # numbers of the sets of placements: of the operands still needed, then of the results
     conversions: tuple[_Conversion, ...]
     chosen: tuple[tuple[int, TensorPlacement], ...]  # operand -> placement, for state that is used the first time
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    before: "_Step | None"
-    option: _Option
+_Reached = tuple[int, _Option]  # how a state is reached: the number of the state before, and the option taken
+
+
+@dataclass(frozen=True, eq=True)
+class _Beam:
+    """States that go on, with what each costs more than the cheapest of them."""
+
+    values: tuple[_Operand, ...]
+    states: tuple[tuple[int, ...], ...]
+    costs: tuple[int, ...]
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.values, self.states, self.costs))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Operation:
+    """One operation of the program as the search sees it: places are those in a state."""
+
+    operation: Operation
+    operands: tuple[fx.Node, ...]  # without repetitions
+    entering: tuple[int, ...]  # sets of placements of the operands that are used the first time
+    places: tuple[int, ...]  # of the operands
+    staying: tuple[int, ...]  # numbers of the operands that are used again
+    results: list[fx.Node]  # those that are used
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +134,10 @@ class _Partway:
     available: tuple[_Set, ...]
     conversions: tuple[_Conversion, ...] = ()
     chosen: tuple[tuple[int, TensorPlacement], ...] = ()
+
+
+def _units(cost: float) -> int:
+    return round(cost * _UNITS)
 
 
 def derive(
@@ -144,59 +180,149 @@ class _Search:
         for number, operation in enumerate(self._operations):
             for operand in operation.call.operands:
                 self._last_use[operand] = max(number, self._last_use.get(operand, 0))
+        self._weights = frozenset().union(*(operation.weights for operation in self._operations))
+        self._about: dict[fx.Node, _Operand] = {}
         self._number_of: dict[_Set, int] = {}
         self._sets: list[_Set] = []
+        self._alike_as: dict[tuple, int] = {}
         self._options: dict[tuple, tuple[_Option, ...]] = {}
+        self._beams: dict[_Beam, _Beam] = {}
+        self._advanced: dict[tuple, tuple[_Beam, int, tuple[_Reached, ...]]] = {}
+        self._debts: dict[tuple[_Operand, int], int] = {}
+        self._between: dict[tuple[_Operand, int, int], float] = {}
 
     def run(self, states: int) -> Derivation:
-        beam: dict[tuple[int, ...], tuple[float, _Step | None]] = {(): (0.0, None)}
+        beam = _Beam((), ((),), (0,))
+        base = 0  # the cost of the cheapest state
         live: list[fx.Node] = []  # the values whose sets of placements make up a state, in its order
+        reached: list[tuple[_Reached, ...]] = []
         for number, operation in enumerate(self._operations):
             operands = tuple(dict.fromkeys(operation.call.operands))
             first_used = [node for node in operands if node not in live]
-            entering = tuple(self._numbered(self._at_first(node)) for node in first_used)
             live += first_used
-            places = [live.index(node) for node in operands]
-            others = [place for place in range(len(live)) if place not in places]
-            staying = tuple(place for place, node in enumerate(operands) if self._last_use[node] > number)
-            results = [node for node in operation.call.result_nodes if self._last_use.get(node, -1) > number]
-            alike = self._alike(operation, operands, staying, results)
-            after: dict[tuple[int, ...], tuple[float, _Step | None]] = {}
-            for short, (cost, step) in beam.items():
-                state = short + entering
-                placed = tuple([state[place] for place in places])
-                options = self._options.get((alike, placed))
-                if options is None:
-                    found = self._options_of(operation, operands, placed, staying, results)
-                    options = self._options[alike, placed] = found
-                rest = tuple([state[place] for place in others])
-                for option in options:
-                    key, total = rest + option.after, cost + option.cost
-                    known = after.get(key)
-                    if known is None or total < known[0]:
-                        after[key] = (total, _Step(step, option))
-            if not after:
-                raise PlanError(self._impossible(operation))
-            live = [live[place] for place in others] + [operands[place] for place in staying] + results
-            beam = after
-            if len(after) > states:
-                beam = dict(sorted(after.items(), key=lambda item: item[1][0])[:states])
+            step = _Operation(
+                operation=operation,
+                operands=operands,
+                entering=tuple(self._numbered(self._at_first(node)) for node in first_used),
+                places=tuple(live.index(node) for node in operands),
+                staying=tuple(place for place, node in enumerate(operands) if self._last_use[node] > number),
+                results=[node for node in operation.call.result_nodes if self._last_use.get(node, -1) > number],
+            )
+            others = [place for place in range(len(live)) if place not in step.places]
+            live = [live[place] for place in others] + [operands[place] for place in step.staying] + step.results
+            key = self._alike(step), step.entering, step.places, beam
+            if key not in self._advanced:  # equal layers come to equal beams
+                self._advanced[key] = self._advance(step, beam, others, tuple(map(self._operand, live)), states)
+            beam, cost, found = self._advanced[key]
+            base += cost
+            reached.append(found)
         place = live.index(self._loss)
         finals = [
-            (cost + prepared.cost, prepared.conversions, step)
-            for state, (cost, step) in beam.items()
+            (base + cost + _units(prepared.cost), prepared.conversions, number)
+            for number, (state, cost) in enumerate(zip(beam.states, beam.costs, strict=True))
             for prepared in self._prepared(
                 self._operand(self._loss), 0, WHOLE, _Partway(0.0, (self._sets[state[place]],))
             )
         ]
-        cost, conversions, last = min(finals, key=lambda each: each[0])
-        return self._derivation(cost, [Converted(self._loss, a, b) for _, a, b in conversions], last)
+        total, conversions, last = min(finals, key=lambda each: each[0])
+        return self._derivation(total, [Converted(self._loss, a, b) for _, a, b in conversions], reached, last)
 
-    def _derivation(self, cost: float, loss: Sequence[Converted], last: _Step | None) -> Derivation:
+    def _advance(
+        self, step: _Operation, beam: _Beam, others: Sequence[int], values: tuple[_Operand, ...], states: int
+    ) -> tuple[_Beam, int, tuple[_Reached, ...]]:
+        """The beam after an operation, what its cheapest state costs more than the one before, and how to reach each.
+
+        ``values`` are those of the new states, first the ``others`` that the operation does not touch.
+        """
+        alike = self._alike(step)
+        after: dict[tuple[int, ...], tuple[int, _Reached]] = {}
+        for number, (short, cost) in enumerate(zip(beam.states, beam.costs, strict=True)):
+            state = short + step.entering
+            placed = tuple([state[place] for place in step.places])
+            options = self._options.get((alike, placed))
+            if options is None:
+                options = self._options[alike, placed] = self._options_of(step, placed)
+            rest = tuple([state[place] for place in others])
+            for option in options:
+                key, total = rest + option.after, cost + option.cost
+                known = after.get(key)
+                if known is None or total < known[0]:
+                    after[key] = total, (number, option)
+        if not after:
+            raise PlanError(self._impossible(step.operation))
+        best = self._best({state: cost for state, (cost, _) in after.items()}, values, states)
+        least = min(best.values())
+        found = _Beam(values, tuple(best), tuple(cost - least for cost in best.values()))
+        return self._beams.setdefault(found, found), least, tuple(after[state][1] for state in best)
+
+    def _best(
+        self, beam: Mapping[tuple[int, ...], int], values: Sequence[_Operand], states: int
+    ) -> dict[tuple[int, ...], int]:
+        """The states of ``beam``, with their costs, that can still win: at most ``states`` of them.
+
+        A state cannot win if another one becomes like it by conversions and then costs no more. If too many are left,
+        those go on that cost the least with all partial values reduced: a row-parallel product costs nothing until its
+        result is. At most a quarter of them agree in how weights are placed that are used again, for such a choice may
+        pay off only at the end of the model.
+        """
+        kept: list[tuple[tuple[int, ...], int]] = []
+        for state, cost in sorted(beam.items(), key=itemgetter(1)):
+            if not any(c + self._cost_between(values, other, state, cost - c) <= cost for other, c in kept[:_FEW]):
+                kept.append((state, cost))
+        if len(kept) <= states // 4:
+            return dict(kept)
+        of_state = [place for place, value in enumerate(values) if value.is_state]
+        counts: Counter[tuple[int, ...]] = Counter()
+        best: dict[tuple[int, ...], int] = {}
+        for state, cost in sorted(kept, key=lambda item: item[1] + sum(map(self._debt, values, item[0]))):
+            weights = tuple([state[place] for place in of_state])
+            counts[weights] += 1
+            if counts[weights] <= states // 4 and len(best) < states:
+                best[state] = cost
+        return best
+
+    def _debt(self, value: _Operand, placements: int) -> int:
+        """The cost of reducing ``value`` if it is only partial."""
+        key = value, placements
+        if key not in self._debts:
+            only_partial = self._sets[placements] == {PARTIAL}
+            self._debts[key] = _units(self._all_reduce(value) + _LATENCY_BYTES) if only_partial else 0
+        return self._debts[key]
+
+    def _cost_between(
+        self, values: Sequence[_Operand], source: tuple[int, ...], target: tuple[int, ...], most: int
+    ) -> float:
+        """The cost of conversions after which ``values`` in state ``source`` have all placements of ``target``.
+
+        Infinite if there are none, or if it is above ``most``.
+        """
+        total: float = 0
+        for value, before, after in zip(values, source, target, strict=True):
+            if before != after:
+                key = value, before, after
+                if key not in self._between:
+                    self._between[key] = self._cost_of_adding(value, self._sets[before], self._sets[after])
+                total += self._between[key]
+                if total > most:
+                    return inf
+        return total
+
+    def _cost_of_adding(self, value: _Operand, available: _Set, wanted: _Set) -> float:
+        total: float = 0
+        for placement in wanted - available:
+            if value.is_state and placement.split is not None:
+                return inf  # it depends on the operation whether it may slice state
+            paths = self._paths(value, available, placement)
+            total += min((_units(cost) for cost, _ in paths), default=inf)
+        return total
+
+    def _derivation(
+        self, total: int, loss: Sequence[Converted], reached: Sequence[tuple[_Reached, ...]], last: int
+    ) -> Derivation:
         options: list[_Option] = []
-        while last is not None:
-            options.append(last.option)
-            last = last.before
+        for found in reversed(reached):
+            last, option = found[last]
+            options.append(option)
         decisions: list[Decision] = []
         placed: dict[str, TensorPlacement] = {}
         for operation, option in zip(self._operations, reversed(options), strict=True):
@@ -205,7 +331,7 @@ class _Search:
             decisions.append(Decision(option.way, converted))
             placed.update((operands[number].name, placement) for number, placement in option.chosen)
         return Derivation(
-            operations=self._operations, decisions=tuple(decisions), state=placed, loss=tuple(loss), cost=cost
+            operations=self._operations, decisions=tuple(decisions), state=placed, loss=tuple(loss), cost=total / _UNITS
         )
 
     def _numbered(self, placements: _Set) -> int:
@@ -218,47 +344,41 @@ class _Search:
     def _at_first(self, node: fx.Node) -> _Set:
         return _UNPLACED if node.name in self._state_names else frozenset({WHOLE})
 
-    def _alike(
-        self,
-        operation: Operation,
-        operands: Sequence[fx.Node],
-        staying: tuple[int, ...],
-        results: Sequence[fx.Node],
-    ) -> tuple:
-        """All that the options of ``operation`` depend on, besides the placements of its operands."""
-        return (
+    def _alike(self, step: _Operation) -> int:
+        """A number that operations share whose options are the same for equal placements of their operands."""
+        operation, operands = step.operation, step.operands
+        about = (
             id(operation.ways),  # equal operations share them
             self._flops.get(operation.call.node.name, 0),
             tuple(node.meta["val"].nbytes for node in operation.call.result_nodes),
             tuple(self._operand(node, operation) for node in operands),
             tuple(operands.index(node) for node in operation.call.operands),
-            staying,
-            tuple(operation.call.number_of(node) for node in results),
+            step.staying,
+            tuple((operation.call.number_of(node), self._operand(node)) for node in step.results),
         )
+        return self._alike_as.setdefault(about, len(self._alike_as))
 
     def _operand(self, node: fx.Node, operation: Operation | None = None) -> _Operand:
+        if operation is None and node in self._about:
+            return self._about[node]
         call = None if operation is None else operation.call
         writes = call is not None and is_mutable(call.node) and node is call.operands[0]
-        return _Operand(
+        about = _Operand(
             bytes=node.meta["val"].nbytes,
+            dims=node.meta["val"].dim(),
             gradient=has_gradient(node),
             is_state=node.name in self._state_names,
-            is_weight=operation is not None and node in operation.weights,
+            is_weight=node in (self._weights if operation is None else operation.weights),
             is_written=writes or node.name in self._written,
             fixed=None if self._split is None else self._split.get(node.name),
         )
+        return about if operation is not None else self._about.setdefault(node, about)
 
-    def _options_of(
-        self,
-        operation: Operation,
-        operands: Sequence[fx.Node],
-        placed: Sequence[int],
-        staying: Sequence[int],
-        results: Sequence[fx.Node],
-    ) -> tuple[_Option, ...]:
-        """The options to run ``operation``: of those that leave the same placements behind, the cheapest."""
-        about = [self._operand(node, operation) for node in operands]
-        numbers = [operands.index(node) for node in operation.call.operands]
+    def _options_of(self, step: _Operation, placed: Sequence[int]) -> tuple[_Option, ...]:
+        """The options to run an operation: of those that leave the same placements behind, the cheapest."""
+        operation = step.operation
+        about = [self._operand(node, operation) for node in step.operands]
+        numbers = [step.operands.index(node) for node in operation.call.operands]
         found: dict[tuple[int, ...], _Option] = {}
         for way in operation.ways:
             partway = [_Partway(self._cost_of(operation, way), tuple(self._sets[number] for number in placed))]
@@ -266,11 +386,14 @@ class _Search:
                 partway = [
                     extended for each in partway for extended in self._prepared(about[number], number, need, each)
                 ]
-            given = tuple(self._numbered(frozenset({way.gives[operation.call.number_of(node)]})) for node in results)
+            given = tuple(
+                self._numbered(frozenset({way.gives[operation.call.number_of(node)]})) for node in step.results
+            )
             for each in partway:
-                after = tuple(self._numbered(each.available[place]) for place in staying) + given
-                if after not in found or each.cost < found[after].cost:
-                    found[after] = _Option(each.cost, way, after, each.conversions, each.chosen)
+                after = tuple(self._numbered(each.available[place]) for place in step.staying) + given
+                cost = _units(each.cost)
+                if after not in found or cost < found[after].cost:
+                    found[after] = _Option(cost, way, after, each.conversions, each.chosen)
         return tuple(found.values())
 
     def _prepared(self, operand: _Operand, number: int, need: TensorPlacement, partway: _Partway) -> Iterator[_Partway]:
@@ -318,23 +441,24 @@ class _Search:
 
     def _conversion_cost(self, operand: _Operand, source: TensorPlacement, target: TensorPlacement) -> float | None:
         conversion = CONVERSION_BETWEEN.get((source.kind, target.kind))
-        if conversion is None or (conversion.name == "reduce_scatter" and not self._allows_scatter(target)):
+        if conversion is None or (conversion.name == "reduce_scatter" and not self._is_sequence(operand, target)):
             return None
         if target.kind is Kind.PARTIAL and not operand.gradient:
             return None
         return self._cost_of_conversion(conversion, operand)
 
-    def _allows_scatter(self, target: TensorPlacement) -> bool:
-        return self._sequence_parallel and target.split is not None and target.split.dim == 1
+    def _is_sequence(self, operand: _Operand, target: TensorPlacement) -> bool:
+        """Whether ``target`` splits [samples, sequence, width] along its sequence, under sequence parallelism."""
+        return self._sequence_parallel and operand.dims == 3 and target.split is not None and target.split.dim == 1
 
     def _cost_of_conversion(self, conversion: Conversion, operand: _Operand) -> float:
         whole = self._all_reduce(operand)
-        cost = 0.0
+        cost = 0.0 if conversion.target is Kind.SPLIT else _WHOLE_BYTE * operand.bytes
         for collective in (conversion.forward, conversion.backward if operand.gradient else None):
             if collective is Collective.ALL_REDUCE:
                 cost += whole + _LATENCY_BYTES
             elif collective is not None:  # half of an all-reduce; a sequence is split in spite of the latency
-                cost += whole / 2 + _LATENCY_BYTES / (2 if self._sequence_parallel else 1)
+                cost += whole / 2 + _LATENCY_BYTES * (0.4 if self._sequence_parallel else 1)
         return cost
 
     def _all_reduce(self, operand: _Operand) -> float:
@@ -347,13 +471,19 @@ class _Search:
         for node in call.result_nodes:
             if way.gives[call.number_of(node)].kind is not Kind.SPLIT:
                 cost += _WHOLE_BYTE * whole_share * node.meta["val"].nbytes
-        if operation.rule.product:
+        if way in operation.rule.special and call.operator == "cross_entropy_loss":
+            labels = call.operands[1].meta["val"]
+            cost += 6 * whole_share * labels.numel() * call.operands[0].meta["val"].element_size()
+        if operation.rule.product and any(has_gradient(node) for node in call.result_nodes):
             weights = [number for number, each in enumerate(call.operands) if each in operation.weights]
             is_split = any(need.split is not None for need in way.needs)
             if not is_split or any(way.needs[number].kind is not Kind.SPLIT for number in weights):
                 flops = self._flops.get(call.node.name, 0)
                 table = sum(float(call.operands[number].meta["val"].nbytes) for number in weights)
-                cost += whole_share * (_WHOLE_PRODUCT + _WHOLE_FLOP * flops if flops else _WHOLE_TABLE * table)
+                if flops:
+                    cost += whole_share * (_WHOLE_FLOP * flops + (_WHOLE_PRODUCT if weights else 0))
+                else:
+                    cost += whole_share * _WHOLE_TABLE * table
         return cost
 
     def _impossible(self, operation: Operation) -> str:

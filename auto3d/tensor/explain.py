@@ -107,7 +107,11 @@ def _weights(model: TensorParallelModel) -> Iterator[WeightSplit]:
     shapes = {name: value.shape for name, value in model.whole.graph.parameters.items()}
     users = _users(operations, names.keys())
     for placeholder, name in names.items():
-        products = [(operation, node) for operation, node in users.get(placeholder, ()) if node in operation.weights]
+        products = [
+            (operation, node)
+            for operation, node in users.get(placeholder, ())
+            if operation.rule.product and node in operation.weights
+        ]
         unruled = [operation for operation, _ in users.get(placeholder, ()) if operation.call.operator not in RULES]
         if len(shapes[name]) < 2 or not (products or unruled):
             continue

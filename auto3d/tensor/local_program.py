@@ -12,6 +12,7 @@ from auto3d.capture.export import ExportedModel
 from auto3d.capture.nodes import args_of
 from auto3d.tensor.collectives import CONVERSION_BETWEEN, operator_of
 from auto3d.tensor.derive import Converted, Decision, Derivation
+from auto3d.tensor.rules.call import Inner
 from auto3d.tensor.ways import Operation
 from auto3d.tensor_placement import WHOLE, Kind, TensorPlacement
 
@@ -122,11 +123,22 @@ class _Builder:
         needs = iter(way.needs)
         operands = iter(call.operands)
 
-        def localised(node: fx.Node) -> fx.Node:
-            assert node is next(operands), "arguments come in the order of the operands"
-            return self._in(node, next(needs))
+        def localised(argument: Any) -> Any:
+            if isinstance(argument, fx.Node):
+                assert argument is next(operands), "arguments come in the order of the operands"
+                return self._in(argument, next(needs))
+            if isinstance(argument, Inner):
+                name = f"{call.node.name}_{argument.name}"
+                inner = self._call(argument.target, localised(argument.args), {}, call.node, name)
+                self.operation_of[inner.name] = call.node.name
+                return inner
+            if isinstance(argument, list | tuple):
+                return type(argument)(localised(each) for each in argument)
+            if isinstance(argument, dict):
+                return {name: localised(each) for name, each in argument.items()}
+            return argument
 
-        args, kwargs = fx.node.map_arg((args, kwargs), localised)
+        args, kwargs = localised(tuple(args)), localised(dict(kwargs))
         local = self._call(target, args, kwargs, call.node, call.node.name)
         self.operation_of[local.name] = call.node.name
         if is_random(call.node) and any(given.split is not None for given in way.gives):

@@ -1,6 +1,6 @@
 """All ways to run each operation of a program on every rank, from the rules of their operators."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,8 @@ class Operation:
     call: Call
     rule: Rule
     ways: tuple[Way, ...]
-    weights: frozenset[fx.Node]  # operands of a product that are state of two dimensions or more, or views of such
+    weights: frozenset[fx.Node]
+    """Operands of a product, or of a view, that are state of two dimensions or more, or views of such."""
 
 
 def operations_of(
@@ -33,7 +34,16 @@ def operations_of(
     ``split`` is how parameters and buffers are split, by the names of their placeholders; without it they may be split
     in every way that makes sense.
     """
-    return _Ways(captured, shards, split, sequence_parallel).operations()
+    exported = captured.exported
+    state = exported.parameters.keys() | exported.buffers.keys()
+    sequences = exported.micro_batch_size if sequence_parallel else None
+    return _Ways(calls_of(exported.program), state, shards, split, sequences).operations()
+
+
+def ways_of_call(call: Call, shards: int, possible: Mapping[fx.Node, Iterable[Split]]) -> tuple[Rule, tuple[Way, ...]]:
+    """The rule of one call and all ways that it gives if its operands can be split as ``possible`` says."""
+    ways = _Ways([call], frozenset(), shards, None, None)
+    return rule_of(call), ways.of_call(call, rule_of(call), possible)
 
 
 def calls_of(program: fx.Graph) -> list[Call]:
@@ -52,16 +62,20 @@ def has_gradient(node: fx.Node) -> bool:
 
 class _Ways:
     def __init__(
-        self, captured: CapturedModel, shards: int, split: Mapping[str, Split] | None, sequence_parallel: bool
+        self,
+        calls: list[Call],
+        state: Set[str],
+        shards: int,
+        split: Mapping[str, Split] | None,
+        samples: int | None,
     ) -> None:
-        exported = captured.exported
+        """``samples`` is the size of the dimension before a sequence's, if sequences may be split."""
+        self._calls = calls
+        self._state = state
         self._shards = shards
         self._split = split
-        self._sequence_parallel = sequence_parallel
-        self._samples = exported.micro_batch_size
-        self._calls = calls_of(exported.program)
+        self._samples = samples
         self._rules = [rule_of(call) for call in self._calls]
-        self._state = exported.parameters.keys() | exported.buffers.keys()
         # Value -> its possible splits. Those of state come from what the model later does with the result.
         self._possible: dict[fx.Node, dict[Split, None]] = {}
         self._tables: set[fx.Node] = set()  # state of two dimensions or more, and what is computed from it alone
@@ -108,12 +122,17 @@ class _Ways:
         taken = tuple((number, has_gradient(node)) for number, node in self._numbered_results(call))
         return str(call.node.target), repr(arguments), about, taken
 
+    def of_call(self, call: Call, rule: Rule, possible: Mapping[fx.Node, Iterable[Split]]) -> tuple[Way, ...]:
+        self._possible.update({node: dict.fromkeys(splits) for node, splits in possible.items()})
+        return tuple(dict.fromkeys(self._ways_of(call, rule)))
+
     def _weights_of(self, call: Call, rule: Rule) -> frozenset[fx.Node]:
-        """The weights that the product ``call`` multiplies by; notes which values are such weights."""
-        tables = {each for each in call.operands if each in self._tables}
-        if len(tables) == len(call.operands) == 1 and not rule.product:
+        """The weights among the operands of ``call``; notes which results are views of weights."""
+        tables = frozenset(each for each in call.operands if each in self._tables)
+        is_view = len(tables) == len(call.operands) == 1 and not rule.product
+        if is_view:
             self._tables.update(call.result_nodes)
-        return frozenset(tables if rule.product else ())
+        return tables if is_view or rule.product else frozenset()
 
     def _numbered_results(self, call: Call) -> list[tuple[int, fx.Node]]:
         return [(call.number_of(node), node) for node in call.result_nodes]
@@ -122,12 +141,13 @@ class _Ways:
         """Under sequence parallelism, [samples, sequence, width] may be split along its sequence."""
         shape = tuple(node.meta["val"].shape)
         is_sequence = len(shape) == 3 and shape[0] == self._samples and has_gradient(node)
-        if self._sequence_parallel and is_sequence and shape[1] % self._shards == 0:
+        if is_sequence and shape[1] % self._shards == 0:
             self._possible[node].setdefault(Split(1, (shape[1],)))
 
     def _wanted(self) -> dict[fx.Node, dict[Split, None]]:
         """The splits of each value that later operations could use, found from the last operation to the first."""
         wanted: dict[fx.Node, dict[Split, None]] = {}
+        tables = self._state_and_views()
 
         def add(node: fx.Node, split: Split) -> None:
             padded = split.padding(self._shards) > 0
@@ -154,20 +174,29 @@ class _Ways:
                             add(call.operands[0], back)
                     for axis in rule.axes:
                         if axis.results[number] == split.dim:
-                            for operand, dim in zip(call.operands, axis.operands, strict=True):
-                                if dim is not None:
-                                    size = operand.meta["val"].shape[dim]
+                            for operand, place in zip(call.operands, axis.operands, strict=True):
+                                if place is not None:
+                                    size = operand.meta["val"].shape[place]
                                     blocks = scaled(split.blocks, shape[split.dim], size)
                                     if blocks is not None:
-                                        add(operand, Split(dim, blocks))
+                                        add(operand, Split(place, blocks))
             if rule.product:  # weights can be split along any axis
                 for axis in rule.axes:
-                    for operand, dim in zip(call.operands, axis.operands, strict=True):
-                        if dim is not None and operand.name in self._state:
-                            of_dim = [each for each in wanted.get(operand, ()) if each.dim == dim]
+                    for operand, place in zip(call.operands, axis.operands, strict=True):
+                        if place is not None and operand in tables:
+                            of_dim = [each for each in wanted.get(operand, ()) if each.dim == place]
                             if not of_dim:
-                                add(operand, Split(dim, (operand.meta["val"].shape[dim],)))
+                                add(operand, Split(place, (operand.meta["val"].shape[place],)))
         return wanted
+
+    def _state_and_views(self) -> set[fx.Node]:
+        """State, and what is computed from one tensor of it alone."""
+        found: set[fx.Node] = set()
+        for call, rule in zip(self._calls, self._rules, strict=True):
+            found.update(operand for operand in call.operands if operand.name in self._state)
+            if len(call.operands) == 1 and call.operands[0] in found and not rule.product:
+                found.update(call.result_nodes)
+        return found
 
     def _carried(self, split: Split, other: Split) -> bool:
         """Whether a split that a view turns into ``other`` stays even, or keeps its padding where it was."""
@@ -216,7 +245,7 @@ class _Ways:
         found: dict[tuple[int, ...], None] = {}
         for number, dim in enumerate(axis.operands):
             operand = call.operands[number]
-            if dim is None or (operand.name in self._state and not rule.product and self._split is None):
+            if dim is None or (operand.name in self._state and self._split is None and not self._decides(call, rule)):
                 continue
             for split in self._possible.get(operand, ()):
                 if split.dim == dim:
@@ -224,6 +253,10 @@ class _Ways:
                     if blocks is not None:
                         found.setdefault(blocks)
         return list(found)[:_MOST]
+
+    def _decides(self, call: Call, rule: Rule) -> bool:
+        """Whether ``call`` may decide how its state is split: a product, or a view of a weight."""
+        return rule.product or (len(call.operands) == 1 and call.operands[0] in self._tables)
 
     def _along(
         self,
@@ -237,6 +270,8 @@ class _Ways:
         first = next(number for number, dim in enumerate(axis.operands) if dim is not None)
         size = call.shapes[first][axis.operands[first] or 0]
         padded = Split(0, blocks).padding(self._shards) > 0
+        if any(block % axis.together for block in Split(0, blocks).local_blocks(self._shards)):
+            return None
 
         def split_of(dim: int, length: int) -> TensorPlacement | None:
             local = scaled(blocks, size, length)

@@ -39,6 +39,12 @@ _TIME = click.FloatRange(min=0)
 @click.option("--p2p", type=_TIME, help="Time of one micro-batch's message from stage to stage. [0]")
 @click.option("--overlap/--no-overlap", default=None, help="Whether messages overlap with compute. [they do]")
 @click.option("--sync", type=_TIME, help="Time of the gradient sync of one device, all its stages. [0]")
+@click.option("--tp", type=click.IntRange(min=1), default=1, help="Tensor-parallel ranks of each device. [1]")
+@click.option(
+    "--collectives",
+    type=_TIME,
+    help="Time of exposed tensor-parallel collectives in one forward, and again in one backward. [0]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the figures and all operations.")
 @click.option("--svg", type=OUTPUT_FILE, help="Write a picture.")
 @click.option("--trace", type=OUTPUT_FILE, help="Write a trace for ui.perfetto.dev or chrome://tracing.")
@@ -49,6 +55,7 @@ def schedule(
     compare: str | None,
     stages: int | None,
     micro_batches: int | None,
+    tp: int,
     as_json: bool,
     svg: str | None,
     trace: str | None,
@@ -70,11 +77,15 @@ def schedule(
         key: key for key in ("pipes", "scale", "chunks", "recompute", "iterations")
     }
     time_of = {"recompute_time": "recompute"} | {
-        key: key for key in ("forward", "backward", "backward_input", "backward_weight", "p2p", "overlap", "sync")
+        key: key
+        for key in ("forward", "backward", "backward_input", "backward_weight", "p2p", "overlap", "sync", "collectives")
     }
+    if tp == 1 and given["collectives"]:
+        raise click.UsageError("--collectives are those of tensor parallelism: give --tp 2 or more, too")
     request = ScheduleRequest(
         stages=stages,
         micro_batches=micro_batches,
+        tp=tp,
         options={option: given[key] for key, option in option_of.items() if given[key] is not None},
         times={time: given[key] for key, time in time_of.items() if given[key] is not None},
     )

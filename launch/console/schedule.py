@@ -41,8 +41,8 @@ def print_schedule(
     """Draw one schedule, print its figures, and write ``files``: format (svg, trace, csv) -> path."""
     timeline = timeline_of(name, request)
     texts = {
-        "svg": lambda: draw_svg(timeline),
-        "trace": lambda: json.dumps(trace(timeline)),
+        "svg": lambda: draw_svg(timeline, tp=request.tp),
+        "trace": lambda: json.dumps(trace(timeline, tp=request.tp)),
         "csv": lambda: pipelining_csv(timeline.schedule),
     }
     written = [(path, texts[form]()) for form, path in files.items() if path]
@@ -117,11 +117,13 @@ def _assumptions(request: ScheduleRequest, timeline: Timeline) -> str:
         "backward-input": costs.backward_input[0] * per_device,
         "backward-weight": costs.backward_weight[0] * per_device,
         "recompute": costs.recompute[0] * per_device,
+        **({"exposed collectives": request.times.get("collectives", 0.0)} if request.tp > 1 else {}),
         "p2p": request.times.get("p2p", 0.0),
         "sync": costs.sync[0] * per_device,
     }
     return (
-        f"Simulated, not measured: {counted(request.stages, 'device')}, "
+        f"Simulated, not measured: {counted(request.stages, 'device')}"
+        f"{f' of tp = {request.tp} ranks' if request.tp > 1 else ''}, "
         f"{counted(request.micro_batches, 'micro-batch', 'micro-batches')}; times of all stages of one device: "
         f"{', '.join(f'{name} {time:.4g}' for name, time in times.items())}."
     )

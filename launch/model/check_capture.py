@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from auto3d.capture.cache import Cache
 from auto3d.capture.graph import Graph
-from auto3d.plan import Plan
+from auto3d.plan import SUB_PIPELINED, Plan
 from auto3d.runtime.measurement import Status
 from auto3d.schedule import samples_at_once
 from launch.model.capture_process import CaptureProcess
@@ -140,14 +140,15 @@ def check_plans(
 
 def _shards_of(plan: Plan) -> tuple:
     """What decides the program of the plan's tensor-parallel ranks."""
-    return plan.graph, plan.tp, frozenset(plan.split.items()), plan.sequence_parallel
+    return plan.graph, plan.tp, frozenset(plan.split.items()), plan.sequence_parallel, plan.tensor_overlap
 
 
 def _other(plan: Plan | None) -> str:
     """What the capture is compared with."""
     if plan is None:
         return "the eager module"
-    return f"its {plan.tp} shards{' under sequence parallelism' if plan.sequence_parallel else ''}"
+    halved = " on half micro-batches" if plan.tensor_overlap == SUB_PIPELINED else ""
+    return f"its {plan.tp} shards{halved}{' under sequence parallelism' if plan.sequence_parallel else ''}"
 
 
 def _not_compared(graph: Graph, reason: str, plan: Plan | None = None) -> str:
@@ -164,4 +165,5 @@ def _identity(recipe: LoadedRecipe, graph: Graph, plan: Plan | None = None) -> d
     if plan is not None:
         split = {name: asdict(each) for name, each in sorted(plan.split.items())}
         facts |= {"tp": plan.tp, "split": split, "sequence_parallel": plan.sequence_parallel}
+        facts["tensor_overlap"] = plan.tensor_overlap
     return PlanningModel(recipe).identity(checked_at=graph.micro_batch_size) | facts

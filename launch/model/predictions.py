@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 from auto3d.cost.model import CostModel
 from auto3d.errors import InputError
-from auto3d.plan import Plan
+from auto3d.plan import TENSOR_OVERLAPS, Plan
 from auto3d.schedule import write_schedule
 from auto3d.search.make import PlanMaker, shortage_of
 from auto3d.search.placement import MEGATRON
@@ -21,8 +22,12 @@ from launch.model.costs import cost_model, subject_of
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.schema import PlanRecipe
 
+T = TypeVar("T")
+
 DEGREES = ("micro_batch_size", "tp", "dp", "pp")
-PLAN_COLUMNS = (*DEGREES, "partition_cuts", "schedule", "recompute", "partition", "placement")
+PLAN_COLUMNS = (
+    *DEGREES, "partition_cuts", "schedule", "recompute", "partition", "placement", "sequence_parallel", "tensor_overlap"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -125,8 +130,19 @@ def _candidate(recipe: LoadedRecipe, row: Mapping[str, str]) -> Candidate:
         partition=row.get("partition") or "blocks",
         placement=row.get("placement") or MEGATRON,
         shard_optimizer=base.shard_optimizer,
+        sequence_parallel=_choice(row, "sequence_parallel", {"false": False, "true": True}, base.sequence_parallel),
+        tensor_overlap=_choice(row, "tensor_overlap", {each: each for each in TENSOR_OVERLAPS}, base.tensor_overlap),
         cuts=tuple(json.loads(row["partition_cuts"])) if row.get("partition_cuts") else None,
     )
+
+
+def _choice(row: Mapping[str, str], name: str, choices: Mapping[str, T], default: T) -> T:
+    """The value of ``choices`` that the column ``name`` of ``row`` names, or else the default."""
+    if not (found := row.get(name)):
+        return default
+    if found.lower() not in choices:
+        raise InputError(f"{name}: found {found!r}; it takes {' or '.join(choices)}")
+    return choices[found.lower()]
 
 
 def _whole_number(row: Mapping[str, str], name: str) -> int:

@@ -22,6 +22,7 @@ class ScheduleRequest:
 
     stages: int
     micro_batches: int
+    tp: int = 1  # ranks of each device
     options: dict[str, int | str]  # options of the schedule
     times: dict[str, Any]  # arguments of auto3d.simulate.costs.uniform
 

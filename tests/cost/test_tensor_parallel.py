@@ -2,7 +2,6 @@
 
 from collections import Counter
 from dataclasses import replace
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -26,9 +25,6 @@ from auto3d.partition.stage import cut
 from auto3d.plan import Plan, PlanError, StagePlan, stages_between
 from auto3d.runtime.settings import state_copies
 from auto3d.schedule import schedule_of
-from auto3d.schedule.operation import Kind
-from auto3d.simulate.draw_svg import draw_svg
-from auto3d.simulate.trace import trace
 from auto3d.tensor.conversions import Collective
 from auto3d.tensor.local_graph import local_graph, local_graph_from_json, local_graph_to_json
 from auto3d.tensor.model import TensorParallelModel, tensor_parallel
@@ -294,26 +290,6 @@ def _replayed(segments: list[tuple[float, float]]) -> float:
         begin = max(ends["device", half, number], ends["group", *earlier] if earlier is not None else 0.0)
         ends["group", half, number] = begin + segments[number][1]
     return max(ends.values())
-
-
-def test_drawings_and_traces_show_how_long_operations_wait_for_collectives():
-    model, plan = model_of_blocks(1.0, 0.5, 4)
-    timeline = model.timeline(plan)
-    assert timeline.makespan == pytest.approx(model.seconds(plan))
-    assert timeline.costs.exposed_of(Kind.FORWARD, 0) == pytest.approx(0.5 / 1.5)
-    assert timeline.costs.exposed_of(Kind.BACKWARD, 0) == pytest.approx(0.5 / 2.5)
-    picture = draw_svg(timeline)
-    assert "1 devices of 2 tensor-parallel ranks" in picture
-    assert "waits for tensor-parallel collectives" in picture
-    cells = [cell for cell in ElementTree.fromstring(picture) if cell.get("class", "").startswith("cell")]
-    boxes = [[float(box.get("width")) for box in cell if box.tag.endswith("rect")] for cell in cells]
-    assert len(boxes) == 64
-    for title, (whole, waits) in zip((cell[0].text for cell in cells), boxes, strict=True):
-        assert waits / whole == pytest.approx(0.5 / 1.5 if title.startswith("F") else 0.5 / 2.5, abs=0.01)
-    events = trace(timeline)["traceEvents"]
-    assert {"device 0 (2 tensor-parallel ranks)"} == {e["args"]["name"] for e in events if e["name"] == "process_name"}
-    shares = {e["args"]["waits for tensor-parallel collectives"] for e in events if e["name"][0] in "FB"}
-    assert shares == {"33.3%", "20.0%"}
 
 
 def test_an_odd_number_of_samples_cannot_be_halved():

@@ -1,8 +1,8 @@
 """Writes results/parity.md: python -m tests.distributed.parity_report (the end of `make parity`; minutes)
 
 It compares every schedule on eight model families with one process, next to the result of the tracer of
-torch.distributed.pipelining for the same models, and weights that two stages share after ten iterations. Its exit
-status is 1 if a run of ours is wrong.
+torch.distributed.pipelining for the same models; tensor parallelism on six; and weights that two stages share after ten
+iterations. Its exit status is 1 if a run of ours is wrong.
 """
 
 import os
@@ -22,13 +22,15 @@ import torch
 import transformers
 from tabulate import tabulate
 
+from auto3d.capture.shard import Shard
 from auto3d.errors import InputError
 from auto3d.partition.methods.uniform import uniform
+from auto3d.plan import SUB_PIPELINED
 from auto3d.runtime.measurement import Environment
 from auto3d.runtime.rank import check_plan
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.schedule import SCHEDULES, build_schedule
-from tests.distributed import asynchronous, tracer
+from tests.distributed import asynchronous, tensor_grid, tracer
 from tests.distributed.parity import SGD, assert_close, assert_parity, make_plan, plain_pytorch, run_rank
 from tests.models import captured
 from tests.processes import ProcessPool
@@ -49,6 +51,8 @@ TIED = {"GPT-2": ("gpt2", "transformer.wte.weight"), "LLaMA, tied": ("llama-tied
 BATCH = tracer.Batch(micro_batch_size=2, micro_batches=8, iterations=3, seed=5)
 TIED_ITERATIONS = 10
 OPTIMIZER = replace(SGD, clip_norm=0.0)
+SLOW = replace(OPTIMIZER, learning_rate=0.01)  # none of the models diverges, which would magnify rounding
+SILENT = ("auto3d", "asynchronous", "tensor-parallel")  # runs that are right and say so by their number alone
 Gradients = list[dict[str, np.ndarray]]  # one dict per iteration, by parameter
 
 
@@ -61,7 +65,7 @@ class Report:
 
     def cell(self, whose: str, outcome: str, *, error: float | None = None, note: str = "") -> str:
         self.counts[whose, outcome] = self.counts.get((whose, outcome), 0) + 1
-        text = [] if outcome == "right" and whose in ("auto3d", "asynchronous") else [outcome]
+        text = [] if outcome == "right" and whose in SILENT else [outcome]
         if error is not None:
             text.append(f"{error:.0e}".replace("e-0", "e-") if error else "0")
         if note:
@@ -77,15 +81,16 @@ class Report:
 class Processes:
     """A pool that is restarted after a failed run, whose ranks may still be waiting for each other."""
 
-    def __init__(self) -> None:
-        self._pool = ProcessPool(4)
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._pool = ProcessPool(size)
 
     def run(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         try:
             return self._pool.run(size, function, *arguments)
         except AssertionError:
             self.close()
-            self._pool = ProcessPool(4)
+            self._pool = ProcessPool(self._size)
             raise
 
     def close(self) -> None:
@@ -115,9 +120,15 @@ def gradient_error(ranks: list[Gradients], expected: Gradients) -> float:
     )
 
 
-def error_of(ours: np.ndarray, theirs: np.ndarray) -> float:
-    """The error relative to the bound: 1e-5 means that the difference is exactly what the bound allows."""
-    return float(np.abs(ours - theirs).max() / (np.abs(theirs).max() + 1e-2))
+def error_of(ours: np.ndarray, theirs: np.ndarray, shard: Shard | None = None) -> float:
+    """The error relative to the bound: 1e-5 means that the difference is exactly what the bound allows.
+
+    ``ours`` is that ``shard`` of ``theirs``, if any; the bound is that of the whole tensor.
+    """
+    scale = np.abs(theirs).max() + 1e-2
+    if shard is not None:
+        theirs = shard.of(torch.from_numpy(theirs)).numpy()
+    return float(np.abs(ours - theirs).max() / scale)
 
 
 ASYNCHRONOUS = [name for name, order in SCHEDULES.items() if order.asynchronous]
@@ -167,6 +178,56 @@ def ours(report: Report, processes: Processes, model: str, *, name: str, options
     except AssertionError as difference:
         return report.cell("auto3d", "wrong", error=error, note=str(difference))
     return report.cell("auto3d", "right", error=error)
+
+
+def tensor_cells() -> Iterator[tuple[str, dict]]:
+    """Label and axes of each tensor-parallel row."""
+    changes: dict[str, dict] = {
+        "": {},
+        "sequence parallel": {"sequence_parallel": True},
+        "sub-pipelined": {"overlap": SUB_PIPELINED},
+        "known rules": {"rules": tensor_grid.KNOWN},
+    }
+    degrees: dict[str, dict] = {
+        "tp 2": {"dp": 1, "tp": 2, "pp": 1},
+        "tp 4": {"dp": 1, "tp": 4, "pp": 1},
+    } | {
+        f"dp 2, tp 2, pp 2, {schedule}": {"dp": 2, "tp": 2, "pp": 2, "schedule": schedule}
+        for schedule in tensor_grid.SCHEDULES_OF_TWO
+    }
+    for (size, axes), (change, others) in product(degrees.items(), changes.items()):
+        if axes["pp"] == 1 or change != "known rules":
+            yield ", ".join(filter(None, (size, change))), axes | others
+
+
+def tensor_parallel(report: Report, processes: Processes, model: str, *, axes: dict) -> str:
+    plan = tensor_grid.plan_of(tensor_grid.TensorCell(model=model, **axes))
+    try:
+        ranks = processes.run(plan.ranks, run_rank, model, plan, SLOW)
+    except AssertionError as error:
+        return report.cell("tensor-parallel", "failed", note=failure(error))
+    expected = plain_pytorch(
+        model, micro_batch_size=tensor_grid.SAMPLES, global_batch=plan.global_batch, optimizer=SLOW, seed=plan.seed
+    )
+    error = max(
+        error_of(gradient, step["gradients"][name], rank["shards"].get(name))
+        for rank in ranks
+        for iteration, step in enumerate(expected)
+        for name, gradient in rank["history"][iteration]["gradients"].items()
+    )
+    try:
+        assert_parity(ranks, expected)
+    except AssertionError as difference:
+        return report.cell("tensor-parallel", "wrong", error=error, note=str(difference))
+    return report.cell("tensor-parallel", "right", error=error)
+
+
+def share_that_is_split(model: str, *, tp: int, rules: str) -> str:
+    """How much of the bytes of the parameters is split."""
+    plan = tensor_grid.plan_of(tensor_grid.TensorCell(model=model, dp=1, tp=tp, pp=1, rules=rules))
+    sizes = {name: value.bytes for name, value in captured(model, tensor_grid.SAMPLES).graph.parameters.items()}
+    split = sum(sizes.get(name, 0) for name in plan.split)
+    return f"{split / sum(sizes.values()):.0%} split"
 
 
 def old_weights(report: Report, processes: Processes, model: str, *, name: str, dp: int, pp: int) -> str:
@@ -257,7 +318,7 @@ def table(first: str, models: dict[str, Any], *groups: dict[str, Callable[[str],
 def main() -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    report, processes = Report(), Processes()
+    report, processes = Report(), Processes(4)
 
     def cells(dp: int, pp: int) -> dict[str, Callable[[str], str]]:
         return {
@@ -286,6 +347,14 @@ def main() -> None:
     old = table("", MODELS, asynchronous_cells(1, 4), asynchronous_cells(2, 2))
     ten = table("pp 4", TIED, of_tied)
     processes.close()
+    processes = Processes(8)
+    shares = {
+        f"tp {tp}, parameters, {rules}": partial(share_that_is_split, tp=tp, rules=rules)
+        for rules, tp in product(tensor_grid.RULES, (2, 4))
+    }
+    of_tensor = {label: partial(tensor_parallel, report, processes, axes=axes) for label, axes in tensor_cells()}
+    tensor = table("", tensor_grid.MODELS, shares, of_tensor)
+    processes.close()
 
     FILE.write_text(
         TEXT.format(
@@ -293,6 +362,9 @@ def main() -> None:
             two=two,
             old=old,
             ten=ten,
+            tensor=tensor,
+            tensor_parallel=report.count("tensor-parallel"),
+            tensor_micro_batches=tensor_grid.MICRO_BATCHES,
             notes="\n".join(f"{number}. {note}" for number, note in enumerate(report.notes, start=1)),
             ours=report.count("auto3d"),
             theirs=report.count("tracer"),
@@ -303,7 +375,7 @@ def main() -> None:
             date=date.today().isoformat(),
         )
     )
-    print(f"{FILE}:", *(f"{whose}: {report.count(whose)};" for whose in ("auto3d", "asynchronous", "tied", "tracer")))
+    print(f"{FILE}:", *(f"{whose}: {report.count(whose)};" for whose in (*SILENT, "tied", "tracer")))
     sys.exit(any(outcome in ("wrong", "failed") for whose, outcome in report.counts if whose != "tracer"))
 
 
@@ -322,7 +394,7 @@ max|a − b| / (max|b| + 10⁻²). That is the bound's own form, as 10⁻⁷ = 1
 fiftieth of that. A purely relative error would say nothing of gradients that are zero but for rounding, as that of the
 bias of attention's keys is: there it is about 1, whoever computes it. 0 is equal bit by bit.
 
-auto3d: {ours}; asynchronous: {asynchronous}. The tracer: {theirs}.
+auto3d: {ours}; tensor-parallel: {tensor_parallel}; asynchronous: {asynchronous}. The tracer: {theirs}.
 
 {four}
 
@@ -335,6 +407,18 @@ within the time-out. Its schedules of several stages per rank (interleaved, zero
 lives on one rank, so Chimera and GEMS have no counterpart.
 
 {two}
+
+## Tensor parallelism
+
+The split is the one that auto3d derives from the graph alone, or that of the rules that transformers or auto3d has for
+the model (*known rules*); the first rows say which fraction of the parameters' bytes it splits. *Sub-pipelined*: two
+halves of each micro-batch take turns. The models have four heads, LLaMA two of keys and values, and vocabularies are of
+255 tokens, which no degree divides. A rank's shard is compared with its part of the whole tensor, by the bound of the
+whole tensor. There are {tensor_micro_batches} micro-batches per replica, and the learning rate is
+a tenth of that above; all else is the same. `make parity` runs more cells, with recomputation and with dropout on what
+all ranks of a group hold (`tests/distributed/tensor_grid.py`).
+
+{tensor}
 
 ## Asynchronous schedules
 

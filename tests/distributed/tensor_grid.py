@@ -1,14 +1,17 @@
-"""The grid of tensor parallelism: models, degrees, schedules, recomputation, with and without sequence parallelism."""
+"""The grid of tensor parallelism: models, degrees, splits, schedules, recomputation, sequences, overlap."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from random import Random
 
+from auto3d.capture.skeleton import skeleton
 from auto3d.partition.methods.uniform import uniform
-from auto3d.plan import Plan
+from auto3d.plan import NO_OVERLAP, SUB_PIPELINED, Plan
+from auto3d.runtime.replicas import capture_slices
 from auto3d.schedule import SCHEDULES
+from auto3d.tensor.weight_rules import known_rules, weight_splits
 from tests.distributed.grid import kept_fractions_of
 from tests.distributed.parity import make_plan
 from tests.models import captured
@@ -28,42 +31,45 @@ MODELS = {
 WITH_DROPOUT = ("gpt2-4-heads-dropout", "bert-4-heads-dropout", "vit-4-heads-dropout")
 OF_THREE_DIMENSIONS = ("gpt2-4-heads", "t5-4-heads")  # models that the grid runs with dp, tp and pp of 2
 SCHEDULES_OF_TWO = ("1f1b", "shifted-critical-path", "chimera", "zb-h1")
+OVERLAPS = (NO_OVERLAP, SUB_PIPELINED)
+DERIVED, KNOWN = "derived", "known-rules"  # where the split comes from: the graph alone, or transformers or auto3d
+RULES = (DERIVED, KNOWN)
 RECOMPUTE = ("none", "full", 0.5)  # a number is the kept fraction of the first stage
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorCell:
-    """One run. How the two halves of a micro-batch overlap, and where the split comes from, are axes to be added."""
-
     model: str
     dp: int
     tp: int
     pp: int
-    sequence_parallel: bool
-    schedule: str
-    recompute: str | float  # one of RECOMPUTE
+    schedule: str = "1f1b"
+    recompute: str | float = "none"  # one of RECOMPUTE
+    sequence_parallel: bool = False
+    overlap: str = NO_OVERLAP  # one of OVERLAPS
+    rules: str = DERIVED  # one of RULES
 
     @property
     def axes(self) -> dict[str, str | int]:
-        """The axes that the pairwise cover combines."""
-        degrees = f"dp{self.dp}-tp{self.tp}-pp{self.pp}"
-        sequence = "sequence" if self.sequence_parallel else "plain"
-        recompute = f"recompute-{self.recompute}"
+        """The axes that the pairwise cover combines. Dropout is an axis of its own: a model has it or not."""
         return {
-            "model": self.model, "degrees": degrees, "sequence": sequence,
-            "schedule": self.schedule, "recompute": recompute,
-        }  # fmt: skip
-
-    @property
-    def ranks(self) -> int:
-        return self.dp * self.tp * self.pp
+            "model": self.model.removesuffix("-dropout"),
+            "dropout": "dropout" if self.model in WITH_DROPOUT else "no-dropout",
+            "degrees": f"dp{self.dp}-tp{self.tp}-pp{self.pp}",
+            "sequence": "sequence-split" if self.sequence_parallel else "sequence-whole",
+            "schedule": self.schedule,
+            "recompute": f"recompute-{self.recompute}",
+            "overlap": self.overlap,
+            "rules": self.rules,
+        }
 
     def __str__(self) -> str:
         return "-".join(map(str, self.axes.values()))
 
 
 def plan_of(cell: TensorCell) -> Plan:
-    """The Plan of ``cell``, split as the graph alone suggests."""
+    """The Plan of ``cell``, whose program this process then has."""
+    whole = captured(cell.model, SAMPLES)
     word = "none" if cell.recompute == "none" else "full"
     options = {"recompute": word} if "recompute" in SCHEDULES[cell.schedule].options else {}
     plan = make_plan(
@@ -76,14 +82,26 @@ def plan_of(cell: TensorCell) -> Plan:
         micro_batches=MICRO_BATCHES,
         schedule=cell.schedule,
         options=options,
-        stages=uniform(captured(cell.model, SAMPLES).graph, cell.pp),
+        stages=uniform(whole.graph, cell.pp),
     )
+    if cell.rules == KNOWN:
+        known = known_rules(skeleton(whole.exported.build).model)
+        assert known is not None, f"{cell.model} has no known rules"
+        plan = replace(plan, split=weight_splits(whole, cell.tp, rules={}, known=known).splits)
+    plan = replace(plan, tensor_overlap=cell.overlap)
     if isinstance(cell.recompute, float):
-        return kept_fractions_of(captured(cell.model, SAMPLES).graph, plan).plan(cell.recompute)
+        plan = kept_fractions_of(whole.graph, plan).plan(cell.recompute)
+    capture_slices(whole, plan)
     return plan
 
 
-@lru_cache
+@cache
+def plans_of(model: str, selected: tuple[TensorCell, ...]) -> dict[TensorCell, Plan]:
+    """The Plans of those ``selected`` cells that train ``model``; ranks forked later inherit their programs."""
+    return {cell: plan_of(cell) for cell in selected if cell.model == model}
+
+
+@cache
 def cells() -> tuple[TensorCell, ...]:
     """All possible cells."""
     return tuple(_cells())
@@ -99,13 +117,26 @@ def _cells() -> Iterator[TensorCell]:
             continue
         for schedule in SCHEDULES_OF_TWO if pp > 1 else ("1f1b",):
             recompute = RECOMPUTE if "recompute" in SCHEDULES[schedule].options else RECOMPUTE[:1]
-            for value in recompute:
+            for value, overlap, rules in product(recompute, OVERLAPS, RULES):
                 yield TensorCell(
-                    model=model, dp=dp, tp=tp, pp=pp, sequence_parallel=sequence, schedule=schedule, recompute=value
-                )
+                    model=model, dp=dp, tp=tp, pp=pp, schedule=schedule, recompute=value, sequence_parallel=sequence,
+                    overlap=overlap, rules=rules,
+                )  # fmt: skip
 
 
-def pairwise() -> list[TensorCell]:
-    """A few cells that contain every possible pair of values."""
+@cache
+def pairwise() -> tuple[TensorCell, ...]:
+    """A few cells that contain every possible pair of values, sorted by model."""
     mixed = Random(1).sample(cells(), len(cells()))  # the cover takes the first of equally good cells
-    return [mixed[position] for position in pairwise_cover([cell.axes for cell in mixed])]
+    cover = [mixed[position] for position in pairwise_cover([cell.axes for cell in mixed])]
+    return tuple(sorted(cover, key=lambda cell: cell.model))
+
+
+@cache
+def whole() -> tuple[TensorCell, ...]:
+    """Cells with every model, degrees, schedule, recomputation and sequence; overlap and rules are drawn at random."""
+    groups: dict[TensorCell, list[TensorCell]] = {}
+    for cell in cells():
+        groups.setdefault(replace(cell, overlap="", rules=""), []).append(cell)
+    draw = Random(1)
+    return tuple(draw.choice(group) for group in groups.values())

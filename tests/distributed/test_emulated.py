@@ -19,6 +19,7 @@ from auto3d.runtime.emulated import DeviceClock
 from auto3d.runtime.emulation import Emulation
 from auto3d.runtime.peak_memory import PeakMemory
 from auto3d.runtime.rank import build_rank
+from auto3d.runtime.replicas import capture_slices
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.tensor_group import ProcessTensorGroup
 from auto3d.runtime.training import TrainingResult, train
@@ -232,10 +233,15 @@ def run_noting_collectives(world, model: str, plan: Plan, settings: TrainingSett
         ("gpt2", "zb-h1", 1, 2, {"sequence_parallel": True}),
         ("t5", "chimera", 1, 2, {}),
         ("llama", "1f1b", 2, 1, {}),
+        ("gpt2", "1f1b", 1, 2, {"recompute": "full", "tensor_overlap": SUB_PIPELINED}),
+        ("t5", "zb-h1", 1, 2, {"tensor_overlap": SUB_PIPELINED}),
     ],
 )
 def test_tensor_parallel_collectives_are_those_of_real_training(processes, model, name, dp, pp, options):
-    plan = plan_of(model, name, dp=dp, pp=pp, tp=2, micro_batches=4, **options)
+    overlap = options.get("tensor_overlap", NO_OVERLAP)
+    options = {name: value for name, value in options.items() if name != "tensor_overlap"}
+    plan = replace(plan_of(model, name, dp=dp, pp=pp, tp=2, micro_batches=4, **options), tensor_overlap=overlap)
+    capture_slices(captured(model, samples_at_once(plan)), plan)
     schedule = schedule_of(plan)
     emulation = Emulation(forward_s=0.001, backward_s=0.002)
     real = processes.run(4, run_noting_collectives, model, plan, replace(SETTINGS, emulation=None))
@@ -246,13 +252,13 @@ def test_tensor_parallel_collectives_are_those_of_real_training(processes, model
 
 def test_collectives_take_the_given_time_unless_they_are_hidden(processes):
     """A collective takes as long as the compute before it: in turns, each half hides the other's."""
-    plan = plan_of("gpt2", "1f1b", dp=1, pp=1, tp=2, micro_batches=3)
-    settings = replace(SETTINGS, emulation=Emulation(forward_s=0.06, backward_s=0.12, collective_s=0.02))
+    plan = plan_of("gpt2", "1f1b", dp=1, pp=1, tp=2, micro_batches=2)
+    settings = replace(SETTINGS, emulation=Emulation(forward_s=0.12, backward_s=0.24, collective_s=0.03))
     seconds = []
     for overlap in (NO_OVERLAP, SUB_PIPELINED):
         ranks = processes.run(2, run_after_pauses, replace(plan, tensor_overlap=overlap), settings)
         seconds.append(min(min(each) for each in ranks))
     model = tensor_parallel(captured("gpt2", 2), 2)
     collectives = len(exchanges_of(local_graph(model), 1.0))
-    assert seconds[0] > 3 * (0.06 + 0.12 + collectives * 0.02)
-    assert 3 * (0.06 + 0.12) < seconds[1] < 0.8 * seconds[0]
+    assert seconds[0] > 2 * (0.12 + 0.24 + collectives * 0.03)
+    assert 2 * (0.12 + 0.24) < seconds[1] < 0.9 * seconds[0]

@@ -27,6 +27,7 @@ from auto3d.runtime.tensor_group import Pending
 from auto3d.schedule import build_schedule
 from auto3d.schedule.operation import Kind
 from auto3d.tensor.conversions import Collective
+from auto3d.tensor.halves import sub_pipelined
 from auto3d.tensor.model import tensor_parallel
 from tests.models import MODELS, captured
 
@@ -91,7 +92,7 @@ def test_messages_have_their_true_sizes(model):
     pairs, values = [], {}
     for plan_stage, real, emulated in zip(plan_stages, real_stages, emulated_stages, strict=True):
         running = StageModule(real, model_captured, tensors, loss_weight=1.0, randomness=randomness, device=CPU)
-        passes = passes_of(plan_stage, emulated.index, None, costs, parts=1)
+        passes = passes_of(plan_stage, real, None, costs, parts=1, recompute=False)
         waiting = EmulatedStage(emulated, passes, recompute=False, clock=DeviceClock(), device=CPU)
         pairs.append((running, waiting))
         received = {transfer.value.name: values[transfer.value.name] for transfer in real.received}
@@ -168,20 +169,22 @@ def seconds_of(compute: list[float], collective: float, *, halves: int, late: fl
     clock = Immediate()
     begin = clock.free = 1e7
     exchange = Exchange(collective=Collective.ALL_REDUCE, position=0, before=True, forward=True, size=4.0)
-    steps = [EmulatedStep(each, exchange) for each in compute[:-1]] + [EmulatedStep(compute[-1])]
+    steps = [
+        EmulatedStep(
+            seconds / halves,
+            exchange if number < len(compute) - 1 else None,
+            (halves * (number - 1) + half,) if number else (),
+            1 / halves,
+        )
+        for number, seconds in enumerate(compute)
+        for half in range(halves)
+    ]
     (stage,) = Emulation().stages(cut(captured("gpt2", 2).graph, uniform(captured("gpt2", 2).graph, 1)))
     group = WithALateRank()
     collectives = GivenCollectives(group, [collective], clock=clock)
     group.late = late
-    emulated = EmulatedStage(
-        stage,
-        {Kind.RECOMPUTE: tuple(steps)},
-        recompute=True,
-        clock=clock,
-        device=CPU,
-        collectives=collectives,
-        halves=halves,
-    )
+    passes = {Kind.RECOMPUTE: tuple(steps)}
+    emulated = EmulatedStage(stage, passes, recompute=True, clock=clock, device=CPU, collectives=collectives)
     emulated.recompute(0)
     return clock.free - begin
 
@@ -200,15 +203,19 @@ def test_halves_take_turns_as_in_the_cost_model(collective):
     assert seconds_of(compute, collective, halves=2) == pytest.approx(sub_pipelined_s(segments))
 
 
+@pytest.mark.parametrize("halved", [False, True])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_a_tensor_parallel_stage_computes_as_long_as_its_time_says(schedule):
+def test_a_tensor_parallel_stage_computes_as_long_as_its_time_says(schedule, halved):
     """Its collectives are those of the program of a rank, divided among the stages."""
     whole = captured("gpt2", 2)
-    tensor = tensor_parallel(whole, 2)
+    tensor = sub_pipelined(tensor_parallel(whole, 2)) if halved else tensor_parallel(whole, 2)
     built = build_schedule(schedule, devices=3, micro_batches=3)
-    stages = tensor.stages(uniform(whole.graph, 3))
-    costs = Emulation(forward_s=(1.0, 2.0, 3.0), backward_s=5.0).costs(tensor.local.graph, stages, built)
-    each = [passes_of(stage, number, tensor, costs, parts=1) for number, stage in enumerate(stages)]
+    plans = tensor.stages(uniform(whole.graph, 3))
+    costs = Emulation(forward_s=(1.0, 2.0, 3.0), backward_s=5.0).costs(tensor.local.graph, plans, built)
+    each = [
+        passes_of(plan, stage, tensor, costs, parts=1, recompute=True)
+        for plan, stage in zip(plans, cut(tensor.local.graph, plans), strict=True)
+    ]
     for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE):
         seconds = [sum(step.seconds for step in passes[kind]) for passes in each]
         assert seconds == pytest.approx(costs.times_of(kind)), kind

@@ -8,7 +8,9 @@ import torch
 from torch import fx
 
 from auto3d.runtime.verify_shards import ShardsDifferError, check_shards
+from auto3d.tensor import halves
 from auto3d.tensor.collectives import CONVERSIONS, operator_of
+from auto3d.tensor.halves import sub_pipelined
 from auto3d.tensor.model import TensorParallelModel, tensor_parallel
 from tests.models import TRAINED, captured
 
@@ -51,3 +53,20 @@ def test_a_collective_left_out_is_refused(conversion, which, words):
     for word in words:
         assert word in str(refused.value)
     assert ("first in" in str(refused.value)) == (conversion == "reduce")
+
+
+@pytest.mark.parametrize("model", ["gpt2-dropout", "t5-dropout", "llama"])
+def test_halves_equal_the_whole_program(model):
+    whole = captured(model, 4)
+    check(sub_pipelined(tensor_parallel(whole, 2)), TRAINED[model][1])
+
+
+def test_a_half_that_takes_the_wrong_part_of_a_dropout_mask_is_refused(monkeypatch):
+    sliced = halves._Builder._slice
+
+    def wrong(self, source, split, half, origin, name):
+        return sliced(self, source, split, 0 if "_mask_half" in name else half, origin, name)
+
+    monkeypatch.setattr(halves._Builder, "_slice", wrong)
+    with pytest.raises(ShardsDifferError, match="differs by"):
+        check(sub_pipelined(tensor_parallel(captured("gpt2-dropout", 4), 2)), TRAINED["gpt2-dropout"][1])

@@ -212,3 +212,37 @@ def test_csv_refuses_doubled_forwards():
     )
     with pytest.raises(InputError, match="operations on other than one whole micro-batch"):
         pipelining_csv(doubled)
+
+
+# Tensor parallelism
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_exposed_collectives_are_the_ends_of_their_operations(recompute):
+    """Of 2 forwards and 2 backwards on 2 devices, each ends with half a unit of collectives."""
+    timeline = timeline_of("1f1b", devices=2, micro_batches=2, times={"collectives": 0.5}, recompute=recompute)
+    longer = timeline_of("1f1b", devices=2, micro_batches=2, recompute=recompute)
+    passes = 4 if recompute == "none" else 5  # one backward of each micro-batch also recomputes
+    assert timeline.makespan > longer.makespan + 0.5 * (passes - 1)
+
+    root = ElementTree.fromstring(draw_svg(timeline, tp=2))
+    assert "2 devices of tp = 2 ranks" in root.find(f"{SVG}text").text
+    grey = [box for box in root.iter(f"{SVG}rect") if box.get("fill") == "#7a7a7a"]
+    assert len(grey) == 8 + 1, "one in each operation, one in the legend"
+    assert "exposed collectives" in [text.text for text in root.iter(f"{SVG}text")]
+    assert not any(box.get("fill") == "#7a7a7a" for box in ElementTree.fromstring(draw_svg(longer)).iter(f"{SVG}rect"))
+
+    text = draw_terminal(timeline, width=120, colour=False).plain
+    assert sum(line.count("=") for line in text.splitlines() if line.startswith("P")) == 8
+    assert "= exposed tensor-parallel collectives" in text
+
+    events = trace(timeline, tp=2)["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == {2 * d + s: f"device {d}, shard {s} of 2" for d in (0, 1) for s in (0, 1)}
+    shown = [e for e in events if e.get("cat") == "collectives"]
+    assert len(shown) == 16
+    ends = {(e["pid"], e["name"]): e["ts"] + e["dur"] for e in events if e.get("cat") == "compute"}
+    for event in shown:
+        assert event["dur"] == pytest.approx(0.5e6)
+        whole = ends[event["pid"], event["name"].removeprefix("collectives of ")]
+        assert event["ts"] + event["dur"] == pytest.approx(whole)

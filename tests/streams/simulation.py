@@ -112,7 +112,7 @@ def simulate(case: Case, change: Callable[[Program], Program] = lambda program: 
         for name in state:
             users.setdefault(name, []).append(stage)
     all_holders = holders(
-        SimpleNamespace(placement=case.placement),
+        SimpleNamespace(tp=1, placement=case.placement),
         schedule,
         [SimpleNamespace(state=state) for state in case.states],
         set(users),

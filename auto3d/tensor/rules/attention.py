@@ -1,14 +1,21 @@
 """Rules of attention kernels: heads, samples and queries are independent of each other."""
 
 from collections.abc import Callable
+from typing import Any
 
-from auto3d.tensor.rules.call import Axis, Call, Rule
+import torch
+
+from auto3d.tensor.rules.call import COPIED, WHOLE, Axis, Call, Inner, Rule, Split, TensorPlacement, Way
+from auto3d.tensor_placement import Kind
+
+aten = torch.ops.aten
 
 
 def _attention(call: Call) -> Rule:
     """query [..., heads, queries, width], key and value [..., key-value heads, keys, width], and perhaps a mask.
 
     With grouped-query attention the key-value heads are fewer: the n-th part of them serves the n-th part of the heads.
+    If there are fewer than ranks, each rank repeats them for all heads and takes those of its own.
     """
     query, key = call.shapes[:2]
     mask = call.operand_number("attn_mask")
@@ -26,7 +33,38 @@ def _attention(call: Call) -> Rule:
             place = dim - len(result) + len(shape)
             operands.append(place if place >= 0 and shape[place] > 1 else None)
         axes.append(Axis(tuple(operands), (dim,)))
-    return Rule(axes=tuple(axes))
+    heads = len(query) - 3
+    grouped = heads > 0 and key[heads] != query[heads] and call.argument("enable_gqa", False)
+    special = (_shared_heads(call, heads, mask),) if grouped else ()
+
+    def localise(way: Way, shards: int) -> tuple[Any, tuple, dict]:
+        if way not in special:
+            return call.node.target, call.node.args, call.node.kwargs
+        query_node, *shared = call.operands[:3]
+        repeated = (
+            Inner("repeat", aten.repeat_interleave.self_int, (node, query[heads] // key[heads], heads))
+            for node in shared
+        )
+        take = torch.ops.auto3d.scatter_copy.default
+        taken = (Inner("take", take, (node, shards, heads, [query[heads]])) for node in repeated)
+        return call.node.target, (query_node, *taken, *call.node.args[3:]), call.node.kwargs
+
+    return Rule(axes=tuple(axes), special=special, localise=localise, product=True)
+
+
+def _shared_heads(call: Call, heads: int, mask: int | None) -> Way:
+    """Every rank has all key-value heads and some of the heads."""
+    query = call.shapes[0]
+    needs = [TensorPlacement(Kind.SPLIT, Split(heads, (query[heads],)))]
+    needs += [COPIED if node.meta["val"].requires_grad else WHOLE for node in call.operands[1:3]]
+    if mask is not None:
+        shape = call.shapes[mask]
+        place = heads - len(query) + len(shape)
+        has_heads = place >= 0 and shape[place] > 1
+        gradient = call.operands[mask].meta["val"].requires_grad
+        of_heads = TensorPlacement(Kind.SPLIT, Split(place, (query[heads],)))
+        needs.append(of_heads if has_heads else COPIED if gradient else WHOLE)
+    return Way(tuple(needs), (needs[0],))
 
 
 RULES: dict[str, Callable[[Call], Rule]] = {"scaled_dot_product_attention": _attention}

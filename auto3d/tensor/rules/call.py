@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -58,17 +58,28 @@ class Call:
         """The argument ``name`` of the operator's schema, or its ``default``."""
         if name in kwargs_of(self.node):
             return kwargs_of(self.node)[name]
-        names = [argument.name for argument in target_of(self.node)._schema.arguments]
-        position = names.index(name) if name in names else len(args_of(self.node))
+        declared = target_of(self.node)._schema.arguments
+        position = next((number for number, argument in enumerate(declared) if argument.name == name), None)
+        if position is None:
+            return default
         if position < len(args_of(self.node)):
             return args_of(self.node)[position]
-        declared = target_of(self.node)._schema.arguments[position].default_value if position < len(names) else None
-        return default if declared is None else declared
+        value = declared[position].default_value
+        return default if value is None else value
 
     def operand_number(self, name: str) -> int | None:
         """The number among the operands of the argument ``name``; None if it is no tensor."""
         value = self.argument(name)
         return self.operands.index(value) if isinstance(value, fx.Node) else None
+
+
+@dataclass(frozen=True)
+class Inner:
+    """A call whose result is an argument of a localised call; its arguments are like those of that call."""
+
+    name: str  # appended to the name of the call that it is for
+    target: Callable
+    args: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -90,6 +101,7 @@ class Axis:
     operands: tuple[int | None, ...]
     results: tuple[int | None, ...]
     added: frozenset[int] = frozenset()
+    together: int = 1  # elements of the first operand that has the axis which stay on one rank: a group of channels
     padded: bool = False  # the dimension may have padding, because no element affects another and none is summed
 
 
@@ -108,9 +120,9 @@ class Rule:
     joins: int | None = None
     """The dimension along which the operator puts its operands one after the other."""
     localise: Callable[[Way, int], tuple[Any, tuple, dict]] | None = None
-    """The operator and its arguments (nodes of the whole program among them) for a way and a number of shards, if they
-    differ from those of the whole program."""
-    product: bool = field(default=False)  # multiplies by a weight or looks rows of it up
+    """The operator and its arguments (nodes of the whole program and Inner calls among them) for a way and a number of
+    shards, if they differ from those of the whole program."""
+    product: bool = False  # a product of matrices, a convolution, attention, or a lookup of rows in a table
 
 
 def scaled(split_blocks: Sequence[int], size: int, other: int) -> tuple[int, ...] | None:
@@ -122,4 +134,4 @@ def scaled(split_blocks: Sequence[int], size: int, other: int) -> tuple[int, ...
     return tuple(block * other // size for block in split_blocks)
 
 
-__all__ = ["COPIED", "PARTIAL", "WHOLE", "Axis", "Call", "Rule", "Split", "TensorPlacement", "Way", "scaled"]
+__all__ = ["COPIED", "PARTIAL", "WHOLE", "Axis", "Call", "Inner", "Rule", "Split", "TensorPlacement", "Way", "scaled"]

@@ -30,7 +30,9 @@ def _groups(shape: Sequence[int], target: Sequence[int]) -> list[tuple[list[int]
     """The smallest runs of dimensions of both shapes that hold the same elements; those of size 1 are left out."""
     left = [dim for dim, size in enumerate(shape) if size != 1]
     right = [dim for dim, size in enumerate(target) if size != 1]
-    found, old, new = [], [], []
+    found: list[tuple[list[int], list[int]]] = []
+    old: list[int] = []
+    new: list[int] = []
     while left or right:
         before, after = prod(shape[dim] for dim in old), prod(target[dim] for dim in new)
         if left and (not old or before < after or not right):
@@ -108,14 +110,16 @@ def _without_ones(call: Call) -> Rule:
 
 
 def _expand(call: Call) -> Rule:
+    """A second operand, that of expand_as, only gives its shape."""
     shape, target = call.shapes[0], call.results[0]
     shift = len(target) - len(shape)
-    axes = tuple(Axis((dim,), (dim + shift,)) for dim, size in enumerate(shape) if size == target[dim + shift] > 1)
+    kept = [dim for dim, size in enumerate(shape) if size == target[dim + shift] > 1]
+    axes = tuple(Axis((dim, dim + shift)[: len(call.operands)], (dim + shift,)) for dim in kept)
 
     def localise(way: Way, shards: int) -> tuple[Any, tuple, dict]:
         return aten.expand.default, (call.operands[0], list(way.gives[0].local_shape(target, shards))), {}
 
-    return Rule(axes=axes, linear=_ALL, localise=localise)
+    return Rule(axes=axes, linear=_ALL if len(call.operands) == 1 else (), localise=localise)
 
 
 def _repeat(call: Call) -> Rule:
@@ -200,7 +204,7 @@ def _pieces(call: Call) -> Rule:
     def carry_back(result: int, split: Split) -> Split | None:
         if split.dim != along:
             return None
-        blocks = [(size,) for size in sizes]
+        blocks: list[tuple[int, ...]] = [(size,) for size in sizes]
         blocks[result] = split.blocks
         return Split(along, tuple(block for piece in blocks for block in piece))
 
@@ -262,6 +266,22 @@ def _slice(call: Call) -> Rule:
     return Rule(axes=others, linear=_ALL, carry=carry, carry_back=carry_back, localise=localise)
 
 
+def _slice_scatter(call: Call) -> Rule:
+    """A tensor in which the elements of a slice along one dimension are replaced by those of another tensor."""
+    count = len(call.shapes[0])
+    along = int(call.argument("dim", 0)) % count
+    axes = tuple(Axis((dim, dim), (dim,)) for dim in range(count) if dim != along)
+    return Rule(axes=axes, linear=(frozenset({0, 1}),))
+
+
+def _select_scatter(call: Call) -> Rule:
+    """The same for one element of a dimension, which the other tensor does not have."""
+    count = len(call.shapes[0])
+    along = int(call.argument("dim")) % count
+    axes = tuple(Axis((dim, dim - (dim > along)), (dim,)) for dim in range(count) if dim != along)
+    return Rule(axes=axes, linear=(frozenset({0, 1}),))
+
+
 RULES: dict[str, Callable[[Call], Rule]] = {
     **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as"), _reshape),
     "permute": _permute,
@@ -280,4 +300,6 @@ RULES: dict[str, Callable[[Call], Rule]] = {
     **dict.fromkeys(("cat", "concat", "concatenate"), _cat),
     **dict.fromkeys(("split", "split_with_sizes", "chunk"), _pieces),
     **dict.fromkeys(("slice", "narrow"), _slice),
+    "slice_scatter": _slice_scatter,
+    "select_scatter": _select_scatter,
 }

@@ -28,7 +28,7 @@ def _group_norm(call: Call) -> Rule:
         count = groups // shards if split is not None and split.dim == 1 else groups
         return call.node.target, (value, count, *rest), call.node.kwargs
 
-    channels = () if groups < 2 else (Axis((1, *state), (1,)),)
+    channels = () if groups < 2 else (Axis((1, *state), (1,), together=call.shapes[0][1] // groups),)
     samples = Axis((0, *(None for _ in state)), (0,))
     return Rule(axes=(samples, *channels), localise=localise)
 

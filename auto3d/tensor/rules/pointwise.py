@@ -14,10 +14,10 @@ _ONE_OPERAND = (
     "square tan tanh threshold trunc zeros_like"
 )
 _SEVERAL = (
-    "add addcdiv addcmul atan2 bitwise_and bitwise_or bitwise_xor clip copysign div eq floor_divide fmax fmin fmod ge "
-    "gt hypot le lerp logaddexp logical_and logical_or logical_xor lt masked_fill maximum minimum mul ne pow prelu "
-    "remainder rsub sub true_divide where xlogy __and__ __or__ __xor__ bitwise_left_shift bitwise_right_shift divide "
-    "multiply subtract"
+    "add addcdiv addcmul atan2 bitwise_and bitwise_or bitwise_xor clip copysign div eq fill floor_divide fmax fmin "
+    "fmod ge gt hypot le lerp logaddexp logical_and logical_or logical_xor lt masked_fill maximum minimum mul ne "
+    "pow prelu remainder rsub sub true_divide where xlogy __and__ __or__ __xor__ bitwise_left_shift "
+    "bitwise_right_shift divide multiply subtract"
 )
 
 

@@ -83,7 +83,7 @@ def _convolution(call: Call) -> Rule:
     axes = [Axis((0, None, *none), (0,))]
     if groups > 1:
         if not transposed:
-            axes.append(Axis((1, 0, *bias), (1,)))
+            axes.append(Axis((1, 0, *bias), (1,), together=value[1] // groups))
     else:
         of_out, of_in = (1, 0) if transposed else (0, 1)
         axes.append(Axis((None, of_out, *bias), (1,)))

@@ -58,12 +58,16 @@ def test_every_row_is_predicted_and_kept(auto3d, layered):
 
 def test_a_model_that_is_captured_takes_keys_of_its_configuration(auto3d, folder):
     (folder / "rows.csv").write_text(
-        "micro_batch_size,tp,dp,pp,model.config.n_layer,recompute\n1,1,1,2,2,\n1,1,1,2,4,\n1,1,1,2,4,full\n1,2,2,1,2,\n"
+        "micro_batch_size,tp,dp,pp,model.config.n_layer,recompute,sequence_parallel,model.config.n_embd\n"
+        "1,1,1,2,2,,,\n1,1,1,2,4,,,\n1,1,1,2,4,full,,\n4,2,2,1,2,,,256\n4,2,2,1,2,,true,256\n4,2,2,1,2,,perhaps,\n"
     )
     result = auto3d("predict", "small.yaml", "--candidates", "rows.csv", "--json", "cluster.nodes=2")
-    shallow, deep, again, sharded = (record["predicted_s"] for record in json.loads(result.out))
+    records = json.loads(result.out)
+    shallow, deep, again, sharded, in_sequence, _ = (record["predicted_s"] for record in records)
     assert shallow < deep < again
     assert sharded > 0
+    assert in_sequence > 0
+    assert records[-1]["problem"] == "line 7: sequence_parallel: found 'perhaps'; it takes false or true"
 
 
 def test_a_row_that_cannot_be_says_why_and_the_others_are_predicted(auto3d, layered):

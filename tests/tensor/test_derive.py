@@ -1,0 +1,108 @@
+"""The derivation splits whole families of models from their graphs alone, with Megatron-LM's communication."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from auto3d.capture.model import capture
+from auto3d.runtime.verify_shards import check_shards
+from auto3d.tensor.collectives import Collective
+from auto3d.tensor.derive import derive
+from auto3d.tensor.explain import BACKWARD, FORWARD, exchanges, explain
+from auto3d.tensor.model import tensor_parallel
+from tests.models import IMAGES, TEXT, captured, resnet_of_transformers
+
+check = partial(check_shards, seed=3, device=torch.device("cpu"))
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 256, "use_cache": False}
+
+
+class Mixer(nn.Module):
+    """MLP-Mixer: one product over patches and one over channels."""
+
+    def __init__(self, patches: int = 16, width: int = 32) -> None:
+        super().__init__()
+        self.embed = nn.Conv2d(3, width, 8, 8)
+        self.over_patches = nn.Sequential(nn.Linear(patches, 64), nn.GELU(), nn.Linear(64, patches))
+        self.over_channels = nn.Sequential(nn.Linear(width, 64), nn.GELU(), nn.Linear(64, width))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 2)
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(pixel_values).flatten(2).mT
+        hidden = hidden + self.over_patches(hidden.mT).mT
+        hidden = hidden + self.over_channels(self.norm(hidden))
+        return nn.functional.cross_entropy(self.head(hidden.mean(1)), labels)
+
+
+class UNet(nn.Module):
+    """One level down and up again, with a skip that is joined along the channels, and group norms."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.enter, self.norm = nn.Conv2d(3, width, 3, padding=1), nn.GroupNorm(4, width)
+        self.down, self.middle = nn.Conv2d(width, 2 * width, 2, 2), nn.Conv2d(2 * width, 2 * width, 3, padding=1)
+        self.up, self.join = nn.ConvTranspose2d(2 * width, width, 2, 2), nn.Conv2d(2 * width, width, 3, padding=1)
+        self.head = nn.Conv2d(width, 2, 1)
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        first = torch.relu(self.norm(self.enter(pixel_values)))
+        inner = torch.relu(self.middle(torch.relu(self.down(first))))
+        hidden = torch.relu(self.join(torch.cat([first, self.up(inner)], 1)))
+        return nn.functional.cross_entropy(self.head(hidden).mean((2, 3)), labels)
+
+
+FAMILIES = {
+    "bloom": (lambda: BloomForCausalLM(BloomConfig(n_layer=2, n_head=4, hidden_dropout=0.0, **_of(SIZES))), TEXT),
+    "falcon": (lambda: FalconForCausalLM(FalconConfig(**SIZES)), TEXT),
+    "few key-value heads": (
+        lambda: LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, intermediate_size=64, **SIZES)),
+        TEXT,
+    ),
+    "resnet": (resnet_of_transformers, IMAGES),
+    "mixer": (Mixer, IMAGES),
+    "u-net": (UNet, IMAGES),
+}
+
+
+def _of(sizes: dict) -> dict:
+    return {name: value for name, value in sizes.items() if not name.startswith("num_")}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_split_from_its_graph_alone(family):
+    build, data = FAMILIES[family]
+    whole = capture(build, data.input_specs(), 2)
+    for shards, sequence_parallel in ((2, False), (4, False), (2, True)):
+        model = tensor_parallel(whole, shards, sequence_parallel=sequence_parallel)
+        check(model, data)
+        assert explain(model).split_bytes > 0.9
+
+
+@pytest.mark.parametrize(("name", "blocks"), [("gpt2", 8), ("bert", 8), ("llama", 8), ("t5", 10)])
+def test_communication_is_that_of_megatron(name, blocks):
+    """One all-reduce forward and one backward for each attention and each feed-forward, and a few at both ends."""
+    model = tensor_parallel(captured(name, 2), 2)
+    counts = {(each.phase, each.collective): each.count for each in exchanges(model)}
+    for phase in (FORWARD, BACKWARD):
+        assert blocks <= counts[phase, Collective.ALL_REDUCE] <= blocks + 6
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "vit"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_wider_beam_finds_nothing_cheaper(name, sequence_parallel):
+    model = captured(name, 2)
+    narrow, wide = (
+        derive(model, 2, split=None, sequence_parallel=sequence_parallel, **options)
+        for options in ({}, {"states": 1000})
+    )
+    assert narrow.cost == pytest.approx(wide.cost, rel=1e-9)
