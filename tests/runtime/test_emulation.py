@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from auto3d.cost.sub_pipelined import sub_pipelined_s
-from auto3d.cost.work import Exchange
+from auto3d.cost.work import TensorExchange
 from auto3d.errors import InputError
 from auto3d.partition.cost import analytic
 from auto3d.partition.methods.uniform import uniform
@@ -168,7 +168,7 @@ def seconds_of(compute: list[float], collective: float, *, halves: int, late: fl
     """Seconds of an operation that computes for each of ``compute``, with collectives in between."""
     clock = Immediate()
     begin = clock.free = 1e7
-    exchange = Exchange(collective=Collective.ALL_REDUCE, position=0, before=True, forward=True, size=4.0)
+    exchange = TensorExchange(collective=Collective.ALL_REDUCE, position=0, before=True, forward=True, size=4.0)
     steps = [
         EmulatedStep(
             seconds / halves,
