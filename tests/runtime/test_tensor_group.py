@@ -36,7 +36,7 @@ def test_shards_make_up_the_whole_tensor(split, shards):
     assert torch.equal(again, whole)
 
 
-def placed(kind: PlacementKind, whole: torch.Tensor, split: Split | None, shard: int, shards: int) -> torch.Tensor:
+def placed(kind: Kind, whole: torch.Tensor, split: Split | None, shard: int, shards: int) -> torch.Tensor:
     """What ``shard`` has of the value ``whole`` in this placement; partial sums are random."""
     if kind is Kind.SPLIT:
         return Shard(split, shard, shards).of(whole)
@@ -47,7 +47,7 @@ def placed(kind: PlacementKind, whole: torch.Tensor, split: Split | None, shard:
     return whole.clone()
 
 
-def assembled(kind: PlacementKind, parts: list[torch.Tensor], split: Split | None) -> torch.Tensor:
+def assembled(kind: Kind, parts: list[torch.Tensor], split: Split | None) -> torch.Tensor:
     """The value of which the shards have ``parts``; those of a whole or copied value must be equal."""
     if kind is Kind.SPLIT:
         return joined(parts, split)
