@@ -37,6 +37,17 @@ _WHOLE_TABLE = 16.0  # cost of one byte of a table that is whole, in bytes: with
 _WHOLE_BYTE = 1e-6  # cost of one byte of a value that is not split: of equal ways, the one that saves memory
 
 
+class ImpossibleSplitError(PlanError):
+    """No operation can use the parameter or buffer ``name`` as it is pinned."""
+
+    def __init__(self, name: str, split: Split, operator: str) -> None:
+        super().__init__(
+            f"split: {name} cannot be split along dimension {split.dim} in blocks {list(split.blocks)}, because "
+            f"{operator} needs it in another way; split it along another dimension, or not at all"
+        )
+        self.name = name
+
+
 @dataclass(frozen=True, slots=True)
 class Converted:
     """A conversion of the value of ``node`` before an operation needs it."""
@@ -81,7 +92,8 @@ class _Operand:
     is_state: bool
     is_weight: bool  # of a product: never sliced out of a whole one, which each rank would have to hold
     is_written: bool  # in place, so an operation must get the state itself, never a converted copy
-    fixed: Split | None  # how a Plan splits it
+    is_pinned: bool  # to the Split that follows, or to none
+    pinned: Split | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,16 +156,17 @@ def derive(
     captured: CapturedModel,
     shards: int,
     *,
-    split: Mapping[str, Split] | None,
+    pinned: Mapping[str, Split | None],
     sequence_parallel: bool,
     states: int = STATES,
 ) -> Derivation:
-    """The placements of ``captured`` on ``shards`` ranks; see ``operations_of`` for ``split``.
+    """The placements of ``captured`` on ``shards`` ranks; see ``operations_of`` for ``pinned``.
 
-    After each operation the ``states`` cheapest states go on. Raises PlanError if ``split`` allows no placements.
+    After each operation the ``states`` cheapest states go on. Raises ImpossibleSplitError if ``pinned`` allows no
+    placements.
     """
-    operations = operations_of(captured, shards, split=split, sequence_parallel=sequence_parallel)
-    return _Search(captured, shards, operations, split, sequence_parallel).run(states)
+    operations = operations_of(captured, shards, pinned=pinned, sequence_parallel=sequence_parallel)
+    return _Search(captured, shards, operations, pinned, sequence_parallel).run(states)
 
 
 class _Search:
@@ -162,13 +175,14 @@ class _Search:
         captured: CapturedModel,
         shards: int,
         operations: Sequence[OperationWays],
-        split: Mapping[str, Split] | None,
+        pinned: Mapping[str, Split | None],
         sequence_parallel: bool,
     ) -> None:
         exported, graph = captured.exported, captured.graph
         self._shards = shards
         self._operations = tuple(operations)
-        self._split = split
+        self._pinned = pinned
+        self._name_of = {**exported.parameters, **exported.buffers}
         self._sequence_parallel = sequence_parallel
         # Copied state is summed once per iteration; with few micro-batches that costs as much as a collective in each.
         self._sync = 1e-3 if sequence_parallel else 1.0
@@ -249,7 +263,7 @@ class _Search:
                 if known is None or total < known[0]:
                     after[key] = total, (number, option)
         if not after:
-            raise PlanError(self._impossible(step.operation))
+            raise self._impossible(step.operation)
         best = self._best({state: cost for state, (cost, _) in after.items()}, values, states)
         least = min(best.values())
         found = _Beam(values, tuple(best), tuple(cost - least for cost in best.values()))
@@ -370,7 +384,8 @@ class _Search:
             is_state=node.name in self._state_names,
             is_weight=node in (self._weights if operation is None else operation.weights),
             is_written=writes or node.name in self._written,
-            fixed=None if self._split is None else self._split.get(node.name),
+            is_pinned=node.name in self._pinned,
+            pinned=self._pinned.get(node.name),
         )
         return about if operation is not None else self._about.setdefault(node, about)
 
@@ -413,10 +428,10 @@ class _Search:
 
     def _first_placements(self, operand: _Operand, need: TensorPlacement) -> tuple[TensorPlacement, ...]:
         """The placements that state may have whose first use needs it as ``need``."""
-        if operand.fixed is not None:
-            return (need,) if need.split == operand.fixed else ()
-        if need.split is not None:  # where a Plan leaves it whole, each rank takes its slice
-            return (need,) if self._split is None else (COPIED if operand.gradient else WHOLE,)
+        if operand.pinned is not None:
+            return (need,) if need.split == operand.pinned else ()
+        if need.split is not None:  # each rank takes its slice of what is pinned whole
+            return (COPIED if operand.gradient else WHOLE,) if operand.is_pinned else (need,)
         return (WHOLE,) if need == WHOLE else (WHOLE, COPIED) if need == COPIED else (WHOLE,)
 
     def _paths(
@@ -486,11 +501,12 @@ class _Search:
                     cost += whole_share * _WHOLE_TABLE * table
         return cost
 
-    def _impossible(self, operation: OperationWays) -> str:
-        names = [operand.name for operand in operation.call.operands if operand.name in (self._split or {})]
-        assert self._split is not None, "whole operands are always possible"
-        split = self._split[names[0]]
-        return (
-            f"split: {names[0]} cannot be split along dimension {split.dim} in blocks {list(split.blocks)}, because "
-            f"{operation.call.operator} needs it in another way; split it along another dimension, or not at all"
-        )
+    def _impossible(self, operation: OperationWays) -> ImpossibleSplitError:
+        """The error if no way to run ``operation`` remains: a pinned Split does not fit it."""
+        nodes = list(operation.call.operands)
+        for node in nodes:  # operands, then what they are computed from
+            split = self._pinned.get(node.name)
+            if split is not None:
+                return ImpossibleSplitError(self._name_of[node.name], split, operation.call.operator)
+            nodes += (each for each in node.all_input_nodes if each not in nodes)
+        raise AssertionError("whole operands are always possible")

@@ -104,7 +104,7 @@ def _collectives_of(node: fx.Node) -> Iterator[tuple[str, Collective, int]]:
 
 
 def _weights(model: TensorParallelModel) -> Iterator[WeightSplit]:
-    operations = operations_of(model.whole, model.shards, split=None, sequence_parallel=_is_sequence_parallel(model))
+    operations = operations_of(model.whole, model.shards, pinned={}, sequence_parallel=_is_sequence_parallel(model))
     names = model.whole.exported.parameters
     shapes = {name: value.shape for name, value in model.whole.graph.parameters.items()}
     users = _users(operations, names.keys())

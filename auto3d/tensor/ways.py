@@ -27,22 +27,22 @@ class OperationWays:
 
 
 def operations_of(
-    captured: CapturedModel, shards: int, *, split: Mapping[str, Split] | None, sequence_parallel: bool
+    captured: CapturedModel, shards: int, *, pinned: Mapping[str, Split | None], sequence_parallel: bool
 ) -> tuple[OperationWays, ...]:
     """The operations of ``captured`` in order, with their ways on ``shards`` ranks.
 
-    ``split`` is how parameters and buffers are split, by the names of their placeholders; without it they may be split
-    in every way that makes sense.
+    Parameters and buffers that are ``pinned``, by the names of their placeholders, have this Split, or none; all others
+    may be split in every way that makes sense.
     """
     exported = captured.exported
     state = exported.parameters.keys() | exported.buffers.keys()
     sequences = exported.micro_batch_size if sequence_parallel else None
-    return _Ways(calls_of(exported.program), state, shards, split, sequences).operations()
+    return _Ways(calls_of(exported.program), state, shards, pinned, sequences).operations()
 
 
 def ways_of_call(call: Call, shards: int, possible: Mapping[fx.Node, Iterable[Split]]) -> tuple[Rule, tuple[Way, ...]]:
     """The rule of one call and all ways that it gives if its operands can be split as ``possible`` says."""
-    ways = _Ways([call], frozenset(), shards, None, None)
+    ways = _Ways([call], frozenset(), shards, {}, None)
     return rule_of(call), ways.of_call(call, rule_of(call), possible)
 
 
@@ -66,14 +66,14 @@ class _Ways:
         calls: list[Call],
         state: Set[str],
         shards: int,
-        split: Mapping[str, Split] | None,
+        pinned: Mapping[str, Split | None],
         samples: int | None,
     ) -> None:
         """``samples`` is the size of the dimension before a sequence's, if sequences may be split."""
         self._calls = calls
         self._state = state
         self._shards = shards
-        self._split = split
+        self._pinned = pinned
         self._samples = samples
         self._rules = [rule_of(call) for call in self._calls]
         # Value -> its possible splits. Those of state come from what the model later does with the result.
@@ -88,8 +88,9 @@ class _Ways:
                 continue
             if node.meta["val"].dim() > 1:
                 self._tables.add(node)
-            if self._split is not None:
-                self._possible[node] = {self._split[node.name]: None} if node.name in self._split else {}
+            if node.name in self._pinned:
+                split = self._pinned[node.name]
+                self._possible[node] = {} if split is None else {split: None}
             else:
                 self._possible[node] = dict.fromkeys(wanted.get(node, ()))
         found = []
@@ -115,6 +116,7 @@ class _Ways:
                 node.meta["val"].dtype,
                 node.meta["val"].requires_grad,
                 node.name in self._state,
+                node.name in self._pinned,
                 tuple(self._possible.get(node, ())),
             )
             for node in operands
@@ -245,7 +247,8 @@ class _Ways:
         found: dict[tuple[int, ...], None] = {}
         for number, dim in enumerate(axis.operands):
             operand = call.operands[number]
-            if dim is None or (operand.name in self._state and self._split is None and not self._decides(call, rule)):
+            is_free = operand.name in self._state and operand.name not in self._pinned
+            if dim is None or (is_free and not self._decides(call, rule)):
                 continue
             for split in self._possible.get(operand, ()):
                 if split.dim == dim:

@@ -102,7 +102,7 @@ def test_communication_is_that_of_megatron(name, blocks):
 def test_a_wider_beam_finds_nothing_cheaper(name, sequence_parallel):
     model = captured(name, 2)
     narrow, wide = (
-        derive(model, 2, split=None, sequence_parallel=sequence_parallel, **options)
+        derive(model, 2, pinned={}, sequence_parallel=sequence_parallel, **options)
         for options in ({}, {"states": 1000})
     )
     assert narrow.cost == pytest.approx(wide.cost, rel=1e-7)  # a millionth of a byte per byte breaks ties
