@@ -65,7 +65,10 @@ def _unflattened(flat: Sequence[int], sizes: Sequence[int], dims: Sequence[int])
 
 
 def _reshape(call: Call) -> Rule:
+    """A second operand, that of view_as and reshape_as, only gives its shape."""
     shape, target = call.shapes[0], call.results[0]
+    if call.argument("dtype") is not None:  # view.dtype reads the bytes of its operand anew
+        return Rule()
 
     def carry(split: Split) -> tuple[Split, ...] | None:
         found = reshaped(split, shape, target)
@@ -92,8 +95,10 @@ def _permute(call: Call) -> Rule:
 
 
 def _transpose(call: Call) -> Rule:
+    """transpose, and swapaxes, whose arguments have other names."""
     order = list(range(len(call.shapes[0])))
-    first, second = (int(call.argument(name)) for name in ("dim0", "dim1"))
+    names = ("axis0", "axis1") if call.operator == "swapaxes" else ("dim0", "dim1")
+    first, second = (int(call.argument(name)) for name in names)
     order[first], order[second] = order[second], order[first]
     return _permuted(call, order)
 
@@ -239,8 +244,10 @@ def _slice(call: Call) -> Rule:
     count = len(call.shapes[0])
     along = int(call.argument("dim", 0)) % count
     size = call.shapes[0][along]
+    if len(call.operands) > 1:  # narrow from where a tensor says
+        return Rule()
     if call.operator == "narrow":
-        start, step = int(call.argument("start")), 1
+        start, step = int(call.argument("start")) % max(1, size), 1
         end = start + int(call.argument("length"))
     else:
         start, end, step = slice(call.argument("start"), call.argument("end"), call.argument("step", 1)).indices(size)
