@@ -53,11 +53,12 @@ def _unflattened(flat: Sequence[int], sizes: Sequence[int], dims: Sequence[int])
         if len(flat) % outer == 0:
             each = len(flat) // outer
             blocks = list(flat[:each])
-            # Padding is at the end of a block, so a block that has some must be all that varies there.
+            # Padding is at the end of a block, so a block that has some must be all that varies there. A block of one
+            # element cannot be split: [3 * h] in three blocks becomes [3, h] whose second dimension is split.
             if (
                 list(flat) == blocks * outer
                 and sum(blocks) == size * inner
-                and all(block % inner == 0 for block in blocks)
+                and all(block % inner == 0 and block > inner for block in blocks)
             ):
                 return Split(dims[place], tuple(block // inner for block in blocks))
         outer *= size
