@@ -24,17 +24,22 @@ from auto3d.capture.model import CapturedModel
 from auto3d.plan import PlanError
 from auto3d.tensor.collectives import CONVERSION_BETWEEN, Collective, Conversion
 from auto3d.tensor.rules.call import Way
-from auto3d.tensor.ways import OperationWays, has_gradient, operations_of
+from auto3d.tensor.ways import OperationWays, has_gradient, made_from_inputs, operations_of
 from auto3d.tensor_placement import COPIED, PARTIAL, WHOLE, PlacementKind, Split, TensorPlacement
 
 STATES = 64  # states that go on after each operation
 _UNITS = 10**6  # costs are integers, in millionths of a byte, so that equal layers come to equal costs
 _FEW = 2  # states that the others are compared with
-_LATENCY_BYTES = 2.0**14  # a collective costs as much as so many bytes, however small it is
+_LATENCY_BYTES = 2.0**13  # a collective costs each sample as much as so many bytes, however small it is
 _WHOLE_FLOP = 1.0  # cost of one FLOP of a product that every rank computes, in bytes: it is split if it can be
 _WHOLE_PRODUCT = 2.0**22  # what a product whose weight is whole costs besides, in bytes, however small it is
 _WHOLE_TABLE = 16.0  # cost of one byte of a table that is whole, in bytes: with its gradient and its optimizer state
-_WHOLE_BYTE = 1e-6  # cost of one byte of a value that is not split: of equal ways, the one that saves memory
+_HELD = {  # cost of one byte of a value: of equal ways, the one that saves memory, then that of Megatron-LM
+    PlacementKind.SPLIT: 0.0,
+    PlacementKind.WHOLE: 2e-6,
+    PlacementKind.COPIED: 3e-6,  # so that a copy comes right before the product
+    PlacementKind.PARTIAL: 4e-6,  # so that a reduce comes right behind the product
+}
 
 
 class ImpossibleSplitError(PlanError):
@@ -74,7 +79,7 @@ class Derivation:
     state: Mapping[str, TensorPlacement]
     loss: tuple[Converted, ...]  # conversions of the loss, which ends whole
     cost: float
-    """Bytes that each rank sends for one micro-batch, plus what latencies and whole weights count."""
+    """Bytes that each rank sends for one sample, plus what latencies and whole weights count."""
 
 
 _Set = frozenset[TensorPlacement]  # the placements in which a value exists
@@ -86,7 +91,7 @@ _Conversion = tuple[int, TensorPlacement, TensorPlacement]  # number of the oper
 class _Operand:
     """All about an operand that its conversions depend on."""
 
-    bytes: int
+    bytes: int  # per sample
     dims: int
     gradient: bool
     is_state: bool
@@ -188,6 +193,8 @@ class _Search:
         self._sync = 1e-3 if sequence_parallel else 1.0
         self._state_names = exported.parameters.keys() | exported.buffers.keys()
         self._written = {name for name, buffer in exported.buffers.items() if buffer in exported.written_buffers}
+        self._samples = exported.micro_batch_size
+        self._of_samples = made_from_inputs(exported.program, self._state_names)
         self._flops = {node.name: node.flops for node in graph.nodes}
         self._loss = next(node for node in exported.program.nodes if node.name == exported.loss)
         self._last_use: dict[fx.Node, int] = {self._loss: len(self._operations)}
@@ -363,8 +370,8 @@ class _Search:
         operation, operands = step.operation, step.operands
         about = (
             id(operation.ways),  # equal operations share them
-            self._flops.get(operation.call.node.name, 0),
-            tuple(node.meta["val"].nbytes for node in operation.call.result_nodes),
+            self._flops_of(operation),
+            tuple(self._bytes(node) for node in operation.call.result_nodes),
             tuple(self._operand(node, operation) for node in operands),
             tuple(operands.index(node) for node in operation.call.operands),
             step.staying,
@@ -378,7 +385,7 @@ class _Search:
         call = None if operation is None else operation.call
         writes = call is not None and is_mutable(call.node) and node is call.operands[0]
         about = _Operand(
-            bytes=node.meta["val"].nbytes,
+            bytes=self._bytes(node),
             dims=node.meta["val"].dim(),
             gradient=has_gradient(node),
             is_state=node.name in self._state_names,
@@ -468,13 +475,28 @@ class _Search:
 
     def _cost_of_conversion(self, conversion: Conversion, operand: _Operand) -> float:
         whole = self._all_reduce(operand)
-        cost = 0.0 if conversion.target is PlacementKind.SPLIT else _WHOLE_BYTE * operand.bytes
+        cost = _HELD[conversion.target] * operand.bytes
         for collective in (conversion.forward, conversion.backward if operand.gradient else None):
             if collective is Collective.ALL_REDUCE:
                 cost += whole + _LATENCY_BYTES
             elif collective is not None:  # half of an all-reduce; a sequence is split in spite of the latency
                 cost += whole / 2 + _LATENCY_BYTES * (0.4 if self._sequence_parallel else 1)
         return cost
+
+    def _per_sample(self, node: fx.Node, amount: int) -> int:
+        """``amount`` of ``node`` for one sample, so that decisions do not depend on the micro-batch size.
+
+        A value that is computed from inputs has its samples, unless it combines them, as the loss does.
+        """
+        has_samples = node in self._of_samples and amount % self._samples == 0
+        return amount // self._samples if has_samples else amount
+
+    def _bytes(self, node: fx.Node) -> int:
+        return self._per_sample(node, node.meta["val"].nbytes)
+
+    def _flops_of(self, operation: OperationWays) -> int:
+        node = operation.call.node
+        return self._per_sample(node, self._flops.get(node.name, 0))
 
     def _all_reduce(self, operand: _Operand) -> float:
         """Bytes that each rank sends in an all-reduce of ``operand``, by a ring."""
@@ -484,16 +506,16 @@ class _Search:
         call, whole_share = operation.call, 1 - 1 / self._shards
         cost = 0.0
         for node in call.result_nodes:
-            if way.gives[call.number_of(node)].kind is not PlacementKind.SPLIT:
-                cost += _WHOLE_BYTE * whole_share * node.meta["val"].nbytes
+            cost += _HELD[way.gives[call.number_of(node)].kind] * whole_share * self._bytes(node)
         if way in operation.rule.special and call.operator == "cross_entropy_loss":
-            labels = call.operands[1].meta["val"]
-            cost += 6 * whole_share * labels.numel() * call.operands[0].meta["val"].element_size()
+            logits, labels = call.operands[:2]
+            count = self._per_sample(labels, labels.meta["val"].numel())
+            cost += 6 * whole_share * count * logits.meta["val"].element_size()
         if operation.rule.product and any(has_gradient(node) for node in call.result_nodes):
             weights = [number for number, each in enumerate(call.operands) if each in operation.weights]
             is_split = any(need.split is not None for need in way.needs)
             if not is_split or any(way.needs[number].kind is not PlacementKind.SPLIT for number in weights):
-                flops = self._flops.get(call.node.name, 0)
+                flops = self._flops_of(operation)
                 table = sum(float(call.operands[number].meta["val"].nbytes) for number in weights)
                 if flops:
                     cost += whole_share * (_WHOLE_FLOP * flops + (_WHOLE_PRODUCT if weights else 0))
