@@ -1,23 +1,26 @@
 """Every way that a rule gives to run a call is true: on shards and partial sums, the operator gives the same results.
 
-Each call below is captured in a small program. For each of its ways the operands are turned into what two ranks have of
-them, the local operator runs on each rank, and its results and the gradients of its operands are put together again.
+Each call below is captured in a small program. For each of its ways the operands are turned into what each rank has of
+them, the local operator runs on every rank, and its results and the gradients of its operands are put together again.
 """
 
+import operator
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import fx
 
-from auto3d.tensor.collectives import VOCABULARY_CROSS_ENTROPY, VOCABULARY_EMBEDDING, conversion_of
+from auto3d.capture.shard import Shard, joined
+from auto3d.runtime.lockstep import Lockstep, LockstepGroup
+from auto3d.runtime.tensor_group import ConversionModule, VocabularyCrossEntropy, VocabularyEmbedding
+from auto3d.tensor.collectives import VOCABULARY_CROSS_ENTROPY, VOCABULARY_EMBEDDING, conversion_of, split_of
 from auto3d.tensor.rules import RULES
-from auto3d.tensor.rules.call import Call, Inner, Way
+from auto3d.tensor.rules.call import Call, Inner, Rule, Way
 from auto3d.tensor.ways import calls_of, ways_of_call
 from auto3d.tensor_placement import COPIED, PARTIAL, WHOLE, Split, TensorPlacement, split_along
 
 aten = torch.ops.aten
-RANKS = 2
 
 
 def normal(*shape: int) -> torch.Tensor:
@@ -52,11 +55,13 @@ PLAIN += "log log10 log1p log2 log_sigmoid logical_not mish nan_to_num neg ones_
 PLAIN += (
     "relu6 round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink sqrt square tan tanh trunc "
 )
-PLAIN += "zeros_like asinh atanh alias lift_fresh_copy empty_like"
+PLAIN += "zeros_like asinh atanh alias lift_fresh_copy empty_like rand_like randn_like"
 BINARY = (
     "add sub mul div atan2 copysign eq fmax fmin fmod ge gt hypot le logaddexp lt maximum minimum ne pow remainder "
 )
 BINARY += "xlogy rsub true_divide multiply subtract divide logical_and logical_or logical_xor"
+BITWISE = "bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift "
+BITWISE += "__and__ __or__ __xor__ __lshift__ __rshift__"
 EXAMPLES = [
     *(call(name, positive(4, 2, 6)) for name in PLAIN.split()),
     *(
@@ -65,7 +70,10 @@ EXAMPLES = [
         for shape in ((4, 2, 6), (6,), (2, 1))
     ),
     call("floor_divide", integers(4, 6), integers(6) + 1),
-    *(call(name, integers(4, 6), integers(6)) for name in ("bitwise_and", "bitwise_or", "bitwise_xor")),
+    *(call(name, integers(4, 6), integers(6)) for name in BITWISE.split()),
+    *(call(name, integers(4, 6)) for name in ("bitwise_not", "lift", "lift_fresh")),
+    call("acosh", positive(4, 6) + 1),
+    call("mvlgamma", positive(4, 6) + 1, 2),
     *(call(name, normal(4, 6), 2.0) for name in ("add.Scalar", "mul.Scalar", "div.Scalar", "pow.Tensor_Scalar")),
     call("div.Tensor_mode", normal(4, 6), normal(4, 6), rounding_mode="floor"),
     call("where.self", normal(4, 6) > 0, normal(4, 6), normal(6)),
@@ -73,14 +81,21 @@ EXAMPLES = [
     call("addcmul", normal(4, 6), normal(4, 6), normal(6)),
     call("addcdiv", normal(4, 6), normal(4, 6), positive(6)),
     call("lerp.Tensor", normal(4, 6), normal(4, 6), positive(6)),
-    call("prelu", normal(2, 4, 6), positive(4)),
+    *(call("prelu", normal(2, 4, 6), positive(*shape)) for shape in ((4,), (1,), ())),
+    *(call(f"fill.{kind}", normal(4, 6), value) for kind, value in (("Scalar", 2.0), ("Tensor", normal()))),
     call("type_as", normal(4, 6), normal(1)),
-    call("to.dtype", normal(4, 6), torch.float32),
+    *(call("to.dtype", normal(4, 6), dtype) for dtype in (torch.float32, torch.int64)),
+    call("to.other", normal(4, 6), integers(1)),
     call("_to_copy", normal(4, 6), dtype=torch.float32),
     call("dropout", normal(4, 6), 0.0, True),
     call("native_dropout", normal(4, 6), 0.0, True),
-    call("clamp_min", normal(4, 6), 0.1),
-    call("clamp", normal(4, 6), -0.5, 0.5),
+    call("feature_dropout", normal(4, 6, 2), 0.5, False),
+    call("bernoulli", integers(4, 6, high=2).double()),
+    call("rrelu", normal(4, 6)),
+    *(call(name, normal(4, 6), 0.1) for name in ("clamp_min", "clamp_max")),
+    *(call(f"{name}.Tensor", normal(4, 6), positive(6)) for name in ("clamp_min", "clamp_max")),
+    *(call(name, normal(4, 6), -0.5, 0.5) for name in ("clamp", "clip")),
+    call("clamp.Tensor", normal(4, 6), None, positive(6)),
     call("threshold", normal(4, 6), 0.1, 0.0),
     call("logit", positive(4, 6)),
     call("full_like", normal(4, 6), 2.0),
@@ -88,10 +103,13 @@ EXAMPLES = [
     call("view", normal(4, 6), [2, 2, 2, 3]),
     call("reshape", normal(4, 6, 2), [24, 2]),
     call("view", normal(2, 8, 6), [4, 4, 6]),
+    call("view.dtype", integers(4, 6), torch.int32),
+    *(call(name, normal(2, 4, 6), normal(*shape)) for name in ("view_as", "reshape_as") for shape in ((8, 6), (2, 24))),
     call("flatten.using_ints", normal(2, 4, 6), 1, 2),
     call("unflatten.int", normal(2, 24), 1, [4, 6]),
     call("permute", normal(2, 4, 6), [2, 0, 1]),
     call("transpose.int", normal(2, 4, 6), 1, -1),
+    *(call(name, normal(2, 4, 6), 0, 2) for name in ("swapaxes", "swapdims")),
     *(call(name, normal(4, 6)) for name in ("t", "numpy_T", "mT")),
     call("mT", normal(2, 4, 6)),
     call("numpy_T", normal(2, 4, 6)),
@@ -99,6 +117,8 @@ EXAMPLES = [
     call("squeeze.dim", normal(4, 1, 6), 1),
     call("expand", normal(4, 1, 6), [2, 4, 3, 6]),
     call("expand", normal(4, 1, 6), [-1, 3, -1]),
+    call("expand_as", normal(4, 1, 6), normal(2, 4, 8, 6)),
+    call("broadcast_to", normal(4, 1, 6), [2, 4, 3, 6]),
     call("repeat", normal(4, 1), [2, 1, 4]),
     call("repeat_interleave.self_int", normal(4, 6), 2, 0),
     call("roll", normal(4, 6), [1], [0]),
@@ -109,14 +129,18 @@ EXAMPLES = [
     call("select.int", normal(4, 6, 2), 1, 2),
     call("unbind.int", normal(4, 3, 2), 1),
     call("stack", [normal(4, 6), normal(4, 6)], 1),
-    *(call("cat", [normal(4, 6), normal(4, 2)], dim) for dim in (1, -1)),
+    *(call(name, [normal(4, 6), normal(4, 2)], 1) for name in ("cat", "concat", "concatenate")),
+    call("cat", [normal(4, 6), normal(4, 2)], -1),
     call("cat", [normal(2, 6), normal(4, 6)]),
     call("split.Tensor", normal(4, 12), 4, 1),
     call("split_with_sizes", normal(4, 12), [8, 4], 1),
     call("chunk", normal(4, 12), 3, -1),
     call("slice.Tensor", normal(4, 12), 1, 4, 8),
     call("slice.Tensor", normal(4, 12), 1, 0, 12, 2),
-    call("narrow", normal(4, 12), 1, 4, 8),
+    *(call("narrow", normal(4, 12), 1, start, 4) for start in (4, -4)),
+    call("narrow.Tensor", normal(4, 12), 1, torch.tensor(4), 8),
+    call("slice_scatter", normal(4, 12), normal(4, 8), 1, 4, 12),
+    call("select_scatter", normal(4, 12, 2), normal(4, 2), 1, 3),
     call("linear", normal(2, 4, 6), normal(8, 6), normal(8)),
     call("linear", normal(4, 6), normal(8, 6)),
     call("addmm", normal(8), normal(4, 6), normal(6, 8)),
@@ -172,6 +196,10 @@ EXAMPLES = [
     call("max_pool1d", normal(2, 4, 6), [2]),
     call("max_pool2d", normal(2, 4, 6, 6), [2, 2]),
     call("max_pool3d", normal(2, 4, 4, 4, 4), [2, 2, 2]),
+    call("avg_pool2d", normal(4, 6, 6), [2, 2]),
+    call("max_pool2d", normal(4, 6, 6), [2, 2]),
+    call("max_pool3d_with_indices", normal(4, 4, 4, 4), [2, 2, 2]),
+    call("max_pool1d_with_indices", normal(2, 4, 6), [2]),
     call("max_pool2d_with_indices", normal(2, 4, 6, 6), [2, 2]),
     call("max_pool3d_with_indices", normal(2, 4, 4, 4, 4), [2, 2, 2]),
     *(call(f"adaptive_{kind}_pool{n}d", normal(2, 4, *[4] * n), [2] * n) for kind in ("avg", "max") for n in (1, 2, 3)),
@@ -181,6 +209,7 @@ EXAMPLES = [
     call("upsample_trilinear3d", normal(2, 4, 3, 3, 3), [6, 6, 6], False),
     call("cross_entropy_loss", normal(6, 8), integers(6, high=8)),
     call("cross_entropy_loss", normal(6, 8), integers(6, high=8), None, 2, 3, 0.1),
+    call("cross_entropy_loss", normal(6, 7), integers(6, high=7), None, 0),
     call("scaled_dot_product_attention", normal(2, 4, 6, 2), normal(2, 4, 6, 2), normal(2, 4, 6, 2)),
     call("scaled_dot_product_attention", normal(2, 4, 6, 2), normal(2, 4, 6, 2), normal(2, 4, 6, 2), None, 0.0, True),
     call("scaled_dot_product_attention", normal(2, 4, 6, 2), normal(2, 4, 8, 2), normal(2, 4, 8, 2), normal(4, 6, 8)),
@@ -190,34 +219,61 @@ EXAMPLES = [
     call("index.Tensor", normal(4, 6, 2), [integers(2, 3)]),
     call("index_select", normal(4, 6), 0, integers(3)),
 ]
-RANDOM = {"bernoulli", "feature_dropout", "rand_like", "randn_like", "rrelu"}  # they draw other numbers on every rank
-ALIASES = set(  # written like another operator, which has examples, or not made by an export
-    "acosh to lift lift_fresh logsigmoid mvlgamma clamp_max bitwise_not clip __and__ __or__ __xor__ "  # noqa: SIM905
-    "bitwise_left_shift bitwise_right_shift view_as reshape_as swapaxes swapdims expand_as broadcast_to concat "
-    "concatenate _native_batch_norm_legit_functional".split()
-)
+UNDEFINED = {"empty_like", "rand_like", "randn_like"}  # their values differ on every rank
+MORE_RANKS = [  # sizes that three and four ranks divide
+    call("add", normal(12, 24), normal(24)),
+    call("mul", normal(12, 24), normal(24)),
+    call("view", normal(2, 12, 24), [2, 288]),
+    call("reshape", normal(2, 24, 24), [48, 2, 12]),
+    call("view_as", normal(12, 24), normal(12, 12, 2)),
+    call("transpose.int", normal(12, 24), 0, 1),
+    call("split.Tensor", normal(12, 36), 12, 1),
+    call("split_with_sizes", normal(4, 36), [24, 12], 1),
+    call("slice.Tensor", normal(4, 36), 1, 12, 36),
+    call("cat", [normal(12, 24), normal(12, 12)], 1),
+    call("expand", normal(12, 1, 24), [12, 2, 24]),
+    call("linear", normal(2, 12, 24), normal(36, 24), normal(36)),
+    call("addmm", normal(36), normal(12, 24), normal(24, 36)),
+    call("matmul", normal(12, 4, 24), normal(24, 13)),
+    call("baddbmm", normal(12, 1, 24), normal(12, 4, 12), normal(12, 12, 24)),
+    call("conv1d", normal(2, 12, 8), normal(24, 12, 3), normal(24)),
+    call("conv1d", normal(2, 24, 8), normal(48, 2, 3), normal(48), [1], [1], [1], 12),
+    call("conv_transpose1d", normal(2, 12, 8), normal(12, 24, 3), normal(24)),
+    call("embedding", normal(13, 12), integers(2, 12, high=13), 5),
+    call("layer_norm", normal(12, 24, 6), [6], normal(6), normal(6)),
+    call("group_norm", normal(2, 24, 6), 12, normal(24), normal(24)),
+    call("softmax.int", normal(12, 24, 6), -1),
+    call("sum.dim_IntList", normal(12, 24), [1]),
+    call("mean.dim", normal(12, 24), [0]),
+    call("cross_entropy_loss", normal(6, 13), integers(6, high=13), None, 1, 3, 0.1),
+    call("scaled_dot_product_attention", *(normal(2, 12, 4, 2) for _ in range(3))),
+    call("scaled_dot_product_attention", normal(2, 12, 4, 2), *(normal(2, 2, 4, 2) for _ in range(2)), enable_gqa=True),
+    call("index.Tensor", normal(4, 12, 24), [integers(3)]),
+]
 
 
-def overload(operator: str) -> torch._ops.OpOverload:
-    packet = getattr(aten, operator.partition(".")[0])
-    name = operator.partition(".")[2]
-    order = ("Tensor", "default", "Tensor_Tensor") if operator in BINARY.split() else ("default", "Tensor")
-    return getattr(packet, name or next(n for n in order if n in packet.overloads()))
+def overload(name: str) -> torch._ops.OpOverload:
+    packet = getattr(aten, name.partition(".")[0])
+    chosen = name.partition(".")[2]
+    tensors = BINARY.split() + BITWISE.split()
+    order = ("Tensor", "default", "Tensor_Tensor") if name in tensors else ("default", "Tensor")
+    return getattr(packet, chosen or next(n for n in order if n in packet.overloads()))
 
 
-@pytest.mark.parametrize("operator", sorted(RULES.keys() - RANDOM - ALIASES))
-def test_an_operator_has_examples(operator):
-    assert any(example.operator.partition(".")[0] == operator for example in EXAMPLES)
+@pytest.mark.parametrize("name", sorted(RULES))
+def test_an_operator_has_examples(name):
+    assert any(example.operator.partition(".")[0] == name for example in EXAMPLES)
 
 
 def captured_call(example: Example) -> tuple[Call, list[torch.Tensor]]:
     """The call on placeholders whose values are on meta, and the tensors that they stand for."""
-    program, tensors = fx.Graph(), []
+    program, tensors, learning = fx.Graph(), [], {}
 
     def placeholder(tensor: torch.Tensor) -> fx.Node:
         node = program.placeholder(f"operand_{len(tensors)}")
         learns = tensor.is_floating_point() and not (example.operator == "batch_norm" and len(tensors) >= 3)
-        node.meta["val"] = tensor.to("meta").requires_grad_(learns)
+        learning[node] = tensor.clone().requires_grad_(learns)
+        node.meta["val"] = _on_meta(learning[node])
         tensors.append(tensor)
         return node
 
@@ -228,46 +284,39 @@ def captured_call(example: Example) -> tuple[Call, list[torch.Tensor]]:
 
     args = tuple(argument(each) for each in example.args)
     node = program.call_function(overload(example.operator), args, example.kwargs)
-    node.meta["val"] = node.target(*fx.node.map_arg(args, lambda each: each.meta["val"]), **example.kwargs)
-    if not isinstance(node.meta["val"], torch.Tensor):
-        for number, value in enumerate(node.meta["val"]):
-            program.call_function(__import__("operator").getitem, (node, number)).meta["val"] = value
+    value = node.target(*fx.node.map_arg(args, learning.get), **example.kwargs)
+    if isinstance(value, torch.Tensor):
+        node.meta["val"] = _on_meta(value)
+    else:
+        node.meta["val"] = tuple(map(_on_meta, value))
+        for number, each in enumerate(node.meta["val"]):
+            program.call_function(operator.getitem, (node, number)).meta["val"] = each
     return calls_of(program)[0], tensors
 
 
-def parts_of(tensor: torch.Tensor, placement: TensorPlacement) -> list[torch.Tensor]:
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
+
+
+def parts_of(tensor: torch.Tensor, placement: TensorPlacement, ranks: int) -> list[torch.Tensor]:
     """What each rank has of ``tensor``; terms of a partial sum are any that add up to it."""
     if placement == PARTIAL:
-        noise = torch.randn_like(tensor)
-        return [tensor - noise, noise]
+        noise = [torch.randn_like(tensor) for _ in range(ranks - 1)]
+        return [tensor - sum(noise), *noise]
     if placement.split is None:
-        return [tensor.clone() for _ in range(RANKS)]
-    return [shard_of(tensor, placement.split, rank) for rank in range(RANKS)]
-
-
-def shard_of(tensor: torch.Tensor, split: Split, rank: int) -> torch.Tensor:
-    runs = []
-    for (first, last), size in zip(split.ranges(rank, RANKS), split.local_blocks(RANKS), strict=True):
-        run = tensor.narrow(split.dim, first, last - first)
-        missing = [0] * (2 * (tensor.dim() - 1 - split.dim)) + [0, size - (last - first)]
-        runs.append(torch.nn.functional.pad(run, missing))
-    return torch.cat(runs, split.dim).clone()
+        return [tensor.clone() for _ in range(ranks)]
+    return [Shard(placement.split, rank, ranks).of(tensor).clone() for rank in range(ranks)]
 
 
 def together(parts: list[torch.Tensor], placement: TensorPlacement) -> torch.Tensor:
     """The tensor that the ranks have as ``parts``; fails if they should be equal and are not."""
     if placement == PARTIAL:
         return sum(parts[1:], parts[0])
-    if placement.split is None:
-        for part in parts[1:]:
-            torch.testing.assert_close(part, parts[0], equal_nan=True)
-        return parts[0]
-    split, start, runs = placement.split, 0, []
-    for block, size in zip(split.blocks, split.local_blocks(RANKS), strict=True):
-        run = torch.cat([part.narrow(split.dim, start, size) for part in parts], split.dim)
-        runs.append(run.narrow(split.dim, 0, block))
-        start += size
-    return torch.cat(runs, split.dim)
+    if placement.split is not None:
+        return joined(parts, placement.split)
+    for part in parts[1:]:
+        torch.testing.assert_close(part, parts[0], equal_nan=True)
+    return parts[0]
 
 
 def gradient_placement(placement: TensorPlacement) -> TensorPlacement:
@@ -275,111 +324,137 @@ def gradient_placement(placement: TensorPlacement) -> TensorPlacement:
     return {COPIED: PARTIAL, PARTIAL: WHOLE}.get(placement, placement)
 
 
-def splits_of(tensor: torch.Tensor) -> list[Split]:
-    """Splits of each dimension that two ranks can have: in one block, and in two."""
+def splits_of(tensor: torch.Tensor, ranks: int) -> list[Split]:
+    """Splits of each dimension: in one block, which may be padded, in two equal ones and in two that differ."""
     found = []
     for dim, size in enumerate(tensor.shape):
         found += [Split(dim, (size,))] if size > 1 else []
-        found += [Split(dim, (size // 2, size // 2))] if size % 4 == 0 else []
-        found += [Split(dim, (size - 2, 2))] if size % 2 == 0 and size > 4 else []
+        found += [Split(dim, (size // 2, size // 2))] if size % (2 * ranks) == 0 else []
+        found += [Split(dim, (size - ranks, ranks))] if size % ranks == 0 and size > 2 * ranks else []
     return found
 
 
-def run(target: object, args: object, kwargs: object, values: dict[fx.Node, torch.Tensor], rank: int) -> object:
-    """The result of a local call; the operators of a program that is split have their meaning here."""
+def run(target: object, args: object, kwargs: dict, values: dict, group: LockstepGroup | None) -> object:
+    """The result of a local call on one rank of ``group``; None stands for one process."""
 
     def value_of(argument: object) -> object:
         if isinstance(argument, Inner):
-            return run(argument.target, argument.args, {}, values, rank)
+            return run(argument.target, argument.args, {}, values, group)
         if isinstance(argument, fx.Node):
             return values[argument]
         return type(argument)(map(value_of, argument)) if isinstance(argument, list | tuple) else argument
 
     args = value_of(tuple(args))
-    conversion = conversion_of(target)
-    if conversion is not None:
-        assert conversion.name == "scatter_copy"
-        return shard_of(args[0], Split(args[2], tuple(args[3])), rank)
+    if (conversion := conversion_of(target)) is not None:
+        return ConversionModule(conversion, split_of(args), group, "a value")(*args)
     if target is VOCABULARY_EMBEDDING:
-        weight, indices, padding_idx, size, _ = args
-        first = rank * weight.shape[0]
-        here = (indices >= first) & (indices < min(first + weight.shape[0], size))
-        taken = weight[(indices - first).clamp(0, weight.shape[0] - 1)] * here.unsqueeze(-1)
-        return torch.where((indices == padding_idx).unsqueeze(-1), taken.detach(), taken)
+        return VocabularyEmbedding(group)(*args)
+    if target is VOCABULARY_CROSS_ENTROPY:
+        return VocabularyCrossEntropy(group, "a loss")(*args)
     return target(*args, **kwargs)
 
 
-def floating(results: object) -> list[torch.Tensor]:
-    return [results] if isinstance(results, torch.Tensor) else list(results)
+def results_of(value: object) -> list[torch.Tensor]:
+    return [value] if isinstance(value, torch.Tensor) else list(value)
 
 
-@pytest.mark.parametrize("number", range(len(EXAMPLES)), ids=lambda number: f"{number}-{EXAMPLES[number].operator}")
-def test_every_way_is_true(number):
-    example = EXAMPLES[number]
-    torch.manual_seed(number)
+def ways_of(example: Example, ranks: int) -> tuple[Call, list[torch.Tensor], Rule, tuple[Way, ...]]:
     called, tensors = captured_call(example)
-    possible = {node: dict.fromkeys(splits_of(tensor)) for node, tensor in zip(called.operands, tensors, strict=True)}
-    rule, ways = ways_of_call(called, RANKS, possible)
-    assert any(way.needs[0].split or way.gives[0].split for way in ways) or example.operator not in NEVER_WHOLE
+    splits = [dict.fromkeys(splits_of(tensor, ranks)) for tensor in tensors]
+    return called, tensors, *ways_of_call(called, ranks, dict(zip(called.operands, splits, strict=True)))
+
+
+CASES = [(example, 2) for example in EXAMPLES] + [(example, ranks) for example in MORE_RANKS for ranks in (3, 4)]
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda n: f"{n}-{CASES[n][0].operator}-{CASES[n][1]}")
+def test_every_way_is_true(number):
+    example, ranks = CASES[number]
+    torch.manual_seed(number)
+    called, tensors, rule, ways = ways_of(example, ranks)
+    is_split = any(way.needs[0].split or way.gives[0].split for way in ways)
+    assert is_split or example.operator not in NEVER_WHOLE
     for way in ways:
-        check(called, rule, way, tensors)
+        check_sizes(called, way)
+        check(called, rule, way, tensors, ranks)
 
 
 NEVER_WHOLE = {
     "linear",
     "matmul",
+    "conv1d",
     "conv2d",
     "embedding",
     "scaled_dot_product_attention",
     "layer_norm",
     "softmax.int",
     "view",
+    "view_as",
+    "reshape_as",
+    "expand_as",
+    "cross_entropy_loss",
 }
 
 
-def check(called: Call, rule: object, way: Way, tensors: list[torch.Tensor]) -> None:
+def check_sizes(called: Call, way: Way) -> None:
+    """A way places every operand and every result, each split along a dimension that it has."""
+    for placements, shapes in ((way.needs, called.shapes), (way.gives, called.results)):
+        assert len(placements) == len(shapes)
+        for placement, shape in zip(placements, shapes, strict=True):
+            if placement.split is not None:
+                assert placement.split.size == shape[placement.split.dim]
+
+
+def check(called: Call, rule: Rule, way: Way, tensors: list[torch.Tensor], ranks: int) -> None:
     target, args, kwargs = called.node.target, called.node.args, called.node.kwargs
-    leaves = [tensor.clone().requires_grad_(tensor.is_floating_point()) for tensor in tensors]
-    is_written = called.operator == "batch_norm"  # its statistics have no gradient
-    if is_written:
-        leaves = [leaf.detach() if place >= 3 else leaf for place, leaf in enumerate(leaves)]  # in place
-    whole = floating(run(target, args, kwargs, dict(zip(called.operands, leaves, strict=True)), 0))
+    leaves = [
+        tensor.clone().requires_grad_(node.meta["val"].requires_grad)
+        for tensor, node in zip(tensors, called.operands, strict=True)
+    ]
+    whole = results_of(run(target, args, kwargs, dict(zip(called.operands, leaves, strict=True)), None))
     weights = [torch.randn_like(each) if each.requires_grad else None for each in whole]
     _backward(whole, weights)
     if rule.localise is not None and any(each.split is not None for each in (*way.needs, *way.gives)):
-        target, args, kwargs = rule.localise(way, RANKS)
-    if target is VOCABULARY_CROSS_ENTROPY:
-        return  # it communicates inside; tests/runtime/test_tensor_group.py compares it with torch's
-    placed = [parts_of(tensor, need) for tensor, need in zip(tensors, way.needs, strict=True)]
-    results, gradients, written = [], [], []
-    for rank in range(RANKS):
-        own = [parts[rank].clone() for parts in placed]
-        own = [each.requires_grad_(leaf.requires_grad) for each, leaf in zip(own, leaves, strict=True)]
-        found = floating(run(target, args, kwargs, dict(zip(called.operands, own, strict=True)), rank))
-        results.append([each.detach() for each in found])
-        given = [
-            None if weight is None else parts_of(weight, each)[rank] if each.split else weight
-            for weight, each in zip(weights, way.gives, strict=True)
+        target, args, kwargs = rule.localise(way, ranks)
+    placed = [parts_of(tensor, need, ranks) for tensor, need in zip(tensors, way.needs, strict=True)]
+    given = [
+        [None] * ranks if weight is None else _gradients(weight, gives, ranks)
+        for weight, gives in zip(weights, way.gives, strict=True)
+    ]
+
+    def on_rank(group: LockstepGroup) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        own = [
+            parts[group.shard].clone().requires_grad_(leaf.requires_grad)
+            for parts, leaf in zip(placed, leaves, strict=True)
         ]
-        copied = [each == COPIED for each in way.gives]
-        given = [
-            weight if weight is None or not is_copied else weight * (0.25 if rank else 0.75)  # a term of the gradient
-            for weight, is_copied in zip(given, copied, strict=True)
-        ]
-        _backward(found, given)
-        gradients.append([torch.zeros_like(each) if each.grad is None else each.grad for each in own])
-        written.append([each.detach() for each in own])
+        found = results_of(run(target, args, kwargs, dict(zip(called.operands, own, strict=True)), group))
+        _backward(found, [each[group.shard] for each in given])
+        return [each.detach() for each in found], own
+
+    outcomes = Lockstep(ranks).run(on_rank)
     for place, (expected, gives) in enumerate(zip(whole, way.gives, strict=True)):
-        if called.operator != "empty_like":
-            actual = together([each[place] for each in results], gives)
-            torch.testing.assert_close(actual, expected.detach(), equal_nan=True, msg=lambda m: f"{way.needs[0]}: {m}")
+        found = [results[place] for results, _ in outcomes]
+        if called.operator in UNDEFINED:
+            assert {each.shape for each in found} == {gives.local_shape(expected.shape, ranks)}
+            continue
+        actual = together(found, gives)
+        torch.testing.assert_close(actual, expected.detach(), equal_nan=True, msg=lambda m: f"{way.needs[0]}: {m}")
     for place, (leaf, need) in enumerate(zip(leaves, way.needs, strict=True)):
+        own = [each[place] for _, each in outcomes]
         if leaf.requires_grad:
+            found = [torch.zeros_like(each) if each.grad is None else each.grad for each in own]
+            actual = together(found, gradient_placement(need))
             expected = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-            actual = together([each[place] for each in gradients], gradient_placement(need))
             torch.testing.assert_close(actual, expected, equal_nan=True, msg=lambda m: f"gradient, {way.needs[0]}: {m}")
-        elif is_written:
-            torch.testing.assert_close(together([each[place] for each in written], need), leaf)
+        else:  # batch_norm writes its statistics in place
+            torch.testing.assert_close(together(own, need), leaf)
+
+
+def _gradients(weight: torch.Tensor, gives: TensorPlacement, ranks: int) -> list[torch.Tensor]:
+    """The gradient that each rank gets of a result: of a copied one, a term of it."""
+    if gives == COPIED:
+        return [weight * (rank + 1) * 2 / (ranks * (ranks + 1)) for rank in range(ranks)]
+    return parts_of(weight, gives, ranks) if gives.split is not None else [weight] * ranks
 
 
 def _backward(results: list[torch.Tensor], weights: list[torch.Tensor | None]) -> None:
@@ -396,4 +471,24 @@ def test_a_wrong_way_is_found():
     """The columns of a softmax along them are not independent of each other."""
     called, tensors = captured_call(call("softmax.int", normal(4, 6), 1))
     with pytest.raises(AssertionError, match="split along 1"):
-        check(called, RULES["softmax"](called), Way((split_along(1, 6),), (split_along(1, 6),)), tensors)
+        check(called, RULES["softmax"](called), Way((split_along(1, 6),), (split_along(1, 6),)), tensors, 2)
+
+
+@pytest.mark.parametrize(
+    ("example", "dims"),
+    [
+        (call("avg_pool2d", normal(4, 6, 6), [2, 2]), {0}),
+        (call("max_pool1d", normal(4, 6), [2]), {0}),
+        (call("feature_dropout", normal(4, 6, 2), 0.5, True), {0, 1}),
+        (call("view.dtype", integers(4, 6), torch.int32), set()),
+    ],
+    ids=lambda each: each.operator if isinstance(each, Example) else "",
+)
+def test_what_is_pooled_or_dropped_together_is_not_split(example, dims):
+    _, _, _, ways = ways_of(example, 2)
+    assert {way.needs[0].split.dim for way in ways if way.needs[0].split is not None} == dims
+
+
+def test_a_conversion_to_integers_does_not_keep_a_partial_sum():
+    _, _, _, ways = ways_of(call("to.dtype", normal(4, 6), torch.int64), 2)
+    assert all(PARTIAL not in way.needs for way in ways)

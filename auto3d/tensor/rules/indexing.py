@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import fx
 
 from auto3d.tensor.rules.call import Axis, Call, Rule
@@ -10,7 +11,7 @@ from auto3d.tensor.rules.call import Axis, Call, Rule
 def _index(call: Call) -> Rule:
     """tensor[first, second, ...]: dimensions behind the indexed ones stay as they are."""
     indices = call.argument("indices")
-    if not all(isinstance(index, fx.Node) for index in indices):
+    if not all(isinstance(index, fx.Node) and _is_integer(index) for index in indices):
         return Rule()
     looked_up = len(indices)
     behind = len(call.shapes[0]) - looked_up
@@ -18,6 +19,11 @@ def _index(call: Call) -> Rule:
     others = (None,) * (len(call.operands) - 1)
     axes = tuple(Axis((looked_up + dim, *others), (first + dim,)) for dim in range(behind))
     return Rule(axes=axes, linear=(frozenset({0}),))
+
+
+def _is_integer(index: fx.Node) -> bool:
+    """A mask indexes as many dimensions as it has, an integer index one."""
+    return index.meta["val"].dtype not in (torch.bool, torch.uint8)
 
 
 def _index_select(call: Call) -> Rule:

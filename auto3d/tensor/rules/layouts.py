@@ -53,11 +53,12 @@ def _unflattened(flat: Sequence[int], sizes: Sequence[int], dims: Sequence[int])
         if len(flat) % outer == 0:
             each = len(flat) // outer
             blocks = list(flat[:each])
-            # Padding is at the end of a block, so a block that has some must be all that varies there.
+            # Padding is at the end of a block, so a block that has some must be all that varies there. A block of one
+            # element cannot be split: [3 * h] in three blocks becomes [3, h] whose second dimension is split.
             if (
                 list(flat) == blocks * outer
                 and sum(blocks) == size * inner
-                and all(block % inner == 0 for block in blocks)
+                and all(block % inner == 0 and block > inner for block in blocks)
             ):
                 return Split(dims[place], tuple(block // inner for block in blocks))
         outer *= size
@@ -65,7 +66,10 @@ def _unflattened(flat: Sequence[int], sizes: Sequence[int], dims: Sequence[int])
 
 
 def _reshape(call: Call) -> Rule:
+    """A second operand, that of view_as and reshape_as, only gives its shape."""
     shape, target = call.shapes[0], call.results[0]
+    if call.argument("dtype") is not None:  # view.dtype reads the bytes of its operand anew
+        return Rule()
 
     def carry(split: Split) -> tuple[Split, ...] | None:
         found = reshaped(split, shape, target)
@@ -92,8 +96,10 @@ def _permute(call: Call) -> Rule:
 
 
 def _transpose(call: Call) -> Rule:
+    """transpose, and swapaxes, whose arguments have other names."""
     order = list(range(len(call.shapes[0])))
-    first, second = (int(call.argument(name)) for name in ("dim0", "dim1"))
+    names = ("axis0", "axis1") if call.operator == "swapaxes" else ("dim0", "dim1")
+    first, second = (int(call.argument(name)) for name in names)
     order[first], order[second] = order[second], order[first]
     return _permuted(call, order)
 
@@ -239,8 +245,10 @@ def _slice(call: Call) -> Rule:
     count = len(call.shapes[0])
     along = int(call.argument("dim", 0)) % count
     size = call.shapes[0][along]
+    if len(call.operands) > 1:  # narrow from where a tensor says
+        return Rule()
     if call.operator == "narrow":
-        start, step = int(call.argument("start")), 1
+        start, step = int(call.argument("start")) % max(1, size), 1
         end = start + int(call.argument("length"))
     else:
         start, end, step = slice(call.argument("start"), call.argument("end"), call.argument("step", 1)).indices(size)

@@ -81,10 +81,10 @@ def _sum(call: Call) -> Rule:
 
 
 def _pooling(call: Call) -> Rule:
-    """[batch, channels, ...]: every channel is pooled or interpolated by itself."""
-    if len(call.shapes[0]) < 3:
-        return Rule()
-    return Rule(axes=tuple(Axis((dim,), (dim,) * len(call.results)) for dim in (0, 1)))
+    """[batch, channels, ...] or [channels, ...]: every channel is pooled or interpolated by itself."""
+    pooled = next(int(letter) for letter in call.operator if letter.isdigit())
+    others = len(call.shapes[0]) - pooled
+    return Rule(axes=tuple(Axis((dim,), (dim,) * len(call.results)) for dim in range(others)))
 
 
 def _cross_entropy(call: Call) -> Rule:
@@ -115,7 +115,7 @@ RULES: dict[str, Callable[[Call], Rule]] = {
         ("softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp", "glu"), _along_one
     ),
     "group_norm": _group_norm,
-    **dict.fromkeys(("batch_norm", "_native_batch_norm_legit_functional"), _batch_norm),
+    "batch_norm": _batch_norm,
     **dict.fromkeys(
         ("amax", "amin", "logsumexp", "var", "std", "any", "all", "argmax", "argmin", "norm", "linalg_vector_norm"),
         _reduction,
@@ -125,7 +125,7 @@ RULES: dict[str, Callable[[Call], Rule]] = {
     **dict.fromkeys(
         (
             *(f"{kind}_pool{n}d" for kind in ("avg", "max", "adaptive_avg", "adaptive_max") for n in (1, 2, 3)),
-            *(f"max_pool{n}d_with_indices" for n in (2, 3)),
+            *(f"max_pool{n}d_with_indices" for n in (1, 2, 3)),
             *(
                 f"upsample_{kind}"
                 for kind in (

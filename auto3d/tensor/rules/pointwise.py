@@ -1,15 +1,16 @@
 """Rules of operators that compute each element of their result from the elements at its place."""
 
 from collections.abc import Callable
+from math import prod
 
 from auto3d.tensor.rules.call import Axis, Call, Rule
 
 _LINEAR = "clone contiguous alias to _to_copy neg type_as lift lift_fresh lift_fresh_copy positive conj"
 _ONE_OPERAND = (
     "abs acos acosh asin asinh atan atanh bernoulli bitwise_not ceil celu clamp clamp_max clamp_min cos cosh deg2rad "
-    "detach digamma dropout elu empty_like erf erfc erfinv exp exp2 expm1 feature_dropout floor frac full_like gelu "
+    "detach digamma dropout elu empty_like erf erfc erfinv exp exp2 expm1 floor frac full_like gelu "
     "hardshrink hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu lgamma log log10 log1p log2 log_sigmoid "
-    "logical_not logit logsigmoid mish mvlgamma nan_to_num native_dropout ones_like rad2deg rand_like randn_like "
+    "logical_not logit mish mvlgamma nan_to_num native_dropout ones_like rad2deg rand_like randn_like "
     "reciprocal relu relu6 round rrelu rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink sqrt "
     "square tan tanh threshold trunc zeros_like"
 )
@@ -17,7 +18,7 @@ _SEVERAL = (
     "add addcdiv addcmul atan2 bitwise_and bitwise_or bitwise_xor clip copysign div eq fill floor_divide fmax fmin "
     "fmod ge gt hypot le lerp logaddexp logical_and logical_or logical_xor lt masked_fill maximum minimum mul ne "
     "pow prelu remainder rsub sub true_divide where xlogy __and__ __or__ __xor__ bitwise_left_shift "
-    "bitwise_right_shift divide multiply subtract"
+    "bitwise_right_shift divide multiply subtract __lshift__ __rshift__"
 )
 
 
@@ -37,7 +38,9 @@ def _pointwise(call: Call) -> Rule:
 
 
 def _linear(call: Call) -> Rule:
-    return Rule(axes=_pointwise(call).axes, linear=(frozenset({0}),))
+    """A conversion to integers rounds, so it is not linear."""
+    rounds = not call.node.meta["val"].is_floating_point()
+    return Rule(axes=_pointwise(call).axes, linear=() if rounds else (frozenset({0}),))
 
 
 def _sum(call: Call) -> Rule:
@@ -62,8 +65,14 @@ def _prelu(call: Call) -> Rule:
     """The weight has one element for each channel, dimension 1 of the input, or one for all."""
     shape = call.shapes[0]
     channels = 1 if len(shape) > 1 else 0
-    axes = [Axis((dim, 0 if dim == channels and call.shapes[1][0] > 1 else None), (dim,)) for dim in range(len(shape))]
+    each = prod(call.shapes[1]) > 1
+    axes = [Axis((dim, 0 if dim == channels and each else None), (dim,)) for dim in range(len(shape))]
     return Rule(axes=tuple(axes))
+
+
+def _feature_dropout(call: Call) -> Rule:
+    """It drops whole channels of [samples, channels, ...], so ranks must not draw for parts of one channel."""
+    return Rule(axes=tuple(axis for axis in _pointwise(call).axes if axis.results[0] in (0, 1)))
 
 
 RULES: dict[str, Callable[[Call], Rule]] = {
@@ -73,4 +82,5 @@ RULES: dict[str, Callable[[Call], Rule]] = {
     **dict.fromkeys(("mul", "multiply"), _product),
     **dict.fromkeys(("div", "divide", "true_divide"), _quotient),
     "prelu": _prelu,
+    "feature_dropout": _feature_dropout,
 }
