@@ -330,7 +330,7 @@ class _Search:
                 kept = np.concatenate([kept[: place + 1], dearer[can_win]])
         if len(kept) > states // 4:
             counts: Counter[int] = Counter()
-            best = []
+            best: list[int] = []
             for number in kept[np.argsort((totals + transitions.debts)[kept], kind="stable")].tolist():
                 weights = transitions.weights[number]
                 counts[weights] += 1
