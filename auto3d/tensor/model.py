@@ -23,6 +23,7 @@ class TensorParallelModel:
     whole: CapturedModel
     local: CapturedModel
     shards: int
+    sequence_parallel: bool
     placements: Mapping[str, TensorPlacement]
     """Placement of every parameter and buffer of the model, by its name, and of every value of the program."""
     positions: tuple[int, ...]
@@ -76,6 +77,7 @@ def tensor_parallel(
             whole=captured,
             local=CapturedModel(graph=graph, exported=program.exported),
             shards=shards,
+            sequence_parallel=sequence_parallel,
             placements={names.get(name, name): placed for name, placed in program.placements.items()},
             positions=tuple(position[program.operation_of[node.name]] for node in graph.nodes),
             drawn_per_shard=program.drawn_per_shard,

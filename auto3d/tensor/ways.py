@@ -23,7 +23,7 @@ class OperationWays:
     rule: Rule
     ways: tuple[Way, ...]
     weights: frozenset[fx.Node]
-    """Operands of a product, or of a view, that are state of two dimensions or more, or views of such."""
+    """Operands of a product, or of a view, that are real state of two dimensions or more, or views of such."""
 
 
 def operations_of(
@@ -60,6 +60,15 @@ def has_gradient(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
+def made_from_inputs(program: fx.Graph, state: Set[str]) -> set[fx.Node]:
+    """The inputs of ``program``, which are its placeholders apart from ``state``, and all that depends on them."""
+    found: set[fx.Node] = set()
+    for node in program.nodes:
+        if (node.op == "placeholder" and node.name not in state) or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
 class _Ways:
     def __init__(
         self,
@@ -76,9 +85,10 @@ class _Ways:
         self._pinned = pinned
         self._samples = samples
         self._rules = [rule_of(call) for call in self._calls]
+        self._of_samples = made_from_inputs(calls[0].node.graph, state) if samples is not None else set()
         # Value -> its possible splits. Those of state come from what the model later does with the result.
         self._possible: dict[fx.Node, dict[Split, None]] = {}
-        self._tables: set[fx.Node] = set()  # state of two dimensions or more, and what is computed from it alone
+        self._tables: set[fx.Node] = set()  # real state of two dimensions or more, and its views
         self._found: dict[tuple, tuple[Way, ...]] = {}  # ways of equal calls
 
     def operations(self) -> tuple[OperationWays, ...]:
@@ -86,7 +96,7 @@ class _Ways:
         for node in self._calls[0].node.graph.find_nodes(op="placeholder"):
             if node.name not in self._state:
                 continue
-            if node.meta["val"].dim() > 1:
+            if node.meta["val"].dim() > 1 and node.meta["val"].is_floating_point():
                 self._tables.add(node)
             if node.name in self._pinned:
                 split = self._pinned[node.name]
@@ -142,8 +152,8 @@ class _Ways:
     def _add_sequence(self, node: fx.Node) -> None:
         """Under sequence parallelism, [samples, sequence, width] may be split along its sequence."""
         shape = tuple(node.meta["val"].shape)
-        is_sequence = len(shape) == 3 and shape[0] == self._samples and has_gradient(node)
-        if is_sequence and shape[1] % self._shards == 0:
+        is_sequence = len(shape) == 3 and shape[0] == self._samples and node in self._of_samples
+        if is_sequence and has_gradient(node) and shape[1] % self._shards == 0:
             self._possible[node].setdefault(Split(1, (shape[1],)))
 
     def _wanted(self) -> dict[fx.Node, dict[Split, None]]:
