@@ -181,7 +181,10 @@ class _DrawnTogether(TensorParallelRank):
         original = next(each for each in self.model.whole.exported.program.nodes if each.name == node.name)
         if node.target is DROPOUT_MASK:
             return _GatheredMask(original, self.model.placements[node.name], self.group, number, randomness)
-        return _Gathered(node, original, self.model.placements, self.group, number, randomness)
+        exported, placements = self.model.local.exported, self.model.placements
+        state = {**exported.parameters, **exported.buffers}  # by placeholder, where placements go by name
+        placed = {**placements, **{placeholder: placements[name] for placeholder, name in state.items()}}
+        return _Gathered(node, original, placed, self.group, number, randomness)
 
 
 class _Gathered(nn.Module):

@@ -494,7 +494,7 @@ class _Search:
         for source in available:
             if source.kind is PlacementKind.SPLIT and operand.is_state:
                 continue
-            for through in ((), (WHOLE,)):
+            for through in ((), (WHOLE,), (COPIED,)):
                 path = (source, *through, need)
                 if len(set(path)) == len(path) and not available.intersection(through):
                     costs = [self._conversion_cost(operand, a, b) for a, b in pairwise(path)]
