@@ -28,7 +28,8 @@ def sweeps(cluster, tmp_path):
 
 def test_losses_on_one_two_and_four_nodes_are_those_of_this_machine(sweeps):
     space = ["search.dp=[1,2]", "search.pp=[1,2]", "search.micro_batch_size=[4]", "search.schedule=[1f1b]"]
-    space += ["measure.iterations=2", "measure.warmup_iterations=1", "training.threads_per_rank=1"]
+    space += ["search.placement=[megatron]", "measure.iterations=2", "measure.warmup_iterations=1"]
+    space += ["training.threads_per_rank=1"]
     nodes = ["launch.executor=slurm", "cluster.nodes=4", "cluster.devices_per_node=1"]
     (sweeps.folder / "recipes").symlink_to(REPOSITORY / "recipes")
 
