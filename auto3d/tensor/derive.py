@@ -5,18 +5,17 @@ later uses. Of states that agree in this, only the cheapest goes on. Operations 
 kept as long as it may still win, so a choice can pay off later (greedy choice does not: it left LLaMA with 18
 collectives in place of 4 for 2 layers).
 
-Layers repeat, so the options of an operation are computed once for all operations that are alike in ways, sizes and
-placements of operands.
+Layers repeat, so transitions between states are computed once for all operations that are alike in ways, sizes and
+live values. Costs differ from layer to layer, so only they are computed for each operation, as arrays.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from math import inf
-from operator import itemgetter
 
+import numpy as np
 from torch import fx
 
 from auto3d.capture.in_place import is_mutable
@@ -24,17 +23,33 @@ from auto3d.capture.model import CapturedModel
 from auto3d.plan import PlanError
 from auto3d.tensor.collectives import CONVERSION_BETWEEN, Collective, Conversion
 from auto3d.tensor.rules.call import Way
-from auto3d.tensor.ways import OperationWays, has_gradient, operations_of
+from auto3d.tensor.ways import OperationWays, has_gradient, made_from_inputs, operations_of
 from auto3d.tensor_placement import COPIED, PARTIAL, WHOLE, PlacementKind, Split, TensorPlacement
 
 STATES = 64  # states that go on after each operation
-_UNITS = 10**6  # costs are integers, in millionths of a byte, so that equal layers come to equal costs
+_UNITS = 10**6  # costs are integers, in millionths of a byte, so that equal ways come to equal costs
 _FEW = 2  # states that the others are compared with
-_LATENCY_BYTES = 2.0**14  # a collective costs as much as so many bytes, however small it is
+_LATENCY_BYTES = 2.0**13  # a collective costs each sample as much as so many bytes, however small it is
 _WHOLE_FLOP = 1.0  # cost of one FLOP of a product that every rank computes, in bytes: it is split if it can be
 _WHOLE_PRODUCT = 2.0**22  # what a product whose weight is whole costs besides, in bytes, however small it is
 _WHOLE_TABLE = 16.0  # cost of one byte of a table that is whole, in bytes: with its gradient and its optimizer state
-_WHOLE_BYTE = 1e-6  # cost of one byte of a value that is not split: of equal ways, the one that saves memory
+_HELD = {  # cost of one byte of a value: of equal ways, the one that saves memory, then that of Megatron-LM
+    PlacementKind.SPLIT: 0.0,
+    PlacementKind.WHOLE: 2e-6,
+    PlacementKind.COPIED: 3e-6,  # so that a copy comes right before the product
+    PlacementKind.PARTIAL: 4e-6,  # so that a reduce comes right behind the product
+}
+
+
+class ImpossibleSplitError(PlanError):
+    """No operation can use the parameter or buffer ``name`` as it is pinned."""
+
+    def __init__(self, name: str, split: Split, operator: str) -> None:
+        super().__init__(
+            f"split: {name} cannot be split along dimension {split.dim} in blocks {list(split.blocks)}, because "
+            f"{operator} needs it in another way; split it along another dimension, or not at all"
+        )
+        self.name = name
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +78,7 @@ class Derivation:
     state: Mapping[str, TensorPlacement]
     loss: tuple[Converted, ...]  # conversions of the loss, which ends whole
     cost: float
-    """Bytes that each rank sends for one micro-batch, plus what latencies and whole weights count."""
+    """Bytes that each rank sends for one sample, plus what latencies and whole weights count."""
 
 
 _Set = frozenset[TensorPlacement]  # the placements in which a value exists
@@ -75,13 +90,14 @@ _Conversion = tuple[int, TensorPlacement, TensorPlacement]  # number of the oper
 class _Operand:
     """All about an operand that its conversions depend on."""
 
-    bytes: int
+    bytes: int  # per sample
     dims: int
     gradient: bool
     is_state: bool
     is_weight: bool  # of a product: never sliced out of a whole one, which each rank would have to hold
     is_written: bool  # in place, so an operation must get the state itself, never a converted copy
-    fixed: Split | None  # how a Plan splits it
+    is_pinned: bool  # to the Split that follows, or to none
+    pinned: Split | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,23 +111,32 @@ class _Option:
     chosen: tuple[tuple[int, TensorPlacement], ...]  # operand -> placement, for state that is used the first time
 
 
-_Reached = tuple[int, _Option]  # how a state is reached: the number of the state before, and the option taken
+_Key = tuple[tuple[_Operand, ...], tuple[tuple[int, ...], ...]]  # values, and states that go on
 
 
-@dataclass(frozen=True, eq=True)
-class _Beam:
-    """States that go on, with what each costs more than the cheapest of them."""
+@dataclass(frozen=True, kw_only=True)
+class _Transitions:
+    """All ways from the states before an operation to those after it, in the order of the states that they reach."""
 
+    sources: np.ndarray  # numbers of the states before, [ways]
+    options: list[_Option]  # [ways]
+    costs: np.ndarray  # [ways]
+    starts: np.ndarray  # number of the first way to each state after, [states]
+    states: list[tuple[int, ...]]
+    debts: np.ndarray  # cost of reducing all values that are only partial, [states]
+    weights: list[int]  # states with equal numbers place weights that are used again alike, [states]
     values: tuple[_Operand, ...]
-    states: tuple[tuple[int, ...], ...]
-    costs: tuple[int, ...]
+    to_others: dict[int, np.ndarray]  # state -> cost of conversions to each, [states]; filled when first needed
+    kept: dict[bytes, _Key]  # numbers of the states that go on -> key
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.values, self.states, self.costs))
 
-    def __hash__(self) -> int:
-        return self._hash
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """How the states after an operation are reached."""
+
+    transitions: _Transitions
+    costs: np.ndarray  # of the states before
+    kept: np.ndarray  # numbers of the states that go on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,16 +169,17 @@ def derive(
     captured: CapturedModel,
     shards: int,
     *,
-    split: Mapping[str, Split] | None,
+    pinned: Mapping[str, Split | None],
     sequence_parallel: bool,
     states: int = STATES,
 ) -> Derivation:
-    """The placements of ``captured`` on ``shards`` ranks; see ``operations_of`` for ``split``.
+    """The placements of ``captured`` on ``shards`` ranks; see ``operations_of`` for ``pinned``.
 
-    After each operation the ``states`` cheapest states go on. Raises PlanError if ``split`` allows no placements.
+    After each operation the ``states`` cheapest states go on. Raises ImpossibleSplitError if ``pinned`` allows no
+    placements.
     """
-    operations = operations_of(captured, shards, split=split, sequence_parallel=sequence_parallel)
-    return _Search(captured, shards, operations, split, sequence_parallel).run(states)
+    operations = operations_of(captured, shards, pinned=pinned, sequence_parallel=sequence_parallel)
+    return _Search(captured, shards, operations, pinned, sequence_parallel).run(states)
 
 
 class _Search:
@@ -162,18 +188,21 @@ class _Search:
         captured: CapturedModel,
         shards: int,
         operations: Sequence[OperationWays],
-        split: Mapping[str, Split] | None,
+        pinned: Mapping[str, Split | None],
         sequence_parallel: bool,
     ) -> None:
         exported, graph = captured.exported, captured.graph
         self._shards = shards
         self._operations = tuple(operations)
-        self._split = split
+        self._pinned = pinned
+        self._name_of = {**exported.parameters, **exported.buffers}
         self._sequence_parallel = sequence_parallel
         # Copied state is summed once per iteration; with few micro-batches that costs as much as a collective in each.
         self._sync = 1e-3 if sequence_parallel else 1.0
         self._state_names = exported.parameters.keys() | exported.buffers.keys()
         self._written = {name for name, buffer in exported.buffers.items() if buffer in exported.written_buffers}
+        self._samples = exported.micro_batch_size
+        self._of_samples = made_from_inputs(exported.program, self._state_names)
         self._flops = {node.name: node.flops for node in graph.nodes}
         self._loss = next(node for node in exported.program.nodes if node.name == exported.loss)
         self._last_use: dict[fx.Node, int] = {self._loss: len(self._operations)}
@@ -186,16 +215,17 @@ class _Search:
         self._sets: list[_Set] = []
         self._alike_as: dict[tuple, int] = {}
         self._options: dict[tuple, tuple[_Option, ...]] = {}
-        self._beams: dict[_Beam, _Beam] = {}
-        self._advanced: dict[tuple, tuple[_Beam, int, tuple[_Reached, ...]]] = {}
+        self._transitions: dict[tuple, _Transitions] = {}
+        self._numbers_of: dict[_Key, int] = {}
         self._debts: dict[tuple[_Operand, int], int] = {}
         self._between: dict[tuple[_Operand, int, int], float] = {}
 
     def run(self, states: int) -> Derivation:
-        beam = _Beam((), ((),), (0,))
-        base = 0  # the cost of the cheapest state
+        key: _Key = ((), ((),))
+        costs = np.zeros(1)  # of the states, more than the cheapest; whole numbers
+        base = 0  # cost of the cheapest state
         live: list[fx.Node] = []  # the values whose sets of placements make up a state, in its order
-        reached: list[tuple[_Reached, ...]] = []
+        steps: list[_Step] = []
         for number, operation in enumerate(self._operations):
             operands = tuple(dict.fromkeys(operation.call.operands))
             first_used = [node for node in operands if node not in live]
@@ -210,33 +240,53 @@ class _Search:
             )
             others = [place for place in range(len(live)) if place not in step.places]
             live = [live[place] for place in others] + [operands[place] for place in step.staying] + step.results
-            key = self._alike(step), step.entering, step.places, beam
-            if key not in self._advanced:  # equal layers come to equal beams
-                self._advanced[key] = self._advance(step, beam, others, tuple(map(self._operand, live)), states)
-            beam, cost, found = self._advanced[key]
-            base += cost
-            reached.append(found)
+            known = self._alike(step), step.entering, step.places, self._number_of_key(key)
+            if known not in self._transitions:
+                values = tuple(map(self._operand, live))
+                self._transitions[known] = self._transitions_of(step, key[1], others, values)
+            transitions = self._transitions[known]
+            totals = np.minimum.reduceat(costs[transitions.sources] + transitions.costs, transitions.starts)
+            kept = self._kept(transitions, totals, states)
+            steps.append(_Step(transitions, costs, kept))
+            key = self._key(transitions, kept)
+            least = totals[kept].min()
+            costs = totals[kept] - least
+            base += int(least)
         place = live.index(self._loss)
         finals = [
-            (base + cost + _units(prepared.cost), prepared.conversions, number)
-            for number, (state, cost) in enumerate(zip(beam.states, beam.costs, strict=True))
+            (base + int(cost) + _units(prepared.cost), prepared.conversions, number)
+            for number, (state, cost) in enumerate(zip(key[1], costs, strict=True))
             for prepared in self._prepared(
                 self._operand(self._loss), 0, WHOLE, _Partway(0.0, (self._sets[state[place]],))
             )
         ]
         total, conversions, last = min(finals, key=lambda each: each[0])
-        return self._derivation(total, [Converted(self._loss, a, b) for _, a, b in conversions], reached, last)
+        return self._derivation(total, [Converted(self._loss, a, b) for _, a, b in conversions], steps, last)
 
-    def _advance(
-        self, step: _Operation, beam: _Beam, others: Sequence[int], values: tuple[_Operand, ...], states: int
-    ) -> tuple[_Beam, int, tuple[_Reached, ...]]:
-        """The beam after an operation, what its cheapest state costs more than the one before, and how to reach each.
+    def _number_of_key(self, key: _Key) -> int:
+        """A number for ``key``; numbers are quicker to hash."""
+        return self._numbers_of.setdefault(key, len(self._numbers_of))
+
+    def _key(self, transitions: _Transitions, kept: np.ndarray) -> _Key:
+        found = kept.tobytes()
+        if found not in transitions.kept:
+            transitions.kept[found] = transitions.values, tuple(transitions.states[number] for number in kept)
+        return transitions.kept[found]
+
+    def _transitions_of(
+        self,
+        step: _Operation,
+        states: Sequence[tuple[int, ...]],
+        others: Sequence[int],
+        values: tuple[_Operand, ...],
+    ) -> _Transitions:
+        """The transitions from ``states`` by an operation.
 
         ``values`` are those of the new states, first the ``others`` that the operation does not touch.
         """
         alike = self._alike(step)
-        after: dict[tuple[int, ...], tuple[int, _Reached]] = {}
-        for number, (short, cost) in enumerate(zip(beam.states, beam.costs, strict=True)):
+        after: dict[tuple[int, ...], list[tuple[int, _Option]]] = {}
+        for number, short in enumerate(states):
             state = short + step.entering
             placed = tuple([state[place] for place in step.places])
             options = self._options.get((alike, placed))
@@ -244,42 +294,50 @@ class _Search:
                 options = self._options[alike, placed] = self._options_of(step, placed)
             rest = tuple([state[place] for place in others])
             for option in options:
-                key, total = rest + option.after, cost + option.cost
-                known = after.get(key)
-                if known is None or total < known[0]:
-                    after[key] = total, (number, option)
+                after.setdefault(rest + option.after, []).append((number, option))
         if not after:
-            raise PlanError(self._impossible(step.operation))
-        best = self._best({state: cost for state, (cost, _) in after.items()}, values, states)
-        least = min(best.values())
-        found = _Beam(values, tuple(best), tuple(cost - least for cost in best.values()))
-        return self._beams.setdefault(found, found), least, tuple(after[state][1] for state in best)
+            raise self._impossible(step.operation)
+        ways = [way for found in after.values() for way in found]
+        counts = [len(found) for found in after.values()]
+        of_state = [place for place, value in enumerate(values) if value.is_state]
+        weights: dict[tuple[int, ...], int] = {}
+        return _Transitions(
+            sources=np.array([source for source, _ in ways]),
+            options=[option for _, option in ways],
+            costs=np.array([float(option.cost) for _, option in ways]),
+            starts=np.cumsum([0, *counts[:-1]]),
+            states=list(after),
+            debts=np.array([float(sum(map(self._debt, values, state))) for state in after]),
+            weights=[weights.setdefault(tuple([each[p] for p in of_state]), len(weights)) for each in after],
+            values=values,
+            to_others={},
+            kept={},
+        )
 
-    def _best(
-        self, beam: Mapping[tuple[int, ...], int], values: Sequence[_Operand], states: int
-    ) -> dict[tuple[int, ...], int]:
-        """The states of ``beam``, with their costs, that can still win: at most ``states`` of them.
+    def _kept(self, transitions: _Transitions, totals: np.ndarray, states: int) -> np.ndarray:
+        """Numbers of the states that can still win, of which these are the costs ``totals``: at most ``states``.
 
         A state cannot win if another one becomes like it by conversions and then costs no more. If too many are left,
         those go on that cost the least with all partial values reduced: a row-parallel product costs nothing until its
         result is. At most a quarter of them agree in how weights are placed that are used again, for such a choice may
         pay off only at the end of the model.
         """
-        kept: list[tuple[tuple[int, ...], int]] = []
-        for state, cost in sorted(beam.items(), key=itemgetter(1)):
-            if not any(c + self._cost_between(values, other, state, cost - c) <= cost for other, c in kept[:_FEW]):
-                kept.append((state, cost))
-        if len(kept) <= states // 4:
-            return dict(kept)
-        of_state = [place for place, value in enumerate(values) if value.is_state]
-        counts: Counter[tuple[int, ...]] = Counter()
-        best: dict[tuple[int, ...], int] = {}
-        for state, cost in sorted(kept, key=lambda item: item[1] + sum(map(self._debt, values, item[0]))):
-            weights = tuple([state[place] for place in of_state])
-            counts[weights] += 1
-            if counts[weights] <= states // 4 and len(best) < states:
-                best[state] = cost
-        return best
+        kept = np.argsort(totals, kind="stable")
+        for place in range(_FEW):
+            if place < len(kept):
+                cheap, dearer = kept[place], kept[place + 1 :]
+                can_win = totals[cheap] + self._to_others(transitions, int(cheap))[dearer] > totals[dearer]
+                kept = np.concatenate([kept[: place + 1], dearer[can_win]])
+        if len(kept) > states // 4:
+            counts: Counter[int] = Counter()
+            best: list[int] = []
+            for number in kept[np.argsort((totals + transitions.debts)[kept], kind="stable")].tolist():
+                weights = transitions.weights[number]
+                counts[weights] += 1
+                if counts[weights] <= states // 4 and len(best) < states:
+                    best.append(number)
+            kept = np.array(best)
+        return np.sort(kept)
 
     def _debt(self, value: _Operand, placements: int) -> int:
         """The cost of reducing ``value`` if it is only partial."""
@@ -289,13 +347,16 @@ class _Search:
             self._debts[key] = _units(self._all_reduce(value) + _LATENCY_BYTES) if only_partial else 0
         return self._debts[key]
 
-    def _cost_between(
-        self, values: Sequence[_Operand], source: tuple[int, ...], target: tuple[int, ...], most: int
-    ) -> float:
-        """The cost of conversions after which ``values`` in state ``source`` have all placements of ``target``.
+    def _to_others(self, transitions: _Transitions, number: int) -> np.ndarray:
+        """The cost of conversions from state ``number`` to each state; infinite where there are none."""
+        if number not in transitions.to_others:
+            values, source = transitions.values, transitions.states[number]
+            costs = [self._cost_between(values, source, target) for target in transitions.states]
+            transitions.to_others[number] = np.array(costs)
+        return transitions.to_others[number]
 
-        Infinite if there are none, or if it is above ``most``.
-        """
+    def _cost_between(self, values: Sequence[_Operand], source: tuple[int, ...], target: tuple[int, ...]) -> float:
+        """The cost of conversions after which ``values`` in state ``source`` have all placements of ``target``."""
         total: float = 0
         for value, before, after in zip(values, source, target, strict=True):
             if before != after:
@@ -303,8 +364,8 @@ class _Search:
                 if key not in self._between:
                     self._between[key] = self._cost_of_adding(value, self._sets[before], self._sets[after])
                 total += self._between[key]
-                if total > most:
-                    return inf
+                if total == inf:
+                    break
         return total
 
     def _cost_of_adding(self, value: _Operand, available: _Set, wanted: _Set) -> float:
@@ -316,13 +377,14 @@ class _Search:
             total += min((_units(cost) for cost, _ in paths), default=inf)
         return total
 
-    def _derivation(
-        self, total: int, loss: Sequence[Converted], reached: Sequence[tuple[_Reached, ...]], last: int
-    ) -> Derivation:
+    def _derivation(self, total: int, loss: Sequence[Converted], steps: Sequence[_Step], last: int) -> Derivation:
         options: list[_Option] = []
-        for found in reversed(reached):
-            last, option = found[last]
-            options.append(option)
+        for step in reversed(steps):
+            ways, state = step.transitions, step.kept[last]
+            first, end = np.append(ways.starts, len(ways.options))[state : state + 2]
+            way = first + int(np.argmin(step.costs[ways.sources[first:end]] + ways.costs[first:end]))
+            last = ways.sources[way]
+            options.append(ways.options[way])
         decisions: list[Decision] = []
         placed: dict[str, TensorPlacement] = {}
         for operation, option in zip(self._operations, reversed(options), strict=True):
@@ -349,8 +411,8 @@ class _Search:
         operation, operands = step.operation, step.operands
         about = (
             id(operation.ways),  # equal operations share them
-            self._flops.get(operation.call.node.name, 0),
-            tuple(node.meta["val"].nbytes for node in operation.call.result_nodes),
+            self._flops_of(operation),
+            tuple(self._bytes(node) for node in operation.call.result_nodes),
             tuple(self._operand(node, operation) for node in operands),
             tuple(operands.index(node) for node in operation.call.operands),
             step.staying,
@@ -364,13 +426,14 @@ class _Search:
         call = None if operation is None else operation.call
         writes = call is not None and is_mutable(call.node) and node is call.operands[0]
         about = _Operand(
-            bytes=node.meta["val"].nbytes,
+            bytes=self._bytes(node),
             dims=node.meta["val"].dim(),
             gradient=has_gradient(node),
             is_state=node.name in self._state_names,
             is_weight=node in (self._weights if operation is None else operation.weights),
             is_written=writes or node.name in self._written,
-            fixed=None if self._split is None else self._split.get(node.name),
+            is_pinned=node.name in self._pinned,
+            pinned=self._pinned.get(node.name),
         )
         return about if operation is not None else self._about.setdefault(node, about)
 
@@ -413,10 +476,10 @@ class _Search:
 
     def _first_placements(self, operand: _Operand, need: TensorPlacement) -> tuple[TensorPlacement, ...]:
         """The placements that state may have whose first use needs it as ``need``."""
-        if operand.fixed is not None:
-            return (need,) if need.split == operand.fixed else ()
-        if need.split is not None:  # where a Plan leaves it whole, each rank takes its slice
-            return (need,) if self._split is None else (COPIED if operand.gradient else WHOLE,)
+        if operand.pinned is not None:
+            return (need,) if need.split == operand.pinned else ()
+        if need.split is not None:  # each rank takes its slice of what is pinned whole
+            return (COPIED if operand.gradient else WHOLE,) if operand.is_pinned else (need,)
         return (WHOLE,) if need == WHOLE else (WHOLE, COPIED) if need == COPIED else (WHOLE,)
 
     def _paths(
@@ -453,13 +516,28 @@ class _Search:
 
     def _cost_of_conversion(self, conversion: Conversion, operand: _Operand) -> float:
         whole = self._all_reduce(operand)
-        cost = 0.0 if conversion.target is PlacementKind.SPLIT else _WHOLE_BYTE * operand.bytes
+        cost = _HELD[conversion.target] * operand.bytes
         for collective in (conversion.forward, conversion.backward if operand.gradient else None):
             if collective is Collective.ALL_REDUCE:
                 cost += whole + _LATENCY_BYTES
             elif collective is not None:  # half of an all-reduce; a sequence is split in spite of the latency
                 cost += whole / 2 + _LATENCY_BYTES * (0.4 if self._sequence_parallel else 1)
         return cost
+
+    def _per_sample(self, node: fx.Node, amount: int) -> int:
+        """``amount`` of ``node`` for one sample, so that decisions do not depend on the micro-batch size.
+
+        A value that is computed from inputs has its samples, unless it combines them, as the loss does.
+        """
+        has_samples = node in self._of_samples and amount % self._samples == 0
+        return amount // self._samples if has_samples else amount
+
+    def _bytes(self, node: fx.Node) -> int:
+        return self._per_sample(node, node.meta["val"].nbytes)
+
+    def _flops_of(self, operation: OperationWays) -> int:
+        node = operation.call.node
+        return self._per_sample(node, self._flops.get(node.name, 0))
 
     def _all_reduce(self, operand: _Operand) -> float:
         """Bytes that each rank sends in an all-reduce of ``operand``, by a ring."""
@@ -469,16 +547,16 @@ class _Search:
         call, whole_share = operation.call, 1 - 1 / self._shards
         cost = 0.0
         for node in call.result_nodes:
-            if way.gives[call.number_of(node)].kind is not PlacementKind.SPLIT:
-                cost += _WHOLE_BYTE * whole_share * node.meta["val"].nbytes
+            cost += _HELD[way.gives[call.number_of(node)].kind] * whole_share * self._bytes(node)
         if way in operation.rule.special and call.operator == "cross_entropy_loss":
-            labels = call.operands[1].meta["val"]
-            cost += 6 * whole_share * labels.numel() * call.operands[0].meta["val"].element_size()
+            logits, labels = call.operands[:2]
+            count = self._per_sample(labels, labels.meta["val"].numel())
+            cost += 6 * whole_share * count * logits.meta["val"].element_size()
         if operation.rule.product and any(has_gradient(node) for node in call.result_nodes):
             weights = [number for number, each in enumerate(call.operands) if each in operation.weights]
             is_split = any(need.split is not None for need in way.needs)
             if not is_split or any(way.needs[number].kind is not PlacementKind.SPLIT for number in weights):
-                flops = self._flops.get(call.node.name, 0)
+                flops = self._flops_of(operation)
                 table = sum(float(call.operands[number].meta["val"].nbytes) for number in weights)
                 if flops:
                     cost += whole_share * (_WHOLE_FLOP * flops + (_WHOLE_PRODUCT if weights else 0))
@@ -486,11 +564,12 @@ class _Search:
                     cost += whole_share * _WHOLE_TABLE * table
         return cost
 
-    def _impossible(self, operation: OperationWays) -> str:
-        names = [operand.name for operand in operation.call.operands if operand.name in (self._split or {})]
-        assert self._split is not None, "whole operands are always possible"
-        split = self._split[names[0]]
-        return (
-            f"split: {names[0]} cannot be split along dimension {split.dim} in blocks {list(split.blocks)}, because "
-            f"{operation.call.operator} needs it in another way; split it along another dimension, or not at all"
-        )
+    def _impossible(self, operation: OperationWays) -> ImpossibleSplitError:
+        """The error if no way to run ``operation`` remains: a pinned Split does not fit it."""
+        nodes = list(operation.call.operands)
+        for node in nodes:  # operands, then what they are computed from
+            split = self._pinned.get(node.name)
+            if split is not None:
+                return ImpossibleSplitError(self._name_of[node.name], split, operation.call.operator)
+            nodes += (each for each in node.all_input_nodes if each not in nodes)
+        raise AssertionError("whole operands are always possible")

@@ -104,7 +104,7 @@ def _collectives_of(node: fx.Node) -> Iterator[tuple[str, Collective, int]]:
 
 
 def _weights(model: TensorParallelModel) -> Iterator[WeightSplit]:
-    operations = operations_of(model.whole, model.shards, split=None, sequence_parallel=_is_sequence_parallel(model))
+    operations = operations_of(model.whole, model.shards, pinned={}, sequence_parallel=model.sequence_parallel)
     names = model.whole.exported.parameters
     shapes = {name: value.shape for name, value in model.whole.graph.parameters.items()}
     users = _users(operations, names.keys())
@@ -120,11 +120,6 @@ def _weights(model: TensorParallelModel) -> Iterator[WeightSplit]:
         split = model.split.get(name)
         reason = "" if split is not None else _reason(model, shapes[name], products, unruled)
         yield WeightSplit(weight=name, shape=shapes[name], split=split, reason=reason)
-
-
-def _is_sequence_parallel(model: TensorParallelModel) -> bool:
-    conversions = (conversion_of(node.operator) for node in model.local.graph.nodes)
-    return any(each is not None and each.name == "reduce_scatter" for each in conversions)
 
 
 def _users(

@@ -91,6 +91,7 @@ def sub_pipelined(model: TensorParallelModel) -> SubPipelinedModel:
             placements={**model.placements, **builder.placements},
             positions=tuple(builder.position[node.name] for node in halved.nodes),
             drawn_per_shard=model.drawn_per_shard,
+            sequence_parallel=model.sequence_parallel,
             half_of=builder.half_of,
         )
 

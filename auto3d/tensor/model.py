@@ -23,6 +23,7 @@ class TensorParallelModel:
     whole: CapturedModel
     local: CapturedModel
     shards: int
+    sequence_parallel: bool
     placements: Mapping[str, TensorPlacement]
     """Placement of every parameter and buffer of the model, by its name, and of every value of the program."""
     positions: tuple[int, ...]
@@ -51,22 +52,24 @@ def tensor_parallel(
     shards: int,
     *,
     split: Mapping[str, Split] | None = None,
+    pinned: Mapping[str, Split | None] | None = None,
     sequence_parallel: bool = False,
 ) -> TensorParallelModel:
     """``captured`` as each of ``shards`` ranks runs it, with the least communication.
 
-    ``split`` is how a Plan splits the model's state; without it, every product's weights are split where that is
-    possible. With ``sequence_parallel``, values between products are split along the sequence where that costs no more
-    communication. Raises PlanError if ``split`` does not fit the model.
+    ``split`` is how a Plan splits all of the model's state. Without it, every product's weights are split where that is
+    possible, except for ``pinned`` state, by name: it has exactly this Split, or with None is whole or copied. With
+    ``sequence_parallel``, values between products are split along the sequence where that costs no more communication.
+    Raises PlanError if ``split`` or ``pinned`` does not fit the model.
     """
     with garbage_collection_paused():
         exported = captured.exported
         names = {**exported.parameters, **exported.buffers}
-        by_placeholder = None
-        if split is not None:
-            _check_fits(captured, split, shards)
-            by_placeholder = {placeholder: split[name] for placeholder, name in names.items() if name in split}
-        derivation = derive(captured, shards, split=by_placeholder, sequence_parallel=sequence_parallel)
+        assert split is None or pinned is None, "split says everything"
+        _check_fits(captured, split or pinned or {}, shards)
+        by_name = pinned or {} if split is None else {name: split.get(name) for name in names.values()}
+        by_placeholder = {placeholder: by_name[name] for placeholder, name in names.items() if name in by_name}
+        derivation = derive(captured, shards, pinned=by_placeholder, sequence_parallel=sequence_parallel)
         program = local_program(exported, derivation, shards)
         graph = describe(program.exported)
         position = {node.name: number for number, node in enumerate(captured.graph.nodes)}
@@ -74,18 +77,21 @@ def tensor_parallel(
             whole=captured,
             local=CapturedModel(graph=graph, exported=program.exported),
             shards=shards,
+            sequence_parallel=sequence_parallel,
             placements={names.get(name, name): placed for name, placed in program.placements.items()},
             positions=tuple(position[program.operation_of[node.name]] for node in graph.nodes),
             drawn_per_shard=program.drawn_per_shard,
         )
 
 
-def _check_fits(captured: CapturedModel, split: Mapping[str, Split], shards: int) -> None:
+def _check_fits(captured: CapturedModel, split: Mapping[str, Split | None], shards: int) -> None:
     """Raise PlanError unless each of ``split`` names state of the model and adds up to the size of its dimension."""
     state = captured.graph.parameters | captured.graph.buffers
     for name, each in split.items():
         if name not in state:
             raise PlanError(f"split: {name} is no parameter or buffer of the model")
+        if each is None:
+            continue
         shape = state[name].shape
         if not 0 <= each.dim < len(shape) or sum(each.blocks) != shape[each.dim]:
             raise PlanError(

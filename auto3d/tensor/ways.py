@@ -23,26 +23,26 @@ class OperationWays:
     rule: Rule
     ways: tuple[Way, ...]
     weights: frozenset[fx.Node]
-    """Operands of a product, or of a view, that are state of two dimensions or more, or views of such."""
+    """Operands of a product, or of a view, that are real state of two dimensions or more, or views of such."""
 
 
 def operations_of(
-    captured: CapturedModel, shards: int, *, split: Mapping[str, Split] | None, sequence_parallel: bool
+    captured: CapturedModel, shards: int, *, pinned: Mapping[str, Split | None], sequence_parallel: bool
 ) -> tuple[OperationWays, ...]:
     """The operations of ``captured`` in order, with their ways on ``shards`` ranks.
 
-    ``split`` is how parameters and buffers are split, by the names of their placeholders; without it they may be split
-    in every way that makes sense.
+    Parameters and buffers that are ``pinned``, by the names of their placeholders, have this Split, or none; all others
+    may be split in every way that makes sense.
     """
     exported = captured.exported
     state = exported.parameters.keys() | exported.buffers.keys()
     sequences = exported.micro_batch_size if sequence_parallel else None
-    return _Ways(calls_of(exported.program), state, shards, split, sequences).operations()
+    return _Ways(calls_of(exported.program), state, shards, pinned, sequences).operations()
 
 
 def ways_of_call(call: Call, shards: int, possible: Mapping[fx.Node, Iterable[Split]]) -> tuple[Rule, tuple[Way, ...]]:
     """The rule of one call and all ways that it gives if its operands can be split as ``possible`` says."""
-    ways = _Ways([call], frozenset(), shards, None, None)
+    ways = _Ways([call], frozenset(), shards, {}, None)
     return rule_of(call), ways.of_call(call, rule_of(call), possible)
 
 
@@ -60,25 +60,35 @@ def has_gradient(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
+def made_from_inputs(program: fx.Graph, state: Set[str]) -> set[fx.Node]:
+    """The inputs of ``program``, which are its placeholders apart from ``state``, and all that depends on them."""
+    found: set[fx.Node] = set()
+    for node in program.nodes:
+        if (node.op == "placeholder" and node.name not in state) or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
 class _Ways:
     def __init__(
         self,
         calls: list[Call],
         state: Set[str],
         shards: int,
-        split: Mapping[str, Split] | None,
+        pinned: Mapping[str, Split | None],
         samples: int | None,
     ) -> None:
         """``samples`` is the size of the dimension before a sequence's, if sequences may be split."""
         self._calls = calls
         self._state = state
         self._shards = shards
-        self._split = split
+        self._pinned = pinned
         self._samples = samples
         self._rules = [rule_of(call) for call in self._calls]
+        self._of_samples = made_from_inputs(calls[0].node.graph, state) if samples is not None else set()
         # Value -> its possible splits. Those of state come from what the model later does with the result.
         self._possible: dict[fx.Node, dict[Split, None]] = {}
-        self._tables: set[fx.Node] = set()  # state of two dimensions or more, and what is computed from it alone
+        self._tables: set[fx.Node] = set()  # real state of two dimensions or more, and its views
         self._found: dict[tuple, tuple[Way, ...]] = {}  # ways of equal calls
 
     def operations(self) -> tuple[OperationWays, ...]:
@@ -86,10 +96,11 @@ class _Ways:
         for node in self._calls[0].node.graph.find_nodes(op="placeholder"):
             if node.name not in self._state:
                 continue
-            if node.meta["val"].dim() > 1:
+            if node.meta["val"].dim() > 1 and node.meta["val"].is_floating_point():
                 self._tables.add(node)
-            if self._split is not None:
-                self._possible[node] = {self._split[node.name]: None} if node.name in self._split else {}
+            if node.name in self._pinned:
+                split = self._pinned[node.name]
+                self._possible[node] = {} if split is None else {split: None}
             else:
                 self._possible[node] = dict.fromkeys(wanted.get(node, ()))
         found = []
@@ -115,6 +126,7 @@ class _Ways:
                 node.meta["val"].dtype,
                 node.meta["val"].requires_grad,
                 node.name in self._state,
+                node.name in self._pinned,
                 tuple(self._possible.get(node, ())),
             )
             for node in operands
@@ -140,8 +152,8 @@ class _Ways:
     def _add_sequence(self, node: fx.Node) -> None:
         """Under sequence parallelism, [samples, sequence, width] may be split along its sequence."""
         shape = tuple(node.meta["val"].shape)
-        is_sequence = len(shape) == 3 and shape[0] == self._samples and has_gradient(node)
-        if is_sequence and shape[1] % self._shards == 0:
+        is_sequence = len(shape) == 3 and shape[0] == self._samples and node in self._of_samples
+        if is_sequence and has_gradient(node) and shape[1] % self._shards == 0:
             self._possible[node].setdefault(Split(1, (shape[1],)))
 
     def _wanted(self) -> dict[fx.Node, dict[Split, None]]:
@@ -247,7 +259,8 @@ class _Ways:
         found: dict[tuple[int, ...], None] = {}
         for number, dim in enumerate(axis.operands):
             operand = call.operands[number]
-            if dim is None or (operand.name in self._state and self._split is None and not self._decides(call, rule)):
+            is_free = operand.name in self._state and operand.name not in self._pinned
+            if dim is None or (is_free and not self._decides(call, rule)):
                 continue
             for split in self._possible.get(operand, ()):
                 if split.dim == dim:

@@ -57,10 +57,15 @@ def known_rules(module: nn.Module) -> dict[str, str] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class RuledSplits:
-    """What rules say about the parameters of a model; parameters that no rule splits are in neither mapping."""
+    """What rules say about the parameters of a model; it says nothing about those that no rule names."""
 
-    splits: dict[str, Split]
-    whole: dict[str, str]  # weights that stay whole -> the reason
+    pinned: dict[str, Split | None]  # None: whole
+    by_user: frozenset[str]  # those of ``pinned`` that a user's rule names
+    impossible: dict[str, str]  # weights whose known rule is not possible -> the reason
+
+    @property
+    def splits(self) -> dict[str, Split]:
+        return {name: split for name, split in self.pinned.items() if split is not None}
 
 
 def weight_splits(
@@ -69,18 +74,22 @@ def weight_splits(
     """How ``shards`` ranks split the parameters of ``captured`` by a user's ``rules``, and by ``known`` ones elsewhere.
 
     A bias is split like the output features that it is added to. Raises PlanError, with the numbers, for a user's rule
-    that matches no weight or that is not possible; a known rule that is not possible leaves its weight whole.
+    that matches no weight or that is not possible; a known rule that is not possible says nothing.
     """
     uses = list(weight_uses(captured))
     _check_patterns(rules, uses)
     found: dict[str, tuple[Split, WeightUse]] = {}
-    whole: dict[str, str] = {}
+    whole: set[str] = set()
+    by_user: set[str] = set()
+    impossible: dict[str, str] = {}
     for use in uses:
         word, is_users = _rule(use, rules, known or {})
         if word is None:
             continue
         if word == WHOLE:
-            whole[use.weight] = "a rule says so"
+            names = {use.weight, *_biases(captured, use, captured.graph.parameters[use.weight].shape[use.output_dim])}
+            whole |= names
+            by_user |= names if is_users else set()
             continue
         try:
             splits = _splits(captured, use, word, shards)
@@ -91,20 +100,14 @@ def weight_splits(
                         f"tensor_parallel: {use} and {other[1]} share {name}, but their rules split it differently; "
                         "give them rules that agree"
                     )
+            by_user |= splits.keys() if is_users else set()
         except PlanError as error:
             if is_users:
                 raise
-            whole[use.weight] = str(error).removeprefix("tensor_parallel: ")
-    splits = {name: split for name, (split, _) in sorted(found.items()) if name not in whole}
-    return RuledSplits(splits=splits, whole=whole)
-
-
-def ruled_parameters(captured: CapturedModel, rules: Mapping[str, str]) -> set[str]:
-    """Names of the weights that ``rules`` name, and of their biases."""
-    uses = [use for use in weight_uses(captured) if _rule(use, rules, {})[0] is not None]
-    features = {use: captured.graph.parameters[use.weight].shape[use.output_dim] for use in uses}
-    biases = (name for use in uses if use.input_dim is not None for name in _biases(captured, use, features[use]))
-    return {use.weight for use in uses}.union(biases)
+            impossible[use.weight] = str(error).removeprefix("tensor_parallel: ")
+    splits = {name: split for name, (split, _) in sorted(found.items()) if name not in impossible or name in by_user}
+    pinned = splits | dict.fromkeys(sorted(whole))
+    return RuledSplits(pinned=pinned, by_user=frozenset(by_user), impossible=impossible)
 
 
 def weight_uses(captured: CapturedModel) -> Iterator[WeightUse]:

@@ -2,29 +2,24 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import GPT2Config, GPT2LMHeadModel
 
-from auto3d.capture.model import CapturedModel, capture
 from auto3d.cluster import place_ranks
 from auto3d.partition.methods.uniform import uniform
-from auto3d.plan import Plan, stages_between
-from auto3d.runtime.peak_memory import PeakMemory
-from auto3d.runtime.rank import build_rank
+from auto3d.plan import Plan
+from auto3d.runtime.randomness import Randomness, SeededOperation
 from auto3d.runtime.run_ahead import RunAhead
-from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.tensor_group import ProcessTensorGroup
 from auto3d.runtime.waiting import WaitTimeoutError
-from auto3d.runtime.world import connect, join, leave, new_group
+from auto3d.runtime.world import connect, join, new_group
 from tests.distributed.grid import kept_fractions_of
 from tests.distributed.parity import ADAMW, CPU, SGD, assert_parity, make_plan, plain_pytorch, run_rank, with_split
 from tests.distributed.test_uneven import make_plan as make_uneven_plan
-from tests.models import TEXT, captured
+from tests.models import captured
 from tests.processes import ProcessPool
 
 
@@ -96,7 +91,19 @@ def test_three_dimensions(eight, schedule):
     assert_equals_one_process(eight, "gpt2", make_plan("gpt2", dp=2, tp=2, pp=2, schedule=schedule))
 
 
-def test_dropout_is_the_same_again_and_differs_between_shards(processes):
+def test_shards_draw_numbers_of_their_own():
+    randomness = Randomness(1, first_micro_batch=0, micro_batches=1, device=CPU)
+    ones = torch.ones(64)
+
+    def drawn(shard: int | None) -> list[float]:
+        return SeededOperation(torch.dropout, 3, randomness, shard)(ones, 0.5, True).tolist()
+
+    masks = [drawn(shard) for shard in (None, 0, 1, 2)]
+    assert len(set(map(tuple, masks))) == 4
+    assert masks == [drawn(shard) for shard in (None, 0, 1, 2)]
+
+
+def test_dropout_is_the_same_again_and_when_it_is_recomputed(processes):
     plan = make_plan("gpt2-dropout", dp=1, tp=2, pp=2)
     first, again = (processes.run(4, run_rank, "gpt2-dropout", plan, SGD) for _ in range(2))
     full = replace(plan, schedule_options={"recompute": "full"})
@@ -111,51 +118,6 @@ def test_dropout_is_the_same_again_and_differs_between_shards(processes):
 def test_sequence_parallelism(processes, schedule):
     plan = make_plan("gpt2", dp=1, tp=2, pp=2, schedule=schedule, sequence_parallel=True)
     assert_equals_one_process(processes, "gpt2", plan)
-
-
-# Memory
-
-
-def wide_gpt2() -> GPT2LMHeadModel:
-    return GPT2LMHeadModel(
-        GPT2Config(n_layer=5, n_embd=1024, n_head=8, n_positions=32, vocab_size=256, use_cache=False)
-    )
-
-
-@cache
-def captured_wide() -> CapturedModel:
-    return capture(wide_gpt2, TEXT.input_specs(), 1)
-
-
-def peak_bytes(world, plan: Plan) -> int:
-    """Growth of the process from before its weights are made until after an iteration."""
-    settings = TrainingSettings(iterations=1, optimizer=SGD, device="cpu", threads_per_rank=1, timeout_s=60)
-    join(world, device=CPU, timeout_s=60)
-    try:
-        memory = PeakMemory(CPU)
-        rank = build_rank(captured_wide(), plan, settings, TEXT, world)
-        list(rank.executor.run(rank.programs[0], 0))
-        return memory.read().allocated
-    finally:
-        leave()
-
-
-def test_no_rank_ever_holds_a_whole_weight_that_is_split():
-    graph = captured_wide().graph
-    plan = replace(
-        make_plan("gpt2", dp=1, tp=4, pp=1, micro_batch_size=1, micro_batches=1),
-        stages=stages_between([0, len(graph.nodes)]),
-    )
-    plan = with_split(plan, captured_wide())
-    total = sum(value.bytes for value in graph.parameters.values())
-    split = sum(value.bytes for name, value in graph.parameters.items() if name in plan.split)
-    largest = max(value.bytes for value in graph.parameters.values())
-    assert split > 0.95 * total
-    state = 3 * (split / 4 + total - split)  # weights, gradients, momentum
-    with ProcessPool(4) as pool:
-        for peak in pool.run(4, peak_bytes, plan):
-            assert state < peak < state + 3 * largest + 30e6, "two weights are whole while they are made"
-            assert peak < 1.2 * total, "all weights and their shards would be 1.25 times the weights"
 
 
 # A rank that is late

@@ -17,8 +17,18 @@ from tests.models import TRAINED, captured
 check = partial(check_shards, seed=3, device=torch.device("cpu"))
 
 
+# Its last statistics are of as many numbers as there are samples. They magnify the rounding of sums that ranks add up:
+# in float64, where its loss differs by 2e-11, by as much more than rounding as in float32, where it differs by 3e-3.
+MAGNIFIES_ROUNDING = "resnet"
+
+
+def test_a_model_that_magnifies_rounding_is_refused():
+    with pytest.raises(ShardsDifferError, match=r"first in blocks_\w+_batch_norm"):
+        check(tensor_parallel(captured(MAGNIFIES_ROUNDING, 2), 2), TRAINED[MAGNIFIES_ROUNDING][1])
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("model", TRAINED)
+@pytest.mark.parametrize("model", [model for model in TRAINED if model != MAGNIFIES_ROUNDING])
 def test_shards_equal_the_whole_program(model, sequence_parallel):
     """Including dropout, for which both draw the same numbers."""
     whole = captured(model, 2)
@@ -62,11 +72,11 @@ def test_halves_equal_the_whole_program(model):
 
 
 def test_a_half_that_takes_the_wrong_part_of_a_dropout_mask_is_refused(monkeypatch):
-    sliced = halves._Builder._slice
+    sliced = halves._HalvesBuilder._slice
 
     def wrong(self, source, split, half, origin, name):
         return sliced(self, source, split, 0 if "_mask_half" in name else half, origin, name)
 
-    monkeypatch.setattr(halves._Builder, "_slice", wrong)
+    monkeypatch.setattr(halves._HalvesBuilder, "_slice", wrong)
     with pytest.raises(ShardsDifferError, match="differs by"):
         check(sub_pipelined(tensor_parallel(captured("gpt2-dropout", 4), 2)), TRAINED["gpt2-dropout"][1])

@@ -102,7 +102,32 @@ def test_communication_is_that_of_megatron(name, blocks):
 def test_a_wider_beam_finds_nothing_cheaper(name, sequence_parallel):
     model = captured(name, 2)
     narrow, wide = (
-        derive(model, 2, split=None, sequence_parallel=sequence_parallel, **options)
+        derive(model, 2, pinned={}, sequence_parallel=sequence_parallel, **options)
         for options in ({}, {"states": 1000})
     )
     assert narrow.cost == pytest.approx(wide.cost, rel=1e-7)  # a millionth of a byte per byte breaks ties
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "t5"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_decisions_do_not_depend_on_the_micro_batch_size(name, sequence_parallel):
+    """Stages of unequal replicas run one program, and costs of one size are scaled to others."""
+    first, *others = (tensor_parallel(captured(name, n), 2, sequence_parallel=sequence_parallel) for n in (1, 2, 4, 8))
+    for other in others:
+        assert first.split == other.split
+        assert first.local.graph.same_operations(other.local.graph)
+
+
+def test_ties_go_to_megatrons_pattern():
+    """The residual stream is whole: a reduce comes right behind its product, a copy right before.
+
+    A copied stream, or a partial value that a view passes on, would cost no more communication.
+    """
+    graph = tensor_parallel(captured("gpt2", 2), 2).local.graph
+    maker = {value.name: node for node in graph.nodes for value in node.outputs}
+    reduces = [node for node in graph.nodes if node.operator == "auto3d.reduce.default"]
+    assert [maker[node.reads[0]].operator for node in reduces] == ["aten.add.Tensor"] + ["aten.addmm.default"] * 8
+    copies = {node.outputs[0].name for node in graph.nodes if node.operator == "auto3d.copy.default"}
+    assert len(copies) == 9
+    readers = {node.operator for node in graph.nodes if copies.intersection(node.reads)}
+    assert readers == {"aten.addmm.default", "aten.linear.default"}

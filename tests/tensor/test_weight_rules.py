@@ -24,8 +24,10 @@ from auto3d.capture.model import CapturedModel, capture
 from auto3d.capture.skeleton import skeleton
 from auto3d.errors import InputError
 from auto3d.tensor.known_rules import RULES, SHIPPED, STYLES
-from auto3d.tensor.weight_rules import known_rules, weight_splits, weight_uses
-from auto3d.tensor_placement import Split
+from auto3d.tensor.model import tensor_parallel
+from auto3d.tensor.planned_split import planned_split, ruled_reasons
+from auto3d.tensor.weight_rules import RuledSplits, known_rules, weight_splits, weight_uses
+from auto3d.tensor_placement import COPIED, WHOLE, Split
 from tests import models
 
 HEADS, WIDTH = 8, 32
@@ -176,7 +178,11 @@ def test_the_dimension_follows_from_the_use_of_the_weight():
 @pytest.mark.parametrize(
     ("rules", "shards", "message"),
     [
-        ({"layers.*": "row"}, 2, "'layers.*' matches no module that multiplies a weight or looks up its rows; a patt"),
+        (
+            {"layers.*": "row"},
+            2,
+            "'layers.*' matches no module that multiplies a weight or looks up its rows",
+        ),
         ({"table": "row"}, 2, "table is an embedding, which takes vocabulary, column or whole, not row"),
         ({"depthwise": "row"}, 2, "depthwise is a convolution in groups, which takes column or whole, not row"),
         ({"mixed": "vocabulary"}, 2, "mixed is a convolution, which has no vocabulary; it takes column or row"),
@@ -185,7 +191,11 @@ def test_the_dimension_follows_from_the_use_of_the_weight():
         ({"heads": "column"}, 4, "heads has 2 heads, which do not divide into 4 shards"),
         ({"gated": "column"}, 3, "gated has 16 output features, which do not divide into 3 shards"),
         ({"gated": "row"}, 3, "gated has 16 input features, which do not divide into 3 shards"),
-        ({"overlapping": "column"}, 2, "the model reads parts of the result of overlapping that overlap; it takes row"),
+        (
+            {"overlapping": "column"},
+            2,
+            "the model reads parts of the result of overlapping that overlap; it takes row or whole",
+        ),
         ({"depthwise": "column"}, 8, "depthwise has 4 groups, which do not divide into 8 shards"),
     ],
 )
@@ -193,8 +203,8 @@ def test_impossible_rules_are_refused_with_the_numbers(rules, shards, message):
     with pytest.raises(InputError, match=re.escape(f"tensor_parallel: {message}")):
         weight_splits(layers(), shards, rules=rules)
     known = weight_splits(layers(), shards, rules={}, known=rules)
-    assert known.splits == {}, "where a rule that ships is not possible, the weight stays whole"
-    assert message.endswith("a patt") or all(reason == message for reason in known.whole.values())
+    assert known.pinned == {}, "a rule that ships says nothing where it is not possible"
+    assert list(known.impossible.values()) == ([] if "matches no module" in message else [message])
 
 
 def test_a_users_rule_counts_before_a_known_one():
@@ -207,6 +217,53 @@ def test_a_users_rule_counts_before_a_known_one():
 def test_rules_of_modules_that_share_a_weight_must_agree():
     with pytest.raises(InputError, match=r"share transformer\.wte\.weight, but their rules split it differently"):
         splits_of(models.captured("gpt2", 2), 2, {"lm_head": "row"})
+
+
+@pytest.mark.parametrize(
+    ("model", "derived"),
+    [
+        ("gpt2", {"transformer.wpe.weight"}),
+        ("bert", {"cls.predictions.transform.dense.weight", "bert.embeddings.position_embeddings.weight"}),
+        ("vit", {"vit.embeddings.patch_embeddings.projection.weight"}),
+    ],
+)
+def test_known_rules_fix_what_they_name_and_the_rest_is_derived(model, derived):
+    captured = models.captured(model, 2)
+    ruled, planned = splits_of(captured, 2), planned_split(captured, 2, rules={})
+    assert ruled.items() <= planned.items()
+    assert derived <= planned.keys() - ruled.keys()
+
+
+def test_derived_splits_fit_a_users_rules():
+    """Layer 0 is whole by the rules, and layer 1 splits the input features of what GPT-2's own rules call a column."""
+    rules = {"*.h.0.mlp.*": "whole", "*.h.1.mlp.c_fc": "row", "*.h.1.mlp.c_proj": "row"}
+    captured = models.captured("gpt2", 2)
+    splits = planned_split(captured, 2, rules=rules)
+    assert not [name for name in splits if ".h.0.mlp." in name]
+    assert splits["transformer.h.1.mlp.c_fc.weight"] == Split(0, (32,))
+    assert splits["transformer.h.2.mlp.c_fc.weight"] == Split(1, (128,))
+    placements = tensor_parallel(captured, 2, split=splits).placements
+    assert placements["transformer.h.0.mlp.c_fc.weight"] in (WHOLE, COPIED)
+    assert ruled_reasons(captured, 2, rules=rules)["transformer.h.0.mlp.c_fc.bias"] == "a rule says so"
+
+
+def test_a_users_rule_counts_where_a_known_one_for_the_same_weight_disagrees():
+    """T5's decoder and head share the encoder's table, whose rows their known rules split."""
+    splits = splits_of(models.captured("t5", 2), 2, {"encoder.embed_tokens": "column"})
+    assert splits["shared.weight"] == Split(1, (32,))
+
+
+@pytest.mark.parametrize("is_users", [True, False])
+def test_splits_that_no_operation_can_use_are_refused_or_dropped(is_users, monkeypatch):
+    name, uneven = "transformer.wte.weight", Split(0, (100, 156))  # an embedding's rows are one block
+    by_user = frozenset([name] if is_users else [])
+    ruled = RuledSplits(pinned={name: uneven}, by_user=by_user, impossible={})
+    monkeypatch.setattr("auto3d.tensor.planned_split.weight_splits", lambda *_, **__: ruled)
+    if is_users:
+        with pytest.raises(InputError, match=rf"^tensor_parallel: {re.escape(name)} cannot be split along dimension 0"):
+            planned_split(models.captured("gpt2", 2), 2, rules={})
+    else:
+        assert planned_split(models.captured("gpt2", 2), 2, rules={})[name] == Split(0, (256,))
 
 
 def test_every_word_is_documented():

@@ -75,8 +75,8 @@ def test_capture_lists_what_tensor_parallel_ranks_split_and_exchange(auto3d):
     assert weights["transformer.wpe.weight"] == {
         "weight": "transformer.wpe.weight",
         "shape": [128, 128],
-        "split": None,
-        "reason": "no rule of this model splits it",
+        "split": {"dim": 0, "blocks": [128]},
+        "reason": "",
     }
     assert found["split_flops"] == 1
     counts = {(each["phase"], each["collective"]): each["count"] for each in found["exchanges"]}

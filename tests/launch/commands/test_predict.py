@@ -67,6 +67,8 @@ def test_a_model_that_is_captured_takes_keys_of_its_configuration(auto3d, folder
     assert shallow < deep < again
     assert sharded > 0
     assert in_sequence > 0
+    plain, split = (record["predicted_peak_bytes"] for record in records[3:5])
+    assert split < plain, "sequence parallelism keeps fewer activations"
     assert records[-1]["problem"] == "line 7: sequence_parallel: found 'perhaps'; it takes false or true"
 
 
