@@ -213,6 +213,8 @@ EXAMPLES = [
     call("scaled_dot_product_attention", normal(2, 4, 6, 2), normal(2, 4, 6, 2), normal(2, 4, 6, 2)),
     call("scaled_dot_product_attention", normal(2, 4, 6, 2), normal(2, 4, 6, 2), normal(2, 4, 6, 2), None, 0.0, True),
     call("scaled_dot_product_attention", normal(2, 4, 6, 2), normal(2, 4, 8, 2), normal(2, 4, 8, 2), normal(4, 6, 8)),
+    call("scaled_dot_product_attention", normal(2, 4, 6, 2), normal(2, 1, 6, 2), normal(2, 1, 6, 2)),
+    call("scaled_dot_product_attention", normal(1, 4, 6, 2), normal(2, 4, 6, 2), normal(2, 1, 6, 2)),
     call("scaled_dot_product_attention", normal(2, 4, 6, 2), normal(2, 2, 6, 2), normal(2, 2, 6, 2), enable_gqa=True),
     call("scaled_dot_product_attention", normal(2, 4, 6, 2), normal(2, 1, 6, 2), normal(2, 1, 6, 2), enable_gqa=True),
     call("index.Tensor", normal(4, 6, 2), [integers(3), integers(3, high=6)]),

@@ -17,7 +17,8 @@ def _attention(call: Call) -> Rule:
     With grouped-query attention the key-value heads are fewer: the n-th part of them serves the n-th part of the heads.
     If there are fewer than ranks, each rank repeats them for all heads and takes those of its own.
     """
-    query, key = call.shapes[:2]
+    query, key, value = call.shapes[:3]
+    several = call.argument("enable_gqa", False)
     mask = call.operand_number("attn_mask")
     result = call.results[0]
     axes = []
@@ -25,16 +26,16 @@ def _attention(call: Call) -> Rule:
         is_query = dim == len(query) - 2
         if result[dim] < 2 or (is_query and call.argument("is_causal", False)):
             continue
-        if not is_query and key[dim] != query[dim] and not call.argument("enable_gqa", False):
-            continue
-        operands: list[int | None] = [dim, *((None, None) if is_query else (dim, dim))]
+        operands: list[int | None] = [dim, None, None]
+        if not is_query:  # an operand that is broadcast, such as a single key-value head, is needed as a whole
+            operands = [None if shape[dim] == 1 and not several else dim for shape in (query, key, value)]
         if mask is not None:
             shape = call.shapes[mask]
             place = dim - len(result) + len(shape)
             operands.append(place if place >= 0 and shape[place] > 1 else None)
         axes.append(Axis(tuple(operands), (dim,)))
     heads = len(query) - 3
-    grouped = heads > 0 and key[heads] != query[heads] and call.argument("enable_gqa", False)
+    grouped = heads > 0 and key[heads] != query[heads] and several
     special = (_shared_heads(call, heads, mask),) if grouped else ()
 
     def localise(way: Way, shards: int) -> tuple[Any, tuple, dict]:
