@@ -17,7 +17,8 @@ model: {factory: 'mine:make'}
 data: {source: synthetic, inputs: {x: {kind: normal, shape: [8]}, y: {kind: integers, high: 3}}}
 cluster: {nodes: 4, devices_per_node: 1}
 training: {global_batch: 8, timeout_s: 30}
-search: {dp: [1], tp: [1], pp: [2], placement: [megatron], micro_batch_size: [4], schedule: [1f1b], allow_idle_devices: true}
+search:
+  {dp: [1], tp: [1], pp: [2], placement: [megatron], micro_batch_size: [4], schedule: [1f1b], allow_idle_devices: true}
 launch: {executor: slurm, trial_timeout_s: 240}
 """
 SAVED_S = 7  # until slurmctld has written down that a job runs; if it dies before, the next job gets its number too
