@@ -33,7 +33,7 @@ SecondsOf = Callable[[Shape, Costs], float]  # seconds of an iteration: the simu
 TimesOf = Callable[[int, Accelerator, int, bool], Times]
 """Arguments: samples, kind of device, tensor-parallel degree, whether it is sequence-parallel."""
 
-Split = tuple[int, bool]  # tensor-parallel degree, whether it is sequence-parallel
+TensorDegree = tuple[int, bool]  # tensor-parallel degree, whether it is sequence-parallel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ class CostModel:
         self._memory = PlanMemory(self._work, training)
         self._times = lru_cache(None)(
             times_at
-            or (lambda samples, accelerator, *split: times_of(self._work.work_at(samples, *split), accelerator))
+            or (lambda samples, accelerator, *degree: times_of(self._work.work_at(samples, *degree), accelerator))
         )
         self._has_handling = any(any(node.handling) for node in cluster.nodes)
         self._has_slowdown = any(node.slowdown for node in cluster.nodes)
@@ -171,7 +171,7 @@ class CostModel:
         samples, parts = plan.micro_batch_size // shape.parts, shape.parts
         homes = shape.homes
         traffic = self._traffic_of(plan)
-        split, halved = (plan.tp, plan.sequence_parallel), plan.tp > 1 and plan.tensor_overlap == SUB_PIPELINED
+        degree, halved = (plan.tp, plan.sequence_parallel), plan.tp > 1 and plan.tensor_overlap == SUB_PIPELINED
         forward, backward, weight, recompute, update = [], [], [], [], []
         exposed: list[tuple[float, float, float]] = []  # by stage: forward, backward, recomputation
         for number, stage in enumerate(plan.stages):
@@ -183,7 +183,7 @@ class CostModel:
                 )
             each, divisor = self._work.slice_of(samples, 2 * stage.replicas if halved else stage.replicas)
             link = traffic.tensor[homes[number][0], pipeline] if plan.tp > 1 and collectives else None
-            whole = self._seconds(each, accelerator, split, link, stage.operations, halved)
+            whole = self._seconds(each, accelerator, degree, link, stage.operations, halved)
             forward.append(parts * (whole[0] / divisor + accelerator.micro_batch_s))
             backward.append(parts * whole[1] / divisor)
             weight.append(parts * min(whole[2], whole[1]) / divisor)
@@ -191,13 +191,13 @@ class CostModel:
             if number in shape.recompute:
                 dropped = without(stage.operations, self._work.kept(each, stage))
                 if dropped:
-                    again = self._seconds(each, accelerator, split, link, dropped, halved)[0]
+                    again = self._seconds(each, accelerator, degree, link, dropped, halved)[0]
             recompute.append(parts * again / divisor)
             if link is not None:
-                alone = self._seconds(each, accelerator, split, None, stage.operations, halved)
+                alone = self._seconds(each, accelerator, degree, None, stage.operations, halved)
                 again_alone = 0.0
                 if again:
-                    again_alone = self._seconds(each, accelerator, split, None, dropped, halved)[0]
+                    again_alone = self._seconds(each, accelerator, degree, None, dropped, halved)[0]
                 computing = (*alone[:2], again_alone)
                 hidden = zip((*whole[:2], again), computing, strict=True)
                 shown = [parts * (total - compute) / divisor for total, compute in hidden]
@@ -267,17 +267,17 @@ class CostModel:
         self,
         samples: int,
         accelerator: Accelerator,
-        split: Split,
+        degree: TensorDegree,
         link: GroupLink | None,
         cuts: tuple[int, ...],
         recompute: bool,
     ) -> np.ndarray:
         """[cuts - 1]: seconds of one micro-batch forward and backward between neighbouring ``cuts``."""
         positions = list(cuts)
-        times = np.diff(self._times(samples, accelerator, *split).table[:, positions])
+        times = np.diff(self._times(samples, accelerator, *degree).table[:, positions])
         exchanged = np.zeros((2, len(cuts) - 1))
         if link is not None:
-            exchanged = np.diff(self._collectives(samples, split, link)[:, positions])
+            exchanged = np.diff(self._collectives(samples, degree, link)[:, positions])
         forward = np.maximum(times[0] + exchanged[0], times[1])
         backward = np.maximum(times[2] + exchanged[1], times[3])
         return forward * (2 if recompute else 1) + backward
@@ -286,7 +286,7 @@ class CostModel:
         self,
         samples: int,
         accelerator: Accelerator,
-        split: Split,
+        degree: TensorDegree,
         link: GroupLink | None,
         operations: tuple[tuple[int, int], ...],
         halved: bool,
@@ -295,17 +295,17 @@ class CostModel:
 
         If it is ``halved``, it consists of two halves of ``samples`` each, which take turns.
         """
-        times = self._times(samples, accelerator, *split)
+        times = self._times(samples, accelerator, *degree)
         total = sum((times.range(first, last) for first, last in operations), start=np.zeros(5))
         if halved:
             forward, backward = (
-                sub_pipelined_s(self._segments(samples, accelerator, split, link, operations, forward=direction))
+                sub_pipelined_s(self._segments(samples, accelerator, degree, link, operations, forward=direction))
                 for direction in (True, False)
             )
             return max(forward, 2 * float(total[1])), max(backward, 2 * float(total[3])), 2 * float(total[4])
         exchanged = np.zeros(2)
         if link is not None:
-            table = self._collectives(samples, split, link)
+            table = self._collectives(samples, degree, link)
             exchanged = sum((table[:, last] - table[:, first] for first, last in operations), start=exchanged)
         forward = max(float(total[0] + exchanged[0]), float(total[1]))
         backward = max(float(total[2] + exchanged[1]), float(total[3]))
@@ -315,15 +315,15 @@ class CostModel:
         self,
         samples: int,
         accelerator: Accelerator,
-        split: Split,
+        degree: TensorDegree,
         link: GroupLink | None,
         operations: tuple[tuple[int, int], ...],
         *,
         forward: bool,
     ) -> list[Segment]:
         """The compute of ``operations`` between collectives, and the collectives, in the order of the pass."""
-        busy = self._times(samples, accelerator, *split).table[0 if forward else 2]
-        exchanges = [one for one in self._work.work_at(samples, *split).exchanges if one.forward == forward]
+        busy = self._times(samples, accelerator, *degree).table[0 if forward else 2]
+        exchanges = [one for one in self._work.work_at(samples, *degree).exchanges if one.forward == forward]
         segments: list[Segment] = []
         for first, last in operations if forward else reversed(operations):
             inside = [one for one in exchanges if first <= one.position < last]
@@ -335,9 +335,9 @@ class CostModel:
             segments.append((float(abs(busy[last if forward else first] - busy[place])), 0.0))
         return segments
 
-    def _make_collectives(self, samples: int, split: Split, link: GroupLink) -> np.ndarray:
+    def _make_collectives(self, samples: int, degree: TensorDegree, link: GroupLink) -> np.ndarray:
         """[2, operations + 1]: seconds of the collectives of all operations before each, forward and backward."""
-        work = self._work.work_at(samples, *split)
+        work = self._work.work_at(samples, *degree)
         seconds = np.zeros((2, len(work) + 1))
         for row, exchanges in zip(seconds, work.exchanges_of, strict=True):
             for (collective, size), counts in exchanges.items():

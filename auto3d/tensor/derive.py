@@ -31,13 +31,13 @@ _UNITS = 10**6  # costs are integers, in millionths of a byte, so that equal way
 _FEW = 2  # states that the others are compared with
 _LATENCY_BYTES = 2.0**13  # a collective costs each sample as much as so many bytes, however small it is
 _WHOLE_FLOP = 1.0  # cost of one FLOP of a product that every rank computes, in bytes: it is split if it can be
-_WHOLE_PRODUCT = 2.0**22  # what a product whose weight is whole costs besides, in bytes, however small it is
+_WHOLE_PRODUCT = 2.0**22  # extra cost, in bytes, of a product whose weight is whole, however small the weight
 _WHOLE_TABLE = 16.0  # cost of one byte of a table that is whole, in bytes: with its gradient and its optimizer state
 _HELD = {  # cost of one byte of a value: of equal ways, the one that saves memory, then that of Megatron-LM
     PlacementKind.SPLIT: 0.0,
     PlacementKind.WHOLE: 2e-6,
-    PlacementKind.COPIED: 3e-6,  # so that a copy comes right before the product
-    PlacementKind.PARTIAL: 4e-6,  # so that a reduce comes right behind the product
+    PlacementKind.COPIED: 3e-6,  # the most but one: a copy comes right before the product
+    PlacementKind.PARTIAL: 4e-6,  # the most: a reduce comes right behind the product
 }
 
 
@@ -94,7 +94,7 @@ class _Operand:
     dims: int
     gradient: bool
     is_state: bool
-    is_weight: bool  # of a product: never sliced out of a whole one, which each rank would have to hold
+    is_weight: bool  # weight of a product: a slice of a whole one will not do, since each rank would hold the whole
     is_written: bool  # in place, so an operation must get the state itself, never a converted copy
     is_pinned: bool  # to the Split that follows, or to none
     pinned: Split | None
@@ -135,7 +135,7 @@ class _Step:
     """How the states after an operation are reached."""
 
     transitions: _Transitions
-    costs: np.ndarray  # of the states before
+    costs: np.ndarray  # costs of the states before
     kept: np.ndarray  # numbers of the states that go on
 
 
@@ -146,7 +146,7 @@ class _Operation:
     operation: OperationWays
     operands: tuple[fx.Node, ...]  # without repetitions
     entering: tuple[int, ...]  # sets of placements of the operands that are used the first time
-    places: tuple[int, ...]  # of the operands
+    places: tuple[int, ...]  # places of the operands
     staying: tuple[int, ...]  # numbers of the operands that are used again
     results: list[fx.Node]  # those that are used
 
@@ -222,7 +222,7 @@ class _Search:
 
     def run(self, states: int) -> Derivation:
         key: _Key = ((), ((),))
-        costs = np.zeros(1)  # of the states, more than the cheapest; whole numbers
+        costs = np.zeros(1)  # cost of each state beyond that of the cheapest; whole numbers
         base = 0  # cost of the cheapest state
         live: list[fx.Node] = []  # the values whose sets of placements make up a state, in its order
         steps: list[_Step] = []

@@ -39,7 +39,7 @@ class _Builder:
     shards: int
     graph: fx.Graph = field(default_factory=fx.Graph)
     local: dict[tuple[fx.Node, TensorPlacement], fx.Node] = field(default_factory=dict)  # (whole value, placement)
-    placement: dict[fx.Node, TensorPlacement] = field(default_factory=dict)  # of each value as it is first made
+    placement: dict[fx.Node, TensorPlacement] = field(default_factory=dict)  # placement of each value when it is made
     placements: dict[str, TensorPlacement] = field(default_factory=dict)
     operation_of: dict[str, str] = field(default_factory=dict)
     drawn: set[str] = field(default_factory=set)

@@ -236,7 +236,10 @@ class _Ways:
                 carried = rule.carry(split)
                 if carried is not None and all(self._carried(split, each) for each in carried):
                     gives = tuple(_split(each) for each in carried)
-                    for others in (copied[1:], gives * (len(copied) - 1)):  # that of view_as only gives its shape
+                    for others in (
+                        copied[1:],
+                        gives * (len(copied) - 1),
+                    ):  # the second operand of view_as only gives its shape
                         yield Way((_split(split), *others), gives)
         if rule.joins is not None:
             yield from self._joined(call, rule.joins)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from auto3d.errors import InputError
 from launch.recipe.load import LoadedRecipe
 
-T = TypeVar("T")  # what a function of the process takes: a micro-batch size, or a Plan
+T = TypeVar("T")  # the argument of a function of the process: a micro-batch size, or a Plan
 
 
 class CaptureProcess:

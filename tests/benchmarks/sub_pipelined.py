@@ -178,7 +178,7 @@ def in_namespace(names: list[str], target, world: World, report: Report) -> None
         if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), "setns")
     os.environ["GLOO_SOCKET_IFNAME"] = LINK
-    with suppress(PermissionError):  # so that ranks and gloo's threads wake on time whatever else the machine does
+    with suppress(PermissionError):  # ranks and gloo's threads then wake on time, whatever else the machine does
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     target(world, report)
 

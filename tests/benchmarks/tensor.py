@@ -43,7 +43,7 @@ from auto3d.tensor.model import tensor_parallel
 from tests.benchmarks.runtime import ADAMW, SEED, SETTINGS, TOKENS, Iteration, in_mib, on_ranks, peak_bytes, times
 
 LAYERS, HIDDEN, HEADS, FEED_FORWARD, SEQUENCE, VOCABULARY = 2, 1024, 16, 2816, 128, 2048
-MICRO_BATCH_SIZE, MICRO_BATCHES = 4, 4  # of the global batch
+MICRO_BATCH_SIZE, MICRO_BATCHES = 4, 4  # the global batch is their product
 RANKS = 2
 REPETITIONS = 15
 DATA = replace(TOKENS, sequence_length=SEQUENCE, vocabulary_size=VOCABULARY)

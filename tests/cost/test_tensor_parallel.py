@@ -49,7 +49,7 @@ class _FeedForward(nn.Module):
         )
 
     def forward(self, features: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        again = features * self.norm.weight  # so that the input of the first product has a gradient
+        again = features * self.norm.weight  # the input of the first product has a gradient, too
         return nn.functional.cross_entropy(again + self.narrow(torch.relu(self.wide(again))), label)
 
 

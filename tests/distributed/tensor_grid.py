@@ -32,7 +32,7 @@ WITH_DROPOUT = ("gpt2-4-heads-dropout", "bert-4-heads-dropout", "vit-4-heads-dro
 OF_THREE_DIMENSIONS = ("gpt2-4-heads", "t5-4-heads")  # models that the grid runs with dp, tp and pp of 2
 SCHEDULES_OF_TWO = ("1f1b", "shifted-critical-path", "chimera", "zb-h1")
 OVERLAPS = (NO_OVERLAP, SUB_PIPELINED)
-DERIVED, KNOWN = "derived", "known-rules"  # where the split comes from: the graph alone, or transformers or auto3d
+DERIVED, KNOWN = "derived", "known-rules"  # sources of the split: the graph alone, or rules of transformers or auto3d
 RULES = (DERIVED, KNOWN)
 RECOMPUTE = ("none", "full", 0.5)  # a number is the kept fraction of the first stage
 

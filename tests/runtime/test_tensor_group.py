@@ -127,7 +127,7 @@ def test_vocabulary_embedding(shards, size, padding_idx):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_vocabulary_cross_entropy(shards, size, reduction, smoothing, dtype):
     torch.manual_seed(size)
-    logits = (30 * torch.randn(7, size)).to(dtype).requires_grad_()  # so large that exponentials would overflow
+    logits = (30 * torch.randn(7, size)).to(dtype).requires_grad_()  # large enough for exponentials to overflow
     logits.data[3] += 1000
     labels = torch.randint(0, size, (7,))
     labels[2] = labels[5] = -100

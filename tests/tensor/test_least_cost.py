@@ -19,7 +19,7 @@ from auto3d.tensor.derive import Derivation, _Search
 from auto3d.tensor.model import tensor_parallel
 from auto3d.tensor_placement import COPIED, WHOLE, TensorPlacement
 
-SAMPLES, WIDTH = 2, 64  # as many positions as features, so that every value can be transposed
+SAMPLES, WIDTH = 2, 64  # equally many positions and features: every value can be transposed
 MANY = 10**6  # states of the search, so that it drops none for want of room
 Step = tuple[str, int, int]  # (operator, numbers of its operands among the values, counted from the last)
 OPERATORS = ("linear", "linear", "add", "mul", "gelu", "view", "transpose", "softmax", "sum")
