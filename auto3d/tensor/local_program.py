@@ -10,6 +10,7 @@ from torch import fx
 from auto3d.capture.describe import is_random
 from auto3d.capture.export import ExportedModel
 from auto3d.capture.nodes import args_of
+from auto3d.plan import PlanError
 from auto3d.tensor.collectives import CONVERSION_BETWEEN, operator_of
 from auto3d.tensor.derive import Converted, Decision, Derivation
 from auto3d.tensor.rules.call import Inner
@@ -32,6 +33,19 @@ def local_program(exported: ExportedModel, derivation: Derivation, shards: int) 
     return _Builder(exported, derivation, shards).build()
 
 
+def placed_state(exported: ExportedModel, derivation: Derivation) -> dict[str, TensorPlacement]:
+    """The placement of each parameter and buffer that an operation uses, by its name.
+
+    A tied parameter has several placeholders, of which the program may use only some.
+    """
+    names = {**exported.parameters, **exported.buffers}
+    placed: dict[str, TensorPlacement] = {}
+    for placeholder, placement in derivation.state.items():
+        if placed.setdefault(names[placeholder], placement) != placement:
+            raise PlanError(f"split: the uses of {names[placeholder]} need different placements; keep it whole")
+    return placed
+
+
 @dataclass
 class _Builder:
     exported: ExportedModel
@@ -46,8 +60,10 @@ class _Builder:
 
     def build(self) -> LocalProgram:
         program = self.exported.program
+        names = {**self.exported.parameters, **self.exported.buffers}
+        state = placed_state(self.exported, self.derivation)
         for node in program.find_nodes(op="placeholder"):
-            placed = self.derivation.state.get(node.name, WHOLE)
+            placed = state.get(names.get(node.name, ""), WHOLE)
             copy = self.graph.node_copy(node)
             copy.name = node.name
             copy.meta["val"] = self._local_value(node.meta["val"], placed)

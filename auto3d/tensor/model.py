@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from auto3d.capture.describe import describe
 from auto3d.capture.model import CapturedModel, garbage_collection_paused
 from auto3d.plan import PlanError, StagePlan
-from auto3d.tensor.derive import derive
-from auto3d.tensor.local_program import local_program
+from auto3d.tensor.derive import Derivation, derive
+from auto3d.tensor.local_program import local_program, placed_state
 from auto3d.tensor_placement import Split, TensorPlacement
 
 
@@ -62,14 +62,14 @@ def tensor_parallel(
     ``sequence_parallel``, values between products are split along the sequence where that costs no more communication.
     Raises PlanError if ``split`` or ``pinned`` does not fit the model.
     """
+    assert split is None or pinned is None, "split says everything"
+    exported = captured.exported
+    names = {**exported.parameters, **exported.buffers}
+    if split is not None:
+        _check_fits(captured, split, shards)
+        pinned = {name: split.get(name) for name in names.values()}
     with garbage_collection_paused():
-        exported = captured.exported
-        names = {**exported.parameters, **exported.buffers}
-        assert split is None or pinned is None, "split says everything"
-        _check_fits(captured, split or pinned or {}, shards)
-        by_name = pinned or {} if split is None else {name: split.get(name) for name in names.values()}
-        by_placeholder = {placeholder: by_name[name] for placeholder, name in names.items() if name in by_name}
-        derivation = derive(captured, shards, pinned=by_placeholder, sequence_parallel=sequence_parallel)
+        derivation = _derived(captured, shards, pinned or {}, sequence_parallel)
         program = local_program(exported, derivation, shards)
         graph = describe(program.exported)
         position = {node.name: number for number, node in enumerate(captured.graph.nodes)}
@@ -82,6 +82,24 @@ def tensor_parallel(
             positions=tuple(position[program.operation_of[node.name]] for node in graph.nodes),
             drawn_per_shard=program.drawn_per_shard,
         )
+
+
+def derived_split(
+    captured: CapturedModel, shards: int, *, pinned: Mapping[str, Split | None], sequence_parallel: bool
+) -> dict[str, Split]:
+    """``tensor_parallel(...).split`` of the same arguments, without the program of a rank."""
+    with garbage_collection_paused():
+        placed = placed_state(captured.exported, _derived(captured, shards, pinned, sequence_parallel))
+    return {name: each.split for name, each in sorted(placed.items()) if each.split is not None}
+
+
+def _derived(
+    captured: CapturedModel, shards: int, pinned: Mapping[str, Split | None], sequence_parallel: bool
+) -> Derivation:
+    _check_fits(captured, pinned, shards)
+    names = {**captured.exported.parameters, **captured.exported.buffers}
+    by_placeholder = {placeholder: pinned[name] for placeholder, name in names.items() if name in pinned}
+    return derive(captured, shards, pinned=by_placeholder, sequence_parallel=sequence_parallel)
 
 
 def _check_fits(captured: CapturedModel, split: Mapping[str, Split | None], shards: int) -> None:

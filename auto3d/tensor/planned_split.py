@@ -6,7 +6,7 @@ from auto3d.capture.model import CapturedModel
 from auto3d.capture.skeleton import skeleton
 from auto3d.plan import PlanError
 from auto3d.tensor.derive import ImpossibleSplitError
-from auto3d.tensor.model import tensor_parallel
+from auto3d.tensor.model import derived_split
 from auto3d.tensor.weight_rules import RuledSplits, known_rules, weight_splits
 from auto3d.tensor_placement import Split
 
@@ -24,7 +24,7 @@ def planned_split(
     pinned = dict(ruled.pinned)
     while True:
         try:
-            return tensor_parallel(captured, shards, pinned=pinned, sequence_parallel=sequence_parallel).split
+            return derived_split(captured, shards, pinned=pinned, sequence_parallel=sequence_parallel)
         except ImpossibleSplitError as error:
             if error.name in ruled.by_user:
                 raise PlanError(f"tensor_parallel: {str(error).removeprefix('split: ')}") from None

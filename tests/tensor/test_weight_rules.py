@@ -230,6 +230,7 @@ def test_rules_of_modules_that_share_a_weight_must_agree():
 def test_known_rules_fix_what_they_name_and_the_rest_is_derived(model, derived):
     captured = models.captured(model, 2)
     ruled, planned = splits_of(captured, 2), planned_split(captured, 2, rules={})
+    assert tensor_parallel(captured, 2, split=planned).split == planned
     assert ruled.items() <= planned.items()
     assert derived <= planned.keys() - ruled.keys()
 
