@@ -480,7 +480,7 @@ class _Search:
             return (need,) if need.split == operand.pinned else ()
         if need.split is not None:  # each rank takes its slice of what is pinned whole
             return (COPIED if operand.gradient else WHOLE,) if operand.is_pinned else (need,)
-        return (WHOLE,) if need == WHOLE else (WHOLE, COPIED) if need == COPIED else (WHOLE,)
+        return (WHOLE, COPIED) if need == COPIED else (WHOLE,)
 
     def _paths(
         self, operand: _Operand, available: _Set, need: TensorPlacement
