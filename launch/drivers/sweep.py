@@ -16,6 +16,7 @@ from launch.model import candidates
 from launch.model.capture_process import CaptureProcess
 from launch.model.check_capture import check_plans
 from launch.model.graphs import PlanningModel
+from launch.model.predictions import PlanPredictions, predict_plans
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import cluster, device
 from launch.slurm.executor import check_reachable, on_slurm
@@ -38,6 +39,7 @@ class Sweep:
 
     trials: list[Trial]
     left_out: int  # number of plans beyond search.max_trials
+    predictions: PlanPredictions
 
     def ended(self) -> dict[Trial, Measurement]:
         """The measurements of the trials that have ended."""
@@ -45,7 +47,11 @@ class Sweep:
 
 
 def sweep_of(recipe: LoadedRecipe, tell: Callable[[str], None] | None = None) -> Sweep:
-    """The trials of ``recipe``. With ``tell`` their captures are checked, too, and ``tell`` receives each result."""
+    """The trials of ``recipe``.
+
+    With ``tell`` their captures are checked, too, and ``tell`` receives each result; then their times are predicted.
+    """
+    predictions = PlanPredictions({}, "")
     with CaptureProcess() as process:
         model = PlanningModel(recipe, process=process)
         graph_at = cache(model.graph)
@@ -55,11 +61,12 @@ def sweep_of(recipe: LoadedRecipe, tell: Callable[[str], None] | None = None) ->
         check_ranks(recipe, max(plan.ranks for plan in plans))
         if tell is not None:
             check_plans(recipe, plans, process, tell)
+            predictions = predict_plans(recipe, plans, graph_at, model)
     if recipe.values.model.weights is not None:
         from launch.model.build import initial_weights  # torch is slow to import, and large
 
         initial_weights(recipe, graph_at(samples_at_once(plans[0])))
-    return Sweep(trials_of(recipe, plans), left_out)
+    return Sweep(trials_of(recipe, plans), left_out, predictions)
 
 
 def _chosen_before(recipe: LoadedRecipe, plans: Sequence[Plan]) -> set[Plan]:
@@ -99,7 +106,14 @@ def run_sweep(recipe: LoadedRecipe, *, retry: Retry, watcher: Watcher, follow: b
     trials = sweep.trials
     with executor_of(recipe) as executor:
         write_command(recipe, "sweep")
-        write_sweep(recipe, trials, left_out=sweep.left_out)
+        predictions = sweep.predictions
+        write_sweep(
+            recipe,
+            trials,
+            left_out=sweep.left_out,
+            predicted_s=predictions.seconds,
+            predicted_on=predictions.based_on,
+        )
         ended = sweep.ended()
         record_ends(recipe, ended)  # some may have ended while no process followed them
         kept = kept_of(recipe, ended, retry)
