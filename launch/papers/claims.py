@@ -86,7 +86,7 @@ def _values(claim: Claim, mine: Sequence[Row], rows: Mapping[Cell, Row], quantit
     found = []
     for row in mine:
         value = row.values.get(quantity)
-        compared = [rows[row.setting, system].values for system in against(claim)]
+        compared = [rows[key].values for system in against(claim) if (key := (row.setting, system)) in rows]
         others = [each[quantity] for each in compared if quantity in each]
         if value is None or (against(claim) and not others):
             continue

@@ -48,14 +48,15 @@ class RowMaker:
     def row(self, part: Part, setting: Setting, system: str, changed: Mapping[str, Any] | None = None) -> Row:
         """The row of ``system`` at ``setting``, with further overrides ``changed``."""
         overrides = part.overrides(setting, system) | dict(changed or {})
-        recipe = self._recipe(part, overrides)
+        recipe = self.recipe(part, overrides)
         try:
             found = self._predicted(recipe) if part.how == "simulated" else self._run(recipe)
         except InputError as error:
             found = {"problem": str(error).removeprefix(f"{self._file}: ")}
         return Row(setting=setting, system=system, **found)
 
-    def _recipe(self, part: Part, overrides: Mapping[str, Any]) -> LoadedRecipe:
+    def recipe(self, part: Part, overrides: Mapping[str, Any]) -> LoadedRecipe:
+        """The recipe of a row: the base of ``part`` with all overrides of the row."""
         fixed = SEARCH if part.how == "simulated" else RUN
         if part.how == "emulated":
             fixed = fixed | {"training.compute": "emulated"}
