@@ -19,6 +19,7 @@ from auto3d.cost.placed import PlacedTraffic
 from auto3d.cost.plan_memory import PlanMemory
 from auto3d.cost.sub_pipelined import Segment, sub_pipelined_s
 from auto3d.cost.tables import without
+from auto3d.cost.throughput import IterationFlops, iteration_flops
 from auto3d.cost.times import Times, before, times_of
 from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import PRECISION_BYTES, WorkAt
@@ -120,6 +121,14 @@ class CostModel:
     def memory(self, plan: Plan) -> tuple[float, ...]:
         """Peak bytes on each pipeline device, with an allocator's fragmentation."""
         return self._memory.of(plan)
+
+    def flops(self, plan: Plan) -> IterationFlops:
+        """FLOPs of an iteration of the whole model, with what the plan recomputes."""
+        samples = plan.micro_batch_size // shape_of(plan).parts
+        work = self._work.work_at(samples)
+        return iteration_flops(
+            plan, work.flops.tolist(), work.backward_flops.tolist(), kept=lambda stage: self._work.kept(samples, stage)
+        )
 
     def stage_memory(self, plan: Plan, number: int, stage: StagePlan) -> dict[int, float]:
         """Pipeline device -> peak bytes of ``stage`` alone, for each device that holds stage ``number`` of ``plan``.
