@@ -3,18 +3,9 @@
 from collections.abc import Sequence
 from io import StringIO
 
-from launch.papers.item import Figure, Part
+from launch.papers.item import QUANTITIES, Figure, Part
 from launch.papers.row import Row
 
-LABELS = {
-    "iteration_s": "s per iteration",
-    "samples_per_s": "samples per s",
-    "tokens_per_s": "tokens per s",
-    "peak_gib": "peak memory, GiB",
-    "mean_gib": "mean memory of the devices, GiB",
-    "least_gib": "memory of the emptiest device, GiB",
-    "bubble": "bubble, fraction of the iteration",
-}
 PANEL = (4.2, 3.2)  # inches
 MOST_COLUMNS = 2
 
@@ -56,7 +47,7 @@ def draw(part: Part, figure: Figure, rows: Sequence[Row]) -> str:
                 place.bar([tick + shift for tick, _ in present], [height for _, height in present], width, label=system)
             tilted = 45 if any(len(", ".join(setting[len(panel) :])) > 6 for setting in inside) else 0
             place.set_xticks(list(ticks), [", ".join(setting[len(panel) :]) for setting in inside], rotation=tilted)
-            place.set_ylabel(LABELS.get(quantity, quantity))
+            place.set_ylabel(QUANTITIES.get(quantity, quantity))
             place.set_title(", ".join(panel) or part.title)
             if figure.logarithmic:
                 place.set_yscale("log")

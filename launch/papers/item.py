@@ -15,12 +15,20 @@ from launch.recipe.load import RECIPES, read_yaml
 FOLDER = RECIPES / "papers"
 
 How = Literal["simulated", "emulated", "measured", "experiment"]
-Quantity = Literal[
-    "iteration_s", "samples_per_s", "tokens_per_s", "tflops", "peak_gib", "mean_gib", "least_gib", "bubble"
-]
 Overrides = dict[str, Any]  # keys of a recipe, such as training.global_batch, with their values
 Setting = tuple[str, ...]  # one label per axis of a part
 _STRICT = ConfigDict(extra="forbid")
+
+QUANTITIES = {  # what a row of a grid has, with the label of its axis; an experiment has quantities of its own
+    "iteration_s": "s per iteration",
+    "samples_per_s": "samples per s",
+    "tokens_per_s": "tokens per s",
+    "tflops": "model TFLOP/s per device",
+    "peak_gib": "peak memory, GiB",
+    "mean_gib": "mean memory of the devices, GiB",
+    "least_gib": "memory of the emptiest device, GiB",
+    "bubble": "bubble, fraction of the iteration",
+}
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -160,6 +168,11 @@ def _check(file: Path, key: str, part: Part) -> None:
         return  # its systems and settings are known when it has run
     if not part.axes or not part.systems:
         raise RecipeError(file, key, "lacks axes or systems; it needs one of each at least")
+    quantities = {f"{key}.quantity": part.quantity}
+    quantities |= {f"{key}.claims.{n}.quantity": one.quantity for n, one in enumerate(part.claims) if one.quantity}
+    for where, quantity in quantities.items():
+        if quantity not in QUANTITIES:
+            raise RecipeError(file, where, f"found {quantity!r}; it takes {', '.join(QUANTITIES)}")
     labels = {label for axis in part.axes for label in axis}
     for number, claim in enumerate(part.claims):
         where = f"{key}.claims.{number}"

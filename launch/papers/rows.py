@@ -5,7 +5,9 @@ from json import dumps
 from pathlib import Path
 from typing import Any
 
+from auto3d.cost.throughput import throughput
 from auto3d.errors import InputError
+from auto3d.plan import Plan
 from auto3d.runtime.measurement import Measurement, Status
 from auto3d.schedule import write_schedule
 from auto3d.search.planned_model import PlannedModel
@@ -72,9 +74,12 @@ class RowMaker:
         best, model = search.ranked()[0], search.maker.model
         estimate = model.estimate(best.plan)
         memory = [needed / GIB for needed in estimate.memory]
+        rates = throughput(best.plan, best.seconds, flops=model.flops(best.plan))
+        assert rates.model_flops_per_s is not None
         return {
             "values": {
-                **_speed(best.seconds, values.training.global_batch, values.data.sequence_length),
+                **_speed(best.plan, best.seconds, recipe),
+                "tflops": rates.model_flops_per_s / 1e12,
                 "peak_gib": max(memory),
                 "mean_gib": sum(memory) / len(memory),
                 "least_gib": min(memory),
@@ -89,7 +94,7 @@ class RowMaker:
         if not (good := [one for one in ended if one.status is Status.OK]):
             return {"problem": "; ".join(dict.fromkeys(f"{one.status}: {one.error}" for one in ended))}
         best: Measurement = min(good, key=lambda one: one.median_s)
-        values = _speed(best.median_s, recipe.values.training.global_batch, recipe.values.data.sequence_length)
+        values = _speed(best.plan, best.median_s, recipe)
         if best.peak_bytes:
             memory = [peak / GIB for peak in best.peak_bytes]
             sizes = {"peak_gib": max(memory), "mean_gib": sum(memory) / len(memory), "least_gib": min(memory)}
@@ -109,9 +114,10 @@ class RowMaker:
         yield from EXPERIMENTS[part.experiment](tell=self._watcher.tell, **part.arguments)
 
 
-def _speed(iteration_s: float, samples: int, tokens_per_sample: int) -> dict[str, float]:
-    rate = samples / iteration_s
-    return {"iteration_s": iteration_s, "samples_per_s": rate, "tokens_per_s": rate * tokens_per_sample}
+def _speed(plan: Plan, iteration_s: float, recipe: LoadedRecipe) -> dict[str, float]:
+    rate = plan.global_batch / iteration_s
+    tokens = recipe.values.data.sequence_length
+    return {"iteration_s": iteration_s, "samples_per_s": rate, "tokens_per_s": rate * tokens}
 
 
 def _words(one: Measurement) -> str:

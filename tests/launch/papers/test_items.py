@@ -141,6 +141,7 @@ def _read_first_row(file: Path) -> None:
     ("change", "words"),
     [
         (("quantity: iteration_s", "quantities: iteration_s"), "parts.0.quantit"),
+        (("quantity: iteration_s", "quantity: seconds"), "parts.0.quantity: found 'seconds'"),
         (("base: tiny", "base: tin"), "base: there is no 'tin'"),
         (("against: gpipe", "against: gpip"), "parts.0.claims.0: there is no system 'gpip'"),
         (("{gpipe: {two:", "{gpipe: {three:"), "parts.0.printed.gpipe: there is no setting 'three'"),
