@@ -27,7 +27,8 @@ from auto3d.plan import SUB_PIPELINED, Plan, PlanError, StagePlan
 from auto3d.schedule.operation import Kind
 from auto3d.schedule.shape import Shape, shape_of
 from auto3d.simulate.costs import Costs, MessageCost, SharedMachine
-from auto3d.simulate.simulate import simulate
+from auto3d.simulate.memory_timeline import BytesOverTime
+from auto3d.simulate.simulate import Timeline, simulate
 from auto3d.tensor.conversions import Collective
 
 SecondsOf = Callable[[Shape, Costs], float]  # seconds of an iteration: the simulator or a closed form
@@ -164,6 +165,16 @@ class CostModel:
             bubble_s=without_tensor - compute - update,
             memory=self.memory(plan),
         )
+
+    def timeline(self, plan: Plan) -> Timeline:
+        """The simulation of the pipeline of ``plan`` that takes longest, whatever the model's method."""
+        schedule, pipelines = shape_of(plan).schedule(), self._traffic_of(plan).distinct_pipelines
+        timelines = (simulate(schedule, self.costs(plan, pipeline)) for pipeline in pipelines)
+        return max(timelines, key=lambda timeline: timeline.makespan)
+
+    def memory_over_time(self, plan: Plan, timeline: Timeline) -> list[BytesOverTime]:
+        """Bytes on each pipeline device over ``timeline(plan)``; their largest values are ``memory(plan)``."""
+        return self._memory.over_time(plan, timeline)
 
     def slowest_pipeline_s(self, plan: Plan, seconds_of: SecondsOf) -> float:
         """Seconds of an iteration by ``seconds_of``, for the pipeline that takes longest."""
