@@ -145,7 +145,7 @@ def test_amp_is_the_papers_space_and_budget_unless_the_recipe_sets_another(auto3
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["model.layers=absent.csv"], ["model.layers", "'absent.csv'", "AUTO3D_PUBLISHED_DATA"]),
+        (["model.layers=absent.csv"], ["model.layers", "'absent.csv'", "recipes/published/data"]),
         (["model.layers_of=other"], ["model.layers_of", "'other'", "small"]),
         (["prediction.precision=bfloat16"], ["prediction.precision", "float32, float16"]),
         (["cluster.outside=null"], ["cluster", "node 0 has no link to the other nodes"]),
