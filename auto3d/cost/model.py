@@ -13,7 +13,7 @@ import numpy as np
 
 from auto3d.cluster import Accelerator, Cluster, Link
 from auto3d.cost.closed_forms import amp_s, chimera_s
-from auto3d.cost.collectives import GroupLink
+from auto3d.cost.collectives import AmpTraffic, GroupLink, Traffic
 from auto3d.cost.model_work import ModelWork
 from auto3d.cost.placed import PlacedTraffic
 from auto3d.cost.plan_memory import PlanMemory
@@ -450,7 +450,7 @@ class CostModel:
     def _make_traffic(
         self, placement: tuple[tuple[int, ...], ...], tp: int, dp: int, homes: tuple[tuple[int, ...], ...]
     ) -> PlacedTraffic:
-        return PlacedTraffic(self.cluster, placement, tp, dp, homes)
+        return PlacedTraffic(self.cluster, placement, tp, dp, homes, AmpTraffic if self.method == "amp" else Traffic)
 
 
 def _bandwidth(link: GroupLink) -> float:
