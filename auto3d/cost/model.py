@@ -13,7 +13,7 @@ import numpy as np
 
 from auto3d.cluster import Accelerator, Cluster, Link
 from auto3d.cost.closed_forms import amp_s, chimera_s
-from auto3d.cost.collectives import GroupLink
+from auto3d.cost.collectives import Group, GroupLink, Traffic, rabenseifner_all_reduce_s
 from auto3d.cost.model_work import ModelWork
 from auto3d.cost.placed import PlacedTraffic
 from auto3d.cost.plan_memory import PlanMemory
@@ -84,6 +84,7 @@ class CostModel:
         self.cluster = cluster
         self.training = training
         self.method, self.measured_in = method, measured_in
+        self._all_reduce_s = _ALL_REDUCES.get(method, Traffic.all_reduce_s)
         self._work_at, self._times_at = work_at, times_at
         self._work = ModelWork(work_at, training)
         self._memory = PlanMemory(self._work, training)
@@ -100,12 +101,19 @@ class CostModel:
 
     def on(self, cluster: Cluster) -> "CostModel":
         """The cost model of the same model and training on another cluster."""
+        return self._changed(cluster, self.method)
+
+    def by(self, method: str) -> "CostModel":
+        """The cost model of the same model, training and cluster by another key of ``METHODS``."""
+        return self._changed(self.cluster, method)
+
+    def _changed(self, cluster: Cluster, method: str) -> "CostModel":
         return CostModel(
             cluster,
             self.training,
             self._work_at,
             times_at=self._times_at,
-            method=self.method,
+            method=method,
             measured_in=self.measured_in,
         )
 
@@ -374,7 +382,7 @@ class CostModel:
         tables = self._work.tables_of(plan)
         for number, stage in enumerate(plan.stages):
             size = self._work.elements(plan, stage.operations) * self.training.sync_bytes
-            seconds.append(traffic.sync.all_reduce_s(traffic.holders[number], size))
+            seconds.append(self._all_reduce_s(traffic.sync, traffic.holders[number], size))
             if copied := tables.copied(stage.operations):
                 link = traffic.tensor[traffic.homes[number][0], 0]
                 seconds[number] += link.seconds(Collective.ALL_REDUCE, copied * self.training.sync_bytes)
@@ -458,4 +466,10 @@ def _simulated(shape: Shape, costs: Costs) -> float:
     return simulate(schedule, costs).makespan / schedule.iterations
 
 
+def _rabenseifner_s(traffic: Traffic, group: Group, size: float) -> float:
+    """Seconds of a gradient all-reduce as Chimera's equation 1 has it; zero for a group of one."""
+    return rabenseifner_all_reduce_s(len(group), size, traffic.link(group)) if len(group) > 1 and size else 0.0
+
+
+_ALL_REDUCES = {"chimera": _rabenseifner_s}  # method -> its gradient all-reduce; default: Traffic.all_reduce_s
 METHODS: dict[str, SecondsOf] = {"simulated": _simulated, "amp": amp_s, "chimera": chimera_s}

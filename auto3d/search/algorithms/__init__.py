@@ -17,6 +17,7 @@ ALGORITHMS = {  # name -> the file and its function of the same name; imported a
     "megatron": "megatron",
     "exhaustive": "exhaustive",
     "rannc": "rannc",
+    "chimera": "chimera",
 }
 
 
