@@ -19,6 +19,7 @@ from auto3d.cost.placed import PlacedTraffic
 from auto3d.cost.plan_memory import PlanMemory
 from auto3d.cost.sub_pipelined import Segment, sub_pipelined_s
 from auto3d.cost.tables import without
+from auto3d.cost.throughput import IterationFlops, iteration_flops
 from auto3d.cost.times import Times, before, times_of
 from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import PRECISION_BYTES, WorkAt
@@ -26,7 +27,8 @@ from auto3d.plan import SUB_PIPELINED, Plan, PlanError, StagePlan
 from auto3d.schedule.operation import Kind
 from auto3d.schedule.shape import Shape, shape_of
 from auto3d.simulate.costs import Costs, MessageCost, SharedMachine
-from auto3d.simulate.simulate import simulate
+from auto3d.simulate.memory_timeline import BytesOverTime
+from auto3d.simulate.simulate import Timeline, simulate
 from auto3d.tensor.conversions import Collective
 
 SecondsOf = Callable[[Shape, Costs], float]  # seconds of an iteration: the simulator or a closed form
@@ -129,6 +131,14 @@ class CostModel:
         """Peak bytes on each pipeline device, with an allocator's fragmentation."""
         return self._memory.of(plan)
 
+    def flops(self, plan: Plan) -> IterationFlops:
+        """FLOPs of an iteration of the whole model, with what the plan recomputes."""
+        samples = plan.micro_batch_size // shape_of(plan).parts
+        work = self._work.work_at(samples)
+        return iteration_flops(
+            plan, work.flops.tolist(), work.backward_flops.tolist(), kept=lambda stage: self._work.kept(samples, stage)
+        )
+
     def stage_memory(self, plan: Plan, number: int, stage: StagePlan) -> dict[int, float]:
         """Pipeline device -> peak bytes of ``stage`` alone, for each device that holds stage ``number`` of ``plan``.
 
@@ -163,6 +173,16 @@ class CostModel:
             bubble_s=without_tensor - compute - update,
             memory=self.memory(plan),
         )
+
+    def timeline(self, plan: Plan) -> Timeline:
+        """The simulation of the pipeline of ``plan`` that takes longest, whatever the model's method."""
+        schedule, pipelines = shape_of(plan).schedule(), self._traffic_of(plan).distinct_pipelines
+        timelines = (simulate(schedule, self.costs(plan, pipeline)) for pipeline in pipelines)
+        return max(timelines, key=lambda timeline: timeline.makespan)
+
+    def memory_over_time(self, plan: Plan, timeline: Timeline) -> list[BytesOverTime]:
+        """Bytes on each pipeline device over ``timeline(plan)``; their largest values are ``memory(plan)``."""
+        return self._memory.over_time(plan, timeline)
 
     def slowest_pipeline_s(self, plan: Plan, seconds_of: SecondsOf) -> float:
         """Seconds of an iteration by ``seconds_of``, for the pipeline that takes longest."""

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from auto3d.plan import Plan
 from auto3d.search.algorithms import run_algorithm
 from auto3d.search.make import PlanMaker
+from auto3d.search.planned_model import PlannedModel
 from auto3d.search.search import Budget, Search
 from auto3d.search.space import Domain
 from launch.model.candidates import check_memory_known, check_rules, none_runs, task
@@ -15,15 +16,21 @@ from launch.recipe.schema import AUTO
 from launch.recipe.settings import emulation, search_space
 
 
-def search_recipe(recipe: LoadedRecipe, tell: Callable[[int, float], None] | None = None) -> Search:
+def search_recipe(
+    recipe: LoadedRecipe,
+    tell: Callable[[int, float], None] | None = None,
+    *,
+    subject: PlannedModel | None = None,
+) -> Search:
     """The finished search that the recipe asks for; raises RecipeError if no candidate can run.
 
-    ``tell`` is called with the number of candidates looked at and the best predicted seconds so far.
+    ``tell`` is called with the number of candidates looked at and the best predicted seconds so far. ``subject`` is the
+    recipe's model, if another search has planned it before (default: ``planning_subject``).
     """
     settings = recipe.values.search
     if AUTO in settings.recompute:
         check_memory_known(recipe, "search.recompute")
-    subject, emulated = planning_subject(recipe), emulation(recipe.values)
+    subject, emulated = subject or planning_subject(recipe), emulation(recipe.values)
 
     def check(plan: Plan) -> None:
         if emulated is not None:
