@@ -93,6 +93,7 @@ class Measurement:
     reserved_bytes: list[int] = field(default_factory=list)  # per GPU: peak of torch's caching allocator
     used_bytes: list[int] = field(default_factory=list)  # per GPU: peak on the device, with CUDA context and NCCL
     predicted_bytes: list[int] = field(default_factory=list)  # per rank: estimate of auto3d.cost.device_memory
+    engine_version: str = ""  # package and version of the plan's engine, if it is neither auto3d nor torch
     tokens_per_sample: int = 0
     environment: Environment | None = None
     finished: str = ""  # date and time, ISO 8601

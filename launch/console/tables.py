@@ -3,7 +3,7 @@
 import csv
 import io
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from textwrap import fill
@@ -11,7 +11,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from auto3d.plan import NO_OVERLAP, Plan
+from auto3d.plan import AUTO3D, NO_OVERLAP, Plan
 from auto3d.runtime.measurement import BYTES, Measurement, Status
 from auto3d.schedule import schedule_of, write_schedule
 from launch.recipe.load import LoadedRecipe, load
@@ -24,6 +24,7 @@ TABLES = Path("tables")  # tables of users; git ignores this folder
 REFERENCE = Path("results")  # committed tables
 
 HEADINGS = {
+    "engine": "engine",
     "dp": "dp",
     "tp": "tp",
     "pp": "pp",
@@ -41,6 +42,7 @@ HEADINGS = {
     "peak_bytes": "peak\n(MiB)",
     "used_bytes": "used\n(MiB)",
     "status": "status",
+    "why_not": "why not",
 }
 
 
@@ -84,8 +86,9 @@ def rows(results: Results) -> list[dict[str, Any]]:
 
 
 def best(results: Results) -> Measurement | None:
-    """The measurement of the fastest trial that is ok, if one is."""
-    return next((measurement for measurement in results.measurements if measurement.status is Status.OK), None)
+    """The measurement of the fastest trial of auto3d itself that is ok, if one is; `auto3d train` can use its plan."""
+    ok = (measurement for measurement in results.measurements if measurement.status is Status.OK)
+    return next((measurement for measurement in ok if measurement.plan.engine == AUTO3D), None)
 
 
 def write(results: Results, folder: Path | None = None) -> list[Path]:
@@ -109,7 +112,10 @@ def terminal(results: Results) -> str:
     """The table for a terminal of 80 columns, with the caption of the Markdown table."""
     # The command at the end keeps a line of its own, so that it can be copied.
     text, again = fill(_provenance(results), 80), _again(results.recipe)
-    return f"{_table(rows(results), 'simple')}\n\n{text}\nAgain: {again}"
+    records = rows(results)
+    shown = {name: heading for name, heading in _columns(records).items() if name != "why_not"}
+    reasons = [fill(f"infeasible: {record['why_not']}", 80) for record in records if record["why_not"]]
+    return "\n\n".join([_table(records, "simple", shown), *reasons, f"{text}\nAgain: {again}"])
 
 
 def caption(results: Results, folder: Path | None = None) -> str:
@@ -147,6 +153,8 @@ def _provenance(results: Results) -> str:
         )
     days = sorted({one.finished[:10] for one in results.measurements if one.finished})
     text += f"; {' to '.join(dict.fromkeys([days[0], days[-1]]))}" if days else ""
+    if others := sorted({one.engine_version for one in results.measurements if one.engine_version}):
+        text += f"; {', '.join(others)}"
     ended = len(results.measurements)
     if ended < results.trials:
         missing = results.trials - ended
@@ -174,6 +182,7 @@ def _row(measurement: Measurement) -> dict[str, Any]:
     plan = measurement.plan
     ok = measurement.status is Status.OK
     return {
+        "engine": plan.engine,
         "dp": plan.dp,
         "tp": plan.tp,
         "pp": plan.pp,
@@ -190,6 +199,7 @@ def _row(measurement: Measurement) -> dict[str, Any]:
         "tokens_per_s": measurement.tokens_per_s if ok and measurement.tokens_per_sample else None,
         **{name: max(getattr(measurement, name), default=None) if ok else None for name in BYTES},
         "status": str(measurement.status),
+        "why_not": measurement.error if measurement.status is Status.INFEASIBLE else None,
         "devices": "emulated" if measurement.emulated else "real",
         "error": measurement.error,
         "plan": asdict(plan),
@@ -216,6 +226,10 @@ def _columns(records: Sequence[dict[str, Any]]) -> dict[str, str]:
         del columns["replicas"]
     if not any(record["shard_optimizer"] for record in records):
         del columns["shard_optimizer"]
+    if all(record["engine"] == AUTO3D for record in records):
+        del columns["engine"]
+    if not any(record["why_not"] for record in records):
+        del columns["why_not"]
     if not any(record["sequence_parallel"] for record in records):
         del columns["sequence_parallel"]
     if all(record["tensor_overlap"] == NO_OVERLAP for record in records):
@@ -242,12 +256,12 @@ def _cells(record: dict[str, Any], columns: Collection[str]) -> list[str]:
 
 
 def _markdown(results: Results, records: Sequence[dict[str, Any]], folder: Path | None) -> str:
-    return f"{_table(records, 'github')}\n\n{caption(results, folder)}\n"
+    return f"{_table(records, 'github', _columns(records))}\n\n{caption(results, folder)}\n"
 
 
-def _table(records: Sequence[dict[str, Any]], form: str) -> str:
-    columns = _columns(records)
-    align = ["left" if name in ("schedule", "tensor_overlap", "status", "devices") else "right" for name in columns]
+def _table(records: Sequence[dict[str, Any]], form: str, columns: Mapping[str, str]) -> str:
+    left = ("engine", "schedule", "tensor_overlap", "status", "why_not", "devices")
+    align = ["left" if name in left else "right" for name in columns]
     cells = [_cells(record, columns) for record in records]
     headings = list(columns.values())
     if form == "github":

@@ -10,7 +10,7 @@ from typing import Any
 
 from auto3d.capture.model import CapturedModel
 from auto3d.errors import InputError
-from auto3d.plan import Plan
+from auto3d.plan import AUTO3D, Plan
 from auto3d.runtime.checkpoint import Checkpoints
 from auto3d.runtime.executor import IterationResult
 from auto3d.runtime.measurement import BYTES, Environment, Measurement, Status
@@ -18,6 +18,8 @@ from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.training import TrainingResult, train
 from auto3d.runtime.world import World
 from launch.model.build import capture_for_ranks, initial_weights
+from launch.peers.limits import engine_version
+from launch.peers.training import train_by_peer
 from launch.recipe.data import data_settings
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import training_settings
@@ -92,6 +94,9 @@ def measure(
         def run(world: World, report: Report) -> tuple[TrainingResult, Environment]:
             captured = captured_for(world)
             state = initial_weights(recipe, captured.graph)
+            if plan.engine != AUTO3D:
+                result = train_by_peer(captured, plan, settings, data, world, state=state)
+                return result, Environment.here(settings.device, cores=cores)
             more = training.arguments(world, report, settings) if training else {}
             result = train(captured, plan, settings, data, world, state=state, **more)
             return result, Environment.here(settings.device, cores=cores)
@@ -110,6 +115,7 @@ def measure(
         grad_norm=result.grad_norm[warmup:],
         **{name: getattr(result, name) for name in BYTES},
         first_iteration=result.first_iteration,
+        engine_version=engine_version(plan.engine),
         environment=environment,
         finished=_now(),
         **facts,
