@@ -8,13 +8,14 @@ from typing import Any
 
 from auto3d.cost.throughput import IterationFlops, Throughput, throughput
 from auto3d.errors import InputError
-from auto3d.plan import NO_OVERLAP, Plan
+from auto3d.plan import AUTO3D, NO_OVERLAP, Plan
 from auto3d.runtime.measurement import BYTES, Measurement, Status
 from auto3d.schedule import schedule_of, write_schedule
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import known_peak_flops
 
 CHOICES = {
+    "engine": "engine",
     "dp": "dp",
     "tp": "tp",
     "pp": "pp",
@@ -44,6 +45,7 @@ HEADINGS = {
     "peak_bytes": "peak\n(MiB)",
     "used_bytes": "used\n(MiB)",
     "status": "status",
+    "why_not": "why not",
 }
 _MODEL, _HARDWARE = "model_flops_per_s_per_device", "hardware_flops_per_s_per_device"
 _SHOWN = 6  # rows that an error names at most
@@ -55,6 +57,7 @@ def record(recipe: LoadedRecipe, measurement: Measurement, predicted_s: float | 
     ok = measurement.status is Status.OK
     seconds = measurement.median_s if ok else None
     return {
+        "engine": plan.engine,
         "dp": plan.dp,
         "tp": plan.tp,
         "pp": plan.pp,
@@ -73,6 +76,7 @@ def record(recipe: LoadedRecipe, measurement: Measurement, predicted_s: float | 
         **rates(None if seconds is None else rates_of(recipe, measurement, seconds)),
         **{name: max(getattr(measurement, name), default=None) if ok else None for name in BYTES},
         "status": str(measurement.status),
+        "why_not": measurement.error if measurement.status is Status.INFEASIBLE else None,
         "devices": "emulated" if measurement.emulated else "real",
         "error": measurement.error,
         "plan": asdict(plan),
@@ -184,6 +188,8 @@ def columns_of(records: Sequence[dict[str, Any]]) -> dict[str, str]:
     """Name -> heading of the columns in which trials of this table can differ, and that are not empty."""
     columns = dict(HEADINGS)
     empty = {
+        "engine": all(one["engine"] == AUTO3D for one in records),
+        "why_not": not any(one["why_not"] for one in records),
         "recompute": all(one["recompute"] == "none" for one in records),  # true in most sweeps
         "replicas": all(set(one["replicas"]) <= {"1", "+"} for one in records),
         "shard_optimizer": not any(one["shard_optimizer"] for one in records),
@@ -239,4 +245,5 @@ def csv_text(records: Sequence[Mapping[str, Any]], columns: Collection[str]) -> 
 
 def aligned(columns: Collection[str]) -> list[str]:
     """The alignment of each column: text to the left, numbers to the right."""
-    return ["left" if name in ("schedule", "tensor_overlap", "status", "devices") else "right" for name in columns]
+    left = ("engine", "schedule", "tensor_overlap", "status", "why_not", "devices")
+    return ["left" if name in left else "right" for name in columns]

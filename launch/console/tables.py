@@ -9,7 +9,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from auto3d.plan import Plan
+from auto3d.plan import AUTO3D, Plan
 from auto3d.runtime.measurement import Measurement, Status
 from launch.console.records import aligned, cells, columns_of, compare, csv_text, record, same_choices, what_rates_are
 from launch.recipe.load import LoadedRecipe, load
@@ -80,8 +80,9 @@ def rows(results: Results) -> list[dict[str, Any]]:
 
 
 def best(results: Results) -> Measurement | None:
-    """The measurement of the fastest trial that is ok, if one is."""
-    return next((measurement for measurement in results.measurements if measurement.status is Status.OK), None)
+    """The measurement of the fastest trial of auto3d itself that is ok, if one is; `auto3d train` can use its plan."""
+    ok = (measurement for measurement in results.measurements if measurement.status is Status.OK)
+    return next((measurement for measurement in ok if measurement.plan.engine == AUTO3D), None)
 
 
 def write(results: Results, folder: Path | None = None, *, latex: bool = False) -> list[Path]:
@@ -113,12 +114,13 @@ def terminal(results: Results) -> str:
     """
     records = rows(results)
     same = same_choices(records)
-    shown = {name: heading for name, heading in columns_of(records).items() if name not in same}
+    shown = {name: heading for name, heading in columns_of(records).items() if name not in {*same, "why_not"}}
     common = " ".join(f"{name}={same[name]}" for name in columns_of(records) if name in same)
     # The command at the end keeps a line of its own, so that it can be copied.
     text, again = fill(_provenance(results), 80), _again(results)
     table = _table(records, "simple", shown) + (f"\n\nAll rows: {common}" if common else "")
-    return f"{table}\n\n{text}\nAgain: {again}"
+    reasons = [fill(f"infeasible: {one['why_not']}", 80) for one in records if one["why_not"]]
+    return "\n\n".join([table, *reasons, f"{text}\nAgain: {again}"])
 
 
 def caption(results: Results, folder: Path | None = None) -> str:
@@ -157,6 +159,8 @@ def _provenance(results: Results) -> str:
         )
     days = sorted({one.finished[:10] for one in results.measurements if one.finished})
     text += f"; {' to '.join(dict.fromkeys([days[0], days[-1]]))}" if days else ""
+    if others := sorted({one.engine_version for one in results.measurements if one.engine_version}):
+        text += f"; {', '.join(others)}"
     ended = len(results.measurements)
     if ended < results.trials:
         missing = results.trials - ended

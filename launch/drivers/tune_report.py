@@ -17,6 +17,7 @@ from launch.console.tables import TABLES
 from launch.drivers.tune import TriedPlan, fastest
 from launch.model.ranking import predicted_on
 from launch.recipe.load import LoadedRecipe
+from launch.recipe.settings import most_trials
 from launch.store.files import write_whole
 
 
@@ -97,7 +98,7 @@ def order(recipe: LoadedRecipe, good: Sequence[TriedPlan]) -> str:
         return "only one plan ran successfully, so there is no order"
     verdict = compare_plans([one.times for one in good])
     best = good[verdict.fastest]
-    more = f"more trials: search.trials={2 * recipe.values.search.trials}"
+    more = f"more trials: search.trials={2 * most_trials(recipe.values)}"
     if all(len(one.times) == 1 for one in good):
         return f"each plan was tried once, so it is not known how certain their order is; {more}"
     rival = good[max(range(len(good)), key=lambda place: (verdict.doubts[place], -good[place].seconds))]

@@ -12,7 +12,7 @@ from typing import TypeVar
 from auto3d.capture.graph import Graph
 from auto3d.cost.model import CostModel
 from auto3d.errors import InputError
-from auto3d.plan import TENSOR_OVERLAPS, Plan
+from auto3d.plan import AUTO3D, TENSOR_OVERLAPS, Plan
 from auto3d.schedule import write_schedule
 from auto3d.search.make import PlanMaker, shortage_of
 from auto3d.search.placement import MEGATRON
@@ -115,7 +115,7 @@ def predict_plans(
     if not costs.measured_in and any(kind.accelerator is None for kind in kinds):
         return none
     seconds = {}
-    for plan in plans:
+    for plan in (one for one in plans if one.engine == AUTO3D):  # only auto3d has a cost model
         with suppress(InputError):  # for example a degree that the profile lacks
             seconds[plan] = costs.seconds(plan)
     based_on = f"{recipe.values.prediction.method}, on {basis(recipe, costs.measured_in)}"

@@ -9,9 +9,12 @@ from auto3d.cost.work import PRECISION_BYTES
 from auto3d.plan import Plan
 from auto3d.runtime.emulation import Emulation
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
+from auto3d.search.algorithms import AMP, AMP_ITERATIONS, AMP_TRIALS
 from auto3d.search.space import SearchSpace
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.schema import SCATTERED, LinkRecipe, Recipe
+
+CANDIDATES, TRIALS = 2000, 15  # defaults of search.candidates and search.trials
 
 
 def cluster(recipe: LoadedRecipe, precision: str | None = None) -> Cluster:
@@ -158,5 +161,16 @@ def search_space(recipe: Recipe) -> SearchSpace:
         shard_optimizer=search.shard_optimizer,
         sequence_parallel=search.sequence_parallel,
         tensor_overlap=search.tensor_overlap,
+        engine=search.engine,
         allow_idle_devices=search.allow_idle_devices,
     )
+
+
+def most_candidates(recipe: Recipe) -> int:
+    """Most candidates that a search estimates: search.candidates, or the default of its algorithm."""
+    return recipe.search.candidates or (AMP_ITERATIONS if recipe.search.algorithm == AMP else CANDIDATES)
+
+
+def most_trials(recipe: Recipe) -> int:
+    """Most trials of ``auto3d tune``: search.trials, or the default of its algorithm."""
+    return recipe.search.trials or (AMP_TRIALS if recipe.search.algorithm == AMP else TRIALS)

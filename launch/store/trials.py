@@ -17,8 +17,9 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from auto3d.errors import InputError
-from auto3d.plan import NO_OVERLAP, Plan
+from auto3d.plan import AUTO3D, NO_OVERLAP, Plan
 from auto3d.runtime.measurement import Measurement, Status
+from launch.peers.limits import engine_version
 from launch.recipe.load import LoadedRecipe, data_files
 from launch.slurm.executor import on_slurm
 from launch.store.files import RUNS, private_folder, write_whole
@@ -89,7 +90,8 @@ def trials_of(recipe: LoadedRecipe, plans: Sequence[Plan]) -> list[Trial]:
     measured = _measured(recipe)
     trials = []
     for plan in plans:
-        name = _name(plan, _digest([measured, surroundings, plan.to_json()]))
+        around = surroundings | ({"engine": peer} if (peer := engine_version(plan.engine)) else {})
+        name = _name(plan, _digest([measured, around, plan.to_json()]))
         trials.append(Trial(name, recipe_folder(recipe) / "trials" / name, plan))
     return trials
 
@@ -116,7 +118,8 @@ def training_of(recipe: LoadedRecipe, plan: Plan) -> Trial:
 
 def _name(plan: Plan, digest: str) -> str:
     tensor = "-sp" * plan.sequence_parallel + f"-{plan.tensor_overlap}" * (plan.tensor_overlap != NO_OVERLAP)
-    return f"dp{plan.dp}-tp{plan.tp}{tensor}-pp{plan.pp}-mb{plan.micro_batch_size}-{plan.schedule}-{digest[:8]}"
+    engine = "" if plan.engine == AUTO3D else f"{plan.engine.replace(':', '-').replace('=', '')}-"
+    return f"{engine}dp{plan.dp}-tp{plan.tp}{tensor}-pp{plan.pp}-mb{plan.micro_batch_size}-{plan.schedule}-{digest[:8]}"
 
 
 def _files(recipe: LoadedRecipe) -> list[tuple[str, int, int]]:
