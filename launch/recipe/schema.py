@@ -392,6 +392,9 @@ class SearchRecipe:
     tensor_overlap: Any = key(
         ["none"], "values of plan.tensor_overlap to try where tp is 2 or more", choices=TENSOR_OVERLAPS
     )
+    micro_batches: Any = key(
+        AUTO, "micro-batches of a pipeline per iteration to try; auto: any number; [1]: no gradient accumulation", least=1
+    )
     allow_idle_devices: bool = key(False, "also try plans that use fewer devices than the cluster has")
     max_trials: int = key(
         64, "most plans that a sweep runs; if there are more, it runs the fastest by prediction", least=1

@@ -141,5 +141,6 @@ def search_space(recipe: Recipe) -> SearchSpace:
         shard_optimizer=search.shard_optimizer,
         sequence_parallel=search.sequence_parallel,
         tensor_overlap=search.tensor_overlap,
+        micro_batches=search.micro_batches,
         allow_idle_devices=search.allow_idle_devices,
     )
