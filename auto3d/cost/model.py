@@ -13,7 +13,7 @@ import numpy as np
 
 from auto3d.cluster import Accelerator, Cluster, Link
 from auto3d.cost.closed_forms import amp_s, chimera_s
-from auto3d.cost.collectives import GroupLink
+from auto3d.cost.collectives import TRAFFIC, GroupLink, Traffic
 from auto3d.cost.model_work import ModelWork
 from auto3d.cost.placed import PlacedTraffic
 from auto3d.cost.plan_memory import PlanMemory
@@ -109,13 +109,20 @@ class CostModel:
 
     def on(self, cluster: Cluster) -> "CostModel":
         """The cost model of the same model and training on another cluster."""
+        return self._changed(cluster, self.method)
+
+    def by(self, method: str) -> "CostModel":
+        """The cost model of the same model, training and cluster by another key of ``METHODS``."""
+        return self._changed(self.cluster, method)
+
+    def _changed(self, cluster: Cluster, method: str) -> "CostModel":
         return CostModel(
             cluster,
             self.training,
             self._work_at,
             times_at=self._times_at,
             times_of_work=self._times_of_work,
-            method=self.method,
+            method=method,
             measured_in=self.measured_in,
         )
 
@@ -471,7 +478,7 @@ class CostModel:
     def _make_traffic(
         self, placement: tuple[tuple[int, ...], ...], tp: int, dp: int, homes: tuple[tuple[int, ...], ...]
     ) -> PlacedTraffic:
-        return PlacedTraffic(self.cluster, placement, tp, dp, homes)
+        return PlacedTraffic(self.cluster, placement, tp, dp, homes, TRAFFIC.get(self.method, Traffic))
 
 
 def _bandwidth(link: GroupLink) -> float:
