@@ -392,6 +392,11 @@ class SearchRecipe:
     tensor_overlap: Any = key(
         ["none"], "values of plan.tensor_overlap to try where tp is 2 or more", choices=TENSOR_OVERLAPS
     )
+    micro_batches: Any = key(
+        AUTO,
+        "numbers of micro-batches to try, per pipeline and iteration; auto: any; [1]: no gradient accumulation",
+        least=1,
+    )
     engine: Any = key(
         [AUTO3D],
         "runtimes that `auto3d sweep` measures: auto3d, or peers of it for comparison (docs/peers.md); auto: all",

@@ -161,6 +161,7 @@ def search_space(recipe: Recipe) -> SearchSpace:
         shard_optimizer=search.shard_optimizer,
         sequence_parallel=search.sequence_parallel,
         tensor_overlap=search.tensor_overlap,
+        micro_batches=search.micro_batches,
         engine=search.engine,
         allow_idle_devices=search.allow_idle_devices,
     )

@@ -44,6 +44,7 @@ BAD = [  # overrides of small.yaml, and words that the message must contain
     (["search.pp=[1.5]"], ["search.pp", "[1.5]"]),
     (["search.schedule=[gpip]"], ["search.schedule", "gpip", "gpipe, 1f1b"]),
     (["search.micro_batch_size=[]"], ["search.micro_batch_size", "[]"]),
+    (["search.micro_batches=[0]"], ["search.micro_batches", "0", "1"]),
     (["search.allow_idle_devices=perhaps"], ["search.allow_idle_devices", "'perhaps'", "true or false"]),
     (["cluster=summit"], ["cluster", "'summit'", "laptop"]),
     (["cluster.device=tpu"], ["cluster.device", "'tpu'", "cpu, cuda"]),
