@@ -35,9 +35,10 @@ def what_helps(recipe: LoadedRecipe, verb: str) -> str:
     here, slurm = recipe.command("sweep", *scaled_down(recipe)), recipe.command(verb, "launch.executor=slurm")
     if recipe.shipped and not recipe.overrides:
         slurm = f"make {verb} RECIPE={recipe.written} EXECUTOR=slurm"
+    plan = recipe.command("plan")
     return (
-        f"`{recipe.command('plan')}` predicts without them; `{here}` runs a scaled-down model here on {DEVICES} emulated "
-        f"devices; `{slurm}` runs it on a SLURM cluster"
+        f"`{plan}` predicts without them; `{here}` runs fewer layers here, on {DEVICES} emulated devices; "
+        f"`{slurm}` runs it on a SLURM cluster"
     )
 
 
