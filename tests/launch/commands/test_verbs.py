@@ -1,5 +1,6 @@
 """status, logs, cancel, resume and --detach for trials on this machine."""
 
+import csv
 import fcntl
 import re
 import shlex
@@ -190,8 +191,11 @@ def test_the_scaled_down_sweep_ends_with_a_table(folder, auto3d, no_slurm):
     """The command that the refusal names, with one candidate of each schedule."""
     overrides = scaled_down(load("gpt20b"))
     few = ["search.pp=[8]", "search.micro_batch_size=[2]", "search.recompute=[full]", "search.dp=[1]"]
-    printed = auto3d("sweep", "gpt20b", *overrides, *few).out
-    assert printed.count("| ok") == 2, printed
+    auto3d("sweep", "gpt20b", *overrides, *few)
+    with (folder / "tables" / "gpt20b" / "table.csv").open(newline="") as table:
+        rows = list(csv.DictReader(table))
+    assert [row["status"] for row in rows] == ["ok", "ok"]
+    assert {row["schedule"] for row in rows} == {"1f1b", "shifted-critical-path"}
 
 
 def test_trials_on_slurm_are_not_those_of_this_machine_and_change_with_the_kind_of_nodes(folder):

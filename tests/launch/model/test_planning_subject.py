@@ -8,8 +8,11 @@ from auto3d.errors import InputError
 from launch.model import build
 from launch.model.costs import INTERPOLATED, planning_subject
 from launch.model.graphs import PlanningModel
+from launch.model.search import search_recipe
 from launch.recipe.load import load
+from launch.recipe.settings import cluster
 
+REAL_SIZE = ["gpt1.4b", "gpt2.5b", "gpt8.3b", "gpt20b", "gpt175b", "llama3-8b", "llama3-70b", "t5-11b", "vit-22b"]
 TWO_NODES = ["cluster.nodes=2", "search.micro_batch_size=[1,2,4,8]"]
 
 
@@ -41,6 +44,15 @@ def test_an_error_of_the_other_process_is_that_of_this_process(folder, large):
     with pytest.raises(InputError, match=r"picky.py, line \d+"):
         subject.graph(4)
     assert subject.graph(8).fingerprint, "captured"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", REAL_SIZE)
+def test_a_recipe_of_real_size_has_a_plan_that_fits_its_devices(name):
+    recipe = load(name, ["search.seconds=2"])
+    best = search_recipe(recipe).ranked()[0]
+    assert best.plan.ranks == cluster(recipe).devices
+    assert best.seconds > 0
 
 
 def test_a_small_model_starts_no_process(folder):
