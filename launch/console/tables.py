@@ -108,16 +108,17 @@ def write(results: Results, folder: Path | None = None) -> list[Path]:
 def terminal(results: Results) -> str:
     """The table for a terminal of 80 columns, with the caption of the Markdown table."""
     # The command at the end keeps a line of its own, so that it can be copied.
-    text, again = fill(_provenance(results), 80), _again(results.recipe)
+    text, again = fill(provenance(results), 80), _again(results.recipe)
     return f"{_table(rows(results), 'simple')}\n\n{text}\nAgain: {again}"
 
 
 def caption(results: Results, folder: Path | None = None) -> str:
     """How and on what the numbers were measured, and the command that measures them again, into ``folder`` if given."""
-    return f"{_provenance(results)} Again: `{_again(results.recipe, folder)}`"
+    return f"{provenance(results)} Again: `{_again(results.recipe, folder)}`"
 
 
-def _provenance(results: Results) -> str:
+def provenance(results: Results) -> str:
+    """How and on what the numbers were measured."""
     values = results.recipe.values
     model = f"{values.model.architecture or values.model.factory}, global batch {values.training.global_batch}"
     how = (
