@@ -10,6 +10,7 @@ from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.runtime.measurement import Measurement
 from auto3d.schedule import samples_at_once
+from auto3d.search.search import Search
 from auto3d.search.space import Candidate, Refusals
 from launch.console import tables
 from launch.model import candidates
@@ -176,6 +177,11 @@ def _of_search(recipe: LoadedRecipe, remark: str, tell: Tell) -> ReportSource:
         plans=[ReportedPlan(one.plan, one.candidate, (), costs) for one in ranked[:SEARCHED]],
         refused=search.refused(),
         measured="",
-        predicted=predicted_by(recipe, costs.measured_in),
+        predicted=f"{_looked(search)}; {predicted_by(recipe, costs.measured_in)}",
         remarks=tuple(remarks),
     )
+
+
+def _looked(search: Search) -> str:
+    looked_at = counted(search.looked_at, "candidate")
+    return f"the search looked at {looked_at} and simulated {search.simulated}, which are listed"

@@ -7,7 +7,10 @@ import pytest
 
 from tests.launch.report.pages import browser, report_with, write
 
-HOSTILE = "</script><script>window.broken = 1</script><img src=x onerror='window.broken = 2'><b>bold</b>"
+HOSTILE = (
+    "</script><script>window.broken = 1</script><img src=x onerror='window.broken = 2'><b>bold</b>"
+    "<a href='https://example.org'>a</a>"
+)
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,12 @@ from random import Random
 
 import pytest
 
+from auto3d.runtime.measurement import Measurement, Status
 from auto3d.schedule.operation import Kind
 from launch.report import details
 from launch.report.details import detail_of
-from launch.report.rows import front
+from launch.report.rows import front, row_of
+from launch.report.source import ReportedPlan
 from launch.report.text import embedded, without_folders
 from tests.launch.report.pages import model_of, plan_of
 
@@ -32,6 +34,24 @@ def test_the_front_is_what_no_other_point_beats():
             and place == min(where for where, other in known if other == point)
         ]  # fmt: skip
         assert front(points) == [place for _, place in sorted(best)]
+
+
+def test_a_row_is_the_median_of_its_trials_and_names_one_that_failed():
+    plan = plan_of("1f1b", devices=2, micro_batches=4)
+    trials = [
+        Measurement(plan=plan, status=Status.OK, iteration_s=times, peak_bytes=peaks)
+        for times, peaks in (([1.0, 2.0, 9.0], [5, 7]), ([4.0, 4.0, 4.5], [6, 6]), ([3.0, 3.0, 3.0], [1, 2]))
+    ]
+    model = model_of(2, 2)
+    row = row_of(ReportedPlan(plan, None, tuple(trials), model))
+    assert (row.measured_s, row.spread_s, row.trials, row.measured_peak) == (3.0, 8.0, 3, 7)
+    assert row.samples_per_s == plan.global_batch / 3
+    assert row.error == pytest.approx(model.seconds(plan) / 3 - 1)
+    failed = Measurement(plan=plan, status=Status.OOM, error="too large")
+    row = row_of(ReportedPlan(plan, None, (trials[0], failed), None))
+    assert (row.status, row.problem, row.measured_s, row.predicted_s) == ("oom", "too large", 2.0, None)
+    row = row_of(ReportedPlan(plan, None, (failed,), model))
+    assert (row.measured_s, row.measured_peak, row.error) == (None, None, None)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "chimera", "zb-h1", "pipedream"])
