@@ -41,12 +41,12 @@ def load_times() -> list[float]:
 def picture(source: Path, target: Path) -> None:
     """A picture of the first screens of the page ``source``, with few colours, so that it is small."""
     with browser() as chromium:
-        page = chromium.new_page(viewport={"width": 1180, "height": 1390}, color_scheme="light")
+        page = chromium.new_page(viewport={"width": 1180, "height": 1800}, color_scheme="light")
         page.goto(source.resolve().as_uri())
         page.wait_for_selector(READY, state="attached")
         page.wait_for_selector("#timeline .plot-container")
         taken = Image.open(io.BytesIO(page.screenshot()))
-    taken.convert("RGB").quantize(colors=96, dither=Image.Dither.NONE).save(target, optimize=True)
+    taken.convert("RGB").quantize(colors=200, dither=Image.Dither.NONE).save(target, optimize=True)
 
 
 def main() -> int:

@@ -35,8 +35,13 @@ function decimalsOf(values, digits = 3) {
   return Math.max(0, Math.min(6, digits - 1 - Math.floor(Math.log10(Math.min(...known)))));
 }
 
-const fixed = (value, decimals) =>
-  value.toLocaleString("en-US", { minimumFractionDigits: decimals, maximumFractionDigits: decimals });
+const formats = new Map(); // decimals -> format; making one is slow
+function fixed(value, decimals) {
+  if (!formats.has(decimals)) {
+    formats.set(decimals, new Intl.NumberFormat("en-US", { minimumFractionDigits: decimals, maximumFractionDigits: decimals }));
+  }
+  return formats.get(decimals).format(value);
+}
 
 const significant = (value, digits = 3) => fixed(value, value === 0 ? 0 : decimalsOf([value], digits));
 

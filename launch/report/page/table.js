@@ -148,7 +148,7 @@ function makeTable(onPick) {
   filter();
   const basis = wasMeasured ? "the measured time where there is one, else the predicted time" : "the predicted time";
   byId("table-note").textContent =
-    `Times are per iteration. Samples per s: the global batch divided by ${basis}. ${report.measured} ${report.predicted}. ` +
+    `Times are per iteration. Samples per s: the global batch divided by ${basis}. ${report.measured} ${sentence(report.predicted)} ` +
     "Predicted peak: weights, gradients, optimizer state, activations and messages, by the cost model. Green edge: on the " +
     `Pareto front of ${wasMeasured ? "measured" : "predicted"} time against memory.`;
   return (number) => {
