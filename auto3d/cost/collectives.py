@@ -167,6 +167,18 @@ class AmpTraffic(Traffic):
         )
 
 
+class ChimeraTraffic(Traffic):
+    """Traffic as Chimera counts it (section 3.4): gradients are reduced by Rabenseifner's algorithm."""
+
+    def all_reduce_s(self, group: Group, size: float) -> float:
+        """Seconds of a gradient all-reduce; zero for a group of one."""
+        return rabenseifner_all_reduce_s(len(group), size, self.link(group)) if len(group) > 1 and size else 0.0
+
+
+TRAFFIC: dict[str, type[Traffic]] = {"amp": AmpTraffic, "chimera": ChimeraTraffic}
+"""prediction.method -> the traffic of that paper's formula; default: Traffic."""
+
+
 def ring_s(ranks: int, size: float, link: Link) -> float:
     """Seconds of an all-reduce on a ring: reduce-scatter, then all-gather.
 

@@ -54,9 +54,10 @@ class PlacedTraffic:
         # A message to the next stage and one from it travel at the same time, in opposite directions.
         self.messages = traffic(cluster, pairs)
         self.holders = [tuple(rank for home in stage_homes for rank in placement[home][::tp]) for stage_homes in homes]
+        # Stages on the same devices reduce their gradients one after the other, as in the simulator.
         sync_groups = [
             tuple(rank for home in stage_homes for rank in placement[home][shard::tp])
-            for stage_homes in dict.fromkeys(homes)
+            for stage_homes in dict.fromkeys(tuple(sorted(devices)) for devices in homes)
             for shard in range(tp)
         ]
         self.sync = traffic(cluster, sync_groups)

@@ -159,16 +159,18 @@ def cost_model(recipe: LoadedRecipe, subject: PlannedModel) -> CostModel:
         """The fingerprint of the Graph at so many samples, also if the subject has only interpolated that Graph."""
         return subject.fingerprint(samples) or PlanningModel(recipe).graph(samples).fingerprint
 
-    measured_in = ""
+    measured_in, times_of_work = "", None
     if (found := find_profile(recipe, fingerprint)) is not None:
         file, profile = found
         measured_in = str(file)
         machine, times = profile.measured(machine), profile.times_at(subject.work, subject.cuts)
+        times_of_work = profile.times_of_work
     return CostModel(
         machine,
         training(recipe.values),
         subject.work,
         times_at=times,
+        times_of_work=times_of_work,
         method=recipe.values.prediction.method,
         measured_in=measured_in,
     )

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from auto3d.plan import Plan
+from auto3d.plan import AUTO3D, Plan, PlanError
 from auto3d.search.algorithms import AMP, run_algorithm
 from auto3d.search.algorithms.amp import amp_space
 from auto3d.search.make import PlanMaker
@@ -34,6 +34,8 @@ def search_recipe(
     subject, emulated = subject or planning_subject(recipe), emulation(recipe.values)
 
     def check(plan: Plan) -> None:
+        if plan.engine != AUTO3D:
+            raise PlanError(f"{plan.engine}: is measured by `auto3d sweep`; only {AUTO3D} has a cost model")
         if emulated is not None:
             emulated.check_fits(plan.stages)
 

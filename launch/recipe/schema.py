@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 from auto3d.partition.methods import STAGE_METHODS
-from auto3d.plan import TENSOR_OVERLAPS
+from auto3d.plan import AUTO3D, ENGINES, TENSOR_OVERLAPS
 from auto3d.schedule import SCHEDULES
 from auto3d.schedule.options import SYNC
 from auto3d.search.algorithms import ALGORITHMS
@@ -391,6 +391,16 @@ class SearchRecipe:
     )
     tensor_overlap: Any = key(
         ["none"], "values of plan.tensor_overlap to try where tp is 2 or more", choices=TENSOR_OVERLAPS
+    )
+    micro_batches: Any = key(
+        AUTO,
+        "numbers of micro-batches to try, per pipeline and iteration; auto: any; [1]: no gradient accumulation",
+        least=1,
+    )
+    engine: Any = key(
+        [AUTO3D],
+        "runtimes that `auto3d sweep` measures: auto3d, or peers of it for comparison (docs/peers.md); auto: all",
+        choices=ENGINES,
     )
     allow_idle_devices: bool = key(False, "also try plans that use fewer devices than the cluster has")
     max_trials: int = key(

@@ -20,6 +20,7 @@ ALGORITHMS = {  # name -> the file and its function of the same name; imported a
     "exhaustive": "exhaustive",
     "rannc": "rannc",
     AMP: "amp",
+    "chimera": "chimera",
 }
 
 
