@@ -12,13 +12,11 @@ from launch.recipe.load import load
 WITHOUT_CACHE, CACHED = "without cache", "cached"
 
 
-def sharding_times(
-    *, tell: Callable[[str], None], recipe: str, models: Mapping[str, Sequence[str]]
-) -> Iterator[Row]:
+def sharding_times(*, tell: Callable[[str], None], recipe: str, models: Mapping[str, Sequence[str]]) -> Iterator[Row]:
     """Minutes until a model's Graph is there as a sequence of subgraphs, and the number of these.
 
-    ``models`` maps each name to the overrides of ``recipe`` that give the model. Without cache the model is built without
-    memory for weights, captured and sharded, in this process; cached, both are read from the disk.
+    ``models`` maps each name to the overrides of ``recipe`` that give the model. Without cache the model is built
+    without memory for weights, captured and sharded, in this process; cached, both are read from the disk.
     """
     import torch  # loaded here, not while the first model is timed
 
