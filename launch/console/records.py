@@ -1,5 +1,7 @@
 """Measurements -> records of a table: what each column holds, which columns a table needs, how a cell looks."""
 
+import csv
+import io
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -230,6 +232,15 @@ def cells(record: Mapping[str, Any], columns: Collection[str]) -> list[str]:
     in_units = {name: record[name] / unit for name, unit in units.items() if record.get(name) is not None}
     shown = {**record, **in_units}
     return ["-" if shown[name] is None else forms.get(name, "{}").format(shown[name]) for name in columns]
+
+
+def csv_text(records: Sequence[Mapping[str, Any]], columns: Collection[str]) -> str:
+    """The ``columns`` of all records as a CSV file with a heading."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(columns), lineterminator="\n", extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(records)
+    return text.getvalue()
 
 
 def aligned(columns: Collection[str]) -> list[str]:

@@ -1,7 +1,5 @@
 """Measurements -> tables, fastest first: as Markdown, CSV, JSON, LaTeX, and for the terminal."""
 
-import csv
-import io
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,7 +11,7 @@ from tabulate import tabulate
 
 from auto3d.plan import AUTO3D, Plan
 from auto3d.runtime.measurement import Measurement, Status
-from launch.console.records import aligned, cells, columns_of, compare, record, same_choices, what_rates_are
+from launch.console.records import aligned, cells, columns_of, compare, csv_text, record, same_choices, what_rates_are
 from launch.recipe.load import LoadedRecipe, load
 from launch.recipe.settings import emulation
 from launch.recipe.words import counted
@@ -93,7 +91,10 @@ def write(results: Results, folder: Path | None = None, *, latex: bool = False) 
     They go to ``folder``, or to tables/<recipe>.
     """
     records = rows(results)
-    contents = {"table.md": f"{_table(records, 'github')}\n\n{caption(results, folder)}\n", "table.csv": _csv(records)}
+    contents = {
+        "table.md": f"{_table(records, 'github')}\n\n{caption(results, folder)}\n",
+        "table.csv": csv_text(records, columns_of(records)),
+    }
     if latex:
         contents["table.tex"] = _latex(results, records, folder)
     folder = folder or TABLES / results.recipe.name
@@ -212,11 +213,3 @@ def _table(records: Sequence[dict[str, Any]], form: str, columns: Mapping[str, s
         headings = [heading.replace("-\n", "-").replace("\n", " ") for heading in headings]
     rows = [cells(one, columns) for one in records]
     return tabulate(rows, headings, tablefmt=form, colalign=aligned(columns), disable_numparse=True)
-
-
-def _csv(records: Sequence[dict[str, Any]]) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(columns_of(records)), lineterminator="\n", extrasaction="ignore")
-    writer.writeheader()
-    writer.writerows(records)
-    return text.getvalue()

@@ -1,6 +1,7 @@
 """What a tune prints and writes: predicted beside measured times, and how certain the order is."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import mean
 
@@ -10,8 +11,8 @@ from auto3d.runtime.measurement import Status
 from auto3d.search.certainty import CERTAIN, compare_plans
 from auto3d.search.search import Search
 from launch.console.ranking import HEADINGS, cells
+from launch.console.records import RATES, csv_text, rate_columns, rates, rates_of, what_rates_are
 from launch.console.records import cells as record_cells
-from launch.console.records import rate_columns, rates, rates_of, what_rates_are
 from launch.console.tables import TABLES
 from launch.drivers.tune import TriedPlan, fastest
 from launch.model.ranking import predicted_on
@@ -23,21 +24,49 @@ from launch.store.files import write_whole
 def table(recipe: LoadedRecipe, tried: Sequence[TriedPlan], form: str) -> str:
     """Predicted beside measured times, with the throughput, the fastest plan first."""
     rows = []
-    ordered = sorted(tried, key=lambda one: (not one.times, one.seconds if one.times else 0.0))
+    ordered = _fastest_first(tried)
     throughputs = [_rates(recipe, one) for one in ordered]
     columns = rate_columns(throughputs)
     for one, throughput in zip(ordered, throughputs, strict=True):
         measured = f"{one.seconds:.4g}" if one.times else "-"
         error = f"{one.error:+.1%}" if one.times else "-"
-        status = next((m.status for m in one.measurements if m.status is not Status.OK), Status.OK)
         _, *choices = cells(one.ranked)
         times = (f"{one.ranked.seconds:.4g}", f"{one.predicted_s:.4g}", measured, len(one.times), error)
-        rows.append((*times, *choices, *record_cells(throughput, columns), status))
+        rows.append((*times, *choices, *record_cells(throughput, columns), _status(one)))
     headings = ["cost\nmodel (s)", *HEADINGS[:1], "measured\n(s)", "trials", "error", *HEADINGS[1:]]
     headings += [*columns.values(), "status"]
     if form == "github":
         headings = [heading.replace("-\n", "-").replace("\n", " ") for heading in headings]
     return tabulate(rows, headings, tablefmt=form, disable_numparse=True)
+
+
+def _csv(recipe: LoadedRecipe, tried: Sequence[TriedPlan]) -> str:
+    """The table as CSV, in seconds and FLOPs."""
+    records = [
+        {
+            "cost_model_s": one.ranked.seconds,
+            "predicted_s": one.predicted_s,
+            "measured_s": one.seconds if one.times else None,
+            "trials": len(one.times),
+            "prediction_error": one.error,
+            **asdict(one.ranked.candidate),
+            **_rates(recipe, one),
+            "status": _status(one),
+        }
+        for one in _fastest_first(tried)
+    ]
+    empty = RATES.keys() - rate_columns(records).keys()
+    known = {name: None for one in records for name, value in one.items() if value is not None and name not in empty}
+    return csv_text(records, known)
+
+
+def _fastest_first(tried: Sequence[TriedPlan]) -> list[TriedPlan]:
+    return sorted(tried, key=lambda one: (not one.times, one.seconds if one.times else 0.0))
+
+
+def _status(one: TriedPlan) -> Status:
+    """The status of the first of the plan's trials that did not succeed, if there is one."""
+    return next((trial.status for trial in one.measurements if trial.status is not Status.OK), Status.OK)
 
 
 def _rates(recipe: LoadedRecipe, one: TriedPlan) -> dict[str, float | None]:
@@ -87,13 +116,13 @@ def _words(one: TriedPlan) -> str:
 
 
 def write(recipe: LoadedRecipe, search: Search, tried: Sequence[TriedPlan]) -> list[Path]:
-    """Write tables/<recipe>/tune.md and, if a trial succeeded, best_plan.json; returns the files."""
+    """Write tune.md, tune.csv and, if a trial succeeded, best_plan.json to tables/<recipe>; returns the files."""
     folder = TABLES / recipe.name
     folder.mkdir(parents=True, exist_ok=True)
     text = (
         f"{table(recipe, tried, 'github')}\n\n{summary(recipe, search, tried)}\n\nAgain: `{recipe.command('tune')}`\n"
     )
-    contents = {"tune.md": text}
+    contents = {"tune.md": text, "tune.csv": _csv(recipe, tried)}
     if best := fastest(tried):
         contents["best_plan.json"] = best.ranked.plan.to_json() + "\n"
     for name, content in contents.items():

@@ -1,6 +1,7 @@
 """A stage of the captured program as a plain nn.Module, for pipelines that are not ours."""
 
 from itertools import count
+from typing import Any
 
 import torch
 from torch import nn
@@ -56,7 +57,10 @@ class CapturedStage(nn.Module):
 
     def forward(self, *received: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         self._randomness.micro_batch = next(self._forwards)
-        values = {value.name: tensor for value, tensor in zip(self.received, received, strict=True)}
+        values = {
+            value.name: _ContiguousGradient.apply(tensor) if value.differentiable else tensor
+            for value, tensor in zip(self.received, received, strict=True)
+        }
         if self._inputs is not None:
             values |= next(self._inputs)
         made = self._program(
@@ -64,3 +68,15 @@ class CapturedStage(nn.Module):
         )
         given = tuple(made[place].contiguous() for place in self._gives)
         return given if len(given) > 1 else given[0]
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """The identity, with a contiguous gradient: torch's zero-bubble schedules send gradients as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.contiguous()

@@ -155,7 +155,7 @@ def test_a_baseline_is_exactly_one_row_that_ran(folder, plan):
         "pp=2": "2 rows match 'pp=2'; add what one of them has: schedule=1f1b, schedule=gpipe",
         "dp=4": "no row matches 'dp=4'; the rows are: dp=1 pp=2 schedule=1f1b, dp=1 pp=2 schedule=gpipe, dp=1 pp=1 ",
         "dp=2": "the trial of 'dp=2' is oom; name a row that is ok",
-        "depth=1": "'depth=1': write KEY=VALUE with a key of dp, tp, pp, micro_batch_size",
+        "depth=1": "'depth=1': write KEY=VALUE with a key of engine, dp, tp, pp, micro_batch_size",
         "dp": "'dp': write KEY=VALUE",
     }.items():
         with pytest.raises(InputError) as caught:

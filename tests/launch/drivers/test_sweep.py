@@ -384,6 +384,13 @@ def test_tune_tries_the_best_and_never_twice(folder, auto3d):
     assert first.err.count(" ok ") == 2
     assert "mean error of 2 trials" in first.out
     assert "cost model" in (folder / "tables/own/tune.md").read_text()
+    with (folder / "tables/own/tune.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        measured, devices = float(row["measured_s"]), int(row["dp"]) * int(row["tp"]) * int(row["pp"])
+        assert float(row["model_flops_per_s_per_device"]) == pytest.approx(6400 / measured / devices)
+        assert float(row["prediction_error"]) == pytest.approx(float(row["predicted_s"]) / measured - 1)
+    assert [row["status"] for row in rows] == ["ok", "ok"]
     again = auto3d(*arguments)
     assert " ok " not in again.err
     assert again.out == first.out

@@ -271,7 +271,9 @@ def test_every_key_is_documented():
     assert all(meaning and takes for _, _, takes, meaning in documented_keys())
 
 
-@pytest.mark.parametrize("file", sorted(RECIPES.rglob("*.yaml")), ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file", [one for one in sorted(RECIPES.rglob("*.yaml")) if one.parent.name != "papers"], ids=lambda file: file.stem
+)
 def test_every_key_of_a_shipped_recipe_is_commented(file: Path):
     """The test covers keys of the schema, not keys of a model's configuration."""
     names = {name.split(".")[1] for name, *_ in documented_keys()} | {item.name for item in fields(AcceleratorRecipe)}
