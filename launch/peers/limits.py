@@ -119,9 +119,11 @@ def shared_weights(stages: Sequence[Stage], graph: Graph) -> dict[str, tuple[int
 
 def _first_two(holders: Mapping[str, tuple[int, ...]]) -> str:
     """Where two shared weights are, or the only one; the second is on other stages than the first."""
-    by_stages = {indices: name for name, indices in reversed(holders.items())}
-    first = [(name, indices) for indices, name in reversed(by_stages.items())][:2]
-    return ", ".join(f"{name} is on stages {' and '.join(map(str, indices))}" for name, indices in first)
+    by_stages: dict[tuple[int, ...], str] = {}
+    for name, indices in holders.items():
+        by_stages.setdefault(indices, name)
+    first = list(by_stages.items())[:2]
+    return ", ".join(f"{name} is on stages {' and '.join(map(str, indices))}" for indices, name in first)
 
 
 def _skip(stages: tuple[Stage, ...]) -> str:
