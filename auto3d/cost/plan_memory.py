@@ -13,7 +13,10 @@ from auto3d.cost.tables import without
 from auto3d.cost.training_options import MOMENTS, TrainingOptions
 from auto3d.cost.work import PRECISION_BYTES
 from auto3d.plan import Plan, StagePlan
+from auto3d.schedule.in_flight import loads_of, moments
 from auto3d.schedule.shape import Shape, shape_of
+from auto3d.simulate.memory_timeline import BytesOverTime
+from auto3d.simulate.simulate import Timeline
 
 FRAGMENTATION = 1.06  # bytes that an allocator holds, over the bytes in use
 
@@ -30,6 +33,28 @@ class PlanMemory:
         shape, stages = shape_of(plan), dict(enumerate(plan.stages))
         return tuple(self._of_device(plan, shape, device, stages) for device in range(len(shape.holdings)))
 
+    def over_time(self, plan: Plan, timeline: Timeline) -> list[BytesOverTime]:
+        """Per pipeline device, the bytes that it holds over ``timeline``, a simulation of the schedule of ``plan``.
+
+        Activations come and go with the operations. Weights, gradients, the optimizer's state, messages and temporaries
+        count at their peak all the time, so the largest value is that of ``of``.
+        """
+        shape, stages = shape_of(plan), dict(enumerate(plan.stages))
+        return [self._over_time(plan, shape, device, stages, timeline) for device in range(len(shape.holdings))]
+
+    def _over_time(
+        self, plan: Plan, shape: Shape, device: int, stages: Mapping[int, StagePlan], timeline: Timeline
+    ) -> BytesOverTime:
+        constant, bytes_of = self._parts(plan, shape, device, stages)
+        held_stages, first = shape.holdings[device].stages, timeline.work.bounds[device]
+        times, held = [0.0], [FRAGMENTATION * constant]
+        operations = timeline.schedule.operations[device]
+        for index, at_end, counts in moments(operations, held_stages, timeline.schedule.recompute):
+            loads = zip(held_stages, loads_of(counts), strict=True)
+            times.append((timeline.end if at_end else timeline.start)[first + index])
+            held.append(FRAGMENTATION * (constant + sum(bytes_of[number].of(load) for number, load in loads)))
+        return BytesOverTime(times=times, held=held)
+
     def of_stage(self, plan: Plan, number: int, stage: StagePlan) -> dict[int, float]:
         """Pipeline device -> peak bytes of ``stage`` alone, for each device that holds stage ``number`` of ``plan``.
 
@@ -41,6 +66,22 @@ class PlanMemory:
 
     def _of_device(self, plan: Plan, shape: Shape, device: int, stages: Mapping[int, StagePlan]) -> float:
         """Peak bytes on ``device`` of those of its stages that are in ``stages``, a dict from number to stage."""
+        constant, bytes_of = self._parts(plan, shape, device, stages)
+        holding = shape.holdings[device]
+        activations = max(
+            sum(
+                bytes_of[number].of(load)
+                for number, load in zip(holding.stages, moment, strict=True)
+                if number in stages
+            )
+            for moment in holding.peaks
+        )
+        return FRAGMENTATION * (constant + activations)
+
+    def _parts(
+        self, plan: Plan, shape: Shape, device: int, stages: Mapping[int, StagePlan]
+    ) -> tuple[float, dict[int, StageBytes]]:
+        """(bytes on ``device`` of all but activations, number of each of its ``stages`` -> the bytes of that stage)."""
         weight = PRECISION_BYTES[self._training.precision]
         optimizer = self._training.master_bytes + 4 * MOMENTS[self._training.optimizer]
         samples = plan.micro_batch_size // shape.parts
@@ -58,17 +99,9 @@ class PlanMemory:
         for number, versions in zip(holding.stages, holding.versions, strict=True):
             if versions > 1 and number in stages:
                 state += (versions - 1) * weight * self._work.elements(plan, stages[number].operations)
-        activations = max(
-            sum(
-                bytes_of[number].of(load)
-                for number, load in zip(holding.stages, moment, strict=True)
-                if number in stages
-            )
-            for moment in holding.peaks
-        )
         fixed, working = sum(each.fixed for each in bytes_of.values()), max(each.working for each in bytes_of.values())
         messages = message_bytes(shape, [bytes_of.get(number, NO_BYTES) for number in range(shape.stages)], device)
-        return FRAGMENTATION * (state + fixed + activations + working + messages)
+        return state + fixed + working + messages, bytes_of
 
     def _make_stage_bytes(
         self, samples: int, stage: StagePlan, tp: int, sequence_parallel: bool, recompute: bool
@@ -81,8 +114,10 @@ class PlanMemory:
             dropped = without(stage.operations, self._work.kept(samples, stage))
             active = saved - tables.saved(dropped) / divisor
         again = saved - active
-        if not self._training.recompute_ends:  # the backward recomputes one block at a time
+        if recompute and not self._training.recompute_ends:
+            # The forward keeps the input of each block, and the backward recomputes one block at a time.
             again /= max(1, tables.blocks_of(stage.operations))
+            active += max(0.0, tables.block_inputs(dropped) / divisor - received)
         return StageBytes(
             in_flight=active + received,
             recomputed=again,

@@ -4,7 +4,7 @@ A micro-batch is in flight on a stage from its forward until its backward or, if
 half.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -79,19 +79,40 @@ def holdings(schedule: Schedule) -> tuple[Holding, ...]:
 
 
 def _peaks(
-    operations: Iterable[Operation], stages: Sequence[int], recompute: Collection[int]
+    operations: Sequence[Operation], stages: Sequence[int], recompute: Collection[int]
 ) -> tuple[tuple[Load, ...], ...]:
     """The peak moments of a device, each with one load per stage of ``stages``; see Holding."""
+    counts = {counted for _, _, counted in moments(operations, stages, recompute)}
+    highest = [
+        one
+        for one in counts
+        if not any(one != other and all(a <= b for a, b in zip(one, other, strict=True)) for other in counts)
+    ]
+    return tuple(loads_of(one) for one in sorted(highest))
+
+
+def loads_of(counts: Sequence[int]) -> tuple[Load, ...]:
+    """One load per stage, from counts as ``moments`` yields them."""
+    return tuple(Load(*counts[at : at + 3]) for at in range(0, len(counts), 3))
+
+
+def moments(
+    operations: Sequence[Operation], stages: Sequence[int], recompute: Collection[int]
+) -> Iterator[tuple[int, bool, tuple[int, ...]]]:
+    """Every change of what a device holds: (index of the operation, whether it changes at its end, counts).
+
+    ``counts`` has the three fields of Load for each stage of ``stages``, one stage after the other.
+    """
     place = {stage: 3 * number for number, stage in enumerate(stages)}
     held = [0] * (3 * len(stages))
     early: set[tuple[int, int, int]] = set()  # (stage, pipe, micro-batch) recomputed by an R before the backward
-    moments = set()
-    for operation in operations:
+    for index, operation in enumerate(operations):
         if not operation.micro_batches:
             continue
         flights = place[operation.stage]
         again, deferred, count = flights + 1, flights + 2, len(operation.micro_batches)
         keys = {(operation.stage, operation.pipe, micro_batch) for micro_batch in operation.micro_batches}
+        at_end = operation.kind not in (Kind.FORWARD, Kind.RECOMPUTE)
         if operation.kind is Kind.FORWARD:
             held[flights] += count
         elif operation.kind is Kind.RECOMPUTE:
@@ -102,14 +123,8 @@ def _peaks(
         else:
             if operation.stage in recompute and not keys <= early:
                 held[again] += count
-            moments.add(tuple(held))
+            yield index, False, tuple(held)
             held[flights] -= count
             held[again] -= count if operation.stage in recompute else 0
             held[deferred] += count if operation.kind is Kind.BACKWARD_INPUT else 0
-        moments.add(tuple(held))
-    highest = [
-        one
-        for one in moments
-        if not any(one != other and all(a <= b for a, b in zip(one, other, strict=True)) for other in moments)
-    ]
-    return tuple(tuple(Load(*one[at : at + 3]) for at in place.values()) for one in sorted(highest))
+        yield index, at_end, tuple(held)

@@ -43,6 +43,7 @@ class SearchSpace:
     shard_optimizer: Axis = (False,)  # ZeRO-1
     sequence_parallel: Axis = (False,)  # norms and dropout on a sequence that the tensor-parallel ranks split
     tensor_overlap: Axis = (NO_OVERLAP,)  # keys of TENSOR_OVERLAPS
+    micro_batches: Axis = AUTO  # micro-batches of a pipeline in an iteration; [1] is no gradient accumulation
     engine: Axis = (AUTO3D,)  # keys of ENGINES
     allow_idle_devices: bool = False  # a plan may use fewer devices than the cluster has
 
@@ -154,7 +155,7 @@ class Domain:
 
     def __init__(self, space: SearchSpace, cluster: Cluster, workload: Workload) -> None:
         self.cluster, self.workload = cluster, workload
-        self._allow_idle = space.allow_idle_devices
+        self._allow_idle, self._micro_batches = space.allow_idle_devices, space.micro_batches
         divisors = [number for number in range(1, cluster.devices + 1) if cluster.devices % number == 0]
         in_a_node = gcd(*(node.devices for node in cluster.nodes))
         sizes = [2**power for power in range(workload.global_batch.bit_length()) if 2**power <= workload.global_batch]
@@ -245,6 +246,9 @@ class Domain:
             check_fits(candidate, self.cluster, self.workload)
         except InputError as error:
             return str(error)
+        count = self.workload.global_batch // (candidate.dp * candidate.micro_batch_size)
+        if self._micro_batches != AUTO and count not in self._micro_batches:
+            return f"has {count} micro-batches; micro_batches is {', '.join(map(str, self._micro_batches))}"
         return ""
 
 

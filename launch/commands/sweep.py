@@ -43,8 +43,14 @@ def sweep_on(loaded: LoadedRecipe, retry: Retry, *, follow: bool = True) -> int:
     if not follow:
         print(next_commands(loaded))
         return 0
-    rows = len(sweep.trials) + len(sweep.infeasible)
-    results = tables.results(loaded, list(sweep.ended().values()), rows, sweep.left_out)
+    results = tables.results(
+        loaded,
+        list(sweep.ended().values()),
+        len(sweep.trials) + len(sweep.infeasible),
+        sweep.left_out,
+        predicted_s=sweep.predictions.seconds,
+        predicted_on=sweep.predictions.based_on,
+    )
     files = tables.write(results)
     print(f"{tables.terminal(results)}\n\nwritten: {', '.join(map(str, files))}")
     print_failed(loaded, "sweep", results.measurements)

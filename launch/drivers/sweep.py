@@ -16,6 +16,7 @@ from launch.model import candidates
 from launch.model.capture_process import CaptureProcess
 from launch.model.check_capture import check_plans
 from launch.model.graphs import PlanningModel
+from launch.model.predictions import PlanPredictions, predict_plans
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import cluster, device
 from launch.slurm.executor import check_reachable, on_slurm
@@ -38,6 +39,7 @@ class Sweep:
 
     trials: list[Trial]
     left_out: int  # number of plans beyond search.max_trials
+    predictions: PlanPredictions
     infeasible: dict[Trial, str] = field(default_factory=dict)  # plans that a peer cannot train, with the reasons
 
     def ended(self) -> dict[Trial, Measurement]:
@@ -47,7 +49,11 @@ class Sweep:
 
 
 def sweep_of(recipe: LoadedRecipe, tell: Callable[[str], None] | None = None) -> Sweep:
-    """The trials of ``recipe``. With ``tell`` their captures are checked, too, and ``tell`` receives each result."""
+    """The trials of ``recipe``.
+
+    With ``tell`` their captures are checked, too, and ``tell`` receives each result; then their times are predicted.
+    """
+    predictions = PlanPredictions({}, "")
     with CaptureProcess() as process:
         model = PlanningModel(recipe, process=process)
         graph_at = cache(model.graph)
@@ -57,13 +63,14 @@ def sweep_of(recipe: LoadedRecipe, tell: Callable[[str], None] | None = None) ->
         check_ranks(recipe, max(plan.ranks for plan in plans))
         if tell is not None:
             check_plans(recipe, plans, process, tell)
+            predictions = predict_plans(recipe, plans, graph_at, model)
     if recipe.values.model.weights is not None:
         from launch.model.build import initial_weights  # torch is slow to import, and large
 
         initial_weights(recipe, graph_at(samples_at_once(plans[0])))
     refused = candidates.refused_by_peers(found)
     infeasible = dict(zip(trials_of(recipe, list(refused)), refused.values(), strict=True))
-    return Sweep(trials_of(recipe, plans), left_out, infeasible)
+    return Sweep(trials_of(recipe, plans), left_out, predictions, infeasible)
 
 
 def _chosen_before(recipe: LoadedRecipe, plans: Sequence[Plan]) -> set[Plan]:
@@ -103,7 +110,13 @@ def run_sweep(recipe: LoadedRecipe, *, retry: Retry, watcher: Watcher, follow: b
     trials = sweep.trials
     with executor_of(recipe) as executor:
         write_command(recipe, "sweep")
-        write_sweep(recipe, [*trials, *sweep.infeasible], left_out=sweep.left_out)
+        write_sweep(
+            recipe,
+            [*trials, *sweep.infeasible],
+            left_out=sweep.left_out,
+            predicted_s=sweep.predictions.seconds,
+            predicted_on=sweep.predictions.based_on,
+        )
         for trial, reason in sweep.infeasible.items():
             trial.prepare(recipe)
             write_failure(recipe, trial, Status.INFEASIBLE, reason)

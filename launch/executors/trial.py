@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from auto3d.capture.model import CapturedModel
+from auto3d.cost.throughput import IterationFlops, flops_of_graph
 from auto3d.errors import InputError
 from auto3d.plan import AUTO3D, Plan
 from auto3d.runtime.checkpoint import Checkpoints
@@ -91,15 +92,15 @@ def measure(
         devices = devices_for(recipe, len(node.ranks) if node else plan.ranks, size=plan.ranks)
         captured_for = (capture or partial(capture_for_ranks, recipe))(plan)
 
-        def run(world: World, report: Report) -> tuple[TrainingResult, Environment]:
+        def run(world: World, report: Report) -> tuple[TrainingResult, IterationFlops, Environment]:
             captured = captured_for(world)
             state = initial_weights(recipe, captured.graph)
-            if plan.engine != AUTO3D:
+            if plan.engine == AUTO3D:
+                more = training.arguments(world, report, settings) if training else {}
+                result = train(captured, plan, settings, data, world, state=state, **more)
+            else:
                 result = train_by_peer(captured, plan, settings, data, world, state=state)
-                return result, Environment.here(settings.device, cores=cores)
-            more = training.arguments(world, report, settings) if training else {}
-            result = train(captured, plan, settings, data, world, state=state, **more)
-            return result, Environment.here(settings.device, cores=cores)
+            return result, flops_of_graph(plan, captured.graph), Environment.here(settings.device, cores=cores)
 
         outcome = run_ranks(plan.ranks, run, folder=folder, node=node, devices=devices, **limits)
     except InputError as error:
@@ -107,7 +108,7 @@ def measure(
     outcome = of_all(outcome)
     if outcome.status is not Status.OK:
         return Measurement(status=outcome.status, error=outcome.error, finished=_now(), **facts)
-    result, environment = outcome.result
+    result, flops, environment = outcome.result
     return Measurement(
         status=Status.OK,
         iteration_s=result.iteration_s[warmup:],
@@ -115,6 +116,8 @@ def measure(
         grad_norm=result.grad_norm[warmup:],
         **{name: getattr(result, name) for name in BYTES},
         first_iteration=result.first_iteration,
+        model_flops=flops.model,
+        recomputed_flops=flops.recomputed,
         engine_version=engine_version(plan.engine),
         environment=environment,
         finished=_now(),

@@ -392,6 +392,11 @@ class SearchRecipe:
     tensor_overlap: Any = key(
         ["none"], "values of plan.tensor_overlap to try where tp is 2 or more", choices=TENSOR_OVERLAPS
     )
+    micro_batches: Any = key(
+        AUTO,
+        "numbers of micro-batches to try, per pipeline and iteration; auto: any; [1]: no gradient accumulation",
+        least=1,
+    )
     engine: Any = key(
         [AUTO3D],
         "runtimes that `auto3d sweep` measures: auto3d, or peers of it for comparison (docs/peers.md); auto: all",
@@ -403,15 +408,19 @@ class SearchRecipe:
     )
     algorithm: str = key(
         AUTO,
-        "search algorithm of `auto3d plan` and `auto3d tune`; auto: exhaustive if the space is small, else annealing",
+        "search algorithm of `auto3d plan` and `auto3d tune`; auto: exhaustive if the space is small, else annealing; "
+        "amp: AMP's own space and annealing (its paper's algorithm 1), whatever schedule, partition, placement and "
+        "replicas say",
         choices=(AUTO, *ALGORITHMS),
     )
-    candidates: int = key(2000, "most candidates that a search estimates", least=1)
+    candidates: int | None = key(
+        None, "most candidates that a search estimates; none: 2000, or 500 if the algorithm is amp", least=1
+    )
     seconds: float = key(60.0, "most seconds of processor time that a search takes", least=0.1, below=LARGEST_TIME_S)
-    trials: int = key(
-        15,
-        "most trials that `auto3d tune` runs: three in five try the best candidates, the others repeat the fastest of "
-        "these, in turns, until their order is certain",
+    trials: int | None = key(
+        None,
+        "most trials that `auto3d tune` runs; none: 15, or 10 if the algorithm is amp; three in five try the best "
+        "candidates, the others repeat the fastest of these, in turns, until their order is certain; amp repeats none",
         least=1,
     )
     seed: int = key(1, "seed of the search", least=0, below=LARGEST_INTEGER)

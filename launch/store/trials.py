@@ -5,7 +5,7 @@ import os
 import platform
 import shutil
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
@@ -71,6 +71,8 @@ class SweepRecord:
     settings: str  # settings_digest() of its recipe
     trials: list[str]  # names
     left_out: int  # number of plans beyond search.max_trials
+    predicted_s: dict[str, float] = field(default_factory=dict)  # name of a trial -> predicted seconds per iteration
+    predicted_on: str = ""  # what these predictions rest on
 
 
 _sweep_adapter = TypeAdapter(SweepRecord)
@@ -178,9 +180,23 @@ def last_command(recipe: LoadedRecipe) -> Command | None:
         return None
 
 
-def write_sweep(recipe: LoadedRecipe, trials: Sequence[Trial], *, left_out: int) -> None:
-    """Record the sweep that runs now."""
-    sweep = SweepRecord(list(recipe.overrides), settings_digest(recipe), [trial.name for trial in trials], left_out)
+def write_sweep(
+    recipe: LoadedRecipe,
+    trials: Sequence[Trial],
+    *,
+    left_out: int,
+    predicted_s: Mapping[Plan, float],
+    predicted_on: str,
+) -> None:
+    """Record the sweep that runs now; ``predicted_s`` need not have all plans."""
+    sweep = SweepRecord(
+        list(recipe.overrides),
+        settings_digest(recipe),
+        [trial.name for trial in trials],
+        left_out,
+        {trial.name: predicted_s[trial.plan] for trial in trials if trial.plan in predicted_s},
+        predicted_on,
+    )
     write_whole(private_folder(recipe_folder(recipe)) / "sweep.json", dumps(asdict(sweep), indent=1))
 
 

@@ -98,3 +98,35 @@ def test_frozen_parameters_count_as_weights_alone():
 
     difference = total(graph.trained) - total(graph.trained - {frozen})
     assert difference == pytest.approx(FRAGMENTATION * 3 * graph.parameters[frozen].bytes)
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": "full"}], ids=["whole", "recomputed"])
+def test_memory_over_time_peaks_where_the_plan_does_and_ends_empty(options):
+    """The largest value over time is the peak of the plan, which is counted without times."""
+    compared = 0
+    for name in SCHEDULES:
+        for devices, micro_batches in ((2, 4), (4, 4), (4, 8)):
+            try:
+                stages = build_schedule(name, devices=devices, micro_batches=micro_batches, **options).stages
+            except InputError:  # the schedule does not exist at these sizes
+                continue
+            layers = [Layer(parameters=10 * n, saved=100 + n, flops=1e9 * n, output=n) for n in range(1, stages + 1)]
+            plan = Plan(
+                graph="", dp=1, tp=1, pp=devices, global_batch=2 * micro_batches, micro_batch_size=2, schedule=name,
+                stages=stages_between(range(stages + 1)), placement=place_ranks(dp=1, pp=devices), seed=0,
+                schedule_options=options,
+            )  # fmt: skip
+            model = CostModel(
+                Cluster(nodes=(Node(devices=devices),), device="cpu"),
+                TrainingOptions(),
+                lambda samples, tp, _, layers=layers: work_of_layers(layers, samples, tp, precision="float32"),
+            )
+            timeline = model.timeline(plan)
+            assert timeline.makespan / timeline.schedule.iterations == pytest.approx(model.estimate(plan).seconds)
+            curves = model.memory_over_time(plan, timeline)
+            assert [curve.peak for curve in curves] == pytest.approx(model.memory(plan), rel=1e-12)
+            for curve in curves:
+                assert curve.times == sorted(curve.times)
+                assert curve.held[-1] == pytest.approx(curve.held[0])
+            compared += 1
+    assert compared > 20
