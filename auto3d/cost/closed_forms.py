@@ -1,11 +1,16 @@
 """The papers' closed forms for the time of an iteration, on the simulator's costs, for comparison with it."""
 
-from dataclasses import replace
+from collections.abc import Sequence
 
+from auto3d.plan import PlanError
+from auto3d.schedule import SCHEDULES
+from auto3d.schedule.operation import Kind
 from auto3d.schedule.shape import Shape
-from auto3d.simulate.costs import Costs, MessageCost, uniform
-from auto3d.simulate.critical_path import count, critical_path
-from auto3d.simulate.simulate import simulate
+from auto3d.simulate.costs import Costs, MessageCost
+from auto3d.simulate.critical_path import critical_path
+from auto3d.simulate.simulate import Timeline, simulate
+
+_SENDING = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
 
 def amp_s(shape: Shape, costs: Costs) -> float:
@@ -13,7 +18,8 @@ def amp_s(shape: Shape, costs: Costs) -> float:
 
     The slowest stage counts M - 1 times, each stage and each message once, and one gradient sync. The time of a stage
     includes forward and backward, the time of a message both directions; the paper specifies neither. Stages on the
-    same device add up, also the stages of several pipes. The slowest update is our addition.
+    same device add up, also the stages of several pipes. The slowest update is our addition. A cost model whose method
+    is ``amp`` also takes messages and collectives from section 4.2 (``AmpTraffic``).
     """
     once = _stage_times(shape, costs)
     pipes = len(shape.device_of) // shape.stages
@@ -28,21 +34,57 @@ def amp_s(shape: Shape, costs: Costs) -> float:
 def chimera_s(shape: Shape, costs: Costs) -> float:
     """Seconds of an iteration by Chimera, section 3.4, equation 1.
 
-    The forwards and backwards on the critical path count with one message each, and the gradient syncs as far as idle
-    time does not hide them. F and B are those of the slowest stage. The critical path is computed for a backward twice
-    as long as the forward, or three times with recomputation (the section's own model). The slowest update is our
-    addition.
+    The forwards and backwards on the critical path count with one message each, and the gradient syncs as far as
+    ``unoverlapped_syncs`` finds no room for them. As in the paper, all stages take as long as the slowest, F_t is its
+    forward, and B_t is 2 F_t plus the recomputation: 3 F_t if the stage keeps nothing. A pass of k micro-batches counts
+    k times. The slowest update is our addition. Raises PlanError for an asynchronous schedule, which the equation does
+    not describe.
     """
+    if SCHEDULES[shape.name].asynchronous:
+        raise PlanError(f"Chimera's equation 1 describes synchronous schedules; {shape.name} is asynchronous")
     schedule = shape.schedule()
-    recomputes = bool(schedule.recompute)
-    forwards, backwards = count(critical_path(simulate(schedule, uniform(schedule, backward=3 if recomputes else 2))))
+    stages = shape.stages
+    forward = (max(costs.forward),) * stages
+    equal = Costs(
+        forward=forward,
+        backward=tuple(2 * time for time in forward),
+        backward_input=forward,
+        backward_weight=forward,
+        recompute=(max((costs.recompute[stage] for stage in shape.recompute), default=0.0),) * stages,
+        sync=(0.0,) * stages,
+        update=(0.0,) * stages,
+        messages=(MessageCost(),) * (stages - 1),
+        speed=(1.0,) * shape.devices,
+    )
+    timeline = simulate(schedule, equal)
+    path = critical_path(timeline)
+    passes = sum(len(operation.micro_batches) for operation in path if operation.kind in _SENDING) / shape.parts
     message = max((link.latency + max(link.forward, link.backward) for link in costs.messages), default=0.0)
-    stages = zip(_stage_times(shape, costs), costs.forward, strict=True)
-    forward, backward = max(costs.forward), max(whole - forward for whole, forward in stages)
-    silent = replace(costs, messages=(MessageCost(),) * len(costs.messages), update=(0.0,) * schedule.stages)
-    without_sync = simulate(schedule, replace(silent, sync=(0.0,) * schedule.stages)).makespan
-    exposed = simulate(schedule, silent).makespan - without_sync
-    return (forward + message) * forwards + (backward + message) * backwards + exposed + max(costs.update)
+    return timeline.makespan + message * passes + max(unoverlapped_syncs(timeline, costs.sync)) + max(costs.update)
+
+
+def unoverlapped_syncs(timeline: Timeline, sync: Sequence[float]) -> list[float]:
+    """Comm_unoverlapped of Chimera, section 3.4: per device, the seconds of its gradient syncs that no free region
+    hides.
+
+    ``timeline`` has no messages and no syncs; ``sync`` has the seconds of each stage's all-reduce. The free regions of
+    a sync are the idle times of the device from the operation S that starts it to the end of the iteration (figure 6).
+    The syncs of a device use them one after the other, and take nothing from its compute.
+    """
+    unoverlapped = []
+    for device in range(timeline.schedule.devices):
+        numbers = timeline.numbers(device)
+        # A device with a stage on several pipes reduces its gradients once, when the last pipe is done.
+        starts = {timeline.operations[n].stage: n for n in numbers if timeline.operations[n].kind is Kind.SYNC}
+        pending = free = 0.0
+        for number in numbers:
+            pending = max(0.0, pending - (timeline.start[number] - free))
+            free = timeline.end[number]
+            stage = timeline.operations[number].stage
+            if starts.get(stage) == number:
+                pending += sync[stage]
+        unoverlapped.append(max(0.0, pending - (timeline.makespan - free)))
+    return unoverlapped
 
 
 def _stage_times(shape: Shape, costs: Costs) -> list[float]:

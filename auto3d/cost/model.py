@@ -13,15 +13,16 @@ import numpy as np
 
 from auto3d.cluster import Accelerator, Cluster, Link
 from auto3d.cost.closed_forms import amp_s, chimera_s
-from auto3d.cost.collectives import GroupLink
+from auto3d.cost.collectives import TRAFFIC, GroupLink, Traffic
 from auto3d.cost.model_work import ModelWork
 from auto3d.cost.placed import PlacedTraffic
 from auto3d.cost.plan_memory import PlanMemory
 from auto3d.cost.sub_pipelined import Segment, sub_pipelined_s
 from auto3d.cost.tables import without
+from auto3d.cost.throughput import IterationFlops, iteration_flops
 from auto3d.cost.times import Times, before, times_of
 from auto3d.cost.training_options import TrainingOptions
-from auto3d.cost.work import PRECISION_BYTES, WorkAt
+from auto3d.cost.work import PRECISION_BYTES, Work, WorkAt
 from auto3d.plan import SUB_PIPELINED, Plan, PlanError, StagePlan
 from auto3d.schedule.operation import Kind
 from auto3d.schedule.shape import Shape, shape_of
@@ -33,6 +34,9 @@ from auto3d.tensor.conversions import Collective
 SecondsOf = Callable[[Shape, Costs], float]  # seconds of an iteration: the simulator or a closed form
 TimesOf = Callable[[int, Accelerator, int, bool], Times]
 """Arguments: samples, kind of device, tensor-parallel degree, whether it is sequence-parallel."""
+
+TimesOfWork = Callable[[Work, Sequence[int], int, Accelerator], Times]
+"""Arguments: the work of the whole model, the bounds of its subgraphs, samples, kind of device."""
 
 TensorDegree = tuple[int, bool]  # tensor-parallel degree, whether it is sequence-parallel
 
@@ -70,6 +74,8 @@ class CostModel:
 
     ``method`` is a key of ``METHODS``: how the time of an iteration follows from the costs of its operations.
     ``measured_in`` names the profile behind ``times_at``; it is empty where times come from the figures of the cluster.
+    ``times_of_work`` gives the same profile's times of a work that ``work_at`` does not know, such as that of an
+    interpolated Graph.
     """
 
     def __init__(
@@ -79,6 +85,7 @@ class CostModel:
         work_at: WorkAt,
         *,
         times_at: TimesOf | None = None,
+        times_of_work: TimesOfWork | None = None,
         method: str = "simulated",
         measured_in: str = "",
     ) -> None:
@@ -86,6 +93,7 @@ class CostModel:
         self.training = training
         self.method, self.measured_in = method, measured_in
         self._work_at, self._times_at = work_at, times_at
+        self._times_of_work = times_of_work
         self._work = ModelWork(work_at, training)
         self._memory = PlanMemory(self._work, training)
         self._times = lru_cache(None)(
@@ -101,12 +109,20 @@ class CostModel:
 
     def on(self, cluster: Cluster) -> "CostModel":
         """The cost model of the same model and training on another cluster."""
+        return self._changed(cluster, self.method)
+
+    def by(self, method: str) -> "CostModel":
+        """The cost model of the same model, training and cluster by another key of ``METHODS``."""
+        return self._changed(self.cluster, method)
+
+    def _changed(self, cluster: Cluster, method: str) -> "CostModel":
         return CostModel(
             cluster,
             self.training,
             self._work_at,
             times_at=self._times_at,
-            method=self.method,
+            times_of_work=self._times_of_work,
+            method=method,
             measured_in=self.measured_in,
         )
 
@@ -121,6 +137,14 @@ class CostModel:
     def memory(self, plan: Plan) -> tuple[float, ...]:
         """Peak bytes on each pipeline device, with an allocator's fragmentation."""
         return self._memory.of(plan)
+
+    def flops(self, plan: Plan) -> IterationFlops:
+        """FLOPs of an iteration of the whole model, with what the plan recomputes."""
+        samples = plan.micro_batch_size // shape_of(plan).parts
+        work = self._work.work_at(samples)
+        return iteration_flops(
+            plan, work.flops.tolist(), work.backward_flops.tolist(), kept=lambda stage: self._work.kept(samples, stage)
+        )
 
     def stage_memory(self, plan: Plan, number: int, stage: StagePlan) -> dict[int, float]:
         """Pipeline device -> peak bytes of ``stage`` alone, for each device that holds stage ``number`` of ``plan``.
@@ -274,6 +298,15 @@ class CostModel:
 
     # Compute
 
+    def times_of_work(self, work: Work, cuts: Sequence[int], samples: int, accelerator: Accelerator) -> Times:
+        """The seconds of ``work`` on one device: measured where the model has a profile, else estimated.
+
+        ``work`` is the whole model's at ``samples``, and ``cuts`` bounds its subgraphs.
+        """
+        if self._times_of_work is None:
+            return times_of(work, accelerator)
+        return self._times_of_work(work, cuts, samples, accelerator)
+
     def _make_between_cuts(
         self,
         samples: int,
@@ -419,10 +452,14 @@ class CostModel:
         return shape.parts * (each + self._crossing_bytes(plan, shape, boundary)[0] * per_byte)
 
     def _crossing_bytes(self, plan: Plan, shape: Shape, boundary: int) -> tuple[float, float]:
-        """Bytes that one part of a micro-batch sends onward from stage ``boundary``, as ``_crossing`` has them."""
+        """Bytes that one part of a micro-batch sends onward from stage ``boundary``, as ``_crossing`` has them.
+
+        Replicas send and receive their slices at the same time, so the side with fewer replicas takes longest.
+        """
         end = plan.stages[boundary].operations[-1][1]
+        replicas = min(plan.stages[number].replicas for number in (boundary, boundary + 1))
         sent, gathered = self._crossing(plan, plan.micro_batch_size // shape.parts, end)
-        return float(sent), float(gathered)
+        return float(sent) / replicas, float(gathered) / replicas
 
     def _crossing(self, plan: Plan, samples: int, cuts: int | list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Bytes through ``cuts``: those that each rank sends, and those that the receivers then gather.
@@ -441,7 +478,7 @@ class CostModel:
     def _make_traffic(
         self, placement: tuple[tuple[int, ...], ...], tp: int, dp: int, homes: tuple[tuple[int, ...], ...]
     ) -> PlacedTraffic:
-        return PlacedTraffic(self.cluster, placement, tp, dp, homes)
+        return PlacedTraffic(self.cluster, placement, tp, dp, homes, TRAFFIC.get(self.method, Traffic))
 
 
 def _bandwidth(link: GroupLink) -> float:

@@ -114,8 +114,10 @@ class PlanMemory:
             dropped = without(stage.operations, self._work.kept(samples, stage))
             active = saved - tables.saved(dropped) / divisor
         again = saved - active
-        if not self._training.recompute_ends:  # the backward recomputes one block at a time
+        if recompute and not self._training.recompute_ends:
+            # The forward keeps the input of each block, and the backward recomputes one block at a time.
             again /= max(1, tables.blocks_of(stage.operations))
+            active += max(0.0, tables.block_inputs(dropped) / divisor - received)
         return StageBytes(
             in_flight=active + received,
             recomputed=again,

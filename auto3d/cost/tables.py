@@ -20,6 +20,12 @@ class WorkTables:
         """The number of repeated blocks in ``operations``."""
         return int(self._sum("blocks", operations))
 
+    def block_inputs(self, operations: Sequence[tuple[int, int]]) -> float:
+        """Bytes of the inputs of the repeated blocks in ``operations``."""
+        if "block_inputs" not in self._sums:
+            self._sums["block_inputs"] = before(self.work.blocks * self.work.crossing[:-1])
+        return self._sum("block_inputs", operations)
+
     def saved(self, operations: Sequence[tuple[int, int]]) -> float:
         return self._sum("saved", operations)
 

@@ -97,6 +97,10 @@ class Search:
                 self._bounds[candidate] = inf
         return self._bounds[candidate]
 
+    def plan(self, candidate: Candidate) -> Plan:
+        """The Plan of ``candidate``, whose ``bound`` must have been finite."""
+        return self._plans[candidate]
+
     def add(self, candidate: Candidate, plan: Plan) -> None:
         """Add a Plan that was made elsewhere."""
         self._plans[candidate] = plan

@@ -74,7 +74,12 @@ class PlanningModel:
         return graph
 
     def sharding(self, graph: Graph, subgraphs: int | None = None) -> Sharding:
-        """The subgraphs of ``graph``, one of this model's."""
+        """The subgraphs of ``graph``, one of this model's.
+
+        Those of an interpolated Graph are not stored: at 1 sample it may have other operations than the model has.
+        """
+        if not graph.fingerprint:
+            return shard(graph, subgraphs)
         identity = self.identity(sharding_at=graph.micro_batch_size, subgraphs=subgraphs)
         sharding = None if self._fresh else self._cache.load(identity, sharding_from_json)
         if sharding is None:

@@ -51,7 +51,7 @@ class LoadedRecipe:
         """The file of recipes/accelerators/ that ``name``, the value of ``key``, stands for, and its content."""
         file = _find(self._sources.of(key), name, folder="accelerators", key=key)
         values: DictConfig = OmegaConf.structured(AcceleratorRecipe)
-        for item, value in _read(file).items():
+        for item, value in read_yaml(file).items():
             try:
                 values = _merged(values, item, value)
             except (OmegaConfBaseException, TypeError) as error:
@@ -112,10 +112,21 @@ def load(name: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
     other.
     """
     file = _find(COMMAND_LINE, name, folder="", key="recipe")
-    recipe, sources = _typed(file, _read(file), read_overrides(overrides))
+    return _loaded(file.stem, name, file, read_yaml(file), overrides)
+
+
+def load_groups(name: str, file: Path, base: str | Mapping[str, Any], overrides: Sequence[str] = ()) -> LoadedRecipe:
+    """The recipe ``name`` that ``file`` declares among other things: groups, or the name of another recipe."""
+    if isinstance(base, str):
+        base = read_yaml(_find(file, base, folder="", key="base"))
+    return _loaded(name, str(file), file, dict(base), overrides)
+
+
+def _loaded(name: str, written: str, file: Path, raw: dict[Any, Any], overrides: Sequence[str]) -> LoadedRecipe:
+    recipe, sources = _typed(file, raw, read_overrides(overrides))
     _check_values(recipe, sources)
     _check_together(recipe, sources)
-    return LoadedRecipe(file.stem, recipe, name, tuple(overrides), file.resolve().parent, sources)
+    return LoadedRecipe(name, recipe, written, tuple(overrides), file.resolve().parent, sources)
 
 
 def data_files(recipe: Recipe) -> list[str]:
@@ -126,7 +137,8 @@ def data_files(recipe: Recipe) -> list[str]:
 # Reading
 
 
-def _read(file: Path) -> dict[Any, Any]:
+def read_yaml(file: Path) -> dict[Any, Any]:
+    """The mapping that a YAML file holds; raises RecipeError if it holds none."""
     try:
         raw = OmegaConf.to_container(OmegaConf.load(file))
     except OSError as error:
@@ -163,7 +175,7 @@ def _typed(file: Path, raw: dict[Any, Any], overrides: Mapping[KeyPath, Any]) ->
                 continue  # an optional group that is explicitly left out
             if group in NAMED_GROUPS and isinstance(content, str):
                 sources.named[group] = _find(where, content, folder=NAMED_GROUPS[group], key=group)
-                typed[group] = _merge(sources.named[group], group, _defaults(group), _read(sources.named[group]))
+                typed[group] = _merge(sources.named[group], group, _defaults(group), read_yaml(sources.named[group]))
                 continue
             if not isinstance(content, dict):
                 raise RecipeError(where, group, f"found {content!r}; it takes the keys of this group")

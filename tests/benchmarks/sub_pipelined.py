@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -48,6 +49,7 @@ LEAST = {1.0: 1.4, 0.0: 0.97}  # Ta / Tm -> how many times as fast sub-pipelined
 REPETITIONS = 5
 CLONE_NEWNET = 0x40000000
 LINK = "auto3d-link"
+NAMESPACES = Path("/run/netns")  # folder of `ip netns`
 DATA = DataSettings(
     source="synthetic",
     files=(),
@@ -137,6 +139,7 @@ def iteration_of(captured: CapturedModel, plan: Plan, world: World):
 def namespaces() -> Iterator[list[str]]:
     """Two network namespaces with a link between them, until the end."""
     names = [f"auto3d-{os.getpid()}-{rank}" for rank in range(RANKS)]
+    had_namespaces = NAMESPACES.exists()
     try:
         for name in names:
             _run("ip", "netns", "add", name)
@@ -149,6 +152,10 @@ def namespaces() -> Iterator[list[str]]:
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+        if not had_namespaces:  # `ip netns add` has made this folder and mounted it on itself
+            subprocess.run(["umount", str(NAMESPACES)], check=False, capture_output=True)
+            with suppress(OSError):
+                NAMESPACES.rmdir()
 
 
 def limit(names: list[str], bytes_s: float) -> None:
@@ -174,7 +181,7 @@ def times(systems: Mapping[str, System], names: list[str], repetitions: int) -> 
 
 
 def in_namespace(names: list[str], target, world: World, report: Report) -> None:
-    with open(f"/run/netns/{names[world.rank % RANKS]}") as namespace:
+    with (NAMESPACES / names[world.rank % RANKS]).open() as namespace:
         if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), "setns")
     os.environ["GLOO_SOCKET_IFNAME"] = LINK

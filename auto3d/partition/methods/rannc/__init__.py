@@ -23,6 +23,7 @@ from auto3d.partition.request import Partition, PartitionRequest
 from auto3d.partition.stage import PartitionError, same_stages
 from auto3d.plan import StagePlan, stages_of_operations
 
+LEAST_CAPTURED = 2  # samples: at 1 a model may have fewer operations than at all other sizes
 BLOCKS = 32  # the paper's experiments have this many, section IV-A
 
 
@@ -44,9 +45,8 @@ class RanncPartition:
 
 def choose_partition(request: PartitionRequest) -> Partition:
     """RaNNC's answer to ``request``; raises PartitionError where nothing fits."""
-    # RaNNC asks for about ten micro-batch sizes, and two captures give all of them. The smaller one has 2 samples or
-    # more: at 1 a model may have fewer operations than at all other sizes.
-    first = request.graph_at(max(2, request.micro_batch_size))
+    # RaNNC asks for about ten micro-batch sizes, and two captures give all of them.
+    first = request.graph_at(max(LEAST_CAPTURED, request.micro_batch_size))
     second = request.graph_at(max(request.global_batch, first.micro_batch_size + 1))
     graph_at = cache(partial(interpolate, first, second))
     found = rannc(

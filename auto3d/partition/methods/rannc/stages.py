@@ -213,6 +213,9 @@ class StageSearch:
         are those of the number rounded up. The model must be able to run with the number rounded down. With
         ``equal_slices``, the samples must divide evenly.
 
+        A forward also takes the host's time for a micro-batch, which a recomputation does not take again. Where
+        messages cost compute, both ends of each message pay for it in every pass.
+
         A device holds its weights with gradients and optimizer state, the activations that autograd keeps of one
         micro-batch, and the stage's inputs of all micro-batches, since every forward precedes the first backward. The
         paper leaves these inputs out: it profiles one micro-batch. A single stage runs one micro-batch after the other.
@@ -227,8 +230,9 @@ class StageSearch:
             costs = self._costs_of(self._samples(slices, replicas))
             again = costs.forward_s if checkpointing else 0.0
             held = micro_batches if checkpointing else 1
-            forward_s[replicas - 1][run] = (costs.forward_s + costs.send_s)[run]
-            backward_s[replicas - 1][run] = (again + costs.backward_s + costs.send_back_s)[run]
+            forward = costs.forward_s + self.profiles.costs.micro_batch_s + costs.handling_s + costs.send_s
+            forward_s[replicas - 1][run] = forward[run]
+            backward_s[replicas - 1][run] = (again + costs.backward_s + costs.handling_s + costs.send_back_s)[run]
             memory_bytes[replicas - 1][run] = (costs.state_bytes + costs.saved_bytes + held * costs.received_bytes)[run]
         return Choices(forward_s=forward_s, backward_s=backward_s, memory_bytes=memory_bytes)
 

@@ -1,0 +1,196 @@
+"""An item: one table or figure of a paper, as a file of recipes/papers/ declares it."""
+
+from collections.abc import Sequence
+from dataclasses import field
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from launch.recipe.error import COMMAND_LINE, RecipeError
+from launch.recipe.load import RECIPES, read_yaml
+
+FOLDER = RECIPES / "papers"
+
+How = Literal["simulated", "emulated", "measured", "experiment"]
+Overrides = dict[str, Any]  # keys of a recipe, such as training.global_batch, with their values
+Setting = tuple[str, ...]  # one label per axis of a part
+_STRICT = ConfigDict(extra="forbid")
+
+QUANTITIES = {  # what a row of a grid has, with the label of its axis; an experiment has quantities of its own
+    "iteration_s": "s per iteration",
+    "samples_per_s": "samples per s",
+    "tokens_per_s": "tokens per s",
+    "tflops": "model TFLOP/s per device",
+    "peak_gib": "peak memory, GiB",
+    "mean_gib": "mean memory of the devices, GiB",
+    "least_gib": "memory of the emptiest device, GiB",
+    "bubble": "bubble, fraction of the iteration",
+}
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Cause:
+    """A reason why a claim comes out differently, shown by ``changed``: overrides under which the claim is made again.
+
+    ``system`` names the only system to which they apply; none: all of them.
+    """
+
+    text: str
+    changed: Overrides = field(default_factory=dict)
+    system: str | None = None
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Claim:
+    """A statement of the paper about the systems of a part, with the paper's figure for it.
+
+    The forms, over the settings that have all labels of ``settings``:
+
+    - value: ``quantity`` of ``system``;
+    - ratio: ``quantity`` of ``system`` divided by that of ``against``;
+    - reduction: 1 − that ratio;
+    - most: ``system`` has the largest ``quantity`` of all systems (least: the smallest), in so many of the settings;
+    - scaling: ``quantity`` of ``system`` in the last setting divided by that in the first, times ``factor``;
+    - fails: the settings in which ``system`` runs out of memory, as labels;
+    - plan: the plan of ``system``, as in "dp=8 pp=4".
+
+    If ``against`` lists several systems, the best of them in each setting counts: the largest ``quantity``, or the
+    smallest of iteration_s. ``paper`` is a number, a range [lowest, highest], or words for the forms fails and plan.
+    ``over`` says which of our values it stands for.
+    """
+
+    says: str
+    system: str
+    form: Literal["value", "ratio", "reduction", "most", "least", "scaling", "fails", "plan"]
+    paper: float | tuple[float, float] | list[str] | str | None = None
+    against: str | list[str] | None = None
+    quantity: str | None = None  # default: the quantity of the part
+    settings: list[str] = field(default_factory=list)
+    over: Literal["range", "mean", "largest", "smallest"] = "range"
+    factor: float = 1.0
+    because: list[Cause] = field(default_factory=list)
+    note: str = ""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Figure:
+    """The form of a part's plot: bars or lines of ``quantity``, one panel per label of the first of several axes."""
+
+    form: Literal["bars", "lines"] = "bars"
+    quantity: str | None = None  # default: the quantity of the part
+    logarithmic: bool = False
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Part:
+    """A grid of settings × systems, made in one way.
+
+    ``base`` is the name of a recipe, or the groups of one. The overrides of a setting change it, then those of the
+    system, whose search.* keys span the plans of which the fastest counts. With ``how: experiment``, the function
+    ``experiment`` of launch/papers/experiments makes the rows instead, from ``arguments``.
+    """
+
+    how: How
+    title: str
+    quantity: str
+    base: str | dict[str, Any] = field(default_factory=dict)
+    changes: Overrides = field(default_factory=dict)  # overrides of the base in all settings
+    axes: list[dict[str, Overrides]] = field(default_factory=list)
+    systems: dict[str, Overrides] = field(default_factory=dict)
+    experiment: str | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+    printed: dict[str, dict[str, float | str]] = field(default_factory=dict)
+    """System -> labels of a setting, joined by ", " -> the paper's figure."""
+    claims: list[Claim] = field(default_factory=list)
+    figure: Figure | None = None
+    text: str = ""  # what a reader has to know about how the numbers are made
+
+    @property
+    def settings(self) -> list[Setting]:
+        return [tuple(labels) for labels in product(*self.axes)]
+
+    def overrides(self, setting: Setting, system: str) -> Overrides:
+        """The overrides of one row: those of all settings, of this one, and of the system; later ones count."""
+        found = dict(self.changes)
+        for axis, label in zip(self.axes, setting, strict=True):
+            found |= axis[label]
+        return found | self.systems[system]
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Item:
+    """One table or figure of a paper."""
+
+    paper: str
+    place: str  # number of the table or figure, and the section that discusses it
+    title: str
+    parts: list[Part]
+    text: str = ""
+
+
+_adapter = TypeAdapter(Item)
+
+
+def names() -> list[str]:
+    """The items of recipes/papers/, in order."""
+    return sorted(file.stem for file in FOLDER.glob("*.yaml"))
+
+
+def file_of(name: str) -> Path:
+    """The file of the item ``name``; raises RecipeError if there is none."""
+    file = FOLDER / f"{name}.yaml"
+    if not file.is_file():
+        raise RecipeError(COMMAND_LINE, "item", f"there is no {name!r}; it takes {', '.join(names())}")
+    return file
+
+
+def read_item(file: Path) -> Item:
+    """The item that ``file`` declares; raises RecipeError where the file is not one."""
+    try:
+        item = _adapter.validate_python(read_yaml(file))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise RecipeError(file, key, f"found {first['input']!r}; {first['msg']}") from None
+    for number, part in enumerate(item.parts):
+        _check(file, f"parts.{number}", part)
+    return item
+
+
+def _check(file: Path, key: str, part: Part) -> None:
+    """Raise RecipeError where the entries of ``part`` contradict each other."""
+    if (part.how == "experiment") != (part.experiment is not None):
+        raise RecipeError(file, f"{key}.experiment", "belongs to how: experiment, which needs it")
+    if part.how == "experiment":
+        return  # its systems and settings are known when it has run
+    if not part.axes or not part.systems:
+        raise RecipeError(file, key, "lacks axes or systems; it needs one of each at least")
+    quantities = {f"{key}.quantity": part.quantity}
+    quantities |= {f"{key}.claims.{n}.quantity": one.quantity for n, one in enumerate(part.claims) if one.quantity}
+    for where, quantity in quantities.items():
+        if quantity not in QUANTITIES:
+            raise RecipeError(file, where, f"found {quantity!r}; it takes {', '.join(QUANTITIES)}")
+    labels = {label for axis in part.axes for label in axis}
+    for number, claim in enumerate(part.claims):
+        where = f"{key}.claims.{number}"
+        for name in (claim.system, *against(claim)):
+            if name not in part.systems:
+                raise RecipeError(file, where, f"there is no system {name!r}; it takes {', '.join(part.systems)}")
+        if unknown := [label for label in claim.settings if label not in labels]:
+            raise RecipeError(
+                file, where, f"no axis has the label {unknown[0]!r}; it takes {', '.join(sorted(labels))}"
+            )
+    settings = {", ".join(setting) for setting in part.settings}
+    for system, figures in part.printed.items():
+        if system not in part.systems:
+            raise RecipeError(file, f"{key}.printed", f"there is no system {system!r}")
+        if unknown := [setting for setting in figures if setting not in settings]:
+            raise RecipeError(file, f"{key}.printed.{system}", f"there is no setting {unknown[0]!r}")
+
+
+def against(claim: Claim) -> Sequence[str]:
+    """The systems with which a claim compares."""
+    return [claim.against] if isinstance(claim.against, str) else claim.against or []

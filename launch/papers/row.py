@@ -1,0 +1,18 @@
+"""The row of a part: the result of one system at one setting."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from launch.papers.item import Setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """The result of one system at one setting: ``values`` by quantity, or the ``problem`` that left none."""
+
+    setting: Setting
+    system: str
+    values: Mapping[str, float] = field(default_factory=dict)
+    plan: str = ""
+    problem: str = ""
+    made_on: str = ""  # device and software of a run; empty for predictions

@@ -1,0 +1,126 @@
+"""The rows of a part: what each system reaches at each setting, predicted or run."""
+
+from collections.abc import Iterator, Mapping
+from json import dumps
+from pathlib import Path
+from typing import Any
+
+from auto3d.cost.throughput import throughput
+from auto3d.errors import InputError
+from auto3d.plan import Plan
+from auto3d.runtime.measurement import Measurement, Status
+from auto3d.schedule import write_schedule
+from auto3d.search.planned_model import PlannedModel
+from launch.drivers.sweep import Retry, run_sweep
+from launch.model.costs import planning_subject
+from launch.model.search import search_recipe
+from launch.papers.experiments import EXPERIMENTS
+from launch.papers.item import Part, Setting
+from launch.papers.row import Row
+from launch.recipe.load import LoadedRecipe, load_groups
+from launch.recipe.settings import cluster, device
+from launch.store.watcher import Watcher
+
+GIB = 2**30
+SEARCH = {"search.algorithm": "auto", "search.seconds": 1e7}  # limited by candidates: a clock would change results
+RUN = {"launch.executor": "local"}
+
+
+class RowMaker:
+    """Makes rows of the parts of one item, which ``file`` declares.
+
+    Predictions for the same model share its Graphs. Sweeps report to ``watcher``.
+    """
+
+    def __init__(self, name: str, file: Path, watcher: Watcher) -> None:
+        self._name, self._file, self._watcher = name, file, watcher
+        self._subjects: dict[str, PlannedModel] = {}
+
+    def rows(self, part: Part) -> list[Row]:
+        """All rows of ``part``, setting by setting."""
+        if part.experiment is not None:
+            return list(self._experiment(part))
+        made = []
+        for setting in part.settings:
+            for system in part.systems:
+                self._watcher.tell(f"{self._name}: {', '.join([*setting, system])}")
+                made.append(self.row(part, setting, system))
+        return made
+
+    def row(self, part: Part, setting: Setting, system: str, changed: Mapping[str, Any] | None = None) -> Row:
+        """The row of ``system`` at ``setting``, with further overrides ``changed``."""
+        overrides = part.overrides(setting, system) | dict(changed or {})
+        recipe = self.recipe(part, overrides)
+        try:
+            found = self._predicted(recipe) if part.how == "simulated" else self._run(recipe)
+        except InputError as error:
+            found = {"problem": str(error).removeprefix(f"{self._file}: ")}
+        return Row(setting=setting, system=system, **found)
+
+    def recipe(self, part: Part, overrides: Mapping[str, Any]) -> LoadedRecipe:
+        """The recipe of a row: the base of ``part`` with all overrides of the row."""
+        fixed = SEARCH if part.how == "simulated" else RUN
+        if part.how == "emulated":
+            fixed = fixed | {"training.compute": "emulated"}
+        written = [f"{key}={dumps(value)}" for key, value in {**fixed, **overrides}.items()]
+        return load_groups(f"paper-{self._name}", self._file, part.base, written)
+
+    def _predicted(self, recipe: LoadedRecipe) -> dict[str, Any]:
+        values = recipe.values
+        alone = len(cluster(recipe).nodes) == 1
+        known = f"{values.model} {values.data} {values.prediction} {device(values)} {alone}"
+        subject = self._subjects.setdefault(known, self._subjects.get(known) or planning_subject(recipe))
+        search = search_recipe(recipe, subject=subject)
+        best, model = search.ranked()[0], search.maker.model
+        estimate = model.estimate(best.plan)
+        memory = [needed / GIB for needed in estimate.memory]
+        rates = throughput(best.plan, best.seconds, flops=model.flops(best.plan))
+        assert rates.model_flops_per_s is not None
+        return {
+            "values": {
+                **_speed(best.plan, best.seconds, recipe),
+                "tflops": rates.model_flops_per_s / 1e12,
+                "peak_gib": max(memory),
+                "mean_gib": sum(memory) / len(memory),
+                "least_gib": min(memory),
+                "bubble": estimate.bubble_s / estimate.seconds,
+            },
+            "plan": str(best.candidate),
+        }
+
+    def _run(self, recipe: LoadedRecipe) -> dict[str, Any]:
+        sweep = run_sweep(recipe, retry=Retry.ALL, watcher=self._watcher)
+        ended = list(sweep.ended().values())
+        if not (good := [one for one in ended if one.status is Status.OK]):
+            return {"problem": "; ".join(dict.fromkeys(f"{one.status}: {one.error}" for one in ended))}
+        best: Measurement = min(good, key=lambda one: one.median_s)
+        values = _speed(best.plan, best.median_s, recipe)
+        if best.peak_bytes:
+            memory = [peak / GIB for peak in best.peak_bytes]
+            sizes = {"peak_gib": max(memory), "mean_gib": sum(memory) / len(memory), "least_gib": min(memory)}
+            values |= sizes
+        where = best.environment
+        return {
+            "values": values,
+            "plan": _words(best),
+            "made_on": f"{where.computer}, torch {where.torch}, {best.finished[:10]}" if where else "",
+        }
+
+    def _experiment(self, part: Part) -> Iterator[Row]:
+        assert part.experiment is not None
+        if part.experiment not in EXPERIMENTS:
+            known = ", ".join(EXPERIMENTS)
+            raise InputError(f"{self._file}: there is no experiment {part.experiment!r}; it takes {known}")
+        yield from EXPERIMENTS[part.experiment](tell=self._watcher.tell, **part.arguments)
+
+
+def _speed(plan: Plan, iteration_s: float, recipe: LoadedRecipe) -> dict[str, float]:
+    rate = plan.global_batch / iteration_s
+    tokens = recipe.values.data.sequence_length
+    return {"iteration_s": iteration_s, "samples_per_s": rate, "tokens_per_s": rate * tokens}
+
+
+def _words(one: Measurement) -> str:
+    plan = one.plan
+    schedule = write_schedule(plan.schedule, plan.schedule_options)
+    return f"dp={plan.dp} tp={plan.tp} pp={plan.pp} micro-batch={plan.micro_batch_size} {schedule}"

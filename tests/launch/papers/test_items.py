@@ -1,0 +1,160 @@
+"""Items of recipes/papers/: what they declare is possible, and what they claim is compared by these rules."""
+
+from pathlib import Path
+
+import pytest
+
+from auto3d.errors import InputError
+from launch.commands.consoles import err
+from launch.console.progress import sweep_progress
+from launch.papers.claims import check
+from launch.papers.experiments import EXPERIMENTS
+from launch.papers.item import Claim, Part, file_of, names, read_item
+from launch.papers.make import make_item
+from launch.papers.row import Row
+from launch.papers.rows import RowMaker
+from launch.papers.write import write_item
+
+SMALL = """
+paper: a test
+place: figure 0
+title: Two schedules
+parts:
+  - how: simulated
+    title: Time by depth
+    quantity: iteration_s
+    base: tiny
+    changes: {cluster: rtx3090-64, cluster.nodes: 1, search.dp: [1], search.tp: [1], search.micro_batch_size: [1],
+              search.allow_idle_devices: true, search.recompute: [full], search.sync: [lazy]}
+    axes: [{two: {search.pp: [2]}, four: {search.pp: [4]}}]
+    systems:
+      gpipe: {search.schedule: [gpipe]}
+      merak: {search.schedule: [shifted-critical-path]}
+      none: {search.schedule: [gpipe], cluster.memory_gib: 0.01}
+    figure: {form: bars}
+    printed: {gpipe: {two: 1.0}}
+    claims:
+      - {says: merak is faster, system: merak, against: gpipe, form: reduction, paper: 5.0,
+         because: [{text: it is no other schedule., changed: {search.schedule: [gpipe]}, system: merak}]}
+      - {says: no memory, system: none, form: fails, paper: [two, four]}
+"""
+
+
+@pytest.mark.parametrize("name", names())
+def test_all_recipes_of_shipped_items_are_possible(name: str) -> None:
+    item = read_item(file_of(name))
+    with sweep_progress(err) as watcher:
+        maker = RowMaker(name, file_of(name), watcher)
+    for part in item.parts:
+        if part.experiment is not None:
+            assert part.experiment in EXPERIMENTS
+            continue
+        for setting in part.settings:
+            for system in part.systems:
+                overrides = part.overrides(setting, system)
+                maker.recipe(part, overrides)
+                for cause in (cause for claim in part.claims for cause in claim.because):
+                    maker.recipe(part, overrides | cause.changed)
+
+
+def test_simulated_items_are_equal_on_each_run_and_show_causes(tmp_path: Path) -> None:
+    file = tmp_path / "small.yaml"
+    file.write_text(SMALL)
+    texts = []
+    for run in ("first", "second"):
+        with sweep_progress(err) as watcher:
+            made = make_item("small", read_item(file), file, watcher)
+        files = write_item("small", read_item(file), made, tmp_path / run)
+        texts.append({one.name: one.read_bytes() for one in files})
+    assert texts[0] == texts[1]
+    assert set(texts[0]) == {"small.md", "small.csv", "small-claims.csv", "small.svg"}
+    (faster, fails), rows = made[0].claims, made[0].rows
+    times = {(row.setting, row.system): row.values.get("iteration_s") for row in rows}
+    least, most = sorted(1 - times[one, "merak"] / times[one, "gpipe"] for one in (("two",), ("four",)))
+    assert least > 0
+    assert faster.ours == f"{least:.1%} to {most:.1%}"
+    assert not faster.holds
+    assert faster.difference == pytest.approx(least / 5 - 1)
+    assert faster.causes[0][1].ours == "0.0%"
+    assert fails.holds
+    assert times[("two",), "none"] is None
+    assert "infeasible" in texts[0]["small.md"].decode() or "GiB" in texts[0]["small.md"].decode()
+
+
+ROWS = [
+    Row(setting=(size, batch), system=system, values={"samples_per_s": rate}, plan=f"dp=2 tp=1 pp={depth}")
+    for size, batch, system, rate, depth in [
+        ("small", "8", "ours", 12.0, 4),
+        ("small", "8", "theirs", 10.0, 2),
+        ("small", "8", "others", 8.0, 2),
+        ("small", "16", "ours", 30.0, 4),
+        ("small", "16", "theirs", 20.0, 2),
+        ("small", "16", "others", 25.0, 2),
+    ]
+] + [
+    Row(setting=("large", "8"), system="ours", values={"samples_per_s": 2.0}, plan="dp=1 tp=2 pp=4"),
+    Row(setting=("large", "8"), system="theirs", problem="pipeline device 0 needs 30 GiB; it has 22.5"),
+]
+
+
+@pytest.mark.parametrize(
+    ("claim", "ours", "difference", "holds"),
+    [
+        ({"form": "ratio", "against": "theirs", "paper": (1.2, 1.5)}, "1.2 to 1.5", 0.0, True),
+        ({"form": "ratio", "against": "theirs", "paper": (1.3, 1.5)}, "1.2 to 1.5", 1.2 / 1.3 - 1, True),
+        ({"form": "ratio", "against": "theirs", "paper": 1.0, "over": "largest"}, "1.5", 0.5, False),
+        (
+            {"form": "ratio", "against": ["theirs", "others"], "paper": 1.2, "over": "mean", "settings": ["small"]},
+            "1.2",
+            0.0,
+            True,
+        ),
+        ({"form": "reduction", "against": "theirs", "paper": (-0.5, -0.2)}, "-50.0% to -20.0%", 0.0, True),
+        ({"form": "value", "settings": ["large"], "paper": (1.0, 4.0)}, "2", 0.0, True),
+        ({"form": "value", "settings": ["large"], "paper": (1.0, 1.5)}, "2", 2 / 1.5 - 1, False),
+        ({"form": "value", "paper": (12.0, 30.0), "settings": ["small"]}, "12 to 30", 0.0, True),
+        ({"form": "scaling", "settings": ["small"], "paper": 1.25, "factor": 0.5}, "1.25", 0.0, True),
+        ({"form": "most"}, "in 2 of 2", None, True),
+        ({"form": "least"}, "in 0 of 2", None, False),
+        ({"form": "fails", "system": "theirs", "paper": ["large, 8"]}, "large, 8", None, True),
+        ({"form": "fails", "system": "theirs", "paper": []}, "large, 8", None, False),
+        ({"form": "plan", "settings": ["small"], "paper": "dp=2 pp=4"}, "dp=2 tp=1 pp=4", None, True),
+        ({"form": "plan", "settings": ["large"], "paper": "dp=2 pp=4"}, "dp=1 tp=2 pp=4", None, False),
+        ({"form": "ratio", "against": "theirs", "settings": ["large"], "paper": 1.0}, "no value", None, None),
+        ({"form": "value"}, "2 to 30", None, None),
+    ],
+)
+def test_claims(claim: dict, ours: str, difference: float | None, holds: bool | None) -> None:
+    part = Part(how="simulated", title="", quantity="samples_per_s")
+    found = check(part, Claim(says="", **{"system": "ours", **claim}), ROWS, lambda *_: pytest.fail("no cause"))
+    assert (found.ours, found.holds) == (ours, holds)
+    assert found.difference == (None if difference is None else pytest.approx(difference))
+
+
+def _read_first_row(file: Path) -> None:
+    (part,) = read_item(file).parts
+    with sweep_progress(err) as watcher:
+        RowMaker("small", file, watcher).recipe(part, part.overrides(("two",), "gpipe"))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("quantity: iteration_s", "quantities: iteration_s"), "parts.0.quantit"),
+        (("quantity: iteration_s", "quantity: seconds"), "parts.0.quantity: found 'seconds'"),
+        (("base: tiny", "base: tin"), "base: there is no 'tin'"),
+        (("against: gpipe", "against: gpip"), "parts.0.claims.0: there is no system 'gpip'"),
+        (("{gpipe: {two:", "{gpipe: {three:"), "parts.0.printed.gpipe: there is no setting 'three'"),
+        (("how: simulated", "how: experiment"), "parts.0.experiment: "),
+        (("search.pp: [2]", "search.depth: [2]"), "search.depth: unknown"),
+        (("paper: 5.0", "paper: 5.0, settings: [six]"), "parts.0.claims.0: no axis has the label 'six'"),
+    ],
+)
+def test_mistakes_get_one_line(tmp_path: Path, change: tuple[str, str], words: str) -> None:
+    file = tmp_path / "small.yaml"
+    assert change[0] in SMALL
+    file.write_text(SMALL.replace(*change))
+    with pytest.raises(InputError) as refused:
+        _read_first_row(file)
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
