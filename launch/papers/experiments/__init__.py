@@ -5,8 +5,9 @@ A function takes ``tell``, which shows a line of progress, and the ``arguments``
 
 from collections.abc import Callable, Iterable
 
+from launch.papers.experiments.schedule_formulas import schedule_formulas
 from launch.papers.row import Row
 
 Experiment = Callable[..., Iterable[Row]]
 
-EXPERIMENTS: dict[str, Experiment] = {}
+EXPERIMENTS: dict[str, Experiment] = {"schedule-formulas": schedule_formulas}
