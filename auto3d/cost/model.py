@@ -187,9 +187,9 @@ class CostModel:
         timelines = (simulate(schedule, self.costs(plan, pipeline)) for pipeline in pipelines)
         return max(timelines, key=lambda timeline: timeline.makespan)
 
-    def memory_over_time(self, plan: Plan, timeline: Timeline) -> list[BytesOverTime]:
-        """Bytes on each pipeline device over ``timeline(plan)``; their largest values are ``memory(plan)``."""
-        return self._memory.over_time(plan, timeline)
+    def memory_over_time(self, plan: Plan, timeline: Timeline, devices: Sequence[int]) -> list[BytesOverTime]:
+        """Bytes on each of ``devices`` over ``timeline(plan)``; their largest values are those of ``memory(plan)``."""
+        return self._memory.over_time(plan, timeline, devices)
 
     def slowest_pipeline_s(self, plan: Plan, seconds_of: SecondsOf) -> float:
         """Seconds of an iteration by ``seconds_of``, for the pipeline that takes longest."""

@@ -116,11 +116,12 @@ def test_a_pipeline_of_a_peer_gives_our_losses_with_dropout(engine, dp, pp, sche
     assert result.loss != pytest.approx(ours(), rel=1e-4), "dropout changes the losses"
 
 
-def test_deepspeeds_pipeline_gives_our_losses_with_zero_1():
+@pytest.mark.parametrize("zero", [False, True], ids=["", "ZeRO-1"])
+def test_deepspeeds_pipeline_gives_our_losses_with_a_tied_embedding(zero):
     pytest.importorskip("deepspeed")
-    captured = model()
-    plan = replace(plan_of(captured, DEEPSPEED_PIPELINE, 2, 2), shard_optimizer=True)
-    agree(trained(captured, plan).loss, ours())
+    captured = model(tied=True)
+    plan = replace(plan_of(captured, DEEPSPEED_PIPELINE, 2, 2), shard_optimizer=zero)
+    agree(trained(captured, plan).loss, ours(tied=True))
 
 
 def test_peers_begin_with_the_weights_of_a_file():
