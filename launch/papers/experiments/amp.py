@@ -23,7 +23,12 @@ TRIED_AT_RANDOM = 50  # candidates of the random search
 BEST, MEAN = "Min", "Mean"
 MEGATRON, RANDOM, ANNEALING, FEW = "Megatron", "RS", "SA", "10 at random"
 TUNED, WHOLE = "all plans of Megatron-LM", "all plans of AMP's space"
-AMP_AXES = {"search.schedule": ["1f1b"], "search.partition": ["layer-assignment"], "search.placement": list(TILINGS)}
+AMP_AXES = {
+    "search.schedule": ["1f1b"],
+    "search.partition": ["layer-assignment"],
+    "search.placement": list(TILINGS),
+    "prediction.method": "amp",  # the costs by which stages are cut
+}
 MEGATRON_AXES = {"search.schedule": ["1f1b"], "search.partition": ["blocks"], "search.placement": ["megatron"]}
 EVERY = 10**5  # more candidates than the spaces have
 _SEARCHES: dict[str, dict[str, Any]] = {
