@@ -96,7 +96,7 @@ def detail_of(row: int, plan: Plan, model: CostModel) -> PlanDetail:
             for device in sync.started
             if sync.end > sync.begin and device in devices
         ],
-        memory=[_curve(device, curve, gap) for device, curve in zip(devices, curves, strict=True)],
+        memory=[_curve(device, curve, timeline.makespan, gap) for device, curve in zip(devices, curves, strict=True)],
         peaks=list(estimate.memory),
         capacity=[model.cluster.memory_of(ranks) for ranks in plan.placement],
         plan=text if plan.graph and len(text) <= PLAN_CHARACTERS else "",
@@ -150,8 +150,8 @@ def _columns(timeline: Timeline, numbers: list[int]) -> TimelineOperations:
     )
 
 
-def _curve(device: int, curve: BytesOverTime, gap: tuple[float, float] | None) -> MemoryCurve:
-    points = list(zip(curve.times, curve.held, strict=True))
+def _curve(device: int, curve: BytesOverTime, end: float, gap: tuple[float, float] | None) -> MemoryCurve:
+    points = [*zip(curve.times, curve.held, strict=True), (end, curve.held[-1])]
     following = [*points[1:], (float("inf"), 0.0)]
     points = [  # without what is freed and allocated again in the same moment; a peak is never left out
         (time, size)

@@ -209,4 +209,4 @@ def _of_search(recipe: LoadedRecipe, remark: str, tell: Tell) -> ReportSource:
 
 def _looked(search: Search) -> str:
     looked_at = counted(search.looked_at, "candidate")
-    return f"the search looked at {looked_at} and simulated {search.simulated}, which are listed"
+    return f"the search looked at {looked_at} and simulated {search.simulated}; equal plans are listed once"

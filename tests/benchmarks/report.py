@@ -1,7 +1,7 @@
 """How long the page of `auto3d report` takes to load with 1,000 trials; with ``--picture``, the picture of a page.
 
     python -m tests.benchmarks.report
-    python -m tests.benchmarks.report --picture tables/tiny/report.html docs/report.png
+    python -m tests.benchmarks.report --picture tables/gpt175b/report.html docs/report.png
 
 It loads the page five times in headless Chromium (apt-get install chromium) and prints the median of the time from
 opening the file until the table and the first timeline are drawn. The goal is 2 seconds.
@@ -41,7 +41,7 @@ def load_times() -> list[float]:
 def picture(source: Path, target: Path) -> None:
     """A picture of the first screens of the page ``source``, with few colours, so that it is small."""
     with browser() as chromium:
-        page = chromium.new_page(viewport={"width": 1180, "height": 1800}, color_scheme="light")
+        page = chromium.new_page(viewport={"width": 1180, "height": 2240}, color_scheme="light")
         page.goto(source.resolve().as_uri())
         page.wait_for_selector(READY, state="attached")
         page.wait_for_selector("#timeline .plot-container")

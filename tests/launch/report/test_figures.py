@@ -69,6 +69,7 @@ def test_a_detail_has_every_operation_and_its_parts_are_the_predicted_time(sched
     assert sum(drawn.duration) == pytest.approx(sum(timeline.end[n] - timeline.start[n] for n in computing))
     assert sum(detail.parts.values()) == pytest.approx(model.seconds(plan))
     assert [max(curve.held) for curve in detail.memory] == pytest.approx(model.memory(plan))
+    assert all(curve.times[-1] == detail.makespan for curve in detail.memory)
     assert detail.peaks == list(model.memory(plan))
     assert detail.capacity == [2**34] * 4
     assert {sync.stage for sync in detail.syncs} == set(range(len(plan.stages))), "two pipelines sum their gradients"
