@@ -19,6 +19,7 @@ ALGORITHMS = {  # name -> the file and its function of the same name; imported a
     "megatron": "megatron",
     "exhaustive": "exhaustive",
     "rannc": "rannc",
+    "rannc-any-depth": "rannc_any_depth",
     AMP: "amp",
     "chimera": "chimera",
 }

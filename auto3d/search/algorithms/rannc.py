@@ -23,7 +23,12 @@ def rannc(search: Search, seed: int) -> None:
     device: the sum of its measured subgraphs where `auto3d profile` has made a profile, else an estimate. RaNNC chooses
     everything but the placement itself and ignores the axes of the search space. ``seed`` has no effect.
     """
-    found, plan = _fitting(search.maker)
+    estimate_plan(search, any_depth=False)
+
+
+def estimate_plan(search: Search, *, any_depth: bool) -> None:
+    """Estimate RaNNC's plan; with ``any_depth``, it takes the fastest number of stages, else the fewest that fit."""
+    found, plan = _fitting(search.maker, any_depth=any_depth)
     candidate = Candidate(
         dp=plan.dp,
         tp=1,
@@ -38,7 +43,7 @@ def rannc(search: Search, seed: int) -> None:
     search.seconds(candidate)
 
 
-def _fitting(maker: PlanMaker) -> tuple[Partition, Plan]:
+def _fitting(maker: PlanMaker, *, any_depth: bool) -> tuple[Partition, Plan]:
     """RaNNC's partition and its Plan, which passes all checks of ``maker``.
 
     RaNNC counts the memory of one micro-batch, of the inputs of the others and of the optimizer's state, but not of
@@ -49,7 +54,7 @@ def _fitting(maker: PlanMaker) -> tuple[Partition, Plan]:
     short: PlanError | None = None
     while True:
         try:
-            request = _request(maker, memory)
+            request = _request(maker, memory, any_depth=any_depth)
             found = partition("rannc", request)
         except PartitionError:
             if short is not None:
@@ -65,7 +70,7 @@ def _fitting(maker: PlanMaker) -> tuple[Partition, Plan]:
             short, memory = error, _TIGHTER * memory
 
 
-def _request(maker: PlanMaker, memory_bytes: float) -> PartitionRequest:
+def _request(maker: PlanMaker, memory_bytes: float, *, any_depth: bool = False) -> PartitionRequest:
     planned, model, workload = maker.planned, maker.model, maker.workload
     if not isinstance(planned, PlannedGraphs):
         raise PlanError("rannc needs a captured model: it cuts operations, not layers")
@@ -92,5 +97,6 @@ def _request(maker: PlanMaker, memory_bytes: float) -> PartitionRequest:
         global_batch=workload.global_batch,
         nodes=len(cluster.nodes),
         devices_per_node=cluster.devices_per_node,
+        any_depth=any_depth,
         equal_slices=True,
     )

@@ -157,8 +157,12 @@ class StageSearch:
         self.equal_slices = equal_slices
         self._costs: dict[int, RunCosts] = {}
 
-    def search(self) -> StageForm | None:
-        """The best stages; None if nothing fits."""
+    def search(self, *, any_depth: bool = False) -> StageForm | None:
+        """The best stages; None if nothing fits.
+
+        With ``any_depth``, unlike in the paper, the fastest of all numbers of nodes and stages.
+        """
+        best: StageForm | None = None
         limit = self.profiles.costs.memory_bytes
         fewest = 1
         for devices, pipelines in self._pipelines():
@@ -189,9 +193,11 @@ class StageSearch:
                             )
                         )
                 if found:
-                    return min(found, key=lambda form: form.iteration_s)
-            fewest = most + 1
-        return None
+                    best = min([*found, best] if best else found, key=lambda form: form.iteration_s)
+                    if not any_depth:
+                        return best
+            fewest = 1 if any_depth else most + 1
+        return best
 
     def _pipelines(self) -> Iterator[tuple[int, int]]:
         """Pairs (devices of one pipeline, number of pipelines), the fewest devices first."""
