@@ -35,7 +35,7 @@ def search_recipe(
 
     def check(plan: Plan) -> None:
         if plan.engine != AUTO3D:
-            raise PlanError(f"{plan.engine}: is measured by `auto3d sweep`; only {AUTO3D} has a cost model")
+            raise PlanError(f"{plan.engine} is measured by `auto3d sweep`; only {AUTO3D} has a cost model")
         if emulated is not None:
             emulated.check_fits(plan.stages)
 

@@ -19,7 +19,7 @@ def measurements(folder: Path) -> dict[str, Measurement]:
 
 def test_a_sweep_measures_peers_beside_auto3d(folder, auto3d):
     printed = auto3d("sweep", *SWEEP)
-    assert "infeasible: ddp: has no pipeline; the plan has pp = 2" in printed.out
+    assert "infeasible: ddp has no pipeline; the plan has pp = 2" in printed.out
     rows = json.loads(auto3d("table", *SWEEP, "--json").out)
     assert sorted((row["engine"], row["dp"], row["pp"], row["status"]) for row in rows) == [
         ("auto3d", 1, 2, "ok"),
@@ -27,7 +27,7 @@ def test_a_sweep_measures_peers_beside_auto3d(folder, auto3d):
         ("ddp", 1, 2, "infeasible"),
         ("ddp", 2, 1, "ok"),
     ]
-    assert [row["why_not"] for row in rows if row["why_not"]] == ["ddp: has no pipeline; the plan has pp = 2"]
+    assert [row["why_not"] for row in rows if row["why_not"]] == ["ddp has no pipeline; the plan has pp = 2"]
     table = (folder / "tables" / "own" / "table.md").read_text()
     assert "why not" in table
     assert "| ddp " in table
@@ -52,7 +52,7 @@ def test_a_sweep_measures_peers_beside_auto3d(folder, auto3d):
 
 def test_nothing_predicts_a_peer(folder, auto3d):
     refused = auto3d("plan", "own.yaml", "search.engine=[ddp]", code=2)
-    assert "ddp: is measured by `auto3d sweep`; only auto3d has a cost model" in refused.err
+    assert "ddp is measured by `auto3d sweep`; only auto3d has a cost model" in refused.err
 
 
 def test_an_unknown_engine_is_refused(folder, auto3d):

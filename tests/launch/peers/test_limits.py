@@ -47,7 +47,7 @@ def refusal(plan: Plan, *, model: str = "llama", emulated: bool = False) -> str:
         check_engine(plan, lambda: graph_of(model), emulated=emulated)
     except EngineRefusalError as error:
         refused, reason = error.plan, str(error)
-    assert not reason or (refused == plan and reason.startswith(f"{plan.engine}: "))
+    assert not reason or (refused == plan and reason.startswith(f"{plan.engine} "))
     return reason
 
 
