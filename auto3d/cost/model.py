@@ -486,8 +486,9 @@ def _bandwidth(link: GroupLink) -> float:
 
 
 def _busiest(shape: Shape, costs: Costs) -> tuple[float, float]:
-    """(seconds of compute, seconds of updates) on the device with the largest sum of both."""
-    timeline = simulate(shape.schedule(), costs)
+    """(seconds of compute, seconds of updates) of an iteration on the device with the largest sum of both."""
+    schedule = shape.schedule()
+    timeline = simulate(schedule, costs)
     best = (0.0, 0.0)
     for device in range(shape.devices):
         compute = update = 0.0
@@ -497,7 +498,7 @@ def _busiest(shape: Shape, costs: Costs) -> tuple[float, float]:
                 update += seconds
             else:
                 compute += seconds
-        best = max(best, (compute, update), key=sum)
+        best = max(best, (compute / schedule.iterations, update / schedule.iterations), key=sum)
     return best
 
 

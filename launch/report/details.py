@@ -151,9 +151,11 @@ def _columns(timeline: Timeline, numbers: list[int]) -> TimelineOperations:
 
 
 def _curve(device: int, curve: BytesOverTime, gap: tuple[float, float] | None) -> MemoryCurve:
-    points = [
+    points = list(zip(curve.times, curve.held, strict=True))
+    following = [*points[1:], (float("inf"), 0.0)]
+    points = [  # without what is freed and allocated again in the same moment; a peak is never left out
         (time, size)
-        for time, size in zip(curve.times, curve.held, strict=True)
-        if gap is None or not gap[0] < time < gap[1]
+        for (time, size), (then, next_size) in zip(points, following, strict=True)
+        if not (time == then and size <= next_size) and (gap is None or not gap[0] < time < gap[1])
     ]
     return MemoryCurve(device=device, times=[time for time, _ in points], held=[size for _, size in points])

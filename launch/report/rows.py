@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import chain
 from statistics import median
 
-from auto3d.plan import Plan
+from auto3d.plan import AUTO3D, Plan
 from auto3d.runtime.measurement import Measurement, Status
 from auto3d.schedule import write_schedule
 from auto3d.schedule.shape import shape_of
@@ -19,6 +19,7 @@ class PlanRow:
     """Choices and figures of one plan, in seconds and bytes; what is not known is None."""
 
     name: str
+    engine: str
     dp: int
     tp: int
     pp: int
@@ -36,7 +37,7 @@ class PlanRow:
     measured_s: float | None  # median over trials of the median over iterations
     spread_s: float | None  # slowest minus fastest iteration of all trials
     predicted_s: float | None
-    error: float | None  # predicted_s / measured_s - 1
+    error: float | None  # predicted_s / measured_s - 1; None where they are not of the same devices
     samples_per_s: float | None  # by the measured time if there is one, else by the predicted time
     measured_peak: float | None  # fullest rank
     predicted_peak: float | None  # fullest pipeline device
@@ -54,8 +55,10 @@ def row_of(one: ReportedPlan) -> PlanRow:
     peaks = list(chain.from_iterable(trial.peak_bytes for trial in good))
     failed = next((trial for trial in one.measurements if trial.status is not Status.OK), None)
     schedule = _schedule(plan)
+    engine = "" if plan.engine == AUTO3D else f"{plan.engine} "
     return PlanRow(
-        name=f"dp={plan.dp} tp={plan.tp} pp={plan.pp} micro-batch={plan.micro_batch_size} {schedule}",
+        name=f"{engine}dp={plan.dp} tp={plan.tp} pp={plan.pp} micro-batch={plan.micro_batch_size} {schedule}",
+        engine=plan.engine,
         dp=plan.dp,
         tp=plan.tp,
         pp=plan.pp,
@@ -73,7 +76,7 @@ def row_of(one: ReportedPlan) -> PlanRow:
         measured_s=measured_s,
         spread_s=max(times) - min(times) if times else None,
         predicted_s=predicted_s,
-        error=predicted_s / measured_s - 1 if predicted_s and measured_s else None,
+        error=predicted_s / measured_s - 1 if predicted_s and measured_s and one.compared else None,
         samples_per_s=plan.global_batch / seconds if seconds else None,
         measured_peak=max(peaks, default=None),
         predicted_peak=None if one.model is None else max(one.model.memory(plan)),

@@ -7,7 +7,7 @@ from functools import cache
 from auto3d.capture.graph import Graph
 from auto3d.cost.model import CostModel
 from auto3d.errors import InputError
-from auto3d.plan import Plan
+from auto3d.plan import AUTO3D, Plan
 from auto3d.runtime.measurement import Measurement
 from auto3d.schedule import samples_at_once
 from auto3d.search.search import Search
@@ -15,9 +15,11 @@ from auto3d.search.space import Candidate, Refusals
 from launch.console import tables
 from launch.model import candidates
 from launch.model.graphs import PlanningModel
+from launch.model.profile import how_to_measure
 from launch.model.ranking import predicted_by
 from launch.model.search import search_recipe
 from launch.recipe.load import LoadedRecipe, load
+from launch.recipe.settings import emulation
 from launch.recipe.words import counted
 from launch.store.trials import StoreError, last_command, measurement_of, recipe_folder, trial_settings
 
@@ -31,7 +33,8 @@ class ReportedPlan:
     plan: Plan
     candidate: Candidate | None = None  # choices that a plan does not record, such as its partition method
     measurements: tuple[Measurement, ...] = ()  # none: the plan was only predicted
-    model: CostModel | None = None  # None: the plan cuts an earlier version of the model
+    model: CostModel | None = None  # None: another engine's plan, or one of an earlier version of the model
+    compared: bool = True  # whether its measured times are those that the cost model predicts
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ def _of_sweep(results: tables.Results) -> ReportSource:
             refused.add(one.candidate, one.reason)
     found = {one.plan: one.candidate for one in listed if one.plan is not None}
     costs = candidates.runnable_maker(recipe, graph_at, model).model
-    plans = list(_measured_plans(results.measurements, found, costs, graph_at))
+    plans = list(_measured_plans(recipe, results.measurements, found, costs, graph_at))
     return ReportSource(
         recipe=recipe,
         verb="sweep",
@@ -89,29 +92,51 @@ def _of_sweep(results: tables.Results) -> ReportSource:
         refused=refused,
         measured=tables.provenance(results),
         predicted=predicted_by(recipe, costs.measured_in),
-        remarks=_outdated(plans),
+        remarks=_remarks(recipe, plans, costs),
     )
 
 
 def _measured_plans(
+    recipe: LoadedRecipe,
     measurements: Sequence[Measurement],
     found: dict[Plan, Candidate],
     costs: CostModel,
     graph_at: Callable[[int], Graph],
 ) -> Iterator[ReportedPlan]:
     """The plans of ``measurements``, each with all of its trials."""
+    compared = not _why_not_compared(recipe, costs)
     trials: dict[Plan, list[Measurement]] = {}
     for one in measurements:
         trials.setdefault(one.plan, []).append(one)
     for plan, ended in trials.items():
-        current = plan.graph == graph_at(samples_at_once(plan)).fingerprint
-        yield ReportedPlan(plan, found.get(plan), tuple(ended), costs if current else None)
+        current = plan.engine != AUTO3D or plan.graph == graph_at(samples_at_once(plan)).fingerprint
+        known = current and plan.engine == AUTO3D  # only auto3d has a cost model
+        yield ReportedPlan(plan, found.get(plan), tuple(ended), costs if known else None, compared)
 
 
-def _outdated(plans: Sequence[ReportedPlan]) -> tuple[str, ...]:
-    if not (count := sum(one.model is None for one in plans)):
-        return ()
-    return (f"{counted(count, 'plan')} without a prediction: the model has changed since the trial.",)
+def _remarks(recipe: LoadedRecipe, tried: Sequence[ReportedPlan], costs: CostModel) -> tuple[str, ...]:
+    """Why some of the plans that ran have no prediction, or none to compare with."""
+    remarks = []
+    if count := sum(one.model is None and one.plan.engine == AUTO3D for one in tried):
+        remarks.append(f"{counted(count, 'plan')} without a prediction: the model has changed since the trial.")
+    if reason := _why_not_compared(recipe, costs):
+        remarks.append(f"Predicted times are not compared with those of trials: {reason}.")
+    return tuple(remarks)
+
+
+def _why_not_compared(recipe: LoadedRecipe, costs: CostModel) -> str:
+    """Why the times of trials are not those that ``costs`` predicts; empty if they are."""
+    if emulation(recipe.values) is not None:
+        return "the trials ran on emulated devices"
+    kinds = (recipe.values.cluster, *recipe.values.cluster.more)
+    if not costs.measured_in and any(kind.accelerator is None for kind in kinds):
+        command = how_to_measure(recipe, costs.measured_in)
+        how = f"; to measure it: {command}" if command else ""
+        return f"they rest on round figures, not on this machine{how}"
+    precision = recipe.values.prediction.precision
+    if precision != "float32" and not costs.measured_in:
+        return f"they are for {precision}, and trials train in float32"
+    return ""
 
 
 # A tune
@@ -151,14 +176,14 @@ def _of_tune(recipe: LoadedRecipe, measurements: list[Measurement], tell: Tell) 
         searched = untried.pop(replace(plan, graph=""), None)
         if searched is not None and searched.candidate is not None:
             found[plan] = searched.candidate
-    tried = list(_measured_plans(measurements, found, costs, graph_at))
+    tried = list(_measured_plans(recipe, measurements, found, costs, graph_at))
     results = tables.results(recipe, measurements, len(measurements), 0)
     return replace(
         search,
         verb="tune",
         plans=[*tried, *untried.values()],
         measured=tables.provenance(results),
-        remarks=(*search.remarks, *_outdated(tried)),
+        remarks=(*search.remarks, *_remarks(recipe, tried, costs)),
     )
 
 

@@ -9,6 +9,7 @@ from launch.papers.experiments import amp
 from launch.papers.experiments.merak_availability import availability
 from launch.papers.experiments.merak_loader import split_loader
 from launch.papers.experiments.merak_sharding import sharding_times, stage_subgraphs
+from launch.papers.experiments.schedule_formulas import schedule_formulas
 from launch.papers.row import Row
 
 Experiment = Callable[..., Iterable[Row]]
@@ -17,6 +18,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     "amp": amp.strategies,
     "amp-published": amp.published_strategies,
     "availability": availability,
+    "schedule-formulas": schedule_formulas,
     "sharding-times": sharding_times,
     "split-loader": split_loader,
     "stage-subgraphs": stage_subgraphs,

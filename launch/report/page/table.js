@@ -5,6 +5,7 @@ const held = memoryUnit(report.rows.map((row) => row.measured_peak ?? row.predic
 const wasMeasured = report.rows.some((row) => row.measured_s !== null);
 
 const COLUMNS = [
+  { key: "engine", head: "engine", how: "system that trains", text: true },
   { key: "dp", head: "dp", how: "data-parallel degree", always: true },
   { key: "tp", head: "tp", how: "tensor-parallel degree", always: true },
   { key: "pp", head: "pp", how: "pipeline depth", always: true },
@@ -31,7 +32,7 @@ function shownColumns() {
   return COLUMNS.filter((column) => {
     const values = new Set(report.rows.map((row) => row[column.key]));
     if (column.always) return true;
-    if (values.size === 1 && (values.has(null) || values.has("") || values.has("none"))) return false;
+    if (values.size === 1 && (values.has(null) || values.has("") || values.has("none") || values.has("auto3d"))) return false;
     return values.size > 1 || "unit" in column || column.key === "samples_per_s";
   });
 }
@@ -46,7 +47,7 @@ function cellText(column, value) {
 
 const COMPARED = {
   dp: "dp", tp: "tp", pp: "pp", mb: "micro_batch_size", "micro-batch": "micro_batch_size", schedule: "schedule",
-  recompute: "recompute", partition: "partition", placement: "placement", status: "status", trials: "trials",
+  engine: "engine", recompute: "recompute", partition: "partition", placement: "placement", status: "status", trials: "trials",
 };
 const COMPARISONS = {
   "=": (a, b) => a === b, "!=": (a, b) => a !== b, "<": (a, b) => a < b, "<=": (a, b) => a <= b, ">": (a, b) => a > b,

@@ -49,15 +49,14 @@ def test_after_a_sweep_its_measurements_stand_beside_predictions(folder, auto3d)
     page = _reported(auto3d, folder)
     measured = tables.rows(tables.results_of(load("own.yaml")))
     assert page["verb"] == "sweep"
-    assert page["remarks"] == []
+    assert "auto3d profile own.yaml" in page["remarks"][0], "nothing is known about the speed of this machine"
+    assert [row["error"] for row in page["rows"]] == [None, None]
     assert [row["measured_s"] for row in page["rows"]] == pytest.approx(
         [one["iteration_s"] for one in measured], rel=1e-5
     )
     assert [row["measured_peak"] for row in page["rows"]] == pytest.approx(
         [one["peak_bytes"] for one in measured], rel=1e-5
     )
-    for row in page["rows"]:
-        assert row["error"] == pytest.approx(row["predicted_s"] / row["measured_s"] - 1, abs=1e-4)
     assert page["measured"].startswith("Measured, not predicted: mine:make, global batch 8; median of")
     assert [json.loads(one["plan"]) for one in details(folder / "tables/own/report.html")] == [
         json.loads(json.dumps(one["plan"])) for one in measured
@@ -71,7 +70,7 @@ def test_after_a_sweep_its_measurements_stand_beside_predictions(folder, auto3d)
     del sys.modules["mine"]  # another process would import it anew
     changed = _reported(auto3d, folder)
     assert [row["predicted_s"] for row in changed["rows"]] == [None, None], "these plans cut another model"
-    assert changed["remarks"] == ["2 plans without a prediction: the model has changed since the trial."]
+    assert changed["remarks"][0] == "2 plans without a prediction: the model has changed since the trial."
     assert [row["measured_s"] for row in changed["rows"]] == [row["measured_s"] for row in page["rows"]]
 
     (folder / "mine.py").write_text(mine)
