@@ -20,6 +20,7 @@ from launch.papers.row import Row
 from launch.recipe.load import load
 
 TRIED_AT_RANDOM = 50  # candidates of the random search
+SEEDS_OF_FEW = 25  # few plans differ more from seed to seed
 BEST, MEAN = "Min", "Mean"
 MEGATRON, RANDOM, ANNEALING, FEW = "Megatron", "RS", "SA", "10 at random"
 TUNED, WHOLE = "all plans of Megatron-LM", "all plans of AMP's space"
@@ -52,10 +53,10 @@ def strategies(
     """The time of the best plan and the mean over the plans that each strategy tries on the cluster of ``recipe``.
 
     Trials are plans at their times by the simulator. The annealing (SA) ranks plans by AMP's own cost model and tries
-    the first 10; the random search (RS) tries 50. Without a cost model, the annealing would try 10 at random. For
-    these, the medians over ``seeds`` seeds count. ``changes`` are keys of the recipe. A variant has further keys of the
-    cluster on which plans run (``all``) and of the one that AMP's space and cost model know (``known``), and the
-    ``systems`` that it is about (default: all).
+    the first 10; the random search (RS) tries 50. For both, the medians over ``seeds`` seeds count. Without a cost
+    model, the annealing would try 10 at random; for these, the medians over 25 seeds count. ``changes`` are keys of the
+    recipe. A variant has further keys of the cluster on which plans run (``all``) and of the one that AMP's space and
+    cost model know (``known``), and the ``systems`` that it is about (default: all).
     """
     for label, variant in variants.items():
         true = {**changes, **variant.get("all", {})}
@@ -64,7 +65,8 @@ def strategies(
             tell(f"{recipe}, {label}: {system}")
             known = true if system in (MEGATRON, TUNED) else {**true, **variant.get("known", {})}
             runs = []
-            for seed in range(1, 1 + (seeds if system in (RANDOM, FEW, ANNEALING) else 1)):
+            number = {RANDOM: seeds, ANNEALING: seeds, FEW: SEEDS_OF_FEW}.get(system, 1)
+            for seed in range(1, 1 + number):
                 ranked = _searched(recipe, {**known, **_SEARCHES[system], "search.seed": seed}).ranked()
                 tried = ranked[:AMP_TRIALS] if system == ANNEALING else ranked
                 runs.append([(float(simulator.seconds(one.plan)), str(one.candidate)) for one in tried])
