@@ -5,8 +5,9 @@ A function takes ``tell``, which shows a line of progress, and the ``arguments``
 
 from collections.abc import Callable, Iterable
 
+from launch.papers.experiments.rannc_coarsening import rannc_coarsening
 from launch.papers.row import Row
 
 Experiment = Callable[..., Iterable[Row]]
 
-EXPERIMENTS: dict[str, Experiment] = {}
+EXPERIMENTS: dict[str, Experiment] = {"rannc-coarsening": rannc_coarsening}

@@ -85,7 +85,8 @@ def rannc(
 
     Both functions are called with ``smallest_micro_batch`` samples (a model with batch statistics may need 2), with the
     powers of two between that and ``global_batch``, and with ``global_batch``. With ``equal_slices``, all replicas of a
-    stage get equally many samples of every micro-batch. With ``any_depth``, all numbers of stages are compared. If nothing fits, raises PartitionError that says what would.
+    stage get equally many samples of every micro-batch. With ``any_depth``, all numbers of stages are compared. If
+    nothing fits, raises PartitionError that says what would.
     """
     numbers = (nodes, devices_per_node, blocks, smallest_micro_batch)
     for name, number in zip(("nodes", "devices_per_node", "blocks", "smallest_micro_batch"), numbers, strict=True):
