@@ -14,11 +14,12 @@ from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import work_of
 from auto3d.partition.merak import shard
 from auto3d.partition.methods.rannc import find_units, form_blocks
+from auto3d.partition.methods.rannc import rannc as partition
 from auto3d.partition.methods.rannc.atomic import atomic_subcomponents, stage_of_operations
 from auto3d.partition.methods.rannc.operation_profile import OperationProfiles
 from auto3d.partition.methods.rannc.stages import StageSearch, form_stages
 from auto3d.plan import Plan, stages_of_operations
-from auto3d.search.algorithms.rannc import _request, rannc
+from auto3d.search.algorithms.rannc import partition_request, rannc
 from auto3d.search.make import PlanMaker
 from auto3d.search.placement import place_replicas
 from auto3d.search.planned_model import PlannedGraphs
@@ -82,7 +83,7 @@ def maker_of(precision: str, measured: Profile | None, node: Node = NODE, batch:
 def test_stages_and_replicas_are_the_best_by_the_cost_model(precision, measured):
     """Brute force: every division of the blocks into stages with replicas is a Plan, and the cost model times it."""
     maker = maker_of(precision, measured and profile(measured))
-    request, model = _request(maker, inf), maker.model
+    request, model = partition_request(maker, inf), maker.model
     profiles = OperationProfiles(graph_at, lambda size: request.costs_of(graph_at(size)), smallest=1, largest=BATCH)
     graph, costs = profiles.graph, profiles.costs
     units = find_units(
@@ -169,3 +170,35 @@ def test_a_measured_profile_changes_the_stages():
     early = chosen(profile(lambda number: 1e-2 if number < 2 else 1e-3))
     assert estimated.pp == late.pp == early.pp == 2
     assert last_stage(late) < last_stage(estimated) < last_stage(early)
+
+
+def test_every_number_of_stages_is_compared_where_asked():
+    """The fewest stages that fit, as in the paper, or the fastest of all: without overheads, more stages are better."""
+    free = Accelerator(peak_flops=2e10, memory_bandwidth=2e9, half_flops=0, launch_s=0, memory_bytes=800 * 2**10)
+    node = Node(devices=DEVICES, accelerator=free, inside=Link(latency_s=0, bandwidth=1e12))
+    request = partition_request(maker_of("float32", None, node, batch=32), 800 * 2**10)
+    fewest, fastest = (
+        partition(
+            graph_at,
+            lambda size: request.costs_of(graph_at(size)),
+            nodes=1,
+            devices_per_node=DEVICES,
+            global_batch=32,
+            equal_slices=True,
+            any_depth=any_depth,
+        )
+        for any_depth in (False, True)
+    )
+    assert (len(fewest.stages), len(fastest.stages)) == (3, 4)
+    assert fastest.iteration_s < fewest.iteration_s
+    assert max(fastest.memory_bytes) <= 800 * 2**10
+
+
+def test_micro_batches_limit_the_degrees():
+    """One micro-batch: what a pipeline takes at once is its whole slice of the global batch."""
+    cluster, workload = Cluster(nodes=(NODE,), device="cuda"), Workload(global_batch=BATCH, seed=1)
+    every, one = (
+        Domain(SearchSpace(tp=(1,), micro_batches=allowed), cluster, workload).degrees for allowed in ("auto", (1,))
+    )
+    assert one == [each for each in every if each.dp * each.micro_batch_size == BATCH]
+    assert 0 < len(one) < len(every)

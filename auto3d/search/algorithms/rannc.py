@@ -54,7 +54,7 @@ def _fitting(maker: PlanMaker, *, any_depth: bool) -> tuple[Partition, Plan]:
     short: PlanError | None = None
     while True:
         try:
-            request = _request(maker, memory, any_depth=any_depth)
+            request = partition_request(maker, memory, any_depth=any_depth)
             found = partition("rannc", request)
         except PartitionError:
             if short is not None:
@@ -70,7 +70,7 @@ def _fitting(maker: PlanMaker, *, any_depth: bool) -> tuple[Partition, Plan]:
             short, memory = error, _TIGHTER * memory
 
 
-def _request(maker: PlanMaker, memory_bytes: float, *, any_depth: bool = False) -> PartitionRequest:
+def partition_request(maker: PlanMaker, memory_bytes: float, *, any_depth: bool = False) -> PartitionRequest:
     planned, model, workload = maker.planned, maker.model, maker.workload
     if not isinstance(planned, PlannedGraphs):
         raise PlanError("rannc needs a captured model: it cuts operations, not layers")
