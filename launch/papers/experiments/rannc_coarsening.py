@@ -87,7 +87,9 @@ def rannc_coarsening(
                     yield Row(setting=setting, system=system, values={report: steps})
                 continue
             if system != COARSENED and count > uncoarsened:
-                yield Row(setting=setting, system=system, problem="not searched: it takes too long")
+                yield Row(
+                    setting=setting, system=system, problem=f"fine blocks are searched up to {uncoarsened} layers"
+                )
                 continue
             found = _found(_key(base), count, system)
             values = {} if found.problem else {report: getattr(found, report)}
