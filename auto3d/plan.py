@@ -197,7 +197,7 @@ class EngineRefusalError(PlanError):
     """The engine of ``plan`` cannot train it; the message says why."""
 
     def __init__(self, plan: Plan, reason: str) -> None:
-        super().__init__(f"{plan.engine}: {reason}")
+        super().__init__(f"{plan.engine} {reason}")
         self.plan = plan
 
 

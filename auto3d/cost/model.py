@@ -187,9 +187,9 @@ class CostModel:
         timelines = (simulate(schedule, self.costs(plan, pipeline)) for pipeline in pipelines)
         return max(timelines, key=lambda timeline: timeline.makespan)
 
-    def memory_over_time(self, plan: Plan, timeline: Timeline) -> list[BytesOverTime]:
-        """Bytes on each pipeline device over ``timeline(plan)``; their largest values are ``memory(plan)``."""
-        return self._memory.over_time(plan, timeline)
+    def memory_over_time(self, plan: Plan, timeline: Timeline, devices: Sequence[int]) -> list[BytesOverTime]:
+        """Bytes on each of ``devices`` over ``timeline(plan)``; their largest values are those of ``memory(plan)``."""
+        return self._memory.over_time(plan, timeline, devices)
 
     def slowest_pipeline_s(self, plan: Plan, seconds_of: SecondsOf) -> float:
         """Seconds of an iteration by ``seconds_of``, for the pipeline that takes longest."""
@@ -486,8 +486,9 @@ def _bandwidth(link: GroupLink) -> float:
 
 
 def _busiest(shape: Shape, costs: Costs) -> tuple[float, float]:
-    """(seconds of compute, seconds of updates) on the device with the largest sum of both."""
-    timeline = simulate(shape.schedule(), costs)
+    """(seconds of compute, seconds of updates) of an iteration on the device with the largest sum of both."""
+    schedule = shape.schedule()
+    timeline = simulate(schedule, costs)
     best = (0.0, 0.0)
     for device in range(shape.devices):
         compute = update = 0.0
@@ -497,7 +498,7 @@ def _busiest(shape: Shape, costs: Costs) -> tuple[float, float]:
                 update += seconds
             else:
                 compute += seconds
-        best = max(best, (compute, update), key=sum)
+        best = max(best, (compute / schedule.iterations, update / schedule.iterations), key=sum)
     return best
 
 

@@ -117,7 +117,7 @@ def terminal(results: Results) -> str:
     shown = {name: heading for name, heading in columns_of(records).items() if name not in {*same, "why_not"}}
     common = " ".join(f"{name}={same[name]}" for name in columns_of(records) if name in same)
     # The command at the end keeps a line of its own, so that it can be copied.
-    text, again = fill(_provenance(results), 80), _again(results)
+    text, again = fill(provenance(results), 80), _again(results)
     table = _table(records, "simple", shown) + (f"\n\nAll rows: {common}" if common else "")
     reasons = [fill(f"infeasible: {one['why_not']}", 80) for one in records if one["why_not"]]
     return "\n\n".join([table, *reasons, f"{text}\nAgain: {again}"])
@@ -125,10 +125,11 @@ def terminal(results: Results) -> str:
 
 def caption(results: Results, folder: Path | None = None) -> str:
     """How and on what the numbers were measured, and the command that measures them again, into ``folder`` if given."""
-    return f"{_provenance(results)} Again: `{_again(results, folder)}`"
+    return f"{provenance(results)} Again: `{_again(results, folder)}`"
 
 
-def _provenance(results: Results) -> str:
+def provenance(results: Results) -> str:
+    """How and on what the numbers were measured."""
     values = results.recipe.values
     model = f"{values.model.architecture or values.model.factory}, global batch {values.training.global_batch}"
     how = (
@@ -202,7 +203,7 @@ def _rank(measurement: Measurement) -> tuple[int, float]:
 
 def _latex(results: Results, records: Sequence[dict[str, Any]], folder: Path | None) -> str:
     """The table for a document that loads the package booktabs, under the caption as a comment."""
-    comment = fill(_provenance(results), 110, initial_indent="% ", subsequent_indent="% ")
+    comment = fill(provenance(results), 110, initial_indent="% ", subsequent_indent="% ")
     return f"{comment}\n% Again: {_again(results, folder, '--latex')}\n{_table(records, 'latex_booktabs')}\n"
 
 

@@ -19,6 +19,7 @@ from launch.model.graphs import PlanningModel
 from launch.model.predictions import PlanPredictions, predict_plans
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import cluster, device
+from launch.run.scaled_down import devices_of, what_helps
 from launch.slurm.executor import check_reachable, on_slurm
 from launch.slurm.sbatch import check_launch
 from launch.store.ends import record_ends
@@ -158,22 +159,23 @@ def print_submissions(
         print(ask(recipe, submission) if ask_slurm else submission.text(recipe))
 
 
-def check_place(recipe: LoadedRecipe) -> None:
-    """Raise RecipeError if trials cannot run on the executor that the recipe names."""
+def check_place(recipe: LoadedRecipe, verb: str = "sweep") -> None:
+    """Raise RecipeError if ``verb`` cannot run on the executor that the recipe names."""
     check_launch(recipe)
     check_reachable(recipe)
     nodes = len(cluster(recipe).nodes)
     if nodes > 1 and not on_slurm(recipe):
-        problem = f"found {nodes}; trials run on this machine, which is 1 node; use launch.executor=slurm for several"
+        problem = f"found {nodes}; the recipe needs {devices_of(recipe)}, and this machine is 1 node"
+        problem += f": {what_helps(recipe, verb)}"
         raise recipe.error("cluster.nodes", problem)
 
 
-def check_ranks(recipe: LoadedRecipe, ranks: int) -> None:
+def check_ranks(recipe: LoadedRecipe, ranks: int, verb: str = "sweep") -> None:
     """Raise RecipeError if trials of ``ranks`` ranks would run on this machine and it lacks the devices."""
     if device(recipe.values) == "cuda" and not on_slurm(recipe):
         from launch.run.ranks import check_devices  # imports torch
 
-        check_devices(recipe, ranks)
+        check_devices(recipe, ranks, verb)
 
 
 def measured(

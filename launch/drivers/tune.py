@@ -89,7 +89,7 @@ def measure_if_unknown(recipe: LoadedRecipe, console: Console) -> None:
     if on_slurm(recipe):
         say(f"no profile: trials run on SLURM, and predictions rest on a guess; to measure a node: srun -N1 {command}")
         return
-    check_place(recipe)
+    check_place(recipe, "tune")
     file = tuned_file(recipe)
     say(f"measuring this machine for the predictions, once, about 30 s: {file} (--no-profile skips it)")
     try:
@@ -106,7 +106,7 @@ def run_tune(recipe: LoadedRecipe, search: Search, watcher: Watcher, *, retry: R
     earlier run do not run again, except failed ones as ``retry`` says. SIGINT and SIGTERM end the running trial and
     raise KeyboardInterrupt; results are kept.
     """
-    check_place(recipe)
+    check_place(recipe, "tune")
     if recipe.values.model.layers is not None:
         raise recipe.error("model.layers", "measured layers can be predicted, not trained; tune takes a model")
     candidates = _considered(recipe, search)
@@ -136,7 +136,7 @@ class _Trials:
         return self.total - len(self._names)
 
     def run(self, trial: Trial) -> Measurement:
-        check_ranks(self._recipe, trial.plan.ranks)
+        check_ranks(self._recipe, trial.plan.ranks, "tune")
         check_plans(self._recipe, [trial.plan], self._process, self._watcher.tell)
         self._names.append(trial.name)
         write_command(self._recipe, "tune", trials=self._names)

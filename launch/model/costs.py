@@ -67,9 +67,12 @@ def planning_subject(recipe: LoadedRecipe) -> PlannedModel:
         return subject_of(recipe)
     model = PlanningModel(recipe, predicted=True)
 
+    split_at, other = INTERPOLATED
+    meanwhile = None if recipe.values.search.micro_batch_size == [split_at] else other
+
     @cache
     def captured(samples: int) -> Graph:
-        return model.graph(samples)
+        return model.graph(samples, meanwhile=meanwhile if samples == split_at else None)
 
     def graph_at(samples: int) -> Graph:
         if samples in INTERPOLATED:

@@ -10,7 +10,7 @@ from auto3d.search.planned_model import PlannedModel
 from auto3d.search.search import Budget, Search
 from auto3d.search.space import Domain
 from launch.model.candidates import check_memory_known, check_rules, none_runs, task
-from launch.model.costs import cost_model, planning_subject
+from launch.model.costs import INTERPOLATED, cost_model, planning_subject
 from launch.model.graphs import PlanningModel
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.schema import AUTO
@@ -35,7 +35,7 @@ def search_recipe(
 
     def check(plan: Plan) -> None:
         if plan.engine != AUTO3D:
-            raise PlanError(f"{plan.engine}: is measured by `auto3d sweep`; only {AUTO3D} has a cost model")
+            raise PlanError(f"{plan.engine} is measured by `auto3d sweep`; only {AUTO3D} has a cost model")
         if emulated is not None:
             emulated.check_fits(plan.stages)
 
@@ -49,7 +49,8 @@ def search_recipe(
     maker = PlanMaker(subject, model, task(recipe), check=check)
     kinds = domain.choices["sequence_parallel"]
     degrees = ((one.micro_batch_size, one.tp, kind and one.tp > 1) for one in domain.degrees for kind in kinds)
-    maker.prepare(sorted(set(degrees)))
+    # The first captured size comes first: the model is split there, while another process captures the other size.
+    maker.prepare(sorted(set(degrees), key=lambda degree: (degree[0] != INTERPOLATED[0], degree)))
     looks, trials = most_candidates(recipe.values), most_trials(recipe.values)
     budget = Budget(candidates=looks, seconds=settings.seconds, best=trials)
     search = Search(domain, maker, budget, tell=tell)

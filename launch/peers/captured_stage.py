@@ -41,16 +41,14 @@ class CapturedStage(nn.Module):
         self._program, state, self._takes = segment_program(
             segment, captured, randomness=self._randomness, device=rank.device, deferred=None
         )
-        self._attributes = [f"state_{number}" for number in range(len(state))]
-        for attribute, name in zip(self._attributes, state, strict=True):
+        self._attributes = [attribute(name) for name in state]
+        for name in state:
             tensor = tensors[name].to(rank.device)
             if name in graph.parameters:
                 parameter = nn.Parameter(tensor, requires_grad=name in graph.trained)
-                # Without this mark DeepSpeed clips by the norm of the first stage's gradients alone.
-                parameter.model_parallel = True  # type: ignore[attr-defined]
-                self.register_parameter(attribute, parameter)
+                self.register_parameter(attribute(name), parameter)
             else:
-                self.register_buffer(attribute, tensor)
+                self.register_buffer(attribute(name), tensor)
         self._gives = [segment.gives.index(value.name) for value in self.sent]
         self._inputs = rank.inputs(stage.inputs) if stage.inputs else None
         self._forwards = count()
@@ -68,6 +66,11 @@ class CapturedStage(nn.Module):
         )
         given = tuple(made[place].contiguous() for place in self._gives)
         return given if len(given) > 1 else given[0]
+
+
+def attribute(name: str) -> str:
+    """The attribute of a stage that holds the model's parameter or buffer ``name``; attributes have no dots."""
+    return f"state/{name.replace('.', '/')}"
 
 
 class _ContiguousGradient(torch.autograd.Function):

@@ -27,9 +27,8 @@ def engine_of(rank: PeerRank, model: nn.Module, optimizer: torch.optim.Optimizer
         "train_micro_batch_size_per_gpu": rank.plan.micro_batch_size,
         "gradient_accumulation_steps": rank.plan.micro_batches,
         "gradient_clipping": rank.clip_norm,
-        "zero_optimization": {"stage": zero_stage},
+        "zero_optimization": {"stage": zero_stage, "overlap_comm": True},  # by default only stage 3 overlaps
         "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": NEVER,
     }
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)

@@ -1,6 +1,6 @@
 """What each peer cannot train, as the reason that a row of the table gives. Imports neither torch nor a peer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 
@@ -83,28 +83,47 @@ def _torch_pipelining(plan: Plan, graph: Callable[[], Graph]) -> str:
     rounds = max(1, plan.micro_batches // plan.pp)
     if plan.schedule == "interleaved-1f1b" and plan.micro_batches % rounds:
         return f"interleaves a multiple of {rounds} micro-batches; the plan has {plan.micro_batches}"
-    return _pipeline(plan, graph, "does not sum the gradients of a weight that stages share")
+    if reason := _pipeline(plan):
+        return reason
+    stages = cut(graph(), plan.stages)
+    if holders := shared_weights(stages, graph()):
+        return f"does not sum the gradients of a weight that stages share; {_first_two(holders)}"
+    return _skip(stages)
 
 
 def _deepspeed_pipeline(plan: Plan, graph: Callable[[], Graph]) -> str:
     if plan.schedule != "1f1b":
         return "has one schedule: 1f1b"
-    return _pipeline(plan, graph, "ties whole layers (TiedLayerSpec), not a weight that stages share")
+    if reason := _pipeline(plan):
+        return reason
+    stages = cut(graph(), plan.stages)
+    holders = shared_weights(stages, graph())
+    if len(set(holders.values())) > 1:
+        return f"ties all shared weights between the same stages only; {_first_two(holders)}"
+    return _skip(stages)
 
 
-def _pipeline(plan: Plan, graph: Callable[[], Graph], shared: str) -> str:
-    """Why a pipeline of stages in a row cannot train ``plan``; ``shared``: what it does with a weight of two stages."""
+def _pipeline(plan: Plan) -> str:
     if plan.pp == 1:
         return "needs 2 stages or more; the plan has pp = 1"
     if plan.placement != place_ranks(dp=plan.dp, pp=plan.pp):
         return "places ranks in Megatron-LM's order only; use search.placement=[megatron]"
-    stages = cut(graph(), plan.stages)
-    holders: dict[str, int] = {}
-    for stage in stages:
-        for name in stage.state:
-            if name in graph().trained and holders.setdefault(name, stage.index) != stage.index:
-                return f"{shared}: {name} is on stages {holders[name]} and {stage.index}"
-    return _skip(stages)
+    return ""
+
+
+def shared_weights(stages: Sequence[Stage], graph: Graph) -> dict[str, tuple[int, ...]]:
+    """Each trained parameter that several of ``stages`` use, with their numbers."""
+    users = {name: tuple(stage.index for stage in stages if name in stage.state) for name in sorted(graph.trained)}
+    return {name: indices for name, indices in users.items() if len(indices) > 1}
+
+
+def _first_two(holders: Mapping[str, tuple[int, ...]]) -> str:
+    """Where two shared weights are, or the only one; the second is on other stages than the first."""
+    by_stages: dict[tuple[int, ...], str] = {}
+    for name, indices in holders.items():
+        by_stages.setdefault(indices, name)
+    first = list(by_stages.items())[:2]
+    return ", ".join(f"{name} is on stages {' and '.join(map(str, indices))}" for indices, name in first)
 
 
 def _skip(stages: tuple[Stage, ...]) -> str:

@@ -225,6 +225,11 @@ def settings_digest(recipe: LoadedRecipe) -> str:
     return _digest([_measured(recipe), asdict(values.search), asdict(values.prediction), values.cluster.memory_gib])
 
 
+def trial_settings(recipe: LoadedRecipe) -> str:
+    """A digest that is equal for recipes whose trials of one plan measure the same."""
+    return _digest(_measured(recipe))
+
+
 def _measured(recipe: LoadedRecipe) -> dict[str, Any]:
     """The recipe's values that affect what a trial measures."""
     values = asdict(recipe.values)

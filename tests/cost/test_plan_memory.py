@@ -125,7 +125,7 @@ def test_memory_over_time_peaks_where_the_plan_does_and_ends_empty(options):
             )
             timeline = model.timeline(plan)
             assert timeline.makespan / timeline.schedule.iterations == pytest.approx(model.estimate(plan).seconds)
-            curves = model.memory_over_time(plan, timeline)
+            curves = model.memory_over_time(plan, timeline, range(devices))
             assert [curve.peak for curve in curves] == pytest.approx(model.memory(plan), rel=1e-12)
             for curve in curves:
                 assert curve.times == sorted(curve.times)

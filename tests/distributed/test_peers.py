@@ -1,5 +1,7 @@
 """Every peer gives auto3d's losses on real processes, from the same weights, data, optimizer and clipping."""
 
+import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 
@@ -10,14 +12,15 @@ from auto3d.capture.model import CapturedModel, capture
 from auto3d.capture.skeleton import seeded
 from auto3d.cluster import place_ranks
 from auto3d.partition.methods.uniform import uniform
-from auto3d.plan import AUTO3D, DEEPSPEED_PIPELINE, ENGINES, TORCH_PIPELINING, ZERO_1, ZERO_3, Plan
+from auto3d.plan import AUTO3D, DDP, DEEPSPEED_PIPELINE, ENGINES, TORCH_PIPELINING, ZERO_1, ZERO_3, Plan
 from auto3d.runtime.data import DataSettings, InputField
 from auto3d.runtime.measurement import Status
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
 from auto3d.runtime.training import TrainingResult, train
+from launch.peers import ddp
 from launch.peers.limits import DEEPSPEED
 from launch.peers.training import FILES, train_by_peer
-from launch.run.ranks import run_ranks
+from launch.run.ranks import Outcome, run_ranks
 from tests.models import SEQUENCE, gpt2
 
 SAMPLES, GLOBAL_BATCH, ITERATIONS = 2, 16, 4
@@ -116,11 +119,12 @@ def test_a_pipeline_of_a_peer_gives_our_losses_with_dropout(engine, dp, pp, sche
     assert result.loss != pytest.approx(ours(), rel=1e-4), "dropout changes the losses"
 
 
-def test_deepspeeds_pipeline_gives_our_losses_with_zero_1():
+@pytest.mark.parametrize("zero", [False, True], ids=["", "ZeRO-1"])
+def test_deepspeeds_pipeline_gives_our_losses_with_a_tied_embedding(zero):
     pytest.importorskip("deepspeed")
-    captured = model()
-    plan = replace(plan_of(captured, DEEPSPEED_PIPELINE, 2, 2), shard_optimizer=True)
-    agree(trained(captured, plan).loss, ours())
+    captured = model(tied=True)
+    plan = replace(plan_of(captured, DEEPSPEED_PIPELINE, 2, 2), shard_optimizer=zero)
+    agree(trained(captured, plan).loss, ours(tied=True))
 
 
 def test_peers_begin_with_the_weights_of_a_file():
@@ -131,6 +135,34 @@ def test_peers_begin_with_the_weights_of_a_file():
     assert expected != pytest.approx(ours(), rel=1e-4), "other weights, other losses"
     agree(trained(captured, plan_of(captured, "ddp", dp=2), state).loss, expected)
     agree(trained(captured, plan_of(captured, TORCH_PIPELINING, pp=2), state).loss, expected)
+
+
+def failing(fault: Callable[[], object]) -> Outcome:
+    """The outcome of a DDP training whose rank 1 meets ``fault`` where its first iteration should be."""
+    captured = model()
+    plan = plan_of(captured, DDP, dp=2)
+
+    def run(world, report):
+        build = ddp.build
+        if world.rank == 1:
+            ddp.build = lambda rank: build(rank) and (lambda iteration: fault())
+        return train_by_peer(captured, plan, SETTINGS, DATA, world)
+
+    return run_ranks(plan.ranks, run, timeout_s=60)
+
+
+def test_a_rank_of_a_peer_that_dies_is_named():
+    outcome = failing(lambda: os._exit(7))
+    assert outcome.status is Status.FAILED
+    assert "rank 1" in outcome.error
+    assert "in iteration 1 of ddp" in outcome.error
+    assert "7" in outcome.error
+
+
+def test_a_peer_without_enough_memory_is_a_result():
+    outcome = failing(lambda: torch.empty(2**50))
+    assert outcome.status is Status.OOM
+    assert "in iteration 1 of ddp, ran out of memory" in outcome.error
 
 
 def test_every_engine_but_ours_has_a_file():

@@ -104,8 +104,8 @@ def test_closed_forms_may_be_chosen(auto3d, layered):
         result = auto3d("predict", "layered.yaml", "--candidates", "rows.csv", "--json", f"prediction.method={method}")
         seconds[method] = [record["predicted_s"] for record in json.loads(result.out)]
     assert seconds["simulated"][0] == pytest.approx(seconds["amp"][0]), "on one device they agree"
+    assert seconds["chimera"][0] > seconds["simulated"][0], "its backward is twice the measured forward, launches too"
     assert seconds["amp"][1] < 0.9 * seconds["simulated"][1], "four pipelines share a link, which AMP does not count"
-    assert seconds["simulated"][1] == pytest.approx(seconds["chimera"][1], rel=0.3)
 
 
 @pytest.mark.parametrize("method", ["amp", "chimera"])

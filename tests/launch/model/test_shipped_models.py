@@ -29,3 +29,13 @@ def test_a_shipped_model_has_the_published_size(name: str):
         model = build_function(recipe)()
     count = sum(parameter.numel() for parameter in model.parameters())
     assert count == pytest.approx(PARAMETERS[name] * 1e6, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "unused"), [("bert-48", 669_790_012, 30_522), ("gpt2-64", 1_389_327_360, 0)]
+)
+def test_chimeras_models_have_its_counts(name: str, parameters: int, unused: int):
+    """Table 4 counts each parameter. The head of BERT has a second bias here, of one element per word."""
+    with torch.device("meta"):
+        model = build_function(load("tiny", [f"model={name}"]))()
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters + unused
