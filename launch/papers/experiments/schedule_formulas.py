@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from auto3d.cluster import Cluster, Node, place_ranks
 from auto3d.cost.layers import Layer, work_of_layers
@@ -43,7 +44,7 @@ class Formulas:
 def _table_2(d: int, n: int) -> dict[tuple[str, str], Formulas]:
     """(synchronous or not, scheme) -> its formulas at depth ``d`` with ``n`` micro-batches."""
     flushed = (d - 1) / (n + d - 1)
-    chimera = {"bubble": (d - 2) / (2 * n + d - 2), "weights": (2, 2), "models": 2, "schedule": "chimera"}
+    chimera = partial(Formulas, weights=(2, 2), models=2, schedule="chimera")
     many = {"iterations": 8}
     return {
         ("asynchronous", "PipeDream"): Formulas(
@@ -61,13 +62,13 @@ def _table_2(d: int, n: int) -> dict[tuple[str, str], Formulas]:
         ("synchronous", "DAPPLE"): Formulas(
             bubble=flushed, weights=(1, 1), activations=(1, d), schedule="1f1b", options={}
         ),
-        ("synchronous", "Chimera, B = F"): Formulas(
-            **chimera, activations=(d / 2 + 1, d), backward=1.0, options={}
+        ("synchronous", "Chimera, B = F"): chimera(
+            bubble=(d - 2) / (2 * n + d - 2), activations=(d / 2 + 1, d), backward=1.0, options={}
         ),
-        ("synchronous", "Chimera halving, B = 2 F"): Formulas(
-            # Its parts of a micro-batch are the micro-batches of the formula. Of its activations, the paper says that
-            # they are no more than Chimera's.
-            **chimera | {"bubble": (d - 2) / (4 * n + d - 2)}, activations=(None, d), options={"scale": "halving"}
+        # Halving: the parts of a micro-batch are the micro-batches of the formula. The paper says of its activations
+        # that they are no more than Chimera's.
+        ("synchronous", "Chimera halving, B = 2 F"): chimera(
+            bubble=(d - 2) / (4 * n + d - 2), activations=(None, d), options={"scale": "halving"}
         ),
     }  # fmt: skip
 
