@@ -13,9 +13,16 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from auto3d.errors import InputError
 from auto3d.tensor_placement import Split
 
-SCHEMA = 4
+SCHEMA = 5
 
 NO_OVERLAP, SUB_PIPELINED = TENSOR_OVERLAPS = ("none", "sub-pipelined")
+
+AUTO3D, TORCH_PIPELINING, DEEPSPEED_PIPELINE = "auto3d", "torch-pipelining", "deepspeed-pipeline"
+DDP, FSDP, FSDP_GATHERED = "ddp", "fsdp", "fsdp:reshard=no"
+ZERO_1, ZERO_2, ZERO_3 = "deepspeed-zero", "deepspeed-zero:stage=2", "deepspeed-zero:stage=3"
+ENGINES = (AUTO3D, TORCH_PIPELINING, DEEPSPEED_PIPELINE, ZERO_1, ZERO_2, ZERO_3, DDP, FSDP, FSDP_GATHERED)
+"""Runtimes that train a Plan. The simulator and this package's runtime know the first; the application runs the others,
+its peers, for comparison."""
 
 
 class PlanError(InputError):
@@ -82,6 +89,8 @@ class Plan:
     """Whether tensor-parallel collectives are hidden: a key of TENSOR_OVERLAPS."""
     shard_optimizer: bool = False
     """ZeRO-1: the ranks that hold the same parameters each keep one shard of the optimizer's state."""
+    engine: str = AUTO3D
+    """The runtime that trains the plan: a key of ENGINES."""
     schema: int = SCHEMA
 
     @property
@@ -109,6 +118,8 @@ class Plan:
         )
         if self.schema != SCHEMA:
             raise PlanError(f"schema: {self.schema} is not a version this build reads; it reads {SCHEMA}")
+        if self.engine not in ENGINES:
+            raise PlanError(f"engine: {self.engine!r} is not known; use one of {', '.join(ENGINES)}")
         if self.seed < 0:
             raise PlanError(f"seed: {self.seed} is not possible; it must be 0 or more")
         if not self.stages or len(self.stages) % self.pp:
@@ -180,6 +191,14 @@ class Plan:
 
 
 _adapter = TypeAdapter(Plan)
+
+
+class EngineRefusalError(PlanError):
+    """The engine of ``plan`` cannot train it; the message says why."""
+
+    def __init__(self, plan: Plan, reason: str) -> None:
+        super().__init__(f"{plan.engine} {reason}")
+        self.plan = plan
 
 
 def check_degrees(*, dp: int, tp: int, pp: int, global_batch: int, micro_batch_size: int) -> None:

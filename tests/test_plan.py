@@ -48,7 +48,7 @@ def test_json_gives_the_same_plan_back():
         ({"tp": 2}, ["placement", "tp = 2"]),
         ({"pp": 3}, ["2 stages for pp = 3"]),
         ({"colour": 1}, ["colour: unknown", "dp, tp, pp"]),
-        ({"schema": 99}, ["schema: 99", "reads 4"]),
+        ({"schema": 99}, ["schema: 99", "reads 5"]),
         ({"stages": [{"operations": [[0, 7]]}, {"operations": [[8, 20]]}]}, ["8 to 20 follows operation 7"]),
         ({"stages": [{"operations": [[0, 7]]}, {"operations": [[6, 20]]}]}, ["6 to 20 follows operation 7"]),
         ({"stages": [{"operations": [[0, 7]]}, {"operations": [[7, 7]]}]}, ["7 to 7 follows"]),

@@ -20,6 +20,7 @@ NOT_QUICK = (  # tests that start processes, train, wait for SLURM or take a min
     "tests/launch/drivers",
     "tests/launch/executors",
     "tests/launch/model",
+    "tests/launch/report",
     "tests/launch/run",
     "tests/runtime/test_fake_devices.py",
     "tests/streams",

@@ -18,7 +18,8 @@ def amp_s(shape: Shape, costs: Costs) -> float:
 
     The slowest stage counts M - 1 times, each stage and each message once, and one gradient sync. The time of a stage
     includes forward and backward, the time of a message both directions; the paper specifies neither. Stages on the
-    same device add up, also the stages of several pipes. The slowest update is our addition.
+    same device add up, also the stages of several pipes. The slowest update is our addition. A cost model whose method
+    is ``amp`` also takes messages and collectives from section 4.2 (``AmpTraffic``).
     """
     once = _stage_times(shape, costs)
     pipes = len(shape.device_of) // shape.stages

@@ -5,7 +5,8 @@ Sizes are bytes of the whole buffer that each rank holds.
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import ceil, inf, log2
 
 from auto3d.cluster import Cluster, CollectiveTimes, Link, NodeCollectives
@@ -19,13 +20,15 @@ class GroupLink:
     """How fast a group of devices communicates while others do: the slowest link of its ring, with its bandwidth.
 
     ``measured`` has the measured collectives of the node in which the whole group lies, if there are any.
-    ``slowdown`` is how many times longer the group's devices compute while all of them do.
+    ``slowdown`` is how many times longer the group's devices compute while all of them do. ``hops`` has the bandwidth
+    of each hop of the ring if collectives take AMP's equation 1.
     """
 
     ranks: int
     link: Link
     measured: NodeCollectives | None = None
     slowdown: float = 1.0
+    hops: tuple[float, ...] = ()
 
     def seconds(self, collective: Collective, size: float) -> float:
         """Seconds of a collective on ``size`` bytes, of the whole tensor.
@@ -38,6 +41,8 @@ class GroupLink:
         if self.measured is not None:
             times: CollectiveTimes = getattr(self.measured, collective.name.lower())
             return times.interpolate(self.ranks, size)
+        if self.hops:
+            return amp_all_reduce_s(self.hops, size) * (1.0 if collective is Collective.ALL_REDUCE else 0.5)
         if collective is Collective.ALL_REDUCE:
             return min(ring_s(self.ranks, size, self.link), tree_s(self.ranks, size, self.link))
         return gather_s(self.ranks, size, self.link)
@@ -132,6 +137,48 @@ class Traffic:
         return link.latency_s + size / link.bandwidth
 
 
+class AmpTraffic(Traffic):
+    """Traffic as AMP counts it (section 4.2): groups do not share links, and collectives take equation 1.
+
+    A message has the whole bandwidth of the link between its two devices, whatever else uses the link.
+    """
+
+    def group_link(self, group: Group) -> GroupLink:
+        """The link of ``group`` with the bandwidths of the hops of its ring."""
+        alone = super().group_link(group)
+        return replace(alone, hops=tuple(link.bandwidth for link in self._hops(group)))
+
+    def _find_link(self, group: Group) -> Link:
+        hops = self._hops(group)
+        slowest = min(hops, key=lambda link: link.bandwidth)
+        return replace(slowest, latency_s=max(link.latency_s for link in hops))
+
+    def _hops(self, group: Group) -> list[Link]:
+        """The link of each hop of the ring; that of two nodes is as slow as the slower of their links."""
+        return [self._hop(here, there) for here, there in pairwise([*group, group[0]])]
+
+    def _hop(self, here: int, there: int) -> Link:
+        nodes = [self._cluster.nodes[self._cluster.node_of[device]] for device in (here, there)]
+        if self._cluster.node_of[here] == self._cluster.node_of[there]:
+            return replace(nodes[0].inside, lanes=None)
+        outside = [node.outside for node in nodes if node.outside is not None]  # nodes of a cluster have links
+        return Link(
+            latency_s=max(link.latency_s for link in outside), bandwidth=min(link.bandwidth for link in outside)
+        )
+
+
+class ChimeraTraffic(Traffic):
+    """Traffic as Chimera counts it (section 3.4): gradients are reduced by Rabenseifner's algorithm."""
+
+    def all_reduce_s(self, group: Group, size: float) -> float:
+        """Seconds of a gradient all-reduce; zero for a group of one."""
+        return rabenseifner_all_reduce_s(len(group), size, self.link(group)) if len(group) > 1 and size else 0.0
+
+
+TRAFFIC: dict[str, type[Traffic]] = {"amp": AmpTraffic, "chimera": ChimeraTraffic}
+"""prediction.method -> the traffic of that paper's formula; default: Traffic."""
+
+
 def ring_s(ranks: int, size: float, link: Link) -> float:
     """Seconds of an all-reduce on a ring: reduce-scatter, then all-gather.
 
@@ -151,12 +198,12 @@ def tree_s(ranks: int, size: float, link: Link) -> float:
     return 2 * ceil(log2(ranks)) * link.latency_s + 2 * size / link.bandwidth
 
 
-def amp_all_reduce_s(bandwidths: Sequence[float], size: float, *, beta: float = 1.0) -> float:
-    """Seconds by AMP, equation 1: β · 2M/N · Σ 1/B over the hops of the ring.
+def amp_all_reduce_s(bandwidths: Sequence[float], size: float) -> float:
+    """Seconds by AMP, equation 1, with β = 1: 2M/N · Σ 1/B over the hops of the ring.
 
     For equal hops this is a ring's time plus 2M/(N·B).
     """
-    return beta * 2 * size / len(bandwidths) * sum(1 / bandwidth for bandwidth in bandwidths)
+    return 2 * size / len(bandwidths) * sum(1 / bandwidth for bandwidth in bandwidths)
 
 
 def rabenseifner_all_reduce_s(ranks: int, size: float, link: Link) -> float:

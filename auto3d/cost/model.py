@@ -13,7 +13,7 @@ import numpy as np
 
 from auto3d.cluster import Accelerator, Cluster, Link
 from auto3d.cost.closed_forms import amp_s, chimera_s
-from auto3d.cost.collectives import Group, GroupLink, Traffic, rabenseifner_all_reduce_s
+from auto3d.cost.collectives import TRAFFIC, GroupLink, Traffic
 from auto3d.cost.model_work import ModelWork
 from auto3d.cost.placed import PlacedTraffic
 from auto3d.cost.plan_memory import PlanMemory
@@ -22,7 +22,7 @@ from auto3d.cost.tables import without
 from auto3d.cost.throughput import IterationFlops, iteration_flops
 from auto3d.cost.times import Times, before, times_of
 from auto3d.cost.training_options import TrainingOptions
-from auto3d.cost.work import PRECISION_BYTES, WorkAt
+from auto3d.cost.work import PRECISION_BYTES, Work, WorkAt
 from auto3d.plan import SUB_PIPELINED, Plan, PlanError, StagePlan
 from auto3d.schedule.operation import Kind
 from auto3d.schedule.shape import Shape, shape_of
@@ -34,6 +34,9 @@ from auto3d.tensor.conversions import Collective
 SecondsOf = Callable[[Shape, Costs], float]  # seconds of an iteration: the simulator or a closed form
 TimesOf = Callable[[int, Accelerator, int, bool], Times]
 """Arguments: samples, kind of device, tensor-parallel degree, whether it is sequence-parallel."""
+
+TimesOfWork = Callable[[Work, Sequence[int], int, Accelerator], Times]
+"""Arguments: the work of the whole model, the bounds of its subgraphs, samples, kind of device."""
 
 TensorDegree = tuple[int, bool]  # tensor-parallel degree, whether it is sequence-parallel
 
@@ -71,6 +74,8 @@ class CostModel:
 
     ``method`` is a key of ``METHODS``: how the time of an iteration follows from the costs of its operations.
     ``measured_in`` names the profile behind ``times_at``; it is empty where times come from the figures of the cluster.
+    ``times_of_work`` gives the same profile's times of a work that ``work_at`` does not know, such as that of an
+    interpolated Graph.
     """
 
     def __init__(
@@ -80,14 +85,15 @@ class CostModel:
         work_at: WorkAt,
         *,
         times_at: TimesOf | None = None,
+        times_of_work: TimesOfWork | None = None,
         method: str = "simulated",
         measured_in: str = "",
     ) -> None:
         self.cluster = cluster
         self.training = training
         self.method, self.measured_in = method, measured_in
-        self._all_reduce_s = _ALL_REDUCES.get(method, Traffic.all_reduce_s)
         self._work_at, self._times_at = work_at, times_at
+        self._times_of_work = times_of_work
         self._work = ModelWork(work_at, training)
         self._memory = PlanMemory(self._work, training)
         self._times = lru_cache(None)(
@@ -115,6 +121,7 @@ class CostModel:
             self.training,
             self._work_at,
             times_at=self._times_at,
+            times_of_work=self._times_of_work,
             method=method,
             measured_in=self.measured_in,
         )
@@ -180,9 +187,9 @@ class CostModel:
         timelines = (simulate(schedule, self.costs(plan, pipeline)) for pipeline in pipelines)
         return max(timelines, key=lambda timeline: timeline.makespan)
 
-    def memory_over_time(self, plan: Plan, timeline: Timeline) -> list[BytesOverTime]:
-        """Bytes on each pipeline device over ``timeline(plan)``; their largest values are ``memory(plan)``."""
-        return self._memory.over_time(plan, timeline)
+    def memory_over_time(self, plan: Plan, timeline: Timeline, devices: Sequence[int]) -> list[BytesOverTime]:
+        """Bytes on each of ``devices`` over ``timeline(plan)``; their largest values are those of ``memory(plan)``."""
+        return self._memory.over_time(plan, timeline, devices)
 
     def slowest_pipeline_s(self, plan: Plan, seconds_of: SecondsOf) -> float:
         """Seconds of an iteration by ``seconds_of``, for the pipeline that takes longest."""
@@ -290,6 +297,15 @@ class CostModel:
         )
 
     # Compute
+
+    def times_of_work(self, work: Work, cuts: Sequence[int], samples: int, accelerator: Accelerator) -> Times:
+        """The seconds of ``work`` on one device: measured where the model has a profile, else estimated.
+
+        ``work`` is the whole model's at ``samples``, and ``cuts`` bounds its subgraphs.
+        """
+        if self._times_of_work is None:
+            return times_of(work, accelerator)
+        return self._times_of_work(work, cuts, samples, accelerator)
 
     def _make_between_cuts(
         self,
@@ -402,7 +418,7 @@ class CostModel:
         tables = self._work.tables_of(plan)
         for number, stage in enumerate(plan.stages):
             size = self._work.elements(plan, stage.operations) * self.training.sync_bytes
-            seconds.append(self._all_reduce_s(traffic.sync, traffic.holders[number], size))
+            seconds.append(traffic.sync.all_reduce_s(traffic.holders[number], size))
             if copied := tables.copied(stage.operations):
                 link = traffic.tensor[traffic.homes[number][0], 0]
                 seconds[number] += link.seconds(Collective.ALL_REDUCE, copied * self.training.sync_bytes)
@@ -436,10 +452,14 @@ class CostModel:
         return shape.parts * (each + self._crossing_bytes(plan, shape, boundary)[0] * per_byte)
 
     def _crossing_bytes(self, plan: Plan, shape: Shape, boundary: int) -> tuple[float, float]:
-        """Bytes that one part of a micro-batch sends onward from stage ``boundary``, as ``_crossing`` has them."""
+        """Bytes that one part of a micro-batch sends onward from stage ``boundary``, as ``_crossing`` has them.
+
+        Replicas send and receive their slices at the same time, so the side with fewer replicas takes longest.
+        """
         end = plan.stages[boundary].operations[-1][1]
+        replicas = min(plan.stages[number].replicas for number in (boundary, boundary + 1))
         sent, gathered = self._crossing(plan, plan.micro_batch_size // shape.parts, end)
-        return float(sent), float(gathered)
+        return float(sent) / replicas, float(gathered) / replicas
 
     def _crossing(self, plan: Plan, samples: int, cuts: int | list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Bytes through ``cuts``: those that each rank sends, and those that the receivers then gather.
@@ -458,7 +478,7 @@ class CostModel:
     def _make_traffic(
         self, placement: tuple[tuple[int, ...], ...], tp: int, dp: int, homes: tuple[tuple[int, ...], ...]
     ) -> PlacedTraffic:
-        return PlacedTraffic(self.cluster, placement, tp, dp, homes)
+        return PlacedTraffic(self.cluster, placement, tp, dp, homes, TRAFFIC.get(self.method, Traffic))
 
 
 def _bandwidth(link: GroupLink) -> float:
@@ -487,10 +507,4 @@ def _simulated(shape: Shape, costs: Costs) -> float:
     return simulate(schedule, costs).makespan / schedule.iterations
 
 
-def _rabenseifner_s(traffic: Traffic, group: Group, size: float) -> float:
-    """Seconds of a gradient all-reduce as Chimera's equation 1 has it; zero for a group of one."""
-    return rabenseifner_all_reduce_s(len(group), size, traffic.link(group)) if len(group) > 1 and size else 0.0
-
-
-_ALL_REDUCES = {"chimera": _rabenseifner_s}  # method -> its gradient all-reduce; default: Traffic.all_reduce_s
 METHODS: dict[str, SecondsOf] = {"simulated": _simulated, "amp": amp_s, "chimera": chimera_s}

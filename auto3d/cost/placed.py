@@ -15,7 +15,7 @@ class PlacedTraffic:
     ``homes`` lists the pipeline devices of each stage. ``tensor`` has, for each pipeline device in each pipeline, the
     link of its first tensor-parallel group. ``distinct_pipelines`` has one pipeline of each kind: pipelines of one kind
     take equally long. ``holders`` lists, for each stage, the ranks that hold a copy of the first tensor-parallel shard
-    of its weights.
+    of its weights. ``traffic`` is the kind of Traffic: how links are shared, and what collectives take on them.
     """
 
     def __init__(
@@ -25,7 +25,9 @@ class PlacedTraffic:
         tp: int,
         dp: int,
         homes: tuple[tuple[int, ...], ...],
+        traffic: type[Traffic] = Traffic,
     ) -> None:
+        self._traffic = traffic
         self._placement, self._tp, self.homes = placement, tp, homes
         self._tied: dict[tuple[int, ...], tuple[Traffic, tuple[int, ...]]] = {}
         self._ranks: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -44,13 +46,13 @@ class PlacedTraffic:
         if measured is not None and len(nodes) == 1 < len(every_rank):
             self.iteration_s += measured.all_reduce.interpolate(len(every_rank), TOTALS_BYTES)
         tensor_groups = [ranks[first : first + tp] for ranks in placement for first in range(0, len(ranks), tp)]
-        inside = Traffic(cluster, tensor_groups)
+        inside = traffic(cluster, tensor_groups)
         self.tensor = {key: inside.group_link(ranks[:tp]) for key, ranks in self._ranks.items()} if tp > 1 else {}
         pairs = [
             (source, target) for here, there in pairwise(placement) for source, target in zip(here, there, strict=False)
         ]
         # A message to the next stage and one from it travel at the same time, in opposite directions.
-        self.messages = Traffic(cluster, pairs)
+        self.messages = traffic(cluster, pairs)
         self.holders = [tuple(rank for home in stage_homes for rank in placement[home][::tp]) for stage_homes in homes]
         # Stages on the same devices reduce their gradients one after the other, as in the simulator.
         sync_groups = [
@@ -58,7 +60,7 @@ class PlacedTraffic:
             for stage_homes in dict.fromkeys(tuple(sorted(devices)) for devices in homes)
             for shard in range(tp)
         ]
-        self.sync = Traffic(cluster, sync_groups)
+        self.sync = traffic(cluster, sync_groups)
 
     def ranks(self, device: int, pipeline: int) -> tuple[int, ...]:
         """The ranks of one pipeline device in one pipeline."""
@@ -72,7 +74,7 @@ class PlacedTraffic:
         if stages not in self._tied:
             heads = [self._placement[self.homes[stage][0]] for stage in stages]
             groups = [tuple(ranks[shard] for ranks in heads) for shard in range(self._tp)]
-            self._tied[stages] = Traffic(self._cluster, groups), groups[0]
+            self._tied[stages] = self._traffic(self._cluster, groups), groups[0]
         traffic, group = self._tied[stages]
         return traffic.all_reduce_s(group, size)
 

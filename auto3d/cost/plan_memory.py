@@ -4,7 +4,7 @@
 cover other precisions and models that are known by their layers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from auto3d.cost.model_work import ModelWork
@@ -33,14 +33,14 @@ class PlanMemory:
         shape, stages = shape_of(plan), dict(enumerate(plan.stages))
         return tuple(self._of_device(plan, shape, device, stages) for device in range(len(shape.holdings)))
 
-    def over_time(self, plan: Plan, timeline: Timeline) -> list[BytesOverTime]:
-        """Per pipeline device, the bytes that it holds over ``timeline``, a simulation of the schedule of ``plan``.
+    def over_time(self, plan: Plan, timeline: Timeline, devices: Sequence[int]) -> list[BytesOverTime]:
+        """The bytes that each of ``devices`` holds over ``timeline``, a simulation of the schedule of ``plan``.
 
         Activations come and go with the operations. Weights, gradients, the optimizer's state, messages and temporaries
         count at their peak all the time, so the largest value is that of ``of``.
         """
         shape, stages = shape_of(plan), dict(enumerate(plan.stages))
-        return [self._over_time(plan, shape, device, stages, timeline) for device in range(len(shape.holdings))]
+        return [self._over_time(plan, shape, device, stages, timeline) for device in devices]
 
     def _over_time(
         self, plan: Plan, shape: Shape, device: int, stages: Mapping[int, StagePlan], timeline: Timeline
@@ -114,8 +114,10 @@ class PlanMemory:
             dropped = without(stage.operations, self._work.kept(samples, stage))
             active = saved - tables.saved(dropped) / divisor
         again = saved - active
-        if not self._training.recompute_ends:  # the backward recomputes one block at a time
+        if recompute and not self._training.recompute_ends:
+            # The forward keeps the input of each block, and the backward recomputes one block at a time.
             again /= max(1, tables.blocks_of(stage.operations))
+            active += max(0.0, tables.block_inputs(dropped) / divisor - received)
         return StageBytes(
             in_flight=active + received,
             recomputed=again,

@@ -11,7 +11,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from auto3d.cluster import Accelerator, Cluster, Link, NodeCollectives
 from auto3d.cost.model import TimesOf
 from auto3d.cost.times import Times, before, times_of
-from auto3d.cost.work import WorkAt
+from auto3d.cost.work import Work, WorkAt
 from auto3d.errors import InputError
 
 SCHEMA = 2
@@ -181,23 +181,21 @@ class Profile:
         """
 
         def times(samples: int, accelerator: Accelerator, tp: int, sequence_parallel: bool) -> Times:
-            cuts = np.array(cuts_at(samples))
+            cuts = cuts_at(samples)
             measured = self._nearest(tp, sequence_parallel)
             works = work_at(samples, *measured), work_at(samples, tp, sequence_parallel)
-            base, wanted = (np.diff(times_of(work, accelerator).table) for work in works)
-            rows = []
-            for row, seconds in zip((0, 2, 4), self.seconds(samples, len(cuts) - 1, *measured), strict=True):
-                subgraph = np.repeat(np.arange(len(cuts) - 1), np.diff(cuts))
-                total = np.add.reduceat(base[row], cuts[:-1])
-                even = 1 / np.diff(cuts)  # used where the estimate of the whole subgraph is zero
-                fraction = np.divide(wanted[row], total[subgraph], out=even[subgraph], where=total[subgraph] > 0)
-                rows.append(before(fraction * seconds[subgraph]))
-            none = np.zeros(len(rows[0]))
-            return Times(
-                forward=rows[0], forward_launch=none, backward=rows[1], backward_launch=none, backward_weight=rows[2]
-            )
+            base, wanted = (times_of(work, accelerator) for work in works)
+            return _shared_out(self.seconds(samples, len(cuts) - 1, *measured), cuts, base, wanted)
 
         return times
+
+    def times_of_work(self, work: Work, cuts: Sequence[int], samples: int, accelerator: Accelerator) -> Times:
+        """The seconds of each operation of ``work``, the whole model's at ``samples``, as ``times_at`` has them.
+
+        ``cuts`` bounds its subgraphs. A caller that plans with interpolated Graphs has works that no other knows.
+        """
+        estimate = times_of(work, accelerator)
+        return _shared_out(self.seconds(samples, len(cuts) - 1), cuts, estimate, estimate)
 
     def seconds(self, samples: int, subgraphs: int, tp: int = 1, sequence_parallel: bool = False) -> np.ndarray:
         """[3, subgraphs]: seconds for a micro-batch of ``samples``, linear between and beyond the measured sizes."""
@@ -223,6 +221,24 @@ class Profile:
 
     def _sizes(self, tp: int, sequence_parallel: bool) -> list[ModelTimes]:
         return [size for size in self.sizes if (size.tp, size.sequence_parallel) == (tp, sequence_parallel)]
+
+
+def _shared_out(seconds: np.ndarray, cuts: Sequence[int], base: Times, wanted: Times) -> Times:
+    """Measured ``seconds`` [3, subgraphs] shared out among the operations, by the estimates ``wanted`` over ``base``.
+
+    ``base`` estimates what was measured, and ``wanted`` what is asked for; ``cuts`` bounds the subgraphs of both.
+    """
+    sizes = np.diff(cuts)
+    subgraph = np.repeat(np.arange(len(sizes)), sizes)
+    rows = []
+    for row, measured in zip((0, 2, 4), seconds, strict=True):
+        total = np.add.reduceat(np.diff(base.table[row]), list(cuts[:-1]))
+        even = 1 / sizes  # used where the estimate of the whole subgraph is zero
+        estimates = np.diff(wanted.table[row])
+        fraction = np.divide(estimates, total[subgraph], out=even[subgraph], where=total[subgraph] > 0)
+        rows.append(before(fraction * measured[subgraph]))
+    none = np.zeros(len(rows[0]))
+    return Times(forward=rows[0], forward_launch=none, backward=rows[1], backward_launch=none, backward_weight=rows[2])
 
 
 _adapter = TypeAdapter(Profile)

@@ -20,6 +20,17 @@ class WorkTables:
         """The number of repeated blocks in ``operations``."""
         return int(self._sum("blocks", operations))
 
+    def block_inputs(self, operations: Sequence[tuple[int, int]]) -> float:
+        """Bytes of the inputs of the repeated blocks in ``operations``, one input for each block."""
+        if "block_inputs" not in self._sums:
+            inputs, after = np.zeros(len(self.work)), max(1, self.work.repeated[0])
+            for start in map(int, np.flatnonzero(self.work.blocks)):
+                # A block begins with its first product: its input is the narrowest cut since the block before began.
+                inputs[start] = self.work.blocks[start] * self.work.crossing[min(after, start) : start + 1].min()
+                after = start + 1
+            self._sums["block_inputs"] = before(inputs)
+        return self._sum("block_inputs", operations)
+
     def saved(self, operations: Sequence[tuple[int, int]]) -> float:
         return self._sum("saved", operations)
 

@@ -17,6 +17,10 @@ class PartitionCosts:
     memory_bytes: float  # memory of one device
     state_factor: float  # bytes of weights, gradients and optimizer state per byte of weights in the Graph
     activation_factor: float = 1.0  # bytes of an activation, kept or sent, per byte that it has in the Graph
+    forward_launch_s: tuple[float, ...] | None = None  # host's seconds to launch each operation; None: no time
+    backward_launch_s: tuple[float, ...] | None = None
+    micro_batch_s: float = 0.0  # host's seconds for each micro-batch of a stage
+    handling: tuple[float, float] = (0.0, 0.0)  # compute of a message at each end: seconds, and seconds per byte
 
     def message_s(self, size: float) -> float:
         """Seconds that a message of ``size`` bytes in the Graph takes; 0 without anything to send."""

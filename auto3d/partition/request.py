@@ -22,6 +22,7 @@ class PartitionRequest:
     global_batch: int
     nodes: int
     devices_per_node: int
+    any_depth: bool = False  # RaNNC: compare all numbers of stages, not only the fewest that fit
     equal_slices: bool = False  # replicas must get equally many samples, as a Plan requires
 
     @property

@@ -12,7 +12,7 @@ from functools import cached_property
 from auto3d.capture.model import CapturedModel
 from auto3d.capture.shard import Shard
 from auto3d.partition.stage import Stage, Transfer, cut
-from auto3d.plan import Plan, PlanError
+from auto3d.plan import AUTO3D, Plan, PlanError
 from auto3d.runtime.gradient_sync import Holders, holders
 from auto3d.runtime.replicas import rank_program, replicas_of_devices, resplit_dimensions
 from auto3d.runtime.settings import TrainingSettings
@@ -178,6 +178,8 @@ def lay_out_plan(
 
     Raises InputError where ``plan`` does not fit its schedule, its model or ``settings``.
     """
+    if plan.engine != AUTO3D:
+        raise PlanError(f"engine: {plan.engine} runs in trials of `auto3d sweep` only; this runtime is {AUTO3D}")
     by_hand = [schedule] * (settings.iterations // schedule.iterations) if schedule else []
     schedules = by_hand or schedules_of(plan, settings.iterations)
     first = schedules[0]

@@ -93,7 +93,10 @@ class Measurement:
     reserved_bytes: list[int] = field(default_factory=list)  # per GPU: peak of torch's caching allocator
     used_bytes: list[int] = field(default_factory=list)  # per GPU: peak on the device, with CUDA context and NCCL
     predicted_bytes: list[int] = field(default_factory=list)  # per rank: estimate of auto3d.cost.device_memory
+    engine_version: str = ""  # package and version of the plan's engine, if it is neither auto3d nor torch
     tokens_per_sample: int = 0
+    model_flops: float | None = None  # FLOPs of one iteration on all devices, as in auto3d.cost.throughput
+    recomputed_flops: float | None = None  # FLOPs of one iteration's recomputation, in addition to them
     environment: Environment | None = None
     finished: str = ""  # date and time, ISO 8601
 

@@ -25,12 +25,17 @@ class PeakMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
+        self.restart()
+        if device.type != "cuda":
+            self._start = _status_bytes("VmRSS") - _status_bytes("RssFile")
+
+    def restart(self) -> None:
+        """Forget the peaks so far; memory that is in use still counts."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
         else:
             return_freed_memory()  # otherwise later allocations would reuse freed memory and not count as growth
             Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the present size (proc(5))
-            self._start = _status_bytes("VmRSS") - _status_bytes("RssFile")
 
     def read(self) -> PeakBytes:
         """The peaks so far.

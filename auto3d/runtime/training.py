@@ -1,6 +1,7 @@
 """Trains a captured model by a Plan: the loop around one rank, and its result."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -65,7 +66,7 @@ def train(
     if world.size != plan.ranks:
         raise PlanError(f"the plan needs {plan.ranks} ranks; there are {world.size}")
     torch.set_num_threads(settings.threads_per_rank)
-    try:
+    with naming_this_rank():
         device = world.device(settings.device)
         set_arithmetic(device, tf32=settings.tf32, deterministic=settings.deterministic)
         join(world, device=device, timeout_s=settings.timeout_s)
@@ -91,12 +92,12 @@ def train(
             if checkpoints and asked_to_stop:
                 break
         seconds = [result.seconds for result in results]
-        slowest_s = _of_all_ranks(seconds, torch.float64, timeout_s=settings.timeout_s).max(dim=0).values
+        slowest_s = of_all_ranks(seconds, torch.float64, timeout_s=settings.timeout_s).max(dim=0).values
         bytes_of_ranks: dict[str, list[int]] = {name: [] for name in BYTES}
         if settings.emulation is None:
             peak = memory.read()
             local = [peak.allocated, peak.reserved or 0, peak.used or 0, rank.predicted.total]  # in the order of BYTES
-            gathered = _of_all_ranks(local, torch.int64, timeout_s=settings.timeout_s).T.tolist()
+            gathered = of_all_ranks(local, torch.int64, timeout_s=settings.timeout_s).T.tolist()
             bytes_of_ranks = dict(zip(BYTES, gathered, strict=True))
             if device.type == "cpu":
                 bytes_of_ranks |= {"reserved_bytes": [], "used_bytes": []}
@@ -112,6 +113,13 @@ def train(
             first_iteration=first,
             asked_to_end=done < settings.iterations,
         )
+
+
+@contextmanager
+def naming_this_rank() -> Iterator[None]:
+    """Have errors inside say which rank failed, and in which phase; raises OutOfMemoryError if memory ran out."""
+    try:
+        yield
     except Exception as error:
         if is_out_of_memory(error) and not isinstance(error, OutOfMemoryError):
             raise OutOfMemoryError(f"{THIS_RANK} ran out of memory: {out_of_memory_line(error)}") from error
@@ -150,7 +158,7 @@ def _after(programs: Sequence[Program], iterations: int) -> Iterator[Program]:
         first += program.iterations
 
 
-def _of_all_ranks(values: Sequence[float] | Sequence[int], dtype: torch.dtype, *, timeout_s: float) -> torch.Tensor:
+def of_all_ranks(values: Sequence[float] | Sequence[int], dtype: torch.dtype, *, timeout_s: float) -> torch.Tensor:
     """The ``values`` of every rank, on every rank: [ranks, values]."""
     gathered = torch.zeros(dist.get_world_size(), len(values), dtype=dtype)
     gathered[dist.get_rank()] = torch.tensor(values, dtype=dtype)

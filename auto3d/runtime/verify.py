@@ -142,7 +142,7 @@ class _SeededDraws(TorchDispatchMode):
 def _run_eager(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Computed:
     model.zero_grad()
     with _SeededDraws():
-        loss = _loss_of(model(**{name: value.clone() for name, value in batch.items()}))
+        loss = loss_of(model(**{name: value.clone() for name, value in batch.items()}))
     loss.backward()
     return Computed(
         loss.detach(),
@@ -151,7 +151,7 @@ def _run_eager(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Computed:
     )
 
 
-def _loss_of(output: Any) -> torch.Tensor:
+def loss_of(output: Any) -> torch.Tensor:
     """The output that a capture takes as the loss: the one called ``loss``, otherwise the first scalar."""
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     leaves = tree_leaves(output) if named is None else [named]

@@ -47,12 +47,13 @@ class World:
         return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else self.local_rank)
 
 
-def join(world: World, *, device: torch.device, timeout_s: float) -> None:
+def join(world: World, *, device: torch.device, timeout_s: float, collectives_on_device: bool = False) -> None:
     """Join the other ranks.
 
     Raises WaitTimeoutError if they have not all joined within ``timeout_s``, and SharedDeviceError if several are on
     one GPU. The default process group uses gloo, on GPUs too: it carries the objects and CPU tensors that ranks
-    exchange rarely. Tensors of a GPU go through separate groups (``new_group``). The caller calls ``leave`` after it
+    exchange rarely. Tensors of a GPU go through separate groups (``new_group``), except with ``collectives_on_device``:
+    the default group then uses NCCL for them, as systems other than ours expect. The caller calls ``leave`` after it
     has reported its result.
     """
     THIS_RANK.rank = world.rank
@@ -65,7 +66,7 @@ def join(world: World, *, device: torch.device, timeout_s: float) -> None:
     try:
         # No device_id: with one, NCCL would share a communicator between groups and so order their messages.
         dist.init_process_group(
-            "gloo",
+            "cpu:gloo,cuda:nccl" if collectives_on_device and device.type == "cuda" else "gloo",
             init_method=world.meeting_point,
             rank=world.rank,
             world_size=world.size,

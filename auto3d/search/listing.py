@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from auto3d.errors import InputError
-from auto3d.plan import Plan, PlanError
+from auto3d.plan import EngineRefusalError, Plan, PlanError
 from auto3d.schedule import build_schedule, parse_schedule
 from auto3d.schedule.in_flight import peak_activations
 from auto3d.schedule.operation import Schedule
@@ -20,6 +20,7 @@ class ListedCandidate:
     candidate: Candidate
     plan: Plan | None
     reason: str
+    refused: Plan | None = None  # the plan that the candidate's engine, a peer, cannot train
 
 
 def list_candidates(domain: Domain, maker: PlanMaker) -> Iterator[ListedCandidate]:
@@ -30,7 +31,7 @@ def list_candidates(domain: Domain, maker: PlanMaker) -> Iterator[ListedCandidat
     """
     made: dict[Plan, Candidate] = {}
     for candidate, reason in domain.everything():
-        plan = None
+        plan = refused = None
         try:
             if reason:
                 raise PlanError(reason)
@@ -40,7 +41,8 @@ def list_candidates(domain: Domain, maker: PlanMaker) -> Iterator[ListedCandidat
                 raise PlanError(f"the same plan as with {_difference(candidate, same)}")
         except InputError as error:
             plan, reason = None, str(error)
-        yield ListedCandidate(candidate=candidate, plan=plan, reason=reason)
+            refused = error.plan if isinstance(error, EngineRefusalError) else None
+        yield ListedCandidate(candidate=candidate, plan=plan, reason=reason, refused=refused)
     maker.check_captured()
 
 

@@ -138,6 +138,7 @@ class PlanMaker:
             sequence_parallel=sequence_parallel,
             tensor_overlap=overlap,
             shard_optimizer=candidate.shard_optimizer,
+            engine=candidate.engine,
         )
         if candidate.replicas == UNEVEN:
             plan = self._unevenly(candidate, plan, form, samples)

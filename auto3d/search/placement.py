@@ -15,7 +15,7 @@ def place(name: str, cluster: Cluster, *, dp: int, tp: int, pp: int) -> Placemen
     """The ``Plan.placement`` called ``name``; raises PlanError if it is not possible on the cluster."""
     if name == MEGATRON:
         return place_ranks(dp=dp, pp=pp, tp=tp)
-    return _PLACEMENTS[name](_mesh(cluster), dp, tp, pp)
+    return _PLACEMENTS[name](mesh(tuple(node.devices for node in cluster.nodes)), dp, tp, pp)
 
 
 def place_replicas(replicas: Sequence[int], *, dp: int, tp: int = 1) -> Placement:
@@ -35,10 +35,25 @@ def place_replicas(replicas: Sequence[int], *, dp: int, tp: int = 1) -> Placemen
     )
 
 
-def _mesh(cluster: Cluster) -> tuple[int, int]:
-    """(number of nodes, devices of each); 0 devices if nodes differ in them."""
-    sizes = {node.devices for node in cluster.nodes}
-    return len(cluster.nodes), sizes.pop() if len(sizes) == 1 else 0
+@lru_cache(64)
+def mesh(sizes: tuple[int, ...]) -> tuple[int, int]:
+    """(rows, columns) of AMP's device mesh (section 4.1) of nodes with ``sizes`` devices, in the order of ranks.
+
+    Each row is a node, a part of one node, or several whole nodes: three nodes of four devices and four nodes of one
+    are a mesh of 4 × 4. Columns are as many as the largest node has devices, or fewer where a row would otherwise join
+    a part of one node with another node.
+    """
+    devices = sum(sizes)
+    ends = {0, *accumulate(sizes)}  # devices at which a node begins or ends
+
+    def whole(first: int, last: int) -> bool:
+        return {first, last} <= ends or not any(first < end < last for end in ends)
+
+    for columns in range(max(sizes), 1, -1):
+        firsts = range(0, devices, columns)
+        if devices % columns == 0 and all(whole(first, first + columns) for first in firsts):
+            return devices // columns, columns
+    return devices, 1
 
 
 @lru_cache(4096)
@@ -51,26 +66,27 @@ def _pipelines_first(mesh: tuple[int, int], dp: int, tp: int, pp: int) -> Placem
 
 
 def _tiling(*, horizontal: bool, by_columns: bool) -> Callable[[tuple[int, int], int, int, int], Placement]:
-    """AMP's tilings (section 4.4): the mesh has a row for each node, and each stage gets a domino of tp × dp devices.
+    """AMP's tilings (section 4.4): each stage gets a domino of tp × dp devices of the mesh.
 
-    A horizontal domino has its tensor-parallel groups in rows, inside nodes; a vertical one in columns, across nodes.
-    The paper does not say which domino belongs to which stage. Here they follow each other along rows, or
-    ``by_columns``.
+    A horizontal domino has its tensor-parallel groups in rows of the mesh, a vertical one in columns, across nodes.
+    The paper does not say which domino belongs to which stage: here they follow each other along rows, or
+    ``by_columns``. Nor does it say how a domino lies that is longer than the mesh: here it is folded.
     """
 
     @lru_cache(4096)
     def tiling(mesh: tuple[int, int], dp: int, tp: int, pp: int) -> Placement:
         rows, columns = mesh
         height, width = (dp, tp) if horizontal else (tp, dp)
-        if not columns or dp * tp * pp != rows * columns or rows % height or columns % width:
-            across = f"{rows} × {columns} devices" if columns else "nodes of different sizes"
-            raise PlanError(f"placement: dominoes of {height} × {width} devices do not tile {across}")
-        corners = [(row, column) for row in range(0, rows, height) for column in range(0, columns, width)]
+        cells = _domino(height, width, mesh)
+        tall, wide = (1 + max(cell[axis] for cell in cells.values()) for axis in (0, 1))
+        if dp * tp * pp != rows * columns or tall * wide != dp * tp or rows % tall or columns % wide:
+            raise PlanError(f"placement: dominoes of {height} × {width} devices do not tile {rows} × {columns} devices")
+        corners = [(row, column) for row in range(0, rows, tall) for column in range(0, columns, wide)]
         if by_columns:
             corners.sort(key=lambda corner: corner[::-1])
 
         def rank(corner: tuple[int, int], pipeline: int, shard: int) -> int:
-            row, column = (pipeline, shard) if horizontal else (shard, pipeline)
+            row, column = cells[(pipeline, shard) if horizontal else (shard, pipeline)]
             return (corner[0] + row) * columns + corner[1] + column
 
         return tuple(
@@ -78,6 +94,24 @@ def _tiling(*, horizontal: bool, by_columns: bool) -> Callable[[tuple[int, int],
         )
 
     return tiling
+
+
+def _domino(height: int, width: int, mesh: tuple[int, int]) -> dict[tuple[int, int], tuple[int, int]]:
+    """(row, column) in a domino -> (row, column) on the mesh, from the domino's corner.
+
+    A row that is longer than the mesh goes on in the next rows of the mesh, a column in the next columns.
+    """
+    rows, columns = mesh
+    cells = {}
+    for row in range(height):
+        for column in range(width):
+            if width > columns:
+                cells[row, column] = divmod(row * width + column, columns)
+            elif height > rows:
+                cells[row, column] = divmod(column * height + row, rows)[::-1]
+            else:
+                cells[row, column] = row, column
+    return cells
 
 
 _PLACEMENTS: dict[str, Callable[[tuple[int, int], int, int, int], Placement]] = {

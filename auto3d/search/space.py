@@ -12,7 +12,7 @@ from typing import Literal
 from auto3d.cluster import Cluster
 from auto3d.errors import InputError
 from auto3d.partition.methods import STAGE_METHODS
-from auto3d.plan import NO_OVERLAP, TENSOR_OVERLAPS, PlanError, check_degrees
+from auto3d.plan import AUTO3D, ENGINES, NO_OVERLAP, TENSOR_OVERLAPS, PlanError, check_degrees
 from auto3d.schedule import SCHEDULES
 from auto3d.schedule.options import SYNC
 from auto3d.search.placement import MEGATRON, PLACEMENTS
@@ -43,6 +43,8 @@ class SearchSpace:
     shard_optimizer: Axis = (False,)  # ZeRO-1
     sequence_parallel: Axis = (False,)  # norms and dropout on a sequence that the tensor-parallel ranks split
     tensor_overlap: Axis = (NO_OVERLAP,)  # keys of TENSOR_OVERLAPS
+    micro_batches: Axis = AUTO  # micro-batches of a pipeline in an iteration; [1] is no gradient accumulation
+    engine: Axis = (AUTO3D,)  # keys of ENGINES
     allow_idle_devices: bool = False  # a plan may use fewer devices than the cluster has
 
 
@@ -74,6 +76,7 @@ class Candidate:
     shard_optimizer: bool = False
     sequence_parallel: bool = False
     tensor_overlap: str = NO_OVERLAP
+    engine: str = AUTO3D
     cuts: tuple[int, ...] | None = None
     """Bounds of the stages, as indices into the model's cuts; they override ``partition``."""
 
@@ -92,11 +95,12 @@ class Candidate:
             "ZeRO-1": self.shard_optimizer,
             "sequence-parallel": self.sequence_parallel,
             self.tensor_overlap: self.tensor_overlap != NO_OVERLAP,
+            self.engine: self.engine != AUTO3D,
         }
         return ", ".join(words for words, holds in unusual.items() if holds)
 
 
-DEGREES = ("dp", "tp", "pp", "micro_batch_size", "replicas")
+DEGREES = ("dp", "tp", "pp", "micro_batch_size", "replicas", "engine")
 CHOICES = (  # the other axes
     "schedule",
     "recompute",
@@ -117,7 +121,7 @@ class Refusals:
         self._examples: dict[str, tuple[Candidate, str]] = {}
 
     def add(self, candidate: Candidate, reason: str, times: int = 1) -> None:
-        words = sub(r"\d[\d.e+,-]*", "N", reason.split(": weights")[0])
+        words = without_numbers(reason)
         self._counts[words] += times
         self._examples.setdefault(words, (candidate, reason))
 
@@ -137,6 +141,11 @@ class Refusals:
         return self._counts.total()
 
 
+def without_numbers(reason: str) -> str:
+    """``reason`` with N for each number, so that reasons of the same kind are equal."""
+    return sub(r"\d[\d.e+,-]*", "N", reason.split(": weights")[0])
+
+
 class Domain:
     """The candidates of ``space`` on ``cluster``.
 
@@ -146,7 +155,7 @@ class Domain:
 
     def __init__(self, space: SearchSpace, cluster: Cluster, workload: Workload) -> None:
         self.cluster, self.workload = cluster, workload
-        self._allow_idle = space.allow_idle_devices
+        self._allow_idle, self._micro_batches = space.allow_idle_devices, space.micro_batches
         divisors = [number for number in range(1, cluster.devices + 1) if cluster.devices % number == 0]
         in_a_node = gcd(*(node.devices for node in cluster.nodes))
         sizes = [2**power for power in range(workload.global_batch.bit_length()) if 2**power <= workload.global_batch]
@@ -164,6 +173,7 @@ class Domain:
             "shard_optimizer": [False, True],
             "sequence_parallel": [False, True],
             "tensor_overlap": list(TENSOR_OVERLAPS),
+            "engine": list(ENGINES),
         }
         self._values = {
             name: auto if getattr(space, name) == AUTO else list(dict.fromkeys(getattr(space, name)))
@@ -236,6 +246,9 @@ class Domain:
             check_fits(candidate, self.cluster, self.workload)
         except InputError as error:
             return str(error)
+        count = self.workload.global_batch // (candidate.dp * candidate.micro_batch_size)
+        if self._micro_batches != AUTO and count not in self._micro_batches:
+            return f"has {count} micro-batches; micro_batches is {', '.join(map(str, self._micro_batches))}"
         return ""
 
 

@@ -1,8 +1,8 @@
 """How a model divides the features of a product's result: into fused blocks, such as query, key and value, and heads.
 
 The features are followed through the operations that only rearrange a tensor. For this, these operations run on views
-of the numbers 0, 1, 2, …, one for each feature, that have stride 0 along all other dimensions. Where the features
-arrive at another operation, offset and strides of the view say which features it gets, in which order.
+of a tensor without memory that has one element for each feature; all other dimensions of a view have stride 0. Where
+the features arrive at another operation, offset and strides of the view say which features it gets, in which order.
 """
 
 import operator
@@ -65,7 +65,7 @@ def feature_blocks(
     shape = result.meta["val"].shape
     strides = [0] * len(shape)
     strides[dim] = 1
-    start = torch.arange(features).as_strided(tuple(shape), strides)
+    start = torch.empty(features, device="meta").as_strided(tuple(shape), strides)
     biases: dict[str, None] = {}
     pieces = sorted(set(_pieces(result, start, features, parameters, biases)), key=lambda piece: piece.offset)
     groups: list[list[_Piece]] = []  # pieces of one block overlap
@@ -87,7 +87,7 @@ def feature_blocks(
 def _pieces(
     node: fx.Node, view: torch.Tensor, features: int, parameters: Mapping[str, str], biases: dict[str, None]
 ) -> Iterator[_Piece]:
-    """What each operation after ``node`` reads of the features; ``view`` has their numbers. Adds to ``biases``."""
+    """What each operation after ``node`` reads of the features; ``view`` stands for them. Adds to ``biases``."""
     for user in node.users:
         following = _after(user, node, view)
         if following is None:

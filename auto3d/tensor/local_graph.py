@@ -25,11 +25,11 @@ class LocalGraph:
     split: Mapping[str, Split]  # how the parameters and buffers are split, as a Plan says it
 
 
-def local_graph(model: TensorParallelModel, graph: Graph | None = None) -> LocalGraph:
-    """The LocalGraph of ``model``; ``graph`` is another description of its local program, if there is one."""
+def local_graph(model: TensorParallelModel) -> LocalGraph:
+    """The LocalGraph of ``model``."""
     copied = (n for n in model.local.graph.parameters if model.placements[n].kind is PlacementKind.COPIED)
     return LocalGraph(
-        graph=graph or model.local.graph,
+        graph=model.local.graph,
         positions=model.positions,
         shards=model.shards,
         copied=frozenset(copied),

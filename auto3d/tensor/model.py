@@ -54,13 +54,14 @@ def tensor_parallel(
     split: Mapping[str, Split] | None = None,
     pinned: Mapping[str, Split | None] | None = None,
     sequence_parallel: bool = False,
+    fused_attention: bool = True,
 ) -> TensorParallelModel:
     """``captured`` as each of ``shards`` ranks runs it, with the least communication.
 
     ``split`` is how a Plan splits all of the model's state. Without it, every product's weights are split where that is
     possible, except for ``pinned`` state, by name: it has exactly this Split, or with None is whole or copied. With
     ``sequence_parallel``, values between products are split along the sequence where that costs no more communication.
-    Raises PlanError if ``split`` or ``pinned`` does not fit the model.
+    ``fused_attention`` is that of ``describe``. Raises PlanError if ``split`` or ``pinned`` does not fit the model.
     """
     assert split is None or pinned is None, "split says everything"
     exported = captured.exported
@@ -71,7 +72,7 @@ def tensor_parallel(
     with garbage_collection_paused():
         derivation = _derived(captured, shards, pinned or {}, sequence_parallel)
         program = local_program(exported, derivation, shards)
-        graph = describe(program.exported)
+        graph = describe(program.exported, fused_attention=fused_attention)
         position = {node.name: number for number, node in enumerate(captured.graph.nodes)}
         return TensorParallelModel(
             whole=captured,

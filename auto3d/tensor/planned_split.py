@@ -39,5 +39,6 @@ def ruled_reasons(captured: CapturedModel, shards: int, *, rules: Mapping[str, s
 
 
 def _ruled(captured: CapturedModel, shards: int, rules: Mapping[str, str]) -> RuledSplits:
-    known = known_rules(skeleton(captured.exported.build).model)
-    return weight_splits(captured, shards, rules=rules, known=known)
+    if known_rules not in captured.derived:
+        captured.derived[known_rules] = known_rules(skeleton(captured.exported.build).model)
+    return weight_splits(captured, shards, rules=rules, known=captured.derived[known_rules])

@@ -20,6 +20,7 @@ VERBS = {  # verb -> its line in `auto3d --help`; launch/commands/VERB.py define
     "predict": "Predict time and peak memory of each configuration in a CSV file.",
     "profile": "Measure this machine with RECIPE's model, for later predictions.",
     "recompute": "Find how little RECIPE's plan must recompute to fit into memory.",
+    "report": "Write one HTML page about RECIPE's last sweep or tune, or about a search.",
     "resume": "Continue RECIPE's last sweep, tune or detached training.",
     "schedule": "Simulate, compare and draw pipeline schedules.",
     "status": "Show the state of the trials of RECIPE's last sweep or tune.",

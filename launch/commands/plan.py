@@ -17,7 +17,7 @@ def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, show_all: bool)
     """Search for the fastest plan by prediction; train nothing.
 
     It prints the best plans of RECIPE's search space and says why the best is best. search.algorithm is annealing,
-    random, megatron, exhaustive, rannc or chimera; search.candidates and search.seconds limit the search.
+    random, megatron, exhaustive, rannc, amp or chimera; search.candidates and search.seconds limit the search.
     """
     loaded = load(recipe, overrides)
     with search_progress(err) as tell:

@@ -17,7 +17,7 @@ def run_in_background(
     recipe: LoadedRecipe, verb: str, *options: str, plan_file: str | None = None, trials: Sequence[str] = ()
 ) -> int:
     """Start ``verb`` again as a process that outlives this terminal, and print how to follow it."""
-    check_place(recipe)
+    check_place(recipe, verb)
     pid, log = start_driver(recipe, verb, options, plan_file=plan_file, trials=trials)
     print(f"process {pid} runs in the background and prints to {log}\n{next_commands(recipe)}")
     return 0

@@ -1,5 +1,6 @@
 """`auto3d sweep`."""
 
+from auto3d.runtime.measurement import Status
 from launch.commands import options
 from launch.commands.consoles import err
 from launch.commands.exit_codes import RUN_FAILED, complain
@@ -42,11 +43,19 @@ def sweep_on(loaded: LoadedRecipe, retry: Retry, *, follow: bool = True) -> int:
     if not follow:
         print(next_commands(loaded))
         return 0
-    results = tables.results(loaded, list(sweep.ended().values()), len(sweep.trials), sweep.left_out)
+    results = tables.results(
+        loaded,
+        list(sweep.ended().values()),
+        len(sweep.trials) + len(sweep.infeasible),
+        sweep.left_out,
+        predicted_s=sweep.predictions.seconds,
+        predicted_on=sweep.predictions.based_on,
+    )
     files = tables.write(results)
     print(f"{tables.terminal(results)}\n\nwritten: {', '.join(map(str, files))}")
     print_failed(loaded, "sweep", results.measurements)
-    if tables.best(results) is None:
+    if not any(one.status is Status.OK for one in results.measurements):
         return complain("no trial succeeded", RUN_FAILED)
-    print(f"to train under the fastest plan: {loaded.command('train', '--plan', str(files[-1]), without='plan')}")
+    if tables.best(results) is not None:
+        print(f"to train under the fastest plan: {loaded.command('train', '--plan', str(files[-1]), without='plan')}")
     return 0

@@ -61,7 +61,7 @@ def tune_on(loaded: LoadedRecipe, retry: Retry, *, profile: bool = True) -> int:
         return interrupted(loaded)
     files = tune_report.write(loaded, search, tried)
     summary = tune_report.summary(loaded, search, tried)
-    print(f"{tune_report.table(tried, 'simple')}\n\n{summary}\n\nwritten: {', '.join(map(str, files))}")
+    print(f"{tune_report.table(loaded, tried, 'simple')}\n\n{summary}\n\nwritten: {', '.join(map(str, files))}")
     print_failed(loaded, "tune", [measurement for one in tried for measurement in one.measurements])
     if tuning.fastest(tried) is None:
         return complain("no trial succeeded", RUN_FAILED)

@@ -66,8 +66,12 @@ def _table(figures: PartitionFigures) -> str:
         f"{tabulate(rows, headings, colalign=align, disable_numparse=True)}\n\n"
         f"balance (max / mean): {balance}; {figures.method}, {counted(figures.subgraphs, 'subgraph')}, micro-batches "
         f"of {counted(figures.micro_batch_size, 'sample')}; time is predicted, forward and backward, on the slowest "
-        "kind of device"
+        f"kind of device{_measured(figures)}"
     )
+
+
+def _measured(figures: PartitionFigures) -> str:
+    return f", from what {figures.measured_in} measured" if figures.measured_in else ""
 
 
 def _span(numbers: Sequence[int]) -> str:

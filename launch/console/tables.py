@@ -1,47 +1,25 @@
-"""Measurements -> tables, fastest first: as Markdown, CSV, JSON, and for the terminal."""
+"""Measurements -> tables, fastest first: as Markdown, CSV, JSON, LaTeX, and for the terminal."""
 
-import csv
-import io
 import shlex
-from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
 from tabulate import tabulate
 
-from auto3d.plan import NO_OVERLAP, Plan
-from auto3d.runtime.measurement import BYTES, Measurement, Status
-from auto3d.schedule import schedule_of, write_schedule
+from auto3d.plan import AUTO3D, Plan
+from auto3d.runtime.measurement import Measurement, Status
+from launch.console.records import aligned, cells, columns_of, compare, csv_text, record, same_choices, what_rates_are
 from launch.recipe.load import LoadedRecipe, load
 from launch.recipe.settings import emulation
 from launch.recipe.words import counted
 from launch.store.files import write_whole
-from launch.store.trials import StoreError, last_sweep, measurements_of, settings_digest
+from launch.store.trials import StoreError, last_sweep, measurement_of, measurements_of, settings_digest
 
 TABLES = Path("tables")  # tables of users; git ignores this folder
 REFERENCE = Path("results")  # committed tables
-
-HEADINGS = {
-    "dp": "dp",
-    "tp": "tp",
-    "pp": "pp",
-    "micro_batch_size": "micro-\nbatch",
-    "schedule": "schedule",
-    "recompute": "recomputed",
-    "replicas": "replicas\nof stages",
-    "shard_optimizer": "ZeRO-1",
-    "sequence_parallel": "sequence-\nparallel",
-    "tensor_overlap": "tensor\noverlap",
-    "iteration_s": "s per\niteration",
-    "spread_s": "spread\n(s)",
-    "samples_per_s": "samples\nper s",
-    "tokens_per_s": "tokens\nper s",
-    "peak_bytes": "peak\n(MiB)",
-    "used_bytes": "used\n(MiB)",
-    "status": "status",
-}
 
 
 @dataclass(frozen=True)
@@ -52,9 +30,12 @@ class Results:
     measurements: list[Measurement]  # one per ended trial, fastest first
     trials: int  # number of all trials of the sweep
     left_out: int  # number of plans beyond search.max_trials
+    predicted_s: Mapping[Plan, float] = field(default_factory=dict)  # seconds per iteration of plans that have any
+    predicted_on: str = ""  # what these predictions rest on
+    baseline: str = ""  # pairs key=value that name the row to which the others are compared
 
 
-def results_of(recipe: LoadedRecipe) -> Results:
+def results_of(recipe: LoadedRecipe, baseline: str = "") -> Results:
     """The results of the last sweep of ``recipe``; overrides, if there are any, must be those of that sweep.
 
     Raises StoreError if that sweep had other settings, or if no trial has ended.
@@ -68,33 +49,54 @@ def results_of(recipe: LoadedRecipe) -> Results:
         if not recipe.overrides:
             change = "the recipe has changed since its last sweep"
         raise StoreError(f"{recipe.name}: no finished trial: {change}; to run them: {present.command('sweep')}")
-    return results(present, measurements_of(present, sweep), len(sweep.trials), sweep.left_out)
+    predicted = ((measurement_of(present, name), seconds) for name, seconds in sweep.predicted_s.items())
+    predicted_s = {measurement.plan: seconds for measurement, seconds in predicted if measurement is not None}
+    return results(
+        present,
+        measurements_of(present, sweep),
+        len(sweep.trials),
+        sweep.left_out,
+        predicted_s=predicted_s,
+        predicted_on=sweep.predicted_on,
+        baseline=baseline,
+    )
 
 
-def results(recipe: LoadedRecipe, measurements: Sequence[Measurement], trials: int, left_out: int) -> Results:
-    """The results of a sweep; raises StoreError if there is no measurement."""
+def results(
+    recipe: LoadedRecipe, measurements: Sequence[Measurement], trials: int, left_out: int, **more: Any
+) -> Results:
+    """The results of a sweep, with ``more`` of their fields; raises StoreError if there is no measurement."""
     if not measurements:
         raise StoreError(f"{recipe.name}: no finished trial; to run them: {recipe.command('sweep')}")
-    return Results(recipe, sorted(measurements, key=_rank), trials, left_out)
+    return Results(recipe, sorted(measurements, key=_rank), trials, left_out, **more)
 
 
 def rows(results: Results) -> list[dict[str, Any]]:
-    """One record per finished trial."""
-    return [_row(measurement) for measurement in results.measurements]
+    """One record per finished trial; raises InputError if the baseline is not one row whose trial succeeded."""
+    found = [record(results.recipe, one, results.predicted_s.get(one.plan)) for one in results.measurements]
+    if results.baseline:
+        compare(found, results.baseline)
+    return found
 
 
 def best(results: Results) -> Measurement | None:
-    """The measurement of the fastest trial that is ok, if one is."""
-    return next((measurement for measurement in results.measurements if measurement.status is Status.OK), None)
+    """The measurement of the fastest trial of auto3d itself that is ok, if one is; `auto3d train` can use its plan."""
+    ok = (measurement for measurement in results.measurements if measurement.status is Status.OK)
+    return next((measurement for measurement in ok if measurement.plan.engine == AUTO3D), None)
 
 
-def write(results: Results, folder: Path | None = None) -> list[Path]:
-    """Write table.md and table.csv and, if a trial succeeded, best_plan.json; returns the files.
+def write(results: Results, folder: Path | None = None, *, latex: bool = False) -> list[Path]:
+    """Write table.md, table.csv, with ``latex`` table.tex and, if a trial succeeded, best_plan.json; returns the files.
 
     They go to ``folder``, or to tables/<recipe>.
     """
     records = rows(results)
-    contents = {"table.md": _markdown(results, records, folder), "table.csv": _csv(records)}
+    contents = {
+        "table.md": f"{_table(records, 'github')}\n\n{caption(results, folder)}\n",
+        "table.csv": csv_text(records, columns_of(records)),
+    }
+    if latex:
+        contents["table.tex"] = _latex(results, records, folder)
     folder = folder or TABLES / results.recipe.name
     folder.mkdir(parents=True, exist_ok=True)
     fastest = best(results)
@@ -106,18 +108,28 @@ def write(results: Results, folder: Path | None = None) -> list[Path]:
 
 
 def terminal(results: Results) -> str:
-    """The table for a terminal of 80 columns, with the caption of the Markdown table."""
+    """The table for a terminal, with the caption of the Markdown table.
+
+    Choices that all rows have in common are in a line of their own, which keeps the table narrow.
+    """
+    records = rows(results)
+    same = same_choices(records)
+    shown = {name: heading for name, heading in columns_of(records).items() if name not in {*same, "why_not"}}
+    common = " ".join(f"{name}={same[name]}" for name in columns_of(records) if name in same)
     # The command at the end keeps a line of its own, so that it can be copied.
-    text, again = fill(_provenance(results), 80), _again(results.recipe)
-    return f"{_table(rows(results), 'simple')}\n\n{text}\nAgain: {again}"
+    text, again = fill(provenance(results), 80), _again(results)
+    table = _table(records, "simple", shown) + (f"\n\nAll rows: {common}" if common else "")
+    reasons = [fill(f"infeasible: {one['why_not']}", 80) for one in records if one["why_not"]]
+    return "\n\n".join([table, *reasons, f"{text}\nAgain: {again}"])
 
 
 def caption(results: Results, folder: Path | None = None) -> str:
     """How and on what the numbers were measured, and the command that measures them again, into ``folder`` if given."""
-    return f"{_provenance(results)} Again: `{_again(results.recipe, folder)}`"
+    return f"{provenance(results)} Again: `{_again(results, folder)}`"
 
 
-def _provenance(results: Results) -> str:
+def provenance(results: Results) -> str:
+    """How and on what the numbers were measured."""
     values = results.recipe.values
     model = f"{values.model.architecture or values.model.factory}, global batch {values.training.global_batch}"
     how = (
@@ -139,6 +151,7 @@ def _provenance(results: Results) -> str:
             if values.cluster.device == "cpu"
             else ": of its tensors, and used on its device, context and NCCL included"
         )
+    text += _figures(results)
     environments = {one.environment for one in results.measurements if one.environment}
     for environment in sorted(environments, key=lambda one: (one.host, str(one))):
         text += (
@@ -147,6 +160,8 @@ def _provenance(results: Results) -> str:
         )
     days = sorted({one.finished[:10] for one in results.measurements if one.finished})
     text += f"; {' to '.join(dict.fromkeys([days[0], days[-1]]))}" if days else ""
+    if others := sorted({one.engine_version for one in results.measurements if one.engine_version}):
+        text += f"; {', '.join(others)}"
     ended = len(results.measurements)
     if ended < results.trials:
         missing = results.trials - ended
@@ -157,11 +172,28 @@ def _provenance(results: Results) -> str:
     return f"{text}."
 
 
-def _again(recipe: LoadedRecipe, folder: Path | None = None) -> str:
-    if recipe.shipped and not recipe.overrides and folder in (None, REFERENCE / recipe.name):
+def _figures(results: Results) -> str:
+    """What the columns hold that are not measured alone."""
+    columns = columns_of(rows(results))
+    text = what_rates_are(columns, results.recipe)
+    if "predicted_s" in columns:
+        text += f"; predicted by the cost model ({results.predicted_on}); error: predicted by measured time, minus 1"
+    if results.baseline:
+        text += f"; speed-up over {results.baseline}"
+    return text
+
+
+def _again(results: Results, folder: Path | None = None, *options: str) -> str:
+    """The command that makes the table again, in ``folder`` if given; ``options`` are further ones of `table`."""
+    recipe = results.recipe
+    if results.baseline:
+        options = (*options, f"--baseline={results.baseline}")
+    if recipe.shipped and not recipe.overrides and folder in (None, REFERENCE / recipe.name) and not options:
         return f"make {'sweep' if folder is None else 'reference'} RECIPE={recipe.name}"
+    if folder is not None:
+        options = ("--output", str(folder), *options)
     sweep = recipe.command("sweep")
-    return sweep if folder is None else f"{sweep} && {recipe.command('table', '--output', str(folder))}"
+    return f"{sweep} && {recipe.command('table', *options)}" if options else sweep
 
 
 def _rank(measurement: Measurement) -> tuple[int, float]:
@@ -169,95 +201,16 @@ def _rank(measurement: Measurement) -> tuple[int, float]:
     return statuses.index(measurement.status), measurement.median_s if measurement.iteration_s else 0.0
 
 
-def _row(measurement: Measurement) -> dict[str, Any]:
-    """The record of one trial, in seconds and bytes; figures of a trial that is not ok are None."""
-    plan = measurement.plan
-    ok = measurement.status is Status.OK
-    return {
-        "dp": plan.dp,
-        "tp": plan.tp,
-        "pp": plan.pp,
-        "micro_batch_size": plan.micro_batch_size,
-        "schedule": write_schedule(plan.schedule, {k: v for k, v in plan.schedule_options.items() if k != "recompute"}),
-        "recompute": _recomputed(plan),
-        "replicas": "+".join(str(stage.replicas) for stage in plan.stages),
-        "shard_optimizer": plan.shard_optimizer,
-        "sequence_parallel": plan.sequence_parallel,
-        "tensor_overlap": plan.tensor_overlap,
-        "iteration_s": measurement.median_s if ok else None,
-        "spread_s": measurement.spread_s if ok else None,
-        "samples_per_s": measurement.samples_per_s if ok else None,
-        "tokens_per_s": measurement.tokens_per_s if ok and measurement.tokens_per_sample else None,
-        **{name: max(getattr(measurement, name), default=None) if ok else None for name in BYTES},
-        "status": str(measurement.status),
-        "devices": "emulated" if measurement.emulated else "real",
-        "error": measurement.error,
-        "plan": asdict(plan),
-    }
+def _latex(results: Results, records: Sequence[dict[str, Any]], folder: Path | None) -> str:
+    """The table for a document that loads the package booktabs, under the caption as a comment."""
+    comment = fill(provenance(results), 110, initial_indent="% ", subsequent_indent="% ")
+    return f"{comment}\n% Again: {_again(results, folder, '--latex')}\n{_table(records, 'latex_booktabs')}\n"
 
 
-def _recomputed(plan: Plan) -> str:
-    """The fraction of all operations that are recomputed."""
-    stages = [plan.stages[stage] for stage in schedule_of(plan).recompute]
-    again = sum(_count(stage.operations) - _count(stage.kept) for stage in stages)
-    return f"{again / sum(_count(stage.operations) for stage in plan.stages):.0%}" if again else "none"
-
-
-def _count(ranges: Sequence[tuple[int, int]]) -> int:
-    return sum(last - first for first, last in ranges)
-
-
-def _columns(records: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Name -> heading of the columns in which trials of this table can differ."""
-    columns = dict(HEADINGS)
-    if all(record["recompute"] == "none" for record in records):  # true in most sweeps
-        del columns["recompute"]
-    if all(set(record["replicas"]) <= {"1", "+"} for record in records):
-        del columns["replicas"]
-    if not any(record["shard_optimizer"] for record in records):
-        del columns["shard_optimizer"]
-    if not any(record["sequence_parallel"] for record in records):
-        del columns["sequence_parallel"]
-    if all(record["tensor_overlap"] == NO_OVERLAP for record in records):
-        del columns["tensor_overlap"]
-    if all(record["used_bytes"] is None for record in records):  # CPUs do not report it
-        del columns["used_bytes"]
-    if any(record["devices"] == "emulated" for record in records):
-        columns["devices"] = "devices"  # every row names its devices
-    return columns
-
-
-def _cells(record: dict[str, Any], columns: Collection[str]) -> list[str]:
-    """The cells of a record, rounded for reading."""
-    forms = {
-        "iteration_s": "{:.3f}",
-        "spread_s": "{:.3f}",
-        "samples_per_s": "{:.1f}",
-        "tokens_per_s": "{:,.0f}",
-        **dict.fromkeys(BYTES, "{:.0f}"),
-    }
-    in_mib = {name: record[name] / 2**20 for name in BYTES if record[name] is not None}
-    shown = {**record, **in_mib}
-    return ["-" if shown[name] is None else forms.get(name, "{}").format(shown[name]) for name in columns]
-
-
-def _markdown(results: Results, records: Sequence[dict[str, Any]], folder: Path | None) -> str:
-    return f"{_table(records, 'github')}\n\n{caption(results, folder)}\n"
-
-
-def _table(records: Sequence[dict[str, Any]], form: str) -> str:
-    columns = _columns(records)
-    align = ["left" if name in ("schedule", "tensor_overlap", "status", "devices") else "right" for name in columns]
-    cells = [_cells(record, columns) for record in records]
+def _table(records: Sequence[dict[str, Any]], form: str, columns: Mapping[str, str] | None = None) -> str:
+    columns = columns_of(records) if columns is None else columns
     headings = list(columns.values())
-    if form == "github":
+    if form != "simple":
         headings = [heading.replace("-\n", "-").replace("\n", " ") for heading in headings]
-    return tabulate(cells, headings, tablefmt=form, colalign=align, disable_numparse=True)
-
-
-def _csv(records: Sequence[dict[str, Any]]) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(_columns(records)), lineterminator="\n", extrasaction="ignore")
-    writer.writeheader()
-    writer.writerows(records)
-    return text.getvalue()
+    rows = [cells(one, columns) for one in records]
+    return tabulate(rows, headings, tablefmt=form, colalign=aligned(columns), disable_numparse=True)

@@ -25,6 +25,7 @@ from launch.recipe.schema import PlanRecipe
 from launch.recipe.settings import cluster, device, training_settings
 from launch.run.devices import check_joined_device
 from launch.run.ranks import check_devices
+from launch.run.scaled_down import devices_of, what_helps
 from launch.slurm.executor import on_slurm
 from launch.store.trials import Trial, training_of
 
@@ -87,11 +88,10 @@ def _check_processes(recipe: LoadedRecipe, world: World | None, needed: int) -> 
             return
         nodes = len(cluster(recipe).nodes)
         if nodes > 1:
-            problem = (
-                f"found {nodes}; for several nodes use launch.executor=slurm, or start it by srun, torchrun or mpirun"
-            )
+            problem = f"found {nodes}; the recipe needs {devices_of(recipe)}, and this machine is 1 node"
+            problem += f" (or start a rank on each by srun, torchrun or mpirun): {what_helps(recipe, 'train')}"
             raise recipe.error("cluster.nodes", problem)
-        check_devices(recipe, needed)
+        check_devices(recipe, needed, "train")
         return
     if world.size != needed:
         raise recipe.error("plan", f"it needs {needed} ranks, one per device; the launcher started {world.size}")

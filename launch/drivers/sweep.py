@@ -3,12 +3,12 @@
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import cache, partial
 
 from auto3d.plan import Plan
-from auto3d.runtime.measurement import Measurement
+from auto3d.runtime.measurement import Measurement, Status
 from auto3d.schedule import samples_at_once
 from launch.executors.submit import ask, starts_of, submissions
 from launch.executors.trial_executor import TrialExecutor, executor_of
@@ -16,8 +16,10 @@ from launch.model import candidates
 from launch.model.capture_process import CaptureProcess
 from launch.model.check_capture import check_plans
 from launch.model.graphs import PlanningModel
+from launch.model.predictions import PlanPredictions, predict_plans
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import cluster, device
+from launch.run.scaled_down import devices_of, what_helps
 from launch.slurm.executor import check_reachable, on_slurm
 from launch.slurm.sbatch import check_launch
 from launch.store.ends import record_ends
@@ -29,7 +31,7 @@ from launch.store.trials import (
     write_command,
     write_sweep,
 )
-from launch.store.watcher import FINAL, Watcher
+from launch.store.watcher import FINAL, Watcher, write_failure
 
 
 @dataclass(frozen=True)
@@ -38,14 +40,21 @@ class Sweep:
 
     trials: list[Trial]
     left_out: int  # number of plans beyond search.max_trials
+    predictions: PlanPredictions
+    infeasible: dict[Trial, str] = field(default_factory=dict)  # plans that a peer cannot train, with the reasons
 
     def ended(self) -> dict[Trial, Measurement]:
         """The measurements of the trials that have ended."""
-        return {trial: measurement for trial in self.trials if (measurement := trial.measurement()) is not None}
+        every = [*self.trials, *self.infeasible]
+        return {trial: measurement for trial in every if (measurement := trial.measurement()) is not None}
 
 
 def sweep_of(recipe: LoadedRecipe, tell: Callable[[str], None] | None = None) -> Sweep:
-    """The trials of ``recipe``. With ``tell`` their captures are checked, too, and ``tell`` receives each result."""
+    """The trials of ``recipe``.
+
+    With ``tell`` their captures are checked, too, and ``tell`` receives each result; then their times are predicted.
+    """
+    predictions = PlanPredictions({}, "")
     with CaptureProcess() as process:
         model = PlanningModel(recipe, process=process)
         graph_at = cache(model.graph)
@@ -55,11 +64,14 @@ def sweep_of(recipe: LoadedRecipe, tell: Callable[[str], None] | None = None) ->
         check_ranks(recipe, max(plan.ranks for plan in plans))
         if tell is not None:
             check_plans(recipe, plans, process, tell)
+            predictions = predict_plans(recipe, plans, graph_at, model)
     if recipe.values.model.weights is not None:
         from launch.model.build import initial_weights  # torch is slow to import, and large
 
         initial_weights(recipe, graph_at(samples_at_once(plans[0])))
-    return Sweep(trials_of(recipe, plans), left_out)
+    refused = candidates.refused_by_peers(found)
+    infeasible = dict(zip(trials_of(recipe, list(refused)), refused.values(), strict=True))
+    return Sweep(trials_of(recipe, plans), left_out, predictions, infeasible)
 
 
 def _chosen_before(recipe: LoadedRecipe, plans: Sequence[Plan]) -> set[Plan]:
@@ -99,12 +111,21 @@ def run_sweep(recipe: LoadedRecipe, *, retry: Retry, watcher: Watcher, follow: b
     trials = sweep.trials
     with executor_of(recipe) as executor:
         write_command(recipe, "sweep")
-        write_sweep(recipe, trials, left_out=sweep.left_out)
+        write_sweep(
+            recipe,
+            [*trials, *sweep.infeasible],
+            left_out=sweep.left_out,
+            predicted_s=sweep.predictions.seconds,
+            predicted_on=sweep.predictions.based_on,
+        )
+        for trial, reason in sweep.infeasible.items():
+            trial.prepare(recipe)
+            write_failure(recipe, trial, Status.INFEASIBLE, reason)
         ended = sweep.ended()
         record_ends(recipe, ended)  # some may have ended while no process followed them
         kept = kept_of(recipe, ended, retry)
         pending = [trial for trial in trials if trial not in kept]
-        watcher.begin(len(pending), list(kept.items()), sweep.left_out)
+        watcher.begin(len(pending), [(trial, kept[trial]) for trial in trials if trial in kept], sweep.left_out)
         executor.run(pending, watcher, known=ended, follow=follow)
     return sweep
 
@@ -138,22 +159,23 @@ def print_submissions(
         print(ask(recipe, submission) if ask_slurm else submission.text(recipe))
 
 
-def check_place(recipe: LoadedRecipe) -> None:
-    """Raise RecipeError if trials cannot run on the executor that the recipe names."""
+def check_place(recipe: LoadedRecipe, verb: str = "sweep") -> None:
+    """Raise RecipeError if ``verb`` cannot run on the executor that the recipe names."""
     check_launch(recipe)
     check_reachable(recipe)
     nodes = len(cluster(recipe).nodes)
     if nodes > 1 and not on_slurm(recipe):
-        problem = f"found {nodes}; trials run on this machine, which is 1 node; use launch.executor=slurm for several"
+        problem = f"found {nodes}; the recipe needs {devices_of(recipe)}, and this machine is 1 node"
+        problem += f": {what_helps(recipe, verb)}"
         raise recipe.error("cluster.nodes", problem)
 
 
-def check_ranks(recipe: LoadedRecipe, ranks: int) -> None:
+def check_ranks(recipe: LoadedRecipe, ranks: int, verb: str = "sweep") -> None:
     """Raise RecipeError if trials of ``ranks`` ranks would run on this machine and it lacks the devices."""
     if device(recipe.values) == "cuda" and not on_slurm(recipe):
         from launch.run.ranks import check_devices  # imports torch
 
-        check_devices(recipe, ranks)
+        check_devices(recipe, ranks, verb)
 
 
 def measured(

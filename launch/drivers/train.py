@@ -152,7 +152,7 @@ def run_as_job(
     follow: bool,
 ) -> int:
     """Train as a job of SLURM, which is submitted unless it is under way already, and ``follow`` it to its end."""
-    check_place(recipe)
+    check_place(recipe, "train")
     training = plan_training(recipe, plan_file, console)
     trial = training.trial
     job = on_their_way(recipe, [trial]).get(trial)

@@ -14,6 +14,7 @@ from auto3d.cost.profile import ProfileError
 from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.runtime.measurement import Measurement, Status
+from auto3d.search.algorithms import AMP
 from auto3d.search.certainty import contenders
 from auto3d.search.correction import correct
 from auto3d.search.search import Ranked, Search
@@ -27,6 +28,7 @@ from launch.model.graphs import PlanningModel
 from launch.model.profile import find_profile, how_to_measure, tuned_file
 from launch.recipe.load import LoadedRecipe, RecipeError
 from launch.recipe.schema import AUTO
+from launch.recipe.settings import most_trials
 from launch.slurm.executor import on_slurm
 from launch.store.trials import Trial, again, trials_of, write_command
 from launch.store.watcher import Ended, Watcher
@@ -87,7 +89,7 @@ def measure_if_unknown(recipe: LoadedRecipe, console: Console) -> None:
     if on_slurm(recipe):
         say(f"no profile: trials run on SLURM, and predictions rest on a guess; to measure a node: srun -N1 {command}")
         return
-    check_place(recipe)
+    check_place(recipe, "tune")
     file = tuned_file(recipe)
     say(f"measuring this machine for the predictions, once, about 30 s: {file} (--no-profile skips it)")
     try:
@@ -104,16 +106,17 @@ def run_tune(recipe: LoadedRecipe, search: Search, watcher: Watcher, *, retry: R
     earlier run do not run again, except failed ones as ``retry`` says. SIGINT and SIGTERM end the running trial and
     raise KeyboardInterrupt; results are kept.
     """
-    check_place(recipe)
+    check_place(recipe, "tune")
     if recipe.values.model.layers is not None:
         raise recipe.error("model.layers", "measured layers can be predicted, not trained; tune takes a model")
     candidates = _considered(recipe, search)
     with executor_of(recipe) as executor, CaptureProcess() as process:
         write_command(recipe, "tune")
-        watcher.begin(recipe.values.search.trials, [], 0)
+        watcher.begin(most_trials(recipe.values), [], 0)
         trials = _Trials(recipe, executor, watcher, retry, process)
         tried = _try_best(recipe, search, candidates, trials)
-        _try_again(tried, trials)
+        if recipe.values.search.algorithm != AMP:
+            _try_again(tried, trials)
     return tried
 
 
@@ -126,14 +129,14 @@ class _Trials:
         self._recipe, self._executor, self._process = recipe, executor, process
         self._watcher, self._retry = watcher, retry
         self._names: list[str] = []
-        self.total = recipe.values.search.trials
+        self.total = most_trials(recipe.values)
 
     @property
     def remaining(self) -> int:
         return self.total - len(self._names)
 
     def run(self, trial: Trial) -> Measurement:
-        check_ranks(self._recipe, trial.plan.ranks)
+        check_ranks(self._recipe, trial.plan.ranks, "tune")
         check_plans(self._recipe, [trial.plan], self._process, self._watcher.tell)
         self._names.append(trial.name)
         write_command(self._recipe, "tune", trials=self._names)
@@ -145,7 +148,7 @@ def _try_best(recipe: LoadedRecipe, search: Search, candidates: Sequence[Ranked]
     """Try each of the best candidates once; some trials are reserved for repeating the fastest."""
     untried = {one: search.maker.model.estimate(one.plan) for one in candidates}
     exact = exact_plans(recipe)
-    repeats = int(REPEATED * trials.total)
+    repeats = 0 if recipe.values.search.algorithm == AMP else int(REPEATED * trials.total)
     estimates: list[Estimate] = []
     tried: list[TriedPlan] = []
     while untried and trials.remaining > (repeats if repeats > 1 else 0):
@@ -189,7 +192,7 @@ def first_trial(recipe: LoadedRecipe, search: Search) -> Trial:
 
 def _considered(recipe: LoadedRecipe, search: Search) -> list[Ranked]:
     """The candidates that may be tried, the fastest by prediction first."""
-    return search.ranked()[: CONSIDERED * recipe.values.search.trials]
+    return search.ranked()[: CONSIDERED * most_trials(recipe.values)]
 
 
 def _trial(recipe: LoadedRecipe, exact: Callable[[Ranked], Plan], one: Ranked) -> Trial | None:

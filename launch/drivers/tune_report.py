@@ -1,6 +1,7 @@
 """What a tune prints and writes: predicted beside measured times, and how certain the order is."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import mean
 
@@ -10,27 +11,68 @@ from auto3d.runtime.measurement import Status
 from auto3d.search.certainty import CERTAIN, compare_plans
 from auto3d.search.search import Search
 from launch.console.ranking import HEADINGS, cells
+from launch.console.records import RATES, csv_text, rate_columns, rates, rates_of, what_rates_are
+from launch.console.records import cells as record_cells
 from launch.console.tables import TABLES
 from launch.drivers.tune import TriedPlan, fastest
 from launch.model.ranking import predicted_on
 from launch.recipe.load import LoadedRecipe
+from launch.recipe.settings import most_trials
 from launch.store.files import write_whole
 
 
-def table(tried: Sequence[TriedPlan], form: str) -> str:
-    """Predicted beside measured times, the fastest plan first."""
+def table(recipe: LoadedRecipe, tried: Sequence[TriedPlan], form: str) -> str:
+    """Predicted beside measured times, with the throughput, the fastest plan first."""
     rows = []
-    for one in sorted(tried, key=lambda one: (not one.times, one.seconds if one.times else 0.0)):
+    ordered = _fastest_first(tried)
+    throughputs = [_rates(recipe, one) for one in ordered]
+    columns = rate_columns(throughputs)
+    for one, throughput in zip(ordered, throughputs, strict=True):
         measured = f"{one.seconds:.4g}" if one.times else "-"
         error = f"{one.error:+.1%}" if one.times else "-"
-        status = next((m.status for m in one.measurements if m.status is not Status.OK), Status.OK)
         _, *choices = cells(one.ranked)
         times = (f"{one.ranked.seconds:.4g}", f"{one.predicted_s:.4g}", measured, len(one.times), error)
-        rows.append((*times, *choices, status))
-    headings = ["cost\nmodel (s)", *HEADINGS[:1], "measured\n(s)", "trials", "error", *HEADINGS[1:], "status"]
+        rows.append((*times, *choices, *record_cells(throughput, columns), _status(one)))
+    headings = ["cost\nmodel (s)", *HEADINGS[:1], "measured\n(s)", "trials", "error", *HEADINGS[1:]]
+    headings += [*columns.values(), "status"]
     if form == "github":
         headings = [heading.replace("-\n", "-").replace("\n", " ") for heading in headings]
     return tabulate(rows, headings, tablefmt=form, disable_numparse=True)
+
+
+def _csv(recipe: LoadedRecipe, tried: Sequence[TriedPlan]) -> str:
+    """The table as CSV, in seconds and FLOPs."""
+    records = [
+        {
+            "cost_model_s": one.ranked.seconds,
+            "predicted_s": one.predicted_s,
+            "measured_s": one.seconds if one.times else None,
+            "trials": len(one.times),
+            "prediction_error": one.error,
+            **asdict(one.ranked.candidate),
+            **_rates(recipe, one),
+            "status": _status(one),
+        }
+        for one in _fastest_first(tried)
+    ]
+    empty = RATES.keys() - rate_columns(records).keys()
+    known = {name: None for one in records for name, value in one.items() if value is not None and name not in empty}
+    return csv_text(records, known)
+
+
+def _fastest_first(tried: Sequence[TriedPlan]) -> list[TriedPlan]:
+    return sorted(tried, key=lambda one: (not one.times, one.seconds if one.times else 0.0))
+
+
+def _status(one: TriedPlan) -> Status:
+    """The status of the first of the plan's trials that did not succeed, if there is one."""
+    return next((trial.status for trial in one.measurements if trial.status is not Status.OK), Status.OK)
+
+
+def _rates(recipe: LoadedRecipe, one: TriedPlan) -> dict[str, float | None]:
+    """The throughput at the median time of the plan's successful trials; None if there are none."""
+    good = [measurement for measurement in one.measurements if measurement.status is Status.OK]
+    return rates(rates_of(recipe, good[0], one.seconds) if good else None)
 
 
 def summary(recipe: LoadedRecipe, search: Search, tried: Sequence[TriedPlan]) -> str:
@@ -39,12 +81,14 @@ def summary(recipe: LoadedRecipe, search: Search, tried: Sequence[TriedPlan]) ->
     if not good:
         return "no trial succeeded"
     errors = [(one.ranked.seconds / time - 1, one.predicted_s / time - 1) for one in good for time in one.times]
+    columns = rate_columns([_rates(recipe, one) for one in good])
     before, after = (mean(map(abs, column)) for column in zip(*errors, strict=True))
     return (
         f"{order(recipe, good)}.\n"
         f"mean error of {len(errors)} trials: {before:.1%} by the cost model alone, {after:.1%} by what was predicted "
         "before each plan's first trial, when the earlier ones had corrected it; measured: the "
-        f"median over a plan's trials of the median over its iterations. {predicted_on(recipe, search)}"
+        f"median over a plan's trials of the median over its iterations{what_rates_are(columns, recipe)}. "
+        f"{predicted_on(recipe, search)}"
     )
 
 
@@ -54,7 +98,7 @@ def order(recipe: LoadedRecipe, good: Sequence[TriedPlan]) -> str:
         return "only one plan ran successfully, so there is no order"
     verdict = compare_plans([one.times for one in good])
     best = good[verdict.fastest]
-    more = f"more trials: search.trials={2 * recipe.values.search.trials}"
+    more = f"more trials: search.trials={2 * most_trials(recipe.values)}"
     if all(len(one.times) == 1 for one in good):
         return f"each plan was tried once, so it is not known how certain their order is; {more}"
     rival = good[max(range(len(good)), key=lambda place: (verdict.doubts[place], -good[place].seconds))]
@@ -72,11 +116,13 @@ def _words(one: TriedPlan) -> str:
 
 
 def write(recipe: LoadedRecipe, search: Search, tried: Sequence[TriedPlan]) -> list[Path]:
-    """Write tables/<recipe>/tune.md and, if a trial succeeded, best_plan.json; returns the files."""
+    """Write tune.md, tune.csv and, if a trial succeeded, best_plan.json to tables/<recipe>; returns the files."""
     folder = TABLES / recipe.name
     folder.mkdir(parents=True, exist_ok=True)
-    text = f"{table(tried, 'github')}\n\n{summary(recipe, search, tried)}\n\nAgain: `{recipe.command('tune')}`\n"
-    contents = {"tune.md": text}
+    text = (
+        f"{table(recipe, tried, 'github')}\n\n{summary(recipe, search, tried)}\n\nAgain: `{recipe.command('tune')}`\n"
+    )
+    contents = {"tune.md": text, "tune.csv": _csv(recipe, tried)}
     if best := fastest(tried):
         contents["best_plan.json"] = best.ranked.plan.to_json() + "\n"
     for name, content in contents.items():

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from auto3d.capture.model import CapturedModel
+from auto3d.cost.throughput import IterationFlops, flops_of_graph
 from auto3d.errors import InputError
-from auto3d.plan import Plan
+from auto3d.plan import AUTO3D, Plan
 from auto3d.runtime.checkpoint import Checkpoints
 from auto3d.runtime.executor import IterationResult
 from auto3d.runtime.measurement import BYTES, Environment, Measurement, Status
@@ -18,6 +19,8 @@ from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.training import TrainingResult, train
 from auto3d.runtime.world import World
 from launch.model.build import capture_for_ranks, initial_weights
+from launch.peers.limits import engine_version
+from launch.peers.training import train_by_peer
 from launch.recipe.data import data_settings
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import training_settings
@@ -89,12 +92,15 @@ def measure(
         devices = devices_for(recipe, len(node.ranks) if node else plan.ranks, size=plan.ranks)
         captured_for = (capture or partial(capture_for_ranks, recipe))(plan)
 
-        def run(world: World, report: Report) -> tuple[TrainingResult, Environment]:
+        def run(world: World, report: Report) -> tuple[TrainingResult, IterationFlops, Environment]:
             captured = captured_for(world)
             state = initial_weights(recipe, captured.graph)
-            more = training.arguments(world, report, settings) if training else {}
-            result = train(captured, plan, settings, data, world, state=state, **more)
-            return result, Environment.here(settings.device, cores=cores)
+            if plan.engine == AUTO3D:
+                more = training.arguments(world, report, settings) if training else {}
+                result = train(captured, plan, settings, data, world, state=state, **more)
+            else:
+                result = train_by_peer(captured, plan, settings, data, world, state=state)
+            return result, flops_of_graph(plan, captured.graph), Environment.here(settings.device, cores=cores)
 
         outcome = run_ranks(plan.ranks, run, folder=folder, node=node, devices=devices, **limits)
     except InputError as error:
@@ -102,7 +108,7 @@ def measure(
     outcome = of_all(outcome)
     if outcome.status is not Status.OK:
         return Measurement(status=outcome.status, error=outcome.error, finished=_now(), **facts)
-    result, environment = outcome.result
+    result, flops, environment = outcome.result
     return Measurement(
         status=Status.OK,
         iteration_s=result.iteration_s[warmup:],
@@ -110,6 +116,9 @@ def measure(
         grad_norm=result.grad_norm[warmup:],
         **{name: getattr(result, name) for name in BYTES},
         first_iteration=result.first_iteration,
+        model_flops=flops.model,
+        recomputed_flops=flops.recomputed,
+        engine_version=engine_version(plan.engine),
         environment=environment,
         finished=_now(),
         **facts,

@@ -15,18 +15,21 @@ from torch import nn
 from auto3d.capture.errors import CaptureError, error_line
 from auto3d.capture.graph import Graph
 from auto3d.capture.model import CapturedModel, capture, garbage_collection_paused
+from auto3d.capture.skeleton import skeleton
 from auto3d.plan import Plan
 from auto3d.runtime.replicas import capture_slices
 from auto3d.runtime.world import World
 from auto3d.schedule import samples_at_once
 from launch.model.architecture import architecture, unset_key
 from launch.recipe.data import data_settings
-from launch.recipe.load import RECIPES, LoadedRecipe
+from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import device
 from launch.run.devices import hide_devices
 from launch.run.streams import stdout_to_stderr
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are built from configurations; nothing is downloaded
+
+LARGE_MODULES = 500  # a capture takes about 8 ms for each module, and importing torch and transformers 4 s
 
 
 def captured_model(recipe: LoadedRecipe, micro_batch_size: int) -> CapturedModel:
@@ -45,6 +48,16 @@ def captured_model(recipe: LoadedRecipe, micro_batch_size: int) -> CapturedModel
             raise
         except SystemExit as error:
             raise recipe.error("model", f"its code ended the program: {_summary(error)}") from None
+
+
+def is_large(recipe: LoadedRecipe) -> bool:
+    """Whether a capture of the recipe's model takes longer than starting a process that imports torch."""
+    with stdout_to_stderr():
+        try:
+            model = skeleton(build_function(recipe)).model
+        except Exception:  # the model's code may raise anything, and its capture reports that
+            return False
+    return sum(1 for _ in model.modules()) >= LARGE_MODULES
 
 
 def capture_for_ranks(
@@ -147,10 +160,9 @@ def _factory(recipe: LoadedRecipe) -> Callable[[], nn.Module]:
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
         raise recipe.error("model.factory", f"found {name!r}; it takes package.module:function")
-    # A user's modules are in the current folder or beside the recipe, the examples in recipes/. The folders stay in
-    # sys.path, because ranks are forked from this process and a model may import more while it is built or runs.
-    folders = [os.getcwd(), str(recipe.folder), str(RECIPES.parent)]
-    sys.path[:0] = [folder for folder in dict.fromkeys(folders) if folder not in sys.path]
+    # The folders stay in sys.path: ranks are forked from this process, and a model may import more while it is built or
+    # runs.
+    sys.path[:0] = [folder for folder in recipe.code_folders if folder not in sys.path]
     try:
         function = getattr(importlib.import_module(module_name), function_name)
     except (Exception, SystemExit) as error:  # the user's module can raise anything

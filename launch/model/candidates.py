@@ -12,7 +12,7 @@ from auto3d.cost.device_memory import in_gib, predict
 from auto3d.errors import InputError
 from auto3d.partition.methods import STAGE_METHODS
 from auto3d.partition.stage import cut
-from auto3d.plan import Plan, PlanError
+from auto3d.plan import AUTO3D, Plan, PlanError
 from auto3d.runtime.settings import optimizer_copies
 from auto3d.schedule import samples_at_once, schedule_of, write_schedule
 from auto3d.schedule.carried_buffers import check_carried_buffers
@@ -20,9 +20,10 @@ from auto3d.search.algorithms.exhaustive import estimate_best
 from auto3d.search.listing import ListedCandidate, list_candidates
 from auto3d.search.make import PlanMaker
 from auto3d.search.search import Budget, Ranked, Search
-from auto3d.search.space import Candidate, Domain, Workload
+from auto3d.search.space import Candidate, Domain, Workload, without_numbers
 from launch.model.costs import captured_subject, cost_model
 from launch.model.graphs import PlanningModel
+from launch.peers.limits import check_engine
 from launch.recipe.error import RecipeError
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.schema import AUTO, PlanRecipe
@@ -179,9 +180,12 @@ def runnable_maker(
     emulated, machine = emulation(recipe.values), cluster(recipe)
 
     def missing(plan: Plan) -> str:
-        return shortage_here(recipe, machine, plan, graph_at)
+        # Nobody predicts a peer's memory: its trial finds out.
+        return shortage_here(recipe, machine, plan, graph_at) if plan.engine == AUTO3D else ""
 
     def check(plan: Plan) -> None:
+        if plan.engine != AUTO3D:
+            check_engine(plan, lambda: graph_at(samples_at_once(plan)), emulated=emulated is not None)
         if emulated is not None:
             emulated.check_fits(plan.stages)
         graph = graph_at(samples_at_once(plan))
@@ -236,6 +240,19 @@ def runnable(recipe: LoadedRecipe, found: Sequence[ListedCandidate]) -> list[Pla
         reason, times = Counter(candidate.reason for candidate in found).most_common(1)[0]
         raise none_runs(recipe, len(found), times, reason)
     return plans
+
+
+def refused_by_peers(found: Sequence[ListedCandidate]) -> dict[Plan, str]:
+    """The plans that peers cannot train, with the reasons: for each peer, whatever its options, one of each reason."""
+    first: dict[tuple[str, str], Plan] = {}
+    reasons: dict[Plan, str] = {}
+    for one in found:
+        if one.refused is not None:
+            engine = one.refused.engine.partition(":")[0]
+            reason = without_numbers(one.reason.removeprefix(one.refused.engine))
+            plan = first.setdefault((engine, reason), one.refused)
+            reasons.setdefault(plan, one.reason)
+    return reasons
 
 
 def none_runs(recipe: LoadedRecipe, candidates: int, times: int, reason: str) -> RecipeError:

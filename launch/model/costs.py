@@ -1,7 +1,6 @@
 """Recipe -> the cost model and its input: the work of the model, captured or measured layer by layer."""
 
 import csv
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cache
@@ -19,13 +18,13 @@ from auto3d.tensor.local_graph import LocalGraph
 from auto3d.tensor_placement import Split
 from launch.model.graphs import PlanningModel
 from launch.model.profile import find_profile
-from launch.recipe.load import LoadedRecipe
+from launch.recipe.load import RECIPES, LoadedRecipe
 from launch.recipe.schema import UNFUSED
 from launch.recipe.settings import cluster, training
 from launch.recipe.words import counted
 
 INTERPOLATED = (2, 4)  # samples; at 1 sample a model may have fewer operations than at other sizes
-PUBLISHED_DATA = "AUTO3D_PUBLISHED_DATA"  # variable with the folder of published measurements
+PUBLISHED = RECIPES / "published" / "data"  # published measurements, each with its source
 
 
 def subject_of(recipe: LoadedRecipe) -> PlannedModel:
@@ -68,9 +67,12 @@ def planning_subject(recipe: LoadedRecipe) -> PlannedModel:
         return subject_of(recipe)
     model = PlanningModel(recipe, predicted=True)
 
+    split_at, other = INTERPOLATED
+    meanwhile = None if recipe.values.search.micro_batch_size == [split_at] else other
+
     @cache
     def captured(samples: int) -> Graph:
-        return model.graph(samples)
+        return model.graph(samples, meanwhile=meanwhile if samples == split_at else None)
 
     def graph_at(samples: int) -> Graph:
         if samples in INTERPOLATED:
@@ -160,24 +162,26 @@ def cost_model(recipe: LoadedRecipe, subject: PlannedModel) -> CostModel:
         """The fingerprint of the Graph at so many samples, also if the subject has only interpolated that Graph."""
         return subject.fingerprint(samples) or PlanningModel(recipe).graph(samples).fingerprint
 
-    measured_in = ""
+    measured_in, times_of_work = "", None
     if (found := find_profile(recipe, fingerprint)) is not None:
         file, profile = found
         measured_in = str(file)
         machine, times = profile.measured(machine), profile.times_at(subject.work, subject.cuts)
+        times_of_work = profile.times_of_work
     return CostModel(
         machine,
         training(recipe.values),
         subject.work,
         times_at=times,
+        times_of_work=times_of_work,
         method=recipe.values.prediction.method,
         measured_in=measured_in,
     )
 
 
 def published(name: str) -> Path:
-    """A file of published measurements, in the folder AUTO3D_PUBLISHED_DATA or else ../shared/data."""
-    return Path(os.environ.get(PUBLISHED_DATA, "../shared/data")) / name
+    """A file of the published measurements that the project holds."""
+    return PUBLISHED / name
 
 
 def _measured(recipe: LoadedRecipe, count: int) -> MeasuredLayers:
@@ -186,8 +190,7 @@ def _measured(recipe: LoadedRecipe, count: int) -> MeasuredLayers:
     file = Path(name) if Path(name).is_file() else published(name)
     if not file.is_file():
         raise recipe.error(
-            "model.layers",
-            f"found {name!r}; there is no {file}; {PUBLISHED_DATA} sets the folder of published measurements",
+            "model.layers", f"found {name!r}; there is no such file, also not among the published ones of {PUBLISHED}"
         )
     found: dict[tuple[str, int], list[float]] = {}
     with file.open(newline="") as lines:

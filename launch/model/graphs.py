@@ -3,7 +3,6 @@
 They are loaded from the cache, or made and stored there.
 """
 
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -53,15 +52,35 @@ class PlanningModel:
         self._cache = Cache()
         self._fresh = fresh
         self._process = process
+        self._begun: dict[int, CaptureProcess] = {}  # micro-batch size -> the process that makes its Graph
         self._fused_attention = not (predicted and recipe.values.prediction.attention == UNFUSED)
         self.captured = False  # whether anything was not in the cache
 
-    def graph(self, micro_batch_size: int) -> Graph:
-        """The Graph for micro-batches of so many samples; raises InputError where it cannot be captured."""
+    def graph(self, micro_batch_size: int, *, meanwhile: int | None = None) -> Graph:
+        """The Graph for micro-batches of so many samples; raises InputError where it cannot be captured.
+
+        ``meanwhile`` is another size, whose Graph is needed later: if this one takes long to capture here, another
+        process makes that one at the same time.
+        """
+        if (process := self._begun.pop(micro_batch_size, None)) is not None:
+            with process:
+                return graph_from_json(process.result())
+
+        def here(size: int) -> Graph:
+            if meanwhile is not None:
+                self._begin(meanwhile)
+            return self.captured_here(size)
+
         call = partial(_capture_to_json, predicted=not self._fused_attention)
-        return self._made(
-            self.identity(graph_at=micro_batch_size), micro_batch_size, graph_from_json, self.captured_here, call
-        )
+        return self._made(self.identity(graph_at=micro_batch_size), micro_batch_size, graph_from_json, here, call)
+
+    def _begin(self, micro_batch_size: int) -> None:
+        """Begin to make the Graph in another process, unless starting a process takes longer than a capture."""
+        from launch.model.build import is_large  # it imports torch
+
+        if is_large(self._recipe):
+            process = self._begun[micro_batch_size] = CaptureProcess(daemon=True)
+            process.begin(partial(_graph_to_json, predicted=not self._fused_attention), self._recipe, micro_batch_size)
 
     def captured_here(self, micro_batch_size: int) -> Graph:
         """The Graph, captured in this process and stored in the cache."""
@@ -74,7 +93,12 @@ class PlanningModel:
         return graph
 
     def sharding(self, graph: Graph, subgraphs: int | None = None) -> Sharding:
-        """The subgraphs of ``graph``, one of this model's."""
+        """The subgraphs of ``graph``, one of this model's.
+
+        Those of an interpolated Graph are not stored: at 1 sample it may have other operations than the model has.
+        """
+        if not graph.fingerprint:
+            return shard(graph, subgraphs)
         identity = self.identity(sharding_at=graph.micro_batch_size, subgraphs=subgraphs)
         sharding = None if self._fresh else self._cache.load(identity, sharding_from_json)
         if sharding is None:
@@ -126,8 +150,7 @@ class PlanningModel:
 
     def local_graph_here(self, micro_batch_size: int, shards: int, sequence_parallel: bool) -> LocalGraph:
         """As ``local_graph``, made in this process and stored in the cache."""
-        from auto3d.capture.describe import describe  # they import torch
-        from auto3d.tensor.model import tensor_parallel
+        from auto3d.tensor.model import tensor_parallel  # it imports torch
         from launch.run.streams import stdout_to_stderr
 
         identity = self._local_identity(micro_batch_size, shards, sequence_parallel)
@@ -136,9 +159,14 @@ class PlanningModel:
             split = self.split_here(micro_batch_size, shards, sequence_parallel)
         captured = self.program(micro_batch_size)
         with stdout_to_stderr():
-            model = tensor_parallel(captured, shards, split=split, sequence_parallel=sequence_parallel)
-            graph = None if self._fused_attention else describe(model.local.exported, fused_attention=False)
-        local = local_graph(model, graph)
+            model = tensor_parallel(
+                captured,
+                shards,
+                split=split,
+                sequence_parallel=sequence_parallel,
+                fused_attention=self._fused_attention,
+            )
+        local = local_graph(model)
         self._cache.store(identity, local_graph_to_json(local))
         return local
 
@@ -194,9 +222,14 @@ class PlanningModel:
         values = asdict(self._recipe.values)
         model = {key: value for key, value in values["model"].items() if key not in ("weights", "tensor_parallel")}
         data = {key: value for key, value in values["data"].items() if key != "files"}
-        where = [os.getcwd(), *sys.path] if model["factory"] else []
+        # The folders of the recipe's code come first here, whether or not it has been imported already.
+        where = list(dict.fromkeys([*self._recipe.code_folders, *sys.path])) if model["factory"] else []
         found = {"model": model, "data": data, "device": device(self._recipe.values), "where": where, **what}
         return found if self._fused_attention else {**found, "attention": UNFUSED}
+
+
+def _graph_to_json(recipe: LoadedRecipe, micro_batch_size: int, *, predicted: bool) -> Any:
+    return graph_to_json(_planning_model(recipe, predicted=predicted).graph(micro_batch_size))
 
 
 def _capture_to_json(recipe: LoadedRecipe, micro_batch_size: int, *, predicted: bool) -> Any:

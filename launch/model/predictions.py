@@ -1,16 +1,18 @@
-"""Rows of a CSV file -> plans of a recipe, and what the cost model predicts for them."""
+"""Rows of a CSV file -> plans of a recipe, and what the cost model predicts for them, or for plans made elsewhere."""
 
 import csv
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
+from auto3d.capture.graph import Graph
 from auto3d.cost.model import CostModel
 from auto3d.errors import InputError
-from auto3d.plan import TENSOR_OVERLAPS, Plan
+from auto3d.plan import AUTO3D, TENSOR_OVERLAPS, Plan
 from auto3d.schedule import write_schedule
 from auto3d.search.make import PlanMaker, shortage_of
 from auto3d.search.placement import MEGATRON
@@ -18,9 +20,12 @@ from auto3d.search.planned_model import PlannedModel
 from auto3d.search.recompute import AUTO, FULL, NONE
 from auto3d.search.space import Candidate
 from launch.model.candidates import task
-from launch.model.costs import cost_model, subject_of
+from launch.model.costs import captured_subject, cost_model, subject_of
+from launch.model.graphs import PlanningModel
+from launch.model.profile import basis
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.schema import PlanRecipe
+from launch.recipe.settings import emulation
 
 T = TypeVar("T")
 
@@ -84,6 +89,39 @@ def predict(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> Iterator
             continue
         peak, problem = max(one.model.memory(one.plan)), shortage_of(one.model, one.plan)
         yield Prediction(one.row, seconds, peak, problem, one.model.measured_in)
+
+
+@dataclass(frozen=True)
+class PlanPredictions:
+    """Predicted seconds per iteration of plans, without those that have no prediction."""
+
+    seconds: Mapping[Plan, float]
+    based_on: str  # method and figures, in words; empty if there is no prediction
+
+
+def predict_plans(
+    recipe: LoadedRecipe, plans: Sequence[Plan], graph_at: Callable[[int], Graph], model: PlanningModel
+) -> PlanPredictions:
+    """The predictions for ``plans``, which are about to run.
+
+    There are none where nothing is known about the devices: the recipe names no accelerator, and no profile fits. Nor
+    are there any for emulated devices, whose times are not those of the cluster.
+    """
+    none = PlanPredictions({}, "")
+    if emulation(recipe.values) is not None:
+        return none
+    costs = cost_model(recipe, captured_subject(recipe, graph_at, model))
+    kinds = (recipe.values.cluster, *recipe.values.cluster.more)
+    if not costs.measured_in and any(kind.accelerator is None for kind in kinds):
+        return none
+    seconds = {}
+    for plan in (one for one in plans if one.engine == AUTO3D):  # only auto3d has a cost model
+        with suppress(InputError):  # for example a degree that the profile lacks
+            seconds[plan] = costs.seconds(plan)
+    based_on = f"{recipe.values.prediction.method}, on {basis(recipe, costs.measured_in)}"
+    if recipe.values.prediction.precision != "float32" and not costs.measured_in:
+        based_on += f", in {recipe.values.prediction.precision}, while trials train in float32"
+    return PlanPredictions(seconds, based_on)
 
 
 def plan_rows(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> Iterator[PlannedRow]:

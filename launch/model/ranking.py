@@ -53,8 +53,12 @@ def search_record(recipe: LoadedRecipe, search: Search) -> dict[str, Any]:
 
 
 def predicted_on(recipe: LoadedRecipe, search: Search) -> str:
-    """What the predicted times rest on and, where that is a guess, the command that measures it."""
-    measured_in = search.maker.model.measured_in
+    """What the predicted times of ``search`` rest on and, where that is a guess, the command that measures it."""
+    return predicted_by(recipe, search.maker.model.measured_in)
+
+
+def predicted_by(recipe: LoadedRecipe, measured_in: str) -> str:
+    """As ``predicted_on``, for a cost model whose times come from the profile ``measured_in`` (empty: from none)."""
     text = f"times are predicted ({recipe.values.prediction.method}, on {basis(recipe, measured_in)}), not measured"
     if command := how_to_measure(recipe, measured_in):
         text += f"; nothing was measured on this device, so they may be far off; to measure it: {command}"

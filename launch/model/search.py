@@ -2,18 +2,19 @@
 
 from collections.abc import Callable
 
-from auto3d.plan import Plan
-from auto3d.search.algorithms import run_algorithm
+from auto3d.plan import AUTO3D, Plan, PlanError
+from auto3d.search.algorithms import AMP, run_algorithm
+from auto3d.search.algorithms.amp import amp_space
 from auto3d.search.make import PlanMaker
 from auto3d.search.planned_model import PlannedModel
 from auto3d.search.search import Budget, Search
 from auto3d.search.space import Domain
 from launch.model.candidates import check_memory_known, check_rules, none_runs, task
-from launch.model.costs import cost_model, planning_subject
+from launch.model.costs import INTERPOLATED, cost_model, planning_subject
 from launch.model.graphs import PlanningModel
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.schema import AUTO
-from launch.recipe.settings import emulation, search_space
+from launch.recipe.settings import emulation, most_candidates, most_trials, search_space
 
 
 def search_recipe(
@@ -33,18 +34,25 @@ def search_recipe(
     subject, emulated = subject or planning_subject(recipe), emulation(recipe.values)
 
     def check(plan: Plan) -> None:
+        if plan.engine != AUTO3D:
+            raise PlanError(f"{plan.engine} is measured by `auto3d sweep`; only {AUTO3D} has a cost model")
         if emulated is not None:
             emulated.check_fits(plan.stages)
 
     model = cost_model(recipe, subject)
-    domain = Domain(search_space(recipe.values), model.cluster, task(recipe))
+    space = search_space(recipe.values)
+    if settings.algorithm == AMP:
+        space = amp_space(space, model.cluster)
+    domain = Domain(space, model.cluster, task(recipe))
     if recipe.values.model.layers is None:
         check_rules(recipe, domain, PlanningModel(recipe))
     maker = PlanMaker(subject, model, task(recipe), check=check)
     kinds = domain.choices["sequence_parallel"]
     degrees = ((one.micro_batch_size, one.tp, kind and one.tp > 1) for one in domain.degrees for kind in kinds)
-    maker.prepare(sorted(set(degrees)))
-    budget = Budget(candidates=settings.candidates, seconds=settings.seconds, best=settings.trials)
+    # The first captured size comes first: the model is split there, while another process captures the other size.
+    maker.prepare(sorted(set(degrees), key=lambda degree: (degree[0] != INTERPOLATED[0], degree)))
+    looks, trials = most_candidates(recipe.values), most_trials(recipe.values)
+    budget = Budget(candidates=looks, seconds=settings.seconds, best=trials)
     search = Search(domain, maker, budget, tell=tell)
     if domain.degrees:
         run_algorithm(algorithm(recipe, domain), search, settings.seed)
@@ -61,4 +69,4 @@ def algorithm(recipe: LoadedRecipe, domain: Domain) -> str:
     named = recipe.values.search.algorithm
     if named != AUTO:
         return named
-    return "exhaustive" if len(domain) <= recipe.values.search.candidates else "annealing"
+    return "exhaustive" if len(domain) <= most_candidates(recipe.values) else "annealing"

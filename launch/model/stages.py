@@ -7,14 +7,17 @@ from math import prod
 
 from auto3d.capture.graph import Graph
 from auto3d.cluster import Cluster, Link
+from auto3d.cost.partition_costs import handling_inside, link_inside, partition_costs
+from auto3d.cost.profile import Profile
 from auto3d.cost.times import times_of
-from auto3d.cost.training_options import MOMENTS
-from auto3d.cost.work import ELEMENT_BYTES, PRECISION_BYTES, work_of
+from auto3d.cost.work import work_of
 from auto3d.partition import Partition, PartitionRequest, partition
 from auto3d.partition.cost import PartitionCosts, parameter_bytes
 from auto3d.partition.merak import Sharding
+from auto3d.partition.methods.rannc import LEAST_CAPTURED
 from auto3d.partition.stage import Stage, cut
 from launch.model.graphs import PlanningModel, default_micro_batch_size
+from launch.model.profile import find_profile
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.schema import UNFUSED
 from launch.recipe.settings import cluster, training, with_memory
@@ -22,7 +25,7 @@ from launch.recipe.settings import cluster, training, with_memory
 
 @dataclass(frozen=True)
 class SentTensor:
-    """A value that a stage sends to a later one."""
+    """A value that a stage sends to a later one, and its bytes in the precision of training."""
 
     value: str
     bytes: int
@@ -57,6 +60,7 @@ class PartitionFigures:
     graph: str  # fingerprint
     micro_batch_size: int
     device: str  # kind of device that the times are predicted for: the slowest of the cluster
+    measured_in: str  # the profile behind the times; empty where they are estimated
     memory_bytes: float | None
     subgraphs: int
     micro_batches: int | None
@@ -89,19 +93,29 @@ def partition_model(
 ) -> PartitionedModel:
     """Cut the recipe's model by ``method``; costs are those of the slowest device of the recipe's cluster.
 
+    Times are measured where there is a profile, as those of `auto3d plan` are, else estimated.
     ``memory_gib`` replaces the memory of the cluster's devices. With ``equal_slices`` the replicas of each stage get
     equally many samples, as a plan requires.
     """
     model = PlanningModel(recipe, fresh=fresh, predicted=True)
     graph_at = cache(model.graph)
-    machine = cluster(recipe)
+    found = find_profile(recipe, lambda samples: graph_at(samples).fingerprint)
+    measured_in, profile = ("", None) if found is None else (str(found[0]), found[1])
+    machine = cluster(recipe) if profile is None else profile.measured(cluster(recipe))
     if memory_gib is not None:
         machine = with_memory(machine, memory_gib * 2**30)
     size = micro_batch_size or default_micro_batch_size(recipe)
     sharding = model.sharding(graph_at(size), subgraphs)
+    first = max(LEAST_CAPTURED, size)  # the Graphs that RaNNC interpolates have the operations of this one
     request = PartitionRequest(
         graph_at=graph_at,
-        costs_of=costs_on(machine, recipe, stages=stages),
+        costs_of=costs_on(
+            machine,
+            recipe,
+            stages=stages,
+            profile=profile,
+            bounds_of=lambda graph: model.sharding(graph if graph.fingerprint else graph_at(first)).bounds,
+        ),
         cuts=sharding.bounds,
         stages=stages,
         micro_batch_size=size,
@@ -117,6 +131,7 @@ def partition_model(
         graph=request.graph.fingerprint,
         micro_batch_size=request.graph.micro_batch_size,
         device=machine.slowest(range(machine.devices)).name,
+        measured_in=measured_in,
         memory_bytes=machine.memory_bytes,
         subgraphs=len(sharding.subgraphs),
         micro_batches=result.micro_batches,
@@ -128,17 +143,24 @@ def partition_model(
     return PartitionedModel(request, result, sharding, figures)
 
 
-def costs_on(machine: Cluster, recipe: LoadedRecipe, *, stages: int | None) -> Callable[[Graph], PartitionCosts]:
+def costs_on(
+    machine: Cluster,
+    recipe: LoadedRecipe,
+    *,
+    stages: int | None,
+    profile: Profile | None = None,
+    bounds_of: Callable[[Graph], Sequence[int]] = lambda graph: (0, len(graph.nodes)),
+) -> Callable[[Graph], PartitionCosts]:
     """A function that gives the costs of a Graph's operations on the slowest kind of device of ``machine``.
 
     The memory is that of the device with the least. The link is the slowest among the first ``stages`` devices or,
-    if ``stages`` is None, inside the first node.
+    if ``stages`` is None, inside a node. With ``profile``, times are those measured between the bounds of subgraphs
+    that ``bounds_of`` gives.
     """
     accelerator, how = machine.slowest(range(machine.devices)), training(recipe.values)
     prediction = recipe.values.prediction
-    link = _slowest_link(machine, machine.nodes[0].devices if stages is None else min(stages, machine.devices))
-    weight = PRECISION_BYTES[how.precision]
-    state = weight + how.sync_bytes + how.master_bytes + 4 * MOMENTS[how.optimizer]
+    link = link_inside(machine) if stages is None else _slowest_link(machine, min(stages, machine.devices))
+    memory_bytes = float("inf") if machine.memory_bytes is None else machine.memory_bytes
 
     def costs_of(graph: Graph) -> PartitionCosts:
         everything = (0, len(graph.nodes))  # subgraphs matter only for tensor parallelism
@@ -149,16 +171,12 @@ def costs_on(machine: Cluster, recipe: LoadedRecipe, *, stages: int | None) -> C
             fused=prediction.fused,
             fused_attention=prediction.attention != UNFUSED,
         )
-        times = times_of(work, accelerator)
-        return PartitionCosts(
-            forward_s=tuple(map(float, times.forward[1:] - times.forward[:-1])),
-            backward_s=tuple(map(float, times.backward[1:] - times.backward[:-1])),
-            latency_s=link.latency_s,
-            bandwidth=link.bandwidth,
-            memory_bytes=float("inf") if machine.memory_bytes is None else machine.memory_bytes,
-            state_factor=state / ELEMENT_BYTES,
-            activation_factor=weight / ELEMENT_BYTES,
-        )
+        if profile is None:
+            times = times_of(work, accelerator)
+        else:
+            times = profile.times_of_work(work, bounds_of(graph), graph.micro_batch_size, accelerator)
+        handling = handling_inside(machine)
+        return partition_costs(times, accelerator, link, how, memory_bytes=memory_bytes, handling=handling)
 
     return costs_of
 
@@ -180,6 +198,7 @@ def _stage_figures(graph: Graph, sharding: Sharding, costs: PartitionCosts, resu
         cut(graph, result.stages), positions, _whole_modules(graph, positions), result.replicas, strict=True
     ):
         runs = [position_of[name] for name in stage.nodes]
+        sent = _sent(stage, costs.activation_factor)
         figures.append(
             StageFigures(
                 subgraphs=_subgraphs(graph, sharding, operations),
@@ -193,16 +212,17 @@ def _stage_figures(graph: Graph, sharding: Sharding, costs: PartitionCosts, resu
                 flops_share=stage.flops / all_flops if all_flops else 0.0,
                 forward_s=sum(costs.forward_s[p] for p in runs),
                 backward_s=sum(costs.backward_s[p] for p in runs),
-                send_bytes=sum(transfer.value.bytes for transfer in stage.sent),
-                sent=_sent(stage),
+                send_bytes=sum(each.bytes for each in sent),
+                sent=sent,
                 replicas=replicas,
             )
         )
     return figures
 
 
-def _sent(stage: Stage) -> list[SentTensor]:
-    return [SentTensor(transfer.value.name, transfer.value.bytes, transfer.target) for transfer in stage.sent]
+def _sent(stage: Stage, factor: float) -> list[SentTensor]:
+    """What ``stage`` sends; ``factor`` is the bytes sent per byte in the Graph."""
+    return [SentTensor(one.value.name, round(factor * one.value.bytes), one.target) for one in stage.sent]
 
 
 def _balance(values: Sequence[float]) -> float:

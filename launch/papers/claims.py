@@ -83,6 +83,10 @@ def _values(claim: Claim, mine: Sequence[Row], rows: Mapping[Cell, Row], quantit
     if claim.form == "scaling":
         first, last = (row.values.get(quantity) for row in (mine[0], mine[-1]))
         return [] if first is None or last is None else [claim.factor * last / first]
+    if claim.form == "largest":
+        theirs = [row.values.get(quantity, 0.0) for (_, system), row in rows.items() if system in against(claim)]
+        largest = max((row.values.get(quantity, 0.0) for row in mine), default=0.0)
+        return [largest / max(theirs)] if max(theirs, default=0.0) else []
     found = []
     for row in mine:
         value = row.values.get(quantity)

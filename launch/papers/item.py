@@ -28,6 +28,7 @@ QUANTITIES = {  # what a row of a grid has, with the label of its axis; an exper
     "mean_gib": "mean memory of the devices, GiB",
     "least_gib": "memory of the emptiest device, GiB",
     "bubble": "bubble, fraction of the iteration",
+    "billion_parameters": "parameters of the model, billions",
 }
 
 
@@ -52,6 +53,7 @@ class Claim:
     - value: ``quantity`` of ``system``;
     - ratio: ``quantity`` of ``system`` divided by that of ``against``;
     - reduction: 1 − that ratio;
+    - largest: the largest ``quantity`` of ``system`` in any setting, divided by that of ``against``;
     - most: ``system`` has the largest ``quantity`` of all systems (least: the smallest), in so many of the settings;
     - scaling: ``quantity`` of ``system`` in the last setting divided by that in the first, times ``factor``;
     - fails: the settings in which ``system`` runs out of memory, as labels;
@@ -64,7 +66,7 @@ class Claim:
 
     says: str
     system: str
-    form: Literal["value", "ratio", "reduction", "most", "least", "scaling", "fails", "plan"]
+    form: Literal["value", "ratio", "reduction", "most", "least", "scaling", "largest", "fails", "plan"]
     paper: float | tuple[float, float] | list[str] | str | None = None
     against: str | list[str] | None = None
     quantity: str | None = None  # default: the quantity of the part

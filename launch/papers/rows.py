@@ -23,6 +23,7 @@ from launch.store.watcher import Watcher
 
 GIB = 2**30
 SEARCH = {"search.algorithm": "auto", "search.seconds": 1e7}  # limited by candidates: a clock would change results
+MOST_SUBJECTS = 4  # models in memory; those of a setting are used one after the other
 RUN = {"launch.executor": "local"}
 
 
@@ -70,6 +71,8 @@ class RowMaker:
         alone = len(cluster(recipe).nodes) == 1
         known = f"{values.model} {values.data} {values.prediction} {device(values)} {alone}"
         subject = self._subjects.setdefault(known, self._subjects.get(known) or planning_subject(recipe))
+        while len(self._subjects) > MOST_SUBJECTS:
+            del self._subjects[next(iter(self._subjects))]
         search = search_recipe(recipe, subject=subject)
         best, model = search.ranked()[0], search.maker.model
         estimate = model.estimate(best.plan)
@@ -84,6 +87,7 @@ class RowMaker:
                 "mean_gib": sum(memory) / len(memory),
                 "least_gib": min(memory),
                 "bubble": estimate.bubble_s / estimate.seconds,
+                "billion_parameters": float(subject.work(best.plan.micro_batch_size).parameters.sum()) / 1e9,
             },
             "plan": str(best.candidate),
         }

@@ -157,7 +157,7 @@ def _explanations(claims: Sequence[Checked]) -> list[str]:
         words = [checked.claim.note.strip()] if checked.claim.note else []
         for cause in checked.claim.because if checked.holds is False else []:
             found = again.get(id(cause))
-            shown = f" Changed accordingly, ours is {found.ours} ({found.verdict})." if found else ""
+            shown = f" With that changed, ours is {found.ours} ({found.verdict})." if found else ""
             words.append(f"{cause.text.strip()}{shown}")
         if words:
             lines += [f"*{checked.claim.says}*: {' '.join(words)}", ""]

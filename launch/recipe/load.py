@@ -3,6 +3,7 @@
 ``load`` refuses what it does not understand in one line: the file, the key, the value and what is accepted.
 """
 
+import os
 import re
 import shlex
 import shutil
@@ -46,6 +47,11 @@ class LoadedRecipe:
     def error(self, key: str, problem: str) -> RecipeError:
         """An error about ``key`` for checks after ``load``; its message names the file that set the key."""
         return RecipeError(self._sources.of(key), key, problem)
+
+    @property
+    def code_folders(self) -> list[str]:
+        """Folders in which the modules of a user's factory may be: this one, that of the recipe, that of recipes/."""
+        return list(dict.fromkeys([os.getcwd(), str(self.folder), str(RECIPES.parent)]))
 
     def accelerator(self, key: str, name: str) -> tuple[Path, AcceleratorRecipe]:
         """The file of recipes/accelerators/ that ``name``, the value of ``key``, stands for, and its content."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 from auto3d.partition.methods import STAGE_METHODS
-from auto3d.plan import TENSOR_OVERLAPS
+from auto3d.plan import AUTO3D, ENGINES, TENSOR_OVERLAPS
 from auto3d.schedule import SCHEDULES
 from auto3d.schedule.options import SYNC
 from auto3d.search.algorithms import ALGORITHMS
@@ -392,21 +392,35 @@ class SearchRecipe:
     tensor_overlap: Any = key(
         ["none"], "values of plan.tensor_overlap to try where tp is 2 or more", choices=TENSOR_OVERLAPS
     )
+    micro_batches: Any = key(
+        AUTO,
+        "numbers of micro-batches to try, per pipeline and iteration; auto: any; [1]: no gradient accumulation",
+        least=1,
+    )
+    engine: Any = key(
+        [AUTO3D],
+        "runtimes that `auto3d sweep` measures: auto3d, or peers of it for comparison (docs/peers.md); auto: all",
+        choices=ENGINES,
+    )
     allow_idle_devices: bool = key(False, "also try plans that use fewer devices than the cluster has")
     max_trials: int = key(
         64, "most plans that a sweep runs; if there are more, it runs the fastest by prediction", least=1
     )
     algorithm: str = key(
         AUTO,
-        "search algorithm of `auto3d plan` and `auto3d tune`; auto: exhaustive if the space is small, else annealing",
+        "search algorithm of `auto3d plan` and `auto3d tune`; auto: exhaustive if the space is small, else annealing; "
+        "amp: AMP's own space and annealing (its paper's algorithm 1), whatever schedule, partition, placement and "
+        "replicas say",
         choices=(AUTO, *ALGORITHMS),
     )
-    candidates: int = key(2000, "most candidates that a search estimates", least=1)
+    candidates: int | None = key(
+        None, "most candidates that a search estimates; none: 2000, or 500 if the algorithm is amp", least=1
+    )
     seconds: float = key(60.0, "most seconds of processor time that a search takes", least=0.1, below=LARGEST_TIME_S)
-    trials: int = key(
-        15,
-        "most trials that `auto3d tune` runs: three in five try the best candidates, the others repeat the fastest of "
-        "these, in turns, until their order is certain",
+    trials: int | None = key(
+        None,
+        "most trials that `auto3d tune` runs; none: 15, or 10 if the algorithm is amp; three in five try the best "
+        "candidates, the others repeat the fastest of these, in turns, until their order is certain; amp repeats none",
         least=1,
     )
     seed: int = key(1, "seed of the search", least=0, below=LARGEST_INTEGER)

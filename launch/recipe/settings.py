@@ -3,27 +3,34 @@
 from dataclasses import asdict, replace
 
 from auto3d.cluster import Accelerator, Cluster, ClusterError, Link, Node
+from auto3d.cost.throughput import peak_flops_of
 from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import PRECISION_BYTES
+from auto3d.plan import Plan
 from auto3d.runtime.emulation import Emulation
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
+from auto3d.search.algorithms import AMP, AMP_ITERATIONS, AMP_TRIALS
 from auto3d.search.space import SearchSpace
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.schema import SCATTERED, LinkRecipe, Recipe
 
+CANDIDATES, TRIALS = 2000, 15  # defaults of search.candidates and search.trials
 
-def cluster(recipe: LoadedRecipe) -> Cluster:
-    """The recipe's cluster. No other function decides how much memory its devices have.
 
-    Raises RecipeError where an accelerator is unknown or its file lacks the precision that the recipe predicts for.
+def cluster(recipe: LoadedRecipe, precision: str | None = None) -> Cluster:
+    """The recipe's cluster in ``precision`` (default: the one that the recipe predicts for).
+
+    No other function decides how much memory its devices have. Raises RecipeError where an accelerator is unknown or
+    its file lacks the precision.
     """
+    precision = precision or recipe.values.prediction.precision
     values = recipe.values.cluster
     nodes = []
     for number, kind in enumerate([values, *values.more]):
         where = f"cluster.more[{number - 1}]" if number else "cluster"
         node = Node(
             devices=kind.devices_per_node,
-            accelerator=_accelerator(recipe, f"{where}.accelerator", kind.accelerator),
+            accelerator=_accelerator(recipe, f"{where}.accelerator", kind.accelerator, precision),
             inside=_link(kind.inside),
             outside=None if kind.outside is None else _link(kind.outside),
         )
@@ -33,6 +40,20 @@ def cluster(recipe: LoadedRecipe) -> Cluster:
     except ClusterError as error:
         raise recipe.error("cluster", str(error)) from None
     return machine if values.memory_gib is None else with_memory(machine, values.memory_gib * 2**30)
+
+
+def known_peak_flops(recipe: LoadedRecipe, plan: Plan, precision: str) -> float | None:
+    """Sum of the peaks of the devices that ``plan`` uses, in FLOPs per second.
+
+    None where the recipe names no accelerator, or where an accelerator's file has no peak in ``precision``.
+    """
+    for kind in (recipe.values.cluster, *recipe.values.cluster.more):
+        if kind.accelerator is None:
+            return None
+        _, values = recipe.accelerator("cluster.accelerator", kind.accelerator)
+        if precision not in values.peak_tflops:
+            return None
+    return peak_flops_of(plan, cluster(recipe, precision))
 
 
 def with_memory(machine: Cluster, memory_bytes: float) -> Cluster:
@@ -45,11 +66,10 @@ def _link(values: LinkRecipe) -> Link:
     return Link(latency_s=values.latency_us / 1e6, bandwidth=values.gbit_per_s * 1e9 / 8, lanes=values.lanes)
 
 
-def _accelerator(recipe: LoadedRecipe, where: str, name: str | None) -> Accelerator:
+def _accelerator(recipe: LoadedRecipe, where: str, name: str | None, precision: str) -> Accelerator:
     if name is None:
         return Accelerator()
     file, values = recipe.accelerator(where, name)
-    precision = recipe.values.prediction.precision
     if precision not in values.peak_tflops:
         known = ", ".join(values.peak_tflops) or "none"
         raise recipe.error(
@@ -141,5 +161,17 @@ def search_space(recipe: Recipe) -> SearchSpace:
         shard_optimizer=search.shard_optimizer,
         sequence_parallel=search.sequence_parallel,
         tensor_overlap=search.tensor_overlap,
+        micro_batches=search.micro_batches,
+        engine=search.engine,
         allow_idle_devices=search.allow_idle_devices,
     )
+
+
+def most_candidates(recipe: Recipe) -> int:
+    """Most candidates that a search estimates: search.candidates, or the default of its algorithm."""
+    return recipe.search.candidates or (AMP_ITERATIONS if recipe.search.algorithm == AMP else CANDIDATES)
+
+
+def most_trials(recipe: Recipe) -> int:
+    """Most trials of ``auto3d tune``: search.trials, or the default of its algorithm."""
+    return recipe.search.trials or (AMP_TRIALS if recipe.search.algorithm == AMP else TRIALS)

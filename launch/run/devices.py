@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from launch.recipe.load import LoadedRecipe, RecipeError
 from launch.recipe.settings import device
 from launch.recipe.words import counted
+from launch.run.scaled_down import what_helps
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 COMMAND_S = 60.0  # limit of nvidia-smi, which loads the driver first, and of a child process that imports torch
@@ -225,8 +226,11 @@ class DevicePool:
         self._free |= set(names)
 
 
-def device_pool(recipe: LoadedRecipe, ranks: int) -> DevicePool:
-    """This machine's devices, for runs of at most ``ranks`` ranks on GPUs; raises RecipeError if there are too few."""
+def device_pool(recipe: LoadedRecipe, ranks: int, verb: str = "") -> DevicePool:
+    """This machine's devices, for runs of at most ``ranks`` ranks on GPUs.
+
+    Raises RecipeError if there are too few. Of a command ``verb``, the error names others that help.
+    """
     names = visible_devices() if ranks else ()
     pool = DevicePool(names)
     if ranks > pool.max_ranks():
@@ -236,7 +240,8 @@ def device_pool(recipe: LoadedRecipe, ranks: int) -> DevicePool:
         if VARIABLE in os.environ:
             available = f"this process may use {len(names)}, by {VARIABLE}={os.environ[VARIABLE]}"
         need = "ranks need" if ranks > 1 else "rank needs"
-        raise recipe.error("cluster.device", f"found 'cuda'; {ranks} {need} a GPU each, and {available}")
+        problem = f"found 'cuda'; {ranks} {need} a GPU each, and {available}"
+        raise recipe.error("cluster.device", f"{problem}: {what_helps(recipe, verb)}" if verb else problem)
     return pool
 
 

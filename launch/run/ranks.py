@@ -262,8 +262,11 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def check_devices(recipe: LoadedRecipe, ranks: int) -> None:
-    """Raise RecipeError if this machine lacks the GPUs for ``ranks`` ranks."""
+def check_devices(recipe: LoadedRecipe, ranks: int, verb: str = "") -> None:
+    """Raise RecipeError if this machine lacks the GPUs for ``ranks`` ranks.
+
+    Of a command ``verb``, the error names others that help.
+    """
     if device(recipe.values) == "cuda":
-        device_pool(recipe, ranks)
+        device_pool(recipe, ranks, verb)
         check_torch(recipe)

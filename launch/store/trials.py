@@ -5,7 +5,7 @@ import os
 import platform
 import shutil
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
@@ -17,8 +17,9 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from auto3d.errors import InputError
-from auto3d.plan import NO_OVERLAP, Plan
+from auto3d.plan import AUTO3D, NO_OVERLAP, Plan
 from auto3d.runtime.measurement import Measurement, Status
+from launch.peers.limits import engine_version
 from launch.recipe.load import LoadedRecipe, data_files
 from launch.slurm.executor import on_slurm
 from launch.store.files import RUNS, private_folder, write_whole
@@ -70,6 +71,8 @@ class SweepRecord:
     settings: str  # settings_digest() of its recipe
     trials: list[str]  # names
     left_out: int  # number of plans beyond search.max_trials
+    predicted_s: dict[str, float] = field(default_factory=dict)  # name of a trial -> predicted seconds per iteration
+    predicted_on: str = ""  # what these predictions rest on
 
 
 _sweep_adapter = TypeAdapter(SweepRecord)
@@ -87,7 +90,8 @@ def trials_of(recipe: LoadedRecipe, plans: Sequence[Plan]) -> list[Trial]:
     measured = _measured(recipe)
     trials = []
     for plan in plans:
-        name = _name(plan, _digest([measured, surroundings, plan.to_json()]))
+        around = surroundings | ({"engine": peer} if (peer := engine_version(plan.engine)) else {})
+        name = _name(plan, _digest([measured, around, plan.to_json()]))
         trials.append(Trial(name, recipe_folder(recipe) / "trials" / name, plan))
     return trials
 
@@ -114,7 +118,8 @@ def training_of(recipe: LoadedRecipe, plan: Plan) -> Trial:
 
 def _name(plan: Plan, digest: str) -> str:
     tensor = "-sp" * plan.sequence_parallel + f"-{plan.tensor_overlap}" * (plan.tensor_overlap != NO_OVERLAP)
-    return f"dp{plan.dp}-tp{plan.tp}{tensor}-pp{plan.pp}-mb{plan.micro_batch_size}-{plan.schedule}-{digest[:8]}"
+    engine = "" if plan.engine == AUTO3D else f"{plan.engine.replace(':', '-').replace('=', '')}-"
+    return f"{engine}dp{plan.dp}-tp{plan.tp}{tensor}-pp{plan.pp}-mb{plan.micro_batch_size}-{plan.schedule}-{digest[:8]}"
 
 
 def _files(recipe: LoadedRecipe) -> list[tuple[str, int, int]]:
@@ -175,9 +180,23 @@ def last_command(recipe: LoadedRecipe) -> Command | None:
         return None
 
 
-def write_sweep(recipe: LoadedRecipe, trials: Sequence[Trial], *, left_out: int) -> None:
-    """Record the sweep that runs now."""
-    sweep = SweepRecord(list(recipe.overrides), settings_digest(recipe), [trial.name for trial in trials], left_out)
+def write_sweep(
+    recipe: LoadedRecipe,
+    trials: Sequence[Trial],
+    *,
+    left_out: int,
+    predicted_s: Mapping[Plan, float],
+    predicted_on: str,
+) -> None:
+    """Record the sweep that runs now; ``predicted_s`` need not have all plans."""
+    sweep = SweepRecord(
+        list(recipe.overrides),
+        settings_digest(recipe),
+        [trial.name for trial in trials],
+        left_out,
+        {trial.name: predicted_s[trial.plan] for trial in trials if trial.plan in predicted_s},
+        predicted_on,
+    )
     write_whole(private_folder(recipe_folder(recipe)) / "sweep.json", dumps(asdict(sweep), indent=1))
 
 
@@ -204,6 +223,11 @@ def settings_digest(recipe: LoadedRecipe) -> str:
     """A digest that is equal for recipes whose sweeps have the same trials on one machine."""
     values = recipe.values
     return _digest([_measured(recipe), asdict(values.search), asdict(values.prediction), values.cluster.memory_gib])
+
+
+def trial_settings(recipe: LoadedRecipe) -> str:
+    """A digest that is equal for recipes whose trials of one plan measure the same."""
+    return _digest(_measured(recipe))
 
 
 def _measured(recipe: LoadedRecipe) -> dict[str, Any]:

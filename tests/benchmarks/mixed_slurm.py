@@ -1,9 +1,9 @@
 """A mixed cluster for real, two nodes at 1 Gbit/s and two at 100 Mbit/s: python -m tests.benchmarks.mixed_slurm
 
 On the cluster of `make cluster-up`; without one, nothing is measured. Each step is a command of the user's: all nodes
-are profiled at a time, `auto3d tune` searches recipes/mixed.yaml, once by itself and once by Megatron-LM's heuristics,
-and the plans that came of it train in turns. What crosses the slow links is counted by the kernel, on their nodes.
-Writes results/slurm/mixed.md; takes a quarter of an hour.
+are profiled at a time, `auto3d tune` searches recipes/mixed.yaml, once by itself, once by Megatron-LM's heuristics and
+once among all plans of Megatron-LM, and the plans that came of it train in turns. What crosses the slow links is
+counted by the kernel, on their nodes. Writes results/slurm/mixed.md; takes 20 minutes.
 """
 
 import json
@@ -41,6 +41,13 @@ RECIPE = "mixed"
 MBIT_S = {"n1": 1000, "n2": 1000, "n3": 100, "n4": 100}  # the links that the recipe describes
 SLOW = ("n3", "n4")
 MEGATRON = ["search.algorithm=megatron", "search.placement=[megatron]"]
+TUNED = [  # all that Megatron-LM can run under 1F1B
+    "search.algorithm=exhaustive",
+    "search.partition=[blocks]",
+    "search.placement=[megatron]",
+    "search.schedule=[1f1b]",
+    "search.replicas=[equal]",
+]
 ROUNDS = 5  # trainings of each plan, in turns
 ITERATIONS = 3  # measured iterations of each training, after the first one
 LIMIT_S = 600  # time limit of one command
@@ -51,13 +58,16 @@ TEXT = """# A mixed cluster, for real
 
 Four nodes of two processes each, n1 and n2 with links of 1 Gbit/s, n3 and n4 with 100 Mbit/s: recipes/mixed.yaml.
 The plan of `auto3d tune` is {ratios}.
+The heuristics are the three that AMP compares with. All plans of Megatron-LM are those with equal stages in its own
+order of ranks under 1F1B, at any degrees, with tensor parallelism inside nodes, and any micro-batch size of the recipe.
 
 {table}
 
 Times are of an iteration: medians of {rounds} trainings of each plan, in turns, each the median of {iterations}
 iterations after a first one. MB are those of an iteration that cross the links of n3 and n4, in and out: predicted, the
-plan's messages and the rings of its gradients' all-reduces; counted, what the kernel of these nodes counted during a
-training, with headers and acknowledgements, and with what the ranks' meeting and SLURM itself send.
+plan's messages and the rings of its gradients' all-reduces, where it has no tensor parallelism; counted, what the
+kernel of these nodes counted during a training, with headers and acknowledgements, and with what the ranks' meeting and
+SLURM itself send.
 
 ## How it was made
 
@@ -76,6 +86,10 @@ more of plans that wait for links than of those that mostly compute, between whi
 ## The trials of `auto3d tune mixed search.algorithm=megatron search.placement=[megatron]`
 
 {heuristic}
+
+## The trials of `auto3d tune mixed` among all plans of Megatron-LM
+
+{all_plans}
 """
 AUTO3D = [sys.executable, "-m", "launch.main"]
 ONE_NODE = ["cluster.nodes=1", "cluster.more=[]"]
@@ -92,7 +106,7 @@ class Compared:
 
 
 def link_bytes(plan: Plan, graph: Graph, cluster: Cluster) -> list[float]:
-    """Bytes that an iteration of ``plan`` sends through each node's link, in and out.
+    """Bytes that an iteration of ``plan``, without tensor parallelism, sends through each node's link, in and out.
 
     They are the messages between stages, of which each is on another device, and the gradients' all-reduces on rings in
     the order of ranks, as in gloo.
@@ -178,7 +192,8 @@ def described(plan: Plan, cluster: Cluster) -> str:
     names = list(MBIT_S)
     homes = (dict.fromkeys(names[cluster.node_of[rank]] for rank in ranks) for ranks in plan.placement)
     stages = ", ".join(" ".join(nodes) for nodes in homes)
-    return f"dp={plan.dp} pp={plan.pp} micro-batch={plan.micro_batch_size} {plan.schedule}; stages on {stages}"
+    degrees = f"dp={plan.dp} tp={plan.tp} pp={plan.pp}"
+    return f"{degrees} micro-batch={plan.micro_batch_size} {plan.schedule}; stages on {stages}"
 
 
 def measure(cluster: SlurmCluster, folder: Path) -> str:
@@ -188,11 +203,13 @@ def measure(cluster: SlurmCluster, folder: Path) -> str:
     profile(cluster, folder)
     tuned, tuned_table = tune(cluster, folder)
     heuristic, heuristic_table = tune(cluster, folder, *MEGATRON)
+    best, best_table = tune(cluster, folder, *TUNED)
     recipe = load(RECIPE)
     chosen = {
         "`auto3d tune`": tuned,
         "first choice of Megatron-LM's heuristics": first_choice(load(RECIPE, MEGATRON)),
         "their best by trials": heuristic,
+        "best of all plans of Megatron-LM by trials": best,
     }
     plans: dict[Plan, Compared] = {}
     for name, plan in chosen.items():
@@ -201,7 +218,7 @@ def measure(cluster: SlurmCluster, folder: Path) -> str:
     for _ in range(ROUNDS):
         for number, one in enumerate(compared):
             train(cluster, folder, number, one)
-    return report(recipe, compared, [tuned_table, heuristic_table])
+    return report(recipe, compared, [tuned_table, heuristic_table, best_table])
 
 
 def report(recipe: LoadedRecipe, compared: Sequence[Compared], tables: Sequence[str]) -> str:
@@ -210,8 +227,10 @@ def report(recipe: LoadedRecipe, compared: Sequence[Compared], tables: Sequence[
     cluster = cluster_of(recipe)
     rows = []
     for one in compared:
-        expected = link_bytes(one.plan, model.graph(samples_at_once(one.plan)), cluster)
-        slow = sum(size for size, name in zip(expected, MBIT_S, strict=True) if name in SLOW)
+        slow = "–"
+        if one.plan.tp == 1:
+            expected = link_bytes(one.plan, model.graph(samples_at_once(one.plan)), cluster)
+            slow = f"{sum(size for size, name in zip(expected, MBIT_S, strict=True) if name in SLOW) / 1e6:.1f}"
         rows.append(
             (
                 ", also ".join(one.names),
@@ -219,7 +238,7 @@ def report(recipe: LoadedRecipe, compared: Sequence[Compared], tables: Sequence[
                 f"{costs.seconds(one.plan):.2f}",
                 f"{median(one.medians):.2f}",
                 f"{min(one.medians):.2f} to {max(one.medians):.2f}",
-                f"{slow / 1e6:.1f}",
+                slow,
                 f"{median(one.crossed) / 1e6:.1f}",
             )
         )
@@ -247,6 +266,7 @@ def report(recipe: LoadedRecipe, compared: Sequence[Compared], tables: Sequence[
         iterations=ITERATIONS,
         tuned=tables[0].strip(),
         heuristic=tables[1].strip(),
+        all_plans=tables[2].strip(),
     )
 
 

@@ -1,9 +1,9 @@
 """Compare our runtime with torch.distributed.pipelining, and time our executor: python -m tests.benchmarks.runtime
 
 Both train the same GPT-2, cut at the same blocks, with the same weights, data, loss and optimizer, on as many processes
-with one thread each, over gloo. They take turns: one waits while the other runs. Torch's stages are written by hand,
-since its tracer does not capture whole models of transformers. The head is not tied to the embedding, since torch does
-not sum the gradients of tied weights.
+with one thread each, over gloo. They take turns: one waits while the other runs. Torch runs the stages of the captured
+program as launch/peers/torch_pipelining.py does, since its tracer does not capture whole models of transformers. The
+head is not tied to the embedding, since torch does not sum the gradients of tied weights.
 """
 
 import ctypes
@@ -24,20 +24,19 @@ import torch
 import torch.distributed as dist
 from tabulate import tabulate
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from transformers import GPT2Config, GPT2LMHeadModel
-from transformers.loss.loss_utils import ForCausalLMLoss
 
 from auto3d.capture.model import CapturedModel, capture
 from auto3d.cluster import place_ranks
-from auto3d.plan import Plan, stages_of_operations
+from auto3d.plan import TORCH_PIPELINING, Plan, stages_of_operations
 from auto3d.runtime import rank
-from auto3d.runtime.data import Batches, DataSettings, InputField
-from auto3d.runtime.optimizer import build_optimizer
+from auto3d.runtime.data import DataSettings, InputField
 from auto3d.runtime.peak_memory import PeakMemory
 from auto3d.runtime.rank import build_rank
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
 from auto3d.runtime.world import World, join, leave
+from launch.peers.rank import PeerRank
+from launch.peers.torch_pipelining import build as build_torch_pipelining
 from launch.run.ranks import Report, run_ranks
 
 LAYERS, HIDDEN, HEADS, SEQUENCE, VOCABULARY = 8, 256, 4, 128, 1024
@@ -45,13 +44,13 @@ MICRO_BATCH_SIZE, MICRO_BATCHES = 2, 8
 SEED = 1
 TIMEOUT_S = 120
 CASES = [(schedule, ranks) for ranks in (2, 4) for schedule in ("1f1b", "gpipe")]
-THEIR_SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 REPETITIONS = 25
 ITERATIONS = 2  # iterations per repetition, so that one may overlap with the next
 EMPTY_MICRO_BATCHES = 256
 M_MMAP_THRESHOLD = -3  # mallopt(3): allocations from this size on get separate pages
 
-Iteration = Callable[[int], float | None]  # runs one iteration; returns the mean loss if this rank knows it
+Iteration = Callable[[int], float | torch.Tensor | None]
+"""Runs one iteration; returns the mean loss if this rank knows it."""
 
 TOKENS = DataSettings(
     source="synthetic",
@@ -126,25 +125,6 @@ def stage_of_blocks(captured: CapturedModel, stages: int) -> list[int]:
     return found
 
 
-class Piece(nn.Module):
-    """One stage of ``gpt2()``, for torch.distributed.pipelining."""
-
-    def __init__(self, model: GPT2LMHeadModel, stage: int, stages: int) -> None:
-        super().__init__()
-        body = model.transformer
-        self.blocks = body.h[stage * LAYERS // stages : (stage + 1) * LAYERS // stages]
-        self.embeddings = nn.ModuleList([body.wte, body.wpe] if stage == 0 else [])
-        self.head = nn.Sequential(body.ln_f, model.lm_head) if stage == stages - 1 else nn.Identity()
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self.embeddings:  # the input of the first stage is tokens
-            tokens, positions = self.embeddings
-            hidden = tokens(hidden) + positions(torch.arange(SEQUENCE))
-        for block in self.blocks:
-            hidden = block(hidden)  # without a mask, its attention is causal
-        return self.head(hidden)
-
-
 def ours(captured: CapturedModel, world: World, schedule: str) -> Iteration:
     stage_of = stage_of_blocks(captured, world.size)
     built = build_rank(captured, plan_of(captured, schedule, stage_of, MICRO_BATCHES), SETTINGS, TOKENS, world)
@@ -157,32 +137,17 @@ def ours(captured: CapturedModel, world: World, schedule: str) -> Iteration:
 
 
 def theirs(captured: CapturedModel, world: World, schedule: str) -> Iteration:
-    torch.manual_seed(SEED)
-    piece = Piece(gpt2(), world.rank, world.size)
-    optimizer, learning_rate = build_optimizer(list(piece.parameters()), ADAMW, iterations=SETTINGS.iterations)
-    stage = PipelineStage(piece, world.rank, world.size, torch.device("cpu"))
-    loss = partial(ForCausalLMLoss, vocab_size=VOCABULARY)
-    pipeline = THEIR_SCHEDULES[schedule](stage, MICRO_BATCHES, loss_fn=loss)
-    batch = MICRO_BATCHES * MICRO_BATCH_SIZE
-    batches = Batches(TOKENS, seed=SEED, global_batch=batch, micro_batch_size=batch)
-
-    def run(iteration: int) -> float | None:
-        optimizer.zero_grad()
-        result = None
-        if world.rank == 0:
-            pipeline.step(batches.micro_batch(iteration, 0, ["input_ids"])["input_ids"], return_outputs=False)
-        elif world.rank == world.size - 1:
-            losses: list[torch.Tensor] = []
-            labels = batches.micro_batch(iteration, 0, ["labels"])["labels"]
-            pipeline.step(target=labels, losses=losses, return_outputs=False)
-            result = torch.stack(losses).mean().item()
-        else:
-            pipeline.step(return_outputs=False)
-        optimizer.step()
-        learning_rate.step()
-        return result
-
-    return run
+    plan = plan_of(captured, schedule, stage_of_blocks(captured, world.size), MICRO_BATCHES)
+    peer = PeerRank(
+        world=world,
+        plan=replace(plan, engine=TORCH_PIPELINING),
+        captured=captured,
+        settings=SETTINGS,
+        data=TOKENS,
+        device=torch.device("cpu"),
+        state=None,
+    )
+    return build_torch_pipelining(peer)
 
 
 SYSTEMS = {"ours": ours, "torch": theirs}
@@ -256,7 +221,7 @@ def peak_bytes(system: System, fragments: bool, world: World, report: Report) ->
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
         rank.keep_freed_memory = lambda: None  # it would move tensors to the heap again
     run = system(world)
-    Path("/proc/self/clear_refs").write_text("5")  # torch's stage builds the whole model, which shall not count
+    Path("/proc/self/clear_refs").write_text("5")  # the building of a stage shall not count
     for iteration in range(3):
         run(iteration)
     found = [0] * world.size

@@ -1,8 +1,8 @@
 """Measure search against its targets: python -m tests.benchmarks.search
 
-Compares annealing with the exhaustive search, compares plans with the heuristics of Megatron-LM on AMP's mixed cluster,
-and measures speed. Prints the report and writes it to results/search/README.md. Times are processor time of one core,
-so other processes do not count.
+Compares annealing with the exhaustive search, compares plans on AMP's mixed cluster with those of Megatron-LM (of three
+heuristics, and all that it can run), and measures speed. Prints the report and writes it to results/search/README.md.
+Times are processor time of one core, so other processes do not count.
 """
 
 import os
@@ -29,7 +29,34 @@ from tests.targets import Target, end
 CASES, LOOKS, WITHIN = 30, 2000, 1.01  # LOOKS is the default number of candidates of a recipe
 FILE = Path("results/search/README.md")
 MIXED = "recipes/published/p3-mixed-gpt2.yaml"
+MIXED_CLUSTER = ["cluster=amp-mixed"]
 AXES = ["search.tp=[1,2,4]", "search.partition=auto", "search.placement=auto", "search.schedule=[1f1b]"]
+TUNED = [  # all that Megatron-LM can run under 1F1B
+    "search.algorithm=exhaustive",
+    "search.tp=[1,2,4]",
+    "search.partition=[blocks]",
+    "search.placement=[megatron]",
+    "search.schedule=[1f1b]",
+]
+MIXED_SEARCHES = {
+    "three heuristics of Megatron-LM": [*AXES, "search.algorithm=megatron"],
+    "all plans of Megatron-LM": TUNED,
+    "random": [*AXES, "search.algorithm=random"],
+    "annealing": [*AXES, "search.algorithm=annealing"],
+    "amp": [*AXES, "search.algorithm=amp"],
+    "exhaustive": [*AXES, "search.algorithm=exhaustive"],
+}
+
+MIXED_TEXT = """## AMP's mixed cluster
+
+Simulated, not measured; 1F1B alone, on three nodes of four V100 and four nodes of one T4 (amp-mixed). The best plan is
+**{tuned:.2f} times** as fast as the best of all plans that Megatron-LM can run: equal stages in its own order of ranks,
+at any degrees and micro-batch size. It is {heuristics:.2f} times as fast as the best of the three heuristics that AMP
+compares with, which leave most degrees out. AMP measured 1.37 times there (1.80 s against 1.31 s), so this simulation
+over-predicts that gain; [results/papers](../papers/amp-table2.md) says why.
+
+{table}
+"""
 
 
 def quality() -> tuple[str, list[Target]]:
@@ -65,21 +92,17 @@ def quality() -> tuple[str, list[Target]]:
 
 
 def mixed() -> tuple[str, list[Target]]:
-    """AMP, table 2: on 12 V100 and 4 T4, the heuristics' plan took 1.80 s and AMP's plan 1.31 s, both measured."""
+    """AMP's mixed cluster: searches beside the three heuristics of the paper and beside all plans of Megatron-LM."""
     rows = []
-    for name in ("megatron", "random", "annealing", "exhaustive"):
-        search = search_recipe(load(MIXED, [*AXES, f"search.algorithm={name}", "search.candidates=3000"]))
+    for name, axes in MIXED_SEARCHES.items():
+        search = search_recipe(load(MIXED, [*MIXED_CLUSTER, *axes, "search.candidates=3000"]))
         best = search.ranked()[0]
         rows.append((name, f"{best.seconds:.3f}", search.looked_at, search.simulated, str(best.candidate)))
         print(*rows[-1], flush=True)
-    ratio = float(rows[0][1]) / min(float(row[1]) for row in rows[1:])
-    table = tabulate(rows, ["algorithm", "best (s)", "looked at", "simulated", "plan"], tablefmt="github")
-    target = Target(what="speed-up over Megatron-LM's heuristics", found=ratio, wish=1.5, least=True)
-    text = (
-        "## AMP's mixed cluster\n\n"
-        f"Simulated, not measured: the best plan is **{ratio:.2f} times** as fast as the best of Megatron-LM's "
-        f"heuristics (target: 1.5; AMP measured 1.31 s against 1.80 s).\n\n{table}\n"
-    )
+    heuristics, tuned, *ours = (float(row[1]) for row in rows)
+    table = tabulate(rows, ["search", "best (s)", "looked at", "simulated", "plan"], tablefmt="github")
+    target = Target(what="speed-up over all plans of Megatron-LM", found=tuned / min(ours), wish=1, least=True)
+    text = MIXED_TEXT.format(tuned=tuned / min(ours), heuristics=heuristics / min(ours), table=table)
     return text, [target]
 
 

@@ -3,7 +3,8 @@
 import pytest
 
 from auto3d.cluster import Accelerator, Cluster, ClusterError, Link, Node
-from auto3d.cost.collectives import Traffic, amp_all_reduce_s, rabenseifner_all_reduce_s, ring_s, tree_s
+from auto3d.cost.collectives import AmpTraffic, Traffic, amp_all_reduce_s, rabenseifner_all_reduce_s, ring_s, tree_s
+from auto3d.tensor.conversions import Collective
 
 LINK = Link(latency_s=0.5, bandwidth=10.0)
 
@@ -20,7 +21,25 @@ def two_nodes(lanes: int | None) -> Cluster:
 def test_amp_equation_1():
     """Four workers, 80 bytes: 2 × 80 / 4 = 40 on each hop, at 10, 10, 20 and 40 bytes per second: 4 + 4 + 2 + 1."""
     assert amp_all_reduce_s([10, 10, 20, 40], 80) == pytest.approx(11)
-    assert amp_all_reduce_s([10, 10, 20, 40], 80, beta=1.5) == pytest.approx(16.5)
+
+
+def test_amp_counts_each_hop_of_a_ring_and_shares_no_link():
+    """A node of two devices at 100 and two nodes of one, with links of 10, 20 and 5 bytes per second between them.
+
+    The ring 0, 1, 2, 3 has hops of 100, 10, 5 and 5: 2 × 80 / 4 × (0.01 + 0.1 + 0.2 + 0.2) = 20.4 seconds.
+    """
+    inside = Link(latency_s=0.0, bandwidth=100.0)
+    nodes = tuple(
+        Node(devices=devices, inside=inside, outside=Link(latency_s=1.0, bandwidth=bandwidth, lanes=1))
+        for devices, bandwidth in ((2, 10.0), (1, 20.0), (1, 5.0))
+    )
+    cluster = Cluster(nodes=nodes, device="cuda")
+    groups = [(0, 1, 2, 3), (0, 2), (1, 3)]
+    traffic = AmpTraffic(cluster, groups)
+    assert traffic.all_reduce_s(groups[0], 80) == pytest.approx(20.4)
+    assert traffic.group_link(groups[0]).seconds(Collective.ALL_GATHER, 80) == pytest.approx(10.2)
+    assert traffic.message_s(0, 2, 100) == pytest.approx(1 + 10), "the link of node 0 is not shared"
+    assert Traffic(cluster, groups).message_s(0, 2, 100) > 1 + 10
 
 
 def test_ring_tree_and_rabenseifner():

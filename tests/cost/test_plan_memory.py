@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from auto3d.cluster import Cluster, Node, place_ranks
@@ -9,6 +10,7 @@ from auto3d.cost.device_memory import predict
 from auto3d.cost.layers import Layer, work_of_layers
 from auto3d.cost.model import CostModel
 from auto3d.cost.plan_memory import FRAGMENTATION
+from auto3d.cost.tables import WorkTables
 from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import work_of
 from auto3d.errors import InputError
@@ -123,10 +125,21 @@ def test_memory_over_time_peaks_where_the_plan_does_and_ends_empty(options):
             )
             timeline = model.timeline(plan)
             assert timeline.makespan / timeline.schedule.iterations == pytest.approx(model.estimate(plan).seconds)
-            curves = model.memory_over_time(plan, timeline)
+            curves = model.memory_over_time(plan, timeline, range(devices))
             assert [curve.peak for curve in curves] == pytest.approx(model.memory(plan), rel=1e-12)
             for curve in curves:
                 assert curve.times == sorted(curve.times)
                 assert curve.held[-1] == pytest.approx(curve.held[0])
             compared += 1
     assert compared > 20
+
+
+@pytest.mark.parametrize(("name", "blocks"), [("gpt2", 4), ("bert", 4.5)])  # BERT's head has half of one more
+def test_recomputation_block_by_block_keeps_the_input_of_each_block(name, blocks):
+    """Each input has samples × tokens × width elements of 4 bytes, also where a residual crosses beside it."""
+    graph = captured(name, 2).graph
+    tables = WorkTables(work_of(graph, shard(graph).bounds))
+    first, last = tables.work.repeated
+    assert tables.block_inputs(((first, last),)) == blocks * (2 * 32 * 32 * 4)
+    third = int(np.flatnonzero(tables.work.blocks)[4])
+    assert tables.block_inputs(((first, third),)) == 2 * (2 * 32 * 32 * 4)

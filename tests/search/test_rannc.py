@@ -4,12 +4,13 @@ import pytest
 
 from auto3d.cluster import Accelerator, Cluster, Link, Node
 from auto3d.cost.model import CostModel
+from auto3d.cost.partition_costs import link_inside
 from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import work_of
 from auto3d.errors import InputError
 from auto3d.partition.merak import shard
 from auto3d.plan import Plan
-from auto3d.search.algorithms.rannc import message_link, rannc
+from auto3d.search.algorithms.rannc import rannc
 from auto3d.search.make import PlanMaker, shortage_of
 from auto3d.search.planned_model import PlannedGraphs
 from auto3d.search.search import Budget, Search
@@ -72,7 +73,7 @@ def test_messages_use_the_link_inside_a_node():
     """Section III-B, footnote 3."""
     inside, slower, outside = (Link(latency_s=1e-6, bandwidth=rate) for rate in (20e9, 10e9, 1e9))
     several = [Node(devices=2, inside=link, outside=outside) for link in (inside, slower)]
-    assert message_link(Cluster(nodes=tuple(several), device="cuda")) == slower
+    assert link_inside(Cluster(nodes=tuple(several), device="cuda")) == slower
     single = Node(devices=1, inside=inside, outside=outside)
-    assert message_link(Cluster(nodes=(single, single), device="cuda")) == outside
-    assert message_link(Cluster(nodes=(Node(devices=1, inside=inside, outside=None),), device="cuda")) == inside
+    assert link_inside(Cluster(nodes=(single, single), device="cuda")) == outside
+    assert link_inside(Cluster(nodes=(Node(devices=1, inside=inside, outside=None),), device="cuda")) == inside

@@ -13,10 +13,11 @@ from auto3d.errors import InputError
 from auto3d.plan import PlanError
 from auto3d.schedule import SCHEDULES
 from auto3d.schedule.shape import shape
-from auto3d.search.algorithms import run_algorithm
+from auto3d.search.algorithms import AMP_ITERATIONS, run_algorithm
+from auto3d.search.algorithms.amp import TILINGS, amp, amp_space
 from auto3d.search.algorithms.exhaustive import exhaustive
 from auto3d.search.bound import least_s
-from auto3d.search.placement import PLACEMENTS, place
+from auto3d.search.placement import PLACEMENTS, mesh, place
 from auto3d.search.space import EQUAL, UNEVEN, Candidate, Domain, SearchSpace, Workload
 from auto3d.simulate.costs import Costs, MessageCost
 from auto3d.simulate.simulate import simulate
@@ -36,8 +37,67 @@ def test_amp_tilings_by_hand():
     narrow = {"dp": 2, "tp": 1, "pp": 4}
     assert place("vertical", cluster, **narrow) == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert place("vertical-columns", cluster, **narrow) == ((0, 1), (4, 5), (2, 3), (6, 7))
-    with pytest.raises(PlanError, match="dominoes of 8 × 1 devices do not tile 2 × 4 devices"):
-        place("horizontal", cluster, dp=8, tp=1, pp=1)
+    with pytest.raises(PlanError, match="dominoes of 3 × 1 devices do not tile 2 × 4 devices"):
+        place("horizontal", cluster, dp=3, tp=1, pp=2)
+
+
+def test_a_domino_longer_than_the_mesh_is_folded():
+    """Rows of eight go on in the next row of the mesh, columns of four in its next column."""
+    cluster = Cluster(nodes=(Node(devices=4), Node(devices=4)), device="cuda")
+    assert place("vertical", cluster, dp=8, tp=1, pp=1) == (tuple(range(8)),)
+    assert place("horizontal", cluster, dp=1, tp=8, pp=1) == (tuple(range(8)),)
+    assert place("horizontal", cluster, dp=4, tp=1, pp=2) == ((0, 4, 1, 5), (2, 6, 3, 7))
+    one_each = Cluster(nodes=(Node(devices=1),) * 8, device="cuda")
+    assert place("horizontal", one_each, dp=2, tp=2, pp=2) == ((0, 1, 2, 3), (4, 5, 6, 7))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((4, 4, 4, 1, 1, 1, 1), (4, 4)),  # AMP's mixed cluster: the last row is four nodes
+        ((1, 1, 1, 1, 4, 4, 4), (4, 4)),
+        ((4, 1, 1, 4, 1, 1), (6, 2)),  # rows of four would join half a node with others
+        ((8, 4, 4), (2, 8)),
+        ((2, 4, 2), (4, 2)),
+        ((3, 2), (5, 1)),
+        ((1,) * 16, (16, 1)),
+        ((4,) * 4, (4, 4)),
+    ],
+)
+def test_rows_of_the_mesh_are_whole_nodes_or_parts_of_one(sizes, expected):
+    assert mesh(sizes) == expected
+
+
+@pytest.mark.parametrize("sizes", [(4, 4, 4, 1, 1, 1, 1), (4, 1, 1, 4, 1, 1), (3, 2), (1,) * 12, (8, 4), (6, 6, 3)])
+@pytest.mark.parametrize("name", [name for name in PLACEMENTS if name not in ("megatron", "pipelines-first")])
+def test_tilings_of_unequal_nodes_are_of_whole_dominoes(name, sizes):
+    """Each device once; each domino a rectangle of the mesh, and all of one shape; neighbours share a group."""
+    cluster = Cluster(nodes=tuple(Node(devices=size) for size in sizes), device="cuda")
+    total, (rows, columns) = cluster.devices, mesh(sizes)
+    divisors = [number for number in range(1, total + 1) if total % number == 0]
+    horizontal, tiled = name.startswith("horizontal"), 0
+    for tp, dp in [(tp, dp) for tp in divisors for dp in divisors if total % (tp * dp) == 0]:
+        height, width = (dp, tp) if horizontal else (tp, dp)
+        try:
+            placement = place(name, cluster, dp=dp, tp=tp, pp=total // tp // dp)
+        except PlanError:
+            assert rows % height or columns % width, "a domino that tiles the mesh as it is was refused"
+            continue
+        tiled += 1
+        assert sorted(rank for ranks in placement for rank in ranks) == list(range(total))
+        shapes = set()
+        for ranks in placement:
+            cells = [divmod(rank, columns) for rank in ranks]
+            tall, wide = (1 + max(each) - min(each) for each in zip(*cells, strict=True))
+            assert tall * wide == dp * tp, "the devices of a stage are not a whole rectangle"
+            shapes.add((tall, wide))
+            if height <= rows and width <= columns:
+                assert (tall, wide) == (height, width)
+                for first in range(0, dp * tp, tp):  # a tensor-parallel group lies in one row, or in one column
+                    group = cells[first : first + tp]
+                    assert len({cell[0 if horizontal else 1] for cell in group}) == 1
+        assert len(shapes) == 1
+    assert tiled >= len(divisors)
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
@@ -147,7 +207,7 @@ def test_a_model_without_memory_for_any_plan_gives_none():
     maker.model.cluster = cluster
     workload = Workload(global_batch=8, seed=1)
     space = SearchSpace(tp="auto", schedule=["1f1b"])
-    for name in ("annealing", "random", "megatron", "exhaustive"):
+    for name in ("annealing", "random", "megatron", "exhaustive", "amp"):
         search = searched(partial(run_algorithm, name), (Domain(space, cluster, workload), maker), candidates=50)
         assert search.ranked() == []
         assert any("GiB; it has" in reason for _, _, reason in search.refused())
@@ -205,7 +265,7 @@ def test_pruning_loses_none_of_the_best(seed):
 # Algorithms
 
 
-@pytest.mark.parametrize("name", ["annealing", "random", "megatron"])
+@pytest.mark.parametrize("name", ["annealing", "random", "megatron", "amp"])
 def test_a_seed_gives_the_same_result_and_nothing_beats_the_exhaustive_search(name):
     axes = {"placement": ["megatron", "vertical"], "partition": ["blocks", "layer-assignment"]}
     best = searched(exhaustive, random_case(3, **axes)).ranked()[0].seconds
@@ -215,6 +275,29 @@ def test_a_seed_gives_the_same_result_and_nothing_beats_the_exhaustive_search(na
     assert first.ranked()[0].seconds >= best
     if name == "annealing":
         assert first.ranked()[0].seconds <= 1.05 * best
+
+
+def test_amp_searches_its_four_axes_and_comes_near_the_best_of_them():
+    """Whatever the space says of the axes that AMP fixes; tensor-parallel groups may cross nodes."""
+    near = 0
+    for seed in (3, 4, 7, 21, 26, 27):  # cases in which plans fit
+        domain, maker = random_case(seed)
+        space = amp_space(SearchSpace(tp="auto", partition="auto", replicas="auto"), domain.cluster)
+        assert set(domain.choices["schedule"]) > set(space.schedule)
+        domain = Domain(space, domain.cluster, domain.workload)
+        nodes, total = len(domain.cluster.nodes), domain.cluster.devices
+        assert {one.tp for one in domain.degrees} == {n for n in range(1, total + 1) if total % n == 0}, nodes
+        best = searched(exhaustive, (domain, maker)).ranked()[0].seconds
+        found = searched(amp, (domain, maker), candidates=AMP_ITERATIONS)
+        assert found.looked_at <= AMP_ITERATIONS
+        for one in found.ranked():
+            assert (one.plan.schedule, one.candidate.partition) == ("1f1b", "layer-assignment")
+            assert one.candidate.placement in TILINGS
+            assert one.plan.dp * one.plan.tp * one.plan.pp == total
+            assert {stage.replicas for stage in one.plan.stages} == {1}
+        assert found.ranked()[0].seconds >= best
+        near += found.ranked()[0].seconds <= 1.02 * best
+    assert near >= 5
 
 
 def test_megatron_takes_the_smallest_model_parallelism_that_holds_the_model():

@@ -15,6 +15,14 @@ from tests.slurm.conftest import PROGRAM, REPOSITORY, wait_for
 from tests.slurm.sweeps import LONG, OWN, SAVED_S, Sweeps, end, ranks_on, statuses
 from tests.slurm.test_dev_cluster import pids
 
+SMALL_GPT = [  # overrides of gpt20b: one rank per node, and a model that a core trains in milliseconds
+    *("model.config.n_layer=4", "model.config.n_embd=64", "model.config.n_head=4", "model.config.n_positions=64"),
+    *("model.config.vocab_size=256", "data.vocabulary_size=256", "data.sequence_length=64"),
+    *("cluster.nodes=4", "cluster.devices_per_node=1", "cluster.device=cpu", "training.global_batch=16"),
+    *("search.tp=[1]", "search.pp=[4]", "search.micro_batch_size=[2]", "search.recompute=[full]"),
+    *("measure.iterations=2", "measure.warmup_iterations=1", "launch.trial_timeout_s=240"),
+]
+
 pytestmark = pytest.mark.timeout(900)
 
 
@@ -42,6 +50,18 @@ def test_losses_on_one_two_and_four_nodes_are_those_of_this_machine(sweeps):
         return {(one["plan"]["dp"], one["plan"]["pp"]): [one["loss"], one["grad_norm"]] for one in found}
 
     assert losses(*nodes) == losses("launch.executor=local")
+
+
+def test_a_scaled_down_gpt20b_trains_on_four_nodes(sweeps):
+    """Both schedules of the recipe, with its own recomputation and partition, as four stages on four nodes."""
+    (sweeps.folder / "recipes").symlink_to(REPOSITORY / "recipes")
+    sweeps.auto3d("sweep", *SMALL_GPT, "launch.executor=slurm", recipe="gpt20b")
+    rows = sweeps.rows("gpt20b")
+    assert {row["schedule"] for row in rows} == {"1f1b", "shifted-critical-path"}
+    assert [row["status"] for row in rows] == ["ok", "ok"]
+    trials = sorted((sweeps.folder / "runs" / "gpt20b" / "trials").glob("*/measurement.json"))
+    losses = [json.loads(file.read_text())["loss"] for file in trials]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5), "of the same samples and weights"
 
 
 def test_what_is_submitted_is_what_a_dry_run_prints(sweeps):

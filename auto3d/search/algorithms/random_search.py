@@ -24,6 +24,10 @@ def random_search(search: Search, seed: int) -> None:
 
 def draw(domain: Domain, random: Random) -> Candidate:
     """A random candidate; each choice is drawn independently."""
-    degrees = random.choice(domain.degrees)
+    return with_choices(random.choice(domain.degrees), domain, random)
+
+
+def with_choices(degrees: Candidate, domain: Domain, random: Random) -> Candidate:
+    """``degrees`` with random values of the other axes."""
     choices = domain.choices_of(degrees)
     return replace(degrees, **{name: random.choice(values) for name, values in choices.items()})

@@ -1,12 +1,10 @@
 """RaNNC's search: stages, replicas, pipelines and micro-batches together (Tanaka et al. 2021, algorithm 2)."""
 
 from auto3d.capture.graph import Graph
-from auto3d.cluster import Cluster, Link
-from auto3d.cost.times import times_of
-from auto3d.cost.training_options import MOMENTS
-from auto3d.cost.work import ELEMENT_BYTES, PRECISION_BYTES
+from auto3d.cost.partition_costs import handling_inside, link_inside, partition_costs
 from auto3d.partition import Partition, PartitionRequest, partition
 from auto3d.partition.cost import PartitionCosts
+from auto3d.partition.methods.rannc import LEAST_CAPTURED
 from auto3d.partition.stage import PartitionError
 from auto3d.plan import Plan, PlanError
 from auto3d.search.make import PlanMaker
@@ -19,11 +17,18 @@ _TIGHTER = 0.95  # factor on the memory limit for RaNNC's next try, if its plan 
 
 
 def rannc(search: Search, seed: int) -> None:
-    """Estimate RaNNC's only plan, made with our costs of the slowest kind of device; raises InputError if it has none.
+    """Estimate RaNNC's only plan; raises InputError if it has none.
 
-    RaNNC chooses everything but the placement itself and ignores the axes of the search space. ``seed`` has no effect.
+    RaNNC runs each candidate stage to profile it. Here a stage takes what the cost model says on the slowest kind of
+    device: the sum of its measured subgraphs where `auto3d profile` has made a profile, else an estimate. RaNNC chooses
+    everything but the placement itself and ignores the axes of the search space. ``seed`` has no effect.
     """
-    found, plan = _fitting(search.maker)
+    estimate_plan(search, any_depth=False)
+
+
+def estimate_plan(search: Search, *, any_depth: bool) -> None:
+    """Estimate RaNNC's plan; with ``any_depth``, it takes the fastest number of stages, else the fewest that fit."""
+    found, plan = _fitting(search.maker, any_depth=any_depth)
     candidate = Candidate(
         dp=plan.dp,
         tp=1,
@@ -38,7 +43,7 @@ def rannc(search: Search, seed: int) -> None:
     search.seconds(candidate)
 
 
-def _fitting(maker: PlanMaker) -> tuple[Partition, Plan]:
+def _fitting(maker: PlanMaker, *, any_depth: bool) -> tuple[Partition, Plan]:
     """RaNNC's partition and its Plan, which passes all checks of ``maker``.
 
     RaNNC counts the memory of one micro-batch, of the inputs of the others and of the optimizer's state, but not of
@@ -49,7 +54,7 @@ def _fitting(maker: PlanMaker) -> tuple[Partition, Plan]:
     short: PlanError | None = None
     while True:
         try:
-            request = _request(maker, memory)
+            request = partition_request(maker, memory, any_depth=any_depth)
             found = partition("rannc", request)
         except PartitionError:
             if short is not None:
@@ -65,25 +70,23 @@ def _fitting(maker: PlanMaker) -> tuple[Partition, Plan]:
             short, memory = error, _TIGHTER * memory
 
 
-def _request(maker: PlanMaker, memory_bytes: float) -> PartitionRequest:
+def partition_request(maker: PlanMaker, memory_bytes: float, *, any_depth: bool = False) -> PartitionRequest:
     planned, model, workload = maker.planned, maker.model, maker.workload
     if not isinstance(planned, PlannedGraphs):
         raise PlanError("rannc needs a captured model: it cuts operations, not layers")
-    cluster, training = model.cluster, model.training
-    accelerator, link = cluster.slowest(range(cluster.devices)), message_link(cluster)
-    weight = PRECISION_BYTES[training.precision]
-    state = weight + training.sync_bytes + training.master_bytes + 4 * MOMENTS[training.optimizer]
+    cluster = model.cluster
+    accelerator = cluster.slowest(range(cluster.devices))
 
     def costs_of(graph: Graph) -> PartitionCosts:
-        times = times_of(planned.work_of(graph), accelerator)
-        return PartitionCosts(
-            forward_s=tuple(map(float, times.forward[1:] - times.forward[:-1])),
-            backward_s=tuple(map(float, times.backward[1:] - times.backward[:-1])),
-            latency_s=link.latency_s,
-            bandwidth=link.bandwidth,
+        cuts = planned.cuts(LEAST_CAPTURED)  # RaNNC interpolates: all its Graphs have these operations
+        times = model.times_of_work(planned.work_of(graph), cuts, graph.micro_batch_size, accelerator)
+        return partition_costs(
+            times,
+            accelerator,
+            link_inside(cluster),
+            model.training,
             memory_bytes=memory_bytes,
-            state_factor=state / ELEMENT_BYTES,
-            activation_factor=weight / ELEMENT_BYTES,
+            handling=handling_inside(cluster),
         )
 
     return PartitionRequest(
@@ -94,16 +97,6 @@ def _request(maker: PlanMaker, memory_bytes: float) -> PartitionRequest:
         global_batch=workload.global_batch,
         nodes=len(cluster.nodes),
         devices_per_node=cluster.devices_per_node,
+        any_depth=any_depth,
         equal_slices=True,
     )
-
-
-def message_link(cluster: Cluster) -> Link:
-    """The link that RaNNC assumes for all messages: the slowest one inside a node.
-
-    "We use the intra-node bandwidth, not the inter-node bandwidth", since devices are allocated so that few messages
-    leave a node (section III-B, footnote 3). If no node has two devices, every message leaves its node.
-    """
-    inside = [node.inside for node in cluster.nodes if node.devices > 1]
-    outside = [node.outside for node in cluster.nodes if node.outside is not None]
-    return min(inside or outside or [cluster.nodes[0].inside], key=lambda link: link.bandwidth)

@@ -5,9 +5,23 @@ A function takes ``tell``, which shows a line of progress, and the ``arguments``
 
 from collections.abc import Callable, Iterable
 
+from launch.papers.experiments import amp
+from launch.papers.experiments.merak_availability import availability
+from launch.papers.experiments.merak_loader import split_loader
+from launch.papers.experiments.merak_sharding import sharding_times, stage_subgraphs
+from launch.papers.experiments.rannc_coarsening import rannc_coarsening
 from launch.papers.experiments.schedule_formulas import schedule_formulas
 from launch.papers.row import Row
 
 Experiment = Callable[..., Iterable[Row]]
 
-EXPERIMENTS: dict[str, Experiment] = {"schedule-formulas": schedule_formulas}
+EXPERIMENTS: dict[str, Experiment] = {
+    "amp": amp.strategies,
+    "amp-published": amp.published_strategies,
+    "availability": availability,
+    "rannc-coarsening": rannc_coarsening,
+    "schedule-formulas": schedule_formulas,
+    "sharding-times": sharding_times,
+    "split-loader": split_loader,
+    "stage-subgraphs": stage_subgraphs,
+}

@@ -102,9 +102,10 @@ def test_closed_forms_may_be_chosen(auto3d, layered):
     seconds = {}
     for method in ("simulated", "amp", "chimera"):
         result = auto3d("predict", "layered.yaml", "--candidates", "rows.csv", "--json", f"prediction.method={method}")
-        seconds[method] = json.loads(result.out)[1]["predicted_s"]
-    assert seconds["simulated"] == pytest.approx(seconds["amp"], rel=0.3)
-    assert seconds["simulated"] == pytest.approx(seconds["chimera"], rel=0.3)
+        seconds[method] = [record["predicted_s"] for record in json.loads(result.out)]
+    assert seconds["simulated"][0] == pytest.approx(seconds["amp"][0]), "on one device they agree"
+    assert seconds["chimera"][0] > seconds["simulated"][0], "its backward is twice the measured forward, launches too"
+    assert seconds["amp"][1] < 0.9 * seconds["simulated"][1], "four pipelines share a link, which AMP does not count"
 
 
 @pytest.mark.parametrize("method", ["amp", "chimera"])
@@ -128,10 +129,23 @@ def test_plan_ranks_by_the_method_that_predict_uses(auto3d, layered, method):
     assert f"times are predicted ({method}" in shown
 
 
+def test_amp_is_the_papers_space_and_budget_unless_the_recipe_sets_another(auto3d, layered):
+    """Its budgets are 500 strategies and 10 trials; tensor parallelism may cross nodes, and here has no times there."""
+    for settings, looked_at, plans in ([], 500, 10), (["search.candidates=40", "search.trials=3"], 40, 3):
+        found = json.loads(auto3d("plan", "layered.yaml", "search.algorithm=amp", *settings, "--json").out)
+        assert (found["algorithm"], found["looked_at"]) == ("amp", looked_at)
+        records = found["candidates"]
+        assert sum(one["plan"] is not None or bool(one["problem"]) for one in records) == min(plans, len(records))
+        fixed = {(one["schedule"], one["partition"], one["replicas"]) for one in records}
+        assert fixed == {("1f1b", "layer-assignment", "equal")}
+        assert {one["placement"] for one in records} <= {"horizontal", "vertical"}
+    assert any("no times for T4 at tp" in one["reason"] for one in found["infeasible"])
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["model.layers=absent.csv"], ["model.layers", "'absent.csv'", "AUTO3D_PUBLISHED_DATA"]),
+        (["model.layers=absent.csv"], ["model.layers", "'absent.csv'", "recipes/published/data"]),
         (["model.layers_of=other"], ["model.layers_of", "'other'", "small"]),
         (["prediction.precision=bfloat16"], ["prediction.precision", "float32, float16"]),
         (["cluster.outside=null"], ["cluster", "node 0 has no link to the other nodes"]),

@@ -1,5 +1,6 @@
 """status, logs, cancel, resume and --detach for trials on this machine."""
 
+import csv
 import fcntl
 import re
 import shlex
@@ -9,6 +10,7 @@ import pytest
 
 from auto3d.runtime.measurement import Status
 from launch.recipe.load import load
+from launch.run.scaled_down import scaled_down
 from launch.slurm.executor import why_no_slurm
 from launch.store.ends import record_ends
 from launch.store.manifest import Entry, State, histories
@@ -154,7 +156,46 @@ def test_slurm_is_asked_for_where_there_is_none(folder, auto3d, no_slurm):
 @pytest.mark.parametrize("nodes", ["cluster.nodes=2", "cluster.more=[{nodes: 1}]"])
 def test_several_nodes_are_not_this_machine(folder, auto3d, no_slurm, nodes):
     refused = auto3d("sweep", "own.yaml", "launch.executor=auto", nodes, code=2).err
-    assert "cluster.nodes: found 2; trials run on this machine, which is 1 node; use launch.executor=slurm" in refused
+    assert "cluster.nodes: found 2; the recipe needs " in refused
+    assert ", and this machine is 1 node: `" in refused
+    assert refused.count("\n") == 1
+
+
+@pytest.mark.parametrize("verb", ["sweep", "tune", "train"])
+def test_missing_devices_are_refused_with_three_commands_that_help(folder, auto3d, no_slurm, verb):
+    refused = auto3d(verb, "gpt20b", code=2).err
+    assert refused.count("\n") == 1
+    assert "needs 16 nodes of 4 GPUs, and this machine is 1 node" in refused
+    plan, scaled, slurm = re.findall(r"`(.+?)`", refused)
+    assert plan == "auto3d plan gpt20b"
+    assert slurm == f"make {verb} RECIPE=gpt20b EXECUTOR=slurm"
+    program, command, *words = shlex.split(scaled)
+    assert (program, command) == ("auto3d", "sweep")
+    small = load(words[0], words[1:])
+    assert small.values.training.compute == "emulated"
+    assert (small.values.cluster.nodes, small.values.cluster.devices_per_node) == (1, 8)
+    assert small.values.model.config["n_layer"] == 8
+
+
+def test_a_users_own_overrides_stay_in_the_commands_that_help(folder, auto3d, no_slurm):
+    refused = auto3d("sweep", "small.yaml", "cluster.nodes=2", "training.global_batch=32", "search.pp=[2]", code=2).err
+    plan, scaled, slurm = re.findall(r"`(.+?)`", refused)
+    assert plan == "auto3d plan small.yaml cluster.nodes=2 training.global_batch=32 'search.pp=[2]'"
+    assert "'search.pp=[2]'" in scaled
+    assert "cluster.nodes=1" in scaled
+    assert slurm.endswith("launch.executor=slurm")
+
+
+@pytest.mark.soak
+def test_the_scaled_down_sweep_ends_with_a_table(folder, auto3d, no_slurm):
+    """The command that the refusal names, with one candidate of each schedule."""
+    overrides = scaled_down(load("gpt20b"))
+    few = ["search.pp=[8]", "search.micro_batch_size=[2]", "search.recompute=[full]", "search.dp=[1]"]
+    auto3d("sweep", "gpt20b", *overrides, *few)
+    with (folder / "tables" / "gpt20b" / "table.csv").open(newline="") as table:
+        rows = list(csv.DictReader(table))
+    assert [row["status"] for row in rows] == ["ok", "ok"]
+    assert {row["schedule"] for row in rows} == {"1f1b", "shifted-critical-path"}
 
 
 def test_trials_on_slurm_are_not_those_of_this_machine_and_change_with_the_kind_of_nodes(folder):

@@ -1,10 +1,12 @@
 """Measured memory in tables and in the output of commands, on CPUs and on GPUs."""
 
+import csv
 import json
 from dataclasses import asdict, replace
 
 import pytest
 
+from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.runtime.measurement import BYTES, Measurement, Status
 from launch.console import tables
@@ -79,3 +81,83 @@ def test_measurements_survive_json_and_older_ones_are_read(plan):
         del older[name]
     read = Measurement.from_json(json.dumps(older))
     assert (read.peak_bytes, read.reserved_bytes, read.used_bytes) == (ON_GPU["peak_bytes"], [], [])
+
+
+# Throughput, predictions and the baseline
+
+
+def csv_rows(folder) -> list[dict[str, str]]:
+    with (folder / "tables/own/table.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def timed(plan: Plan, seconds: float, **more) -> Measurement:
+    return replace(measurement(plan, ON_CPU), iteration_s=[seconds], **more)
+
+
+def accelerator(folder, peak: str) -> str:
+    (folder / "peak.yaml").write_text(f"peak_tflops: {peak}\nmemory_gb_per_s: 1\n")
+    return "cluster.accelerator=./peak.yaml"
+
+
+def test_throughput_is_that_of_the_stored_flops_and_a_row_without_them_has_empty_cells(folder, plan):
+    recipe = load("own.yaml", [accelerator(folder, "{float32: 0.004}")])
+    whole = replace(plan, dp=1, pp=1, stages=make_plan("gpt2", dp=1, pp=1).stages, placement=((0,),))
+    measured = [
+        timed(plan, 2.0, tokens_per_sample=10, model_flops=12e9, recomputed_flops=4e9),
+        timed(whole, 4.0),  # an older measurement
+    ]
+    tables.write(tables.results(recipe, measured, 2, 0), latex=True)
+    first, second = csv_rows(folder)
+    names = ("model_flops_per_s_per_device", "hardware_flops_per_s_per_device", "mfu", "tokens_per_s")
+    assert [float(first[name]) for name in names] == pytest.approx([3e9, 4e9, 0.75, 10 * plan.global_batch / 2])
+    assert [second[name] for name in names] == [""] * 4
+    assert float(second["samples_per_s"]) == plan.global_batch / 4
+    tex = (folder / "tables/own/table.tex").read_text()
+    assert r"75.0\%" in tex
+    assert all(line.startswith("%") for line in tex[: tex.index(r"\begin{tabular}")].splitlines())
+    assert {r"\toprule", r"\midrule", r"\bottomrule"} <= set(tex.splitlines())
+
+
+def test_columns_without_a_figure_are_left_out(folder, plan):
+    def columns(recipe, *measurements: Measurement, **more) -> set[str]:
+        tables.write(tables.results(recipe, measurements, len(measurements), 0, **more))
+        rates = {"model_flops_per_s_per_device", "hardware_flops_per_s_per_device", "mfu"}
+        return set(csv_rows(folder)[0]) & (rates | {"predicted_s", "prediction_error", "speed_up", "tokens_per_s"})
+
+    plain, counted = timed(plan, 1.0), timed(plan, 1.0, model_flops=1e9, recomputed_flops=0.0)
+    unknown, known = load("own.yaml", []), load("own.yaml", [accelerator(folder, "{float32: 1}")])
+    assert columns(unknown, plain) == set()
+    assert columns(unknown, counted) == {"model_flops_per_s_per_device"}
+    assert columns(known, counted) == {"model_flops_per_s_per_device", "mfu"}
+    tf32 = load("own.yaml", ["cluster.accelerator=./peak.yaml", "training.tf32=true"])
+    assert columns(tf32, counted) == {"model_flops_per_s_per_device"}, "this accelerator has no peak in TF32"
+    emulated = replace(counted, emulated=True)
+    assert columns(known, emulated) == {"model_flops_per_s_per_device"}, "emulated devices are not the accelerator"
+    predicted = columns(unknown, plain, predicted_s={plan: 1.5}, predicted_on="simulated, on a figure")
+    assert predicted == {"predicted_s", "prediction_error"}
+    assert float(csv_rows(folder)[0]["prediction_error"]) == 0.5
+
+
+def test_a_baseline_is_exactly_one_row_that_ran(folder, plan):
+    others = [replace(plan, schedule="gpipe"), make_plan("gpt2", dp=1, pp=1)]
+    measured = [timed(plan, 2.0), timed(others[0], 3.0), timed(others[1], 6.0)]
+    failed = Measurement(plan=make_plan("gpt2", dp=2, pp=1), status=Status.OOM)
+    recipe = load("own.yaml", [])
+
+    def speed_ups(baseline: str) -> list[float | None]:
+        found = tables.results(recipe, [*measured, failed], 4, 0, baseline=baseline)
+        return [row["speed_up"] for row in tables.rows(found)]
+
+    assert speed_ups("dp=1 pp=1") == [3.0, 2.0, 1.0, None]
+    assert speed_ups("schedule=gpipe") == [1.5, 1.0, 0.5, None]
+    for baseline, problem in {
+        "pp=2": "2 rows match 'pp=2'; add what one of them has: schedule=1f1b, schedule=gpipe",
+        "dp=4": "no row matches 'dp=4'; the rows are: dp=1 pp=2 schedule=1f1b, dp=1 pp=2 schedule=gpipe, dp=1 pp=1 ",
+        "dp=2": "the trial of 'dp=2' is oom; name a row that is ok",
+        "depth=1": "'depth=1': write KEY=VALUE with a key of engine, dp, tp, pp, micro_batch_size",
+        "dp": "'dp': write KEY=VALUE",
+    }.items():
+        with pytest.raises(InputError) as caught:
+            speed_ups(baseline)
+        assert f"--baseline: {problem}" in str(caught.value)

@@ -239,6 +239,7 @@ def swept(tmp_path_factory):
 
 
 SPACE = "search.micro_batch_size=[1,2,4]"
+DEVICE = "cluster.accelerator=./device.yaml"
 
 
 @pytest.fixture
@@ -339,14 +340,24 @@ def test_a_trial_is_known_by_what_it_measures(folder):
 
 
 def test_uneven_replicas_and_a_shared_optimizer_are_tried_and_told(folder, auto3d):
+    (folder / "device.yaml").write_text("peak_tflops: {float32: 1}\nmemory_gb_per_s: 10\n")
     axes = ["search.replicas=[uneven]", "search.shard_optimizer=auto", "search.micro_batch_size=[4]"]
-    done = auto3d("sweep", "own.yaml", "cluster.devices_per_node=3", "measure.warmup_iterations=0", *axes)
+    done = auto3d("sweep", "own.yaml", "cluster.devices_per_node=3", "measure.warmup_iterations=0", *axes, DEVICE)
     assert "ZeRO-1" in done.out
-    rows = list(csv.DictReader((folder / "tables" / "own" / "table.csv").open()))
+    text = (folder / "tables" / "own" / "table.csv").read_text()
+    rows = list(csv.DictReader(text.splitlines()))
     assert sorted((row["replicas"], row["shard_optimizer"], row["status"]) for row in rows) == [
         ("1+2", "False", "ok"),
         ("1+2", "True", "ok"),
     ]
+    for row in rows:
+        seconds = float(row["iteration_s"])
+        rate = 6400 / seconds / 3  # per sample: 2 × 8 × 16 twice, without a gradient of x, and 2 × 16 × 3 three times
+        assert float(row["model_flops_per_s_per_device"]) == pytest.approx(rate)
+        assert float(row["mfu"]) == pytest.approx(rate / 1e12)
+        assert float(row["prediction_error"]) == pytest.approx(float(row["predicted_s"]) / seconds - 1)
+    auto3d("table", "own.yaml")
+    assert (folder / "tables" / "own" / "table.csv").read_text() == text, "the sweep has stored its predictions"
 
 
 def test_a_sweep_trains_and_tabulates_tensor_parallel_plans(folder, auto3d):
@@ -373,6 +384,13 @@ def test_tune_tries_the_best_and_never_twice(folder, auto3d):
     assert first.err.count(" ok ") == 2
     assert "mean error of 2 trials" in first.out
     assert "cost model" in (folder / "tables/own/tune.md").read_text()
+    with (folder / "tables/own/tune.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        measured, devices = float(row["measured_s"]), int(row["dp"]) * int(row["tp"]) * int(row["pp"])
+        assert float(row["model_flops_per_s_per_device"]) == pytest.approx(6400 / measured / devices)
+        assert float(row["prediction_error"]) == pytest.approx(float(row["predicted_s"]) / measured - 1)
+    assert [row["status"] for row in rows] == ["ok", "ok"]
     again = auto3d(*arguments)
     assert " ok " not in again.err
     assert again.out == first.out

@@ -3,13 +3,13 @@
 Whoever changes one on purpose also runs that benchmark, and commits its new figures in results/published.
 """
 
+import re
+
 import pytest
 
-from launch.model.costs import published
+from launch.model.costs import PUBLISHED
 from launch.model.predictions import predict
 from launch.recipe.load import RECIPES, load
-
-LAYERS = "layer_forward_seconds.csv"  # the layers of the T4, which are not part of the project
 
 A100 = {"training.global_batch": "8", "model.config.n_embd": "1024", "model.config.n_layer": "16"}
 MEGATRON = {"training.global_batch": "512", "model.config.n_embd": "2304", "model.config.n_layer": "24"}
@@ -29,8 +29,6 @@ ROWS = [  # recipe, degrees, keys of the recipe, predicted s; measured: 0.1857, 
 @pytest.mark.parametrize(("name", "degrees", "keys", "seconds"), ROWS)
 def test_predictions_of_published_iterations_do_not_drift(name, degrees, keys, seconds):
     recipe = load(str(RECIPES / "published" / f"{name}.yaml"))
-    if recipe.values.model.layers and not published(LAYERS).is_file():
-        pytest.skip("the measured layers are not on this machine")
     (row,) = predict(recipe, [degrees | keys])
     assert row.seconds == pytest.approx(seconds, rel=1e-3)
 
@@ -46,3 +44,10 @@ def test_megatron_lm_of_the_published_iterations_had_no_flash_attention():
     unfused, one_kernel, again = seconds
     assert one_kernel < 0.95 * unfused
     assert again == unfused  # the cache keeps both Graphs
+
+
+def test_every_published_file_has_its_source_beside_it():
+    files = {file.name for file in PUBLISHED.glob("*.csv")}
+    rows = re.findall(r"^\| `(\S+\.csv)` \| .+ \| (.+) \|$", (PUBLISHED / "README.md").read_text(), re.MULTILINE)
+    assert {name for name, _ in rows} == files
+    assert all(re.search(r"\(.*20\d\d\)|repository", source) for _, source in rows)

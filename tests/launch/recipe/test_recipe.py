@@ -44,6 +44,7 @@ BAD = [  # overrides of small.yaml, and words that the message must contain
     (["search.pp=[1.5]"], ["search.pp", "[1.5]"]),
     (["search.schedule=[gpip]"], ["search.schedule", "gpip", "gpipe, 1f1b"]),
     (["search.micro_batch_size=[]"], ["search.micro_batch_size", "[]"]),
+    (["search.micro_batches=[0]"], ["search.micro_batches", "0", "1"]),
     (["search.allow_idle_devices=perhaps"], ["search.allow_idle_devices", "'perhaps'", "true or false"]),
     (["cluster=summit"], ["cluster", "'summit'", "laptop"]),
     (["cluster.device=tpu"], ["cluster.device", "'tpu'", "cpu, cuda"]),
@@ -270,7 +271,9 @@ def test_every_key_is_documented():
     assert all(meaning and takes for _, _, takes, meaning in documented_keys())
 
 
-@pytest.mark.parametrize("file", sorted(RECIPES.rglob("*.yaml")), ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file", [one for one in sorted(RECIPES.rglob("*.yaml")) if one.parent.name != "papers"], ids=lambda file: file.stem
+)
 def test_every_key_of_a_shipped_recipe_is_commented(file: Path):
     """The test covers keys of the schema, not keys of a model's configuration."""
     names = {name.split(".")[1] for name, *_ in documented_keys()} | {item.name for item in fields(AcceleratorRecipe)}

@@ -23,6 +23,7 @@ from auto3d.partition.request import Partition, PartitionRequest
 from auto3d.partition.stage import PartitionError, same_stages
 from auto3d.plan import StagePlan, stages_of_operations
 
+LEAST_CAPTURED = 2  # samples: at 1 a model may have fewer operations than at all other sizes
 BLOCKS = 32  # the paper's experiments have this many, section IV-A
 
 
@@ -44,9 +45,8 @@ class RanncPartition:
 
 def choose_partition(request: PartitionRequest) -> Partition:
     """RaNNC's answer to ``request``; raises PartitionError where nothing fits."""
-    # RaNNC asks for about ten micro-batch sizes, and two captures give all of them. The smaller one has 2 samples or
-    # more: at 1 a model may have fewer operations than at all other sizes.
-    first = request.graph_at(max(2, request.micro_batch_size))
+    # RaNNC asks for about ten micro-batch sizes, and two captures give all of them.
+    first = request.graph_at(max(LEAST_CAPTURED, request.micro_batch_size))
     second = request.graph_at(max(request.global_batch, first.micro_batch_size + 1))
     graph_at = cache(partial(interpolate, first, second))
     found = rannc(
@@ -56,6 +56,7 @@ def choose_partition(request: PartitionRequest) -> Partition:
         devices_per_node=request.devices_per_node,
         global_batch=request.global_batch,
         equal_slices=request.equal_slices,
+        any_depth=request.any_depth,
     )
     several = len(found.stages) > 1
     return Partition(
@@ -78,12 +79,14 @@ def rannc(
     blocks: int = BLOCKS,
     smallest_micro_batch: int = 1,
     equal_slices: bool = False,
+    any_depth: bool = False,
 ) -> RanncPartition:
     """The stages of a model on a cluster, given the model's Graph and costs at any micro-batch size.
 
     Both functions are called with ``smallest_micro_batch`` samples (a model with batch statistics may need 2), with the
     powers of two between that and ``global_batch``, and with ``global_batch``. With ``equal_slices``, all replicas of a
-    stage get equally many samples of every micro-batch. If nothing fits, raises PartitionError that says what would.
+    stage get equally many samples of every micro-batch. With ``any_depth``, all numbers of stages are compared. If
+    nothing fits, raises PartitionError that says what would.
     """
     numbers = (nodes, devices_per_node, blocks, smallest_micro_batch)
     for name, number in zip(("nodes", "devices_per_node", "blocks", "smallest_micro_batch"), numbers, strict=True):
@@ -112,7 +115,7 @@ def rannc(
         equal_slices=equal_slices,
     )
     # If memory leaves more than k blocks, no two neighbours fit one device, so each block needs a device of its own.
-    form = search(formed).search() if len(formed) <= max(blocks, devices) else None
+    form = search(formed).search(any_depth=any_depth) if len(formed) <= max(blocks, devices) else None
     if form is None:
         formed = form_blocks(replace(units, memory_bytes=inf), blocks)
         raise PartitionError(search(formed).needed())

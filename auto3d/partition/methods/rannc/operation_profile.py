@@ -19,6 +19,8 @@ class OperationProfile:
 
     forward_s: np.ndarray
     backward_s: np.ndarray
+    forward_launch_s: np.ndarray
+    backward_launch_s: np.ndarray
     internal_bytes: np.ndarray  # per operation, bytes that it keeps for its backward besides values
     value_bytes: np.ndarray
 
@@ -65,10 +67,12 @@ class OperationProfiles:
         graph = self.graph if size == self.smallest else self._graph_at(size)
         costs = self.costs if size == self.smallest else self._costs_at(size)
         made = [value.bytes for node in graph.nodes for value in node.outputs]
-        scale = costs.activation_factor
+        scale, none = costs.activation_factor, np.zeros(len(graph.nodes))
         return OperationProfile(
             forward_s=np.array(costs.forward_s),
             backward_s=np.array(costs.backward_s),
+            forward_launch_s=none if costs.forward_launch_s is None else np.array(costs.forward_launch_s),
+            backward_launch_s=none if costs.backward_launch_s is None else np.array(costs.backward_launch_s),
             internal_bytes=scale * np.array([node.saved_bytes for node in graph.nodes], float),
             value_bytes=scale * np.array([*(value.bytes for value in graph.inputs.values()), *made], float),
         )

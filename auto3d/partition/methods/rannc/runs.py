@@ -15,8 +15,9 @@ from auto3d.partition.methods.rannc.operation_profile import OperationProfile, v
 class RunCosts:
     """Costs of one micro-batch: arrays of [first block, last block], both in the run; unused below the diagonal."""
 
-    forward_s: np.ndarray  # forward without messages
+    forward_s: np.ndarray  # forward without messages: the longer of the operations and of their launches
     backward_s: np.ndarray
+    handling_s: np.ndarray  # compute that the messages of one pass cost, received and sent
     send_s: np.ndarray  # sending results to later blocks
     send_back_s: np.ndarray  # sending gradients to earlier blocks
     saved_bytes: np.ndarray  # activations that autograd keeps
@@ -62,6 +63,7 @@ class Runs:
         self._operations = _having(operations, self.blocks)
         self._kept = _having(kept, self.blocks)
         self._received = _having(received, self.blocks, maker)
+        self._messages = _having({v: users for v, users in received.items() if maker[v] >= 0}, self.blocks, maker)
         self._sent_back = _having(
             {v: users for v, users in received.items() if v in differentiable}, self.blocks, maker
         )
@@ -77,12 +79,21 @@ class Runs:
         def message_s(table: np.ndarray) -> np.ndarray:
             return np.where(table > 0, self._costs.latency_s + table / self._costs.bandwidth, 0.0)
 
+        def handling_s(table: np.ndarray) -> np.ndarray:
+            each, per_byte = self._costs.handling
+            return np.where(table > 0, each + table * per_byte, 0.0)
+
+        def seconds(busy: np.ndarray, launch: np.ndarray) -> np.ndarray:
+            return np.maximum(self._operations.total(busy, blocks), self._operations.total(launch, blocks))
+
         values, blocks = profile.value_bytes, self.blocks
         inside = self._operations.total(profile.internal_bytes, blocks)
+        sent = self._sent.total(values, blocks)
         return RunCosts(
-            forward_s=self._operations.total(profile.forward_s, blocks),
-            backward_s=self._operations.total(profile.backward_s, blocks),
-            send_s=message_s(self._sent.total(values, blocks)),
+            forward_s=seconds(profile.forward_s, profile.forward_launch_s),
+            backward_s=seconds(profile.backward_s, profile.backward_launch_s),
+            handling_s=handling_s(sent) + handling_s(self._messages.total(values, blocks)),
+            send_s=message_s(sent),
             send_back_s=message_s(self._sent_back.total(values, blocks)),
             saved_bytes=inside + self._kept.total(values, blocks),
             received_bytes=self._received.total(values, blocks),

@@ -157,8 +157,12 @@ class StageSearch:
         self.equal_slices = equal_slices
         self._costs: dict[int, RunCosts] = {}
 
-    def search(self) -> StageForm | None:
-        """The best stages; None if nothing fits."""
+    def search(self, *, any_depth: bool = False) -> StageForm | None:
+        """The best stages; None if nothing fits.
+
+        With ``any_depth``, unlike in the paper, the fastest of all numbers of nodes and stages.
+        """
+        best: StageForm | None = None
         limit = self.profiles.costs.memory_bytes
         fewest = 1
         for devices, pipelines in self._pipelines():
@@ -189,9 +193,11 @@ class StageSearch:
                             )
                         )
                 if found:
-                    return min(found, key=lambda form: form.iteration_s)
-            fewest = most + 1
-        return None
+                    best = min([*found, best] if best else found, key=lambda form: form.iteration_s)
+                    if not any_depth:
+                        return best
+            fewest = 1 if any_depth else most + 1
+        return best
 
     def _pipelines(self) -> Iterator[tuple[int, int]]:
         """Pairs (devices of one pipeline, number of pipelines), the fewest devices first."""
@@ -213,6 +219,9 @@ class StageSearch:
         are those of the number rounded up. The model must be able to run with the number rounded down. With
         ``equal_slices``, the samples must divide evenly.
 
+        A forward also takes the host's time for a micro-batch, which a recomputation does not take again. Where
+        messages cost compute, both ends of each message pay for it in every pass.
+
         A device holds its weights with gradients and optimizer state, the activations that autograd keeps of one
         micro-batch, and the stage's inputs of all micro-batches, since every forward precedes the first backward. The
         paper leaves these inputs out: it profiles one micro-batch. A single stage runs one micro-batch after the other.
@@ -227,8 +236,9 @@ class StageSearch:
             costs = self._costs_of(self._samples(slices, replicas))
             again = costs.forward_s if checkpointing else 0.0
             held = micro_batches if checkpointing else 1
-            forward_s[replicas - 1][run] = (costs.forward_s + costs.send_s)[run]
-            backward_s[replicas - 1][run] = (again + costs.backward_s + costs.send_back_s)[run]
+            forward = costs.forward_s + self.profiles.costs.micro_batch_s + costs.handling_s + costs.send_s
+            forward_s[replicas - 1][run] = forward[run]
+            backward_s[replicas - 1][run] = (again + costs.backward_s + costs.handling_s + costs.send_back_s)[run]
             memory_bytes[replicas - 1][run] = (costs.state_bytes + costs.saved_bytes + held * costs.received_bytes)[run]
         return Choices(forward_s=forward_s, backward_s=backward_s, memory_bytes=memory_bytes)
 

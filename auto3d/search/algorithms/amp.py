@@ -1,0 +1,72 @@
+"""AMP's search as in its paper (Li et al. 2022, sections 4.1 and 4.4, algorithm 1): its space, and its annealing.
+
+The space has four axes: the degrees, the micro-batch size, the two tilings of the device mesh, and stages by
+``pipe_dp`` (layer-assignment). Each move draws the tensor- or the data-parallel degree anew, then the micro-batch size
+and the tiling. ``annealing`` is our version of it, over all axes. Where the listing has errors or gaps:
+
+- Lines 8 and 18 use ``randn()``, a normal variate; here it is a uniform one from 0 to 1.
+- Line 15 cuts stages for the strategy before the move; here stages are cut for the strategy after it.
+- ``cool_down`` is not given; here the temperature falls linearly from 1 to 0 seconds.
+- The first strategy is never recorded; here it is.
+"""
+
+from collections import defaultdict
+from dataclasses import replace
+from math import inf, log
+from random import Random
+
+from auto3d.cluster import Cluster
+from auto3d.search.algorithms.random_search import with_choices
+from auto3d.search.recompute import AUTO
+from auto3d.search.search import Search
+from auto3d.search.space import EQUAL, Candidate, SearchSpace
+
+TILINGS = ("horizontal", "vertical")
+
+
+def amp_space(space: SearchSpace, cluster: Cluster) -> SearchSpace:
+    """AMP's axes; the axes that AMP does not have keep the values of ``space``.
+
+    Degrees and micro-batch sizes that ``space`` lists stay. Where it has "auto", tensor-parallel groups may be of any
+    size that divides the cluster, and cross nodes.
+    """
+    every = [number for number in range(1, cluster.devices + 1) if cluster.devices % number == 0]
+    return replace(
+        space,
+        tp=every if space.tp == AUTO else space.tp,
+        schedule=("1f1b",),
+        partition=("layer-assignment",),
+        placement=TILINGS,
+        replicas=(EQUAL,),
+        allow_idle_devices=False,
+    )
+
+
+def amp(search: Search, seed: int) -> None:
+    """Algorithm 1 for as many iterations as the budget has candidates; it needs a domain of ``amp_space``."""
+    random = Random(seed)
+    by_degree: dict[str, defaultdict[int, list[Candidate]]] = {"tp": defaultdict(list), "dp": defaultdict(list)}
+    for degrees in search.domain.degrees:
+        for name, found in by_degree.items():
+            found[getattr(degrees, name)].append(degrees)
+    present: Candidate | None = None
+    cost = inf
+    iterations = search.budget.candidates
+    for iteration in range(iterations):
+        if search.spent:
+            break
+        degrees = random.choice(search.domain.degrees)
+        if present is not None:
+            kept, other = ("dp", "tp") if random.random() > 0.5 else ("tp", "dp")
+            near = by_degree[kept][getattr(present, kept)]
+            degree = random.choice(sorted({getattr(one, other) for one in near}))
+            degrees = random.choice([one for one in near if getattr(one, other) == degree])
+        candidate = with_choices(degrees, search.domain, random)
+        temperature = 1 - iteration / iterations
+        highest = cost - temperature * log(1 - random.random()) if present else inf
+        bound = search.bound(candidate)
+        if bound == inf or bound > highest:
+            continue
+        seconds = search.seconds(candidate)
+        if seconds <= highest:
+            present, cost = candidate, seconds

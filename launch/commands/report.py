@@ -1,0 +1,38 @@
+"""`auto3d report`."""
+
+from pathlib import Path
+
+import click
+
+from launch.commands.consoles import err
+from launch.commands.options import OUTPUT_FILE, recipe_command
+from launch.console.output import write_text
+from launch.console.progress import search_progress
+from launch.console.tables import TABLES
+from launch.recipe.load import load
+from launch.recipe.words import counted
+from launch.report.data import report_of
+from launch.report.page import page_of
+
+
+@recipe_command
+@click.option("--output", "file", type=OUTPUT_FILE, help="Write to this file. [tables/RECIPE/report.html]")
+def report(recipe: str, overrides: tuple[str, ...], file: str | None) -> int:
+    """Write one HTML page about RECIPE's last sweep or tune, or about a search.
+
+    The page has the table, predicted against measured times, timelines, memory over time, where the time goes, and the
+    reasons of refused candidates. It needs no network, and no folder of this machine stands in it. Where nothing was
+    measured, it shows the search of `auto3d plan`, and says so.
+    """
+    loaded = load(recipe, overrides)
+    with search_progress(err) as tell:
+        made = report_of(loaded, tell)
+    path = Path(file) if file else TABLES / loaded.name / "report.html"
+    if not file:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(str(path), page_of(made, [loaded.folder]))
+    measured = sum(row.trials > 0 for row in made.rows)
+    print(f"written: {path}, {counted(len(made.rows), 'plan')}, {measured} of them measured")
+    for remark in made.remarks:
+        print(remark)
+    return 0

@@ -1,0 +1,249 @@
+"""Measurements -> records of a table: what each column holds, which columns a table needs, how a cell looks."""
+
+import csv
+import io
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from auto3d.cost.throughput import IterationFlops, Throughput, throughput
+from auto3d.errors import InputError
+from auto3d.plan import AUTO3D, NO_OVERLAP, Plan
+from auto3d.runtime.measurement import BYTES, Measurement, Status
+from auto3d.schedule import schedule_of, write_schedule
+from launch.recipe.load import LoadedRecipe
+from launch.recipe.settings import known_peak_flops
+
+CHOICES = {
+    "engine": "engine",
+    "dp": "dp",
+    "tp": "tp",
+    "pp": "pp",
+    "micro_batch_size": "micro-\nbatch",
+    "schedule": "schedule",
+    "recompute": "recomputed",
+    "replicas": "replicas\nof stages",
+    "shard_optimizer": "ZeRO-1",
+    "sequence_parallel": "sequence-\nparallel",
+    "tensor_overlap": "tensor\noverlap",
+}
+RATES = {
+    "samples_per_s": "samples\nper s",
+    "tokens_per_s": "tokens\nper s",
+    "model_flops_per_s_per_device": "TFLOP/s\nper device",
+    "hardware_flops_per_s_per_device": "with\nrecomputation",
+    "mfu": "MFU",
+}
+HEADINGS = {
+    **CHOICES,
+    "iteration_s": "s per\niteration",
+    "spread_s": "spread\n(s)",
+    "predicted_s": "predicted\n(s)",
+    "prediction_error": "error",
+    "speed_up": "speed-up",
+    **RATES,
+    "peak_bytes": "peak\n(MiB)",
+    "used_bytes": "used\n(MiB)",
+    "status": "status",
+    "why_not": "why not",
+}
+_MODEL, _HARDWARE = "model_flops_per_s_per_device", "hardware_flops_per_s_per_device"
+_SHOWN = 6  # rows that an error names at most
+
+
+def record(recipe: LoadedRecipe, measurement: Measurement, predicted_s: float | None = None) -> dict[str, Any]:
+    """The record of one trial, in seconds, bytes and FLOPs; figures of a trial that is not ok are None."""
+    plan = measurement.plan
+    ok = measurement.status is Status.OK
+    seconds = measurement.median_s if ok else None
+    return {
+        "engine": plan.engine,
+        "dp": plan.dp,
+        "tp": plan.tp,
+        "pp": plan.pp,
+        "micro_batch_size": plan.micro_batch_size,
+        "schedule": write_schedule(plan.schedule, {k: v for k, v in plan.schedule_options.items() if k != "recompute"}),
+        "recompute": _recomputed(plan),
+        "replicas": "+".join(str(stage.replicas) for stage in plan.stages),
+        "shard_optimizer": plan.shard_optimizer,
+        "sequence_parallel": plan.sequence_parallel,
+        "tensor_overlap": plan.tensor_overlap,
+        "iteration_s": seconds,
+        "spread_s": measurement.spread_s if ok else None,
+        "predicted_s": predicted_s,
+        "prediction_error": None if seconds is None or predicted_s is None else predicted_s / seconds - 1,
+        "speed_up": None,
+        **rates(None if seconds is None else rates_of(recipe, measurement, seconds)),
+        **{name: max(getattr(measurement, name), default=None) if ok else None for name in BYTES},
+        "status": str(measurement.status),
+        "why_not": measurement.error if measurement.status is Status.INFEASIBLE else None,
+        "devices": "emulated" if measurement.emulated else "real",
+        "error": measurement.error,
+        "plan": asdict(plan),
+    }
+
+
+def rates_of(recipe: LoadedRecipe, measurement: Measurement, seconds: float) -> Throughput:
+    """The throughput of the measured plan at ``seconds`` per iteration.
+
+    Emulated devices have no peak: their times are not those of the accelerator that the recipe names.
+    """
+    flops = peak = None
+    if measurement.model_flops is not None:
+        flops = IterationFlops(model=measurement.model_flops, recomputed=measurement.recomputed_flops or 0.0)
+    if not measurement.emulated:
+        peak = known_peak_flops(recipe, measurement.plan, measured_precision(recipe))
+    return throughput(
+        measurement.plan, seconds, flops=flops, tokens_per_sample=measurement.tokens_per_sample, peak_flops=peak
+    )
+
+
+def rates(of: Throughput | None) -> dict[str, float | None]:
+    """The columns of RATES."""
+    if of is None:
+        return dict.fromkeys(RATES)
+    figures = (of.samples_per_s, of.tokens_per_s, of.model_flops_per_s, of.hardware_flops_per_s, of.mfu)
+    return dict(zip(RATES, figures, strict=True))
+
+
+def measured_precision(recipe: LoadedRecipe) -> str:
+    """The precision of matrix products in a trial, as in an accelerator's ``peak_tflops``."""
+    return "tf32" if recipe.values.training.tf32 else "float32"
+
+
+def compare(records: Sequence[dict[str, Any]], baseline: str) -> None:
+    """Fill the column ``speed_up`` of all records: the baseline's seconds per iteration by theirs.
+
+    ``baseline`` has pairs key=value of the columns of CHOICES, such as ``dp=1 tp=1 pp=1``. Raises InputError unless
+    they match exactly one row, whose trial succeeded.
+    """
+    seconds = _baseline(records, baseline)["iteration_s"]
+    for one in records:
+        if one["iteration_s"] is not None:
+            one["speed_up"] = seconds / one["iteration_s"]
+
+
+def _baseline(records: Sequence[dict[str, Any]], text: str) -> dict[str, Any]:
+    wanted: dict[str, str] = {}
+    for pair in text.split():
+        key, sign, value = pair.partition("=")
+        if not sign or key not in CHOICES:
+            raise InputError(f"--baseline: {pair!r}: write KEY=VALUE with a key of {', '.join(CHOICES)}")
+        wanted[key] = value
+    matching = [one for one in records if all(_text(one[key]) == value for key, value in wanted.items())]
+    if len(matching) != 1:
+        names = _names(matching or records)
+        shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+        if matching:
+            raise InputError(f"--baseline: {len(matching)} rows match {text!r}; add what one of them has: {shown}")
+        raise InputError(f"--baseline: no row matches {text!r}; the rows are: {shown}")
+    if matching[0]["iteration_s"] is None:
+        raise InputError(f"--baseline: the trial of {text!r} is {matching[0]['status']}; name a row that is ok")
+    return matching[0]
+
+
+def _names(records: Sequence[dict[str, Any]]) -> list[str]:
+    """The records by the pairs in which they differ, of columns that a table shows."""
+    shown = [key for key in columns_of(records) if key in CHOICES]
+    keys = [key for key in shown if len({one[key] for one in records}) > 1] or shown
+    return [" ".join(f"{key}={_text(one[key])}" for key in keys) for one in records]
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _recomputed(plan: Plan) -> str:
+    """The fraction of all operations that are recomputed."""
+    stages = [plan.stages[stage] for stage in schedule_of(plan).recompute]
+    again = sum(_count(stage.operations) - _count(stage.kept) for stage in stages)
+    return f"{again / sum(_count(stage.operations) for stage in plan.stages):.0%}" if again else "none"
+
+
+def _count(ranges: Sequence[tuple[int, int]]) -> int:
+    return sum(last - first for first, last in ranges)
+
+
+def rate_columns(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Name -> heading of the columns of RATES that hold something; FLOPs with recomputation only if a row has any."""
+    columns = {name: heading for name, heading in RATES.items() if any(one[name] is not None for one in records)}
+    if all(one[_HARDWARE] == one[_MODEL] for one in records):
+        columns.pop(_HARDWARE, None)
+    return columns
+
+
+def what_rates_are(columns: Collection[str], recipe: LoadedRecipe) -> str:
+    """What the columns of RATES hold, for a caption; begins with a semicolon unless it is empty."""
+    text = ""
+    if _MODEL in columns:
+        text += "; TFLOP/s of the forward and the backward that the model needs, counted on its captured graph"
+    if _HARDWARE in columns:
+        text += ", then with what is recomputed"
+    if "mfu" in columns:
+        text += f"; MFU: without what is recomputed, of the {measured_precision(recipe)} peak of the devices"
+    return text
+
+
+def columns_of(records: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Name -> heading of the columns in which trials of this table can differ, and that are not empty."""
+    columns = dict(HEADINGS)
+    empty = {
+        "engine": all(one["engine"] == AUTO3D for one in records),
+        "why_not": not any(one["why_not"] for one in records),
+        "recompute": all(one["recompute"] == "none" for one in records),  # true in most sweeps
+        "replicas": all(set(one["replicas"]) <= {"1", "+"} for one in records),
+        "shard_optimizer": not any(one["shard_optimizer"] for one in records),
+        "sequence_parallel": not any(one["sequence_parallel"] for one in records),
+        "tensor_overlap": all(one["tensor_overlap"] == NO_OVERLAP for one in records),
+        **{name: name not in rate_columns(records) for name in RATES},
+    }
+    for name in ("predicted_s", "prediction_error", "speed_up", "used_bytes"):  # CPUs do not report the last
+        empty[name] = all(one[name] is None for one in records)
+    for name in (name for name, is_empty in empty.items() if is_empty):
+        del columns[name]
+    if any(one["devices"] == "emulated" for one in records):
+        columns["devices"] = "devices"  # every row names its devices
+    return columns
+
+
+def same_choices(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Column of CHOICES -> its value, where this is the same in all of several records."""
+    if len(records) < 2:
+        return {}
+    return {key: records[0][key] for key in CHOICES if all(one[key] == records[0][key] for one in records)}
+
+
+def cells(record: Mapping[str, Any], columns: Collection[str]) -> list[str]:
+    """The cells of a record, rounded for reading."""
+    forms = {
+        "iteration_s": "{:.3f}",
+        "spread_s": "{:.3f}",
+        "predicted_s": "{:.3f}",
+        "prediction_error": "{:+.1%}",
+        "speed_up": "{:.2f}",
+        "samples_per_s": "{:.1f}",
+        "tokens_per_s": "{:,.0f}",
+        _MODEL: "{:.3g}",
+        _HARDWARE: "{:.3g}",
+        "mfu": "{:.1%}",
+        **dict.fromkeys(BYTES, "{:.0f}"),
+    }
+    units = dict.fromkeys(BYTES, 2**20) | {_MODEL: 1e12, _HARDWARE: 1e12}
+    in_units = {name: record[name] / unit for name, unit in units.items() if record.get(name) is not None}
+    shown = {**record, **in_units}
+    return ["-" if shown[name] is None else forms.get(name, "{}").format(shown[name]) for name in columns]
+
+
+def csv_text(records: Sequence[Mapping[str, Any]], columns: Collection[str]) -> str:
+    """The ``columns`` of all records as a CSV file with a heading."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(columns), lineterminator="\n", extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(records)
+    return text.getvalue()
+
+
+def aligned(columns: Collection[str]) -> list[str]:
+    """The alignment of each column: text to the left, numbers to the right."""
+    left = ("engine", "schedule", "tensor_overlap", "status", "why_not", "devices")
+    return ["left" if name in left else "right" for name in columns]

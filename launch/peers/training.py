@@ -1,0 +1,86 @@
+"""Trains by a peer, with the result that auto3d's own training gives: the same times and memory, read the same way."""
+
+from collections.abc import Mapping
+from importlib import import_module
+from time import perf_counter
+
+import torch
+
+from auto3d.allocator import keep_freed_memory
+from auto3d.capture.model import CapturedModel
+from auto3d.plan import DDP, DEEPSPEED_PIPELINE, FSDP, FSDP_GATHERED, TORCH_PIPELINING, ZERO_1, ZERO_2, ZERO_3, Plan
+from auto3d.runtime.activity import THIS_RANK
+from auto3d.runtime.arithmetic import set_arithmetic
+from auto3d.runtime.data import DataSettings
+from auto3d.runtime.peak_memory import PeakMemory
+from auto3d.runtime.settings import TrainingSettings
+from auto3d.runtime.training import TrainingResult, naming_this_rank, of_all_ranks
+from auto3d.runtime.world import World, join
+from launch.peers.rank import PeerRank
+
+FILES = {
+    TORCH_PIPELINING: "torch_pipelining",
+    DEEPSPEED_PIPELINE: "deepspeed_pipeline",
+    ZERO_1: "deepspeed_zero",
+    ZERO_2: "deepspeed_zero",
+    ZERO_3: "deepspeed_zero",
+    DDP: "ddp",
+    FSDP: "fsdp",
+    FSDP_GATHERED: "fsdp",
+}
+"""Engine -> its file here; it has one function, build(rank: PeerRank) -> Iteration."""
+
+
+def train_by_peer(
+    captured: CapturedModel,
+    plan: Plan,
+    settings: TrainingSettings,
+    data: DataSettings,
+    world: World,
+    *,
+    state: Mapping[str, torch.Tensor] | None = None,
+) -> TrainingResult:
+    """Train for ``settings.iterations`` as rank ``world.rank`` by the peer ``plan.engine``.
+
+    As ``auto3d.runtime.training.train``, without checkpoints. The peak memory leaves out the building of the model,
+    which a peer needs whole on each rank.
+    """
+    torch.set_num_threads(settings.threads_per_rank)
+    with naming_this_rank():
+        device = world.device(settings.device)
+        set_arithmetic(device, tf32=settings.tf32, deterministic=settings.deterministic)
+        peer = import_module(f"launch.peers.{FILES[plan.engine]}")  # before the memory is read, like other libraries
+        join(world, device=device, timeout_s=settings.timeout_s, collectives_on_device=True)
+        memory = PeakMemory(device)
+        if device.type == "cpu":
+            keep_freed_memory()
+        rank = PeerRank(
+            world=world, plan=plan, captured=captured, settings=settings, data=data, device=device, state=state
+        )
+        run = peer.build(rank)
+        memory.restart()
+        losses: list[torch.Tensor | None] = []
+        seconds: list[float] = []
+        before = perf_counter()
+        for iteration in range(settings.iterations):
+            THIS_RANK.set_phase(f"in iteration {iteration + 1} of {plan.engine}")
+            losses.append(run(iteration))
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            now = perf_counter()
+            seconds.append(now - before)
+            before = now
+        shares = [0.0 if loss is None else float(loss) for loss in losses]
+        peak = memory.read()
+        local = [peak.allocated, peak.reserved or 0, peak.used or 0]
+        gathered = of_all_ranks(local, torch.int64, timeout_s=settings.timeout_s).T.tolist()
+        on_gpu = device.type == "cuda"
+        return TrainingResult(
+            loss=of_all_ranks(shares, torch.float64, timeout_s=settings.timeout_s).sum(dim=0).tolist(),
+            grad_norm=[None] * len(losses),
+            iteration_s=of_all_ranks(seconds, torch.float64, timeout_s=settings.timeout_s).max(dim=0).values.tolist(),
+            peak_bytes=gathered[0],
+            reserved_bytes=gathered[1] if on_gpu else [],
+            used_bytes=gathered[2] if on_gpu else [],
+            predicted_bytes=[],
+        )

@@ -1,0 +1,127 @@
+"""One row of the report's table for each plan, and the plans that no other beats in both time and memory."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from statistics import median
+
+from auto3d.plan import AUTO3D, Plan
+from auto3d.runtime.measurement import Measurement, Status
+from auto3d.schedule import write_schedule
+from auto3d.schedule.shape import shape_of
+from launch.report.source import ReportedPlan
+
+PREDICTED = "predicted"  # the status of a plan that was not run
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRow:
+    """Choices and figures of one plan, in seconds and bytes; what is not known is None."""
+
+    name: str
+    engine: str
+    dp: int
+    tp: int
+    pp: int
+    micro_batch_size: int
+    micro_batches: int
+    schedule: str
+    recompute: str
+    partition: str
+    placement: str
+    more: str
+    ranks: int
+    status: str
+    emulated: bool
+    trials: int
+    measured_s: float | None  # median over trials of the median over iterations
+    spread_s: float | None  # slowest minus fastest iteration of all trials
+    predicted_s: float | None
+    error: float | None  # predicted_s / measured_s - 1; None where they are not of the same devices
+    samples_per_s: float | None  # by the measured time if there is one, else by the predicted time
+    measured_peak: float | None  # fullest rank
+    predicted_peak: float | None  # fullest pipeline device
+    problem: str  # why a trial did not succeed
+
+
+def row_of(one: ReportedPlan) -> PlanRow:
+    """The row of a plan."""
+    plan, candidate = one.plan, one.candidate
+    good = [trial for trial in one.measurements if trial.status is Status.OK]
+    measured_s = median(trial.median_s for trial in good) if good else None
+    predicted_s = None if one.model is None else one.model.seconds(plan)
+    times = [time for trial in good for time in trial.iteration_s]
+    seconds = measured_s or predicted_s
+    peaks = list(chain.from_iterable(trial.peak_bytes for trial in good))
+    failed = next((trial for trial in one.measurements if trial.status is not Status.OK), None)
+    schedule = _schedule(plan)
+    engine = "" if plan.engine == AUTO3D else f"{plan.engine} "
+    return PlanRow(
+        name=f"{engine}dp={plan.dp} tp={plan.tp} pp={plan.pp} micro-batch={plan.micro_batch_size} {schedule}",
+        engine=plan.engine,
+        dp=plan.dp,
+        tp=plan.tp,
+        pp=plan.pp,
+        micro_batch_size=plan.micro_batch_size,
+        micro_batches=plan.micro_batches,
+        schedule=schedule,
+        recompute=_recomputed(plan),
+        partition=candidate.partition if candidate else "",
+        placement=candidate.placement if candidate else "",
+        more=candidate.more if candidate else "",
+        ranks=plan.ranks,
+        status=_status(one.measurements, failed),
+        emulated=any(trial.emulated for trial in one.measurements),
+        trials=len(one.measurements),
+        measured_s=measured_s,
+        spread_s=max(times) - min(times) if times else None,
+        predicted_s=predicted_s,
+        error=predicted_s / measured_s - 1 if predicted_s and measured_s and one.compared else None,
+        samples_per_s=plan.global_batch / seconds if seconds else None,
+        measured_peak=max(peaks, default=None),
+        predicted_peak=None if one.model is None else max(one.model.memory(plan)),
+        problem=failed.error if failed else "",
+    )
+
+
+def order(row: PlanRow) -> tuple[int, float]:
+    """The key that sorts rows: measured ones by time, then predicted ones by time, then those that failed."""
+    if row.measured_s is not None:
+        return 0, row.measured_s
+    return (1, row.predicted_s or 0.0) if row.status == PREDICTED else (2, 0.0)
+
+
+def front(points: Sequence[tuple[float | None, float | None]]) -> list[int]:
+    """The places in ``points`` of the Pareto front, by rising first value.
+
+    No other point is at most as large in both values and smaller in one. Of equal points, the first is on the front;
+    points with a value of None are not.
+    """
+    known = [(x, y, place) for place, (x, y) in enumerate(points) if x is not None and y is not None]
+    found: list[int] = []
+    least = float("inf")
+    for _, y, place in sorted(known):
+        if y < least:
+            found.append(place)
+            least = y
+    return found
+
+
+def _status(measurements: Sequence[Measurement], failed: Measurement | None) -> str:
+    return str(failed.status if failed else Status.OK) if measurements else PREDICTED
+
+
+def _schedule(plan: Plan) -> str:
+    options = {name: value for name, value in plan.schedule_options.items() if name != "recompute"}
+    return write_schedule(plan.schedule, options)
+
+
+def _recomputed(plan: Plan) -> str:
+    """The fraction of all operations that are recomputed."""
+    recomputed = [plan.stages[number] for number in shape_of(plan).recompute]
+    again = sum(_count(stage.operations) - _count(stage.kept) for stage in recomputed)
+    return f"{again / sum(_count(stage.operations) for stage in plan.stages):.0%}" if again else "none"
+
+
+def _count(ranges: Sequence[tuple[int, int]]) -> int:
+    return sum(last - first for first, last in ranges)

@@ -1,0 +1,212 @@
+"""What a report is about: the trials of a recipe's last sweep or tune or, where there are none, a search."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from auto3d.capture.graph import Graph
+from auto3d.cost.model import CostModel
+from auto3d.errors import InputError
+from auto3d.plan import AUTO3D, Plan
+from auto3d.runtime.measurement import Measurement
+from auto3d.schedule import samples_at_once
+from auto3d.search.search import Search
+from auto3d.search.space import Candidate, Refusals
+from launch.console import tables
+from launch.model import candidates
+from launch.model.graphs import PlanningModel
+from launch.model.profile import how_to_measure
+from launch.model.ranking import predicted_by
+from launch.model.search import search_recipe
+from launch.recipe.load import LoadedRecipe, load
+from launch.recipe.settings import emulation
+from launch.recipe.words import counted
+from launch.store.trials import StoreError, last_command, measurement_of, recipe_folder, trial_settings
+
+SEARCHED = 1000  # most plans of a search that a report lists
+
+
+@dataclass(frozen=True)
+class ReportedPlan:
+    """A plan with the results of its trials and the cost model that predicts it."""
+
+    plan: Plan
+    candidate: Candidate | None = None  # choices that a plan does not record, such as its partition method
+    measurements: tuple[Measurement, ...] = ()  # none: the plan was only predicted
+    model: CostModel | None = None  # None: another engine's plan, or one of an earlier version of the model
+    compared: bool = True  # whether its measured times are those that the cost model predicts
+
+
+@dataclass(frozen=True)
+class ReportSource:
+    """What a report shows, and how its numbers were made."""
+
+    recipe: LoadedRecipe  # with the overrides of its sweep or tune
+    verb: str  # command that makes this again: sweep, tune or plan
+    plans: list[ReportedPlan]
+    refused: Refusals
+    measured: str  # how the measured numbers were made; empty if there are none
+    predicted: str  # how the predicted numbers were made
+    remarks: tuple[str, ...]  # what is missing from the report, and why
+
+
+Tell = Callable[[int, float], None] | None
+
+
+def source_of(recipe: LoadedRecipe, tell: Tell = None) -> ReportSource:
+    """What a report of ``recipe`` shows; overrides, if there are any, must be those of its last sweep or tune.
+
+    A report has measurements only of the settings that the recipe has now. Where there are none, it is the search of
+    `auto3d plan`, and a remark says why. ``tell`` receives the progress of that search, as in ``search_recipe``. Raises
+    RecipeError if no plan can run.
+    """
+    if tuned := _last_tune(recipe):
+        return _of_tune(*tuned, tell)
+    try:
+        results = tables.results_of(recipe)
+    except StoreError as error:
+        return _of_search(recipe, f"Nothing on this page was measured: {error}.", tell)
+    return _of_sweep(results)
+
+
+# A sweep
+
+
+def _of_sweep(results: tables.Results) -> ReportSource:
+    recipe = results.recipe
+    model = PlanningModel(recipe)
+    graph_at = cache(model.graph)
+    tried = {one.plan for one in results.measurements}
+    listed = candidates.find(recipe, graph_at, lambda plans: tried.intersection(plans), model)
+    refused = Refusals()
+    for one in listed:
+        if one.plan is None:
+            refused.add(one.candidate, one.reason)
+    found = {one.plan: one.candidate for one in listed if one.plan is not None}
+    costs = candidates.runnable_maker(recipe, graph_at, model).model
+    plans = list(_measured_plans(recipe, results.measurements, found, costs, graph_at))
+    return ReportSource(
+        recipe=recipe,
+        verb="sweep",
+        plans=plans,
+        refused=refused,
+        measured=tables.provenance(results),
+        predicted=predicted_by(recipe, costs.measured_in),
+        remarks=_remarks(recipe, plans, costs),
+    )
+
+
+def _measured_plans(
+    recipe: LoadedRecipe,
+    measurements: Sequence[Measurement],
+    found: dict[Plan, Candidate],
+    costs: CostModel,
+    graph_at: Callable[[int], Graph],
+) -> Iterator[ReportedPlan]:
+    """The plans of ``measurements``, each with all of its trials."""
+    compared = not _why_not_compared(recipe, costs)
+    trials: dict[Plan, list[Measurement]] = {}
+    for one in measurements:
+        trials.setdefault(one.plan, []).append(one)
+    for plan, ended in trials.items():
+        current = plan.engine != AUTO3D or plan.graph == graph_at(samples_at_once(plan)).fingerprint
+        known = current and plan.engine == AUTO3D  # only auto3d has a cost model
+        yield ReportedPlan(plan, found.get(plan), tuple(ended), costs if known else None, compared)
+
+
+def _remarks(recipe: LoadedRecipe, tried: Sequence[ReportedPlan], costs: CostModel) -> tuple[str, ...]:
+    """Why some of the plans that ran have no prediction, or none to compare with."""
+    remarks = []
+    if count := sum(one.model is None and one.plan.engine == AUTO3D for one in tried):
+        remarks.append(f"{counted(count, 'plan')} without a prediction: the model has changed since the trial.")
+    if reason := _why_not_compared(recipe, costs):
+        remarks.append(f"Predicted times are not compared with those of trials: {reason}.")
+    return tuple(remarks)
+
+
+def _why_not_compared(recipe: LoadedRecipe, costs: CostModel) -> str:
+    """Why the times of trials are not those that ``costs`` predicts; empty if they are."""
+    if emulation(recipe.values) is not None:
+        return "the trials ran on emulated devices"
+    kinds = (recipe.values.cluster, *recipe.values.cluster.more)
+    if not costs.measured_in and any(kind.accelerator is None for kind in kinds):
+        command = how_to_measure(recipe, costs.measured_in)
+        how = f"; to measure it: {command}" if command else ""
+        return f"they rest on round figures, not on this machine{how}"
+    precision = recipe.values.prediction.precision
+    if precision != "float32" and not costs.measured_in:
+        return f"they are for {precision}, and trials train in float32"
+    return ""
+
+
+# A tune
+
+
+def _last_tune(recipe: LoadedRecipe) -> tuple[LoadedRecipe, list[Measurement]] | None:
+    """The recipe of the last command, if that was a tune of the present settings, and the ended trials; else None."""
+    command = last_command(recipe)
+    if command is None or command.verb != "tune":
+        return None
+    present = recipe if recipe.overrides else load(recipe.written, command.overrides)
+    measurements = []
+    for name in command.trials:
+        one = measurement_of(recipe, name)
+        if one is not None and _same_settings(present, name):
+            measurements.append(one)
+    return (present, measurements) if measurements else None
+
+
+def _same_settings(recipe: LoadedRecipe, trial: str) -> bool:
+    """Whether ``trial`` ran with the settings that ``recipe`` has now."""
+    try:
+        stored = load(str(recipe_folder(recipe) / "trials" / trial / "recipe.yaml"))
+    except (InputError, OSError):
+        return False
+    return trial_settings(stored) == trial_settings(recipe)
+
+
+def _of_tune(recipe: LoadedRecipe, measurements: list[Measurement], tell: Tell) -> ReportSource:
+    search = _of_search(recipe, "", tell)
+    model = PlanningModel(recipe)
+    graph_at = cache(model.graph)
+    costs = candidates.runnable_maker(recipe, graph_at, model).model
+    untried = {replace(one.plan, graph=""): one for one in search.plans}
+    found: dict[Plan, Candidate] = {}
+    for plan in {one.plan for one in measurements}:
+        searched = untried.pop(replace(plan, graph=""), None)
+        if searched is not None and searched.candidate is not None:
+            found[plan] = searched.candidate
+    tried = list(_measured_plans(recipe, measurements, found, costs, graph_at))
+    results = tables.results(recipe, measurements, len(measurements), 0)
+    return replace(
+        search,
+        verb="tune",
+        plans=[*tried, *untried.values()],
+        measured=tables.provenance(results),
+        remarks=(*search.remarks, *_remarks(recipe, tried, costs)),
+    )
+
+
+# A search
+
+
+def _of_search(recipe: LoadedRecipe, remark: str, tell: Tell) -> ReportSource:
+    search = search_recipe(recipe, tell)
+    ranked, costs = search.ranked(), search.maker.model
+    remarks = [remark] if remark else []
+    if len(ranked) > SEARCHED:
+        remarks.append(f"The search ranked {len(ranked):,} plans; this page has the best {SEARCHED:,} of them.")
+    return ReportSource(
+        recipe=recipe,
+        verb="plan",
+        plans=[ReportedPlan(one.plan, one.candidate, (), costs) for one in ranked[:SEARCHED]],
+        refused=search.refused(),
+        measured="",
+        predicted=f"{_looked(search)}; {predicted_by(recipe, costs.measured_in)}",
+        remarks=tuple(remarks),
+    )
+
+
+def _looked(search: Search) -> str:
+    looked_at = counted(search.looked_at, "candidate")
+    return f"the search looked at {looked_at} and simulated {search.simulated}; equal plans are listed once"

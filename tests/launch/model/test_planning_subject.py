@@ -1,0 +1,86 @@
+"""The model of a search for several machines: its two captures run at the same time if the model is large."""
+
+import multiprocessing
+
+import pytest
+
+from auto3d.errors import InputError
+from launch.model import build
+from launch.model.costs import INTERPOLATED, planning_subject
+from launch.model.graphs import PlanningModel
+from launch.model.search import search_recipe
+from launch.recipe.load import load
+from launch.recipe.settings import cluster
+
+REAL_SIZE = ["gpt1.4b", "gpt2.5b", "gpt8.3b", "gpt20b", "gpt175b", "llama3-8b", "llama3-70b", "t5-11b", "vit-22b"]
+TWO_NODES = ["cluster.nodes=2", "search.micro_batch_size=[1,2,4,8]"]
+
+
+@pytest.fixture
+def large(monkeypatch):
+    """Counts every model as large."""
+    monkeypatch.setattr(build, "LARGE_MODULES", 0)
+
+
+def test_a_capture_of_another_process_is_that_of_this_process(folder, large, monkeypatch, tmp_path_factory):
+    recipe = load("small.yaml", TWO_NODES)
+    subject = planning_subject(recipe)
+    assert subject.fingerprint(INTERPOLATED[0])
+    (other,) = multiprocessing.active_children()
+    graphs = {size: subject.graph(size) for size in (*INTERPOLATED, 8)}
+    assert not other.is_alive()
+    monkeypatch.setenv("AUTO3D_CACHE", str(tmp_path_factory.mktemp("fresh")))
+    model = PlanningModel(recipe, predicted=True)
+    assert [graphs[size] for size in INTERPOLATED] == [model.graph(size) for size in INTERPOLATED]
+    assert graphs[8].micro_batch_size == 8
+    assert not graphs[8].fingerprint, "interpolated"
+
+
+def test_an_error_of_the_other_process_is_that_of_this_process(folder, large):
+    """The model fails at 4 samples, so no size is interpolated."""
+    (folder / "picky.py").write_text(PICKY)
+    subject = planning_subject(load("own.yaml", [*TWO_NODES, "model.factory=picky:model"]))
+    assert subject.graph(2).micro_batch_size == 2
+    with pytest.raises(InputError, match=r"picky.py, line \d+"):
+        subject.graph(4)
+    assert subject.graph(8).fingerprint, "captured"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", REAL_SIZE)
+def test_a_recipe_of_real_size_has_a_plan_that_fits_its_devices(name):
+    recipe = load(name, ["search.seconds=2"])
+    best = search_recipe(recipe).ranked()[0]
+    assert best.plan.ranks == cluster(recipe).devices
+    assert best.seconds > 0
+
+
+def test_a_small_model_starts_no_process(folder):
+    assert planning_subject(load("small.yaml", TWO_NODES)).fingerprint(2)
+    assert not multiprocessing.active_children()
+
+
+def test_a_single_size_starts_no_process(folder, large):
+    recipe = load("small.yaml", ["cluster.nodes=2", f"search.micro_batch_size=[{INTERPOLATED[0]}]"])
+    assert planning_subject(recipe).fingerprint(2)
+    assert not multiprocessing.active_children()
+
+
+PICKY = """
+import torch
+
+
+class Picky(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 3)
+
+    def forward(self, x, y):
+        if len(x) == 4:
+            raise ValueError("four")
+        return torch.nn.functional.cross_entropy(self.linear(x), y)
+
+
+def model():
+    return Picky()
+"""
