@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from platform import machine
 from statistics import mean
-from time import perf_counter
+from time import process_time
 
 import torch
 
@@ -39,7 +39,7 @@ def split_loader(
     micro_batches: int,
     repetitions: int,
 ) -> Iterator[Row]:
-    """Milliseconds that a rank takes to load a micro-batch, and its bytes, with all inputs and with its stage's own.
+    """Processor time, in ms, that a rank takes to load a micro-batch, and its bytes: all inputs, and its stage's own.
 
     Each of ``stages`` is a depth of the pipeline. Its ranks load one after the other, since their loaders exchange
     nothing. A time is the mean over ``micro_batches``, in the fastest of ``repetitions``.
@@ -69,10 +69,10 @@ def _load(batches: Batches, names: tuple[str, ...], micro_batches: int, repetiti
     """(ms per micro-batch, bytes of one micro-batch)."""
     seconds = []
     for repetition in range(repetitions):
-        begin = perf_counter()
+        begin = process_time()
         for index in range(micro_batches):
             batches.micro_batch(repetition, index, names)
-        seconds.append((perf_counter() - begin) / micro_batches)
+        seconds.append((process_time() - begin) / micro_batches)
     size = sum(value.nbytes for value in batches.micro_batch(0, 0, names).values())
     return 1000 * min(seconds), size
 
