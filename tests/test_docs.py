@@ -136,7 +136,7 @@ def keys() -> frozenset[str]:
 
 @pages()
 def test_commands(page):
-    for command in commands(page):
+    for command in (each for line in commands(page) for each in line.split(" && ")):
         words = shlex.split(command.replace("…", ""))
         if "make" in words[:2]:
             target = words[words.index("make") + 1]

@@ -10,7 +10,8 @@ from auto3d.cost.throughput import IterationFlops, Throughput, throughput
 from auto3d.errors import InputError
 from auto3d.plan import AUTO3D, NO_OVERLAP, Plan
 from auto3d.runtime.measurement import BYTES, Measurement, Status
-from auto3d.schedule import schedule_of, write_schedule
+from auto3d.schedule import write_schedule
+from auto3d.schedule.shape import shape_of
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import known_peak_flops
 
@@ -63,7 +64,7 @@ def record(recipe: LoadedRecipe, measurement: Measurement, predicted_s: float | 
         "pp": plan.pp,
         "micro_batch_size": plan.micro_batch_size,
         "schedule": write_schedule(plan.schedule, {k: v for k, v in plan.schedule_options.items() if k != "recompute"}),
-        "recompute": _recomputed(plan),
+        "recompute": recomputed(plan),
         "replicas": "+".join(str(stage.replicas) for stage in plan.stages),
         "shard_optimizer": plan.shard_optimizer,
         "sequence_parallel": plan.sequence_parallel,
@@ -153,9 +154,9 @@ def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _recomputed(plan: Plan) -> str:
+def recomputed(plan: Plan) -> str:
     """The fraction of all operations that are recomputed."""
-    stages = [plan.stages[stage] for stage in schedule_of(plan).recompute]
+    stages = [plan.stages[stage] for stage in shape_of(plan).recompute]
     again = sum(_count(stage.operations) - _count(stage.kept) for stage in stages)
     return f"{again / sum(_count(stage.operations) for stage in plan.stages):.0%}" if again else "none"
 

@@ -31,7 +31,7 @@ class Results:
     trials: int  # number of all trials of the sweep
     left_out: int  # number of plans beyond search.max_trials
     predicted_s: Mapping[Plan, float] = field(default_factory=dict)  # seconds per iteration of plans that have any
-    predicted_on: str = ""  # what these predictions rest on
+    predicted_on: str = ""  # the basis of these predictions
     baseline: str = ""  # pairs key=value that name the row to which the others are compared
 
 

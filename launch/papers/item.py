@@ -19,7 +19,7 @@ Overrides = dict[str, Any]  # keys of a recipe, such as training.global_batch, w
 Setting = tuple[str, ...]  # one label per axis of a part
 _STRICT = ConfigDict(extra="forbid")
 
-QUANTITIES = {  # what a row of a grid has, with the label of its axis; an experiment has quantities of its own
+QUANTITIES = {  # values of a grid's row, with the labels of their axes; an experiment has quantities of its own
     "iteration_s": "s per iteration",
     "samples_per_s": "samples per s",
     "tokens_per_s": "tokens per s",
@@ -108,7 +108,7 @@ class Part:
     """System -> labels of a setting, joined by ", " -> the paper's figure."""
     claims: list[Claim] = field(default_factory=list)
     figure: Figure | None = None
-    text: str = ""  # what a reader has to know about how the numbers are made
+    text: str = ""  # remarks on how the numbers are made
 
     @property
     def settings(self) -> list[Setting]:

@@ -2,12 +2,9 @@
 
 from contextlib import nullcontext
 
-import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from auto3d.runtime.optimizer import make_state
-from auto3d.runtime.verify import loss_of
+from launch.peers.accumulation import accumulating
 from launch.peers.rank import Iteration, PeerRank
 
 
@@ -25,22 +22,4 @@ def build(rank: PeerRank) -> Iteration:
         static_graph=rank.plan.micro_batches == 1,
         find_unused_parameters=bool(parameters - rank.captured.graph.trained),
     )
-    optimizer, learning_rate = rank.optimizer(parallel)
-    make_state(optimizer)
-    count, inputs = rank.plan.micro_batches, rank.inputs()
-
-    def run(iteration: int) -> torch.Tensor:
-        optimizer.zero_grad()
-        total = torch.zeros((), device=rank.device)
-        for index in range(count):
-            with nullcontext() if index == count - 1 else parallel.no_sync():
-                loss = loss_of(parallel(**next(inputs))) / count
-                loss.backward()
-            total += loss.detach()
-        if rank.clip_norm:
-            nn.utils.clip_grad_norm_(parallel.parameters(), rank.clip_norm)
-        optimizer.step()
-        learning_rate.step()
-        return total / rank.plan.dp
-
-    return run
+    return accumulating(rank, parallel, lambda last: nullcontext() if last else parallel.no_sync())

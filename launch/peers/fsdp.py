@@ -1,13 +1,14 @@
 """torch's FSDP2 (``fully_shard``), layer by layer: parameters, gradients and optimizer state are sharded."""
 
-import torch
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from auto3d.plan import FSDP
-from auto3d.runtime.optimizer import make_state
-from auto3d.runtime.verify import loss_of
+from launch.peers.accumulation import accumulating
 from launch.peers.rank import Iteration, PeerRank
 
 
@@ -24,27 +25,15 @@ def build(rank: PeerRank) -> Iteration:
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
     sharded = fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
     assert isinstance(sharded, FSDPModule)
-    optimizer, learning_rate = rank.optimizer(model)
-    make_state(optimizer)
-    count, inputs = rank.plan.micro_batches, rank.inputs()
 
-    def run(iteration: int) -> torch.Tensor:
-        optimizer.zero_grad()
-        total = torch.zeros((), device=rank.device)
-        for index in range(count):
-            if not reshard:
-                sharded.set_requires_gradient_sync(index == count - 1)
-                sharded.set_reshard_after_backward(index == count - 1)
-            loss = loss_of(model(**next(inputs))) / count
-            loss.backward()
-            total += loss.detach()
-        if rank.clip_norm:
-            nn.utils.clip_grad_norm_(model.parameters(), rank.clip_norm)
-        optimizer.step()
-        learning_rate.step()
-        return total / rank.plan.dp
+    @contextmanager
+    def until_the_last(last: bool) -> Iterator[None]:
+        if not reshard:
+            sharded.set_requires_gradient_sync(last)
+            sharded.set_reshard_after_backward(last)
+        yield
 
-    return run
+    return accumulating(rank, model, until_the_last)
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:

@@ -26,7 +26,7 @@ class TimelineOperations:
     device: list[int]
     start: list[float]
     duration: list[float]
-    kind: list[str]  # as Kind has them
+    kind: list[str]  # values of Kind
     stage: list[int]
     pipe: list[int]
     micro_batch: list[int]  # number of the first one; -1 for an update

@@ -8,7 +8,7 @@ from statistics import median
 from auto3d.plan import AUTO3D, Plan
 from auto3d.runtime.measurement import Measurement, Status
 from auto3d.schedule import write_schedule
-from auto3d.schedule.shape import shape_of
+from launch.console.records import recomputed
 from launch.report.source import ReportedPlan
 
 PREDICTED = "predicted"  # the status of a plan that was not run
@@ -65,7 +65,7 @@ def row_of(one: ReportedPlan) -> PlanRow:
         micro_batch_size=plan.micro_batch_size,
         micro_batches=plan.micro_batches,
         schedule=schedule,
-        recompute=_recomputed(plan),
+        recompute=recomputed(plan),
         partition=candidate.partition if candidate else "",
         placement=candidate.placement if candidate else "",
         more=candidate.more if candidate else "",
@@ -114,14 +114,3 @@ def _status(measurements: Sequence[Measurement], failed: Measurement | None) -> 
 def _schedule(plan: Plan) -> str:
     options = {name: value for name, value in plan.schedule_options.items() if name != "recompute"}
     return write_schedule(plan.schedule, options)
-
-
-def _recomputed(plan: Plan) -> str:
-    """The fraction of all operations that are recomputed."""
-    recomputed = [plan.stages[number] for number in shape_of(plan).recompute]
-    again = sum(_count(stage.operations) - _count(stage.kept) for stage in recomputed)
-    return f"{again / sum(_count(stage.operations) for stage in plan.stages):.0%}" if again else "none"
-
-
-def _count(ranges: Sequence[tuple[int, int]]) -> int:
-    return sum(last - first for first, last in ranges)

@@ -47,7 +47,7 @@ class ReportSource:
     refused: Refusals
     measured: str  # how the measured numbers were made; empty if there are none
     predicted: str  # how the predicted numbers were made
-    remarks: tuple[str, ...]  # what is missing from the report, and why
+    remarks: tuple[str, ...]  # parts that are missing from the report, with the reasons
 
 
 Tell = Callable[[int, float], None] | None

@@ -72,7 +72,7 @@ class SweepRecord:
     trials: list[str]  # names
     left_out: int  # number of plans beyond search.max_trials
     predicted_s: dict[str, float] = field(default_factory=dict)  # name of a trial -> predicted seconds per iteration
-    predicted_on: str = ""  # what these predictions rest on
+    predicted_on: str = ""  # the basis of these predictions
 
 
 _sweep_adapter = TypeAdapter(SweepRecord)

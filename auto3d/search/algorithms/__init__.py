@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from auto3d.search.search import Search
 
 AMP = "amp"  # the algorithm with a search space of its own
-AMP_ITERATIONS, AMP_TRIALS = 500, 10  # of its annealing, and of the best strategies found (Li et al. 2022, section 5)
+AMP_ITERATIONS, AMP_TRIALS = 500, 10  # steps of its annealing; real trials (Li et al. 2022, section 5)
 ALGORITHMS = {  # name -> the file and its function of the same name; imported at first use, so the names are cheap
     "annealing": "annealing",
     "random": "random_search",

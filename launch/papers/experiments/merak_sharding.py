@@ -21,7 +21,7 @@ def sharding_times(*, tell: Callable[[str], None], recipe: str, models: Mapping[
     import torch  # loaded here, not while the first model is timed
 
     on = f"cpu ({machine()}), torch {torch.__version__}"
-    PlanningModel(load("tiny"), fresh=True).graph(1)  # what only the first capture of a process takes
+    PlanningModel(load("tiny"), fresh=True).graph(1)  # the first capture of a process takes longer
     for name, overrides in models.items():
         loaded = load(recipe, overrides)
         for system in (WITHOUT_CACHE, CACHED):

@@ -1,7 +1,7 @@
 """The formulas of Chimera's tables 2 and 3 for bubbles and memory, beside simulated schedules and predicted bytes."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from auto3d.cluster import Cluster, Node, place_ranks
 from auto3d.cost.layers import Layer, work_of_layers
@@ -43,8 +43,16 @@ class Formulas:
 def _table_2(d: int, n: int) -> dict[tuple[str, str], Formulas]:
     """(synchronous or not, scheme) -> its formulas at depth ``d`` with ``n`` micro-batches."""
     flushed = (d - 1) / (n + d - 1)
-    chimera = {"bubble": (d - 2) / (2 * n + d - 2), "weights": (2, 2), "models": 2, "schedule": "chimera"}
-    many = {"iterations": 8}
+    chimera = Formulas(
+        bubble=(d - 2) / (2 * n + d - 2),
+        weights=(2, 2),
+        activations=(d / 2 + 1, d),
+        backward=1.0,
+        models=2,
+        schedule="chimera",
+        options={},
+    )
+    many: dict[str, int | str] = {"iterations": 8}
     return {
         ("asynchronous", "PipeDream"): Formulas(
             bubble=0.0, weights=(1, d), activations=(1, d), schedule="pipedream", options=many
@@ -61,13 +69,15 @@ def _table_2(d: int, n: int) -> dict[tuple[str, str], Formulas]:
         ("synchronous", "DAPPLE"): Formulas(
             bubble=flushed, weights=(1, 1), activations=(1, d), schedule="1f1b", options={}
         ),
-        ("synchronous", "Chimera, B = F"): Formulas(
-            **chimera, activations=(d / 2 + 1, d), backward=1.0, options={}
-        ),
-        ("synchronous", "Chimera halving, B = 2 F"): Formulas(
-            # Its parts of a micro-batch are the micro-batches of the formula. Of its activations, the paper says that
-            # they are no more than Chimera's.
-            **chimera | {"bubble": (d - 2) / (4 * n + d - 2)}, activations=(None, d), options={"scale": "halving"}
+        ("synchronous", "Chimera, B = F"): chimera,
+        # The parts of a micro-batch are the micro-batches of the formula. The paper says that halving needs no more
+        # activations than Chimera, and does not give the least.
+        ("synchronous", "Chimera halving, B = 2 F"): replace(
+            chimera,
+            bubble=(d - 2) / (4 * n + d - 2),
+            activations=(None, d),
+            backward=2.0,
+            options={"scale": "halving"},
         ),
     }  # fmt: skip
 

@@ -20,7 +20,7 @@ from launch.papers.experiments.merak_sharding import CACHED, WITHOUT_CACHE, shar
 from launch.recipe.data import data_settings
 from launch.recipe.load import load
 
-DEPTHS = (4, 8, 16, 32, 64)  # of figure 10a, with twice as many micro-batches
+DEPTHS = (4, 8, 16, 32, 64)  # figure 10a has twice as many micro-batches
 SHIFTED = "shifted-critical-path"
 HEAD = 316 / (2 * 244)  # forward FLOPs of the head over those of two layers of hidden size 3072 at 1,024 tokens
 PLAN = Plan(
