@@ -14,7 +14,7 @@ VERBS = {  # verb -> its line in `auto3d --help`; launch/commands/VERB.py define
     "doctor": "Check what trials need, and say how to mend each fault.",
     "keys": "List every key of a recipe: its default, what it takes, and what it means.",
     "logs": "Print the output of TRIAL and how it ended.",
-    "paper": "Make tables and figures of papers again, and compare.",
+    "paper": "Make tables and figures of papers again, and compare them.",
     "partition": "Cut RECIPE's model into stages and print them.",
     "plan": "Search for the fastest plan by prediction; train nothing.",
     "predict": "Predict time and peak memory of each configuration in a CSV file.",

@@ -21,7 +21,7 @@ RESULTS = Path("results/papers")
     "--output", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, help=f"Write here. [{RESULTS}]"
 )
 def paper(items: tuple[str, ...], every: bool, listing: bool, output: Path) -> int:
-    """Make tables and figures of papers again, and compare them with what the papers say.
+    """Make tables and figures of papers again, and compare them.
 
     ITEMS are files of recipes/papers/, such as merak-fig10a. Each gives a Markdown page, two CSV files and a plot, and
     its claims join those of the others in README.md.
