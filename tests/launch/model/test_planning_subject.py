@@ -17,16 +17,23 @@ TWO_NODES = ["cluster.nodes=2", "search.micro_batch_size=[1,2,4,8]"]
 
 
 @pytest.fixture
+def started():
+    """A function of the processes that the test has started; other tests of this process may have pools of their own."""
+    before = set(multiprocessing.active_children())
+    return lambda: [process for process in multiprocessing.active_children() if process not in before]
+
+
+@pytest.fixture
 def large(monkeypatch):
     """Counts every model as large."""
     monkeypatch.setattr(build, "LARGE_MODULES", 0)
 
 
-def test_a_capture_of_another_process_is_that_of_this_process(folder, large, monkeypatch, tmp_path_factory):
+def test_a_capture_of_another_process_is_that_of_this_process(folder, large, started, monkeypatch, tmp_path_factory):
     recipe = load("small.yaml", TWO_NODES)
     subject = planning_subject(recipe)
     assert subject.fingerprint(INTERPOLATED[0])
-    (other,) = multiprocessing.active_children()
+    (other,) = started()
     graphs = {size: subject.graph(size) for size in (*INTERPOLATED, 8)}
     assert not other.is_alive()
     monkeypatch.setenv("AUTO3D_CACHE", str(tmp_path_factory.mktemp("fresh")))
@@ -55,15 +62,15 @@ def test_a_recipe_of_real_size_has_a_plan_that_fits_its_devices(name):
     assert best.seconds > 0
 
 
-def test_a_small_model_starts_no_process(folder):
+def test_a_small_model_starts_no_process(folder, started):
     assert planning_subject(load("small.yaml", TWO_NODES)).fingerprint(2)
-    assert not multiprocessing.active_children()
+    assert not started()
 
 
-def test_a_single_size_starts_no_process(folder, large):
+def test_a_single_size_starts_no_process(folder, large, started):
     recipe = load("small.yaml", ["cluster.nodes=2", f"search.micro_batch_size=[{INTERPOLATED[0]}]"])
     assert planning_subject(recipe).fingerprint(2)
-    assert not multiprocessing.active_children()
+    assert not started()
 
 
 PICKY = """
