@@ -18,7 +18,7 @@ TWO_NODES = ["cluster.nodes=2", "search.micro_batch_size=[1,2,4,8]"]
 
 @pytest.fixture
 def started():
-    """A function of the processes that the test has started; other tests of this process may have pools of their own."""
+    """A function of the processes that the test has started; other tests may have pools in this process."""
     before = set(multiprocessing.active_children())
     return lambda: [process for process in multiprocessing.active_children() if process not in before]
 
