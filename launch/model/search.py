@@ -59,8 +59,10 @@ def search_recipe(
         maker.check_captured()
     if not search.ranked():
         refused = search.refused()
-        times, _, reason = next(iter(refused))
-        raise none_runs(recipe, refused.total, times, reason)
+        reasons = [(times, reason) for times, _, reason in refused]  # the commonest first
+        # A lack of memory says more than degrees that do not fit the cluster.
+        of_memory = (one for one in reasons if "GiB" in one[1])
+        raise none_runs(recipe, refused.total, *next(of_memory, reasons[0]))
     return search
 
 
