@@ -1,5 +1,6 @@
 """The Graph: a model's operations in order, with the cost of each; independent of torch's classes."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -63,6 +64,11 @@ class Graph:
 
     def __post_init__(self) -> None:
         made = {value.name: index for index, node in enumerate(self.nodes) for value in node.outputs}
+        operations = [node.name for node in self.nodes]
+        values = [value.name for node in self.nodes for value in node.outputs]
+        for names in (operations, values):  # stages, segments and costs refer to them by name
+            if len(set(names)) < len(names):
+                raise ValueError(f"two operations or values have the name {Counter(names).most_common(1)[0][0]}")
         object.__setattr__(self, "producer", made)
 
     @cached_property

@@ -260,3 +260,12 @@ def test_a_refusal_names_the_cause_and_the_line(model, words, capfd):
     for jargon in ("guard", "FakeTensor", "file an issue", "aten", "u0"):
         assert jargon not in message
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_graph_names_each_operation_and_value_once():
+    graph = captured("gpt2", 2).graph
+    first, second, *others = graph.nodes
+    with pytest.raises(ValueError, match=first.name):
+        replace(graph, nodes=(first, replace(second, name=first.name), *others))
+    with pytest.raises(ValueError, match=first.outputs[0].name):
+        replace(graph, nodes=(first, replace(second, outputs=first.outputs), *others))

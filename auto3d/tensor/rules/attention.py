@@ -42,12 +42,11 @@ def _attention(call: Call) -> Rule:
         if way not in special:
             return call.node.target, call.node.args, call.node.kwargs
         query_node, *shared = call.operands[:3]
-        repeated = (
-            Inner("repeat", aten.repeat_interleave.self_int, (node, query[heads] // key[heads], heads))
-            for node in shared
-        )
-        take = torch.ops.auto3d.scatter_copy.default
-        taken = (Inner("take", take, (node, shards, heads, [query[heads]])) for node in repeated)
+        times, take = query[heads] // key[heads], torch.ops.auto3d.scatter_copy.default
+        taken = []
+        for word, node in zip(("key", "value"), shared, strict=True):
+            repeated = Inner(f"{word}_repeat", aten.repeat_interleave.self_int, (node, times, heads))
+            taken.append(Inner(f"{word}_take", take, (repeated, shards, heads, [query[heads]])))
         return call.node.target, (query_node, *taken, *call.node.args[3:]), call.node.kwargs
 
     return Rule(axes=tuple(axes), special=special, localise=localise, product=True)
