@@ -31,7 +31,7 @@ DATA = DataSettings(
 )
 OPTIMIZER = OptimizerSettings(
     optimizer="adamw",
-    learning_rate=1e-2,  # so high that a gradient which is off by a factor changes later losses by more than rounding
+    learning_rate=1e-2,  # high: a gradient that is off by a factor changes later losses by more than rounding
     weight_decay=0.1,
     momentum=0.0,
     betas=(0.9, 0.95),

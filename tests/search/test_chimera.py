@@ -17,7 +17,7 @@ def test_it_takes_the_largest_micro_batch_and_the_fastest_degrees_by_equation_1(
     equation = maker.model.by("chimera")
     best: dict[tuple[int, int], float] = {}
     for dp, pp in {(one.dp, one.pp) for one in domain.degrees if one.pp % 2 == 0}:
-        samples = domain.workload.global_batch // dp  # of one pipeline
+        samples = domain.workload.global_batch // dp  # each pipeline has so many
         for recompute in ("none", "full"):
             fitting: dict[int, float] = {}
             for size in (2**power for power in range(6)):
