@@ -16,6 +16,12 @@ REAL_SIZE = ["gpt1.4b", "gpt2.5b", "gpt8.3b", "gpt20b", "gpt175b", "llama3-8b", 
 TWO_NODES = ["cluster.nodes=2", "search.micro_batch_size=[1,2,4,8]"]
 
 
+@pytest.fixture(autouse=True)
+def empty_cache(monkeypatch, tmp_path):
+    """A cache of the test's own: another test may have captured the same model, and then nothing starts."""
+    monkeypatch.setenv("AUTO3D_CACHE", str(tmp_path / "cache"))
+
+
 @pytest.fixture
 def started():
     """A function of the processes that the test has started; other tests may have pools in this process."""
@@ -29,14 +35,14 @@ def large(monkeypatch):
     monkeypatch.setattr(build, "LARGE_MODULES", 0)
 
 
-def test_a_capture_of_another_process_is_that_of_this_process(folder, large, started, monkeypatch, tmp_path_factory):
+def test_a_capture_of_another_process_is_that_of_this_process(folder, large, started, monkeypatch, tmp_path):
     recipe = load("small.yaml", TWO_NODES)
     subject = planning_subject(recipe)
     assert subject.fingerprint(INTERPOLATED[0])
     (other,) = started()
     graphs = {size: subject.graph(size) for size in (*INTERPOLATED, 8)}
     assert not other.is_alive()
-    monkeypatch.setenv("AUTO3D_CACHE", str(tmp_path_factory.mktemp("fresh")))
+    monkeypatch.setenv("AUTO3D_CACHE", str(tmp_path / "another cache"))
     model = PlanningModel(recipe, predicted=True)
     assert [graphs[size] for size in INTERPOLATED] == [model.graph(size) for size in INTERPOLATED]
     assert graphs[8].micro_batch_size == 8
