@@ -21,6 +21,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
+from auto3d.errors import ProblemKind
 from auto3d.plan import NO_OVERLAP
 from launch.recipe.error import COMMAND_LINE, RecipeError
 from launch.recipe.keys import accepted, accepts, group_schema, groups, schema_of
@@ -44,9 +45,9 @@ class LoadedRecipe:
     folder: Path  # folder of the user's file, which may hold modules of their own
     _sources: "_Sources"
 
-    def error(self, key: str, problem: str) -> RecipeError:
+    def error(self, key: str, problem: str, *, kind: ProblemKind = "other") -> RecipeError:
         """An error about ``key`` for checks after ``load``; its message names the file that set the key."""
-        return RecipeError(self._sources.of(key), key, problem)
+        return RecipeError(self._sources.of(key), key, problem, kind=kind)
 
     @property
     def code_folders(self) -> list[str]:

@@ -96,7 +96,7 @@ ROWS = [
     ]
 ] + [
     Row(setting=("large", "8"), system="ours", values={"samples_per_s": 2.0}, plan="dp=1 tp=2 pp=4"),
-    Row(setting=("large", "8"), system="theirs", problem="pipeline device 0 needs 30 GiB; it has 22.5"),
+    Row(setting=("large", "8"), system="theirs", problem="pipeline device 0 needs 30 GiB; it has 22.5", kind="memory"),
 ]
 
 
