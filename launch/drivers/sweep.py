@@ -10,6 +10,7 @@ from functools import cache, partial
 from auto3d.plan import Plan
 from auto3d.runtime.measurement import Measurement, Status
 from auto3d.schedule import samples_at_once
+from auto3d.search.space import Domain
 from launch.executors.submit import ask, starts_of, submissions
 from launch.executors.trial_executor import TrialExecutor, executor_of
 from launch.model import candidates
@@ -18,7 +19,7 @@ from launch.model.check_capture import check_plans
 from launch.model.graphs import PlanningModel
 from launch.model.predictions import PlanPredictions, predict_plans
 from launch.recipe.load import LoadedRecipe
-from launch.recipe.settings import cluster, device
+from launch.recipe.settings import cluster, device, search_space
 from launch.run.scaled_down import devices_of, what_helps
 from launch.slurm.executor import check_reachable, on_slurm
 from launch.slurm.sbatch import check_launch
@@ -54,6 +55,7 @@ def sweep_of(recipe: LoadedRecipe, tell: Callable[[str], None] | None = None) ->
 
     With ``tell`` their captures are checked, too, and ``tell`` receives each result; then their times are predicted.
     """
+    check_fewest_ranks(recipe)
     predictions = PlanPredictions({}, "")
     with CaptureProcess() as process:
         model = PlanningModel(recipe, process=process)
@@ -176,6 +178,15 @@ def check_ranks(recipe: LoadedRecipe, ranks: int, verb: str = "sweep") -> None:
         from launch.run.ranks import check_devices  # imports torch
 
         check_devices(recipe, ranks, verb)
+
+
+def check_fewest_ranks(recipe: LoadedRecipe, verb: str = "sweep") -> None:
+    """As ``check_ranks``, for the search space's smallest plan: its ranks are known before the model is captured."""
+    if device(recipe.values) != "cuda":
+        return
+    degrees = Domain(search_space(recipe.values), cluster(recipe), candidates.task(recipe)).degrees
+    if degrees:
+        check_ranks(recipe, min(one.dp * one.tp * one.pp for one in degrees), verb)
 
 
 def measured(
