@@ -43,6 +43,8 @@ class Sweep:
     left_out: int  # number of plans beyond search.max_trials
     predictions: PlanPredictions
     infeasible: dict[Trial, str] = field(default_factory=dict)  # plans that a peer cannot train, with the reasons
+    methods: dict[Plan, dict[str, str]] = field(default_factory=dict)
+    """Plan -> the candidate's partition and placement, by key; the Plan itself has their stages and ranks."""
 
     def ended(self) -> dict[Trial, Measurement]:
         """The measurements of the trials that have ended."""
@@ -73,7 +75,12 @@ def sweep_of(recipe: LoadedRecipe, tell: Callable[[str], None] | None = None) ->
         initial_weights(recipe, graph_at(samples_at_once(plans[0])))
     refused = candidates.refused_by_peers(found)
     infeasible = dict(zip(trials_of(recipe, list(refused)), refused.values(), strict=True))
-    return Sweep(trials_of(recipe, plans), left_out, predictions, infeasible)
+    methods = {
+        plan: {"partition": one.candidate.partition, "placement": one.candidate.placement}
+        for one in found
+        if (plan := one.plan or one.refused) is not None
+    }
+    return Sweep(trials_of(recipe, plans), left_out, predictions, infeasible, methods)
 
 
 def _chosen_before(recipe: LoadedRecipe, plans: Sequence[Plan]) -> set[Plan]:
@@ -119,6 +126,7 @@ def run_sweep(recipe: LoadedRecipe, *, retry: Retry, watcher: Watcher, follow: b
             left_out=sweep.left_out,
             predicted_s=sweep.predictions.seconds,
             predicted_on=sweep.predictions.based_on,
+            methods=sweep.methods,
         )
         for trial, reason in sweep.infeasible.items():
             trial.prepare(recipe)
