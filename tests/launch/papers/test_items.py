@@ -149,6 +149,7 @@ def _read_first_row(file: Path) -> None:
         (("against: gpipe", "against: gpip"), "parts.0.claims.0: there is no system 'gpip'"),
         (("{gpipe: {two:", "{gpipe: {three:"), "parts.0.printed.gpipe: there is no setting 'three'"),
         (("how: simulated", "how: experiment"), "parts.0.experiment: "),
+        (("how: simulated", "how: experiment\n    experiment: amp"), "parts.0.claims.0: because.changed has keys of"),
         (("search.pp: [2]", "search.depth: [2]"), "search.depth: unknown"),
         (("paper: 5.0", "paper: 5.0, settings: [six]"), "parts.0.claims.0: no axis has the label 'six'"),
     ],
