@@ -10,7 +10,8 @@ from auto3d.capture.export import InputSpec
 from auto3d.capture.graph import Graph
 from auto3d.capture.model import CapturedModel, capture
 from auto3d.cluster import Cluster
-from auto3d.cost.model import CostModel, Estimate
+from auto3d.cost.estimate import Estimate
+from auto3d.cost.model import CostModel
 from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import Work, work_of, work_of_tensor_parallel
 from auto3d.errors import InputError

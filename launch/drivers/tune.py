@@ -9,7 +9,7 @@ from statistics import median
 
 from rich.console import Console
 
-from auto3d.cost.model import Estimate
+from auto3d.cost.estimate import Estimate
 from auto3d.cost.profile import ProfileError
 from auto3d.errors import InputError
 from auto3d.plan import Plan
