@@ -70,6 +70,12 @@ class LoadedRecipe:
         accelerator = OmegaConf.to_object(values)
         assert isinstance(accelerator, AcceleratorRecipe)
         _check_group(accelerator, "", _Sources(file, {}))
+        for item in ("matrix_efficiency", "half_gflops"):
+            value = getattr(accelerator, item)
+            if isinstance(value, dict) and value.keys() != accelerator.peak_tflops.keys():
+                problem = f"found {value!r}; it takes {accepted(AcceleratorRecipe, item)}"
+                known = ", ".join(accelerator.peak_tflops) or "none"
+                raise RecipeError(file, item, f"{problem}, which has {known}")
         return file, accelerator
 
     def overrides_of(self, group: str) -> list[str]:
