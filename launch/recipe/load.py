@@ -23,10 +23,11 @@ from yaml import YAMLError
 
 from auto3d.errors import ProblemKind
 from auto3d.plan import NO_OVERLAP
+from launch.peers.limits import DEEPSPEED
 from launch.recipe.error import COMMAND_LINE, RecipeError
 from launch.recipe.keys import accepted, accepts, group_schema, groups, schema_of
 from launch.recipe.overrides import KeyPath, file_names, nested, read_overrides, read_path, replaced, write_path
-from launch.recipe.schema import INPUT_KEYS, TOKEN_KINDS, AcceleratorRecipe, InputRecipe, Recipe
+from launch.recipe.schema import AUTO, INPUT_KEYS, TOKEN_KINDS, AcceleratorRecipe, InputRecipe, Recipe
 from launch.recipe.words import counted
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -338,6 +339,10 @@ def _check_together(recipe: Recipe, sources: _Sources) -> None:
     if recipe.emulation is not None and recipe.training.compute != "emulated":
         problem = f"belongs to training.compute: emulated, but that is {recipe.training.compute}: leave it out"
         raise RecipeError(sources.of("emulation"), "emulation", problem)
+    engines = recipe.search.engine
+    if recipe.measure.communication and engines != AUTO and not set(engines).intersection(DEEPSPEED):
+        problem = f"found true, but only engines of DeepSpeed log it; add one to search.engine: {', '.join(DEEPSPEED)}"
+        raise RecipeError(sources.of("measure.communication"), "measure.communication", problem)
     if recipe.plan is not None and recipe.plan.tp == 1:
         for name, default in (("sequence_parallel", False), ("tensor_overlap", NO_OVERLAP)):
             if (value := getattr(recipe.plan, name)) != default:

@@ -440,6 +440,11 @@ class SearchRecipe:
 class MeasureRecipe:
     warmup_iterations: int = key(2, "iterations of a trial before the measured ones", least=0)
     iterations: int = key(5, "measured iterations of a trial", least=1)
+    communication: bool = key(
+        False,
+        "run each trial of a DeepSpeed engine a second time, to log bytes and seconds of its communication calls "
+        "(docs/peers.md)",
+    )
 
 
 @dataclass

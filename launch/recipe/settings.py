@@ -149,6 +149,11 @@ def emulation(recipe: Recipe) -> Emulation | None:
     return Emulation(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
+def trial_limit_s(recipe: Recipe) -> float:
+    """Seconds that the runs of a trial may take together: a second one logs its communication."""
+    return recipe.launch.trial_timeout_s * (2 if recipe.measure.communication else 1)
+
+
 def search_space(recipe: Recipe) -> SearchSpace:
     search = recipe.search
     return SearchSpace(
