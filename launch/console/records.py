@@ -9,7 +9,7 @@ from typing import Any
 from auto3d.cost.throughput import IterationFlops, Throughput, throughput
 from auto3d.errors import InputError
 from auto3d.plan import AUTO3D, NO_OVERLAP, Plan
-from auto3d.runtime.measurement import BYTES, Measurement, Status
+from auto3d.runtime.measurement import BYTES, CommunicationCalls, Measurement, Status
 from auto3d.schedule import write_schedule
 from auto3d.schedule.shape import shape_of
 from launch.recipe.load import LoadedRecipe
@@ -36,6 +36,11 @@ RATES = {
     "hardware_flops_per_s_per_device": "with\nrecomputation",
     "mfu": "MFU",
 }
+COMMUNICATION = {
+    "communicated_bytes": "communicated\n(MiB)",
+    "communication_s": "communicating\n(s)",
+    "why_not_logged": "why not logged",
+}
 HEADINGS = {
     **CHOICES,
     **METHODS,
@@ -47,6 +52,7 @@ HEADINGS = {
     **RATES,
     "peak_bytes": "peak\n(MiB)",
     "used_bytes": "used\n(MiB)",
+    **COMMUNICATION,
     "status": "status",
     "why_not": "why not",
 }
@@ -87,12 +93,29 @@ def record(
         "speed_up": None,
         **rates(None if seconds is None else rates_of(recipe, measurement, seconds)),
         **{name: max(getattr(measurement, name), default=None) if ok else None for name in BYTES},
+        **communication(measurement),
         "status": str(measurement.status),
         "why_not": measurement.error if measurement.status is Status.INFEASIBLE else None,
         "devices": "emulated" if measurement.emulated else "real",
         "error": measurement.error,
         "plan": asdict(plan),
     }
+
+
+def communication(measurement: Measurement) -> dict[str, Any]:
+    """The columns of COMMUNICATION: per iteration, of the rank that has most; a message counts where it is sent."""
+    ranks = measurement.communication
+    sent = [sum(calls.message_bytes for calls in rank if not _receives(calls)) for rank in ranks]
+    seconds = [sum(calls.seconds for calls in rank) for rank in ranks]
+    return {
+        "communicated_bytes": max(sent, default=None),
+        "communication_s": max(seconds, default=None),
+        "why_not_logged": measurement.why_not_logged or None,
+    }
+
+
+def _receives(calls: CommunicationCalls) -> bool:
+    return calls.operation in ("recv", "irecv")
 
 
 def rates_of(recipe: LoadedRecipe, measurement: Measurement, seconds: float) -> Throughput:
@@ -210,7 +233,8 @@ def columns_of(records: Sequence[dict[str, Any]]) -> dict[str, str]:
         **{name: len({one[name] for one in records}) < 2 for name in METHODS},
         **{name: name not in rate_columns(records) for name in RATES},
     }
-    for name in ("predicted_s", "prediction_error", "speed_up", "used_bytes"):  # CPUs do not report the last
+    # CPUs do not report used_bytes.
+    for name in ("predicted_s", "prediction_error", "speed_up", "used_bytes", *COMMUNICATION):
         empty[name] = all(one[name] is None for one in records)
     for name in (name for name, is_empty in empty.items() if is_empty):
         del columns[name]
@@ -239,9 +263,11 @@ def cells(record: Mapping[str, Any], columns: Collection[str]) -> list[str]:
         _MODEL: "{:.3g}",
         _HARDWARE: "{:.3g}",
         "mfu": "{:.1%}",
+        "communicated_bytes": "{:.2f}",
+        "communication_s": "{:.3f}",
         **dict.fromkeys(BYTES, "{:.0f}"),
     }
-    units = dict.fromkeys(BYTES, 2**20) | {_MODEL: 1e12, _HARDWARE: 1e12}
+    units = dict.fromkeys((*BYTES, "communicated_bytes"), 2**20) | {_MODEL: 1e12, _HARDWARE: 1e12}
     in_units = {name: record[name] / unit for name, unit in units.items() if record.get(name) is not None}
     shown = {**record, **in_units}
     return ["-" if shown[name] is None else forms.get(name, "{}").format(shown[name]) for name in columns]
@@ -258,5 +284,5 @@ def csv_text(records: Sequence[Mapping[str, Any]], columns: Collection[str]) -> 
 
 def aligned(columns: Collection[str]) -> list[str]:
     """The alignment of each column: text to the left, numbers to the right."""
-    left = ("engine", "schedule", "tensor_overlap", "status", "why_not", "devices")
+    left = ("engine", "schedule", "tensor_overlap", "why_not_logged", "status", "why_not", "devices")
     return ["left" if name in left else "right" for name in columns]

@@ -20,6 +20,7 @@ from launch.store.trials import StoreError, last_sweep, measurement_of, measurem
 
 TABLES = Path("tables")  # tables of users; git ignores this folder
 REFERENCE = Path("results")  # committed tables
+_REASONS = ("why_not", "why_not_logged")  # columns that a terminal shows as lines under the table
 
 
 @dataclass(frozen=True)
@@ -118,12 +119,14 @@ def terminal(results: Results) -> str:
     """
     records = rows(results)
     same = same_choices(records)
-    shown = {name: heading for name, heading in columns_of(records).items() if name not in {*same, "why_not"}}
+    shown = {name: heading for name, heading in columns_of(records).items() if name not in {*same, *_REASONS}}
     common = " ".join(f"{name}={same[name]}" for name in columns_of(records) if name in same)
     # The command at the end keeps a line of its own, so that it can be copied.
     text, again = fill(provenance(results), 80), _again(results)
     table = _table(records, "simple", shown) + (f"\n\nAll rows: {common}" if common else "")
     reasons = [fill(f"infeasible: {one['why_not']}", 80) for one in records if one["why_not"]]
+    not_logged = dict.fromkeys(one["why_not_logged"] for one in records if one["why_not_logged"])
+    reasons += [fill(f"not logged: {reason}", 80) for reason in not_logged]
     return "\n\n".join([table, *reasons, f"{text}\nAgain: {again}"])
 
 
@@ -182,6 +185,12 @@ def _figures(results: Results) -> str:
     text = what_rates_are(columns, results.recipe)
     if "predicted_s" in columns:
         text += f"; predicted by the cost model ({results.predicted_on}); error: predicted by measured time, minus 1"
+    if "communicated_bytes" in columns:
+        text += (
+            "; communicated, communicating: of DeepSpeed's log in a second run, whose calls block and so overlap with "
+            "nothing; per iteration of the rank that has most: bytes that its calls take (receives count at their "
+            "sender) and seconds inside them, waiting for other ranks included"
+        )
     if results.baseline:
         text += f"; speed-up over {results.baseline}"
     return text

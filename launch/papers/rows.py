@@ -18,7 +18,7 @@ from launch.papers.experiments import EXPERIMENTS
 from launch.papers.item import Part, Setting
 from launch.papers.row import Row
 from launch.recipe.load import LoadedRecipe, load_groups
-from launch.recipe.settings import cluster, device
+from launch.recipe.settings import device
 from launch.store.watcher import Watcher
 
 GIB = 2**30
@@ -68,9 +68,10 @@ class RowMaker:
 
     def _predicted(self, recipe: LoadedRecipe) -> dict[str, Any]:
         values = recipe.values
-        alone = len(cluster(recipe).nodes) == 1
-        known = f"{values.model} {values.data} {values.prediction} {device(values)} {alone}"
-        subject = self._subjects.setdefault(known, self._subjects.get(known) or planning_subject(recipe))
+        known = f"{values.model} {values.data} {values.prediction} {device(values)}"
+        if known not in self._subjects:
+            self._subjects[known] = planning_subject(recipe, only_predicted=True)
+        subject = self._subjects[known]
         while len(self._subjects) > MOST_SUBJECTS:
             del self._subjects[next(iter(self._subjects))]
         search = search_recipe(recipe, subject=subject)

@@ -242,6 +242,8 @@ def _measured(recipe: LoadedRecipe) -> dict[str, Any]:
     del measured["training"]["timeout_s"]
     del measured["training"]["checkpoint_every"]
     del measured["training"]["check_capture"]
+    if not values["measure"]["communication"]:
+        del measured["measure"]["communication"]  # trials from before there was this key are the same trials
     del measured["cluster"]["memory_gib"]  # it affects which plans are tried, not what one of them does
     return measured
 

@@ -8,7 +8,7 @@ import pytest
 
 from auto3d.errors import InputError
 from auto3d.plan import Plan
-from auto3d.runtime.measurement import BYTES, Measurement, Status
+from auto3d.runtime.measurement import BYTES, CommunicationCalls, Measurement, Status
 from launch.console import tables
 from launch.console.training import print_training
 from launch.recipe.load import load
@@ -81,6 +81,32 @@ def test_measurements_survive_json_and_older_ones_are_read(plan):
         del older[name]
     read = Measurement.from_json(json.dumps(older))
     assert (read.peak_bytes, read.reserved_bytes, read.used_bytes) == (ON_GPU["peak_bytes"], [], [])
+
+
+def test_communication_has_columns_where_a_row_has_any_or_says_why_not(folder, plan):
+    """A message counts where it is sent, seconds on both sides; each figure is that of the rank that has most."""
+
+    def calls(operation: str, size: float, seconds: float) -> CommunicationCalls:
+        return CommunicationCalls(operation=operation, calls=2.0, message_bytes=size, seconds=seconds)
+
+    logged = measurement(plan, ON_CPU)
+    sender = [calls("all_reduce", 3 * MIB, 0.25), calls("send", MIB, 0.5)]
+    receiver = [calls("all_reduce", 3 * MIB, 0.25), calls("recv", 2 * MIB, 1.0)]
+    communication = replace(logged, communication=[sender, receiver])
+    assert Measurement.from_json(communication.to_json()) == communication
+    for others, rows in (
+        ([communication, replace(logged, why_not_logged="no log")], [("4.00", "1.250", "-"), ("-", "-", "no log")]),
+        ([logged], []),
+    ):
+        found = tables.results(load("own.yaml", []), others, len(others), 0)
+        tables.write(found)
+        heading, _, *lines = (folder / "tables/own/table.md").read_text().splitlines()
+        shown = [[cell.strip() for cell in line.strip("|").split("|")] for line in (heading, *lines[: len(others)])]
+        headings = ("communicated (MiB)", "communicating (s)", "why not logged")
+        assert bool(rows) == all(one in shown[0] for one in headings) == any(one in shown[0] for one in headings)
+        places = [shown[0].index(one) for one in headings] if rows else []
+        assert [tuple(line[place] for place in places) for line in shown[1:]] == (rows or [()])
+        assert ("whose calls block" in tables.caption(found)) == bool(rows)
 
 
 # Throughput, predictions and the baseline
