@@ -77,8 +77,8 @@ class LoadedRecipe:
             value = getattr(accelerator, item)
             if isinstance(value, dict) and value.keys() != accelerator.peak_tflops.keys():
                 problem = f"found {value!r}; it takes {accepted(AcceleratorRecipe, item)}"
-                known = ", ".join(accelerator.peak_tflops) or "none"
-                raise RecipeError(file, item, f"{problem}, which has {known}")
+                precisions = ", ".join(accelerator.peak_tflops) or "none"
+                raise RecipeError(file, item, f"{problem}, which has {precisions}")
         return file, accelerator
 
     def overrides_of(self, group: str) -> list[str]:
