@@ -27,7 +27,7 @@ from launch.model.check_capture import check_plans
 from launch.model.graphs import PlanningModel
 from launch.model.profile import find_profile, how_to_measure, tuned_file
 from launch.recipe.load import LoadedRecipe, RecipeError
-from launch.recipe.schema import AUTO
+from launch.recipe.schema_key import AUTO
 from launch.recipe.settings import most_trials
 from launch.slurm.executor import on_slurm
 from launch.store.trials import Trial, again, trials_of, write_command

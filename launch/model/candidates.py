@@ -25,7 +25,8 @@ from launch.model.graphs import PlanningModel
 from launch.peers.limits import check_engine
 from launch.recipe.error import RecipeError
 from launch.recipe.load import LoadedRecipe
-from launch.recipe.schema import AUTO, PlanRecipe
+from launch.recipe.schema_key import AUTO
+from launch.recipe.search_schema import PlanRecipe
 from launch.recipe.settings import cluster, emulation, optimizer_settings, search_space
 
 

@@ -13,7 +13,7 @@ from launch.model.candidates import check_memory_known, check_rules, none_runs, 
 from launch.model.costs import INTERPOLATED, cost_model, planning_subject
 from launch.model.graphs import PlanningModel
 from launch.recipe.load import LoadedRecipe
-from launch.recipe.schema import AUTO
+from launch.recipe.schema_key import AUTO
 from launch.recipe.settings import emulation, most_candidates, most_trials, search_space
 
 

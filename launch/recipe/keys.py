@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
-from launch.recipe.schema import AUTO, Recipe
+from launch.recipe.schema import Recipe
+from launch.recipe.schema_key import AUTO
 
 
 def groups() -> list[str]:

@@ -26,10 +26,13 @@ from yaml import YAMLError
 from auto3d.errors import ProblemKind
 from auto3d.plan import NO_OVERLAP
 from launch.peers.limits import DEEPSPEED
+from launch.recipe.cluster_schema import AcceleratorRecipe
 from launch.recipe.error import COMMAND_LINE, RecipeError
 from launch.recipe.keys import accepted, accepts, group_schema, groups, schema_of
+from launch.recipe.model_schema import INPUT_KEYS, TOKEN_KINDS, InputRecipe
 from launch.recipe.overrides import KeyPath, file_names, nested, read_overrides, read_path, replaced, write_path
-from launch.recipe.schema import AUTO, INPUT_KEYS, TOKEN_KINDS, AcceleratorRecipe, InputRecipe, Recipe
+from launch.recipe.schema import Recipe
+from launch.recipe.schema_key import AUTO
 from launch.recipe.words import counted
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"

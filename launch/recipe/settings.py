@@ -11,8 +11,9 @@ from auto3d.runtime.emulation import Emulation
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
 from auto3d.search.algorithms import AMP, AMP_ITERATIONS, AMP_TRIALS
 from auto3d.search.space import SearchSpace
+from launch.recipe.cluster_schema import LinkRecipe
 from launch.recipe.load import LoadedRecipe
-from launch.recipe.schema import SCATTERED, LinkRecipe, Recipe
+from launch.recipe.schema import SCATTERED, Recipe
 
 CANDIDATES, TRIALS = 2000, 15  # defaults of search.candidates and search.trials
 

@@ -11,7 +11,7 @@ from auto3d.runtime.data import KINDS
 from launch.model.architecture import architecture
 from launch.model.build import build_function, captured_model
 from launch.recipe.load import RecipeError, load
-from launch.recipe.schema import INPUT_KEYS
+from launch.recipe.model_schema import INPUT_KEYS
 
 PAGE = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
 DOCUMENTED = {

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from launch.recipe.cluster_schema import AcceleratorRecipe
 from launch.recipe.keys import documented_keys, group_schema, groups
 from launch.recipe.load import RECIPES, RecipeError, load
-from launch.recipe.schema import AcceleratorRecipe
 from tests.launch.conftest import GPT2, MINE
 
 EMULATED = ["training.compute=emulated"]
