@@ -22,7 +22,9 @@ class Estimate:
     message_s: float  # messages between stages that compute does not hide
     sync_s: float  # gradient syncs that compute does not hide
     update_s: float
-    bubble_s: float  # time that devices wait for each other
+    bubble_s: float
+    """Time in which the busiest device waits. An asynchronous schedule is simulated from its first fill to its last
+    drain, and their waits are divided by its number of iterations."""
     memory: tuple[float, ...]
 
 
