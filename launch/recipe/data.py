@@ -19,6 +19,8 @@ def data_settings(recipe: Recipe) -> DataSettings:
 
 
 def tokens_per_sample(recipe: Recipe) -> int:
-    """Tokens of one sample; 0 if the model reads none, so that tokens per second would mean nothing."""
+    """Tokens of one sample; 0 if the model reads none, or if measured layers stand for it, which have no inputs."""
+    if recipe.model.layers is not None:
+        return 0
     has_tokens = any(field.kind == "tokens" for field in data_settings(recipe).inputs.values())
     return recipe.data.sequence_length if has_tokens else 0

@@ -41,6 +41,6 @@ class ThroughputColumns:
         peaks = " and ".join(name for name, is_there in precisions.items() if is_there)
         return (
             "TFLOP/s are those of one device: of the forward and the backward that the model needs, counted on its "
-            f"captured graph, then with what is recomputed. MFU: the first of them by the peak in {peaks}, where the "
+            f"graph, then with what is recomputed. MFU: the first of them by the peak in {peaks}, where the "
             "recipe names an accelerator that has one; none on emulated devices."
         )
