@@ -5,6 +5,7 @@ import platform
 import socket
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from importlib.metadata import version
 from json import dumps
 from statistics import median
 
@@ -51,9 +52,7 @@ class Environment:
         ``cores`` is the number of cores that all ranks of the node may use together, since a rank on a GPU is bound to
         some of them. None: the cores of this process.
         """
-        # Imported here because they take seconds, and reading measurements does not need them.
-        import torch
-        import transformers
+        import torch  # takes seconds, and reading measurements does not need it
 
         from auto3d.runtime.arithmetic import uses_tf32
 
@@ -63,7 +62,7 @@ class Environment:
             device=name,
             cores=len(os.sched_getaffinity(0)) if cores is None else cores,
             torch=torch.__version__,
-            transformers=transformers.__version__,
+            transformers=version("transformers"),
             python=platform.python_version(),
             tf32=uses_tf32() if device == "cuda" else None,
             deterministic=torch.are_deterministic_algorithms_enabled(),

@@ -28,6 +28,7 @@ CHOICES = {
     "sequence_parallel": "sequence-\nparallel",
     "tensor_overlap": "tensor\noverlap",
 }
+METHODS = {"partition": "partition", "placement": "placement"}
 RATES = {
     "samples_per_s": "samples\nper s",
     "tokens_per_s": "tokens\nper s",
@@ -42,6 +43,7 @@ COMMUNICATION = {
 }
 HEADINGS = {
     **CHOICES,
+    **METHODS,
     "iteration_s": "s per\niteration",
     "spread_s": "spread\n(s)",
     "predicted_s": "predicted\n(s)",
@@ -58,8 +60,16 @@ _MODEL, _HARDWARE = "model_flops_per_s_per_device", "hardware_flops_per_s_per_de
 _SHOWN = 6  # rows that an error names at most
 
 
-def record(recipe: LoadedRecipe, measurement: Measurement, predicted_s: float | None = None) -> dict[str, Any]:
-    """The record of one trial, in seconds, bytes and FLOPs; figures of a trial that is not ok are None."""
+def record(
+    recipe: LoadedRecipe,
+    measurement: Measurement,
+    predicted_s: float | None = None,
+    methods: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """The record of one trial, in seconds, bytes and FLOPs; figures of a trial that is not ok are None.
+
+    ``methods`` has the columns of METHODS, if they are known: a Plan has stages and ranks, not how they were chosen.
+    """
     plan = measurement.plan
     ok = measurement.status is Status.OK
     seconds = measurement.median_s if ok else None
@@ -75,6 +85,7 @@ def record(recipe: LoadedRecipe, measurement: Measurement, predicted_s: float | 
         "shard_optimizer": plan.shard_optimizer,
         "sequence_parallel": plan.sequence_parallel,
         "tensor_overlap": plan.tensor_overlap,
+        **{name: (methods or {}).get(name) for name in METHODS},
         "iteration_s": seconds,
         "spread_s": measurement.spread_s if ok else None,
         "predicted_s": predicted_s,
@@ -138,8 +149,8 @@ def measured_precision(recipe: LoadedRecipe) -> str:
 def compare(records: Sequence[dict[str, Any]], baseline: str) -> None:
     """Fill the column ``speed_up`` of all records: the baseline's seconds per iteration by theirs.
 
-    ``baseline`` has pairs key=value of the columns of CHOICES, such as ``dp=1 tp=1 pp=1``. Raises InputError unless
-    they match exactly one row, whose trial succeeded.
+    ``baseline`` has pairs key=value of the columns of CHOICES and METHODS, such as ``dp=1 tp=1 pp=1``. Raises
+    InputError unless they match exactly one row, whose trial succeeded.
     """
     seconds = _baseline(records, baseline)["iteration_s"]
     for one in records:
@@ -151,8 +162,8 @@ def _baseline(records: Sequence[dict[str, Any]], text: str) -> dict[str, Any]:
     wanted: dict[str, str] = {}
     for pair in text.split():
         key, sign, value = pair.partition("=")
-        if not sign or key not in CHOICES:
-            raise InputError(f"--baseline: {pair!r}: write KEY=VALUE with a key of {', '.join(CHOICES)}")
+        if not sign or key not in {**CHOICES, **METHODS}:
+            raise InputError(f"--baseline: {pair!r}: write KEY=VALUE with a key of {', '.join([*CHOICES, *METHODS])}")
         wanted[key] = value
     matching = [one for one in records if all(_text(one[key]) == value for key, value in wanted.items())]
     if len(matching) != 1:
@@ -168,7 +179,7 @@ def _baseline(records: Sequence[dict[str, Any]], text: str) -> dict[str, Any]:
 
 def _names(records: Sequence[dict[str, Any]]) -> list[str]:
     """The records by the pairs in which they differ, of columns that a table shows."""
-    shown = [key for key in columns_of(records) if key in CHOICES]
+    shown = [key for key in columns_of(records) if key in {**CHOICES, **METHODS}]
     keys = [key for key in shown if len({one[key] for one in records}) > 1] or shown
     return [" ".join(f"{key}={_text(one[key])}" for key in keys) for one in records]
 
@@ -219,6 +230,7 @@ def columns_of(records: Sequence[dict[str, Any]]) -> dict[str, str]:
         "shard_optimizer": not any(one["shard_optimizer"] for one in records),
         "sequence_parallel": not any(one["sequence_parallel"] for one in records),
         "tensor_overlap": all(one["tensor_overlap"] == NO_OVERLAP for one in records),
+        **{name: len({one[name] for one in records}) < 2 for name in METHODS},
         **{name: name not in rate_columns(records) for name in RATES},
     }
     # CPUs do not report used_bytes.

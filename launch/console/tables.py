@@ -33,6 +33,7 @@ class Results:
     left_out: int  # number of plans beyond search.max_trials
     predicted_s: Mapping[Plan, float] = field(default_factory=dict)  # seconds per iteration of plans that have any
     predicted_on: str = ""  # the basis of these predictions
+    methods: Mapping[Plan, Mapping[str, str]] = field(default_factory=dict)  # partition and placement of each plan
     baseline: str = ""  # pairs key=value that name the row to which the others are compared
 
 
@@ -50,15 +51,15 @@ def results_of(recipe: LoadedRecipe, baseline: str = "") -> Results:
         if not recipe.overrides:
             change = "the recipe has changed since its last sweep"
         raise StoreError(f"{recipe.name}: no finished trial: {change}; to run them: {present.command('sweep')}")
-    predicted = ((measurement_of(present, name), seconds) for name, seconds in sweep.predicted_s.items())
-    predicted_s = {measurement.plan: seconds for measurement, seconds in predicted if measurement is not None}
+    ended = {name: one.plan for name in sweep.trials if (one := measurement_of(present, name)) is not None}
     return results(
         present,
         measurements_of(present, sweep),
         len(sweep.trials),
         sweep.left_out,
-        predicted_s=predicted_s,
+        predicted_s={ended[name]: seconds for name, seconds in sweep.predicted_s.items() if name in ended},
         predicted_on=sweep.predicted_on,
+        methods={ended[name]: methods for name, methods in sweep.methods.items() if name in ended},
         baseline=baseline,
     )
 
@@ -74,7 +75,10 @@ def results(
 
 def rows(results: Results) -> list[dict[str, Any]]:
     """One record per finished trial; raises InputError if the baseline is not one row whose trial succeeded."""
-    found = [record(results.recipe, one, results.predicted_s.get(one.plan)) for one in results.measurements]
+    found = [
+        record(results.recipe, one, results.predicted_s.get(one.plan), results.methods.get(one.plan, {}))
+        for one in results.measurements
+    ]
     if results.baseline:
         compare(found, results.baseline)
     return found

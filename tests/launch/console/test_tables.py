@@ -177,11 +177,23 @@ def test_a_baseline_is_exactly_one_row_that_ran(folder, plan):
 
     assert speed_ups("dp=1 pp=1") == [3.0, 2.0, 1.0, None]
     assert speed_ups("schedule=gpipe") == [1.5, 1.0, 0.5, None]
+    assert "partition" not in tables.terminal(tables.results(recipe, measured, 4, 0))
+    methods = {one.plan: {"partition": "uniform", "placement": "megatron"} for one in measured}
+    methods[others[0]] = {"partition": "autopipe", "placement": "megatron"}
+    found = tables.results(recipe, measured, 4, 0, methods=methods, baseline="partition=autopipe")
+    assert [(row["partition"], row["speed_up"]) for row in tables.rows(found)] == [
+        ("uniform", 1.5),
+        ("autopipe", 1.0),
+        ("uniform", 0.5),
+    ]
+    assert "autopipe" in tables.terminal(found)
+    assert "placement" not in tables.terminal(found), "it is the same in all rows"
     for baseline, problem in {
         "pp=2": "2 rows match 'pp=2'; add what one of them has: schedule=1f1b, schedule=gpipe",
         "dp=4": "no row matches 'dp=4'; the rows are: dp=1 pp=2 schedule=1f1b, dp=1 pp=2 schedule=gpipe, dp=1 pp=1 ",
         "dp=2": "the trial of 'dp=2' is oom; name a row that is ok",
         "depth=1": "'depth=1': write KEY=VALUE with a key of engine, dp, tp, pp, micro_batch_size",
+        "partition=autopipe": "no row matches",
         "dp": "'dp': write KEY=VALUE",
     }.items():
         with pytest.raises(InputError) as caught:
