@@ -22,7 +22,7 @@ from launch.model.build import capture_for_ranks, initial_weights
 from launch.peers.communication import log_communication
 from launch.peers.limits import DEEPSPEED, engine_version
 from launch.peers.training import train_by_peer
-from launch.recipe.data import data_settings
+from launch.recipe.data import data_settings, tokens_per_sample
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import training_settings
 from launch.run.devices import devices_for
@@ -83,7 +83,7 @@ def measure(
         "plan": plan,
         "emulated": settings.emulation is not None,
         "warmup_iterations": warmup,
-        "tokens_per_sample": values.data.sequence_length if has_tokens(recipe) else 0,
+        "tokens_per_sample": tokens_per_sample(values),
     }
     cores = len(os.sched_getaffinity(0))
     limits: dict[str, Any] = {"timeout_s": values.launch.trial_timeout_s, "straggle_s": settings.timeout_s}
@@ -166,11 +166,6 @@ def is_whole(recipe: LoadedRecipe, measurement: Measurement) -> bool:
     """Whether ``measurement`` is that of a training that has reached its last iteration."""
     done = measurement.first_iteration + len(measurement.iteration_s)
     return measurement.status is Status.OK and done >= recipe.values.training.iterations
-
-
-def has_tokens(recipe: LoadedRecipe) -> bool:
-    """Whether the model reads tokens, so that tokens per second are meaningful."""
-    return any(field.kind == "tokens" for field in data_settings(recipe.values).inputs.values())
 
 
 def _now() -> str:

@@ -48,13 +48,19 @@ def known_peak_flops(recipe: LoadedRecipe, plan: Plan, precision: str) -> float 
 
     None where the recipe names no accelerator, or where an accelerator's file has no peak in ``precision``.
     """
+    known = cluster_of_known_peaks(recipe, precision)
+    return None if known is None else peak_flops_of(plan, known)
+
+
+def cluster_of_known_peaks(recipe: LoadedRecipe, precision: str) -> Cluster | None:
+    """The recipe's cluster if the peak of each of its accelerators in ``precision`` is known, else None."""
     for kind in (recipe.values.cluster, *recipe.values.cluster.more):
         if kind.accelerator is None:
             return None
         _, values = recipe.accelerator("cluster.accelerator", kind.accelerator)
         if precision not in values.peak_tflops:
             return None
-    return peak_flops_of(plan, cluster(recipe, precision))
+    return cluster(recipe, precision)
 
 
 def with_memory(machine: Cluster, memory_bytes: float) -> Cluster:
