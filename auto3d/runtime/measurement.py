@@ -70,6 +70,18 @@ class Environment:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CommunicationCalls:
+    """The calls of one communication operation on one rank, per iteration."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    operation: str
+    calls: float
+    message_bytes: float  # bytes of the tensor that each call takes; a rank's own part for an all-gather
+    seconds: float  # time inside the calls, waiting for other ranks included
+
+
+@dataclass(frozen=True, kw_only=True)
 class Measurement:
     """One trial or training. The lists cover only measured iterations, and are empty unless ``status`` is ok.
 
@@ -92,6 +104,8 @@ class Measurement:
     reserved_bytes: list[int] = field(default_factory=list)  # per GPU: peak of torch's caching allocator
     used_bytes: list[int] = field(default_factory=list)  # per GPU: peak on the device, with CUDA context and NCCL
     predicted_bytes: list[int] = field(default_factory=list)  # per rank: estimate of auto3d.cost.device_memory
+    communication: list[list[CommunicationCalls]] = field(default_factory=list)  # per rank, in a run of its own
+    why_not_logged: str = ""  # why there is no communication although the recipe asks for it
     engine_version: str = ""  # package and version of the plan's engine, if it is neither auto3d nor torch
     tokens_per_sample: int = 0
     model_flops: float | None = None  # FLOPs of one iteration on all devices, as in auto3d.cost.throughput

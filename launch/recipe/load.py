@@ -23,11 +23,13 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
+from auto3d.errors import ProblemKind
 from auto3d.plan import NO_OVERLAP
+from launch.peers.limits import DEEPSPEED
 from launch.recipe.error import COMMAND_LINE, RecipeError
 from launch.recipe.keys import accepted, accepts, group_schema, groups, schema_of
 from launch.recipe.overrides import KeyPath, file_names, nested, read_overrides, read_path, replaced, write_path
-from launch.recipe.schema import INPUT_KEYS, TOKEN_KINDS, AcceleratorRecipe, InputRecipe, Recipe
+from launch.recipe.schema import AUTO, INPUT_KEYS, TOKEN_KINDS, AcceleratorRecipe, InputRecipe, Recipe
 from launch.recipe.words import counted
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -46,9 +48,9 @@ class LoadedRecipe:
     folder: Path  # folder of the user's file, which may hold modules of their own
     _sources: "_Sources"
 
-    def error(self, key: str, problem: str) -> RecipeError:
+    def error(self, key: str, problem: str, *, kind: ProblemKind = "other") -> RecipeError:
         """An error about ``key`` for checks after ``load``; its message names the file that set the key."""
-        return RecipeError(self._sources.of(key), key, problem)
+        return RecipeError(self._sources.of(key), key, problem, kind=kind)
 
     @property
     def code_folders(self) -> list[str]:
@@ -71,6 +73,12 @@ class LoadedRecipe:
         accelerator = OmegaConf.to_object(values)
         assert isinstance(accelerator, AcceleratorRecipe)
         _check_group(accelerator, "", _Sources(file, {}))
+        for item in ("matrix_efficiency", "half_gflops"):
+            value = getattr(accelerator, item)
+            if isinstance(value, dict) and value.keys() != accelerator.peak_tflops.keys():
+                problem = f"found {value!r}; it takes {accepted(AcceleratorRecipe, item)}"
+                precisions = ", ".join(accelerator.peak_tflops) or "none"
+                raise RecipeError(file, item, f"{problem}, which has {precisions}")
         return file, accelerator
 
     def overrides_of(self, group: str) -> list[str]:
@@ -341,6 +349,10 @@ def _check_together(recipe: Recipe, sources: _Sources) -> None:
     if recipe.emulation is not None and recipe.training.compute != "emulated":
         problem = f"belongs to training.compute: emulated, but that is {recipe.training.compute}: leave it out"
         raise RecipeError(sources.of("emulation"), "emulation", problem)
+    engines = recipe.search.engine
+    if recipe.measure.communication and engines != AUTO and not set(engines).intersection(DEEPSPEED):
+        problem = f"found true, but only engines of DeepSpeed log it; add one to search.engine: {', '.join(DEEPSPEED)}"
+        raise RecipeError(sources.of("measure.communication"), "measure.communication", problem)
     if recipe.plan is not None and recipe.plan.tp == 1:
         for name, default in (("sequence_parallel", False), ("tensor_overlap", NO_OVERLAP)):
             if (value := getattr(recipe.plan, name)) != default:
