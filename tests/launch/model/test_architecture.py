@@ -39,13 +39,16 @@ def of(name: str, config: dict, inputs: dict | None = None, **model: object) -> 
 
 
 SIGLIP = DOCUMENTED["CLIPModel"]["model"]["config"]
-ALIKE = [
+LONG_ALIKE = [  # `make zoo` also trains each of them
     of("MT5ForConditionalGeneration", T5),
     of("UMT5ForConditionalGeneration", T5),
     of("LongT5ForConditionalGeneration", {**T5, "local_radius": 4}, MASKED),
-    of("BartForConditionalGeneration", BART),
     of("MBartForConditionalGeneration", BART),
     of("PegasusForConditionalGeneration", BART),
+]
+ALIKE = [
+    *(pytest.param(groups, marks=pytest.mark.soak) for groups in LONG_ALIKE),
+    of("BartForConditionalGeneration", BART),
     of("MarianMTModel", {**BART, "decoder_vocab_size": 256}),
     {
         **DOCUMENTED["CLIPModel"],
