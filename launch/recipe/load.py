@@ -354,7 +354,7 @@ def _check_together(recipe: Recipe, sources: _Sources) -> None:
         raise RecipeError(sources.of("emulation"), "emulation", problem)
     engines = recipe.search.engine
     if recipe.measure.communication and engines != AUTO and not set(engines).intersection(DEEPSPEED):
-        problem = f"found true, but only engines of DeepSpeed log it; add one to search.engine: {', '.join(DEEPSPEED)}"
+        problem = f"found true, but only DeepSpeed logs it; use false, or add to search.engine: {', '.join(DEEPSPEED)}"
         raise RecipeError(sources.of("measure.communication"), "measure.communication", problem)
     if recipe.plan is not None and recipe.plan.tp == 1:
         for name, default in (("sequence_parallel", False), ("tensor_overlap", NO_OVERLAP)):
