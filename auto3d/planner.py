@@ -106,6 +106,7 @@ class Planner:
         run_algorithm(algorithm, search, self._workload.seed)
         ranked = search.ranked()
         if not ranked:
-            times, candidate, reason = next(iter(search.refused()))
-            raise InputError(f"search: no candidate can run; {times} of them: {candidate}: {reason}")
+            one = search.refused().foremost
+            problem = f"no candidate can run; {one.count} of them: {one.example}: {one.reason}"
+            raise InputError(f"search: {problem}", kind=one.kind)
         return ranked

@@ -55,7 +55,7 @@ class RowMaker:
         try:
             found = self._predicted(recipe) if part.how == "simulated" else self._run(recipe)
         except InputError as error:
-            found = {"problem": str(error).removeprefix(f"{self._file}: ")}
+            found = {"problem": str(error).removeprefix(f"{self._file}: "), "kind": error.kind}
         return Row(setting=setting, system=system, **found)
 
     def recipe(self, part: Part, overrides: Mapping[str, Any]) -> LoadedRecipe:
@@ -97,7 +97,8 @@ class RowMaker:
         sweep = run_sweep(recipe, retry=Retry.ALL, watcher=self._watcher)
         ended = list(sweep.ended().values())
         if not (good := [one for one in ended if one.status is Status.OK]):
-            return {"problem": "; ".join(dict.fromkeys(f"{one.status}: {one.error}" for one in ended))}
+            problem = "; ".join(dict.fromkeys(f"{one.status}: {one.error}" for one in ended))
+            return {"problem": problem, "kind": "memory" if any(one.status is Status.OOM for one in ended) else "other"}
         best: Measurement = min(good, key=lambda one: one.median_s)
         values = _speed(best.plan, best.median_s, recipe)
         if best.peak_bytes:

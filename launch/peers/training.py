@@ -1,6 +1,6 @@
 """Trains by a peer, with the result that auto3d's own training gives: the same times and memory, read the same way."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from time import perf_counter
 
@@ -16,7 +16,7 @@ from auto3d.runtime.peak_memory import PeakMemory
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.training import TrainingResult, naming_this_rank, of_all_ranks
 from auto3d.runtime.world import World, join
-from launch.peers.rank import PeerRank
+from launch.peers.rank import Iteration, PeerRank
 
 FILES = {
     TORCH_PIPELINING: "torch_pipelining",
@@ -45,19 +45,13 @@ def train_by_peer(
     As ``auto3d.runtime.training.train``, without checkpoints. The peak memory leaves out the building of the model,
     which a peer needs whole on each rank.
     """
-    torch.set_num_threads(settings.threads_per_rank)
     with naming_this_rank():
-        device = world.device(settings.device)
-        set_arithmetic(device, tf32=settings.tf32, deterministic=settings.deterministic)
-        peer = import_module(f"launch.peers.{FILES[plan.engine]}")  # before the memory is read, like other libraries
-        join(world, device=device, timeout_s=settings.timeout_s, collectives_on_device=True)
+        rank, build = join_as_peer(captured, plan, settings, data, world, state=state)
+        device = rank.device
         memory = PeakMemory(device)
         if device.type == "cpu":
             keep_freed_memory()
-        rank = PeerRank(
-            world=world, plan=plan, captured=captured, settings=settings, data=data, device=device, state=state
-        )
-        run = peer.build(rank)
+        run = build(rank)
         memory.restart()
         losses: list[torch.Tensor | None] = []
         seconds: list[float] = []
@@ -84,3 +78,22 @@ def train_by_peer(
             used_bytes=gathered[2] if on_gpu else [],
             predicted_bytes=[],
         )
+
+
+def join_as_peer(
+    captured: CapturedModel,
+    plan: Plan,
+    settings: TrainingSettings,
+    data: DataSettings,
+    world: World,
+    *,
+    state: Mapping[str, torch.Tensor] | None,
+) -> tuple[PeerRank, Callable[[PeerRank], Iteration]]:
+    """Join the world as rank ``world.rank``; returns this rank and the function of its peer that builds it."""
+    torch.set_num_threads(settings.threads_per_rank)
+    device = world.device(settings.device)
+    set_arithmetic(device, tf32=settings.tf32, deterministic=settings.deterministic)
+    peer = import_module(f"launch.peers.{FILES[plan.engine]}")  # before the memory is read, like other libraries
+    join(world, device=device, timeout_s=settings.timeout_s, collectives_on_device=True)
+    rank = PeerRank(world=world, plan=plan, captured=captured, settings=settings, data=data, device=device, state=state)
+    return rank, peer.build

@@ -43,15 +43,17 @@ def key(
     most: float | None = None,
     values: Sequence[type] = (),
     options: bool = False,
+    per_precision: bool = False,
 ) -> Any:
     """A key of the schema. A number, or each number of a list, must be ≥ ``least``, ≤ ``most`` and < ``below``.
 
     ``choices``: the words that the key accepts; with ``most`` it accepts such words and numbers. ``options``: a word
     may be followed by a colon and options, which are checked later. ``values``: the types of a mapping's values.
-    ``per_stage``: the key accepts one number of that type, or a list with one number per stage.
+    ``per_stage``: the key accepts one number of that type, or a list with one number per stage. ``per_precision``: the
+    key accepts one number, or a mapping with one number per precision.
     """
     limits = {"least": least, "below": below, "most": most}
-    kinds = {"values": tuple(values), "per_stage": per_stage, "options": options}
+    kinds = {"values": tuple(values), "per_stage": per_stage, "per_precision": per_precision, "options": options}
     metadata = {"meaning": meaning, "choices": tuple(choices), **kinds, **limits}
     if isinstance(default, (list, dict)):
         return field(default_factory=default.copy, metadata=metadata)
@@ -169,11 +171,19 @@ class AcceleratorRecipe:
     peak_tflops: dict[str, float] = key({}, "peak speed of matrix products in TFLOP/s, by precision")
     memory_gib: float | None = key(None, "memory that a process may fill, in GiB; none: unknown", least=0.001)
     memory_gb_per_s: float = key(700.0, "memory bandwidth, in GB/s", least=1e-6)
-    matrix_efficiency: float = key(
-        0.6, "fraction of the peak speed that large matrix products reach", least=0.001, most=1
+    matrix_efficiency: Any = key(
+        0.6,
+        "fraction of the peak speed that large matrix products reach; one number, or one by precision",
+        least=0.001,
+        most=1,
+        per_precision=True,
     )
-    half_gflops: float = key(
-        1.0, "GFLOP of a matrix product that is so small that it reaches half of that fraction", least=0
+    half_gflops: Any = key(
+        1.0,
+        "GFLOP of a matrix product that is so small that it reaches half of that fraction; one number, or one by "
+        "precision",
+        least=0,
+        per_precision=True,
     )
     memory_efficiency: float = key(0.75, "fraction of the memory bandwidth that operations reach", least=0.001, most=1)
     launch_us: float = key(10.0, "microseconds from the launch of one operation to the launch of the next", least=0)
@@ -430,6 +440,11 @@ class SearchRecipe:
 class MeasureRecipe:
     warmup_iterations: int = key(2, "iterations of a trial before the measured ones", least=0)
     iterations: int = key(5, "measured iterations of a trial", least=1)
+    communication: bool = key(
+        False,
+        "run each trial of a DeepSpeed engine a second time, to log bytes and seconds of its communication calls "
+        "(docs/peers.md)",
+    )
 
 
 @dataclass

@@ -80,14 +80,18 @@ def _accelerator(recipe: LoadedRecipe, where: str, name: str | None, precision: 
         peak_flops=values.peak_tflops[precision] * 1e12,
         memory_bandwidth=values.memory_gb_per_s * 1e9,
         memory_bytes=None if values.memory_gib is None else values.memory_gib * 2**30,
-        matrix_efficiency=values.matrix_efficiency,
-        half_flops=values.half_gflops * 1e9,
+        matrix_efficiency=_in_precision(values.matrix_efficiency, precision),
+        half_flops=_in_precision(values.half_gflops, precision) * 1e9,
         memory_efficiency=values.memory_efficiency,
         launch_s=values.launch_us / 1e6,
         collective_launch_s=values.collective_launch_us / 1e6,
         micro_batch_s=values.micro_batch_us / 1e6,
         iteration_s=values.iteration_ms / 1e3,
     )
+
+
+def _in_precision(value: float | dict[str, float], precision: str) -> float:
+    return value[precision] if isinstance(value, dict) else value
 
 
 def training(recipe: Recipe) -> TrainingOptions:
@@ -143,6 +147,11 @@ def emulation(recipe: Recipe) -> Emulation | None:
         return None
     values = asdict(recipe.emulation) if recipe.emulation else {}
     return Emulation(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+def trial_limit_s(recipe: Recipe) -> float:
+    """Seconds that the runs of a trial may take together: a second one logs its communication."""
+    return recipe.launch.trial_timeout_s * (2 if recipe.measure.communication else 1)
 
 
 def search_space(recipe: Recipe) -> SearchSpace:

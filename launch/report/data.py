@@ -84,10 +84,7 @@ def report_of(recipe: LoadedRecipe, tell: Callable[[int, float], None] | None = 
         rows=rows,
         fronts=fronts,
         details=details,
-        refused=[
-            RefusedReason(count=count, reason=reason, example=str(candidate))
-            for count, candidate, reason in source.refused
-        ],
+        refused=[RefusedReason(count=one.count, reason=one.reason, example=str(one.example)) for one in source.refused],
         commands=_commands(source, saved=any(detail.plan for detail in details)),
     )
 

@@ -177,6 +177,14 @@ def test_missing_devices_are_refused_with_three_commands_that_help(folder, auto3
     assert small.values.model.config["n_layer"] == 8
 
 
+@pytest.mark.parametrize(("verb", "ranks"), [("sweep", 4), ("tune", 4), ("recompute", 2)])
+def test_missing_devices_are_refused_before_the_model_is_built(folder, auto3d, no_slurm, monkeypatch, verb, ranks):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    refused = auto3d(verb, "small.yaml", "cluster.device=cuda", "model.config.n_layer=abc", code=2).err
+    assert f"cluster.device: found 'cuda'; {ranks} ranks need a GPU each, and this process may use 0" in refused
+    assert refused.count("\n") == 1
+
+
 def test_a_users_own_overrides_stay_in_the_commands_that_help(folder, auto3d, no_slurm):
     refused = auto3d("sweep", "small.yaml", "cluster.nodes=2", "training.global_batch=32", "search.pp=[2]", code=2).err
     plan, scaled, slurm = re.findall(r"`(.+?)`", refused)

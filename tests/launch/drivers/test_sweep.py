@@ -358,6 +358,9 @@ def test_uneven_replicas_and_a_shared_optimizer_are_tried_and_told(folder, auto3
         assert float(row["prediction_error"]) == pytest.approx(float(row["predicted_s"]) / seconds - 1)
     auto3d("table", "own.yaml")
     assert (folder / "tables" / "own" / "table.csv").read_text() == text, "the sweep has stored its predictions"
+    auto3d("table", "own.yaml", "--baseline", "shard_optimizer=true placement=megatron")
+    refused = auto3d("table", "own.yaml", "--baseline", "placement=vertical", code=2).err
+    assert "--baseline: no row matches 'placement=vertical'" in refused
 
 
 def test_a_sweep_trains_and_tabulates_tensor_parallel_plans(folder, auto3d):
