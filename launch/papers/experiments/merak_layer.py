@@ -21,6 +21,7 @@ from auto3d.runtime.data import Batches
 from auto3d.runtime.distinct_subgraphs import distinct_subgraphs
 from auto3d.runtime.materialize import materialize
 from auto3d.runtime.subgraph_timing import SubgraphRun
+from auto3d.search.planned_model import PlannedGraphs
 from launch.model.build import captured_model
 from launch.model.costs import planning_subject, published
 from launch.papers.row import Row
@@ -124,7 +125,8 @@ def _accelerator(recipe: LoadedRecipe) -> Accelerator:
 def _layer_work(recipe: LoadedRecipe, module: str) -> Callable[[int], tuple[Work, int, int]]:
     """A function of the number of samples: the work of the model, and the range of ``module`` in it."""
     subject = planning_subject(recipe, only_predicted=True)
-    return lambda samples: (subject.work(samples), *_range(subject.graph(samples), module))  # type: ignore[attr-defined]
+    assert isinstance(subject, PlannedGraphs), "a captured model"
+    return lambda samples: (subject.work(samples), *_range(subject.graph(samples), module))
 
 
 def _range(graph: Graph, module: str) -> tuple[int, int]:

@@ -3,22 +3,34 @@
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from auto3d.cost.sub_pipelined import sub_pipelined_s
+from auto3d.cost.times import times_of
 from auto3d.plan import Plan, StagePlan
 from auto3d.runtime.data import Batches, DataError
 from auto3d.runtime.measurement import Measurement, Status
 from auto3d.schedule import build_schedule
 from auto3d.simulate.costs import uniform
 from auto3d.simulate.simulate import simulate
+from launch.model.costs import planning_subject
 from launch.model.graphs import PlanningModel
 from launch.papers.experiments.merak_availability import difference
+from launch.papers.experiments.merak_layer import fitted_accelerator, measured_layers, predicted_layers
 from launch.papers.experiments.merak_loader import NON_SPLIT, SPLIT, split_loader, stage_inputs
-from launch.papers.experiments.merak_sharding import CACHED, WITHOUT_CACHE, sharding_times, stage_subgraphs
+from launch.papers.experiments.merak_sharding import (
+    CACHED,
+    CACHED_AND_BUILT,
+    WITHOUT_CACHE,
+    sharding_times,
+    stage_subgraphs,
+)
+from launch.papers.item import file_of, read_item
 from launch.recipe.data import data_settings
-from launch.recipe.load import load
+from launch.recipe.load import load, load_groups
+from launch.recipe.settings import cluster
 
 DEPTHS = (4, 8, 16, 32, 64)  # figure 10a has twice as many micro-batches
 SHIFTED = "shifted-critical-path"
@@ -112,12 +124,50 @@ def test_cached_sharding_captures_nothing(tmp_path: Path, monkeypatch: pytest.Mo
         raise AssertionError("captured again")
 
     monkeypatch.setattr(PlanningModel, "captured_here", captured_here)
-    cached = next(rows)
-    assert (fresh.system, cached.system) == (WITHOUT_CACHE, CACHED)
-    assert fresh.setting == cached.setting == ("two",)
-    assert fresh.values["subgraphs"] == cached.values["subgraphs"] == 2 * 2 + 3  # embedding, blocks, last norm, head
+    cached, built = rows
+    assert (fresh.system, cached.system, built.system) == (WITHOUT_CACHE, CACHED, CACHED_AND_BUILT)
+    for row in (fresh, cached, built):
+        assert row.setting == ("two",)
+        assert row.values["subgraphs"] == 2 * 2 + 3  # embedding, blocks, last norm, head
     with pytest.raises(AssertionError, match="captured again"):
         next(sharding_times(tell=tell, recipe="tiny", models={"two": ["model.config.n_layer=2"]}))
+
+
+def _small_gpt(layers: int) -> dict[str, Any]:
+    config = {"n_layer": layers, "n_embd": 64, "n_head": 2, "n_positions": 32, "vocab_size": 64}
+    return {"model": {"architecture": "GPT2LMHeadModel", "config": config | {"bos_token_id": 0, "eos_token_id": 0}}}
+
+
+SHORT = {"data": {"source": "synthetic", "sequence_length": 32, "vocabulary_size": 64}}
+
+
+def test_the_predicted_layer_is_the_difference_of_models_that_differ_by_one() -> None:
+    base = SHORT | {"cluster": {"accelerator": "RTX3090-24GB"}}
+    arguments = {"module": "transformer.h.1", "micro_batch_sizes": [2, 16]}
+    (row, _) = predicted_layers(tell=tell, base=base, layers={"small": _small_gpt(3)}, **arguments)
+    recipes = [load_groups("small", Path("small"), base | _small_gpt(layers)) for layers in (3, 4)]
+    device = cluster(recipes[0]).slowest([0])
+    whole = [times_of(planning_subject(one, only_predicted=True).work(2), device).table[:, -1] for one in recipes]
+    forward, forward_launch, backward, backward_launch, _ = whole[1] - whole[0]
+    seconds = max(forward, forward_launch) + max(backward, backward_launch)
+    assert row.values["ms_per_sample"] == pytest.approx(1e3 * seconds / 2)
+
+
+def test_a_measured_layer_takes_longer_for_more_samples() -> None:
+    arguments = {"module": "transformer.h.1", "micro_batch_sizes": [1, 32]}
+    one, many = measured_layers(tell=tell, base=SHORT, layers={"small": _small_gpt(3)}, **arguments)
+    assert 0 < one.values["ms_per_sample"] < 32 * many.values["ms_per_sample"]
+    assert many.values["against_largest"] == 1
+    assert one.values["against_largest"] > 1, "small operations cost more per sample"
+
+
+def test_the_speed_of_the_rtx_3090_is_that_of_published_layers() -> None:
+    """The figures of the accelerator's file come out of the fit that item merak-fig6 names as their source."""
+    arguments = read_item(file_of("merak-fig6")).parts[-1].arguments
+    figures = {(row.system, *row.setting): row.values["figure"] for row in fitted_accelerator(tell=tell, **arguments)}
+    for name in ("matrix_efficiency", "half_gflops"):
+        assert figures["fitted", name] == pytest.approx(figures["in the file", name], rel=0.05)
+    assert figures["fitted", "mean error"] < 0.1
 
 
 def test_stages_together_hold_all_subgraphs() -> None:
