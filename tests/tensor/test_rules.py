@@ -244,6 +244,8 @@ UNDEFINED = {"empty_like", "rand_like", "randn_like"}  # their values differ on 
 MORE_RANKS = [  # sizes that three and four ranks divide
     call("add", normal(12, 24), normal(24)),
     call("mul", normal(12, 24), normal(24)),
+    call("div", normal(), positive(2, 13)),
+    call("div", normal(2, 13), positive(2, 1)),
     call("view", normal(2, 12, 24), [2, 288]),
     call("reshape", normal(2, 24, 24), [48, 2, 12]),
     call("view_as", normal(12, 24), normal(12, 12, 2)),
