@@ -11,7 +11,7 @@ WORKERS ?= $(shell expr $$(nproc) + 1)
 LAUNCH := $(if $(EXECUTOR),launch.executor=$(EXECUTOR))
 CLUSTER_PROGRAM := slurm/dev-cluster/cluster.py $(if $(FOLDER),--folder $(FOLDER))
 
-.PHONY: help setup sweep tune plan train table reference paper papers profile test test-quick soak parity zoo bench lint clean
+.PHONY: help setup sweep tune plan train table reference report paper papers profile test test-quick soak parity zoo bench lint clean
 .PHONY: cluster-up cluster-down cluster-status
 
 help:  ## list the targets
@@ -42,6 +42,9 @@ table: $(INSTALLED)  ## print the table of RECIPE's last sweep again
 reference: $(INSTALLED)  ## run RECIPE's sweep and write its table to results/RECIPE, to be committed
 	@$(BIN)/auto3d sweep $(RECIPE) $(LAUNCH) $(ARGS)
 	@$(BIN)/auto3d table $(RECIPE) $(LAUNCH) $(ARGS) --output results/$(RECIPE)
+
+report: $(INSTALLED)  ## write one HTML page about RECIPE's last sweep or tune, or about its search
+	@$(BIN)/auto3d report $(RECIPE) $(ARGS)
 
 paper: $(INSTALLED)  ## make a table or figure of a paper again: ITEM=merak-fig10a; auto3d paper --list has all
 	@$(BIN)/auto3d paper $(ITEM) $(ARGS)

@@ -10,7 +10,8 @@ from auto3d.capture.export import InputSpec
 from auto3d.capture.graph import Graph
 from auto3d.capture.model import CapturedModel, capture
 from auto3d.cluster import Cluster
-from auto3d.cost.model import CostModel, Estimate
+from auto3d.cost.estimate import Estimate
+from auto3d.cost.model import CostModel
 from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import Work, work_of, work_of_tensor_parallel
 from auto3d.errors import InputError
@@ -106,6 +107,7 @@ class Planner:
         run_algorithm(algorithm, search, self._workload.seed)
         ranked = search.ranked()
         if not ranked:
-            times, candidate, reason = next(iter(search.refused()))
-            raise InputError(f"search: no candidate can run; {times} of them: {candidate}: {reason}")
+            one = search.refused().foremost
+            problem = f"no candidate can run; {one.count} of them: {one.example}: {one.reason}"
+            raise InputError(f"search: {problem}", kind=one.kind)
         return ranked

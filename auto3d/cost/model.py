@@ -4,7 +4,7 @@ The costs of the Plan's stages, messages and gradient syncs go to the simulator;
 costs. Ranks fill the cluster's devices in order, and the Plan's placement gives each rank its position.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -12,47 +12,25 @@ from itertools import pairwise
 import numpy as np
 
 from auto3d.cluster import Accelerator, Cluster, Link
-from auto3d.cost.closed_forms import amp_s, chimera_s
+from auto3d.cost.closed_forms import amp_s
 from auto3d.cost.collectives import TRAFFIC, GroupLink, Traffic
+from auto3d.cost.estimate import METHODS, Estimate, SecondsOf, busiest
 from auto3d.cost.model_work import ModelWork
 from auto3d.cost.placed import PlacedTraffic
 from auto3d.cost.plan_memory import PlanMemory
-from auto3d.cost.sub_pipelined import Segment, sub_pipelined_s
+from auto3d.cost.stage_messages import StageMessages
+from auto3d.cost.stage_times import StageTimes
 from auto3d.cost.tables import without
 from auto3d.cost.throughput import IterationFlops, iteration_flops
-from auto3d.cost.times import Times, before, times_of
+from auto3d.cost.times import Times, TimesOf, TimesOfWork, before, times_of
 from auto3d.cost.training_options import TrainingOptions
-from auto3d.cost.work import PRECISION_BYTES, Work, WorkAt
+from auto3d.cost.updates import syncs_s, update_s
+from auto3d.cost.work import Work, WorkAt
 from auto3d.plan import SUB_PIPELINED, Plan, PlanError, StagePlan
-from auto3d.schedule.operation import Kind
-from auto3d.schedule.shape import Shape, shape_of
+from auto3d.schedule.shape import shape_of
 from auto3d.simulate.costs import Costs, MessageCost, SharedMachine
 from auto3d.simulate.memory_timeline import BytesOverTime
 from auto3d.simulate.simulate import Timeline, simulate
-from auto3d.tensor.conversions import Collective
-
-SecondsOf = Callable[[Shape, Costs], float]  # seconds of an iteration: the simulator or a closed form
-TimesOf = Callable[[int, Accelerator, int, bool], Times]
-"""Arguments: samples, kind of device, tensor-parallel degree, whether it is sequence-parallel."""
-
-TimesOfWork = Callable[[Work, Sequence[int], int, Accelerator], Times]
-"""Arguments: the work of the whole model, the bounds of its subgraphs, samples, kind of device."""
-
-TensorDegree = tuple[int, bool]  # tensor-parallel degree, whether it is sequence-parallel
-
-
-@dataclass(frozen=True, kw_only=True)
-class Estimate:
-    """Seconds of an iteration, their components on the pipeline that decides, and bytes on each pipeline device."""
-
-    seconds: float
-    compute_s: float  # compute of the busiest device, including recomputation
-    tensor_s: float  # tensor-parallel collectives that compute does not hide
-    message_s: float  # messages between stages that compute does not hide
-    sync_s: float  # gradient syncs that compute does not hide
-    update_s: float
-    bubble_s: float  # time that devices wait for each other
-    memory: tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,16 +74,11 @@ class CostModel:
         self._times_of_work = times_of_work
         self._work = ModelWork(work_at, training)
         self._memory = PlanMemory(self._work, training)
-        self._times = lru_cache(None)(
-            times_at
-            or (lambda samples, accelerator, *degree: times_of(self._work.work_at(samples, *degree), accelerator))
-        )
+        self._stage_times = StageTimes(self._work, times_at)
+        self._messages = StageMessages(cluster, self._work, training)
         self._has_handling = any(any(node.handling) for node in cluster.nodes)
         self._has_slowdown = any(node.slowdown for node in cluster.nodes)
         self._traffic = lru_cache(1024)(self._make_traffic)
-        self._collectives = lru_cache(None)(self._make_collectives)
-        self._between_cuts = lru_cache(1024)(self._make_between_cuts)
-        self._seconds = lru_cache(2**16)(self._make_seconds)  # the plans of a search have many stages in common
 
     def on(self, cluster: Cluster) -> "CostModel":
         """The cost model of the same model and training on another cluster."""
@@ -169,7 +142,7 @@ class CostModel:
             self.costs(plan, pipeline, collectives=False), sync=none, messages=silent.messages
         )
         without_tensor = seconds_of(shape, without_collectives)
-        compute, update = _busiest(shape, without_collectives)
+        compute, update = busiest(shape, without_collectives)
         return Estimate(
             seconds=whole + traffic.iteration_s,
             compute_s=compute,
@@ -218,7 +191,7 @@ class CostModel:
                 )
             each, divisor = self._work.slice_of(samples, 2 * stage.replicas if halved else stage.replicas)
             link = traffic.tensor[homes[number][0], pipeline] if plan.tp > 1 and collectives else None
-            whole = self._seconds(each, accelerator, degree, link, stage.operations, halved)
+            whole = self._stage_times.seconds(each, accelerator, degree, link, stage.operations, halved)
             forward.append(parts * (whole[0] / divisor + accelerator.micro_batch_s))
             backward.append(parts * whole[1] / divisor)
             weight.append(parts * min(whole[2], whole[1]) / divisor)
@@ -226,21 +199,23 @@ class CostModel:
             if number in shape.recompute:
                 dropped = without(stage.operations, self._work.kept(each, stage))
                 if dropped:
-                    again = self._seconds(each, accelerator, degree, link, dropped, halved)[0]
+                    again = self._stage_times.seconds(each, accelerator, degree, link, dropped, halved)[0]
             recompute.append(parts * again / divisor)
             if link is not None:
-                alone = self._seconds(each, accelerator, degree, None, stage.operations, halved)
+                alone = self._stage_times.seconds(each, accelerator, degree, None, stage.operations, halved)
                 again_alone = 0.0
                 if again:
-                    again_alone = self._seconds(each, accelerator, degree, None, dropped, halved)[0]
+                    again_alone = self._stage_times.seconds(each, accelerator, degree, None, dropped, halved)[0]
                 computing = (*alone[:2], again_alone)
                 hidden = zip((*whole[:2], again), computing, strict=True)
                 shown = [parts * (total - compute) / divisor for total, compute in hidden]
                 exposed.append((shown[0], shown[1], shown[2]))
             group = plan.placement[homes[number][0]][:: plan.tp]
-            update.append(self._update_s(plan, stage, accelerator, group, traffic))
+            update.append(
+                update_s(self._work, self.training, plan, stage, accelerator=accelerator, group=group, traffic=traffic)
+            )
         for boundary in range(len(plan.stages) - 1) if self._has_handling else ():
-            handling = self._handling_s(plan, shape, boundary, pipeline)
+            handling = self._messages.handling_s(plan, shape, boundary, pipeline, traffic)
             for number in (boundary, boundary + 1):
                 forward[number] += handling
                 backward[number] += handling
@@ -250,10 +225,11 @@ class CostModel:
             backward_input=tuple(whole - half for whole, half in zip(backward, weight, strict=True)),
             backward_weight=tuple(weight),
             recompute=tuple(recompute),
-            sync=self._syncs(plan, traffic),
+            sync=syncs_s(self._work, self.training, plan, traffic),
             update=tuple(update),
             messages=tuple(
-                self._message(plan, shape, boundary, pipeline, traffic) for boundary in range(len(plan.stages) - 1)
+                self._messages.cost(plan, shape, boundary, pipeline, traffic)
+                for boundary in range(len(plan.stages) - 1)
             ),
             speed=(1.0,) * shape.devices,
             overlap=self.training.overlap,
@@ -277,11 +253,13 @@ class CostModel:
             hardware.append((self.cluster.slowest(rank for key in keys for rank in traffic.ranks(*key)), link))
         recompute = bool(shape.recompute)
         seconds = {
-            key: self._between_cuts(samples, key[0], (plan.tp, plan.sequence_parallel), key[1], tuple(cuts), recompute)
+            key: self._stage_times.between_cuts(
+                samples, key[0], (plan.tp, plan.sequence_parallel), key[1], tuple(cuts), recompute
+            )
             for key in dict.fromkeys(hardware)
         }
         fastest = min(seconds.values(), key=lambda each: float(each.sum()))
-        sent, _ = self._crossing(plan, samples, list(cuts))
+        sent, _ = self._messages.crossing(plan, samples, list(cuts))
         links = [
             traffic.messages.link((traffic.ranks(here[0], pipeline)[0], traffic.ranks(there[0], pipeline)[0]))
             for here, there in pairwise(shape.homes)
@@ -296,8 +274,6 @@ class CostModel:
             speeds=tuple(float(fastest.sum() / seconds[key].sum()) for key in hardware),
         )
 
-    # Compute
-
     def times_of_work(self, work: Work, cuts: Sequence[int], samples: int, accelerator: Accelerator) -> Times:
         """The seconds of ``work`` on one device: measured where the model has a profile, else estimated.
 
@@ -307,87 +283,6 @@ class CostModel:
             return times_of(work, accelerator)
         return self._times_of_work(work, cuts, samples, accelerator)
 
-    def _make_between_cuts(
-        self,
-        samples: int,
-        accelerator: Accelerator,
-        degree: TensorDegree,
-        link: GroupLink | None,
-        cuts: tuple[int, ...],
-        recompute: bool,
-    ) -> np.ndarray:
-        """[cuts - 1]: seconds of one micro-batch forward and backward between neighbouring ``cuts``."""
-        positions = list(cuts)
-        times = np.diff(self._times(samples, accelerator, *degree).table[:, positions])
-        exchanged = np.zeros((2, len(cuts) - 1))
-        if link is not None:
-            exchanged = np.diff(self._collectives(samples, degree, link)[:, positions])
-        forward = np.maximum(times[0] + exchanged[0], times[1])
-        backward = np.maximum(times[2] + exchanged[1], times[3])
-        return forward * (2 if recompute else 1) + backward
-
-    def _make_seconds(
-        self,
-        samples: int,
-        accelerator: Accelerator,
-        degree: TensorDegree,
-        link: GroupLink | None,
-        operations: tuple[tuple[int, int], ...],
-        halved: bool,
-    ) -> tuple[float, float, float]:
-        """Seconds of one micro-batch: forward, backward, and the weight half that the backward contains.
-
-        If it is ``halved``, it consists of two halves of ``samples`` each, which take turns.
-        """
-        times = self._times(samples, accelerator, *degree)
-        total = sum((times.range(first, last) for first, last in operations), start=np.zeros(5))
-        if halved:
-            forward, backward = (
-                sub_pipelined_s(self._segments(samples, accelerator, degree, link, operations, forward=direction))
-                for direction in (True, False)
-            )
-            return max(forward, 2 * float(total[1])), max(backward, 2 * float(total[3])), 2 * float(total[4])
-        exchanged = np.zeros(2)
-        if link is not None:
-            table = self._collectives(samples, degree, link)
-            exchanged = sum((table[:, last] - table[:, first] for first, last in operations), start=exchanged)
-        forward = max(float(total[0] + exchanged[0]), float(total[1]))
-        backward = max(float(total[2] + exchanged[1]), float(total[3]))
-        return forward, backward, float(total[4])
-
-    def _segments(
-        self,
-        samples: int,
-        accelerator: Accelerator,
-        degree: TensorDegree,
-        link: GroupLink | None,
-        operations: tuple[tuple[int, int], ...],
-        *,
-        forward: bool,
-    ) -> list[Segment]:
-        """The compute of ``operations`` between collectives, and the collectives, in the order of the pass."""
-        busy = self._times(samples, accelerator, *degree).table[0 if forward else 2]
-        exchanges = [one for one in self._work.work_at(samples, *degree).exchanges if one.forward == forward]
-        segments: list[Segment] = []
-        for first, last in operations if forward else reversed(operations):
-            inside = [one for one in exchanges if first <= one.position < last]
-            place = first if forward else last
-            for one in inside if forward else reversed(inside):
-                seconds = link.seconds_in_operation(one.collective, one.size) if link is not None else 0.0
-                segments.append((float(abs(busy[one.boundary] - busy[place])), seconds))
-                place = one.boundary
-            segments.append((float(abs(busy[last if forward else first] - busy[place])), 0.0))
-        return segments
-
-    def _make_collectives(self, samples: int, degree: TensorDegree, link: GroupLink) -> np.ndarray:
-        """[2, operations + 1]: seconds of the collectives of all operations before each, forward and backward."""
-        work = self._work.work_at(samples, *degree)
-        seconds = np.zeros((2, len(work) + 1))
-        for row, exchanges in zip(seconds, work.exchanges_of, strict=True):
-            for (collective, size), counts in exchanges.items():
-                row[1:] += link.seconds_in_operation(collective, size) * counts
-        return np.cumsum(seconds, axis=1)
-
     def _sharing(self, plan: Plan) -> tuple[SharedMachine, ...]:
         """How the plan's processes slow each other down, for each node where they do."""
         sharing = []
@@ -396,81 +291,6 @@ class CostModel:
                 here = [sum(self.cluster.node_of[rank] == number for rank in ranks) for ranks in plan.placement]
                 sharing.append(SharedMachine(slowdown=slowdown, processes=tuple(here)))
         return tuple(sharing)
-
-    # Updates and gradient syncs
-
-    def _update_s(
-        self, plan: Plan, stage: StagePlan, accelerator: Accelerator, group: tuple[int, ...], traffic: PlacedTraffic
-    ) -> float:
-        """Update time of one rank. Under ZeRO-1: its shard, plus gathering the other shards of ``group``."""
-        elements = self._work.elements(plan, stage.operations)
-        each = accelerator.update_s
-        if each is None:
-            each = self.training.update_traffic / (accelerator.memory_bandwidth * accelerator.memory_efficiency)
-        if not plan.shard_optimizer:
-            return elements * each
-        size = elements * PRECISION_BYTES[self.training.precision]
-        return elements / len(group) * each + traffic.sync.all_reduce_s(group, size) / 2
-
-    def _syncs(self, plan: Plan, traffic: PlacedTraffic) -> tuple[float, ...]:
-        """Seconds of each stage's gradient all-reduce."""
-        seconds: list[float] = []
-        tables = self._work.tables_of(plan)
-        for number, stage in enumerate(plan.stages):
-            size = self._work.elements(plan, stage.operations) * self.training.sync_bytes
-            seconds.append(traffic.sync.all_reduce_s(traffic.holders[number], size))
-            if copied := tables.copied(stage.operations):
-                link = traffic.tensor[traffic.homes[number][0], 0]
-                seconds[number] += link.seconds(Collective.ALL_REDUCE, copied * self.training.sync_bytes)
-        for elements, stages in tables.shared(plan.stages):
-            # After each stage has reduced its own copy, a tied parameter is reduced over all stages that hold it.
-            seconds[stages[-1]] += traffic.tied_s(tuple(stages), elements * self.training.sync_bytes)
-        return tuple(seconds)
-
-    # Messages between stages
-
-    def _message(self, plan: Plan, shape: Shape, boundary: int, pipeline: int, traffic: PlacedTraffic) -> MessageCost:
-        """The cost of the boundary between stages ``boundary`` and ``boundary`` + 1."""
-        source, target = (shape.device_of[stage, 0] for stage in (boundary, boundary + 1))
-        if source == target:
-            return MessageCost()
-        sent, gathered = self._crossing_bytes(plan, shape, boundary)
-        link = traffic.messages.link((traffic.ranks(source, pipeline)[0], traffic.ranks(target, pipeline)[0]))
-        seconds = shape.parts * sent / link.bandwidth
-        if gathered:
-            seconds += traffic.tensor[target, pipeline].seconds(Collective.ALL_GATHER, shape.parts * gathered)
-        return MessageCost(latency=link.latency_s, forward=seconds, backward=seconds)
-
-    def _handling_s(self, plan: Plan, shape: Shape, boundary: int, pipeline: int) -> float:
-        """Seconds of compute that one micro-batch's message costs its sender, and as many its receiver."""
-        source, target = (shape.device_of[stage, 0] for stage in (boundary, boundary + 1))
-        traffic = self._traffic_of(plan)
-        nodes = {self.cluster.node_of[traffic.ranks(device, pipeline)[0]] for device in (source, target)}
-        if source == target or len(nodes) > 1:
-            return 0.0
-        each, per_byte = self.cluster.nodes[min(nodes)].handling
-        return shape.parts * (each + self._crossing_bytes(plan, shape, boundary)[0] * per_byte)
-
-    def _crossing_bytes(self, plan: Plan, shape: Shape, boundary: int) -> tuple[float, float]:
-        """Bytes that one part of a micro-batch sends onward from stage ``boundary``, as ``_crossing`` has them.
-
-        Replicas send and receive their slices at the same time, so the side with fewer replicas takes longest.
-        """
-        end = plan.stages[boundary].operations[-1][1]
-        replicas = min(plan.stages[number].replicas for number in (boundary, boundary + 1))
-        sent, gathered = self._crossing(plan, plan.micro_batch_size // shape.parts, end)
-        return float(sent) / replicas, float(gathered) / replicas
-
-    def _crossing(self, plan: Plan, samples: int, cuts: int | list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes through ``cuts``: those that each rank sends, and those that the receivers then gather.
-
-        With scattered messages each rank sends an equal part of a whole value (Narayanan et al. 2021, section 4.1).
-        """
-        local = self._work.work_at(samples, plan.tp, plan.sequence_parallel).crossing[cuts]
-        if plan.tp == 1 or not self.training.scattered_messages:
-            return local, 0 * local
-        whole = self._work.work_at(samples).crossing[cuts]
-        return whole / plan.tp, np.where(local < whole, 0.0, whole)
 
     def _traffic_of(self, plan: Plan) -> PlacedTraffic:
         return self._traffic(plan.placement, plan.tp, plan.dp, shape_of(plan).homes)
@@ -483,28 +303,3 @@ class CostModel:
 
 def _bandwidth(link: GroupLink) -> float:
     return link.link.bandwidth
-
-
-def _busiest(shape: Shape, costs: Costs) -> tuple[float, float]:
-    """(seconds of compute, seconds of updates) of an iteration on the device with the largest sum of both."""
-    schedule = shape.schedule()
-    timeline = simulate(schedule, costs)
-    best = (0.0, 0.0)
-    for device in range(shape.devices):
-        compute = update = 0.0
-        for number in timeline.numbers(device):
-            seconds = timeline.end[number] - timeline.start[number]
-            if timeline.operations[number].kind is Kind.UPDATE:
-                update += seconds
-            else:
-                compute += seconds
-        best = max(best, (compute / schedule.iterations, update / schedule.iterations), key=sum)
-    return best
-
-
-def _simulated(shape: Shape, costs: Costs) -> float:
-    schedule = shape.schedule()
-    return simulate(schedule, costs).makespan / schedule.iterations
-
-
-METHODS: dict[str, SecondsOf] = {"simulated": _simulated, "amp": amp_s, "chimera": chimera_s}

@@ -9,8 +9,7 @@ import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from auto3d.cluster import Accelerator, Cluster, Link, NodeCollectives
-from auto3d.cost.model import TimesOf
-from auto3d.cost.times import Times, before, times_of
+from auto3d.cost.times import Times, TimesOf, before, times_of
 from auto3d.cost.work import Work, WorkAt
 from auto3d.errors import InputError
 

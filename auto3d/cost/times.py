@@ -1,6 +1,6 @@
 """Work -> seconds on a kind of device."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -36,6 +36,13 @@ class Times:
     def __post_init__(self) -> None:
         rows = (self.forward, self.forward_launch, self.backward, self.backward_launch, self.backward_weight)
         object.__setattr__(self, "table", np.stack(rows))
+
+
+TimesOf = Callable[[int, Accelerator, int, bool], Times]
+"""Arguments: samples, kind of device, tensor-parallel degree, whether it is sequence-parallel."""
+
+TimesOfWork = Callable[[Work, Sequence[int], int, Accelerator], Times]
+"""Arguments: the work of the whole model, the bounds of its subgraphs, samples, kind of device."""
 
 
 def times_of(work: Work, accelerator: Accelerator) -> Times:

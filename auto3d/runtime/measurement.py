@@ -5,6 +5,7 @@ import platform
 import socket
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from importlib.metadata import version
 from json import dumps
 from statistics import median
 
@@ -51,9 +52,7 @@ class Environment:
         ``cores`` is the number of cores that all ranks of the node may use together, since a rank on a GPU is bound to
         some of them. None: the cores of this process.
         """
-        # Imported here because they take seconds, and reading measurements does not need them.
-        import torch
-        import transformers
+        import torch  # takes seconds, and reading measurements does not need it
 
         from auto3d.runtime.arithmetic import uses_tf32
 
@@ -63,11 +62,23 @@ class Environment:
             device=name,
             cores=len(os.sched_getaffinity(0)) if cores is None else cores,
             torch=torch.__version__,
-            transformers=transformers.__version__,
+            transformers=version("transformers"),
             python=platform.python_version(),
             tf32=uses_tf32() if device == "cuda" else None,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommunicationCalls:
+    """The calls of one communication operation on one rank, per iteration."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    operation: str
+    calls: float
+    message_bytes: float  # bytes of the tensor that each call takes; a rank's own part for an all-gather
+    seconds: float  # time inside the calls, waiting for other ranks included
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +104,8 @@ class Measurement:
     reserved_bytes: list[int] = field(default_factory=list)  # per GPU: peak of torch's caching allocator
     used_bytes: list[int] = field(default_factory=list)  # per GPU: peak on the device, with CUDA context and NCCL
     predicted_bytes: list[int] = field(default_factory=list)  # per rank: estimate of auto3d.cost.device_memory
+    communication: list[list[CommunicationCalls]] = field(default_factory=list)  # per rank, in a run of its own
+    why_not_logged: str = ""  # why there is no communication although the recipe asks for it
     engine_version: str = ""  # package and version of the plan's engine, if it is neither auto3d nor torch
     tokens_per_sample: int = 0
     model_flops: float | None = None  # FLOPs of one iteration on all devices, as in auto3d.cost.throughput

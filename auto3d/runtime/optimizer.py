@@ -84,8 +84,6 @@ def build_optimizer(
     With ``shard_over``, each rank of that group updates a shard of the parameters and sends it to the others (ZeRO-1).
     Raises InputError for unknown names.
     """
-    from transformers.optimization import get_scheduler  # takes half a second, which drivers of trials save
-
     options: dict[str, Any] = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
     kind: type[torch.optim.Optimizer]
     if settings.optimizer == "adamw":
@@ -106,9 +104,17 @@ def build_optimizer(
         raise InputError(
             f"learning_rate_schedule: {name!r} is not known; use one of {', '.join(LEARNING_RATE_SCHEDULES)}"
         )
-    return optimizer, get_scheduler(
+    return optimizer, _learning_rate_schedule(local_optimizer(optimizer), name, settings.warmup_iterations, iterations)
+
+
+def _learning_rate_schedule(optimizer: torch.optim.Optimizer, name: str, warmup: int, iterations: int) -> LRScheduler:
+    if name == "constant" and not warmup:
+        return LambdaLR(optimizer, lambda _: 1.0)
+    from transformers.optimization import get_scheduler  # takes each rank two seconds if nothing else needs it
+
+    return get_scheduler(
         "constant_with_warmup" if name == "constant" else name,
-        local_optimizer(optimizer),
-        num_warmup_steps=settings.warmup_iterations,
+        optimizer,
+        num_warmup_steps=warmup,
         num_training_steps=iterations,
     )

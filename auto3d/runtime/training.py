@@ -17,7 +17,7 @@ from auto3d.runtime.executor import IterationResult
 from auto3d.runtime.measurement import BYTES
 from auto3d.runtime.optimizer import advance
 from auto3d.runtime.out_of_memory import OutOfMemoryError, is_out_of_memory, out_of_memory_line
-from auto3d.runtime.peak_memory import PeakMemory
+from auto3d.runtime.peak_memory import PeakBytes, PeakMemory
 from auto3d.runtime.rank import Rank, build_rank
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.waiting import waiting_for
@@ -65,11 +65,8 @@ def train(
     """
     if world.size != plan.ranks:
         raise PlanError(f"the plan needs {plan.ranks} ranks; there are {world.size}")
-    torch.set_num_threads(settings.threads_per_rank)
     with naming_this_rank():
-        device = world.device(settings.device)
-        set_arithmetic(device, tf32=settings.tf32, deterministic=settings.deterministic)
-        join(world, device=device, timeout_s=settings.timeout_s)
+        device = start_rank(settings, world)
         memory = PeakMemory(device)
         rank = build_rank(captured, plan, settings, data, world, state=state, asked_to_end=asked_to_end)
         first = done = _resume(rank, checkpoints, device, timeout_s=settings.timeout_s) if checkpoints else 0
@@ -95,12 +92,7 @@ def train(
         slowest_s = of_all_ranks(seconds, torch.float64, timeout_s=settings.timeout_s).max(dim=0).values
         bytes_of_ranks: dict[str, list[int]] = {name: [] for name in BYTES}
         if settings.emulation is None:
-            peak = memory.read()
-            local = [peak.allocated, peak.reserved or 0, peak.used or 0, rank.predicted.total]  # in the order of BYTES
-            gathered = of_all_ranks(local, torch.int64, timeout_s=settings.timeout_s).T.tolist()
-            bytes_of_ranks = dict(zip(BYTES, gathered, strict=True))
-            if device.type == "cpu":
-                bytes_of_ranks |= {"reserved_bytes": [], "used_bytes": []}
+            bytes_of_ranks = memory_of_ranks(memory.read(), rank.predicted.total, timeout_s=settings.timeout_s)
         computed = results if settings.emulation is None else []
         return TrainingResult(
             loss=[result.loss for result in computed],
@@ -125,6 +117,23 @@ def naming_this_rank() -> Iterator[None]:
             raise OutOfMemoryError(f"{THIS_RANK} ran out of memory: {out_of_memory_line(error)}") from error
         error.add_note(f"{THIS_RANK} failed")
         raise
+
+
+def start_rank(settings: TrainingSettings, world: World, *, collectives_on_device: bool = False) -> torch.device:
+    """Set up this process as rank ``world.rank`` and join the others, as ``join`` does; returns its device."""
+    torch.set_num_threads(settings.threads_per_rank)
+    device = world.device(settings.device)
+    set_arithmetic(device, tf32=settings.tf32, deterministic=settings.deterministic)
+    join(world, device=device, timeout_s=settings.timeout_s, collectives_on_device=collectives_on_device)
+    return device
+
+
+def memory_of_ranks(peak: PeakBytes, predicted: int | None, *, timeout_s: float) -> dict[str, list[int]]:
+    """The fields BYTES of a result, from what each rank read as ``peak``; lists are empty where nothing is known."""
+    local = [peak.allocated, peak.reserved or 0, peak.used or 0, predicted or 0]  # in the order of BYTES
+    gathered = of_all_ranks(local, torch.int64, timeout_s=timeout_s).T.tolist()
+    known = (True, peak.reserved is not None, peak.used is not None, predicted is not None)
+    return {name: column if knows else [] for name, column, knows in zip(BYTES, gathered, known, strict=True)}
 
 
 def _resume(rank: Rank, checkpoints: Checkpoints, device: torch.device, *, timeout_s: float) -> int:

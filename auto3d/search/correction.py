@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from auto3d.cost.model import Estimate
+from auto3d.cost.estimate import Estimate
 
 _DISTINCT = 1e-3  # if fractions of communication differ by less among trials, only one factor can be fitted
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from auto3d.errors import InputError
+from auto3d.errors import InputError, ProblemKind
 from auto3d.plan import EngineRefusalError, Plan, PlanError
 from auto3d.schedule import build_schedule, parse_schedule
 from auto3d.schedule.in_flight import peak_activations
@@ -20,6 +20,7 @@ class ListedCandidate:
     candidate: Candidate
     plan: Plan | None
     reason: str
+    kind: ProblemKind = "other"  # kind of the reason
     refused: Plan | None = None  # the plan that the candidate's engine, a peer, cannot train
 
 
@@ -32,6 +33,7 @@ def list_candidates(domain: Domain, maker: PlanMaker) -> Iterator[ListedCandidat
     made: dict[Plan, Candidate] = {}
     for candidate, reason in domain.everything():
         plan = refused = None
+        kind: ProblemKind = "other"
         try:
             if reason:
                 raise PlanError(reason)
@@ -40,9 +42,9 @@ def list_candidates(domain: Domain, maker: PlanMaker) -> Iterator[ListedCandidat
             if (same := made.setdefault(plan, candidate)) != candidate:
                 raise PlanError(f"the same plan as with {_difference(candidate, same)}")
         except InputError as error:
-            plan, reason = None, str(error)
+            plan, reason, kind = None, str(error), error.kind
             refused = error.plan if isinstance(error, EngineRefusalError) else None
-        yield ListedCandidate(candidate=candidate, plan=plan, reason=reason, refused=refused)
+        yield ListedCandidate(candidate=candidate, plan=plan, reason=reason, kind=kind, refused=refused)
     maker.check_captured()
 
 

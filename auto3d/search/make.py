@@ -64,7 +64,7 @@ class PlanMaker:
     def check(self, plan: Plan) -> None:
         """Raise InputError if a device lacks the memory for ``plan``, or if it is impossible for another reason."""
         if missing := self._shortage(plan):
-            raise PlanError(missing)
+            raise PlanError(missing, kind="memory")
         self._check(plan)
 
     def unlimited(self, candidate: Candidate) -> Plan:

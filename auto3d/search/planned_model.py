@@ -9,7 +9,7 @@ from typing import Protocol
 
 from auto3d.capture.graph import Graph
 from auto3d.cost.layers import Layer
-from auto3d.cost.model import TimesOf
+from auto3d.cost.times import TimesOf
 from auto3d.cost.work import Work, WorkAt
 from auto3d.partition.outline import Outline, outline_of
 from auto3d.partition.recompute import subgraph_starts

@@ -79,4 +79,4 @@ def largest_fraction(fractions: KeptFractions, shortage: Callable[[Plan], str]) 
         missing = shortage(plan)
         if not missing:
             return plan
-    raise PlanError(f"{missing}, even with full recomputation")
+    raise PlanError(f"{missing}, even with full recomputation", kind="memory")

@@ -93,7 +93,7 @@ class Search:
             try:
                 self.add(candidate, self.maker.plan(candidate))
             except InputError as error:  # for example layers that were not measured at this tensor-parallel degree
-                self._refusals.add(candidate, str(error))
+                self._refusals.add(candidate, str(error), error.kind)
                 self._bounds[candidate] = inf
         return self._bounds[candidate]
 

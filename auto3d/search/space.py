@@ -10,7 +10,7 @@ from re import sub
 from typing import Literal
 
 from auto3d.cluster import Cluster
-from auto3d.errors import InputError
+from auto3d.errors import InputError, ProblemKind
 from auto3d.partition.methods import STAGE_METHODS
 from auto3d.plan import AUTO3D, ENGINES, NO_OVERLAP, TENSOR_OVERLAPS, PlanError, check_degrees
 from auto3d.schedule import SCHEDULES
@@ -113,22 +113,38 @@ CHOICES = (  # the other axes
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """A reason for which ``count`` candidates were refused, as it stands for the candidate ``example``."""
+
+    count: int
+    example: Candidate
+    reason: str
+    kind: ProblemKind
+
+
 class Refusals:
     """Counts of refused candidates by reason. Reasons that differ only in their numbers count as one."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
-        self._examples: dict[str, tuple[Candidate, str]] = {}
+        self._examples: dict[str, tuple[Candidate, str, ProblemKind]] = {}
 
-    def add(self, candidate: Candidate, reason: str, times: int = 1) -> None:
+    def add(self, candidate: Candidate, reason: str, kind: ProblemKind = "other", *, times: int = 1) -> None:
         words = without_numbers(reason)
         self._counts[words] += times
-        self._examples.setdefault(words, (candidate, reason))
+        self._examples.setdefault(words, (candidate, reason, kind))
 
-    def __iter__(self) -> Iterator[tuple[int, Candidate, str]]:
-        """(count, an example, its reason) for each reason, the most common first."""
+    def __iter__(self) -> Iterator[Refusal]:
+        """Each reason, the most common first."""
         for words, times in self._counts.most_common():
-            yield times, *self._examples[words]
+            example, reason, kind = self._examples[words]
+            yield Refusal(count=times, example=example, reason=reason, kind=kind)
+
+    @property
+    def foremost(self) -> Refusal:
+        """The most common lack of memory, which says more than degrees that do not fit; else the most common reason."""
+        return next((one for one in self if one.kind == "memory"), next(iter(self)))
 
     def __add__(self, other: "Refusals") -> "Refusals":
         both = Refusals()

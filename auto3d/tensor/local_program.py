@@ -12,7 +12,7 @@ from auto3d.capture.export import ExportedModel
 from auto3d.capture.nodes import args_of
 from auto3d.plan import PlanError
 from auto3d.tensor.collectives import CONVERSION_BETWEEN, operator_of
-from auto3d.tensor.derive import Converted, Decision, Derivation
+from auto3d.tensor.derivation import Converted, Decision, Derivation
 from auto3d.tensor.rules.call import Inner
 from auto3d.tensor.ways import OperationWays
 from auto3d.tensor_placement import WHOLE, PlacementKind, TensorPlacement

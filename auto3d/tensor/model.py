@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from auto3d.capture.describe import describe
 from auto3d.capture.model import CapturedModel, garbage_collection_paused
 from auto3d.plan import PlanError, StagePlan
-from auto3d.tensor.derive import Derivation, derive
+from auto3d.tensor.derivation import Derivation
+from auto3d.tensor.derive import derive
 from auto3d.tensor.local_program import local_program, placed_state
 from auto3d.tensor_placement import Split, TensorPlacement
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from auto3d.capture.model import CapturedModel
 from auto3d.capture.skeleton import skeleton
 from auto3d.plan import PlanError
-from auto3d.tensor.derive import ImpossibleSplitError
+from auto3d.tensor.derivation import ImpossibleSplitError
 from auto3d.tensor.model import derived_split
 from auto3d.tensor.weight_rules import RuledSplits, known_rules, weight_splits
 from auto3d.tensor_placement import Split

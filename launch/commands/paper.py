@@ -41,5 +41,6 @@ def paper(items: tuple[str, ...], every: bool, listing: bool, output: Path) -> i
             made = make_item(name, item, file_of(name), watcher)
         for file in write_item(name, item, made, output):
             click.echo(file)
-    click.echo(write_index({name: read_item(file_of(name)) for name in names()}, output))
+    shipped = {name: read[name] if name in read else read_item(file_of(name)) for name in names()}
+    click.echo(write_index(shipped, output))
     return 0

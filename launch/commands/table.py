@@ -22,7 +22,8 @@ from launch.recipe.load import load
     "--baseline",
     default="",
     metavar="'KEY=VALUE ...'",
-    help="Add the speed-up over the row with these values, as in 'dp=1 tp=1 pp=1'; exactly one row must have them.",
+    help="Add the speed-up over the row with these values, as in 'dp=1 tp=1 pp=1' or 'pp=4 partition=uniform'; "
+    "exactly one row must have them.",
 )
 @click.option("--output", "folder", type=click.Path(file_okay=False), help="Write to this folder. [tables/RECIPE]")
 def table(

@@ -10,7 +10,7 @@ from launch.commands.runs import interrupted, print_failed, run_in_background
 from launch.console.progress import search_progress, sweep_progress
 from launch.drivers import tune as tuning
 from launch.drivers import tune_report
-from launch.drivers.sweep import Retry, print_submissions
+from launch.drivers.sweep import Retry, check_fewest_ranks, check_place, print_submissions
 from launch.model.search import search_recipe
 from launch.recipe.load import LoadedRecipe, load
 
@@ -50,6 +50,8 @@ def tune(
 
 def tune_on(loaded: LoadedRecipe, retry: Retry, *, profile: bool = True) -> int:
     """Search, run the trials, print and write the table; returns the exit code."""
+    check_place(loaded, "tune")
+    check_fewest_ranks(loaded, "tune")
     try:
         if profile:
             tuning.measure_if_unknown(loaded, err)

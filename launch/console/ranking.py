@@ -74,7 +74,7 @@ def _summary(recipe: LoadedRecipe, search: Search) -> str:
 def _reasons(refused: Refusals) -> str:
     """The reasons, commonest first, each with an example."""
     lines = [f"{counted(refused.total, 'candidate')} cannot run, with one example of each reason:"]
-    lines += [f"  ×{times} {reason} ({example})" for times, example, reason in refused]
+    lines += [f"  ×{one.count} {one.reason} ({one.example})" for one in refused]
     return "\n".join(lines)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from auto3d.cost.throughput import IterationFlops, Throughput, throughput
 from auto3d.errors import InputError
 from auto3d.plan import AUTO3D, NO_OVERLAP, Plan
-from auto3d.runtime.measurement import BYTES, Measurement, Status
+from auto3d.runtime.measurement import BYTES, CommunicationCalls, Measurement, Status
 from auto3d.schedule import write_schedule
 from auto3d.schedule.shape import shape_of
 from launch.recipe.load import LoadedRecipe
@@ -28,6 +28,7 @@ CHOICES = {
     "sequence_parallel": "sequence-\nparallel",
     "tensor_overlap": "tensor\noverlap",
 }
+METHODS = {"partition": "partition", "placement": "placement"}
 RATES = {
     "samples_per_s": "samples\nper s",
     "tokens_per_s": "tokens\nper s",
@@ -35,8 +36,14 @@ RATES = {
     "hardware_flops_per_s_per_device": "with\nrecomputation",
     "mfu": "MFU",
 }
+COMMUNICATION = {
+    "communicated_bytes": "communicated\n(MiB)",
+    "communication_s": "communicating\n(s)",
+    "why_not_logged": "why not logged",
+}
 HEADINGS = {
     **CHOICES,
+    **METHODS,
     "iteration_s": "s per\niteration",
     "spread_s": "spread\n(s)",
     "predicted_s": "predicted\n(s)",
@@ -45,6 +52,7 @@ HEADINGS = {
     **RATES,
     "peak_bytes": "peak\n(MiB)",
     "used_bytes": "used\n(MiB)",
+    **COMMUNICATION,
     "status": "status",
     "why_not": "why not",
 }
@@ -52,8 +60,16 @@ _MODEL, _HARDWARE = "model_flops_per_s_per_device", "hardware_flops_per_s_per_de
 _SHOWN = 6  # rows that an error names at most
 
 
-def record(recipe: LoadedRecipe, measurement: Measurement, predicted_s: float | None = None) -> dict[str, Any]:
-    """The record of one trial, in seconds, bytes and FLOPs; figures of a trial that is not ok are None."""
+def record(
+    recipe: LoadedRecipe,
+    measurement: Measurement,
+    predicted_s: float | None = None,
+    methods: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """The record of one trial, in seconds, bytes and FLOPs; figures of a trial that is not ok are None.
+
+    ``methods`` has the columns of METHODS, if they are known: a Plan has stages and ranks, not how they were chosen.
+    """
     plan = measurement.plan
     ok = measurement.status is Status.OK
     seconds = measurement.median_s if ok else None
@@ -69,6 +85,7 @@ def record(recipe: LoadedRecipe, measurement: Measurement, predicted_s: float | 
         "shard_optimizer": plan.shard_optimizer,
         "sequence_parallel": plan.sequence_parallel,
         "tensor_overlap": plan.tensor_overlap,
+        **{name: (methods or {}).get(name) for name in METHODS},
         "iteration_s": seconds,
         "spread_s": measurement.spread_s if ok else None,
         "predicted_s": predicted_s,
@@ -76,12 +93,29 @@ def record(recipe: LoadedRecipe, measurement: Measurement, predicted_s: float | 
         "speed_up": None,
         **rates(None if seconds is None else rates_of(recipe, measurement, seconds)),
         **{name: max(getattr(measurement, name), default=None) if ok else None for name in BYTES},
+        **communication(measurement),
         "status": str(measurement.status),
         "why_not": measurement.error if measurement.status is Status.INFEASIBLE else None,
         "devices": "emulated" if measurement.emulated else "real",
         "error": measurement.error,
         "plan": asdict(plan),
     }
+
+
+def communication(measurement: Measurement) -> dict[str, Any]:
+    """The columns of COMMUNICATION: per iteration, of the rank that has most; a message counts where it is sent."""
+    ranks = measurement.communication
+    sent = [sum(calls.message_bytes for calls in rank if not _receives(calls)) for rank in ranks]
+    seconds = [sum(calls.seconds for calls in rank) for rank in ranks]
+    return {
+        "communicated_bytes": max(sent, default=None),
+        "communication_s": max(seconds, default=None),
+        "why_not_logged": measurement.why_not_logged or None,
+    }
+
+
+def _receives(calls: CommunicationCalls) -> bool:
+    return calls.operation in ("recv", "irecv")
 
 
 def rates_of(recipe: LoadedRecipe, measurement: Measurement, seconds: float) -> Throughput:
@@ -115,8 +149,8 @@ def measured_precision(recipe: LoadedRecipe) -> str:
 def compare(records: Sequence[dict[str, Any]], baseline: str) -> None:
     """Fill the column ``speed_up`` of all records: the baseline's seconds per iteration by theirs.
 
-    ``baseline`` has pairs key=value of the columns of CHOICES, such as ``dp=1 tp=1 pp=1``. Raises InputError unless
-    they match exactly one row, whose trial succeeded.
+    ``baseline`` has pairs key=value of the columns of CHOICES and METHODS, such as ``dp=1 tp=1 pp=1``. Raises
+    InputError unless they match exactly one row, whose trial succeeded.
     """
     seconds = _baseline(records, baseline)["iteration_s"]
     for one in records:
@@ -128,8 +162,8 @@ def _baseline(records: Sequence[dict[str, Any]], text: str) -> dict[str, Any]:
     wanted: dict[str, str] = {}
     for pair in text.split():
         key, sign, value = pair.partition("=")
-        if not sign or key not in CHOICES:
-            raise InputError(f"--baseline: {pair!r}: write KEY=VALUE with a key of {', '.join(CHOICES)}")
+        if not sign or key not in {**CHOICES, **METHODS}:
+            raise InputError(f"--baseline: {pair!r}: write KEY=VALUE with a key of {', '.join([*CHOICES, *METHODS])}")
         wanted[key] = value
     matching = [one for one in records if all(_text(one[key]) == value for key, value in wanted.items())]
     if len(matching) != 1:
@@ -145,7 +179,7 @@ def _baseline(records: Sequence[dict[str, Any]], text: str) -> dict[str, Any]:
 
 def _names(records: Sequence[dict[str, Any]]) -> list[str]:
     """The records by the pairs in which they differ, of columns that a table shows."""
-    shown = [key for key in columns_of(records) if key in CHOICES]
+    shown = [key for key in columns_of(records) if key in {**CHOICES, **METHODS}]
     keys = [key for key in shown if len({one[key] for one in records}) > 1] or shown
     return [" ".join(f"{key}={_text(one[key])}" for key in keys) for one in records]
 
@@ -196,9 +230,11 @@ def columns_of(records: Sequence[dict[str, Any]]) -> dict[str, str]:
         "shard_optimizer": not any(one["shard_optimizer"] for one in records),
         "sequence_parallel": not any(one["sequence_parallel"] for one in records),
         "tensor_overlap": all(one["tensor_overlap"] == NO_OVERLAP for one in records),
+        **{name: len({one[name] for one in records}) < 2 for name in METHODS},
         **{name: name not in rate_columns(records) for name in RATES},
     }
-    for name in ("predicted_s", "prediction_error", "speed_up", "used_bytes"):  # CPUs do not report the last
+    # CPUs do not report used_bytes.
+    for name in ("predicted_s", "prediction_error", "speed_up", "used_bytes", *COMMUNICATION):
         empty[name] = all(one[name] is None for one in records)
     for name in (name for name, is_empty in empty.items() if is_empty):
         del columns[name]
@@ -227,9 +263,11 @@ def cells(record: Mapping[str, Any], columns: Collection[str]) -> list[str]:
         _MODEL: "{:.3g}",
         _HARDWARE: "{:.3g}",
         "mfu": "{:.1%}",
+        "communicated_bytes": "{:.2f}",
+        "communication_s": "{:.3f}",
         **dict.fromkeys(BYTES, "{:.0f}"),
     }
-    units = dict.fromkeys(BYTES, 2**20) | {_MODEL: 1e12, _HARDWARE: 1e12}
+    units = dict.fromkeys((*BYTES, "communicated_bytes"), 2**20) | {_MODEL: 1e12, _HARDWARE: 1e12}
     in_units = {name: record[name] / unit for name, unit in units.items() if record.get(name) is not None}
     shown = {**record, **in_units}
     return ["-" if shown[name] is None else forms.get(name, "{}").format(shown[name]) for name in columns]
@@ -246,5 +284,5 @@ def csv_text(records: Sequence[Mapping[str, Any]], columns: Collection[str]) -> 
 
 def aligned(columns: Collection[str]) -> list[str]:
     """The alignment of each column: text to the left, numbers to the right."""
-    left = ("engine", "schedule", "tensor_overlap", "status", "why_not", "devices")
+    left = ("engine", "schedule", "tensor_overlap", "why_not_logged", "status", "why_not", "devices")
     return ["left" if name in left else "right" for name in columns]

@@ -20,6 +20,7 @@ from launch.store.trials import StoreError, last_sweep, measurement_of, measurem
 
 TABLES = Path("tables")  # tables of users; git ignores this folder
 REFERENCE = Path("results")  # committed tables
+_REASONS = ("why_not", "why_not_logged")  # columns that a terminal shows as lines under the table
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Results:
     left_out: int  # number of plans beyond search.max_trials
     predicted_s: Mapping[Plan, float] = field(default_factory=dict)  # seconds per iteration of plans that have any
     predicted_on: str = ""  # the basis of these predictions
+    methods: Mapping[Plan, Mapping[str, str]] = field(default_factory=dict)  # partition and placement of each plan
     baseline: str = ""  # pairs key=value that name the row to which the others are compared
 
 
@@ -49,15 +51,15 @@ def results_of(recipe: LoadedRecipe, baseline: str = "") -> Results:
         if not recipe.overrides:
             change = "the recipe has changed since its last sweep"
         raise StoreError(f"{recipe.name}: no finished trial: {change}; to run them: {present.command('sweep')}")
-    predicted = ((measurement_of(present, name), seconds) for name, seconds in sweep.predicted_s.items())
-    predicted_s = {measurement.plan: seconds for measurement, seconds in predicted if measurement is not None}
+    ended = {name: one.plan for name in sweep.trials if (one := measurement_of(present, name)) is not None}
     return results(
         present,
         measurements_of(present, sweep),
         len(sweep.trials),
         sweep.left_out,
-        predicted_s=predicted_s,
+        predicted_s={ended[name]: seconds for name, seconds in sweep.predicted_s.items() if name in ended},
         predicted_on=sweep.predicted_on,
+        methods={ended[name]: methods for name, methods in sweep.methods.items() if name in ended},
         baseline=baseline,
     )
 
@@ -73,7 +75,10 @@ def results(
 
 def rows(results: Results) -> list[dict[str, Any]]:
     """One record per finished trial; raises InputError if the baseline is not one row whose trial succeeded."""
-    found = [record(results.recipe, one, results.predicted_s.get(one.plan)) for one in results.measurements]
+    found = [
+        record(results.recipe, one, results.predicted_s.get(one.plan), results.methods.get(one.plan, {}))
+        for one in results.measurements
+    ]
     if results.baseline:
         compare(found, results.baseline)
     return found
@@ -114,12 +119,14 @@ def terminal(results: Results) -> str:
     """
     records = rows(results)
     same = same_choices(records)
-    shown = {name: heading for name, heading in columns_of(records).items() if name not in {*same, "why_not"}}
+    shown = {name: heading for name, heading in columns_of(records).items() if name not in {*same, *_REASONS}}
     common = " ".join(f"{name}={same[name]}" for name in columns_of(records) if name in same)
     # The command at the end keeps a line of its own, so that it can be copied.
     text, again = fill(provenance(results), 80), _again(results)
     table = _table(records, "simple", shown) + (f"\n\nAll rows: {common}" if common else "")
     reasons = [fill(f"infeasible: {one['why_not']}", 80) for one in records if one["why_not"]]
+    not_logged = dict.fromkeys(one["why_not_logged"] for one in records if one["why_not_logged"])
+    reasons += [fill(f"not logged: {reason}", 80) for reason in not_logged]
     return "\n\n".join([table, *reasons, f"{text}\nAgain: {again}"])
 
 
@@ -178,6 +185,12 @@ def _figures(results: Results) -> str:
     text = what_rates_are(columns, results.recipe)
     if "predicted_s" in columns:
         text += f"; predicted by the cost model ({results.predicted_on}); error: predicted by measured time, minus 1"
+    if "communicated_bytes" in columns:
+        text += (
+            "; communicated, communicating: of DeepSpeed's log in a second run, whose calls block and so overlap with "
+            "nothing; per iteration of the rank that has most: bytes that its calls take (receives count at their "
+            "sender) and seconds inside them, waiting for other ranks included"
+        )
     if results.baseline:
         text += f"; speed-up over {results.baseline}"
     return text

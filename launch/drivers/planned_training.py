@@ -21,7 +21,7 @@ from launch.model import candidates
 from launch.model.build import captured_model, use_device
 from launch.model.graphs import PlanningModel
 from launch.recipe.load import LoadedRecipe
-from launch.recipe.schema import PlanRecipe
+from launch.recipe.search_schema import PlanRecipe
 from launch.recipe.settings import cluster, device, training_settings
 from launch.run.devices import check_joined_device
 from launch.run.ranks import check_devices

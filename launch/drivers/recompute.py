@@ -43,6 +43,8 @@ def try_fractions(recipe: LoadedRecipe, report: Callable[[TriedFraction], None])
     never runs twice; ``report`` receives each.
     """
     check_place(recipe)
+    wanted = plan_of(recipe)
+    check_ranks(recipe, wanted.dp * wanted.tp * wanted.pp)
 
     captured_at = cache(partial(captured_model, recipe))
 
@@ -50,9 +52,8 @@ def try_fractions(recipe: LoadedRecipe, report: Callable[[TriedFraction], None])
         return captured_at(micro_batch_size).graph
 
     model = PlanningModel(recipe, captured_at=captured_at)
-    base = candidates.of_plan(recipe, replace(plan_of(recipe), recompute=FULL), graph_at, model)
+    base = candidates.of_plan(recipe, replace(wanted, recompute=FULL), graph_at, model)
     graph = graph_at(samples_at_once(base))
-    check_ranks(recipe, base.ranks)
     bounds = shard(graph).bounds
     variants = KeptFractions(base, lambda stage: subgraph_starts(graph, stage, bounds))
     plans = [(fraction, variants.plan(fraction)) for fraction in variants.first]

@@ -10,6 +10,7 @@ from functools import cache, partial
 from auto3d.plan import Plan
 from auto3d.runtime.measurement import Measurement, Status
 from auto3d.schedule import samples_at_once
+from auto3d.search.space import Domain
 from launch.executors.submit import ask, starts_of, submissions
 from launch.executors.trial_executor import TrialExecutor, executor_of
 from launch.model import candidates
@@ -18,7 +19,7 @@ from launch.model.check_capture import check_plans
 from launch.model.graphs import PlanningModel
 from launch.model.predictions import PlanPredictions, predict_plans
 from launch.recipe.load import LoadedRecipe
-from launch.recipe.settings import cluster, device
+from launch.recipe.settings import cluster, device, search_space
 from launch.run.scaled_down import devices_of, what_helps
 from launch.slurm.executor import check_reachable, on_slurm
 from launch.slurm.sbatch import check_launch
@@ -42,6 +43,8 @@ class Sweep:
     left_out: int  # number of plans beyond search.max_trials
     predictions: PlanPredictions
     infeasible: dict[Trial, str] = field(default_factory=dict)  # plans that a peer cannot train, with the reasons
+    methods: dict[Plan, dict[str, str]] = field(default_factory=dict)
+    """Plan -> the candidate's partition and placement, by key; the Plan itself has their stages and ranks."""
 
     def ended(self) -> dict[Trial, Measurement]:
         """The measurements of the trials that have ended."""
@@ -54,6 +57,7 @@ def sweep_of(recipe: LoadedRecipe, tell: Callable[[str], None] | None = None) ->
 
     With ``tell`` their captures are checked, too, and ``tell`` receives each result; then their times are predicted.
     """
+    check_fewest_ranks(recipe)
     predictions = PlanPredictions({}, "")
     with CaptureProcess() as process:
         model = PlanningModel(recipe, process=process)
@@ -71,7 +75,12 @@ def sweep_of(recipe: LoadedRecipe, tell: Callable[[str], None] | None = None) ->
         initial_weights(recipe, graph_at(samples_at_once(plans[0])))
     refused = candidates.refused_by_peers(found)
     infeasible = dict(zip(trials_of(recipe, list(refused)), refused.values(), strict=True))
-    return Sweep(trials_of(recipe, plans), left_out, predictions, infeasible)
+    methods = {
+        plan: {"partition": one.candidate.partition, "placement": one.candidate.placement}
+        for one in found
+        if (plan := one.plan or one.refused) is not None
+    }
+    return Sweep(trials_of(recipe, plans), left_out, predictions, infeasible, methods)
 
 
 def _chosen_before(recipe: LoadedRecipe, plans: Sequence[Plan]) -> set[Plan]:
@@ -117,6 +126,7 @@ def run_sweep(recipe: LoadedRecipe, *, retry: Retry, watcher: Watcher, follow: b
             left_out=sweep.left_out,
             predicted_s=sweep.predictions.seconds,
             predicted_on=sweep.predictions.based_on,
+            methods=sweep.methods,
         )
         for trial, reason in sweep.infeasible.items():
             trial.prepare(recipe)
@@ -176,6 +186,15 @@ def check_ranks(recipe: LoadedRecipe, ranks: int, verb: str = "sweep") -> None:
         from launch.run.ranks import check_devices  # imports torch
 
         check_devices(recipe, ranks, verb)
+
+
+def check_fewest_ranks(recipe: LoadedRecipe, verb: str = "sweep") -> None:
+    """As ``check_ranks``, for the search space's smallest plan: its ranks are known before the model is captured."""
+    if device(recipe.values) != "cuda":
+        return
+    degrees = Domain(search_space(recipe.values), cluster(recipe), candidates.task(recipe)).degrees
+    if degrees:
+        check_ranks(recipe, min(one.dp * one.tp * one.pp for one in degrees), verb)
 
 
 def measured(

@@ -28,7 +28,8 @@ from launch.model.build import initial_weights, use_device
 from launch.model.check_capture import check_once
 from launch.recipe.data import data_settings
 from launch.recipe.load import LoadedRecipe
-from launch.recipe.schema import AUTO, Recipe
+from launch.recipe.schema import Recipe
+from launch.recipe.schema_key import AUTO
 from launch.run.devices import devices_for
 from launch.run.ranks import Report, run_ranks
 from launch.run.streams import stdout_to_stderr

@@ -9,7 +9,7 @@ from statistics import median
 
 from rich.console import Console
 
-from auto3d.cost.model import Estimate
+from auto3d.cost.estimate import Estimate
 from auto3d.cost.profile import ProfileError
 from auto3d.errors import InputError
 from auto3d.plan import Plan
@@ -27,7 +27,7 @@ from launch.model.check_capture import check_plans
 from launch.model.graphs import PlanningModel
 from launch.model.profile import find_profile, how_to_measure, tuned_file
 from launch.recipe.load import LoadedRecipe, RecipeError
-from launch.recipe.schema import AUTO
+from launch.recipe.schema_key import AUTO
 from launch.recipe.settings import most_trials
 from launch.slurm.executor import on_slurm
 from launch.store.trials import Trial, again, trials_of, write_command

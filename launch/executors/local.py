@@ -6,7 +6,7 @@ from types import TracebackType
 from auto3d.runtime.measurement import Measurement, Status
 from launch.executors.warm import LOGS, TrialCall, TrialEnd, WarmProcess
 from launch.recipe.load import LoadedRecipe
-from launch.recipe.settings import device
+from launch.recipe.settings import device, trial_limit_s
 from launch.run.devices import device_pool
 from launch.slurm.sbatch import MARGIN_S
 from launch.store.manifest import Entry, State
@@ -85,7 +85,7 @@ class LocalTrials:
     @property
     def _limit_s(self) -> float:
         """Seconds for a trial; its ranks have their own, shorter limit, so only what is not a rank reaches this one."""
-        return self._recipe.values.launch.trial_timeout_s + MARGIN_S
+        return trial_limit_s(self._recipe.values) + MARGIN_S
 
     def _measurement(self, trial: Trial, end: TrialEnd) -> Measurement:
         """What the trial wrote or, if it could not write, the last lines that it printed and how it ended."""

@@ -1,7 +1,7 @@
 """Run a plan for a few iterations, as a trial, or as a whole training; the result is a Measurement."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -14,14 +14,15 @@ from auto3d.errors import InputError
 from auto3d.plan import AUTO3D, Plan
 from auto3d.runtime.checkpoint import Checkpoints
 from auto3d.runtime.executor import IterationResult
-from auto3d.runtime.measurement import BYTES, Environment, Measurement, Status
+from auto3d.runtime.measurement import BYTES, CommunicationCalls, Environment, Measurement, Status
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.training import TrainingResult, train
 from auto3d.runtime.world import World
 from launch.model.build import capture_for_ranks, initial_weights
-from launch.peers.limits import engine_version
+from launch.peers.communication import log_communication
+from launch.peers.limits import DEEPSPEED, engine_version
 from launch.peers.training import train_by_peer
-from launch.recipe.data import data_settings
+from launch.recipe.data import data_settings, tokens_per_sample
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import training_settings
 from launch.run.devices import devices_for
@@ -82,7 +83,7 @@ def measure(
         "plan": plan,
         "emulated": settings.emulation is not None,
         "warmup_iterations": warmup,
-        "tokens_per_sample": values.data.sequence_length if has_tokens(recipe) else 0,
+        "tokens_per_sample": tokens_per_sample(values),
     }
     cores = len(os.sched_getaffinity(0))
     limits: dict[str, Any] = {"timeout_s": values.launch.trial_timeout_s, "straggle_s": settings.timeout_s}
@@ -109,6 +110,8 @@ def measure(
     if outcome.status is not Status.OK:
         return Measurement(status=outcome.status, error=outcome.error, finished=_now(), **facts)
     result, flops, environment = outcome.result
+    if values.measure.communication and not training:
+        facts |= _communication(recipe, plan, settings, folder, devices, captured_for, on_nodes=node is not None)
     return Measurement(
         status=Status.OK,
         iteration_s=result.iteration_s[warmup:],
@@ -125,15 +128,44 @@ def measure(
     )
 
 
+def _communication(
+    recipe: LoadedRecipe,
+    plan: Plan,
+    settings: TrainingSettings,
+    folder: Path,
+    devices: Sequence[str],
+    captured_for: RankCapture,
+    *,
+    on_nodes: bool,
+) -> dict[str, Any]:
+    """The communication of ``plan`` in a second run, or why there is none, as fields of a Measurement."""
+    if plan.engine not in DEEPSPEED:
+        return {"why_not_logged": f"{plan.engine} has no communication log"}
+    if on_nodes:
+        return {"why_not_logged": "communication is logged only where one node runs all ranks"}
+    data, first = data_settings(recipe.values), recipe.values.measure.warmup_iterations
+
+    def run(world: World, report: Report) -> list[list[CommunicationCalls]]:
+        captured = captured_for(world)
+        state = initial_weights(recipe, captured.graph)
+        return log_communication(captured, plan, settings, data, world, first=first, state=state)
+
+    timeout_s = recipe.values.launch.trial_timeout_s
+    try:
+        outcome = run_ranks(
+            plan.ranks, run, timeout_s=timeout_s, straggle_s=settings.timeout_s, folder=folder, devices=devices
+        )
+    except InputError as error:
+        outcome = Outcome(Status.FAILED, error=str(error))
+    if outcome.status is Status.OK:
+        return {"communication": outcome.result}
+    return {"why_not_logged": f"the run that logs ended with {outcome.status}: {outcome.error}"}
+
+
 def is_whole(recipe: LoadedRecipe, measurement: Measurement) -> bool:
     """Whether ``measurement`` is that of a training that has reached its last iteration."""
     done = measurement.first_iteration + len(measurement.iteration_s)
     return measurement.status is Status.OK and done >= recipe.values.training.iterations
-
-
-def has_tokens(recipe: LoadedRecipe) -> bool:
-    """Whether the model reads tokens, so that tokens per second are meaningful."""
-    return any(field.kind == "tokens" for field in data_settings(recipe.values).inputs.values())
 
 
 def _now() -> str:

@@ -1,6 +1,5 @@
 """A recipe's search space: the plans that a sweep runs, and the reasons why others do not run."""
 
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cache
@@ -20,13 +19,14 @@ from auto3d.search.algorithms.exhaustive import estimate_best
 from auto3d.search.listing import ListedCandidate, list_candidates
 from auto3d.search.make import PlanMaker
 from auto3d.search.search import Budget, Ranked, Search
-from auto3d.search.space import Candidate, Domain, Workload, without_numbers
+from auto3d.search.space import Candidate, Domain, Refusals, Workload, without_numbers
 from launch.model.costs import captured_subject, cost_model
 from launch.model.graphs import PlanningModel
 from launch.peers.limits import check_engine
 from launch.recipe.error import RecipeError
 from launch.recipe.load import LoadedRecipe
-from launch.recipe.schema import AUTO, PlanRecipe
+from launch.recipe.schema_key import AUTO
+from launch.recipe.search_schema import PlanRecipe
 from launch.recipe.settings import cluster, emulation, optimizer_settings, search_space
 
 
@@ -106,7 +106,7 @@ def of_plan(
         maker.check_captured()
         return plan
     except InputError as error:
-        raise recipe.error("plan", str(error)) from None
+        raise recipe.error("plan", str(error), kind=error.kind) from None
 
 
 def candidate_of(wanted: PlanRecipe) -> Candidate:
@@ -198,7 +198,7 @@ def runnable_maker(
 def check_memory(recipe: LoadedRecipe, plan: Plan, graph_at: Callable[[int], Graph]) -> None:
     """Raise PlanError if the recipe's devices lack the memory that ``plan`` needs by estimate."""
     if missing := shortage_here(recipe, cluster(recipe), plan, graph_at):
-        raise PlanError(f"{missing}; cluster.memory_gib sets the GiB that a process may fill")
+        raise PlanError(f"{missing}; cluster.memory_gib sets the GiB that a process may fill", kind="memory")
 
 
 def shortage_here(recipe: LoadedRecipe, machine: Cluster, plan: Plan, graph_at: Callable[[int], Graph]) -> str:
@@ -237,9 +237,17 @@ def runnable(recipe: LoadedRecipe, found: Sequence[ListedCandidate]) -> list[Pla
     """The plans of the candidates that can run; raises RecipeError with the commonest reason if none can."""
     plans = [candidate.plan for candidate in found if candidate.plan is not None]
     if not plans:
-        reason, times = Counter(candidate.reason for candidate in found).most_common(1)[0]
-        raise none_runs(recipe, len(found), times, reason)
+        raise none_runs(recipe, refusals_of(found))
     return plans
+
+
+def refusals_of(found: Sequence[ListedCandidate]) -> Refusals:
+    """The reasons of the candidates that have no plan."""
+    refused = Refusals()
+    for one in found:
+        if one.plan is None:
+            refused.add(one.candidate, one.reason, one.kind)
+    return refused
 
 
 def refused_by_peers(found: Sequence[ListedCandidate]) -> dict[Plan, str]:
@@ -255,7 +263,10 @@ def refused_by_peers(found: Sequence[ListedCandidate]) -> dict[Plan, str]:
     return reasons
 
 
-def none_runs(recipe: LoadedRecipe, candidates: int, times: int, reason: str) -> RecipeError:
-    """The error of a search space of so many ``candidates``, none of which runs, with the commonest reason."""
-    problem = "its only candidate cannot run" if candidates == 1 else f"none of its {candidates} candidates can run"
-    return recipe.error("search", f"{problem}; {times} of them: {reason}" if candidates > 1 else f"{problem}: {reason}")
+def none_runs(recipe: LoadedRecipe, refused: Refusals) -> RecipeError:
+    """The error of a search space whose candidates were all ``refused``, with the foremost reason."""
+    one = refused.foremost
+    problem = f"its only candidate cannot run: {one.reason}"
+    if refused.total > 1:
+        problem = f"none of its {refused.total} candidates can run; {one.count} of them: {one.reason}"
+    return recipe.error("search", problem, kind=one.kind)

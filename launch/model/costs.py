@@ -56,14 +56,15 @@ def subject_of(recipe: LoadedRecipe) -> PlannedModel:
     )
 
 
-def planning_subject(recipe: LoadedRecipe) -> PlannedModel:
+def planning_subject(recipe: LoadedRecipe, *, only_predicted: bool = False) -> PlannedModel:
     """The recipe's model for a search.
 
-    Plans for several machines are only predicted, so all micro-batch sizes are interpolated from two captures, unless
-    the model's code behaves differently at that size. A plan at an interpolated size has no Graph;
-    ``candidates.exact_plans`` makes it ready to run.
+    Plans for several machines are only predicted, and with ``only_predicted`` those for one machine are too. So all
+    micro-batch sizes are interpolated from two captures, unless the model's code behaves differently at that size. A
+    plan at an interpolated size has no Graph; ``candidates.exact_plans`` makes it ready to run.
     """
-    if recipe.values.model.layers is not None or len(cluster(recipe).nodes) == 1:
+    runs_here = len(cluster(recipe).nodes) == 1 and not only_predicted
+    if recipe.values.model.layers is not None or runs_here:
         return subject_of(recipe)
     model = PlanningModel(recipe, predicted=True)
 

@@ -24,7 +24,7 @@ from launch.model.costs import captured_subject, cost_model, subject_of
 from launch.model.graphs import PlanningModel
 from launch.model.profile import basis
 from launch.recipe.load import LoadedRecipe
-from launch.recipe.schema import PlanRecipe
+from launch.recipe.search_schema import PlanRecipe
 from launch.recipe.settings import emulation
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from auto3d.cost.profile import Profile, ProfileError, Setting
 from launch.recipe.load import LoadedRecipe
-from launch.recipe.schema import AUTO
+from launch.recipe.schema_key import AUTO
 from launch.recipe.settings import cluster
 
 PROFILES = Path("profiles")

@@ -41,9 +41,7 @@ def search_record(recipe: LoadedRecipe, search: Search) -> dict[str, Any]:
         )
     return {
         "candidates": records,
-        "infeasible": [
-            {"count": times, "reason": reason, **asdict(example)} for times, example, reason in search.refused()
-        ],
+        "infeasible": [{"count": one.count, "reason": one.reason, **asdict(one.example)} for one in search.refused()],
         "algorithm": algorithm(recipe, search.domain),
         "looked_at": search.looked_at,
         "simulated": search.simulated,

@@ -13,7 +13,7 @@ from launch.model.candidates import check_memory_known, check_rules, none_runs, 
 from launch.model.costs import INTERPOLATED, cost_model, planning_subject
 from launch.model.graphs import PlanningModel
 from launch.recipe.load import LoadedRecipe
-from launch.recipe.schema import AUTO
+from launch.recipe.schema_key import AUTO
 from launch.recipe.settings import emulation, most_candidates, most_trials, search_space
 
 
@@ -58,11 +58,7 @@ def search_recipe(
         run_algorithm(algorithm(recipe, domain), search, settings.seed)
         maker.check_captured()
     if not search.ranked():
-        refused = search.refused()
-        reasons = [(times, reason) for times, _, reason in refused]  # the commonest first
-        # A lack of memory says more than degrees that do not fit the cluster.
-        of_memory = (one for one in reasons if "GiB" in one[1])
-        raise none_runs(recipe, refused.total, *next(of_memory, reasons[0]))
+        raise none_runs(recipe, search.refused())
     return search
 
 

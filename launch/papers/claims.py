@@ -62,7 +62,7 @@ def _checked(part: Part, claim: Claim, rows: Mapping[Cell, Row]) -> Checked:
     settings = [setting for setting, system in rows if system == claim.system and _meant(claim, setting)]
     mine = [rows[setting, claim.system] for setting in settings]
     if claim.form == "fails":
-        return _compare_words(claim, [", ".join(row.setting) for row in mine if "GiB" in row.problem])
+        return _compare_words(claim, [", ".join(row.setting) for row in mine if row.kind == "memory"])
     if claim.form == "plan":
         return _compare_plans(claim, [row.plan for row in mine])
     quantity = claim.quantity or part.quantity

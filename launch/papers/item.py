@@ -171,6 +171,10 @@ def _check(file: Path, key: str, part: Part) -> None:
     if (part.how == "experiment") != (part.experiment is not None):
         raise RecipeError(file, f"{key}.experiment", "belongs to how: experiment, which needs it")
     if part.how == "experiment":
+        for number, claim in enumerate(part.claims):
+            if any(cause.changed for cause in claim.because):
+                problem = "because.changed has keys of a recipe, and an experiment has none; use because.text alone"
+                raise RecipeError(file, f"{key}.claims.{number}", problem)
         return  # its systems and settings are known when it has run
     if not part.axes or not part.systems:
         raise RecipeError(file, key, "lacks axes or systems; it needs one of each at least")

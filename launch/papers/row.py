@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from auto3d.errors import ProblemKind
 from launch.papers.item import Setting
 
 
@@ -15,4 +16,5 @@ class Row:
     values: Mapping[str, float] = field(default_factory=dict)
     plan: str = ""
     problem: str = ""
+    kind: ProblemKind = "other"  # kind of the problem
     made_on: str = ""  # device and software of a run; empty for predictions

@@ -19,7 +19,7 @@ from launch.papers.experiments import EXPERIMENTS
 from launch.papers.item import Part, Setting
 from launch.papers.row import Row
 from launch.recipe.load import LoadedRecipe, load_groups
-from launch.recipe.settings import cluster, device
+from launch.recipe.settings import device
 from launch.store.watcher import Watcher
 
 GIB = 2**30
@@ -56,7 +56,7 @@ class RowMaker:
         try:
             found = self._predicted(recipe) if part.how == "simulated" else self._run(recipe)
         except InputError as error:
-            found = {"problem": str(error).removeprefix(f"{self._file}: ")}
+            found = {"problem": str(error).removeprefix(f"{self._file}: "), "kind": error.kind}
         return Row(setting=setting, system=system, **found)
 
     def recipe(self, part: Part, overrides: Mapping[str, Any]) -> LoadedRecipe:
@@ -69,9 +69,10 @@ class RowMaker:
 
     def _predicted(self, recipe: LoadedRecipe) -> dict[str, Any]:
         values = recipe.values
-        alone = len(cluster(recipe).nodes) == 1
-        known = f"{values.model} {values.data} {values.prediction} {device(values)} {alone}"
-        subject = self._subjects.setdefault(known, self._subjects.get(known) or planning_subject(recipe))
+        known = f"{values.model} {values.data} {values.prediction} {device(values)}"
+        if known not in self._subjects:
+            self._subjects[known] = planning_subject(recipe, only_predicted=True)
+        subject = self._subjects[known]
         while len(self._subjects) > MOST_SUBJECTS:
             del self._subjects[next(iter(self._subjects))]
         search = search_recipe(recipe, subject=subject)
@@ -97,7 +98,8 @@ class RowMaker:
         sweep = run_sweep(recipe, retry=Retry.ALL, watcher=self._watcher)
         ended = list(sweep.ended().values())
         if not (good := [one for one in ended if one.status is Status.OK]):
-            return {"problem": "; ".join(dict.fromkeys(f"{one.status}: {one.error}" for one in ended))}
+            problem = "; ".join(dict.fromkeys(f"{one.status}: {one.error}" for one in ended))
+            return {"problem": problem, "kind": "memory" if any(one.status is Status.OOM for one in ended) else "other"}
         best: Measurement = min(good, key=lambda one: one.median_s)
         values = _speed(best.plan, best.median_s, recipe)
         if best.peak_bytes:

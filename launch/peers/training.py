@@ -1,6 +1,6 @@
 """Trains by a peer, with the result that auto3d's own training gives: the same times and memory, read the same way."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from time import perf_counter
 
@@ -10,13 +10,12 @@ from auto3d.allocator import keep_freed_memory
 from auto3d.capture.model import CapturedModel
 from auto3d.plan import DDP, DEEPSPEED_PIPELINE, FSDP, FSDP_GATHERED, TORCH_PIPELINING, ZERO_1, ZERO_2, ZERO_3, Plan
 from auto3d.runtime.activity import THIS_RANK
-from auto3d.runtime.arithmetic import set_arithmetic
 from auto3d.runtime.data import DataSettings
 from auto3d.runtime.peak_memory import PeakMemory
 from auto3d.runtime.settings import TrainingSettings
-from auto3d.runtime.training import TrainingResult, naming_this_rank, of_all_ranks
-from auto3d.runtime.world import World, join
-from launch.peers.rank import PeerRank
+from auto3d.runtime.training import TrainingResult, memory_of_ranks, naming_this_rank, of_all_ranks, start_rank
+from auto3d.runtime.world import World
+from launch.peers.rank import Iteration, PeerRank
 
 FILES = {
     TORCH_PIPELINING: "torch_pipelining",
@@ -45,19 +44,13 @@ def train_by_peer(
     As ``auto3d.runtime.training.train``, without checkpoints. The peak memory leaves out the building of the model,
     which a peer needs whole on each rank.
     """
-    torch.set_num_threads(settings.threads_per_rank)
     with naming_this_rank():
-        device = world.device(settings.device)
-        set_arithmetic(device, tf32=settings.tf32, deterministic=settings.deterministic)
-        peer = import_module(f"launch.peers.{FILES[plan.engine]}")  # before the memory is read, like other libraries
-        join(world, device=device, timeout_s=settings.timeout_s, collectives_on_device=True)
+        rank, build = join_as_peer(captured, plan, settings, data, world, state=state)
+        device = rank.device
         memory = PeakMemory(device)
         if device.type == "cpu":
             keep_freed_memory()
-        rank = PeerRank(
-            world=world, plan=plan, captured=captured, settings=settings, data=data, device=device, state=state
-        )
-        run = peer.build(rank)
+        run = build(rank)
         memory.restart()
         losses: list[torch.Tensor | None] = []
         seconds: list[float] = []
@@ -71,16 +64,29 @@ def train_by_peer(
             seconds.append(now - before)
             before = now
         shares = [0.0 if loss is None else float(loss) for loss in losses]
-        peak = memory.read()
-        local = [peak.allocated, peak.reserved or 0, peak.used or 0]
-        gathered = of_all_ranks(local, torch.int64, timeout_s=settings.timeout_s).T.tolist()
-        on_gpu = device.type == "cuda"
+        bytes_of_ranks = memory_of_ranks(memory.read(), None, timeout_s=settings.timeout_s)
         return TrainingResult(
             loss=of_all_ranks(shares, torch.float64, timeout_s=settings.timeout_s).sum(dim=0).tolist(),
             grad_norm=[None] * len(losses),
             iteration_s=of_all_ranks(seconds, torch.float64, timeout_s=settings.timeout_s).max(dim=0).values.tolist(),
-            peak_bytes=gathered[0],
-            reserved_bytes=gathered[1] if on_gpu else [],
-            used_bytes=gathered[2] if on_gpu else [],
-            predicted_bytes=[],
+            peak_bytes=bytes_of_ranks["peak_bytes"],
+            reserved_bytes=bytes_of_ranks["reserved_bytes"],
+            used_bytes=bytes_of_ranks["used_bytes"],
+            predicted_bytes=bytes_of_ranks["predicted_bytes"],
         )
+
+
+def join_as_peer(
+    captured: CapturedModel,
+    plan: Plan,
+    settings: TrainingSettings,
+    data: DataSettings,
+    world: World,
+    *,
+    state: Mapping[str, torch.Tensor] | None,
+) -> tuple[PeerRank, Callable[[PeerRank], Iteration]]:
+    """Join the world as rank ``world.rank``; returns this rank and the function of its peer that builds it."""
+    device = start_rank(settings, world, collectives_on_device=True)
+    peer = import_module(f"launch.peers.{FILES[plan.engine]}")  # before the memory is read, like other libraries
+    rank = PeerRank(world=world, plan=plan, captured=captured, settings=settings, data=data, device=device, state=state)
+    return rank, peer.build

@@ -16,3 +16,11 @@ def data_settings(recipe: Recipe) -> DataSettings:
         vocabulary_size=recipe.data.vocabulary_size,
         inputs=inputs or {"input_ids": InputField(kind="tokens"), "labels": InputField(kind="tokens")},
     )
+
+
+def tokens_per_sample(recipe: Recipe) -> int:
+    """Tokens of one sample; 0 if the model reads none, or if measured layers stand for it, which have no inputs."""
+    if recipe.model.layers is not None:
+        return 0
+    has_tokens = any(field.kind == "tokens" for field in data_settings(recipe).inputs.values())
+    return recipe.data.sequence_length if has_tokens else 0

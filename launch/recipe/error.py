@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from auto3d.errors import InputError
+from auto3d.errors import InputError, ProblemKind
 
 COMMAND_LINE = "command line"  # source of overrides, named in messages in place of a file
 
@@ -10,5 +10,5 @@ COMMAND_LINE = "command line"  # source of overrides, named in messages in place
 class RecipeError(InputError):
     """A recipe cannot be used. The message is one line for its author: file, key, problem."""
 
-    def __init__(self, file: Path | str, key: str, problem: str) -> None:
-        super().__init__(f"{file}: {key}: {problem}" if key else f"{file}: {problem}")
+    def __init__(self, file: Path | str, key: str, problem: str, *, kind: ProblemKind = "other") -> None:
+        super().__init__(f"{file}: {key}: {problem}" if key else f"{file}: {problem}", kind=kind)

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
-from launch.recipe.schema import AUTO, Recipe
+from launch.recipe.schema import Recipe
+from launch.recipe.schema_key import AUTO
 
 
 def groups() -> list[str]:
@@ -43,7 +44,8 @@ def _schema_in(hint: Any) -> type | None:
 
 def is_axis(schema: type, name: str) -> bool:
     """Whether the key is an axis of the search space, which takes auto or a list."""
-    return get_type_hints(schema)[name] is Any and _field(schema, name).metadata["per_stage"] is None
+    metadata = _field(schema, name).metadata
+    return get_type_hints(schema)[name] is Any and metadata["per_stage"] is None and not metadata["per_precision"]
 
 
 def accepts(schema: type, name: str, value: Any) -> bool:
@@ -55,6 +57,9 @@ def accepts(schema: type, name: str, value: Any) -> bool:
         kinds = _kinds(metadata)
         if not isinstance(value, list) or not value or any(type(one) not in kinds for one in value):
             return False
+    if metadata["per_precision"]:
+        numbers = list(value.values()) if isinstance(value, dict) else [value]
+        return all(type(one) in (int, float) and _within(metadata, one) for one in numbers)
     if isinstance(value, dict) and metadata["values"]:
         return all(type(one) in metadata["values"] and one in (metadata["choices"] or (one,)) for one in value.values())
     if value is None or isinstance(value, dict):
@@ -102,6 +107,10 @@ def accepted(schema: type, name: str) -> str:
         return f"auto or a list of {names}" if is_axis(schema, name) else f"one of {names}"
     if item.metadata["per_stage"] is not None:
         return f"{_WORDS[item.metadata['per_stage']][0]}{bound}, or a list with one for each stage"
+    if item.metadata["per_precision"]:
+        if (most := item.metadata["most"]) is not None:
+            bound += f" and at most {most}"
+        return f"a number{bound}, or one for each precision of peak_tflops"
     if item.metadata["values"]:
         kinds = " or ".join(_WORDS[kind][0] for kind in item.metadata["values"])
         return f"names, each with {kinds}"

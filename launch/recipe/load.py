@@ -9,9 +9,11 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
-from functools import cached_property
+from functools import cache, cached_property
 from glob import glob
 from math import prod
 from pathlib import Path
@@ -21,11 +23,16 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
+from auto3d.errors import ProblemKind
 from auto3d.plan import NO_OVERLAP
+from launch.peers.limits import DEEPSPEED
+from launch.recipe.cluster_schema import AcceleratorRecipe
 from launch.recipe.error import COMMAND_LINE, RecipeError
 from launch.recipe.keys import accepted, accepts, group_schema, groups, schema_of
+from launch.recipe.model_schema import INPUT_KEYS, TOKEN_KINDS, InputRecipe
 from launch.recipe.overrides import KeyPath, file_names, nested, read_overrides, read_path, replaced, write_path
-from launch.recipe.schema import INPUT_KEYS, TOKEN_KINDS, AcceleratorRecipe, InputRecipe, Recipe
+from launch.recipe.schema import Recipe
+from launch.recipe.schema_key import AUTO
 from launch.recipe.words import counted
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -44,9 +51,9 @@ class LoadedRecipe:
     folder: Path  # folder of the user's file, which may hold modules of their own
     _sources: "_Sources"
 
-    def error(self, key: str, problem: str) -> RecipeError:
+    def error(self, key: str, problem: str, *, kind: ProblemKind = "other") -> RecipeError:
         """An error about ``key`` for checks after ``load``; its message names the file that set the key."""
-        return RecipeError(self._sources.of(key), key, problem)
+        return RecipeError(self._sources.of(key), key, problem, kind=kind)
 
     @property
     def code_folders(self) -> list[str]:
@@ -59,7 +66,7 @@ class LoadedRecipe:
         values: DictConfig = OmegaConf.structured(AcceleratorRecipe)
         for item, value in read_yaml(file).items():
             try:
-                values = _merged(values, item, value)
+                values = _merged(values, {item: value})
             except (OmegaConfBaseException, TypeError) as error:
                 known = [each.name for each in fields(AcceleratorRecipe)]
                 if isinstance(error, ConfigKeyError):
@@ -69,6 +76,12 @@ class LoadedRecipe:
         accelerator = OmegaConf.to_object(values)
         assert isinstance(accelerator, AcceleratorRecipe)
         _check_group(accelerator, "", _Sources(file, {}))
+        for item in ("matrix_efficiency", "half_gflops"):
+            value = getattr(accelerator, item)
+            if isinstance(value, dict) and value.keys() != accelerator.peak_tflops.keys():
+                problem = f"found {value!r}; it takes {accepted(AcceleratorRecipe, item)}"
+                precisions = ", ".join(accelerator.peak_tflops) or "none"
+                raise RecipeError(file, item, f"{problem}, which has {precisions}")
         return file, accelerator
 
     def overrides_of(self, group: str) -> list[str]:
@@ -171,7 +184,7 @@ def _typed(file: Path, raw: dict[Any, Any], overrides: Mapping[KeyPath, Any]) ->
     rest = {path: value for path, value in overrides.items() if path not in items}
     keys = {path: value for path, value in rest.items() if len(path) > 1 or path[0] not in names}
     sources = _Sources(file, overrides)
-    defaults = OmegaConf.structured(Recipe)
+    defaults = _recipe_schema()
     typed = {group: None if defaults[group] is None else _defaults(group) for group in groups()}
     for where, layer in ((file, raw), (COMMAND_LINE, names), (COMMAND_LINE, nested(keys))):
         for group, content in layer.items():
@@ -201,15 +214,23 @@ def _typed(file: Path, raw: dict[Any, Any], overrides: Mapping[KeyPath, Any]) ->
         raise RecipeError(file, "", "a value refers to itself, or is nested too deeply") from None
 
 
+@cache  # it takes 5 ms; merging copies it
 def _defaults(group: str) -> DictConfig:
     return OmegaConf.structured(group_schema(group))
 
 
+@cache
+def _recipe_schema() -> DictConfig:
+    return OmegaConf.structured(Recipe)
+
+
 def _merge(where: Path | str, group: str, present: DictConfig, layer: dict[Any, Any]) -> DictConfig:
-    for name, value in layer.items():
+    with suppress(OmegaConfBaseException, TypeError, RecursionError):
+        return _merged(present, layer)
+    for name, value in layer.items():  # one by one, to say which key is wrong
         full_key = f"{group}.{name}"
         try:
-            present = _merged(present, name, value)
+            present = _merged(present, {name: value})
         except (OmegaConfBaseException, TypeError, RecursionError) as error:
             if isinstance(error, OmegaConfBaseException) and error.full_key:
                 full_key = f"{group}.{error.full_key}"
@@ -218,8 +239,8 @@ def _merge(where: Path | str, group: str, present: DictConfig, layer: dict[Any, 
     return present
 
 
-def _merged(present: DictConfig, name: Any, value: Any) -> DictConfig:
-    merged = OmegaConf.merge(present, {name: value})
+def _merged(present: DictConfig, layer: dict[Any, Any]) -> DictConfig:
+    merged = OmegaConf.merge(present, layer)
     assert isinstance(merged, DictConfig)
     return merged
 
@@ -231,7 +252,7 @@ def _set_item(typed: dict[str, DictConfig | None], path: KeyPath, value: Any) ->
     if group not in groups():
         raise _unknown(COMMAND_LINE, group, groups())
     full_key, list_key = write_path(path), write_path(path[:place])
-    present = typed[group] or _defaults(group)
+    present = deepcopy(typed[group] or _defaults(group))
     items = OmegaConf.select(present, write_path(path[1:place])) if place > 1 else None
     if not isinstance(items, ListConfig) or index >= len(items):
         size = f"has {counted(len(items), 'item')}" if isinstance(items, ListConfig) else "is not a list"
@@ -331,6 +352,10 @@ def _check_together(recipe: Recipe, sources: _Sources) -> None:
     if recipe.emulation is not None and recipe.training.compute != "emulated":
         problem = f"belongs to training.compute: emulated, but that is {recipe.training.compute}: leave it out"
         raise RecipeError(sources.of("emulation"), "emulation", problem)
+    engines = recipe.search.engine
+    if recipe.measure.communication and engines != AUTO and not set(engines).intersection(DEEPSPEED):
+        problem = f"found true, but only engines of DeepSpeed log it; add one to search.engine: {', '.join(DEEPSPEED)}"
+        raise RecipeError(sources.of("measure.communication"), "measure.communication", problem)
     if recipe.plan is not None and recipe.plan.tp == 1:
         for name, default in (("sequence_parallel", False), ("tensor_overlap", NO_OVERLAP)):
             if (value := getattr(recipe.plan, name)) != default:

@@ -11,8 +11,9 @@ from auto3d.runtime.emulation import Emulation
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
 from auto3d.search.algorithms import AMP, AMP_ITERATIONS, AMP_TRIALS
 from auto3d.search.space import SearchSpace
+from launch.recipe.cluster_schema import LinkRecipe
 from launch.recipe.load import LoadedRecipe
-from launch.recipe.schema import SCATTERED, LinkRecipe, Recipe
+from launch.recipe.schema import SCATTERED, Recipe
 
 CANDIDATES, TRIALS = 2000, 15  # defaults of search.candidates and search.trials
 
@@ -47,13 +48,19 @@ def known_peak_flops(recipe: LoadedRecipe, plan: Plan, precision: str) -> float 
 
     None where the recipe names no accelerator, or where an accelerator's file has no peak in ``precision``.
     """
+    known = cluster_of_known_peaks(recipe, precision)
+    return None if known is None else peak_flops_of(plan, known)
+
+
+def cluster_of_known_peaks(recipe: LoadedRecipe, precision: str) -> Cluster | None:
+    """The recipe's cluster if the peak of each of its accelerators in ``precision`` is known, else None."""
     for kind in (recipe.values.cluster, *recipe.values.cluster.more):
         if kind.accelerator is None:
             return None
         _, values = recipe.accelerator("cluster.accelerator", kind.accelerator)
         if precision not in values.peak_tflops:
             return None
-    return peak_flops_of(plan, cluster(recipe, precision))
+    return cluster(recipe, precision)
 
 
 def with_memory(machine: Cluster, memory_bytes: float) -> Cluster:
@@ -80,14 +87,18 @@ def _accelerator(recipe: LoadedRecipe, where: str, name: str | None, precision: 
         peak_flops=values.peak_tflops[precision] * 1e12,
         memory_bandwidth=values.memory_gb_per_s * 1e9,
         memory_bytes=None if values.memory_gib is None else values.memory_gib * 2**30,
-        matrix_efficiency=values.matrix_efficiency,
-        half_flops=values.half_gflops * 1e9,
+        matrix_efficiency=_in_precision(values.matrix_efficiency, precision),
+        half_flops=_in_precision(values.half_gflops, precision) * 1e9,
         memory_efficiency=values.memory_efficiency,
         launch_s=values.launch_us / 1e6,
         collective_launch_s=values.collective_launch_us / 1e6,
         micro_batch_s=values.micro_batch_us / 1e6,
         iteration_s=values.iteration_ms / 1e3,
     )
+
+
+def _in_precision(value: float | dict[str, float], precision: str) -> float:
+    return value[precision] if isinstance(value, dict) else value
 
 
 def training(recipe: Recipe) -> TrainingOptions:
@@ -143,6 +154,11 @@ def emulation(recipe: Recipe) -> Emulation | None:
         return None
     values = asdict(recipe.emulation) if recipe.emulation else {}
     return Emulation(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+def trial_limit_s(recipe: Recipe) -> float:
+    """Seconds that the runs of a trial may take together: a second one logs its communication."""
+    return recipe.launch.trial_timeout_s * (2 if recipe.measure.communication else 1)
 
 
 def search_space(recipe: Recipe) -> SearchSpace:

@@ -13,6 +13,7 @@ from launch.recipe.words import counted
 from launch.report.details import PlanDetail, detail_of
 from launch.report.rows import PlanRow, front, order, row_of
 from launch.report.source import ReportSource, source_of
+from launch.report.throughput import ThroughputColumns
 
 DETAILED = 20  # best plans with a timeline
 DETAILED_ON_FRONT = 20  # most further plans with a timeline, of those on a Pareto front
@@ -45,6 +46,7 @@ class Report:
     written: str  # date and time, UTC
     measured: str  # how the measured numbers were made; empty if there are none
     predicted: str  # how the predicted numbers were made
+    rates: str  # what the throughput columns hold
     remarks: tuple[str, ...]
     rows: list[PlanRow]  # fastest first
     fronts: dict[str, list[int]]  # measured and predicted -> rows on the Pareto front of time against memory
@@ -56,7 +58,8 @@ class Report:
 def report_of(recipe: LoadedRecipe, tell: Callable[[int, float], None] | None = None) -> Report:
     """The report of ``recipe``; ``tell`` receives the progress of a search, if one is made."""
     source = source_of(recipe, tell)
-    plans = sorted(((row_of(one), one) for one in source.plans), key=lambda pair: order(pair[0]))
+    columns = ThroughputColumns(source.recipe)
+    plans = sorted(((row_of(one, columns), one) for one in source.plans), key=lambda pair: order(pair[0]))
     rows = [row for row, _ in plans]
     fronts = {
         "measured": front([(row.measured_s, row.measured_peak) for row in rows]),
@@ -80,14 +83,15 @@ def report_of(recipe: LoadedRecipe, tell: Callable[[int, float], None] | None = 
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         measured=source.measured,
         predicted=source.predicted,
+        rates=columns.basis(
+            measured=any(row.measured_s is not None for row in rows),
+            predicted=any(row.measured_s is None and row.predicted_s is not None for row in rows),
+        ),
         remarks=tuple(remarks),
         rows=rows,
         fronts=fronts,
         details=details,
-        refused=[
-            RefusedReason(count=count, reason=reason, example=str(candidate))
-            for count, candidate, reason in source.refused
-        ],
+        refused=[RefusedReason(count=one.count, reason=one.reason, example=str(one.example)) for one in source.refused],
         commands=_commands(source, saved=any(detail.plan for detail in details)),
     )
 

@@ -6,7 +6,8 @@ operations of a plan, and says how many those are of how many.
 
 from dataclasses import dataclass, fields
 
-from auto3d.cost.model import CostModel, Estimate
+from auto3d.cost.estimate import Estimate
+from auto3d.cost.model import CostModel
 from auto3d.plan import Plan
 from auto3d.schedule.operation import Kind
 from auto3d.simulate.cells import exposed_collectives, micro_batch_label

@@ -8,8 +8,9 @@ from statistics import median
 from auto3d.plan import AUTO3D, Plan
 from auto3d.runtime.measurement import Measurement, Status
 from auto3d.schedule import write_schedule
-from launch.console.records import recomputed
+from launch.console.records import rates, recomputed
 from launch.report.source import ReportedPlan
+from launch.report.throughput import ThroughputColumns
 
 PREDICTED = "predicted"  # the status of a plan that was not run
 
@@ -38,20 +39,24 @@ class PlanRow:
     spread_s: float | None  # slowest minus fastest iteration of all trials
     predicted_s: float | None
     error: float | None  # predicted_s / measured_s - 1; None where they are not of the same devices
-    samples_per_s: float | None  # by the measured time if there is one, else by the predicted time
+    # Throughput by the measured time if there is one, else by the predicted time; FLOP/s of one device.
+    samples_per_s: float | None
+    tokens_per_s: float | None
+    model_flops_per_s_per_device: float | None  # without recomputation
+    hardware_flops_per_s_per_device: float | None  # with recomputation
+    mfu: float | None
     measured_peak: float | None  # fullest rank
     predicted_peak: float | None  # fullest pipeline device
     problem: str  # why a trial did not succeed
 
 
-def row_of(one: ReportedPlan) -> PlanRow:
-    """The row of a plan."""
+def row_of(one: ReportedPlan, columns: ThroughputColumns) -> PlanRow:
+    """The row of a plan; ``columns`` gives its throughput."""
     plan, candidate = one.plan, one.candidate
     good = [trial for trial in one.measurements if trial.status is Status.OK]
     measured_s = median(trial.median_s for trial in good) if good else None
     predicted_s = None if one.model is None else one.model.seconds(plan)
     times = [time for trial in good for time in trial.iteration_s]
-    seconds = measured_s or predicted_s
     peaks = list(chain.from_iterable(trial.peak_bytes for trial in good))
     failed = next((trial for trial in one.measurements if trial.status is not Status.OK), None)
     schedule = _schedule(plan)
@@ -77,7 +82,7 @@ def row_of(one: ReportedPlan) -> PlanRow:
         spread_s=max(times) - min(times) if times else None,
         predicted_s=predicted_s,
         error=predicted_s / measured_s - 1 if predicted_s and measured_s and one.compared else None,
-        samples_per_s=plan.global_batch / seconds if seconds else None,
+        **rates(columns.of(one, measured_s, predicted_s)),
         measured_peak=max(peaks, default=None),
         predicted_peak=None if one.model is None else max(one.model.memory(plan)),
         problem=failed.error if failed else "",

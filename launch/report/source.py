@@ -78,10 +78,6 @@ def _of_sweep(results: tables.Results) -> ReportSource:
     graph_at = cache(model.graph)
     tried = {one.plan for one in results.measurements}
     listed = candidates.find(recipe, graph_at, lambda plans: tried.intersection(plans), model)
-    refused = Refusals()
-    for one in listed:
-        if one.plan is None:
-            refused.add(one.candidate, one.reason)
     found = {one.plan: one.candidate for one in listed if one.plan is not None}
     costs = candidates.runnable_maker(recipe, graph_at, model).model
     plans = list(_measured_plans(recipe, results.measurements, found, costs, graph_at))
@@ -89,7 +85,7 @@ def _of_sweep(results: tables.Results) -> ReportSource:
         recipe=recipe,
         verb="sweep",
         plans=plans,
-        refused=refused,
+        refused=candidates.refusals_of(listed),
         measured=tables.provenance(results),
         predicted=predicted_by(recipe, costs.measured_in),
         remarks=_remarks(recipe, plans, costs),

@@ -14,7 +14,8 @@ def scaled_down(recipe: LoadedRecipe) -> list[str]:
     gradient sums are small, because those of giant layers would occupy the cores for longer than the layers do.
     """
     config, cluster = recipe.values.model.config, recipe.values.cluster
-    fewer = [f"model.config.{key}={LAYERS}" for key in _LAYERS_KEYS if config.get(key, 0) > LAYERS]
+    layers = {key: config.get(key) for key in _LAYERS_KEYS}  # unchecked so far
+    fewer = [f"model.config.{key}={LAYERS}" for key, has in layers.items() if isinstance(has, int) and has > LAYERS]
     return [
         "training.compute=emulated",
         *fewer,

@@ -4,7 +4,7 @@ import os
 from functools import cache
 
 from launch.recipe.load import LoadedRecipe
-from launch.recipe.schema import AUTO
+from launch.recipe.schema_key import AUTO
 from launch.slurm.client import SlurmError, run
 
 SINFO_S = 20.0

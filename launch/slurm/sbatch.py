@@ -12,7 +12,7 @@ from submitit.slurm.slurm import _make_sbatch_string
 from auto3d.errors import InputError
 from auto3d.plan import Plan
 from launch.recipe.load import LoadedRecipe
-from launch.recipe.settings import device
+from launch.recipe.settings import device, trial_limit_s
 from launch.slurm.warning import WARNING
 
 MARGIN_S = 120.0  # added to a trial's own time-out, for imports and capture
@@ -103,7 +103,7 @@ def parameters(recipe: LoadedRecipe, *, nodes: int, name: str, training: bool) -
     gpus = device(values) == "cuda"
     each = max(CORES_PER_GPU, values.training.threads_per_rank) if gpus else values.training.threads_per_rank
     cpus = launch.cpus_per_node or values.cluster.devices_per_node * each
-    limit_s = launch.time_limit_s or (TRAINING_S if training else launch.trial_timeout_s + MARGIN_S)
+    limit_s = launch.time_limit_s or (TRAINING_S if training else trial_limit_s(values) + MARGIN_S)
     options = {key: getattr(launch, key) for key in _TEXTS if getattr(launch, key) is not None}
     if gpus and launch.gres is None:
         options.setdefault("gpus_per_node", values.cluster.devices_per_node)

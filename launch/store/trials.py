@@ -73,6 +73,8 @@ class SweepRecord:
     left_out: int  # number of plans beyond search.max_trials
     predicted_s: dict[str, float] = field(default_factory=dict)  # name of a trial -> predicted seconds per iteration
     predicted_on: str = ""  # the basis of these predictions
+    methods: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Name of a trial -> the candidate's partition and placement, by key."""
 
 
 _sweep_adapter = TypeAdapter(SweepRecord)
@@ -187,8 +189,9 @@ def write_sweep(
     left_out: int,
     predicted_s: Mapping[Plan, float],
     predicted_on: str,
+    methods: Mapping[Plan, dict[str, str]],
 ) -> None:
-    """Record the sweep that runs now; ``predicted_s`` need not have all plans."""
+    """Record the sweep that runs now; ``predicted_s`` and ``methods`` need not have all plans."""
     sweep = SweepRecord(
         list(recipe.overrides),
         settings_digest(recipe),
@@ -196,6 +199,7 @@ def write_sweep(
         left_out,
         {trial.name: predicted_s[trial.plan] for trial in trials if trial.plan in predicted_s},
         predicted_on,
+        {trial.name: methods[trial.plan] for trial in trials if trial.plan in methods},
     )
     write_whole(private_folder(recipe_folder(recipe)) / "sweep.json", dumps(asdict(sweep), indent=1))
 
@@ -238,6 +242,8 @@ def _measured(recipe: LoadedRecipe) -> dict[str, Any]:
     del measured["training"]["timeout_s"]
     del measured["training"]["checkpoint_every"]
     del measured["training"]["check_capture"]
+    if not values["measure"]["communication"]:
+        del measured["measure"]["communication"]  # trials from before there was this key are the same trials
     del measured["cluster"]["memory_gib"]  # it affects which plans are tried, not what one of them does
     return measured
 

@@ -150,13 +150,13 @@ SwitchType=switch/none
 JobAcctGatherType=jobacct_gather/linux
 JobAcctGatherFrequency=5
 
-# Notice a dead node and retry quickly, but tolerate a busy machine.
+# Start jobs within a second, not within 3. Notice a dead node and retry quickly, but tolerate a busy machine.
 SlurmdTimeout=20
 TCPTimeout=10
 MessageTimeout=30
 KillWait=5
 ReturnToService=2
-SchedulerParameters=sched_interval=5,bf_interval=5
+SchedulerParameters=sched_interval=5,bf_interval=5,batch_sched_delay=1,sched_min_interval=100000
 
 GresTypes=gpu
 SelectType=select/cons_tres

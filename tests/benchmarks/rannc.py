@@ -138,7 +138,7 @@ def measure(build: Callable[[], nn.Module], inputs: dict[str, InputSpec], global
     found = [len(profiles.graph.nodes), len(subcomponents), *(b - a for a, b in pairwise(clock))]
     found += [len(blocks), max(block_s) * len(blocks) / sum(block_s)]
     if form is None:
-        return [*found, search.needed()]
+        return [*found, str(search.refusal())]
     stage_s = [forward + backward for forward, backward in zip(form.forward_s, form.backward_s, strict=True)]
     replicas = " ".join(str(run.replicas * form.pipelines) for run in form.runs)
     balance = max(stage_s) * len(stage_s) / sum(stage_s)

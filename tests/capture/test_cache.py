@@ -11,7 +11,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 import pytest
 
 from auto3d.capture import cache as cache_module
-from auto3d.capture.cache import ENTRIES, Cache
+from auto3d.capture.cache import Cache
 from auto3d.capture.graph_json import graph_from_json, graph_to_json
 from tests.models import MODELS, captured
 
@@ -148,15 +148,17 @@ def test_a_folder_that_cannot_be_used_only_costs_time(tmp_path):
     assert load(cache) is None
 
 
-def test_the_least_recently_used_entries_are_removed(kept):
+def test_the_least_recently_used_entries_are_removed(kept, monkeypatch):
+    most = 16
+    monkeypatch.setattr(cache_module, "ENTRIES", most)
     cache, file = kept
     cache.store({"number": "unused"}, "unused")
     for entry in file.parent.iterdir():
         os.utime(entry, (0, 0))
-    for number in range(ENTRIES):
-        if number == ENTRIES // 2:
+    for number in range(most):
+        if number == most // 2:
             assert load(cache) == CONTENT  # loading counts as a use
         cache.store({"number": number}, number)
     assert load(cache, {"number": "unused"}) is None
     assert load(cache) == CONTENT
-    assert len(list(file.parent.iterdir())) == ENTRIES
+    assert len(list(file.parent.iterdir())) == most

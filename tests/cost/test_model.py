@@ -150,6 +150,17 @@ def test_slower_links_lengthen_the_syncs_and_the_estimate_says_so():
     assert slow.seconds(plan_of(dp=4, tp=1, pp=4)) < slow.seconds(spread)  # these syncs stay inside the nodes
 
 
+def test_the_bubble_of_an_asynchronous_schedule_is_its_fill_and_drain_spread_over_its_iterations():
+    model = layered(LAYERS)
+
+    def bubbles(iterations: int) -> float:
+        options = {"iterations": iterations}
+        plan = replace(plan_of(dp=4, tp=1, pp=4), schedule="pipedream-2bw", schedule_options=options)
+        return iterations * model.estimate(plan).bubble_s
+
+    assert 0 < bubbles(2) == pytest.approx(bubbles(4)) == pytest.approx(bubbles(16))
+
+
 def test_each_stage_counts_on_its_own_kind_of_device():
     """The last of four nodes computes at a quarter of the speed, and only its stage takes four times as long."""
     quick = layered(LAYERS)

@@ -16,7 +16,7 @@ from auto3d.capture.shard import Shard
 from auto3d.capture.skeleton import seed_all
 from auto3d.cluster import place_ranks
 from auto3d.partition.methods.uniform import uniform
-from auto3d.plan import Plan
+from auto3d.plan import NO_OVERLAP, Plan
 from auto3d.runtime.data import Batches
 from auto3d.runtime.optimizer import build_optimizer
 from auto3d.runtime.randomness import Randomness
@@ -27,6 +27,7 @@ from auto3d.runtime.world import World, join, leave
 from auto3d.schedule import samples_at_once
 from auto3d.schedule.operation import Schedule
 from auto3d.tensor.model import tensor_parallel
+from auto3d.tensor_placement import Split
 from tests.models import TRAINED, captured
 
 CPU = torch.device("cpu")
@@ -60,7 +61,10 @@ def make_plan(
     tp: int = 1,
     sequence_parallel: bool = False,
     shard_optimizer: bool = False,
+    split: dict[str, Split] | None = None,
+    tensor_overlap: str = NO_OVERLAP,
 ) -> Plan:
+    """A Plan for ``model``, whose weights are split as ``split`` says (None: as the graph alone suggests)."""
     plan = Plan(
         graph="",
         dp=dp,
@@ -75,17 +79,19 @@ def make_plan(
         seed=seed,
         sequence_parallel=sequence_parallel,
         shard_optimizer=shard_optimizer,
+        tensor_overlap=tensor_overlap,
     )
-    return with_split(plan, captured(model, samples_at_once(plan)))
+    return with_split(plan, captured(model, samples_at_once(plan)), split)
 
 
-def with_split(plan: Plan, model: CapturedModel) -> Plan:
-    """``plan`` for ``model``, split among its tensor-parallel ranks as the graph alone suggests."""
+def with_split(plan: Plan, model: CapturedModel, split: dict[str, Split] | None = None) -> Plan:
+    """``plan`` for ``model``, whose weights are split as ``split`` says (None: as the graph alone suggests)."""
     plan = replace(plan, graph=model.graph.fingerprint)
     if plan.tp == 1:
         return plan
-    derived = tensor_parallel(model, plan.tp, sequence_parallel=plan.sequence_parallel)
-    plan = replace(plan, split=derived.split)
+    if split is None:
+        split = dict(tensor_parallel(model, plan.tp, sequence_parallel=plan.sequence_parallel).split)
+    plan = replace(plan, split=split)
     capture_slices(model, plan)  # ranks that are forked after this inherit their programs
     return plan
 

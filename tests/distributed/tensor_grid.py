@@ -72,6 +72,11 @@ def plan_of(cell: TensorCell) -> Plan:
     whole = captured(cell.model, SAMPLES)
     word = "none" if cell.recompute == "none" else "full"
     options = {"recompute": word} if "recompute" in SCHEDULES[cell.schedule].options else {}
+    split = None
+    if cell.rules == KNOWN:
+        known = known_rules(skeleton(whole.exported.build).model)
+        assert known is not None, f"{cell.model} has no known rules"
+        split = dict(weight_splits(whole, cell.tp, rules={}, known=known).splits)
     plan = make_plan(
         cell.model,
         dp=cell.dp,
@@ -83,12 +88,9 @@ def plan_of(cell: TensorCell) -> Plan:
         schedule=cell.schedule,
         options=options,
         stages=uniform(whole.graph, cell.pp),
+        split=split,
+        tensor_overlap=cell.overlap,
     )
-    if cell.rules == KNOWN:
-        known = known_rules(skeleton(whole.exported.build).model)
-        assert known is not None, f"{cell.model} has no known rules"
-        plan = replace(plan, split=weight_splits(whole, cell.tp, rules={}, known=known).splits)
-    plan = replace(plan, tensor_overlap=cell.overlap)
     if isinstance(cell.recompute, float):
         plan = kept_fractions_of(whole.graph, plan).plan(cell.recompute)
     capture_slices(whole, plan)

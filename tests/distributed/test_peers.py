@@ -12,12 +12,13 @@ from auto3d.capture.model import CapturedModel, capture
 from auto3d.capture.skeleton import seeded
 from auto3d.cluster import place_ranks
 from auto3d.partition.methods.uniform import uniform
-from auto3d.plan import AUTO3D, DDP, DEEPSPEED_PIPELINE, ENGINES, TORCH_PIPELINING, ZERO_1, ZERO_3, Plan
+from auto3d.plan import AUTO3D, DDP, DEEPSPEED_PIPELINE, ENGINES, TORCH_PIPELINING, ZERO_1, ZERO_2, ZERO_3, Plan
 from auto3d.runtime.data import DataSettings, InputField
-from auto3d.runtime.measurement import Status
+from auto3d.runtime.measurement import CommunicationCalls, Status
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
 from auto3d.runtime.training import TrainingResult, train
 from launch.peers import ddp
+from launch.peers.communication import log_communication
 from launch.peers.limits import DEEPSPEED
 from launch.peers.training import FILES, train_by_peer
 from launch.run.ranks import Outcome, run_ranks
@@ -40,6 +41,7 @@ OPTIMIZER = OptimizerSettings(
     clip_norm=0.5,  # below all norms that occur
 )
 SETTINGS = TrainingSettings(iterations=ITERATIONS, optimizer=OPTIMIZER, device="cpu", threads_per_rank=1, timeout_s=60)
+FLOAT_BYTES = 4
 WITH_DROPOUT = (TORCH_PIPELINING, DEEPSPEED_PIPELINE)  # they run auto3d's stages, and so its seeds
 
 
@@ -135,6 +137,51 @@ def test_peers_begin_with_the_weights_of_a_file():
     assert expected != pytest.approx(ours(), rel=1e-4), "other weights, other losses"
     agree(trained(captured, plan_of(captured, "ddp", dp=2), state).loss, expected)
     agree(trained(captured, plan_of(captured, TORCH_PIPELINING, pp=2), state).loss, expected)
+
+
+def logged(engine: str, *, dp: int = 1, pp: int = 1) -> list[dict[str, CommunicationCalls]]:
+    """What each rank logs per iteration, by operation; the first iteration is warm-up."""
+    captured = model(tied=dp > 1)
+    plan = plan_of(captured, engine, dp, pp)
+
+    def run(world, report):
+        return log_communication(captured, plan, replace(SETTINGS, iterations=2), DATA, world, first=1)
+
+    outcome = run_ranks(plan.ranks, run, timeout_s=120)
+    assert outcome.status is Status.OK, outcome.error
+    for rank in outcome.result:
+        assert min(calls.seconds for calls in rank) > 0
+    return [{calls.operation: calls for calls in rank} for rank in outcome.result]
+
+
+@pytest.mark.parametrize(("engine", "sums"), [(ZERO_1, 1), (ZERO_2, GLOBAL_BATCH // SAMPLES // 2)])
+def test_deepspeeds_log_has_the_bytes_of_all_gradients_and_parameters(engine, sums):
+    """ZeRO-1 sums gradients once per iteration, ZeRO-2 after each micro-batch; both gather the updated shards."""
+    pytest.importorskip("deepspeed")
+    parameters = FLOAT_BYTES * sum(parameter.numel() for parameter in gpt2(tie_word_embeddings=True).parameters())
+    for rank in logged(engine, dp=2):
+        norm = FLOAT_BYTES
+        assert rank["all_reduce"].calls == sums + 1
+        assert rank["all_reduce"].message_bytes == sums * parameters + norm
+        assert rank["all_gather_into_tensor"].message_bytes == parameters / 2
+
+
+def test_deepspeeds_log_has_what_zero_3_gathers_and_scatters():
+    """ZeRO-3 gathers asynchronously, and scatters the gradients of each micro-batch."""
+    pytest.importorskip("deepspeed")
+    parameters = FLOAT_BYTES * sum(parameter.numel() for parameter in gpt2(tie_word_embeddings=True).parameters())
+    for rank in logged(ZERO_3, dp=2):
+        assert rank["reduce_scatter_tensor"].message_bytes == GLOBAL_BATCH // SAMPLES // 2 * parameters
+        assert rank["all_gather_into_tensor"].message_bytes >= parameters / 2
+
+
+def test_deepspeeds_log_has_the_messages_between_stages():
+    pytest.importorskip("deepspeed")
+    message = FLOAT_BYTES * SAMPLES * SEQUENCE * gpt2().config.n_embd
+    for rank in logged(DEEPSPEED_PIPELINE, pp=2):
+        for operation in ("send", "recv"):
+            assert rank[operation].calls == GLOBAL_BATCH // SAMPLES
+            assert rank[operation].message_bytes == GLOBAL_BATCH // SAMPLES * message
 
 
 def failing(fault: Callable[[], object]) -> Outcome:

@@ -67,6 +67,21 @@ def folder(tmp_path, monkeypatch, own_modules):
     return tmp_path
 
 
+@pytest.fixture(scope="session")
+def one_folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("same")
+
+
+@pytest.fixture
+def same_folder(one_folder, tmp_path, monkeypatch, own_modules):
+    """As ``folder``, the same in each test: the cache knows a user's model by its folder, so it has its capture."""
+    for left in one_folder.iterdir():  # by the test before
+        left.rename(tmp_path / left.name)
+    monkeypatch.chdir(one_folder)
+    write_recipes(one_folder)
+    return one_folder
+
+
 @pytest.fixture
 def auto3d(monkeypatch, capsys, own_modules):
     """Runs a command here and gives what it printed: ``out`` and ``err``."""

@@ -12,6 +12,8 @@ from auto3d.tensor import halves
 from auto3d.tensor.collectives import CONVERSIONS, operator_of
 from auto3d.tensor.halves import sub_pipelined
 from auto3d.tensor.model import TensorParallelModel, tensor_parallel
+from tests.distributed.tensor_grid import MODELS as GRID
+from tests.distributed.tensor_grid import WITH_DROPOUT
 from tests.models import TRAINED, captured
 
 check = partial(check_shards, seed=3, device=torch.device("cpu"))
@@ -27,8 +29,16 @@ def test_a_model_that_magnifies_rounding_is_refused():
         check(tensor_parallel(captured(MAGNIFIES_ROUNDING, 2), 2), TRAINED[MAGNIFIES_ROUNDING][1])
 
 
+OF_THE_GRID = (*GRID.values(), *WITH_DROPOUT)  # trained on real ranks by tests/distributed/test_tensor_grid.py
+COMPARED = [
+    pytest.param(model, marks=[pytest.mark.soak] * (model in OF_THE_GRID))
+    for model in TRAINED
+    if model != MAGNIFIES_ROUNDING
+]
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("model", [model for model in TRAINED if model != MAGNIFIES_ROUNDING])
+@pytest.mark.parametrize("model", COMPARED)
 def test_shards_equal_the_whole_program(model, sequence_parallel):
     """Including dropout, for which both draw the same numbers."""
     whole = captured(model, 2)

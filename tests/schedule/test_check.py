@@ -14,8 +14,8 @@ from tests.schedule.samples import SYNC, by_hand, least_micro_batches, options_o
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("devices", range(1, 17))
-def test_right_at_every_size(name, devices):
+@pytest.mark.parametrize("devices", [*range(1, 9), 11, 12, 16])  # the soak test has all
+def test_right_at_many_sizes(name, devices):
     for index, micro_batches in enumerate(sizes(devices)):
         for schedule in schedules(name, devices, [micro_batches], syncs=(SYNC[index % 3],)):
             check(schedule)

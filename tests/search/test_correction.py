@@ -2,7 +2,7 @@
 
 import pytest
 
-from auto3d.cost.model import Estimate
+from auto3d.cost.estimate import Estimate
 from auto3d.search.correction import Correction, correct
 
 

@@ -193,12 +193,12 @@ def test_reasons_that_differ_in_numbers_are_counted_together():
     domain, maker = random_case(3, placement=["megatron"], partition=["blocks"])
     search = searched(exhaustive, (domain, maker))
     refused = list(search.refused())
-    words = [reason for _, _, reason in refused]
+    words = [one.reason for one in refused]
     assert len(words) == len({reason.translate(str.maketrans("", "", "0123456789.")) for reason in words})
     assert search.refused().total == domain.refused.total + len(domain) - len(
         [one for one in domain if search.bound(one) < inf]
     )
-    assert [times for times, _, _ in refused] == sorted((times for times, _, _ in refused), reverse=True)
+    assert [one.count for one in refused] == sorted((one.count for one in refused), reverse=True)
 
 
 def test_a_model_without_memory_for_any_plan_gives_none():
@@ -210,7 +210,10 @@ def test_a_model_without_memory_for_any_plan_gives_none():
     for name in ("annealing", "random", "megatron", "exhaustive", "amp"):
         search = searched(partial(run_algorithm, name), (Domain(space, cluster, workload), maker), candidates=50)
         assert search.ranked() == []
-        assert any("GiB; it has" in reason for _, _, reason in search.refused())
+        refused = search.refused()
+        assert {one.kind for one in refused if "GiB; it has" in one.reason} == {"memory"}
+        assert {one.kind for one in refused if "GiB" not in one.reason} <= {"other"}
+        assert refused.foremost.kind == "memory"
 
 
 # Bounds

@@ -95,3 +95,16 @@ def cluster(present_cluster):
     yield present_cluster
     for partition in ("low", "high"):
         present_cluster.run("scancel", f"--partition={partition}")
+
+
+@pytest.fixture(scope="session")
+def one_folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("sweeps")
+
+
+@pytest.fixture
+def emptied_folder(cluster, one_folder, tmp_path) -> Path:
+    """The same empty folder in each test: the cache knows captures of a user's model by the folder, so it has them."""
+    for left in one_folder.iterdir():  # by the test before
+        left.rename(tmp_path / left.name)
+    return one_folder

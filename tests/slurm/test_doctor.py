@@ -65,6 +65,7 @@ def test_devices_of_two_nodes_exchange_messages_and_train(cluster, folder):
     assert [one["host"] for one in found["memory of n1 and n2"]["memory"]] == ["n1", "n1", "n2", "n2"]
 
 
+@pytest.mark.soak
 def test_without_accounting_there_is_a_warning(cluster, folder):
     try:
         for pid in pids("control", "slurmdbd"):

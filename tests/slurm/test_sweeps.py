@@ -21,35 +21,34 @@ SMALL_GPT = [  # overrides of gpt20b: one rank per node, and a model that a core
     *("cluster.nodes=4", "cluster.devices_per_node=1", "cluster.device=cpu", "training.global_batch=16"),
     *("search.tp=[1]", "search.pp=[4]", "search.micro_batch_size=[2]", "search.recompute=[full]"),
     *("measure.iterations=2", "measure.warmup_iterations=1", "launch.trial_timeout_s=240"),
+    "training.check_capture=false",
 ]
 
 pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture
-def sweeps(cluster, tmp_path):
-    return Sweeps(cluster, tmp_path)
+def sweeps(cluster, emptied_folder):
+    return Sweeps(cluster, emptied_folder)
 
 
 # Results
 
 
 def test_losses_on_one_two_and_four_nodes_are_those_of_this_machine(sweeps):
-    space = ["search.dp=[1,2]", "search.pp=[1,2]", "search.micro_batch_size=[4]", "search.schedule=[1f1b]"]
-    space += ["search.placement=[megatron]", "measure.iterations=2", "measure.warmup_iterations=1"]
-    space += ["training.threads_per_rank=1"]
-    nodes = ["launch.executor=slurm", "cluster.nodes=4", "cluster.devices_per_node=1"]
-    (sweeps.folder / "recipes").symlink_to(REPOSITORY / "recipes")
+    space = ["search.dp=[1,2]", "search.pp=[1,2]", "search.micro_batch_size=[2]", "training.threads_per_rank=1"]
+    space += ["measure.iterations=2", "measure.warmup_iterations=1"]
 
     def losses(*where: str) -> dict[tuple[int, int], list]:
-        sweeps.auto3d("sweep", *space, *where, recipe="tiny")
-        folders = sweeps.folder / "runs" / "tiny"
+        sweeps.auto3d("sweep", *space, *where)
+        folders = sweeps.folder / "runs" / "own"
         names = json.loads((folders / "sweep.json").read_text())["trials"]
         found = [json.loads((folders / "trials" / name / "measurement.json").read_text()) for name in names]
         assert [one["status"] for one in found] == ["ok"] * 4
         return {(one["plan"]["dp"], one["plan"]["pp"]): [one["loss"], one["grad_norm"]] for one in found}
 
-    assert losses(*nodes) == losses("launch.executor=local")
+    here = ["launch.executor=local", "cluster.nodes=1", "cluster.devices_per_node=4"]
+    assert losses("launch.executor=slurm") == losses(*here)
 
 
 def test_a_scaled_down_gpt20b_trains_on_four_nodes(sweeps):
@@ -84,15 +83,15 @@ def test_what_is_submitted_is_what_a_dry_run_prints(sweeps):
     assert not (sweeps.folder / "ran").exists()
 
 
-def test_25_trials_go_out_as_arrays_of_at_most_11(sweeps):
+def test_13_trials_go_out_as_arrays_of_at_most_11(sweeps):
     space = ["training.global_batch=64", "search.micro_batch_size=[1,2,4,8,16,32,64]", "search.pp=[1,2]"]
-    space += ["search.schedule=[1f1b,gpipe]", "search.max_trials=25", "cluster.devices_per_node=2"]
+    space += ["search.schedule=[1f1b,gpipe]", "search.max_trials=13", "cluster.devices_per_node=2"]
     space += ["search.recompute=[none,full]", "cluster.nodes=1", "launch.exclusive=false", "measure.iterations=1"]
     sweeps.auto3d("sweep", *space)
     jobs = Counter(entry.job.split("_")[0] for entry in sweeps.entries() if entry.state is State.SUBMITTED)
-    assert sorted(jobs.values()) == [3, 11, 11]
-    assert statuses(sweeps) == ["ok"] * 25
-    assert sweeps.starts() == [1] * 25
+    assert sorted(jobs.values()) == [2, 11]
+    assert statuses(sweeps) == ["ok"] * 13
+    assert sweeps.starts() == [1] * 13
 
 
 def test_two_sweeps_at_once_share_their_trials(sweeps):
@@ -176,13 +175,13 @@ def test_a_preempted_trial_that_slurm_does_not_requeue_is_submitted_again(sweeps
     finally:
         sweeps.cluster.run(*partition, "State=UP")
     wait_for("another job of the trial", lambda: sweeps.job() != job, timeout_s=60)
-    sweeps.running_on()
+    running = ["squeue", "--noheader", "--states=RUNNING", f"--jobs={sweeps.job()}"]
+    wait_for("that job to run", lambda: sweeps.cluster.run(*running), timeout_s=60)
     assert sweeps.starts() == [2]
-    sweeps.cluster.run("scancel", sweeps.job())
-    output = end(sweep, code=1)
+    sweep.send_signal(signal.SIGINT)
+    output = end(sweep, code=130)
     assert f"job {job} was lost and cannot be submitted again yet: sbatch refused" in output
     assert f"job {job} ended as PREEMPTED; submitted again: job {sweeps.job()}" in output
-    assert "ended as CANCELLED" in output
 
 
 @pytest.mark.soak

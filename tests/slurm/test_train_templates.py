@@ -16,7 +16,9 @@ from tests.slurm.test_dev_cluster import AUTO3D, pids
 TEMPLATES = ["train", "train-torchrun", "train-mpirun"]
 PLAN = ["tiny", "plan.dp=2", "plan.pp=2", "--json"]
 ONE = ["plan.dp=1", "plan.pp=1"]
-HERE = ["training.iterations=3", "launch.executor=local"]
+SMALL = "model.config.n_layer=2"  # each rank captures the model
+THREE = ["training.iterations=3", SMALL]
+HERE = "launch.executor=local"
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.parametrize("template", TEMPLATES)]
 
@@ -47,18 +49,18 @@ def trained_here(cluster: SlurmCluster, *arguments: str) -> dict:
 
 
 def test_losses_are_those_of_this_machine(cluster, tmp_path, template):
-    job = submit(cluster, tmp_path, template, "training.iterations=3")
+    job = submit(cluster, tmp_path, template, *THREE)
     wait_for_end(cluster, job, timeout_s=200)
     out = (tmp_path / "out").read_text()
     assert out, (tmp_path / "err").read_text()
     on_nodes = json.loads(out)
-    here = trained_here(cluster, *HERE)
+    here = trained_here(cluster, HERE, *THREE)
     assert len(on_nodes["loss"]) == 3
     assert (on_nodes["loss"], on_nodes["grad_norm"]) == (here["loss"], here["grad_norm"])
 
 
 def test_a_killed_rank_ends_all(cluster, tmp_path, template):
-    job = submit(cluster, tmp_path, template, "training.iterations=1000000")
+    job = submit(cluster, tmp_path, template, SMALL, "training.iterations=1000000")
     errors = tmp_path / "err"
     wait_for("iterations", lambda: errors.exists() and "iteration 2/" in errors.read_text(), timeout_s=200)
     nodes = cluster.run("squeue", "--noheader", f"--jobs={job}", "--format=%N")
@@ -84,6 +86,6 @@ def test_a_preempted_job_goes_on_where_it_was(cluster, tmp_path, template, plan)
     assert "it is requeued, and will continue from its checkpoint" in told
     numbers = [int(found) for found in re.findall(r"^iteration (\d+)/", told, re.MULTILINE)]
     assert numbers == list(range(1, 101)), "each ran once"
-    here = trained_here(cluster, *HERE[1:], *training)
+    here = trained_here(cluster, HERE, *training)
     record = json.loads((tmp_path / "out").read_text())
     assert record["loss"] == here["loss"][record["first_iteration"] :]

@@ -10,8 +10,8 @@ from auto3d.runtime.checkpoint import newest
 from tests.slurm.conftest import wait_for
 from tests.slurm.sweeps import Sweeps, end
 
-ITERATIONS = 4000
-PLAN = ["plan.pp=2", "plan.micro_batch_size=4", f"training.iterations={ITERATIONS}", "training.checkpoint_every=1000"]
+ITERATIONS = 2500
+PLAN = ["plan.pp=2", "plan.micro_batch_size=4", f"training.iterations={ITERATIONS}", "training.checkpoint_every=500"]
 HERE = ["launch.executor=local", "cluster.nodes=1", "cluster.devices_per_node=2"]
 
 pytestmark = pytest.mark.timeout(900)
@@ -33,8 +33,8 @@ class Trainings(Sweeps):
 
 
 @pytest.fixture
-def trainings(cluster, tmp_path):
-    return Trainings(cluster, tmp_path)
+def trainings(cluster, emptied_folder):
+    return Trainings(cluster, emptied_folder)
 
 
 def final_state(folder: Path) -> dict:
@@ -58,11 +58,11 @@ def assert_same(state: dict, expected: dict) -> None:
 
 def test_a_preempted_training_goes_on_where_it_was(trainings, undisturbed):
     training = trainings.start("train", *PLAN, "launch.nodelist=n1,n2")
-    wait_for("the first checkpoint", lambda: trainings.saved() >= 1000, timeout_s=100)
+    wait_for("the first checkpoint", lambda: trainings.saved() >= 500, timeout_s=100)
     job = trainings.job()
     trainings.cluster.run("srun", "--partition=high", "--exclusive", "--nodelist=n1,n2", "true")
     saved = trainings.saved()
-    assert saved % 1000, "it left a checkpoint when it was warned"
+    assert saved % 500, "it left a checkpoint when it was warned"
     trainings.cluster.start_soon(job)
     end(training)
     assert trainings.iterations() == list(range(1, ITERATIONS + 1)), "each ran once"

@@ -15,7 +15,8 @@ from torch import nn
 
 from auto3d.capture.export import InputSpec
 from auto3d.capture.model import CapturedModel, capture
-from auto3d.tensor.derive import Derivation, _Search
+from auto3d.tensor.derivation import Derivation
+from auto3d.tensor.derive import _Search
 from auto3d.tensor.model import tensor_parallel
 from auto3d.tensor_placement import COPIED, WHOLE, TensorPlacement
 
@@ -120,7 +121,7 @@ class BruteForce:
             given = {node: way.gives[operation.call.number_of(node)] for node in operation.call.result_nodes}
             if self._loss in given:
                 later[self._loss] = [(self._search._operand(self._loss), WHOLE)]
-            self._decide(number + 1, ways_cost + self._search._cost_of(operation, way), made | given, later)
+            self._decide(number + 1, ways_cost + self._search.costs.of_way(operation, way), made | given, later)
 
     def _converted(self, node: object, made: TensorPlacement | None, needs: tuple) -> float:
         """The least cost of conversions after which a value has all placements that it needs, in this order."""
@@ -139,7 +140,7 @@ class BruteForce:
             return [(made or WHOLE, 0.0)]
         if need.split is not None:
             return [(need, 0.0)]
-        copied = [(COPIED, self._search._sync * self._search._all_reduce(operand))] if need == COPIED else []
+        copied = [(COPIED, self._search.costs.of_copied_state(operand))] if need == COPIED else []
         return [(WHOLE, 0.0), *copied]
 
     def _chains(self, available: frozenset, needs: tuple) -> float:
@@ -155,7 +156,7 @@ class BruteForce:
             if source.split is not None and operand.is_state:
                 continue
             for chain in ((source, need), (source, WHOLE, need), (source, COPIED, need)):
-                steps = [self._search._conversion_cost(operand, *step) for step in pairwise(chain)]
+                steps = [self._search.costs.of_conversion(operand, *step) for step in pairwise(chain)]
                 if len(set(chain)) == len(chain) and None not in steps:
                     costs.append(sum(steps) + self._chains(available.union(chain), tuple(later)))
         return min(costs)

@@ -24,6 +24,7 @@ def choose_stages(problem: StageProblem) -> tuple[StagePlan, ...]:
     if bounds is None:
         raise PartitionError(
             f"{problem.stages} stages do not fit devices of {problem.memory_bytes / 2**30:.1f} GiB; "
-            "more stages, smaller micro-batches or recomputation would need less"
+            "more stages, smaller micro-batches or recomputation would need less",
+            kind="memory",
         )
     return stages_between([problem.cuts[bound] for bound in bounds])

@@ -12,10 +12,11 @@ and the tiling. ``annealing`` is our version of it, over all axes. Where the lis
 
 from collections import defaultdict
 from dataclasses import replace
-from math import inf, log
+from math import inf
 from random import Random
 
 from auto3d.cluster import Cluster
+from auto3d.search.algorithms.annealing import accepted_s
 from auto3d.search.algorithms.random_search import with_choices
 from auto3d.search.recompute import AUTO
 from auto3d.search.search import Search
@@ -62,11 +63,7 @@ def amp(search: Search, seed: int) -> None:
             degree = random.choice(sorted({getattr(one, other) for one in near}))
             degrees = random.choice([one for one in near if getattr(one, other) == degree])
         candidate = with_choices(degrees, search.domain, random)
-        temperature = 1 - iteration / iterations
-        highest = cost - temperature * log(1 - random.random()) if present else inf
-        bound = search.bound(candidate)
-        if bound == inf or bound > highest:
-            continue
-        seconds = search.seconds(candidate)
-        if seconds <= highest:
+        temperature_s = 1 - iteration / iterations
+        seconds = accepted_s(search, candidate, random, present_s=cost, temperature_s=temperature_s)
+        if seconds is not None:
             present, cost = candidate, seconds

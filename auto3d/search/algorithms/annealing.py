@@ -26,11 +26,7 @@ _ROUNDS = 4  # number of coolings; each begins at the best candidate so far
 
 
 def annealing(search: Search, seed: int) -> None:
-    """Look at as many candidates as the budget allows.
-
-    The random number that decides on a move is drawn before the estimate: a candidate whose lower bound is already too
-    high is rejected without a simulation.
-    """
+    """Look at as many candidates as the budget allows."""
     random = Random(seed)
     moves = _Moves(search.domain, random)
     present: Candidate | None = None
@@ -44,15 +40,29 @@ def annealing(search: Search, seed: int) -> None:
             present, cost = best, least
         candidate = draw(search.domain, random) if present is None else moves.from_(present)
         temperature = WARM * (COLD / WARM) ** (step % length / length)
-        highest = cost * (1 - temperature * log(1 - random.random())) if present else inf
-        bound = search.bound(candidate)
-        if bound == inf or bound > highest:
+        seconds = accepted_s(search, candidate, random, present_s=cost, temperature_s=temperature * cost)
+        if seconds is None:
             continue
-        seconds = search.seconds(candidate)
-        if seconds <= highest:
-            present, cost = candidate, seconds
+        present, cost = candidate, seconds
         if seconds < least:
             best, least = candidate, seconds
+
+
+def accepted_s(
+    search: Search, candidate: Candidate, random: Random, *, present_s: float, temperature_s: float
+) -> float | None:
+    """The estimate of ``candidate`` if simulated annealing moves to it from one of ``present_s`` seconds; else None.
+
+    A candidate that is d seconds slower is accepted with probability exp(-d / ``temperature_s``); from infinity, every
+    possible one is. The random number is drawn before the estimate: a candidate whose lower bound is already too high
+    is rejected without a simulation.
+    """
+    highest = inf if present_s == inf else present_s - temperature_s * log(1 - random.random())
+    bound = search.bound(candidate)
+    if bound == inf or bound > highest:
+        return None
+    seconds = search.seconds(candidate)
+    return seconds if seconds <= highest else None
 
 
 class _Moves:

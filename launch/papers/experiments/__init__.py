@@ -7,6 +7,12 @@ from collections.abc import Callable, Iterable
 
 from launch.papers.experiments import amp
 from launch.papers.experiments.merak_availability import availability
+from launch.papers.experiments.merak_layer import (
+    fitted_accelerator,
+    measured_layers,
+    predicted_layers,
+    published_layers,
+)
 from launch.papers.experiments.merak_loader import split_loader
 from launch.papers.experiments.merak_sharding import sharding_times, stage_subgraphs
 from launch.papers.experiments.rannc_coarsening import rannc_coarsening
@@ -19,6 +25,10 @@ EXPERIMENTS: dict[str, Experiment] = {
     "amp": amp.strategies,
     "amp-published": amp.published_strategies,
     "availability": availability,
+    "fitted-accelerator": fitted_accelerator,
+    "measured-layers": measured_layers,
+    "predicted-layers": predicted_layers,
+    "published-layers": published_layers,
     "rannc-coarsening": rannc_coarsening,
     "schedule-formulas": schedule_formulas,
     "sharding-times": sharding_times,

@@ -6,13 +6,18 @@ const PARTS = [
 ];
 const CONFIG = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
 
+const narrow = matchMedia("(max-width: 640px)"); // a chart then has no room for names of plans and long titles
+
+// The title of an axis, near its numbers, so that nothing of it is cut off.
+const titled = (text) => ({ text, standoff: 8 });
+
 function layout(more = {}) {
   const axis = { gridcolor: colour("grid"), linecolor: colour("line"), zerolinecolor: colour("line"), automargin: true };
   const { xaxis = {}, yaxis = {}, ...rest } = more;
   return {
     paper_bgcolor: colour("back"), plot_bgcolor: colour("back"), hovermode: "closest",
     font: { color: colour("text"), family: "system-ui, DejaVu Sans, sans-serif", size: 12 },
-    margin: { l: 60, r: 20, t: 30, b: 50 },
+    margin: { l: 60, r: 20, t: 30, b: 56 },
     hoverlabel: { bgcolor: colour("panel"), bordercolor: colour("line"), font: { color: colour("text") }, align: "left" },
     legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", traceorder: "normal" },
     xaxis: { ...axis, ...xaxis }, yaxis: { ...axis, ...yaxis }, ...rest,
@@ -96,11 +101,13 @@ function drawParts(chosen, onPick) {
   byId("parts-chart").style.height = `${110 + 24 * rows.length}px`;
   Plotly.react("parts-chart", traces, layout({
     barmode: "relative", bargap: 0.25,
-    xaxis: { title: { text: `time of an iteration (${unit.name})` }, rangemode: "tozero" },
+    xaxis: { title: titled(`time of an iteration (${unit.name})`), rangemode: "tozero" },
     yaxis: {
-      autorange: "reversed", tickvals: places, fixedrange: true, showgrid: false,
-      ticktext: rows.map((row) => (row === chosen ? `<b>${label(`${row + 1}: ${report.rows[row].name}`)}</b>`
-        : label(`${row + 1}: ${report.rows[row].name}`))),
+      autorange: "reversed", tickvals: places, fixedrange: true, showgrid: false, zeroline: false,
+      ticktext: rows.map((row) => {
+        const name = narrow.matches ? `${row + 1}` : label(`${row + 1}: ${report.rows[row].name}`);
+        return row === chosen ? `<b>${name}</b>` : name;
+      }),
     },
   }), CONFIG);
   readable("parts-chart", places.map((place) => ({
@@ -126,6 +133,7 @@ function drawMemory(basis, chosen, onPick) {
   const front = report.fronts[basis], on = new Set(front);
   const unit = timeUnit(known.map((row) => report.rows[row][time]));
   const memory = memoryUnit(known.map((row) => report.rows[row][size]));
+  const fullest = basis === "measured" ? "rank" : "device";
   const points = (rows, more) => ({
     type: "scatter", mode: "markers", x: rows.map((row) => report.rows[row][size] / memory.size),
     y: rows.map((row) => report.rows[row][time] / unit.size), meta: { rows }, text: rows.map(lines),
@@ -141,8 +149,8 @@ function drawMemory(basis, chosen, onPick) {
     traces.push(points([chosen], { name: "plan drawn above", marker: { symbol: "circle-open", size: 16, color: colour("accent"), line: { width: 2.5 } } }));
   }
   Plotly.react("memory-chart", traces, layout({
-    xaxis: { title: { text: `peak memory of the fullest ${basis === "measured" ? "rank" : "device"} (${memory.name}), ${basis}` } },
-    yaxis: { title: { text: `time of an iteration (${unit.name}), ${basis}` } },
+    xaxis: { title: titled(`peak memory${narrow.matches ? "" : ` of the fullest ${fullest}`} (${memory.name}), ${basis}`) },
+    yaxis: { title: titled(`time of an iteration (${unit.name}), ${basis}`) },
   }), CONFIG);
   readable("memory-chart", [...front.map((row, number) => ({ curve: 1, number, row, text: `on the front: ${words(row)}` })),
     ...others.map((row, number) => ({ curve: 0, number, row, text: words(row) }))], onPick);
@@ -179,8 +187,8 @@ function drawAccuracy(chosen, onPick) {
   const range = logarithmic ? [Math.log10(low), Math.log10(high)] : [low, high];
   const type = logarithmic ? "log" : "linear";
   Plotly.react("accuracy-chart", traces, layout({
-    xaxis: { title: { text: `measured time of an iteration (${unit.name})` }, range, type },
-    yaxis: { title: { text: `predicted time (${unit.name})` }, range, type },
+    xaxis: { title: titled(`measured time of an iteration (${unit.name})`), range, type },
+    yaxis: { title: titled(`predicted time (${unit.name})`), range, type },
   }), CONFIG);
   readable("accuracy-chart", known.map((row, number) => ({ curve: 0, number, row, text: words(row) })), onPick);
   pickable("accuracy-chart", onPick);

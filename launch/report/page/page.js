@@ -19,7 +19,7 @@ function head() {
     const measured = best.measured_s !== null;
     figure(list, `Fastest plan, ${measured ? "measured" : "predicted"}`, best.name);
     figure(list, "Time of an iteration", seconds(measured ? best.measured_s : best.predicted_s), measured ? "measured" : "predicted");
-    if (best.samples_per_s !== null) figure(list, "Throughput", `${significant(best.samples_per_s)} samples/s`, measured ? "measured" : "predicted");
+    if (best.samples_per_s !== null) figure(list, "Throughput", `${significant(best.samples_per_s)} samples/s`, perDevice(best) || (measured ? "measured" : "predicted"));
     const errors = report.rows.filter((row) => row.error !== null).map((row) => Math.abs(row.error));
     if (errors.length) {
       const mean = errors.reduce((sum, error) => sum + error, 0) / errors.length;
@@ -67,6 +67,14 @@ function commands() {
   }
 }
 
+// TFLOP/s of one device and the part of its peak, in words; empty if the FLOPs are not known.
+function perDevice(row) {
+  if (row.model_flops_per_s_per_device === null) return "";
+  const again = recomputes(row) ? `, ${significant(row.hardware_flops_per_s_per_device / 1e12)} with recomputation` : "";
+  return `${significant(row.model_flops_per_s_per_device / 1e12)} TFLOP/s per device${again}` +
+    (row.mfu === null ? "" : `; MFU ${fixed(row.mfu * 100, 1)} %`);
+}
+
 function planFigures(row) {
   const one = report.rows[row], list = byId("plan-figures");
   list.replaceChildren();
@@ -80,6 +88,10 @@ function planFigures(row) {
   if (one.measured_peak !== null) figure(list, "Peak, measured", bytes(one.measured_peak), "fullest rank");
   const peaks = shownDetail.peaks, [low, high] = [Math.min(...peaks), Math.max(...peaks)];
   figure(list, "Peak, predicted", bytes(high), low < high ? `fullest device; emptiest: ${bytes(low)}` : "each device");
+  if (one.samples_per_s !== null) {
+    const tokens = one.tokens_per_s === null ? "" : `${significant(one.tokens_per_s)} tokens/s; `;
+    figure(list, "Throughput", `${significant(one.samples_per_s)} samples/s`, `${tokens}${perDevice(one)}`);
+  }
   figure(list, "Pipeline", `${counted(one.pp, "device")}, ${counted(one.micro_batches, "micro-batch", "micro-batches")}`,
     `${counted(one.ranks, "rank")}: dp ${one.dp} × tp ${one.tp} × pp ${one.pp}`);
 }
@@ -154,6 +166,7 @@ function main() {
     document.documentElement.dataset.ready = "yes";
   }, { rootMargin: "300px" });
   for (const id of Object.keys(charts)) observer.observe(byId(id));
+  narrow.addEventListener("change", drawAll);
   addEventListener("beforeprint", () => Object.keys(charts).forEach(see));
 }
 

@@ -20,6 +20,13 @@ const COLUMNS = [
   { key: "predicted_s", head: `predicted\n(${spent.name})`, how: "predicted by the cost model", unit: spent.size },
   { key: "error", head: "error\n(%)", how: "predicted / measured − 1", unit: 0.01, decimals: 1, signed: true },
   { key: "samples_per_s", head: "samples\nper s", how: "global batch / time of an iteration" },
+  { key: "tokens_per_s", head: "tokens\nper s", how: "tokens of the global batch / time of an iteration" },
+  { key: "model_flops_per_s_per_device", head: "TFLOP/s\nper device", how: "FLOPs that the model needs, without recomputation",
+    unit: 1e12 },
+  { key: "hardware_flops_per_s_per_device", head: "with recom-\nputation", how: "TFLOP/s per device, with what is recomputed",
+    unit: 1e12 },
+  { key: "mfu", head: "MFU\n(%)", how: "model FLOPs utilisation: FLOP/s without recomputation / peak of the devices", unit: 0.01,
+    decimals: 1 },
   { key: "measured_peak", head: `peak,\nmeasured (${held.name})`, how: "measured: fullest rank", unit: held.size },
   { key: "predicted_peak", head: `peak,\npredicted (${held.name})`, how: "predicted by the cost model: fullest device",
     unit: held.size },
@@ -27,13 +34,17 @@ const COLUMNS = [
   { key: "status", head: "status", how: "ok: measured; predicted: not run", text: true, always: true },
 ];
 
+const recomputes = (row) => row.hardware_flops_per_s_per_device !== row.model_flops_per_s_per_device;
+const isRate = (column) => ["samples_per_s", "tokens_per_s"].includes(column.key);
+
 // A column in which all plans agree says nothing.
 function shownColumns() {
   return COLUMNS.filter((column) => {
     const values = new Set(report.rows.map((row) => row[column.key]));
     if (column.always) return true;
+    if (column.key === "hardware_flops_per_s_per_device" && !report.rows.some(recomputes)) return false;
     if (values.size === 1 && (values.has(null) || values.has("") || values.has("none") || values.has("auto3d"))) return false;
-    return values.size > 1 || "unit" in column || column.key === "samples_per_s";
+    return values.size > 1 || "unit" in column || isRate(column);
   });
 }
 
@@ -75,7 +86,7 @@ function filterOf(text) {
 function makeTable(onPick) {
   const table = byId("table"), columns = shownColumns();
   for (const column of columns) {
-    if ("unit" in column || column.key === "samples_per_s") {
+    if ("unit" in column || isRate(column)) {
       const values = report.rows.map((row) => row[column.key]).filter((value) => value !== null);
       column.shown = column.decimals ?? decimalsOf(values.map((value) => value / (column.unit ?? 1)));
       if (column.key === "spread_s") column.shown = columns.find((one) => one.key === "measured_s").shown;
@@ -149,7 +160,7 @@ function makeTable(onPick) {
   filter();
   const basis = wasMeasured ? "the measured time where there is one, else the predicted time" : "the predicted time";
   byId("table-note").textContent =
-    `Times are per iteration. Samples per s: the global batch divided by ${basis}. ${report.measured} ${sentence(report.predicted)} ` +
+    `Times are per iteration. Throughput: by ${basis}. ${report.rates} ${report.measured} ${sentence(report.predicted)} ` +
     "Predicted peak: weights, gradients, optimizer state, activations and messages, by the cost model. Green edge: on the " +
     `Pareto front of ${wasMeasured ? "measured" : "predicted"} time against memory.`;
   return (number) => {

@@ -113,14 +113,14 @@ function drawTimeline(row, mode, toCapacity, keepRange = false) {
   const split = 190 / (330 + 40 * devices - 80); // the part of the height that memory takes
   const grid = { gridcolor: colour("grid"), linecolor: colour("line"), zerolinecolor: colour("line") };
   Plotly.react("timeline", [...timelineTraces(detail, unit, mode), ...memoryTraces(detail, unit, memory)], layout({
-    barmode: "overlay", dragmode: "pan", shapes, annotations, margin: { l: 90, r: 20, t: 10, b: 50 },
+    barmode: "overlay", dragmode: "pan", shapes, annotations, margin: { l: 90, r: 20, t: 10, b: 56 },
     uniformtext: { mode: "hide", minsize: 9 },
-    xaxis: { title: { text: `time (${unit.name}), simulated` }, range: kept, anchor: "y2", showgrid: false },
+    xaxis: { title: titled(`time (${unit.name}), simulated`), range: kept, anchor: "y2", showgrid: false },
     yaxis: {
       domain: [split + 0.06, 1], range: [devices - 0.4, -0.6], fixedrange: true, showgrid: false, zeroline: false,
       tickvals: detail.devices.map((_, number) => number), ticktext: detail.devices.map((device) => `device ${device}`),
     },
-    yaxis2: { ...grid, domain: [0, split], range: [0, top * 1.12], title: { text: `memory (${memory.name})` }, fixedrange: true, automargin: true },
+    yaxis2: { ...grid, domain: [0, split], range: [0, top * 1.12], title: titled(`memory (${memory.name})`), fixedrange: true, automargin: true },
   }), { ...CONFIG, scrollZoom: true });
   describe(detail, mode, least, memory);
 }

@@ -39,24 +39,28 @@ def trained(auto3d):
 # Training
 
 
-def test_training_is_the_same_however_its_processes_are_started(folder, trained):
+TORCHRUN_C10D = [BIN / "torchrun", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--nproc-per-node"]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "module", "dp"), [(TORCHRUN_C10D, AUTO3D[1:], 2), ([BIN / "mpirun", "-n"], AUTO3D, 1)]
+)
+def test_training_is_the_same_however_its_processes_are_started(folder, trained, launcher, module, dp):
     """auto3d itself, torchrun and mpirun give the same losses to the last bit."""
-    arguments = ["own.yaml", "plan.dp=2", "plan.pp=2", "plan.micro_batch_size=2"]
+    arguments = ["own.yaml", f"plan.dp={dp}", "plan.pp=2", "plan.micro_batch_size=2"]
     own = trained(*arguments)
     assert len(own["loss"]) == len(own["grad_norm"]) == len(own["iteration_s"]) == 2
-    assert len(own["peak_bytes"]) == 4
+    assert len(own["peak_bytes"]) == 2 * dp
     assert min(own["peak_bytes"]) > 0
-    assert len(own["predicted_bytes"]) == 4
+    assert len(own["predicted_bytes"]) == 2 * dp
     assert own["used_bytes"] == own["reserved_bytes"] == [], "a CPU has one number"
-    assert (own["plan"]["dp"], own["plan"]["pp"], own["plan"]["schedule"]) == (2, 2, "1f1b")
+    assert (own["plan"]["dp"], own["plan"]["pp"], own["plan"]["schedule"]) == (dp, 2, "1f1b")
     assert own["samples_per_s"] > 0
 
-    torchrun = [str(BIN / "torchrun"), "--nproc-per-node=4", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-    mpirun = [str(BIN / "mpirun"), "-n", "4"]
-    for launcher in ([*torchrun, *AUTO3D[1:]], [*mpirun, *AUTO3D]):
-        (line,) = run(folder, *launcher, "train", *arguments, "--json").stdout.splitlines()
-        assert json.loads(line)["loss"] == own["loss"]
-        assert json.loads(line)["grad_norm"] == own["grad_norm"]
+    command = [*map(str, launcher), str(2 * dp), *module]
+    (line,) = run(folder, *command, "train", *arguments, "--json").stdout.splitlines()
+    assert json.loads(line)["loss"] == own["loss"]
+    assert json.loads(line)["grad_norm"] == own["grad_norm"]
 
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}

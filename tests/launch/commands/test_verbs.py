@@ -21,6 +21,11 @@ from tests.test_plan import PLAN
 
 
 @pytest.fixture
+def folder(same_folder):
+    return same_folder
+
+
+@pytest.fixture
 def fails_at_two(folder):
     """The model of own.yaml fails at micro-batches of two samples."""
     line = "    def forward(self, x, y):\n"
@@ -88,7 +93,7 @@ def test_a_detached_sweep_is_followed_and_cancelled(folder, auto3d):
 
 
 def test_a_detached_training_is_cancelled_and_goes_on(folder, auto3d):
-    options = ["training.iterations=1000", "training.checkpoint_every=125"]
+    options = ["training.iterations=600", "training.checkpoint_every=75"]
     told = auto3d("train", "own.yaml", *options, "--detach").out
     driver = psutil.Process(int(told.split()[1]))
     folders = folder / "runs" / "own" / "checkpoints"
@@ -99,20 +104,20 @@ def test_a_detached_training_is_cancelled_and_goes_on(folder, auto3d):
     assert auto3d("status", "own.yaml").out.rstrip().endswith("1 interrupted")
 
     resumed = auto3d("resume", "own.yaml")
-    (first,) = re.findall(r"^continuing after iteration (\d+) of 1000", resumed.err, re.MULTILINE)
-    assert int(first) % 125 == 0
+    (first,) = re.findall(r"^continuing after iteration (\d+) of 600", resumed.err, re.MULTILINE)
+    assert int(first) % 75 == 0
     assert int(first) > 0
-    assert f"iteration {int(first) + 1}/1000" in resumed.err
-    assert f"{1000 - int(first)} iterations under dp=1" in resumed.out
+    assert f"iteration {int(first) + 1}/600" in resumed.err
+    assert f"{600 - int(first)} iterations under dp=1" in resumed.out
     assert auto3d("status", "own.yaml").out.rstrip().endswith("1 ok")
     assert "done already; to train anew: auto3d train own.yaml" in auto3d("resume", "own.yaml").out
     again = auto3d("train", "own.yaml", *options)
-    assert "is after iteration 1000; --fresh starts over" in again.err
+    assert "is after iteration 600; --fresh starts over" in again.err
     (file,) = folder.glob("runs/own/train-*.lock")
     with file.open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert "this training is running (process " in auto3d("train", "own.yaml", *options, "--fresh", code=2).err
-    assert "iteration 1/1000" in auto3d("train", "own.yaml", *options, "--fresh").err
+    assert "iteration 1/600" in auto3d("train", "own.yaml", *options, "--fresh").err
 
 
 def test_an_end_is_noted_once_and_not_of_a_trial_that_another_process_has_started_again(folder):
@@ -175,6 +180,14 @@ def test_missing_devices_are_refused_with_three_commands_that_help(folder, auto3
     assert small.values.training.compute == "emulated"
     assert (small.values.cluster.nodes, small.values.cluster.devices_per_node) == (1, 8)
     assert small.values.model.config["n_layer"] == 8
+
+
+@pytest.mark.parametrize(("verb", "ranks"), [("sweep", 4), ("tune", 4), ("recompute", 2)])
+def test_missing_devices_are_refused_before_the_model_is_built(folder, auto3d, no_slurm, monkeypatch, verb, ranks):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    refused = auto3d(verb, "small.yaml", "cluster.device=cuda", "model.config.n_layer=abc", code=2).err
+    assert f"cluster.device: found 'cuda'; {ranks} ranks need a GPU each, and this process may use 0" in refused
+    assert refused.count("\n") == 1
 
 
 def test_a_users_own_overrides_stay_in_the_commands_that_help(folder, auto3d, no_slurm):

@@ -8,7 +8,7 @@ import pytest
 
 from auto3d.errors import InputError
 from auto3d.plan import Plan
-from auto3d.runtime.measurement import BYTES, Measurement, Status
+from auto3d.runtime.measurement import BYTES, CommunicationCalls, Measurement, Status
 from launch.console import tables
 from launch.console.training import print_training
 from launch.recipe.load import load
@@ -83,6 +83,32 @@ def test_measurements_survive_json_and_older_ones_are_read(plan):
     assert (read.peak_bytes, read.reserved_bytes, read.used_bytes) == (ON_GPU["peak_bytes"], [], [])
 
 
+def test_communication_has_columns_where_a_row_has_any_or_says_why_not(folder, plan):
+    """A message counts where it is sent, seconds on both sides; each figure is that of the rank that has most."""
+
+    def calls(operation: str, size: float, seconds: float) -> CommunicationCalls:
+        return CommunicationCalls(operation=operation, calls=2.0, message_bytes=size, seconds=seconds)
+
+    logged = measurement(plan, ON_CPU)
+    sender = [calls("all_reduce", 3 * MIB, 0.25), calls("send", MIB, 0.5)]
+    receiver = [calls("all_reduce", 3 * MIB, 0.25), calls("recv", 2 * MIB, 1.0)]
+    communication = replace(logged, communication=[sender, receiver])
+    assert Measurement.from_json(communication.to_json()) == communication
+    for others, rows in (
+        ([communication, replace(logged, why_not_logged="no log")], [("4.00", "1.250", "-"), ("-", "-", "no log")]),
+        ([logged], []),
+    ):
+        found = tables.results(load("own.yaml", []), others, len(others), 0)
+        tables.write(found)
+        heading, _, *lines = (folder / "tables/own/table.md").read_text().splitlines()
+        shown = [[cell.strip() for cell in line.strip("|").split("|")] for line in (heading, *lines[: len(others)])]
+        headings = ("communicated (MiB)", "communicating (s)", "why not logged")
+        assert bool(rows) == all(one in shown[0] for one in headings) == any(one in shown[0] for one in headings)
+        places = [shown[0].index(one) for one in headings] if rows else []
+        assert [tuple(line[place] for place in places) for line in shown[1:]] == (rows or [()])
+        assert ("whose calls block" in tables.caption(found)) == bool(rows)
+
+
 # Throughput, predictions and the baseline
 
 
@@ -151,11 +177,23 @@ def test_a_baseline_is_exactly_one_row_that_ran(folder, plan):
 
     assert speed_ups("dp=1 pp=1") == [3.0, 2.0, 1.0, None]
     assert speed_ups("schedule=gpipe") == [1.5, 1.0, 0.5, None]
+    assert "partition" not in tables.terminal(tables.results(recipe, measured, 4, 0))
+    methods = {one.plan: {"partition": "uniform", "placement": "megatron"} for one in measured}
+    methods[others[0]] = {"partition": "autopipe", "placement": "megatron"}
+    found = tables.results(recipe, measured, 4, 0, methods=methods, baseline="partition=autopipe")
+    assert [(row["partition"], row["speed_up"]) for row in tables.rows(found)] == [
+        ("uniform", 1.5),
+        ("autopipe", 1.0),
+        ("uniform", 0.5),
+    ]
+    assert "autopipe" in tables.terminal(found)
+    assert "placement" not in tables.terminal(found), "it is the same in all rows"
     for baseline, problem in {
         "pp=2": "2 rows match 'pp=2'; add what one of them has: schedule=1f1b, schedule=gpipe",
         "dp=4": "no row matches 'dp=4'; the rows are: dp=1 pp=2 schedule=1f1b, dp=1 pp=2 schedule=gpipe, dp=1 pp=1 ",
         "dp=2": "the trial of 'dp=2' is oom; name a row that is ok",
         "depth=1": "'depth=1': write KEY=VALUE with a key of engine, dp, tp, pp, micro_batch_size",
+        "partition=autopipe": "no row matches",
         "dp": "'dp': write KEY=VALUE",
     }.items():
         with pytest.raises(InputError) as caught:

@@ -22,8 +22,17 @@ from launch.doctor.report import Verdict
 from launch.doctor.slurm_probe import ProbeJob
 from launch.doctor.training_probe import TrainedRank
 from launch.recipe.load import load
+from launch.slurm.executor import why_no_slurm
 
 LOCAL = ["own.yaml", "launch.executor=local"]
+
+
+@pytest.fixture
+def no_slurm(folder, monkeypatch):
+    monkeypatch.setenv("PATH", str(folder))  # a folder without sinfo
+    why_no_slurm.cache_clear()
+    yield
+    why_no_slurm.cache_clear()
 
 
 def doctor(folder, *arguments: str, code: int, **environment: str) -> subprocess.CompletedProcess:
@@ -93,19 +102,18 @@ def test_a_missing_interface_is_an_error_with_advice(folder):
     assert "Traceback" not in done.stdout + done.stderr
 
 
-def test_missing_slurm_is_an_error_only_if_the_recipe_requires_it(folder, tmp_path):
-    (tmp_path / "bin").mkdir()
-    path = str(tmp_path / "bin")  # a PATH without sinfo
-    done = doctor(folder, "own.yaml", "launch.executor=slurm", code=1, PATH=path)
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("error")]
+def test_missing_slurm_is_an_error_only_if_the_recipe_requires_it(folder, auto3d, no_slurm, monkeypatch):
+    monkeypatch.setattr("launch.doctor.all_reduce_probe.SIZES", (2**12,))
+    printed = auto3d("doctor", "own.yaml", "launch.executor=slurm", code=1).out
+    (line,) = [line for line in printed.splitlines() if line.startswith("error")]
     assert "slurm: sinfo is not installed here" in line
-    done = doctor(folder, "own.yaml", "launch.executor=auto", code=0, PATH=path)
-    assert "ok      slurm: sinfo is not installed here; trials run on this machine" in done.stdout
+    printed = auto3d("doctor", "own.yaml", "launch.executor=auto").out
+    assert "ok      slurm: sinfo is not installed here; trials run on this machine" in printed
 
 
-def test_the_recipe_is_optional_and_checked(folder):
-    assert "launch.executor" in doctor(folder, "launch.executor=nowhere", code=2).stderr
-    assert "there is no 'nosuch'" in doctor(folder, "nosuch", code=2).stderr
+def test_the_recipe_is_optional_and_checked(folder, auto3d):
+    assert "launch.executor" in auto3d("doctor", "launch.executor=nowhere", code=2).err
+    assert "there is no 'nosuch'" in auto3d("doctor", "nosuch", code=2).err
 
 
 @pytest.mark.parametrize(

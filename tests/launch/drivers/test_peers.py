@@ -1,11 +1,15 @@
 """A sweep of peers as a user runs it: one table, one road, and a row for what a peer cannot train."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from auto3d.runtime.measurement import Measurement
+from auto3d.runtime.measurement import Measurement, Status
+from launch.executors import trial
+from launch.recipe.load import load
+from tests.distributed.parity import make_plan
 
 AXES = ("search.dp=[1,2]", "search.pp=[1,2]", "search.micro_batch_size=[4]", "search.allow_idle_devices=false")
 SWEEP = ("own.yaml", "cluster.devices_per_node=2", *AXES, "search.engine=[auto3d,ddp]", "measure.iterations=3")
@@ -48,6 +52,46 @@ def test_a_sweep_measures_peers_beside_auto3d(folder, auto3d):
     (plan,) = (folder / "runs" / "own" / "trials").glob("ddp-dp2*/plan.json")
     refused = auto3d("train", "own.yaml", "cluster.devices_per_node=2", "--plan", str(plan), code=2)
     assert "engine: ddp runs in trials of `auto3d sweep` only" in refused.err
+
+
+DATA_PARALLEL = ("own.yaml", "cluster.devices_per_node=2", "search.dp=[2]", "search.pp=[1]", *AXES[2:])
+
+
+def test_a_second_run_of_deepspeed_gives_the_columns_of_communication(folder, auto3d):
+    pytest.importorskip("deepspeed")
+    engines = "search.engine=[auto3d,deepspeed-zero]"
+    asked = (*DATA_PARALLEL, engines, "measure.iterations=2", "measure.communication=true")
+    printed = auto3d("sweep", *asked)
+    assert "not logged: auto3d has no communication log" in printed.out
+    rows = {row["engine"]: row for row in json.loads(auto3d("table", *asked, "--json").out)}
+    ours, peer = rows["auto3d"], rows["deepspeed-zero"]
+    assert (ours["communicated_bytes"], ours["communication_s"]) == (None, None)
+    assert peer["why_not_logged"] is None
+    assert peer["communication_s"] > 0
+    (measured,) = (one for one in measurements(folder).values() if one.plan.engine == "deepspeed-zero")
+    assert len(measured.iteration_s) == 2
+    first, second = measured.communication
+    assert [calls.operation for calls in first] == [calls.operation for calls in second]
+    assert peer["communicated_bytes"] == sum(calls.message_bytes for calls in first)
+    table = (folder / "tables" / "own" / "table.md").read_text()
+    assert "communicated (MiB)" in table
+    assert "whose calls block" in table
+
+
+def test_a_failure_of_the_run_that_logs_leaves_the_timed_one(folder, monkeypatch):
+    pytest.importorskip("deepspeed")
+    plan = replace(make_plan("gpt2", dp=2, pp=1), engine="deepspeed-zero")
+    recipe = load("own.yaml", ["search.engine=[deepspeed-zero]", "measure.communication=true"])
+
+    def failed(*arguments, **named):
+        raise RuntimeError("the log is broken")
+
+    monkeypatch.setattr(trial, "log_communication", failed)
+    found = trial.measure(recipe, plan, folder)
+    assert found.status is Status.OK, found.error
+    assert found.communication == []
+    assert "ended with failed" in found.why_not_logged
+    assert "the log is broken" in found.why_not_logged
 
 
 def test_nothing_predicts_a_peer(folder, auto3d):

@@ -13,6 +13,11 @@ from launch.recipe.settings import emulation, training_settings
 EMULATED = ["training.compute=emulated", "emulation.forward_s=0.002", "emulation.backward_s=[0.002,0.003]"]
 
 
+@pytest.fixture
+def folder(same_folder):
+    return same_folder
+
+
 def test_training_says_that_it_was_emulated(folder, auto3d):
     """This also holds for a recipe of a cluster of GPUs on a machine without any."""
     arguments = ["train", "own.yaml", *EMULATED, "cluster.device=cuda"]

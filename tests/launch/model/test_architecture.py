@@ -11,7 +11,7 @@ from auto3d.runtime.data import KINDS
 from launch.model.architecture import architecture
 from launch.model.build import build_function, captured_model
 from launch.recipe.load import RecipeError, load
-from launch.recipe.schema import INPUT_KEYS
+from launch.recipe.model_schema import INPUT_KEYS
 
 PAGE = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
 DOCUMENTED = {
@@ -39,13 +39,16 @@ def of(name: str, config: dict, inputs: dict | None = None, **model: object) -> 
 
 
 SIGLIP = DOCUMENTED["CLIPModel"]["model"]["config"]
-ALIKE = [
+LONG_ALIKE = [  # `make zoo` also trains each of them
     of("MT5ForConditionalGeneration", T5),
     of("UMT5ForConditionalGeneration", T5),
     of("LongT5ForConditionalGeneration", {**T5, "local_radius": 4}, MASKED),
-    of("BartForConditionalGeneration", BART),
     of("MBartForConditionalGeneration", BART),
     of("PegasusForConditionalGeneration", BART),
+]
+ALIKE = [
+    *(pytest.param(groups, marks=pytest.mark.soak) for groups in LONG_ALIKE),
+    of("BartForConditionalGeneration", BART),
     of("MarianMTModel", {**BART, "decoder_vocab_size": 256}),
     {
         **DOCUMENTED["CLIPModel"],

@@ -7,6 +7,7 @@ from statistics import mean, stdev
 import pytest
 
 from launch.model.costs import published
+from launch.papers.experiments import amp
 from launch.papers.experiments.amp import (
     ANNEALING,
     BEST,
@@ -52,7 +53,8 @@ def test_published_trials_of_each_strategy():
         assert found[system, MEAN].values["standard_deviation_s"] == pytest.approx(stdev(tried))
 
 
-def test_strategies_try_plans_of_their_space_at_the_times_of_the_true_cluster():
+def test_strategies_try_plans_of_their_space_at_the_times_of_the_true_cluster(monkeypatch):
+    monkeypatch.setattr(amp, "SEEDS_OF_FEW", 3)
     variants = {
         "one speed": {"known": {"cluster.more[0].accelerator": "V100-16GB"}},
         "both": {"systems": [WHOLE]},

@@ -113,7 +113,7 @@ ROWS = [
     ]
 ] + [
     Row(setting=("large", "8"), system="ours", values={"samples_per_s": 2.0}, plan="dp=1 tp=2 pp=4"),
-    Row(setting=("large", "8"), system="theirs", problem="pipeline device 0 needs 30 GiB; it has 22.5"),
+    Row(setting=("large", "8"), system="theirs", problem="pipeline device 0 needs 30 GiB; it has 22.5", kind="memory"),
 ]
 
 
@@ -167,6 +167,7 @@ def _read_first_row(file: Path) -> None:
         (("against: gpipe", "against: gpip"), "parts.0.claims.0: there is no system 'gpip'"),
         (("{gpipe: {two:", "{gpipe: {three:"), "parts.0.printed.gpipe: there is no setting 'three'"),
         (("how: simulated", "how: experiment"), "parts.0.experiment: "),
+        (("how: simulated", "how: experiment\n    experiment: amp"), "parts.0.claims.0: because.changed has keys of"),
         (("search.pp: [2]", "search.depth: [2]"), "search.depth: unknown"),
         (("paper: 5.0", "paper: 5.0, settings: [six]"), "parts.0.claims.0: no axis has the label 'six'"),
     ],

@@ -25,7 +25,7 @@ def test_the_largest_model_is_that_of_all_settings():
         Row(setting=("1",), system="a", values={"size": 2.0}),
         Row(setting=("1",), system="b", values={"size": 2.0}),
         Row(setting=("2",), system="a", values={"size": 10.0}),
-        Row(setting=("2",), system="b", problem="needs 9 GiB; it has 1"),
+        Row(setting=("2",), system="b", problem="needs 9 GiB; it has 1", kind="memory"),
     ]
     found = check(part, claim, rows, lambda *_: rows[0])
     assert (found.ours, found.holds) == ("5", True)

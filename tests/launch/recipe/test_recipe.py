@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from launch.recipe.cluster_schema import AcceleratorRecipe
 from launch.recipe.keys import documented_keys, group_schema, groups
 from launch.recipe.load import RECIPES, RecipeError, load
-from launch.recipe.schema import AcceleratorRecipe
 from tests.launch.conftest import GPT2, MINE
 
 EMULATED = ["training.compute=emulated"]
@@ -22,6 +22,7 @@ BAD = [  # overrides of small.yaml, and words that the message must contain
     (["training.learning_rate=nan"], ["training.learning_rate", "nan", "a number of at least 0"]),
     (["training.global_batch=7"], ["global_batch: 7", "multiple of 1 × 2 = 2"]),
     (["training.betas=[0.9]"], ["training.betas", "[0.9]", "two numbers"]),
+    (["measure.communication=true"], ["measure.communication", "found true", "search.engine", "deepspeed-zero"]),
     (["training.optimizer=lion"], ["training.optimizer", "'lion'", "adamw, sgd"]),
     (["plan.dp=4"], ["plan", "needs 8 devices; the cluster has 4"]),
     (["plan.tp=3"], ["plan", "needs 6 devices; the cluster has 4"]),

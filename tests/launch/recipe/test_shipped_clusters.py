@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.recipe.error import RecipeError
 from launch.recipe.load import RECIPES, load
 from launch.recipe.settings import cluster
 
@@ -29,3 +30,43 @@ def test_a_shipped_accelerator_loads_in_each_of_its_precisions(file: Path):
         kind = cluster(recipe).accelerator(0)
         assert kind.name == file.stem
         assert kind.peak_flops == pytest.approx(values.peak_tflops[precision] * 1e12)
+
+
+@pytest.mark.parametrize(
+    ("written", "refused"),
+    [
+        (
+            "matrix_efficiency: {float32: 0.8}",
+            "matrix_efficiency: found {'float32': 0.8}; it takes a number of at least",
+        ),
+        ("matrix_efficiency: {float32: 0.8, float61: 0.4}", "which has float32, float16"),
+        (
+            "matrix_efficiency: {float32: 0.8, float16: 1.4}",
+            "of at least 0.001 and at most 1, or one for each precision",
+        ),
+        ("matrix_efficiency: 1.4", "matrix_efficiency: found 1.4; it takes a number of at least 0.001"),
+        ("matrix_efficiency: fast", "matrix_efficiency: found 'fast'; it takes a number"),
+        ("matrix_efficiency:", "matrix_efficiency: found None; it takes a number"),
+        (
+            "half_gflops: [1, 2]",
+            "half_gflops: found [1, 2]; it takes a number of at least 0, or one for each precision",
+        ),
+        ("half_gflops: {float32: 1, float16: .inf}", "half_gflops: found"),
+    ],
+)
+def test_a_figure_is_one_number_or_one_for_each_precision(written, refused, tmp_path):
+    file = tmp_path / "kind.yaml"
+    file.write_text("peak_tflops: {float32: 10, float16: 40}\nhalf_gflops: {float32: 1, float16: 4}\n")
+
+    def kind(precision: str):
+        return cluster(load("tiny", [f"cluster.accelerator={file}", f"prediction.precision={precision}"])).accelerator(
+            0
+        )
+
+    assert (kind("float32").half_flops, kind("float16").half_flops) == (1e9, 4e9)
+    assert kind("float32").matrix_efficiency == kind("float16").matrix_efficiency == 0.6
+    file.write_text(f"peak_tflops: {{float32: 10, float16: 40}}\n{written}\n")
+    with pytest.raises(RecipeError) as error:
+        kind("float32")
+    assert refused in str(error.value)
+    assert "\n" not in str(error.value)

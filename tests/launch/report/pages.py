@@ -18,10 +18,12 @@ from auto3d.cost.training_options import TrainingOptions
 from auto3d.plan import Plan, stages_between
 from auto3d.runtime.measurement import Measurement, Status
 from auto3d.schedule import build_schedule
+from launch.recipe.load import load
 from launch.report.data import Report
 from launch.report.details import detail_of
 from launch.report.rows import front, order, row_of
 from launch.report.source import ReportedPlan
+from launch.report.throughput import ThroughputColumns
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
@@ -73,7 +75,7 @@ def report_with(plans: int, *, seed: int = 0, name: str = "made", problem: str =
     shapes = [
         ("1f1b", 4, 8), ("gpipe", 4, 8), ("chimera", 4, 8), ("interleaved-1f1b", 2, 8), ("1f1b", 8, 16), ("gpipe", 2, 4)
     ]  # fmt: skip
-    made = []
+    made, columns = [], ThroughputColumns(load("tiny", []))
     for number in range(plans):
         schedule, devices, micro_batches = shapes[number % len(shapes)]
         plan = replace(plan_of(schedule, devices=devices, micro_batches=micro_batches), seed=number)
@@ -81,17 +83,19 @@ def report_with(plans: int, *, seed: int = 0, name: str = "made", problem: str =
         seconds = model.seconds(plan) * random.uniform(0.8, 1.25)
         measurement = Measurement(
             plan=plan, status=Status.OK, iteration_s=[seconds, 1.1 * seconds, 0.9 * seconds], loss=[1.0] * 3,
-            grad_norm=[1.0] * 3, peak_bytes=[random.randrange(2**28, 2**30)] * plan.ranks,
+            grad_norm=[1.0] * 3, tokens_per_sample=128, model_flops=1e12, recomputed_flops=2e11 * (number % 3),
+            peak_bytes=[random.randrange(2**28, 2**30)] * plan.ranks,
         )  # fmt: skip
         if number == plans - 1:
             measurement = Measurement(plan=plan, status=Status.FAILED, error=problem or "it failed")
         made.append(ReportedPlan(plan, None, (measurement,), model))
-    pairs = sorted(((row_of(one), one) for one in made), key=lambda pair: order(pair[0]))
+    pairs = sorted(((row_of(one, columns), one) for one in made), key=lambda pair: order(pair[0]))
     rows = [row for row, _ in pairs]
     measured = front([(row.measured_s, row.measured_peak) for row in rows])
     return Report(
         recipe=name, verb="sweep", subject=f"{name}; 8 devices", written="today", measured="Measured in a test.",
-        predicted="times are predicted", remarks=(problem,) if problem else (), rows=rows,
+        predicted="times are predicted", rates=columns.basis(measured=True, predicted=False),
+        remarks=(problem,) if problem else (), rows=rows,
         fronts={"measured": measured, "predicted": front([(row.predicted_s, row.predicted_peak) for row in rows])},
         details=[detail_of(place, one.plan, one.model) for place, (_, one) in enumerate(pairs[:6])],
         refused=[], commands=[],

@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -9,12 +10,16 @@ import pytest
 
 from auto3d.runtime.measurement import Measurement, Status
 from auto3d.schedule.operation import Kind
+from launch.recipe.load import load
 from launch.report import details
 from launch.report.details import detail_of
 from launch.report.rows import front, row_of
 from launch.report.source import ReportedPlan
 from launch.report.text import embedded, without_folders
+from launch.report.throughput import ThroughputColumns
 from tests.launch.report.pages import model_of, plan_of
+
+COLUMNS = ThroughputColumns(load("tiny", []))
 
 
 def test_the_front_is_what_no_other_point_beats():
@@ -43,15 +48,38 @@ def test_a_row_is_the_median_of_its_trials_and_names_one_that_failed():
         for times, peaks in (([1.0, 2.0, 9.0], [5, 7]), ([4.0, 4.0, 4.5], [6, 6]), ([3.0, 3.0, 3.0], [1, 2]))
     ]
     model = model_of(2, 2)
-    row = row_of(ReportedPlan(plan, None, tuple(trials), model))
+    row = row_of(ReportedPlan(plan, None, tuple(trials), model), COLUMNS)
     assert (row.measured_s, row.spread_s, row.trials, row.measured_peak) == (3.0, 8.0, 3, 7)
     assert row.samples_per_s == plan.global_batch / 3
     assert row.error == pytest.approx(model.seconds(plan) / 3 - 1)
     failed = Measurement(plan=plan, status=Status.OOM, error="too large")
-    row = row_of(ReportedPlan(plan, None, (trials[0], failed), None))
+    row = row_of(ReportedPlan(plan, None, (trials[0], failed), None), COLUMNS)
     assert (row.status, row.problem, row.measured_s, row.predicted_s) == ("oom", "too large", 2.0, None)
-    row = row_of(ReportedPlan(plan, None, (failed,), model))
+    row = row_of(ReportedPlan(plan, None, (failed,), model), COLUMNS)
     assert (row.measured_s, row.measured_peak, row.error) == (None, None, None)
+
+
+def test_throughput_is_that_of_the_trial_or_of_the_prediction(tmp_path):
+    """By the code of `auto3d table`; a predicted plan has its cost model's FLOPs and precision."""
+    (tmp_path / "peak.yaml").write_text("peak_tflops: {float32: 0.004, float16: 0.008}\nmemory_gb_per_s: 1\n")
+    named = [f"cluster.accelerator={tmp_path}/peak.yaml", "prediction.precision=float16"]
+    columns = ThroughputColumns(load("tiny", named))
+    plan = plan_of("1f1b", devices=2, micro_batches=4)
+    model = model_of(2, 2)
+    trial = Measurement(
+        plan=plan, status=Status.OK, iteration_s=[2.0], peak_bytes=[1, 1], tokens_per_sample=10, model_flops=12e9,
+        recomputed_flops=4e9,
+    )  # fmt: skip
+    measured = row_of(ReportedPlan(plan, None, (trial,), model), columns)
+    assert (measured.model_flops_per_s_per_device, measured.hardware_flops_per_s_per_device) == (3e9, 4e9)
+    assert (measured.tokens_per_s, measured.mfu) == (10 * plan.global_batch / 2, pytest.approx(0.75))
+    predicted = row_of(ReportedPlan(plan, None, (), model), columns)
+    per_device = model.flops(plan).model / model.seconds(plan) / 2
+    assert predicted.model_flops_per_s_per_device == pytest.approx(per_device)
+    assert predicted.mfu == pytest.approx(per_device / 8e9)
+    assert predicted.samples_per_s == plan.global_batch / model.seconds(plan)
+    emulated = row_of(ReportedPlan(plan, None, (replace(trial, emulated=True),), model), columns)
+    assert (emulated.model_flops_per_s_per_device, emulated.mfu) == (3e9, None)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "chimera", "zb-h1", "pipedream"])

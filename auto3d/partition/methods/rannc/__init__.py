@@ -118,7 +118,7 @@ def rannc(
     form = search(formed).search(any_depth=any_depth) if len(formed) <= max(blocks, devices) else None
     if form is None:
         formed = form_blocks(replace(units, memory_bytes=inf), blocks)
-        raise PartitionError(search(formed).needed())
+        raise search(formed).refusal()
     parts = [[sub for block in formed[run.first : run.last + 1] for sub in block] for run in form.runs]
     return RanncPartition(
         stages=stages_of_operations(stage_of_operations(graph, parts)),

@@ -9,6 +9,7 @@ import numpy as np
 from auto3d.partition.methods.rannc.atomic import Subcomponent
 from auto3d.partition.methods.rannc.operation_profile import OperationProfiles
 from auto3d.partition.methods.rannc.runs import RunCosts, Runs
+from auto3d.partition.stage import PartitionError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,8 +252,8 @@ class StageSearch:
             self._costs[samples] = self.runs.at(self.profiles.at(samples))
         return self._costs[samples]
 
-    def needed(self) -> str:
-        """A message that says why nothing fits, and what would."""
+    def refusal(self) -> PartitionError:
+        """The error that says why nothing fits, and what would."""
         total = self.nodes * self.devices_per_node
         least = (inf, 0, 0)  # bytes, stages, micro-batches
         for devices, pipelines in self._pipelines():
@@ -272,14 +273,15 @@ class StageSearch:
                 )
             else:
                 problem, enough = "are too few for", f"{many * self.profiles.smallest}"
-            return (
+            return PartitionError(
                 f"global_batch: {self.global_batch} samples {problem} {total} {_plural('device', total)} and "
                 f"{self.runs.blocks} {_plural('block', self.runs.blocks)}; {enough} would be enough"
             )
         have, need = self.profiles.costs.memory_bytes / 2**20, ceil(10 * least[0] / 2**20) / 10
-        return (
+        return PartitionError(
             f"no stages fit {total} {_plural('device', total)} of {have:,.1f} MiB with a batch of {self.global_batch}; "
-            f"the least that is enough is {need:,} MiB, with stages = {least[1]}, micro-batches = {least[2]}"
+            f"the least that is enough is {need:,} MiB, with stages = {least[1]}, micro-batches = {least[2]}",
+            kind="memory",
         )
 
 

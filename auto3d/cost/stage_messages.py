@@ -1,0 +1,61 @@
+"""Bytes and seconds of the messages between stages."""
+
+import numpy as np
+
+from auto3d.cluster import Cluster
+from auto3d.cost.model_work import ModelWork
+from auto3d.cost.placed import PlacedTraffic
+from auto3d.cost.training_options import TrainingOptions
+from auto3d.plan import Plan
+from auto3d.schedule.shape import Shape
+from auto3d.simulate.costs import MessageCost
+from auto3d.tensor.conversions import Collective
+
+
+class StageMessages:
+    """The messages between stages of ``work`` on ``cluster``."""
+
+    def __init__(self, cluster: Cluster, work: ModelWork, training: TrainingOptions) -> None:
+        self._cluster, self._work, self._training = cluster, work, training
+
+    def cost(self, plan: Plan, shape: Shape, boundary: int, pipeline: int, traffic: PlacedTraffic) -> MessageCost:
+        """The cost of the boundary between stages ``boundary`` and ``boundary`` + 1."""
+        source, target = (shape.device_of[stage, 0] for stage in (boundary, boundary + 1))
+        if source == target:
+            return MessageCost()
+        sent, gathered = self._crossing_bytes(plan, shape, boundary)
+        link = traffic.messages.link((traffic.ranks(source, pipeline)[0], traffic.ranks(target, pipeline)[0]))
+        seconds = shape.parts * sent / link.bandwidth
+        if gathered:
+            seconds += traffic.tensor[target, pipeline].seconds(Collective.ALL_GATHER, shape.parts * gathered)
+        return MessageCost(latency=link.latency_s, forward=seconds, backward=seconds)
+
+    def handling_s(self, plan: Plan, shape: Shape, boundary: int, pipeline: int, traffic: PlacedTraffic) -> float:
+        """Seconds of compute that one micro-batch's message costs its sender, and as many its receiver."""
+        source, target = (shape.device_of[stage, 0] for stage in (boundary, boundary + 1))
+        nodes = {self._cluster.node_of[traffic.ranks(device, pipeline)[0]] for device in (source, target)}
+        if source == target or len(nodes) > 1:
+            return 0.0
+        each, per_byte = self._cluster.nodes[min(nodes)].handling
+        return shape.parts * (each + self._crossing_bytes(plan, shape, boundary)[0] * per_byte)
+
+    def _crossing_bytes(self, plan: Plan, shape: Shape, boundary: int) -> tuple[float, float]:
+        """Bytes that one part of a micro-batch sends onward from stage ``boundary``, as ``crossing`` has them.
+
+        Replicas send and receive their slices at the same time, so the side with fewer replicas takes longest.
+        """
+        end = plan.stages[boundary].operations[-1][1]
+        replicas = min(plan.stages[number].replicas for number in (boundary, boundary + 1))
+        sent, gathered = self.crossing(plan, plan.micro_batch_size // shape.parts, end)
+        return float(sent) / replicas, float(gathered) / replicas
+
+    def crossing(self, plan: Plan, samples: int, cuts: int | list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes through ``cuts``: those that each rank sends, and those that the receivers then gather.
+
+        With scattered messages each rank sends an equal part of a whole value (Narayanan et al. 2021, section 4.1).
+        """
+        local = self._work.work_at(samples, plan.tp, plan.sequence_parallel).crossing[cuts]
+        if plan.tp == 1 or not self._training.scattered_messages:
+            return local, 0 * local
+        whole = self._work.work_at(samples).crossing[cuts]
+        return whole / plan.tp, np.where(local < whole, 0.0, whole)

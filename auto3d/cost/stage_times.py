@@ -1,0 +1,110 @@
+"""Seconds that a device needs for the operations of a stage: compute, and the collectives of tensor parallelism."""
+
+from functools import lru_cache
+
+import numpy as np
+
+from auto3d.cluster import Accelerator
+from auto3d.cost.collectives import GroupLink
+from auto3d.cost.model_work import ModelWork
+from auto3d.cost.sub_pipelined import Segment, sub_pipelined_s
+from auto3d.cost.times import TimesOf, times_of
+
+TensorDegree = tuple[int, bool]  # tensor-parallel degree, whether it is sequence-parallel
+
+
+class StageTimes:
+    """The times of stages of ``work``; ``times_at`` has those of its operations (default: from the device's figures).
+
+    The plans of a search have many stages in common, so results are kept.
+    """
+
+    def __init__(self, work: ModelWork, times_at: TimesOf | None) -> None:
+        self._work = work
+        self._times = lru_cache(None)(
+            times_at or (lambda samples, accelerator, *degree: times_of(work.work_at(samples, *degree), accelerator))
+        )
+        self._collectives = lru_cache(None)(self._make_collectives)
+        self.between_cuts = lru_cache(1024)(self._make_between_cuts)
+        self.seconds = lru_cache(2**16)(self._make_seconds)
+
+    def _make_between_cuts(
+        self,
+        samples: int,
+        accelerator: Accelerator,
+        degree: TensorDegree,
+        link: GroupLink | None,
+        cuts: tuple[int, ...],
+        recompute: bool,
+    ) -> np.ndarray:
+        """[cuts - 1]: seconds of one micro-batch forward and backward between neighbouring ``cuts``."""
+        positions = list(cuts)
+        times = np.diff(self._times(samples, accelerator, *degree).table[:, positions])
+        exchanged = np.zeros((2, len(cuts) - 1))
+        if link is not None:
+            exchanged = np.diff(self._collectives(samples, degree, link)[:, positions])
+        forward = np.maximum(times[0] + exchanged[0], times[1])
+        backward = np.maximum(times[2] + exchanged[1], times[3])
+        return forward * (2 if recompute else 1) + backward
+
+    def _make_seconds(
+        self,
+        samples: int,
+        accelerator: Accelerator,
+        degree: TensorDegree,
+        link: GroupLink | None,
+        operations: tuple[tuple[int, int], ...],
+        halved: bool,
+    ) -> tuple[float, float, float]:
+        """Seconds of one micro-batch: forward, backward, and the weight half that the backward contains.
+
+        If it is ``halved``, it consists of two halves of ``samples`` each, which take turns.
+        """
+        times = self._times(samples, accelerator, *degree)
+        total = sum((times.range(first, last) for first, last in operations), start=np.zeros(5))
+        if halved:
+            forward, backward = (
+                sub_pipelined_s(self._segments(samples, accelerator, degree, link, operations, forward=direction))
+                for direction in (True, False)
+            )
+            return max(forward, 2 * float(total[1])), max(backward, 2 * float(total[3])), 2 * float(total[4])
+        exchanged = np.zeros(2)
+        if link is not None:
+            table = self._collectives(samples, degree, link)
+            exchanged = sum((table[:, last] - table[:, first] for first, last in operations), start=exchanged)
+        forward = max(float(total[0] + exchanged[0]), float(total[1]))
+        backward = max(float(total[2] + exchanged[1]), float(total[3]))
+        return forward, backward, float(total[4])
+
+    def _segments(
+        self,
+        samples: int,
+        accelerator: Accelerator,
+        degree: TensorDegree,
+        link: GroupLink | None,
+        operations: tuple[tuple[int, int], ...],
+        *,
+        forward: bool,
+    ) -> list[Segment]:
+        """The compute of ``operations`` between collectives, and the collectives, in the order of the pass."""
+        busy = self._times(samples, accelerator, *degree).table[0 if forward else 2]
+        exchanges = [one for one in self._work.work_at(samples, *degree).exchanges if one.forward == forward]
+        segments: list[Segment] = []
+        for first, last in operations if forward else reversed(operations):
+            inside = [one for one in exchanges if first <= one.position < last]
+            place = first if forward else last
+            for one in inside if forward else reversed(inside):
+                seconds = link.seconds_in_operation(one.collective, one.size) if link is not None else 0.0
+                segments.append((float(abs(busy[one.boundary] - busy[place])), seconds))
+                place = one.boundary
+            segments.append((float(abs(busy[last if forward else first] - busy[place])), 0.0))
+        return segments
+
+    def _make_collectives(self, samples: int, degree: TensorDegree, link: GroupLink) -> np.ndarray:
+        """[2, operations + 1]: seconds of the collectives of all operations before each, forward and backward."""
+        work = self._work.work_at(samples, *degree)
+        seconds = np.zeros((2, len(work) + 1))
+        for row, exchanges in zip(seconds, work.exchanges_of, strict=True):
+            for (collective, size), counts in exchanges.items():
+                row[1:] += link.seconds_in_operation(collective, size) * counts
+        return np.cumsum(seconds, axis=1)

@@ -1,0 +1,70 @@
+"""The keys of a cluster: nodes, links and accelerators."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from launch.recipe.schema_key import LARGEST_NODE, LARGEST_NODES, key
+
+
+@dataclass
+class LinkRecipe:
+    gbit_per_s: float = key(100.0, "bandwidth of one lane in each direction, in Gbit/s", least=1e-6)
+    latency_us: float = key(20.0, "latency of a message, in microseconds", least=0)
+    lanes: int | None = key(None, "lanes that the devices of a node share; none: one per device", least=1)
+
+
+@dataclass
+class NodesRecipe:
+    nodes: int = key(1, "number of machines", least=1, below=LARGEST_NODES)
+    devices_per_node: int = key(
+        4, "ranks per machine: one per GPU, or as many as a CPU should run", least=1, below=LARGEST_NODE
+    )
+    accelerator: str | None = key(
+        None, "kind of device: a file of recipes/accelerators/; none: round figures of a data-centre GPU"
+    )
+    inside: LinkRecipe = key(LinkRecipe, "links between the devices of a node")
+    outside: LinkRecipe | None = key(LinkRecipe, "links from a node to the others; none: there are none")
+
+
+@dataclass
+class AcceleratorRecipe:
+    """The keys of a file of recipes/accelerators/."""
+
+    peak_tflops: dict[str, float] = key({}, "peak speed of matrix products in TFLOP/s, by precision")
+    memory_gib: float | None = key(None, "memory that a process may fill, in GiB; none: unknown", least=0.001)
+    memory_gb_per_s: float = key(700.0, "memory bandwidth, in GB/s", least=1e-6)
+    matrix_efficiency: Any = key(
+        0.6,
+        "fraction of the peak speed that large matrix products reach; one number, or one by precision",
+        least=0.001,
+        most=1,
+        per_precision=True,
+    )
+    half_gflops: Any = key(
+        1.0,
+        "GFLOP of a matrix product that is so small that it reaches half of that fraction; one number, or one by "
+        "precision",
+        least=0,
+        per_precision=True,
+    )
+    memory_efficiency: float = key(0.75, "fraction of the memory bandwidth that operations reach", least=0.001, most=1)
+    launch_us: float = key(10.0, "microseconds from the launch of one operation to the launch of the next", least=0)
+    collective_launch_us: float = key(
+        10.0, "microseconds that a collective inside a stage takes for each other rank that it waits for", least=0
+    )
+    micro_batch_us: float = key(
+        0.0, "microseconds of host time per micro-batch of a stage, in addition to its operations", least=0
+    )
+    iteration_ms: float = key(0.0, "milliseconds that every iteration takes in addition, whatever its size", least=0)
+
+
+@dataclass
+class ClusterRecipe(NodesRecipe):
+    more: list[NodesRecipe] = key([], "more nodes, of other kinds")
+    device: str = key("cpu", "type of device that a rank computes on", choices=("cpu", "cuda"))
+    memory_gib: float | None = key(
+        None,
+        "memory that a process may fill on each device, in GiB; plans that need more are refused; none: memory_gib of "
+        "each node's accelerator, which is usable memory and not the data sheet's figure",
+        least=0.001,
+    )
