@@ -28,7 +28,7 @@ from auto3d.runtime.stage_program import segment_program
 from auto3d.runtime.sub_pipelined_stage import SubPipelinedStage
 from auto3d.runtime.tensor_group import ConversionModule, TensorGroup, TensorParallelRank
 from auto3d.runtime.verify import Computed, Difference, coarseness, difference_of, one_batch
-from auto3d.tensor.collectives import CONVERSION_BETWEEN
+from auto3d.tensor.collectives import CONVERSION_BETWEEN, conversion_of, split_of
 from auto3d.tensor.halves import DROPOUT_MASK, SubPipelinedModel
 from auto3d.tensor.model import TensorParallelModel
 from auto3d.tensor_placement import WHOLE, PlacementKind, TensorPlacement
@@ -204,7 +204,7 @@ class _Gathered(nn.Module):
         self._run = SeededOperation(original.target, number, randomness)
         self._original = original
         self._group, self._name = group, node.name
-        self._needs = [placements[each.name] for each in _tensors_of(node)]
+        self._needs = [_placement_of(each, placements) for each in _tensors_of(node)]
         takers = [user for user in node.users if user.target is operator.getitem]
         self._gives = {taker.args[1]: placements[taker.name] for taker in takers} or {None: placements[node.name]}
 
@@ -239,6 +239,12 @@ class _GatheredMask(nn.Module):
 
     def forward(self, size: Any, stride: Any, *how: Any) -> torch.Tensor:
         return self._shard.of(self._run(list(self._value.shape), list(self._value.stride()), *how))
+
+
+def _placement_of(node: fx.Node, placements: Mapping[str, TensorPlacement]) -> TensorPlacement:
+    """The placement of the value ``node``; without one of its own, it is what a conversion takes for one operation."""
+    taken = TensorPlacement(PlacementKind.SPLIT, split_of(node.args)) if conversion_of(node.target) else None
+    return placements.get(node.name) or taken or WHOLE
 
 
 def _tensors_of(node: fx.Node) -> list[fx.Node]:

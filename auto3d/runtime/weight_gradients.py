@@ -64,7 +64,10 @@ def split_operation(
 
 
 class SplitOperation(nn.Module):
-    """One of these operators. Its deferred computation adds the weights' gradients to their ``.grad``."""
+    """One of these operators. Its deferred computation adds the weights' gradients to their ``.grad``.
+
+    Shapes that layers never have, such as a bias of one element for all outputs, run as they are: nothing is deferred.
+    """
 
     def __init__(self, target: Callable, deferred: DeferredGradients, *, defers_bias: bool = True) -> None:
         super().__init__()
@@ -75,10 +78,16 @@ class SplitOperation(nn.Module):
     def forward(self, *args: Any) -> torch.Tensor:
         if self._target is aten.addmm.default:
             bias, value, weight = args
+            if bias.shape != weight.shape[1:]:
+                return self._target(*args)
             return _Product.apply(value, weight, bias, False, self._deferred, self._defers_bias)
         value, weight, bias, *rest = args if len(args) > 2 else (*args, None)
         if self._target is aten.linear.default:
+            if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+                return self._target(*args)
             return _Product.apply(value, weight, bias, True, self._deferred, self._defers_bias)
+        if value.dim() != weight.dim():  # without a dimension of samples
+            return self._target(*args)
         dimensions = value.dim() - 2
         defaults: list[Any] = [[1], [0], [1], 1]
         stride, padding, dilation, groups = rest + defaults[len(rest) :]

@@ -1,4 +1,4 @@
-"""The check that a value which a model carries from one forward to the next is on one rank only."""
+"""The check that a value which a model carries from one forward to the next sees every micro-batch."""
 
 from collections.abc import Sequence
 
@@ -9,14 +9,18 @@ from auto3d.schedule.operation import Schedule
 
 
 def check_carried_buffers(graph: Graph, plan: Plan, schedule: Schedule, stages: Sequence[Stage]) -> None:
-    """Raise PlanError if several ranks hold a carried buffer: each would carry on a different value."""
-    ranks: dict[str, set[int]] = {name: set() for name in graph.carried_buffers}
+    """Raise PlanError if several tensor-parallel groups hold a carried buffer: each would carry on a different value.
+
+    The ranks of one group run the same micro-batches, so they carry on the same value, or shards of it.
+    """
+    groups: dict[str, set[tuple[int, int]]] = {name: set() for name in graph.carried_buffers}
     for (stage, _), device in schedule.device_of.items():
-        for name in ranks.keys() & set(stages[stage].state):
-            ranks[name].update(plan.placement[device])
-    for name, holders in sorted(ranks.items()):
+        for name in groups.keys() & set(stages[stage].state):
+            groups[name].update((device, number // plan.tp) for number in range(len(plan.placement[device])))
+    for name, holders in sorted(groups.items()):
         if len(holders) > 1:
             raise PlanError(
-                f"dp: {name} is written in each forward and enters the loss, so the {len(holders)} ranks that hold it "
-                "would train with different values; use dp 1, one replica of each stage and a schedule of one pipe"
+                f"dp: {name} is written in each forward and enters the loss, so the {len(holders) * plan.tp} ranks "
+                "that hold it would train with different values; use dp 1, one replica of each stage and a schedule of "
+                "one pipe"
             )

@@ -39,6 +39,14 @@ _UNITS = 10**6  # costs are integers, in millionths of a byte, so that equal way
 _FEW = 2  # states that the others are compared with
 
 
+class _DeadEndError(Exception):
+    """No state of the search can run the next operation, which needs one of ``state``, so far not pinned, whole."""
+
+    def __init__(self, state: Sequence[str]) -> None:
+        super().__init__(*state)
+        self.state = state
+
+
 def _units(cost: float) -> int:
     return round(cost * _UNITS)
 
@@ -53,11 +61,16 @@ def derive(
 ) -> Derivation:
     """The placements of ``captured`` on ``shards`` ranks; see ``operations_of`` for ``pinned``.
 
-    After each operation the ``states`` cheapest states go on. Raises ImpossibleSplitError if ``pinned`` allows no
-    placements.
+    After each operation the ``states`` cheapest states go on. If none of them can go on, because an earlier operation
+    has split state that a later one needs whole, the search starts again with that state whole. Raises
+    ImpossibleSplitError if ``pinned`` allows no placements.
     """
-    operations = operations_of(captured, shards, pinned=pinned, sequence_parallel=sequence_parallel)
-    return _Search(captured, shards, operations, pinned, sequence_parallel).run(states)
+    while True:
+        operations = operations_of(captured, shards, pinned=pinned, sequence_parallel=sequence_parallel)
+        try:
+            return _Search(captured, shards, operations, pinned, sequence_parallel).run(states)
+        except _DeadEndError as error:
+            pinned = {**pinned, **dict.fromkeys(error.state)}
 
 
 class _Search:
@@ -378,9 +391,12 @@ class _Search:
                         found.append((sum(cost for cost in costs if cost is not None), path))
         return found
 
-    def _impossible(self, operation: OperationWays) -> ImpossibleSplitError:
-        """The error if no way to run ``operation`` remains: a pinned Split does not fit it."""
+    def _impossible(self, operation: OperationWays) -> _DeadEndError | ImpossibleSplitError:
+        """The error if no way to run ``operation`` remains: state that is split does not fit it."""
         nodes = list(operation.call.operands)
+        free = [node.name for node in nodes if node.name in self._state_names and node.name not in self._pinned]
+        if free:
+            return _DeadEndError(free)
         for node in nodes:  # operands, then what they are computed from
             split = self._pinned.get(node.name)
             if split is not None:

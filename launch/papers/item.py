@@ -154,9 +154,13 @@ def read_item(file: Path) -> Item:
     try:
         item = _adapter.validate_python(read_yaml(file))
     except ValidationError as error:
-        first = error.errors()[0]
+        faults = error.errors()
+        # A key that is written wrong is both unknown and missing; the first says where it is.
+        first = next((each for each in faults if each["type"] == "unexpected_keyword_argument"), faults[0])
         key = ".".join(str(part) for part in first["loc"])
-        raise RecipeError(file, key, f"found {first['input']!r}; {first['msg']}") from None
+        words = {"unexpected_keyword_argument": "unknown", "missing": "missing; this key has no default"}
+        why = words.get(first["type"]) or f"found {first['input']!r}; {first['msg']}"
+        raise RecipeError(file, key, why) from None
     for number, part in enumerate(item.parts):
         _check(file, f"parts.{number}", part)
     return item

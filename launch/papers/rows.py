@@ -1,6 +1,7 @@
 """The rows of a part: what each system reaches at each setting, predicted or run."""
 
 from collections.abc import Iterator, Mapping
+from inspect import signature
 from json import dumps
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,18 @@ class RowMaker:
         if part.experiment not in EXPERIMENTS:
             known = ", ".join(EXPERIMENTS)
             raise InputError(f"{self._file}: there is no experiment {part.experiment!r}; it takes {known}")
-        yield from EXPERIMENTS[part.experiment](tell=self._watcher.tell, **part.arguments)
+        experiment = EXPERIMENTS[part.experiment]
+        takes = {name: each for name, each in signature(experiment).parameters.items() if name != "tell"}
+        wrong = [f"unknown {name!r}" for name in part.arguments if name not in takes]
+        wrong += [
+            f"no {name!r}" for name, each in takes.items() if each.default is each.empty and name not in part.arguments
+        ]
+        if wrong:
+            raise InputError(
+                f"{self._file}: arguments of {part.experiment}: {', '.join(wrong)}; "
+                f"it takes {', '.join(takes) or 'none'}"
+            )
+        yield from experiment(tell=self._watcher.tell, **part.arguments)
 
 
 def _speed(plan: Plan, iteration_s: float, recipe: LoadedRecipe) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""A plan is refused if several ranks hold a value that the model carries from one forward to the next."""
+"""A plan is refused if ranks of different samples hold a value that the model carries from one forward to the next."""
 
 import pytest
 
@@ -31,3 +31,9 @@ def test_several_holders_are_refused(wanted):
 
 def test_one_holder_is_not():
     checked("averaging", make_plan("averaging", dp=1, pp=2))
+
+
+def test_one_tensor_parallel_group_is_not():
+    checked("averaging", make_plan("averaging", dp=1, tp=2, pp=2))
+    with pytest.raises(PlanError, match="so the 4 ranks that hold it"):
+        checked("averaging", make_plan("averaging", dp=2, tp=2, pp=1))

@@ -61,7 +61,40 @@ class UNet(nn.Module):
         return nn.functional.cross_entropy(self.head(hidden).mean((2, 3)), labels)
 
 
+class Experts(nn.Module):
+    """A mixture of experts that all compute, weighted by a gate. Its weights have three dimensions, as einsum takes."""
+
+    def __init__(self, width: int = 32, experts: int = 4) -> None:
+        super().__init__()
+        self.embed, self.gate, self.head = nn.Embedding(256, width), nn.Linear(width, experts), nn.Linear(width, 256)
+        self.up = nn.Parameter(torch.randn(experts, width, 64) * 0.1)
+        self.down = nn.Parameter(torch.randn(experts, 64, width) * 0.1)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(input_ids)
+        inner = torch.einsum("bsd,edf->besf", hidden, self.up).relu()
+        hidden = hidden + torch.einsum("bse,besf,efd->bsd", self.gate(hidden).softmax(-1), inner, self.down)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+class UsedWhole(nn.Module):
+    """Weights that products split before an operator without a rule needs them whole."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(256, width), nn.Linear(width, 256)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(8))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(input_ids)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden).relu()
+        penalty = sum(torch.linalg.det(layer.weight.tanh()) + layer.weight.sort(-1)[0].mean() for layer in self.layers)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten()) + 0.01 * penalty
+
+
 FAMILIES = {
+    "mixture of experts": (Experts, TEXT),
     "bloom": (lambda: BloomForCausalLM(BloomConfig(n_layer=2, n_head=4, hidden_dropout=0.0, **_of(SIZES))), TEXT),
     "falcon": (lambda: FalconForCausalLM(FalconConfig(**SIZES)), TEXT),
     "few key-value heads": (
@@ -86,6 +119,21 @@ def test_a_family_is_split_from_its_graph_alone(family):
         model = tensor_parallel(whole, shards, sequence_parallel=sequence_parallel)
         check(model, data)
         assert explain(model).split_bytes > 0.9
+
+
+def test_state_that_a_later_operation_needs_whole_is_whole():
+    whole = capture(UsedWhole, TEXT.input_specs(), 2)
+    model = tensor_parallel(whole, 2)
+    check(model, TEXT)
+    assert not any(name.startswith("layers") and name.endswith("weight") for name in model.split)
+
+
+def test_dropout_inside_attention_may_have_fewer_key_value_heads_than_ranks():
+    sizes = SIZES | {"num_key_value_heads": 2, "intermediate_size": 64, "attention_dropout": 0.1}
+    whole = capture(lambda: LlamaForCausalLM(LlamaConfig(**sizes)), TEXT.input_specs(), 2)
+    model = tensor_parallel(whole, 4)
+    assert any(name.endswith("attention") for name in model.drawn_per_shard)
+    check(model, TEXT)
 
 
 @pytest.mark.parametrize(("name", "blocks"), [("gpt2", 8), ("bert", 8), ("llama", 8), ("t5", 10)])

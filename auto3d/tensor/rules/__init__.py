@@ -6,13 +6,14 @@ operator without a rule runs on whole tensors, which is always right.
 
 from collections.abc import Callable
 
-from auto3d.tensor.rules import attention, indexing, layouts, normalisation, pointwise, products
+from auto3d.tensor.rules import attention, contractions, indexing, layouts, normalisation, pointwise, products
 from auto3d.tensor.rules.call import Call, Rule
 
 RULES: dict[str, Callable[[Call], Rule]] = {
     **pointwise.RULES,
     **layouts.RULES,
     **products.RULES,
+    **contractions.RULES,
     **normalisation.RULES,
     **attention.RULES,
     **indexing.RULES,

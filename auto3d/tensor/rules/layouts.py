@@ -144,7 +144,9 @@ def _repeat_interleave(call: Call) -> Rule:
     """Every element is repeated next to itself, so a block stays a block, only longer."""
     if len(call.operands) != 1 or call.argument("dim") is None:
         return Rule()
-    return Rule(axes=tuple(Axis((dim,), (dim,)) for dim in range(len(call.shapes[0]))), linear=_ALL)
+    dims = range(len(call.shapes[0]))
+    fixed = call.argument("dim") % len(dims) if call.argument("output_size") is not None else None
+    return Rule(axes=tuple(Axis((dim,), (dim,)) for dim in dims if dim != fixed), linear=_ALL)
 
 
 def _moved_along(call: Call, dims: Sequence[int]) -> Rule:

@@ -1,6 +1,7 @@
 """Rules of operators that compute each element of their result from the elements at its place."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 
 from auto3d.tensor.rules.call import Axis, Call, Rule
@@ -55,10 +56,12 @@ def _product(call: Call) -> Rule:
 
 
 def _quotient(call: Call) -> Rule:
+    """Padding is zero, so a divisor must have none: the gradient of a dividend that all ranks have would be NaN."""
     rounded = call.argument("rounding_mode") is not None
-    dividend = call.operand_number("self")
+    dividend, divisor = call.operand_number("self"), call.operand_number("other")
     linear = () if rounded or dividend is None else (frozenset({dividend}),)
-    return Rule(axes=_pointwise(call).axes, linear=linear)
+    axes = (replace(axis, padded=divisor is None or axis.operands[divisor] is None) for axis in _pointwise(call).axes)
+    return Rule(axes=tuple(axes), linear=linear)
 
 
 def _prelu(call: Call) -> Rule:

@@ -11,8 +11,10 @@ _BIAS = frozenset({2})
 
 
 def _linear(call: Call) -> Rule:
-    """value [..., in], weight [out, in], bias [out]."""
+    """value [..., in], weight [out, in], bias [out]. A weight [in] gives one output, without a dimension."""
     last = len(call.shapes[0]) - 1
+    if len(call.shapes[1]) == 1:
+        return _matmul(call) if len(call.operands) == 2 else Rule()
     bias: tuple[int | None, ...] = (0,) if len(call.operands) == 3 else ()
     none: tuple[None, ...] = (None,) if bias else ()
     axes = [Axis((dim, None, *none), (dim,)) for dim in range(last)]
@@ -103,10 +105,14 @@ def _convolution(call: Call) -> Rule:
 
 
 def _embedding(call: Call) -> Rule:
-    """weight [rows, width], indices of any shape; rows that are split give a partial result."""
+    """weight [rows, width], indices of any shape; rows that are split give a partial result.
+
+    A gradient that is scaled by how often an index occurs needs all indices.
+    """
     weight, indices = call.shapes
-    axes = [Axis((None, dim), (dim,)) for dim in range(len(indices)) if indices[dim] > 1]
-    axes.append(Axis((1, None), (len(indices),)))
+    axes = [Axis((1, None), (len(indices),))]
+    if not call.argument("scale_grad_by_freq", False):
+        axes += [Axis((None, dim), (dim,)) for dim in range(len(indices)) if indices[dim] > 1]
     rows = TensorPlacement(PlacementKind.SPLIT, Split(0, (weight[0],)))
     by_rows = Way((rows, WHOLE), (PARTIAL,))
     padding_idx = int(call.argument("padding_idx", -1))
@@ -123,7 +129,7 @@ def _embedding(call: Call) -> Rule:
 RULES: dict[str, Callable[[Call], Rule]] = {
     "linear": _linear,
     "addmm": _addmm,
-    **dict.fromkeys(("matmul", "mm", "bmm"), _matmul),
+    **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot"), _matmul),
     "baddbmm": _baddbmm,
     **dict.fromkeys(
         ("conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),

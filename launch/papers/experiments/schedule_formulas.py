@@ -8,6 +8,7 @@ from auto3d.cost.layers import Layer, work_of_layers
 from auto3d.cost.model import CostModel
 from auto3d.cost.plan_memory import FRAGMENTATION
 from auto3d.cost.training_options import TrainingOptions
+from auto3d.errors import InputError
 from auto3d.plan import Plan, stages_between
 from auto3d.schedule import build_schedule
 from auto3d.schedule.in_flight import peak_activations
@@ -108,6 +109,10 @@ def schedule_formulas(*, tell: Callable[[str], None], table: int, depths: Sequen
     Each setting has the row ``formula`` and the row ``ours``: bubbles by simulation, weights and activations counted
     from the order of operations, and the bytes of the fullest worker by the cost model, for equal stages.
     """
+    if table not in TABLES:
+        raise InputError(
+            f"arguments of schedule-formulas: table: found {table!r}; it takes {', '.join(map(str, TABLES))}"
+        )
     for depth in depths:
         for (kind, scheme), formulas in TABLES[table](depth, depth).items():
             tell(f"table {table}: {scheme}, D = {depth}")

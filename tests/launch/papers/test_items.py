@@ -84,6 +84,23 @@ def test_simulated_items_are_equal_on_each_run_and_show_causes(tmp_path: Path) -
     assert "infeasible" in texts[0]["small.md"].decode() or "GiB" in texts[0]["small.md"].decode()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("{tabel: 2, depths: [4]}", "unknown 'tabel', no 'table'"),
+        ("{table: 7, depths: [4]}", "table: found 7; it takes 2, 3"),
+        ("{}", "no 'table', no 'depths'; it takes table, depths"),
+    ],
+)
+def test_wrong_arguments_of_an_experiment_get_one_line(tmp_path: Path, arguments: str, words: str) -> None:
+    file = tmp_path / "formulas.yaml"
+    part = f"{{how: experiment, title: b, quantity: bubble, experiment: schedule-formulas, arguments: {arguments}}}"
+    file.write_text(f"paper: a test\nplace: figure 0\ntitle: a\nparts: [{part}]")
+    with sweep_progress(err) as watcher, pytest.raises(InputError, match="arguments of schedule-formulas: ") as refused:
+        make_item("formulas", read_item(file), file, watcher)
+    assert words in str(refused.value)
+
+
 ROWS = [
     Row(setting=(size, batch), system=system, values={"samples_per_s": rate}, plan=f"dp=2 tp=1 pp={depth}")
     for size, batch, system, rate, depth in [
@@ -143,7 +160,8 @@ def _read_first_row(file: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (("quantity: iteration_s", "quantities: iteration_s"), "parts.0.quantit"),
+        (("quantity: iteration_s", "quantities: iteration_s"), "parts.0.quantities: unknown"),
+        (("title: Two schedules", ""), "title: missing"),
         (("quantity: iteration_s", "quantity: seconds"), "parts.0.quantity: found 'seconds'"),
         (("base: tiny", "base: tin"), "base: there is no 'tin'"),
         (("against: gpipe", "against: gpip"), "parts.0.claims.0: there is no system 'gpip'"),
