@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from auto3d.errors import InputError
 from launch.papers.item import Cause, Claim, Part, Setting, against
 from launch.papers.row import Row
 
@@ -39,7 +40,11 @@ class Checked:
 
 
 def check(part: Part, claim: Claim, rows: Sequence[Row], row_of: RowOf) -> Checked:
-    """``claim`` beside ``rows``; where it differs, it is made again under each of its causes, by ``row_of``."""
+    """``claim`` beside ``rows``; where it differs, it is made again under each of its causes, by ``row_of``.
+
+    Raises InputError where the claim names what no row has.
+    """
+    _refuse_unknown(part, claim, rows)
     found = _checked(part, claim, {(row.setting, row.system): row for row in rows})
     if found.holds is not False:
         return found
@@ -56,6 +61,23 @@ def check(part: Part, claim: Claim, rows: Sequence[Row], row_of: RowOf) -> Check
         }
         causes.append((cause, _checked(part, claim, again)))
     return Checked(**{**vars(found), "causes": tuple(causes)})
+
+
+def _refuse_unknown(part: Part, claim: Claim, rows: Sequence[Row]) -> None:
+    """Refuse a claim about what no row has. Only the rows of an experiment say which systems and settings there are."""
+    where = f"{part.title!r}, claim {claim.says!r}"
+    systems = list(dict.fromkeys(row.system for row in rows))
+    for system in (claim.system, *against(claim)):
+        if system not in systems:
+            raise InputError(f"{where}: there is no system {system!r}; it takes {', '.join(systems)}")
+    mine = [row for row in rows if row.system == claim.system and _meant(claim, row.setting)]
+    if not mine:
+        settings = list(dict.fromkeys(", ".join(row.setting) for row in rows))
+        raise InputError(f"{where}: found settings {claim.settings}; it takes words of {'; '.join(settings)}")
+    quantity = claim.quantity or part.quantity
+    known = list(dict.fromkeys(name for row in mine for name in row.values))
+    if part.how == "experiment" and claim.form not in ("fails", "plan") and known and quantity not in known:
+        raise InputError(f"{where}: found quantity {quantity!r}; it takes {', '.join(known)}")
 
 
 def _checked(part: Part, claim: Claim, rows: Mapping[Cell, Row]) -> Checked:
@@ -147,9 +169,9 @@ def _compare_order(claim: Claim, mine: Sequence[Row], rows: Mapping[Cell, Row], 
         counted += 1
         value = row.values[quantity]
         holds += value >= max(others) if claim.form == "most" else value <= min(others)
-    ours = f"in {holds} of {counted}"
+    ours = f"in {holds} of {counted}" if counted else "no value"
     paper = "always" if claim.paper is None else str(claim.paper)
-    return Checked(claim=claim, ours=ours, paper=paper, difference=None, holds=counted > 0 and holds == counted)
+    return Checked(claim=claim, ours=ours, paper=paper, difference=None, holds=holds == counted if counted else None)
 
 
 def _compare_words(claim: Claim, ours: Sequence[str]) -> Checked:

@@ -142,6 +142,7 @@ ROWS = [
         ({"form": "plan", "settings": ["large"], "paper": "dp=2 pp=4"}, "dp=1 tp=2 pp=4", None, False),
         ({"form": "ratio", "against": "theirs", "settings": ["large"], "paper": 1.0}, "no value", None, None),
         ({"form": "value"}, "2 to 30", None, None),
+        ({"form": "most", "settings": ["large"]}, "no value", None, None),
     ],
 )
 def test_claims(claim: dict, ours: str, difference: float | None, holds: bool | None) -> None:
@@ -149,6 +150,30 @@ def test_claims(claim: dict, ours: str, difference: float | None, holds: bool | 
     found = check(part, Claim(says="", **{"system": "ours", **claim}), ROWS, lambda *_: pytest.fail("no cause"))
     assert (found.ours, found.holds) == (ours, holds)
     assert found.difference == (None if difference is None else pytest.approx(difference))
+
+
+@pytest.mark.parametrize(
+    ("claim", "words"),
+    [
+        ({"system": "hours"}, "there is no system 'hours'; it takes ours, theirs, others"),
+        ({"against": "nobody"}, "there is no system 'nobody'; it takes ours, theirs, others"),
+        (
+            {"settings": ["large", "16"]},
+            "found settings ['large', '16']; it takes words of small, 8; small, 16; large, 8",
+        ),
+        ({"quantity": "bubbles"}, "found quantity 'bubbles'; it takes samples_per_s"),
+    ],
+)
+def test_a_claim_of_what_no_row_of_an_experiment_has_is_refused(claim: dict, words: str) -> None:
+    part = Part(how="experiment", title="speed", quantity="samples_per_s")
+    with pytest.raises(InputError, match="'speed', claim 'faster': ") as refused:
+        check(
+            part,
+            Claim(says="faster", form="ratio", **{"system": "ours", **claim}),
+            ROWS,
+            lambda *_: pytest.fail("no cause"),
+        )
+    assert words in str(refused.value)
 
 
 def _read_first_row(file: Path) -> None:
