@@ -83,12 +83,11 @@ def _peaks(
 ) -> tuple[tuple[Load, ...], ...]:
     """The peak moments of a device, each with one load per stage of ``stages``; see Holding."""
     counts = {counted for _, _, counted in moments(operations, stages, recompute)}
-    highest = [
-        one
-        for one in counts
-        if not any(one != other and all(a <= b for a, b in zip(one, other, strict=True)) for other in counts)
-    ]
-    return tuple(loads_of(one) for one in sorted(highest))
+    highest: list[tuple[int, ...]] = []
+    for one in sorted(counts, reverse=True):  # what exceeds a moment stands before it
+        if not any(all(a <= b for a, b in zip(one, other, strict=True)) for other in highest):
+            highest.append(one)
+    return tuple(loads_of(one) for one in reversed(highest))
 
 
 def loads_of(counts: Sequence[int]) -> tuple[Load, ...]:
