@@ -1,13 +1,19 @@
 """The seconds of an iteration from the costs of its operations: by simulation or a closed form, and by component."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 
 from auto3d.cost.closed_forms import amp_s, chimera_s
+from auto3d.schedule import SCHEDULES
+from auto3d.schedule.asynchronous import iterations_between_flushes
 from auto3d.schedule.operation import Kind
 from auto3d.schedule.shape import Shape
 from auto3d.simulate.costs import Costs
+from auto3d.simulate.idle import steady_state
 from auto3d.simulate.simulate import simulate
+
+SIMULATED_ITERATIONS = 8  # of an asynchronous schedule, after those that fill its pipeline; further ones take as long
 
 SecondsOf = Callable[[Shape, Costs], float]  # seconds of an iteration: the simulator or a closed form
 
@@ -23,8 +29,8 @@ class Estimate:
     sync_s: float  # gradient syncs that compute does not hide
     update_s: float
     bubble_s: float
-    """Time in which the busiest device waits. An asynchronous schedule is simulated from its first fill to its last
-    drain, and their waits are divided by its number of iterations."""
+    """Time in which the busiest device waits. Those of an asynchronous schedule's fill and drain are divided by the
+    iterations between two flushes."""
     memory: tuple[float, ...]
 
 
@@ -46,8 +52,14 @@ def busiest(shape: Shape, costs: Costs) -> tuple[float, float]:
 
 
 def _simulated(shape: Shape, costs: Costs) -> float:
-    schedule = shape.schedule()
-    return simulate(schedule, costs).makespan / schedule.iterations
+    if not SCHEDULES[shape.name].asynchronous:
+        return simulate(shape.schedule(), costs).makespan
+    iterations = iterations_between_flushes(shape.micro_batches, shape.options)
+    simulated = min(iterations, SIMULATED_ITERATIONS + ceil(2 * shape.devices / shape.micro_batches))
+    timeline = simulate(replace(shape, options={**shape.options, "iterations": simulated}).schedule(), costs)
+    steady = steady_state(timeline)
+    further = 0.0 if steady is None else (iterations - simulated) * steady.iteration_time
+    return (timeline.makespan + further) / iterations
 
 
 METHODS: dict[str, SecondsOf] = {"simulated": _simulated, "amp": amp_s, "chimera": chimera_s}

@@ -17,14 +17,12 @@ from auto3d.runtime.gradient_sync import Holders, holders
 from auto3d.runtime.replicas import rank_program, replicas_of_devices, resplit_dimensions
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.schedule import SCHEDULES, samples_at_once, schedule_of
-from auto3d.schedule.asynchronous import check_trainable
+from auto3d.schedule.asynchronous import check_trainable, iterations_between_flushes
 from auto3d.schedule.carried_buffers import check_carried_buffers
 from auto3d.schedule.operation import Schedule
 from auto3d.schedule.program import PipeStage
 from auto3d.tensor.model import TensorParallelModel
 from auto3d.tensor_placement import WHOLE, PlacementKind, TensorPlacement
-
-MICRO_BATCHES_WITHOUT_FLUSH = 1024  # default of an asynchronous schedule: a flush costs pp - 1 micro-batches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,15 +235,12 @@ def lay_out_rank(common: PlanLayout, rank: int) -> RankLayout:
 def schedules_of(plan: Plan, iterations: int) -> list[Schedule]:
     """Schedules of ``plan`` that together are ``iterations`` iterations, each flushed before the next begins.
 
-    An asynchronous schedule has as many iterations as its option says, or about MICRO_BATCHES_WITHOUT_FLUSH
-    micro-batches; the last one has the remaining iterations. So a run does, as far as it goes, what a longer run of the
-    plan does.
+    The last one has the iterations that remain. So a run does, as far as it goes, what a longer run of the plan does.
     """
     schedule = schedule_of(plan)
     if not SCHEDULES[plan.schedule].asynchronous:
         return [schedule] * iterations
-    default = max(1, MICRO_BATCHES_WITHOUT_FLUSH // plan.micro_batches)
-    most = int(plan.schedule_options.get("iterations", default))
+    most = iterations_between_flushes(plan.micro_batches, plan.schedule_options)
     whole, rest = divmod(iterations, most)
     return [
         schedule_of(replace(plan, schedule_options={**plan.schedule_options, "iterations": length}))

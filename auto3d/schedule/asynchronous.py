@@ -1,10 +1,20 @@
-"""What a model and its training must satisfy for an asynchronous schedule; search and runtime both check it."""
+"""Asynchronous schedules: when they flush, and what a model and its training must satisfy for one."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from auto3d.partition.stage import Stage
 from auto3d.plan import PlanError
 from auto3d.schedule.operation import Schedule
+
+MICRO_BATCHES_WITHOUT_FLUSH = 1024  # by default; a flush costs pp - 1 micro-batches
+
+
+def iterations_between_flushes(micro_batches: int, options: Mapping[str, int | str]) -> int:
+    """The iterations that an asynchronous schedule runs before its pipeline drains and fills again.
+
+    They are its option ``iterations`` or, without it, as many as have about MICRO_BATCHES_WITHOUT_FLUSH micro-batches.
+    """
+    return int(options.get("iterations", max(1, MICRO_BATCHES_WITHOUT_FLUSH // micro_batches)))
 
 
 def check_trainable(schedule: Schedule, stages: Sequence[Stage], trained: Collection[str], *, clip_norm: float) -> None:

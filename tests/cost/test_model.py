@@ -161,6 +161,17 @@ def test_the_bubble_of_an_asynchronous_schedule_is_its_fill_and_drain_spread_ove
     assert 0 < bubbles(2) == pytest.approx(bubbles(4)) == pytest.approx(bubbles(16))
 
 
+@pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw"])
+@pytest.mark.parametrize("micro_batches", [3, 16, 600])
+def test_an_asynchronous_schedule_without_its_option_counts_as_many_iterations_as_it_runs(name, micro_batches):
+    model = layered(LAYERS)
+    samples = 4 * micro_batches  # of four pipelines
+    plan = replace(plan_of(dp=4, tp=1, pp=4), schedule=name, global_batch=samples, micro_batch_size=1)
+    assert plan.micro_batches == micro_batches
+    given = replace(plan, schedule_options={"iterations": max(1, 1024 // micro_batches)})
+    assert model.seconds(plan) == pytest.approx(model.seconds(given), rel=1e-6)
+
+
 def test_each_stage_counts_on_its_own_kind_of_device():
     """The last of four nodes computes at a quarter of the speed, and only its stage takes four times as long."""
     quick = layered(LAYERS)
