@@ -63,6 +63,14 @@ def test_a_scaled_down_gpt20b_trains_on_four_nodes(sweeps):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5), "of the same samples and weights"
 
 
+def test_tune_tries_plans_on_nodes_and_says_that_its_predictions_rest_on_a_guess(sweeps):
+    told = end(sweeps.start("tune", "search.trials=2", "search.micro_batch_size=[2,4]", "measure.iterations=2"))
+    assert "no profile: trials run on SLURM, and predictions rest on a guess; to measure a node: srun -N1 " in told
+    assert "to train under the fastest plan" in told
+    assert not (sweeps.folder / "profiles").exists()
+    assert sweeps.starts() == [1, 1]
+
+
 def test_what_is_submitted_is_what_a_dry_run_prints(sweeps):
     hostile = """it's "quoted" $(touch ran) `touch ran`; touch ran # | > ran"""
     (sweeps.folder / "own.yaml").write_text(

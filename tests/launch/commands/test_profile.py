@@ -73,12 +73,6 @@ def test_tune_measures_this_machine_once_and_plan_says_what_it_rests_on(auto3d, 
     assert not (folder / "profiles/own-own.json").exists()
 
 
-def test_tune_says_where_trials_on_slurm_rest_on_a_guess(auto3d, folder):
-    told = auto3d("tune", "own.yaml", "launch.executor=slurm", code=2).err
-    assert "no profile: trials run on SLURM, and predictions rest on a guess; to measure a node: srun -N1 " in told
-    assert not (folder / "profiles").exists()
-
-
 def test_a_profile_of_a_node_serves_a_cluster_of_them(auto3d, folder, short):
     """A search for several nodes captures the model at two sizes; the profile fits it at a third."""
     auto3d("profile", "own.yaml", *HERE)
