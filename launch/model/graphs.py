@@ -95,11 +95,13 @@ class PlanningModel:
     def sharding(self, graph: Graph, subgraphs: int | None = None) -> Sharding:
         """The subgraphs of ``graph``, one of this model's.
 
-        Those of an interpolated Graph are not stored: at 1 sample it may have other operations than the model has.
+        They are kept by the graph's fingerprint: where the Graph comes from another process or from the cache, this
+        process may not have imported the model's code, and the cache would not notice that it changes. Those of an
+        interpolated Graph are not stored: at 1 sample it may have other operations than the model has.
         """
         if not graph.fingerprint:
             return shard(graph, subgraphs)
-        identity = self.identity(sharding_at=graph.micro_batch_size, subgraphs=subgraphs)
+        identity = self._sharding_identity(graph, subgraphs)
         sharding = None if self._fresh else self._cache.load(identity, sharding_from_json)
         if sharding is None:
             sharding = shard(graph, subgraphs)
@@ -217,7 +219,10 @@ class PlanningModel:
         found.pop("attention", None)  # a rank runs the same operations, however they are described
         return found
 
-    def identity(self, **what: int | None) -> dict[str, Any]:
+    def _sharding_identity(self, graph: Graph, subgraphs: int | None) -> dict[str, Any]:
+        return {"sharding_of": graph.fingerprint, "subgraphs": subgraphs, "fused_attention": self._fused_attention}
+
+    def identity(self, **what: int) -> dict[str, Any]:
         """Everything in the recipe that the Graph depends on, as a key of the cache; for a factory, also sys.path."""
         values = asdict(self._recipe.values)
         model = {key: value for key, value in values["model"].items() if key not in ("weights", "tensor_parallel")}

@@ -1,17 +1,48 @@
-"""Graphs of a recipe that planning commands keep."""
+"""What follows from a recipe's Graphs, and what of it is kept."""
 
-from auto3d.capture.cache import Cache
+import time
+
+import pytest
+
+from auto3d.capture import cache
 from auto3d.capture.interpolate import interpolate
-from auto3d.partition.merak import sharding_from_json
+from launch.model.capture_process import CaptureProcess
 from launch.model.graphs import PlanningModel
 from launch.recipe.load import load
+from tests.launch.conftest import MINE
 
 
-def test_the_sharding_of_an_interpolated_graph_is_not_stored(folder, monkeypatch, tmp_path):
+@pytest.fixture
+def kept(monkeypatch, tmp_path):
+    """The folder of a cache of the test's own, which keeps results although the recipe is new."""
+    monkeypatch.setenv("AUTO3D_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(cache, "_STARTED", time.time() + 600)
+    return tmp_path / "cache" / "models"
+
+
+def test_the_sharding_of_an_interpolated_graph_is_not_stored(folder, kept):
     """At 1 sample a model may have other operations than its Graph interpolated from 2 and 4 samples."""
-    monkeypatch.setenv("AUTO3D_CACHE", str(tmp_path / "cache"))  # another test may have captured the model at 1 sample
     model = PlanningModel(load("small.yaml", []))
     graph = interpolate(model.graph(2), model.graph(4), 1)
-    assert model.sharding(graph).bounds == model.sharding(model.graph(2)).bounds
-    assert Cache().load(model.identity(sharding_at=1, subgraphs=None), sharding_from_json) is None
-    assert Cache().load(model.identity(sharding_at=2, subgraphs=None), sharding_from_json) is not None
+    before = set(kept.iterdir())
+    bounds = model.sharding(graph).bounds
+    assert set(kept.iterdir()) == before
+    assert model.sharding(model.graph(2)).bounds == bounds
+    assert len(set(kept.iterdir()) - before) == 1
+
+
+def test_a_model_that_changed_is_sharded_again(folder, kept):
+    """Another process captures it, so this one never imports the file that changes."""
+
+    def operations_and_last_bound() -> tuple[int, int]:
+        with CaptureProcess() as process:
+            model = PlanningModel(load("own.yaml", []), process=process)
+            graph = model.graph(4)
+            return len(graph.nodes), model.sharding(graph).bounds[-1]
+
+    before, bound = operations_and_last_bound()
+    assert bound == before
+    (folder / "mine.py").write_text(MINE.replace("torch.relu(self.a(x))", "torch.relu(torch.tanh(self.a(x)))"))
+    after, bound = operations_and_last_bound()
+    assert after == before + 1
+    assert bound == after
