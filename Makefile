@@ -49,7 +49,7 @@ report: $(INSTALLED)  ## write one HTML page about RECIPE's last sweep or tune, 
 paper: $(INSTALLED)  ## make a table or figure of a paper again: ITEM=merak-fig10a; auto3d paper --list has all
 	@$(BIN)/auto3d paper $(ITEM) $(ARGS)
 
-papers: $(INSTALLED)  ## make all of them, and results/papers/README.md with every claim beside ours (45 minutes)
+papers: $(INSTALLED)  ## make all of them, and results/papers/README.md with every claim beside ours (half an hour)
 	@$(BIN)/auto3d paper --all $(ARGS)
 
 profile: $(INSTALLED)  ## measure this machine with RECIPE's model, for predictions, and print the measurements
