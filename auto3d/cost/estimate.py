@@ -13,7 +13,7 @@ from auto3d.simulate.costs import Costs
 from auto3d.simulate.idle import steady_state
 from auto3d.simulate.simulate import simulate
 
-SIMULATED_ITERATIONS = 8  # of an asynchronous schedule, after those that fill its pipeline; further ones take as long
+SIMULATED_ITERATIONS = 8  # Once the pipeline is full, every further iteration of an asynchronous schedule takes as long
 
 SecondsOf = Callable[[Shape, Costs], float]  # seconds of an iteration: the simulator or a closed form
 

@@ -84,7 +84,7 @@ def _peaks(
     """The peak moments of a device, each with one load per stage of ``stages``; see Holding."""
     counts = {counted for _, _, counted in moments(operations, stages, recompute)}
     highest: list[tuple[int, ...]] = []
-    for one in sorted(counts, reverse=True):  # what exceeds a moment stands before it
+    for one in sorted(counts, reverse=True):  # a moment comes after those that exceed it
         if not any(all(a <= b for a, b in zip(one, other, strict=True)) for other in highest):
             highest.append(one)
     return tuple(loads_of(one) for one in reversed(highest))

@@ -46,7 +46,7 @@ class Report:
     written: str  # date and time, UTC
     measured: str  # how the measured numbers were made; empty if there are none
     predicted: str  # how the predicted numbers were made
-    rates: str  # what the throughput columns hold
+    rates: str  # text about the throughput columns
     remarks: tuple[str, ...]
     rows: list[PlanRow]  # fastest first
     fronts: dict[str, list[int]]  # measured and predicted -> rows on the Pareto front of time against memory

@@ -165,7 +165,7 @@ def test_the_bubble_of_an_asynchronous_schedule_is_its_fill_and_drain_spread_ove
 @pytest.mark.parametrize("micro_batches", [3, 16, 600])
 def test_an_asynchronous_schedule_without_its_option_counts_as_many_iterations_as_it_runs(name, micro_batches):
     model = layered(LAYERS)
-    samples = 4 * micro_batches  # of four pipelines
+    samples = 4 * micro_batches  # four pipelines
     plan = replace(plan_of(dp=4, tp=1, pp=4), schedule=name, global_batch=samples, micro_batch_size=1)
     assert plan.micro_batches == micro_batches
     given = replace(plan, schedule_options={"iterations": max(1, 1024 // micro_batches)})

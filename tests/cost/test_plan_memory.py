@@ -107,7 +107,7 @@ def test_memory_over_time_peaks_where_the_plan_does_and_ends_empty(options):
     """The largest value over time is the peak of the plan, which is counted without times."""
     compared = 0
     for name, family in SCHEDULES.items():
-        chosen = {**options, "iterations": 4} if family.asynchronous else options  # as many as the timeline has
+        chosen = {**options, "iterations": 4} if family.asynchronous else options  # the timeline has four
         for devices, micro_batches in ((2, 4), (4, 4), (4, 8)):
             try:
                 stages = build_schedule(name, devices=devices, micro_batches=micro_batches, **chosen).stages
