@@ -101,7 +101,11 @@ class PlanningModel:
         """
         if not graph.fingerprint:
             return shard(graph, subgraphs)
-        identity = self._sharding_identity(graph, subgraphs)
+        identity = {
+            "sharding_of": graph.fingerprint,
+            "subgraphs": subgraphs,
+            "fused_attention": self._fused_attention,
+        }
         sharding = None if self._fresh else self._cache.load(identity, sharding_from_json)
         if sharding is None:
             sharding = shard(graph, subgraphs)
@@ -218,9 +222,6 @@ class PlanningModel:
         found = {**self.identity(split_at=micro_batch_size), **what}
         found.pop("attention", None)  # a rank runs the same operations, however they are described
         return found
-
-    def _sharding_identity(self, graph: Graph, subgraphs: int | None) -> dict[str, Any]:
-        return {"sharding_of": graph.fingerprint, "subgraphs": subgraphs, "fused_attention": self._fused_attention}
 
     def identity(self, **what: int) -> dict[str, Any]:
         """Everything in the recipe that the Graph depends on, as a key of the cache; for a factory, also sys.path."""

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from launch import main as command
+from launch.slurm.executor import why_no_slurm
 
 GPT2 = """
 model:
@@ -80,6 +81,14 @@ def same_folder(one_folder, tmp_path, monkeypatch, own_modules):
     monkeypatch.chdir(one_folder)
     write_recipes(one_folder)
     return one_folder
+
+
+@pytest.fixture
+def no_slurm(folder, monkeypatch):
+    monkeypatch.setenv("PATH", str(folder))  # a folder without sinfo
+    why_no_slurm.cache_clear()
+    yield
+    why_no_slurm.cache_clear()
 
 
 @pytest.fixture

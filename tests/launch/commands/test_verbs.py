@@ -11,7 +11,6 @@ import pytest
 from auto3d.runtime.measurement import Status
 from launch.recipe.load import load
 from launch.run.scaled_down import scaled_down
-from launch.slurm.executor import why_no_slurm
 from launch.store.ends import record_ends
 from launch.store.manifest import Entry, State, histories
 from launch.store.trials import manifest_of, trials_of
@@ -142,14 +141,6 @@ def test_an_end_is_noted_once_and_not_of_a_trial_that_another_process_has_starte
 def test_nothing_was_run(folder, auto3d, verb):
     refused = auto3d(verb, "own.yaml", code=2).err
     assert refused == "auto3d: own: nothing has run in this folder; to run it: auto3d sweep own.yaml\n"
-
-
-@pytest.fixture
-def no_slurm(folder, monkeypatch):
-    monkeypatch.setenv("PATH", str(folder))  # a folder without sinfo
-    why_no_slurm.cache_clear()
-    yield
-    why_no_slurm.cache_clear()
 
 
 def test_slurm_is_asked_for_where_there_is_none(folder, auto3d, no_slurm):

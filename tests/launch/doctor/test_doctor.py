@@ -22,17 +22,8 @@ from launch.doctor.report import Verdict
 from launch.doctor.slurm_probe import ProbeJob
 from launch.doctor.training_probe import TrainedRank
 from launch.recipe.load import load
-from launch.slurm.executor import why_no_slurm
 
 LOCAL = ["own.yaml", "launch.executor=local"]
-
-
-@pytest.fixture
-def no_slurm(folder, monkeypatch):
-    monkeypatch.setenv("PATH", str(folder))  # a folder without sinfo
-    why_no_slurm.cache_clear()
-    yield
-    why_no_slurm.cache_clear()
 
 
 def doctor(folder, *arguments: str, code: int, **environment: str) -> subprocess.CompletedProcess:
