@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -25,6 +26,31 @@ BYTE_VALUES = 256
 
 class DataError(InputError):
     """Data that is missing or too short."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSlice:
+    """The samples that one rank takes of every global batch, and the seed of their order."""
+
+    seed: int
+    global_batch: int
+    micro_batch_size: int  # samples that all replicas of a stage run together
+    replica: int = 0  # number of the rank among the replicas of its stages
+    replicas: int = 1
+
+
+class MicroBatches(Protocol):
+    """Makes the inputs of one rank's micro-batches. Two ranks that ask for the same input get the same values."""
+
+    def micro_batch(self, iteration: int, index: int, names: Collection[str]) -> dict[str, torch.Tensor]:
+        """The inputs called ``names`` of micro-batch ``index`` of the global batch, each [samples, *shape]."""
+
+
+class TrainingData(Protocol):
+    """What a training reads. A DataSettings is one; it is pickled or forked to every rank."""
+
+    def micro_batches(self, part: BatchSlice) -> MicroBatches:
+        """The micro-batches of the rank that takes ``part``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +104,9 @@ class DataSettings:
     def __post_init__(self) -> None:
         if self.source not in SOURCES:
             raise DataError(f"source: {self.source!r} is not known; use one of {', '.join(SOURCES)}")
+
+    def micro_batches(self, part: BatchSlice) -> "Batches":
+        return Batches(self, **vars(part))
 
     def input_specs(self) -> dict[str, InputSpec]:
         return {name: InputSpec(shape=self.shape(field), dtype=field.dtype) for name, field in self.inputs.items()}

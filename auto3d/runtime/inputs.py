@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from auto3d.runtime.data import Batches
+from auto3d.runtime.data import MicroBatches
 from auto3d.runtime.loading import Loader, needs_of, pinned_memory_of
 from auto3d.schedule.program import PipeStage, Program
 
@@ -16,7 +16,9 @@ class MicroBatchInputs:
     ``first_micro_batch`` on. A program counts its micro-batches on through its iterations.
     """
 
-    def __init__(self, batches: Batches, *, first_micro_batch: int, micro_batches: int, device: torch.device) -> None:
+    def __init__(
+        self, batches: MicroBatches, *, first_micro_batch: int, micro_batches: int, device: torch.device
+    ) -> None:
         self.micro_batches = micro_batches
         self._loader = Loader(batches, pinned_memory_of(device))
         self._first_micro_batch = first_micro_batch

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from auto3d.runtime.data import Batches
+from auto3d.runtime.data import MicroBatches
 from auto3d.schedule.operation import Kind
 from auto3d.schedule.program import PipeStage, Program
 
@@ -75,7 +75,7 @@ class Loader:
     ``memory`` is the pinned memory of a GPU, through which a thread prefetches; None on a CPU, which uses no thread.
     """
 
-    def __init__(self, batches: Batches, memory: PinnedMemory | None) -> None:
+    def __init__(self, batches: MicroBatches, memory: PinnedMemory | None) -> None:
         self._batches = batches
         self._memory = memory
         self._prefetcher: _Prefetcher | None = None

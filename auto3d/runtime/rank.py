@@ -15,7 +15,7 @@ from auto3d.plan import Plan
 from auto3d.runtime.agreement import check_agreement
 from auto3d.runtime.backend import Backend, RealBackend, trained_parameters
 from auto3d.runtime.checkpoint import StateSplit
-from auto3d.runtime.data import Batches, DataSettings
+from auto3d.runtime.data import BatchSlice, TrainingData
 from auto3d.runtime.emulated import EmulatedBackend
 from auto3d.runtime.executor import Executor, Peers
 from auto3d.runtime.inputs import MicroBatchInputs
@@ -95,7 +95,7 @@ def build_rank(
     captured: CapturedModel,
     plan: Plan,
     settings: TrainingSettings,
-    data: DataSettings,
+    data: TrainingData,
     world: World,
     *,
     schedule: Schedule | None = None,
@@ -214,9 +214,8 @@ def _backend(
     )
 
 
-def _inputs(layout: RankLayout, data: DataSettings, device: torch.device) -> MicroBatchInputs:
-    batches = Batches(
-        data,
+def _inputs(layout: RankLayout, data: TrainingData, device: torch.device) -> MicroBatchInputs:
+    part = BatchSlice(
         seed=layout.plan.seed,
         global_batch=layout.plan.global_batch,
         micro_batch_size=layout.samples,
@@ -224,7 +223,10 @@ def _inputs(layout: RankLayout, data: DataSettings, device: torch.device) -> Mic
         replicas=layout.replicas,
     )
     return MicroBatchInputs(
-        batches, first_micro_batch=layout.first_micro_batch, micro_batches=layout.micro_batches, device=device
+        data.micro_batches(part),
+        first_micro_batch=layout.first_micro_batch,
+        micro_batches=layout.micro_batches,
+        device=device,
     )
 
 

@@ -12,7 +12,7 @@ from auto3d.plan import Plan, PlanError
 from auto3d.runtime.activity import THIS_RANK
 from auto3d.runtime.arithmetic import set_arithmetic
 from auto3d.runtime.checkpoint import CheckpointError, Checkpoints, load, newest, save
-from auto3d.runtime.data import DataSettings
+from auto3d.runtime.data import TrainingData
 from auto3d.runtime.executor import IterationResult
 from auto3d.runtime.measurement import BYTES
 from auto3d.runtime.optimizer import advance
@@ -47,7 +47,7 @@ def train(
     captured: CapturedModel,
     plan: Plan,
     settings: TrainingSettings,
-    data: DataSettings,
+    data: TrainingData,
     world: World,
     *,
     state: Mapping[str, torch.Tensor] | None = None,
@@ -55,7 +55,18 @@ def train(
     asked_to_end: Callable[[], bool] = lambda: False,
     on_iteration: Callable[[int, IterationResult], None] = lambda iteration, result: None,
 ) -> TrainingResult:
-    """Train for ``settings.iterations`` as rank ``world.rank``; calls ``on_iteration`` with each number and result.
+    """Train to the end as rank ``world.rank``; calls ``on_iteration`` with each iteration's number and result."""
+    with naming_this_rank():
+        training = Training(
+            captured, plan, settings, data, world, state=state, checkpoints=checkpoints, asked_to_end=asked_to_end
+        )
+        for iteration, result in training.iterations():
+            on_iteration(iteration, result)
+        return training.result()
+
+
+class Training:
+    """One rank's training of a Plan for ``settings.iterations``. All ranks make the same calls in the same order.
 
     With ``checkpoints`` it resumes from the newest one and writes new ones. Once ``asked_to_end`` is true on any rank,
     it writes a checkpoint and ends early: after the iteration or, under an asynchronous schedule, once that is flushed.
@@ -63,36 +74,76 @@ def train(
     The process groups stay. After a success the caller reports the result and then leaves them (``world.leave``); after
     a failure it reports that, and ends the process without leaving them.
     """
-    if world.size != plan.ranks:
-        raise PlanError(f"the plan needs {plan.ranks} ranks; there are {world.size}")
-    with naming_this_rank():
+
+    def __init__(
+        self,
+        captured: CapturedModel,
+        plan: Plan,
+        settings: TrainingSettings,
+        data: TrainingData,
+        world: World,
+        *,
+        state: Mapping[str, torch.Tensor] | None = None,
+        checkpoints: Checkpoints | None = None,
+        asked_to_end: Callable[[], bool] = lambda: False,
+    ) -> None:
+        if world.size != plan.ranks:
+            raise PlanError(f"the plan needs {plan.ranks} ranks; there are {world.size}")
+        self._settings, self._checkpoints = settings, checkpoints
         device = start_rank(settings, world)
-        memory = PeakMemory(device)
-        rank = build_rank(captured, plan, settings, data, world, state=state, asked_to_end=asked_to_end)
-        first = done = _resume(rank, checkpoints, device, timeout_s=settings.timeout_s) if checkpoints else 0
-        results: list[IterationResult] = []
-        asked_to_stop = False
-        for program in _after(rank.programs, first):
-            for result in rank.executor.run(program, done):
-                on_iteration(first + len(results), result)
-                results.append(result)
-                asked_to_stop |= result.asked_to_end
-            before, done = done, done + program.iterations
-            if checkpoints and (asked_to_stop or checkpoints.due(before, done, settings.iterations)):
-                save(
-                    checkpoints.folder,
-                    rank.state(),
-                    iteration=done,
-                    timeout_s=settings.timeout_s,
-                    sharding=rank.sharding,
-                )
-            if checkpoints and asked_to_stop:
-                break
+        self._memory = PeakMemory(device)
+        self.rank = build_rank(captured, plan, settings, data, world, state=state, asked_to_end=asked_to_end)
+        resumed = _resume(self.rank, checkpoints, device, timeout_s=settings.timeout_s) if checkpoints else 0
+        self.first = resumed  # iterations before this run, which the checkpoint that it resumed from includes
+        self.done = resumed  # iterations of finished programs: the state that ``save`` would write
+        self._results: list[IterationResult] = []
+
+    @property
+    def flushed(self) -> bool:
+        """Whether no micro-batch is in flight, so that ``save`` may be called; always true between synchronous
+        iterations."""
+        return self.done == self.first + len(self._results)
+
+    def iterations(self) -> Iterator[tuple[int, IterationResult]]:
+        """Run the remaining iterations; yields the number, from 0, and the result of each.
+
+        The caller may save between two iterations where the training is ``flushed``, and may stop at any of them.
+        """
+        checkpoints, asked_to_end = self._checkpoints, False
+        for program in _after(self.rank.programs, self.first):
+            before = self.done
+            for result in self.rank.executor.run(program, before):
+                asked_to_end |= result.asked_to_end
+                self._results.append(result)
+                if self.first + len(self._results) == before + program.iterations:
+                    self.done = before + program.iterations
+                yield self.first + len(self._results) - 1, result
+            if checkpoints and (asked_to_end or checkpoints.due(before, self.done, self._settings.iterations)):
+                self.save()
+            if checkpoints and asked_to_end:
+                return
+
+    def save(self) -> None:
+        """Write a checkpoint. All ranks must call it."""
+        assert self._checkpoints is not None
+        assert self.flushed
+        save(
+            self._checkpoints.folder,
+            self.rank.state(),
+            iteration=self.done,
+            timeout_s=self._settings.timeout_s,
+            sharding=self.rank.sharding,
+        )
+
+    def result(self) -> TrainingResult:
+        """The result of the iterations so far. All ranks must call it."""
+        settings, results = self._settings, self._results
         seconds = [result.seconds for result in results]
         slowest_s = of_all_ranks(seconds, torch.float64, timeout_s=settings.timeout_s).max(dim=0).values
         bytes_of_ranks: dict[str, list[int]] = {name: [] for name in BYTES}
         if settings.emulation is None:
-            bytes_of_ranks = memory_of_ranks(memory.read(), rank.predicted.total, timeout_s=settings.timeout_s)
+            predicted = self.rank.predicted.total
+            bytes_of_ranks = memory_of_ranks(self._memory.read(), predicted, timeout_s=settings.timeout_s)
         computed = results if settings.emulation is None else []
         return TrainingResult(
             loss=[result.loss for result in computed],
@@ -102,8 +153,8 @@ def train(
             reserved_bytes=bytes_of_ranks["reserved_bytes"],
             used_bytes=bytes_of_ranks["used_bytes"],
             predicted_bytes=bytes_of_ranks["predicted_bytes"],
-            first_iteration=first,
-            asked_to_end=done < settings.iterations,
+            first_iteration=self.first,
+            asked_to_end=self.done < settings.iterations,
         )
 
 
