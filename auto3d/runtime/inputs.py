@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from auto3d.runtime.data import MicroBatches
+from auto3d.data import MicroBatches
 from auto3d.runtime.loading import Loader, needs_of, pinned_memory_of
 from auto3d.schedule.program import PipeStage, Program
 

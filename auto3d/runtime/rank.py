@@ -11,11 +11,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from auto3d.allocator import keep_freed_memory
 from auto3d.capture.model import CapturedModel
 from auto3d.cost.device_memory import DeviceMemory, predict
+from auto3d.data import BatchSlice, TrainingData
 from auto3d.plan import Plan
 from auto3d.runtime.agreement import check_agreement
 from auto3d.runtime.backend import Backend, RealBackend, trained_parameters
 from auto3d.runtime.checkpoint import StateSplit
-from auto3d.runtime.data import BatchSlice, TrainingData
 from auto3d.runtime.emulated import EmulatedBackend
 from auto3d.runtime.executor import Executor, Peers
 from auto3d.runtime.inputs import MicroBatchInputs
