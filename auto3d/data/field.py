@@ -65,7 +65,10 @@ class InputField:
     @property
     def may_hold_ignored(self) -> bool:
         """Whether the input may hold IGNORED in data whose samples are all full."""
-        if self.prefix_length and self.prefix == IGNORED:
-            return True
-        drawn = self.kind == "integers" and self.low <= IGNORED < self.high
-        return self.targets or drawn or (self.kind == "constant" and self.value == IGNORED)
+        by_prefix = bool(self.prefix_length) and self.prefix == IGNORED
+        return by_prefix or self.draws_ignored or (self.kind == "constant" and self.value == IGNORED)
+
+    @property
+    def draws_ignored(self) -> bool:
+        """Whether samples may hold unequal numbers of IGNORED."""
+        return self.targets or (self.kind == "integers" and self.low <= IGNORED < self.high)

@@ -37,6 +37,8 @@ class PreparedTable:
     """Samples of a prepared table: documents or windows of its tokens, or its rows."""
 
     def __init__(self, settings: "DataSettings", folder: Path, about: Mapping[str, Any]) -> None:
+        if not about["rows"]:
+            raise DataError("files: no row has a token" if about["empty"] else "files: they have no rows")
         self._folder, self._about, self._fields = folder, about, settings.columns
         self._names = list(self._fields)
         self._columns: dict[str, np.ndarray] = {}
@@ -50,8 +52,6 @@ class PreparedTable:
             length = settings.sequence_length
             self._documents = Packed([open_tokens], [about["tokens"]], length=length, shifted=settings.shifted)
             self.samples = self._documents.samples
-        if not about["rows"]:
-            raise DataError("files: no row has a token" if about["empty"] else "files: they have no rows")
 
     def tokens(self, sample: int, seed: int) -> np.ndarray:
         assert self._documents is not None  # settings without a tokenizer have no input of tokens
@@ -161,7 +161,8 @@ def _texts(column: Any, name: str, first: int) -> list[str]:
 
 def _raise_to(largest: dict[str, int], name: str, values: np.ndarray) -> None:
     if values.size:
-        largest[name] = max(largest.get(name, 0), int(values.max()))
+        found = int(values.max())
+        largest[name] = max(largest.get(name, found), found)
 
 
 def _write(file: BinaryIO, values: np.ndarray) -> None:

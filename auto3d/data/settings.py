@@ -74,11 +74,21 @@ class DataSettings:
         return {"text": BYTE_VALUES, "synthetic": self.vocabulary_size}.get(self.source)
 
     @property
+    def fills(self) -> bool:
+        """Whether a sample, or a whole batch, may be filled with targets that do not count."""
+        return self.packing == "padded" or self.last_batch == "pad"
+
+    @property
     def may_ignore_targets(self) -> bool:
         """Whether an input may hold IGNORED: labels that are padded, columns of targets, and prefixes of -100."""
-        padded = "padded" in (self.packing, f"{self.last_batch}ded")
-        shifted = any(each.kind in ("labels", "next-tokens") for each in self.inputs.values())
-        return (padded and shifted) or any(each.may_hold_ignored for each in self.inputs.values())
+        labels = any(each.kind in ("labels", "next-tokens") for each in self.inputs.values())
+        return (self.fills and labels) or any(each.may_hold_ignored for each in self.inputs.values())
+
+    @property
+    def has_unequal_targets(self) -> bool:
+        """Whether samples may have unequal numbers of targets that count, unlike those of a prefix of IGNORED."""
+        labels = any(each.kind in ("labels", "next-tokens") for each in self.inputs.values())
+        return (self.fills and labels) or any(each.draws_ignored for each in self.inputs.values())
 
 
 def mistake_in(data: DataSettings) -> tuple[str, str] | None:
@@ -117,9 +127,8 @@ def mistake_in(data: DataSettings) -> tuple[str, str] | None:
         return "packing", "no input is made from tokens; leave the key out"
     if data.source not in ENDLESS and not tokens and not columns:
         return "inputs", f"none is made from {source}; name its columns with kind column, or use source synthetic"
-    filled = "padded" in (data.packing, f"{data.last_batch}ded")
     for name, each in data.inputs.items():
-        if filled and each.kind == "tokens" and name.endswith("labels"):
+        if data.fills and each.kind == "tokens" and name.endswith("labels"):
             return "inputs", f"{name} is of kind tokens, so that padding would count as targets; use kind labels"
     for name, each in columns.items():
         for other in (one for key, one in data.inputs.items() if one.kind == "column" and (one.column or key) == name):
