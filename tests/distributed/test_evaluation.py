@@ -100,13 +100,13 @@ def run_rank(world: World, case: Case, plan: Plan, samples: int) -> dict:
                 found["state"] = {
                     name: t.detach().clone().numpy() for name, t in (rank.parameters | rank.buffers).items()
                 }
-                found["split"] = rank.sharding.split
+                found["split"] = {name: shard.split for name, shard in rank.shards.items()}
                 found["evaluations"] = [
                     evaluate(training, data, samples=samples, outputs=case.outputs) for _ in range(2)
                 ]
         found["end"] = {
-            name: (t if isinstance(t, torch.Tensor) else t.tensor).detach().clone().numpy()
-            for name, t in rank.state().items()
+            name: part.tensor.detach().clone().numpy()
+            for name, part in rank.state().items()
         }
     finally:
         leave()
