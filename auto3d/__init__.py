@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from auto3d.cluster import Cluster as Cluster
     from auto3d.cluster import Link as Link
     from auto3d.cluster import Node as Node
+    from auto3d.data import DataSettings as DataSettings
+    from auto3d.data import InputField as InputField
     from auto3d.errors import InputError as InputError
     from auto3d.partition import PartitionRequest as PartitionRequest
     from auto3d.partition import partition as partition_graph
@@ -33,8 +35,6 @@ if TYPE_CHECKING:
     from auto3d.plan import Plan as Plan
     from auto3d.plan import StagePlan as StagePlan
     from auto3d.planner import Planner as Planner
-    from auto3d.runtime.data import DataSettings as DataSettings
-    from auto3d.runtime.data import InputField as InputField
     from auto3d.runtime.joined import joined_world as joined_world
     from auto3d.runtime.settings import OptimizerSettings as OptimizerSettings
     from auto3d.runtime.settings import TrainingSettings as TrainingSettings
@@ -51,9 +51,9 @@ _PLACES = {  # public name -> the module that defines it, and its name there whe
     "Accelerator": "auto3d.cluster",
     "CapturedModel": "auto3d.capture.model",
     "Cluster": "auto3d.cluster",
-    "DataSettings": "auto3d.runtime.data",
+    "DataSettings": "auto3d.data",
     "InputError": "auto3d.errors",
-    "InputField": "auto3d.runtime.data",
+    "InputField": "auto3d.data",
     "InputSpec": "auto3d.capture.export",
     "Link": "auto3d.cluster",
     "Node": "auto3d.cluster",

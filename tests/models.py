@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from auto3d.capture.model import CapturedModel, capture
-from auto3d.runtime.data import DataSettings, InputField
+from auto3d.data import DataSettings, InputField
 from recipes.examples import resnet
 
 SEQUENCE = 32

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from auto3d.runtime.data import MicroBatches
+from auto3d.data import MicroBatches
 from auto3d.runtime.loading import Loader, needs_of, pinned_memory_of
 from auto3d.schedule.program import PipeStage, Program
 
@@ -35,6 +35,10 @@ class MicroBatchInputs:
             micro_batches=self.micro_batches,
         )
         self._loader.start(needs, program.iterations)
+
+    def end(self) -> None:
+        """End the loading: no program follows."""
+        self._loader.end()
 
     def of(self, micro_batch: int, names: Collection[str]) -> dict[str, torch.Tensor]:
         """The inputs called ``names`` of the program's ``micro_batch``, on the device; each [samples, *shape]."""

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from auto3d.runtime.data import MicroBatches
+from auto3d.data import MicroBatches
 from auto3d.schedule.operation import Kind
 from auto3d.schedule.program import PipeStage, Program
 

@@ -17,8 +17,8 @@ from auto3d.capture.shard import Shard
 from auto3d.cluster import NodeCollectives
 from auto3d.cost.profile import MessageTimes, ModelTimes
 from auto3d.cost.work import exchanges_of
+from auto3d.data import Batches, DataSettings
 from auto3d.runtime.arithmetic import set_arithmetic
-from auto3d.runtime.data import Batches, DataSettings
 from auto3d.runtime.distinct_subgraphs import ModelSubgraphs
 from auto3d.runtime.gradient_sync import GradientSync, Holders
 from auto3d.runtime.link_timing import ProfiledRanks, rank_counts, time_collectives, time_messages

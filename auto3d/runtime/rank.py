@@ -1,7 +1,8 @@
 """One rank of a plan, built in order: layout, programs, process groups, state, stages, optimizers, executor."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,11 +14,12 @@ from auto3d.capture.graph import Value
 from auto3d.capture.model import CapturedModel
 from auto3d.capture.shard import Shard
 from auto3d.cost.device_memory import DeviceMemory, predict
+from auto3d.data import BatchSlice, TrainingData
 from auto3d.plan import Plan
 from auto3d.runtime.agreement import check_agreement
 from auto3d.runtime.backend import Backend, RealBackend, trained_parameters
-from auto3d.runtime.data import BatchSlice, TrainingData
 from auto3d.runtime.emulated import EmulatedBackend
+from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.executor import Executor, Peers
 from auto3d.runtime.inputs import MicroBatchInputs
 from auto3d.runtime.layout import PlanLayout, RankLayout, lay_out_plan, lay_out_rank
@@ -50,6 +52,12 @@ Optimizers = dict[PipeStage, tuple[Optimizer, LRScheduler] | None]
 class Rank:
     """One rank, built: its executor, the programs that make up the run, and the state that it trains."""
 
+    common: PlanLayout
+    layout: RankLayout
+    device: torch.device
+    run_ahead: RunAhead
+    exchange: Exchange
+    tensor_group: ProcessTensorGroup | None
     executor: Executor
     programs: tuple[Program, ...]  # run one after the other
     parameters: dict[str, nn.Parameter]
@@ -63,6 +71,8 @@ class Rank:
     shapes: Mapping[str, tuple[int, ...]]  # shape of each whole parameter and buffer
     shards: Mapping[str, Shard]  # this rank's shard of each that tensor parallelism splits
     predicted: DeviceMemory  # predicted bytes of this rank's pipeline device
+    evaluations: dict[Hashable, Any] = field(default_factory=dict)
+    """What evaluations of the rank have made so far, by what they compute; see evaluation.py."""
 
     def check_agreement(self, *, cause: str, device: torch.device, timeout_s: float) -> None:
         """Raise WeightsDifferError unless all ranks that hold a parameter or buffer hold the same bits of it.
@@ -175,13 +185,19 @@ def build_rank(
     executor = Executor(
         stages,
         optimizers,
-        _inputs(layout, data, device),
+        inputs_of(layout, data, device),
         Peers(exchange=exchange, sync=sync, totals=totals, run_ahead=run_ahead),
         randomness=randomness,
         memory=memory,
         clip_norm=settings.optimizer.clip_norm,
     )
     rank = Rank(
+        common=common,
+        layout=layout,
+        device=device,
+        run_ahead=run_ahead,
+        exchange=exchange,
+        tensor_group=group,
         executor=executor,
         programs=programs,
         parameters={name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)},
@@ -236,7 +252,8 @@ def _backend(
     )
 
 
-def _inputs(layout: RankLayout, data: TrainingData, device: torch.device) -> MicroBatchInputs:
+def inputs_of(layout: RankLayout, data: TrainingData, device: torch.device) -> MicroBatchInputs:
+    """The inputs from ``data`` of the rank's micro-batches."""
     part = BatchSlice(
         seed=layout.plan.seed,
         global_batch=layout.plan.global_batch,

@@ -11,9 +11,9 @@ import torch
 
 from auto3d.capture.graph import Value
 from auto3d.cost.profile import SubgraphTimes
+from auto3d.data import Batches
 from auto3d.partition.stage import Stage
 from auto3d.runtime.clock import Clock, Mark
-from auto3d.runtime.data import Batches
 from auto3d.runtime.distinct_subgraphs import ModelSubgraphs
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage import StageModule

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from auto3d.capture.model import CapturedModel
+from auto3d.data import TrainingData
 from auto3d.plan import Plan, PlanError
 from auto3d.runtime.activity import THIS_RANK
 from auto3d.runtime.arithmetic import set_arithmetic
@@ -24,7 +25,6 @@ from auto3d.runtime.checkpoint import (
 )
 from auto3d.runtime.checkpoint_read import CheckpointReader
 from auto3d.runtime.checkpoint_write import CheckpointWriter
-from auto3d.runtime.data import TrainingData
 from auto3d.runtime.executor import IterationResult
 from auto3d.runtime.measurement import BYTES
 from auto3d.runtime.optimizer import advance

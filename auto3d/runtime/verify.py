@@ -21,10 +21,10 @@ from auto3d.capture.empty import buffers_of, moved
 from auto3d.capture.errors import CaptureError, is_model_code
 from auto3d.capture.model import CapturedModel
 from auto3d.capture.traced_branches import questions
+from auto3d.data import Batches, DataSettings
 from auto3d.partition.segment import segments
 from auto3d.partition.stage import Stage, cut
 from auto3d.plan import stages_between
-from auto3d.runtime.data import Batches, DataSettings
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage import StageModule
 from auto3d.runtime.stage_program import segment_program

@@ -16,11 +16,11 @@ from torch import fx, nn
 from auto3d.capture.empty import buffers_of, moved
 from auto3d.capture.model import CapturedModel
 from auto3d.capture.shard import Shard, joined
+from auto3d.data import DataSettings
 from auto3d.errors import InputError
 from auto3d.partition.segment import segments
 from auto3d.partition.stage import cut
 from auto3d.plan import stages_between
-from auto3d.runtime.data import DataSettings
 from auto3d.runtime.lockstep import Lockstep, LockstepGroup
 from auto3d.runtime.randomness import Randomness, SeededOperation
 from auto3d.runtime.stage import StageModule

@@ -20,8 +20,8 @@ from torch import nn
 from auto3d.capture.graph import Value
 from auto3d.cluster import place_ranks
 from auto3d.cost.device_memory import DeviceMemory
+from auto3d.data import Batches, DataSettings
 from auto3d.partition.stage import Stage, Transfer
-from auto3d.runtime.data import Batches, DataSettings
 from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.executor import Executor, Peers
 from auto3d.runtime.gradient_sync import GradientSync, Holders

@@ -16,10 +16,10 @@ from torch.nn import functional
 from auto3d.capture.model import CapturedModel, capture
 from auto3d.capture.skeleton import seed_all
 from auto3d.cluster import place_ranks
+from auto3d.data import Batches, DataSettings, InputField
 from auto3d.partition.methods.uniform import uniform
 from auto3d.plan import Plan
 from auto3d.runtime.activity import THIS_RANK
-from auto3d.runtime.data import Batches, DataSettings, InputField
 from auto3d.runtime.executor import IterationResult
 from auto3d.runtime.optimizer import build_optimizer, local_optimizer
 from auto3d.runtime.peak_memory import PeakMemory

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from auto3d.runtime.data import TOKEN_KINDS, DataSettings
+from auto3d.data import TOKEN_KINDS, DataSettings
 from launch.recipe.data import data_settings
 from launch.recipe.load import LoadedRecipe
 

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 
 from auto3d.capture.model import CapturedModel
+from auto3d.data import DataSettings
 from auto3d.plan import Plan
 from auto3d.runtime.activity import THIS_RANK
-from auto3d.runtime.data import DataSettings
 from auto3d.runtime.measurement import CommunicationCalls
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.training import naming_this_rank

@@ -10,8 +10,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from auto3d.capture.model import CapturedModel
 from auto3d.capture.skeleton import seeded
+from auto3d.data import Batches, DataSettings
 from auto3d.plan import Plan
-from auto3d.runtime.data import Batches, DataSettings
 from auto3d.runtime.loading import Loader, Need, pinned_memory_of
 from auto3d.runtime.optimizer import build_optimizer
 from auto3d.runtime.settings import TrainingSettings

@@ -1,6 +1,6 @@
 """Recipe -> the settings from which the engine makes the model's inputs."""
 
-from auto3d.runtime.data import DataSettings, InputField
+from auto3d.data import DataSettings, InputField
 from launch.recipe.load import data_files
 from launch.recipe.schema import Recipe
 

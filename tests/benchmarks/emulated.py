@@ -18,9 +18,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from auto3d.capture.model import CapturedModel, capture
 from auto3d.cluster import place_ranks
+from auto3d.data import DataSettings, InputField
 from auto3d.partition.methods.uniform import uniform
 from auto3d.plan import Plan
-from auto3d.runtime.data import DataSettings, InputField
 from auto3d.runtime.emulation import Emulation
 from auto3d.runtime.measurement import Environment, Status
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings

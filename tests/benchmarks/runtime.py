@@ -28,9 +28,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from auto3d.capture.model import CapturedModel, capture
 from auto3d.cluster import place_ranks
+from auto3d.data import DataSettings, InputField
 from auto3d.plan import TORCH_PIPELINING, Plan, stages_of_operations
 from auto3d.runtime import rank
-from auto3d.runtime.data import DataSettings, InputField
 from auto3d.runtime.peak_memory import PeakMemory
 from auto3d.runtime.rank import build_rank
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings

@@ -32,9 +32,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from auto3d.capture.model import CapturedModel, capture
 from auto3d.capture.skeleton import seed_all
 from auto3d.cluster import place_ranks
+from auto3d.data import Batches
 from auto3d.partition.methods.uniform import uniform
 from auto3d.plan import Plan
-from auto3d.runtime.data import Batches
 from auto3d.runtime.optimizer import build_optimizer
 from auto3d.runtime.rank import build_rank
 from auto3d.runtime.replicas import capture_slices

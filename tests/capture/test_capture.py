@@ -17,9 +17,9 @@ from auto3d.capture.errors import CaptureError
 from auto3d.capture.export import InputSpec
 from auto3d.capture.interpolate import interpolate
 from auto3d.capture.model import capture
+from auto3d.data import Batches
 from auto3d.partition.stage import cut
 from auto3d.plan import stages_between
-from auto3d.runtime.data import Batches
 from auto3d.runtime.peak_memory import PeakMemory
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage import StageModule

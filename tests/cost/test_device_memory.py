@@ -12,12 +12,12 @@ from torch.utils._pytree import tree_leaves
 
 from auto3d.capture.model import CapturedModel, capture
 from auto3d.cost.device_memory import predict
+from auto3d.data import DataSettings
 from auto3d.partition.merak import shard
 from auto3d.partition.methods.uniform import uniform
 from auto3d.partition.recompute import keep_last, subgraph_starts
 from auto3d.plan import Plan, StagePlan
 from auto3d.runtime import optimizer as runtime_optimizer
-from auto3d.runtime.data import DataSettings
 from auto3d.runtime.optimizer import build_optimizer, make_state
 from auto3d.runtime.rank import build_rank
 from auto3d.runtime.settings import (

@@ -15,10 +15,10 @@ from auto3d.cost.model import CostModel
 from auto3d.cost.times import times_of
 from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import work_of
+from auto3d.data import DataSettings, InputField
 from auto3d.partition.merak import shard
 from auto3d.partition.methods.blocks import blocks
 from auto3d.plan import Plan, stages_between
-from auto3d.runtime.data import DataSettings, InputField
 from auto3d.schedule.shape import shape
 from auto3d.simulate.costs import Costs, MessageCost
 

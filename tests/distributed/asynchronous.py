@@ -7,9 +7,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from auto3d.data import Batches
 from auto3d.partition.stage import cut
 from auto3d.plan import Plan
-from auto3d.runtime.data import Batches
 from auto3d.runtime.optimizer import build_optimizer
 from auto3d.runtime.rank import build_rank
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings

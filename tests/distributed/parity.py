@@ -15,9 +15,9 @@ from auto3d.capture.model import CapturedModel
 from auto3d.capture.shard import Shard
 from auto3d.capture.skeleton import seed_all
 from auto3d.cluster import place_ranks
+from auto3d.data import Batches
 from auto3d.partition.methods.uniform import uniform
 from auto3d.plan import NO_OVERLAP, Plan
-from auto3d.runtime.data import Batches
 from auto3d.runtime.optimizer import build_optimizer
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.rank import build_rank

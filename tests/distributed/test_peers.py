@@ -11,9 +11,9 @@ import torch
 from auto3d.capture.model import CapturedModel, capture
 from auto3d.capture.skeleton import seeded
 from auto3d.cluster import place_ranks
+from auto3d.data import DataSettings, InputField
 from auto3d.partition.methods.uniform import uniform
 from auto3d.plan import AUTO3D, DDP, DEEPSPEED_PIPELINE, ENGINES, TORCH_PIPELINING, ZERO_1, ZERO_2, ZERO_3, Plan
-from auto3d.runtime.data import DataSettings, InputField
 from auto3d.runtime.measurement import CommunicationCalls, Status
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
 from auto3d.runtime.training import TrainingResult, train

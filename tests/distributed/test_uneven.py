@@ -12,13 +12,13 @@ import torch
 from auto3d.capture.graph import Graph
 from auto3d.cluster import place_ranks
 from auto3d.cost.device_memory import predict
+from auto3d.data import Batches
 from auto3d.partition import PartitionRequest, partition
 from auto3d.partition.cost import analytic
 from auto3d.partition.merak import shard
 from auto3d.partition.methods.uniform import uniform
 from auto3d.partition.stage import cut
 from auto3d.plan import Plan, PlanError, StagePlan, stages_between
-from auto3d.runtime.data import Batches
 from auto3d.runtime.rank import build_rank, check_plan
 from auto3d.runtime.replicas import resplit_dimensions
 from auto3d.runtime.settings import TrainingSettings, optimizer_copies

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, SplitPoint, pipeline
 from torch.nn.functional import cross_entropy
 
-from auto3d.runtime.data import Batches
+from auto3d.data import Batches
 from auto3d.runtime.optimizer import build_optimizer
 from auto3d.runtime.settings import OptimizerSettings
 from auto3d.runtime.world import World, join, leave

@@ -11,10 +11,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from auto3d.capture.export import InputSpec
 from auto3d.capture.graph import Graph
 from auto3d.capture.model import CapturedModel, capture
+from auto3d.data import Batches
 from auto3d.partition.merak import Sharding, common_nodes, shard, sharding_bounds
 from auto3d.partition.stage import PartitionError, cut
 from auto3d.plan import stages_between
-from auto3d.runtime.data import Batches
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage import StageModule
 from tests.models import MODELS, captured

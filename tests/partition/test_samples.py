@@ -8,11 +8,11 @@ from torch import nn
 
 from auto3d.capture.export import InputSpec
 from auto3d.capture.model import CapturedModel, capture
+from auto3d.data import Batches
 from auto3d.partition.samples import made_from_samples, sample_dimensions
 from auto3d.partition.segment import segments
 from auto3d.partition.stage import cut
 from auto3d.plan import stages_between
-from auto3d.runtime.data import Batches
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage_program import segment_program
 from tests.models import MODELS, captured

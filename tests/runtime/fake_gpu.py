@@ -27,11 +27,11 @@ from torch.utils._pytree import tree_leaves
 
 import auto3d
 from auto3d.capture.model import CapturedModel
+from auto3d.data import DataSettings
 from auto3d.plan import Plan
 from auto3d.runtime import backend
 from auto3d.runtime import rank as rank_module
 from auto3d.runtime import world as world_module
-from auto3d.runtime.data import DataSettings
 from auto3d.runtime.executor import IterationResult
 from auto3d.runtime.rank import build_rank
 from auto3d.runtime.settings import TrainingSettings

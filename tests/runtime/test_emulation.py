@@ -9,12 +9,12 @@ import torch
 
 from auto3d.cost.sub_pipelined import sub_pipelined_s
 from auto3d.cost.work import TensorExchange
+from auto3d.data import Batches
 from auto3d.errors import InputError
 from auto3d.partition.cost import analytic
 from auto3d.partition.methods.uniform import uniform
 from auto3d.partition.stage import cut
 from auto3d.plan import stages_between
-from auto3d.runtime.data import Batches
 from auto3d.runtime.device_clock import DeviceClock
 from auto3d.runtime.emulated import EmulatedStage
 from auto3d.runtime.emulated_collectives import GivenCollectives

@@ -8,7 +8,7 @@ from multiprocessing import get_context
 import pytest
 import torch
 
-from auto3d.runtime.data import Batches, DataError, DataSettings, InputField
+from auto3d.data import Batches, DataError, DataSettings, InputField
 from auto3d.runtime.loading import PREFETCHED, Loader, Need
 
 TOKENS = DataSettings(

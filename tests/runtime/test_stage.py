@@ -11,11 +11,11 @@ from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from auto3d.data import Batches
 from auto3d.partition.merak import shard
 from auto3d.partition.segment import segments
 from auto3d.partition.stage import cut
 from auto3d.plan import PlanError, stages_between
-from auto3d.runtime.data import Batches
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage import StageModule
 from tests.models import MODELS, captured

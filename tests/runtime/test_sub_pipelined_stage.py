@@ -12,9 +12,9 @@ from torch import nn
 from auto3d.capture.export import InputSpec
 from auto3d.capture.model import CapturedModel, capture
 from auto3d.capture.shard import Shard
+from auto3d.data import Batches
 from auto3d.partition.stage import cut
 from auto3d.plan import StagePlan
-from auto3d.runtime.data import Batches
 from auto3d.runtime.lockstep import Lockstep
 from auto3d.runtime.materialize import materialize
 from auto3d.runtime.randomness import Randomness

@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 from auto3d.capture.model import CapturedModel, capture
-from auto3d.runtime.data import DataSettings
+from auto3d.data import DataSettings
 from auto3d.runtime.verify_shards import check_shards
 from auto3d.tensor.explain import explain
 from auto3d.tensor.model import TensorParallelModel, tensor_parallel

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from auto3d.runtime.data import DataSettings, InputField
+from auto3d.data import DataSettings, InputField
 
 SEQUENCE = 16
 VOCABULARY = 256

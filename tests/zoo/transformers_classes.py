@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from auto3d.runtime.data import InputField
+from auto3d.data import InputField
 from tests.zoo.entry import SEQUENCE, TOKENS, VOCABULARY, Entry, integers, normal
 
 TINY = {

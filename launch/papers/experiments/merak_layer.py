@@ -17,7 +17,7 @@ from auto3d.capture.graph import Graph
 from auto3d.cluster import Accelerator
 from auto3d.cost.times import times_of
 from auto3d.cost.work import Work
-from auto3d.runtime.data import Batches
+from auto3d.data import Batches
 from auto3d.runtime.distinct_subgraphs import distinct_subgraphs
 from auto3d.runtime.materialize import materialize
 from auto3d.runtime.subgraph_timing import SubgraphRun

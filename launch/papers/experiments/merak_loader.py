@@ -7,10 +7,10 @@ from time import process_time
 
 import torch
 
+from auto3d.data import Batches
 from auto3d.partition.methods.blocks import blocks
 from auto3d.partition.segment import segments
 from auto3d.partition.stage import cut
-from auto3d.runtime.data import Batches
 from launch.model.graphs import PlanningModel
 from launch.papers.row import Row
 from launch.recipe.data import data_settings

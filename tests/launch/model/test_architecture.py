@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from auto3d.runtime.data import KINDS
+from auto3d.data import KINDS
 from launch.model.architecture import architecture
 from launch.model.build import build_function, captured_model
 from launch.recipe.load import RecipeError, load

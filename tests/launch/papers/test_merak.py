@@ -9,8 +9,8 @@ import pytest
 
 from auto3d.cost.sub_pipelined import sub_pipelined_s
 from auto3d.cost.times import times_of
+from auto3d.data import Batches, DataError
 from auto3d.plan import Plan, StagePlan
-from auto3d.runtime.data import Batches, DataError
 from auto3d.runtime.measurement import Measurement, Status
 from auto3d.schedule import build_schedule
 from auto3d.simulate.costs import uniform

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from auto3d.runtime.data import Batches, DataError, DataSettings, InputField, read_corpus, standard_library
+from auto3d.data import Batches, DataError, DataSettings, InputField
+from auto3d.data.sources.text import read_corpus, standard_library
 from tests.models import FEATURES, TEXT
 
 

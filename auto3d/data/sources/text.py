@@ -1,0 +1,35 @@
+"""The bytes of text files as tokens."""
+
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from auto3d.data.interface import DataError
+
+BYTE_VALUES = 256
+
+
+def read_corpus(names: Sequence[str], least: int) -> np.ndarray:
+    """The bytes of the files called ``names``, concatenated. Raises DataError if there are fewer than ``least``."""
+    paths = [Path(name) for name in names] if names else standard_library()
+    try:
+        text = b"".join(path.read_bytes() for path in paths)
+    except OSError as error:
+        raise DataError(f"files: {error.filename}: {error.strerror}") from error
+    if len(text) < least:
+        files = "1 file" if len(paths) == 1 else f"{len(paths)} files"
+        raise DataError(f"files: {len(text)} bytes in {files}; one sample needs {least}")
+    return np.frombuffer(text, dtype=np.uint8)
+
+
+def standard_library() -> list[Path]:
+    """The source files of this Python's standard library, without its tests, in a fixed order."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    names = sorted(sys.stdlib_module_names - {"test", "idlelib", "lib2to3"})
+    files = [
+        path for name in names for path in (root / f"{name}.py", *sorted((root / name).rglob("*.py"))) if path.is_file()
+    ]
+    return [path for path in files if not {"test", "tests", "site-packages"} & set(path.relative_to(root).parts)]
