@@ -24,9 +24,10 @@ from launch.drivers.sweep import check_place
 from launch.executors.submit import on_their_way
 from launch.executors.trial import TrainingRun, is_whole
 from launch.executors.trial_executor import executor_of
-from launch.model.build import initial_weights, use_device
+from launch.model.build import use_device
 from launch.model.check_capture import check_once
 from launch.model.data import training_data
+from launch.model.initial_weights import initial_weights
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.schema import Recipe
 from launch.recipe.schema_key import AUTO

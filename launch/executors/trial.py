@@ -18,8 +18,9 @@ from auto3d.runtime.measurement import BYTES, CommunicationCalls, Environment, M
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.training import TrainingResult, train
 from auto3d.runtime.world import World
-from launch.model.build import capture_for_ranks, initial_weights
+from launch.model.build import capture_for_ranks
 from launch.model.data import check_data_fits, training_data
+from launch.model.initial_weights import initial_weights
 from launch.peers.communication import log_communication
 from launch.peers.limits import DEEPSPEED, engine_version
 from launch.peers.training import train_by_peer

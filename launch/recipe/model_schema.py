@@ -43,7 +43,11 @@ class ModelRecipe:
         values=(str,),
         choices=RULES,
     )
-    weights: str | None = key(None, "safetensors file with initial weights; none: they are drawn from training.seed")
+    weights: str | None = key(
+        None,
+        "safetensors file with initial weights, or a folder that save_pretrained wrote, whose config.json then gives "
+        "the architecture, if none is given, and what config leaves out; none: they are drawn from training.seed",
+    )
     layers: str | None = key(
         None,
         "CSV file of measured layers; replaces architecture and factory where plans are only predicted (docs/cost.md)",
