@@ -49,6 +49,10 @@ class MicroBatches(Protocol):
 class TrainingData(Protocol):
     """What a training reads. A DataSettings is one; it is pickled or forked to every rank."""
 
+    @property
+    def may_ignore_targets(self) -> bool:
+        """Whether a label may be one that losses ignore, such as -100."""
+
     def micro_batches(self, part: BatchSlice) -> MicroBatches:
         """The micro-batches of the rank that takes ``part``."""
 
@@ -92,6 +96,16 @@ class InputField:
             integers.append(self.value)
         return max(integers, default=None)
 
+    @property
+    def smallest(self) -> int | None:
+        """The smallest integer that the input may contain, apart from tokens; None if it contains no integers."""
+        integers = [self.prefix] if self.prefix_length else []
+        if self.kind == "integers":
+            integers.append(self.low)
+        if self.kind == "constant" and type(self.value) is int:
+            integers.append(self.value)
+        return min(integers, default=None)
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
@@ -114,6 +128,11 @@ class DataSettings:
     def shape(self, field: InputField) -> tuple[int, ...]:
         """The shape of one sample of ``field``, one of the inputs."""
         return (self.sequence_length,) if field.kind in TOKEN_KINDS else field.shape
+
+    @property
+    def may_ignore_targets(self) -> bool:
+        """Whether an integer of an input may be negative, as labels are that losses ignore."""
+        return any(field.smallest is not None and field.smallest < 0 for field in self.inputs.values())
 
     @property
     def num_tokens(self) -> int:
