@@ -198,7 +198,7 @@ def _resume(rank: Rank, checkpoints: Checkpoints, device: torch.device, *, timeo
         return 0
     load(checkpoints.folder, rank.state(), iteration=done, sharding=rank.sharding)
     for optimizer, learning_rate in filter(None, rank.optimizers.values()):
-        advance(optimizer, learning_rate, done)
+        advance(optimizer, learning_rate, done - rank.loss_scale.skipped_iterations)
     cause = f"do all nodes see the same checkpoint in {checkpoints.folder}?"
     rank.check_agreement(cause=cause, device=device, timeout_s=timeout_s)
     return done

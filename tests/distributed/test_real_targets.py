@@ -27,7 +27,6 @@ from tests.models import TRAINED, captured
 
 IGNORED = -100
 ITERATIONS = 2
-NO_CLIPPING = replace(SGD, clip_norm=0.0)
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,7 @@ class UnevenLabels:
     data: DataSettings
     where: str = "labels"
     may_ignore_targets: bool = True
+    has_targets: bool = True  # False: all labels are ignored
 
     def micro_batches(self, part: BatchSlice) -> "UnevenBatches":
         return UnevenBatches(self, part)
@@ -54,7 +54,7 @@ class UnevenBatches:
             first = iteration * self._part.global_batch + index * self._part.micro_batch_size
             first += self._part.replica * len(labels)
             for row, label in enumerate(labels):
-                label[real_targets(first + row) :] = IGNORED
+                label[real_targets(first + row) if self._labels.has_targets else 0 :] = IGNORED
         return made
 
 
@@ -201,3 +201,77 @@ def test_replicas_count_their_slices(processes, replicas):
     plan, data = test_uneven.make_plan("gpt2", replicas, micro_batch_size=4, micro_batches=3), uneven("gpt2")
     ranks = processes.run(plan.ranks, run_rank, "gpt2", plan, data, SGD)
     assert_equal(ranks, reference("gpt2", plan, SGD))
+
+
+def test_a_loss_scale_changes_nothing(processes):
+    plan, data = make_plan("gpt2", dp=2, pp=2, micro_batches=3), uneven("gpt2")
+    ranks = processes.run(plan.ranks, run_rank, "gpt2", plan, data, SGD, 1024.0)
+    assert_equal(ranks, reference("gpt2", plan, SGD))
+    for rank in ranks:
+        numbers = {"loss_scale": 1024.0, "good_iterations": 2.0, "skipped_iterations": 0.0}
+        assert rank["history"][-1]["numbers"] == numbers
+
+
+@pytest.mark.parametrize("clip", [CLIP_NORM, 0.0], ids=["clipped", "unclipped"])
+def test_an_overflow_skips_the_update_of_all_ranks(processes, clip):
+    plan = make_plan("gpt2", dp=2, pp=2, micro_batches=2, schedule="gpipe", shard_optimizer=True)
+    optimizer = replace(SGD, clip_norm=clip)
+    ranks = processes.run(plan.ranks, run_rank, "gpt2", plan, uneven("gpt2"), optimizer, 1024.0, 0)
+    seed_all(plan.seed)
+    initial = dict(TRAINED["gpt2"][0]().named_parameters())
+    for rank in ranks:
+        skipped, good = rank["history"]
+        assert (skipped["result"].skipped, good["result"].skipped) == (True, False)
+        assert np.isfinite(skipped["result"].loss)
+        assert skipped["result"].grad_norm is None
+        for name, value in skipped["parameters"].items():
+            assert np.array_equal(value, initial[name].detach().numpy()), name
+        assert set(skipped["rates"]) == {0.0}, "the rate of the first iteration of the warm-up stays"
+        assert set(good["rates"]) == {optimizer.learning_rate}
+        assert good["numbers"] == {"loss_scale": 512.0, "good_iterations": 1.0, "skipped_iterations": 1.0}
+        assert np.isfinite(good["result"].grad_norm)
+
+
+def refusal(
+    world: World, model: str, plan: Plan, data: UnevenLabels, optimizer: OptimizerSettings
+) -> tuple[str, list[bool]]:
+    """(the error of one iteration, which of this rank's parameters have changed before it)"""
+    settings = TrainingSettings(iterations=1, optimizer=optimizer, timeout_s=60)
+    join(world, device=CPU, timeout_s=60)
+    try:
+        rank = build_rank(captured(model, samples_at_once(plan)), plan, settings, data, world)
+        before = {name: parameter.detach().clone() for name, parameter in rank.parameters.items()}
+        with pytest.raises(InputError) as error:
+            list(rank.executor.run(rank.programs[0], 0))
+        return str(error.value), [not torch.equal(before[n], p) for n, p in rank.parameters.items()]
+    finally:
+        leave()
+
+
+CONSTANT_RATE = replace(SGD, warmup_iterations=0)
+
+
+def test_terms_that_need_different_weights_are_refused_before_the_update(processes):
+    plan = make_plan("bert-pretraining", dp=2, pp=2, micro_batches=2)
+    answers = processes.run(plan.ranks, refusal, "bert-pretraining", plan, uneven("bert-pretraining"), CONSTANT_RATE)
+    assert len({line for line, _ in answers}) == 1
+    line, changed = answers[0]
+    assert "cross_entropy_loss_1 100.00%" in line
+    assert not any(changed)
+
+
+def test_labels_that_the_data_does_not_announce_are_no_silent_error(processes):
+    """With clipping, the update knows the fraction; without, it did not wait for it."""
+    plan, data = make_plan("gpt2", dp=2, pp=2, micro_batches=3), replace(uneven("gpt2"), may_ignore_targets=False)
+    assert_equal(processes.run(plan.ranks, run_rank, "gpt2", plan, data, SGD), reference("gpt2", plan, SGD))
+    unclipped = replace(CONSTANT_RATE, clip_norm=0.0)
+    for line, _ in processes.run(plan.ranks, refusal, "gpt2", plan, data, unclipped):
+        assert "iteration 1: the data ignores targets" in line
+
+
+def test_a_global_batch_without_targets_is_refused(processes):
+    plan = make_plan("gpt2", dp=1, pp=2, micro_batches=2)
+    data = replace(uneven("gpt2"), has_targets=False)
+    for line, changed in processes.run(plan.ranks, refusal, "gpt2", plan, data, CONSTANT_RATE):
+        assert "all targets of the global batch are ignored" in line
+        assert not any(changed)
