@@ -98,7 +98,7 @@ def save(
     names_of = _assign(sizes)
     target = _folder(folder, iteration)
     target.mkdir(mode=0o700, parents=True, exist_ok=True)
-    tensors = {name: state[name].contiguous() for name in names_of[dist.get_rank()]}
+    tensors = {name: state[name].clone() for name in names_of[dist.get_rank()]}
     if tensors:
         _write(target / _file(dist.get_rank()), partial(save_file, tensors))
     with waiting_for("the other ranks to write their tensors to the checkpoint", timeout_s):

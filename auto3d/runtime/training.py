@@ -16,6 +16,7 @@ from auto3d.runtime.checkpoint import CheckpointError, Checkpoints, load, newest
 from auto3d.runtime.executor import IterationResult
 from auto3d.runtime.measurement import BYTES
 from auto3d.runtime.optimizer import advance
+from auto3d.runtime.optimizer_state import make_state_to_load
 from auto3d.runtime.out_of_memory import OutOfMemoryError, is_out_of_memory, out_of_memory_line
 from auto3d.runtime.peak_memory import PeakBytes, PeakMemory
 from auto3d.runtime.rank import Rank, build_rank
@@ -196,6 +197,8 @@ def _resume(rank: Rank, checkpoints: Checkpoints, device: torch.device, *, timeo
     (done,) = newest_iteration
     if done is None:
         return 0
+    for optimizer, _ in filter(None, rank.optimizers.values()):
+        make_state_to_load(optimizer)
     load(checkpoints.folder, rank.state(), iteration=done, sharding=rank.sharding)
     for optimizer, learning_rate in filter(None, rank.optimizers.values()):
         advance(optimizer, learning_rate, done)

@@ -1,7 +1,7 @@
 """Versions of one stage's weights: the version that a micro-batch's forward used stays until its backward has run."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -44,9 +44,7 @@ class WeightVersions:
     def next(self) -> None:
         """Begin a new version, which the optimizer may then update in place."""
         if self._users[self._newest]:
-            for tensor in self._state.values():
-                if tensor.requires_grad:
-                    tensor.data = tensor.data.clone()
+            _move([tensor for tensor in self._state.values() if tensor.requires_grad])
             leaves: Mapping[str, torch.Tensor] = self._new_leaves()
         else:
             leaves = self._leaves.pop(self._newest)
@@ -57,6 +55,18 @@ class WeightVersions:
         return {
             name: _with_gradient_of(tensor) if tensor.requires_grad else tensor for name, tensor in self._state.items()
         }
+
+
+def _move(parameters: Iterable[torch.Tensor]) -> None:
+    """Move ``parameters`` to a copy of their memory; those of one flat buffer stay views of one."""
+    copies: dict[int, torch.UntypedStorage] = {}
+    for parameter in parameters:
+        storage = parameter.untyped_storage()
+        if storage._cdata not in copies:
+            copies[storage._cdata] = storage.clone()
+        moved = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        layout = parameter.storage_offset(), parameter.size(), parameter.stride()
+        parameter.data = moved.set_(copies[storage._cdata], *layout)
 
 
 def new_leaf(parameter: torch.Tensor) -> torch.Tensor:
