@@ -67,15 +67,19 @@ class WeightShard:
 
     def weights(self) -> torch.Tensor:
         """The flat buffer. It changes when the parameters move to a copy, for a micro-batch that needs old weights."""
-        one = next(iter(self.parameters.values()))
-        size = len(one.untyped_storage()) // one.element_size()
-        return torch.empty(0, dtype=one.dtype, device=one.device).set_(one.untyped_storage(), 0, (size,), (1,))
+        return memory_of(next(iter(self.parameters.values())))
 
     def follow(self) -> None:
         """Let the pieces be slices of the buffer that has the parameters now."""
         weights = self.weights()
         for piece in self.pieces:
             piece.tensor.data = weights[piece.first : piece.last]
+
+
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole memory of which ``tensor`` is a view, as a tensor of one dimension."""
+    size = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return tensor.data.as_strided((size,), (1,), 0)
 
 
 def aligned_starts(parameters: Mapping[str, nn.Parameter]) -> tuple[dict[str, int], int]:

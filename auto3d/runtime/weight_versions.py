@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from auto3d.runtime.weight_shard import memory_of
+
 
 class WeightVersions:
     """The state of one stage as each micro-batch must see it (weight stashing: PipeDream, SOSP 2019, section 3.3).
@@ -59,14 +61,12 @@ class WeightVersions:
 
 def _move(parameters: Iterable[torch.Tensor]) -> None:
     """Move ``parameters`` to a copy of their memory; those of one flat buffer stay views of one."""
-    copies: dict[int, torch.UntypedStorage] = {}
+    copies: dict[int, torch.Tensor] = {}
     for parameter in parameters:
-        storage = parameter.untyped_storage()
-        if storage._cdata not in copies:
-            copies[storage._cdata] = storage.clone()
-        moved = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-        layout = parameter.storage_offset(), parameter.size(), parameter.stride()
-        parameter.data = moved.set_(copies[storage._cdata], *layout)
+        memory = parameter.untyped_storage()._cdata
+        if memory not in copies:
+            copies[memory] = memory_of(parameter).clone()
+        parameter.data = copies[memory].as_strided(parameter.size(), parameter.stride(), parameter.storage_offset())
 
 
 def new_leaf(parameter: torch.Tensor) -> torch.Tensor:
