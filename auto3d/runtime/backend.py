@@ -100,6 +100,8 @@ class RealBackend:
                 all_holders=layout.all_holders,
                 private=[name for name in trained if name in private],
                 uncounted=layout.uncounted_parameters,
+                exempt=layout.exempt,
+                sharded=layout.plan.shard_optimizer,
                 device=self.device,
                 run_ahead=self.run_ahead,
                 timeout_s=self.timeout_s,

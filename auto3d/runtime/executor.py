@@ -1,7 +1,7 @@
 """The executor: one loop over a program's steps, one small function per kind of operation."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from time import perf_counter
@@ -14,7 +14,6 @@ from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.gradient_sync import GradientSync
 from auto3d.runtime.inputs import MicroBatchInputs
 from auto3d.runtime.loss_scale import LossScale
-from auto3d.runtime.optimizer import Optimizer, update
 from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.run_ahead import RunAhead
@@ -55,7 +54,7 @@ class Executor:
     def __init__(
         self,
         stages: Mapping[PipeStage, RunnableStage],
-        optimizers: Mapping[PipeStage, tuple[Optimizer, LRScheduler] | None],
+        optimizers: Mapping[PipeStage, tuple[torch.optim.Optimizer, LRScheduler] | None],
         inputs: MicroBatchInputs,
         peers: Peers,
         *,
@@ -184,11 +183,17 @@ class Executor:
         optimizer_and_rate = self._optimizers[pipe_stage]
         if optimizer_and_rate is not None and not self._skips:
             optimizer, learning_rate = optimizer_and_rate
-            update(optimizer, run_ahead=self._run_ahead, timeout_s=self._run_ahead.timeout_s)
+            optimizer.step()
             if self._updates[pipe_stage] % self._program.updates == 0:  # the rate changes once per iteration
                 learning_rate.step()
         if self._program.asynchronous:
+            self._gather({pipe_stage[0]})
             self._sync.zero({pipe_stage[0]})
+
+    def _gather(self, stages: Collection[int]) -> None:
+        """Under ZeRO-1, gather the weights of ``stages``, of which each holder has updated a slice."""
+        self._sync.begin_gathers(stages)
+        self._sync.wait_for_weights()
 
     def _reduce_totals(self) -> tuple[Total, float]:
         """(loss and gradient norm of the global batch, the factor that its gradients lack).
@@ -242,6 +247,8 @@ class Executor:
         """Note the end of an iteration on this rank; yields all results that are known by now."""
         if not self._program.asynchronous and self._total is None:
             self._total, _ = self._reduce_totals()
+        if not self._program.asynchronous:
+            self._gather({stage for stage, _ in self._stages})
         self._run_ahead.catch_up()
         now = perf_counter()
         seconds, self._ended_at = now - self._ended_at, now

@@ -15,6 +15,7 @@ from auto3d.capture.shard import Shard
 from auto3d.partition.stage import Stage, Transfer, cut
 from auto3d.plan import AUTO3D, Plan, PlanError
 from auto3d.runtime.gradient_sync import Holders, holders
+from auto3d.runtime.optimizer_checks import check_optimizer, exempt_names
 from auto3d.runtime.replicas import rank_program, replicas_of_devices, resplit_dimensions
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.schedule import SCHEDULES, samples_at_once, schedule_of
@@ -38,6 +39,7 @@ class PlanLayout:
     replicas: tuple[int, ...]  # number of replicas, the same for all stages of a pipeline device
     sample_dimensions: Mapping[str, int]  # dimension of samples of each value that goes to more or fewer replicas
     terms: LossTerms  # terms of the loss of ``captured``; none if devices are emulated, which compute no loss
+    exempt: frozenset[str]  # parameters without weight decay
 
     @property
     def schedule(self) -> Schedule:
@@ -63,6 +65,7 @@ class RankLayout:
     """For each pipeline device, its ranks with this rank's shard in this rank's pipeline."""
     sample_dimensions: Mapping[str, int]  # dimension of samples of each value that goes to more or fewer replicas
     samples: int  # samples that all replicas of a stage run together
+    exempt: frozenset[str]  # parameters without weight decay
     state_names: tuple[str, ...]  # all parameters and buffers of the model; none if devices are emulated
     terms: LossTerms  # terms of the loss, of all samples of a micro-batch
 
@@ -102,12 +105,6 @@ class RankLayout:
         if tp == 1:
             return []
         return [ranks[first : first + tp] for ranks in self.plan.placement for first in range(0, len(ranks), tp)]
-
-    @property
-    def optimizer_groups(self) -> list[tuple[int, ...]]:
-        """Every set of ranks that hold the same shard of the same stages, and so can update a part of it each."""
-        tp = self.plan.tp
-        return [ranks[shard::tp] for ranks in self.plan.placement for shard in range(tp)]
 
     def placement_of(self, name: str) -> TensorPlacement:
         """How the ranks of a tensor-parallel group hold a parameter or buffer."""
@@ -193,6 +190,7 @@ def lay_out_plan(
     replicas = replicas_of_devices(plan, first)
     check_trainable(first, stages, captured.graph.trained, clip_norm=settings.optimizer.clip_norm)
     check_carried_buffers(captured.graph, plan, first, stages)
+    check_optimizer(captured, plan, settings)
     if settings.emulation is not None:
         settings.emulation.check_fits(plan.stages)
     program = rank_program(captured, plan, 1)
@@ -205,6 +203,7 @@ def lay_out_plan(
         stages=stages,
         replicas=replicas,
         terms=LossTerms() if settings.emulation is not None else loss_terms(captured.exported),
+        exempt=exempt_names(captured, settings.optimizer.exempt),
         sample_dimensions=resplit_dimensions(captured, plan, of_ranks),  # last: it may capture the model
     )
 
@@ -237,6 +236,7 @@ def lay_out_rank(common: PlanLayout, rank: int) -> RankLayout:
         ),
         sample_dimensions=common.sample_dimensions,
         samples=common.captured.graph.micro_batch_size,
+        exempt=common.exempt,
         state_names=tuple(sorted(names)),
         terms=common.terms,
     )

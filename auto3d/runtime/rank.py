@@ -1,6 +1,6 @@
 """One rank of a plan, built in order: layout, programs, process groups, state, stages, optimizers, executor."""
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,19 +22,22 @@ from auto3d.runtime.batch_targets import BatchTargets, check_loss, targets_vary
 from auto3d.runtime.emulated import EmulatedBackend
 from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.executor import Executor, Peers
+from auto3d.runtime.gradient_sync import GradientSync
 from auto3d.runtime.inputs import MicroBatchInputs
 from auto3d.runtime.layout import PlanLayout, RankLayout, lay_out_plan, lay_out_rank
 from auto3d.runtime.loss_scale import LossScale
-from auto3d.runtime.optimizer import Optimizer, build_optimizer, make_state, state_by_parameter
+from auto3d.runtime.optimizer import build_optimizer
+from auto3d.runtime.optimizer_memory import optimizer_copies
+from auto3d.runtime.optimizer_state import OptimizerTensor, make_state, state_tensors
 from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.replicas import capture_slices, rank_program
 from auto3d.runtime.run_ahead import RunAhead
-from auto3d.runtime.settings import TrainingSettings, optimizer_copies
-from auto3d.runtime.sharded_optimizer import connect_shards
+from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.state_part import StatePart
 from auto3d.runtime.tensor_group import ProcessTensorGroup
 from auto3d.runtime.totals import Totals
+from auto3d.runtime.weight_shard import WeightShard
 from auto3d.runtime.world import World, connect, new_group
 from auto3d.schedule.check import check
 from auto3d.schedule.lowering import lower
@@ -47,7 +50,7 @@ _CAUSE_OF_SEED = (
 )
 _CAUSE_OF_FILE = "do all nodes read the same model.weights, with every buffer that the model draws at random?"
 
-Optimizers = dict[PipeStage, tuple[Optimizer, LRScheduler] | None]
+Optimizers = dict[PipeStage, tuple[torch.optim.Optimizer, LRScheduler] | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +68,7 @@ class Rank:
     parameters: dict[str, nn.Parameter]
     buffers: dict[str, torch.Tensor]
     optimizers: Optimizers
+    weight_shards: tuple[WeightShard, ...]  # this rank's slices of the weights, under ZeRO-1
     all_names: tuple[str, ...]
     """Names, as ``stored_as`` has them, of the parameters and buffers that any rank holds; none if devices are
     emulated."""
@@ -90,19 +94,22 @@ class Rank:
     def state(self) -> dict[str, StatePart]:
         """Everything that training changes here, by name, except the learning rates and ``numbers``."""
         state = {f"model.{name}": self._part(name, tensor) for name, tensor in (self.parameters | self.buffers).items()}
-        names = {parameter: name for name, parameter in self.parameters.items()}
-        for optimizer, _ in filter(None, self.optimizers.values()):
-            for parameter, kept in state_by_parameter(optimizer).items():
-                name = names[parameter]
-                for key, tensor in kept.items():
-                    alike = tensor.shape == parameter.shape
-                    part = self._part(name, tensor) if alike else StatePart(tensor=tensor, shape=tuple(tensor.shape))
-                    state[f"optimizer.{name}.{key}"] = part
+        for each in self.optimizer_state():
+            if each.per_element:
+                part = self._part(each.parameter, each.tensor, each.flat)
+            else:
+                part = StatePart(tensor=each.tensor, shape=tuple(each.tensor.shape))
+            state[f"optimizer.{each.parameter}.{each.key}"] = part
         return state
 
-    def _part(self, name: str, tensor: torch.Tensor) -> StatePart:
-        """What this rank holds of a tensor that is held like the parameter or buffer ``name``."""
-        return StatePart(tensor=tensor.detach(), shape=self.shapes[name], shard=self.shards.get(name))
+    def _part(self, name: str, tensor: torch.Tensor, flat: tuple[int, int] | None = None) -> StatePart:
+        """What this rank holds of a tensor that is held like the parameter or buffer ``name``, or a range of it."""
+        return StatePart(tensor=tensor.detach(), shape=self.shapes[name], shard=self.shards.get(name), flat=flat)
+
+    def optimizer_state(self) -> Iterator[OptimizerTensor]:
+        """The state of this rank's optimizers; under ZeRO-1 the ranges of the parameters that it updates."""
+        for optimizer, _ in filter(None, self.optimizers.values()):
+            yield from state_tensors(optimizer, self.parameters, self.weight_shards)
 
     def numbers(self) -> dict[str, float]:
         """Numbers that training changes, the same on all ranks; they are part of a checkpoint."""
@@ -180,10 +187,8 @@ def build_rank(
         device=device,
     )
     stages = backend.stages(layout, tensors, randomness, group)
-    # Last, one group for each shard of a pipeline device's weights, if its ranks shard their optimizer, whose state is
-    # the last large memory.
-    shard_group = _shard_group(layout, device, timeout_s) if plan.shard_optimizer else None
-    optimizers = _optimizers(layout, tensors, settings, shard_group)
+    # The optimizers' state is the last large memory.
+    optimizers = _optimizers(layout, tensors, settings, sync, run_ahead)
     # The executor only puts together what exists by now.
     totals = Totals(
         everyone,
@@ -220,6 +225,7 @@ def build_rank(
         parameters={name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)},
         buffers={name: tensor for name, tensor in tensors.items() if name in captured.graph.buffers},
         optimizers=optimizers,
+        weight_shards=tuple(sync.shards.values()),
         all_names=layout.all_stored_names,
         shared=layout.state_of_several_ranks,
         stored_as={name: layout.stored_name(name) for name in tensors},
@@ -292,14 +298,6 @@ def inputs_of(layout: RankLayout, data: TrainingData, device: torch.device) -> M
     )
 
 
-def _shard_group(layout: RankLayout, device: torch.device, timeout_s: float) -> dist.ProcessGroup:
-    """The ranks that hold the same shard of the same stages as this one, connected. Every rank makes all groups."""
-    groups = {ranks: new_group(ranks, timeout_s, device=device) for ranks in layout.optimizer_groups}
-    group = next(group for ranks, group in groups.items() if dist.get_rank() in ranks)
-    connect_shards(group, device, timeout_s=timeout_s)
-    return group
-
-
 def _tensor_group(
     layout: RankLayout, device: torch.device, run_ahead: RunAhead, timeout_s: float
 ) -> ProcessTensorGroup | None:
@@ -317,18 +315,29 @@ def _optimizers(
     layout: RankLayout,
     state: Mapping[str, torch.Tensor],
     settings: TrainingSettings,
-    shard_group: dist.ProcessGroup | None,
+    sync: GradientSync,
+    run_ahead: RunAhead,
 ) -> Optimizers:
     """One optimizer per stage; a parameter that two stages of this rank share belongs to the first of them."""
     remaining = trained_parameters(state)
+    shards = list(sync.shards.values())
     optimizers: Optimizers = {}
     for pipe_stage, stage in layout.stages.items():
-        parameters = [remaining.pop(name) for name in stage.state if name in remaining]
-        if not parameters:
+        names = [name for name in stage.state if name in remaining]
+        here = [shard for shard in shards if not shard.parameters.keys().isdisjoint(names)]
+        sharded = {name for shard in here for name in shard.parameters}
+        whole = {name: remaining.pop(name) for name in names if name not in sharded}
+        remaining = {name: parameter for name, parameter in remaining.items() if name not in sharded}
+        if not names:
             optimizers[pipe_stage] = None
             continue
         optimizer, learning_rate = build_optimizer(
-            parameters, settings.optimizer, iterations=settings.iterations, shard_over=shard_group
+            list(whole.values()),
+            settings.optimizer,
+            iterations=settings.iterations,
+            exempt=[parameter for name, parameter in whole.items() if name in layout.exempt],
+            shards=here,
+            run_ahead=run_ahead,
         )
         make_state(optimizer)
         optimizers[pipe_stage] = optimizer, learning_rate

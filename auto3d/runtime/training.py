@@ -28,6 +28,7 @@ from auto3d.runtime.checkpoint_write import CheckpointWriter
 from auto3d.runtime.executor import IterationResult
 from auto3d.runtime.measurement import BYTES
 from auto3d.runtime.optimizer import advance
+from auto3d.runtime.optimizer_state import make_state_to_load
 from auto3d.runtime.out_of_memory import OutOfMemoryError, is_out_of_memory, out_of_memory_line
 from auto3d.runtime.peak_memory import PeakBytes, PeakMemory
 from auto3d.runtime.rank import Rank, build_rank
@@ -226,6 +227,8 @@ def _resume(
     (done,) = newest_iteration
     if done is None:
         return 0
+    for optimizer, _ in filter(None, rank.optimizers.values()):
+        make_state_to_load(optimizer)
     source = checkpoint_folder(checkpoints.folder, done)
     with CheckpointReader(source) as reader:
         check_it(source, reader.checkpoint)

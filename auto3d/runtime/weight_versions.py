@@ -1,9 +1,11 @@
 """Versions of one stage's weights: the version that a micro-batch's forward used stays until its backward has run."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
+
+from auto3d.runtime.weight_shard import memory_of
 
 
 class WeightVersions:
@@ -44,9 +46,7 @@ class WeightVersions:
     def next(self) -> None:
         """Begin a new version, which the optimizer may then update in place."""
         if self._users[self._newest]:
-            for tensor in self._state.values():
-                if tensor.requires_grad:
-                    tensor.data = tensor.data.clone()
+            _move([tensor for tensor in self._state.values() if tensor.requires_grad])
             leaves: Mapping[str, torch.Tensor] = self._new_leaves()
         else:
             leaves = self._leaves.pop(self._newest)
@@ -57,6 +57,16 @@ class WeightVersions:
         return {
             name: _with_gradient_of(tensor) if tensor.requires_grad else tensor for name, tensor in self._state.items()
         }
+
+
+def _move(parameters: Iterable[torch.Tensor]) -> None:
+    """Move ``parameters`` to a copy of their memory; those of one flat buffer stay views of one."""
+    copies: dict[int, torch.Tensor] = {}
+    for parameter in parameters:
+        memory = parameter.untyped_storage()._cdata
+        if memory not in copies:
+            copies[memory] = memory_of(parameter).clone()
+        parameter.data = copies[memory].as_strided(parameter.size(), parameter.stride(), parameter.storage_offset())
 
 
 def new_leaf(parameter: torch.Tensor) -> torch.Tensor:

@@ -415,9 +415,10 @@ class Distributed:
     @contextmanager
     def patched(self) -> Iterator[None]:
         functions = ("init_process_group", "new_group", "isend", "irecv", "all_reduce", "broadcast", "barrier")
+        slices = ("reduce_scatter_single", "all_gather_single")
         objects = ("all_gather_object", "broadcast_object_list")
         with ExitStack() as stack:
-            for name in (*functions, *objects):
+            for name in (*functions, *slices, *objects):
                 stack.enter_context(patch.object(dist, name, getattr(self, name)))
             nccl = SimpleNamespace(Options=_NcclOptions)
             stack.enter_context(patch.object(dist, "ProcessGroupNCCL", nccl, create=True))
@@ -460,6 +461,16 @@ class Distributed:
         if tensor.dtype == torch.bool:
             raise Refused(f"an all-reduce of booleans, in {_place()}")
         return self._collective(f"all_reduce {op}", tensor, group, async_op)
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, group: Any = None, async_op: bool = False
+    ) -> "Work | None":
+        return self._collective("reduce_scatter", tensor, group, async_op)
+
+    def all_gather_single(
+        self, tensor: torch.Tensor, mine: torch.Tensor, group: Any = None, async_op: bool = False
+    ) -> "Work | None":
+        return self._collective("all_gather", tensor, group, async_op)
 
     def broadcast(
         self, tensor: torch.Tensor, src: int | None = None, group: Any = None, async_op: bool = False
