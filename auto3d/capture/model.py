@@ -41,19 +41,30 @@ class CapturedModel:
 
     def _capture(self, micro_batch_size: int) -> "CapturedModel":
         exported = self.exported
-        return capture(exported.build, exported.inputs, micro_batch_size, device=exported.device)
+        return capture(
+            exported.build,
+            exported.inputs,
+            micro_batch_size,
+            device=exported.device,
+            precision=exported.precision,
+        )
 
 
 def capture(
-    build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec], micro_batch_size: int, *, device: str = "cpu"
+    build: Callable[[], nn.Module],
+    inputs: Mapping[str, InputSpec],
+    micro_batch_size: int,
+    *,
+    device: str = "cpu",
+    precision: str = "float32",
 ) -> CapturedModel:
     """Capture the module that ``build`` makes, called with ``inputs`` of ``micro_batch_size`` samples.
 
-    Branches of its code on the batch size or on the device type are resolved for these. Raises CaptureError like
-    ``export``.
+    Branches of its code on the batch size or on the device type are resolved for these. A ``precision`` of
+    "bfloat16" or "float16" is that of torch.autocast; parameters stay as they are. Raises CaptureError like ``export``.
     """
     with garbage_collection_paused():
-        exported = export(build, inputs, micro_batch_size, device=device)
+        exported = export(build, inputs, micro_batch_size, device=device, precision=precision)
         return CapturedModel(graph=describe(exported), exported=exported)
 
 

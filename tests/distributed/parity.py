@@ -23,6 +23,7 @@ from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.rank import build_rank
 from auto3d.runtime.replicas import capture_slices
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
+from auto3d.runtime.verify import autocast
 from auto3d.runtime.world import World, join, leave
 from auto3d.schedule import samples_at_once
 from auto3d.schedule.operation import Schedule
@@ -200,7 +201,8 @@ def _plain_pytorch(
         total = 0.0
         for index in range(count):
             randomness.iteration, randomness.micro_batch = iteration, index
-            with _Seeded(randomness, [number[node.name] for node in nodes]):
+            seeded = _Seeded(randomness, [number[node.name] for node in nodes])
+            with seeded, autocast(ours, CPU):
                 output = module(**batches.micro_batch(iteration, index, tuple(data.inputs)))
             loss = (output if isinstance(output, torch.Tensor) else output["loss"]) / count
             loss.backward()
