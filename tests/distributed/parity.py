@@ -29,7 +29,7 @@ from auto3d.schedule import samples_at_once
 from auto3d.schedule.operation import Schedule
 from auto3d.tensor.model import tensor_parallel
 from auto3d.tensor_placement import Split
-from tests.models import TRAINED, captured
+from tests.models import TRAINED, captured, precision_of
 
 CPU = torch.device("cpu")
 ITERATIONS = 3
@@ -108,7 +108,12 @@ def run_rank(
 ) -> dict:
     """Train as one rank: losses, norms and, per iteration, gradients and parameters; and the predicted memory."""
     settings = TrainingSettings(
-        iterations=iterations, optimizer=optimizer, device="cpu", threads_per_rank=1, timeout_s=60
+        iterations=iterations,
+        optimizer=optimizer,
+        device="cpu",
+        threads_per_rank=1,
+        timeout_s=60,
+        precision=precision_of(model),
     )
     join(world, device=CPU, timeout_s=60)
     try:

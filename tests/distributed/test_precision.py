@@ -7,6 +7,7 @@ more, because autocast adds the gradients of its uses in low precision; none of 
 
 import pytest
 
+from tests.distributed import asynchronous
 from tests.distributed.parity import ADAMW, SGD, assert_parity, make_plan, plain_pytorch, run_rank
 
 CASES = [
@@ -26,6 +27,13 @@ def test_equals_one_process_under_autocast(processes, model, dp, pp, schedule, o
     plan = make_plan(model, dp=dp, pp=pp, schedule=schedule, options=options)
     ranks = processes.run(plan.ranks, run_rank, model, plan, SGD)
     assert_parity(ranks, plain_pytorch(model, micro_batch_size=2, optimizer=SGD))
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
+def test_old_weights_keep_their_copies(processes, schedule):
+    plan = make_plan("llama@bfloat16", dp=1, pp=2, micro_batches=4, schedule=schedule)
+    ranks = processes.run(plan.ranks, asynchronous.run_rank, "llama@bfloat16", plan)
+    asynchronous.assert_parity(ranks, asynchronous.plain_pytorch_with_old_weights("llama@bfloat16", plan))
 
 
 def test_a_sharded_optimizer_renews_the_copies_of_weights_that_another_rank_updates(processes):
