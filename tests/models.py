@@ -286,6 +286,15 @@ TRAINED |= {
     "bert-4-heads-dropout": (partial(bert, OUTSIDE_OF_HEADS, **FOUR_HEADS), ODD_VOCABULARY),
     "vit-4-heads-dropout": (partial(vit, OUTSIDE_OF_HEADS, patch_size=10, num_attention_heads=4), IMAGES),
 }
+LOW_PRECISION = {  # name -> (model, precision), for models that are trained under autocast
+    f"{model}@bfloat16": (model, "bfloat16")
+    for model in ("gpt2", "gpt2-dropout", "llama", "t5", "bert", "vit", "resnet-transformers", "residual", "averaging")
+}
+TRAINED |= {name: TRAINED[model] for name, (model, _) in LOW_PRECISION.items()}
+
+
+def precision_of(model: str) -> str:
+    return LOW_PRECISION[model][1] if model in LOW_PRECISION else "float32"
 
 
 _captured: list[CapturedModel] = []
@@ -294,7 +303,7 @@ _captured: list[CapturedModel] = []
 @cache
 def captured(model: str, micro_batch_size: int) -> CapturedModel:
     build, data = TRAINED[model]
-    _captured.append(capture(build, data.input_specs(), micro_batch_size))
+    _captured.append(capture(build, data.input_specs(), micro_batch_size, precision=precision_of(model)))
     return _captured[-1]
 
 

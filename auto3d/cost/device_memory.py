@@ -27,6 +27,7 @@ class DeviceMemory:
     """Peak bytes of a rank on one pipeline device."""
 
     weights: int  # parameters, buffers and constants of its stages, each once
+    copies: int  # copies of the weights in low precision, of every version
     versions: int  # older versions of the weights under an asynchronous schedule
     gradients: int
     optimizer: int
@@ -112,6 +113,7 @@ def predict(
                     for stage, pipe in here
                 ),
                 gradients=learned,
+                copies=sum(alive[stage, pipe] * _copies(graph, stages[stage]) for stage, pipe in here),
                 optimizer=held,
                 activations=activations,
                 inputs=inputs,
@@ -204,8 +206,17 @@ def _activations(nodes: Iterable[GraphNode], segment: Segment) -> int:
     return total + sum(size for name, size in made.items() if name in needed)
 
 
+def _copies(graph: Graph, stage: Stage) -> int:
+    """Bytes of the low-precision copies of one version of the weights of ``stage``."""
+    inside = set(stage.nodes)
+    names = {name for node in graph.nodes if node.name in inside for name in node.copies}
+    return sum(graph.copies[name].bytes for name in names)
+
+
 def _weights(graph: Graph, node: GraphNode) -> int:
-    return sum(graph.parameters[name].bytes for name in node.state if name in graph.parameters)
+    """Bytes of the gradients of its weights. That of a copy becomes one of the weight's type before it is added."""
+    of_copies = sum(graph.copies[name].bytes for name in node.copies)
+    return of_copies + sum(graph.parameters[name].bytes for name in node.state if name in graph.parameters)
 
 
 def _has_weight_half(graph: Graph, node: GraphNode) -> bool:

@@ -12,6 +12,7 @@ from functools import cached_property
 from auto3d.capture.loss_terms import LossTerms, TargetTerm, loss_terms
 from auto3d.capture.model import CapturedModel
 from auto3d.capture.shard import Shard
+from auto3d.errors import InputError
 from auto3d.partition.stage import Stage, Transfer, cut
 from auto3d.plan import AUTO3D, Plan, PlanError
 from auto3d.runtime.gradient_sync import Holders, holders
@@ -183,6 +184,11 @@ def lay_out_plan(
     """
     if plan.engine != AUTO3D:
         raise PlanError(f"engine: {plan.engine} runs in trials of `auto3d sweep` only; this runtime is {AUTO3D}")
+    if settings.precision != captured.exported.precision:
+        raise InputError(
+            f"precision: the model was captured for {captured.exported.precision}, and the settings say "
+            f"{settings.precision}; give capture() and TrainingSettings the same"
+        )
     by_hand = [schedule] * (settings.iterations // schedule.iterations) if schedule else []
     schedules = by_hand or schedules_of(plan, settings.iterations)
     first = schedules[0]

@@ -49,6 +49,7 @@ class TrainingSettings:
     device: str = "cpu"  # "cpu" or "cuda"
     threads_per_rank: int = 1  # threads with which a CPU rank computes
     timeout_s: float = 300.0  # time-out of every wait for another rank
+    precision: str = "float32"  # precision in which the model was captured, one of capture.autocast.PRECISIONS
     tf32: bool = False  # on GPUs: matrix products and convolutions round their float32 inputs to TF32
     deterministic: bool = False  # allow only bitwise reproducible algorithms
     loss_scale: float | None = None  # first factor of the loss in a backward of float16; it adapts as torch's does

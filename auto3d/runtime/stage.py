@@ -15,6 +15,7 @@ from auto3d.capture.model import CapturedModel
 from auto3d.partition.segment import Segment, segments
 from auto3d.partition.stage import Stage
 from auto3d.runtime.loss_scale import LossScale
+from auto3d.runtime.low_precision import copies_of
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage_program import segment_program
 from auto3d.runtime.target_counts import TargetCounts
@@ -144,7 +145,11 @@ class StageModule:
         self._loss_scale = loss_scale or LossScale()
         self._loss_name = captured.graph.loss if stage.has_loss else None
         self._deferred = DeferredGradients() if split_backward else None
-        self.weights = WeightVersions({name: tensors[name] for name in stage.state}, several=old_weights)
+        self.weights = WeightVersions(
+            {name: tensors[name] for name in stage.state},
+            several=old_weights,
+            copies=copies_of(captured, frozenset(stage.nodes)),
+        )
         if not recompute:
             kept = [(0, len(captured.graph.nodes))]
         divided = segments(captured.graph, stage, kept)

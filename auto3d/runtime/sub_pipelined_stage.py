@@ -21,6 +21,7 @@ from auto3d.partition.segment import segments
 from auto3d.partition.stage import Stage
 from auto3d.partition.turns import Handover, Turn, turns, values_with_gradient
 from auto3d.runtime.loss_scale import LossScale
+from auto3d.runtime.low_precision import copies_of
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage import no_saved_activations
 from auto3d.runtime.stage_program import segment_program
@@ -160,7 +161,11 @@ class SubPipelinedStage:
         self.counts: dict[int, dict[int, torch.Tensor]] = {}
         self._targets = TargetCounts(terms)
         self._loss_scale = loss_scale or LossScale()
-        self.weights = WeightVersions({name: tensors[name] for name in stage.state}, several=old_weights)
+        self.weights = WeightVersions(
+            {name: tensors[name] for name in stage.state},
+            several=old_weights,
+            copies=copies_of(captured, frozenset(stage.nodes)),
+        )
         self._sent = list(dict.fromkeys(transfer.value.name for transfer in stage.sent))
         self._loss_name = captured.graph.loss if stage.has_loss else None
         self._loss_weight = loss_weight

@@ -185,7 +185,12 @@ def runnable_maker(
 
     def check(plan: Plan) -> None:
         if plan.engine != AUTO3D:
-            check_engine(plan, lambda: graph_at(samples_at_once(plan)), emulated=emulated is not None)
+            check_engine(
+                plan,
+                lambda: graph_at(samples_at_once(plan)),
+                emulated=emulated is not None,
+                precision=recipe.values.training.precision,
+            )
         if emulated is not None:
             emulated.check_fits(plan.stages)
         graph = graph_at(samples_at_once(plan))

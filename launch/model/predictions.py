@@ -25,7 +25,7 @@ from launch.model.graphs import PlanningModel
 from launch.model.profile import basis
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.search_schema import PlanRecipe
-from launch.recipe.settings import emulation
+from launch.recipe.settings import emulation, predicted_precision
 
 T = TypeVar("T")
 
@@ -119,8 +119,9 @@ def predict_plans(
         with suppress(InputError):  # for example a degree that the profile lacks
             seconds[plan] = costs.seconds(plan)
     based_on = f"{recipe.values.prediction.method}, on {basis(recipe, costs.measured_in)}"
-    if recipe.values.prediction.precision != "float32" and not costs.measured_in:
-        based_on += f", in {recipe.values.prediction.precision}, while trials train in float32"
+    predicted, trained = predicted_precision(recipe.values), recipe.values.training.precision
+    if predicted != trained and not costs.measured_in:
+        based_on += f", in {predicted}, while trials train in {trained}"
     return PlanPredictions(seconds, based_on)
 
 
@@ -139,7 +140,7 @@ def plan_rows(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> Iterat
     def maker_of(overrides: tuple[str, ...]) -> tuple[LoadedRecipe, PlanMaker]:
         changed = recipe.changed(overrides) if overrides else recipe
         values = changed.values
-        known = f"{values.model} {values.data} {values.prediction}"
+        known = f"{values.model} {values.data} {values.prediction} {values.training.precision}"
         subject = subjects.setdefault(known, subjects.get(known) or subject_of(changed))
         known += f"{values.cluster} {values.training.optimizer}"
         model = models.setdefault(known, models.get(known) or cost_model(changed, subject))
