@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -11,13 +12,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.gradient_sync import GradientSync
 from auto3d.runtime.inputs import MicroBatchInputs
+from auto3d.runtime.observer import StepObserver
 from auto3d.runtime.optimizer import Optimizer, update
 from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.stage import RunnableStage
 from auto3d.runtime.totals import Total, Totals
-from auto3d.schedule.operation import Kind
+from auto3d.schedule.operation import Kind, Operation
 from auto3d.schedule.program import Communication, GradientSum, LossSum, Message, PipeStage, Program, Step
 
 
@@ -28,11 +30,8 @@ class IterationResult:
     loss: float  # mean over the global batch's micro-batches
     grad_norm: float | None  # before clipping; None if asynchronous: the gradients are never all there at once
     asked_to_end: bool  # whether any rank was asked to end before the iteration was over
+    learning_rate: float  # rate of the iteration's updates
     seconds: float = field(compare=False)  # time from the end of the previous iteration to the end of this one
-
-    @staticmethod
-    def of(total: Total, seconds: float) -> "IterationResult":
-        return IterationResult(total.loss, total.grad_norm, total.asked_to_end, seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +57,7 @@ class Executor:
         randomness: Randomness,
         memory: MemoryWatch,
         clip_norm: float,
+        learning_rate: Callable[[int], float],
     ) -> None:
         self._stages = stages
         self._optimizers = optimizers
@@ -67,11 +67,13 @@ class Executor:
         self._randomness = randomness
         self._memory = memory
         self._clip_norm = clip_norm
+        self._learning_rate = learning_rate  # iteration, from 0 -> the rate of its updates
         self._program = Program(steps=())  # the one that runs
         self._updates: Counter[PipeStage] = Counter()  # updates of each stage in this program
         self._total: Total | None = None  # sums of this iteration, once an update has needed them
         self._ended = 0  # iterations of this program that this rank has ended
         self._ended_at = 0.0
+        self._known = 0  # iterations of this program whose results are known
         self._run: dict[Kind, Callable[[Step], None]] = {
             Kind.FORWARD: self._forward,
             Kind.RECOMPUTE: self._recompute,
@@ -92,7 +94,7 @@ class Executor:
             self._run_ahead.begin(
                 f"in iteration {self._iteration_of(step)} at {step.operation} of stage {step.operation.stage}"
             )
-            with self._memory.during(step.operation):
+            with self._memory.during(step.operation), self._observed(step.operation):
                 for communication in step.begins:
                     self._begin(communication)
                 self._run[step.operation.kind](step)
@@ -102,7 +104,21 @@ class Executor:
         self._exchange.end()
         yield from self._end_iteration()
         for total, late_s in self._totals.remaining():
-            yield IterationResult.of(total, late_s)
+            yield self._result(total, late_s)
+
+    def observe(self, observer: StepObserver | None) -> None:
+        """From now on tell ``observer`` of each operation; None: nobody."""
+        self._run_ahead.observer = observer
+
+    def _observed(self, operation: Operation) -> AbstractContextManager[None]:
+        observer = self._run_ahead.observer
+        return nullcontext() if observer is None else observer.during(operation)
+
+    def _result(self, total: Total, seconds: float) -> IterationResult:
+        """The result of the first iteration of the program that has none yet."""
+        rate = self._learning_rate(self._randomness.iteration + self._known)
+        self._known += 1
+        return IterationResult(total.loss, total.grad_norm, total.asked_to_end, rate, seconds)
 
     def _iteration_of(self, step: Step) -> int:
         """The number of the iteration, from 1. An update or a sync counts to the iteration that it ends."""
@@ -115,7 +131,7 @@ class Executor:
         self._randomness.iteration = first_iteration
         self._updates.clear()
         self._total = None
-        self._ended, self._ended_at = 0, perf_counter()
+        self._ended, self._known, self._ended_at = 0, 0, perf_counter()
         for pipe_stage, stage in self._stages.items():
             stage.weights.start(program.versions[pipe_stage])
         inputs_of = {pipe_stage: stage.stage.inputs for pipe_stage, stage in self._stages.items()}
@@ -203,10 +219,10 @@ class Executor:
         if self._program.asynchronous:
             self._totals.add(self._take_loss(self._ended), seconds)
             for total, earlier_s in self._totals.arrived():
-                yield IterationResult.of(total, earlier_s)
+                yield self._result(total, earlier_s)
         else:
             assert self._total is not None
-            yield IterationResult.of(self._total, seconds)
+            yield self._result(self._total, seconds)
         self._ended += 1
 
     def _receive(self, step: Step) -> dict[int, dict[str, list[torch.Tensor]]]:

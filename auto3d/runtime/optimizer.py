@@ -1,6 +1,6 @@
 """Optimizers of torch and learning-rate schedules of transformers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -105,6 +105,20 @@ def build_optimizer(
             f"learning_rate_schedule: {name!r} is not known; use one of {', '.join(LEARNING_RATE_SCHEDULES)}"
         )
     return optimizer, _learning_rate_schedule(local_optimizer(optimizer), name, settings.warmup_iterations, iterations)
+
+
+def learning_rate_of(settings: OptimizerSettings, iterations: int) -> Callable[[int], float]:
+    """The learning rate by iteration, from 0, of a training of ``iterations`` iterations.
+
+    It is the same on every rank, also on one that trains nothing.
+    """
+    stand_in = torch.optim.SGD([torch.zeros(1)], lr=settings.learning_rate)
+    schedule = _learning_rate_schedule(
+        stand_in, settings.learning_rate_schedule, settings.warmup_iterations, iterations
+    )
+    assert isinstance(schedule, LambdaLR), "all schedules of transformers that auto3d offers are"
+    (factor,) = schedule.lr_lambdas
+    return lambda iteration: settings.learning_rate * factor(iteration)
 
 
 def _learning_rate_schedule(optimizer: torch.optim.Optimizer, name: str, warmup: int, iterations: int) -> LRScheduler:

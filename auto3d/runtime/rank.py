@@ -20,7 +20,7 @@ from auto3d.runtime.emulated import EmulatedBackend
 from auto3d.runtime.executor import Executor, Peers
 from auto3d.runtime.inputs import MicroBatchInputs
 from auto3d.runtime.layout import PlanLayout, RankLayout, lay_out_plan, lay_out_rank
-from auto3d.runtime.optimizer import Optimizer, build_optimizer, make_state, state_by_parameter
+from auto3d.runtime.optimizer import Optimizer, build_optimizer, learning_rate_of, make_state, state_by_parameter
 from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.replicas import capture_slices, rank_program
@@ -163,6 +163,7 @@ def build_rank(
         randomness=randomness,
         memory=memory,
         clip_norm=settings.optimizer.clip_norm,
+        learning_rate=learning_rate_of(settings.optimizer, settings.iterations),
     )
     rank = Rank(
         executor=executor,

@@ -55,7 +55,9 @@ def train_on(
     from auto3d.runtime.joined import joined_world
     from launch.drivers.planned_training import plan_training
     from launch.drivers.train import run_as_job, run_training
+    from launch.watch.outlets import check_outlets
 
+    check_outlets(loaded)
     world = joined_world()
     if world is None and detach and not on_slurm(loaded):
         arguments = [*(["--plan", plan_file] if plan_file else []), *["--fresh"] * fresh]

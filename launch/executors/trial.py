@@ -15,22 +15,24 @@ from auto3d.plan import AUTO3D, Plan
 from auto3d.runtime.checkpoint import Checkpoints
 from auto3d.runtime.executor import IterationResult
 from auto3d.runtime.measurement import BYTES, CommunicationCalls, Environment, Measurement, Status
+from auto3d.runtime.metrics import Metrics, metrics_of
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.training import TrainingResult, train
+from auto3d.runtime.watch import Watched
 from auto3d.runtime.world import World
+from launch.console.records import measured_precision
 from launch.model.build import capture_for_ranks, initial_weights
 from launch.peers.communication import log_communication
 from launch.peers.limits import DEEPSPEED, engine_version
 from launch.peers.training import train_by_peer
 from launch.recipe.data import data_settings, tokens_per_sample
 from launch.recipe.load import LoadedRecipe
-from launch.recipe.settings import training_settings
+from launch.recipe.settings import known_peak_flops, training_settings
 from launch.run.devices import devices_for
 from launch.run.diagnosis import Ending
 from launch.run.ranks import NodeRanks, Outcome, Report, run_ranks
 from launch.store.files import private_folder
 
-IterationReport = tuple[int, float | None, float]  # number from 0, loss (None: emulated), seconds
 RankCapture = Callable[[World], CapturedModel]  # gives a rank the captured model
 
 
@@ -38,6 +40,7 @@ RankCapture = Callable[[World], CapturedModel]  # gives a rank the captured mode
 class TrainingRun:
     """What a run needs to be the recipe's whole training; a trial is a few of its iterations."""
 
+    recipe: LoadedRecipe
     checkpoints: Checkpoints
     asked_to_end: Callable[[], bool]  # says whether to end early; no signal but SIGKILL ends the ranks
 
@@ -45,14 +48,25 @@ class TrainingRun:
     def of(recipe: LoadedRecipe, folder: Path, asked_to_end: Callable[[], bool]) -> "TrainingRun":
         """The training of ``recipe`` with its checkpoints in ``folder``, which is created."""
         private_folder(folder)
-        return TrainingRun(Checkpoints(folder=folder, every=recipe.values.training.checkpoint_every), asked_to_end)
+        checkpoints = Checkpoints(folder=folder, every=recipe.values.training.checkpoint_every)
+        return TrainingRun(recipe, checkpoints, asked_to_end)
 
-    def arguments(self, world: World, report: Report, settings: TrainingSettings) -> dict[str, Any]:
-        """Further arguments for ``train``; they make rank 0 report each iteration to its parent."""
+    def arguments(
+        self, plan: Plan, captured: CapturedModel, world: World, report: Report, settings: TrainingSettings
+    ) -> dict[str, Any]:
+        """Further arguments for ``train``; they make rank 0 report the Metrics of each iteration to its parent."""
+        emulated = settings.emulation is not None
+        make = metrics_of(
+            plan,
+            flops=flops_of_graph(plan, captured.graph),
+            tokens_per_sample=tokens_per_sample(self.recipe.values),
+            peak_flops=None if emulated else known_peak_flops(self.recipe, plan, measured_precision(self.recipe)),
+            emulated=emulated,
+        )
 
-        def on_iteration(iteration: int, result: IterationResult) -> None:
+        def on_iteration(iteration: int, result: IterationResult, watched: Watched) -> None:
             if world.rank == 0:
-                report((iteration, None if settings.emulation else result.loss, result.seconds))
+                report(make(iteration, result, watched))
 
         return {"checkpoints": self.checkpoints, "asked_to_end": self.asked_to_end, "on_iteration": on_iteration}
 
@@ -65,7 +79,7 @@ def measure(
     node: NodeRanks | None = None,
     of_all: Callable[[Outcome], Outcome] = lambda outcome: outcome,
     training: TrainingRun | None = None,
-    on_report: Callable[[IterationReport], None] = lambda report: None,
+    on_report: Callable[[Metrics], None] = lambda report: None,
     capture: Callable[[Plan], RankCapture] | None = None,
 ) -> Measurement:
     """The measurement of a run of ``plan``: the recipe's warm-up and measured iterations, or the whole ``training``.
@@ -97,7 +111,7 @@ def measure(
             captured = captured_for(world)
             state = initial_weights(recipe, captured.graph)
             if plan.engine == AUTO3D:
-                more = training.arguments(world, report, settings) if training else {}
+                more = training.arguments(plan, captured, world, report, settings) if training else {}
                 result = train(captured, plan, settings, data, world, state=state, **more)
             else:
                 result = train_by_peer(captured, plan, settings, data, world, state=state)

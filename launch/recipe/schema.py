@@ -9,6 +9,7 @@ from launch.recipe.schema_key import AUTO, LARGEST_BATCH, LARGEST_INTEGER, LARGE
 from launch.recipe.search_schema import PlanRecipe, SearchRecipe
 
 UNFUSED = "unfused"
+TENSORBOARD, WANDB = "tensorboard", "wandb"
 SCATTERED = "scattered"
 
 
@@ -69,6 +70,17 @@ class TrainingRecipe:
         "iterations of `auto3d train` between checkpoints; one more is written at the end; each rank must write its "
         "shard within timeout_s; none: only when SLURM asks the training to end",
         least=1,
+    )
+    log_every: int | None = key(
+        None,
+        "iterations between two lines about the progress of `auto3d train` in a log; none: by time, a line every 5 "
+        "seconds at most",
+        least=1,
+    )
+    report_to: list[str] = key(
+        [],
+        "who else gets the metrics of `auto3d train`, besides the terminal and the file metrics.jsonl (docs/watch.md)",
+        choices=(TENSORBOARD, WANDB),
     )
     optimizer: str = key("adamw", "the optimizer", choices=("adamw", "sgd"))
     learning_rate: float = key(1e-3, "highest learning rate", least=0)
