@@ -45,20 +45,18 @@ class OperationTimes:
     """A StepObserver that marks the device's time, and gives the times once the device is idle.
 
     A mark costs a call of perf_counter on a CPU, and an event in the queue of a GPU: nothing waits for the device.
-    ``annotate`` makes a context for each operation, by its name.
+    ``annotate``, if there is one, makes a context for each operation, by its name.
     """
 
-    def __init__(
-        self, clock: Clock, annotate: Callable[[str], AbstractContextManager[object]] = lambda name: nullcontext()
-    ) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self.annotate: Callable[[str], AbstractContextManager[object]] | None = None
         self._clock = clock
-        self._annotate = annotate
         self._marks: list[_Marks] = []
         self._present: _Marks | None = None
 
     @contextmanager
     def during(self, operation: Operation) -> Iterator[None]:
-        with self._annotate(str(operation)):
+        with nullcontext() if self.annotate is None else self.annotate(str(operation)):
             self._present = _Marks(operation, self._clock.mark())
             self._marks.append(self._present)
             yield

@@ -22,7 +22,7 @@ from auto3d.runtime.peak_memory import PeakBytes, PeakMemory
 from auto3d.runtime.rank import Rank, build_rank
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.waiting import waiting_for
-from auto3d.runtime.watch import Watch, Watched
+from auto3d.runtime.watch import TraceRequest, Watch, Watched
 from auto3d.runtime.world import World, join
 from auto3d.schedule.program import Program
 
@@ -56,17 +56,18 @@ def train(
     checkpoints: Checkpoints | None = None,
     asked_to_end: Callable[[], bool] = lambda: False,
     on_iteration: Callable[[int, IterationResult, Watched], None] | None = None,
+    trace: TraceRequest | None = None,
 ) -> TrainingResult:
     """Train to the end as rank ``world.rank``.
 
     ``on_iteration`` receives each iteration's number and result, and what the ranks know of each other. They watch each
-    other only if there is one, on every rank.
+    other only if there is one, on every rank; then ``trace`` may ask for traces of iterations.
     """
     with naming_this_rank():
         training = Training(
             captured, plan, settings, data, world, state=state, checkpoints=checkpoints, asked_to_end=asked_to_end
         )
-        watch = None if on_iteration is None else training.watch(plan, world.device(settings.device))
+        watch = None if on_iteration is None else training.watch(plan, world.device(settings.device), trace)
         for iteration, result in training.iterations():
             if watch is not None and on_iteration is not None:
                 if training.flushed:
@@ -133,7 +134,7 @@ class Training:
             if checkpoints and asked_to_end:
                 return
 
-    def watch(self, plan: Plan, device: torch.device) -> Watch:
+    def watch(self, plan: Plan, device: torch.device, trace: TraceRequest | None = None) -> Watch:
         """A Watch of this rank, which the caller tells of the iterations. All ranks must call it."""
         return Watch(
             self.rank.executor,
@@ -141,6 +142,8 @@ class Training:
             self._memory,
             device,
             first_iteration=self.done,
+            programs=self.rank.programs,
+            trace=trace,
             timeout_s=self._settings.timeout_s,
         )
 

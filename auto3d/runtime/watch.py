@@ -1,24 +1,48 @@
 """One rank's part in watching a training: it times its operations and exchanges summaries with the other ranks."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import ceil
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 
 import torch
+import torch.distributed as dist
 
 from auto3d.plan import Plan
 from auto3d.runtime.activity import THIS_RANK
 from auto3d.runtime.clock import clock_of
+from auto3d.runtime.clock_offset import seconds_ahead
 from auto3d.runtime.executor import Executor
 from auto3d.runtime.gathered import of_all_ranks
 from auto3d.runtime.observer import ObservedOperation, OperationTimes
 from auto3d.runtime.peak_memory import PeakMemory
+from auto3d.runtime.rank_trace import Recording
 from auto3d.runtime.slow_rank import COMPARED, OperationMedians, SlowRank, SlowRanks, lags_of, medians_of
+from auto3d.runtime.waiting import waiting_for
 from auto3d.schedule.operation import Kind
+from auto3d.schedule.program import Program
 
 FIRST_WINDOW = 5  # iterations before the first exchange
 LEAST_S = 2.0  # least seconds between two exchanges, once the time of an iteration is known
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceRequest:
+    """Which iterations to trace (from 1; 0: the first after ``warmup`` ones of the run), and the folder for it."""
+
+    iterations: tuple[int, ...]
+    warmup: int
+    folder: Path
+
+
+@dataclass(frozen=True)
+class TracedIteration:
+    """The files that the ranks wrote of one iteration, in order of ranks; ``iteration`` counts from 1."""
+
+    iteration: int
+    files: tuple[Path, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +52,7 @@ class Watched:
     peak_bytes: int | None = None  # largest peak memory of a rank so far; None before the first exchange
     peak_rank: int | None = None  # the rank that has it
     slow: tuple[SlowRank, ...] = ()
+    traced: TracedIteration | None = None  # the iteration that has just ended, if it was traced
 
 
 class Watch:
@@ -41,9 +66,14 @@ class Watch:
         device: torch.device,
         *,
         first_iteration: int,
+        programs: Sequence[Program],
         timeout_s: float,
+        trace: TraceRequest | None = None,
     ) -> None:
         self.latest = Watched()
+        self._device, self._plan = device, plan
+        self._trace, self._traced_from = trace, _traced_from(trace, programs, first_iteration)
+        self._recording: Recording | None = None
         self._clock = clock_of(device)
         self._times = OperationTimes(self._clock)
         executor.observe(self._times)
@@ -53,14 +83,48 @@ class Watch:
         self._exchanged_at = first_iteration  # iterations done at the last exchange
         self._window = FIRST_WINDOW  # iterations until the next one
         self._began = perf_counter()
-        self._origin = self._clock.mark()
+        self._start(first_iteration)
 
     def after(self, done: int) -> None:
         """Note the operations of the iterations that have ended; ``done`` iterations are complete on every rank."""
-        self._observed += self._times.take(self._origin)
-        self._origin = self._clock.mark()
+        observed = self._times.take(self._origin)
+        self._observed += observed
+        traced = None
+        if self._recording is not None:
+            traced = self._end_recording(self._recording, observed, done)
         if done - self._exchanged_at >= self._window:
             self._exchange(done)
+        self.latest = replace(self.latest, traced=traced)
+        self._start(done)
+
+    def _start(self, done: int) -> None:
+        """Begin what comes after ``done`` iterations; the device is idle."""
+        if done in self._traced_from:
+            self._recording = Recording(self._device)
+            self._times.annotate = self._recording.annotate
+        self._origin_s, self._origin = perf_counter(), self._clock.mark()
+
+    def _end_recording(self, recording: Recording, observed: Sequence[ObservedOperation], done: int) -> TracedIteration:
+        """Write this rank's trace of the iterations that have ended, once all ranks have."""
+        assert self._trace is not None
+        self._recording = self._times.annotate = None
+        rank = dist.get_rank()
+        place = next(device for device, ranks in enumerate(self._plan.placement) if rank in ranks)
+        trace = recording.end(
+            observed,
+            origin_s=self._origin_s,
+            ahead_s=seconds_ahead(timeout_s=self._timeout_s),
+            rank=rank,
+            device=place,
+            host=THIS_RANK.hosts[rank],
+        )
+        folder = self._trace.folder / f"iteration-{done}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        files = tuple(folder / f"rank-{each}.json.gz" for each in range(dist.get_world_size()))
+        trace.write(files[rank])
+        with waiting_for("the traces of all ranks", self._timeout_s):
+            dist.barrier()
+        return TracedIteration(done, files)
 
     def _exchange(self, done: int) -> None:
         iterations = done - self._exchanged_at
@@ -93,3 +157,17 @@ class Watch:
 
     def _keys(self) -> list[tuple[int, Kind]]:
         return [(stage, kind) for stage in range(self._stages) for kind in COMPARED]
+
+
+def _traced_from(trace: TraceRequest | None, programs: Sequence[Program], first: int) -> frozenset[int]:
+    """The numbers of done iterations after which a program begins that has an iteration to trace."""
+    if trace is None:
+        return frozenset()
+    last = sum(program.iterations for program in programs)
+    wanted = {iteration - 1 if iteration else min(first + trace.warmup, last - 1) for iteration in trace.iterations}
+    begins, begin = set(), 0
+    for program in programs:
+        if wanted & set(range(begin, begin + program.iterations)):
+            begins.add(begin)
+        begin += program.iterations
+    return frozenset(begins)

@@ -19,6 +19,7 @@ from launch.slurm.executor import on_slurm
 @click.option("--plan", "plan_file", type=EXISTING_FILE, help="Train under the plan in this file.")
 @click.option("--fresh", is_flag=True, help="Start from the beginning, even if there are checkpoints.")
 @click.option("--json", "as_json", is_flag=True, help="Print loss, grad_norm, iteration_s, bytes and the plan.")
+@click.option("--trace", is_flag=True, help="Trace one iteration after the warm-up; others: training.trace=[3,10].")
 @options.dry_run
 @options.test_only
 @options.detach
@@ -28,6 +29,7 @@ def train(
     plan_file: str | None,
     fresh: bool,
     as_json: bool,
+    trace: bool,
     dry_run: bool,
     test_only: bool,
     detach: bool,
@@ -38,7 +40,7 @@ def train(
     processes, joins those that torchrun, srun or mpirun started, or submits a job to SLURM. It continues from the
     newest checkpoint; training.checkpoint_every says how often one is written.
     """
-    loaded = load(recipe, overrides)
+    loaded = load(recipe, (*overrides, "training.trace=[0]") if trace else overrides)
     if dry_run or test_only:
         from launch.drivers.planned_training import plan_training  # it imports torch, as in train_on
 

@@ -7,9 +7,12 @@ from time import monotonic
 
 from rich.console import Console
 
+from auto3d.plan import Plan
 from auto3d.runtime.metrics import Metrics
 from auto3d.runtime.slow_rank import SlowRank
+from auto3d.runtime.watch import TracedIteration
 from launch.console.progress import bar
+from launch.console.traces import merge
 from launch.recipe.load import LoadedRecipe
 from launch.watch.outlets import outlets
 
@@ -18,10 +21,12 @@ BAR_WIDTH = 42  # least columns of a terminal that the bar, the count of iterati
 
 
 @contextmanager
-def watching(console: Console, recipe: LoadedRecipe, checkpoints: Path) -> Iterator[Callable[[Metrics], None]]:
-    """Shows the progress of a training on ``console`` and writes its metrics; yields a function of the Metrics.
+def watching(
+    console: Console, recipe: LoadedRecipe, plan: Plan, checkpoints: Path
+) -> Iterator[Callable[[Metrics | TracedIteration], None]]:
+    """Shows the progress of a training on ``console``, writes its metrics and merges its traces.
 
-    ``checkpoints`` is the training's folder for checkpoints.
+    Yields a function of what rank 0 reports. ``checkpoints`` is the training's folder for checkpoints.
     """
     training = recipe.values.training
 
@@ -33,9 +38,12 @@ def watching(console: Console, recipe: LoadedRecipe, checkpoints: Path) -> Itera
         outlets(recipe, checkpoints, tell) as write,
     ):
 
-        def on_report(metrics: Metrics) -> None:
-            write(metrics)
-            show(metrics)
+        def on_report(report: Metrics | TracedIteration) -> None:
+            if isinstance(report, TracedIteration):
+                merge(recipe, plan, report, tell)
+                return
+            write(report)
+            show(report)
 
         yield on_report
 

@@ -133,7 +133,7 @@ def _train(
     manifest, name = manifest_of(recipe), training.trial.name
     manifest.append([Entry(trial=name, state=State.STARTED)])
     limits: dict[str, Any] = {"timeout_s": None, "straggle_s": settings.timeout_s, "ignore_sigterm": asked is not None}
-    with watching(console, recipe, training.trial.checkpoints) as on_report:
+    with watching(console, recipe, training.plan, training.trial.checkpoints) as on_report:
         outcome = run_ranks(training.plan.ranks, run, on_report=on_report, devices=devices, **limits)
     if outcome.status is Status.OK and outcome.result.asked_to_end:
         assert asked is not None
@@ -228,7 +228,7 @@ def _run_joined(
     with stdout_to_stderr(), naming_lost_peers():
         if world.rank:
             return run(world, lambda report: None)
-        with watching(console, recipe, training.trial.checkpoints) as on_report:
+        with watching(console, recipe, training.plan, training.trial.checkpoints) as on_report:
             return run(world, on_report)
 
 

@@ -17,6 +17,7 @@ from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.runtime.measurement import Status
 from auto3d.runtime.metrics import Metrics
+from auto3d.runtime.watch import TracedIteration
 from launch.console.training_progress import watching
 from launch.executors.trial import TrainingRun, is_whole, measure
 from launch.recipe.load import LoadedRecipe, load
@@ -83,7 +84,8 @@ def run_training_on_nodes(
     asked = asked_by_slurm()
     recipe = replace(load(recipe_file), folder=Path(modules))
     training = TrainingRun.of(recipe, Path(checkpoints), asked_to_end=lambda: bool(asked))
-    with watching(Console(), recipe, Path(checkpoints)) as on_report:
+    plan = Plan.from_json(Path(plan_file).read_bytes())
+    with watching(Console(), recipe, plan, Path(checkpoints)) as on_report:
         _run_on_nodes(recipe, plan_file, measurement_file, asked, training, on_report)
 
 
@@ -93,7 +95,7 @@ def _run_on_nodes(
     measurement_file: str,
     asked: Asked,
     training: TrainingRun | None = None,
-    on_report: Callable[[Metrics], None] = lambda report: None,
+    on_report: Callable[[Metrics | TracedIteration], None] = lambda report: None,
 ) -> None:
     if Path(measurement_file).exists():  # it was written just before SLURM requeued the job
         return

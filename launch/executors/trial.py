@@ -18,7 +18,7 @@ from auto3d.runtime.measurement import BYTES, CommunicationCalls, Environment, M
 from auto3d.runtime.metrics import Metrics, metrics_of
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.training import TrainingResult, train
-from auto3d.runtime.watch import Watched
+from auto3d.runtime.watch import TracedIteration, TraceRequest, Watched
 from auto3d.runtime.world import World
 from launch.console.records import measured_precision
 from launch.model.build import capture_for_ranks, initial_weights
@@ -32,6 +32,7 @@ from launch.run.devices import devices_for
 from launch.run.diagnosis import Ending
 from launch.run.ranks import NodeRanks, Outcome, Report, run_ranks
 from launch.store.files import private_folder
+from launch.watch.outlets import trace_folder
 
 RankCapture = Callable[[World], CapturedModel]  # gives a rank the captured model
 
@@ -48,6 +49,8 @@ class TrainingRun:
     def of(recipe: LoadedRecipe, folder: Path, asked_to_end: Callable[[], bool]) -> "TrainingRun":
         """The training of ``recipe`` with its checkpoints in ``folder``, which is created."""
         private_folder(folder)
+        if recipe.values.training.trace:
+            private_folder(trace_folder(folder))
         checkpoints = Checkpoints(folder=folder, every=recipe.values.training.checkpoint_every)
         return TrainingRun(recipe, checkpoints, asked_to_end)
 
@@ -66,9 +69,23 @@ class TrainingRun:
 
         def on_iteration(iteration: int, result: IterationResult, watched: Watched) -> None:
             if world.rank == 0:
+                if watched.traced is not None:
+                    report(watched.traced)
                 report(make(iteration, result, watched))
 
-        return {"checkpoints": self.checkpoints, "asked_to_end": self.asked_to_end, "on_iteration": on_iteration}
+        trace = self.recipe.values.training.trace
+        request = TraceRequest(
+            iterations=tuple(trace),
+            warmup=self.recipe.values.measure.warmup_iterations,
+            folder=trace_folder(self.checkpoints.folder),
+        )
+
+        return {
+            "checkpoints": self.checkpoints,
+            "asked_to_end": self.asked_to_end,
+            "on_iteration": on_iteration,
+            "trace": request,
+        }
 
 
 def measure(
@@ -79,7 +96,7 @@ def measure(
     node: NodeRanks | None = None,
     of_all: Callable[[Outcome], Outcome] = lambda outcome: outcome,
     training: TrainingRun | None = None,
-    on_report: Callable[[Metrics], None] = lambda report: None,
+    on_report: Callable[[Metrics | TracedIteration], None] = lambda report: None,
     capture: Callable[[Plan], RankCapture] | None = None,
 ) -> Measurement:
     """The measurement of a run of ``plan``: the recipe's warm-up and measured iterations, or the whole ``training``.

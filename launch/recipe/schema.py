@@ -82,6 +82,12 @@ class TrainingRecipe:
         "who else gets the metrics of `auto3d train`, besides the terminal and the file metrics.jsonl (docs/watch.md)",
         choices=(TENSORBOARD, WANDB),
     )
+    trace: list[int] = key(
+        [],
+        "iterations of `auto3d train`, from 1, to trace on every rank (docs/watch.md); 0: the first one after "
+        "measure.warmup_iterations",
+        least=0,
+    )
     optimizer: str = key("adamw", "the optimizer", choices=("adamw", "sgd"))
     learning_rate: float = key(1e-3, "highest learning rate", least=0)
     learning_rate_schedule: str = key(

@@ -239,7 +239,7 @@ def _measured(recipe: LoadedRecipe) -> dict[str, Any]:
     values = asdict(recipe.values)
     measured = {group: values[group] for group in ("model", "data", "cluster", "training", "emulation", "measure")}
     del measured["training"]["iterations"]  # only `auto3d train` reads it; a trial has measure.iterations
-    for name in ("timeout_s", "checkpoint_every", "check_capture", "log_every", "report_to"):
+    for name in ("timeout_s", "checkpoint_every", "check_capture", "log_every", "report_to", "trace"):
         del measured["training"][name]
     if not values["measure"]["communication"]:
         del measured["measure"]["communication"]  # trials from before there was this key are the same trials

@@ -47,6 +47,11 @@ def metrics_folder(checkpoints: Path) -> Path:
     return checkpoints.parent.parent / "metrics" / checkpoints.name
 
 
+def trace_folder(checkpoints: Path) -> Path:
+    """The folder in ``metrics_folder`` for the traces of a training."""
+    return metrics_folder(checkpoints) / "trace"
+
+
 @contextmanager
 def outlets(
     recipe: LoadedRecipe, checkpoints: Path, tell: Callable[[str], None]
