@@ -25,7 +25,7 @@ from auto3d.schedule.operation import Kind
 from auto3d.schedule.program import Program
 
 FIRST_WINDOW = 5  # iterations before the first exchange
-LEAST_S = 2.0  # least seconds between two exchanges, once the time of an iteration is known
+LEAST_S = 10.0  # least seconds between two exchanges, once the time of an iteration is known
 
 
 @dataclass(frozen=True, kw_only=True)

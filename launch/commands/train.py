@@ -1,5 +1,6 @@
 """`auto3d train`."""
 
+import os
 from functools import partial
 
 import click
@@ -53,6 +54,8 @@ def train_on(
     loaded: LoadedRecipe, plan_file: str | None, *, fresh: bool = False, as_json: bool = False, detach: bool = False
 ) -> int:
     """Train under ``plan_file`` or the recipe's own plan, and print the result; returns the exit code."""
+    if loaded.values.training.trace:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # no lines of torch.profiler, which reads it when it is loaded
     # These import torch, which takes seconds: --help and a refused recipe are quick without it.
     from auto3d.runtime.joined import joined_world
     from launch.drivers.planned_training import plan_training

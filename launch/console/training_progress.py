@@ -70,7 +70,7 @@ def training_progress(
                 progress.console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
             slow = metrics.slow
             due = metrics.iteration % log_every == 0 if log_every else monotonic() - printed_at >= LINE_S
-            if not console.is_terminal and (due or metrics.iteration == iterations):
+            if not console.is_terminal and (due or not printed_at or metrics.iteration == iterations):
                 printed_at = monotonic()
                 line = f"iteration {metrics.iteration}/{iterations}: {', '.join(figures(metrics))}"
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
