@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from time import perf_counter
@@ -14,12 +15,13 @@ from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.gradient_sync import GradientSync
 from auto3d.runtime.inputs import MicroBatchInputs
 from auto3d.runtime.loss_scale import LossScale
+from auto3d.runtime.observer import StepObserver
 from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.stage import RunnableStage
 from auto3d.runtime.totals import Total, Totals
-from auto3d.schedule.operation import Kind
+from auto3d.schedule.operation import Kind, Operation
 from auto3d.schedule.program import Communication, GradientSum, LossSum, Message, PipeStage, Program, Step
 
 
@@ -30,12 +32,9 @@ class IterationResult:
     loss: float  # mean over the global batch: over its real targets if the loss is a mean over targets
     grad_norm: float | None  # before clipping; None if asynchronous, for they are never all there at once, or skipped
     asked_to_end: bool  # whether any rank was asked to end before the iteration was over
+    learning_rate: float  # rate of the iteration's updates
     seconds: float = field(compare=False)  # time from the end of the previous iteration to the end of this one
     skipped: bool = False  # whether gradients overflowed under a loss scale, so that nothing was updated
-
-    @staticmethod
-    def of(total: Total, seconds: float, *, skipped: bool = False) -> "IterationResult":
-        return IterationResult(total.loss, total.grad_norm, total.asked_to_end, seconds, skipped)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +62,7 @@ class Executor:
         clip_norm: float,
         targets: BatchTargets | None = None,
         loss_scale: LossScale | None = None,
+        learning_rate: Callable[[int], float],
     ) -> None:
         self._stages = stages
         self._optimizers = optimizers
@@ -75,13 +75,14 @@ class Executor:
         self._targets = targets or BatchTargets()
         self._loss_scale = loss_scale or LossScale()
         self._waits_for_sums = bool(clip_norm) or self._loss_scale.is_used or self._targets.vary
+        self._learning_rate = learning_rate  # iteration, from 0 -> the rate of its updates
         self._program = Program(steps=())  # the one that runs
         self._updates: Counter[PipeStage] = Counter()  # updates of each stage in this program
         self._total: Total | None = None  # sums of this iteration, once an update has needed them
         self._skips = False  # whether this iteration updates nothing
-        self._results = 0  # iterations of an asynchronous program whose sums are known
         self._ended = 0  # iterations of this program that this rank has ended
         self._ended_at = 0.0
+        self._known = 0  # iterations of this program whose results are known
         self._run: dict[Kind, Callable[[Step], None]] = {
             Kind.FORWARD: self._forward,
             Kind.RECOMPUTE: self._recompute,
@@ -102,7 +103,7 @@ class Executor:
             self._run_ahead.begin(
                 f"in iteration {self._iteration_of(step)} at {step.operation} of stage {step.operation.stage}"
             )
-            with self._memory.during(step.operation):
+            with self._memory.during(step.operation), self._observed(step.operation):
                 for communication in step.begins:
                     self._begin(communication)
                 self._run[step.operation.kind](step)
@@ -112,7 +113,22 @@ class Executor:
         self._exchange.end()
         yield from self._end_iteration()
         for total, late_s in self._totals.remaining():
-            yield IterationResult.of(self._late(total), late_s)
+            yield self._result(self._late(total), late_s)
+
+    def observe(self, observer: StepObserver | None) -> None:
+        """From now on tell ``observer`` of each operation; None: nobody."""
+        self._run_ahead.observer = observer
+
+    def _observed(self, operation: Operation) -> AbstractContextManager[None]:
+        observer = self._run_ahead.observer
+        return nullcontext() if observer is None else observer.during(operation)
+
+    def _result(self, total: Total, seconds: float) -> IterationResult:
+        """The result of the first iteration of the program that has none yet."""
+        skipped_before = self._loss_scale.skipped_iterations - self._skips  # they did not advance the rate
+        rate = self._learning_rate(self._randomness.iteration + self._known - skipped_before)
+        self._known += 1
+        return IterationResult(total.loss, total.grad_norm, total.asked_to_end, rate, seconds, self._skips)
 
     def _iteration_of(self, step: Step) -> int:
         """The number of the iteration, from 1. An update or a sync counts to the iteration that it ends."""
@@ -124,8 +140,8 @@ class Executor:
         self._program = program
         self._randomness.iteration = first_iteration
         self._updates.clear()
-        self._total, self._skips, self._results = None, False, 0
-        self._ended, self._ended_at = 0, perf_counter()
+        self._total, self._skips = None, False
+        self._ended, self._known, self._ended_at = 0, 0, perf_counter()
         for pipe_stage, stage in self._stages.items():
             stage.weights.start(program.versions[pipe_stage])
         inputs_of = {pipe_stage: stage.stage.inputs for pipe_stage, stage in self._stages.items()}
@@ -213,8 +229,7 @@ class Executor:
 
     def _late(self, total: Total) -> Total:
         """``total`` of the next iteration of an asynchronous program, if nothing is to be divided."""
-        self._results += 1
-        self._fraction(total, self._randomness.iteration + self._results)
+        self._fraction(total, self._randomness.iteration + self._known + 1)
         return total
 
     def _fraction(self, total: Total, iteration: int) -> float:
@@ -255,10 +270,10 @@ class Executor:
         if self._program.asynchronous:
             self._totals.add(self._take_loss(self._ended), seconds, self._take_counts(self._ended))
             for total, earlier_s in self._totals.arrived():
-                yield IterationResult.of(self._late(total), earlier_s)
+                yield self._result(self._late(total), earlier_s)
         else:
             assert self._total is not None
-            yield IterationResult.of(self._total, seconds, skipped=self._skips)
+            yield self._result(self._total, seconds)
         self._ended += 1
 
 

@@ -1,6 +1,6 @@
 """Optimizers of torch and learning-rate schedules of transformers."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -81,6 +81,18 @@ def build_optimizer(
 def check_schedule(settings: OptimizerSettings, iterations: int) -> None:
     """Raise InputError unless the settings name a learning-rate schedule and its arguments."""
     _learning_rate_schedule(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), settings, iterations)
+
+
+def learning_rate_of(settings: OptimizerSettings, iterations: int) -> Callable[[int], float]:
+    """The learning rate by iteration, from 0, of a training of ``iterations`` iterations.
+
+    It is the same on every rank, also on one that trains nothing.
+    """
+    stand_in = torch.optim.SGD([torch.zeros(1)], lr=settings.learning_rate)
+    schedule = _learning_rate_schedule(stand_in, settings, iterations)
+    assert isinstance(schedule, LambdaLR), "all schedules of transformers that auto3d offers are"
+    (factor,) = schedule.lr_lambdas
+    return lambda iteration: settings.learning_rate * factor(iteration)
 
 
 def _learning_rate_schedule(

@@ -26,7 +26,7 @@ from auto3d.runtime.gradient_sync import GradientSync
 from auto3d.runtime.inputs import MicroBatchInputs
 from auto3d.runtime.layout import PlanLayout, RankLayout, lay_out_plan, lay_out_rank
 from auto3d.runtime.loss_scale import LossScale
-from auto3d.runtime.optimizer import build_optimizer
+from auto3d.runtime.optimizer import build_optimizer, learning_rate_of
 from auto3d.runtime.optimizer_memory import optimizer_copies
 from auto3d.runtime.optimizer_state import OptimizerTensor, make_state, state_tensors
 from auto3d.runtime.out_of_memory import MemoryWatch
@@ -212,6 +212,7 @@ def build_rank(
             vary=targets_vary(common.terms, may_ignore=data.may_ignore_targets),
         ),
         loss_scale=loss_scale,
+        learning_rate=learning_rate_of(settings.optimizer, settings.iterations),
     )
     rank = Rank(
         common=common,

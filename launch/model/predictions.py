@@ -13,12 +13,13 @@ from auto3d.capture.graph import Graph
 from auto3d.cost.model import CostModel
 from auto3d.errors import InputError
 from auto3d.plan import AUTO3D, TENSOR_OVERLAPS, Plan
-from auto3d.schedule import write_schedule
+from auto3d.schedule import samples_at_once, schedule_of, write_schedule
 from auto3d.search.make import PlanMaker, shortage_of
 from auto3d.search.placement import MEGATRON
 from auto3d.search.planned_model import PlannedModel
 from auto3d.search.recompute import AUTO, FULL, NONE
 from auto3d.search.space import Candidate
+from auto3d.simulate.simulate import Timeline, simulate
 from launch.model.candidates import task
 from launch.model.costs import captured_subject, cost_model, subject_of
 from launch.model.graphs import PlanningModel
@@ -123,6 +124,26 @@ def predict_plans(
     if predicted != trained and not costs.measured_in:
         based_on += f", in {predicted}, while trials train in {trained}"
     return PlanPredictions(seconds, based_on)
+
+
+def predicted_timeline(recipe: LoadedRecipe, plan: Plan) -> tuple[Timeline | None, str]:
+    """The simulation of ``plan`` in seconds, and what it rests on; None, and why, where nothing is known.
+
+    Emulated devices have the times that they are given.
+    """
+    model = PlanningModel(recipe)
+    given = emulation(recipe.values)
+    if given is not None:
+        schedule = schedule_of(plan)
+        return simulate(schedule, given.costs(model.graph(samples_at_once(plan)), plan.stages, schedule)), "emulation"
+    costs = cost_model(recipe, captured_subject(recipe, model.graph, model))
+    kinds = (recipe.values.cluster, *recipe.values.cluster.more)
+    if not costs.measured_in and any(kind.accelerator is None for kind in kinds):
+        return None, "the recipe names no accelerator, and there is no profile of this machine (auto3d profile)"
+    try:
+        return costs.timeline(plan), basis(recipe, costs.measured_in)
+    except InputError as error:  # for example a degree that the profile lacks
+        return None, str(error)
 
 
 def plan_rows(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> Iterator[PlannedRow]:

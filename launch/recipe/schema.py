@@ -11,6 +11,7 @@ from launch.recipe.search_schema import PlanRecipe, SearchRecipe
 
 PRECISIONS = ("float32", "bfloat16", "float16")
 UNFUSED = "unfused"
+TENSORBOARD, WANDB = "tensorboard", "wandb"
 SCATTERED = "scattered"
 
 
@@ -76,6 +77,23 @@ class TrainingRecipe:
         least=1,
     )
     checkpoint_keep: int = key(2, "checkpoints that stay; older ones are removed", least=1)
+    log_every: int | None = key(
+        None,
+        "iterations between two lines about the progress of `auto3d train` in a log; none: by time, a line every 5 "
+        "seconds at most",
+        least=1,
+    )
+    report_to: list[str] = key(
+        [],
+        "who else gets the metrics of `auto3d train`, besides the terminal and the file metrics.jsonl (docs/watch.md)",
+        choices=(TENSORBOARD, WANDB),
+    )
+    trace: list[int] = key(
+        [],
+        "iterations of `auto3d train`, from 1, to trace on every rank (docs/watch.md); 0: the first one after "
+        "measure.warmup_iterations",
+        least=0,
+    )
     optimizer: str = key("adamw", "the optimizer", choices=("adamw", "sgd"))
     learning_rate: float = key(1e-3, "highest learning rate", least=0)
     learning_rate_schedule: str = key(

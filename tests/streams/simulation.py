@@ -220,6 +220,7 @@ def _run_rank(
         randomness=SimpleNamespace(iteration=0),
         memory=_Steps(case, rank),
         clip_norm=NO_CLIPPING if case.clip else 0.0,
+        learning_rate=lambda iteration: 1.0,
     )
     return [list(runner.run(program, number * schedule.iterations)) for number in range(PROGRAMS)]
 
