@@ -66,10 +66,11 @@ class TrainingRecipe:
     )
     checkpoint_every: int | None = key(
         None,
-        "iterations of `auto3d train` between checkpoints; one more is written at the end; each rank must write its "
-        "shard within timeout_s; none: only when SLURM asks the training to end",
+        "iterations of `auto3d train` between checkpoints, which are written while it goes on; one more is written at "
+        "the end; each rank must write its share within timeout_s; none: only when SLURM asks the training to end",
         least=1,
     )
+    checkpoint_keep: int = key(2, "checkpoints that stay; older ones are removed", least=1)
     optimizer: str = key("adamw", "the optimizer", choices=("adamw", "sgd"))
     learning_rate: float = key(1e-3, "highest learning rate", least=0)
     learning_rate_schedule: str = key(

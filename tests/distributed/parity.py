@@ -127,9 +127,7 @@ def run_rank(
             parameters = {name: p.detach().numpy().copy() for name, p in rank.parameters.items()}
             buffers = {name: b.numpy().copy() for name, b in rank.buffers.items()}
             history.append({"result": result, "gradients": gradients, "parameters": parameters, "buffers": buffers})
-        shard = plan.position(world.rank)[-1]
-        shards = {name: Shard(split, shard, plan.tp) for name, split in rank.sharding.split.items()}
-        return {"history": history, "predicted": rank.predicted, "shards": shards}
+        return {"history": history, "predicted": rank.predicted, "shards": dict(rank.shards)}
     finally:
         leave()
 
