@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import torch.distributed as dist
 from torch import nn
 
 from auto3d.capture.export import InputSpec
@@ -14,11 +13,11 @@ from auto3d.cluster import Cluster, Node
 from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.planner import Planner
-from auto3d.runtime.waiting import waiting_for
 from auto3d.schedule import samples_at_once
 from auto3d.search.space import SearchSpace
 from auto3d.trainer.arguments import TrainingArguments
 from auto3d.trainer.machine import machine
+from auto3d.trainer.rank_zero import of_rank_0
 from auto3d.trainer.setup import Setup
 
 PLAN_FILE = "plan.json"  # in output_dir: the plan that a search has found
@@ -87,28 +86,20 @@ def _fastest(planner: Planner, setup: Setup, args: TrainingArguments) -> Plan:
     devices = planner.cluster.devices
     if devices != setup.world.size:
         raise InputError(f"auto3d.init: cluster: it has {devices} devices; the launcher started {setup.world.size}")
-    answer: list[str | InputError | None] = [None]
-    if setup.world.rank == 0:
+    folder = Path(args.output_dir or ".")
+
+    def search() -> str:
         recompute = ("full",) if args.activation_checkpointing else ("none", "full")
         space = setup.space or SearchSpace(partition=("autopipe",), recompute=recompute, shard_optimizer=(False, True))
-        try:
-            best = planner.search(space, best=1)[0]
-            folder = Path(args.output_dir or ".")
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / PLAN_FILE).write_text(best.plan.to_json())
-            plan, seconds = best.plan, planner.predict(best.plan).seconds
-            print(
-                f"auto3d: dp={plan.dp} tp={plan.tp} pp={plan.pp} micro_batch_size={plan.micro_batch_size} "
-                f"schedule={plan.schedule}: {seconds:.4g} s predicted for a step; saved as {folder / PLAN_FILE}",
-                flush=True,
-            )
-            answer = [plan.to_json()]
-        except InputError as error:
-            answer = [error]
-    with waiting_for("rank 0 to find the fastest plan", args.ddp_timeout):
-        dist.broadcast_object_list(answer)
-    (found,) = answer
-    if isinstance(found, InputError):
-        raise found
-    assert found is not None
-    return Plan.from_json(found)
+        plan = planner.search(space, best=1)[0].plan
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / PLAN_FILE).write_text(plan.to_json())
+        print(
+            f"auto3d: dp={plan.dp} tp={plan.tp} pp={plan.pp} micro_batch_size={plan.micro_batch_size} "
+            f"schedule={plan.schedule}: {planner.predict(plan).seconds:.4g} s predicted for a step; saved as "
+            f"{folder / PLAN_FILE}",
+            flush=True,
+        )
+        return plan.to_json()
+
+    return Plan.from_json(of_rank_0(search, "to find the fastest plan", timeout_s=args.ddp_timeout))

@@ -63,6 +63,7 @@ class CollatedData:
     order: Order
     padding: Padding | None = None
     seed: int = 0  # seed of collators and datasets that draw random numbers
+    label_names: tuple[str, ...] = ("labels",)  # inputs whose entries are ignored where they are IGNORED
     shapes: Mapping[str, InputSpec] = field(default_factory=dict)  # inputs that every batch must have; empty: any
 
     def with_shapes(self) -> "CollatedData":
@@ -72,6 +73,19 @@ class CollatedData:
         shapes = {name: InputSpec(shape=tuple(value.shape[1:]), dtype=value.dtype) for name, value in batch.items()}
         check_shapes(batch, shapes, samples=len(samples))
         return replace(self, shapes=shapes)
+
+    @property
+    def may_ignore_targets(self) -> bool:
+        """Whether labels may be IGNORED; those of a regression may not."""
+        return any(not self.shapes[name].dtype.is_floating_point for name in self.label_names if name in self.shapes)
+
+    def check_fill(self, missing: int) -> None:
+        """Raise InputError if a batch that lacks ``missing`` samples cannot be filled with ones that do not count."""
+        if missing and not self.may_ignore_targets:
+            raise InputError(
+                f"train_dataset or eval_dataset: a batch lacks {missing} samples, and without labels that are whole "
+                "numbers it cannot be filled with samples that do not count; leave out the samples that remain"
+            )
 
     def micro_batches(self, part: BatchSlice) -> "CollatedBatches":
         return CollatedBatches(self, part)
@@ -109,7 +123,17 @@ class CollatedBatches:
         check_shapes(batch, data.shapes, samples=len(samples) or 1)
         each = size // part.replicas
         first = part.replica * each
-        return {name: _filled(name, batch[name], len(samples), size)[first : first + each] for name in names}
+        return {name: self._filled(name, batch[name], len(samples))[first : first + each] for name in names}
+
+    def _filled(self, name: str, value: torch.Tensor, samples: int) -> torch.Tensor:
+        """``value`` of ``samples`` samples as a whole micro-batch: its last is repeated, but with ignored labels."""
+        size = self._part.micro_batch_size
+        if samples == size:
+            return value
+        filler = value[-1:].expand(size - samples, *value.shape[1:])
+        if name in self._data.label_names:
+            filler = torch.full_like(filler, IGNORED)
+        return torch.cat([value[:samples], filler])
 
 
 def check_shapes(batch: Mapping[str, torch.Tensor], shapes: Mapping[str, InputSpec], *, samples: int) -> None:
@@ -126,16 +150,6 @@ def check_shapes(batch: Mapping[str, torch.Tensor], shapes: Mapping[str, InputSp
                 f"data_collator: {name} has shape {list(found)} and type {batch[name].dtype}; the first batch says "
                 f"{list(wanted)} and {spec.dtype}; if samples differ in length, give TrainingArguments.sequence_length"
             )
-
-
-def _filled(name: str, value: torch.Tensor, samples: int, size: int) -> torch.Tensor:
-    """``value`` of ``samples`` samples as one of ``size``: its last sample is repeated, but with ignored labels."""
-    if samples == size:
-        return value
-    filler = value[-1:].expand(size - samples, *value.shape[1:])
-    if name == "labels":
-        filler = torch.full_like(filler, IGNORED)
-    return torch.cat([value[:samples], filler])
 
 
 def _fetch(dataset: Any, samples: Sequence[int]) -> list[Any]:

@@ -3,29 +3,37 @@
 import copy
 import gc
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
-from transformers.trainer_utils import TrainOutput, get_last_checkpoint
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, TrainOutput, denumpify_detensorize
 
 from auto3d.capture.export import InputSpec
+from auto3d.capture.model import CapturedModel
 from auto3d.errors import InputError
 from auto3d.plan import Plan
-from auto3d.runtime.checkpoint import Checkpoints, save
+from auto3d.runtime.checkpoint import Checkpoints
+from auto3d.runtime.evaluation import evaluate
 from auto3d.runtime.executor import IterationResult
 from auto3d.runtime.training import Training, naming_this_rank
 from auto3d.runtime.waiting import waiting_for
+from auto3d.schedule import samples_at_once
 from auto3d.trainer.arguments import TrainingArguments, as_one_process
+from auto3d.trainer.folders import check_complete, last_complete, load_weights, write_state
 from auto3d.trainer.gather import gather
 from auto3d.trainer.instance import build_of, state_of
 from auto3d.trainer.padding import padding_of
 from auto3d.trainer.planned import batch_of, plan_of
-from auto3d.trainer.samples import CollatedData, TrainOrder
+from auto3d.trainer.predictions import in_batches, labels_of, mean_loss, output_names
+from auto3d.trainer.rank_zero import of_rank_0
+from auto3d.trainer.samples import CollatedData, InOrder, TrainOrder
 from auto3d.trainer.settings import training_settings
 from auto3d.trainer.setup import setup
 from auto3d.trainer.supported import check_arguments, check_callbacks, check_overrides, check_trainer
@@ -86,6 +94,7 @@ class Trainer(transformers.Trainer):
         self._build, self._weights = build_of(model), state_of(model)
         self._batch = batch_of(setup(), args)
         self._training: Training | None = None
+        self._planned: tuple[Plan, CapturedModel] | None = None
         self._iterations: Iterator[tuple[int, IterationResult]] = iter(())
         super().__init__(
             model=model,
@@ -102,8 +111,8 @@ class Trainer(transformers.Trainer):
 
     @property
     def plan(self) -> Plan | None:
-        """The Plan by which it trains; None before ``train``."""
-        return None if self._training is None else self._plan
+        """The Plan by which it trains; None until the first ``train`` or ``evaluate`` has made it."""
+        return None if self._planned is None else self._planned[0]
 
     def train(
         self,
@@ -123,26 +132,49 @@ class Trainer(transformers.Trainer):
             raise InputError("Trainer.train: there is no train_dataset; give Trainer(train_dataset=)")
         check_callbacks(self.callback_handler.callbacks)
         self.is_in_train = True
-        folder = resume_from_checkpoint or None
-        if folder is True:
-            folder = get_last_checkpoint(self.args.output_dir)
-            if folder is None:
-                raise InputError(f"Trainer.train: resume_from_checkpoint: {self.args.output_dir} has no checkpoint")
         with naming_this_rank():
             result: TrainOutput = self._inner_training_loop(
-                args=self.args, resume_from_checkpoint=folder, ignore_keys_for_eval=ignore_keys_for_eval
+                args=self.args,
+                resume_from_checkpoint=self._folder_to_resume(resume_from_checkpoint),
+                ignore_keys_for_eval=ignore_keys_for_eval,
             )
         return result
+
+    def _folder_to_resume(self, given: str | bool | None) -> str | None:
+        """The checkpoint from which to train, on which rank 0 decides."""
+        if not given:
+            return None
+
+        def chosen() -> str:
+            return str(
+                last_complete(Path(self.args.output_dir or ".")) if given is True else check_complete(Path(given))
+            )
+
+        return of_rank_0(chosen, "to say which checkpoint to resume from", timeout_s=self.args.ddp_timeout)
 
     def hyperparameter_search(self, *arguments: Any, **named: Any) -> Any:
         raise InputError("Trainer.hyperparameter_search: refused: it would need a pipeline for each trial")
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the weights, the config and the tokenizer for ``from_pretrained``. All ranks must call it."""
-        self._gather()
-        super().save_model(output_dir, _internal_call)
+        folder = output_dir or self.args.output_dir
+        if self._weights is not None:
+            self._gather()
+            super().save_model(folder, _internal_call)
+        else:
+            self._save(folder, state_dict=self._gathered_state_dict())
         with waiting_for("rank 0 to write the model", self.args.ddp_timeout):
             dist.barrier()
+
+    def _gathered_state_dict(self) -> dict[str, torch.Tensor]:
+        """The state dict of a model on the meta device."""
+        if self._training is None:
+            raise InputError("Trainer.save_model: the model on the meta device has no weights before train()")
+        whole: dict[str, torch.Tensor] = {}
+        gather(self._training.rank, whole, timeout_s=self.args.ddp_timeout)
+        first_name = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        entries = self.model.state_dict(keep_vars=True).items()
+        return {name: whole[first_name.get(id(tensor), name)] for name, tensor in entries}
 
     # What transformers' loop calls
 
@@ -173,36 +205,19 @@ class Trainer(transformers.Trainer):
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, Any]:
         """Build this rank of the pipeline."""
-        self._training, self._iterations = None, iter(())
-        gc.collect()  # the stages of an earlier training
-        data = CollatedData(
-            dataset=train_dataloader.dataset,
-            collate=train_dataloader.collate_fn,
-            order=TrainOrder(
-                train_dataloader,
-                global_batch=self._batch.global_batch,
-                iterations_per_epoch=self._updates_per_epoch,
-            ),
-            padding=padding_of(self.args.sequence_length, self.model, self._tokenizer()),
-            seed=self.args.seed,
-        )
+        data = self._train_data(train_dataloader)
         self._check_last_batch(train_dataloader, max_steps)
-        data = data.with_shapes()
-        self._flos = self._flos_of_iteration(data.shapes)
-        self._plan, captured = plan_of(setup(), self.args, self._build, data.shapes)
         checkpoints = None
         if resume_from_checkpoint is not None:
             checkpoints = Checkpoints(folder=Path(resume_from_checkpoint), every=None)
-        settings = training_settings(self.args, max_steps)
-        self._training = Training(
-            captured, self._plan, settings, data, setup().world, state=self._weights, checkpoints=checkpoints
-        )
+        self._training = self._build_training(data, max_steps, checkpoints)
         if self._training.first != self.state.global_step:
             raise InputError(
                 f"Trainer.train: resume_from_checkpoint: {resume_from_checkpoint}: its state is after "
                 f"{self._training.first} steps, its trainer_state.json after {self.state.global_step}"
             )
         self._iterations = self._training.iterations()
+        self._flos = self._flos_of_iteration(data.shapes)
         # The pipeline's optimizers follow their own copy of this schedule, which only tells the rate.
         self.lr_scheduler = None
         rate = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=self.args.learning_rate)
@@ -264,19 +279,130 @@ class Trainer(transformers.Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self._training is not None, "checkpoints are written while it trains"
-        save(
-            Path(output_dir),
-            self._training.rank.state(),
-            iteration=self._training.done,
-            timeout_s=self.args.ddp_timeout,
-            sharding=self._training.rank.sharding,
-        )
+        optimizer = self._settings.optimizer
+        write_state(Path(output_dir), self._training, optimizer, self.args.ddp_timeout)
+
+    def _load_best_model(self) -> None:
+        assert self._training is not None
+        assert self.state.best_model_checkpoint is not None
+        load_weights(Path(self.state.best_model_checkpoint), self._training)
+        self._gather()
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Nothing: random numbers follow from the seed and the iteration."""
 
     def _save_scaler(self, output_dir: str) -> None:
         """Nothing: it is part of the ranks' state."""
+
+    # The pipeline
+
+    def _train_data(self, loader: Any) -> CollatedData:
+        order = TrainOrder(loader, global_batch=self._batch.global_batch, iterations_per_epoch=self._updates_per_epoch)
+        return self._collated(loader, order).with_shapes()
+
+    def _collated(self, loader: Any, order: TrainOrder | InOrder) -> CollatedData:
+        return CollatedData(
+            dataset=loader.dataset,
+            collate=loader.collate_fn,
+            order=order,
+            padding=padding_of(self.args.sequence_length, self.model, self._tokenizer()),
+            seed=self.args.seed,
+            label_names=tuple(self.label_names),
+        )
+
+    def _build_training(self, data: CollatedData, iterations: int, checkpoints: Checkpoints | None) -> Training:
+        """This rank of a pipeline with the weights of the model."""
+        self._training, self._iterations = None, iter(())
+        gc.collect()  # the stages of an earlier training
+        self._inputs = data.shapes
+        if self._planned is None:
+            self._planned = plan_of(setup(), self.args, self._build, data.shapes)
+        plan, captured = self._planned
+        self._settings = training_settings(self.args, iterations)
+        return Training(
+            captured,
+            plan,
+            self._settings,
+            data,
+            setup().world,
+            state=self._weights,
+            checkpoints=checkpoints,
+        )
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Evaluate the whole dataset of ``dataloader`` in the pipeline; all ranks must call it."""
+        args, samples = self.args, len(dataloader.dataset)
+        loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        data = self._collated(dataloader, InOrder(samples, self._batch.global_batch)).with_shapes()
+        if self._training is None:
+            self._training = self._build_training(data, 1, None)
+        has_labels = bool(self.label_names) and all(name in data.shapes for name in self.label_names)
+        if not has_labels and loss_only:
+            raise InputError(
+                f"Trainer.evaluate: the samples have no {' and '.join(self.label_names) or 'labels'}, so there is no "
+                "loss, and without compute_metrics nothing else to report"
+            )
+        for name, spec in data.shapes.items():
+            if name in self._inputs and self._inputs[name] != spec:
+                raise InputError(
+                    f"Trainer: {name} of a sample has shape {list(spec.shape)}; the model was captured for "
+                    f"{list(self._inputs[name].shape)}: pad all samples to TrainingArguments.sequence_length"
+                )
+        at_once = samples_at_once(self._training.rank.common.plan)
+        whole = -(-samples // at_once) * at_once if has_labels else samples
+        data.check_fill(whole - samples)
+        names = () if loss_only else self._output_names(ignore_keys)
+        result = evaluate(self._training, data, samples=whole, outputs=names, loss=has_labels)
+        batch = args.per_device_eval_batch_size
+
+        def read_labels() -> tuple[np.ndarray, ...]:
+            return labels_of(data, samples, batch, self.label_names) if has_labels else ()
+
+        labels = of_rank_0(read_labels, "to read the labels", timeout_s=args.ddp_timeout)
+        predictions = [result.outputs[name][:samples] for name in names]
+        if self.preprocess_logits_for_metrics is not None and predictions:
+            if len(predictions) > 1:
+                raise InputError(f"Trainer: preprocess_logits_for_metrics takes one output; the model has {names}")
+            predictions = [in_batches(self.preprocess_logits_for_metrics, predictions[0], labels or None, batch)]
+        self.callback_handler.eval_dataloader = dataloader
+        for _ in range(-(-samples // batch)):
+            self.control = self.callback_handler.on_prediction_step(args, self.state, self.control)
+        arrays = _one_or_tuple([each.numpy() for each in predictions])
+        label_ids = _one_or_tuple(labels)
+        metrics: dict[str, Any] = {}
+        if self.compute_metrics is not None and arrays is not None and label_ids is not None:
+            compute = self.compute_metrics
+            metrics = of_rank_0(
+                lambda: denumpify_detensorize(compute(EvalPrediction(predictions=arrays, label_ids=label_ids))),
+                "to compute the metrics",
+                timeout_s=args.ddp_timeout,
+            )
+        if has_labels:
+            kind = LOSS_MAPPING.get(getattr(self.model, "loss_type", None) or "ForCausalLM")
+            metrics["loss"] = mean_loss(
+                result.losses,
+                at_once,
+                batch,
+                labels,
+                shifted=kind is ForCausalLMLoss,
+                finite=args.logging_nan_inf_filter,
+            )
+        prefix = f"{metric_key_prefix}_"
+        metrics = {name if name.startswith(prefix) else prefix + name: value for name, value in metrics.items()}
+        return EvalLoopOutput(predictions=arrays, label_ids=label_ids, metrics=metrics, num_samples=samples)
+
+    def _output_names(self, ignored: list[str] | None) -> tuple[str, ...]:
+        if ignored is None:
+            config = getattr(self.model, "config", None)
+            ignored = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
+        return output_names(self._build, self._inputs, ignored, device=self.args.device.type)
 
     # Between this rank and the others
 
@@ -322,4 +448,9 @@ class Trainer(transformers.Trainer):
     def _gather(self) -> None:
         """Copy the pipeline's weights into the model, on every rank."""
         if self._training is not None and self._weights is not None:
-            gather(self._training.rank, self._plan, self._weights, timeout_s=self.args.ddp_timeout)
+            gather(self._training.rank, self._weights, timeout_s=self.args.ddp_timeout)
+
+
+def _one_or_tuple(arrays: Sequence[np.ndarray]) -> Any:
+    """As transformers returns predictions and labels."""
+    return (arrays[0] if len(arrays) == 1 else tuple(arrays)) if arrays else None
