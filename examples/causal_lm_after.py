@@ -4,9 +4,8 @@ import sysconfig
 from pathlib import Path
 
 import numpy as np
-from transformers import LlamaConfig, LlamaForCausalLM, set_seed
-
 from auto3d import Trainer, TrainingArguments, init
+from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 init(dp=2, pp=2)
 LENGTH = 64

@@ -4,10 +4,9 @@ import sysconfig
 from pathlib import Path
 
 import numpy as np
+from auto3d import Trainer, TrainingArguments, init
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
-
-from auto3d import Trainer, TrainingArguments, init
 
 init(dp=2, pp=2)
 LENGTH = 64
