@@ -9,6 +9,7 @@ It knows nothing of YAML, SLURM or the command line. docs/python.md has an examp
 - A Plan: ``Plan``, ``StagePlan``; ``Plan.to_json`` and ``Plan.from_json``.
 - A schedule: ``build_schedule`` by name, ``schedule_of`` a Plan; ``check_schedule`` proves it; ``simulate_schedule``
   gives a timeline, with ``uniform_costs`` where stages are equal.
+- A transformers script: ``init``, ``TrainingArguments`` and ``Trainer`` run it in a pipeline (docs/trainer.md).
 - A run: ``train`` runs one rank of a Plan; ``joined_world`` finds its ``World``, the rank's place among all ranks.
   ``TrainingSettings``, ``OptimizerSettings``, ``DataSettings`` and ``InputField`` say how and on what it trains.
 
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
     from auto3d.search.space import SearchSpace as SearchSpace
     from auto3d.simulate.costs import uniform as uniform_costs
     from auto3d.simulate.simulate import simulate as simulate_schedule
+    from auto3d.trainer.arguments import TrainingArguments as TrainingArguments
+    from auto3d.trainer.setup import init as init
+    from auto3d.trainer.trainer import Trainer as Trainer
 
 _PLACES = {  # public name -> the module that defines it, and its name there where that differs
     "Accelerator": "auto3d.cluster",
@@ -63,11 +67,14 @@ _PLACES = {  # public name -> the module that defines it, and its name there whe
     "Planner": "auto3d.planner",
     "SearchSpace": "auto3d.search.space",
     "StagePlan": "auto3d.plan",
+    "Trainer": "auto3d.trainer.trainer",
+    "TrainingArguments": "auto3d.trainer.arguments",
     "TrainingSettings": "auto3d.runtime.settings",
     "World": "auto3d.runtime.world",
     "build_schedule": "auto3d.schedule",
     "capture_module": "auto3d.capture.model:capture",
     "check_schedule": "auto3d.schedule.check:check",
+    "init": "auto3d.trainer.setup",
     "joined_world": "auto3d.runtime.joined",
     "partition_graph": "auto3d.partition:partition",
     "schedule_of": "auto3d.schedule",

@@ -48,7 +48,7 @@ class World:
 
 
 def join(world: World, *, device: torch.device, timeout_s: float, collectives_on_device: bool = False) -> None:
-    """Join the other ranks.
+    """Join the other ranks. A process joins once: another training in it meets the same ranks and returns at once.
 
     Raises WaitTimeoutError if they have not all joined within ``timeout_s``, and SharedDeviceError if several are on
     one GPU. The default process group uses gloo, on GPUs too: it carries the objects and CPU tensors that ranks
@@ -58,6 +58,8 @@ def join(world: World, *, device: torch.device, timeout_s: float, collectives_on
     """
     THIS_RANK.rank = world.rank
     THIS_RANK.set_phase(BEFORE_TRAINING)
+    if dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) == (world.rank, world.size):
+        return
     if world.meeting_point.startswith("file:"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one node, whatever its host name resolves to
     if device.type == "cuda":

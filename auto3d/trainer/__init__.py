@@ -1,0 +1,1 @@
+"""Training as users of transformers know it: ``init``, ``TrainingArguments`` and ``Trainer``."""

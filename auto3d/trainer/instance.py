@@ -1,0 +1,65 @@
+"""A user's module as the ``build`` function and the initial state that a capture and its ranks need."""
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from auto3d.capture.empty import buffers_of
+from auto3d.errors import InputError
+
+
+def build_of(model: nn.Module) -> Callable[[], nn.Module]:
+    """A function that makes a module like ``model``: its values if it has none yet, else no values.
+
+    A module on the meta device is made again from its config, so that it must be a PreTrainedModel. Any other is copied
+    around its parameters, whose memory the copy does not touch. Raises InputError for what cannot be trained so.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype != torch.float32:
+            raise InputError(
+                f"model: {name} is {str(parameter.dtype).removeprefix('torch.')}; a pipeline trains parameters of "
+                "float32: load the model with dtype=torch.float32"
+            )
+    if getattr(model, "is_activation_checkpointing", False):
+        raise InputError(
+            "model: gradient checkpointing is enabled in it; call model.gradient_checkpointing_disable(), and give "
+            'auto3d.init(recompute="full")'
+        )
+    on_meta = [parameter.is_meta for parameter in model.parameters()]
+    if not any(on_meta):
+        return lambda: _like(model)
+    if not all(on_meta) or not isinstance(model, PreTrainedModel):
+        problem = "only some of its parameters are" if not all(on_meta) else "it is no PreTrainedModel, and so it is"
+        raise InputError(
+            f"model: {problem} on the meta device without values; build it on the CPU, or a PreTrainedModel from its "
+            "config under torch.device('meta')"
+        )
+    kind, config = type(model), model.config
+    trains = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+
+    def build() -> nn.Module:
+        made: nn.Module = kind._from_config(copy.deepcopy(config))
+        for name, parameter in made.named_parameters():
+            parameter.requires_grad_(trains[name])
+        return made
+
+    return build
+
+
+def state_of(model: nn.Module) -> dict[str, torch.Tensor] | None:
+    """The values of the parameters and buffers of ``model``; None if it is on the meta device."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return None
+    return {name: tensor.detach() for name, tensor in [*buffers_of(model).items(), *model.named_parameters()]}
+
+
+def _like(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` whose parameters have no values. Their memory is untouched, so it takes none yet."""
+    stand_ins: dict[int, object] = {
+        id(parameter): nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), parameter.requires_grad)
+        for parameter in model.parameters()
+    }
+    return copy.deepcopy(model, stand_ins)

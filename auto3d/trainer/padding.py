@@ -1,0 +1,72 @@
+"""Padding of samples to one length, because a captured model has fixed shapes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from auto3d.errors import InputError
+
+IGNORED = -100  # label of a place without a target, as in torch and transformers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Padding:
+    """Pads each sample to ``length`` tokens.
+
+    Padded are the inputs that are as long as the one called ``main``, by their entry in ``values``.
+    """
+
+    length: int
+    values: Mapping[str, int]
+    main: str = "input_ids"
+    left: bool = False  # where the tokenizer pads
+
+    def __call__(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        present = batch[self.main].shape[1]
+        if present > self.length:
+            raise InputError(
+                f"train_dataset: a sample has {present} tokens, and TrainingArguments.sequence_length is "
+                f"{self.length}; truncate the samples, or give a larger length"
+            )
+        missing = self.length - present
+        padded = dict(batch)
+        for name, value in batch.items():
+            if missing == 0 or value.dim() < 2 or value.shape[1] != present:
+                continue
+            if name not in self.values:
+                raise InputError(
+                    f"data_collator: {name}: no padding value is known for it; TrainingArguments.sequence_length pads "
+                    f"{', '.join(self.values)}; have the collator pad to a fixed length"
+                )
+            filler = value.new_full((value.shape[0], missing, *value.shape[2:]), self.values[name])
+            padded[name] = torch.cat([filler, value] if self.left else [value, filler], dim=1)
+        if missing and "attention_mask" in self.values and "attention_mask" not in batch:
+            raise InputError(
+                "data_collator: it gives no attention_mask, so padding would be attended to; have it give one, or "
+                "make all samples equally long"
+            )
+        return padded
+
+
+def padding_of(length: int | None, model: nn.Module, tokenizer: Any) -> Padding | None:
+    """The padding to ``length`` tokens, with the values and on the side of ``tokenizer``; None without a length."""
+    if length is None:
+        return None
+    config = getattr(model, "config", None)
+    token = getattr(tokenizer, "pad_token_id", None)
+    token = getattr(config, "pad_token_id", None) if token is None else token
+    return Padding(
+        length=length,
+        values={
+            "input_ids": 0 if token is None else token,  # which one is no matter: attention_mask hides it
+            "attention_mask": 0,
+            "token_type_ids": getattr(tokenizer, "pad_token_type_id", 0),
+            "special_tokens_mask": 1,
+            "labels": IGNORED,
+        },
+        main=getattr(model, "main_input_name", "input_ids"),
+        left=getattr(tokenizer, "padding_side", "right") == "left",
+    )

@@ -1,0 +1,98 @@
+"""Evaluation in the pipeline as transformers reports it: losses by batch, predictions, labels."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from auto3d.capture.empty import empty_model
+from auto3d.capture.export import InputSpec
+from auto3d.errors import InputError
+from auto3d.trainer.padding import IGNORED
+from auto3d.trainer.samples import CollatedData
+
+
+def output_names(
+    build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec], ignored: Sequence[str], *, device: str
+) -> tuple[str, ...]:
+    """The entries of the model's result that are predictions: all tensors but the loss and those ``ignored``."""
+    model = empty_model(build, device)
+    model.module.eval()
+    arguments = {name: model.zeros((2, *spec.shape), spec.dtype) for name, spec in inputs.items()}
+    with torch.no_grad(), model.mode:
+        result = model.module(**arguments)
+    if not isinstance(result, Mapping):
+        raise InputError(
+            f"Trainer: {type(model.module).__name__} returns a {type(result).__name__}, whose entries have no names; "
+            "return a dict or a ModelOutput, or evaluate without compute_metrics"
+        )
+    names = [name for name, value in result.items() if value is not None and name not in ("loss", *ignored)]
+    for name in names:
+        if not isinstance(result[name], torch.Tensor):
+            raise InputError(f"Trainer: output {name} is a {type(result[name]).__name__}; a prediction is one tensor")
+    return tuple(names)
+
+
+def labels_of(data: CollatedData, samples: int, batch: int, names: Sequence[str]) -> tuple[np.ndarray, ...]:
+    """The labels called ``names`` of the first ``samples``, [samples, …] each."""
+    parts = [
+        data.collated(range(first, min(samples, first + batch)), [first // batch, 0])
+        for first in range(0, samples, batch)
+    ]
+    return tuple(np.concatenate([part[name].numpy() for part in parts]) for name in names)
+
+
+def mean_loss(
+    losses: Sequence[float], at_once: int, batch: int, labels: Sequence[np.ndarray], *, shifted: bool, finite: bool
+) -> float:
+    """The loss that transformers reports: the mean over samples of the loss of each one's batch.
+
+    ``losses`` has the mean over the real targets of each ``at_once`` samples; those of a batch are put together by
+    their numbers of targets. Raises InputError where batches are no multiple of them and it would not be exact.
+    """
+    targets = _targets(labels[0], shifted=shifted) if labels else np.ones(len(losses) * at_once)
+    samples = len(targets)
+    if batch % at_once:
+        if len(set(targets.tolist())) > 1:
+            raise InputError(
+                f"TrainingArguments.per_device_eval_batch_size: found {batch}; samples have different numbers of "
+                f"targets, and {at_once} samples run at once, so it must be a multiple of {at_once}"
+            )
+        batch = at_once
+    total, counted = 0.0, 0
+    for first in range(0, samples, batch):
+        end = min(samples, first + batch)
+        each = list(_means(losses, targets, first, end, at_once))
+        weight = sum(count for _, count in each)
+        mean = sum(loss * count for loss, count in each if count) / weight if weight else float("nan")
+        if np.isfinite(mean) or not finite:
+            total, counted = total + mean * (end - first), counted + end - first
+    return total / counted if counted else float("nan")
+
+
+def _means(
+    losses: Sequence[float], targets: np.ndarray, first: int, end: int, at_once: int
+) -> Iterator[tuple[float, int]]:
+    """(loss, number of targets) of each group of samples that ran at once, between ``first`` and ``end``."""
+    for start in range(first, end, at_once):
+        yield losses[start // at_once], int(targets[start : min(end, start + at_once)].sum())
+
+
+def _targets(labels: np.ndarray, *, shifted: bool) -> np.ndarray:
+    """The number of real targets of each sample."""
+    if not np.issubdtype(labels.dtype, np.integer):
+        return np.ones(len(labels))
+    counted = labels[..., 1:] if shifted and labels.ndim > 1 else labels
+    return (counted.reshape(len(labels), -1) != IGNORED).sum(axis=1)
+
+
+def in_batches(process: Callable[..., Any], outputs: torch.Tensor, labels: Any, batch: int) -> torch.Tensor:
+    """``preprocess_logits_for_metrics`` applied to each batch, as transformers does."""
+    whole = [None if labels is None else torch.from_numpy(each) for each in (labels or (None,))]
+    processed = []
+    for first in range(0, len(outputs), batch):
+        given = [None if each is None else each[first : first + batch] for each in whole]
+        processed.append(process(outputs[first : first + batch], given[0] if len(given) == 1 else tuple(given)))
+    return torch.cat(processed)

@@ -1,0 +1,34 @@
+"""What rank 0 alone does, and all ranks get the result of."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from auto3d.errors import InputError
+from auto3d.runtime.waiting import waiting_for
+
+Result = TypeVar("Result")
+
+
+def of_rank_0(make: Callable[[], Result], what: str, *, timeout_s: float) -> Result:
+    """Rank 0's ``make()``, on every rank; ``what`` says in an error what the others waited for.
+
+    An error is raised on every rank: an InputError as it is, any other as a RuntimeError elsewhere.
+    """
+    answer: list[tuple[Result | None, str, bool]] = [(None, "", False)]
+    failure: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            answer = [(make(), "", False)]
+        except Exception as error:  # whatever it is, the other ranks wait for an answer
+            failure = error
+            answer = [(None, f"{type(error).__name__}: {error}", isinstance(error, InputError))]
+    with waiting_for(f"rank 0 {what}", timeout_s):
+        dist.broadcast_object_list(answer)
+    if failure is not None:
+        raise failure
+    result, problem, is_of_user = answer[0]
+    if problem:
+        raise InputError(problem.partition(": ")[2]) if is_of_user else RuntimeError(f"rank 0 {what}: {problem}")
+    return result  # type: ignore[return-value]  # None only if that is the result

@@ -1,0 +1,160 @@
+"""A user's dataset and collator as TrainingData: the samples that transformers' Trainer takes in one process.
+
+Every rank knows the order of the samples; it loads and collates only micro-batches that its stages read.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from auto3d.capture.export import InputSpec
+from auto3d.capture.skeleton import seeded
+from auto3d.data import BatchSlice
+from auto3d.errors import InputError
+from auto3d.trainer.padding import IGNORED, Padding
+
+
+class Order(Protocol):
+    """Which samples are trained when."""
+
+    def of(self, iteration: int) -> Sequence[int]:
+        """Positions in the dataset of the samples of ``iteration``."""
+
+
+class TrainOrder:
+    """The order in which one process of transformers trains: epoch by epoch, by the sampler of its data loader.
+
+    The last iteration of an epoch has the samples that remain, which may be fewer than a global batch.
+    """
+
+    def __init__(self, loader: Any, *, global_batch: int, iterations_per_epoch: int) -> None:
+        self._loader = loader
+        self._global_batch, self._iterations_per_epoch = global_batch, iterations_per_epoch
+        self._epoch, self._samples = -1, list[int]()
+
+    def of(self, iteration: int) -> Sequence[int]:
+        epoch, place = divmod(iteration, self._iterations_per_epoch)
+        if epoch != self._epoch:
+            self._loader.set_epoch(epoch)
+            self._epoch, self._samples = epoch, [sample for batch in self._loader.batch_sampler for sample in batch]
+        return self._samples[place * self._global_batch : (place + 1) * self._global_batch]
+
+
+@dataclass(frozen=True)
+class InOrder:
+    """The dataset from its beginning to its end, as evaluations take it."""
+
+    samples: int
+    global_batch: int
+
+    def of(self, iteration: int) -> Sequence[int]:
+        return range(iteration * self.global_batch, min(self.samples, (iteration + 1) * self.global_batch))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollatedData:
+    """The samples of ``dataset`` in ``order``, as micro-batches that ``collate`` makes of lists of samples."""
+
+    dataset: Any
+    collate: Callable[[list[Any]], Any]
+    order: Order
+    padding: Padding | None = None
+    seed: int = 0  # seed of collators and datasets that draw random numbers
+    label_names: tuple[str, ...] = ("labels",)  # inputs whose entries are ignored where they are IGNORED
+    shapes: Mapping[str, InputSpec] = field(default_factory=dict)  # inputs that every batch must have; empty: any
+
+    def with_shapes(self) -> "CollatedData":
+        """The same data, all of whose batches must have the inputs and shapes of its first samples."""
+        samples = self.order.of(0)[:2]
+        batch = self.collated(samples, [0, 0])
+        shapes = {name: InputSpec(shape=tuple(value.shape[1:]), dtype=value.dtype) for name, value in batch.items()}
+        check_shapes(batch, shapes, samples=len(samples))
+        return replace(self, shapes=shapes)
+
+    @property
+    def may_ignore_targets(self) -> bool:
+        """Whether labels may be IGNORED; those of a regression may not."""
+        return any(not self.shapes[name].dtype.is_floating_point for name in self.label_names if name in self.shapes)
+
+    def check_fill(self, missing: int) -> None:
+        """Raise InputError if a batch that lacks ``missing`` samples cannot be filled with ones that do not count."""
+        if missing and not self.may_ignore_targets:
+            raise InputError(
+                f"train_dataset or eval_dataset: a batch lacks {missing} samples, and without labels that are whole "
+                "numbers it cannot be filled with samples that do not count; leave out the samples that remain"
+            )
+
+    def micro_batches(self, part: BatchSlice) -> "CollatedBatches":
+        return CollatedBatches(self, part)
+
+    def collated(self, samples: Sequence[int], seed: Sequence[int]) -> dict[str, torch.Tensor]:
+        """A batch of ``samples``, by name; ``seed`` decides the random numbers that are drawn for it.
+
+        Any two processes get the same batch, whatever they have loaded before.
+        """
+        with seeded(int(np.random.SeedSequence([self.seed, *seed]).generate_state(1)[0])):
+            batch = self.collate(_fetch(self.dataset, samples))
+        tensors = {}
+        for name, value in batch.items():
+            if not isinstance(value, torch.Tensor):
+                raise InputError(f"data_collator: {name} is a {type(value).__name__}; every input must be a tensor")
+            tensors[name] = value
+        return self.padding(tensors) if self.padding is not None else tensors
+
+
+class CollatedBatches:
+    """Makes the micro-batches of one rank."""
+
+    def __init__(self, data: CollatedData, part: BatchSlice) -> None:
+        self._data, self._part = data, part
+
+    def micro_batch(self, iteration: int, index: int, names: Collection[str]) -> dict[str, torch.Tensor]:
+        """The inputs called ``names`` of micro-batch ``index`` of the global batch, each [samples, *shape]."""
+        if not names:
+            return {}
+        data, part = self._data, self._part
+        size = part.micro_batch_size
+        of_iteration = data.order.of(iteration)
+        samples = of_iteration[index * size : (index + 1) * size]
+        batch = data.collated(samples or of_iteration[:1], [iteration, index])
+        check_shapes(batch, data.shapes, samples=len(samples) or 1)
+        each = size // part.replicas
+        first = part.replica * each
+        return {name: self._filled(name, batch[name], len(samples))[first : first + each] for name in names}
+
+    def _filled(self, name: str, value: torch.Tensor, samples: int) -> torch.Tensor:
+        """``value`` of ``samples`` samples as a whole micro-batch: its last is repeated, but with ignored labels."""
+        size = self._part.micro_batch_size
+        if samples == size:
+            return value
+        filler = value[-1:].expand(size - samples, *value.shape[1:])
+        if name in self._data.label_names:
+            filler = torch.full_like(filler, IGNORED)
+        return torch.cat([value[:samples], filler])
+
+
+def check_shapes(batch: Mapping[str, torch.Tensor], shapes: Mapping[str, InputSpec], *, samples: int) -> None:
+    """Raise InputError unless ``batch`` has the inputs ``shapes`` of this many samples."""
+    if shapes and batch.keys() != shapes.keys():
+        raise InputError(
+            f"data_collator: it made {', '.join(batch)}; the first batch had {', '.join(shapes)}; all batches must "
+            "have the same inputs"
+        )
+    for name, spec in shapes.items():
+        found, wanted = tuple(batch[name].shape), (samples, *spec.shape)
+        if found != wanted or batch[name].dtype != spec.dtype:
+            raise InputError(
+                f"data_collator: {name} has shape {list(found)} and type {batch[name].dtype}; the first batch says "
+                f"{list(wanted)} and {spec.dtype}; if samples differ in length, give TrainingArguments.sequence_length"
+            )
+
+
+def _fetch(dataset: Any, samples: Sequence[int]) -> list[Any]:
+    """The samples at these positions, as torch's DataLoader fetches them."""
+    if getattr(dataset, "__getitems__", None):
+        fetched: list[Any] = dataset.__getitems__(list(samples))
+        return fetched
+    return [dataset[sample] for sample in samples]

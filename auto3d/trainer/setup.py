@@ -1,0 +1,166 @@
+"""``init``: how the processes of a script share the training, said once, before anything else of this package."""
+
+import atexit
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import sleep
+from types import TracebackType
+from typing import Any
+
+from auto3d.cluster import Cluster
+from auto3d.errors import InputError
+from auto3d.plan import Plan
+from auto3d.runtime.joined import joined_world
+from auto3d.runtime.world import World, leave_or_end
+from auto3d.schedule import SCHEDULES, parse_schedule
+from auto3d.search.space import Candidate, SearchSpace
+
+AUTO = "auto"
+OTHERS_S = 1.0  # time in which a launcher ends the other ranks after one has failed
+INPUT_ERROR = 2  # exit code after an error of the user, as of the command line
+CHOICES = tuple(
+    name for name in Candidate.__dataclass_fields__ if name not in ("dp", "tp", "pp", "micro_batch_size", "engine")
+)
+"""Further choices of a Plan that ``init`` takes, with the meaning that they have in a Candidate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What ``init`` was called with, and this process among all ranks."""
+
+    world: World
+    degrees: tuple[int, int, int] | None = None  # dp, tp, pp; None with a plan of a file or a search
+    choices: Mapping[str, Any] = field(default_factory=dict)  # further choices of a Candidate
+    plan: Plan | None = None  # plan of a file
+    plan_file: str = ""
+    cluster: Cluster | None = None  # the cluster to search for; None: described from this machine
+    space: SearchSpace | None = None  # the space to search
+
+    @property
+    def searches(self) -> bool:
+        return self.degrees is None and self.plan is None
+
+
+_setup: Setup | None = None
+_rank = 0
+_failed = False  # an exception reached the top of the script
+
+
+def init(
+    dp: int | None = None,
+    tp: int | None = None,
+    pp: int | None = None,
+    *,
+    plan: str | os.PathLike[str] | Plan | None = None,
+    cluster: Cluster | None = None,
+    space: SearchSpace | None = None,
+    **choices: Any,
+) -> None:
+    """Say how the processes share the training; every process calls it once, before it makes TrainingArguments.
+
+    Either degrees: ``dp`` pipelines, each of ``pp`` stages, each on ``tp`` ranks, with further ``choices`` of a
+    Candidate, such as schedule="chimera", recompute="full", partition="autopipe". Or ``plan``: a Plan, the file of one,
+    or "auto" for the fastest of ``space`` on ``cluster``. A launcher (torchrun, srun, mpirun) starts one process for
+    each rank. Raises InputError if the processes are not those that the degrees or the plan need.
+
+    An InputError that reaches the top of the script is printed as one line, and the exit code is 2.
+    """
+    global _setup, _rank
+    sys.excepthook = _report
+    world = joined_world() or _alone()
+    _rank = world.rank
+    if _setup is not None:
+        raise InputError("auto3d.init: called twice; a process trains under one plan")
+    given = {name: value for name, value in {"dp": dp, "tp": tp, "pp": pp}.items() if value is not None}
+    if plan is not None and (given or choices):
+        first = next(iter({**given, **choices}))
+        raise InputError(f"auto3d.init: {first}: a plan decides it; give either plan or degrees and choices")
+    if plan != AUTO and (cluster is not None or space is not None):
+        raise InputError(f'auto3d.init: {"space" if cluster is None else "cluster"}: only for plan="auto"')
+    for name in choices:
+        if name not in CHOICES:
+            raise InputError(f"auto3d.init: {name}: unknown; it takes dp, tp, pp, plan, {', '.join(CHOICES)}")
+    if plan == AUTO:
+        _setup = Setup(world=world, cluster=cluster, space=space)
+    elif plan is not None:
+        read, file = (plan, "the plan") if isinstance(plan, Plan) else (_read(plan), os.fspath(plan))
+        _check_processes(world, read.ranks, f"plan: {file}")
+        _check_synchronous(read.schedule)
+        _setup = Setup(world=world, plan=read, plan_file=file)
+    else:
+        degrees = (given.get("dp", 1), given.get("tp", 1), given.get("pp", 1))
+        for name, value in given.items():
+            if type(value) is not int or value < 1:
+                raise InputError(f"auto3d.init: {name}: found {value!r}; it takes a whole number from 1 on")
+        _check_processes(world, degrees[0] * degrees[1] * degrees[2], "dp={} × tp={} × pp={}".format(*degrees))
+        if "schedule" in choices:
+            _check_synchronous(parse_schedule(choices["schedule"])[0])
+        _setup = Setup(world=world, degrees=degrees, choices=choices)
+    atexit.register(_leave)
+
+
+def setup() -> Setup:
+    """What ``init`` was called with; raises InputError if it was not called."""
+    if _setup is None:
+        raise InputError('auto3d.init: not called; call auto3d.init(dp=, tp=, pp=), or auto3d.init(plan="auto"), first')
+    return _setup
+
+
+def _alone() -> World:
+    """The world of a process that no launcher started."""
+    folder = tempfile.mkdtemp(prefix="auto3d-")  # only this user can write to it
+    return World(rank=0, size=1, local_rank=0, meeting_point=f"file://{folder}/meeting-point")
+
+
+def _read(file: str | os.PathLike[str]) -> Plan:
+    try:
+        return Plan.from_json(Path(file).read_bytes())
+    except OSError as error:
+        raise InputError(f"auto3d.init: plan: {os.fspath(file)}: {error.strerror}") from None
+    except InputError as error:
+        raise InputError(f"auto3d.init: plan: {os.fspath(file)}: {error}") from None
+
+
+def _check_processes(world: World, needed: int, what: str) -> None:
+    if world.size == needed:
+        return
+    here = "1 process" if world.size == 1 else f"{world.size} processes"
+    script = Path(sys.argv[0]).name or "script.py"
+    processes = "1 process" if needed == 1 else f"{needed} processes"
+    remedy = f"start it with: torchrun --nproc-per-node={needed} {script}" if needed > 1 else f"run: python {script}"
+    raise InputError(f"auto3d.init: {what} needs {processes}, one per rank; this is {here}; {remedy}")
+
+
+def _check_synchronous(schedule: str) -> None:
+    if schedule in SCHEDULES and SCHEDULES[schedule].asynchronous:
+        raise InputError(
+            f"auto3d.init: schedule: {schedule} is asynchronous, so there is no moment after each step at which a "
+            "Trainer could log, evaluate and save; take a synchronous one, such as 1f1b, or `auto3d train`"
+        )
+
+
+def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """sys.excepthook: an InputError is one line and exit code 2; anything else keeps its traceback.
+
+    All ranks raise most of them. So ranks other than 0 wait first, in which their launcher ends them if rank 0 failed.
+    """
+    global _failed
+    _failed = True
+    if not isinstance(error, InputError):
+        sys.__excepthook__(kind, error, trace)
+        return
+    if _rank:
+        sleep(OTHERS_S)
+    rank = f"rank {_rank}: " if _rank else ""
+    print(f"auto3d: {rank}{error}", file=sys.stderr, flush=True)
+    raise SystemExit(INPUT_ERROR)
+
+
+def _leave() -> None:
+    """At the end of the process: leave the other ranks, unless this one failed and they may wait for it."""
+    if not _failed:
+        leave_or_end()
