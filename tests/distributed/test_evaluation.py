@@ -104,10 +104,7 @@ def run_rank(world: World, case: Case, plan: Plan, samples: int) -> dict:
                 found["evaluations"] = [
                     evaluate(training, data, samples=samples, outputs=case.outputs) for _ in range(2)
                 ]
-        found["end"] = {
-            name: part.tensor.detach().clone().numpy()
-            for name, part in rank.state().items()
-        }
+        found["end"] = {name: part.tensor.detach().clone().numpy() for name, part in rank.state().items()}
     finally:
         leave()
     return found
