@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from statistics import median
@@ -62,7 +63,8 @@ def run_training(
     """
     training = plan_training(recipe, plan_file, console, world)
     if world is not None:
-        return _train(recipe, training, world, console, on_result, fresh=fresh)
+        with exclusive(recipe, training.trial) if world.rank == 0 else nullcontext():
+            return _train(recipe, training, world, console, on_result, fresh=fresh)
     _check_not_submitted(recipe, training.trial)
     with exclusive(recipe, training.trial):
         return _train(recipe, training, None, console, on_result, fresh=fresh)

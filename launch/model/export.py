@@ -158,9 +158,8 @@ def _write(
     largest_bytes: int,
 ) -> None:
     """Write ``wanted`` in files of at most ``largest_bytes``, and an index if there are several."""
-    size: Callable[[Any], int] = lambda tensor: tensor.nbytes  # noqa: E731
     split = split_state_dict_into_shards_factory(
-        dict(wanted), get_storage_size=size, filename_pattern=pattern, max_shard_size=largest_bytes
+        dict(wanted), get_storage_size=_bytes, filename_pattern=pattern, max_shard_size=largest_bytes
     )
     for file, names in split.filename_to_tensors.items():
         values = dict(zip(names, tensors_of([wanted[name] for name in names]), strict=True))
@@ -168,3 +167,7 @@ def _write(
     if split.is_sharded:
         index: dict[str, Any] = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / INDEX).write_text(dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.nbytes
