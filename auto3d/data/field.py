@@ -48,3 +48,13 @@ class InputField:
         if self.kind == "constant" and type(self.value) is int:
             integers.append(self.value)
         return max(integers, default=None)
+
+    @property
+    def smallest(self) -> int | None:
+        """The smallest integer that the input may contain, apart from tokens; None if it contains no integers."""
+        integers = [self.prefix] if self.prefix_length else []
+        if self.kind == "integers":
+            integers.append(self.low)
+        if self.kind == "constant" and type(self.value) is int:
+            integers.append(self.value)
+        return min(integers, default=None)

@@ -34,5 +34,9 @@ class MicroBatches(Protocol):
 class TrainingData(Protocol):
     """What a training reads. A DataSettings is one; it is pickled or forked to every rank."""
 
+    @property
+    def may_ignore_targets(self) -> bool:
+        """Whether a label may be one that losses ignore, such as -100."""
+
     def micro_batches(self, part: BatchSlice) -> MicroBatches:
         """The micro-batches of the rank that takes ``part``."""

@@ -35,6 +35,11 @@ class DataSettings:
         return (self.sequence_length,) if field.kind in TOKEN_KINDS else field.shape
 
     @property
+    def may_ignore_targets(self) -> bool:
+        """Whether an integer of an input may be negative, as labels are that losses ignore."""
+        return any(field.smallest is not None and field.smallest < 0 for field in self.inputs.values())
+
+    @property
     def num_tokens(self) -> int:
         """Number of different tokens that the corpus may contain."""
         return BYTE_VALUES if self.source == "text" else self.vocabulary_size
