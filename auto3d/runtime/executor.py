@@ -29,7 +29,7 @@ class IterationResult:
     """The same on every rank, except for ``seconds``."""
 
     loss: float  # mean over the global batch: over its real targets if the loss is a mean over targets
-    grad_norm: float | None  # before clipping; None if asynchronous: the gradients are never all there at once
+    grad_norm: float | None  # before clipping; None if asynchronous, for they are never all there at once, or skipped
     asked_to_end: bool  # whether any rank was asked to end before the iteration was over
     seconds: float = field(compare=False)  # time from the end of the previous iteration to the end of this one
     skipped: bool = False  # whether gradients overflowed under a loss scale, so that nothing was updated
@@ -203,7 +203,8 @@ class Executor:
         if self._loss_scale.is_used:
             self._skips = not isfinite(total.grad_norm)
             self._loss_scale.update(finite=not self._skips)
-        return replace(total, loss=total.loss / fraction, grad_norm=total.grad_norm / divisor), 1 / divisor
+        norm = None if self._skips else total.grad_norm / divisor
+        return replace(total, loss=total.loss / fraction, grad_norm=norm), 1 / divisor
 
     def _late(self, total: Total) -> Total:
         """``total`` of the next iteration of an asynchronous program, if nothing is to be divided."""

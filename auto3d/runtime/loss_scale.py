@@ -1,8 +1,11 @@
 """The factor of the loss in a backward of float16, whose gradients would otherwise underflow."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-FIRST_FLOAT16_SCALE = 65536.0
+from auto3d.errors import InputError
+
+_LEAST = 1.0
 _GROWTH_INTERVAL = 2000
 _GROWTH = 2.0
 
@@ -26,7 +29,15 @@ class LossScale:
         return LossScale() if first is None else LossScale(value=first, is_used=True)
 
     def update(self, *, finite: bool) -> None:
-        """Note whether the gradients of an iteration are finite."""
+        """Note whether the gradients of an iteration are finite.
+
+        Raises InputError if they are not although the scale is 1 or less: then a smaller one would not help.
+        """
+        if not finite and self.value <= _LEAST:
+            raise InputError(
+                f"the gradients are infinite or undefined, and the loss scale is {self.value:g}, which did not cause "
+                "it; lower the learning rate, or train in bfloat16 or float32"
+            )
         if not finite:
             self.value /= _GROWTH
             self.good_iterations = 0
@@ -47,7 +58,7 @@ class LossScale:
             "skipped_iterations": float(self.skipped_iterations),
         }
 
-    def restore(self, numbers: dict[str, float]) -> None:
+    def restore(self, numbers: Mapping[str, float]) -> None:
         """Continue from the ``numbers`` of a checkpoint; those without a scale change nothing."""
         if self.is_used and "loss_scale" in numbers:
             self.value = numbers["loss_scale"]

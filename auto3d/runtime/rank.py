@@ -110,7 +110,7 @@ class Rank:
 
     def restore(self, numbers: Mapping[str, float]) -> None:
         """Continue with the ``numbers`` of a checkpoint."""
-        self.loss_scale.restore(dict(numbers))
+        self.loss_scale.restore(numbers)
 
 
 def check_plan(

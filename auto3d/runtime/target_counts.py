@@ -31,7 +31,7 @@ class CountedMean(nn.Module):
             factor = self.count / self._term.places
         mean = self._mean(logits, target, *others, **options)
         # A mean of no targets is NaN. The gradients of ignored targets are zero, even those of such a mean.
-        return torch.where(self.count > 0, mean * factor, 0.0).to(mean.dtype)
+        return (mean * factor).masked_fill(self.count == 0, 0.0).to(mean.dtype)
 
 
 class TargetCounts:

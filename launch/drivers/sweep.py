@@ -70,7 +70,7 @@ def sweep_of(recipe: LoadedRecipe, tell: Callable[[str], None] | None = None) ->
             check_plans(recipe, plans, process, tell)
             predictions = predict_plans(recipe, plans, graph_at, model)
     if recipe.values.model.weights is not None:
-        from launch.model.build import initial_weights  # torch is slow to import, and large
+        from launch.model.initial_weights import initial_weights  # torch is slow to import, and large
 
         initial_weights(recipe, graph_at(samples_at_once(plans[0])))
     refused = candidates.refused_by_peers(found)

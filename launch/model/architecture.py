@@ -5,11 +5,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from auto3d.data import TOKEN_KINDS, DataSettings
+from auto3d.data import SEQUENCE_KINDS, DataSettings
 from launch.recipe.data import data_settings
 from launch.recipe.load import LoadedRecipe
 
@@ -41,6 +42,16 @@ def architecture(recipe: LoadedRecipe) -> Callable[[], nn.Module]:
     _check_arguments(recipe, model_class, data)
     _check_sizes(recipe, config, data)
     return lambda: model_class(config)
+
+
+def base_prefix(recipe: LoadedRecipe) -> str:
+    """The name under which a model class of transformers has the model without its head; empty for other models."""
+    name = recipe.values.model.architecture
+    if name is None:
+        return ""
+    import transformers
+
+    return getattr(getattr(transformers, name), "base_model_prefix", "")
 
 
 def unset_key(recipe: LoadedRecipe, message: str) -> str | None:
@@ -123,7 +134,7 @@ def _configuration(recipe: LoadedRecipe, model_class: type[Any]) -> Any:
     _check_implementations(recipe, model_class, keys)
     values = _declared_names(config_class, keys)
     try:
-        config = config_class(**values)
+        config = config_class(**_over(_stored_configuration(recipe, model_class), values))
     except Exception as error:  # each configuration class checks in its own way
         problem = f"refused by {model_class.__name__}: {' '.join(str(error).split())}"
         raise recipe.error("model.config", problem) from None
@@ -132,6 +143,31 @@ def _configuration(recipe: LoadedRecipe, model_class: type[Any]) -> Any:
         if hasattr(one, "use_cache") and "use_cache" not in given:
             one.use_cache = False  # training does not use past keys and values
     return config
+
+
+def _stored_configuration(recipe: LoadedRecipe, model_class: type[Any]) -> dict[str, Any]:
+    """The configuration in the folder of the recipe's weights; empty if there is none, or if it is another model's."""
+    folder = recipe.values.model.weights
+    if folder is None or not Path(folder, "config.json").is_file():
+        return {}
+    try:
+        stored, _ = model_class.config_class.get_config_dict(folder)
+    except Exception as error:  # transformers raises several types for a damaged file
+        raise recipe.error("model.weights", f"found {folder!r}: {' '.join(str(error).split())}") from None
+    if stored.get("model_type") != model_class.config_class.model_type:
+        problem = f"found {folder!r}, the weights of a {stored.get('model_type')}; {model_class.__name__} takes those "
+        raise recipe.error("model.weights", f"{problem}of a {model_class.config_class.model_type}")
+    left_out = ("model_type", "dtype", "torch_dtype", *NOT_FOR_USERS)  # it trains in float32, whatever is stored
+    return _declared_names(model_class.config_class, {k: v for k, v in stored.items() if k not in left_out})
+
+
+def _over(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """``stored`` with the keys of ``given``, also inside configurations within them."""
+    merged = dict(stored)
+    for key, value in given.items():
+        inner = merged.get(key)
+        merged[key] = _over(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return merged
 
 
 def _check_keys(recipe: LoadedRecipe, where: str, config_class: type[Any], given: Mapping[str, Any], name: str) -> None:
@@ -253,13 +289,13 @@ def _check_sizes(recipe: LoadedRecipe, config: Any, data: DataSettings) -> None:
     """Raise RecipeError for sizes of the data that would cause an index error deep inside the model."""
     text = _of_text(config)
     vocabulary, positions = getattr(text, "vocab_size", None), getattr(text, "max_position_embeddings", None)
-    tokens = {name: field for name, field in data.inputs.items() if field.kind in TOKEN_KINDS}
+    tokens = {name: field for name, field in data.inputs.items() if field.kind in SEQUENCE_KINDS}
     if tokens and isinstance(positions, int) and data.sequence_length > positions:
         problem = f"found {data.sequence_length}; it must be at most {positions}: the model has {positions} positions"
         raise recipe.error("data.sequence_length", problem)
     if not isinstance(vocabulary, int):
         return
-    if tokens and vocabulary < data.num_tokens:
+    if tokens and data.num_tokens is not None and vocabulary < data.num_tokens:
         problem = (
             f"found {vocabulary}; it must be at least {data.num_tokens}, the number of different tokens in the data"
         )

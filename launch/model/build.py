@@ -4,16 +4,13 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from difflib import get_close_matches
+from collections.abc import Callable
 from functools import partial
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from auto3d.capture.errors import CaptureError, error_line
-from auto3d.capture.graph import Graph
 from auto3d.capture.model import CapturedModel, capture, garbage_collection_paused
 from auto3d.capture.skeleton import skeleton
 from auto3d.plan import Plan
@@ -101,57 +98,6 @@ def build_function(recipe: LoadedRecipe) -> Callable[[], nn.Module]:
         return module
 
     return build
-
-
-class Weights(Mapping[str, torch.Tensor]):
-    """The tensors of a safetensors file; each is read when it is accessed."""
-
-    def __init__(self, file: str) -> None:
-        self._file = safe_open(file, framework="pt")
-        self._names = dict.fromkeys(self._file.keys())
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        if name not in self._names:
-            raise KeyError(name)
-        return self._file.get_tensor(name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._file.get_slice(name).get_shape())
-
-    def narrowed(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
-        """A range of one dimension of a tensor, without reading the rest of the file."""
-        return self._file.get_slice(name)[(*[slice(None)] * dim, slice(start, start + length))]
-
-
-def initial_weights(recipe: LoadedRecipe, graph: Graph) -> Weights | None:
-    """The recipe's initial weights, if any; raises RecipeError if their names or shapes do not fit the model."""
-    file = recipe.values.model.weights
-    if file is None:
-        return None
-    try:
-        weights = Weights(file)
-    except (SafetensorError, OSError) as error:
-        raise recipe.error("model.weights", f"found {file!r}, not a readable safetensors file: {error}") from None
-    known = graph.parameters | graph.buffers
-    for name in dict.fromkeys(name for node in graph.nodes for name in node.state if name in known):
-        if name not in weights:
-            if name in graph.parameters:
-                near = get_close_matches(name, weights, n=1) or list(weights)[:1]
-                hint = f"; it has {near[0]}" if near else ""
-                raise recipe.error("model.weights", f"found {file!r}, which lacks the parameter {name}{hint}")
-        elif weights.shape(name) != known[name].shape:
-            shapes = f"{list(weights.shape(name))}, the model's has {list(known[name].shape)}"
-            raise recipe.error("model.weights", f"found {file!r}, whose {name} has shape {shapes}")
-    return weights
 
 
 def _factory(recipe: LoadedRecipe) -> Callable[[], nn.Module]:

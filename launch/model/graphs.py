@@ -16,7 +16,7 @@ from auto3d.partition.merak import Sharding, shard, sharding_from_json
 from auto3d.tensor.local_graph import LocalGraph, local_graph, local_graph_from_json, local_graph_to_json
 from auto3d.tensor_placement import Split
 from launch.model.capture_process import CaptureProcess
-from launch.recipe.load import LoadedRecipe
+from launch.recipe.load import LoadedRecipe, stored_configuration
 from launch.recipe.schema import UNFUSED
 from launch.recipe.settings import device
 from launch.run.devices import torch_has_cuda
@@ -231,6 +231,8 @@ class PlanningModel:
         # The folders of the recipe's code come first here, whether or not it has been imported already.
         where = list(dict.fromkeys([*self._recipe.code_folders, *sys.path])) if model["factory"] else []
         found = {"model": model, "data": data, "device": device(self._recipe.values), "where": where, **what}
+        if (stored := stored_configuration(self._recipe.values.model.weights)) is not None:
+            found["stored"] = stored
         return found if self._fused_attention else {**found, "attention": UNFUSED}
 
 

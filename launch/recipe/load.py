@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import cache, cached_property
 from glob import glob
+from json import loads
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,9 @@ from auto3d.errors import ProblemKind
 from auto3d.plan import NO_OVERLAP
 from launch.peers.limits import DEEPSPEED
 from launch.recipe.cluster_schema import AcceleratorRecipe
+from launch.recipe.data_schema import FOLDERS, INPUT_KEYS, SOURCES, TOKEN_KINDS, InputRecipe
 from launch.recipe.error import COMMAND_LINE, RecipeError
 from launch.recipe.keys import accepted, accepts, group_schema, groups, schema_of
-from launch.recipe.model_schema import INPUT_KEYS, TOKEN_KINDS, InputRecipe
 from launch.recipe.overrides import KeyPath, file_names, nested, read_overrides, read_path, replaced, write_path
 from launch.recipe.schema import Recipe
 from launch.recipe.schema_key import AUTO
@@ -339,6 +340,8 @@ def _check_group(holder: Any, prefix: str, sources: _Sources) -> None:
 def _check_together(recipe: Recipe, sources: _Sources) -> None:
     """Check values against each other, and files against the disk."""
     model = recipe.model
+    if model.architecture is None and model.factory is None and model.layers is None and model.weights is not None:
+        model.architecture = _architecture_of(model.weights, sources)
     given = [name for name in ("architecture", "factory", "layers") if getattr(model, name) is not None]
     if len(given) != 1:
         found = " and ".join(given) or "none of them"
@@ -370,10 +373,34 @@ def _check_together(recipe: Recipe, sources: _Sources) -> None:
         if name in recipe.data.inputs:
             full_key = f"model.forward.{name}"
             raise RecipeError(sources.of(full_key), full_key, "is also one of data.inputs; give only one of them")
+    if recipe.data.source not in SOURCES and ":" not in recipe.data.source:
+        problem = f"found {recipe.data.source!r}; it takes one of {', '.join(SOURCES)}, or package.module:function"
+        raise RecipeError(sources.of("data.source"), "data.source", problem)
     _check_data_files(recipe, sources.of("data.files"))
-    if model.weights is not None and not Path(model.weights).is_file():
-        problem = f"found {model.weights!r}; there is no such file"
+    if (tokenizer := recipe.data.tokenizer) is not None and not Path(tokenizer).is_dir():
+        problem = f"found {tokenizer!r}; there is no such folder"
+        raise RecipeError(sources.of("data.tokenizer"), "data.tokenizer", problem)
+    if model.weights is not None and not Path(model.weights).exists():
+        problem = f"found {model.weights!r}; there is no such file or folder"
         raise RecipeError(sources.of("model.weights"), "model.weights", problem)
+
+
+def stored_configuration(weights: str | None) -> Any:
+    """The content of config.json in the folder ``weights``; None if that is no folder, or has no such file."""
+    try:
+        return None if weights is None else loads(Path(weights, "config.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def _architecture_of(folder: str, sources: _Sources) -> str:
+    """The model class that config.json names, beside the weights in ``folder``."""
+    try:
+        (name,) = stored_configuration(folder)["architectures"]
+    except (ValueError, KeyError, TypeError):
+        problem = f"found {folder!r}, whose config.json names no model class; give model.architecture or model.factory"
+        raise RecipeError(sources.of("model.weights"), "model.weights", problem) from None
+    return str(name)
 
 
 def _mistake_in_input(field: InputRecipe, sequence_length: int) -> tuple[str, str] | None:
@@ -399,6 +426,12 @@ def _check_data_files(recipe: Recipe, where: Path | str) -> None:
         if not glob(pattern):
             raise RecipeError(where, "data.files", f"found {pattern!r}; there is no such file")
     files = [Path(file) for file in data_files(recipe)]
+    if recipe.data.source in FOLDERS:
+        for file in files:
+            if not file.is_dir():
+                problem = f"found {str(file)!r}; source {recipe.data.source} takes folders that save_to_disk wrote"
+                raise RecipeError(where, "data.files", problem)
+        return
     for file in files:
         if not file.is_file():
             raise RecipeError(

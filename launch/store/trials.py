@@ -145,10 +145,25 @@ def _name(plan: Plan, digest: str) -> str:
 
 
 def _files(recipe: LoadedRecipe) -> list[tuple[str, int, int]]:
-    """The files that the recipe reads, with their sizes and times of modification (ns)."""
+    """The files that the recipe reads, also those in folders, with their sizes and times of modification (ns)."""
     weights = recipe.values.model.weights
-    files = [*data_files(recipe.values), *([] if weights is None else [weights])]
-    return [(str(Path(file).resolve()), (state := os.stat(file)).st_size, state.st_mtime_ns) for file in files]
+    files = [*data_files(recipe.values), *([] if weights is None else weight_files(weights))]
+    if recipe.values.data.tokenizer is not None:
+        files.append(recipe.values.data.tokenizer)
+    found = []
+    for path in (Path(file).resolve() for file in files):
+        inside = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+        index = path.with_suffix(".idx")  # beside the .bin of Megatron-LM
+        found += [*inside, *([index] if path.suffix == ".bin" and index.is_file() else [])]
+    return [(str(file), (state := os.stat(file)).st_size, state.st_mtime_ns) for file in found]
+
+
+def weight_files(weights: str) -> list[str]:
+    """The files of ``model.weights``, which is one file, or a folder of weights and of their configuration."""
+    folder = Path(weights)
+    if not folder.is_dir():
+        return [weights]
+    return [str(file) for file in sorted(folder.iterdir()) if file.suffix in (".safetensors", ".json")]
 
 
 def manifest_of(recipe: LoadedRecipe) -> Manifest:

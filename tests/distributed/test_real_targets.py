@@ -14,6 +14,9 @@ from torch.nn import functional
 from auto3d.capture.shard import Shard
 from auto3d.capture.skeleton import seed_all
 from auto3d.data import Batches, BatchSlice, DataSettings
+from auto3d.errors import InputError
+from auto3d.partition.methods.uniform import uniform
+from auto3d.partition.stage import cut
 from auto3d.plan import SUB_PIPELINED, Plan
 from auto3d.runtime.optimizer import build_optimizer
 from auto3d.runtime.rank import Rank, build_rank
@@ -26,7 +29,6 @@ from tests.models import TRAINED, captured
 
 IGNORED = -100
 ITERATIONS = 2
-NO_CLIPPING = replace(SGD, clip_norm=0.0)
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class UnevenLabels:
     data: DataSettings
     where: str = "labels"
     may_ignore_targets: bool = True
+    has_targets: bool = True  # False: all labels are ignored
 
     def micro_batches(self, part: BatchSlice) -> "UnevenBatches":
         return UnevenBatches(self, part)
@@ -53,7 +56,7 @@ class UnevenBatches:
             first = iteration * self._part.global_batch + index * self._part.micro_batch_size
             first += self._part.replica * len(labels)
             for row, label in enumerate(labels):
-                label[real_targets(first + row) :] = IGNORED
+                label[real_targets(first + row) if self._labels.has_targets else 0 :] = IGNORED
         return made
 
 
@@ -78,10 +81,13 @@ def _reference(model: str, global_batch: int, seed: int, optimizer: OptimizerSet
     for iteration in range(ITERATIONS):
         module.zero_grad()
         inputs = batches.micro_batch(iteration, 0, tuple(data.data.inputs))
-        logits, labels = module(**inputs).logits, inputs["labels"]
+        outputs, labels = module(**inputs), inputs["labels"]
+        logits = outputs["logits"]
         if model.startswith(("gpt2", "llama")):
             logits, labels = logits[:, :-1], labels[:, 1:]
-        each = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
+        each = per_token(logits, labels)
+        if model == "two-losses":
+            each = each + 0.5 * per_token(outputs["early"], labels)
         loss = each.sum() / (labels != IGNORED).sum()
         loss.backward()
         norm = float(nn.utils.clip_grad_norm_(module.parameters(), optimizer.clip_norm or float("inf")))
@@ -96,6 +102,10 @@ def _reference(model: str, global_batch: int, seed: int, optimizer: OptimizerSet
             }
         )
     return history
+
+
+def per_token(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
 
 
 def run_rank(
@@ -179,6 +189,7 @@ CASES: Mapping[str, tuple[str, Any]] = {
         "bert-4-heads",
         {"dp": 2, "tp": 2, "pp": 1, "micro_batches": 2, "sequence_parallel": True},
     ),
+    "two losses": ("two-losses", {"dp": 2, "pp": 2, "micro_batches": 3}),
     "halves": (
         "gpt2-4-heads",
         {"dp": 1, "tp": 2, "pp": 2, "micro_batches": 4, "tensor_overlap": SUB_PIPELINED},
@@ -186,13 +197,24 @@ CASES: Mapping[str, tuple[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("clip", [CLIP_NORM, 0.0], ids=["clipped", "unclipped"])
+UNCLIPPED = ("chimera", "t5", "halves", "two losses")  # their updates wait for sums only because targets are ignored
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_equals_one_process_that_sees_the_whole_batch(processes, name, clip):
+def test_equals_one_process_that_sees_the_whole_batch(processes, name):
     model, sizes = CASES[name]
-    plan, data, optimizer = make_plan(model, **sizes), uneven(model), replace(SGD, clip_norm=clip)
+    optimizer = replace(SGD, clip_norm=0.0 if name in UNCLIPPED else CLIP_NORM)
+    plan, data = make_plan(model, **sizes), uneven(model)
     ranks = processes.run(plan.ranks, run_rank, model, plan, data, optimizer)
     assert_equal(ranks, reference(model, plan, optimizer))
+
+
+def test_a_count_comes_from_a_stage_before_the_last():
+    """The case of two losses."""
+    graph = captured("two-losses", 2).graph
+    first = cut(graph, uniform(graph, 2))[0]
+    assert "cross_entropy_loss" in first.nodes
+    assert not first.has_loss
 
 
 @pytest.mark.parametrize("replicas", [[2, 1], [1, 2]], ids=str)
@@ -200,3 +222,77 @@ def test_replicas_count_their_slices(processes, replicas):
     plan, data = test_uneven.make_plan("gpt2", replicas, micro_batch_size=4, micro_batches=3), uneven("gpt2")
     ranks = processes.run(plan.ranks, run_rank, "gpt2", plan, data, SGD)
     assert_equal(ranks, reference("gpt2", plan, SGD))
+
+
+def test_a_loss_scale_changes_nothing(processes):
+    plan, data = make_plan("gpt2", dp=2, pp=2, micro_batches=3), uneven("gpt2")
+    ranks = processes.run(plan.ranks, run_rank, "gpt2", plan, data, SGD, 1024.0)
+    assert_equal(ranks, reference("gpt2", plan, SGD))
+    for rank in ranks:
+        numbers = {"loss_scale": 1024.0, "good_iterations": 2.0, "skipped_iterations": 0.0}
+        assert rank["history"][-1]["numbers"] == numbers
+
+
+@pytest.mark.parametrize("clip", [CLIP_NORM, 0.0], ids=["clipped", "unclipped"])
+def test_an_overflow_skips_the_update_of_all_ranks(processes, clip):
+    plan = make_plan("gpt2", dp=2, pp=2, micro_batches=2, schedule="gpipe", shard_optimizer=True)
+    optimizer = replace(SGD, clip_norm=clip)
+    ranks = processes.run(plan.ranks, run_rank, "gpt2", plan, uneven("gpt2"), optimizer, 1024.0, 0)
+    seed_all(plan.seed)
+    initial = dict(TRAINED["gpt2"][0]().named_parameters())
+    for rank in ranks:
+        skipped, good = rank["history"]
+        assert (skipped["result"].skipped, good["result"].skipped) == (True, False)
+        assert np.isfinite(skipped["result"].loss)
+        assert skipped["result"].grad_norm is None
+        for name, value in skipped["parameters"].items():
+            assert np.array_equal(value, initial[name].detach().numpy()), name
+        assert set(skipped["rates"]) == {0.0}, "the rate of the first iteration of the warm-up stays"
+        assert set(good["rates"]) == {optimizer.learning_rate}
+        assert good["numbers"] == {"loss_scale": 512.0, "good_iterations": 1.0, "skipped_iterations": 1.0}
+        assert np.isfinite(good["result"].grad_norm)
+
+
+def refusal(
+    world: World, model: str, plan: Plan, data: UnevenLabels, optimizer: OptimizerSettings
+) -> tuple[str, list[bool]]:
+    """(the error of one iteration, which of this rank's parameters have changed before it)"""
+    settings = TrainingSettings(iterations=1, optimizer=optimizer, timeout_s=60)
+    join(world, device=CPU, timeout_s=60)
+    try:
+        rank = build_rank(captured(model, samples_at_once(plan)), plan, settings, data, world)
+        before = {name: parameter.detach().clone() for name, parameter in rank.parameters.items()}
+        with pytest.raises(InputError) as error:
+            list(rank.executor.run(rank.programs[0], 0))
+        return str(error.value), [not torch.equal(before[n], p) for n, p in rank.parameters.items()]
+    finally:
+        leave()
+
+
+CONSTANT_RATE = replace(SGD, warmup_iterations=0)
+
+
+def test_terms_that_need_different_weights_are_refused_before_the_update(processes):
+    plan = make_plan("bert-pretraining", dp=2, pp=2, micro_batches=2)
+    answers = processes.run(plan.ranks, refusal, "bert-pretraining", plan, uneven("bert-pretraining"), CONSTANT_RATE)
+    assert len({line for line, _ in answers}) == 1
+    line, changed = answers[0]
+    assert "cross_entropy_loss_1 100.00%" in line
+    assert not any(changed)
+
+
+def test_labels_that_the_data_does_not_announce_are_no_silent_error(processes):
+    """With clipping, the update knows the fraction; without, it did not wait for it."""
+    plan, data = make_plan("gpt2", dp=2, pp=2, micro_batches=3), replace(uneven("gpt2"), may_ignore_targets=False)
+    assert_equal(processes.run(plan.ranks, run_rank, "gpt2", plan, data, SGD), reference("gpt2", plan, SGD))
+    unclipped = replace(CONSTANT_RATE, clip_norm=0.0)
+    for line, _ in processes.run(plan.ranks, refusal, "gpt2", plan, data, unclipped):
+        assert "iteration 1: the data ignores targets" in line
+
+
+def test_a_global_batch_without_targets_is_refused(processes):
+    plan = make_plan("gpt2", dp=1, pp=2, micro_batches=2)
+    data = replace(uneven("gpt2"), has_targets=False)
+    for line, changed in processes.run(plan.ranks, refusal, "gpt2", plan, data, CONSTANT_RATE):
+        assert "all targets of the global batch are ignored" in line
+        assert not any(changed)

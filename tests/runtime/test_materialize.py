@@ -18,8 +18,8 @@ from auto3d.capture.shard import Shard
 from auto3d.capture.skeleton import seed_all
 from auto3d.runtime.materialize import InitialStateError, materialize
 from auto3d.runtime.peak_memory import PeakMemory
+from auto3d.runtime.weights import Weights
 from auto3d.tensor_placement import Split
-from launch.model.build import Weights
 from tests.models import MODELS
 
 
