@@ -14,35 +14,36 @@ import torch
 import torch.distributed as dist
 
 from auto3d.capture.model import CapturedModel
-from auto3d.capture.shard import Shard
 from auto3d.data import TrainingData
 from auto3d.errors import InputError
 from auto3d.partition.evaluation import stages_in_evaluation
-from auto3d.partition.samples import made_from_samples
-from auto3d.plan import NO_OVERLAP, Plan, PlanError
+from auto3d.plan import NO_OVERLAP, Plan
+from auto3d.runtime.evaluation_loss import EvaluationLoss, ForwardLoss
+from auto3d.runtime.evaluation_output import Output
+from auto3d.runtime.evaluation_state import check_state, first_pipelines_buffers
 from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.forward_stage import ForwardStage
 from auto3d.runtime.inputs import MicroBatchInputs
-from auto3d.runtime.layout import RankLayout, lay_out_plan, lay_out_rank, schedules_of
+from auto3d.runtime.layout import lay_out_plan, lay_out_rank, schedules_of
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.rank import Rank, inputs_of
 from auto3d.runtime.tensor_group import TensorParallelRank
 from auto3d.runtime.training import Training
-from auto3d.runtime.waiting import waiting_for
 from auto3d.schedule.check import check
 from auto3d.schedule.forward_only import forward_only
 from auto3d.schedule.lowering import lower
 from auto3d.schedule.program import Message
-from auto3d.tensor_placement import PlacementKind, TensorPlacement
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationResult:
     """The same on every rank."""
 
-    loss: float | None  # mean over the samples; None if it was not asked for
+    loss: float | None  # mean over all targets, or over all samples where the loss counts no targets; None: no loss
     outputs: dict[str, torch.Tensor]  # on the CPU, [samples, …] in the order of the samples; floats are float32
-    losses: tuple[float, ...] = ()  # mean over each micro-batch, in the order of the samples
+    losses: tuple[float, ...] = ()
+    """The mean over each micro-batch, in the order of the samples. It is NaN for one without targets, and for one that
+    has targets for different fractions of the places of several terms."""
 
 
 def evaluate(
@@ -99,7 +100,7 @@ class _Evaluation:
         schedule = forward_only(schedules_of(common.plan, 1)[0])
         check(schedule)
         layout = lay_out_rank(lay_out_plan(model, plan, settings, schedule), dist.get_rank())
-        _check_state(rank.layout, layout)
+        check_state(rank.layout, layout)
         self._layout = layout
         self._program = lower(schedule, layout.transfers)[layout.device]
         self._exchange = Exchange(
@@ -115,8 +116,8 @@ class _Evaluation:
         )
         self._timeout_s = settings.timeout_s
         graph = layout.captured.graph
-        self._loss = graph.loss if loss else None
-        self._outputs = [_Output.of(name, value, model, layout) for name, value in graph.outputs.items()]
+        self._loss = EvaluationLoss(model.exported, layout, settings.timeout_s) if loss else None
+        self._outputs = [Output.of(name, value, model, layout) for name, value in graph.outputs.items()]
         randomness = Randomness(
             plan.seed,
             first_micro_batch=layout.first_micro_batch,
@@ -141,21 +142,22 @@ class _Evaluation:
                 randomness=randomness,
                 device=rank.device,
                 tensor=tensor,
+                terms=layout.target_terms if loss else (),
             )
             for pipe_stage, stage in layout.stages.items()
         }
 
     def run(self, data: TrainingData, samples: int) -> EvaluationResult:
-        global_batch, at_once = self._layout.plan.global_batch, self._layout.samples
-        if self._loss is not None and samples % at_once:
-            raise InputError(
-                f"evaluation: found {samples} samples; with a loss it takes a multiple of {at_once}, the samples that "
-                "run at once"
-            )
+        global_batch = self._layout.plan.global_batch
+        if self._loss is not None:
+            self._loss.check_samples(samples)
         inputs = inputs_of(self._layout, data, self._rank.device)
         state = self._state()
         memory = {each.name: each.memory(self._layout.micro_batches, self._rank.device) for each in self._outputs}
-        batches = [self._global_batch(inputs, state, memory, batch) for batch in range(-(-samples // global_batch))]
+        batches = [
+            self._global_batch(inputs, state, memory, number, samples - number * global_batch)
+            for number in range(-(-samples // global_batch))
+        ]
         inputs.end()
         outputs = {
             output.name: torch.cat([tensors[output.name] for _, tensors in batches])[:samples].to(output.dtype)
@@ -163,45 +165,15 @@ class _Evaluation:
         }
         if self._loss is None:
             return EvaluationResult(loss=None, outputs=outputs)
-        losses = torch.cat([each for each, _ in batches])[: samples // at_once]
-        return EvaluationResult(loss=float(losses.mean()), outputs=outputs, losses=tuple(losses.tolist()))
+        loss, losses = self._loss.total(torch.cat([rows for rows, _ in batches]), samples)
+        return EvaluationResult(loss=loss, outputs=outputs, losses=losses)
 
     def _state(self) -> dict[str, torch.Tensor]:
         """The parameters and buffers that the stages use, without copies, except of what a forward writes to."""
         rank, written = self._rank, self._layout.captured.graph.written_buffers
-        state = {**rank.parameters, **rank.buffers, **self._first_pipelines_buffers(), **self._constants}
+        buffers = rank.buffers | first_pipelines_buffers(rank.buffers, rank.layout, self._layout, self._timeout_s)
+        state = {**rank.parameters, **buffers, **self._constants}
         return {name: tensor.clone() if name in written else tensor for name, tensor in state.items()}
-
-    def _first_pipelines_buffers(self) -> dict[str, torch.Tensor]:
-        """Buffers that training writes to, such as batch statistics, as the first pipeline has them.
-
-        Each pipeline writes to its own copy. All evaluate with one, or the result would depend on who runs a sample.
-        """
-        training, evaluation = self._rank.layout, self._layout
-        used = {name for stage in evaluation.model_stages for name in stage.state}
-        names = sorted(training.captured.graph.written_buffers & used)
-        if not names:
-            return {}
-        home = {
-            name: training.schedule.device_of[stage.index, 0]
-            for stage in training.model_stages
-            for name in stage.state
-            if name in names
-        }
-        values = {name: training.captured.graph.buffers[name] for name in names}
-        sizes = [int(np.prod(values[name].shape, dtype=int)) for name in names]
-        everything = torch.zeros(training.plan.tp, sum(sizes), dtype=torch.float64)
-        for name, place in zip(names, everything[training.shard].split(sizes), strict=True):
-            if training.plan.placement[home[name]][training.shard] == dist.get_rank():
-                place.copy_(self._rank.buffers[name].reshape(-1))
-        with waiting_for("the buffers of the first pipeline", self._timeout_s):
-            dist.all_reduce(everything)
-        found = {}
-        for name, place in zip(names, everything[training.shard].split(sizes), strict=True):
-            if name in self._rank.buffers:
-                own = self._rank.buffers[name]
-                found[name] = place.reshape(own.shape).to(own.dtype).to(own.device)
-        return found
 
     def _global_batch(
         self,
@@ -209,13 +181,16 @@ class _Evaluation:
         state: dict[str, torch.Tensor],
         memory: dict[str, torch.Tensor],
         number: int,
+        samples: int,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The losses of all micro-batches of global batch ``number``, and its outputs, on every rank.
+        """The losses of global batch ``number``, of which the first ``samples`` count, and its outputs, on every rank.
 
-        The outputs that this rank makes come to ``memory``, [micro-batches, …] each.
+        The losses are rows of ``EvaluationLoss``. The outputs that this rank makes come to ``memory``, [micro-batches,
+        …] each.
         """
-        rank = self._rank
-        losses: dict[int, torch.Tensor] = {}
+        rank, layout = self._rank, self._layout
+        losses: dict[int, ForwardLoss] = {}
+        made: dict[str, set[int]] = {output.name: set() for output in self._outputs}
         inputs.start(self._program, {one: stage.stage.inputs for one, stage in self._stages.items()}, number)
         self._exchange.start()
         for step in self._program.steps:
@@ -231,111 +206,24 @@ class _Evaluation:
                 loaded = inputs.of(micro_batch, stage.stage.inputs)
                 sent, kept = stage.forward(micro_batch, state, received, loaded)
                 self._exchange.send_from(step, micro_batch, sent)
-                if self._loss is not None and self._loss in kept:
-                    losses[micro_batch] = kept[self._loss]
+                if self._loss is not None and stage.stage.has_loss:
+                    losses[micro_batch] = ForwardLoss(
+                        loss=kept[layout.captured.graph.loss],
+                        counts=stage.targets.take(),
+                        padding_counts=self._loss.padding_counts(loaded, micro_batch, samples),
+                    )
                 for output in self._outputs:
-                    if output.value in kept:
+                    if output.stage == stage.stage.index:
                         memory[output.name][micro_batch].copy_(kept[output.value], non_blocking=True)
+                        made[output.name].add(micro_batch)
             rank.run_ahead.end()
         self._exchange.end()
         rank.run_ahead.catch_up()
-        return self._all_losses(losses), {
-            output.name: self._all_rows(output, memory[output.name], sorted(self._run_here(output)))
+        rows = torch.empty(0) if self._loss is None else self._loss.of_all_ranks(losses)
+        return rows, {
+            output.name: output.of_all_ranks(memory[output.name], made[output.name], layout, self._timeout_s)
             for output in self._outputs
         }
-
-    def _run_here(self, output: "_Output") -> set[int]:
-        """The micro-batches whose ``output`` this rank makes."""
-        return {
-            micro_batch
-            for step in self._program.steps
-            for micro_batch in step.operation.micro_batches
-            if step.operation.stage == output.stage
-        }
-
-    def _all_losses(self, losses: dict[int, torch.Tensor]) -> torch.Tensor:
-        """The loss of each micro-batch of the global batch, over all replicas."""
-        layout = self._layout
-        everyones = torch.zeros(layout.plan.dp * layout.micro_batches, dtype=torch.float64)
-        if layout.shard == 0:  # the others have computed the same
-            for micro_batch, loss in losses.items():
-                everyones[layout.first_micro_batch + micro_batch] = loss.item() / layout.replicas
-        with waiting_for("the losses of all ranks", self._timeout_s):
-            dist.all_reduce(everyones)
-        return everyones
-
-    def _all_rows(self, output: "_Output", local: torch.Tensor, micro_batches: Sequence[int]) -> torch.Tensor:
-        """``output`` of the whole global batch; every element is written by one rank and zero on all others."""
-        layout = self._layout
-        whole = torch.zeros((layout.plan.global_batch, *output.shape[1:]), dtype=output.summed)
-        rows = layout.samples // layout.replicas
-        for micro_batch in micro_batches:
-            first = (layout.first_micro_batch + micro_batch) * layout.samples + layout.replica * rows
-            place = whole[first : first + rows]
-            if output.placed.split is not None:
-                Shard(output.placed.split, layout.shard, layout.plan.tp).put_back(local[micro_batch], place)
-            elif layout.shard == 0 or output.placed.kind is PlacementKind.PARTIAL:
-                place.copy_(local[micro_batch])
-        with waiting_for(f"output {output.name} of all ranks", self._timeout_s):
-            dist.all_reduce(whole)
-        return whole
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Output:
-    """One output, as the stage that makes it has it for one micro-batch."""
-
-    name: str
-    value: str  # name of the value in the rank's program
-    stage: int
-    shape: tuple[int, ...]  # of the whole value
-    local_shape: tuple[int, ...]  # of what this rank has of it
-    dtype: torch.dtype  # of the result
-    summed: torch.dtype  # in which it is gathered
-    placed: TensorPlacement
-
-    @staticmethod
-    def of(name: str, value: str, model: CapturedModel, layout: RankLayout) -> "_Output":
-        graph = layout.captured.graph
-        whole = model.graph.value(model.graph.outputs[name])
-        samples = model.graph.micro_batch_size
-        if not whole.shape or whole.shape[0] != samples or whole.name not in made_from_samples(model.graph):
-            raise InputError(
-                f"evaluation: output {name} has shape {list(whole.shape)} for {samples} samples; an output needs one "
-                "entry per sample along its first dimension"
-            )
-        maker = graph.nodes[graph.producer[value]].name
-        dtype = getattr(torch, whole.dtype)
-        return _Output(
-            name=name,
-            value=value,
-            stage=next(stage.index for stage in layout.model_stages if maker in stage.nodes),
-            shape=whole.shape,
-            local_shape=graph.value(value).shape,
-            dtype=torch.float32 if dtype.is_floating_point else dtype,
-            summed=torch.float32 if dtype.is_floating_point else torch.int64,
-            placed=layout.placement_of(value),
-        )
-
-    def memory(self, micro_batches: int, device: torch.device) -> torch.Tensor:
-        """Memory on the host for what this rank makes in one global batch; a GPU copies to it without the host."""
-        shape = (micro_batches, *self.local_shape)
-        return torch.empty(shape, dtype=self.summed, pin_memory=device.type == "cuda")
-
-
-def _check_state(training: RankLayout, evaluation: RankLayout) -> None:
-    """Raise PlanError unless the evaluation holds the state of the rank's stages as training does."""
-    held = {name for stage in training.stages.values() for name in stage.state}
-    constants = evaluation.captured.exported.constants
-    for stage in evaluation.stages.values():
-        for name in stage.state:
-            if name in constants:
-                continue
-            if name not in held or evaluation.placement_of(name).split != training.placement_of(name).split:
-                raise PlanError(
-                    f"stages: in evaluation stage {stage.index} needs {name} as training does not hold it; such a "
-                    "model cannot be evaluated under this plan"
-                )
 
 
 @contextmanager

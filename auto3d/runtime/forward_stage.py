@@ -1,14 +1,16 @@
 """Runs one stage of an evaluation: forwards that keep nothing for a backward."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
+from auto3d.capture.loss_terms import TargetTerm
 from auto3d.capture.model import CapturedModel
 from auto3d.partition.segment import segments
 from auto3d.partition.stage import Stage
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage_program import segment_program
+from auto3d.runtime.target_counts import TargetCounts
 from auto3d.runtime.tensor_group import TensorParallelRank
 
 
@@ -16,7 +18,7 @@ class ForwardStage:
     """Runs ``stage`` of ``captured`` on ``state``, by name on ``device``, without gradients.
 
     ``kept`` names values that ``forward`` returns besides those to send: the loss and outputs. If ``captured`` is the
-    program of a tensor-parallel rank, ``tensor`` runs its collectives.
+    program of a tensor-parallel rank, ``tensor`` runs its collectives. ``targets`` counts the targets of ``terms``.
     """
 
     def __init__(
@@ -28,15 +30,17 @@ class ForwardStage:
         randomness: Randomness,
         device: torch.device,
         tensor: TensorParallelRank | None,
+        terms: Sequence[TargetTerm] = (),
     ) -> None:
         self.stage = stage
         self._kept = kept
         self._sent = {transfer.value.name for transfer in stage.sent}
         self._randomness = randomness
+        self.targets = TargetCounts(terms)
         (segment,) = segments(captured.graph, stage, [(0, len(captured.graph.nodes))])
         self._gives = segment.gives
         self._module, self._state, self._takes = segment_program(
-            segment, captured, randomness=randomness, device=device, deferred=None, tensor=tensor
+            segment, captured, randomness=randomness, device=device, deferred=None, tensor=tensor, targets=self.targets
         )
 
     @torch.no_grad()

@@ -1,5 +1,6 @@
 """An evaluation between two iterations of a training gives what the plain module gives, and leaves no trace."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -7,7 +8,9 @@ import pytest
 import torch
 
 from auto3d.capture.shard import joined
-from auto3d.data import Batches
+from auto3d.capture.skeleton import seed_all
+from auto3d.data import Batches, BatchSlice
+from auto3d.errors import InputError
 from auto3d.partition.methods.uniform import uniform
 from auto3d.partition.stage import cut
 from auto3d.plan import Plan
@@ -19,7 +22,7 @@ from auto3d.runtime.training import Training
 from auto3d.runtime.world import World, leave
 from auto3d.schedule import build_schedule, samples_at_once
 from tests.distributed.parity import ADAMW, assert_close, make_plan
-from tests.models import TRAINED, captured
+from tests.models import SEQUENCE, TEXT, TRAINED, captured
 
 AT = 1  # iterations before the evaluation
 ITERATIONS = 3
@@ -74,9 +77,9 @@ def plan_of(case: Case) -> Plan:
     )
 
 
-def capture_before_forks(case: Case, plan: Plan) -> None:
+def capture_before_forks(case: Case, plan: Plan, *, loss: bool = True) -> None:
     model = captured(case.model, samples_at_once(plan))
-    capture_slices(model.in_evaluation(case.outputs), evaluation_of(model, plan, case.outputs))
+    capture_slices(model.in_evaluation(case.outputs, loss=loss), evaluation_of(model, plan, case.outputs, loss=loss))
 
 
 def run_rank(world: World, case: Case, plan: Plan, samples: int) -> dict:
@@ -101,13 +104,18 @@ def run_rank(world: World, case: Case, plan: Plan, samples: int) -> dict:
                     name: t.detach().clone().numpy() for name, t in (rank.parameters | rank.buffers).items()
                 }
                 found["split"] = {name: shard.split for name, shard in rank.shards.items()}
-                found["evaluations"] = [
-                    evaluate(training, data, samples=samples, outputs=case.outputs) for _ in range(2)
-                ]
+                with torch.autograd.graph.saved_tensors_hooks(_refuse, _refuse):
+                    found["evaluations"] = [
+                        evaluate(training, data, samples=samples, outputs=case.outputs) for _ in range(2)
+                    ]
         found["end"] = {name: part.tensor.detach().clone().numpy() for name, part in rank.state().items()}
     finally:
         leave()
     return found
+
+
+def _refuse(tensor: torch.Tensor) -> None:
+    raise AssertionError("an evaluation keeps an activation")
 
 
 def state_of(ranks: list[dict], case: Case, plan: Plan) -> dict[str, torch.Tensor]:
@@ -166,3 +174,85 @@ def test_it_equals_the_plain_module_and_leaves_no_trace(processes, case):
         assert with_one["losses"] == without["losses"]
         for name, value in without["end"].items():
             np.testing.assert_array_equal(with_one["end"][name], value, name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Labelled:
+    """Text whose labels are partly ignored; all of samples from number ``samples`` on, if that is given."""
+
+    samples: int | None = None
+    has_labels: bool = True
+    may_ignore_targets: bool = True
+
+    def micro_batches(self, part: BatchSlice) -> "LabelledBatches":
+        return LabelledBatches(self, part)
+
+
+class LabelledBatches:
+    def __init__(self, data: Labelled, part: BatchSlice) -> None:
+        self._data, self._part = data, part
+        self._text = TEXT.micro_batches(part)
+
+    def micro_batch(self, iteration: int, index: int, names: Collection[str]) -> dict[str, torch.Tensor]:
+        made = self._text.micro_batch(iteration, index, names)
+        if "labels" in names:
+            assert self._data.has_labels
+            size = self._part.micro_batch_size // self._part.replicas
+            first = iteration * self._part.global_batch + index * self._part.micro_batch_size
+            for row, labels in enumerate(made["labels"]):
+                sample = first + self._part.replica * size + row
+                labels[: 3 * sample % SEQUENCE] = -100
+                if self._data.samples is not None and sample >= self._data.samples:
+                    labels[:] = -100
+        return made
+
+
+def evaluate_rank(world: World, case: Case, plan: Plan, samples: int) -> dict:
+    """The result of each call, or the error that it raised."""
+    settings = TrainingSettings(iterations=1, optimizer=ADAMW, device="cpu", threads_per_rank=1, timeout_s=60)
+    calls: dict[str, tuple[Labelled, dict]] = {
+        "all": (Labelled(samples=samples), {"samples": samples}),
+        "padded": (Labelled(), {"samples": samples}),
+        "prediction": (Labelled(has_labels=False), {"samples": samples, "outputs": ("logits",), "loss": False}),
+        "no samples": (Labelled(), {"samples": 0}),
+        "nothing": (Labelled(), {"samples": 1, "loss": False}),
+        "unknown": (Labelled(), {"samples": 1, "outputs": ("answers",)}),
+        "not per sample": (Labelled(), {"samples": 2, "outputs": ("loss",)}),
+    }
+    found: dict = {}
+    try:
+        training = Training(captured(case.model, samples_at_once(plan)), plan, settings, Labelled(), world)
+        for name, (data, arguments) in calls.items():
+            try:
+                found[name] = evaluate(training, data, **arguments)
+            except InputError as error:
+                found[name] = str(error)
+    finally:
+        leave()
+    return found
+
+
+@pytest.mark.parametrize("case", [Case(model="gpt2", dp=2), Case(model="gpt2-4-heads", tp=2)], ids=str)
+def test_a_last_batch_in_part_targets_that_are_ignored_and_predictions(processes, case):
+    plan = plan_of(case)
+    capture_before_forks(replace(case, outputs=()), plan)
+    capture_before_forks(case, plan, loss=False)
+    samples = plan.global_batch + 2 * samples_at_once(plan) + 1
+    ranks = processes.run(plan.ranks, evaluate_rank, case, plan, samples)
+    seed_all(plan.seed)
+    module = TRAINED[case.model][0]()
+    module.eval()
+    everything = Labelled().micro_batches(BatchSlice(seed=plan.seed, global_batch=samples, micro_batch_size=samples))
+    with torch.no_grad():
+        expected = module(**everything.micro_batch(0, 0, ("input_ids", "labels")))
+    for found in ranks:
+        assert found["all"].loss == pytest.approx(expected["loss"].item(), rel=1e-5)
+        assert np.isfinite(found["all"].losses).all()
+        assert len(found["all"].losses) == -(-samples // samples_at_once(plan))
+        assert found["prediction"].loss is None
+        assert_close(found["prediction"].outputs["logits"].numpy(), expected["logits"].numpy(), "logits")
+        assert "labels of later ones" in found["padded"]
+        assert "0 samples" in found["no samples"]
+        assert "neither a loss nor outputs" in found["nothing"]
+        assert "gives no output answers" in found["unknown"]
+        assert "one entry per sample" in found["not per sample"]

@@ -1,0 +1,119 @@
+"""The loss of an evaluation: the mean over the targets, or over the samples, of all its micro-batches."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isclose
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from auto3d.capture.export import ExportedModel
+from auto3d.errors import InputError
+from auto3d.runtime.layout import RankLayout
+from auto3d.runtime.waiting import waiting_for
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardLoss:
+    """What the last stage has of one micro-batch."""
+
+    loss: torch.Tensor  # each term that counts targets times the fraction of its places that they fill
+    counts: Mapping[int, torch.Tensor]  # number of such a term -> number of its targets
+    padding_counts: torch.Tensor | None  # whether a target of a sample beyond the evaluation's last one counts
+
+
+class EvaluationLoss:
+    """Sums the losses of micro-batches, each weighted by the fraction of its places that have a target.
+
+    ``model`` is the whole model's program, ``layout`` the rank's.
+    """
+
+    def __init__(self, model: ExportedModel, layout: RankLayout, timeout_s: float) -> None:
+        self._layout = layout
+        self._terms = layout.terms
+        self._timeout_s = timeout_s
+        nodes = {node.name: node for node in model.program.nodes}
+        self._labels = [_inputs_behind(nodes[term.name].args[1], model) for term in self._terms.counted]
+
+    def check_samples(self, samples: int) -> None:
+        """Raise InputError if the last micro-batch counts in part, and the loss cannot."""
+        at_once = self._layout.samples
+        unweighted = [*self._terms.constant, *self._terms.other]
+        if samples % at_once and (unweighted or not self._terms.counted):
+            raise InputError(
+                f"evaluation: found {samples} samples, of which {samples % at_once} are in a micro-batch of {at_once} "
+                f"by themselves; {', '.join(unweighted)} of the loss has no targets to ignore, so it takes a multiple "
+                f"of {at_once}"
+            )
+
+    def padding_counts(self, inputs: Mapping[str, torch.Tensor], micro_batch: int, samples: int) -> torch.Tensor | None:
+        """Whether a target after the first ``samples`` of the global batch may count; None if none is in question.
+
+        ``inputs`` are those of ``micro_batch``. One whose samples are all later does not count as a whole.
+        """
+        layout = self._layout
+        first, here = (layout.first_micro_batch + micro_batch) * layout.samples, layout.samples // layout.replicas
+        rows = max(0, samples - first - layout.replica * here)
+        if rows >= here or samples <= first:
+            return None
+        ignored = [
+            torch.stack([(inputs[name][rows:] == term.ignore_index).all() for name in sorted(names & inputs.keys())])
+            for term, names in zip(self._terms.counted, self._labels, strict=True)
+            if names & inputs.keys()
+        ]
+        if len(ignored) < len(self._labels):
+            return torch.ones((), dtype=torch.bool)
+        return ~torch.stack([each.any() for each in ignored]).all()
+
+    def of_all_ranks(self, made: Mapping[int, ForwardLoss]) -> torch.Tensor:
+        """[micro-batches of the global batch, 2 + terms]: weighted loss, samples wrongly counted, fraction per term."""
+        layout = self._layout
+        rows = torch.zeros(layout.plan.dp * layout.micro_batches, 2 + len(self._terms.counted), dtype=torch.float64)
+        if layout.shard == 0:  # the others have computed the same
+            for micro_batch, each in made.items():
+                row = rows[layout.first_micro_batch + micro_batch]
+                row[0] = each.loss.item() / layout.replicas
+                row[1] = 0 if each.padding_counts is None else each.padding_counts.item()
+                for number, term in enumerate(layout.target_terms):
+                    row[2 + number] = each.counts[number].item() / term.places / layout.replicas
+        with waiting_for("the losses of all ranks", self._timeout_s):
+            dist.all_reduce(rows)
+        return rows
+
+    def total(self, rows: torch.Tensor, samples: int) -> tuple[float, tuple[float, ...]]:
+        """(loss over the first ``samples``, loss of each micro-batch), given the rows of all global batches."""
+        at_once = self._layout.samples
+        rows = rows[: -(-samples // at_once)]
+        losses = rows[:, 0]
+        if not self._terms.counted:
+            return float(losses.mean()), tuple(losses.tolist())
+        if rows[:, 1].any():
+            raise InputError(
+                f"evaluation: found {samples} samples and labels of later ones in their last micro-batch; ignore "
+                f"those labels, or take a multiple of {at_once} samples"
+            )
+        fractions = rows[:, 2:]
+        unweighted = [1.0] * len([*self._terms.constant, *self._terms.other])
+        means = [*fractions.mean(0).tolist(), *unweighted]
+        if any(not isclose(mean, means[0], rel_tol=1e-12) for mean in means):
+            raise InputError(
+                "evaluation: the terms of the loss are means over different fractions of their targets "
+                f"({', '.join(f'{mean:.2%}' for mean in means)}); ignore equally many targets of each, or none"
+            )
+        if not means[0] > 0:
+            raise InputError("evaluation: all targets are ignored, so the loss is not defined")
+        of_one = torch.where((fractions == fractions[:, :1]).all(1), losses / fractions[:, 0], torch.nan)
+        return float(losses.mean() / means[0]), tuple(of_one.tolist())
+
+
+def _inputs_behind(node: object, model: ExportedModel) -> set[str]:
+    """Names of the model's inputs from which ``node`` is computed."""
+    seen: set[object] = set()
+    pending = [node]
+    while pending:
+        each = pending.pop()
+        if isinstance(each, fx.Node) and each not in seen:
+            seen.add(each)
+            pending.extend(each.all_input_nodes)
+    return {each.name for each in seen if isinstance(each, fx.Node)} & model.inputs.keys()
