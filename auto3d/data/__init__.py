@@ -5,8 +5,10 @@ Sample number i of the training is the same for every Plan. A stage reads only t
 
 from auto3d.data.batches import Batches as Batches
 from auto3d.data.field import KINDS as KINDS
+from auto3d.data.field import SEQUENCE_KINDS as SEQUENCE_KINDS
 from auto3d.data.field import TOKEN_KINDS as TOKEN_KINDS
 from auto3d.data.field import InputField as InputField
+from auto3d.data.interface import IGNORED as IGNORED
 from auto3d.data.interface import BatchSlice as BatchSlice
 from auto3d.data.interface import DataError as DataError
 from auto3d.data.interface import MicroBatches as MicroBatches

@@ -8,17 +8,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from auto3d.data.field import TOKEN_KINDS, InputField
-from auto3d.data.sources.text import read_corpus
+from auto3d.data.field import SEQUENCE_KINDS, InputField
+from auto3d.data.interface import IGNORED, Source
+from auto3d.data.opening import open_source
+from auto3d.data.order import Order
 
 if TYPE_CHECKING:
     from auto3d.data.settings import DataSettings
 
 
 class Batches:
-    """Makes micro-batches. Sample ``i`` of the whole training is drawn from (seed, i) alone.
+    """Makes micro-batches. Sample ``i`` of the whole training follows from (seed, i) alone.
 
     For replica number ``replica`` of ``replicas`` of a stage, it makes only that replica's slice of each micro-batch.
+    Nothing is opened before an input is asked for, and no column that no input asked for needs.
     """
 
     def __init__(
@@ -46,38 +49,79 @@ class Batches:
         samples = [self._sample(sample, names) for sample in range(first, first + self._samples)]
         return {name: torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in names}
 
-    def _sample(self, sample: int, names: Collection[str]) -> dict[str, np.ndarray]:
+    def _sample(self, number: int, names: Collection[str]) -> dict[str, np.ndarray]:
+        """The inputs called ``names`` of sample ``number`` of the training."""
         inputs: dict[str, np.ndarray] = {}
-        window: np.ndarray | None = None
+        tokens: np.ndarray | None = None
         for position, (name, field) in enumerate(self._settings.inputs.items(), start=1):
             if name not in names:
                 continue
-            if field.kind in TOKEN_KINDS:
-                window = self._window(sample) if window is None else window
-                inputs[name] = window[:-1] if field.kind == "tokens" else window[1:]
+            if field.kind in SEQUENCE_KINDS:
+                stored, counts = self._stored(number)
+                tokens = self._source.tokens(stored, self._seed) if tokens is None else tokens
+                inputs[name] = _of_tokens(field, tokens, self._settings.sequence_length, self._source.pad, counts)
+            elif field.kind == "column":
+                stored, counts = self._stored(number)
+                column = self._source.column(stored, field.column or name)
+                inputs[name] = column if counts or not field.targets else np.full_like(column, IGNORED)
             else:
-                inputs[name] = _draw(field, np.random.default_rng([self._seed, sample, position]))
+                inputs[name] = _draw(field, np.random.default_rng([self._seed, number, position]))
             if field.prefix_length:
                 inputs[name] = inputs[name].copy()
                 inputs[name][: field.prefix_length] = field.prefix
         return {name: np.asarray(value) for name, value in inputs.items()}
 
-    def _window(self, sample: int) -> np.ndarray:
-        """The sequence_length + 1 consecutive tokens of ``sample``."""
-        random = np.random.default_rng([self._seed, sample, 0])
-        length = self._settings.sequence_length + 1
-        if self._settings.source == "synthetic":
-            return random.integers(0, self._settings.vocabulary_size, length, dtype=np.int64)
-        start = random.integers(0, len(self._corpus) - length + 1)
-        return self._corpus[start : start + length].astype(np.int64)
+    def _stored(self, number: int) -> tuple[int, bool]:
+        """The source's number of sample ``number``, and whether its targets count: those that fill a batch do not.
+
+        A sample that fills a batch is the source's first, so that the model computes what it is made for.
+        """
+        if self._order is None:
+            return number, True
+        stored = self._order.sample(number)
+        return (0, False) if stored is None else (stored, True)
 
     @cached_property
-    def _corpus(self) -> np.ndarray:
-        return read_corpus(self._settings.files, self._settings.sequence_length + 1)
+    def _source(self) -> Source:
+        return open_source(self._settings)
+
+    @cached_property
+    def _order(self) -> Order | None:
+        return order_of(self._settings, self._source, seed=self._seed, global_batch=self._global_batch)
+
+
+def order_of(settings: "DataSettings", source: Source, *, seed: int, global_batch: int) -> Order | None:
+    """The order of the samples of ``source``; None if it has no end. Raises DataError if it is too short."""
+    if source.samples is None:
+        return None
+    return Order(
+        samples=source.samples,
+        global_batch=global_batch,
+        seed=seed,
+        shuffle=settings.shuffle,
+        last_batch=settings.last_batch,
+    )
+
+
+def _of_tokens(field: InputField, tokens: np.ndarray, length: int, pad: int, counts: bool) -> np.ndarray:
+    """The ``length`` entries of a field that is made from the ``tokens`` of a sample; its targets may not count."""
+    if field.kind == "next-tokens":
+        tokens = tokens[1:]
+    tokens = tokens[:length]
+    if field.kind == "attention-mask":
+        return (np.arange(length) < len(tokens)).astype(np.int64)
+    targets = field.kind != "tokens"
+    if targets and not counts:
+        return np.full(length, IGNORED, dtype=np.int64)
+    if len(tokens) == length:
+        return tokens
+    filled = np.full(length, IGNORED if targets else pad, dtype=np.int64)
+    filled[: len(tokens)] = tokens
+    return filled
 
 
 def _draw(field: InputField, random: np.random.Generator) -> np.ndarray:
-    """One sample of a field that does not come from the corpus."""
+    """One sample of a field that does not come from the source."""
     if field.kind == "integers":
         return random.integers(field.low, field.high, field.shape, dtype=np.int64)
     if field.kind == "normal":

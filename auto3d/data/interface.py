@@ -1,16 +1,19 @@
-"""What a training asks of its data, from any source."""
+"""What a training asks of its data, and what a source of samples gives."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from auto3d.errors import InputError
 
+IGNORED = -100  # a target that the loss does not count, as torch's cross-entropy and transformers have it
+
 
 class DataError(InputError):
-    """Data that is missing or too short."""
+    """Data that is missing, damaged, too short, or does not fit the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,5 +37,31 @@ class MicroBatches(Protocol):
 class TrainingData(Protocol):
     """What a training reads. A DataSettings is one; it is pickled or forked to every rank."""
 
+    @property
+    def may_ignore_targets(self) -> bool:
+        """Whether an input may hold IGNORED, so that micro-batches may have unequal numbers of targets that count.
+
+        A training whose loss cannot be weighted by these numbers must refuse such data.
+        """
+
     def micro_batches(self, part: BatchSlice) -> MicroBatches:
         """The micro-batches of the rank that takes ``part``."""
+
+
+class Source(Protocol):
+    """The samples of one source. Files are opened when they are first read."""
+
+    samples: int | None  # None: without an end; a sample is then drawn from its number in the training
+    pad: int  # token that fills a sample with fewer tokens than the model takes
+
+    def tokens(self, sample: int, seed: int) -> np.ndarray:
+        """The tokens of ``sample``: sequence_length + 1 of them, or fewer where a document ends. int64."""
+
+    def column(self, sample: int, name: str) -> np.ndarray:
+        """The value of the column ``name`` in ``sample``."""
+
+    def largest(self, column: str | None) -> int | None:
+        """The largest integer in a column, or among the tokens (None); None if that is not known."""
+
+    def describe(self) -> str:
+        """One line about the source for the log; empty if there is nothing to report."""

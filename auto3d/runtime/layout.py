@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from auto3d.capture.loss_terms import LossTerms, TargetTerm, loss_terms
 from auto3d.capture.model import CapturedModel
 from auto3d.capture.shard import Shard
 from auto3d.partition.stage import Stage, Transfer, cut
@@ -36,6 +37,7 @@ class PlanLayout:
     stages: tuple[Stage, ...]
     replicas: tuple[int, ...]  # number of replicas, the same for all stages of a pipeline device
     sample_dimensions: Mapping[str, int]  # dimension of samples of each value that goes to more or fewer replicas
+    terms: LossTerms  # terms of the loss of ``captured``; none if devices are emulated, which compute no loss
 
     @property
     def schedule(self) -> Schedule:
@@ -62,6 +64,7 @@ class RankLayout:
     sample_dimensions: Mapping[str, int]  # dimension of samples of each value that goes to more or fewer replicas
     samples: int  # samples that all replicas of a stage run together
     state_names: tuple[str, ...]  # all parameters and buffers of the model; none if devices are emulated
+    terms: LossTerms  # terms of the loss, of all samples of a micro-batch
 
     @property
     def schedule(self) -> Schedule:
@@ -81,6 +84,11 @@ class RankLayout:
     def loss_weight(self) -> float:
         """Factor of each micro-batch's loss: their sum over the ranks is then the mean over the batch of an update."""
         return self.schedule.updates / (self.plan.dp * self.micro_batches * self.replicas)
+
+    @property
+    def target_terms(self) -> tuple[TargetTerm, ...]:
+        """The counted terms of the loss, of this rank's slice of a micro-batch."""
+        return tuple(replace(term, places=term.places / self.replicas) for term in self.terms.counted)
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
@@ -196,6 +204,7 @@ def lay_out_plan(
         schedules=tuple(schedules),
         stages=stages,
         replicas=replicas,
+        terms=LossTerms() if settings.emulation is not None else loss_terms(captured.exported),
         sample_dimensions=resplit_dimensions(captured, plan, of_ranks),  # last: it may capture the model
     )
 
@@ -229,6 +238,7 @@ def lay_out_rank(common: PlanLayout, rank: int) -> RankLayout:
         sample_dimensions=common.sample_dimensions,
         samples=common.captured.graph.micro_batch_size,
         state_names=tuple(sorted(names)),
+        terms=common.terms,
     )
 
 

@@ -18,11 +18,13 @@ from auto3d.data import BatchSlice, TrainingData
 from auto3d.plan import Plan
 from auto3d.runtime.agreement import check_agreement
 from auto3d.runtime.backend import Backend, RealBackend, trained_parameters
+from auto3d.runtime.batch_targets import BatchTargets, check_loss, targets_vary
 from auto3d.runtime.emulated import EmulatedBackend
 from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.executor import Executor, Peers
 from auto3d.runtime.inputs import MicroBatchInputs
 from auto3d.runtime.layout import PlanLayout, RankLayout, lay_out_plan, lay_out_rank
+from auto3d.runtime.loss_scale import LossScale
 from auto3d.runtime.optimizer import Optimizer, build_optimizer, make_state, state_by_parameter
 from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
@@ -71,6 +73,7 @@ class Rank:
     shapes: Mapping[str, tuple[int, ...]]  # shape of each whole parameter and buffer
     shards: Mapping[str, Shard]  # this rank's shard of each that tensor parallelism splits
     predicted: DeviceMemory  # predicted bytes of this rank's pipeline device
+    loss_scale: LossScale
     evaluations: dict[Hashable, Any] = field(default_factory=dict)
     """What evaluations of the rank have made so far, by what they compute; see evaluation.py."""
 
@@ -103,18 +106,24 @@ class Rank:
 
     def numbers(self) -> dict[str, float]:
         """Numbers that training changes, the same on all ranks; they are part of a checkpoint."""
-        return {}
+        return self.loss_scale.numbers()
 
     def restore(self, numbers: Mapping[str, float]) -> None:
         """Continue with the ``numbers`` of a checkpoint."""
+        self.loss_scale.restore(numbers)
 
 
-def check_plan(captured: CapturedModel, plan: Plan, settings: TrainingSettings) -> None:
+def check_plan(
+    captured: CapturedModel, plan: Plan, settings: TrainingSettings, data: TrainingData | None = None
+) -> None:
     """Raise InputError where ``plan`` does not fit its schedule, its model or ``settings``, as its ranks would.
 
+    With ``data``, it also does where the model's loss cannot be that of one process on such data.
     It makes the program of every size that a rank needs, so that ranks forked afterwards capture and derive nothing.
     """
-    lay_out_plan(captured, plan, settings)
+    common = lay_out_plan(captured, plan, settings)
+    may_ignore = data is not None and data.may_ignore_targets
+    check_loss(common.terms, common.schedule, settings, may_ignore=may_ignore)
     capture_slices(captured, plan)
 
 
@@ -139,6 +148,7 @@ def build_rank(
         keep_freed_memory()
     # Everything else follows from the layout; a plan that does not fit is refused before any rank waits for another.
     common = lay_out_plan(captured, plan, settings, schedule)
+    check_loss(common.terms, common.schedule, settings, may_ignore=data.may_ignore_targets)
     layout = lay_out_rank(common, world.rank)
     # Programs need no peers, but every connection below is made for the messages and sums that they have.
     programs = _programs(layout)
@@ -146,7 +156,8 @@ def build_rank(
     memory = MemoryWatch(layout.device, _predicted_memory(common)[layout.device])
     # Waits for other ranks go through this, so that each has its deadline.
     run_ahead = RunAhead(device, timeout_s)
-    backend = _backend(settings, device, run_ahead, state)
+    loss_scale = LossScale.of(settings.loss_scale)
+    backend = _backend(settings, device, run_ahead, state, loss_scale)
     # From here on process groups are made, in the same order on every rank, and connected at once: NCCL blocks at the
     # first use of a group until its other ranks use it, which must not happen between messages. First, all ranks.
     everyone = new_group(range(world.size), timeout_s, device=device)
@@ -190,6 +201,12 @@ def build_rank(
         randomness=randomness,
         memory=memory,
         clip_norm=settings.optimizer.clip_norm,
+        targets=BatchTargets(
+            terms=common.terms,
+            micro_batches=plan.dp * layout.micro_batches,
+            vary=targets_vary(common.terms, may_ignore=data.may_ignore_targets),
+        ),
+        loss_scale=loss_scale,
     )
     rank = Rank(
         common=common,
@@ -209,6 +226,7 @@ def build_rank(
         shapes={name: tuple(value.shape) for name, value in _whole_state(captured).items()},
         shards={name: shard for name in tensors if (shard := layout.shard_of(name)) is not None},
         predicted=memory.predicted,
+        loss_scale=loss_scale,
     )
     # Nothing would correct ranks that begin with different weights, so they compare them before the first iteration.
     cause = _CAUSE_OF_SEED if state is None else _CAUSE_OF_FILE
@@ -242,13 +260,18 @@ def _backend(
     device: torch.device,
     run_ahead: RunAhead,
     initial_weights: Mapping[str, torch.Tensor] | None,
+    loss_scale: LossScale,
 ) -> Backend:
     if settings.emulation is not None:
         return EmulatedBackend(
             emulation=settings.emulation, device=device, run_ahead=run_ahead, timeout_s=settings.timeout_s
         )
     return RealBackend(
-        device=device, run_ahead=run_ahead, timeout_s=settings.timeout_s, initial_weights=initial_weights
+        device=device,
+        run_ahead=run_ahead,
+        timeout_s=settings.timeout_s,
+        initial_weights=initial_weights,
+        loss_scale=loss_scale,
     )
 
 

@@ -52,4 +52,5 @@ class TrainingSettings:
     timeout_s: float = 300.0  # time-out of every wait for another rank
     tf32: bool = False  # on GPUs: matrix products and convolutions round their float32 inputs to TF32
     deterministic: bool = False  # allow only bitwise reproducible algorithms
+    loss_scale: float | None = None  # first factor of the loss in a backward of float16; it adapts as torch's does
     emulation: Emulation | None = None  # emulated devices, whose operations only wait; None: real devices

@@ -14,6 +14,7 @@ from auto3d.capture.model import CapturedModel
 from auto3d.partition.segment import Segment
 from auto3d.runtime.constants import fold_constants
 from auto3d.runtime.randomness import Randomness, SeededOperation
+from auto3d.runtime.target_counts import TargetCounts
 from auto3d.runtime.tensor_group import TensorParallelRank
 from auto3d.runtime.weight_gradients import DeferredGradients, split_operation
 
@@ -27,13 +28,15 @@ def segment_program(
     deferred: DeferredGradients | None,
     per_user: Collection[str] = (),
     tensor: TensorParallelRank | None = None,
+    targets: TargetCounts | None = None,
 ) -> tuple[fx.GraphModule, list[str], list[str]]:
     """The segment as a module, and the names of its arguments: of its state, then of the values that it takes.
 
     The module's arguments are the state and then the values; it returns the values that the segment gives. A name
     occurs once, except that a name in ``per_user`` occurs once for each operation that uses it, in the order of use.
     With ``deferred``, the module's backward defers weight gradients to it, for the operators that support this. If
-    ``captured`` is the program of a tensor-parallel rank, ``tensor`` runs its collectives.
+    ``captured`` is the program of a tensor-parallel rank, ``tensor`` runs its collectives. Means over targets are
+    counted by ``targets``.
     """
     names = {**captured.exported.parameters, **captured.exported.buffers}
     order = {node: number for number, node in enumerate(captured.exported.program.nodes)}
@@ -79,6 +82,9 @@ def segment_program(
             modules[node.name] = SeededOperation(node.target, number, randomness)
         elif deferred is not None and (split := split_operation(copy, trained, deferred)) is not None:
             modules[node.name] = split
+        mean = modules.get(node.name, node.target)
+        if targets is not None and callable(mean) and (counted := targets.module_of(node, mean)) is not None:
+            modules[node.name] = counted
         if node.name in modules:
             copy.op, copy.target = "call_module", node.name
         env[node] = copy

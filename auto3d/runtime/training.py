@@ -232,7 +232,7 @@ def _resume(
         reader.load(rank.state())
         rank.restore(reader.checkpoint.numbers)
     for optimizer, learning_rate in filter(None, rank.optimizers.values()):
-        advance(optimizer, learning_rate, done)
+        advance(optimizer, learning_rate, done - rank.loss_scale.skipped_iterations)
     cause = f"do all nodes see the same checkpoint in {checkpoints.folder}?"
     rank.check_agreement(cause=cause, device=device, timeout_s=timeout_s)
     return done

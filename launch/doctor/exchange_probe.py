@@ -265,6 +265,7 @@ class _FakeStage:
     ) -> None:
         self.stage = stage
         self.losses: dict[int, torch.Tensor] = {}
+        self.counts: dict[int, dict[int, torch.Tensor]] = {}
         self.weights = WeightVersions({}, several=False)
         self._pipe = pipe
         self._parameter = parameter

@@ -27,8 +27,8 @@ from launch.executors.trial import TrainingRun, is_whole
 from launch.executors.trial_executor import executor_of
 from launch.model.build import use_device
 from launch.model.check_capture import check_once
+from launch.model.data import training_data
 from launch.model.initial_weights import initial_weights
-from launch.recipe.data import data_settings
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.schema import Recipe
 from launch.recipe.schema_key import AUTO
@@ -105,7 +105,8 @@ def _train(
     fresh: bool,
 ) -> int:
     settings = training.settings
-    data = data_settings(recipe.values)
+    tell = partial(console.print, markup=False, soft_wrap=True)
+    data = training_data(recipe, training.graph, tell if world is None or world.rank == 0 else lambda line: None)
     state = initial_weights(recipe, training.graph)
     if world is None or world.rank == 0:
         _check_capture(recipe, training, console)

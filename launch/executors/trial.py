@@ -19,11 +19,12 @@ from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.training import TrainingResult, train
 from auto3d.runtime.world import World
 from launch.model.build import capture_for_ranks
+from launch.model.data import check_data_fits, training_data
 from launch.model.initial_weights import initial_weights
 from launch.peers.communication import log_communication
 from launch.peers.limits import DEEPSPEED, engine_version
 from launch.peers.training import train_by_peer
-from launch.recipe.data import data_settings, tokens_per_sample
+from launch.recipe.data import tokens_per_sample
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import training_settings
 from launch.run.devices import devices_for
@@ -81,7 +82,6 @@ def measure(
     warmup = 0 if training else values.measure.warmup_iterations
     iterations = values.training.iterations if training else warmup + values.measure.iterations
     settings = training_settings(values, iterations=iterations)
-    data = data_settings(values)
     facts: dict[str, Any] = {
         "plan": plan,
         "emulated": settings.emulation is not None,
@@ -94,10 +94,12 @@ def measure(
         limits |= {"timeout_s": None, "on_report": on_report, "ignore_sigterm": True}
     try:
         devices = devices_for(recipe, len(node.ranks) if node else plan.ranks, size=plan.ranks)
+        data = training_data(recipe)
         captured_for = (capture or partial(capture_for_ranks, recipe))(plan)
 
         def run(world: World, report: Report) -> tuple[TrainingResult, IterationFlops, Environment]:
             captured = captured_for(world)
+            check_data_fits(data, captured.graph, emulated=settings.emulation is not None)
             state = initial_weights(recipe, captured.graph)
             if plan.engine == AUTO3D:
                 more = training.arguments(world, report, settings) if training else {}
@@ -146,7 +148,7 @@ def _communication(
         return {"why_not_logged": f"{plan.engine} has no communication log"}
     if on_nodes:
         return {"why_not_logged": "communication is logged only where one node runs all ranks"}
-    data, first = data_settings(recipe.values), recipe.values.measure.warmup_iterations
+    data, first = training_data(recipe), recipe.values.measure.warmup_iterations
 
     def run(world: World, report: Report) -> list[list[CommunicationCalls]]:
         captured = captured_for(world)

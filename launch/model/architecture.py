@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from auto3d.data import TOKEN_KINDS, DataSettings
+from auto3d.data import SEQUENCE_KINDS, DataSettings
 from launch.recipe.data import data_settings
 from launch.recipe.load import LoadedRecipe
 
@@ -289,13 +289,13 @@ def _check_sizes(recipe: LoadedRecipe, config: Any, data: DataSettings) -> None:
     """Raise RecipeError for sizes of the data that would cause an index error deep inside the model."""
     text = _of_text(config)
     vocabulary, positions = getattr(text, "vocab_size", None), getattr(text, "max_position_embeddings", None)
-    tokens = {name: field for name, field in data.inputs.items() if field.kind in TOKEN_KINDS}
+    tokens = {name: field for name, field in data.inputs.items() if field.kind in SEQUENCE_KINDS}
     if tokens and isinstance(positions, int) and data.sequence_length > positions:
         problem = f"found {data.sequence_length}; it must be at most {positions}: the model has {positions} positions"
         raise recipe.error("data.sequence_length", problem)
     if not isinstance(vocabulary, int):
         return
-    if tokens and vocabulary < data.num_tokens:
+    if tokens and data.num_tokens is not None and vocabulary < data.num_tokens:
         problem = (
             f"found {vocabulary}; it must be at least {data.num_tokens}, the number of different tokens in the data"
         )

@@ -15,7 +15,7 @@ from auto3d.runtime.replicas import rank_program
 from auto3d.runtime.verify import check_against_eager
 from auto3d.runtime.verify_shards import check_shards
 from launch.model.build import captured_model
-from launch.recipe.data import data_settings
+from launch.model.data import training_data
 from launch.recipe.load import LoadedRecipe
 from launch.run.ranks import Outcome, die_with_parent, run_ranks
 from launch.run.streams import stdout_to_stderr
@@ -36,7 +36,7 @@ def compare_forked(
 
 
 def _compare_here(recipe: LoadedRecipe, captured: CapturedModel, plan: Plan | None, device: torch.device) -> None:
-    data, seed = data_settings(recipe.values), recipe.values.training.seed
+    data, seed = training_data(recipe), recipe.values.training.seed
     if plan is None:
         check_against_eager(captured, data, seed=seed, device=device)
         return

@@ -14,9 +14,9 @@ from auto3d.runtime.world import World
 from auto3d.tensor.model import tensor_parallel
 from auto3d.tensor.planned_split import planned_split
 from launch.model.build import captured_model, use_device
+from launch.model.data import training_data
 from launch.model.graphs import PlanningModel
 from launch.model.profile import micro_batch_sizes, setting_of, tensor_parallel_ways
-from launch.recipe.data import data_settings
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import training_settings
 from launch.run.devices import devices_for
@@ -41,7 +41,7 @@ def measure_profile(
     ranks = values.cluster.devices_per_node
     check_devices(recipe, ranks)
     devices = devices_for(recipe, ranks, size=ranks)
-    settings, data = training_settings(values, iterations=1), data_settings(values)
+    settings, data = training_settings(values, iterations=1), training_data(recipe)
     planning, cores = PlanningModel(recipe), len(os.sched_getaffinity(0))
 
     def models_of(size: int) -> list[ModelSubgraphs]:

@@ -9,6 +9,7 @@ import torch
 from auto3d.allocator import keep_freed_memory
 from auto3d.capture.model import CapturedModel
 from auto3d.data import DataSettings
+from auto3d.errors import InputError
 from auto3d.plan import DDP, DEEPSPEED_PIPELINE, FSDP, FSDP_GATHERED, TORCH_PIPELINING, ZERO_1, ZERO_2, ZERO_3, Plan
 from auto3d.runtime.activity import THIS_RANK
 from auto3d.runtime.peak_memory import PeakMemory
@@ -44,6 +45,9 @@ def train_by_peer(
     As ``auto3d.runtime.training.train``, without checkpoints. The peak memory leaves out the building of the model,
     which a peer needs whole on each rank.
     """
+    if data.has_unequal_targets:
+        problem = "averages micro-batches whatever number of targets counts in each, and here that may differ"
+        raise InputError(f"{plan.engine} {problem}: use data.packing=packed, data.last_batch=drop, or engine auto3d")
     with naming_this_rank():
         rank, build = join_as_peer(captured, plan, settings, data, world, state=state)
         device = rank.device

@@ -28,9 +28,9 @@ from auto3d.errors import ProblemKind
 from auto3d.plan import NO_OVERLAP
 from launch.peers.limits import DEEPSPEED
 from launch.recipe.cluster_schema import AcceleratorRecipe
+from launch.recipe.data_schema import FOLDERS, INPUT_KEYS, SOURCES, TOKEN_KINDS, InputRecipe
 from launch.recipe.error import COMMAND_LINE, RecipeError
 from launch.recipe.keys import accepted, accepts, group_schema, groups, schema_of
-from launch.recipe.model_schema import INPUT_KEYS, TOKEN_KINDS, InputRecipe
 from launch.recipe.overrides import KeyPath, file_names, nested, read_overrides, read_path, replaced, write_path
 from launch.recipe.schema import Recipe
 from launch.recipe.schema_key import AUTO
@@ -373,7 +373,13 @@ def _check_together(recipe: Recipe, sources: _Sources) -> None:
         if name in recipe.data.inputs:
             full_key = f"model.forward.{name}"
             raise RecipeError(sources.of(full_key), full_key, "is also one of data.inputs; give only one of them")
+    if recipe.data.source not in SOURCES and ":" not in recipe.data.source:
+        problem = f"found {recipe.data.source!r}; it takes one of {', '.join(SOURCES)}, or package.module:function"
+        raise RecipeError(sources.of("data.source"), "data.source", problem)
     _check_data_files(recipe, sources.of("data.files"))
+    if (tokenizer := recipe.data.tokenizer) is not None and not Path(tokenizer).is_dir():
+        problem = f"found {tokenizer!r}; there is no such folder"
+        raise RecipeError(sources.of("data.tokenizer"), "data.tokenizer", problem)
     if model.weights is not None and not Path(model.weights).exists():
         problem = f"found {model.weights!r}; there is no such file or folder"
         raise RecipeError(sources.of("model.weights"), "model.weights", problem)
@@ -420,6 +426,12 @@ def _check_data_files(recipe: Recipe, where: Path | str) -> None:
         if not glob(pattern):
             raise RecipeError(where, "data.files", f"found {pattern!r}; there is no such file")
     files = [Path(file) for file in data_files(recipe)]
+    if recipe.data.source in FOLDERS:
+        for file in files:
+            if not file.is_dir():
+                problem = f"found {str(file)!r}; source {recipe.data.source} takes folders that save_to_disk wrote"
+                raise RecipeError(where, "data.files", problem)
+        return
     for file in files:
         if not file.is_file():
             raise RecipeError(

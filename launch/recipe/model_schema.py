@@ -1,19 +1,10 @@
-"""The keys of a model and its data."""
+"""The keys of a model."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from auto3d.tensor.known_rules import RULES
-from launch.recipe.schema_key import LARGEST_BATCH, LARGEST_INTEGER, key
-
-TOKEN_KINDS = ("tokens", "next-tokens")
-INPUT_KEYS = {  # kind of an input -> the keys that it takes
-    **dict.fromkeys(TOKEN_KINDS, ("prefix", "prefix_length")),
-    "integers": ("shape", "low", "high", "prefix", "prefix_length"),
-    "normal": ("shape",),
-    "constant": ("shape", "value"),
-    "mask": ("shape", "count"),
-}
+from launch.recipe.schema_key import LARGEST_BATCH, key
 
 
 @dataclass
@@ -63,40 +54,3 @@ class ModelRecipe:
     )
     layers_of: str | None = key(None, "model to read from the file of layers: a value of its column `model`")
     layer_sizes: list[LayerRecipe] = key([], "sizes and costs of the measured layers, in order")
-
-
-@dataclass
-class InputRecipe:
-    kind: str = key(
-        "tokens",
-        "what the input holds: tokens, the same tokens shifted by one, uniform integers, normal numbers, one value "
-        "everywhere, or booleans with a fixed number of true ones (docs/models.md)",
-        choices=tuple(INPUT_KEYS),
-    )
-    shape: list[int] = key(
-        [], "shape of one sample; the kinds tokens and next-tokens take none", least=1, below=LARGEST_INTEGER
-    )
-    low: int = key(0, "kind integers: smallest value", least=-LARGEST_INTEGER, below=LARGEST_INTEGER)
-    high: int = key(2, "kind integers: values are below this", least=1, below=LARGEST_INTEGER)
-    value: bool | int | float = key(1, "kind constant: the value; its type is the input's type")
-    count: int = key(1, "kind mask: number of true places", least=0, below=LARGEST_INTEGER)
-    prefix: int = key(
-        0,
-        "tokens and integers: value of the first places, such as the id of an image's tokens, or -100 for no label",
-        least=-LARGEST_INTEGER,
-        below=LARGEST_INTEGER,
-    )
-    prefix_length: int = key(
-        0, "tokens and integers: number of first places that hold prefix", least=0, below=LARGEST_INTEGER
-    )
-
-
-@dataclass
-class DataRecipe:
-    source: str = key("text", "source of tokens: the bytes of files, or random numbers", choices=("text", "synthetic"))
-    files: list[str] = key(
-        [], "source text: files to read, * allowed; none: the source code of Python's standard library"
-    )
-    sequence_length: int = key(128, "tokens per sample", least=1, below=LARGEST_INTEGER)
-    vocabulary_size: int = key(256, "source synthetic: tokens are below this", least=1, below=LARGEST_INTEGER)
-    inputs: dict[str, InputRecipe] = key({}, "inputs of the model by name; none: input_ids and labels, both tokens")

@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from launch.recipe.cluster_schema import ClusterRecipe
-from launch.recipe.model_schema import DataRecipe, ModelRecipe
+from launch.recipe.data_schema import DataRecipe
+from launch.recipe.model_schema import ModelRecipe
 from launch.recipe.schema_key import AUTO, LARGEST_BATCH, LARGEST_INTEGER, LARGEST_NODE, LARGEST_TIME_S, key
 from launch.recipe.search_schema import PlanRecipe, SearchRecipe
 

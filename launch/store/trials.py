@@ -145,10 +145,17 @@ def _name(plan: Plan, digest: str) -> str:
 
 
 def _files(recipe: LoadedRecipe) -> list[tuple[str, int, int]]:
-    """The files that the recipe reads, with their sizes and times of modification (ns)."""
+    """The files that the recipe reads, also those in folders, with their sizes and times of modification (ns)."""
     weights = recipe.values.model.weights
     files = [*data_files(recipe.values), *([] if weights is None else weight_files(weights))]
-    return [(str(Path(file).resolve()), (state := os.stat(file)).st_size, state.st_mtime_ns) for file in files]
+    if recipe.values.data.tokenizer is not None:
+        files.append(recipe.values.data.tokenizer)
+    found = []
+    for path in (Path(file).resolve() for file in files):
+        inside = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+        index = path.with_suffix(".idx")  # beside the .bin of Megatron-LM
+        found += [*inside, *([index] if path.suffix == ".bin" and index.is_file() else [])]
+    return [(str(file), (state := os.stat(file)).st_size, state.st_mtime_ns) for file in found]
 
 
 def weight_files(weights: str) -> list[str]:

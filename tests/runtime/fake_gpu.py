@@ -32,6 +32,7 @@ from auto3d.plan import Plan
 from auto3d.runtime import backend
 from auto3d.runtime import rank as rank_module
 from auto3d.runtime import world as world_module
+from auto3d.runtime.batch_targets import BatchTargets
 from auto3d.runtime.executor import IterationResult
 from auto3d.runtime.rank import build_rank
 from auto3d.runtime.settings import TrainingSettings
@@ -558,7 +559,9 @@ def run_rank(
     world = World(rank=rank, size=plan.ranks, local_rank=DEVICE.index, meeting_point="file:///nowhere")
     # Each rank has its own GPU, but in this process all ranks report the same one, so their check is left out.
     devices = patch.object(world_module, "gather_rank_devices", lambda own, **_: [own] * plan.ranks, create=True)
-    with fake_device(record) as watch, _made_before(), devices:
+    # Every number that the host reads is 1, so a fraction of them would be wrong.
+    fraction = patch.object(BatchTargets, "fraction", lambda *_, **__: 1.0)
+    with fake_device(record) as watch, _made_before(), devices, fraction:
         join(world, device=world.device("cuda"), timeout_s=60)
         try:
             built = build_rank(captured, plan, settings, data, world)

@@ -80,6 +80,7 @@ class FakeStage:
     ) -> None:
         self.stage = SimpleNamespace(index=number, state=tuple(parameters), inputs=())
         self.losses: dict[int, torch.Tensor] = {}
+        self.counts: dict[int, dict[int, torch.Tensor]] = {}
         self.weights = _Versions(parameters, several=bool(numbers.schedule.weight_version))
         self.ended: list[int] = []  # micro-batches whose gradients the next update will use
         self._number, self._pipe, self._pipeline = number, pipe, pipeline

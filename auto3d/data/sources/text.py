@@ -3,13 +3,49 @@
 import sys
 import sysconfig
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from auto3d.data.interface import DataError
 
+if TYPE_CHECKING:
+    from auto3d.data.settings import DataSettings
+
 BYTE_VALUES = 256
+
+
+def open_source(settings: "DataSettings") -> "TextWindows":
+    return TextWindows(settings)
+
+
+class TextWindows:
+    """Random windows of the bytes of files."""
+
+    samples = None
+    pad = 0
+
+    def __init__(self, settings: "DataSettings") -> None:
+        self._files, self._length = settings.files, settings.sequence_length + 1
+
+    def tokens(self, sample: int, seed: int) -> np.ndarray:
+        start = np.random.default_rng([seed, sample, 0]).integers(0, len(self._corpus) - self._length + 1)
+        return self._corpus[start : start + self._length].astype(np.int64)
+
+    def column(self, sample: int, name: str) -> np.ndarray:
+        raise DataError(f"source text has no column {name}")
+
+    def largest(self, column: str | None) -> int | None:
+        return BYTE_VALUES - 1
+
+    def describe(self) -> str:
+        return ""
+
+    @cached_property
+    def _corpus(self) -> np.ndarray:
+        return read_corpus(self._files, self._length)
 
 
 def read_corpus(names: Sequence[str], least: int) -> np.ndarray:

@@ -10,8 +10,8 @@ import yaml
 from auto3d.data import KINDS
 from launch.model.architecture import architecture
 from launch.model.build import build_function, captured_model
+from launch.recipe.data_schema import INPUT_KEYS
 from launch.recipe.load import RecipeError, load
-from launch.recipe.model_schema import INPUT_KEYS
 
 PAGE = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
 DOCUMENTED = {

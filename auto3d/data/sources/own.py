@@ -1,0 +1,70 @@
+"""A dataset of the user's own: a function that returns an object with a length and numbered samples."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from auto3d.data.columns import checked
+from auto3d.data.interface import DataError
+
+if TYPE_CHECKING:
+    from auto3d.data.settings import DataSettings
+
+_TYPES = {"int64": "iu", "float32": "f", "bool": "b"}
+
+
+def open_source(settings: "DataSettings") -> "OwnDataset":
+    """The samples of the dataset that the function of ``settings.source`` returns."""
+    module_name, _, function_name = settings.source.partition(":")
+    if not module_name or not function_name:
+        raise DataError(f"source: found {settings.source!r}; it takes package.module:function")
+    try:
+        function = getattr(import_module(module_name), function_name)
+    except (Exception, SystemExit) as error:  # the user's module can raise anything
+        raise DataError(f"source: {settings.source} cannot be imported: {_summary(error)}") from None
+    try:
+        dataset = function(**settings.arguments)
+        samples = len(dataset)
+    except (Exception, SystemExit) as error:
+        raise DataError(f"source: {settings.source} returned no dataset with a length: {_summary(error)}") from None
+    return OwnDataset(settings, dataset, samples)
+
+
+class OwnDataset:
+    """Samples of a user's dataset: ``dataset[i]`` is a mapping from names to arrays."""
+
+    pad = 0
+
+    def __init__(self, settings: "DataSettings", dataset: Any, samples: int) -> None:
+        self._dataset, self._fields, self._source = dataset, settings.columns, settings.source
+        self.samples: int | None = samples
+        self._last: tuple[int, Any] | None = None  # the sample that was read last: several inputs come from one
+
+    def tokens(self, sample: int, seed: int) -> np.ndarray:
+        raise DataError(f"source: {self._source} gives columns, not tokens")
+
+    def column(self, sample: int, name: str) -> np.ndarray:
+        """The value of a column; raises DataError unless it has the shape and type of its input."""
+        if self._last is None or self._last[0] != sample:
+            self._last = sample, self._dataset[sample]
+        content, field, where = self._last[1], self._fields[name], f"column {name}: sample {sample} of {self._source}"
+        try:
+            value = np.asarray(content[name])
+        except KeyError:
+            raise DataError(f"{where} lacks it; it has {', '.join(map(str, content))}") from None
+        if value.shape != field.shape or value.dtype.kind not in _TYPES[field.dtype_name]:
+            found = f"shape {list(value.shape)} of {value.dtype}"
+            raise DataError(f"{where} has {found}; it takes {list(field.shape)} of {field.dtype_name}")
+        return checked(value.astype(field.dtype_name), field, name)
+
+    def largest(self, column: str | None) -> int | None:
+        return None
+
+    def describe(self) -> str:
+        return ""
+
+
+def _summary(error: BaseException) -> str:
+    text = next((line for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {text}"
