@@ -31,7 +31,8 @@ class Order:
     def __post_init__(self) -> None:
         if self.samples < self.global_batch:
             raise DataError(
-                f"the data has {self.samples} samples, less than one global batch of {self.global_batch}; "
+                f"the data has {self.samples} sample{'s' * (self.samples != 1)}, "
+                f"less than one global batch of {self.global_batch}; "
                 f"use a global batch of at most {self.samples}, or more data"
             )
 

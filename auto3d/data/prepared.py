@@ -73,7 +73,7 @@ class PreparedTable:
         if self._documents is not None:
             parts[0] = f"{about['rows']:,} documents with {about['tokens']:,} tokens"
         if about["empty"]:
-            parts.append(f"{about['empty']:,} rows without a token are left out")
+            parts.append(f"rows without a token, which are left out: {about['empty']:,}")
         if isinstance(self._documents, Packed):
             parts.append(f"the last {self._documents.unused:,} tokens are in no sample")
         return "; ".join(parts)

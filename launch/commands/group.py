@@ -12,7 +12,7 @@ VERBS = {  # verb -> its line in `auto3d --help`; launch/commands/VERB.py define
     "cancel": "End RECIPE's running and pending trials, or only TRIAL.",
     "capture": "Capture RECIPE's model without allocating its memory, and print its figures.",
     "doctor": "Check what trials need, and say how to mend each fault.",
-    "export": "Write the weights of RECIPE's training to a folder, for from_pretrained.",
+    "export": "Write the weights of RECIPE's training to the new folder OUT, for from_pretrained.",
     "keys": "List every key of a recipe: its default, what it takes, and what it means.",
     "logs": "Print the output of TRIAL and how it ended.",
     "paper": "Make tables and figures of papers again, and compare them.",

@@ -90,11 +90,10 @@ def _kind(recipe: LoadedRecipe, model: nn.Module) -> Kind:
         config.save_pretrained(folder)
         if model.can_generate():
             model.generation_config.save_pretrained(folder)
-        of_weights = recipe.values.model.weights
-        for name in TOKENIZER_FILES if of_weights is not None else ():
-            file = Path(of_weights or "", name)
-            if file.is_file():
-                shutil.copyfile(file, folder / name)
+        for name in TOKENIZER_FILES:
+            for source in filter(None, (recipe.values.data.tokenizer, recipe.values.model.weights)):
+                if (file := Path(source, name)).is_file() and not (folder / name).exists():
+                    shutil.copyfile(file, folder / name)
 
     return tensors, WEIGHTS, write_rest, f"{type(model).__name__} for from_pretrained"
 

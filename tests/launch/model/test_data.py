@@ -49,7 +49,7 @@ def test_json_lines_train_under_every_plan_as_on_one_process(write, auto3d):
     assert losses[0][-1] < losses[0][0]
     assert logs[0] == logs[1]
     assert "59 documents with" in logs[0]
-    assert "1 rows without a token are left out" in logs[0]
+    assert "rows without a token, which are left out: 1;" in logs[0]
     assert "the last batch is not full and is dropped" in logs[0]
     prepared = [path for path in Path("runs/.data").iterdir() if path.is_dir()]
     assert len(prepared) == 1, "tokenised once for both"
