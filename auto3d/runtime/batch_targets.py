@@ -50,8 +50,8 @@ class BatchTargets:
         if fraction != 1 and is_updated:
             raise InputError(
                 f"iteration {iteration}: the data ignores targets ({described}), and its micro-batches have been "
-                "trained on as if it did not; use a synchronous schedule with clip_norm above 0, or "
-                "data that says that it may ignore targets"
+                "trained on as if it did not; use a synchronous schedule with clip_norm above 0, whose updates wait, "
+                "or data that says that it may ignore targets"
             )
         return fraction
 

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from auto3d.capture.shard import Shard
 from auto3d.capture.skeleton import seed_all
 from auto3d.data import Batches, BatchSlice, DataSettings
 from auto3d.errors import InputError
@@ -128,8 +127,7 @@ def run_rank(
                 overflow_once(rank)
             (result,) = rank.executor.run(program, iteration)
             history.append({"result": result, "numbers": rank.numbers(), "rates": rates(rank), **tensors(rank)})
-        number = plan.position(world.rank)[-1]
-        shards = {name: Shard(split, number, plan.tp) for name, split in rank.sharding.split.items()}
+        shards = rank.shards
         return {"history": history, "shards": shards}
     finally:
         leave()
