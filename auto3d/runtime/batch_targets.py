@@ -61,9 +61,9 @@ def check_loss(terms: LossTerms, schedule: Schedule, settings: TrainingSettings,
 
     ``may_ignore`` says whether the data may have labels that the loss ignores, such as -100.
     """
-    if settings.loss_scale is not None and not settings.loss_scale > 0:
-        raise InputError(f"loss_scale: found {settings.loss_scale:g}; it takes a number above 0")
-    if settings.loss_scale is not None and schedule.weight_version:
+    if settings.first_loss_scale is not None and not settings.first_loss_scale > 0:
+        raise InputError(f"loss_scale: found {settings.first_loss_scale:g}; it takes a number above 0")
+    if settings.first_loss_scale is not None and schedule.weight_version:
         raise InputError(
             f"loss_scale: schedule {schedule.name} updates each stage separately, so it cannot skip the update of all "
             "stages after an overflow; use a synchronous schedule, or float32 or bfloat16"

@@ -163,7 +163,7 @@ def build_rank(
     memory = MemoryWatch(layout.device, _predicted_memory(common)[layout.device])
     # Waits for other ranks go through this, so that each has its deadline.
     run_ahead = RunAhead(device, timeout_s)
-    loss_scale = LossScale.of(settings.loss_scale)
+    loss_scale = LossScale.of(settings.first_loss_scale)
     backend = _backend(settings, device, run_ahead, state, loss_scale)
     # From here on process groups are made, in the same order on every rank, and connected at once: NCCL blocks at the
     # first use of a group until its other ranks use it, which must not happen between messages. First, all ranks.

@@ -19,6 +19,7 @@ LEARNING_RATE_SCHEDULES = (
     "cosine_warmup_with_min_lr",
     "warmup_stable_decay",
 )  # those of transformers.get_scheduler that need no metric
+FIRST_LOSS_SCALE = 65536.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,5 +53,10 @@ class TrainingSettings:
     precision: str = "float32"  # precision in which the model was captured, one of capture.autocast.PRECISIONS
     tf32: bool = False  # on GPUs: matrix products and convolutions round their float32 inputs to TF32
     deterministic: bool = False  # allow only bitwise reproducible algorithms
-    loss_scale: float | None = None  # first factor of the loss in a backward of float16; it adapts as torch's does
+    loss_scale: float | None = None  # first factor of the loss in a backward, which adapts; None: only in float16
     emulation: Emulation | None = None  # emulated devices, whose operations only wait; None: real devices
+
+    @property
+    def first_loss_scale(self) -> float | None:
+        """The factor that the first backward begins with, by default that of torch.amp.GradScaler; None: no factor."""
+        return FIRST_LOSS_SCALE if self.loss_scale is None and self.precision == "float16" else self.loss_scale

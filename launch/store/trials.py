@@ -125,7 +125,8 @@ def checkpoints_of(recipe: LoadedRecipe, *, global_batch: int, seed: int) -> Pat
     for group in ("cluster", "measure", "emulation"):
         del learnt[group]
     del learnt["model"]["tensor_parallel"]  # it affects which plan is made
-    del learnt["training"]["threads_per_rank"]
+    for name in ("threads_per_rank", "compile", "offload_optimizer"):  # they affect only how it is computed
+        learnt["training"].pop(name, None)
     if recipe.values.training.learning_rate_schedule != "constant":
         learnt["iterations"] = recipe.values.training.iterations
     digest = _digest([learnt, _files(recipe), global_batch, seed])
