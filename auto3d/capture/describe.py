@@ -107,6 +107,7 @@ def describe(exported: ExportedModel, *, fused_attention: bool = True) -> Graph:
         trained=exported.trained,
         written_buffers=exported.written_buffers,
         loss=exported.loss,
+        outputs=dict(exported.outputs),
         micro_batch_size=exported.micro_batch_size,
         fingerprint=exported.fingerprint,
     )

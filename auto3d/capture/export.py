@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from io import StringIO
@@ -48,6 +48,18 @@ class InputSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Mode:
+    """How the module runs, and what its program gives."""
+
+    training: bool = True  # False: evaluation mode, without dropout and with running statistics
+    outputs: tuple[str, ...] = ()  # keys of the module's result that the program gives too, such as "logits"
+    loss: bool = True  # False: only ``outputs``, without the operations that only the loss needs
+
+
+TRAINING = Mode()
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExportedModel:
     """A model's program for micro-batches of one size, with the parameters, buffers and constants behind its inputs."""
 
@@ -61,7 +73,9 @@ class ExportedModel:
     buffers: Mapping[str, str]  # placeholder -> first name
     written_buffers: frozenset[str]  # names of the buffers that a forward writes to, such as batch statistics
     constants: Mapping[str, torch.Tensor]  # placeholder -> value
-    loss: str  # name of the loss's node
+    loss: str  # name of the loss's node; in a program without a loss, of its first output
+    mode: Mode = TRAINING
+    outputs: Mapping[str, str] = field(default_factory=dict)  # output that ``mode`` names -> name of its node
 
     @cached_property
     def fingerprint(self) -> str:
@@ -81,33 +95,39 @@ class ExportedModel:
 
 
 def export(
-    build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec], micro_batch_size: int, *, device: str = "cpu"
+    build: Callable[[], nn.Module],
+    inputs: Mapping[str, InputSpec],
+    micro_batch_size: int,
+    *,
+    device: str = "cpu",
+    mode: Mode = TRAINING,
 ) -> ExportedModel:
-    """Export the module that ``build`` makes, in training mode, called with ``inputs`` as keyword arguments.
+    """Export the module that ``build`` makes, in ``mode``, called with ``inputs`` as keyword arguments.
 
     Its code sees tensors of device type ``device``, or of the CPU if torch was built without support for ``device``.
     Raises CaptureError if the module cannot be built, fails at this micro-batch size or cannot be traced, if its sizes
-    depend on data, if it returns no loss, or if it writes in place in a way that cannot be rewritten.
+    depend on data, if it returns no loss or lacks an output, or if it writes in place in a way that cannot be
+    rewritten.
     """
     aware: set[CodeType] = set()  # functions that read data unless they know that they are traced
     while True:
         with answered_as_eager(but=aware) as askers:
             try:
-                return _export(build, inputs, micro_batch_size, device)
+                return _export(build, inputs, micro_batch_size, device, mode)
             except CaptureError as error:
                 failed_in = failing_function(error)
         if failed_in is None or failed_in in aware or failed_in not in askers:
             break
         aware.add(failed_in)
     with suppress(CaptureError):  # an earlier eager branch may be the cause
-        return _export(build, inputs, micro_batch_size, device)
+        return _export(build, inputs, micro_batch_size, device, mode)
     # By default, torch.export records lines only of functions that are called forward. Record all for the message.
     with answered_as_eager(but=aware), every_line_recorded():
-        return _export(build, inputs, micro_batch_size, device)
+        return _export(build, inputs, micro_batch_size, device, mode)
 
 
 def _export(
-    build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec], micro_batch_size: int, device: str
+    build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec], micro_batch_size: int, device: str, mode: Mode
 ) -> ExportedModel:
     try:
         model = empty_model(build, device)
@@ -116,7 +136,7 @@ def _export(
     except Exception as error:  # the model's code may raise anything
         raise CaptureError(f"the model cannot be built: {explain(error)}") from error
     module = model.module
-    module.train()
+    module.train(mode.training)
     arguments = {name: model.zeros((micro_batch_size, *spec.shape), spec.dtype) for name, spec in inputs.items()}
     try:
         with _quiet_torch():
@@ -140,13 +160,17 @@ def _export(
     _forget_device(program)
     leave_masks_to_kernel(program)
     loss = _find_loss(module, exported)
-    program.output_node().args = ((loss,),)
+    outputs = {name: _find_output(module, exported, name) for name in mode.outputs}
+    gradients = _reached_by_gradient(loss)
+    if not mode.loss:
+        loss = next(iter(outputs.values()))
+    program.output_node().args = ((loss, *outputs.values()),)
     program.eliminate_dead_code()  # removes what only other outputs need; writes to buffers stay
     _check_sizes(program)
     _check_constants(program, constants, module)
     _check_views(program, buffers, model)
     _name_by_module(program)
-    reached = {parameters[placeholder] for placeholder in _reached_by_gradient(loss) & parameters.keys()}
+    reached = {parameters[placeholder] for placeholder in gradients & parameters.keys()}
     trained = frozenset(
         name for name, parameter in module.named_parameters() if parameter.requires_grad and name in reached
     )
@@ -167,6 +191,8 @@ def _export(
         written_buffers=frozenset(buffers[placeholder] for placeholder in written_buffers(program, buffers.keys())),
         constants={name: value for name, value in constants.items() if not isinstance(value, FakeTensor)},
         loss=loss.name,
+        mode=mode,
+        outputs={name: node.name for name, node in outputs.items()},
     )
 
 
@@ -310,9 +336,8 @@ def _name_by_module(program: fx.Graph) -> None:
 
 def _find_loss(model: nn.Module, exported: torch.export.ExportedProgram) -> fx.Node:
     """The node of the loss: the output called ``loss``, else the first scalar output."""
+    named = _named_output(exported, "loss")
     outputs = exported.graph_module.graph.output_node().args[0]
-    result: Any = pytree.tree_unflatten(list(outputs), exported.call_spec.out_spec)
-    named = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
     candidates = [named] if named is not None else [node for node in outputs if isinstance(node, fx.Node)]
     for node in candidates:
         if node.meta["val"].dim() == 0 and node.meta["val"].is_floating_point():
@@ -321,3 +346,25 @@ def _find_loss(model: nn.Module, exported: torch.export.ExportedProgram) -> fx.N
         f"{type(model).__name__} returns no loss; return a floating-point scalar, a tuple that has one, or a dict or "
         "object whose loss is one"
     )
+
+
+def _find_output(model: nn.Module, exported: torch.export.ExportedProgram, name: str) -> fx.Node:
+    """The node of the output called ``name``, a tensor that an operation makes."""
+    node = _named_output(exported, name)
+    if isinstance(node, fx.Node) and node.op == "call_function" and isinstance(node.meta["val"], torch.Tensor):
+        return node
+    outputs: Any = pytree.tree_unflatten(
+        list(exported.graph_module.graph.output_node().args[0]), exported.call_spec.out_spec
+    )
+    found = f"it has {', '.join(map(str, outputs))}" if isinstance(outputs, Mapping) else "it is no mapping"
+    raise CaptureError(
+        f"{type(model).__name__} gives no output {name}: its result must be a dict or an object with a tensor of this "
+        f"name, which an operation of the model makes; {found}"
+    )
+
+
+def _named_output(exported: torch.export.ExportedProgram, name: str) -> Any:
+    """What the module's result holds under ``name``; None if it has no such entry."""
+    outputs = exported.graph_module.graph.output_node().args[0]
+    result: Any = pytree.tree_unflatten(list(outputs), exported.call_spec.out_spec)
+    return result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)

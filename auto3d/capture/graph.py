@@ -55,11 +55,12 @@ class Graph:
     constants: dict[str, Value]  # tensors that forward makes from numbers in the model's code
     trained: frozenset[str]  # names of the parameters that a gradient reaches
     written_buffers: frozenset[str]  # names of the buffers that a forward writes to
-    loss: str  # name of the scalar value that training minimises
+    loss: str  # name of the scalar value that training minimises; if it has none, of the first of ``outputs``
     micro_batch_size: int
     fingerprint: str
     """Equal for the same program on the same parameters at the same micro-batch size. A Plan stores the fingerprint of
     the Graph that its stages cut."""
+    outputs: dict[str, str] = field(default_factory=dict)  # other results of an evaluation -> name of the value
     producer: dict[str, int] = field(init=False)  # name of a value -> index of the node that makes it
 
     def __post_init__(self) -> None:

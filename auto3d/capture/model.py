@@ -1,7 +1,7 @@
 """The entry point: capture an unmodified model at one micro-batch size as a program and the Graph that describes it."""
 
 import gc
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from auto3d.capture.describe import describe
-from auto3d.capture.export import ExportedModel, InputSpec, export
+from auto3d.capture.export import TRAINING, ExportedModel, InputSpec, Mode, export
 from auto3d.capture.graph import Graph
 
 
@@ -19,8 +19,8 @@ class CapturedModel:
 
     graph: Graph
     exported: ExportedModel
-    _others: dict[int, "CapturedModel"] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Captures at other micro-batch sizes that were made so far."""
+    _others: dict[Hashable, "CapturedModel"] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Captures at other micro-batch sizes and in evaluation mode that were made so far."""
     derived: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Programs that were derived from this capture so far; processes that are forked later share them."""
 
@@ -32,28 +32,43 @@ class CapturedModel:
         if micro_batch_size == self.graph.micro_batch_size:
             return self
         if micro_batch_size not in self._others:
-            self._others[micro_batch_size] = self._capture(micro_batch_size)
+            self._others[micro_batch_size] = self._capture(micro_batch_size, self.exported.mode)
         return self._others[micro_batch_size]
+
+    def in_evaluation(self, outputs: Sequence[str] = (), *, loss: bool = True) -> "CapturedModel":
+        """The same model at the same size in evaluation mode, whose program gives its loss and these ``outputs``.
+
+        Without ``loss`` it gives only the outputs, of which there must be one. Each is captured once, as by ``at``.
+        """
+        mode = Mode(training=False, outputs=tuple(outputs), loss=loss)
+        if mode not in self._others:
+            self._others[mode] = self._capture(self.graph.micro_batch_size, mode)
+        return self._others[mode]
 
     def captured_again(self) -> "CapturedModel":
         """A new capture at the same size, in which code that looks at its surroundings may take another branch."""
-        return self._capture(self.graph.micro_batch_size)
+        return self._capture(self.graph.micro_batch_size, self.exported.mode)
 
-    def _capture(self, micro_batch_size: int) -> "CapturedModel":
+    def _capture(self, micro_batch_size: int, mode: Mode) -> "CapturedModel":
         exported = self.exported
-        return capture(exported.build, exported.inputs, micro_batch_size, device=exported.device)
+        return capture(exported.build, exported.inputs, micro_batch_size, device=exported.device, mode=mode)
 
 
 def capture(
-    build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec], micro_batch_size: int, *, device: str = "cpu"
+    build: Callable[[], nn.Module],
+    inputs: Mapping[str, InputSpec],
+    micro_batch_size: int,
+    *,
+    device: str = "cpu",
+    mode: Mode = TRAINING,
 ) -> CapturedModel:
-    """Capture the module that ``build`` makes, called with ``inputs`` of ``micro_batch_size`` samples.
+    """Capture the module that ``build`` makes, in ``mode``, called with ``inputs`` of ``micro_batch_size`` samples.
 
     Branches of its code on the batch size or on the device type are resolved for these. Raises CaptureError like
     ``export``.
     """
     with garbage_collection_paused():
-        exported = export(build, inputs, micro_batch_size, device=device)
+        exported = export(build, inputs, micro_batch_size, device=device, mode=mode)
         return CapturedModel(graph=describe(exported), exported=exported)
 
 

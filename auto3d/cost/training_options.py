@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from auto3d.cost.work import PRECISION_BYTES
 
-MOMENTS = {"adamw": 2, "sgd": 1}  # moments that the optimizer keeps of each parameter
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
@@ -13,7 +11,7 @@ class TrainingOptions:
 
     precision: str = "float32"  # precision of weights and activations; see ``master_bytes``
     sync_bytes: int = 4  # bytes per element in the gradient all-reduce
-    optimizer: str = "adamw"
+    moments: float = 2.0  # numbers that the optimizer keeps of each parameter; 0 on the device if it is offloaded
     overlap: bool = True  # messages travel while the device computes
     scattered_messages: bool = False
     """Each tensor-parallel rank sends a part of a value to the next stage, which gathers it, as in Megatron-LM."""
@@ -25,7 +23,7 @@ class TrainingOptions:
         return 4 if PRECISION_BYTES[self.precision] < 4 else 0
 
     @property
-    def update_traffic(self) -> int:
+    def update_traffic(self) -> float:
         """Bytes that an update reads and writes per parameter."""
         weights = self.master_bytes or 4
-        return self.sync_bytes + 2 * weights + 8 * MOMENTS[self.optimizer] + (self.master_bytes and 2)
+        return self.sync_bytes + 2 * weights + 8 * self.moments + (self.master_bytes and 2)

@@ -20,7 +20,7 @@ class Segment:
     nodes: tuple[str, ...]
     state: tuple[str, ...]  # parameters, buffers and constants
     takes: tuple[str, ...]  # graph inputs, received values, and values from earlier segments
-    gives: tuple[str, ...]  # values for later segments or other stages, and the loss
+    gives: tuple[str, ...]  # values for later segments or other stages, the loss, and outputs
 
 
 def segments(graph: Graph, stage: Stage, kept: Sequence[tuple[int, int]]) -> tuple[Segment, ...]:
@@ -48,7 +48,8 @@ def segments(graph: Graph, stage: Stage, kept: Sequence[tuple[int, int]]) -> tup
             )
 
     found: list[Segment] = []
-    used = {graph.loss, *(transfer.value.name for transfer in stage.sent)}  # values that anything later uses
+    used = {graph.loss, *graph.outputs.values()}  # values that anything later uses
+    used |= {transfer.value.name for transfer in stage.sent}
     for number, (is_kept, _) in reversed(list(enumerate(runs))):
         nodes = [graph.nodes[position] for position in positions if run_of[position] == number]
         made = dict.fromkeys(value.name for node in nodes for value in node.outputs)

@@ -1,50 +1,47 @@
-"""Checkpoints: the state of a training between two iterations, from which it can continue.
+"""Checkpoints: the state of a training between two iterations, from which it can go on under any Plan.
 
-A checkpoint is a folder of safetensors files, one per rank, and a checkpoint.json. The latter is written last: a folder
-without it is no checkpoint. Tensors are stored under their names in the model, each in a single file even if several
-ranks hold it, and each rank reads the tensors that it needs. Of a tensor that tensor parallelism splits, each shard is
-stored under a name that says which one it is. Random numbers and data depend only on the iteration, so none of their
-state is stored.
+A checkpoint is a folder of safetensors files, one per rank, and a checkpoint.json, which says for every tensor of the
+model and of the optimizer its whole shape and which file has which part of it: a tensor-parallel shard, or a range of
+the flattened tensor (ZeRO-1). Each part is stored once, even if several ranks hold it. Random numbers, the position in
+the data and the learning rate depend only on the iteration, so none of their state is stored.
+
+torch.distributed.checkpoint is not used: its own files are unpickled when they are read, and the parts in its
+safetensors files are boxes, which neither a range of a flattened tensor nor a shard of several blocks is.
 """
 
-import os
 import re
-import shutil
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from functools import partial
-from json import dumps
+from json import dumps, loads
 from pathlib import Path
-from typing import Any
 
-import torch
-import torch.distributed as dist
 from pydantic import ConfigDict, TypeAdapter, ValidationError
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
+from auto3d.capture.graph import Graph
 from auto3d.errors import InputError
-from auto3d.runtime.waiting import waiting_for
+from auto3d.plan import Plan
+from auto3d.runtime.settings import OptimizerSettings
 from auto3d.tensor_placement import Split
 
-VERSION = 1
-KEPT = 2  # checkpoints that stay: the newest, and the one before it in case the newest is damaged
+VERSION = 2
+KEPT = 2  # by default: the newest checkpoint, and the one before it in case the newest is damaged
+INDEX = "checkpoint.json"
 
 
 class CheckpointError(InputError):
-    """A checkpoint that cannot be read, or that belongs to another model."""
+    """A checkpoint that cannot be read, or that belongs to another model or training."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints:
-    """The folder of a training's checkpoints, and how often to write one.
+    """The folder of a training's checkpoints, how often to write one and how many to keep.
 
     A training that is asked to end always writes one.
     """
 
     folder: Path  # visible to all ranks, and writable only by this user
     every: int | None  # iterations from one to the next; one more after the last. None: only when asked to end
+    keep: int = KEPT  # number of checkpoints that stay
 
     def due(self, before: int, done: int, last: int) -> bool:
         """Whether to write one after ``done`` of ``last`` iterations, having asked last after ``before``."""
@@ -52,11 +49,22 @@ class Checkpoints:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StateSplit:
-    """How the tensors of a checkpoint are split, by their names in the model; those without an entry are whole."""
+class StoredPart:
+    """One part of a tensor; in its file it is called as the tensor is."""
 
-    tp: int = 1
-    split: dict[str, Split] = field(default_factory=dict)
+    file: str
+    shard: int = 0  # number of the tensor-parallel shard
+    flat: tuple[int, int] | None = None  # ``[first, last)`` of the flattened shard; None: the whole shard, in its shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """A tensor of the model or of the optimizer, and its parts."""
+
+    shape: tuple[int, ...]  # of the whole tensor
+    parts: list[StoredPart]
+    split: Split | None = None  # how its shards are cut out of it; None: there is a single shard, the whole
+    shards: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,163 +74,100 @@ class Checkpoint:
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     iteration: int  # number of finished iterations
-    files: dict[str, list[str]]  # file name -> names of its tensors
-    tp: int = 1
-    split: dict[str, Split] = field(default_factory=dict)  # how tp ranks split the model's tensors
+    learnt: dict[str, str]  # learnt_by() of its training
+    numbers: dict[str, float]  # numbers that all ranks share, such as fp16's loss scale
+    files: dict[str, int]  # file name -> bytes
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
     version: int = VERSION
 
 
 _adapter = TypeAdapter(Checkpoint)
 
 
+def learnt_by(plan: Plan, optimizer: OptimizerSettings) -> dict[str, str]:
+    """What must be equal where a training goes on, under any degrees, besides the model's parameters."""
+    return {
+        "global batch": str(plan.global_batch),
+        "seed": str(plan.seed),
+        "optimizer": optimizer.optimizer,
+    }
+
+
 def newest(folder: Path) -> int | None:
     """The iteration of the newest complete checkpoint in ``folder``; None if there is none."""
-    return max(_complete(folder), default=None)
+    return max(complete(folder), default=None)
 
 
-def save(
-    folder: Path,
-    state: Mapping[str, torch.Tensor],
-    *,
-    iteration: int,
-    timeout_s: float,
-    sharding: StateSplit | None = None,
-) -> None:
-    """Write a checkpoint of all ranks; ``state`` is this rank's. All ranks must call it, between two iterations.
-
-    Raises WaitTimeoutError if another rank has not written its tensors within ``timeout_s``.
-    """
-    sizes: list[dict[str, int]] = [{} for _ in range(dist.get_world_size())]
-    with waiting_for("the sizes of all ranks' tensors for the checkpoint", timeout_s):
-        dist.all_gather_object(sizes, {name: tensor.nbytes for name, tensor in state.items()})
-    names_of = _assign(sizes)
-    target = _folder(folder, iteration)
-    target.mkdir(mode=0o700, parents=True, exist_ok=True)
-    tensors = {name: state[name].clone() for name in names_of[dist.get_rank()]}
-    if tensors:
-        _write(target / _file(dist.get_rank()), partial(save_file, tensors))
-    with waiting_for("the other ranks to write their tensors to the checkpoint", timeout_s):
-        dist.barrier()
-    if dist.get_rank() == 0:
-        files = {_file(rank): names for rank, names in enumerate(names_of) if names}
-        split = sharding or StateSplit()
-        text = dumps(asdict(Checkpoint(iteration=iteration, files=files, tp=split.tp, split=split.split)))
-        _write(target / "checkpoint.json", lambda file: file.write_text(text))
-        _remove_before(folder, sorted(_complete(folder))[-KEPT:][0])
-    with waiting_for("rank 0 to complete the checkpoint", timeout_s):
-        dist.barrier()
+def complete(folder: Path) -> list[int]:
+    """The iterations of all complete checkpoints in ``folder``."""
+    try:
+        names = [path.name for path in folder.iterdir()] if folder.exists() else []
+    except OSError as error:
+        raise CheckpointError(f"{folder}: checkpoints cannot be read from it: {error.strerror}") from None
+    matches = (re.fullmatch(r"iteration-(\d+)", name) for name in names)
+    return sorted(int(match[1]) for match in matches if match and (folder / match[0] / INDEX).exists())
 
 
-def load(
-    folder: Path, state: Mapping[str, torch.Tensor], *, iteration: int, sharding: StateSplit | None = None
-) -> None:
-    """Copy the tensors of the checkpoint of ``iteration`` into those of ``state``.
-
-    Raises CheckpointError if it was written with another ``sharding``, or, naming the file, if a tensor is missing or
-    has another shape.
-    """
-    source = _folder(folder, iteration)
-    checkpoint = _read(source)
-    if checkpoint is None:
-        raise CheckpointError(f"{source}: this rank finds no checkpoint.json there; do all nodes share the folder?")
-    _check_sharding(source, checkpoint, sharding or StateSplit())
-    file_of = {name: file for file, names in checkpoint.files.items() for name in names}
-    missing = next((name for name in state if name not in file_of), None)
-    if missing is not None:
-        raise CheckpointError(f"{source}: it lacks {missing}; it belongs to another model or optimizer")
-    with ExitStack() as open_files:
-        opened: dict[Path, Any] = {}
-        for name, tensor in state.items():
-            file = source / file_of[name]
-            try:
-                if file not in opened:
-                    opened[file] = open_files.enter_context(safe_open(str(file), framework="pt"))
-                stored = opened[file].get_tensor(name)
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"{file}: {name} cannot be read: {error}") from None
-            if stored.shape != tensor.shape:
-                shapes = f"{list(stored.shape)}, but {list(tensor.shape)} in the model"
-                raise CheckpointError(f"{file}: {name} has shape {shapes}")
-            tensor.copy_(stored)
-
-
-def _check_sharding(source: Path, checkpoint: Checkpoint, wanted: StateSplit) -> None:
-    if checkpoint.tp != wanted.tp:
-        raise CheckpointError(
-            f"{source}: it was written with tp = {checkpoint.tp}, and this plan has tp = {wanted.tp}; train from it "
-            f"with a plan of tp = {checkpoint.tp}"
-        )
-    for name in sorted(checkpoint.split.keys() | wanted.split.keys()):
-        stored, here = checkpoint.split.get(name), wanted.split.get(name)
-        if stored != here:
-            raise CheckpointError(
-                f"{source}: {name} is {_how(stored)} in it, and {_how(here)} in this plan; train from it with the plan "
-                "that wrote it"
-            )
-
-
-def _how(split: Split | None) -> str:
-    return "whole" if split is None else f"split along dimension {split.dim} in blocks of {list(split.blocks)}"
-
-
-def _assign(sizes: list[dict[str, int]]) -> list[list[str]]:
-    """The names of the tensors that each rank writes: one holder writes each tensor, and all write about as many bytes.
-
-    ``sizes`` has a dict from names to bytes for each rank.
-    """
-    holders: dict[str, list[int]] = {}
-    for rank, names in enumerate(sizes):
-        for name in names:
-            holders.setdefault(name, []).append(rank)
-    written = [0] * len(sizes)
-    assigned: list[list[str]] = [[] for _ in sizes]
-    for name, ranks in holders.items():
-        rank = min(ranks, key=lambda rank: written[rank])
-        written[rank] += sizes[rank][name]
-        assigned[rank].append(name)
-    return assigned
-
-
-def _folder(folder: Path, iteration: int) -> Path:
+def checkpoint_folder(folder: Path, iteration: int) -> Path:
+    """The folder of one checkpoint, in the ``folder`` of all."""
     return folder / f"iteration-{iteration:08d}"
 
 
-def _file(rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors"
+def to_json(checkpoint: Checkpoint) -> str:
+    return dumps(asdict(checkpoint))
 
 
-def _iterations(folder: Path) -> list[int]:
-    """The iterations of all checkpoints in ``folder``, complete or not."""
-    matches = [re.fullmatch(r"iteration-(\d+)", path.name) for path in folder.iterdir()] if folder.is_dir() else []
-    return [int(match[1]) for match in matches if match]
+def read(source: Path) -> Checkpoint:
+    """The description of the checkpoint whose folder is ``source``, all of whose files are there.
 
-
-def _complete(folder: Path) -> list[int]:
-    return [iteration for iteration in _iterations(folder) if _read(_folder(folder, iteration)) is not None]
-
-
-def _remove_before(folder: Path, iteration: int) -> None:
-    for old in _iterations(folder):
-        if old < iteration:
-            shutil.rmtree(_folder(folder, old))
-
-
-def _read(folder: Path) -> Checkpoint | None:
+    Raises CheckpointError if it cannot be read, has another version, or if a file is missing or truncated.
+    """
+    file = source / INDEX
+    older = f"remove {source} to continue from an earlier one"
     try:
-        checkpoint = _adapter.validate_json((folder / "checkpoint.json").read_bytes())
-    except (OSError, ValidationError):
-        return None
-    return checkpoint if checkpoint.version == VERSION else None
-
-
-def _write(file: Path, write: Callable[[Path], object]) -> None:
-    """Call ``write``, so that afterwards either the complete file is on disk or none."""
-    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
+        text = file.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{file}: it cannot be read: {error.strerror}; do all nodes share the folder?") from None
     try:
-        write(unfinished)
-        with unfinished.open("rb") as stream:
-            os.fsync(stream.fileno())
-        unfinished.replace(file)
-    except (OSError, SafetensorError) as error:
-        unfinished.unlink(missing_ok=True)
-        raise OSError(f"{file}: a checkpoint cannot be written: {error}") from error
+        version = loads(text)["version"]
+    except (ValueError, TypeError, KeyError):
+        raise CheckpointError(f"{file}: it is damaged; {older}") from None
+    if version != VERSION:
+        problem = f"it has version {version}, and this version of auto3d reads version {VERSION}"
+        raise CheckpointError(f"{file}: {problem}; {older}")
+    try:
+        checkpoint = _adapter.validate_json(text)
+    except ValidationError:
+        raise CheckpointError(f"{file}: it is damaged; {older}") from None
+    for name, size in checkpoint.files.items():
+        part = source / name
+        try:
+            here = part.stat().st_size
+        except OSError as error:
+            raise CheckpointError(f"{part}: it cannot be read: {error.strerror}; {older}") from None
+        if here != size:
+            raise CheckpointError(f"{part}: it has {here} bytes, but {size} were written; {older}")
+    return checkpoint
+
+
+def check(source: Path, checkpoint: Checkpoint, graph: Graph, learnt: Mapping[str, str]) -> None:
+    """Raise CheckpointError if the ``checkpoint`` in ``source`` is not one of the training that ``learnt`` describes,
+    of the model with this ``graph``."""
+    for key in checkpoint.learnt.keys() | learnt.keys():
+        there, here = checkpoint.learnt.get(key, "none"), learnt.get(key, "none")
+        if there != here:
+            raise CheckpointError(f"{source}: it was trained with {key} {there}; this training has {here}")
+    if not checkpoint.tensors:  # emulated ranks hold none
+        return
+    stored = {name.removeprefix("model."): one for name, one in checkpoint.tensors.items() if name.startswith("model.")}
+    used = {name for node in graph.nodes for name in node.state}
+    for name, value in graph.parameters.items():
+        if name not in stored:
+            if name in used:
+                raise CheckpointError(f"{source}: it belongs to another model: it lacks the parameter {name}")
+        elif stored[name].shape != tuple(value.shape):
+            shapes = f"{list(stored[name].shape)} in it, and {list(value.shape)} in this model"
+            raise CheckpointError(f"{source}: it belongs to another model: {name} has shape {shapes}")
+    for name in stored:
+        if name not in graph.parameters and name not in graph.buffers:
+            raise CheckpointError(f"{source}: it belongs to another model: it has {name}, which this model lacks")

@@ -18,7 +18,7 @@ from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.waiting import wait, waiting_for
 from auto3d.runtime.world import new_group
 from auto3d.schedule.operation import Kind
-from auto3d.schedule.program import Message, Program
+from auto3d.schedule.program import Message, Program, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,16 @@ class _Transmission:
     works: list[dist.Work]
 
 
+MessageGroups = tuple[dist.ProcessGroup, dist.ProcessGroup]  # of messages to higher ranks, and to lower ones
+
+
+def message_groups(device: torch.device, timeout_s: float) -> MessageGroups:
+    """The groups of an Exchange; every rank of the world must call it."""
+    ranks = list(range(dist.get_world_size()))
+    upward, downward = (new_group(ranks, timeout_s, device=device, messages=True) for _ in range(2))
+    return upward, downward
+
+
 class Exchange:
     """Sends and receives the messages of one rank's programs, all between the same peers as those of ``program``.
 
@@ -54,6 +64,7 @@ class Exchange:
     consists of the tensors, in the order of ``transfers``, that its two stages exchange for one micro-batch, in the
     shapes that this rank has. If the two stages have different numbers of replicas, each pair of ranks exchanges the
     samples that both have, along the dimension in ``sample_dimensions``; a value without samples is sent only once.
+    Exchanges of which only one has messages at a time may share their ``groups``.
     """
 
     def __init__(
@@ -67,9 +78,10 @@ class Exchange:
         device: torch.device,
         run_ahead: RunAhead,
         timeout_s: float,
+        groups: MessageGroups | None = None,
     ) -> None:
-        ranks = list(range(dist.get_world_size()))
-        self._upward, self._downward = (new_group(ranks, timeout_s, device=device, messages=True) for _ in range(2))
+        self.groups = groups or message_groups(device, timeout_s)
+        self._upward, self._downward = self.groups
         self._ranks_of = ranks_of
         self._device_of = device_of
         self._sample_dimensions = sample_dimensions
@@ -143,6 +155,23 @@ class Exchange:
         """End the program: free all sent messages."""
         for message in list(self._sent):
             self.release(message)
+
+    def receive_for(self, step: Step) -> dict[int, dict[str, list[torch.Tensor]]]:
+        """Micro-batch -> value -> its activations, or its gradients from every stage that used it; releases others."""
+        arrived: dict[int, dict[str, list[torch.Tensor]]] = {}
+        for message in step.receives:
+            values = arrived.setdefault(message.micro_batch, {})
+            for name, tensor in self.receive(message).items():
+                values.setdefault(name, []).append(tensor)
+        for message in step.releases:
+            self.release(message)
+        return arrived
+
+    def send_from(self, step: Step, micro_batch: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Send the messages of ``step`` for one of its micro-batches, from ``tensors`` by value."""
+        for message in step.sends:
+            if message.micro_batch == micro_batch:
+                self.send(message, [tensors[name] for name in self.values(message)])
 
     def _connect(self, program: Program) -> None:
         """Send one element to, and receive one from, each rank that this one exchanges messages with.

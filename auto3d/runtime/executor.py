@@ -133,26 +133,26 @@ class Executor:
 
     def _forward(self, step: Step) -> None:
         stage = self._stages[_pipe_stage(step)]
-        arrived = self._receive(step)
+        arrived = self._exchange.receive_for(step)
         for micro_batch in step.operation.micro_batches:
             received = {name: tensor for name, tensors in arrived.get(micro_batch, {}).items() for tensor in tensors}
             inputs = self._inputs.of(micro_batch, stage.stage.inputs)
-            self._send(step, micro_batch, stage.forward(micro_batch, received, inputs))
+            self._exchange.send_from(step, micro_batch, stage.forward(micro_batch, received, inputs))
 
     def _backward(self, step: Step) -> None:
         stage = self._stages[_pipe_stage(step)]
-        arrived = self._receive(step)
+        arrived = self._exchange.receive_for(step)
         run = stage.backward if step.operation.kind is Kind.BACKWARD else stage.backward_input
         for micro_batch in step.operation.micro_batches:
-            self._send(step, micro_batch, run(micro_batch, arrived.get(micro_batch, {})))
+            self._exchange.send_from(step, micro_batch, run(micro_batch, arrived.get(micro_batch, {})))
 
     def _recompute(self, step: Step) -> None:
-        self._receive(step)
+        self._exchange.receive_for(step)
         for micro_batch in step.operation.micro_batches:
             self._stages[_pipe_stage(step)].recompute(micro_batch)
 
     def _backward_weight(self, step: Step) -> None:
-        self._receive(step)
+        self._exchange.receive_for(step)
         for micro_batch in step.operation.micro_batches:
             self._stages[_pipe_stage(step)].backward_weight(micro_batch)
 
@@ -215,22 +215,6 @@ class Executor:
             assert self._total is not None
             yield IterationResult.of(self._total, seconds)
         self._ended += 1
-
-    def _receive(self, step: Step) -> dict[int, dict[str, list[torch.Tensor]]]:
-        """Micro-batch -> value -> its activations, or its gradients from every stage that used it."""
-        arrived: dict[int, dict[str, list[torch.Tensor]]] = {}
-        for message in step.receives:
-            values = arrived.setdefault(message.micro_batch, {})
-            for name, tensor in self._exchange.receive(message).items():
-                values.setdefault(name, []).append(tensor)
-        for message in step.releases:
-            self._exchange.release(message)
-        return arrived
-
-    def _send(self, step: Step, micro_batch: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        messages: list[Message] = [message for message in step.sends if message.micro_batch == micro_batch]
-        for message in messages:
-            self._exchange.send(message, [tensors[name] for name in self._exchange.values(message)])
 
 
 def _pipe_stage(step: Step) -> PipeStage:

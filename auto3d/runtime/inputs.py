@@ -36,6 +36,10 @@ class MicroBatchInputs:
         )
         self._loader.start(needs, program.iterations)
 
+    def end(self) -> None:
+        """End the loading: no program follows."""
+        self._loader.end()
+
     def of(self, micro_batch: int, names: Collection[str]) -> dict[str, torch.Tensor]:
         """The inputs called ``names`` of the program's ``micro_batch``, on the device; each [samples, *shape]."""
         later, index = divmod(micro_batch, self.micro_batches)

@@ -1,7 +1,8 @@
 """One rank of a plan, built in order: layout, programs, process groups, state, stages, optimizers, executor."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,26 +10,29 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from auto3d.allocator import keep_freed_memory
+from auto3d.capture.graph import Value
 from auto3d.capture.model import CapturedModel
+from auto3d.capture.shard import Shard
 from auto3d.cost.device_memory import DeviceMemory, predict
 from auto3d.data import BatchSlice, TrainingData
 from auto3d.plan import Plan
 from auto3d.runtime.agreement import check_agreement
 from auto3d.runtime.backend import Backend, RealBackend, trained_parameters
-from auto3d.runtime.checkpoint import StateSplit
 from auto3d.runtime.emulated import EmulatedBackend
+from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.executor import Executor, Peers
 from auto3d.runtime.gradient_sync import GradientSync
 from auto3d.runtime.inputs import MicroBatchInputs
 from auto3d.runtime.layout import PlanLayout, RankLayout, lay_out_plan, lay_out_rank
 from auto3d.runtime.optimizer import build_optimizer
 from auto3d.runtime.optimizer_memory import optimizer_copies
-from auto3d.runtime.optimizer_state import OptimizerTensor, make_state, state_tensors
+from auto3d.runtime.optimizer_state import make_state, state_tensors
 from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.replicas import capture_slices, rank_program
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.settings import TrainingSettings
+from auto3d.runtime.state_part import StatePart
 from auto3d.runtime.tensor_group import ProcessTensorGroup
 from auto3d.runtime.totals import Totals
 from auto3d.runtime.weight_shard import WeightShard
@@ -51,19 +55,28 @@ Optimizers = dict[PipeStage, tuple[torch.optim.Optimizer, LRScheduler] | None]
 class Rank:
     """One rank, built: its executor, the programs that make up the run, and the state that it trains."""
 
+    common: PlanLayout
+    layout: RankLayout
+    device: torch.device
+    run_ahead: RunAhead
+    exchange: Exchange
+    tensor_group: ProcessTensorGroup | None
     executor: Executor
     programs: tuple[Program, ...]  # run one after the other
     parameters: dict[str, nn.Parameter]
     buffers: dict[str, torch.Tensor]
     optimizers: Optimizers
-    shards: tuple[WeightShard, ...]  # this rank's slices of the weights, under ZeRO-1
+    slices: tuple[WeightShard, ...]  # this rank's slices of the weights, under ZeRO-1
     all_names: tuple[str, ...]
     """Names, as ``stored_as`` has them, of the parameters and buffers that any rank holds; none if devices are
     emulated."""
     shared: frozenset[str]  # parameters and buffers of which several ranks hold the same elements
     stored_as: Mapping[str, str]  # parameter or buffer -> its name, and which shard of it this rank holds
-    sharding: StateSplit
+    shapes: Mapping[str, tuple[int, ...]]  # shape of each whole parameter and buffer
+    shards: Mapping[str, Shard]  # this rank's shard of each that tensor parallelism splits
     predicted: DeviceMemory  # predicted bytes of this rank's pipeline device
+    evaluations: dict[Hashable, Any] = field(default_factory=dict)
+    """What evaluations of the rank have made so far, by what they compute; see evaluation.py."""
 
     def check_agreement(self, *, cause: str, device: torch.device, timeout_s: float) -> None:
         """Raise WeightsDifferError unless all ranks that hold a parameter or buffer hold the same bits of it.
@@ -75,19 +88,28 @@ class Rank:
             shared = {self.stored_as[name]: tensors[name] for name in self.shared & tensors.keys()}
             check_agreement(shared, self.all_names, device=device, cause=cause, timeout_s=timeout_s)
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """Everything that training changes here, by name, except the learning rates. Writing to it changes the rank."""
-        tensors = self.parameters | self.buffers
-        state = {f"model.{self.stored_as[name]}": tensor.data for name, tensor in tensors.items()}
-        for each in self.optimizer_state():
-            part = "" if each.flat is None else f"[{each.flat[0]}:{each.flat[1]}]"
-            state[f"optimizer.{self.stored_as[each.parameter]}.{each.key}{part}"] = each.tensor
+    def state(self) -> dict[str, StatePart]:
+        """Everything that training changes here, by name, except the learning rates and ``numbers``."""
+        state = {f"model.{name}": self._part(name, tensor) for name, tensor in (self.parameters | self.buffers).items()}
+        for optimizer, _ in filter(None, self.optimizers.values()):
+            for each in state_tensors(optimizer, self.parameters, self.slices):
+                if each.per_element:
+                    part = self._part(each.parameter, each.tensor, each.flat)
+                else:
+                    part = StatePart(tensor=each.tensor, shape=tuple(each.tensor.shape))
+                state[f"optimizer.{each.parameter}.{each.key}"] = part
         return state
 
-    def optimizer_state(self) -> Iterator[OptimizerTensor]:
-        """The state of this rank's optimizers; under ZeRO-1 the ranges of the parameters that it updates."""
-        for optimizer, _ in filter(None, self.optimizers.values()):
-            yield from state_tensors(optimizer, self.parameters, self.shards)
+    def _part(self, name: str, tensor: torch.Tensor, flat: tuple[int, int] | None = None) -> StatePart:
+        """What this rank holds of a tensor that is held like the parameter or buffer ``name``."""
+        return StatePart(tensor=tensor.detach(), shape=self.shapes[name], shard=self.shards.get(name), flat=flat)
+
+    def numbers(self) -> dict[str, float]:
+        """Numbers that training changes, the same on all ranks; they are part of a checkpoint."""
+        return {}
+
+    def restore(self, numbers: Mapping[str, float]) -> None:
+        """Continue with the ``numbers`` of a checkpoint."""
 
 
 def check_plan(captured: CapturedModel, plan: Plan, settings: TrainingSettings) -> None:
@@ -164,29 +186,40 @@ def build_rank(
     executor = Executor(
         stages,
         optimizers,
-        _inputs(layout, data, device),
+        inputs_of(layout, data, device),
         Peers(exchange=exchange, sync=sync, totals=totals, run_ahead=run_ahead),
         randomness=randomness,
         memory=memory,
         clip_norm=settings.optimizer.clip_norm,
     )
     rank = Rank(
+        common=common,
+        layout=layout,
+        device=device,
+        run_ahead=run_ahead,
+        exchange=exchange,
+        tensor_group=group,
         executor=executor,
         programs=programs,
         parameters={name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)},
         buffers={name: tensor for name, tensor in tensors.items() if name in captured.graph.buffers},
         optimizers=optimizers,
-        shards=tuple(sync.shards.values()),
+        slices=tuple(sync.shards.values()),
         all_names=layout.all_stored_names,
         shared=layout.state_of_several_ranks,
         stored_as={name: layout.stored_name(name) for name in tensors},
-        sharding=StateSplit(tp=plan.tp, split={} if layout.tensor is None else layout.tensor.split),
+        shapes={name: tuple(value.shape) for name, value in _whole_state(captured).items()},
+        shards={name: shard for name in tensors if (shard := layout.shard_of(name)) is not None},
         predicted=memory.predicted,
     )
     # Nothing would correct ranks that begin with different weights, so they compare them before the first iteration.
     cause = _CAUSE_OF_SEED if state is None else _CAUSE_OF_FILE
     rank.check_agreement(cause=cause, device=device, timeout_s=timeout_s)
     return rank
+
+
+def _whole_state(captured: CapturedModel) -> dict[str, Value]:
+    return {**captured.graph.parameters, **captured.graph.buffers}
 
 
 def _programs(layout: RankLayout) -> tuple[Program, ...]:
@@ -221,7 +254,8 @@ def _backend(
     )
 
 
-def _inputs(layout: RankLayout, data: TrainingData, device: torch.device) -> MicroBatchInputs:
+def inputs_of(layout: RankLayout, data: TrainingData, device: torch.device) -> MicroBatchInputs:
+    """The inputs from ``data`` of the rank's micro-batches."""
     part = BatchSlice(
         seed=layout.plan.seed,
         global_batch=layout.plan.global_batch,

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,7 +14,17 @@ from auto3d.data import TrainingData
 from auto3d.plan import Plan, PlanError
 from auto3d.runtime.activity import THIS_RANK
 from auto3d.runtime.arithmetic import set_arithmetic
-from auto3d.runtime.checkpoint import CheckpointError, Checkpoints, load, newest, save
+from auto3d.runtime.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    Checkpoints,
+    check,
+    checkpoint_folder,
+    learnt_by,
+    newest,
+)
+from auto3d.runtime.checkpoint_read import CheckpointReader
+from auto3d.runtime.checkpoint_write import CheckpointWriter
 from auto3d.runtime.executor import IterationResult
 from auto3d.runtime.measurement import BYTES
 from auto3d.runtime.optimizer import advance
@@ -94,7 +106,14 @@ class Training:
         device = start_rank(settings, world)
         self._memory = PeakMemory(device)
         self.rank = build_rank(captured, plan, settings, data, world, state=state, asked_to_end=asked_to_end)
-        resumed = _resume(self.rank, checkpoints, device, timeout_s=settings.timeout_s) if checkpoints else 0
+        self._writer: CheckpointWriter | None = None
+        resumed = 0
+        if checkpoints:
+            learnt = learnt_by(plan, settings.optimizer)
+            self._writer = CheckpointWriter(checkpoints, learnt, timeout_s=settings.timeout_s)
+            check_it = partial(check, graph=captured.graph, learnt=learnt)
+            resumed = _resume(self.rank, checkpoints, check_it, device, timeout_s=settings.timeout_s)
+        self._saved = resumed  # iterations that the newest checkpoint includes
         self.first = resumed  # iterations before this run, which the checkpoint that it resumed from includes
         self.done = resumed  # iterations of finished programs: the state that ``save`` would write
         self._results: list[IterationResult] = []
@@ -114,6 +133,8 @@ class Training:
         for program in _after(self.rank.programs, self.first):
             before = self.done
             for result in self.rank.executor.run(program, before):
+                if self._writer:
+                    self._writer.check()
                 asked_to_end |= result.asked_to_end
                 self._results.append(result)
                 if self.first + len(self._results) == before + program.iterations:
@@ -125,19 +146,21 @@ class Training:
                 return
 
     def save(self) -> None:
-        """Write a checkpoint. All ranks must call it."""
-        assert self._checkpoints is not None
+        """Begin to write a checkpoint, unless there is one of this iteration; training may go on meanwhile.
+
+        All ranks must call it. The next call, and ``result``, wait until it is complete, and raise the error that
+        prevented that.
+        """
+        assert self._writer is not None
         assert self.flushed
-        save(
-            self._checkpoints.folder,
-            self.rank.state(),
-            iteration=self.done,
-            timeout_s=self._settings.timeout_s,
-            sharding=self.rank.sharding,
-        )
+        if self.done != self._saved:
+            self._writer.save(self.rank.state(), iteration=self.done, numbers=self.rank.numbers())
+            self._saved = self.done
 
     def result(self) -> TrainingResult:
-        """The result of the iterations so far. All ranks must call it."""
+        """The result of the iterations so far, once the last checkpoint is complete. All ranks must call it."""
+        if self._writer:
+            self._writer.finish()
         settings, results = self._settings, self._results
         seconds = [result.seconds for result in results]
         slowest_s = of_all_ranks(seconds, torch.float64, timeout_s=settings.timeout_s).max(dim=0).values
@@ -188,7 +211,14 @@ def memory_of_ranks(peak: PeakBytes, predicted: int | None, *, timeout_s: float)
     return {name: column if knows else [] for name, column, knows in zip(BYTES, gathered, known, strict=True)}
 
 
-def _resume(rank: Rank, checkpoints: Checkpoints, device: torch.device, *, timeout_s: float) -> int:
+def _resume(
+    rank: Rank,
+    checkpoints: Checkpoints,
+    check_it: Callable[[Path, Checkpoint], None],
+    device: torch.device,
+    *,
+    timeout_s: float,
+) -> int:
     """Load the newest checkpoint, if there is one, into ``rank``; returns how many iterations it includes."""
     # Rank 0 decides for all, because files may become visible at different times on different nodes.
     newest_iteration = [newest(checkpoints.folder) if dist.get_rank() == 0 else None]
@@ -199,7 +229,11 @@ def _resume(rank: Rank, checkpoints: Checkpoints, device: torch.device, *, timeo
         return 0
     for optimizer, _ in filter(None, rank.optimizers.values()):
         make_state_to_load(optimizer)
-    load(checkpoints.folder, rank.state(), iteration=done, sharding=rank.sharding)
+    source = checkpoint_folder(checkpoints.folder, done)
+    with CheckpointReader(source) as reader:
+        check_it(source, reader.checkpoint)
+        reader.load(rank.state())
+        rank.restore(reader.checkpoint.numbers)
     for optimizer, learning_rate in filter(None, rank.optimizers.values()):
         advance(optimizer, learning_rate, done)
     cause = f"do all nodes see the same checkpoint in {checkpoints.folder}?"

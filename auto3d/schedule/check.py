@@ -17,7 +17,8 @@ def check(schedule: Schedule) -> None:
 
     - Every pipe has all stages, and every operation is on the device of its stage and pipe.
     - Every micro-batch passes every stage forward and backward exactly once, on one pipe. Its backward is one B, or I
-      and then W. R comes at most once, between F and B, and only on stages that recompute.
+      and then W. R comes at most once, between F and B, and only on stages that recompute. If the schedule is
+      forward-only, every micro-batch passes every stage once, and there is nothing else.
     - Every stage and pipe is synced after the backwards that the sync sums, and updated after the sync. In a
       synchronous schedule that happens once, at the end, and no update comes before the last sync of its device. In a
       schedule with weight versions it may happen many times, and the n-th update of every stage sums the same
@@ -27,7 +28,9 @@ def check(schedule: Schedule) -> None:
     """
     _check_devices(schedule)
     _check_complete(schedule)
-    if schedule.weight_version:
+    if schedule.forward_only:
+        _check_only_forwards(schedule)
+    elif schedule.weight_version:
         _check_updates(schedule)
         _check_versions(schedule)
     else:
@@ -77,8 +80,9 @@ def _check_complete(schedule: Schedule) -> None:
                         "the order is F, then R if the stage recomputes, then B or I and W, each once"
                     )
                 last[place] = operation.kind
+    final = (Kind.FORWARD,) if schedule.forward_only else _FINAL
     for place, kind in enumerate(last):
-        if kind not in _FINAL:
+        if kind not in final:
             missing = Kind.FORWARD if kind is None else Kind.BACKWARD
             if kind is Kind.BACKWARD_INPUT:
                 missing = Kind.BACKWARD_WEIGHT
@@ -95,6 +99,12 @@ _AFTER: dict[Kind, tuple[Kind | None, ...]] = {
     Kind.BACKWARD_WEIGHT: (Kind.BACKWARD_INPUT,),
 }
 _FINAL = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+
+
+def _check_only_forwards(schedule: Schedule) -> None:
+    for operation in numbered(schedule):
+        if operation.kind is not Kind.FORWARD:
+            raise ScheduleError(f"{operation} is no forward; the schedule is forward-only")
 
 
 def _check_one_update(schedule: Schedule) -> None:

@@ -66,6 +66,8 @@ class Schedule:
     Empty in a synchronous schedule, where all operations of an iteration use the newest weights.
     """
 
+    forward_only: bool = False  # it evaluates: it has forwards and nothing else
+
     @property
     def devices(self) -> int:
         return len(self.operations)
@@ -73,5 +75,7 @@ class Schedule:
     @property
     def updates(self) -> int:
         """The updates of each stage per iteration: more than one if each takes only some of the micro-batches."""
+        if self.forward_only:
+            return 0
         update = next(operation for operation in self.operations[0] if operation.kind is Kind.UPDATE)
         return self.operations[0].count(update) // self.iterations

@@ -80,9 +80,16 @@ class _Builder:
         for conversion in self.derivation.loss:
             self._convert(conversion, last)
         loss = next(node for node in program.nodes if node.name == self.exported.loss)
-        output = self.graph.output((self._in(loss, WHOLE),))
+        nodes = {node.name: node for node in program.nodes}
+        outputs = {name: self._made(nodes[node]) for name, node in self.exported.outputs.items()}
+        output = self.graph.output((self._in(loss, WHOLE), *outputs.values()))
         output.meta["val"] = None
-        exported = replace(self.exported, program=self.graph, loss=self._in(loss, WHOLE).name)
+        exported = replace(
+            self.exported,
+            program=self.graph,
+            loss=self._in(loss, WHOLE).name,
+            outputs={name: node.name for name, node in outputs.items()},
+        )
         return LocalProgram(
             exported=exported,
             placements=self.placements,
@@ -117,6 +124,10 @@ class _Builder:
     def _in(self, node: fx.Node, placed: TensorPlacement) -> fx.Node:
         """The local node of the value ``node`` as ``placed``. What has no gradient is copied if it is whole."""
         return self.local.get((node, placed)) or self.local[node, WHOLE]
+
+    def _made(self, node: fx.Node) -> fx.Node:
+        """The local node of the value ``node`` as its operation makes it."""
+        return self.local[node, self.placement[node]]
 
     def _convert(self, step: Converted, operation: str) -> None:
         if (step.node, step.target) in self.local:

@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -12,7 +12,7 @@ from rich.console import Console
 
 from auto3d.errors import InputError
 from auto3d.plan import Plan
-from auto3d.runtime.checkpoint import newest
+from auto3d.runtime.checkpoint import check, checkpoint_folder, learnt_by, newest, read
 from auto3d.runtime.measurement import BYTES, Measurement, Status
 from auto3d.runtime.out_of_memory import OutOfMemoryError
 from auto3d.runtime.training import TrainingResult, train
@@ -37,7 +37,7 @@ from launch.slurm.executor import in_a_job, why_no_slurm
 from launch.slurm.warning import asked_by_slurm, await_end
 from launch.store.ends import record_ends
 from launch.store.manifest import Entry, State, histories
-from launch.store.trials import Trial, exclusive, manifest_of, write_command
+from launch.store.trials import Trial, exclusive, manifest_of, same_training, write_command
 from launch.store.watcher import Watcher
 
 OnResult = Callable[[dict[str, Any]], None]
@@ -74,11 +74,22 @@ def _check_capture(recipe: LoadedRecipe, training: PlannedTraining, console: Con
 
 def _check_not_submitted(recipe: LoadedRecipe, trial: Trial) -> None:
     """Raise InputError if the training may be a job of SLURM, and we train here only since SLURM does not answer."""
-    history = histories(manifest_of(recipe).entries()).get(trial.name)
+    known = histories(manifest_of(recipe).entries())
+    last = [known[name].last for name in same_training(trial, known)]
+    job = next((entry.job for entry in last if entry.state is State.SUBMITTED), None)
     chosen = recipe.values.launch.executor != AUTO or in_a_job()
-    if not chosen and history is not None and history.last.state is State.SUBMITTED:
-        problem = f"job {history.last.job} of SLURM, which does not answer now, may be this training: {why_no_slurm()}"
+    if not chosen and job is not None:
+        problem = f"job {job} of SLURM, which does not answer now, may be this training: {why_no_slurm()}"
         raise InputError(f"{problem}; to train here all the same: launch.executor=local")
+
+
+def _check_no_other_plan(recipe: LoadedRecipe, trial: Trial) -> None:
+    """Raise InputError if a job trains the same under another plan: both would write the same checkpoints."""
+    names = same_training(trial, histories(manifest_of(recipe).entries()))
+    others = [replace(trial, name=name) for name in names if name != trial.name]
+    for other, job in on_their_way(recipe, others).items():
+        problem = f"job {job} is this training under another plan, {other.name}"
+        raise InputError(f"{problem}; to end it first: {recipe.follow_up('cancel')}")
 
 
 def _train(
@@ -156,6 +167,7 @@ def run_as_job(
     check_place(recipe, "train")
     training = plan_training(recipe, plan_file, console)
     trial = training.trial
+    _check_no_other_plan(recipe, trial)
     job = on_their_way(recipe, [trial]).get(trial)
     if job is not None and fresh:
         raise InputError(f"job {job} is this training; to end it first: {recipe.follow_up('cancel')}")
@@ -190,6 +202,7 @@ def _has_iterations_left(
     """Whether any iteration remains; prints on ``console`` after which iteration the training continues.
 
     ``fresh`` removes the checkpoints, except in a job that SLURM has requeued. The rank that has a console does so.
+    Raises CheckpointError if the newest cannot be read or belongs to another training.
     """
     folder, iterations = training.trial.checkpoints, recipe.values.training.iterations
     assert folder is not None  # a training has some
@@ -200,6 +213,8 @@ def _has_iterations_left(
     done = newest(folder)
     if done is None:
         return True
+    source = checkpoint_folder(folder, done)
+    check(source, read(source), training.graph, learnt_by(training.plan, training.settings.optimizer))
     if console is not None:
         line = f"continuing after iteration {done} of {iterations}, by the checkpoint in {folder}; --fresh starts over"
         if done >= iterations:

@@ -45,7 +45,9 @@ class TrainingRun:
     def of(recipe: LoadedRecipe, folder: Path, asked_to_end: Callable[[], bool]) -> "TrainingRun":
         """The training of ``recipe`` with its checkpoints in ``folder``, which is created."""
         private_folder(folder)
-        return TrainingRun(Checkpoints(folder=folder, every=recipe.values.training.checkpoint_every), asked_to_end)
+        training = recipe.values.training
+        checkpoints = Checkpoints(folder=folder, every=training.checkpoint_every, keep=training.checkpoint_keep)
+        return TrainingRun(checkpoints, asked_to_end)
 
     def arguments(self, world: World, report: Report, settings: TrainingSettings) -> dict[str, Any]:
         """Further arguments for ``train``; they make rank 0 report each iteration to its parent."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from auto3d.runtime.settings import LEARNING_RATE_SCHEDULES
 from launch.recipe.cluster_schema import ClusterRecipe
 from launch.recipe.model_schema import DataRecipe, ModelRecipe
 from launch.recipe.schema_key import AUTO, LARGEST_BATCH, LARGEST_INTEGER, LARGEST_NODE, LARGEST_TIME_S, key
@@ -66,17 +67,32 @@ class TrainingRecipe:
     )
     checkpoint_every: int | None = key(
         None,
-        "iterations of `auto3d train` between checkpoints; one more is written at the end; each rank must write its "
-        "shard within timeout_s; none: only when SLURM asks the training to end",
+        "iterations of `auto3d train` between checkpoints, which are written while it goes on; one more is written at "
+        "the end; each rank must write its share within timeout_s; none: only when SLURM asks the training to end",
         least=1,
     )
-    optimizer: str = key("adamw", "the optimizer", choices=("adamw", "sgd"))
+    checkpoint_keep: int = key(2, "checkpoints that stay; older ones are removed", least=1)
+    optimizer: str = key(
+        "adamw", "the optimizer: adamw, sgd, adafactor, or a class such as torch.optim.RMSprop or package.module:Class"
+    )
+    optimizer_arguments: dict[str, Any] = key({}, "further arguments of the optimizer's class")
+    offload_optimizer: bool = key(
+        False,
+        "on GPUs, keep the optimizer's state on the host and update there; gradients and weights travel at each update",
+    )
     learning_rate: float = key(1e-3, "highest learning rate", least=0)
     learning_rate_schedule: str = key(
-        "constant", "how the learning rate falls after the warm-up", choices=("constant", "linear", "cosine")
+        "constant",
+        "how the learning rate falls after the warm-up; transformers' schedules",
+        choices=LEARNING_RATE_SCHEDULES,
     )
+    learning_rate_arguments: dict[str, Any] = key({}, "further arguments of that schedule, such as num_cycles")
     warmup_iterations: int = key(0, "iterations in which the learning rate rises linearly from 0", least=0)
-    weight_decay: float = key(0.0, "weight decay of every parameter", least=0)
+    weight_decay: float = key(0.0, "weight decay", least=0)
+    weight_decay_exempt: list[str] = key(
+        [],
+        "parameters without weight decay: names, globs such as '*.bias', or biases-and-norms (as in transformers)",
+    )
     momentum: float = key(0.9, "momentum of sgd", least=0)
     betas: list[float] = key([0.9, 0.999], "the two betas of adamw", least=0, below=1)
     clip_norm: float = key(

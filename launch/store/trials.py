@@ -5,7 +5,7 @@ import os
 import platform
 import shutil
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
@@ -107,15 +107,35 @@ def again(trial: Trial, number: int) -> Trial:
 
 
 def training_of(recipe: LoadedRecipe, plan: Plan) -> Trial:
-    """The training of ``recipe`` under ``plan``. Its name has a digest of everything that affects what is learnt."""
+    """The training of ``recipe`` under ``plan``.
+
+    Its checkpoints are those of every plan with which ``recipe`` learns the same: its name begins with their folder's.
+    """
+    checkpoints = checkpoints_of(recipe, global_batch=plan.global_batch, seed=plan.seed)
+    name = f"{checkpoints.name}-{_name(plan, _digest(plan.to_json()))}"
+    return Trial(name, recipe_folder(recipe) / "trials" / name, plan, checkpoints=checkpoints)
+
+
+def checkpoints_of(recipe: LoadedRecipe, *, global_batch: int, seed: int) -> Path:
+    """The folder of the checkpoints of ``recipe``'s training under any plan.
+
+    Its name has a digest of everything that affects what is learnt.
+    """
     learnt = _measured(recipe)
     for group in ("cluster", "measure", "emulation"):
         del learnt[group]
+    del learnt["model"]["tensor_parallel"]  # it affects which plan is made
+    del learnt["training"]["threads_per_rank"]
     if recipe.values.training.learning_rate_schedule != "constant":
         learnt["iterations"] = recipe.values.training.iterations
-    name = f"train-{_name(plan, _digest([learnt, _files(recipe), plan.to_json()]))}"
-    folder = recipe_folder(recipe)
-    return Trial(name, folder / "trials" / name, plan, checkpoints=folder / "checkpoints" / name)
+    digest = _digest([learnt, _files(recipe), global_batch, seed])
+    return recipe_folder(recipe) / "checkpoints" / f"train-{digest[:8]}"
+
+
+def same_training(trial: Trial, names: Iterable[str]) -> list[str]:
+    """Those of the ``names`` of trials that are the training ``trial`` under any plan: they share its checkpoints."""
+    assert trial.checkpoints is not None
+    return [name for name in names if name.startswith(f"{trial.checkpoints.name}-")]
 
 
 def _name(plan: Plan, digest: str) -> str:
@@ -241,6 +261,7 @@ def _measured(recipe: LoadedRecipe) -> dict[str, Any]:
     del measured["training"]["iterations"]  # only `auto3d train` reads it; a trial has measure.iterations
     del measured["training"]["timeout_s"]
     del measured["training"]["checkpoint_every"]
+    del measured["training"]["checkpoint_keep"]
     del measured["training"]["check_capture"]
     if not values["measure"]["communication"]:
         del measured["measure"]["communication"]  # trials from before there was this key are the same trials
@@ -278,11 +299,12 @@ def _read_measurement(file: Path) -> Measurement | None:
 
 @contextmanager
 def exclusive(recipe: LoadedRecipe, training: Trial | None = None) -> Iterator[None]:
-    """A lock on the recipe's store, or on one ``training``; raises StoreError if another process holds it.
+    """A lock on the recipe's store, or on the checkpoints of one ``training``.
 
-    The kernel releases it however this process ends.
+    Raises StoreError if another process holds it. The kernel releases it however this process ends.
     """
-    file = private_folder(recipe_folder(recipe)) / ("lock" if training is None else f"{training.name}.lock")
+    name = "" if training is None or training.checkpoints is None else f"{training.checkpoints.name}."
+    file = private_folder(recipe_folder(recipe)) / f"{name}lock"
     with file.open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

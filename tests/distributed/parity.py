@@ -124,15 +124,13 @@ def run_rank(
         for iteration, program in enumerate(rank.programs):
             (result,) = rank.executor.run(program, iteration)
             # Under ZeRO-1 a rank has the sums of its slice only.
-            sliced = {name for shard in rank.shards for name in shard.parameters}
+            sliced = {name for shard in rank.slices for name in shard.parameters}
             whole = {name: p for name, p in rank.parameters.items() if p.requires_grad and name not in sliced}
             gradients = {name: p.grad.numpy().copy() for name, p in whole.items()}
             parameters = {name: p.detach().numpy().copy() for name, p in rank.parameters.items()}
             buffers = {name: b.numpy().copy() for name, b in rank.buffers.items()}
             history.append({"result": result, "gradients": gradients, "parameters": parameters, "buffers": buffers})
-        shard = plan.position(world.rank)[-1]
-        shards = {name: Shard(split, shard, plan.tp) for name, split in rank.sharding.split.items()}
-        return {"history": history, "predicted": rank.predicted, "shards": shards}
+        return {"history": history, "predicted": rank.predicted, "shards": dict(rank.shards)}
     finally:
         leave()
 

@@ -1,0 +1,168 @@
+"""An evaluation between two iterations of a training gives what the plain module gives, and leaves no trace."""
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+import torch
+
+from auto3d.capture.shard import joined
+from auto3d.data import Batches
+from auto3d.partition.methods.uniform import uniform
+from auto3d.partition.stage import cut
+from auto3d.plan import Plan
+from auto3d.runtime.evaluation import EvaluationResult, evaluate, evaluation_of
+from auto3d.runtime.layout import schedules_of
+from auto3d.runtime.replicas import capture_slices
+from auto3d.runtime.settings import TrainingSettings
+from auto3d.runtime.training import Training
+from auto3d.runtime.world import World, leave
+from auto3d.schedule import build_schedule, samples_at_once
+from tests.distributed.parity import ADAMW, assert_close, make_plan
+from tests.models import TRAINED, captured
+
+AT = 1  # iterations before the evaluation
+ITERATIONS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    model: str
+    dp: int = 1
+    tp: int = 1
+    pp: int = 2
+    micro_batches: int = 4
+    schedule: str = "1f1b"
+    options: dict = field(default_factory=dict)
+    replicas: int = 1
+    outputs: tuple[str, ...] = ("logits",)
+    more: dict = field(default_factory=dict)  # further fields of the plan
+
+    def __str__(self) -> str:
+        return f"{self.model}-dp{self.dp}-tp{self.tp}-pp{self.pp}-{self.schedule}"
+
+
+CASES = [
+    Case(model="gpt2-dropout", dp=2),
+    Case(model="resnet-transformers", dp=2),
+    Case(model="residual", dp=2, outputs=()),
+    Case(model="bert-dropout", pp=4, schedule="chimera"),
+    Case(model="resnet-transformers", pp=2, schedule="chimera"),
+    Case(model="t5-dropout", schedule="interleaved-1f1b", options={"chunks": 2}),
+    Case(model="vit-dropout", schedule="zb-v"),
+    Case(model="t5-dropout", dp=2, schedule="gpipe"),
+    Case(model="llama", pp=4, schedule="pipedream", options={"iterations": 2}),
+    Case(model="gpt2-4-heads-dropout", tp=2),
+    Case(model="gpt2-4-heads-dropout", tp=2, more={"sequence_parallel": True}),
+    Case(model="bert-4-heads-dropout", tp=2, more={"tensor_overlap": "sub-pipelined"}),
+]
+
+
+def plan_of(case: Case) -> Plan:
+    shape = build_schedule(case.schedule, devices=case.pp, micro_batches=case.micro_batches, **case.options)
+    return make_plan(
+        case.model,
+        dp=case.dp,
+        tp=case.tp,
+        pp=case.pp,
+        micro_batches=case.micro_batches,
+        micro_batch_size=2 * shape.parts,
+        schedule=case.schedule,
+        options=case.options,
+        stages=uniform(captured(case.model, 2).graph, shape.stages),
+        **case.more,
+    )
+
+
+def capture_before_forks(case: Case, plan: Plan) -> None:
+    model = captured(case.model, samples_at_once(plan))
+    capture_slices(model.in_evaluation(case.outputs), evaluation_of(model, plan, case.outputs))
+
+
+def run_rank(world: World, case: Case, plan: Plan, samples: int) -> dict:
+    """Train with an evaluation after AT iterations, or without one if ``samples`` is 0."""
+    clip_norm = 0.0 if case.schedule == "pipedream" else 0.1
+    settings = TrainingSettings(
+        iterations=ITERATIONS,
+        optimizer=replace(ADAMW, clip_norm=clip_norm),
+        device="cpu",
+        threads_per_rank=1,
+        timeout_s=60,
+    )
+    data = TRAINED[case.model][1]
+    found: dict = {"losses": []}
+    try:
+        training = Training(captured(case.model, samples_at_once(plan)), plan, settings, data, world)
+        rank = training.rank
+        for number, result in training.iterations():
+            found["losses"].append(result.loss)
+            if training.flushed and samples and "evaluations" not in found and number + 1 >= AT:
+                found["state"] = {
+                    name: t.detach().clone().numpy() for name, t in (rank.parameters | rank.buffers).items()
+                }
+                found["split"] = {name: shard.split for name, shard in rank.shards.items()}
+                found["evaluations"] = [
+                    evaluate(training, data, samples=samples, outputs=case.outputs) for _ in range(2)
+                ]
+        found["end"] = {name: part.tensor.detach().clone().numpy() for name, part in rank.state().items()}
+    finally:
+        leave()
+    return found
+
+
+def state_of(ranks: list[dict], case: Case, plan: Plan) -> dict[str, torch.Tensor]:
+    """The model's state as the first pipeline and the first pipe have it."""
+    state: dict[str, torch.Tensor] = {}
+    graph = captured(case.model, samples_at_once(plan)).graph
+    device_of = schedules_of(plan, 1)[0].device_of
+    for stage in cut(graph, plan.stages):
+        shards = [ranks[rank] for rank in plan.placement[device_of[stage.index, 0]][: plan.tp]]
+        for name in set(stage.state) - set(graph.constants):
+            split = shards[0]["split"].get(name)
+            tensors = [torch.from_numpy(shard["state"][name]) for shard in shards]
+            state[name] = tensors[0] if split is None else joined(tensors, split)
+    return state
+
+
+def plainly(case: Case, plan: Plan, state: dict[str, torch.Tensor], samples: int) -> EvaluationResult:
+    """The reference: the unmodified module in evaluation mode."""
+    build, data = TRAINED[case.model]
+    module = build()
+    module.load_state_dict(state, strict=False)
+    module.eval()
+    size = samples_at_once(plan)
+    batches = Batches(data, seed=plan.seed, global_batch=plan.global_batch, micro_batch_size=size)
+    losses, outputs = [], []
+    with torch.no_grad():
+        for number in range(samples // size):
+            iteration, index = divmod(number, plan.global_batch // size)
+            output = module(**batches.micro_batch(iteration, index, tuple(data.inputs)))
+            losses.append((output if isinstance(output, torch.Tensor) else output["loss"]).item())
+            outputs += [output[name] for name in case.outputs]
+    return EvaluationResult(
+        loss=float(np.mean(losses)), outputs={name: torch.cat(outputs) for name in case.outputs}, losses=tuple(losses)
+    )
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_it_equals_the_plain_module_and_leaves_no_trace(processes, case):
+    plan = plan_of(case)
+    capture_before_forks(case, plan)
+    samples = plan.global_batch + 2 * samples_at_once(plan)  # a last global batch that counts in part
+    ranks = processes.run(plan.ranks, run_rank, case, plan, samples)
+    expected = plainly(case, plan, state_of(ranks, case, plan), samples)
+    for rank in ranks:
+        for result in rank["evaluations"]:
+            assert_close(np.array(result.losses), np.array(expected.losses), "losses")
+            assert result.loss == pytest.approx(expected.loss, rel=1e-5)
+            assert result.outputs.keys() == expected.outputs.keys()
+            for name, value in expected.outputs.items():
+                assert result.outputs[name].shape == value.shape
+                assert_close(result.outputs[name].numpy(), value.numpy(), name)
+        for name, value in ranks[0]["evaluations"][0].outputs.items():
+            assert torch.equal(rank["evaluations"][1].outputs[name], value), "every rank has the same bits, both times"
+
+    for with_one, without in zip(ranks, processes.run(plan.ranks, run_rank, case, plan, 0), strict=True):
+        assert with_one["losses"] == without["losses"]
+        for name, value in without["end"].items():
+            np.testing.assert_array_equal(with_one["end"][name], value, name)
