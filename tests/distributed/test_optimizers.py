@@ -17,8 +17,8 @@ class Halved(torch.optim.Adam):
         super().step()
 
 
-CASES = {
-    "adafactor": replace(ADAMW, optimizer="adafactor", arguments={"beta1": 0.9}),
+CASES = {  # each with an epsilon above the noise of gradients that are zero but for rounding
+    "adafactor": replace(ADAMW, optimizer="adafactor", arguments={"eps": (1e-8, 1e-3)}),
     "RMSprop": replace(ADAMW, optimizer="torch.optim.RMSprop", arguments={"alpha": 0.9, "eps": 1e-4}),
     "import path": replace(ADAMW, optimizer=f"{__name__}:Halved", arguments={"eps": 1e-6}),
 }
