@@ -182,7 +182,7 @@ class EmulatedSync(GradientSync):
             size = sum(self._trained[name].bytes for name in self._names[bucket])
         else:
             size = max(self._sync_bytes[stage] for stage in bucket[0].stages)
-        ranks = len(bucket[0].ranks)  # each of them has an equal slice of every piece
+        ranks = len(bucket[0].ranks) if self._scatters(bucket[0]) else 1  # each has an equal slice of every piece
         piece = self._piece[: len(self._piece) // ranks * ranks]
         whole, rest = divmod(-(-max(1, int(size) // 4) // ranks) * ranks, len(piece))
         return [*[piece] * whole, *([piece[:rest]] if rest else [])]
