@@ -109,6 +109,18 @@ class Traffic:
             return 0.0
         return self.group_link(group).seconds(Collective.ALL_REDUCE, size)
 
+    def collective_s(self, collective: Collective, group: Group, size: float) -> float:
+        """Seconds of an all-reduce, or of one of its two halves, on ``size`` bytes; zero for a group of one.
+
+        A half takes its measured time, or half of an all-reduce on a ring; where a paper's formula counts all-reduces,
+        half of that.
+        """
+        if collective is Collective.ALL_REDUCE or len(group) < 2 or not size:
+            return self.all_reduce_s(group, size)
+        if type(self).all_reduce_s is not Traffic.all_reduce_s:
+            return self.all_reduce_s(group, size) / 2
+        return self.group_link(group).seconds(collective, size)
+
     def group_link(self, group: Group) -> GroupLink:
         """The link of ``group``, with the collectives that were measured on it."""
         homes = {self._cluster.node_of[device] for device in group}

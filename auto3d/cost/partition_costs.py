@@ -4,7 +4,7 @@ import numpy as np
 
 from auto3d.cluster import Accelerator, Cluster, Link
 from auto3d.cost.times import Times
-from auto3d.cost.training_options import MOMENTS, TrainingOptions
+from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import ELEMENT_BYTES
 from auto3d.partition.cost import PartitionCosts
 
@@ -24,7 +24,7 @@ def partition_costs(
     per byte.
     """
     weight = training.weight_bytes
-    state = weight + training.sync_bytes + training.master_bytes + 4 * MOMENTS[training.optimizer]
+    state = weight + training.sync_bytes + training.master_bytes + 4 * training.moments
     forward, forward_launch, backward, backward_launch, _ = (
         tuple(map(float, row)) for row in np.diff(times.table, axis=1)
     )

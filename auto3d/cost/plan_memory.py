@@ -10,7 +10,7 @@ from functools import lru_cache
 from auto3d.cost.model_work import ModelWork
 from auto3d.cost.stage_bytes import NO_BYTES, StageBytes, message_bytes
 from auto3d.cost.tables import without
-from auto3d.cost.training_options import MOMENTS, TrainingOptions
+from auto3d.cost.training_options import TrainingOptions
 from auto3d.plan import Plan, StagePlan
 from auto3d.schedule.in_flight import loads_of, moments
 from auto3d.schedule.shape import Shape, shape_of
@@ -82,7 +82,7 @@ class PlanMemory:
     ) -> tuple[float, dict[int, StageBytes]]:
         """(bytes on ``device`` of all but activations, number of each of its ``stages`` -> the bytes of that stage)."""
         weight = self._training.weight_bytes
-        optimizer = self._training.master_bytes + 4 * MOMENTS[self._training.optimizer]
+        optimizer = self._training.master_bytes + 4 * self._training.moments
         samples = plan.micro_batch_size // shape.parts
         holding = shape.holdings[device]
         here = [number for number in holding.stages if number in stages]

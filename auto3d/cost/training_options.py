@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from auto3d.cost.work import PRECISION_BYTES
 
-MOMENTS = {"adamw": 2, "sgd": 1}  # moments that the optimizer keeps of each parameter
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
@@ -16,7 +14,7 @@ class TrainingOptions:
     """The weights are float32, and operators use a copy in ``precision``: the copies are state of the Graph. False: the
     weights are in ``precision``, and the optimizer keeps a float32 copy, as in other systems."""
     sync_bytes: int = 4  # bytes per element in the gradient all-reduce
-    optimizer: str = "adamw"
+    moments: float = 2.0  # numbers that the optimizer keeps of each parameter; 0 on the device if it is offloaded
     overlap: bool = True  # messages travel while the device computes
     scattered_messages: bool = False
     """Each tensor-parallel rank sends a part of a value to the next stage, which gathers it, as in Megatron-LM."""
@@ -33,8 +31,8 @@ class TrainingOptions:
         return 4 if self.autocast else PRECISION_BYTES[self.precision]
 
     @property
-    def update_traffic(self) -> int:
+    def update_traffic(self) -> float:
         """Bytes that an update reads and writes per parameter."""
         weights = self.master_bytes or 4
         copies = 4 + PRECISION_BYTES[self.precision] if self.autocast else 0  # each is read from its weight
-        return self.sync_bytes + 2 * weights + 8 * MOMENTS[self.optimizer] + (self.master_bytes and 2) + copies
+        return self.sync_bytes + 2 * weights + 8 * self.moments + (self.master_bytes and 2) + copies

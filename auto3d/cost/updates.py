@@ -18,7 +18,7 @@ def update_s(
     group: tuple[int, ...],
     traffic: PlacedTraffic,
 ) -> float:
-    """Update time of one rank. Under ZeRO-1: its shard, plus gathering the other shards of ``group``."""
+    """Update time of one rank. Under ZeRO-1: its slice, plus gathering the other slices of ``group``."""
     elements = work.elements(plan, stage.operations)
     each = accelerator.update_s
     if each is None:
@@ -26,19 +26,20 @@ def update_s(
     if not plan.shard_optimizer:
         return elements * each
     size = elements * training.weight_bytes
-    return elements / len(group) * each + traffic.sync.all_reduce_s(group, size) / 2
+    return elements / len(group) * each + traffic.sync.collective_s(Collective.ALL_GATHER, group, size)
 
 
 def syncs_s(work: ModelWork, training: TrainingOptions, plan: Plan, traffic: PlacedTraffic) -> tuple[float, ...]:
-    """Seconds of each stage's gradient all-reduce."""
+    """Seconds of each stage's gradient sum: an all-reduce, or under ZeRO-1 a reduce-scatter."""
+    how = Collective.REDUCE_SCATTER if plan.shard_optimizer else Collective.ALL_REDUCE
     seconds: list[float] = []
     tables = work.tables_of(plan)
     for number, stage in enumerate(plan.stages):
         size = work.elements(plan, stage.operations) * training.sync_bytes
-        seconds.append(traffic.sync.all_reduce_s(traffic.holders[number], size))
+        seconds.append(traffic.sync.collective_s(how, traffic.holders[number], size))
         if copied := tables.copied(stage.operations):
             link = traffic.tensor[traffic.homes[number][0], 0]
-            seconds[number] += link.seconds(Collective.ALL_REDUCE, copied * training.sync_bytes)
+            seconds[number] += link.seconds(how, copied * training.sync_bytes)
     for elements, stages in tables.shared(plan.stages):
         # After each stage has reduced its own copy, a tied parameter is reduced over all stages that hold it.
         seconds[stages[-1]] += traffic.tied_s(tuple(stages), elements * training.sync_bytes)

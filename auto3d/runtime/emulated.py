@@ -129,7 +129,7 @@ class EmulatedExchange(Exchange):
 
 
 class EmulatedSync(GradientSync):
-    """Real all-reduces of zeros, as many bytes as the gradients have, over one buffer that all of them share.
+    """Real sums and gathers of zeros, as many bytes as the gradients have, over one buffer that all of them share.
 
     ``trained`` has the shapes of the parameters of this rank's stages; one number stands in for each of them.
     ``sync_bytes`` replaces the true sizes by one for each stage.
@@ -141,6 +141,7 @@ class EmulatedSync(GradientSync):
         holders: Mapping[str, Holders],
         *,
         all_holders: Collection[Holders],
+        sharded: bool,
         sync_bytes: Sequence[float] | None,
         clock: DeviceClock,
         device: torch.device,
@@ -152,7 +153,13 @@ class EmulatedSync(GradientSync):
         self._clock = clock
         stand_ins = {n: nn.Parameter(torch.zeros((), dtype=getattr(torch, v.dtype))) for n, v in trained.items()}
         super().__init__(
-            stand_ins, holders, all_holders=all_holders, device=device, run_ahead=run_ahead, timeout_s=timeout_s
+            stand_ins,
+            holders,
+            all_holders=all_holders,
+            sharded=sharded,
+            device=device,
+            run_ahead=run_ahead,
+            timeout_s=timeout_s,
         )
         self._piece = torch.zeros(PIECE_BYTES // 4)
 
@@ -160,8 +167,15 @@ class EmulatedSync(GradientSync):
         with self._clock.needing():
             super().wait(stages)
 
+    def wait_for_weights(self) -> None:
+        with self._clock.needing():
+            super().wait_for_weights()
+
     def squared_norm(self) -> float:
         return nan
+
+    def _weight_pieces(self, bucket: Bucket) -> list[torch.Tensor]:
+        return self._pieces(bucket)
 
     def _pieces(self, bucket: Bucket) -> list[torch.Tensor]:
         size: float
@@ -169,8 +183,10 @@ class EmulatedSync(GradientSync):
             size = sum(self._trained[name].bytes for name in self._names[bucket])
         else:
             size = max(self._sync_bytes[stage] for stage in bucket[0].stages)
-        whole, rest = divmod(max(1, int(size) // 4), len(self._piece))
-        return [*[self._piece] * whole, *([self._piece[:rest]] if rest else [])]
+        ranks = len(bucket[0].ranks) if self._scatters(bucket[0]) else 1  # each has an equal slice of every piece
+        piece = self._piece[: len(self._piece) // ranks * ranks]
+        whole, rest = divmod(-(-max(1, int(size) // 4) // ranks) * ranks, len(piece))
+        return [*[piece] * whole, *([piece[:rest]] if rest else [])]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +222,7 @@ class EmulatedBackend:
             {name: parameters[name] for name in layout.holders if name in names},
             layout.holders,
             all_holders=layout.all_holders,
+            sharded=layout.plan.shard_optimizer,
             sync_bytes=self.emulation.each("sync_bytes", len(layout.plan.stages)),
             clock=self.clock,
             device=self.device,

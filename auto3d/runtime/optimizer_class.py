@@ -92,15 +92,16 @@ def _check(settings: OptimizerSettings, kind: type[torch.optim.Optimizer], argum
     """Try the optimizer on small parameters: it must accept its arguments and update each parameter on its own."""
     name = settings.optimizer
     try:
-        together = kind(_probes(), **arguments)
+        kind(_probes()[:1], **arguments)
     except Exception as error:  # a class may raise anything
         line = str(error).splitlines()[0] if str(error) else type(error).__name__
         accepted = ", ".join(each for each in inspect.signature(kind).parameters if each not in _OURS)
         raise InputError(f"optimizer_arguments: {name} refuses them: {line}; it accepts {accepted}") from None
     if kind in ELEMENTWISE:
         return
-    groups = [_numbers(group) for group in together.param_groups]
     try:
+        together = kind(_probes(), **arguments)
+        groups = [_numbers(group) for group in together.param_groups]
         after = _stepped(together)
         alone = [_stepped(kind([probe], **arguments))[0] for probe in _probes()]
     except Exception as error:

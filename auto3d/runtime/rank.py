@@ -1,6 +1,6 @@
 """One rank of a plan, built in order: layout, programs, process groups, state, stages, optimizers, executor."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ from auto3d.runtime.layout import PlanLayout, RankLayout, lay_out_plan, lay_out_
 from auto3d.runtime.loss_scale import LossScale
 from auto3d.runtime.optimizer import build_optimizer, learning_rate_of
 from auto3d.runtime.optimizer_memory import optimizer_copies
-from auto3d.runtime.optimizer_state import OptimizerTensor, make_state, state_tensors
+from auto3d.runtime.optimizer_state import make_state, state_tensors
 from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.replicas import capture_slices, rank_program
@@ -68,7 +68,7 @@ class Rank:
     parameters: dict[str, nn.Parameter]
     buffers: dict[str, torch.Tensor]
     optimizers: Optimizers
-    weight_shards: tuple[WeightShard, ...]  # this rank's slices of the weights, under ZeRO-1
+    slices: tuple[WeightShard, ...]  # this rank's slices of the weights, under ZeRO-1
     all_names: tuple[str, ...]
     """Names, as ``stored_as`` has them, of the parameters and buffers that any rank holds; none if devices are
     emulated."""
@@ -94,22 +94,18 @@ class Rank:
     def state(self) -> dict[str, StatePart]:
         """Everything that training changes here, by name, except the learning rates and ``numbers``."""
         state = {f"model.{name}": self._part(name, tensor) for name, tensor in (self.parameters | self.buffers).items()}
-        for each in self.optimizer_state():
-            if each.per_element:
-                part = self._part(each.parameter, each.tensor, each.flat)
-            else:
-                part = StatePart(tensor=each.tensor, shape=tuple(each.tensor.shape))
-            state[f"optimizer.{each.parameter}.{each.key}"] = part
+        for optimizer, _ in filter(None, self.optimizers.values()):
+            for each in state_tensors(optimizer, self.parameters, self.slices):
+                if each.per_element:
+                    part = self._part(each.parameter, each.tensor, each.flat)
+                else:
+                    part = StatePart(tensor=each.tensor, shape=tuple(each.tensor.shape))
+                state[f"optimizer.{each.parameter}.{each.key}"] = part
         return state
 
     def _part(self, name: str, tensor: torch.Tensor, flat: tuple[int, int] | None = None) -> StatePart:
         """What this rank holds of a tensor that is held like the parameter or buffer ``name``, or a range of it."""
         return StatePart(tensor=tensor.detach(), shape=self.shapes[name], shard=self.shards.get(name), flat=flat)
-
-    def optimizer_state(self) -> Iterator[OptimizerTensor]:
-        """The state of this rank's optimizers; under ZeRO-1 the ranges of the parameters that it updates."""
-        for optimizer, _ in filter(None, self.optimizers.values()):
-            yield from state_tensors(optimizer, self.parameters, self.weight_shards)
 
     def numbers(self) -> dict[str, float]:
         """Numbers that training changes, the same on all ranks; they are part of a checkpoint."""
@@ -226,7 +222,7 @@ def build_rank(
         parameters={name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)},
         buffers={name: tensor for name, tensor in tensors.items() if name in captured.graph.buffers},
         optimizers=optimizers,
-        weight_shards=tuple(sync.shards.values()),
+        slices=tuple(sync.shards.values()),
         all_names=layout.all_stored_names,
         shared=layout.state_of_several_ranks,
         stored_as={name: layout.stored_name(name) for name in tensors},

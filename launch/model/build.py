@@ -88,6 +88,9 @@ def use_device(own: torch.device) -> None:
 
 def build_function(recipe: LoadedRecipe) -> Callable[[], nn.Module]:
     """A function that builds the recipe's model; raises RecipeError if there is no such model."""
+    # The folders stay in sys.path: ranks are forked from this process, and a model may import more while it is built or
+    # runs; so may training.optimizer.
+    sys.path[:0] = [folder for folder in recipe.code_folders if folder not in sys.path]
     make = architecture(recipe) if recipe.values.model.factory is None else _factory(recipe)
     plain = recipe.values.model.forward
     if not plain:
@@ -107,9 +110,6 @@ def _factory(recipe: LoadedRecipe) -> Callable[[], nn.Module]:
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
         raise recipe.error("model.factory", f"found {name!r}; it takes package.module:function")
-    # The folders stay in sys.path: ranks are forked from this process, and a model may import more while it is built or
-    # runs.
-    sys.path[:0] = [folder for folder in recipe.code_folders if folder not in sys.path]
     try:
         function = getattr(importlib.import_module(module_name), function_name)
     except (Exception, SystemExit) as error:  # the user's module can raise anything

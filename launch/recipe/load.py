@@ -26,6 +26,7 @@ from yaml import YAMLError
 
 from auto3d.errors import ProblemKind
 from auto3d.plan import NO_OVERLAP
+from auto3d.runtime.settings import OPTIMIZERS
 from launch.peers.limits import DEEPSPEED
 from launch.recipe.cluster_schema import AcceleratorRecipe
 from launch.recipe.data_schema import FOLDERS, INPUT_KEYS, SOURCES, TOKEN_KINDS, InputRecipe
@@ -359,6 +360,13 @@ def _check_together(recipe: Recipe, sources: _Sources) -> None:
     if trained != "float32" and predicted not in (AUTO, trained):
         problem = f"found {predicted!r}, but training.precision is {trained}; it takes auto"
         raise RecipeError(sources.of("prediction.precision"), "prediction.precision", problem)
+    if recipe.training.optimizer not in OPTIMIZERS and not re.search(r"\w[.:]\w", recipe.training.optimizer):
+        words = f"{', '.join(OPTIMIZERS)}, torch.optim.Class or package.module:Class"
+        problem = f"found {recipe.training.optimizer!r}; it takes {words}"
+        raise RecipeError(sources.of("training.optimizer"), "training.optimizer", problem)
+    if recipe.training.offload_optimizer and recipe.cluster.device == "cpu" and recipe.training.compute == "real":
+        problem = "found true, but ranks on CPUs hold the optimizer's state on the host anyway; use false"
+        raise RecipeError(sources.of("training.offload_optimizer"), "training.offload_optimizer", problem)
     engines = recipe.search.engine
     if recipe.measure.communication and engines != AUTO and not set(engines).intersection(DEEPSPEED):
         problem = f"found true, but only DeepSpeed logs it; use false, or add to search.engine: {', '.join(DEEPSPEED)}"

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from auto3d.runtime.settings import LEARNING_RATE_SCHEDULES
 from launch.recipe.cluster_schema import ClusterRecipe
 from launch.recipe.data_schema import DataRecipe
 from launch.recipe.model_schema import ModelRecipe
@@ -94,13 +95,27 @@ class TrainingRecipe:
         "measure.warmup_iterations",
         least=0,
     )
-    optimizer: str = key("adamw", "the optimizer", choices=("adamw", "sgd"))
+    optimizer: str = key(
+        "adamw", "the optimizer: adamw, sgd, adafactor, or a class such as torch.optim.RMSprop or package.module:Class"
+    )
+    optimizer_arguments: dict[str, Any] = key({}, "further arguments of the optimizer's class")
+    offload_optimizer: bool = key(
+        False,
+        "on GPUs, keep the optimizer's state on the host and update there; gradients and weights travel at each update",
+    )
     learning_rate: float = key(1e-3, "highest learning rate", least=0)
     learning_rate_schedule: str = key(
-        "constant", "how the learning rate falls after the warm-up", choices=("constant", "linear", "cosine")
+        "constant",
+        "how the learning rate falls after the warm-up; transformers' schedules",
+        choices=LEARNING_RATE_SCHEDULES,
     )
+    learning_rate_arguments: dict[str, Any] = key({}, "further arguments of that schedule, such as num_cycles")
     warmup_iterations: int = key(0, "iterations in which the learning rate rises linearly from 0", least=0)
-    weight_decay: float = key(0.0, "weight decay of every parameter", least=0)
+    weight_decay: float = key(0.0, "weight decay", least=0)
+    weight_decay_exempt: list[str] = key(
+        [],
+        "parameters without weight decay: names, globs such as '*.bias', or biases-and-norms (as in transformers)",
+    )
     momentum: float = key(0.9, "momentum of sgd", least=0)
     betas: list[float] = key([0.9, 0.999], "the two betas of adamw", least=0, below=1)
     clip_norm: float = key(

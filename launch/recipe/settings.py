@@ -8,6 +8,7 @@ from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import PRECISION_BYTES
 from auto3d.plan import Plan
 from auto3d.runtime.emulation import Emulation
+from auto3d.runtime.optimizer_memory import state_copies
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
 from auto3d.search.algorithms import AMP, AMP_ITERATIONS, AMP_TRIALS
 from auto3d.search.space import SearchSpace
@@ -115,7 +116,7 @@ def training(recipe: Recipe) -> TrainingOptions:
         precision=predicted_precision(recipe),
         autocast=recipe.training.precision != "float32",
         sync_bytes=PRECISION_BYTES[prediction.sync_precision],
-        optimizer=recipe.training.optimizer,
+        moments=0.0 if recipe.training.offload_optimizer else state_copies(optimizer_settings(recipe)),
         overlap=prediction.overlap,
         scattered_messages=prediction.messages == SCATTERED,
         recompute_ends=prediction.recompute_ends,
@@ -128,10 +129,14 @@ def optimizer_settings(recipe: Recipe) -> OptimizerSettings:
     return OptimizerSettings(
         optimizer=training.optimizer,
         learning_rate=training.learning_rate,
+        arguments=dict(training.optimizer_arguments),
         weight_decay=training.weight_decay,
+        exempt=tuple(training.weight_decay_exempt),
         momentum=training.momentum,
         betas=(first, second),
+        offload=training.offload_optimizer,
         learning_rate_schedule=training.learning_rate_schedule,
+        learning_rate_arguments=dict(training.learning_rate_arguments),
         warmup_iterations=training.warmup_iterations,
         clip_norm=training.clip_norm,
     )

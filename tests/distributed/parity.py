@@ -130,7 +130,7 @@ def run_rank(
         for iteration, program in enumerate(rank.programs):
             (result,) = rank.executor.run(program, iteration)
             # Under ZeRO-1 a rank has the sums of its slice only.
-            sliced = {name for shard in rank.shards for name in shard.parameters}
+            sliced = {name for shard in rank.slices for name in shard.parameters}
             whole = {name: p for name, p in rank.parameters.items() if p.requires_grad and name not in sliced}
             gradients = {name: p.grad.numpy().copy() for name, p in whole.items()}
             parameters = {name: p.detach().numpy().copy() for name, p in rank.parameters.items()}

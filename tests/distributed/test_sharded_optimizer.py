@@ -83,9 +83,9 @@ def held(world, plan: Plan, optimizer: OptimizerSettings) -> tuple[int, int, int
         list(rank.executor.run(rank.programs[0], 0))
         ((optimizer, _),) = rank.optimizers.values()
         states = [state["momentum_buffer"] for state in optimizer.state.values()]
-        padding = sum(len(s.weights()) - sum(p.numel() for p in s.parameters.values()) for s in rank.shards)
+        padding = sum(len(s.weights()) - sum(p.numel() for p in s.parameters.values()) for s in rank.slices)
         elements = sum(p.numel() for p in rank.parameters.values() if p.requires_grad)
-        named = sum(each.tensor.numel() for each in rank.optimizer_state())
+        named = sum(part.tensor.numel() for name, part in rank.state().items() if name.startswith("optimizer."))
         assert named <= sum(state.numel() for state in states)
         return sum(state.numel() for state in states), elements, padding
     finally:

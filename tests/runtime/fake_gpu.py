@@ -576,7 +576,8 @@ def run_rank(
         join(world, device=world.device("cuda"), timeout_s=60)
         try:
             built = build_rank(captured, plan, settings, data, world)
-            for name, tensor in built.state().items():
+            for name, part in built.state().items():
+                tensor = part.tensor
                 if tensor.device != DEVICE and not (name.endswith(".step") and tensor.device.type == "cpu"):
                     raise Refused(f"{name} is on {tensor.device}")
             for program in built.programs:

@@ -43,11 +43,10 @@ WAITS = {  # reads of the loss and the norm, once the device has finished under 
     "an event in loading.py:_prefetch",  # in the thread that prefetches inputs
 }
 ON_CPU = {  # code that computes inputs, and AdamW's step count, on the CPU
-    "data.py:<dictcomp>",
-    "data.py:micro_batch",
+    "batches.py:<dictcomp>",
+    "batches.py:micro_batch",
     "loading.py:_prefetch",
-    "optimizer.py:update",
-    "sharded_optimizer.py:step",
+    "executor.py:_update",
 }
 
 Made = tuple[str, Plan, OptimizerSettings]  # the name of a model, its plan and its optimizer
@@ -166,8 +165,8 @@ def gradients_left_on_the_cpu() -> AbstractContextManager:
     return patch.object(gradient_sync, "_flat_gradients", partial(_gradients_on_the_cpu, gradient_sync._flat_gradients))
 
 
-def _gradients_on_the_cpu(make: Callable, parameters: list) -> torch.Tensor:
-    return make(parameters).cpu()
+def _gradients_on_the_cpu(make: Callable, *arguments: object) -> torch.Tensor:
+    return make(*arguments).cpu()
 
 
 def buffers_left_on_the_cpu() -> AbstractContextManager:

@@ -1,13 +1,21 @@
-"""The choice among torch's implementations of an update, on CPUs and on fake GPUs."""
+"""Optimizers and learning-rate schedules: the refused ones, their state, and torch's implementations of an update."""
+
+import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import get_scheduler
 
-from auto3d.runtime.optimizer import build_optimizer
-from auto3d.runtime.optimizer_state import make_state
-from auto3d.runtime.settings import OptimizerSettings
+from auto3d.errors import InputError
+from auto3d.runtime.optimizer import advance, build_optimizer, check_schedule
+from auto3d.runtime.optimizer_class import optimizer_class
+from auto3d.runtime.optimizer_memory import state_elements
+from auto3d.runtime.optimizer_state import make_state, make_state_to_load, state_tensors
+from auto3d.runtime.run_ahead import RunAhead
+from auto3d.runtime.settings import LEARNING_RATE_SCHEDULES, OptimizerSettings
 from tests.distributed.parity import ADAMW, SGD
 
 
@@ -42,3 +50,142 @@ def test_other_parameters_are_updated_by_torchs_default(other):
         make_state(optimizer)
         assert optimizer.param_groups[0]["fused"] is None
         assert optimizer.state[parameters[0]]["step"].device.type == "cpu"
+
+
+REFUSED = {
+    "torch.optim.LBFGS": "closure",
+    "torch.optim.SparseAdam": "dense",
+    "torch.optim.Muon": "cannot update",
+    "lion": "is not known",
+    "torch.optim.Lion": "cannot be imported",
+    "math:sqrt": "no class of torch optimizers",
+    f"{__name__}:Coupled": "mixes its parameters",
+}
+
+
+class Coupled(torch.optim.SGD):
+    """Scales each step by the norm of all gradients, as optimizers that estimate one distance do."""
+
+    def step(self, closure: None = None) -> None:
+        gradients = [parameter.grad for group in self.param_groups for parameter in group["params"]]
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        for gradient in gradients:
+            gradient /= norm
+        super().step()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_pipeline_cannot_run_is_refused_in_one_line(name):
+    with pytest.raises(InputError, match=REFUSED[name]) as refusal:
+        optimizer_class(OptimizerSettings(optimizer=name))
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "problem"),
+    [
+        ("adamw", {"beta": 1}, "it accepts"),
+        ("torch.optim.RMSprop", {"capturable": True}, "capturable is not accepted"),
+        ("torch.optim.RMSprop", {"alpha": -1}, "refuses them"),
+    ],
+)
+def test_wrong_arguments_are_refused(name, arguments, problem):
+    with pytest.raises(InputError, match=problem):
+        optimizer_class(OptimizerSettings(optimizer=name, arguments=arguments))
+
+
+SCHEDULES = {
+    "cosine_with_restarts": {"num_cycles": 2},
+    "polynomial": {"power": 2.0},
+    "cosine_with_min_lr": {"min_lr_rate": 0.1},
+    "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1},
+    "warmup_stable_decay": {"num_decay_steps": 5},
+}
+
+
+@pytest.mark.parametrize("name", LEARNING_RATE_SCHEDULES)
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_a_schedule_that_resumes_at_any_iteration_is_transformers_own(name, warmup):
+    iterations, arguments = 20, SCHEDULES.get(name, {})
+    settings = OptimizerSettings(
+        optimizer="sgd", learning_rate_schedule=name, learning_rate_arguments=arguments, warmup_iterations=warmup
+    )
+    own = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=settings.learning_rate)
+    kind = "constant_with_warmup" if name == "constant" else name
+    reference = get_scheduler(kind, own, warmup, iterations, scheduler_specific_kwargs=arguments)
+    for iteration in range(iterations):
+        optimizer, schedule = build_optimizer([nn.Parameter(torch.zeros(1))], settings, iterations=iterations)
+        advance(optimizer, schedule, iteration)
+        assert optimizer.param_groups[0]["lr"] == own.param_groups[0]["lr"], iteration
+        assert schedule.get_last_lr() == reference.get_last_lr()
+        own.step(), reference.step(), optimizer.step(), schedule.step()
+        assert optimizer.param_groups[0]["lr"] == own.param_groups[0]["lr"], iteration
+
+
+def test_wrong_arguments_of_a_schedule_are_refused():
+    settings = OptimizerSettings(learning_rate_schedule="cosine", learning_rate_arguments={"cycles": 1})
+    with pytest.raises(InputError, match="learning_rate_arguments: cosine refuses them"):
+        check_schedule(settings, 10)
+
+
+ANY = [
+    OptimizerSettings(),
+    OptimizerSettings(optimizer="sgd"),
+    OptimizerSettings(optimizer="adafactor", arguments={"beta1": 0.9}),
+    OptimizerSettings(optimizer="torch.optim.Adafactor"),
+    OptimizerSettings(optimizer="torch.optim.RMSprop", arguments={"momentum": 0.9, "centered": True}),
+    OptimizerSettings(optimizer="torch.optim.NAdam"),
+]
+
+
+def stepped(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        for parameter in parameters:
+            random = torch.Generator().manual_seed(step + parameter.numel())
+            parameter.grad = torch.randn(parameter.shape, generator=random)
+        optimizer.step()
+
+
+def parameters_of(shapes: list[tuple[int, ...]]) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.linspace(-1, 1, math.prod(shape)).view(shape)) for shape in shapes]
+
+
+@pytest.mark.parametrize("settings", ANY, ids=lambda settings: settings.optimizer)
+def test_state_that_is_loaded_continues_the_training_and_has_its_predicted_size(settings):
+    shapes = [(150, 140), (30,), (2, 3, 140, 150)]
+    named = dict(zip("abc", parameters_of(shapes), strict=True))
+    optimizer, _ = build_optimizer(list(named.values()), settings, iterations=1)
+    stepped(list(named.values()), optimizer, range(3))
+    saved = {(each.parameter, each.key): each.tensor.clone() for each in state_tensors(optimizer, named, [])}
+    values = {name: parameter.detach().clone() for name, parameter in named.items()}
+    held = sum(tensor.numel() for tensor in saved.values() if tensor.dim())
+    assert held == sum(map(state_elements(settings), shapes))
+    stepped(list(named.values()), optimizer, range(3, 5))
+
+    again = {name: nn.Parameter(value.clone()) for name, value in values.items()}
+    resumed, _ = build_optimizer(list(again.values()), settings, iterations=1)
+    make_state_to_load(resumed)
+    assert all(torch.equal(again[name], value) for name, value in values.items())
+    loaded = {(each.parameter, each.key): each.tensor for each in state_tensors(resumed, again, [])}
+    assert loaded.keys() == saved.keys()
+    for key, tensor in loaded.items():
+        tensor.copy_(saved[key])
+    stepped(list(again.values()), resumed, range(3, 5))
+    assert all(torch.equal(again[name], parameter) for name, parameter in named.items())
+
+
+def test_an_offloaded_optimizer_updates_as_one_on_the_device():
+    """Both are on the CPU here; the copies between them are those between a device and its host."""
+    shapes = [(40, 30), (30,)]
+    for settings in ANY:
+        one, other = parameters_of(shapes), parameters_of(shapes)
+        plain, _ = build_optimizer(one, settings, iterations=1, exempt=one[1:])
+        offloading = replace(settings, offload=True)
+        ahead = RunAhead(torch.device("cpu"), 60)
+        offloaded, _ = build_optimizer(other, offloading, iterations=1, exempt=other[1:], run_ahead=ahead)
+        make_state(offloaded)
+        stepped(one, plain, range(3)), stepped(other, offloaded, range(3))
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), settings.optimizer
+        assert not {id(parameter) for parameter in other} & {id(parameter) for parameter in offloaded.state}
+        named = dict(zip("ab", other, strict=True))
+        assert {each.parameter for each in state_tensors(offloaded, named, [])} == {"a", "b"}

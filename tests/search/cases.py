@@ -31,7 +31,7 @@ def random_case(seed: int, **axes) -> tuple[Domain, PlanMaker]:
     head = Layer(parameters=vocabulary * hidden, flops=2 * sequence * hidden * vocabulary, saved=sequence * vocabulary)
     table = Layer(parameters=vocabulary * hidden, traffic=2 * sequence * hidden, output=sequence * hidden, reductions=1)
     layers = (table, *[block] * depth, head)
-    training = TrainingOptions(precision=random.choice(["float32", "float16"]), optimizer="adamw")
+    training = TrainingOptions(precision=random.choice(["float32", "float16"]))
     devices, nodes = random.choice([2, 4]), random.choice([1, 2, 4])
     state = sum(layer.parameters for layer in layers) * 16
     memory = state * random.uniform(0.3, 2.0) / random.choice([1, 2, 4]) + 2**30
