@@ -27,6 +27,7 @@ from auto3d.runtime.replicas import capture_slices, rank_program
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.settings import TrainingSettings, optimizer_copies
 from auto3d.runtime.sharded_optimizer import connect_shards
+from auto3d.runtime.stage import RunnableStage, StageModule
 from auto3d.runtime.tensor_group import ProcessTensorGroup
 from auto3d.runtime.totals import Totals
 from auto3d.runtime.world import World, connect, new_group
@@ -41,6 +42,7 @@ _CAUSE_OF_SEED = (
 )
 _CAUSE_OF_FILE = "do all nodes read the same model.weights, with every buffer that the model draws at random?"
 
+COMPILE_TIMEOUT_S = 1800.0  # a rank compiles its stages in minutes
 Optimizers = dict[PipeStage, tuple[Optimizer, LRScheduler] | None]
 
 
@@ -80,6 +82,15 @@ class Rank:
             for parameter, kept in state_by_parameter(optimizer).items():
                 state |= {f"optimizer.{names[parameter]}.{key}": tensor for key, tensor in kept.items()}
         return state
+
+
+def _compile(stages: Mapping[PipeStage, RunnableStage], world: World, device: torch.device) -> None:
+    """Compile the code of ``stages`` and wait for the other ranks, which may take minutes longer."""
+    for stage in stages.values():
+        assert isinstance(stage, StageModule), "other stages are not compiled"
+        stage.warm_up(device)
+    everyone = new_group(range(world.size), COMPILE_TIMEOUT_S, device=device)
+    connect(everyone, device=device, what="all ranks, each with its stages compiled", timeout_s=COMPILE_TIMEOUT_S)
 
 
 def check_plan(captured: CapturedModel, plan: Plan, settings: TrainingSettings) -> None:
@@ -142,6 +153,8 @@ def build_rank(
         device=device,
     )
     stages = backend.stages(layout, tensors, randomness, group)
+    if settings.compile:
+        _compile(stages, world, device)
     # Last, one group for each shard of a pipeline device's weights, if its ranks shard their optimizer, whose state is
     # the last large memory.
     shard_group = _shard_group(layout, device, timeout_s) if plan.shard_optimizer else None
@@ -210,7 +223,11 @@ def _backend(
             emulation=settings.emulation, device=device, run_ahead=run_ahead, timeout_s=settings.timeout_s
         )
     return RealBackend(
-        device=device, run_ahead=run_ahead, timeout_s=settings.timeout_s, initial_weights=initial_weights
+        device=device,
+        run_ahead=run_ahead,
+        timeout_s=settings.timeout_s,
+        initial_weights=initial_weights,
+        compile=settings.compile,
     )
 
 

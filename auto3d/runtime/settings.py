@@ -52,5 +52,6 @@ class TrainingSettings:
     timeout_s: float = 300.0  # time-out of every wait for another rank
     precision: str = "float32"  # precision in which the model was captured, one of capture.autocast.PRECISIONS
     tf32: bool = False  # on GPUs: matrix products and convolutions round their float32 inputs to TF32
+    compile: bool = False  # torch.compile the operators of each stage
     deterministic: bool = False  # allow only bitwise reproducible algorithms
     emulation: Emulation | None = None  # emulated devices, whose operations only wait; None: real devices

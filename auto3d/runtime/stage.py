@@ -128,8 +128,10 @@ class StageModule:
         split_backward: bool = False,
         old_weights: bool = False,
         tensor: TensorParallelRank | None = None,
+        compile: bool = False,
     ) -> None:
         self.stage = stage
+        self._graph = captured.graph
         self.sent = list(dict.fromkeys(transfer.value.name for transfer in stage.sent))
         self.losses: dict[int, torch.Tensor] = {}  # micro-batch -> its weighted loss, until it is taken
         self._loss_name = captured.graph.loss if stage.has_loss else None
@@ -162,6 +164,7 @@ class StageModule:
                     deferred=self._deferred,
                     per_user=per_use,
                     tensor=tensor,
+                    compile=compile,
                 ),
             )
             for segment in divided
@@ -204,6 +207,21 @@ class StageModule:
         if self._loss_name is not None:
             self.losses[micro_batch] = made[self._loss_name] * self._loss_weight
         return {name: made[name].contiguous() for name in self.sent}
+
+    def warm_up(self, device: torch.device) -> None:
+        """Run a micro-batch of zeros on copies of the state, so that all code is compiled. Changes nothing."""
+
+        def zeros(name: str) -> torch.Tensor:
+            value = self._graph.inputs[name] if name in self._graph.inputs else self._graph.value(name)
+            return torch.zeros(value.shape, dtype=getattr(torch, value.dtype), device=device)
+
+        weights, self.weights = self.weights, self.weights.duplicate()
+        received = {transfer.value.name: zeros(transfer.value.name) for transfer in self.stage.received}
+        sent = self.forward(0, received, {name: zeros(name) for name in self.stage.inputs})
+        differentiable = [name for name in sent if self._graph.value(name).differentiable]
+        self.backward(0, {name: [torch.zeros_like(sent[name])] for name in differentiable})
+        self.losses.clear()
+        self.weights = weights
 
     def recompute(self, micro_batch: int) -> None:
         """Compute the activations again that the forward of ``micro_batch`` dropped."""

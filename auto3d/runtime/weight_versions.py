@@ -53,6 +53,15 @@ class WeightVersions:
         if not self._users[version] and version != self._newest:
             del self._leaves[version]
 
+    def duplicate(self) -> "WeightVersions":
+        """The same state in other memory, for one micro-batch."""
+        state = {
+            name: tensor.detach().clone().requires_grad_(tensor.requires_grad) for name, tensor in self._state.items()
+        }
+        other = WeightVersions(state, several=False, copies=self._copies)
+        other.start({0: 0})
+        return other
+
     def next(self) -> None:
         """Begin a new version, which the optimizer may then update in place."""
         if self._users[self._newest]:
