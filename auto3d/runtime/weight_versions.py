@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 import torch
+from torch import nn
 
 from auto3d.runtime.low_precision import Copies
 
@@ -55,9 +56,12 @@ class WeightVersions:
 
     def duplicate(self) -> "WeightVersions":
         """The same state in other memory, for one micro-batch."""
-        state = {
-            name: tensor.detach().clone().requires_grad_(tensor.requires_grad) for name, tensor in self._state.items()
-        }
+        state: dict[str, torch.Tensor] = {}
+        for name in self._state:
+            tensor = self._leaves[self._newest][name]
+            state[name] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            if isinstance(tensor, nn.Parameter):  # compiled code distinguishes the two
+                state[name] = nn.Parameter(state[name].detach(), tensor.requires_grad)
         other = WeightVersions(state, several=False, copies=self._copies)
         other.start({0: 0})
         return other
