@@ -1,7 +1,8 @@
 """The parts of a rank that differ between real devices and emulated ones, whose operations only wait."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -57,6 +58,7 @@ class RealBackend:
     timeout_s: float
     initial_weights: Mapping[str, torch.Tensor] | None
     loss_scale: LossScale
+    compile: bool = False  # whether stages run compiled code
 
     def exchange(self, layout: RankLayout, program: Program) -> Exchange:
         return Exchange(
@@ -121,7 +123,9 @@ class RealBackend:
             tensor = TensorParallelRank(model=layout.tensor, group=group)
         split = {o.stage for operations in schedule.operations for o in operations if o.kind is Kind.BACKWARD_INPUT}
         model = layout.tensor
-        stage_type = SubPipelinedStage if isinstance(model, SubPipelinedModel) else StageModule
+        stage_type: Callable[..., RunnableStage] = partial(StageModule, compile=self.compile)
+        if isinstance(model, SubPipelinedModel):
+            stage_type = SubPipelinedStage
         return {
             (number, pipe): stage_type(
                 stage,

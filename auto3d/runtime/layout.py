@@ -22,7 +22,7 @@ from auto3d.runtime.settings import TrainingSettings
 from auto3d.schedule import SCHEDULES, samples_at_once, schedule_of
 from auto3d.schedule.asynchronous import check_trainable, iterations_between_flushes
 from auto3d.schedule.carried_buffers import check_carried_buffers
-from auto3d.schedule.operation import Schedule
+from auto3d.schedule.operation import Kind, Schedule
 from auto3d.schedule.program import PipeStage
 from auto3d.tensor.model import TensorParallelModel
 from auto3d.tensor_placement import WHOLE, PlacementKind, TensorPlacement
@@ -189,6 +189,8 @@ def lay_out_plan(
             f"precision: the model was captured for {captured.exported.precision}, and the settings say "
             f"{settings.precision}; give capture() and TrainingSettings the same"
         )
+    if settings.compile and (reason := _not_compiled(plan, settings)):
+        raise InputError(f"training.compile: found true, but {reason}; use false")
     by_hand = [schedule] * (settings.iterations // schedule.iterations) if schedule else []
     schedules = by_hand or schedules_of(plan, settings.iterations)
     first = schedules[0]
@@ -212,6 +214,17 @@ def lay_out_plan(
         exempt=exempt_names(captured, settings.optimizer.exempt),
         sample_dimensions=resplit_dimensions(captured, plan, of_ranks),  # last: it may capture the model
     )
+
+
+def _not_compiled(plan: Plan, settings: TrainingSettings) -> str:
+    """Why the stages of ``plan`` cannot be compiled; "" if they can."""
+    if settings.emulation is not None:
+        return "emulated devices compute nothing"
+    if plan.tp > 1:
+        return f"collectives would cut what is compiled at every layer; the plan has tp = {plan.tp}"
+    if any(o.kind is Kind.BACKWARD_INPUT for operations in schedule_of(plan).operations for o in operations):
+        return f"{plan.schedule} splits the backward of every product, and compiled code has one backward"
+    return ""
 
 
 def lay_out_rank(common: PlanLayout, rank: int) -> RankLayout:

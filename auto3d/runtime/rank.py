@@ -34,6 +34,7 @@ from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.replicas import capture_slices, rank_program
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.settings import TrainingSettings
+from auto3d.runtime.stage import RunnableStage, StageModule
 from auto3d.runtime.state_part import StatePart
 from auto3d.runtime.tensor_group import ProcessTensorGroup
 from auto3d.runtime.totals import Totals
@@ -50,6 +51,7 @@ _CAUSE_OF_SEED = (
 )
 _CAUSE_OF_FILE = "do all nodes read the same model.weights, with every buffer that the model draws at random?"
 
+COMPILE_TIMEOUT_S = 1800.0  # a rank compiles its stages in minutes
 Optimizers = dict[PipeStage, tuple[torch.optim.Optimizer, LRScheduler] | None]
 
 
@@ -114,6 +116,15 @@ class Rank:
     def restore(self, numbers: Mapping[str, float]) -> None:
         """Continue with the ``numbers`` of a checkpoint."""
         self.loss_scale.restore(numbers)
+
+
+def _compile(stages: Mapping[PipeStage, RunnableStage], world: World, device: torch.device) -> None:
+    """Compile the code of ``stages`` and wait for the other ranks, which may take minutes longer."""
+    for stage in stages.values():
+        assert isinstance(stage, StageModule), "other stages are not compiled"
+        stage.warm_up(device)
+    everyone = new_group(range(world.size), COMPILE_TIMEOUT_S, device=device)
+    connect(everyone, device=device, what="all ranks, each with its stages compiled", timeout_s=COMPILE_TIMEOUT_S)
 
 
 def check_plan(
@@ -183,6 +194,8 @@ def build_rank(
         device=device,
     )
     stages = backend.stages(layout, tensors, randomness, group)
+    if settings.compile:
+        _compile(stages, world, device)
     # The optimizers' state is the last large memory.
     optimizers = _optimizers(layout, tensors, settings, sync, run_ahead)
     # The executor only puts together what exists by now.
@@ -275,6 +288,7 @@ def _backend(
         timeout_s=settings.timeout_s,
         initial_weights=initial_weights,
         loss_scale=loss_scale,
+        compile=settings.compile,
     )
 
 

@@ -52,6 +52,7 @@ class TrainingSettings:
     timeout_s: float = 300.0  # time-out of every wait for another rank
     precision: str = "float32"  # precision in which the model was captured, one of capture.autocast.PRECISIONS
     tf32: bool = False  # on GPUs: matrix products and convolutions round their float32 inputs to TF32
+    compile: bool = False  # torch.compile the operators of each stage
     deterministic: bool = False  # allow only bitwise reproducible algorithms
     loss_scale: float | None = None  # first factor of the loss in a backward, which adapts; None: only in float16
     emulation: Emulation | None = None  # emulated devices, whose operations only wait; None: real devices

@@ -136,8 +136,10 @@ class StageModule:
         tensor: TensorParallelRank | None = None,
         terms: Sequence[TargetTerm] = (),
         loss_scale: LossScale | None = None,
+        compile: bool = False,
     ) -> None:
         self.stage = stage
+        self._graph = captured.graph
         self.sent = list(dict.fromkeys(transfer.value.name for transfer in stage.sent))
         self.losses: dict[int, torch.Tensor] = {}  # micro-batch -> its weighted loss, until it is taken
         self.counts: dict[int, dict[int, torch.Tensor]] = {}
@@ -174,6 +176,7 @@ class StageModule:
                     per_user=per_use,
                     tensor=tensor,
                     targets=self._targets,
+                    compile=compile,
                 ),
             )
             for segment in divided
@@ -218,6 +221,22 @@ class StageModule:
         if counts := self._targets.take():
             self.counts[micro_batch] = counts
         return {name: made[name].contiguous() for name in self.sent}
+
+    def warm_up(self, device: torch.device) -> None:
+        """Run a micro-batch of zeros on copies of the state, so that all code is compiled. Changes nothing."""
+
+        def zeros(name: str) -> torch.Tensor:
+            value = self._graph.inputs[name] if name in self._graph.inputs else self._graph.value(name)
+            return torch.zeros(value.shape, dtype=getattr(torch, value.dtype), device=device)
+
+        weights, self.weights = self.weights, self.weights.duplicate()
+        received = {transfer.value.name: zeros(transfer.value.name) for transfer in self.stage.received}
+        sent = self.forward(0, received, {name: zeros(name) for name in self.stage.inputs})
+        differentiable = [name for name in sent if self._graph.value(name).differentiable]
+        self.backward(0, {name: [torch.zeros_like(sent[name])] for name in differentiable})
+        self.losses.clear()
+        self.counts.clear()
+        self.weights = weights
 
     def recompute(self, micro_batch: int) -> None:
         """Compute the activations again that the forward of ``micro_batch`` dropped."""

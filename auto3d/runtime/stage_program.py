@@ -13,6 +13,7 @@ from auto3d.capture.autocast import copy_name
 from auto3d.capture.describe import is_random
 from auto3d.capture.model import CapturedModel
 from auto3d.partition.segment import Segment
+from auto3d.runtime.compiled import compiled
 from auto3d.runtime.constants import fold_constants
 from auto3d.runtime.low_precision import UseOfCopy
 from auto3d.runtime.randomness import Randomness, SeededOperation
@@ -33,6 +34,7 @@ def segment_program(
     per_user: Collection[str] = (),
     tensor: TensorParallelRank | None = None,
     targets: TargetCounts | None = None,
+    compile: bool = False,
 ) -> tuple[fx.GraphModule, list[str], list[str]]:
     """The segment as a module, and the names of its arguments: of its state, then of the values that it takes.
 
@@ -41,7 +43,7 @@ def segment_program(
     Of a parameter that operations use in low precision, the copy is an argument too, named by ``copy_name``.
     With ``deferred``, the module's backward defers weight gradients to it, for the operators that support this. If
     ``captured`` is the program of a tensor-parallel rank, ``tensor`` runs its collectives. Means over targets are
-    counted by ``targets``.
+    counted by ``targets``. With ``compile``, its operators are compiled when they first run.
     """
     names = {**captured.exported.parameters, **captured.exported.buffers}
     order = {node: number for number, node in enumerate(captured.exported.program.nodes)}
@@ -122,7 +124,7 @@ def segment_program(
     graph.output([env[source[name]] for name in segment.gives])
     module = fx.GraphModule({**modules, _USE_OF_COPY: UseOfCopy()}, graph)
     fold_constants(module)
-    return module, state, values
+    return compiled(module) if compile else module, state, values
 
 
 def _use_copies(node: fx.Node, parameters: Mapping[fx.Node, fx.Node]) -> None:

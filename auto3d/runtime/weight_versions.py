@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import torch
+from torch import nn
 
 from auto3d.runtime.low_precision import Copies
 from auto3d.runtime.weight_shard import memory_of
@@ -53,6 +54,18 @@ class WeightVersions:
         self._users[version] -= 1
         if not self._users[version] and version != self._newest:
             del self._leaves[version]
+
+    def duplicate(self) -> "WeightVersions":
+        """The same state in other memory, for one micro-batch."""
+        state: dict[str, torch.Tensor] = {}
+        for name in self._state:
+            tensor = self._leaves[self._newest][name]
+            state[name] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            if isinstance(tensor, nn.Parameter):  # compiled code distinguishes the two
+                state[name] = nn.Parameter(state[name].detach(), tensor.requires_grad)
+        other = WeightVersions(state, several=False, copies=self._copies)
+        other.start({0: 0})
+        return other
 
     def next(self) -> None:
         """Begin a new version, which the optimizer may then update in place."""

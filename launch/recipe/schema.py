@@ -133,6 +133,11 @@ class TrainingRecipe:
         "on GPUs, round the float32 inputs of matrix products and convolutions to 10 bits of mantissa, which is "
         "faster; false: round neither",
     )
+    compile: bool = key(
+        False,
+        "compile the operators of each stage with torch.compile before the first iteration; without tensor "
+        "parallelism and zero-bubble schedules; docs/runtime.md has what it gains",
+    )
     deterministic: bool = key(
         False,
         "use only deterministic algorithms, so that GPUs too repeat a run bit for bit; this is slower, and operations "

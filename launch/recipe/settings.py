@@ -151,6 +151,7 @@ def training_settings(recipe: Recipe, *, iterations: int) -> TrainingSettings:
         threads_per_rank=training.threads_per_rank,
         timeout_s=training.timeout_s,
         precision=training.precision,
+        compile=training.compile,
         tf32=training.tf32,
         deterministic=training.deterministic,
         emulation=emulation(recipe),

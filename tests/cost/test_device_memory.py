@@ -26,7 +26,7 @@ from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
 from auto3d.runtime.world import join, leave
 from auto3d.schedule import build_schedule, samples_at_once, schedule_of
 from tests.distributed.parity import ADAMW, SGD, make_plan
-from tests.models import FEATURES, MODELS, captured
+from tests.models import FEATURES, TRAINED, captured
 
 
 class _Held(TorchDispatchMode):
@@ -85,12 +85,19 @@ def held_by_wide_rank(world, optimizer: OptimizerSettings) -> int:
 
 
 def held_by_rank(world, model: str, plan: Plan, optimizer: OptimizerSettings) -> int:
-    return held_by(world, captured(model, samples_at_once(plan)), MODELS[model][1], plan, optimizer)
+    return held_by(world, captured(model, samples_at_once(plan)), TRAINED[model][1], plan, optimizer)
 
 
 def held_by(world, model_captured: CapturedModel, data: DataSettings, plan: Plan, optimizer: OptimizerSettings) -> int:
     """Peak bytes of this rank in its second iteration, when the optimizer has its state."""
-    settings = TrainingSettings(iterations=2, optimizer=optimizer, device="cpu", threads_per_rank=1, timeout_s=60)
+    settings = TrainingSettings(
+        iterations=2,
+        optimizer=optimizer,
+        device="cpu",
+        threads_per_rank=1,
+        timeout_s=60,
+        precision=model_captured.exported.precision,
+    )
     join(world, device=torch.device("cpu"), timeout_s=60)
     try:
         held = _Held()
@@ -123,6 +130,8 @@ CASES = [
     ("gpt2", 4, 4, "zb-h1", {}, 0.0),
     ("gpt2", 2, 4, "interleaved-1f1b", {"recompute": "full"}, 0.0),
     ("t5", 4, 4, "1f1b", {}, 0.0),
+    ("gpt2@bfloat16", 4, 8, "gpipe", {}, 0.0),
+    ("bert@bfloat16", 4, 4, "zb-h1", {}, 0.0),
 ]
 SAMPLES = 16  # per micro-batch: activations outweigh everything else, as where memory runs out
 
@@ -146,6 +155,21 @@ def test_real_ranks_hold_the_predicted_bytes(processes, model, pp, micro_batches
     held = processes.run(pp, held_by_rank, model, plan, ADAMW)
     for device, (estimate, real) in enumerate(zip(predicted, held, strict=True)):
         assert 0.87 * real <= estimate.total <= 1.2 * real, f"device {device} held {real} bytes; predicted {estimate}"
+
+
+@pytest.mark.parametrize("model", ["gpt2", "bert"])
+def test_bfloat16_takes_as_many_bytes_less_as_predicted(processes, model):
+    """Within 10 %: the difference of the predictions against that of what ranks hold, over all devices."""
+    less = []
+    for name in (model, f"{model}@bfloat16"):
+        plan = make_plan(name, dp=1, pp=2, micro_batch_size=SAMPLES, micro_batches=4, schedule="gpipe")
+        predicted = predict(captured(name, SAMPLES).graph, plan, schedule_of(plan), **optimizer_copies(ADAMW, "cpu"))
+        held = processes.run(2, held_by_rank, name, plan, ADAMW)
+        less.append((sum(device.total for device in predicted), sum(held)))
+    (whole_estimate, whole_real), (low_estimate, low_real) = less
+    real = whole_real - low_real
+    assert real > 0.2 * whole_real, "float32's peak is well above"
+    assert whole_estimate - low_estimate == pytest.approx(real, rel=0.1), less
 
 
 WITHOUT_DECAY = replace(SGD, weight_decay=0.0)

@@ -105,6 +105,7 @@ def run_rank(
     schedule: Schedule | None = None,
     state: Mapping[str, torch.Tensor] | None = None,
     iterations: int = ITERATIONS,
+    compile: bool = False,
 ) -> dict:
     """Train as one rank: losses, norms and, per iteration, gradients and parameters; and the predicted memory."""
     settings = TrainingSettings(
@@ -114,6 +115,7 @@ def run_rank(
         threads_per_rank=1,
         timeout_s=60,
         precision=precision_of(model),
+        compile=compile,
     )
     join(world, device=CPU, timeout_s=60)
     try:

@@ -5,6 +5,8 @@ order in which float32 gradients are added differs. A weight that several operat
 more, because autocast adds the gradients of its uses in low precision; none of these models has one.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from tests.distributed import asynchronous
@@ -40,3 +42,15 @@ def test_a_sharded_optimizer_renews_the_copies_of_weights_that_another_rank_upda
     plan = make_plan("gpt2@bfloat16", dp=2, pp=2, shard_optimizer=True)
     ranks = processes.run(plan.ranks, run_rank, "gpt2@bfloat16", plan, ADAMW)
     assert_parity(ranks, plain_pytorch("gpt2@bfloat16", micro_batch_size=2, optimizer=ADAMW))
+
+
+def test_the_loss_is_that_of_float32_within_two_percent(processes):
+    """After 60 iterations on text."""
+    found = {}
+    for model in ("gpt2", "gpt2@bfloat16"):
+        plan = make_plan(model, dp=1, pp=2, micro_batch_size=4)
+        rank = processes.run(2, run_rank, model, plan, replace(ADAMW, clip_norm=1.0), None, None, 60)[0]
+        losses = [entry["result"].loss for entry in rank["history"]]
+        found[model] = sum(losses[-5:]) / 5
+        assert found[model] < 0.9 * losses[0], "it learns"
+    assert found["gpt2@bfloat16"] == pytest.approx(found["gpt2"], rel=0.02)

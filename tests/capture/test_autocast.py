@@ -1,0 +1,41 @@
+"""Programs captured in low precision compute what the module computes under torch.autocast."""
+
+import pytest
+import torch
+
+from auto3d.capture.graph_json import graph_from_json, graph_to_json
+from auto3d.capture.model import capture
+from auto3d.runtime.verify import check_against_eager
+from auto3d.runtime.verify_shards import check_shards
+from auto3d.tensor.model import tensor_parallel
+from tests.models import TRAINED, captured
+
+MODELS = ("gpt2-dropout", "llama", "t5-dropout", "bert", "vit", "resnet", "residual", "averaging")
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+@pytest.mark.parametrize("model", MODELS)
+def test_equals_the_module_under_autocast(model, precision):
+    build, data = TRAINED[model]
+    found = capture(build, data.input_specs(), 2, precision=precision)
+    check_against_eager(found, data, seed=1, device=torch.device("cpu"))
+    assert found.at(3).exported.precision == precision
+
+
+def test_products_read_a_copy_and_embeddings_the_weight():
+    graph = captured("gpt2@bfloat16", 2).graph
+    assert graph_from_json(graph_to_json(graph)) == graph
+    tied = {node.operator: node.copies for node in graph.nodes if "transformer.wte.weight" in node.state}
+    assert tied == {"aten.embedding.default": (), "aten.linear.default": ("transformer.wte.weight",)}
+    assert {value.dtype for value in graph.copies.values()} == {"bfloat16"}
+    assert {value.dtype for value in graph.parameters.values()} == {"float32"}
+    assert not [node for node in graph.nodes if "_to_copy" in node.operator and node.state], "weights are not cast"
+
+
+@pytest.mark.parametrize("model", ["gpt2-4-heads", "llama-grouped-query"])
+def test_the_ranks_of_a_tensor_parallel_group_compute_what_the_whole_program_computes(model):
+    build, data = TRAINED[model]
+    whole = capture(build, data.input_specs(), 2, precision="bfloat16")
+    model_of_ranks = tensor_parallel(whole, 2)
+    assert model_of_ranks.split == tensor_parallel(captured(model, 2), 2).split
+    check_shards(model_of_ranks, data, seed=1, device=torch.device("cpu"))
