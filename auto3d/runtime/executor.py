@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from time import perf_counter
@@ -21,7 +20,7 @@ from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.stage import RunnableStage
 from auto3d.runtime.totals import Total, Totals
-from auto3d.schedule.operation import Kind, Operation
+from auto3d.schedule.operation import Kind
 from auto3d.schedule.program import Communication, GradientSum, LossSum, Message, PipeStage, Program, Step
 
 
@@ -103,10 +102,15 @@ class Executor:
             self._run_ahead.begin(
                 f"in iteration {self._iteration_of(step)} at {step.operation} of stage {step.operation.stage}"
             )
-            with self._memory.during(step.operation), self._observed(step.operation):
+            observer = self._run_ahead.observer
+            if observer is not None:
+                observer.begin(step.operation)
+            with self._memory.during(step.operation):
                 for communication in step.begins:
                     self._begin(communication)
                 self._run[step.operation.kind](step)
+            if observer is not None:
+                observer.end()
             self._run_ahead.end()
             if step.operation.kind is Kind.UPDATE and step is not program.steps[-1] and self._iteration_is_over():
                 yield from self._end_iteration()
@@ -118,10 +122,6 @@ class Executor:
     def observe(self, observer: StepObserver | None) -> None:
         """From now on tell ``observer`` of each operation; None: nobody."""
         self._run_ahead.observer = observer
-
-    def _observed(self, operation: Operation) -> AbstractContextManager[None]:
-        observer = self._run_ahead.observer
-        return nullcontext() if observer is None else observer.during(operation)
 
     def _result(self, total: Total, seconds: float) -> IterationResult:
         """The result of the first iteration of the program that has none yet."""

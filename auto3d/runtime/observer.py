@@ -1,7 +1,7 @@
 """When each operation of a rank ran on its device, and how long it waited for other ranks."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,11 +12,17 @@ from auto3d.schedule.operation import Operation
 class StepObserver(Protocol):
     """What an executor and its waits tell of."""
 
-    def during(self, operation: Operation) -> AbstractContextManager[None]:
-        """Entered before, and left after, the executor runs ``operation``, or queues it on a GPU."""
+    def begin(self, operation: Operation) -> None:
+        """The executor begins to run ``operation``, or to queue it on a GPU."""
 
-    def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Entered before, and left after, a wait for another rank, or the queueing of one."""
+    def end(self) -> None:
+        """The operation is over, or queued."""
+
+    def begin_wait(self) -> None:
+        """A wait for another rank begins, or is queued."""
+
+    def end_wait(self) -> None:
+        """The wait is over, or queued."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +39,12 @@ class ObservedOperation:
         return max(0.0, self.end_s - self.begin_s - self.waited_s)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Marks:
     operation: Operation
     begin: Mark
     end: Mark | None = None
-    waits: list[tuple[Mark, Mark]] = field(default_factory=list)
+    waits: list[tuple[Mark, Mark | None]] = field(default_factory=list)
 
 
 class OperationTimes:
@@ -50,27 +56,34 @@ class OperationTimes:
 
     def __init__(self, clock: Clock) -> None:
         self.annotate: Callable[[str], AbstractContextManager[object]] | None = None
+        self._annotation: AbstractContextManager[object] | None = None
         self._clock = clock
         self._marks: list[_Marks] = []
         self._present: _Marks | None = None
 
-    @contextmanager
-    def during(self, operation: Operation) -> Iterator[None]:
-        with nullcontext() if self.annotate is None else self.annotate(str(operation)):
-            self._present = _Marks(operation, self._clock.mark())
-            self._marks.append(self._present)
-            yield
-            self._present.end = self._clock.mark()
-            self._present = None
+    def begin(self, operation: Operation) -> None:
+        if self.annotate is not None:
+            self._annotation = self.annotate(str(operation))
+            self._annotation.__enter__()
+        self._present = _Marks(operation, self._clock.mark())
+        self._marks.append(self._present)
 
-    @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        if self._present is None:  # between operations
-            yield
-            return
-        begin = self._clock.mark()
-        yield
-        self._present.waits.append((begin, self._clock.mark()))
+    def end(self) -> None:
+        assert self._present is not None
+        self._present.end = self._clock.mark()
+        self._present = None
+        if self._annotation is not None:
+            self._annotation.__exit__(None, None, None)
+            self._annotation = None
+
+    def begin_wait(self) -> None:
+        if self._present is not None:  # otherwise it is between operations
+            self._present.waits.append((self._clock.mark(), None))
+
+    def end_wait(self) -> None:
+        if self._present is not None:
+            begin, _ = self._present.waits[-1]
+            self._present.waits[-1] = begin, self._clock.mark()
 
     def take(self, origin: Mark) -> list[ObservedOperation]:
         """The operations since the last call, in order, in seconds after ``origin``; the device has run them all."""
@@ -81,7 +94,7 @@ class OperationTimes:
                 each.operation,
                 seconds(origin, each.begin),
                 seconds(origin, each.end),
-                sum(seconds(begin, end) for begin, end in each.waits),
+                sum(seconds(begin, end) for begin, end in each.waits if end is not None),
             )
             for each in marks
             if each.end is not None

@@ -55,7 +55,7 @@ class RankTrace:
         return RankTrace(operations=operations, **content)
 
 
-class Recording:
+class IterationTracer:
     """Records an iteration from now on."""
 
     def __init__(self, device: torch.device) -> None:

@@ -47,11 +47,11 @@ class RunAhead:
 
     def wait(self, work: dist.Work, what: str) -> None:
         """Let everything that is queued from now on wait for ``work``, which errors call ``what``."""
-        if self.observer is None:
-            self._wait(work, what)
-            return
-        with self.observer.waiting(what):
-            self._wait(work, what)
+        if self.observer is not None:
+            self.observer.begin_wait()
+        self._wait(work, what)
+        if self.observer is not None:
+            self.observer.end_wait()
 
     def _wait(self, work: dist.Work, what: str) -> None:
         if self._has_queue:

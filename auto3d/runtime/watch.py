@@ -18,7 +18,7 @@ from auto3d.runtime.executor import Executor
 from auto3d.runtime.gathered import of_all_ranks
 from auto3d.runtime.observer import ObservedOperation, OperationTimes
 from auto3d.runtime.peak_memory import PeakMemory
-from auto3d.runtime.rank_trace import Recording
+from auto3d.runtime.rank_trace import IterationTracer
 from auto3d.runtime.slow_rank import COMPARED, OperationMedians, SlowRank, SlowRanks, lags_of, medians_of
 from auto3d.runtime.waiting import waiting_for
 from auto3d.schedule.operation import Kind
@@ -73,7 +73,7 @@ class Watch:
         self.latest = Watched()
         self._device, self._plan = device, plan
         self._trace, self._traced_from = trace, _traced_from(trace, programs, first_iteration)
-        self._recording: Recording | None = None
+        self._tracer: IterationTracer | None = None
         self._clock = clock_of(device)
         self._times = OperationTimes(self._clock)
         executor.observe(self._times)
@@ -90,8 +90,8 @@ class Watch:
         observed = self._times.take(self._origin)
         self._observed += observed
         traced = None
-        if self._recording is not None:
-            traced = self._end_recording(self._recording, observed, done)
+        if self._tracer is not None:
+            traced = self._end_trace(self._tracer, observed, done)
         if done - self._exchanged_at >= self._window:
             self._exchange(done)
         self.latest = replace(self.latest, traced=traced)
@@ -100,17 +100,17 @@ class Watch:
     def _start(self, done: int) -> None:
         """Begin what comes after ``done`` iterations; the device is idle."""
         if done in self._traced_from:
-            self._recording = Recording(self._device)
-            self._times.annotate = self._recording.annotate
+            self._tracer = IterationTracer(self._device)
+            self._times.annotate = self._tracer.annotate
         self._origin_s, self._origin = perf_counter(), self._clock.mark()
 
-    def _end_recording(self, recording: Recording, observed: Sequence[ObservedOperation], done: int) -> TracedIteration:
+    def _end_trace(self, tracer: IterationTracer, observed: Sequence[ObservedOperation], done: int) -> TracedIteration:
         """Write this rank's trace of the iterations that have ended, once all ranks have."""
         assert self._trace is not None
-        self._recording = self._times.annotate = None
+        self._tracer = self._times.annotate = None
         rank = dist.get_rank()
         place = next(device for device, ranks in enumerate(self._plan.placement) if rank in ranks)
-        trace = recording.end(
+        trace = tracer.end(
             observed,
             origin_s=self._origin_s,
             ahead_s=seconds_ahead(timeout_s=self._timeout_s),

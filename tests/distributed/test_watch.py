@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from itertools import pairwise
+from statistics import median
 from time import perf_counter
 
 import pytest
@@ -163,8 +164,10 @@ def test_a_trace_has_the_operations_of_the_schedule_in_order(processes, tmp_path
             assert {"aten::addmm", "aten::mm", "aten::linear"} & {name for name, _ in profiled}
             annotated = [event for event in of_rank if event.get("cat") == "user_annotation"]
             by_name = {each["name"]: each for each in operations}
-            for each in (each for each in annotated if each["name"] in by_name and name != "pipedream"):
-                assert each["ts"] == pytest.approx(by_name[each["name"]]["ts"], abs=5e3), "its clock is not aligned"
+            if name != "pipedream":  # its updates of several iterations have one name
+                apart = [each["ts"] - by_name[each["name"]]["ts"] for each in annotated if each["name"] in by_name]
+                assert len(apart) == len(operations)
+                assert abs(median(apart)) < 1e3, "the profiler's clock is not aligned"
         simulated = {event["name"] for event in events if event["pid"] >= 1_000_000 and event["ph"] == "X"}
         assert {str(each) for each in schedule.operations[0]} <= simulated
         rows = compared(ranks, timeline)
