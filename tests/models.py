@@ -198,6 +198,26 @@ class Twins(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+class TwoLosses(nn.Module):
+    """Two means over the same labels, one of them of an early layer."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, width)
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+        self.early, self.late = nn.Linear(width, 256), nn.Linear(width, 256)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = torch.tanh(self.first(self.embedding(input_ids)))
+        early = self.early(hidden)
+        loss = 0.5 * nn.functional.cross_entropy(early.flatten(0, 1), labels.flatten())
+        for _ in range(4):
+            hidden = hidden + torch.tanh(self.second(hidden))
+        logits = self.late(hidden)
+        loss = loss + nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss, "logits": logits, "early": early}
+
+
 TEXT = DataSettings(
     source="text",
     files=(),
@@ -247,6 +267,7 @@ TRAINED = MODELS | {  # by the parity tests alone
     "vit-dropout": (partial(vit, DROPOUT), IMAGES),
     "resnet-transformers": (resnet_of_transformers, IMAGES),
     "twins": (Twins, TOKENS),
+    "two-losses": (TwoLosses, TOKENS),
 }
 # For tensor parallelism: 4 heads, 2 of keys and values in LLaMA, and a vocabulary that neither 2 nor 4 divides. Where
 # there is dropout, it is on activations that all ranks of a group have, as those of heads are split.
@@ -265,6 +286,15 @@ TRAINED |= {
     "bert-4-heads-dropout": (partial(bert, OUTSIDE_OF_HEADS, **FOUR_HEADS), ODD_VOCABULARY),
     "vit-4-heads-dropout": (partial(vit, OUTSIDE_OF_HEADS, patch_size=10, num_attention_heads=4), IMAGES),
 }
+LOW_PRECISION = {  # name -> (model, precision), for models that are trained under autocast
+    f"{model}@bfloat16": (model, "bfloat16")
+    for model in ("gpt2", "gpt2-dropout", "llama", "t5", "bert", "vit", "resnet-transformers", "residual", "averaging")
+}
+TRAINED |= {name: TRAINED[model] for name, (model, _) in LOW_PRECISION.items()}
+
+
+def precision_of(model: str) -> str:
+    return LOW_PRECISION[model][1] if model in LOW_PRECISION else "float32"
 
 
 _captured: list[CapturedModel] = []
@@ -273,7 +303,7 @@ _captured: list[CapturedModel] = []
 @cache
 def captured(model: str, micro_batch_size: int) -> CapturedModel:
     build, data = TRAINED[model]
-    _captured.append(capture(build, data.input_specs(), micro_batch_size))
+    _captured.append(capture(build, data.input_specs(), micro_batch_size, precision=precision_of(model)))
     return _captured[-1]
 
 

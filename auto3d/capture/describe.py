@@ -90,6 +90,7 @@ def describe(exported: ExportedModel, *, fused_attention: bool = True) -> Graph:
                 saves=tuple(dict.fromkeys(owner for owner in map(storage.__getitem__, saved) if not held_once(owner))),
                 saved_bytes=saved_bytes,
                 from_inputs=repeatable,
+                copies=tuple(dict.fromkeys(state_names[s.name] for s in sources if s.name in exported.copies)),
                 is_view=all(argument is not None for argument in cost.alias_of) and not is_mutable(node),
             )
         )
@@ -101,7 +102,8 @@ def describe(exported: ExportedModel, *, fused_attention: bool = True) -> Graph:
     return Graph(
         nodes=tuple(nodes),
         inputs=named({name: name for name in exported.inputs}),
-        parameters=named(exported.parameters),
+        parameters=named({place: name for place, name in exported.parameters.items() if place not in exported.copies}),
+        copies=_copies(exported),
         buffers=named(exported.buffers),
         constants=named({name: name for name in exported.constants}),
         trained=exported.trained,
@@ -110,7 +112,15 @@ def describe(exported: ExportedModel, *, fused_attention: bool = True) -> Graph:
         outputs=dict(exported.outputs),
         micro_batch_size=exported.micro_batch_size,
         fingerprint=exported.fingerprint,
+        precision=exported.precision,
     )
+
+
+def _copies(exported: ExportedModel) -> dict[str, Value]:
+    """Name of a parameter -> its copies in low precision, as one value."""
+    copies = [node for node in exported.program.find_nodes(op="placeholder") if node.name in exported.copies]
+    named = [(exported.parameters[copy.name], copy.meta["val"]) for copy in copies]
+    return {name: _value(name, value) for name, value in named}
 
 
 def _on_meta(value: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, suppress
+from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from auto3d.capture.autocast import PRECISIONS, Autocast, active, share_weight_casts
 from auto3d.capture.empty import EmptyModel, empty_model, idle_copies_recorded, no_idle_conversions
 from auto3d.capture.errors import (
     KEPT_ELSEWHERE,
@@ -76,11 +77,17 @@ class ExportedModel:
     loss: str  # name of the loss's node; in a program without a loss, of its first output
     mode: Mode = TRAINING
     outputs: Mapping[str, str] = field(default_factory=dict)  # output that ``mode`` names -> name of its node
+    precision: str = "float32"  # precision of torch.autocast, one of autocast.PRECISIONS; float32: without autocast
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Placeholder of a parameter's copy in low precision -> placeholder of the parameter. Both have its name in
+    ``parameters``; a run makes the copy once per update."""
 
     @cached_property
     def fingerprint(self) -> str:
         """A hash of what a run computes: operations with their arguments and shapes, names of state, and constants."""
         digest = sha256(repr((self.parameters, sorted(self.trained), self.buffers, self.loss)).encode())
+        if self.precision != "float32":
+            digest.update(repr((self.precision, sorted(self.copies.items()))).encode())
         for node in self.program.nodes:
             values = [
                 (str(value.dtype), tuple(value.shape))
@@ -100,11 +107,13 @@ def export(
     micro_batch_size: int,
     *,
     device: str = "cpu",
+    precision: str = "float32",
     mode: Mode = TRAINING,
 ) -> ExportedModel:
     """Export the module that ``build`` makes, in ``mode``, called with ``inputs`` as keyword arguments.
 
     Its code sees tensors of device type ``device``, or of the CPU if torch was built without support for ``device``.
+    With a ``precision`` below float32 its program computes what the module does under torch.autocast for that device.
     Raises CaptureError if the module cannot be built, fails at this micro-batch size or cannot be traced, if its sizes
     depend on data, if it returns no loss or lacks an output, or if it writes in place in a way that cannot be
     rewritten.
@@ -113,21 +122,26 @@ def export(
     while True:
         with answered_as_eager(but=aware) as askers:
             try:
-                return _export(build, inputs, micro_batch_size, device, mode)
+                return _export(build, inputs, micro_batch_size, device, precision, mode)
             except CaptureError as error:
                 failed_in = failing_function(error)
         if failed_in is None or failed_in in aware or failed_in not in askers:
             break
         aware.add(failed_in)
     with suppress(CaptureError):  # an earlier eager branch may be the cause
-        return _export(build, inputs, micro_batch_size, device, mode)
+        return _export(build, inputs, micro_batch_size, device, precision, mode)
     # By default, torch.export records lines only of functions that are called forward. Record all for the message.
     with answered_as_eager(but=aware), every_line_recorded():
-        return _export(build, inputs, micro_batch_size, device, mode)
+        return _export(build, inputs, micro_batch_size, device, precision, mode)
 
 
 def _export(
-    build: Callable[[], nn.Module], inputs: Mapping[str, InputSpec], micro_batch_size: int, device: str, mode: Mode
+    build: Callable[[], nn.Module],
+    inputs: Mapping[str, InputSpec],
+    micro_batch_size: int,
+    device: str,
+    precision: str,
+    mode: Mode,
 ) -> ExportedModel:
     try:
         model = empty_model(build, device)
@@ -137,10 +151,11 @@ def _export(
         raise CaptureError(f"the model cannot be built: {explain(error)}") from error
     module = model.module
     module.train(mode.training)
+    autocast = None if precision == "float32" else Autocast(model.device.type, PRECISIONS[precision])
     arguments = {name: model.zeros((micro_batch_size, *spec.shape), spec.dtype) for name, spec in inputs.items()}
     try:
         with _quiet_torch():
-            exported = trace(module, lambda: _exported(module, arguments))
+            exported = trace(module, lambda: _exported(module, arguments, autocast))
     except CaptureError:
         raise
     except Exception as error:  # torch.export raises errors of many kinds; each means that the model cannot be captured
@@ -154,7 +169,8 @@ def _export(
     buffers = _first_names(signature.inputs_to_buffers, module.named_buffers(remove_duplicate=False))
     held, constants = _held_and_constant(exported, model)
     buffers |= held
-    inline_regions(exported.graph_module, model.mode, parameters.keys())
+    inline_regions(exported.graph_module, model.mode, parameters.keys(), autocast)
+    copies = share_weight_casts(program, parameters) if autocast is not None else {}
     _remove_assertions(program)
     remove_in_place(program, model.mode, buffers=buffers.keys(), inputs=inputs.keys())
     _forget_device(program)
@@ -170,6 +186,8 @@ def _export(
     _check_constants(program, constants, module)
     _check_views(program, buffers, model)
     _name_by_module(program)
+    copies = {node.name: copies[node.name] for node in _used_placeholders(program) if node.name in copies}
+    parameters |= {copy: parameters[source] for copy, source in copies.items()}
     reached = {parameters[placeholder] for placeholder in gradients & parameters.keys()}
     trained = frozenset(
         name for name, parameter in module.named_parameters() if parameter.requires_grad and name in reached
@@ -193,11 +211,24 @@ def _export(
         loss=loss.name,
         mode=mode,
         outputs={name: node.name for name, node in outputs.items()},
+        precision=precision,
+        copies=copies,
     )
 
 
-def _exported(module: nn.Module, arguments: Mapping[str, torch.Tensor]) -> torch.export.ExportedProgram:
-    with KnownValues(), no_idle_conversions(), idle_copies_recorded():
+def _used_placeholders(program: fx.Graph) -> Iterator[fx.Node]:
+    return (node for node in program.find_nodes(op="placeholder") if node.users)
+
+
+def _exported(
+    module: nn.Module, arguments: Mapping[str, torch.Tensor], autocast: Autocast | None
+) -> torch.export.ExportedProgram:
+    with (
+        KnownValues(),
+        no_idle_conversions(),
+        idle_copies_recorded(),
+        active(*autocast.kind) if autocast is not None else nullcontext(),
+    ):
         return torch.export.export(module, (), dict(arguments), strict=False)
 
 

@@ -39,6 +39,7 @@ class GraphNode:
     saved_bytes: int  # bytes of other tensors that its backward needs, such as a dropout mask
     from_inputs: bool  # cheap to repeat, and depends only on graph inputs, constants and unwritten buffers
     is_view: bool = False  # its results are views of what it reads: it computes and moves nothing
+    copies: tuple[str, ...] = ()  # names of the parameters that it uses as a copy in low precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,9 @@ class Graph:
     """Equal for the same program on the same parameters at the same micro-batch size. A Plan stores the fingerprint of
     the Graph that its stages cut."""
     outputs: dict[str, str] = field(default_factory=dict)  # other results of an evaluation -> name of the value
+    precision: str = "float32"  # the precision of torch.autocast; float32: without autocast
+    copies: dict[str, Value] = field(default_factory=dict)
+    """Name of a parameter -> its copy in low precision, made once per update, which some of ``nodes`` use."""
     producer: dict[str, int] = field(init=False)  # name of a value -> index of the node that makes it
 
     def __post_init__(self) -> None:

@@ -23,6 +23,7 @@ def graph_to_json(graph: Graph) -> dict[str, Any]:
                 node.saved_bytes,
                 node.from_inputs,
                 node.is_view,
+                node.copies,
             ]
             for node in graph.nodes
         ],
@@ -35,6 +36,8 @@ def graph_to_json(graph: Graph) -> dict[str, Any]:
         "loss": graph.loss,
         "micro_batch_size": graph.micro_batch_size,
         "fingerprint": graph.fingerprint,
+        "precision": graph.precision,
+        "copies": _rows(graph.copies),
     }
 
 
@@ -51,11 +54,27 @@ def graph_from_json(content: Mapping[str, Any]) -> Graph:
         loss=content["loss"],
         micro_batch_size=content["micro_batch_size"],
         fingerprint=content["fingerprint"],
+        precision=content["precision"],
+        copies=_values(content["copies"]),
     )
 
 
 def _node(row: list) -> GraphNode:
-    name, operator, reads, state, outputs, module, flops, backward_flops, saves, saved_bytes, *flags = row
+    (
+        name,
+        operator,
+        reads,
+        state,
+        outputs,
+        module,
+        flops,
+        backward_flops,
+        saves,
+        saved_bytes,
+        from_inputs,
+        is_view,
+        copies,
+    ) = row
     return GraphNode(
         name,
         operator,
@@ -67,7 +86,9 @@ def _node(row: list) -> GraphNode:
         backward_flops,
         tuple(saves),
         saved_bytes,
-        *flags,
+        from_inputs,
+        is_view,
+        tuple(copies),
     )
 
 

@@ -51,7 +51,14 @@ class CapturedModel:
 
     def _capture(self, micro_batch_size: int, mode: Mode) -> "CapturedModel":
         exported = self.exported
-        return capture(exported.build, exported.inputs, micro_batch_size, device=exported.device, mode=mode)
+        return capture(
+            exported.build,
+            exported.inputs,
+            micro_batch_size,
+            device=exported.device,
+            precision=exported.precision,
+            mode=mode,
+        )
 
 
 def capture(
@@ -60,15 +67,16 @@ def capture(
     micro_batch_size: int,
     *,
     device: str = "cpu",
+    precision: str = "float32",
     mode: Mode = TRAINING,
 ) -> CapturedModel:
     """Capture the module that ``build`` makes, in ``mode``, called with ``inputs`` of ``micro_batch_size`` samples.
 
-    Branches of its code on the batch size or on the device type are resolved for these. Raises CaptureError like
-    ``export``.
+    Branches of its code on the batch size or on the device type are resolved for these. A ``precision`` of
+    "bfloat16" or "float16" is that of torch.autocast; parameters stay as they are. Raises CaptureError like ``export``.
     """
     with garbage_collection_paused():
-        exported = export(build, inputs, micro_batch_size, device=device, mode=mode)
+        exported = export(build, inputs, micro_batch_size, device=device, precision=precision, mode=mode)
         return CapturedModel(graph=describe(exported), exported=exported)
 
 

@@ -6,6 +6,7 @@ type checker cannot see, so the callers here know better.
 
 from typing import Any
 
+import torch
 from torch import fx
 
 
@@ -22,3 +23,8 @@ def kwargs_of(node: fx.Node) -> dict[str, Any]:
 def target_of(node: fx.Node) -> Any:
     """What ``node`` calls: an operator, or a function of torch or Python. For an attribute, its name."""
     return node.target
+
+
+def is_tensor(node: fx.Node) -> bool:
+    """Whether the value of ``node`` is one tensor."""
+    return isinstance(node.meta.get("val"), torch.Tensor)

@@ -13,29 +13,35 @@ from torch import fx
 from torch._functorch import predispatch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from auto3d.capture.autocast import TO_COPY, Autocast
 from auto3d.capture.errors import CaptureError, node_line
 from auto3d.capture.in_place import name_of
-from auto3d.capture.nodes import args_of, target_of
+from auto3d.capture.nodes import args_of, is_tensor, target_of
 
 _SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
 _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
-_TO_COPY = torch.ops.aten._to_copy.default
 
 
-def inline_regions(module: fx.GraphModule, mode: FakeTensorMode, parameters: Collection[str]) -> None:
+def inline_regions(
+    module: fx.GraphModule, mode: FakeTensorMode, parameters: Collection[str], precision: Autocast | None = None
+) -> None:
     """Inline the regions of ``module``: detached values without gradient, casts for mixed precision, batched operators.
+
+    With ``precision``, all of the program was traced under automatic mixed precision and is rewritten with its casts.
 
     A value without gradient, such as a buffer, is not detached, since a region may write to it. Raises CaptureError for
     another kind of region, such as a loop or a branch.
     """
     program = module.graph
     inliner = _Inliner(program, mode, parameters)
+    if precision is not None:
+        for node in list(program.nodes):
+            if isinstance(node.target, torch._ops.OpOverload):
+                inliner.cast_arguments(node, precision)
     for node in [node for node in program.nodes if isinstance(node.target, torch._ops.HigherOrderOperator)]:
         with program.inserting_before(node):
-            results = inliner.inline(node, {argument: argument for argument in node.all_input_nodes}, module)
+            results = inliner.inline(node, {argument: argument for argument in node.all_input_nodes}, module, precision)
         for user in list(node.users):  # each user takes one result of the region
             user.replace_all_uses_with(results[user.args[1]])
             program.erase_node(user)
@@ -57,7 +63,7 @@ class _Inliner:
         region: fx.Node,
         outer: Mapping[fx.Node, Any],
         owner: fx.GraphModule,
-        precision: "_Autocast | None" = None,
+        precision: Autocast | None = None,
     ) -> tuple[Any, ...]:
         """Copy the operations of ``region`` and return its results; ``outer`` has the values that it reads."""
         with_gradient: Any = True
@@ -69,7 +75,7 @@ class _Inliner:
             if not enabled:
                 precision = None
             elif precision is None or precision.kind != (device_type, dtype):
-                precision = _Autocast(device_type, dtype)
+                precision = Autocast(device_type, dtype)
         else:
             bodies = [_body(owner, n).graph.nodes for n in region.all_input_nodes if n.op == "get_attr"]
             line = next((node_line(node) for nodes in bodies for node in nodes if node_line(node)), node_line(region))
@@ -95,7 +101,7 @@ class _Inliner:
             elif node.op == "call_function":
                 values[node] = self._program.node_copy(node, values.__getitem__)
                 if precision is not None and isinstance(node.target, torch._ops.OpOverload):
-                    self._cast_arguments(values[node], precision)
+                    self.cast_arguments(values[node], precision)
         raise AssertionError("a graph ends with its output")
 
     def _has_gradient(self, node: fx.Node) -> bool:
@@ -110,9 +116,9 @@ class _Inliner:
                 flows = any(self._learns[used] for used in current.all_input_nodes)
                 flows &= current.target is not torch.ops.aten.detach.default
                 self._learns[current] = flows or current.name in self._parameters
-        return self._learns[node] and _is_tensor(node)
+        return self._learns[node] and is_tensor(node)
 
-    def _cast_arguments(self, node: fx.Node, precision: "_Autocast") -> None:
+    def cast_arguments(self, node: fx.Node, precision: Autocast) -> None:
         """Insert casts before ``node``, so that it computes the same without mixed precision as it did with it."""
         dtypes = precision.casts(node, self._mode)
 
@@ -123,7 +129,7 @@ class _Inliner:
             if (argument, dtype) in precision.cast_weights:
                 return precision.cast_weights[argument, dtype]
             with self._program.inserting_before(node):
-                made = self._program.call_function(_TO_COPY, (argument,), {"dtype": dtype})
+                made = self._program.call_function(TO_COPY, (argument,), {"dtype": dtype})
             with self._mode:
                 made.meta = {**node.meta, "val": argument.meta["val"].to(dtype)}
             if argument.name in self._parameters:
@@ -132,70 +138,6 @@ class _Inliner:
 
         if dtypes:
             node.args, node.kwargs = fx.node.map_arg((node.args, node.kwargs), cast)
-
-
-class _Autocast:
-    """The casts that automatic mixed precision adds to the operators of a region."""
-
-    def __init__(self, device_type: str, dtype: torch.dtype | None) -> None:
-        self.kind = (device_type, dtype)
-        self.cast_weights: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}  # autocast casts a weight once for all uses
-
-    def casts(self, node: fx.Node, mode: FakeTensorMode) -> dict[fx.Node, torch.dtype]:
-        """Argument of ``node`` -> the dtype that autocast casts it to.
-
-        Runs the operator on fake tensors with mixed precision, and again without it on cast fake tensors. Raises
-        CaptureError if the two runs differ by more than these casts.
-        """
-        arguments = [n for n in node.all_input_nodes if _is_tensor(n) and n.meta["val"].is_floating_point()]
-        fakes = {argument: argument.meta["val"].detach() for argument in arguments}
-        wanted = [value.dtype for value in tree_leaves(node.meta["val"]) if isinstance(value, torch.Tensor)]
-
-        def run(values: Mapping[fx.Node, torch.Tensor]) -> "_Recorded":
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values.get(n, n.meta["val"]))
-            with mode, torch.no_grad(), _Recorded() as recorded:
-                result = target_of(node)(*args, **kwargs)
-            recorded.dtypes = [value.dtype for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
-            return recorded
-
-        with torch.autocast(self.kind[0], dtype=self.kind[1], cache_enabled=False):
-            seen = run(fakes)
-        dtypes = {}
-        for argument, fake in fakes.items():
-            to = {dtype for source, dtype in seen.casts if source is fake}
-            if len(to) == 1:
-                dtypes[argument] = to.pop()
-        with mode:
-            without = run({argument: fake.to(dtypes.get(argument, fake.dtype)) for argument, fake in fakes.items()})
-        explained = seen.num_casts - len(dtypes) == without.num_casts and seen.others == without.others
-        if not explained or without.dtypes != wanted:
-            raise CaptureError(
-                f"{name_of(node.target)} under torch.autocast cannot be rewritten as casts{node_line(node)}; "
-                "disable autocast there and cast the arguments explicitly"
-            )
-        return dtypes
-
-
-class _Recorded(TorchDispatchMode):
-    """Records the operators that run, with casts separate from the others, and the dtypes of the results."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.others: list[Any] = []
-        self.casts: list[tuple[torch.Tensor, torch.dtype]] = []
-        self.dtypes: list[torch.dtype] = []
-
-    @property
-    def num_casts(self) -> int:
-        return len(self.casts)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        if func is _TO_COPY and kwargs.get("dtype") is not None:
-            self.casts.append((args[0], kwargs["dtype"]))
-        elif func.namespace != "prim":  # prim has queries, such as that of a device
-            self.others.append(func)
-        return func(*args, **kwargs)
 
 
 _VMAP_BEGINS, _VMAP_ENDS = predispatch._vmap_increment_nesting, predispatch._vmap_decrement_nesting
@@ -256,7 +198,3 @@ def _body(owner: fx.GraphModule, attribute: fx.Node) -> fx.GraphModule:
     body = owner.get_submodule(target_of(attribute))
     assert isinstance(body, fx.GraphModule)
     return body
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)

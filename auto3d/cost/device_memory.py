@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 
-from auto3d.capture.graph import Graph, GraphNode
+from auto3d.capture.graph import Graph, GraphNode, Value
 from auto3d.partition.segment import Segment, segments
 from auto3d.partition.stage import Stage, cut
 from auto3d.plan import Plan
@@ -27,6 +27,7 @@ class DeviceMemory:
     """Peak bytes of a rank on one pipeline device."""
 
     weights: int  # parameters, buffers and constants of its stages, each once
+    copies: int  # copies of the weights in low precision, of every version
     versions: int  # older versions of the weights under an asynchronous schedule
     gradients: int
     optimizer: int
@@ -55,15 +56,18 @@ def predict(
     plan: Plan,
     schedule: Schedule,
     *,
-    optimizer_copies: int,
+    optimizer_copies: float | Callable[[Sequence[int]], float],
     update_copies: tuple[int, int] = (0, 0),
+    sums_have_copies: bool = False,
 ) -> tuple[DeviceMemory, ...]:
     """The peak memory of each pipeline device.
 
     ``graph`` is captured at the number of samples that one operation of ``schedule`` runs. Under tensor parallelism
     it is the local Graph, and the stages of ``plan`` are those of the local Graph too. The optimizer's state is
-    ``optimizer_copies`` times each trained parameter. An update allocates ``update_copies`` times the parameter at hand
-    and the parameter before it; (0, 0) where the device has fused kernels for the update.
+    ``optimizer_copies`` times each trained parameter, or has as many elements as ``optimizer_copies`` gives for its
+    shape. An update allocates ``update_copies`` times the parameter at hand and the parameter before it; (0, 0) where
+    the device has fused kernels for the update. Under ZeRO-1 each rank keeps the state of a slice of the weights, and
+    with ``sums_have_copies`` it receives the other ranks' gradients of its slice before it adds them.
     """
     stages = cut(graph, plan.stages)
     footprints = [
@@ -77,14 +81,21 @@ def predict(
         for name, value in group.items()
     }
     message_bytes = _message_bytes(stages, plan, schedule)
+    sharers = _sharers(plan, schedule, stages, graph.trained)
     programs = lower(schedule, [transfer for stage in stages for transfer in stage.received])
     predicted = []
     for device, program in enumerate(programs):
         here = [pipe_stage for pipe_stage, home in schedule.device_of.items() if home == device]
         state = {name for stage, _ in here for name in stages[stage].state}
-        learned = sum(sizes[name] for name in state & graph.trained)
-        updated = [[sizes[name] for name in stages[stage].state if name in graph.trained] for stage, _ in here]
+        trained = state & graph.trained
+        learned = sum(sizes[name] for name in trained)
+        held = sum(_state_bytes(graph.parameters[name], optimizer_copies) // sharers[name] for name in trained)
+        updated = [
+            _updated({name: sizes[name] for name in stages[stage].state if name in trained}, sharers)
+            for stage, _ in here
+        ]
         update = max((_update(parameters, *update_copies) for parameters in updated), default=0)
+        received = sum(sizes[name] * (sharers[name] - 1) // sharers[name] for name in trained)
         activations, inputs, messages, working = _peak(
             program,
             footprints,
@@ -92,6 +103,7 @@ def predict(
             message_bytes,
             working=max((footprints[stage].working for stage, _ in here), default=0),
             update=update,
+            received=received if sums_have_copies else 0,
         )
         predicted.append(
             DeviceMemory(
@@ -101,9 +113,8 @@ def predict(
                     for stage, pipe in here
                 ),
                 gradients=learned,
-                optimizer=optimizer_copies
-                * learned
-                // (len(plan.placement[device]) // plan.tp if plan.shard_optimizer else 1),
+                copies=sum(alive[stage, pipe] * _copies(graph, stages[stage]) for stage, pipe in here),
+                optimizer=held,
                 activations=activations,
                 inputs=inputs,
                 messages=messages,
@@ -111,6 +122,32 @@ def predict(
             )
         )
     return tuple(predicted)
+
+
+def _sharers(plan: Plan, schedule: Schedule, stages: Sequence[Stage], trained: Collection[str]) -> dict[str, int]:
+    """The number of ranks that share the optimizer's state of each parameter: its holders under ZeRO-1, else 1."""
+    devices: dict[str, set[int]] = {name: set() for name in trained}
+    for (stage, _), device in schedule.device_of.items():
+        for name in stages[stage].state:
+            if name in devices:
+                devices[name].add(device)
+    if not plan.shard_optimizer:
+        return dict.fromkeys(devices, 1)
+    return {name: sum(len(plan.placement[device]) for device in here) // plan.tp for name, here in devices.items()}
+
+
+def _state_bytes(parameter: Value, copies: float | Callable[[Sequence[int]], float]) -> int:
+    """Bytes of the optimizer's state of ``parameter``, on all ranks that share it together."""
+    if callable(copies):
+        return int(copies(parameter.shape) * parameter.item_bytes)
+    return int(copies * parameter.bytes)
+
+
+def _updated(sizes: Mapping[str, int], sharers: Mapping[str, int]) -> list[int]:
+    """Bytes of each tensor of an update, in order: parameters, and one slice of all that are sharded."""
+    whole = [size for name, size in sizes.items() if sharers[name] == 1]
+    sliced = sum(size // sharers[name] for name, size in sizes.items() if sharers[name] > 1)
+    return [*whole, sliced] if sliced else whole
 
 
 def _update(parameters: Sequence[int], of_this: int, of_the_last: int) -> int:
@@ -169,8 +206,17 @@ def _activations(nodes: Iterable[GraphNode], segment: Segment) -> int:
     return total + sum(size for name, size in made.items() if name in needed)
 
 
+def _copies(graph: Graph, stage: Stage) -> int:
+    """Bytes of the low-precision copies of one version of the weights of ``stage``."""
+    inside = set(stage.nodes)
+    names = {name for node in graph.nodes if node.name in inside for name in node.copies}
+    return sum(graph.copies[name].bytes for name in names)
+
+
 def _weights(graph: Graph, node: GraphNode) -> int:
-    return sum(graph.parameters[name].bytes for name in node.state if name in graph.parameters)
+    """Bytes of the gradients of its weights. That of a copy becomes one of the weight's type before it is added."""
+    of_copies = sum(graph.copies[name].bytes for name in node.copies)
+    return of_copies + sum(graph.parameters[name].bytes for name in node.state if name in graph.parameters)
 
 
 def _has_weight_half(graph: Graph, node: GraphNode) -> bool:
@@ -194,21 +240,28 @@ def _peak(
     *,
     working: int,
     update: int,
+    received: int,
 ) -> tuple[int, int, int, int]:
     """(activations, inputs, messages, temporaries) at the step where their sum is largest.
 
     Any operation on micro-batches takes ``working`` bytes of temporaries, and the optimizer's update takes ``update``
-    bytes: under most schedules it runs when no activations are held.
+    bytes: under most schedules it runs when no activations are held. From the first sum of gradients until the update,
+    ``received`` bytes of other ranks' gradients count as messages.
     """
     recomputed: set[tuple[int, int, int]] = set()
     split = {(s.operation.stage, s.operation.pipe) for s in program.steps if s.operation.kind is Kind.BACKWARD_WEIGHT}
-    activations = inputs = 0
+    activations = inputs = summing = 0
     peak = (0, 0, 0, working)
     for step, (posted, sent) in zip(program.steps, messages_in_memory(program, device_of), strict=True):
         operation = step.operation
         bytes_of = footprints[operation.stage]
         messages = message_bytes(step, posted, sent)
+        if operation.kind is Kind.SYNC:
+            summing = received
+        messages += summing
         if operation.kind is Kind.UPDATE:
+            peak = max(peak, (activations, inputs, messages, 0), key=sum)
+            messages, summing = messages - summing, 0
             peak = max(peak, (activations, inputs, messages, update), key=sum)
         for micro_batch in operation.micro_batches:
             key = operation.stage, operation.pipe, micro_batch

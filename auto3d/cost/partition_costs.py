@@ -5,7 +5,7 @@ import numpy as np
 from auto3d.cluster import Accelerator, Cluster, Link
 from auto3d.cost.times import Times
 from auto3d.cost.training_options import MOMENTS, TrainingOptions
-from auto3d.cost.work import ELEMENT_BYTES, PRECISION_BYTES
+from auto3d.cost.work import ELEMENT_BYTES
 from auto3d.partition.cost import PartitionCosts
 
 
@@ -23,7 +23,7 @@ def partition_costs(
     ``memory_bytes`` is what a device has. ``handling`` is the compute of a message at each end: seconds, and seconds
     per byte.
     """
-    weight = PRECISION_BYTES[training.precision]
+    weight = training.weight_bytes
     state = weight + training.sync_bytes + training.master_bytes + 4 * MOMENTS[training.optimizer]
     forward, forward_launch, backward, backward_launch, _ = (
         tuple(map(float, row)) for row in np.diff(times.table, axis=1)

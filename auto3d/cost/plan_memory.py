@@ -1,7 +1,7 @@
 """A Plan's bytes per pipeline device from sums over tables: fast enough for the thousands of Plans of a search.
 
-``auto3d.cost.device_memory`` counts the same bytes tensor by tensor from the Graph, in float32. The sums here also
-cover other precisions and models that are known by their layers.
+``auto3d.cost.device_memory`` counts the same bytes tensor by tensor from the Graph. The sums here also cover
+precisions of other systems and models that are known by their layers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,6 @@ from auto3d.cost.model_work import ModelWork
 from auto3d.cost.stage_bytes import NO_BYTES, StageBytes, message_bytes
 from auto3d.cost.tables import without
 from auto3d.cost.training_options import MOMENTS, TrainingOptions
-from auto3d.cost.work import PRECISION_BYTES
 from auto3d.plan import Plan, StagePlan
 from auto3d.schedule.in_flight import loads_of, moments
 from auto3d.schedule.shape import Shape, shape_of
@@ -82,7 +81,7 @@ class PlanMemory:
         self, plan: Plan, shape: Shape, device: int, stages: Mapping[int, StagePlan]
     ) -> tuple[float, dict[int, StageBytes]]:
         """(bytes on ``device`` of all but activations, number of each of its ``stages`` -> the bytes of that stage)."""
-        weight = PRECISION_BYTES[self._training.precision]
+        weight = self._training.weight_bytes
         optimizer = self._training.master_bytes + 4 * MOMENTS[self._training.optimizer]
         samples = plan.micro_batch_size // shape.parts
         holding = shape.holdings[device]

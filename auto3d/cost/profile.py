@@ -29,6 +29,7 @@ class Setting:
     devices_per_node: int
     threads: int  # arithmetic threads of one process
     tf32: bool = False
+    precision: str = "float32"
     deterministic: bool = False
     tensor_parallel: tuple[tuple[str, str], ...] = ()  # the recipe's rules for splitting weights: (pattern, rule)
 

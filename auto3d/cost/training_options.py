@@ -12,6 +12,9 @@ class TrainingOptions:
     """How the estimated Plans are trained. The defaults describe this project's runtime."""
 
     precision: str = "float32"  # precision of weights and activations; see ``master_bytes``
+    autocast: bool = False
+    """The weights are float32, and operators use a copy in ``precision``: the copies are state of the Graph. False: the
+    weights are in ``precision``, and the optimizer keeps a float32 copy, as in other systems."""
     sync_bytes: int = 4  # bytes per element in the gradient all-reduce
     optimizer: str = "adamw"
     overlap: bool = True  # messages travel while the device computes
@@ -22,10 +25,16 @@ class TrainingOptions:
     @property
     def master_bytes(self) -> int:
         """Bytes per parameter of the 32-bit copy that training in a lower precision keeps."""
-        return 4 if PRECISION_BYTES[self.precision] < 4 else 0
+        return 4 if PRECISION_BYTES[self.precision] < 4 and not self.autocast else 0
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes per parameter of the weights, without ``master_bytes`` and copies."""
+        return 4 if self.autocast else PRECISION_BYTES[self.precision]
 
     @property
     def update_traffic(self) -> int:
         """Bytes that an update reads and writes per parameter."""
         weights = self.master_bytes or 4
-        return self.sync_bytes + 2 * weights + 8 * MOMENTS[self.optimizer] + (self.master_bytes and 2)
+        copies = 4 + PRECISION_BYTES[self.precision] if self.autocast else 0  # each is read from its weight
+        return self.sync_bytes + 2 * weights + 8 * MOMENTS[self.optimizer] + (self.master_bytes and 2) + copies

@@ -4,7 +4,6 @@ from auto3d.cluster import Accelerator
 from auto3d.cost.model_work import ModelWork
 from auto3d.cost.placed import PlacedTraffic
 from auto3d.cost.training_options import TrainingOptions
-from auto3d.cost.work import PRECISION_BYTES
 from auto3d.plan import Plan, StagePlan
 from auto3d.tensor.conversions import Collective
 
@@ -26,7 +25,7 @@ def update_s(
         each = training.update_traffic / (accelerator.memory_bandwidth * accelerator.memory_efficiency)
     if not plan.shard_optimizer:
         return elements * each
-    size = elements * PRECISION_BYTES[training.precision]
+    size = elements * training.weight_bytes
     return elements / len(group) * each + traffic.sync.all_reduce_s(group, size) / 2
 
 

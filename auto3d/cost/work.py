@@ -20,7 +20,7 @@ from auto3d.tensor.conversions import CONVERSIONS, Collective, Conversion
 from auto3d.tensor.local_graph import LocalGraph
 
 PRECISION_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-ELEMENT_BYTES = 4  # a Graph is captured in float32
+ELEMENT_BYTES = 4  # those of float32
 # Elementwise operations: a compiler or a hand-tuned system fuses the kernels of neighbours.
 _ELEMENTWISE = {
     "add", "alias", "clone", "contiguous", "div", "dropout", "exp", "gelu", "mul", "neg", "pow", "relu", "rsqrt",
@@ -68,7 +68,7 @@ class Work:
     copied: np.ndarray  # the part of ``parameters`` whose gradients the tensor-parallel ranks add up
     saved: np.ndarray  # bytes of activations kept for the backward, at the first operation that saves them
     deferred: np.ndarray  # bytes kept after the input half of a split backward for its weight half
-    fixed: np.ndarray  # bytes of state that is not trained, at the first operation that uses it
+    fixed: np.ndarray  # bytes of state that is not trained, copies of weights too, at the first operation that uses it
     working: np.ndarray  # bytes of the operation's operands and results, whose gradients its backward holds
     blocks: np.ndarray  # repeated blocks that begin at the operation; an attention or a feed-forward counts as a half
     crossing: np.ndarray  # bytes that a cut before the operation sends onward; one entry more than the others
@@ -151,7 +151,7 @@ def work_of_tensor_parallel(
         repeated=whole.repeated,
         tied=tuple((elements, tuple(int(positions[p]) for p in users)) for elements, users in here.tied),
         shards=local.shards,
-        exchanges=exchanges_of(local, PRECISION_BYTES[precision] / ELEMENT_BYTES),
+        exchanges=exchanges_of(local, scale_of(local.graph, precision)),
     )
 
 
@@ -175,13 +175,14 @@ def work_scaled(rank: Work, whole: Work, other: Work, times: float) -> Work:
 
 def _work(graph: Graph, *, precision: str, fused: bool, fused_attention: bool) -> Work:
     """The work of the nodes of ``graph``, which may be a local one; without its blocks and exchanges."""
-    scale = PRECISION_BYTES[precision] / ELEMENT_BYTES
+    scale = scale_of(graph, precision)
     count = len(graph.nodes)
     arrays: dict[str, Any] = {name: np.zeros(count) for name in SUMMED}
     sizes = _sizes(graph)
     run_of = _fused_runs(graph) if fused else {}
     saved: set[str] = set()
     fixed: set[str] = set()
+    copied: set[str] = set()  # parameters whose low-precision copy is counted
     users: dict[str, list[int]] = {}
     for position, node in enumerate(graph.nodes):
         for name in node.saves:
@@ -196,7 +197,12 @@ def _work(graph: Graph, *, precision: str, fused: bool, fused_attention: bool) -
                 fixed.add(name)
                 arrays["fixed"][position] += scale * sizes[name]
         made = sum(value.bytes for value in node.outputs)
+        for name in node.copies:
+            if name not in copied:
+                copied.add(name)
+                arrays["fixed"][position] += graph.copies[name].bytes
         weights = sum(sizes[name] for name in node.state if name in graph.parameters)
+        weights += sum(graph.copies[name].bytes for name in node.copies)
         arrays["working"][position] = scale * (sum(sizes[name] for name in node.reads) + weights + made)
         if node.is_view or node.from_inputs:
             continue
@@ -241,6 +247,14 @@ def _work(graph: Graph, *, precision: str, fused: bool, fused_attention: bool) -
         repeated=(0, count),
         tied=tuple((elements[name], tuple(positions)) for name, positions in users.items() if len(positions) > 1),
     )
+
+
+def scale_of(graph: Graph, precision: str) -> float:
+    """Bytes in ``precision`` over those of ``graph``: 1 for a Graph that was captured in it, value by value."""
+    if graph.precision == precision:
+        return 1.0
+    assert graph.precision == "float32", "another system's precision is predicted from a Graph in float32"
+    return PRECISION_BYTES[precision] / ELEMENT_BYTES
 
 
 def _conversion(node: GraphNode) -> Conversion | None:

@@ -53,15 +53,14 @@ class Batches:
         """The inputs called ``names`` of sample ``number`` of the training."""
         inputs: dict[str, np.ndarray] = {}
         tokens: np.ndarray | None = None
+        stored, counts = self._stored(number) if self._reads(names) else (number, True)
         for position, (name, field) in enumerate(self._settings.inputs.items(), start=1):
             if name not in names:
                 continue
             if field.kind in SEQUENCE_KINDS:
-                stored, counts = self._stored(number)
                 tokens = self._source.tokens(stored, self._seed) if tokens is None else tokens
                 inputs[name] = _of_tokens(field, tokens, self._settings.sequence_length, self._source.pad, counts)
             elif field.kind == "column":
-                stored, counts = self._stored(number)
                 column = self._source.column(stored, field.column or name)
                 inputs[name] = column if counts or not field.targets else np.full_like(column, IGNORED)
             else:
@@ -70,6 +69,11 @@ class Batches:
                 inputs[name] = inputs[name].copy()
                 inputs[name][: field.prefix_length] = field.prefix
         return {name: np.asarray(value) for name, value in inputs.items()}
+
+    def _reads(self, names: Collection[str]) -> bool:
+        """Whether an input called one of ``names`` is made from the source."""
+        fields = self._settings.inputs
+        return any(fields[name].kind in (*SEQUENCE_KINDS, "column") for name in names)
 
     def _stored(self, number: int) -> tuple[int, bool]:
         """The source's number of sample ``number``, and whether its targets count: those that fill a batch do not.

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import socket
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -68,8 +69,9 @@ def files_in(names: Sequence[str]) -> list[Path]:
 def _private(folder: Path) -> Path:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder.stat().st_uid != os.geteuid():
-            raise DataError(f"{folder}: belongs to another user, who could change the data")
+        state = folder.stat()
+        if state.st_uid != os.geteuid() or state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise DataError(f"{folder}: other users could change the data; it takes a folder that only you write to")
     except OSError as error:
         raise DataError(f"{folder}: prepared data cannot be kept there: {error.strerror}") from None
     return folder
@@ -96,6 +98,8 @@ def _acquire(lock: Any, wait_s: float, *, what: str) -> None:
             if idle_s > wait_s:
                 raise DataError(f"waited {wait_s:g} s for another process to {what}, which made no progress") from None
             sleep(_POLL_S)
+        except OSError as error:
+            raise DataError(f"{lock.name}: this file system has no locks: {error.strerror}") from None
         else:
             return
 

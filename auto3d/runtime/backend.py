@@ -10,6 +10,7 @@ from torch import nn
 from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.gradient_sync import GradientSync
 from auto3d.runtime.layout import RankLayout
+from auto3d.runtime.loss_scale import LossScale
 from auto3d.runtime.materialize import materialize
 from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
@@ -46,12 +47,16 @@ class Backend(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RealBackend:
-    """Computes on ``device``. ``initial_weights`` replace those that the plan's seed draws."""
+    """Computes on ``device``. ``initial_weights`` replace those that the plan's seed draws.
+
+    A backward begins with the loss times ``loss_scale``.
+    """
 
     device: torch.device
     run_ahead: RunAhead
     timeout_s: float
     initial_weights: Mapping[str, torch.Tensor] | None
+    loss_scale: LossScale
 
     def exchange(self, layout: RankLayout, program: Program) -> Exchange:
         return Exchange(
@@ -95,6 +100,8 @@ class RealBackend:
                 all_holders=layout.all_holders,
                 private=[name for name in trained if name in private],
                 uncounted=layout.uncounted_parameters,
+                exempt=layout.exempt,
+                sharded=layout.plan.shard_optimizer,
                 device=self.device,
                 run_ahead=self.run_ahead,
                 timeout_s=self.timeout_s,
@@ -128,6 +135,8 @@ class RealBackend:
                 split_backward=number in split,
                 old_weights=bool(schedule.weight_version),
                 tensor=tensor,
+                terms=layout.target_terms,
+                loss_scale=self.loss_scale,
             )
             for (number, pipe), stage in layout.stages.items()
         }

@@ -56,6 +56,7 @@ class EmulatedStage:
     ) -> None:
         self.stage = stage
         self.losses: dict[int, torch.Tensor] = {}  # NaN: nothing is computed
+        self.counts: dict[int, dict[int, torch.Tensor]] = {}
         self.weights = WeightVersions({}, several=False)
         self._passes = passes
         self._collectives = collectives

@@ -1,23 +1,27 @@
 """The executor: one loop over a program's steps, one small function per kind of operation."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from math import isfinite
 from time import perf_counter
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from auto3d.runtime.batch_targets import BatchTargets
 from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.gradient_sync import GradientSync
 from auto3d.runtime.inputs import MicroBatchInputs
-from auto3d.runtime.optimizer import Optimizer, update
+from auto3d.runtime.loss_scale import LossScale
+from auto3d.runtime.observer import StepObserver
 from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.stage import RunnableStage
 from auto3d.runtime.totals import Total, Totals
-from auto3d.schedule.operation import Kind
+from auto3d.schedule.operation import Kind, Operation
 from auto3d.schedule.program import Communication, GradientSum, LossSum, Message, PipeStage, Program, Step
 
 
@@ -25,14 +29,12 @@ from auto3d.schedule.program import Communication, GradientSum, LossSum, Message
 class IterationResult:
     """The same on every rank, except for ``seconds``."""
 
-    loss: float  # mean over the global batch's micro-batches
-    grad_norm: float | None  # before clipping; None if asynchronous: the gradients are never all there at once
+    loss: float  # mean over the global batch: over its real targets if the loss is a mean over targets
+    grad_norm: float | None  # before clipping; None if asynchronous, for they are never all there at once, or skipped
     asked_to_end: bool  # whether any rank was asked to end before the iteration was over
+    learning_rate: float  # rate of the iteration's updates
     seconds: float = field(compare=False)  # time from the end of the previous iteration to the end of this one
-
-    @staticmethod
-    def of(total: Total, seconds: float) -> "IterationResult":
-        return IterationResult(total.loss, total.grad_norm, total.asked_to_end, seconds)
+    skipped: bool = False  # whether gradients overflowed under a loss scale, so that nothing was updated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +53,16 @@ class Executor:
     def __init__(
         self,
         stages: Mapping[PipeStage, RunnableStage],
-        optimizers: Mapping[PipeStage, tuple[Optimizer, LRScheduler] | None],
+        optimizers: Mapping[PipeStage, tuple[torch.optim.Optimizer, LRScheduler] | None],
         inputs: MicroBatchInputs,
         peers: Peers,
         *,
         randomness: Randomness,
         memory: MemoryWatch,
         clip_norm: float,
+        targets: BatchTargets | None = None,
+        loss_scale: LossScale | None = None,
+        learning_rate: Callable[[int], float],
     ) -> None:
         self._stages = stages
         self._optimizers = optimizers
@@ -67,11 +72,17 @@ class Executor:
         self._randomness = randomness
         self._memory = memory
         self._clip_norm = clip_norm
+        self._targets = targets or BatchTargets()
+        self._loss_scale = loss_scale or LossScale()
+        self._waits_for_sums = bool(clip_norm) or self._loss_scale.is_used or self._targets.vary
+        self._learning_rate = learning_rate  # iteration, from 0 -> the rate of its updates
         self._program = Program(steps=())  # the one that runs
         self._updates: Counter[PipeStage] = Counter()  # updates of each stage in this program
         self._total: Total | None = None  # sums of this iteration, once an update has needed them
+        self._skips = False  # whether this iteration updates nothing
         self._ended = 0  # iterations of this program that this rank has ended
         self._ended_at = 0.0
+        self._known = 0  # iterations of this program whose results are known
         self._run: dict[Kind, Callable[[Step], None]] = {
             Kind.FORWARD: self._forward,
             Kind.RECOMPUTE: self._recompute,
@@ -92,7 +103,7 @@ class Executor:
             self._run_ahead.begin(
                 f"in iteration {self._iteration_of(step)} at {step.operation} of stage {step.operation.stage}"
             )
-            with self._memory.during(step.operation):
+            with self._memory.during(step.operation), self._observed(step.operation):
                 for communication in step.begins:
                     self._begin(communication)
                 self._run[step.operation.kind](step)
@@ -102,7 +113,22 @@ class Executor:
         self._exchange.end()
         yield from self._end_iteration()
         for total, late_s in self._totals.remaining():
-            yield IterationResult.of(total, late_s)
+            yield self._result(self._late(total), late_s)
+
+    def observe(self, observer: StepObserver | None) -> None:
+        """From now on tell ``observer`` of each operation; None: nobody."""
+        self._run_ahead.observer = observer
+
+    def _observed(self, operation: Operation) -> AbstractContextManager[None]:
+        observer = self._run_ahead.observer
+        return nullcontext() if observer is None else observer.during(operation)
+
+    def _result(self, total: Total, seconds: float) -> IterationResult:
+        """The result of the first iteration of the program that has none yet."""
+        skipped_before = self._loss_scale.skipped_iterations - self._skips  # they did not advance the rate
+        rate = self._learning_rate(self._randomness.iteration + self._known - skipped_before)
+        self._known += 1
+        return IterationResult(total.loss, total.grad_norm, total.asked_to_end, rate, seconds, self._skips)
 
     def _iteration_of(self, step: Step) -> int:
         """The number of the iteration, from 1. An update or a sync counts to the iteration that it ends."""
@@ -114,8 +140,8 @@ class Executor:
         self._program = program
         self._randomness.iteration = first_iteration
         self._updates.clear()
-        self._total = None
-        self._ended, self._ended_at = 0, perf_counter()
+        self._total, self._skips = None, False
+        self._ended, self._known, self._ended_at = 0, 0, perf_counter()
         for pipe_stage, stage in self._stages.items():
             stage.weights.start(program.versions[pipe_stage])
         inputs_of = {pipe_stage: stage.stage.inputs for pipe_stage, stage in self._stages.items()}
@@ -159,28 +185,67 @@ class Executor:
 
     def _update(self, step: Step) -> None:
         pipe_stage = _pipe_stage(step)
-        if not self._clip_norm:  # no need to wait for ranks that still run backwards
+        if not self._waits_for_sums:  # no need to wait for ranks that still run backwards
             self._sync.wait({pipe_stage[0]})
-        elif self._total is None:  # the first update of the iteration on this rank; it needs the norm of all gradients
-            self._total = self._reduce_totals()
+        elif self._total is None:  # the first update of the iteration on this rank; it needs the sums of all gradients
+            self._total, factor = self._reduce_totals()
             norm = self._total.grad_norm
-            if norm is not None and norm > self._clip_norm:
-                self._sync.scale(self._clip_norm / (norm + 1e-6))
+            if self._clip_norm and norm is not None and norm > self._clip_norm:
+                factor *= self._clip_norm / (norm + 1e-6)
+            if factor != 1 and not self._skips:
+                self._sync.scale(factor)
         self._stages[pipe_stage].weights.next()
         self._updates[pipe_stage] += 1
         optimizer_and_rate = self._optimizers[pipe_stage]
-        if optimizer_and_rate is not None:
+        if optimizer_and_rate is not None and not self._skips:
             optimizer, learning_rate = optimizer_and_rate
-            update(optimizer, run_ahead=self._run_ahead, timeout_s=self._run_ahead.timeout_s)
+            optimizer.step()
             if self._updates[pipe_stage] % self._program.updates == 0:  # the rate changes once per iteration
                 learning_rate.step()
         if self._program.asynchronous:
+            self._gather({pipe_stage[0]})
             self._sync.zero({pipe_stage[0]})
 
-    def _reduce_totals(self) -> Total:
-        """The loss and the gradient norm of all ranks, once the gradients of this rank's stages are summed."""
+    def _gather(self, stages: Collection[int]) -> None:
+        """Under ZeRO-1, gather the weights of ``stages``, of which each holder has updated a slice."""
+        self._sync.begin_gathers(stages)
+        self._sync.wait_for_weights()
+
+    def _reduce_totals(self) -> tuple[Total, float]:
+        """(loss and gradient norm of the global batch, the factor that its gradients lack).
+
+        They are known once the gradients of this rank's stages are summed.
+        """
         self._sync.wait({stage for stage, _ in self._stages})
-        return self._totals.reduce(self._take_loss(0), self._sync.squared_norm())
+        total = self._totals.reduce(self._take_loss(0), self._sync.squared_norm(), self._take_counts(0))
+        fraction = self._fraction(total, self._randomness.iteration + 1)
+        assert total.grad_norm is not None
+        divisor = fraction * self._loss_scale.value
+        if self._loss_scale.is_used:
+            self._skips = not isfinite(total.grad_norm)
+            self._loss_scale.update(finite=not self._skips)
+        norm = None if self._skips else total.grad_norm / divisor
+        return replace(total, loss=total.loss / fraction, grad_norm=norm), 1 / divisor
+
+    def _late(self, total: Total) -> Total:
+        """``total`` of the next iteration of an asynchronous program, if nothing is to be divided."""
+        self._fraction(total, self._randomness.iteration + self._known + 1)
+        return total
+
+    def _fraction(self, total: Total, iteration: int) -> float:
+        return self._targets.fraction(total.counts, iteration, is_updated=not self._waits_for_sums)
+
+    def _take_counts(self, iteration: int) -> list[torch.Tensor | float]:
+        """How many targets this rank has counted in an iteration of the program, for each counted term of the loss."""
+        if not self._targets.terms.counted:
+            return []
+        count = self._inputs.micro_batches
+        counts: list[torch.Tensor | float] = [0.0 for _ in self._targets.terms.counted]
+        for stage in self._stages.values():
+            for micro_batch in range(iteration * count, (iteration + 1) * count):
+                for number, targets in stage.counts.pop(micro_batch, {}).items():
+                    counts[number] = counts[number] + targets.double()
+        return counts
 
     def _take_loss(self, iteration: int) -> torch.Tensor | float:
         """What this rank adds to the mean loss of an iteration of the program."""
@@ -196,17 +261,19 @@ class Executor:
     def _end_iteration(self) -> Iterator[IterationResult]:
         """Note the end of an iteration on this rank; yields all results that are known by now."""
         if not self._program.asynchronous and self._total is None:
-            self._total = self._reduce_totals()
+            self._total, _ = self._reduce_totals()
+        if not self._program.asynchronous:
+            self._gather({stage for stage, _ in self._stages})
         self._run_ahead.catch_up()
         now = perf_counter()
         seconds, self._ended_at = now - self._ended_at, now
         if self._program.asynchronous:
-            self._totals.add(self._take_loss(self._ended), seconds)
+            self._totals.add(self._take_loss(self._ended), seconds, self._take_counts(self._ended))
             for total, earlier_s in self._totals.arrived():
-                yield IterationResult.of(total, earlier_s)
+                yield self._result(self._late(total), earlier_s)
         else:
             assert self._total is not None
-            yield IterationResult.of(self._total, seconds)
+            yield self._result(self._total, seconds)
         self._ended += 1
 
 

@@ -1,7 +1,11 @@
-"""Gradients of one rank: their memory, their sums over all ranks that hold the same parameters, and their norm."""
+"""Gradients of one rank: their memory, their sums over all ranks that hold the same parameters, and their norm.
+
+Under ZeRO-1 also the weights, which each of these ranks updates a slice of, and then gathers.
+"""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -10,7 +14,9 @@ from torch import nn
 from auto3d.partition.stage import Stage
 from auto3d.plan import Plan
 from auto3d.runtime.run_ahead import RunAhead
+from auto3d.runtime.slice_collectives import Begun, all_gather, all_reduce, reduce_scatter
 from auto3d.runtime.waiting import waiting_for
+from auto3d.runtime.weight_shard import WeightShard, aligned_starts
 from auto3d.runtime.world import connect, new_group
 from auto3d.schedule.operation import Schedule
 
@@ -63,6 +69,10 @@ class GradientSync:
     no other rank holds, have an ordinary ``.grad`` instead, which is None until autograd makes it: that memory is free
     during the forwards, and the first backward has nothing to add to.
 
+    With ``sharded`` (ZeRO-1), the weights of a bucket that several ranks hold are in a flat buffer too. Its gradients
+    are reduce-scattered, so that each holder has the sum of its slice; ``shards`` has these slices for the optimizer.
+    Gathers send the updated slices to all holders. Parameters named in ``exempt`` are exempt from weight decay.
+
     ``holders`` are those of this rank's parameters, ``all_holders`` those of every rank's, by default the same ones.
     Every rank must construct it with the same ``all_holders``, because it makes process groups: one for each set of
     holders, since two stages on the same ranks may be ready in a different order on each of them. Parameters named in
@@ -77,32 +87,61 @@ class GradientSync:
         all_holders: Collection[Holders] | None = None,
         private: Collection[str] = (),
         uncounted: Collection[str] = (),
+        exempt: Collection[str] = (),
+        sharded: bool = False,
         device: torch.device,
         run_ahead: RunAhead,
         timeout_s: float,
     ) -> None:
         self._run_ahead = run_ahead
         self._timeout_s = timeout_s
+        self._sharded = sharded
         everyones = holders.values() if all_holders is None else all_holders
         several = [each for each in sorted(set(everyones)) if len(each.ranks) > 1]
         self._groups = {each: new_group(each.ranks, timeout_s, device=device) for each in several}
         self._names: dict[Bucket, list[str]] = {}
         self._private = [(parameters[name], holders[name], name not in uncounted) for name in private]
         # All ranks have this order in common; the order in which stages use parameters differs.
-        for name in sorted(holders, key=lambda name: name in uncounted):
+        for name in sorted(holders, key=lambda name: (name in uncounted, name in exempt)):
             if name in parameters and name not in private:
                 self._names.setdefault((holders[name], str(parameters[name].dtype)), []).append(name)
-        self._buffers = {
-            bucket: _flat_gradients([parameters[name] for name in names]) for bucket, names in self._names.items()
-        }
-        self._counted = {  # elements at the beginning of each buffer that belong to the norm
-            bucket: sum(parameters[name].numel() for name in names if name not in uncounted)
-            for bucket, names in self._names.items()
-        }
-        self._works: list[tuple[dist.Work, Holders]] = []
+        self._buffers: dict[Bucket, torch.Tensor] = {}
+        self._counted: dict[Bucket, torch.Tensor] = {}  # elements that this rank adds to the norm
+        self._scaled: dict[Bucket, torch.Tensor] = {}  # elements that this rank's optimizer reads
+        self.shards: dict[Bucket, WeightShard] = {}
+        for bucket, names in self._names.items():
+            self._make(bucket, {name: parameters[name] for name in names}, uncounted, exempt)
+        self._sums: list[tuple[Begun, Holders]] = []
+        self._gathers: list[tuple[Begun, Holders]] = []
         for each, group in self._groups.items():  # now, because connecting blocks: not between messages
             if dist.get_rank() in each.ranks:
                 connect(group, device=device, what=str(each), timeout_s=timeout_s)
+
+    def _make(
+        self,
+        bucket: Bucket,
+        parameters: Mapping[str, nn.Parameter],
+        uncounted: Collection[str],
+        exempt: Collection[str],
+    ) -> None:
+        """Make the flat buffers of ``bucket``."""
+        ranks, rank = bucket[0].ranks, dist.get_rank()
+        starts, size = aligned_starts(parameters) if self._scatters(bucket[0]) else packed_starts(parameters)
+        counted = max((starts[n] + p.numel() for n, p in parameters.items() if n not in uncounted), default=0)
+        if not self._scatters(bucket[0]):
+            self._buffers[bucket] = buffer = _flat_gradients(parameters, starts, size)
+            self._scaled[bucket] = buffer
+            self._counted[bucket] = buffer[: counted if ranks[0] == rank else 0]
+            return
+        size = -(-size // len(ranks)) * len(ranks)
+        self._buffers[bucket] = buffer = _flat_gradients(parameters, starts, size)
+        shard = WeightShard(parameters, starts, buffer, number=ranks.index(rank), ranks=len(ranks), exempt=exempt)
+        self.shards[bucket] = shard
+        self._scaled[bucket] = buffer[shard.first : shard.last]
+        self._counted[bucket] = buffer[shard.first : max(shard.first, min(shard.last, counted))]
+
+    def _scatters(self, holders: Holders) -> bool:
+        return self._sharded and len(holders.ranks) > 1
 
     def zero(self, stages: Collection[int]) -> None:
         """Reset the gradients of ``stages`` to zero."""
@@ -119,38 +158,73 @@ class GradientSync:
             holders, _ = bucket
             if len(holders.ranks) == 1:
                 continue
-            with waiting_for(f"the gradient all-reduce of {holders}", self._timeout_s):
+            group = self._groups[holders]
+            with waiting_for(self._what(holders), self._timeout_s):
                 for piece in self._pieces(bucket):
-                    work = dist.all_reduce(piece, group=self._groups[holders], async_op=True)
-                    assert work is not None  # because it is asynchronous
-                    self._works.append((work, holders))
+                    if self._scatters(holders):
+                        begun = reduce_scatter(piece, group, holders.ranks)
+                    else:
+                        begun = all_reduce(piece, group)
+                    self._sums.append((begun, holders))
+
+    def _what(self, holders: Holders) -> str:
+        return f"the gradient {'reduce-scatter' if self._scatters(holders) else 'all-reduce'} of {holders}"
 
     def _pieces(self, bucket: Bucket) -> list[torch.Tensor]:
-        """The tensors that make up the gradients of ``bucket``; each is summed by one all-reduce."""
+        """The tensors that make up the gradients of ``bucket``; each is summed by one collective."""
         return [self._buffers[bucket]]
 
     def wait(self, stages: Collection[int]) -> None:
         """Wait for the sums of the gradients of ``stages``."""
-        for work, holders in self._works:
+        for begun, holders in self._sums:
             if _concerns(holders, stages):
-                self._run_ahead.wait(work, f"the gradient all-reduce of {holders}")
-        self._works = [(work, holders) for work, holders in self._works if not _concerns(holders, stages)]
+                self._wait(begun, self._what(holders))
+        self._sums = [(begun, holders) for begun, holders in self._sums if not _concerns(holders, stages)]
+
+    def _wait(self, begun: Begun, what: str) -> None:
+        for work in begun.works:
+            self._run_ahead.wait(work, what)
+        begun.finish()
+
+    def begin_gathers(self, stages: Collection[int]) -> None:
+        """Begin to gather the weights of ``stages`` that their holders have updated slices of.
+
+        The ranks call it in one order: once all stages of an iteration are updated, or at once where every rank has
+        one stage. So no two ranks wait for each other in different gathers.
+        """
+        for bucket in sorted(bucket for bucket in self._names if _concerns(bucket[0], stages)):
+            holders, _ = bucket
+            if self._scatters(holders):
+                with waiting_for(_gather_of(holders), self._timeout_s):
+                    for piece in self._weight_pieces(bucket):
+                        self._gathers.append((all_gather(piece, self._groups[holders], holders.ranks), holders))
+
+    def _weight_pieces(self, bucket: Bucket) -> list[torch.Tensor]:
+        """The tensors that make up the weights of ``bucket``; each is gathered by one collective."""
+        return [self.shards[bucket].weights()]
+
+    def wait_for_weights(self) -> None:
+        """Wait until the slices of the weights that other ranks update have arrived."""
+        gathers, self._gathers = self._gathers, []
+        for begun, holders in gathers:
+            self._wait(begun, _gather_of(holders))
 
     def squared_norm(self) -> torch.Tensor | float:
-        """What this rank adds to the squared norm of all gradients: the first holder of a parameter counts it."""
-        counted = [
-            buffer[: self._counted[bucket]]
-            for bucket, buffer in self._buffers.items()
-            if bucket[0].ranks[0] == dist.get_rank()
-        ]
+        """What this rank adds to the squared norm of all gradients: a holder counts its slice, or the first one all."""
+        counted = [gradient for gradient in self._counted.values() if len(gradient)]
         counted += [parameter.grad for parameter, _, counts in self._private if counts and parameter.grad is not None]
         norms = [norm for gradient in counted for norm in _norms(gradient)]
         return torch.cat(norms).double().square().sum() if norms else 0.0
 
     def scale(self, factor: float) -> None:
+        """Multiply the gradients that this rank's optimizers read by ``factor``."""
         private = [parameter.grad for parameter, _, _ in self._private if parameter.grad is not None]
-        for gradient in [*self._buffers.values(), *private]:
+        for gradient in [*self._scaled.values(), *private]:
             gradient.mul_(factor)
+
+
+def _gather_of(holders: Holders) -> str:
+    return f"the weights that other ranks of {holders} update"
 
 
 def _concerns(holders: Holders, stages: Collection[int]) -> bool:
@@ -171,12 +245,16 @@ def _norms(gradient: torch.Tensor) -> Iterator[torch.Tensor]:
         yield torch.linalg.vector_norm(values[whole:], dtype=dtype).view(1)
 
 
-def _flat_gradients(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+def packed_starts(parameters: Mapping[str, nn.Parameter]) -> tuple[dict[str, int], int]:
+    """The first element of each of ``parameters`` in a buffer without gaps, and the elements of the buffer."""
+    ends = list(accumulate((parameter.numel() for parameter in parameters.values()), initial=0))
+    return dict(zip(parameters, ends, strict=False)), ends[-1]
+
+
+def _flat_gradients(parameters: Mapping[str, nn.Parameter], starts: Mapping[str, int], size: int) -> torch.Tensor:
     """One zeroed buffer; the ``.grad`` of each of ``parameters`` becomes a view of its range."""
-    first = parameters[0]
-    buffer = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
-    start = 0
-    for parameter in parameters:
-        parameter.grad = buffer[start : start + parameter.numel()].view_as(parameter)
-        start += parameter.numel()
+    first = next(iter(parameters.values()))
+    buffer = torch.zeros(size, dtype=first.dtype, device=first.device)
+    for name, parameter in parameters.items():
+        parameter.grad = buffer[starts[name] : starts[name] + parameter.numel()].view_as(parameter)
     return buffer

@@ -9,11 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from auto3d.capture.loss_terms import LossTerms, TargetTerm, loss_terms
 from auto3d.capture.model import CapturedModel
 from auto3d.capture.shard import Shard
+from auto3d.errors import InputError
 from auto3d.partition.stage import Stage, Transfer, cut
 from auto3d.plan import AUTO3D, Plan, PlanError
 from auto3d.runtime.gradient_sync import Holders, holders
+from auto3d.runtime.optimizer_checks import check_optimizer, exempt_names
 from auto3d.runtime.replicas import rank_program, replicas_of_devices, resplit_dimensions
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.schedule import SCHEDULES, samples_at_once, schedule_of
@@ -36,6 +39,8 @@ class PlanLayout:
     stages: tuple[Stage, ...]
     replicas: tuple[int, ...]  # number of replicas, the same for all stages of a pipeline device
     sample_dimensions: Mapping[str, int]  # dimension of samples of each value that goes to more or fewer replicas
+    terms: LossTerms  # terms of the loss of ``captured``; none if devices are emulated, which compute no loss
+    exempt: frozenset[str]  # parameters without weight decay
 
     @property
     def schedule(self) -> Schedule:
@@ -61,7 +66,9 @@ class RankLayout:
     """For each pipeline device, its ranks with this rank's shard in this rank's pipeline."""
     sample_dimensions: Mapping[str, int]  # dimension of samples of each value that goes to more or fewer replicas
     samples: int  # samples that all replicas of a stage run together
+    exempt: frozenset[str]  # parameters without weight decay
     state_names: tuple[str, ...]  # all parameters and buffers of the model; none if devices are emulated
+    terms: LossTerms  # terms of the loss, of all samples of a micro-batch
 
     @property
     def schedule(self) -> Schedule:
@@ -83,6 +90,11 @@ class RankLayout:
         return self.schedule.updates / (self.plan.dp * self.micro_batches * self.replicas)
 
     @property
+    def target_terms(self) -> tuple[TargetTerm, ...]:
+        """The counted terms of the loss, of this rank's slice of a micro-batch."""
+        return tuple(replace(term, places=term.places / self.replicas) for term in self.terms.counted)
+
+    @property
     def transfers(self) -> tuple[Transfer, ...]:
         """All values that cross between stages."""
         return tuple(transfer for stage in self.model_stages for transfer in stage.received)
@@ -94,12 +106,6 @@ class RankLayout:
         if tp == 1:
             return []
         return [ranks[first : first + tp] for ranks in self.plan.placement for first in range(0, len(ranks), tp)]
-
-    @property
-    def optimizer_groups(self) -> list[tuple[int, ...]]:
-        """Every set of ranks that hold the same shard of the same stages, and so can update a part of it each."""
-        tp = self.plan.tp
-        return [ranks[shard::tp] for ranks in self.plan.placement for shard in range(tp)]
 
     def placement_of(self, name: str) -> TensorPlacement:
         """How the ranks of a tensor-parallel group hold a parameter or buffer."""
@@ -178,6 +184,11 @@ def lay_out_plan(
     """
     if plan.engine != AUTO3D:
         raise PlanError(f"engine: {plan.engine} runs in trials of `auto3d sweep` only; this runtime is {AUTO3D}")
+    if settings.precision != captured.exported.precision:
+        raise InputError(
+            f"precision: the model was captured for {captured.exported.precision}, and the settings say "
+            f"{settings.precision}; give capture() and TrainingSettings the same"
+        )
     by_hand = [schedule] * (settings.iterations // schedule.iterations) if schedule else []
     schedules = by_hand or schedules_of(plan, settings.iterations)
     first = schedules[0]
@@ -185,6 +196,7 @@ def lay_out_plan(
     replicas = replicas_of_devices(plan, first)
     check_trainable(first, stages, captured.graph.trained, clip_norm=settings.optimizer.clip_norm)
     check_carried_buffers(captured.graph, plan, first, stages)
+    check_optimizer(captured, plan, settings)
     if settings.emulation is not None:
         settings.emulation.check_fits(plan.stages)
     program = rank_program(captured, plan, 1)
@@ -196,6 +208,8 @@ def lay_out_plan(
         schedules=tuple(schedules),
         stages=stages,
         replicas=replicas,
+        terms=LossTerms() if settings.emulation is not None else loss_terms(captured.exported),
+        exempt=exempt_names(captured, settings.optimizer.exempt),
         sample_dimensions=resplit_dimensions(captured, plan, of_ranks),  # last: it may capture the model
     )
 
@@ -228,7 +242,9 @@ def lay_out_rank(common: PlanLayout, rank: int) -> RankLayout:
         ),
         sample_dimensions=common.sample_dimensions,
         samples=common.captured.graph.micro_batch_size,
+        exempt=common.exempt,
         state_names=tuple(sorted(names)),
+        terms=common.terms,
     )
 
 

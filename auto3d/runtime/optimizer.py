@@ -1,64 +1,30 @@
 """Optimizers of torch and learning-rate schedules of transformers."""
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from auto3d.errors import InputError
+from auto3d.runtime.offload import offloaded
+from auto3d.runtime.optimizer_class import FUSED, optimizer_class
 from auto3d.runtime.run_ahead import RunAhead
-from auto3d.runtime.settings import LEARNING_RATE_SCHEDULES, OPTIMIZERS, OptimizerSettings
-from auto3d.runtime.sharded_optimizer import ShardedOptimizer
-
-Optimizer = torch.optim.Optimizer | ShardedOptimizer
+from auto3d.runtime.settings import LEARNING_RATE_SCHEDULES, OptimizerSettings
+from auto3d.runtime.weight_shard import WeightShard
 
 
-def local_optimizer(optimizer: Optimizer) -> torch.optim.Optimizer:
-    """The optimizer of the parameters that this rank updates."""
-    return optimizer.shard if isinstance(optimizer, ShardedOptimizer) else optimizer
-
-
-def state_by_parameter(optimizer: Optimizer) -> Mapping[nn.Parameter, dict[str, torch.Tensor]]:
-    """The optimizer's state of each parameter that this rank updates."""
-    state: Mapping[Any, dict[str, torch.Tensor]] = local_optimizer(optimizer).state
-    return state
-
-
-def advance(optimizer: Optimizer, learning_rate: LRScheduler, iterations: int) -> None:
+def advance(optimizer: torch.optim.Optimizer, learning_rate: LRScheduler, iterations: int) -> None:
     """Set the learning rate to its value after ``iterations`` iterations."""
     assert isinstance(learning_rate, LambdaLR), "all schedules of transformers that auto3d offers are"
     learning_rate.last_epoch = iterations
-    groups = local_optimizer(optimizer).param_groups
-    for group, base, factor in zip(groups, learning_rate.base_lrs, learning_rate.lr_lambdas, strict=True):
-        group["lr"] = base * factor(iterations)
-
-
-def make_state(optimizer: Optimizer) -> None:
-    """Allocate the state that ``optimizer`` would allocate at its first step, before activations take memory.
-
-    A plan that does not fit then fails at once, and a CPU's heap has no long-lived blocks between short-lived ones.
-    """
-    optimizer = local_optimizer(optimizer)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if isinstance(optimizer, torch.optim.AdamW):
-                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                device = parameter.device if group["fused"] else torch.device("cpu")
-                optimizer.state[parameter] = {"step": torch.tensor(0.0, device=device), **moments}
-            elif group["momentum"]:
-                optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
-
-
-def update(optimizer: Optimizer, *, run_ahead: RunAhead, timeout_s: float) -> None:
-    """One step. Under ZeRO-1 it lasts until the parameters that other ranks update have arrived."""
-    if isinstance(optimizer, ShardedOptimizer):
-        optimizer.step(run_ahead=run_ahead, timeout_s=timeout_s)
-    else:
-        optimizer.step()
+    rates = [
+        base * factor(iterations) for base, factor in zip(learning_rate.base_lrs, learning_rate.lr_lambdas, strict=True)
+    ]
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    learning_rate._last_lr = rates
 
 
 def _have_fused_update(parameters: Sequence[nn.Parameter]) -> bool:
@@ -77,44 +43,86 @@ def build_optimizer(
     settings: OptimizerSettings,
     *,
     iterations: int,
-    shard_over: dist.ProcessGroup | None = None,
-) -> tuple[Optimizer, LRScheduler]:
+    exempt: Collection[nn.Parameter] = (),
+    shards: Sequence[WeightShard] = (),
+    run_ahead: RunAhead | None = None,
+) -> tuple[torch.optim.Optimizer, LRScheduler]:
     """The optimizer of ``parameters``, and its learning-rate schedule for ``iterations`` iterations.
 
-    With ``shard_over``, each rank of that group updates a shard of the parameters and sends it to the others (ZeRO-1).
-    Raises InputError for unknown names.
+    Weight decay leaves out the parameters in ``exempt``. Of the weights in ``shards`` (ZeRO-1) it updates this rank's
+    slices. With ``run_ahead``, and if the settings say so, its state and its update are on the host. Raises InputError
+    for settings that no optimizer or schedule accepts.
     """
-    options: dict[str, Any] = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
-    kind: type[torch.optim.Optimizer]
-    if settings.optimizer == "adamw":
-        kind, options["betas"] = torch.optim.AdamW, settings.betas
-    elif settings.optimizer == "sgd":
-        kind, options["momentum"] = torch.optim.SGD, settings.momentum
+    kind, options = optimizer_class(settings)
+    without = {id(parameter) for parameter in exempt}
+    decayed = [parameter for parameter in parameters if id(parameter) not in without]
+    others = [parameter for parameter in parameters if id(parameter) in without]
+    for piece in (piece for shard in shards for piece in shard.pieces):
+        (decayed if piece.decays else others).append(piece.tensor)
+    groups: list[dict[str, Any]] = [{"params": decayed}] if decayed or not others else []
+    if others:
+        groups.append({"params": others, "weight_decay": 0.0})
+
+    def follow(*_: object) -> None:
+        for shard in shards:
+            shard.follow()
+
+    if settings.offload and run_ahead is not None:
+        optimizer = offloaded(groups, lambda on_host: kind(on_host, **options), run_ahead, before_step=follow)
     else:
-        raise InputError(f"optimizer: {settings.optimizer!r} is not known; use one of {', '.join(OPTIMIZERS)}")
-    if _have_fused_update(parameters):
-        options["fused"] = True
-    optimizer: Optimizer
-    if shard_over is None:
-        optimizer = kind(parameters, **options)
-    else:
-        optimizer = ShardedOptimizer(parameters, partial(kind, **options), shard_over)
-    name = settings.learning_rate_schedule
+        if kind in FUSED and _have_fused_update([*decayed, *others]):
+            options["fused"] = True
+        optimizer = kind(groups, **options)
+        if shards:
+            optimizer.register_step_pre_hook(follow)
+    return optimizer, _learning_rate_schedule(optimizer, settings, iterations)
+
+
+def check_schedule(settings: OptimizerSettings, iterations: int) -> None:
+    """Raise InputError unless the settings name a learning-rate schedule and its arguments."""
+    _learning_rate_schedule(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), settings, iterations)
+
+
+def learning_rate_of(settings: OptimizerSettings, iterations: int) -> Callable[[int], float]:
+    """The learning rate by iteration, from 0, of a training of ``iterations`` iterations.
+
+    It is the same on every rank, also on one that trains nothing.
+    """
+    stand_in = torch.optim.SGD([torch.zeros(1)], lr=settings.learning_rate)
+    schedule = _learning_rate_schedule(stand_in, settings, iterations)
+    assert isinstance(schedule, LambdaLR), "all schedules of transformers that auto3d offers are"
+    (factor,) = schedule.lr_lambdas
+    return lambda iteration: settings.learning_rate * factor(iteration)
+
+
+def _learning_rate_schedule(
+    optimizer: torch.optim.Optimizer, settings: OptimizerSettings, iterations: int
+) -> LRScheduler:
+    name, warmup = settings.learning_rate_schedule, settings.warmup_iterations
+    arguments = settings.learning_rate_arguments
     if name not in LEARNING_RATE_SCHEDULES:
         raise InputError(
             f"learning_rate_schedule: {name!r} is not known; use one of {', '.join(LEARNING_RATE_SCHEDULES)}"
         )
-    return optimizer, _learning_rate_schedule(local_optimizer(optimizer), name, settings.warmup_iterations, iterations)
-
-
-def _learning_rate_schedule(optimizer: torch.optim.Optimizer, name: str, warmup: int, iterations: int) -> LRScheduler:
-    if name == "constant" and not warmup:
-        return LambdaLR(optimizer, lambda _: 1.0)
+    if name.startswith("constant"):
+        if arguments:
+            raise InputError(f"learning_rate_arguments: {name} takes none; found {', '.join(arguments)}")
+        if not warmup:
+            return LambdaLR(optimizer, lambda _: 1.0)
     from transformers.optimization import get_scheduler  # takes each rank two seconds if nothing else needs it
 
-    return get_scheduler(
-        "constant_with_warmup" if name == "constant" else name,
-        optimizer,
-        num_warmup_steps=warmup,
-        num_training_steps=iterations,
-    )
+    try:
+        schedule = get_scheduler(
+            "constant_with_warmup" if name == "constant" else name,
+            optimizer,
+            num_warmup_steps=warmup,
+            num_training_steps=iterations,
+            scheduler_specific_kwargs=dict(arguments),
+        )
+        assert isinstance(schedule, LambdaLR)
+        for iteration in (0, iterations // 2, iterations):  # some arguments fail only when they are used
+            for factor in schedule.lr_lambdas:
+                factor(iteration)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise InputError(f"learning_rate_arguments: {name} refuses them: {str(error).splitlines()[0]}") from None
+    return schedule

@@ -23,7 +23,7 @@ from auto3d.runtime.distinct_subgraphs import ModelSubgraphs
 from auto3d.runtime.gradient_sync import GradientSync, Holders
 from auto3d.runtime.link_timing import ProfiledRanks, rank_counts, time_collectives, time_messages
 from auto3d.runtime.materialize import materialize
-from auto3d.runtime.optimizer import build_optimizer, update
+from auto3d.runtime.optimizer import build_optimizer
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.subgraph_timing import MIN_REPETITIONS, Seconds, SubgraphRun, subgraph_times, time_subgraph
@@ -199,7 +199,7 @@ class _Profiler:
                 sync.zero({0})
                 sync.squared_norm()
                 sync.scale(1.0)
-                update(optimizer, run_ahead=run_ahead, timeout_s=timeout_s)
+                optimizer.step()
                 end = ranks.clock.mark()
                 ranks.clock.settle()  # an update begins on an idle device, since the host has waited for the norm
                 times.append(ranks.clock.seconds(begin, end))

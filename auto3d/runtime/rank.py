@@ -1,6 +1,6 @@
 """One rank of a plan, built in order: layout, programs, process groups, state, stages, optimizers, executor."""
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,21 +18,26 @@ from auto3d.data import BatchSlice, TrainingData
 from auto3d.plan import Plan
 from auto3d.runtime.agreement import check_agreement
 from auto3d.runtime.backend import Backend, RealBackend, trained_parameters
+from auto3d.runtime.batch_targets import BatchTargets, check_loss, targets_vary
 from auto3d.runtime.emulated import EmulatedBackend
 from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.executor import Executor, Peers
+from auto3d.runtime.gradient_sync import GradientSync
 from auto3d.runtime.inputs import MicroBatchInputs
 from auto3d.runtime.layout import PlanLayout, RankLayout, lay_out_plan, lay_out_rank
-from auto3d.runtime.optimizer import Optimizer, build_optimizer, make_state, state_by_parameter
+from auto3d.runtime.loss_scale import LossScale
+from auto3d.runtime.optimizer import build_optimizer, learning_rate_of
+from auto3d.runtime.optimizer_memory import optimizer_copies
+from auto3d.runtime.optimizer_state import OptimizerTensor, make_state, state_tensors
 from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.replicas import capture_slices, rank_program
 from auto3d.runtime.run_ahead import RunAhead
-from auto3d.runtime.settings import TrainingSettings, optimizer_copies
-from auto3d.runtime.sharded_optimizer import connect_shards
+from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.state_part import StatePart
 from auto3d.runtime.tensor_group import ProcessTensorGroup
 from auto3d.runtime.totals import Totals
+from auto3d.runtime.weight_shard import WeightShard
 from auto3d.runtime.world import World, connect, new_group
 from auto3d.schedule.check import check
 from auto3d.schedule.lowering import lower
@@ -45,7 +50,7 @@ _CAUSE_OF_SEED = (
 )
 _CAUSE_OF_FILE = "do all nodes read the same model.weights, with every buffer that the model draws at random?"
 
-Optimizers = dict[PipeStage, tuple[Optimizer, LRScheduler] | None]
+Optimizers = dict[PipeStage, tuple[torch.optim.Optimizer, LRScheduler] | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +68,7 @@ class Rank:
     parameters: dict[str, nn.Parameter]
     buffers: dict[str, torch.Tensor]
     optimizers: Optimizers
+    weight_shards: tuple[WeightShard, ...]  # this rank's slices of the weights, under ZeRO-1
     all_names: tuple[str, ...]
     """Names, as ``stored_as`` has them, of the parameters and buffers that any rank holds; none if devices are
     emulated."""
@@ -71,6 +77,7 @@ class Rank:
     shapes: Mapping[str, tuple[int, ...]]  # shape of each whole parameter and buffer
     shards: Mapping[str, Shard]  # this rank's shard of each that tensor parallelism splits
     predicted: DeviceMemory  # predicted bytes of this rank's pipeline device
+    loss_scale: LossScale
     evaluations: dict[Hashable, Any] = field(default_factory=dict)
     """What evaluations of the rank have made so far, by what they compute; see evaluation.py."""
 
@@ -87,34 +94,43 @@ class Rank:
     def state(self) -> dict[str, StatePart]:
         """Everything that training changes here, by name, except the learning rates and ``numbers``."""
         state = {f"model.{name}": self._part(name, tensor) for name, tensor in (self.parameters | self.buffers).items()}
-        names = {parameter: name for name, parameter in self.parameters.items()}
-        for optimizer, _ in filter(None, self.optimizers.values()):
-            for parameter, kept in state_by_parameter(optimizer).items():
-                name = names[parameter]
-                for key, tensor in kept.items():
-                    alike = tensor.shape == parameter.shape
-                    part = self._part(name, tensor) if alike else StatePart(tensor=tensor, shape=tuple(tensor.shape))
-                    state[f"optimizer.{name}.{key}"] = part
+        for each in self.optimizer_state():
+            if each.per_element:
+                part = self._part(each.parameter, each.tensor, each.flat)
+            else:
+                part = StatePart(tensor=each.tensor, shape=tuple(each.tensor.shape))
+            state[f"optimizer.{each.parameter}.{each.key}"] = part
         return state
 
-    def _part(self, name: str, tensor: torch.Tensor) -> StatePart:
-        """What this rank holds of a tensor that is held like the parameter or buffer ``name``."""
-        return StatePart(tensor=tensor.detach(), shape=self.shapes[name], shard=self.shards.get(name))
+    def _part(self, name: str, tensor: torch.Tensor, flat: tuple[int, int] | None = None) -> StatePart:
+        """What this rank holds of a tensor that is held like the parameter or buffer ``name``, or a range of it."""
+        return StatePart(tensor=tensor.detach(), shape=self.shapes[name], shard=self.shards.get(name), flat=flat)
+
+    def optimizer_state(self) -> Iterator[OptimizerTensor]:
+        """The state of this rank's optimizers; under ZeRO-1 the ranges of the parameters that it updates."""
+        for optimizer, _ in filter(None, self.optimizers.values()):
+            yield from state_tensors(optimizer, self.parameters, self.weight_shards)
 
     def numbers(self) -> dict[str, float]:
         """Numbers that training changes, the same on all ranks; they are part of a checkpoint."""
-        return {}
+        return self.loss_scale.numbers()
 
     def restore(self, numbers: Mapping[str, float]) -> None:
         """Continue with the ``numbers`` of a checkpoint."""
+        self.loss_scale.restore(numbers)
 
 
-def check_plan(captured: CapturedModel, plan: Plan, settings: TrainingSettings) -> None:
+def check_plan(
+    captured: CapturedModel, plan: Plan, settings: TrainingSettings, data: TrainingData | None = None
+) -> None:
     """Raise InputError where ``plan`` does not fit its schedule, its model or ``settings``, as its ranks would.
 
+    With ``data``, it also does where the model's loss cannot be that of one process on such data.
     It makes the program of every size that a rank needs, so that ranks forked afterwards capture and derive nothing.
     """
-    lay_out_plan(captured, plan, settings)
+    common = lay_out_plan(captured, plan, settings)
+    may_ignore = data is not None and data.may_ignore_targets
+    check_loss(common.terms, common.schedule, settings, may_ignore=may_ignore)
     capture_slices(captured, plan)
 
 
@@ -139,6 +155,7 @@ def build_rank(
         keep_freed_memory()
     # Everything else follows from the layout; a plan that does not fit is refused before any rank waits for another.
     common = lay_out_plan(captured, plan, settings, schedule)
+    check_loss(common.terms, common.schedule, settings, may_ignore=data.may_ignore_targets)
     layout = lay_out_rank(common, world.rank)
     # Programs need no peers, but every connection below is made for the messages and sums that they have.
     programs = _programs(layout)
@@ -146,7 +163,8 @@ def build_rank(
     memory = MemoryWatch(layout.device, _predicted_memory(common)[layout.device])
     # Waits for other ranks go through this, so that each has its deadline.
     run_ahead = RunAhead(device, timeout_s)
-    backend = _backend(settings, device, run_ahead, state)
+    loss_scale = LossScale.of(settings.loss_scale)
+    backend = _backend(settings, device, run_ahead, state, loss_scale)
     # From here on process groups are made, in the same order on every rank, and connected at once: NCCL blocks at the
     # first use of a group until its other ranks use it, which must not happen between messages. First, all ranks.
     everyone = new_group(range(world.size), timeout_s, device=device)
@@ -169,10 +187,8 @@ def build_rank(
         device=device,
     )
     stages = backend.stages(layout, tensors, randomness, group)
-    # Last, one group for each shard of a pipeline device's weights, if its ranks shard their optimizer, whose state is
-    # the last large memory.
-    shard_group = _shard_group(layout, device, timeout_s) if plan.shard_optimizer else None
-    optimizers = _optimizers(layout, tensors, settings, shard_group)
+    # The optimizers' state is the last large memory.
+    optimizers = _optimizers(layout, tensors, settings, sync, run_ahead)
     # The executor only puts together what exists by now.
     totals = Totals(
         everyone,
@@ -190,6 +206,13 @@ def build_rank(
         randomness=randomness,
         memory=memory,
         clip_norm=settings.optimizer.clip_norm,
+        targets=BatchTargets(
+            terms=common.terms,
+            micro_batches=plan.dp * layout.micro_batches,
+            vary=targets_vary(common.terms, may_ignore=data.may_ignore_targets),
+        ),
+        loss_scale=loss_scale,
+        learning_rate=learning_rate_of(settings.optimizer, settings.iterations),
     )
     rank = Rank(
         common=common,
@@ -203,12 +226,14 @@ def build_rank(
         parameters={name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)},
         buffers={name: tensor for name, tensor in tensors.items() if name in captured.graph.buffers},
         optimizers=optimizers,
+        weight_shards=tuple(sync.shards.values()),
         all_names=layout.all_stored_names,
         shared=layout.state_of_several_ranks,
         stored_as={name: layout.stored_name(name) for name in tensors},
         shapes={name: tuple(value.shape) for name, value in _whole_state(captured).items()},
         shards={name: shard for name in tensors if (shard := layout.shard_of(name)) is not None},
         predicted=memory.predicted,
+        loss_scale=loss_scale,
     )
     # Nothing would correct ranks that begin with different weights, so they compare them before the first iteration.
     cause = _CAUSE_OF_SEED if state is None else _CAUSE_OF_FILE
@@ -242,13 +267,18 @@ def _backend(
     device: torch.device,
     run_ahead: RunAhead,
     initial_weights: Mapping[str, torch.Tensor] | None,
+    loss_scale: LossScale,
 ) -> Backend:
     if settings.emulation is not None:
         return EmulatedBackend(
             emulation=settings.emulation, device=device, run_ahead=run_ahead, timeout_s=settings.timeout_s
         )
     return RealBackend(
-        device=device, run_ahead=run_ahead, timeout_s=settings.timeout_s, initial_weights=initial_weights
+        device=device,
+        run_ahead=run_ahead,
+        timeout_s=settings.timeout_s,
+        initial_weights=initial_weights,
+        loss_scale=loss_scale,
     )
 
 
@@ -269,14 +299,6 @@ def inputs_of(layout: RankLayout, data: TrainingData, device: torch.device) -> M
     )
 
 
-def _shard_group(layout: RankLayout, device: torch.device, timeout_s: float) -> dist.ProcessGroup:
-    """The ranks that hold the same shard of the same stages as this one, connected. Every rank makes all groups."""
-    groups = {ranks: new_group(ranks, timeout_s, device=device) for ranks in layout.optimizer_groups}
-    group = next(group for ranks, group in groups.items() if dist.get_rank() in ranks)
-    connect_shards(group, device, timeout_s=timeout_s)
-    return group
-
-
 def _tensor_group(
     layout: RankLayout, device: torch.device, run_ahead: RunAhead, timeout_s: float
 ) -> ProcessTensorGroup | None:
@@ -294,18 +316,29 @@ def _optimizers(
     layout: RankLayout,
     state: Mapping[str, torch.Tensor],
     settings: TrainingSettings,
-    shard_group: dist.ProcessGroup | None,
+    sync: GradientSync,
+    run_ahead: RunAhead,
 ) -> Optimizers:
     """One optimizer per stage; a parameter that two stages of this rank share belongs to the first of them."""
     remaining = trained_parameters(state)
+    shards = list(sync.shards.values())
     optimizers: Optimizers = {}
     for pipe_stage, stage in layout.stages.items():
-        parameters = [remaining.pop(name) for name in stage.state if name in remaining]
-        if not parameters:
+        names = [name for name in stage.state if name in remaining]
+        here = [shard for shard in shards if not shard.parameters.keys().isdisjoint(names)]
+        sharded = {name for shard in here for name in shard.parameters}
+        whole = {name: remaining.pop(name) for name in names if name not in sharded}
+        remaining = {name: parameter for name, parameter in remaining.items() if name not in sharded}
+        if not names:
             optimizers[pipe_stage] = None
             continue
         optimizer, learning_rate = build_optimizer(
-            parameters, settings.optimizer, iterations=settings.iterations, shard_over=shard_group
+            list(whole.values()),
+            settings.optimizer,
+            iterations=settings.iterations,
+            exempt=[parameter for name, parameter in whole.items() if name in layout.exempt],
+            shards=here,
+            run_ahead=run_ahead,
         )
         make_state(optimizer)
         optimizers[pipe_stage] = optimizer, learning_rate

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from auto3d.runtime.activity import THIS_RANK
+from auto3d.runtime.observer import StepObserver
 from auto3d.runtime.waiting import poll, wait
 
 OPERATIONS_AHEAD = 2  # operations queued behind the running one: enough to hide the time that queueing takes
@@ -33,6 +34,7 @@ class RunAhead:
     def __init__(self, device: torch.device, timeout_s: float) -> None:
         self._has_queue = device.type == "cuda"
         self.timeout_s = timeout_s
+        self.observer: StepObserver | None = None  # is told of each operation and of each wait for other ranks
         self._at = ""
         self._waits: list[tuple[dist.Work, str]] = []  # waits of the operation that is being queued
         self._queued: deque[_Queued] = deque()
@@ -45,6 +47,13 @@ class RunAhead:
 
     def wait(self, work: dist.Work, what: str) -> None:
         """Let everything that is queued from now on wait for ``work``, which errors call ``what``."""
+        if self.observer is None:
+            self._wait(work, what)
+            return
+        with self.observer.waiting(what):
+            self._wait(work, what)
+
+    def _wait(self, work: dist.Work, what: str) -> None:
         if self._has_queue:
             work.wait()
             self._waits.append((work, what))

@@ -10,11 +10,15 @@ import torch
 from torch import nn
 
 from auto3d.capture.graph import Graph
+from auto3d.capture.loss_terms import TargetTerm
 from auto3d.capture.model import CapturedModel
 from auto3d.partition.segment import Segment, segments
 from auto3d.partition.stage import Stage
+from auto3d.runtime.loss_scale import LossScale
+from auto3d.runtime.low_precision import copies_of
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage_program import segment_program
+from auto3d.runtime.target_counts import TargetCounts
 from auto3d.runtime.tensor_group import TensorParallelRank
 from auto3d.runtime.weight_gradients import DeferredGradients, add_gradient
 from auto3d.runtime.weight_versions import WeightVersions, new_leaf
@@ -25,6 +29,7 @@ class RunnableStage(Protocol):
 
     stage: Stage
     losses: dict[int, torch.Tensor]  # micro-batch -> its weighted loss, until it is taken
+    counts: dict[int, dict[int, torch.Tensor]]  # micro-batch -> term of the loss -> its targets, until they are taken
     weights: WeightVersions
 
     def forward(
@@ -105,7 +110,9 @@ class StageModule:
     ``tensors`` contains the stage's state by name, on ``device``; the parameters collect gradients in their ``.grad``.
     With ``old_weights`` each micro-batch sees the version of the parameters that ``weights`` has for it, and all
     gradients are added to the ``.grad`` that existed when the StageModule was made. A micro-batch's loss is multiplied
-    by ``loss_weight``, so that its sum over the micro-batches of an update and over replicas is the mean.
+    by ``loss_weight``, so that its sum over the micro-batches of an update and over replicas is the mean. Those of the
+    ``terms`` of the loss that the stage computes are weighted by their number of targets, which ``counts`` has. The
+    backward begins with the loss times ``loss_scale``.
 
     A stage with ``recompute`` keeps only the activations of the operations in ``kept`` (ranges of positions), its
     inputs and received values, and the values that pass between kept and dropped operations. With ``split_backward``
@@ -127,13 +134,22 @@ class StageModule:
         split_backward: bool = False,
         old_weights: bool = False,
         tensor: TensorParallelRank | None = None,
+        terms: Sequence[TargetTerm] = (),
+        loss_scale: LossScale | None = None,
     ) -> None:
         self.stage = stage
         self.sent = list(dict.fromkeys(transfer.value.name for transfer in stage.sent))
         self.losses: dict[int, torch.Tensor] = {}  # micro-batch -> its weighted loss, until it is taken
+        self.counts: dict[int, dict[int, torch.Tensor]] = {}
+        self._targets = TargetCounts(terms)
+        self._loss_scale = loss_scale or LossScale()
         self._loss_name = captured.graph.loss if stage.has_loss else None
         self._deferred = DeferredGradients() if split_backward else None
-        self.weights = WeightVersions({name: tensors[name] for name in stage.state}, several=old_weights)
+        self.weights = WeightVersions(
+            {name: tensors[name] for name in stage.state},
+            several=old_weights,
+            copies=copies_of(captured, frozenset(stage.nodes)),
+        )
         if not recompute:
             kept = [(0, len(captured.graph.nodes))]
         divided = segments(captured.graph, stage, kept)
@@ -157,6 +173,7 @@ class StageModule:
                     deferred=self._deferred,
                     per_user=per_use,
                     tensor=tensor,
+                    targets=self._targets,
                 ),
             )
             for segment in divided
@@ -198,6 +215,8 @@ class StageModule:
                     in_flight.values[name] = output.detach().requires_grad_(self._between[name])
         if self._loss_name is not None:
             self.losses[micro_batch] = made[self._loss_name] * self._loss_weight
+        if counts := self._targets.take():
+            self.counts[micro_batch] = counts
         return {name: made[name].contiguous() for name in self.sent}
 
     def recompute(self, micro_batch: int) -> None:
@@ -273,7 +292,7 @@ class StageModule:
             else:
                 arrived = list(gradients.get(name, ()))
             if name == self._loss_name:
-                arrived.append(torch.full_like(output, self._loss_weight))
+                arrived.append(torch.full_like(output, self._loss_weight * self._loss_scale.value))
             if arrived and output.requires_grad:
                 used.append(output)
                 output_gradients.append(sum(arrived[1:], start=arrived[0]))

@@ -9,13 +9,18 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_map_only
 
+from auto3d.capture.autocast import copy_name
 from auto3d.capture.describe import is_random
 from auto3d.capture.model import CapturedModel
 from auto3d.partition.segment import Segment
 from auto3d.runtime.constants import fold_constants
+from auto3d.runtime.low_precision import UseOfCopy
 from auto3d.runtime.randomness import Randomness, SeededOperation
+from auto3d.runtime.target_counts import TargetCounts
 from auto3d.runtime.tensor_group import TensorParallelRank
 from auto3d.runtime.weight_gradients import DeferredGradients, split_operation
+
+_USE_OF_COPY = "use_of_copy"
 
 
 def segment_program(
@@ -27,18 +32,29 @@ def segment_program(
     deferred: DeferredGradients | None,
     per_user: Collection[str] = (),
     tensor: TensorParallelRank | None = None,
+    targets: TargetCounts | None = None,
 ) -> tuple[fx.GraphModule, list[str], list[str]]:
     """The segment as a module, and the names of its arguments: of its state, then of the values that it takes.
 
     The module's arguments are the state and then the values; it returns the values that the segment gives. A name
     occurs once, except that a name in ``per_user`` occurs once for each operation that uses it, in the order of use.
+    Of a parameter that operations use in low precision, the copy is an argument too, named by ``copy_name``.
     With ``deferred``, the module's backward defers weight gradients to it, for the operators that support this. If
-    ``captured`` is the program of a tensor-parallel rank, ``tensor`` runs its collectives.
+    ``captured`` is the program of a tensor-parallel rank, ``tensor`` runs its collectives. Means over targets are
+    counted by ``targets``.
     """
     names = {**captured.exported.parameters, **captured.exported.buffers}
     order = {node: number for number, node in enumerate(captured.exported.program.nodes)}
     source = {node.name: node for node in order}
-    placeholder = {names.get(n.name, n.name): n for n in captured.exported.program.find_nodes(op="placeholder")}
+    copies = captured.exported.copies
+    placeholder = {
+        names.get(n.name, n.name): n
+        for n in captured.exported.program.find_nodes(op="placeholder")
+        if n.name not in copies
+    }
+    copies_by_name: dict[str, list[fx.Node]] = {}
+    for place, parameter in copies.items():
+        copies_by_name.setdefault(names[parameter], []).append(source[place])
     inside = set(segment.nodes)
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
@@ -49,7 +65,8 @@ def segment_program(
         added: list[str] = []
         for name in names:
             node = node_of[name]
-            users = sorted((user for user in node.users if user.name in inside), key=order.__getitem__)
+            of_copies = [user for copy in copies_by_name.get(name, ()) for user in copy.users]
+            users = sorted({user for user in (*node.users, *of_copies) if user.name in inside}, key=order.__getitem__)
             for user in users if name in per_user else [None]:
                 value = graph.placeholder(f"{prefix}_{len(added)}")
                 added.append(name)
@@ -59,8 +76,14 @@ def segment_program(
         return added
 
     state = add_placeholders(segment.state, placeholder, "state")
+    for name in segment.state:
+        for low in copies_by_name.get(name, ()):
+            if any(user.name in inside for user in low.users):
+                env[low] = graph.placeholder(f"state_{len(state)}")
+                state.append(copy_name(name, low.meta["val"].dtype))
     values = add_placeholders(segment.takes, source, "value")
     trained = {env[placeholder[name]] for name in state if name in captured.graph.parameters and name not in per_user}
+    parameter_of = {source[place]: source[parameter] for place, parameter in copies.items()}
 
     whole = captured.graph if tensor is None else tensor.model.whole.graph
     operation_number = {node.name: number for number, node in enumerate(whole.nodes)}
@@ -70,22 +93,43 @@ def segment_program(
             continue
         if node.name not in inside and not (node.target is operator.getitem and node.args[0] in env):
             continue
-        copy = graph.node_copy(node, ChainMap(env_of.get(node, {}), env).__getitem__)
+        known = ChainMap(env_of.get(node, {}), env)
+        copy = graph.node_copy(node, known.__getitem__)
         copy.args, copy.kwargs = _on_device((copy.args, copy.kwargs), device)
+        parameters = {  # placeholder of a copy in low precision -> that of its parameter
+            env[used]: known[parameter_of[used]]
+            for used in node.all_input_nodes
+            if used in parameter_of and names[used.name] in captured.graph.trained
+        }
+        split = None
         number = operation_number.get(node.name, -1)  # a conversion has no number: it draws nothing
         if tensor is not None and (replaced := tensor.module_of(node, number, randomness)) is not None:
             modules[node.name] = replaced
         elif is_random(node):
             modules[node.name] = SeededOperation(node.target, number, randomness)
-        elif deferred is not None and (split := split_operation(copy, trained, deferred)) is not None:
-            modules[node.name] = split
+        elif deferred is not None:
+            learned = trained | {each for each, parameter in parameters.items() if parameter in trained}
+            if (split := split_operation(copy, learned, parameters, deferred)) is not None:
+                modules[node.name] = split
+        mean = modules.get(node.name, node.target)
+        if targets is not None and callable(mean) and (counted := targets.module_of(node, mean)) is not None:
+            modules[node.name] = counted
         if node.name in modules:
             copy.op, copy.target = "call_module", node.name
+        if split is None:
+            _use_copies(copy, parameters)
         env[node] = copy
     graph.output([env[source[name]] for name in segment.gives])
-    module = fx.GraphModule(modules, graph)
+    module = fx.GraphModule({**modules, _USE_OF_COPY: UseOfCopy()}, graph)
     fold_constants(module)
     return module, state, values
+
+
+def _use_copies(node: fx.Node, parameters: Mapping[fx.Node, fx.Node]) -> None:
+    """Let gradients that ``node`` returns to copies in low precision, the keys of ``parameters``, reach the values."""
+    for copy, parameter in parameters.items():
+        with node.graph.inserting_before(node):
+            node.replace_input_with(copy, node.graph.call_module(_USE_OF_COPY, (parameter, copy)))
 
 
 def in_layout(value: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:

@@ -14,14 +14,18 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from auto3d.capture.loss_terms import TargetTerm
 from auto3d.capture.model import CapturedModel
 from auto3d.capture.nodes import args_of
 from auto3d.partition.segment import segments
 from auto3d.partition.stage import Stage
 from auto3d.partition.turns import Handover, Turn, turns, values_with_gradient
+from auto3d.runtime.loss_scale import LossScale
+from auto3d.runtime.low_precision import copies_of
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage import no_saved_activations
 from auto3d.runtime.stage_program import segment_program
+from auto3d.runtime.target_counts import TargetCounts
 from auto3d.runtime.tensor_group import Action, Pending, TensorParallelRank, backward_action, forward_action
 from auto3d.runtime.weight_gradients import DeferredGradients, WeightGradientsAtOnce
 from auto3d.runtime.weight_versions import WeightVersions
@@ -146,13 +150,22 @@ class SubPipelinedStage:
         split_backward: bool = False,
         old_weights: bool = False,
         tensor: TensorParallelRank | None = None,
+        terms: Sequence[TargetTerm] = (),
+        loss_scale: LossScale | None = None,
     ) -> None:
         assert tensor is not None
         assert isinstance(tensor.model, SubPipelinedModel)
         group, half_of = tensor.group, tensor.model.half_of
         self.stage = stage
         self.losses: dict[int, torch.Tensor] = {}  # micro-batch -> its weighted loss, until it is taken
-        self.weights = WeightVersions({name: tensors[name] for name in stage.state}, several=old_weights)
+        self.counts: dict[int, dict[int, torch.Tensor]] = {}
+        self._targets = TargetCounts(terms)
+        self._loss_scale = loss_scale or LossScale()
+        self.weights = WeightVersions(
+            {name: tensors[name] for name in stage.state},
+            several=old_weights,
+            copies=copies_of(captured, frozenset(stage.nodes)),
+        )
         self._sent = list(dict.fromkeys(transfer.value.name for transfer in stage.sent))
         self._loss_name = captured.graph.loss if stage.has_loss else None
         self._loss_weight = loss_weight
@@ -185,6 +198,7 @@ class SubPipelinedStage:
                 device=device,
                 deferred=self._weight_gradients,
                 tensor=tensor,
+                targets=self._targets,
             )
             return _RunnablePiece(module=module, state=state, takes=takes, gives=turn.segment.gives)
 
@@ -224,6 +238,8 @@ class SubPipelinedStage:
                 in_flight.taken[number] = {name: values[name] for name in segment.takes}
         if self._loss_name is not None:
             self.losses[micro_batch] = values[self._loss_name] * self._loss_weight
+        if counts := self._targets.take():
+            self.counts[micro_batch] = counts
         return {name: values[name].contiguous() for name in self._sent}
 
     def recompute(self, micro_batch: int) -> None:
@@ -256,7 +272,8 @@ class SubPipelinedStage:
                 given.add(name, gradient)
         if self._loss_name is not None:
             like = self._value_of[self._loss_name]
-            given.add(self._loss_name, torch.full(like.shape, self._loss_weight, dtype=like.dtype, device=self._device))
+            weight = self._loss_weight * self._loss_scale.value
+            given.add(self._loss_name, torch.full(like.shape, weight, dtype=like.dtype, device=self._device))
         for number in reversed(range(len(self._segments))):
             self._run_again(number, micro_batch)
             for turn in self._segments[number].backward:

@@ -1,7 +1,7 @@
 """The numbers that all ranks of a training know after an iteration: the loss, the gradient norm, whether to stop."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,13 +18,14 @@ class Total:
     loss: float  # mean over the global batch's micro-batches
     grad_norm: float | None  # before clipping; None if asynchronous: the gradients are never all there at once
     asked_to_end: bool  # whether any rank was asked to end before the iteration was over
+    counts: tuple[float, ...] = ()  # targets that the global batch has for each counted term of the loss
 
 
 class Totals:
-    """Sums losses and squared gradient norms over ``everyone``, in one all-reduce per iteration.
+    """Sums losses, counts of targets and squared gradient norms over ``everyone``, in one all-reduce per iteration.
 
     Each sum also carries the answer of ``asked_to_end``, so that all ranks end after the same iteration. The ranks of a
-    tensor-parallel group compute the same loss; one of them has ``counts_loss``.
+    tensor-parallel group compute the same loss on the same targets; one of them has ``counts_loss``.
     """
 
     def __init__(
@@ -47,30 +48,40 @@ class Totals:
         self._unsummed: deque[tuple[torch.Tensor, float]] = deque()
         self._summed: deque[tuple[dist.Work, torch.Tensor, float]] = deque()
 
-    def reduce(self, loss: torch.Tensor | float, squared_norm: torch.Tensor | float) -> Total:
-        """The sums over all ranks; each gives its ``loss`` and ``squared_norm`` and waits for the others."""
-        totals = torch.zeros(3, dtype=torch.float64, device=self._device)
-        # Not totals[2] = …, which copies a number to a GPU and waits without a deadline until its queue is empty.
-        if self._counts_loss:
-            totals[0].add_(loss)
+    def reduce(
+        self,
+        loss: torch.Tensor | float,
+        squared_norm: torch.Tensor | float,
+        counts: Sequence[torch.Tensor | float] = (),
+    ) -> Total:
+        """The sums over all ranks; each gives its ``loss``, ``squared_norm`` and ``counts``, and waits for the others.
+
+        All ranks give as many ``counts``.
+        """
+        totals = self._totals(loss, counts)
         totals[1].add_(squared_norm)
-        totals[2].add_(self._asked_to_end())
         what = "the loss and gradient norm of all ranks"
         with waiting_for(what, self._timeout_s):
             work = dist.all_reduce(totals, group=self._everyone, async_op=True)
         assert work is not None  # because it is asynchronous
         self._run_ahead.wait(work, what)
         self._run_ahead.catch_up()
-        total_loss, total_norm, asked = totals.tolist()
-        return Total(total_loss, total_norm**0.5, asked > 0)
+        asked, total_norm, total_loss, *total_counts = totals.tolist()
+        return Total(total_loss, total_norm**0.5, asked > 0, tuple(total_counts))
 
-    def add(self, loss: torch.Tensor | float, seconds: float) -> None:
-        """Keep the ``loss`` of an iteration that has ended on this rank until the program begins its sum."""
-        totals = torch.zeros(2, dtype=torch.float64, device=self._device)
+    def add(self, loss: torch.Tensor | float, seconds: float, counts: Sequence[torch.Tensor | float] = ()) -> None:
+        """Keep the sums of an iteration that has ended on this rank until the program begins to sum them."""
+        self._unsummed.append((self._totals(loss, counts), seconds))
+
+    def _totals(self, loss: torch.Tensor | float, counts: Sequence[torch.Tensor | float]) -> torch.Tensor:
+        """What this rank adds: whether it is asked to end, 0 in the place of the norm, the loss and the counts."""
+        totals = torch.zeros(3 + len(counts), dtype=torch.float64, device=self._device)
+        # Not totals[0] = …, which copies a number to a GPU and waits without a deadline until its queue is empty.
+        totals[0].add_(self._asked_to_end())
         if self._counts_loss:
-            totals[0].add_(loss)
-        totals[1].add_(self._asked_to_end())
-        self._unsummed.append((totals, seconds))
+            for number, value in enumerate((loss, *counts), start=2):
+                totals[number].add_(value)
+        return totals
 
     def begin_sum(self) -> None:
         """Begin the sum of the first iteration that waits for one. It does not block: other ranks are not as far."""
@@ -95,5 +106,5 @@ class Totals:
     def _next(self) -> tuple[Total, float]:
         work, totals, seconds = self._summed.popleft()
         wait(work, timeout_s=self._timeout_s, what="the loss of all ranks")
-        loss, asked = totals.tolist()
-        return Total(loss, None, asked > 0), seconds
+        asked, _, loss, *counts = totals.tolist()
+        return Total(loss, None, asked > 0, tuple(counts)), seconds

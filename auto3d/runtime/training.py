@@ -26,13 +26,16 @@ from auto3d.runtime.checkpoint import (
 from auto3d.runtime.checkpoint_read import CheckpointReader
 from auto3d.runtime.checkpoint_write import CheckpointWriter
 from auto3d.runtime.executor import IterationResult
+from auto3d.runtime.gathered import of_all_ranks
 from auto3d.runtime.measurement import BYTES
 from auto3d.runtime.optimizer import advance
+from auto3d.runtime.optimizer_state import make_state_to_load
 from auto3d.runtime.out_of_memory import OutOfMemoryError, is_out_of_memory, out_of_memory_line
 from auto3d.runtime.peak_memory import PeakBytes, PeakMemory
 from auto3d.runtime.rank import Rank, build_rank
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.waiting import waiting_for
+from auto3d.runtime.watch import TraceRequest, Watch, Watched
 from auto3d.runtime.world import World, join
 from auto3d.schedule.program import Program
 
@@ -65,15 +68,24 @@ def train(
     state: Mapping[str, torch.Tensor] | None = None,
     checkpoints: Checkpoints | None = None,
     asked_to_end: Callable[[], bool] = lambda: False,
-    on_iteration: Callable[[int, IterationResult], None] = lambda iteration, result: None,
+    on_iteration: Callable[[int, IterationResult, Watched], None] | None = None,
+    trace: TraceRequest | None = None,
 ) -> TrainingResult:
-    """Train to the end as rank ``world.rank``; calls ``on_iteration`` with each iteration's number and result."""
+    """Train to the end as rank ``world.rank``.
+
+    ``on_iteration`` receives each iteration's number and result, and what the ranks know of each other. They watch each
+    other only if there is one, on every rank; then ``trace`` may ask for traces of iterations.
+    """
     with naming_this_rank():
         training = Training(
             captured, plan, settings, data, world, state=state, checkpoints=checkpoints, asked_to_end=asked_to_end
         )
+        watch = None if on_iteration is None else training.watch(plan, world.device(settings.device), trace)
         for iteration, result in training.iterations():
-            on_iteration(iteration, result)
+            if watch is not None and on_iteration is not None:
+                if training.flushed:
+                    watch.after(training.done)
+                on_iteration(iteration, result, watch.latest)
         return training.result()
 
 
@@ -143,6 +155,19 @@ class Training:
                 self.save()
             if checkpoints and asked_to_end:
                 return
+
+    def watch(self, plan: Plan, device: torch.device, trace: TraceRequest | None = None) -> Watch:
+        """A Watch of this rank, which the caller tells of the iterations. All ranks must call it."""
+        return Watch(
+            self.rank.executor,
+            plan,
+            self._memory,
+            device,
+            first_iteration=self.done,
+            programs=self.rank.programs,
+            trace=trace,
+            timeout_s=self._settings.timeout_s,
+        )
 
     def save(self) -> None:
         """Begin to write a checkpoint, unless there is one of this iteration; training may go on meanwhile.
@@ -226,13 +251,15 @@ def _resume(
     (done,) = newest_iteration
     if done is None:
         return 0
+    for optimizer, _ in filter(None, rank.optimizers.values()):
+        make_state_to_load(optimizer)
     source = checkpoint_folder(checkpoints.folder, done)
     with CheckpointReader(source) as reader:
         check_it(source, reader.checkpoint)
         reader.load(rank.state())
         rank.restore(reader.checkpoint.numbers)
     for optimizer, learning_rate in filter(None, rank.optimizers.values()):
-        advance(optimizer, learning_rate, done)
+        advance(optimizer, learning_rate, done - rank.loss_scale.skipped_iterations)
     cause = f"do all nodes see the same checkpoint in {checkpoints.folder}?"
     rank.check_agreement(cause=cause, device=device, timeout_s=timeout_s)
     return done
@@ -250,12 +277,3 @@ def _after(programs: Sequence[Program], iterations: int) -> Iterator[Program]:
                 f"{first + 1} to {first + program.iterations} without a flush in between"
             )
         first += program.iterations
-
-
-def of_all_ranks(values: Sequence[float] | Sequence[int], dtype: torch.dtype, *, timeout_s: float) -> torch.Tensor:
-    """The ``values`` of every rank, on every rank: [ranks, values]."""
-    gathered = torch.zeros(dist.get_world_size(), len(values), dtype=dtype)
-    gathered[dist.get_rank()] = torch.tensor(values, dtype=dtype)
-    with waiting_for("the times and the memory of all ranks", timeout_s):
-        dist.all_reduce(gathered)
-    return gathered

@@ -7,8 +7,9 @@ order of execution, so that both draw the same numbers.
 
 import inspect
 import io
+from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import redirect_stdout, suppress
+from contextlib import AbstractContextManager, redirect_stdout, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from auto3d.capture.autocast import PRECISIONS
 from auto3d.capture.empty import buffers_of, moved
 from auto3d.capture.errors import CaptureError, is_model_code
 from auto3d.capture.model import CapturedModel
@@ -25,6 +27,7 @@ from auto3d.data import Batches, DataSettings
 from auto3d.partition.segment import segments
 from auto3d.partition.stage import Stage, cut
 from auto3d.plan import stages_between
+from auto3d.runtime.low_precision import with_copies
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage import StageModule
 from auto3d.runtime.stage_program import segment_program
@@ -53,13 +56,21 @@ class Computed:
     gradients: Mapping[str, torch.Tensor | None]
     buffers: Mapping[str, torch.Tensor]
 
-    def difference(self, other: "Computed") -> Difference | None:
-        """The loss if it differs, otherwise the gradient that differs most, otherwise a buffer; None if all agree."""
+    def difference(self, other: "Computed", wider: Mapping[str, float] | None = None) -> Difference | None:
+        """The loss if it differs, otherwise the gradient that differs most, otherwise a buffer; None if all agree.
+
+        ``wider`` has, for gradients that were rounded to a narrower type than their own, the factor of their bounds.
+        """
+        wider = wider or {}
         scale = max([1.0, *(float(g.abs().max()) for g in other.gradients.values() if g is not None and g.numel())])
         gradients = [
             difference
             for name, gradient in self.gradients.items()
-            if (difference := difference_of(f"the gradient of {name}", gradient, other.gradients[name], scale))
+            if (
+                difference := difference_of(
+                    f"the gradient of {name}", gradient, other.gradients[name], scale, wider.get(name, 1.0)
+                )
+            )
         ]
         gradients.sort(key=lambda difference: -difference.largest / difference.allowed)
         buffers = (
@@ -83,9 +94,9 @@ def check_against_eager(captured: CapturedModel, data: DataSettings, *, seed: in
         model = moved(captured.exported.build(), device).train()
         batch = one_batch(captured, data, seed=seed, device=device)
         first_buffers = {name: buffer.clone() for name, buffer in buffers_of(model).items()}
-        eager = _run_eager(model, batch)
+        eager = _run_eager(captured, model, batch)
         _restore(model, first_buffers)
-        again = _run_eager(model, batch)
+        again = _run_eager(captured, model, batch)
         name = type(model).__name__
         if (difference := again.difference(eager)) is not None:
             raise CaptureError(
@@ -94,11 +105,14 @@ def check_against_eager(captured: CapturedModel, data: DataSettings, *, seed: in
             )
         _check_same_parameters(captured, model, eager)
         _restore(model, first_buffers)
-        program = _run_program(captured, model, batch, device)
-        if (difference := program.difference(eager)) is not None:
+
+        def difference_from_eager(other: CapturedModel) -> Difference | None:
+            return _run_program(other, model, batch, device).difference(eager, _rounded(other))
+
+        if (difference := difference_from_eager(captured)) is not None:
             _restore(model, first_buffers)
             place = _first_module_that_differs(captured, model, batch, device)
-            place += _branch(captured, lambda other: not _run_program(other, model, batch, device).difference(eager))
+            place += _branch(captured, lambda other: not difference_from_eager(other))
             raise CaptureError(
                 f"the captured program of {name} differs from the eager module: {difference}{place}; make both take "
                 "the same branch, or set training.check_capture=false to train the program all the same"
@@ -139,9 +153,9 @@ class _SeededDraws(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _run_eager(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Computed:
+def _run_eager(captured: CapturedModel, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Computed:
     model.zero_grad()
-    with _SeededDraws():
+    with _SeededDraws(), autocast(captured, next(iter(batch.values())).device):
         loss = loss_of(model(**{name: value.clone() for name, value in batch.items()}))
     loss.backward()
     return Computed(
@@ -149,6 +163,22 @@ def _run_eager(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Computed:
         {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()},
         {name: buffer.clone() for name, buffer in buffers_of(model).items()},
     )
+
+
+def _rounded(captured: CapturedModel) -> dict[str, float]:
+    """Parameter -> coarseness of its gradient, where several operations use its low-precision copy.
+
+    torch.autocast adds their gradients in low precision; a program adds them in the parameter's own.
+    """
+    copies = captured.graph.copies
+    uses = Counter(name for node in captured.graph.nodes for name in node.copies)
+    return {name: coarseness(getattr(torch, copies[name].dtype)) for name, count in uses.items() if count > 1}
+
+
+def autocast(captured: CapturedModel, device: torch.device) -> AbstractContextManager:
+    """Eager code inside computes in the precision of ``captured``."""
+    precision = captured.exported.precision
+    return torch.autocast(device.type, PRECISIONS[precision], enabled=precision != "float32")
 
 
 def loss_of(output: Any) -> torch.Tensor:
@@ -250,7 +280,7 @@ def _first_module_that_differs(
         module.register_forward_hook(lambda module, _, output, path=path: compare(path, module, output))
         for path, module in model.named_modules()
     ]
-    _run_eager(model, batch)
+    _run_eager(captured, model, batch)
     for hook in hooks:
         hook.remove()
     return places[0] if places else ""
@@ -274,7 +304,7 @@ def _values_by_module(
                 made.setdefault(path, []).extend(leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
             return value
 
-    tensors = _tensors(captured, model, device)
+    tensors = with_copies(_tensors(captured, model, device), captured)
     with torch.no_grad(), _SeededDraws():
         Recording(program, garbage_collect_values=False).run(
             *(tensors[name] for name in state), *(batch[name].clone() for name in given)

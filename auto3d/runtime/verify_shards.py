@@ -22,6 +22,7 @@ from auto3d.partition.segment import segments
 from auto3d.partition.stage import cut
 from auto3d.plan import stages_between
 from auto3d.runtime.lockstep import Lockstep, LockstepGroup
+from auto3d.runtime.low_precision import with_copies
 from auto3d.runtime.randomness import Randomness, SeededOperation
 from auto3d.runtime.stage import StageModule
 from auto3d.runtime.stage_program import segment_program
@@ -297,6 +298,7 @@ def _values(
                 made[node.name] = value
             return value
 
+    state = with_copies(state, captured)
     with torch.no_grad():
         Recorder(program, garbage_collect_values=False).run(
             *(state[name] for name in names), *(batch[name].clone() for name in given)

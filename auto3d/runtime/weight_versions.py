@@ -1,9 +1,12 @@
 """Versions of one stage's weights: the version that a micro-batch's forward used stays until its backward has run."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
+
+from auto3d.runtime.low_precision import Copies
+from auto3d.runtime.weight_shard import memory_of
 
 
 class WeightVersions:
@@ -14,14 +17,19 @@ class WeightVersions:
     still needed, the parameters move to a copy and the leaves keep the old memory; a schedule that never needs an old
     version therefore copies nothing. All leaves add their gradients to the ``.grad`` of their parameter, which must
     exist already. Buffers have no versions.
+
+    Of each version, parameters also have the low-precision ``copies``: a copy is made when the first micro-batch asks
+    for its version, after the update that the version begins with.
     """
 
-    def __init__(self, state: Mapping[str, torch.Tensor], *, several: bool) -> None:
+    def __init__(self, state: Mapping[str, torch.Tensor], *, several: bool, copies: Copies | None = None) -> None:
         self._state = state
+        self._copies = copies or {}
+        self._copied: set[int] = set()  # versions whose copies are those of their parameters
         self._version_of: Mapping[int, int] = {}
         self._users: Counter[int] = Counter()  # version -> number of micro-batches of the program that have not ended
         self._newest = 0
-        self._leaves: dict[int, Mapping[str, torch.Tensor]] = {0: self._new_leaves() if several else state}
+        self._leaves: dict[int, dict[str, torch.Tensor]] = {0: self._new_leaves() if several else dict(state)}
 
     def start(self, version_of: Mapping[int, int]) -> None:
         """Begin a program. ``version_of`` has, for each micro-batch, how many updates it sees; absent means 0."""
@@ -29,10 +37,15 @@ class WeightVersions:
         self._users = Counter(version_of.values())
         self._leaves = {0: self._leaves[self._newest]}
         self._newest = 0
+        self._copied.clear()  # between programs a checkpoint may be loaded
 
     def of(self, micro_batch: int) -> Mapping[str, torch.Tensor]:
         """The state by name that ``micro_batch`` runs with."""
-        return self._leaves[self._version_of.get(micro_batch, 0)]
+        version = self._version_of.get(micro_batch, 0)
+        if self._copies and version not in self._copied:
+            self._copy(self._leaves[version])
+            self._copied.add(version)
+        return self._leaves[version]
 
     def end(self, micro_batch: int) -> None:
         """Note that the backward of ``micro_batch`` has run; drops its version if no other micro-batch needs it."""
@@ -44,19 +57,36 @@ class WeightVersions:
     def next(self) -> None:
         """Begin a new version, which the optimizer may then update in place."""
         if self._users[self._newest]:
-            for tensor in self._state.values():
-                if tensor.requires_grad:
-                    tensor.data = tensor.data.clone()
-            leaves: Mapping[str, torch.Tensor] = self._new_leaves()
+            _move([tensor for tensor in self._state.values() if tensor.requires_grad])
+            leaves = self._new_leaves()
         else:
             leaves = self._leaves.pop(self._newest)
         self._newest += 1
         self._leaves[self._newest] = leaves
 
+    @torch.no_grad()
+    def _copy(self, leaves: dict[str, torch.Tensor]) -> None:
+        """Make the low-precision copies of the parameters ``leaves`` and add them, in the memory of old ones if any."""
+        for name, (parameter, dtype) in self._copies.items():
+            if name in leaves:
+                leaves[name].copy_(leaves[parameter])
+            else:
+                leaves[name] = leaves[parameter].to(dtype)
+
     def _new_leaves(self) -> dict[str, torch.Tensor]:
         return {
             name: _with_gradient_of(tensor) if tensor.requires_grad else tensor for name, tensor in self._state.items()
         }
+
+
+def _move(parameters: Iterable[torch.Tensor]) -> None:
+    """Move ``parameters`` to a copy of their memory; those of one flat buffer stay views of one."""
+    copies: dict[int, torch.Tensor] = {}
+    for parameter in parameters:
+        memory = parameter.untyped_storage()._cdata
+        if memory not in copies:
+            copies[memory] = memory_of(parameter).clone()
+        parameter.data = copies[memory].as_strided(parameter.size(), parameter.stride(), parameter.storage_offset())
 
 
 def new_leaf(parameter: torch.Tensor) -> torch.Tensor:

@@ -57,6 +57,8 @@ class _Builder:
     placements: dict[str, TensorPlacement] = field(default_factory=dict)
     operation_of: dict[str, str] = field(default_factory=dict)
     drawn: set[str] = field(default_factory=set)
+    copies: dict[str, list[fx.Node]] = field(default_factory=dict)  # placeholder of a parameter -> those of its copies
+    converted: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)  # (value, its conversion), in order
 
     def build(self) -> LocalProgram:
         program = self.exported.program
@@ -68,6 +70,8 @@ class _Builder:
             copy.name = node.name
             copy.meta["val"] = self._local_value(node.meta["val"], placed)
             self._add(node, placed, copy)
+            if node.name in self.exported.copies:
+                self.copies.setdefault(self.exported.copies[node.name], []).append(node)
         early = self._early_conversions()
         for operation, decision in zip(self.derivation.operations, self.derivation.decisions, strict=True):
             name = operation.call.node.name
@@ -84,6 +88,9 @@ class _Builder:
         outputs = {name: self._made(nodes[node]) for name, node in self.exported.outputs.items()}
         output = self.graph.output((self._in(loss, WHOLE), *outputs.values()))
         output.meta["val"] = None
+        for whole, local in reversed(self.converted):
+            if whole.name in self.copies and not local.users:  # only the parameter itself, or only a copy, is used
+                self.graph.erase_node(local)
         exported = replace(
             self.exported,
             program=self.graph,
@@ -130,16 +137,22 @@ class _Builder:
         return self.local[node, self.placement[node]]
 
     def _convert(self, step: Converted, operation: str) -> None:
-        if (step.node, step.target) in self.local:
+        for node in (step.node, *self.copies.get(step.node.name, ())):
+            self._convert_one(node, step, operation)
+
+    def _convert_one(self, node: fx.Node, step: Converted, operation: str) -> None:
+        """Convert ``node``: the node of ``step``, or a copy of that parameter in low precision."""
+        if (node, step.target) in self.local:
             return
         conversion = CONVERSION_BETWEEN[step.source.kind, step.target.kind]
         split = step.target.split or step.source.split
-        source = self._in(step.node, step.source)
+        source = self._in(node, step.source)
         place = (split.dim, list(split.blocks)) if split is not None else (0, [])
         name = f"{source.name}_{conversion.name}"
-        local = self._call(operator_of(conversion), (source, self.shards, *place), {}, step.node, name)
+        local = self._call(operator_of(conversion), (source, self.shards, *place), {}, node, name)
         self.operation_of[local.name] = operation
-        self._add(step.node, step.target, local)
+        self._add(node, step.target, local)
+        self.converted.append((step.node, local))
 
     def _run(self, operation: OperationWays, decision: Decision) -> None:
         """Add the local operation, with its results."""
@@ -152,7 +165,7 @@ class _Builder:
 
         def localised(argument: Any) -> Any:
             if isinstance(argument, fx.Node):
-                assert argument is next(operands), "arguments come in the order of the operands"
+                assert call.operand(argument) is next(operands), "arguments come in the order of the operands"
                 return self._in(argument, next(needs))
             if isinstance(argument, Inner):
                 name = f"{call.node.name}_{argument.name}"

@@ -37,7 +37,7 @@ def operations_of(
     exported = captured.exported
     state = exported.parameters.keys() | exported.buffers.keys()
     sequences = exported.micro_batch_size if sequence_parallel else None
-    return _Ways(calls_of(exported.program), state, shards, pinned, sequences).operations()
+    return _Ways(calls_of(exported.program, exported.copies), state, shards, pinned, sequences).operations()
 
 
 def ways_of_call(call: Call, shards: int, possible: Mapping[fx.Node, Iterable[Split]]) -> tuple[Rule, tuple[Way, ...]]:
@@ -46,10 +46,15 @@ def ways_of_call(call: Call, shards: int, possible: Mapping[fx.Node, Iterable[Sp
     return rule_of(call), ways.of_call(call, rule_of(call), possible)
 
 
-def calls_of(program: fx.Graph) -> list[Call]:
-    """The operations of ``program`` in order; nodes that take one result out of several are none."""
+def calls_of(program: fx.Graph, copies: Mapping[str, str] | None = None) -> list[Call]:
+    """The operations of ``program`` in order; nodes that take one result out of several are none.
+
+    ``copies`` are those of an ExportedModel; without them, they are operands like any others.
+    """
+    placeholders = {node.name: node for node in program.find_nodes(op="placeholder")}
+    parameter_of = {placeholders[copy]: placeholders[parameter] for copy, parameter in (copies or {}).items()}
     return [
-        Call(node)
+        Call(node, parameter_of)
         for node in program.nodes
         if node.op == "call_function" and not (target_of(node).__name__ == "getitem" and len(args_of(node)) == 2)
     ]
@@ -119,7 +124,9 @@ class _Ways:
     def _alike(self, call: Call) -> tuple:
         """All that the ways of ``call`` depend on. Layers repeat, so most calls are like an earlier one."""
         operands = {node: number for number, node in enumerate(dict.fromkeys(call.operands))}
-        arguments = fx.node.map_arg((call.node.args, call.node.kwargs), lambda node: f"operand {operands[node]}")
+        arguments = fx.node.map_arg(
+            (call.node.args, call.node.kwargs), lambda node: f"operand {operands[call.operand(node)]}"
+        )
         about = tuple(
             (
                 node.meta["val"].shape,

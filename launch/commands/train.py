@@ -1,5 +1,6 @@
 """`auto3d train`."""
 
+import os
 from functools import partial
 
 import click
@@ -19,6 +20,7 @@ from launch.slurm.executor import on_slurm
 @click.option("--plan", "plan_file", type=EXISTING_FILE, help="Train under the plan in this file.")
 @click.option("--fresh", is_flag=True, help="Start from the beginning, even if there are checkpoints.")
 @click.option("--json", "as_json", is_flag=True, help="Print loss, grad_norm, iteration_s, bytes and the plan.")
+@click.option("--trace", is_flag=True, help="Trace one iteration after the warm-up; others: training.trace=[3,10].")
 @options.dry_run
 @options.test_only
 @options.detach
@@ -28,6 +30,7 @@ def train(
     plan_file: str | None,
     fresh: bool,
     as_json: bool,
+    trace: bool,
     dry_run: bool,
     test_only: bool,
     detach: bool,
@@ -38,7 +41,7 @@ def train(
     processes, joins those that torchrun, srun or mpirun started, or submits a job to SLURM. It continues from the
     newest checkpoint; training.checkpoint_every says how often one is written.
     """
-    loaded = load(recipe, overrides)
+    loaded = load(recipe, (*overrides, "training.trace=[0]") if trace else overrides)
     if dry_run or test_only:
         from launch.drivers.planned_training import plan_training  # it imports torch, as in train_on
 
@@ -51,11 +54,15 @@ def train_on(
     loaded: LoadedRecipe, plan_file: str | None, *, fresh: bool = False, as_json: bool = False, detach: bool = False
 ) -> int:
     """Train under ``plan_file`` or the recipe's own plan, and print the result; returns the exit code."""
+    if loaded.values.training.trace:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # no lines of torch.profiler, which reads it when it is loaded
     # These import torch, which takes seconds: --help and a refused recipe are quick without it.
     from auto3d.runtime.joined import joined_world
     from launch.drivers.planned_training import plan_training
     from launch.drivers.train import run_as_job, run_training
+    from launch.watch.outlets import check_outlets
 
+    check_outlets(loaded)
     world = joined_world()
     if world is None and detach and not on_slurm(loaded):
         arguments = [*(["--plan", plan_file] if plan_file else []), *["--fresh"] * fresh]

@@ -50,7 +50,7 @@ def doctor_progress(console: Console) -> Iterator[Callable[[str], None]]:
 @contextmanager
 def sweep_progress(console: Console) -> Iterator[Watcher]:
     """Shows a bar over the trials, and prints a line for each trial that has ended."""
-    with _bar(console) as progress:
+    with bar(console) as progress:
         yield _SweepProgress(progress)
 
 
@@ -91,30 +91,15 @@ class _SweepProgress:
 
 
 @contextmanager
-def training_progress(console: Console, iterations: int) -> Iterator[Callable[[tuple[int, float | None, float]], None]]:
-    """Shows a bar over the iterations; yields a function of (iteration, loss or None if emulated, seconds)."""
-    with _bar(console) as progress:
-        task = progress.add_task("starting", total=iterations)
-
-        def on_iteration(report: tuple[int, float | None, float]) -> None:
-            iteration, loss, seconds = report
-            outcome = "emulated" if loss is None else f"loss {loss:.4f}"
-            progress.update(task, completed=iteration + 1, description=f"{outcome}, {seconds:.3f} s/iteration")
-            if not console.is_terminal:
-                console.print(f"iteration {iteration + 1}/{iterations}: {outcome}, {seconds:.3f} s")
-
-        yield on_iteration
-
-
-@contextmanager
 def profile_progress(console: Console, parts: int | None) -> Iterator[Callable[[str], None]]:
     """Shows a bar over the parts of a measurement; yields a function of the name of a part that is done."""
-    with _bar(console) as progress:
+    with bar(console) as progress:
         task = progress.add_task("starting", total=parts)
         yield lambda part: progress.update(task, advance=1, description=part)
 
 
-def _bar(console: Console) -> Progress:
+def bar(console: Console) -> Progress:
+    """A bar that is shown only on a terminal, and disappears at the end."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),

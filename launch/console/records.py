@@ -143,7 +143,8 @@ def rates(of: Throughput | None) -> dict[str, float | None]:
 
 def measured_precision(recipe: LoadedRecipe) -> str:
     """The precision of matrix products in a trial, as in an accelerator's ``peak_tflops``."""
-    return "tf32" if recipe.values.training.tf32 else "float32"
+    training = recipe.values.training
+    return "tf32" if training.tf32 and training.precision == "float32" else training.precision
 
 
 def compare(records: Sequence[dict[str, Any]], baseline: str) -> None:

@@ -160,6 +160,7 @@ def _run(world: World, pattern: Pattern, device: torch.device, timeout_s: float)
         randomness=Randomness(0, **numbers, device=device),
         memory=MemoryWatch(pipeline_device, DeviceMemory(**{field.name: 0 for field in fields(DeviceMemory)})),
         clip_norm=NO_CLIPPING,
+        learning_rate=lambda iteration: 0.0,
     )
     # Each backward adds 1 to the gradients of its stage.
     norm = pattern.micro_batches * pattern.dp * (schedule.stages * GRADIENT_BYTES / 4) ** 0.5
@@ -265,6 +266,7 @@ class _FakeStage:
     ) -> None:
         self.stage = stage
         self.losses: dict[int, torch.Tensor] = {}
+        self.counts: dict[int, dict[int, torch.Tensor]] = {}
         self.weights = WeightVersions({}, several=False)
         self._pipe = pipe
         self._parameter = parameter

@@ -21,7 +21,7 @@ from auto3d.partition.methods.uniform import uniform
 from auto3d.plan import Plan
 from auto3d.runtime.activity import THIS_RANK
 from auto3d.runtime.executor import IterationResult
-from auto3d.runtime.optimizer import build_optimizer, local_optimizer
+from auto3d.runtime.optimizer import build_optimizer
 from auto3d.runtime.peak_memory import PeakMemory
 from auto3d.runtime.rank import Rank, build_rank
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
@@ -198,8 +198,7 @@ def plain_training(training: ProbeTraining, device: torch.device) -> Iterator[Ex
     plan, data = training.plan, training.data
     seed_all(plan.seed)
     module = training.captured.exported.build().to(device).train()
-    built, learning_rate = build_optimizer(list(module.parameters()), OPTIMIZER, iterations=ITERATIONS)
-    optimizer = local_optimizer(built)
+    optimizer, learning_rate = build_optimizer(list(module.parameters()), OPTIMIZER, iterations=ITERATIONS)
     batches = Batches(data, seed=plan.seed, global_batch=plan.global_batch, micro_batch_size=plan.micro_batch_size)
     count = plan.global_batch // plan.micro_batch_size
     for iteration in range(ITERATIONS):

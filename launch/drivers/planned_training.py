@@ -20,6 +20,7 @@ from launch.console.progress import at_work
 from launch.model import candidates
 from launch.model.build import captured_model, use_device
 from launch.model.graphs import PlanningModel
+from launch.recipe.data import data_settings
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.search_schema import PlanRecipe
 from launch.recipe.settings import cluster, device, training_settings
@@ -76,7 +77,7 @@ def plan_training(
         if plan_file:
             candidates.check_memory(recipe, plan, graph_at)
         if not captures_in_ranks:  # otherwise the ranks check it
-            check_plan(captured_at(size), plan, settings)
+            check_plan(captured_at(size), plan, settings, data_settings(values))
     capture = partial(captured_model, recipe, size) if captures_in_ranks else partial(captured_at, size)
     return PlannedTraining(training_of(recipe, plan), graph, capture, settings)
 

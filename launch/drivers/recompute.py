@@ -8,7 +8,7 @@ from auto3d.capture.graph import Graph
 from auto3d.partition.merak import shard
 from auto3d.partition.recompute import subgraph_starts
 from auto3d.runtime.measurement import Measurement, Status
-from auto3d.runtime.settings import optimizer_copies
+from auto3d.runtime.optimizer_memory import optimizer_copies
 from auto3d.schedule import samples_at_once
 from auto3d.search.recompute import FULL, KeptFractions
 from launch.drivers.planned_training import plan_of

@@ -18,7 +18,8 @@ from auto3d.runtime.out_of_memory import OutOfMemoryError
 from auto3d.runtime.training import TrainingResult, train
 from auto3d.runtime.waiting import PeerLostError, naming_lost_peers
 from auto3d.runtime.world import World, leave_or_end
-from launch.console.progress import at_work, training_progress
+from launch.console.progress import at_work
+from launch.console.training_progress import watching
 from launch.drivers.planned_training import PlannedTraining, plan_training
 from launch.drivers.sweep import check_place
 from launch.executors.submit import on_their_way
@@ -40,6 +41,7 @@ from launch.store.ends import record_ends
 from launch.store.manifest import Entry, State, histories
 from launch.store.trials import Trial, exclusive, manifest_of, same_training, write_command
 from launch.store.watcher import Watcher
+from launch.watch.outlets import metrics_folder
 
 OnResult = Callable[[dict[str, Any]], None]
 
@@ -117,14 +119,15 @@ def _train(
     whole = TrainingRun.of(recipe, training.trial.checkpoints, asked_to_end=lambda: bool(asked))
 
     def run(world: World, report: Report) -> TrainingResult:
-        more = whole.arguments(world, report, settings)
         if settings.device == "cuda":
             use_device(world.device("cuda"))  # before the rank captures
-        return train(training.capture(), training.plan, settings, data, world, state=state, **more)
+        captured = training.capture()
+        more = whole.arguments(training.plan, captured, world, report, settings)
+        return train(captured, training.plan, settings, data, world, state=state, **more)
 
     if world is not None:
         try:
-            result = _run_joined(world, run, console, settings.iterations)
+            result = _run_joined(recipe, training, world, run, console)
         except (
             OutOfMemoryError,
             PeerLostError,
@@ -143,7 +146,7 @@ def _train(
     manifest, name = manifest_of(recipe), training.trial.name
     manifest.append([Entry(trial=name, state=State.STARTED)])
     limits: dict[str, Any] = {"timeout_s": None, "straggle_s": settings.timeout_s, "ignore_sigterm": asked is not None}
-    with training_progress(console, settings.iterations) as on_report:
+    with watching(console, recipe, training.plan, training.trial.checkpoints) as on_report:
         outcome = run_ranks(training.plan.ranks, run, on_report=on_report, devices=devices, **limits)
     if outcome.status is Status.OK and outcome.result.asked_to_end:
         assert asked is not None
@@ -210,7 +213,8 @@ def _has_iterations_left(
     assert folder is not None  # a training has some
     if fresh and os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
         if console is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+            for stale in (folder, metrics_folder(folder)):
+                shutil.rmtree(stale, ignore_errors=True)
         return True
     done = newest(folder)
     if done is None:
@@ -231,12 +235,17 @@ def _ended_badly(console: Console, status: Status, error: str) -> int:
 
 
 def _run_joined(
-    world: World, run: Callable[[World, Report], TrainingResult], console: Console, iterations: int
+    recipe: LoadedRecipe,
+    training: PlannedTraining,
+    world: World,
+    run: Callable[[World, Report], TrainingResult],
+    console: Console,
 ) -> TrainingResult:
+    assert training.trial.checkpoints is not None  # a training has some
     with stdout_to_stderr(), naming_lost_peers():
         if world.rank:
             return run(world, lambda report: None)
-        with training_progress(console, iterations) as on_report:
+        with watching(console, recipe, training.plan, training.trial.checkpoints) as on_report:
             return run(world, on_report)
 
 

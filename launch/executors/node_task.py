@@ -16,8 +16,10 @@ from rich.console import Console
 from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.runtime.measurement import Status
-from launch.console.progress import training_progress
-from launch.executors.trial import IterationReport, TrainingRun, is_whole, measure
+from auto3d.runtime.metrics import Metrics
+from auto3d.runtime.watch import TracedIteration
+from launch.console.training_progress import watching
+from launch.executors.trial import TrainingRun, is_whole, measure
 from launch.recipe.load import LoadedRecipe, load
 from launch.run.diagnosis import Failure, likelihood
 from launch.run.ranks import GRACE_S, NodeRanks, Outcome
@@ -82,7 +84,8 @@ def run_training_on_nodes(
     asked = asked_by_slurm()
     recipe = replace(load(recipe_file), folder=Path(modules))
     training = TrainingRun.of(recipe, Path(checkpoints), asked_to_end=lambda: bool(asked))
-    with training_progress(Console(), recipe.values.training.iterations) as on_report:
+    plan = Plan.from_json(Path(plan_file).read_bytes())
+    with watching(Console(), recipe, plan, Path(checkpoints)) as on_report:
         _run_on_nodes(recipe, plan_file, measurement_file, asked, training, on_report)
 
 
@@ -92,7 +95,7 @@ def _run_on_nodes(
     measurement_file: str,
     asked: Asked,
     training: TrainingRun | None = None,
-    on_report: Callable[[IterationReport], None] = lambda report: None,
+    on_report: Callable[[Metrics | TracedIteration], None] = lambda report: None,
 ) -> None:
     if Path(measurement_file).exists():  # it was written just before SLURM requeued the job
         return

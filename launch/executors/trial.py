@@ -15,9 +15,12 @@ from auto3d.plan import AUTO3D, Plan
 from auto3d.runtime.checkpoint import Checkpoints
 from auto3d.runtime.executor import IterationResult
 from auto3d.runtime.measurement import BYTES, CommunicationCalls, Environment, Measurement, Status
+from auto3d.runtime.metrics import Metrics, metrics_of
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.training import TrainingResult, train
+from auto3d.runtime.watch import TracedIteration, TraceRequest, Watched
 from auto3d.runtime.world import World
+from launch.console.records import measured_precision
 from launch.model.build import capture_for_ranks
 from launch.model.data import check_data_fits, training_data
 from launch.model.initial_weights import initial_weights
@@ -26,13 +29,13 @@ from launch.peers.limits import DEEPSPEED, engine_version
 from launch.peers.training import train_by_peer
 from launch.recipe.data import tokens_per_sample
 from launch.recipe.load import LoadedRecipe
-from launch.recipe.settings import training_settings
+from launch.recipe.settings import known_peak_flops, training_settings
 from launch.run.devices import devices_for
 from launch.run.diagnosis import Ending
 from launch.run.ranks import NodeRanks, Outcome, Report, run_ranks
 from launch.store.files import private_folder
+from launch.watch.outlets import trace_folder
 
-IterationReport = tuple[int, float | None, float]  # number from 0, loss (None: emulated), seconds
 RankCapture = Callable[[World], CapturedModel]  # gives a rank the captured model
 
 
@@ -40,6 +43,7 @@ RankCapture = Callable[[World], CapturedModel]  # gives a rank the captured mode
 class TrainingRun:
     """What a run needs to be the recipe's whole training; a trial is a few of its iterations."""
 
+    recipe: LoadedRecipe
     checkpoints: Checkpoints
     asked_to_end: Callable[[], bool]  # says whether to end early; no signal but SIGKILL ends the ranks
 
@@ -48,17 +52,43 @@ class TrainingRun:
         """The training of ``recipe`` with its checkpoints in ``folder``, which is created."""
         private_folder(folder)
         training = recipe.values.training
+        if training.trace:
+            private_folder(trace_folder(folder))
         checkpoints = Checkpoints(folder=folder, every=training.checkpoint_every, keep=training.checkpoint_keep)
-        return TrainingRun(checkpoints, asked_to_end)
+        return TrainingRun(recipe, checkpoints, asked_to_end)
 
-    def arguments(self, world: World, report: Report, settings: TrainingSettings) -> dict[str, Any]:
-        """Further arguments for ``train``; they make rank 0 report each iteration to its parent."""
+    def arguments(
+        self, plan: Plan, captured: CapturedModel, world: World, report: Report, settings: TrainingSettings
+    ) -> dict[str, Any]:
+        """Further arguments for ``train``; they make rank 0 report the Metrics of each iteration to its parent."""
+        emulated = settings.emulation is not None
+        make = metrics_of(
+            plan,
+            flops=flops_of_graph(plan, captured.graph),
+            tokens_per_sample=tokens_per_sample(self.recipe.values),
+            peak_flops=None if emulated else known_peak_flops(self.recipe, plan, measured_precision(self.recipe)),
+            emulated=emulated,
+        )
 
-        def on_iteration(iteration: int, result: IterationResult) -> None:
+        def on_iteration(iteration: int, result: IterationResult, watched: Watched) -> None:
             if world.rank == 0:
-                report((iteration, None if settings.emulation else result.loss, result.seconds))
+                if watched.traced is not None:
+                    report(watched.traced)
+                report(make(iteration, result, watched))
 
-        return {"checkpoints": self.checkpoints, "asked_to_end": self.asked_to_end, "on_iteration": on_iteration}
+        trace = self.recipe.values.training.trace
+        request = TraceRequest(
+            iterations=tuple(trace),
+            warmup=self.recipe.values.measure.warmup_iterations,
+            folder=trace_folder(self.checkpoints.folder),
+        )
+
+        return {
+            "checkpoints": self.checkpoints,
+            "asked_to_end": self.asked_to_end,
+            "on_iteration": on_iteration,
+            "trace": request,
+        }
 
 
 def measure(
@@ -69,7 +99,7 @@ def measure(
     node: NodeRanks | None = None,
     of_all: Callable[[Outcome], Outcome] = lambda outcome: outcome,
     training: TrainingRun | None = None,
-    on_report: Callable[[IterationReport], None] = lambda report: None,
+    on_report: Callable[[Metrics | TracedIteration], None] = lambda report: None,
     capture: Callable[[Plan], RankCapture] | None = None,
 ) -> Measurement:
     """The measurement of a run of ``plan``: the recipe's warm-up and measured iterations, or the whole ``training``.
@@ -102,7 +132,7 @@ def measure(
             check_data_fits(data, captured.graph, emulated=settings.emulation is not None)
             state = initial_weights(recipe, captured.graph)
             if plan.engine == AUTO3D:
-                more = training.arguments(world, report, settings) if training else {}
+                more = training.arguments(plan, captured, world, report, settings) if training else {}
                 result = train(captured, plan, settings, data, world, state=state, **more)
             else:
                 result = train_by_peer(captured, plan, settings, data, world, state=state)

@@ -37,7 +37,8 @@ def captured_model(recipe: LoadedRecipe, micro_batch_size: int) -> CapturedModel
         build = build_function(recipe)
         try:
             specs = data_settings(recipe.values).input_specs()
-            return capture(build, specs, micro_batch_size, device=device(recipe.values))
+            precision = recipe.values.training.precision
+            return capture(build, specs, micro_batch_size, device=device(recipe.values), precision=precision)
         except CaptureError as error:
             if recipe.values.model.architecture and (key := unset_key(recipe, str(error))):
                 problem = f"none given, and the model needs it: give a value, such as 0 for the id of a token ({error})"

@@ -12,7 +12,7 @@ from auto3d.errors import InputError
 from auto3d.partition.methods import STAGE_METHODS
 from auto3d.partition.stage import cut
 from auto3d.plan import AUTO3D, Plan, PlanError
-from auto3d.runtime.settings import optimizer_copies
+from auto3d.runtime.optimizer_memory import optimizer_copies
 from auto3d.schedule import samples_at_once, schedule_of, write_schedule
 from auto3d.schedule.carried_buffers import check_carried_buffers
 from auto3d.search.algorithms.exhaustive import estimate_best
@@ -185,7 +185,12 @@ def runnable_maker(
 
     def check(plan: Plan) -> None:
         if plan.engine != AUTO3D:
-            check_engine(plan, lambda: graph_at(samples_at_once(plan)), emulated=emulated is not None)
+            check_engine(
+                plan,
+                lambda: graph_at(samples_at_once(plan)),
+                emulated=emulated is not None,
+                precision=recipe.values.training.precision,
+            )
         if emulated is not None:
             emulated.check_fits(plan.stages)
         graph = graph_at(samples_at_once(plan))

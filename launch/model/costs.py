@@ -20,7 +20,7 @@ from launch.model.graphs import PlanningModel
 from launch.model.profile import find_profile
 from launch.recipe.load import RECIPES, LoadedRecipe
 from launch.recipe.schema import UNFUSED
-from launch.recipe.settings import cluster, training
+from launch.recipe.settings import cluster, predicted_precision, training
 from launch.recipe.words import counted
 
 INTERPOLATED = (2, 4)  # samples; at 1 sample a model may have fewer operations than at other sizes
@@ -46,7 +46,7 @@ def subject_of(recipe: LoadedRecipe) -> PlannedModel:
         for _ in range(sizes.count)
     ]
     measured = _measured(recipe, len(layers))
-    precision = values.prediction.precision
+    precision = predicted_precision(values)
     return PlannedLayers(
         layers=tuple(layers),
         layer_work=lambda samples, tp: work_of_layers(layers, samples, tp, precision=precision),
@@ -127,7 +127,7 @@ def _captured_subject(
         return work_of(
             graph,
             sharding(graph).bounds,
-            precision=prediction.precision,
+            precision=predicted_precision(recipe.values),
             fused=prediction.fused,
             fused_attention=fused_attention,
         )
@@ -137,7 +137,7 @@ def _captured_subject(
         return work_of_tensor_parallel(
             subject.work(there),
             local(there, tp, sequence_parallel),
-            precision=prediction.precision,
+            precision=predicted_precision(recipe.values),
             fused=prediction.fused,
             fused_attention=fused_attention,
         )

@@ -230,7 +230,8 @@ class PlanningModel:
         data = {key: value for key, value in values["data"].items() if key != "files"}
         # The folders of the recipe's code come first here, whether or not it has been imported already.
         where = list(dict.fromkeys([*self._recipe.code_folders, *sys.path])) if model["factory"] else []
-        found = {"model": model, "data": data, "device": device(self._recipe.values), "where": where, **what}
+        training = {"device": device(self._recipe.values), "precision": values["training"]["precision"]}
+        found = {"model": model, "data": data, **training, "where": where, **what}
         if (stored := stored_configuration(self._recipe.values.model.weights)) is not None:
             found["stored"] = stored
         return found if self._fused_attention else {**found, "attention": UNFUSED}

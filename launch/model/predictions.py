@@ -13,19 +13,20 @@ from auto3d.capture.graph import Graph
 from auto3d.cost.model import CostModel
 from auto3d.errors import InputError
 from auto3d.plan import AUTO3D, TENSOR_OVERLAPS, Plan
-from auto3d.schedule import write_schedule
+from auto3d.schedule import samples_at_once, schedule_of, write_schedule
 from auto3d.search.make import PlanMaker, shortage_of
 from auto3d.search.placement import MEGATRON
 from auto3d.search.planned_model import PlannedModel
 from auto3d.search.recompute import AUTO, FULL, NONE
 from auto3d.search.space import Candidate
+from auto3d.simulate.simulate import Timeline, simulate
 from launch.model.candidates import task
 from launch.model.costs import captured_subject, cost_model, subject_of
 from launch.model.graphs import PlanningModel
 from launch.model.profile import basis
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.search_schema import PlanRecipe
-from launch.recipe.settings import emulation
+from launch.recipe.settings import emulation, predicted_precision
 
 T = TypeVar("T")
 
@@ -119,9 +120,30 @@ def predict_plans(
         with suppress(InputError):  # for example a degree that the profile lacks
             seconds[plan] = costs.seconds(plan)
     based_on = f"{recipe.values.prediction.method}, on {basis(recipe, costs.measured_in)}"
-    if recipe.values.prediction.precision != "float32" and not costs.measured_in:
-        based_on += f", in {recipe.values.prediction.precision}, while trials train in float32"
+    predicted, trained = predicted_precision(recipe.values), recipe.values.training.precision
+    if predicted != trained and not costs.measured_in:
+        based_on += f", in {predicted}, while trials train in {trained}"
     return PlanPredictions(seconds, based_on)
+
+
+def predicted_timeline(recipe: LoadedRecipe, plan: Plan) -> tuple[Timeline | None, str]:
+    """The simulation of ``plan`` in seconds, and what it rests on; None, and why, where nothing is known.
+
+    Emulated devices have the times that they are given.
+    """
+    model = PlanningModel(recipe)
+    given = emulation(recipe.values)
+    if given is not None:
+        schedule = schedule_of(plan)
+        return simulate(schedule, given.costs(model.graph(samples_at_once(plan)), plan.stages, schedule)), "emulation"
+    costs = cost_model(recipe, captured_subject(recipe, model.graph, model))
+    kinds = (recipe.values.cluster, *recipe.values.cluster.more)
+    if not costs.measured_in and any(kind.accelerator is None for kind in kinds):
+        return None, "the recipe names no accelerator, and there is no profile of this machine (auto3d profile)"
+    try:
+        return costs.timeline(plan), basis(recipe, costs.measured_in)
+    except InputError as error:  # for example a degree that the profile lacks
+        return None, str(error)
 
 
 def plan_rows(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> Iterator[PlannedRow]:
@@ -139,7 +161,7 @@ def plan_rows(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> Iterat
     def maker_of(overrides: tuple[str, ...]) -> tuple[LoadedRecipe, PlanMaker]:
         changed = recipe.changed(overrides) if overrides else recipe
         values = changed.values
-        known = f"{values.model} {values.data} {values.prediction}"
+        known = f"{values.model} {values.data} {values.prediction} {values.training.precision}"
         subject = subjects.setdefault(known, subjects.get(known) or subject_of(changed))
         known += f"{values.cluster} {values.training.optimizer}"
         model = models.setdefault(known, models.get(known) or cost_model(changed, subject))

@@ -31,6 +31,7 @@ def setting_of(recipe: LoadedRecipe) -> Setting:
         devices_per_node=values.cluster.devices_per_node,
         threads=values.training.threads_per_rank,
         tf32=values.training.tf32,
+        precision=values.training.precision,
         deterministic=values.training.deterministic,
         tensor_parallel=tuple(values.model.tensor_parallel.items()),
     )

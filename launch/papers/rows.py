@@ -69,7 +69,7 @@ class RowMaker:
 
     def _predicted(self, recipe: LoadedRecipe) -> dict[str, Any]:
         values = recipe.values
-        known = f"{values.model} {values.data} {values.prediction} {device(values)}"
+        known = f"{values.model} {values.data} {values.prediction} {values.training.precision} {device(values)}"
         if known not in self._subjects:
             self._subjects[known] = planning_subject(recipe, only_predicted=True)
         subject = self._subjects[known]

@@ -31,21 +31,23 @@ def engine_version(engine: str) -> str:
     return f"deepspeed {version('deepspeed')}" if engine in DEEPSPEED and find_spec("deepspeed") else ""
 
 
-def check_engine(plan: Plan, graph: Callable[[], Graph], *, emulated: bool) -> None:
+def check_engine(plan: Plan, graph: Callable[[], Graph], *, emulated: bool, precision: str = "float32") -> None:
     """Raise EngineRefusalError unless the peer ``plan.engine`` can train ``plan``.
 
     ``graph`` returns the model's Graph at the samples that the plan runs at once. ``emulated``: whether the recipe asks
-    for emulated devices.
+    for emulated devices. ``precision`` is that of training.
     """
-    if reason := _refusal(plan, graph, emulated=emulated):
+    if reason := _refusal(plan, graph, emulated=emulated, precision=precision):
         raise EngineRefusalError(plan, reason)
 
 
-def _refusal(plan: Plan, graph: Callable[[], Graph], *, emulated: bool) -> str:
+def _refusal(plan: Plan, graph: Callable[[], Graph], *, emulated: bool, precision: str) -> str:
     if plan.engine in DEEPSPEED and find_spec("deepspeed") is None:
         return "is not installed; pip install 'deepspeed>=0.19'"
     if emulated:
         return "computes for real; use training.compute=real"
+    if precision != "float32":
+        return f"trains here in float32, and training.precision is {precision}"
     if plan.tp > 1:
         return f"has no tensor parallelism for an unmodified model; the plan has tp = {plan.tp}"
     if any(stage.replicas > 1 for stage in plan.stages):

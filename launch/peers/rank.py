@@ -79,6 +79,4 @@ class PeerRank:
     def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, LRScheduler]:
         """The optimizer of the parameters of ``model`` that are trained, and its learning-rate schedule."""
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizer, rate = build_optimizer(parameters, self.settings.optimizer, iterations=self.settings.iterations)
-        assert isinstance(optimizer, torch.optim.Optimizer), "nothing is sharded here"
-        return optimizer, rate
+        return build_optimizer(parameters, self.settings.optimizer, iterations=self.settings.iterations)

@@ -355,6 +355,10 @@ def _check_together(recipe: Recipe, sources: _Sources) -> None:
     if recipe.emulation is not None and recipe.training.compute != "emulated":
         problem = f"belongs to training.compute: emulated, but that is {recipe.training.compute}: leave it out"
         raise RecipeError(sources.of("emulation"), "emulation", problem)
+    predicted, trained = recipe.prediction.precision, recipe.training.precision
+    if trained != "float32" and predicted not in (AUTO, trained):
+        problem = f"found {predicted!r}, but training.precision is {trained}; it takes auto"
+        raise RecipeError(sources.of("prediction.precision"), "prediction.precision", problem)
     engines = recipe.search.engine
     if recipe.measure.communication and engines != AUTO and not set(engines).intersection(DEEPSPEED):
         problem = f"found true, but only DeepSpeed logs it; use false, or add to search.engine: {', '.join(DEEPSPEED)}"

@@ -9,16 +9,21 @@ from launch.recipe.model_schema import ModelRecipe
 from launch.recipe.schema_key import AUTO, LARGEST_BATCH, LARGEST_INTEGER, LARGEST_NODE, LARGEST_TIME_S, key
 from launch.recipe.search_schema import PlanRecipe, SearchRecipe
 
+PRECISIONS = ("float32", "bfloat16", "float16")
 UNFUSED = "unfused"
+TENSORBOARD, WANDB = "tensorboard", "wandb"
 SCATTERED = "scattered"
 
 
 @dataclass
 class PredictionRecipe:
-    precision: str = key("float32", "precision of weights and activations", choices=("float32", "float16", "bfloat16"))
-    sync_precision: str = key(
-        "float32", "precision of the gradient all-reduce", choices=("float32", "float16", "bfloat16")
+    precision: str = key(
+        AUTO,
+        "precision of weights and activations; auto: training.precision; another than that describes another system, "
+        "and needs training.precision: float32",
+        choices=(AUTO, *PRECISIONS),
     )
+    sync_precision: str = key("float32", "precision of the gradient all-reduce", choices=PRECISIONS)
     fused: bool = key(False, "count consecutive elementwise operations as one kernel, as in Megatron-LM")
     attention: str = key(
         AUTO,
@@ -72,6 +77,23 @@ class TrainingRecipe:
         least=1,
     )
     checkpoint_keep: int = key(2, "checkpoints that stay; older ones are removed", least=1)
+    log_every: int | None = key(
+        None,
+        "iterations between two lines about the progress of `auto3d train` in a log; none: by time, a line every 5 "
+        "seconds at most",
+        least=1,
+    )
+    report_to: list[str] = key(
+        [],
+        "who else gets the metrics of `auto3d train`, besides the terminal and the file metrics.jsonl (docs/watch.md)",
+        choices=(TENSORBOARD, WANDB),
+    )
+    trace: list[int] = key(
+        [],
+        "iterations of `auto3d train`, from 1, to trace on every rank (docs/watch.md); 0: the first one after "
+        "measure.warmup_iterations",
+        least=0,
+    )
     optimizer: str = key("adamw", "the optimizer", choices=("adamw", "sgd"))
     learning_rate: float = key(1e-3, "highest learning rate", least=0)
     learning_rate_schedule: str = key(
@@ -85,6 +107,12 @@ class TrainingRecipe:
         1.0, "largest norm of all gradients together; 0: no clipping, which asynchronous schedules need", least=0
     )
     seed: int = key(1, "seed of initial weights, data order and dropout", least=0, below=LARGEST_INTEGER)
+    precision: str = key(
+        "float32",
+        "precision in which operators compute, by torch.autocast's rules for the device; weights, gradients and "
+        "optimizer state stay float32",
+        choices=PRECISIONS,
+    )
     tf32: bool = key(
         False,
         "on GPUs, round the float32 inputs of matrix products and convolutions to 10 bits of mantissa, which is "

@@ -14,6 +14,7 @@ from auto3d.search.space import SearchSpace
 from launch.recipe.cluster_schema import LinkRecipe
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.schema import SCATTERED, Recipe
+from launch.recipe.schema_key import AUTO
 
 CANDIDATES, TRIALS = 2000, 15  # defaults of search.candidates and search.trials
 
@@ -24,7 +25,7 @@ def cluster(recipe: LoadedRecipe, precision: str | None = None) -> Cluster:
     No other function decides how much memory its devices have. Raises RecipeError where an accelerator is unknown or
     its file lacks the precision.
     """
-    precision = precision or recipe.values.prediction.precision
+    precision = precision or predicted_precision(recipe.values)
     values = recipe.values.cluster
     nodes = []
     for number, kind in enumerate([values, *values.more]):
@@ -79,8 +80,9 @@ def _accelerator(recipe: LoadedRecipe, where: str, name: str | None, precision: 
     file, values = recipe.accelerator(where, name)
     if precision not in values.peak_tflops:
         known = ", ".join(values.peak_tflops) or "none"
+        name = "training" if recipe.values.prediction.precision == AUTO else "prediction"
         raise recipe.error(
-            "prediction.precision", f"found {precision!r}; {file} has peak_tflops for {known}: it takes one of these"
+            f"{name}.precision", f"found {precision!r}; {file} has peak_tflops for {known}: it takes one of these"
         )
     return Accelerator(
         name=file.stem,
@@ -101,11 +103,17 @@ def _in_precision(value: float | dict[str, float], precision: str) -> float:
     return value[precision] if isinstance(value, dict) else value
 
 
+def predicted_precision(recipe: Recipe) -> str:
+    """The precision that times and memory are predicted for."""
+    return recipe.training.precision if recipe.prediction.precision == AUTO else recipe.prediction.precision
+
+
 def training(recipe: Recipe) -> TrainingOptions:
     """The training settings that the cost model needs."""
     prediction = recipe.prediction
     return TrainingOptions(
-        precision=prediction.precision,
+        precision=predicted_precision(recipe),
+        autocast=recipe.training.precision != "float32",
         sync_bytes=PRECISION_BYTES[prediction.sync_precision],
         optimizer=recipe.training.optimizer,
         overlap=prediction.overlap,
@@ -137,6 +145,7 @@ def training_settings(recipe: Recipe, *, iterations: int) -> TrainingSettings:
         device=device(recipe),
         threads_per_rank=training.threads_per_rank,
         timeout_s=training.timeout_s,
+        precision=training.precision,
         tf32=training.tf32,
         deterministic=training.deterministic,
         emulation=emulation(recipe),

@@ -19,7 +19,7 @@ from launch.model.profile import how_to_measure
 from launch.model.ranking import predicted_by
 from launch.model.search import search_recipe
 from launch.recipe.load import LoadedRecipe, load
-from launch.recipe.settings import emulation
+from launch.recipe.settings import emulation, predicted_precision
 from launch.recipe.words import counted
 from launch.store.trials import StoreError, last_command, measurement_of, recipe_folder, trial_settings
 
@@ -129,9 +129,9 @@ def _why_not_compared(recipe: LoadedRecipe, costs: CostModel) -> str:
         command = how_to_measure(recipe, costs.measured_in)
         how = f"; to measure it: {command}" if command else ""
         return f"they rest on round figures, not on this machine{how}"
-    precision = recipe.values.prediction.precision
-    if precision != "float32" and not costs.measured_in:
-        return f"they are for {precision}, and trials train in float32"
+    precision, trained = predicted_precision(recipe.values), recipe.values.training.precision
+    if precision != trained and not costs.measured_in:
+        return f"they are for {precision}, and trials train in {trained}"
     return ""
 
 

@@ -5,7 +5,7 @@ from auto3d.runtime.measurement import Status
 from launch.console.records import measured_precision, rates_of
 from launch.recipe.data import tokens_per_sample
 from launch.recipe.load import LoadedRecipe
-from launch.recipe.settings import cluster_of_known_peaks
+from launch.recipe.settings import cluster_of_known_peaks, predicted_precision
 from launch.report.source import ReportedPlan
 
 
@@ -14,7 +14,7 @@ class ThroughputColumns:
 
     def __init__(self, recipe: LoadedRecipe) -> None:
         self._recipe = recipe
-        self._cluster = cluster_of_known_peaks(recipe, recipe.values.prediction.precision)
+        self._cluster = cluster_of_known_peaks(recipe, predicted_precision(recipe.values))
         self._tokens_per_sample = tokens_per_sample(recipe.values)
 
     def of(self, one: ReportedPlan, measured_s: float | None, predicted_s: float | None) -> Throughput | None:
@@ -36,7 +36,7 @@ class ThroughputColumns:
         """What the columns hold, as a sentence; ``measured``, ``predicted``: whether there are plans of that kind."""
         precisions = {
             f"{measured_precision(self._recipe)} (measured plans)": measured,
-            f"{self._recipe.values.prediction.precision} (predicted plans)": predicted,
+            f"{predicted_precision(self._recipe.values)} (predicted plans)": predicted,
         }
         peaks = " and ".join(name for name, is_there in precisions.items() if is_there)
         return (

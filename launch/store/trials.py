@@ -274,10 +274,16 @@ def _measured(recipe: LoadedRecipe) -> dict[str, Any]:
     values = asdict(recipe.values)
     measured = {group: values[group] for group in ("model", "data", "cluster", "training", "emulation", "measure")}
     del measured["training"]["iterations"]  # only `auto3d train` reads it; a trial has measure.iterations
-    del measured["training"]["timeout_s"]
-    del measured["training"]["checkpoint_every"]
-    del measured["training"]["checkpoint_keep"]
-    del measured["training"]["check_capture"]
+    for name in (
+        "timeout_s",
+        "checkpoint_every",
+        "checkpoint_keep",
+        "check_capture",
+        "log_every",
+        "report_to",
+        "trace",
+    ):
+        del measured["training"][name]
     if not values["measure"]["communication"]:
         del measured["measure"]["communication"]  # trials from before there was this key are the same trials
     del measured["cluster"]["memory_gib"]  # it affects which plans are tried, not what one of them does

@@ -18,15 +18,11 @@ from auto3d.partition.methods.uniform import uniform
 from auto3d.partition.recompute import keep_last, subgraph_starts
 from auto3d.plan import Plan, StagePlan
 from auto3d.runtime import optimizer as runtime_optimizer
-from auto3d.runtime.optimizer import build_optimizer, make_state
+from auto3d.runtime.optimizer import build_optimizer
+from auto3d.runtime.optimizer_memory import optimizer_copies, state_copies, update_copies
+from auto3d.runtime.optimizer_state import make_state
 from auto3d.runtime.rank import build_rank
-from auto3d.runtime.settings import (
-    OptimizerSettings,
-    TrainingSettings,
-    optimizer_copies,
-    state_copies,
-    update_copies,
-)
+from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
 from auto3d.runtime.world import join, leave
 from auto3d.schedule import build_schedule, samples_at_once, schedule_of
 from tests.distributed.parity import ADAMW, SGD, make_plan

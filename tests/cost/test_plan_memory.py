@@ -17,7 +17,7 @@ from auto3d.errors import InputError
 from auto3d.partition.merak import shard
 from auto3d.partition.methods.uniform import uniform
 from auto3d.plan import Plan, stages_between
-from auto3d.runtime.settings import state_copies
+from auto3d.runtime.optimizer_memory import state_copies
 from auto3d.schedule import SCHEDULES, build_schedule, samples_at_once
 from tests.distributed.parity import ADAMW, make_plan
 from tests.models import captured

@@ -23,7 +23,7 @@ from auto3d.partition.merak import shard
 from auto3d.partition.methods.uniform import uniform
 from auto3d.partition.stage import cut
 from auto3d.plan import Plan, PlanError, StagePlan, stages_between
-from auto3d.runtime.settings import state_copies
+from auto3d.runtime.optimizer_memory import state_copies
 from auto3d.schedule import schedule_of
 from auto3d.tensor.conversions import Collective
 from auto3d.tensor.local_graph import local_graph, local_graph_from_json, local_graph_to_json

@@ -234,3 +234,6 @@ def test_a_preparation_without_progress_is_not_awaited_for_ever(tmp_path):
         kept(tmp_path, {"a": 1}, hang, wait_s=0.3)
     end.set()
     thread.join(10)
+    tmp_path.chmod(0o770)
+    with pytest.raises(DataError, match="other users could change the data"):
+        kept(tmp_path, {"a": 2}, hang, wait_s=0.3)

@@ -13,9 +13,10 @@ from auto3d.plan import Plan
 from auto3d.runtime.optimizer import build_optimizer
 from auto3d.runtime.rank import build_rank
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
+from auto3d.runtime.verify import autocast
 from auto3d.runtime.world import join, leave
 from tests.distributed.parity import SGD, assert_close
-from tests.models import TRAINED, captured
+from tests.models import TRAINED, captured, precision_of
 
 ITERATIONS = 3
 NO_CLIPPING = replace(SGD, clip_norm=0.0)
@@ -24,7 +25,12 @@ NO_CLIPPING = replace(SGD, clip_norm=0.0)
 def run_rank(world, model: str, plan: Plan, optimizer: OptimizerSettings = NO_CLIPPING) -> dict:
     """Train as one rank; returns its results, its final parameters, and its peak number of weight versions."""
     settings = TrainingSettings(
-        iterations=ITERATIONS, optimizer=optimizer, device="cpu", threads_per_rank=1, timeout_s=60
+        iterations=ITERATIONS,
+        optimizer=optimizer,
+        device="cpu",
+        threads_per_rank=1,
+        timeout_s=60,
+        precision=precision_of(model),
     )
     join(world, device=torch.device("cpu"), timeout_s=60)
     try:
@@ -77,7 +83,8 @@ def plain_pytorch_with_old_weights(model: str, plan: Plan, *, flush_every: int =
                 parameter.copy_(versions[updates_seen(stage_of.get(name, 0), number)][name])
         for replica in range(plan.dp):
             inputs = batches.micro_batch(iteration, replica * count + index, tuple(data.inputs))
-            output = module(**inputs)
+            with autocast(captured(model, 2), torch.device("cpu")):
+                output = module(**inputs)
             loss = output if isinstance(output, torch.Tensor) else output["loss"]
             (loss / (plan.dp * every)).backward()
             losses[iteration] += loss.item() / (plan.dp * count)

@@ -23,12 +23,13 @@ from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.rank import build_rank
 from auto3d.runtime.replicas import capture_slices
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
+from auto3d.runtime.verify import autocast
 from auto3d.runtime.world import World, join, leave
 from auto3d.schedule import samples_at_once
 from auto3d.schedule.operation import Schedule
 from auto3d.tensor.model import tensor_parallel
 from auto3d.tensor_placement import Split
-from tests.models import TRAINED, captured
+from tests.models import TRAINED, captured, precision_of
 
 CPU = torch.device("cpu")
 ITERATIONS = 3
@@ -107,7 +108,12 @@ def run_rank(
 ) -> dict:
     """Train as one rank: losses, norms and, per iteration, gradients and parameters; and the predicted memory."""
     settings = TrainingSettings(
-        iterations=iterations, optimizer=optimizer, device="cpu", threads_per_rank=1, timeout_s=60
+        iterations=iterations,
+        optimizer=optimizer,
+        device="cpu",
+        threads_per_rank=1,
+        timeout_s=60,
+        precision=precision_of(model),
     )
     join(world, device=CPU, timeout_s=60)
     try:
@@ -123,7 +129,10 @@ def run_rank(
         history = []
         for iteration, program in enumerate(rank.programs):
             (result,) = rank.executor.run(program, iteration)
-            gradients = {name: p.grad.numpy().copy() for name, p in rank.parameters.items() if p.requires_grad}
+            # Under ZeRO-1 a rank has the sums of its slice only.
+            sliced = {name for shard in rank.shards for name in shard.parameters}
+            whole = {name: p for name, p in rank.parameters.items() if p.requires_grad and name not in sliced}
+            gradients = {name: p.grad.numpy().copy() for name, p in whole.items()}
             parameters = {name: p.detach().numpy().copy() for name, p in rank.parameters.items()}
             buffers = {name: b.numpy().copy() for name, b in rank.buffers.items()}
             history.append({"result": result, "gradients": gradients, "parameters": parameters, "buffers": buffers})
@@ -198,7 +207,8 @@ def _plain_pytorch(
         total = 0.0
         for index in range(count):
             randomness.iteration, randomness.micro_batch = iteration, index
-            with _Seeded(randomness, [number[node.name] for node in nodes]):
+            seeded = _Seeded(randomness, [number[node.name] for node in nodes])
+            with seeded, autocast(ours, CPU):
                 output = module(**batches.micro_batch(iteration, index, tuple(data.inputs)))
             loss = (output if isinstance(output, torch.Tensor) else output["loss"]) / count
             loss.backward()

@@ -19,9 +19,10 @@ from auto3d.partition.merak import shard
 from auto3d.partition.methods.uniform import uniform
 from auto3d.partition.stage import cut
 from auto3d.plan import Plan, PlanError, StagePlan, stages_between
+from auto3d.runtime.optimizer_memory import optimizer_copies
 from auto3d.runtime.rank import build_rank, check_plan
 from auto3d.runtime.replicas import resplit_dimensions
-from auto3d.runtime.settings import TrainingSettings, optimizer_copies
+from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.world import join, leave
 from auto3d.schedule import build_schedule, samples_at_once, schedule_of
 from auto3d.search.partitioned import plan_of

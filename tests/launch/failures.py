@@ -81,6 +81,7 @@ def strike(schedule: str, number: signal.Signals, seed: int) -> End:
         (Path(folder) / "own.yaml").write_text(RECIPE)
         output = Path(folder) / "output"
         arguments = ["train", f"{folder}/own.yaml", f"plan.schedule={schedule}", f"training.timeout_s={TIMEOUT_S}"]
+        arguments.append("training.log_every=1")
         training = _start(arguments, output)
         try:
             while not _reaches("iteration 3/", output, training):  # with so short a time-out a busy machine may not

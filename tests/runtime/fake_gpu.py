@@ -32,6 +32,7 @@ from auto3d.plan import Plan
 from auto3d.runtime import backend
 from auto3d.runtime import rank as rank_module
 from auto3d.runtime import world as world_module
+from auto3d.runtime.batch_targets import BatchTargets
 from auto3d.runtime.executor import IterationResult
 from auto3d.runtime.rank import build_rank
 from auto3d.runtime.settings import TrainingSettings
@@ -414,9 +415,10 @@ class Distributed:
     @contextmanager
     def patched(self) -> Iterator[None]:
         functions = ("init_process_group", "new_group", "isend", "irecv", "all_reduce", "broadcast", "barrier")
+        slices = ("reduce_scatter_single", "all_gather_single")
         objects = ("all_gather_object", "broadcast_object_list")
         with ExitStack() as stack:
-            for name in (*functions, *objects):
+            for name in (*functions, *slices, *objects):
                 stack.enter_context(patch.object(dist, name, getattr(self, name)))
             nccl = SimpleNamespace(Options=_NcclOptions)
             stack.enter_context(patch.object(dist, "ProcessGroupNCCL", nccl, create=True))
@@ -459,6 +461,16 @@ class Distributed:
         if tensor.dtype == torch.bool:
             raise Refused(f"an all-reduce of booleans, in {_place()}")
         return self._collective(f"all_reduce {op}", tensor, group, async_op)
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, group: Any = None, async_op: bool = False
+    ) -> "Work | None":
+        return self._collective("reduce_scatter", tensor, group, async_op)
+
+    def all_gather_single(
+        self, tensor: torch.Tensor, mine: torch.Tensor, group: Any = None, async_op: bool = False
+    ) -> "Work | None":
+        return self._collective("all_gather", tensor, group, async_op)
 
     def broadcast(
         self, tensor: torch.Tensor, src: int | None = None, group: Any = None, async_op: bool = False
@@ -558,7 +570,9 @@ def run_rank(
     world = World(rank=rank, size=plan.ranks, local_rank=DEVICE.index, meeting_point="file:///nowhere")
     # Each rank has its own GPU, but in this process all ranks report the same one, so their check is left out.
     devices = patch.object(world_module, "gather_rank_devices", lambda own, **_: [own] * plan.ranks, create=True)
-    with fake_device(record) as watch, _made_before(), devices:
+    # Every number that the host reads is 1, so a fraction of them would be wrong.
+    fraction = patch.object(BatchTargets, "fraction", lambda *_, **__: 1.0)
+    with fake_device(record) as watch, _made_before(), devices, fraction:
         join(world, device=world.device("cuda"), timeout_s=60)
         try:
             built = build_rank(captured, plan, settings, data, world)

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from auto3d.runtime.optimizer import build_optimizer, make_state
+from auto3d.runtime.optimizer import build_optimizer
+from auto3d.runtime.optimizer_state import make_state
 from auto3d.runtime.settings import OptimizerSettings
 from tests.distributed.parity import ADAMW, SGD
 

@@ -60,7 +60,7 @@ def test_losses_are_those_of_this_machine(cluster, tmp_path, template):
 
 
 def test_a_killed_rank_ends_all(cluster, tmp_path, template):
-    job = submit(cluster, tmp_path, template, SMALL, "training.iterations=1000000")
+    job = submit(cluster, tmp_path, template, SMALL, "training.iterations=1000000", "training.log_every=1")
     errors = tmp_path / "err"
     wait_for("iterations", lambda: errors.exists() and "iteration 2/" in errors.read_text(), timeout_s=200)
     nodes = cluster.run("squeue", "--noheader", f"--jobs={job}", "--format=%N")
@@ -75,7 +75,7 @@ def test_a_killed_rank_ends_all(cluster, tmp_path, template):
 @pytest.mark.soak
 @pytest.mark.parametrize("plan", [[], ONE], ids=["four ranks", "one rank"])
 def test_a_preempted_job_goes_on_where_it_was(cluster, tmp_path, template, plan):
-    training = ["training.iterations=100", *plan]
+    training = ["training.iterations=100", "training.log_every=1", *plan]
     job = submit(cluster, tmp_path, template, *training, on_each=1 if plan else 2)
     errors = tmp_path / "err"
     wait_for("iterations", lambda: errors.exists() and "iteration 20/" in errors.read_text(), timeout_s=200)

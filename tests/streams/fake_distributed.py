@@ -75,15 +75,27 @@ class _Communicator:
 
 
 def _transfer(name: str, calls: dict[int, tuple[str, torch.Tensor]], kernels: dict[int, Kernel]) -> None:
-    """Copy a message to its receiver, or the sum over all ranks to all of them."""
+    """Copy a message to its receiver, or do a collective. Slices belong to the ranks in their order."""
     roles, tensors = sorted(role for role, _ in calls.values()), [tensor for _, tensor in calls.values()]
     labels = " and ".join(kernel.label for kernel in kernels.values())
-    assert roles == ["receives", "sends"] or set(roles) == {"reduces"}, f"{name}: {labels} do not match"
+    assert roles == ["receives", "sends"] or set(roles) in ({"reduces"}, {"scatters"}, {"gathers"}), (
+        f"{name}: {labels} do not match"
+    )
     assert len({(tensor.numel(), tensor.dtype) for tensor in tensors}) == 1, f"{name}: {labels} differ in size or type"
     if roles[0] == "reduces":
         total = torch.stack(tensors).sum(0)
         for tensor in tensors:
             tensor.copy_(total)
+    elif roles[0] in ("scatters", "gathers"):
+        of_ranks = [calls[rank][1].view(len(calls), -1) for rank in sorted(calls)]
+        if roles[0] == "scatters":
+            sums = torch.stack(of_ranks).sum(0)
+            for number, tensor in enumerate(of_ranks):
+                tensor[number].copy_(sums[number])
+        else:
+            whole = torch.stack([tensor[number] for number, tensor in enumerate(of_ranks)])
+            for tensor in of_ranks:
+                tensor.copy_(whole)
     else:
         by_role = dict(calls.values())
         by_role["receives"].copy_(by_role["sends"].reshape(by_role["receives"].shape))
@@ -176,6 +188,19 @@ class FakeDistributed:
         # NCCL runs a synchronous collective on the current stream.
         self._call("reduces", tensor, group.ranks, group, stream=current().device.current)
         return None
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, whole: torch.Tensor, group: FakeGroup, async_op: bool
+    ) -> FakeWork:
+        return self._on_slices("scatters", output, whole, group)
+
+    def all_gather_single(self, whole: torch.Tensor, mine: torch.Tensor, group: FakeGroup, async_op: bool) -> FakeWork:
+        return self._on_slices("gathers", mine, whole, group)
+
+    def _on_slices(self, role: str, mine: torch.Tensor, whole: torch.Tensor, group: FakeGroup) -> FakeWork:
+        number = group.ranks.index(current().rank)
+        assert mine.data_ptr() == whole.view(len(group.ranks), -1)[number].data_ptr(), "not in place"
+        return self._call(role, whole, group.ranks, group)
 
     def _message(self, role: str, tensor: torch.Tensor, peer: int, group: FakeGroup | None) -> FakeWork:
         assert tensor.is_contiguous()

@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from auto3d.partition.stage import Transfer
+from auto3d.runtime.weight_shard import WeightShard
 from auto3d.runtime.weight_versions import WeightVersions
 from auto3d.schedule.operation import Kind, Schedule
 from tests.streams.machine import current
 
+ELEMENTS = 3  # elements of a parameter
 ENDING = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # kinds that add to the gradients of weights
 
 
@@ -80,6 +82,7 @@ class FakeStage:
     ) -> None:
         self.stage = SimpleNamespace(index=number, state=tuple(parameters), inputs=())
         self.losses: dict[int, torch.Tensor] = {}
+        self.counts: dict[int, dict[int, torch.Tensor]] = {}
         self.weights = _Versions(parameters, several=bool(numbers.schedule.weight_version))
         self.ended: list[int] = []  # micro-batches whose gradients the next update will use
         self._number, self._pipe, self._pipeline = number, pipe, pipeline
@@ -220,31 +223,36 @@ class _Versions(WeightVersions):
 
 
 class FakeOptimizer:
-    """Checks the gradients of ``parameters`` and adds 1 to each parameter."""
+    """Checks the gradients of ``parameters`` and of the slices in ``shards``, and adds 1 to each parameter of them."""
 
     def __init__(
         self,
         stage: FakeStage,
         parameters: Mapping[str, nn.Parameter],
+        shards: Sequence[WeightShard],
         numbers: Numbers,
-        exchange_shards: Callable[[], None],
     ) -> None:
-        self._stage, self._parameters, self._numbers = stage, parameters, numbers
-        self._exchange_shards = exchange_shards
+        self._stage, self._parameters, self._shards, self._numbers = stage, parameters, shards, numbers
 
     def step(self) -> None:
         stage, asynchronous = self._stage, bool(self._numbers.schedule.weight_version)
         ended, stage.ended = stage.ended, []
-        for name, parameter in self._parameters.items():
+        updated = [(name, parameter.data, parameter.grad) for name, parameter in self._parameters.items()]
+        for shard in self._shards:
+            shard.follow()
+            for piece in shard.pieces:
+                for name, start in shard.starts.items():
+                    elements = slice(max(start - piece.first, 0), max(start + ELEMENTS - piece.first, 0))
+                    updated.append((name, piece.tensor.data[elements], piece.tensor.grad[elements]))
+        for name, parameter, gradient in updated:
             expected = self._numbers.gradient(name, stage.weights.program, ended if asynchronous else None)
             what = f"update {stage.weights.updates} of {name}"
             current().device.launch(
                 what,
-                reads=[parameter.grad],
-                writes=[parameter.data],
-                effect=_updating(parameter.data, parameter.grad, expected, what),
+                reads=[gradient],
+                writes=[parameter],
+                effect=_updating(parameter, gradient, expected, what),
             )
-        self._exchange_shards()
 
 
 def _updating(parameter: torch.Tensor, gradient: torch.Tensor, expected: float, what: str) -> Callable[[], None]:

@@ -16,7 +16,7 @@ from torch import nn
 
 from auto3d.capture.graph import Value
 from auto3d.partition.stage import Transfer
-from auto3d.runtime import exchange, gradient_sync, run_ahead, totals, waiting, world
+from auto3d.runtime import exchange, gradient_sync, run_ahead, slice_collectives, totals, waiting, world
 from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.executor import Executor, IterationResult, Peers
 from auto3d.runtime.gradient_sync import GradientSync, Holders, holders
@@ -28,7 +28,7 @@ from auto3d.schedule.lowering import lower
 from auto3d.schedule.operation import Schedule
 from auto3d.schedule.program import Program
 from tests.streams.fake_distributed import FakeDistributed
-from tests.streams.fake_stage import FakeOptimizer, FakeStage, Numbers
+from tests.streams.fake_stage import ELEMENTS, FakeOptimizer, FakeStage, Numbers
 from tests.streams.machine import Machine, Record, current
 from tests.streams.torch_on_device import fake_cuda, on_device
 
@@ -36,7 +36,6 @@ BLOCKS_OF_MESSAGES = 2  # blocks of a communication kernel; a compute kernel tak
 SYNCHRONISE = ("never", "once", "steps", "sometimes", "calls")
 PROGRAMS = 2  # programs that run one after the other
 SAMPLES = 12  # samples in a micro-batch
-ELEMENTS = 3  # elements of a parameter
 NO_LIMIT = 1e9  # seconds
 NO_CLIPPING = 1e30  # larger than any norm
 
@@ -48,7 +47,7 @@ class Case:
     ``synchronise`` selects when hosts wait for all work of their device: one rank before one step (once), all ranks
     before all steps (steps), or before a tenth (sometimes) or all (calls) of the calls that enqueue communication or
     allocate memory. ``replicas`` has the number of replicas of each device's stages; empty means 1 each. With
-    ``sharded`` optimizers the ranks of a device exchange data in each update.
+    ``sharded`` optimizers each rank updates a slice of the weights that it shares.
     """
 
     schedule: Schedule
@@ -181,6 +180,7 @@ def _run_rank(
         parameters,
         holders,
         private=[] if schedule.weight_version else private,
+        sharded=case.sharded,
         device=device,
         run_ahead=ahead,
         timeout_s=NO_LIMIT,
@@ -197,19 +197,13 @@ def _run_rank(
         )
         for stage, pipe in own
     }
-    groups = [network.new_group(ranks) for ranks in case.placement] if case.sharded else []
-    if case.sharded:
-        connect(groups[position], device=device, what=f"device {position}", timeout_s=NO_LIMIT)
-
-    def exchange_shards() -> None:
-        if case.sharded:
-            network.all_reduce(torch.zeros(1), group=groups[position])
-
     left = dict(parameters)
     optimizers = {}
     for key, stage in stages.items():
         mine = {name: left.pop(name) for name in case.states[key[0]] if name in left}
-        optimizer = FakeOptimizer(stage, mine, numbers, exchange_shards)
+        shards = [shard for shard in sync.shards.values() if not shard.parameters.keys().isdisjoint(mine)]
+        whole = {name: one for name, one in mine.items() if not any(name in shard.parameters for shard in shards)}
+        optimizer = FakeOptimizer(stage, whole, shards, numbers)
         optimizers[key] = (optimizer, SimpleNamespace(step=lambda: None)) if mine else None
     network.connected[rank] = True
     micro_batches = schedule.micro_batches * schedule.parts
@@ -226,6 +220,7 @@ def _run_rank(
         randomness=SimpleNamespace(iteration=0),
         memory=_Steps(case, rank),
         clip_norm=NO_CLIPPING if case.clip else 0.0,
+        learning_rate=lambda iteration: 1.0,
     )
     return [list(runner.run(program, number * schedule.iterations)) for number in range(PROGRAMS)]
 
@@ -346,7 +341,7 @@ class _ThisRank:
 @contextmanager
 def _patched(machine: Machine, network: FakeDistributed) -> Iterator[None]:
     with ExitStack() as stack:
-        for module in (exchange, gradient_sync, run_ahead, totals, waiting, world):
+        for module in (exchange, gradient_sync, run_ahead, slice_collectives, totals, waiting, world):
             for name, fake in (("dist", network), ("THIS_RANK", _ThisRank())):
                 if hasattr(module, name):
                     stack.enter_context(patch.object(module, name, fake))

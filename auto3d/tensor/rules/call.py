@@ -1,8 +1,8 @@
 """One call of an operator in a captured program, and what a rule says about it."""
 
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -16,9 +16,13 @@ from auto3d.tensor_placement import COPIED, PARTIAL, WHOLE, Split, TensorPlaceme
 
 @dataclass(frozen=True)
 class Call:
-    """One operation of the program on whole tensors. Tensors among its arguments are its operands, in order."""
+    """One operation of the program on whole tensors. Tensors among its arguments are its operands, in order.
+
+    In place of a copy of a parameter in low precision, the operand is the parameter, which has the same placement.
+    """
 
     node: fx.Node
+    parameter_of: Mapping[fx.Node, fx.Node] = field(default_factory=dict, compare=False)
 
     @cached_property
     def operator(self) -> str:
@@ -29,7 +33,11 @@ class Call:
     @cached_property
     def operands(self) -> tuple[fx.Node, ...]:
         leaves = tree_leaves((args_of(self.node), kwargs_of(self.node)))
-        return tuple(leaf for leaf in leaves if isinstance(leaf, fx.Node))
+        return tuple(self.operand(leaf) for leaf in leaves if isinstance(leaf, fx.Node))
+
+    def operand(self, argument: fx.Node) -> fx.Node:
+        """The operand that ``argument`` is."""
+        return self.parameter_of.get(argument, argument)
 
     @cached_property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -70,7 +78,7 @@ class Call:
     def operand_number(self, name: str) -> int | None:
         """The number among the operands of the argument ``name``; None if it is no tensor."""
         value = self.argument(name)
-        return self.operands.index(value) if isinstance(value, fx.Node) else None
+        return self.operands.index(self.operand(value)) if isinstance(value, fx.Node) else None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,216 @@
+"""The terms of a loss: means over targets, some of which a batch may ignore, means over all places, and others.
+
+Training divides a global batch into micro-batches. Their losses add up to the loss of the whole batch only if each mean
+is weighted by what it is a mean of. For a cross-entropy that is the number of its targets, which data decide. It must
+reach the loss by operators that are linear, because only then does the weight of a term reach its gradients unchanged.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_map_only
+
+from auto3d.capture.describe import is_random
+from auto3d.capture.export import ExportedModel
+from auto3d.capture.nodes import args_of, kwargs_of, target_of
+
+_MEAN = 1  # number of the reduction in torch
+_CROSS_ENTROPIES = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"})
+_MEANS_OF_ALL = frozenset(  # means over all elements unless their argument ``reduction`` says otherwise
+    {"mean", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"}
+    | {"binary_cross_entropy", "binary_cross_entropy_with_logits"}
+)
+_UNCHANGED = frozenset(
+    {"alias", "clone", "contiguous", "to", "_to_copy", "view", "reshape", "squeeze", "unsqueeze", "neg"}
+)
+ACCEPTED = "a sum of torch's cross-entropies with reduction='mean', each times a number"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetTerm:
+    """A mean over the targets that are not ignored."""
+
+    name: str  # name of its node
+    ignore_index: int
+    places: float  # number of targets of one micro-batch if none is ignored
+    has_class_weights: bool  # each target counts with the weight of its class
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossTerms:
+    """The loss is a sum of these terms, each times a factor that is the same for all micro-batches."""
+
+    counted: tuple[TargetTerm, ...] = ()
+    constant: tuple[str, ...] = ()  # names of means over all places, whose number never changes
+    other: tuple[str, ...] = ()  # names of terms of which nothing is known
+
+
+def loss_terms(exported: ExportedModel) -> LossTerms:
+    """The terms of the loss of ``exported``."""
+    return _Analysis(exported).terms()
+
+
+class _Analysis:
+    def __init__(self, exported: ExportedModel) -> None:
+        self._exported = exported
+        self._loss = next(node for node in exported.program.nodes if node.name == exported.loss)
+        written = {name for name, buffer in exported.buffers.items() if buffer in exported.written_buffers}
+        self._from_samples: set[fx.Node] = set()
+        for node in exported.program.nodes:
+            is_source = node.op == "placeholder" and (node.name in exported.inputs or node.name in written)
+            if is_source or is_random(node) or not self._from_samples.isdisjoint(node.all_input_nodes):
+                self._from_samples.add(node)
+        self._counted: dict[fx.Node, TargetTerm] = {}
+        self._constant: dict[fx.Node, None] = {}
+        self._other: dict[fx.Node, None] = {}
+        self._linear: set[fx.Node] = set()  # nodes between the terms and the loss, which are linear in the terms
+
+    def terms(self) -> LossTerms:
+        self._walk(self._loss)
+        path = {*self._linear, *self._counted}
+        # A count changes the value of its term, which nothing but the loss may then use.
+        private = all(user in path or user.op == "output" for node in path for user in node.users)
+        counted = self._counted if private else {}
+        other = [node for node in (*self._counted, *self._other) if node not in counted]
+        return LossTerms(
+            counted=tuple(counted.values()),
+            constant=tuple(node.name for node in self._constant),
+            other=tuple(node.name for node in other),
+        )
+
+    def _walk(self, node: fx.Node) -> None:
+        if any(node in found for found in (self._counted, self._constant, self._other, self._linear)):
+            return
+        summands = self._summands(node)
+        if summands is not None:
+            self._linear.add(node)
+            for summand in summands:
+                self._walk(summand)
+        elif self._is_zero(node):
+            self._linear.add(node)
+        elif self._is_cross_entropy(node):
+            self._counted[node] = self._target_term(node)
+        elif node not in self._from_samples or self._is_mean_of_all(node):
+            self._constant[node] = None
+        else:
+            self._other[node] = None
+
+    def _summands(self, node: fx.Node) -> list[fx.Node] | None:
+        """The scalars in which ``node`` is linear, with factors that do not depend on samples; None if it is not."""
+        name, args = _operator(node), args_of(node)
+        if name in _UNCHANGED:
+            return [args[0]]
+        if name in ("add", "sub", "rsub"):
+            if any(not isinstance(each, fx.Node) and each != 0 for each in args[:2]):
+                return None
+            return [each for each in args[:2] if isinstance(each, fx.Node)]
+        if name in ("mul", "div") and not kwargs_of(node):
+            samples = [each for each in args[:2] if each in self._from_samples]
+            if len(samples) == 1 and (name == "mul" or samples[0] is args[0]):
+                return samples
+            return None
+        if name in ("sum", "mean") and len(args) == 1:
+            value = args[0]
+            if _operator(value) == "stack" and value.meta["val"].dim() == 1:
+                self._linear.add(value)
+                return list(args_of(value)[0])
+            return [value] if value.meta["val"].dim() == 0 else None
+        return None
+
+    def _is_cross_entropy(self, node: fx.Node) -> bool:
+        if _operator(node) not in _CROSS_ENTROPIES or _argument(node, "reduction") != _MEAN:
+            return False
+        return not _argument(node, "target").meta["val"].is_floating_point()
+
+    def _is_mean_of_all(self, node: fx.Node) -> bool:
+        """Whether ``node`` is a mean over a number of places that is always the same."""
+        name = _operator(node)
+        probabilities = name == "cross_entropy_loss" and _argument(node, "target").meta["val"].is_floating_point()
+        if not probabilities and (name not in _MEANS_OF_ALL or node.meta["val"].dim()):
+            return False
+        if name != "mean" and _argument(node, "reduction") != _MEAN:
+            return False
+        # A scalar that depends on samples may be a number of targets, by which the model divides by itself.
+        return not any(
+            each in self._from_samples and isinstance(each.meta.get("val"), torch.Tensor) and not each.meta["val"].dim()
+            for each in _ancestors(node)
+        )
+
+    def _target_term(self, node: fx.Node) -> TargetTerm:
+        ignored = int(_argument(node, "ignore_index"))
+        return TargetTerm(
+            name=node.name,
+            ignore_index=ignored,
+            places=self._places(_argument(node, "target"), ignored),
+            has_class_weights=_argument(node, "weight") is not None,
+        )
+
+    def _places(self, target: fx.Node, ignored: int) -> int:
+        """How many targets count if the labels ignore none: a causal model, for example, has none for a last token."""
+        value = self._evaluated(target, label=0 if ignored == 1 else 1)
+        if value is None:  # the target depends on weights
+            return int(target.meta["val"].numel())
+        return int((value != ignored).sum()) or int(target.meta["val"].numel())
+
+    def _is_zero(self, node: fx.Node) -> bool:
+        """Whether ``node`` is a number 0, with which code begins a sum."""
+        if node in self._from_samples:
+            return False
+        value = self._evaluated(node, label=0)
+        return value is not None and not value.any()
+
+    def _evaluated(self, node: fx.Node, *, label: int) -> torch.Tensor | None:
+        """The value of ``node`` where all inputs are ``label``; None if it depends on more than inputs."""
+        values: dict[fx.Node, Any] = {}
+        needed = {node, *_ancestors(node)}
+        try:
+            for each in self._exported.program.nodes:
+                if each in needed:
+                    values[each] = self._value(each, values, label)
+        except (KeyError, IndexError, RuntimeError, ValueError):
+            return None
+        value: torch.Tensor = values[node]
+        return value
+
+    def _value(self, node: fx.Node, values: dict[fx.Node, Any], label: int) -> Any:
+        """What ``node`` computes of ``values``; KeyError for a parameter or a buffer."""
+        if node.op == "placeholder":
+            if node.name in self._exported.inputs:
+                like = node.meta["val"]
+                return torch.full(like.shape, label, dtype=like.dtype)
+            return self._exported.constants[node.name]
+        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        args, kwargs = tree_map_only(torch.device, lambda _: torch.device("cpu"), (args, kwargs))
+        return target_of(node)(*args, **kwargs)
+
+
+def _operator(node: fx.Node) -> str:
+    """The name of the operator of ATen that ``node`` calls, without its overload; "" if it calls another one."""
+    target = target_of(node)
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return ""
+    return target._schema.name.removeprefix("aten::")
+
+
+def _argument(node: fx.Node, name: str) -> Any:
+    """The argument ``name`` of ``node``, or its default."""
+    for position, argument in enumerate(target_of(node)._schema.arguments):
+        if argument.name == name:
+            if position < len(node.args):
+                return args_of(node)[position]
+            return kwargs_of(node).get(name, argument.default_value)
+    raise KeyError(name)
+
+
+def _ancestors(node: fx.Node) -> Iterator[fx.Node]:
+    seen: set[fx.Node] = set()
+    pending = list(node.all_input_nodes)
+    while pending:
+        each = pending.pop()
+        if each not in seen:
+            seen.add(each)
+            yield each
+            pending.extend(each.all_input_nodes)

@@ -1,0 +1,97 @@
+"""From sums over weighted micro-batches to the mean over the targets of the global batch, and who cannot have it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import isclose
+
+from auto3d.capture.loss_terms import ACCEPTED, LossTerms
+from auto3d.errors import InputError
+from auto3d.runtime.settings import TrainingSettings
+from auto3d.schedule.operation import Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchTargets:
+    """What the sums of an iteration are divided by, so that each real target of the global batch counts equally."""
+
+    terms: LossTerms = field(default_factory=LossTerms)
+    micro_batches: int = 1  # micro-batches, or parts of them, in one global batch
+    vary: bool = False  # the fraction of the places that is filled may not be 1, so updates must wait until it is known
+
+    def fraction(self, counts: Sequence[float], iteration: int, *, is_updated: bool) -> float:
+        """The fraction of the places for targets that the global batch of ``iteration``, from 1, fills.
+
+        ``counts`` has the number of targets of each term; ``is_updated`` says whether the update did not wait for it.
+        Raises InputError if the terms of the loss would need different ones, so that no division of their sum is right,
+        or if the update is wrong because it did not wait.
+        """
+        counted = self.terms.counted
+        each = {
+            term.name: count / (term.places * self.micro_batches) for term, count in zip(counted, counts, strict=True)
+        }
+        each |= dict.fromkeys((*self.terms.constant, *self.terms.other), 1.0)
+        if not each:
+            return 1.0
+        fraction = next(iter(each.values()))
+        described = ", ".join(f"{name} {value:.2%}" for name, value in each.items())
+        if any(not isclose(value, fraction, rel_tol=1e-12) for value in each.values()):
+            raise InputError(
+                f"iteration {iteration}: the terms of the loss are means over different fractions of their targets "
+                f"({described}), so their micro-batches cannot be weighted by the number of targets; ignore equally "
+                "many targets of each, or none"
+            )
+        if not counted:
+            return 1.0
+        if not fraction > 0:
+            raise InputError(
+                f"iteration {iteration}: all targets of the global batch are ignored ({described}), so the loss is not "
+                "defined; give each global batch a target"
+            )
+        if fraction != 1 and is_updated:
+            raise InputError(
+                f"iteration {iteration}: the data ignores targets ({described}), and its micro-batches have been "
+                "trained on as if it did not; use a synchronous schedule with clip_norm above 0, or "
+                "data that says that it may ignore targets"
+            )
+        return fraction
+
+
+def check_loss(terms: LossTerms, schedule: Schedule, settings: TrainingSettings, *, may_ignore: bool) -> None:
+    """Raise InputError if training could not be exact.
+
+    ``may_ignore`` says whether the data may have labels that the loss ignores, such as -100.
+    """
+    if settings.loss_scale is not None and not settings.loss_scale > 0:
+        raise InputError(f"loss_scale: found {settings.loss_scale:g}; it takes a number above 0")
+    if settings.loss_scale is not None and schedule.weight_version:
+        raise InputError(
+            f"loss_scale: schedule {schedule.name} updates each stage separately, so it cannot skip the update of all "
+            "stages after an overflow; use a synchronous schedule, or float32 or bfloat16"
+        )
+    if settings.emulation is not None:
+        return
+    if not targets_vary(terms, may_ignore=may_ignore):
+        return
+    weighted = next((term.name for term in terms.counted if term.has_class_weights), "")
+    because = "the data may ignore labels" if may_ignore else f"{weighted} has class weights"
+    because += ", so each micro-batch must count with the number of its real targets"
+    if schedule.weight_version:
+        raise InputError(
+            f"schedule: found {schedule.name}; {because}, which is known only when all micro-batches have run; use a "
+            "synchronous schedule"
+        )
+    if terms.other:
+        raise InputError(
+            f"the model's loss: {because}, and what {', '.join(terms.other)} counts cannot be told from the program; "
+            f"it takes {ACCEPTED}"
+        )
+    if terms.counted and terms.constant:
+        raise InputError(
+            f"the model's loss: {because}, and {', '.join(terms.constant)} has no targets to ignore, so no common "
+            f"weight is right for it and {terms.counted[0].name}; it takes {ACCEPTED}, without other terms"
+        )
+
+
+def targets_vary(terms: LossTerms, *, may_ignore: bool) -> bool:
+    """Whether global batches may differ in what the terms of the loss are means of."""
+    return may_ignore or any(term.has_class_weights for term in terms.counted)

@@ -1,0 +1,150 @@
+"""The optimizer's state: its size, its allocation, and its parts as checkpoints hold them."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from auto3d.runtime.offload import updated_parameters
+from auto3d.runtime.optimizer_class import optimizer_class
+from auto3d.runtime.settings import OptimizerSettings
+from auto3d.runtime.weight_shard import WeightShard
+
+_SIZES = (3, 5, 131, 137)  # sizes of a measured parameter's dimensions; all different, and large enough to be factored
+_NUMBERS = "auto3d_numbers"  # attribute of an optimizer: its state that it keeps as numbers, as tensors for checkpoints
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerTensor:
+    """One tensor of the optimizer's state of the parameter ``parameter``."""
+
+    parameter: str
+    key: str  # its name in the optimizer's state, such as exp_avg
+    tensor: torch.Tensor  # writing to it changes the optimizer
+    per_element: bool  # whether it has one element for each of the parameter's: otherwise it is a scalar, or factored
+    flat: tuple[int, int] | None = None  # ``[first, last)`` of the flattened parameter; None: all of it
+
+
+@cache
+def measured_state_elements(settings: OptimizerSettings) -> Callable[[Sequence[int]], int]:
+    """The size of the state of any optimizer, as it is after a step on parameters of the same number of dimensions."""
+    kind, arguments = optimizer_class(settings)
+    kept: dict[int, list[tuple[int, ...]]] = {}  # dimensions -> those of the parameter that each tensor has
+
+    def measure(dimensions: int) -> list[tuple[int, ...]]:
+        shape = _SIZES[len(_SIZES) - dimensions :]
+        parameter = nn.Parameter(torch.ones(shape))
+        parameter.grad = torch.ones(shape)
+        optimizer = kind([parameter], **arguments)
+        optimizer.step()
+        tensors = [each for each in optimizer.state[parameter].values() if isinstance(each, torch.Tensor)]
+        return [tuple(shape.index(size) for size in each.shape if size in shape) for each in tensors if each.dim()]
+
+    def elements(shape: Sequence[int]) -> int:
+        dimensions = min(len(shape), len(_SIZES))
+        if dimensions not in kept:
+            kept[dimensions] = measure(dimensions)
+        merged = (prod(shape[: len(shape) - dimensions + 1]), *shape[len(shape) - dimensions + 1 :]) if shape else ()
+        return sum(prod(merged[dimension] for dimension in each) for each in kept[dimensions])
+
+    return elements
+
+
+def make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Allocate the state that ``optimizer`` would allocate at its first step, before activations take memory.
+
+    A plan that does not fit then fails at once, and a CPU's heap has no long-lived blocks between short-lived ones.
+    Adam, AdamW and SGD only: the first state of others is unknown, so it comes with their first step.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
+                names = ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else []))
+                moments = {name: torch.zeros_like(parameter) for name in names}
+                device = parameter.device if group["fused"] else torch.device("cpu")
+                optimizer.state[parameter] = {"step": torch.tensor(0.0, device=device), **moments}
+            elif type(optimizer) is torch.optim.SGD and group["momentum"] and not group["dampening"]:
+                # With dampening, the first step would differ: torch then begins with the whole gradient.
+                optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
+
+
+@torch.no_grad()
+def make_state_to_load(optimizer: torch.optim.Optimizer) -> None:
+    """Allocate state of any optimizer for a checkpoint, whose tensors must replace all of it.
+
+    A step on gradients of zeros makes it; the parameters keep their values.
+    """
+    pairs = list(updated_parameters(optimizer))
+    if all(parameter in optimizer.state for _, parameter in pairs):
+        return
+    kept = [(parameter, parameter.detach().clone(), parameter.grad) for parameter, _ in pairs]
+    for parameter, _, _ in kept:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for parameter, value, gradient in kept:
+        parameter.data.copy_(value)
+        parameter.grad = gradient
+
+
+def state_tensors(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    shards: Sequence[WeightShard],
+) -> Iterator[OptimizerTensor]:
+    """All state of ``optimizer``, by the names of ``parameters``; those in ``shards`` (ZeRO-1) are held in part.
+
+    Numbers become tensors of no dimensions, which the optimizer's next step reads.
+    """
+    updated = {id(original): one for original, one in updated_parameters(optimizer)}
+    for name, parameter in parameters.items():
+        if id(parameter) in updated:
+            for key, tensor in _tensors_of(optimizer, updated[id(parameter)]):
+                per_element = tensor.shape == parameter.shape and tensor.dim() > 0
+                yield OptimizerTensor(parameter=name, key=key, tensor=tensor, per_element=per_element)
+    for shard in shards:
+        for piece in shard.pieces:
+            if id(piece.tensor) not in updated:
+                continue
+            for key, tensor in _tensors_of(optimizer, updated[id(piece.tensor)]):
+                for name, start in shard.starts.items():
+                    first = max(piece.first, start)
+                    last = min(piece.last, start + shard.parameters[name].numel())
+                    if first >= last:
+                        continue
+                    flat = first - start, last - start
+                    if tensor.shape == piece.tensor.shape:
+                        part = tensor[first - piece.first : last - piece.first]
+                        yield OptimizerTensor(parameter=name, key=key, tensor=part, per_element=True, flat=flat)
+                    else:  # a number that all elements of the piece have in common
+                        yield OptimizerTensor(parameter=name, key=key, tensor=tensor, per_element=False)
+
+
+def _tensors_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Iterator[tuple[str, torch.Tensor]]:
+    state: dict[str, Any] = optimizer.state.get(parameter, {})
+    for key, value in state.items():
+        if isinstance(value, int | float):
+            value = _as_tensor(optimizer, state, key)
+        if value is not None:
+            yield key, value
+
+
+def _as_tensor(optimizer: torch.optim.Optimizer, state: dict[str, Any], key: str) -> torch.Tensor:
+    """Replace a number of ``state`` by a tensor; the optimizer's next step makes it a number again."""
+    numbers: list[tuple[dict[str, Any], str, type]] | None = getattr(optimizer, _NUMBERS, None)
+    if numbers is None:
+        numbers = []
+        setattr(optimizer, _NUMBERS, numbers)
+        optimizer.register_step_pre_hook(lambda *_: _restore_numbers(numbers))
+    numbers.append((state, key, type(state[key])))
+    state[key] = torch.tensor(float(state[key]), dtype=torch.float64)
+    return state[key]
+
+
+def _restore_numbers(numbers: list[tuple[dict[str, Any], str, type]]) -> None:
+    for state, key, kind in numbers:
+        state[key] = kind(state[key].item())
+    numbers.clear()

@@ -1,0 +1,1 @@
+"""Where the metrics of a training go, besides the terminal."""

@@ -1,0 +1,42 @@
+"""Training in bfloat16 equals one process under torch.autocast that accumulates the same micro-batches.
+
+The bound is that of float32: every operation runs on the same values, and messages carry bfloat16 as it is, so only the
+order in which float32 gradients are added differs. A weight that several operations use in low precision would differ
+more, because autocast adds the gradients of its uses in low precision; none of these models has one.
+"""
+
+import pytest
+
+from tests.distributed import asynchronous
+from tests.distributed.parity import ADAMW, SGD, assert_parity, make_plan, plain_pytorch, run_rank
+
+CASES = [
+    ("gpt2-dropout@bfloat16", 2, 2, "1f1b", {}),
+    ("gpt2@bfloat16", 2, 2, "1f1b", {"recompute": "full"}),
+    ("gpt2-dropout@bfloat16", 2, 2, "chimera", {}),
+    ("llama@bfloat16", 2, 2, "zb-h1", {}),
+    ("vit@bfloat16", 1, 4, "zb-h1", {}),
+    ("t5@bfloat16", 1, 4, "1f1b", {"recompute": "full"}),
+    ("resnet-transformers@bfloat16", 1, 2, "zb-h1", {}),
+    ("averaging@bfloat16", 1, 2, "1f1b", {}),
+]
+
+
+@pytest.mark.parametrize(("model", "dp", "pp", "schedule", "options"), CASES)
+def test_equals_one_process_under_autocast(processes, model, dp, pp, schedule, options):
+    plan = make_plan(model, dp=dp, pp=pp, schedule=schedule, options=options)
+    ranks = processes.run(plan.ranks, run_rank, model, plan, SGD)
+    assert_parity(ranks, plain_pytorch(model, micro_batch_size=2, optimizer=SGD))
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
+def test_old_weights_keep_their_copies(processes, schedule):
+    plan = make_plan("llama@bfloat16", dp=1, pp=2, micro_batches=4, schedule=schedule)
+    ranks = processes.run(plan.ranks, asynchronous.run_rank, "llama@bfloat16", plan)
+    asynchronous.assert_parity(ranks, asynchronous.plain_pytorch_with_old_weights("llama@bfloat16", plan))
+
+
+def test_a_sharded_optimizer_renews_the_copies_of_weights_that_another_rank_updates(processes):
+    plan = make_plan("gpt2@bfloat16", dp=2, pp=2, shard_optimizer=True)
+    ranks = processes.run(plan.ranks, run_rank, "gpt2@bfloat16", plan, ADAMW)
+    assert_parity(ranks, plain_pytorch("gpt2@bfloat16", micro_batch_size=2, optimizer=ADAMW))
