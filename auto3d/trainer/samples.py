@@ -13,8 +13,9 @@ import torch
 from auto3d.capture.export import InputSpec
 from auto3d.capture.skeleton import seeded
 from auto3d.data import BatchSlice
+from auto3d.data.interface import IGNORED
 from auto3d.errors import InputError
-from auto3d.trainer.padding import IGNORED, Padding
+from auto3d.trainer.padding import Padding
 
 
 class Order(Protocol):

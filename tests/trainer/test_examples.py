@@ -41,7 +41,7 @@ def test_the_pipeline_trains_as_one_process(name, processes, tmp_path):
                 if not key.endswith(TIMES):
                     assert here[key] == pytest.approx(there[key], rel=1e-4), (key, here)
         for key, value in one["weights"].items():
-            assert np.abs(rank["weights"][key] - value).max() <= 1e-4 * np.abs(value).max() + 1e-7, key
+            assert np.abs(rank["weights"][key] - value).max() <= 1e-4 * np.abs(value).max() + 1e-6, key
     assert one["step"] >= 20
     written = {path.name for path in (tmp_path / "one").glob("*/*") if path.is_file()}
     assert written == {path.name for path in (tmp_path / "four").glob("*/*") if path.is_file()}
@@ -68,5 +68,7 @@ def test_too_few_processes_are_one_line_and_exit_code_2(tmp_path):
     done = launch(sys.executable, "script.py", folder=tmp_path, processes=4)
     assert done.returncode == 2
     lines = [line for line in done.stderr.splitlines() if line.startswith("auto3d:")]
-    assert lines == done.stderr.splitlines()[-1:] and "Traceback" not in done.stderr
-    assert "needs 4 processes" in lines[0] and "torchrun --nproc-per-node=4 script.py" in lines[0]
+    assert lines == done.stderr.splitlines()[-1:]
+    assert "Traceback" not in done.stderr
+    assert "needs 4 processes" in lines[0]
+    assert "torchrun --nproc-per-node=4 script.py" in lines[0]
