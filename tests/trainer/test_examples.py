@@ -47,6 +47,20 @@ def test_the_pipeline_trains_as_one_process(name, processes, tmp_path):
     assert written == {path.name for path in (tmp_path / "four").glob("*/*") if path.is_file()}
 
 
+def test_a_training_goes_on_under_another_plan(processes, tmp_path):
+    """Six steps at dp2·pp2, with a checkpoint after the third, from which a chimera of four stages goes on."""
+    text = pair("causal_lm")[1].read_text().replace('save_strategy="no"', "save_steps=3").replace("=20", "=6")
+    first, then = tmp_path / "first.py", tmp_path / "then.py"
+    first.write_text(text)
+    text = text.replace("dp=2, pp=2", 'pp=4, schedule="chimera"').replace(
+        "accumulation_steps=2", "accumulation_steps=4"
+    )
+    then.write_text(text.replace("trainer.train()", 'trainer.train(resume_from_checkpoint="causal_lm/checkpoint-3")'))
+    whole = processes.run(4, run_script, first, tmp_path, free_port())[0]["log"]
+    resumed = processes.run(4, run_script, then, tmp_path, free_port())[0]["log"]
+    assert [entry["loss"] for entry in resumed[:-1]] == pytest.approx([entry["loss"] for entry in whole[:-1]], rel=1e-5)
+
+
 def launch(*command, folder: Path, processes: int):
     script = pair("causal_lm")[1].read_text().replace("dp=2, pp=2", f"pp={processes}").replace("=20", "=2")
     (folder / "script.py").write_text(script)
