@@ -48,10 +48,14 @@ class Planner:
         tensor_rules: Mapping[str, str] | None = None,
     ) -> None:
         self.cluster = cluster
-        self._capture = cache(lambda samples: capture(build, inputs, samples, device=cluster.device))
+        options = training or TrainingOptions()
+        precision = options.precision
+        captured_in = precision if options.autocast else "float32"
+        self._capture = cache(
+            lambda samples: capture(build, inputs, samples, device=cluster.device, precision=captured_in)
+        )
         self._sharding = cache(lambda samples: shard(self._capture(samples).graph))
         self._workload = Workload(global_batch=global_batch, seed=seed)
-        precision = (training or TrainingOptions()).precision
 
         def cuts(graph: Graph) -> tuple[int, ...]:
             return self._sharding(graph.micro_batch_size).bounds
@@ -69,7 +73,7 @@ class Planner:
             return work_of_tensor_parallel(model.work(samples), local_graph(rank), precision=precision)
 
         model = PlannedGraphs(lambda samples: self._capture(samples).graph, work, cuts, split, split_work)
-        self._model = CostModel(cluster, training or TrainingOptions(), model.work)
+        self._model = CostModel(cluster, options, model.work)
         self._maker = PlanMaker(model, self._model, self._workload)
 
     def captured(self, micro_batch_size: int) -> CapturedModel:

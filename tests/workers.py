@@ -25,6 +25,7 @@ NOT_QUICK = (  # tests that start processes, train, wait for SLURM or take a min
     "tests/runtime/test_fake_devices.py",
     "tests/streams",
     "tests/test_python_api.py",
+    "tests/trainer/test_examples.py",
     "tests/zoo",
 )
 

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from auto3d.data.interface import IGNORED
 from auto3d.errors import InputError
-
-IGNORED = -100  # label of a place without a target, as in torch and transformers
 
 
 @dataclass(frozen=True, kw_only=True)

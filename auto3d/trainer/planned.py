@@ -10,6 +10,7 @@ from torch import nn
 from auto3d.capture.export import InputSpec
 from auto3d.capture.model import CapturedModel, capture
 from auto3d.cluster import Cluster, Node
+from auto3d.cost.training_options import TrainingOptions
 from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.planner import Planner
@@ -18,6 +19,7 @@ from auto3d.search.space import SearchSpace
 from auto3d.trainer.arguments import TrainingArguments
 from auto3d.trainer.machine import machine
 from auto3d.trainer.rank_zero import of_rank_0
+from auto3d.trainer.settings import precision_of
 from auto3d.trainer.setup import Setup
 
 PLAN_FILE = "plan.json"  # in output_dir: the plan that a search has found
@@ -61,8 +63,9 @@ def plan_of(
                 f"TrainingArguments.activation_checkpointing: found True; {setup.plan_file} says what is recomputed"
             )
         plan = replace(setup.plan, seed=args.seed)
-        return plan, capture(build, inputs, samples_at_once(plan), device=kind)
-    planner_on = partial(Planner, build, inputs, global_batch=batch.global_batch, seed=args.seed)
+        return plan, capture(build, inputs, samples_at_once(plan), device=kind, precision=precision_of(args))
+    options = TrainingOptions(precision=precision_of(args), autocast=precision_of(args) != "float32")
+    planner_on = partial(Planner, build, inputs, global_batch=batch.global_batch, seed=args.seed, training=options)
     if setup.degrees is not None:
         choices = {"recompute": "full" if args.activation_checkpointing else "none", "partition": "autopipe"}
         if args.activation_checkpointing and "recompute" in setup.choices:

@@ -9,8 +9,8 @@ from torch import nn
 
 from auto3d.capture.empty import empty_model
 from auto3d.capture.export import InputSpec
+from auto3d.data.interface import IGNORED
 from auto3d.errors import InputError
-from auto3d.trainer.padding import IGNORED
 from auto3d.trainer.samples import CollatedData
 
 

@@ -13,11 +13,12 @@ import torch
 from auto3d.capture.export import InputSpec
 from auto3d.capture.skeleton import seeded
 from auto3d.data import BatchSlice
+from auto3d.data.interface import IGNORED
 from auto3d.errors import InputError
-from auto3d.trainer.padding import IGNORED, Padding
+from auto3d.trainer.padding import Padding
 
 
-class Order(Protocol):
+class SampleOrder(Protocol):
     """Which samples are trained when."""
 
     def of(self, iteration: int) -> Sequence[int]:
@@ -60,7 +61,7 @@ class CollatedData:
 
     dataset: Any
     collate: Callable[[list[Any]], Any]
-    order: Order
+    order: SampleOrder
     padding: Padding | None = None
     seed: int = 0  # seed of collators and datasets that draw random numbers
     label_names: tuple[str, ...] = ("labels",)  # inputs whose entries are ignored where they are IGNORED

@@ -11,6 +11,7 @@ import transformers
 from transformers import TrainerCallback
 
 from auto3d.errors import InputError
+from auto3d.runtime.settings import LEARNING_RATE_SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -52,26 +53,25 @@ ARGUMENTS: Mapping[str, Decision] = {
     "num_train_epochs": Honoured(),
     "max_steps": Honoured(),
     "learning_rate": Honoured(),
-    "lr_scheduler_type": Honoured(
-        ("constant", "constant_with_warmup", "linear", "cosine"), "the pipeline's optimizers know these schedules"
-    ),
-    "lr_scheduler_kwargs": Refused("the schedules have no further arguments here", (None, {})),
+    "lr_scheduler_type": Honoured(LEARNING_RATE_SCHEDULES, "the others follow a metric"),
+    "lr_scheduler_kwargs": Honoured(),
     "warmup_steps": Honoured(),
-    "optim": Honoured(("adamw_torch", "adamw_torch_fused", "sgd"), "the pipeline's ranks have these optimizers"),
-    "optim_args": Refused("the optimizers have no further arguments here", (None, "")),
-    "weight_decay": Refused(
-        "the pipeline's optimizers decay biases and norms too, which transformers does not", (0.0,)
+    "optim": Honoured(
+        ("adamw_torch", "adamw_torch_fused", "sgd", "adafactor", "adagrad", "rmsprop"),
+        "the pipeline's ranks have these optimizers",
     ),
+    "optim_args": Refused("the optimizers have no further arguments here", (None, "")),
+    "weight_decay": Honoured(),
     "adam_beta1": Honoured(),
     "adam_beta2": Honoured(),
-    "adam_epsilon": Refused("the pipeline's AdamW has torch's epsilon", (1e-8,)),
+    "adam_epsilon": Honoured(),
     "optim_target_modules": Refused("it belongs to optimizers that auto3d does not have"),
     "gradient_accumulation_steps": Honoured(),
     "average_tokens_across_devices": Refused("a loss is the mean over the real targets of the whole batch", (True,)),
     "max_grad_norm": Honoured(),
     "label_smoothing_factor": Refused("the captured loss is the model's own; smooth it in the model's forward", (0.0,)),
-    "bf16": Refused("the pipeline trains in float32"),
-    "fp16": Refused("the pipeline trains in float32"),
+    "bf16": Honoured(),
+    "fp16": Honoured(),
     "bf16_full_eval": _FULL_EVAL,
     "fp16_full_eval": _FULL_EVAL,
     "tf32": Honoured(),

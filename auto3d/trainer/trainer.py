@@ -206,7 +206,8 @@ class Trainer(transformers.Trainer):
     ) -> tuple[nn.Module, Any]:
         """Build this rank of the pipeline."""
         data = self._train_data(train_dataloader)
-        self._check_last_batch(train_dataloader, max_steps)
+        samples = sum(map(len, train_dataloader.batch_sampler))
+        data.check_fill(-samples % self._batch.global_batch if max_steps >= self._updates_per_epoch else 0)
         checkpoints = None
         if resume_from_checkpoint is not None:
             checkpoints = Checkpoints(folder=Path(resume_from_checkpoint), every=None)
@@ -217,7 +218,7 @@ class Trainer(transformers.Trainer):
                 f"{self._training.first} steps, its trainer_state.json after {self.state.global_step}"
             )
         self._iterations = self._training.iterations()
-        self._flos = self._flos_of_iteration(data.shapes)
+        self._order, self._flos_of_sample = data.order, self._flos_of_one(data.shapes)
         # The pipeline's optimizers follow their own copy of this schedule, which only tells the rate.
         self.lr_scheduler = None
         rate = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=self.args.learning_rate)
@@ -257,9 +258,10 @@ class Trainer(transformers.Trainer):
             self.control = self.callback_handler.on_step_begin(args, self.state, self.control)
             _, result = next(self._iterations)
             self._add_loss(result.loss)
-            self.current_flos += self._flos
-            learning_rate = self._get_learning_rate()
-            self._rate.step()
+            self.current_flos += self._flos_of_sample * len(self._order.of(self.state.global_step))
+            learning_rate = result.learning_rate
+            if not result.skipped:
+                self._rate.step()
             self.state.global_step += 1
             self.state.epoch = epoch + min((step + 1) * self._micro_batches, steps_in_epoch) / steps_in_epoch
             self.control = self.callback_handler.on_step_end(args, self.state, self.control)
@@ -318,7 +320,9 @@ class Trainer(transformers.Trainer):
         if self._planned is None:
             self._planned = plan_of(setup(), self.args, self._build, data.shapes)
         plan, captured = self._planned
-        self._settings = training_settings(self.args, iterations)
+        decayed = set(self.get_decay_parameter_names(self.model))
+        exempt = {name for name, _ in self.model.named_parameters()} - decayed
+        self._settings = training_settings(self.args, iterations, exempt)
         return Training(
             captured,
             plan,
@@ -413,21 +417,9 @@ class Trainer(transformers.Trainer):
         else:
             self._tr_loss += loss
 
-    def _check_last_batch(self, loader: Any, max_steps: int) -> None:
-        """Raise InputError if a batch at the end of an epoch is not full."""
-        samples = sum(map(len, loader.batch_sampler))
-        missing = -samples % self._batch.global_batch
-        if missing and max_steps >= self._updates_per_epoch:
-            raise InputError(
-                f"train_dataset: {samples} samples of an epoch are no multiple of the global batch of "
-                f"{self._batch.global_batch}; leave out {samples % self._batch.global_batch}, or give a max_steps that "
-                "ends before them"
-            )
-
-    def _flos_of_iteration(self, inputs: Mapping[str, InputSpec]) -> int:
-        """FLOPs that transformers counts for a global batch."""
-        samples = self._batch.global_batch
-        batch = {name: torch.empty(samples, *spec.shape, device="meta") for name, spec in inputs.items()}
+    def _flos_of_one(self, inputs: Mapping[str, InputSpec]) -> int:
+        """FLOPs that transformers counts for a sample."""
+        batch = {name: torch.empty(1, *spec.shape, device="meta") for name, spec in inputs.items()}
         return int(self.floating_point_ops(batch))
 
     def _tokenizer(self) -> Any:

@@ -1,0 +1,89 @@
+"""Every argument of transformers has its meaning here, and what cannot hold is refused in one line."""
+
+import dataclasses
+import inspect
+
+import pytest
+import transformers
+from transformers.trainer_pt_utils import AcceleratorConfig
+
+from auto3d.errors import InputError
+from auto3d.trainer.supported import (
+    ACCELERATOR,
+    ARGUMENTS,
+    EVENTS,
+    METHODS,
+    TRAINER,
+    check_arguments,
+    check_callbacks,
+    check_overrides,
+    check_trainer,
+)
+from auto3d.trainer.trainer import Trainer
+
+BASE = vars(transformers.TrainingArguments(output_dir="nowhere", use_cpu=True))
+
+
+def test_the_tables_have_every_argument():
+    assert set(ARGUMENTS) == {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+    assert set(ACCELERATOR) == {field.name for field in dataclasses.fields(AcceleratorConfig)}
+    assert set(TRAINER) == set(inspect.signature(transformers.Trainer.__init__).parameters) - {"self"}
+    assert set(TRAINER) == set(inspect.signature(Trainer.__init__).parameters) - {"self"}
+    assert set(vars(transformers.Trainer)) >= METHODS
+    assert set(vars(transformers.TrainerCallback)) >= EVENTS
+
+
+class Arguments:
+    def __init__(self, **values):
+        vars(self).update(BASE, **values)
+
+
+def test_the_defaults_are_accepted():
+    check_arguments(Arguments())
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"label_smoothing_factor": 0.1},
+        {"neftune_noise_alpha": 5.0},
+        {"deepspeed": "zero.json"},
+        {"fsdp": "full_shard"},
+        {"use_liger_kernel": True},
+        {"auto_find_batch_size": True},
+        {"train_sampling_strategy": "group_by_length"},
+        {"optim": "galore_adamw"},
+        {"lr_scheduler_type": "reduce_lr_on_plateau"},
+        {"torch_compile": True},
+        {"batch_eval_metrics": True},
+        {"ignore_data_skip": True},
+    ],
+    ids=lambda values: next(iter(values)),
+)
+def test_an_argument_that_cannot_hold_is_named(values):
+    (name, value), *_ = values.items()
+    with pytest.raises(InputError) as caught:
+        check_arguments(Arguments(**values))
+    assert str(caught.value).startswith(f"TrainingArguments.{name}: found {value!r}; it takes ")
+    assert "\n" not in str(caught.value)
+
+
+def test_arguments_of_the_trainer_are_refused():
+    check_trainer({"optimizers": (None, None), "model_init": None})
+    for given in ({"optimizers": (object(), None)}, {"model_init": print}, {"compute_loss_func": print}):
+        with pytest.raises(InputError, match=f"Trainer.{next(iter(given))}: found"):
+            check_trainer(given)
+
+
+@pytest.mark.parametrize("method", ["compute_loss", "training_step", "prediction_step", "create_optimizer"])
+def test_an_overridden_method_that_is_not_called_is_refused(method):
+    check_overrides(type("Mine", (Trainer,), {"log": lambda self, *_: None}), Trainer)
+    with pytest.raises(InputError, match=f"Mine.{method}: refused"):
+        check_overrides(type("Mine", (Trainer,), {method: lambda self, *_: None}), Trainer)
+
+
+def test_a_callback_inside_a_step_is_refused():
+    mine = type("Mine", (transformers.TrainerCallback,), {"on_substep_end": lambda self, *_, **__: None})
+    check_callbacks([transformers.EarlyStoppingCallback()])
+    with pytest.raises(InputError, match=r"callbacks: Mine.on_substep_end: refused"):
+        check_callbacks([mine()])
