@@ -209,7 +209,11 @@ def test_the_memory_of_a_search_agrees_with_that_of_the_local_graph(name, sequen
             for total, needed in zip(costs.memory(whole_plan), finer, strict=True):
                 assert 0.7 < total / FRAGMENTATION / needed.total < 1.3, f"{options} pp={pp}: {needed}"
             sharded = replace(local_plan, shard_optimizer=True)
-            assert predict(model.local.graph, sharded, schedule_of(sharded), **copies) == finer  # the ranks share none
+            shared = predict(model.local.graph, sharded, schedule_of(sharded), **copies)
+            # With one pipeline, only the two stages of a tied weight share its state.
+            assert [replace(one, optimizer=0) for one in shared] == [replace(one, optimizer=0) for one in finer]
+            tied = pp == 2 and name != "llama"
+            assert (sum(one.optimizer for one in shared) < sum(one.optimizer for one in finer)) == tied
             one = replace(whole_plan, tp=1, sequence_parallel=False, placement=place_ranks(dp=1, pp=pp))
             whole = predict(graph, one, schedule_of(one), **copies)
             assert all(mine.total < all_.total for mine, all_ in zip(finer, whole, strict=True))

@@ -98,10 +98,10 @@ SAMPLE: dict[str, Callable[[], Made]] = {
 }
 
 
-def captured_for_gpus(*arguments: object) -> CapturedModel:
+def captured_for_gpus(*arguments: object, precision: str = "float32") -> CapturedModel:
     """``capture`` as on a node whose torch was built with CUDA."""
     with patch.object(torch.backends.cuda, "is_built", lambda: True):
-        return capture(*arguments, device="cuda")
+        return capture(*arguments, device="cuda", precision=precision)
 
 
 def begin() -> None:
