@@ -126,7 +126,8 @@ def mistake_in(data: DataSettings) -> tuple[str, str] | None:
     if data.packing == "padded" and not tokens:
         return "packing", "no input is made from tokens; leave the key out"
     if data.source not in ENDLESS and not tokens and not columns:
-        return "inputs", f"none is made from {source}; name its columns with kind column, or use source synthetic"
+        text = ", give the tokenizer of its text" if data.source in TABLES else ""
+        return "inputs", f"none is made from {source}; name its columns with kind column{text}, or use source synthetic"
     for name, each in data.inputs.items():
         if data.fills and each.kind == "tokens" and name.endswith("labels"):
             return "inputs", f"{name} is of kind tokens, so that padding would count as targets; use kind labels"

@@ -27,7 +27,7 @@ from launch.recipe.error import RecipeError
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.schema_key import AUTO
 from launch.recipe.search_schema import PlanRecipe
-from launch.recipe.settings import cluster, emulation, optimizer_settings, search_space
+from launch.recipe.settings import cluster, emulation, optimizer_settings, search_space, training_settings
 
 
 def find(
@@ -185,11 +185,13 @@ def runnable_maker(
 
     def check(plan: Plan) -> None:
         if plan.engine != AUTO3D:
+            from launch.recipe.data import data_settings  # imports torch
+
             check_engine(
                 plan,
                 lambda: graph_at(samples_at_once(plan)),
-                emulated=emulated is not None,
-                precision=recipe.values.training.precision,
+                training_settings(recipe.values, iterations=recipe.values.training.iterations),
+                unequal_targets=data_settings(recipe.values).has_unequal_targets,
             )
         if emulated is not None:
             emulated.check_fits(plan.stages)

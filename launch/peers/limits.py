@@ -19,6 +19,7 @@ from auto3d.plan import (
     EngineRefusalError,
     Plan,
 )
+from auto3d.runtime.settings import TrainingSettings
 from auto3d.schedule import SCHEDULES, schedule_of
 from auto3d.schedule.options import SYNC
 
@@ -31,23 +32,28 @@ def engine_version(engine: str) -> str:
     return f"deepspeed {version('deepspeed')}" if engine in DEEPSPEED and find_spec("deepspeed") else ""
 
 
-def check_engine(plan: Plan, graph: Callable[[], Graph], *, emulated: bool, precision: str = "float32") -> None:
-    """Raise EngineRefusalError unless the peer ``plan.engine`` can train ``plan``.
+def check_engine(
+    plan: Plan, graph: Callable[[], Graph], settings: TrainingSettings, *, unequal_targets: bool = False
+) -> None:
+    """Raise EngineRefusalError unless the peer ``plan.engine`` can train ``plan`` with ``settings`` as auto3d would.
 
-    ``graph`` returns the model's Graph at the samples that the plan runs at once. ``emulated``: whether the recipe asks
-    for emulated devices. ``precision`` is that of training.
+    ``graph`` returns the model's Graph at the samples that the plan runs at once. ``unequal_targets``: whether samples
+    of the data may have unequal numbers of targets that count.
     """
-    if reason := _refusal(plan, graph, emulated=emulated, precision=precision):
+    if reason := _refusal(plan, graph, settings, unequal_targets):
         raise EngineRefusalError(plan, reason)
 
 
-def _refusal(plan: Plan, graph: Callable[[], Graph], *, emulated: bool, precision: str) -> str:
+def _refusal(plan: Plan, graph: Callable[[], Graph], settings: TrainingSettings, unequal_targets: bool) -> str:
     if plan.engine in DEEPSPEED and find_spec("deepspeed") is None:
         return "is not installed; pip install 'deepspeed>=0.19'"
-    if emulated:
-        return "computes for real; use training.compute=real"
-    if precision != "float32":
-        return f"trains here in float32, and training.precision is {precision}"
+    if reason := _other_training(plan, settings):
+        return reason
+    if unequal_targets:
+        return (
+            "averages micro-batches whatever number of targets counts in each, which here may differ; use "
+            "data.packing=packed and data.last_batch=drop"
+        )
     if plan.tp > 1:
         return f"has no tensor parallelism for an unmodified model; the plan has tp = {plan.tp}"
     if any(stage.replicas > 1 for stage in plan.stages):
@@ -59,6 +65,39 @@ def _refusal(plan: Plan, graph: Callable[[], Graph], *, emulated: bool, precisio
     if plan.schedule_options.get("sync", SYNC[0]) != SYNC[0]:
         return f"decides itself when gradients are summed; use search.sync=[{SYNC[0]}]"
     return _REFUSALS[plan.engine](plan, graph)
+
+
+def _other_training(plan: Plan, settings: TrainingSettings) -> str:
+    """Settings that the peer would leave out, or follow in another way."""
+    optimizer = settings.optimizer
+    if settings.emulation is not None:
+        return "computes for real; use training.compute=real"
+    if settings.precision != "float32":
+        return f"trains here in float32, and training.precision is {settings.precision}"
+    if settings.compile:
+        return "runs here without torch.compile; use training.compile=false"
+    if optimizer.offload:
+        return "keeps the optimizer's state where it computes; use training.offload_optimizer=false"
+    if optimizer.weight_decay and optimizer.exempt:
+        return "decays every weight here; use training.weight_decay_exempt=[], or training.weight_decay=0"
+    if (_always_shards(plan) or plan.shard_optimizer) and not _elementwise(settings):
+        return (
+            f"updates slices of weights, and training.optimizer {optimizer.optimizer} combines the elements of a "
+            "weight; use an elementwise one, such as adamw"
+        )
+    return ""
+
+
+def _always_shards(plan: Plan) -> bool:
+    return plan.engine in (ZERO_1, ZERO_2, ZERO_3, FSDP, FSDP_GATHERED)
+
+
+def _elementwise(settings: TrainingSettings) -> bool:
+    if settings.optimizer.optimizer in ("adamw", "sgd"):
+        return True
+    from auto3d.runtime.optimizer_class import is_elementwise  # imports torch
+
+    return is_elementwise(settings.optimizer)
 
 
 def _data_parallel(plan: Plan) -> str:

@@ -9,7 +9,6 @@ import torch
 from auto3d.allocator import keep_freed_memory
 from auto3d.capture.model import CapturedModel
 from auto3d.data import DataSettings
-from auto3d.errors import InputError
 from auto3d.plan import DDP, DEEPSPEED_PIPELINE, FSDP, FSDP_GATHERED, TORCH_PIPELINING, ZERO_1, ZERO_2, ZERO_3, Plan
 from auto3d.runtime.activity import THIS_RANK
 from auto3d.runtime.gathered import of_all_ranks
@@ -17,6 +16,7 @@ from auto3d.runtime.peak_memory import PeakMemory
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.training import TrainingResult, memory_of_ranks, naming_this_rank, start_rank
 from auto3d.runtime.world import World
+from launch.peers.limits import check_engine
 from launch.peers.rank import Iteration, PeerRank
 
 FILES = {
@@ -44,11 +44,9 @@ def train_by_peer(
     """Train for ``settings.iterations`` as rank ``world.rank`` by the peer ``plan.engine``.
 
     As ``auto3d.runtime.training.train``, without checkpoints. The peak memory leaves out the building of the model,
-    which a peer needs whole on each rank.
+    which a peer needs whole on each rank. Raises EngineRefusalError, a PlanError, for what the peer cannot train.
     """
-    if data.has_unequal_targets:
-        problem = "averages micro-batches whatever number of targets counts in each, and here that may differ"
-        raise InputError(f"{plan.engine} {problem}: use data.packing=packed, data.last_batch=drop, or engine auto3d")
+    check_engine(plan, lambda: captured.graph, settings, unequal_targets=data.has_unequal_targets)
     with naming_this_rank():
         rank, build = join_as_peer(captured, plan, settings, data, world, state=state)
         device = rank.device

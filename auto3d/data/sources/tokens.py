@@ -66,7 +66,8 @@ class TokenFiles:
         return int(self._largest)
 
     def describe(self) -> str:
-        return f"{self._tokens:,} tokens, of which the last {self._packed.unused:,} of the files are in no sample"
+        unused = f"; {self._packed.unused:,} at the ends of files are in no sample" if self._packed.unused else ""
+        return f"{self._tokens:,} tokens{unused}"
 
 
 def _scan(files: Sequence[str], folder: Path, tick: Tick) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 
@@ -10,11 +11,14 @@ from auto3d.capture.graph import Graph
 from auto3d.cluster import place_ranks
 from auto3d.partition.methods.uniform import uniform
 from auto3d.plan import AUTO3D, ENGINES, EngineRefusalError, Plan, PlanError
+from auto3d.runtime.emulation import Emulation
+from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
 from launch.peers import limits
 from launch.peers.limits import check_engine
 from tests.models import captured
 
 PIPELINES = ("torch-pipelining", "deepspeed-pipeline")
+SETTINGS = TrainingSettings(iterations=1)
 OTHERS = tuple(engine for engine in ENGINES if engine not in (AUTO3D, *PIPELINES))
 
 
@@ -40,11 +44,13 @@ def plan_of(engine: str, *, model: str = "llama", dp: int = 1, tp: int = 1, pp: 
     )
 
 
-def refusal(plan: Plan, *, model: str = "llama", emulated: bool = False) -> str:
+def refusal(
+    plan: Plan, *, model: str = "llama", settings: TrainingSettings = SETTINGS, unequal_targets: bool = False
+) -> str:
     """Why the plan's engine refuses it; empty if it does not."""
     reason = ""
     try:
-        check_engine(plan, lambda: graph_of(model), emulated=emulated)
+        check_engine(plan, lambda: graph_of(model), settings, unequal_targets=unequal_targets)
     except EngineRefusalError as error:
         refused, reason = error.plan, str(error)
     assert not reason or (refused == plan and reason.startswith(f"{plan.engine} "))
@@ -91,7 +97,31 @@ def test_what_no_peer_trains(engine):
         )
     )
     assert "no tensor parallelism" in refusal(plan_of(engine, tp=2))
-    assert "training.compute=real" in refusal(fits, emulated=True)
+    assert "training.compute=real" in refusal(fits, settings=replace(SETTINGS, emulation=Emulation()))
+
+
+@pytest.mark.parametrize("engine", [*PIPELINES, *OTHERS])
+def test_no_peer_leaves_out_a_setting_of_the_training(engine):
+    fits = plan_of(engine, pp=2) if engine in PIPELINES else plan_of(engine, dp=2)
+
+    def trained_with(**optimizer: Any) -> str:
+        return refusal(fits, settings=replace(SETTINGS, optimizer=OptimizerSettings(**optimizer)))
+
+    assert "training.precision is bfloat16" in refusal(fits, settings=replace(SETTINGS, precision="bfloat16"))
+    assert "training.compile=false" in refusal(fits, settings=replace(SETTINGS, compile=True))
+    assert "data.packing=packed" in refusal(fits, unequal_targets=True)
+    assert "training.offload_optimizer=false" in trained_with(offload=True)
+    assert "training.weight_decay_exempt=[]" in trained_with(exempt=("*.bias",), weight_decay=0.1)
+    assert trained_with(exempt=("*.bias",)) == ""
+    assert trained_with(optimizer="torch.optim.RMSprop") == ""
+    slices = engine not in (*PIPELINES, "ddp")
+    assert ("adafactor combines the elements" in trained_with(optimizer="adafactor")) == slices
+
+
+def test_deepspeed_shards_elementwise_optimizers_only():
+    sharded = replace(plan_of("deepspeed-pipeline", dp=2, pp=2), shard_optimizer=True)
+    adafactor = replace(SETTINGS, optimizer=OptimizerSettings(optimizer="adafactor"))
+    assert "combines the elements of a weight" in refusal(sharded, settings=adafactor)
 
 
 def test_who_shards_the_optimizer():
