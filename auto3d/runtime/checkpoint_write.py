@@ -50,10 +50,11 @@ class _Held:
     shard: Shard | None
     flat: tuple[int, int] | None
     bytes: int
+    is_stored: bool
 
     @staticmethod
     def of(part: StatePart) -> "_Held":
-        return _Held(part.shape, part.shard, part.flat, part.tensor.nbytes)
+        return _Held(part.shape, part.shard, part.flat, part.tensor.nbytes, part.is_stored)
 
     @property
     def number(self) -> int:
@@ -193,7 +194,8 @@ def _assign(held_by: list[dict[str, _Held]]) -> tuple[dict[str, StoredTensor], l
     holders: dict[tuple[str, int, tuple[int, int]], list[int]] = {}
     for rank, names in enumerate(held_by):
         for name, held in names.items():
-            holders.setdefault((name, held.number, held.range), []).append(rank)
+            if held.is_stored:
+                holders.setdefault((name, held.number, held.range), []).append(rank)
     load = [0] * len(held_by)
     written: list[list[str]] = [[] for _ in held_by]
     tensors: dict[str, StoredTensor] = {}

@@ -107,6 +107,11 @@ class RankLayout:
             return []
         return [ranks[first : first + tp] for ranks in self.plan.placement for first in range(0, len(ranks), tp)]
 
+    def is_first_copy_of(self, name: str) -> bool:
+        """Whether this rank holds the parameter or buffer in the first pipeline, its first pipe and first replica."""
+        on_first_pipe = any(name in stage.state for (_, pipe), stage in self.stages.items() if pipe == 0)
+        return self.pipeline == 0 and self.replica == 0 and on_first_pipe
+
     def placement_of(self, name: str) -> TensorPlacement:
         """How the ranks of a tensor-parallel group hold a parameter or buffer."""
         return WHOLE if self.tensor is None else self.tensor.placements[name]

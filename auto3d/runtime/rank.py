@@ -107,7 +107,13 @@ class Rank:
 
     def _part(self, name: str, tensor: torch.Tensor, flat: tuple[int, int] | None = None) -> StatePart:
         """What this rank holds of a tensor that is held like the parameter or buffer ``name``, or a range of it."""
-        return StatePart(tensor=tensor.detach(), shape=self.shapes[name], shard=self.shards.get(name), flat=flat)
+        return StatePart(
+            tensor=tensor.detach(),
+            shape=self.shapes[name],
+            shard=self.shards.get(name),
+            flat=flat,
+            is_stored=name not in self.layout.captured.graph.written_buffers or self.layout.is_first_copy_of(name),
+        )
 
     def numbers(self) -> dict[str, float]:
         """Numbers that training changes, the same on all ranks; they are part of a checkpoint."""

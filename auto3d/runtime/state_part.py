@@ -17,3 +17,5 @@ class StatePart:
     flat: tuple[int, int] | None = None
     """``[first, last)`` of the flattened shard, or of the flattened whole if there is no shard. ``tensor`` is then 1-D.
     None: all elements."""
+    is_stored: bool = True
+    """False: the values differ between ranks, as batch statistics do, and a checkpoint stores those of another rank."""

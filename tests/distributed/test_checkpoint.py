@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from auto3d.capture.shard import Shard
 from auto3d.partition.methods.uniform import uniform
+from auto3d.partition.stage import cut
 from auto3d.plan import Plan
 from auto3d.runtime.checkpoint import (
     Checkpoint,
@@ -31,7 +32,7 @@ from auto3d.runtime.checkpoint import (
 from auto3d.runtime.checkpoint_read import CheckpointReader
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.state_part import StatePart
-from auto3d.runtime.training import TrainingResult, train
+from auto3d.runtime.training import Training, TrainingResult, train
 from auto3d.schedule import samples_at_once
 from auto3d.tensor_placement import Split
 from tests.distributed.parity import ADAMW, SGD, make_plan
@@ -158,6 +159,34 @@ def test_dropout_goes_on_under_another_plan(processes, tmp_path):
         plan = make_plan("gpt2-dropout", **degrees)
         one = processes.run(plan.ranks, run, "gpt2-dropout", plan, SGD, tmp_path, None, None)[0]
         assert one.loss == pytest.approx(whole.loss[ENDS_AFTER:], rel=1e-5)
+
+
+def buffers_of(world, model: str, plan: Plan, folder: Path) -> dict[str, torch.Tensor]:
+    """Train as one rank and write a checkpoint at the end; this rank's buffers."""
+    settings = TrainingSettings(iterations=2, optimizer=SGD, timeout_s=60)
+    program, data = captured(model, samples_at_once(plan)), TRAINED[model][1]
+    training = Training(program, plan, settings, data, world, checkpoints=Checkpoints(folder=folder, every=2))
+    for _ in training.iterations():
+        pass
+    training.result()
+    return {name: tensor.clone() for name, tensor in training.rank.buffers.items()}
+
+
+def test_batch_statistics_are_those_of_the_first_pipeline(processes, tmp_path):
+    """As evaluation uses them: an exported model then computes what the training's evaluation did."""
+    plan = make_plan("residual", dp=2, pp=2, schedule="chimera")
+    ranks = processes.run(4, buffers_of, "residual", plan, tmp_path)
+    stored = tensors(tmp_path, 2)
+    statistics = [name for name in ranks[0] if name.endswith("running_mean")]
+    assert statistics
+    differ = 0
+    for device in range(2):  # each rank of Chimera holds both stages, the first pipe's is that of its own number
+        stage_state = cut(captured("residual", samples_at_once(plan)).graph, plan.stages)[device].state
+        first, other = (ranks[rank] for rank in plan.placement[device])
+        for name in set(statistics) & set(stage_state):
+            assert torch.equal(stored[f"model.{name}"], first[name]), name
+            differ += not torch.equal(first[name], other[name])
+    assert differ
 
 
 def test_ranks_write_equal_shares_and_two_checkpoints_are_kept(processes, tmp_path):
