@@ -26,6 +26,26 @@ _MEANS_OF_ALL = frozenset(  # means over all elements unless their argument ``re
 _UNCHANGED = frozenset(
     {"alias", "clone", "contiguous", "to", "_to_copy", "view", "reshape", "squeeze", "unsqueeze", "neg"}
 )
+_MOVES = frozenset(  # their argument ``dim`` or ``dims`` says where elements are taken from or put, and adds up none
+    {"unsqueeze", "squeeze", "permute", "cat", "concat", "stack", "slice", "select", "split", "split_with_sizes"}
+    | {
+        "chunk",
+        "unbind",
+        "index_select",
+        "gather",
+        "movedim",
+        "narrow",
+        "glu",
+        "unflatten",
+        "tensor_split",
+        "flip",
+        "roll",
+    }
+)
+_PRODUCTS = frozenset({"matmul", "mm", "linear", "addmm", "mv", "dot", "vdot", "inner", "addmv", "outer", "ger"})
+_COUNTS = frozenset(
+    {"bincount", "histc", "unique", "_unique2", "unique_consecutive", "index_add", "scatter_add", "index_put"}
+)
 ACCEPTED = "a sum of torch's cross-entropies with reduction='mean', each times a number"
 
 
@@ -63,6 +83,11 @@ class _Analysis:
             is_source = node.op == "placeholder" and (node.name in exported.inputs or node.name in written)
             if is_source or is_random(node) or not self._from_samples.isdisjoint(node.all_input_nodes):
                 self._from_samples.add(node)
+        self._from_weights: set[fx.Node] = set()
+        for node in exported.program.nodes:
+            is_weight = node.op == "placeholder" and node.name in exported.parameters
+            if is_weight or not self._from_weights.isdisjoint(node.all_input_nodes):
+                self._from_weights.add(node)
         self._counted: dict[fx.Node, TargetTerm] = {}
         self._constant: dict[fx.Node, None] = {}
         self._other: dict[fx.Node, None] = {}
@@ -121,23 +146,51 @@ class _Analysis:
         return None
 
     def _is_cross_entropy(self, node: fx.Node) -> bool:
+        """Whether ``node`` is a mean over targets of the data, each of which counts the same in any batch."""
         if _operator(node) not in _CROSS_ENTROPIES or _argument(node, "reduction") != _MEAN:
             return False
-        return not _argument(node, "target").meta["val"].is_floating_point()
+        if _argument(node, "target").meta["val"].is_floating_point():
+            return False
+        if _argument(node, "target") not in self._from_samples or _argument(node, "weight") in self._from_samples:
+            return False
+        return not any(
+            self._mixes(each) for each in _ancestors(node) if each in self._from_samples - self._from_weights
+        )
 
     def _is_mean_of_all(self, node: fx.Node) -> bool:
         """Whether ``node`` is a mean over a number of places that is always the same."""
         name = _operator(node)
-        probabilities = name == "cross_entropy_loss" and _argument(node, "target").meta["val"].is_floating_point()
+        probabilities = name == "cross_entropy_loss" and (
+            _argument(node, "target").meta["val"].is_floating_point()
+            or _argument(node, "target") not in self._from_samples
+        )
         if not probabilities and (name not in _MEANS_OF_ALL or node.meta["val"].dim()):
             return False
         if name != "mean" and _argument(node, "reduction") != _MEAN:
             return False
-        # A scalar that depends on samples may be a number of targets, by which the model divides by itself.
-        return not any(
-            each in self._from_samples and isinstance(each.meta.get("val"), torch.Tensor) and not each.meta["val"].dim()
-            for each in _ancestors(node)
-        )
+        # A value that depends on several samples may be a number of targets, by which the model divides by itself.
+        return not any(self._mixes(each) for each in _ancestors(node) if each in self._from_samples)
+
+    def _mixes(self, node: fx.Node) -> bool:
+        """Whether an element of ``node``, which depends on samples, may depend on several: dimension 0 is samples'.
+
+        Batch statistics of a layer, which are those of a micro-batch by design, do not count.
+        """
+        value = node.meta.get("val")
+        if node.op != "call_function" or not isinstance(value, torch.Tensor):
+            return False
+        if not value.dim():
+            return True
+        name = _operator(node)
+        several = [each for each in node.all_input_nodes if each in self._from_samples and _rank(each)]
+        if name in _COUNTS:
+            return True
+        if name in _PRODUCTS:
+            return any(each in self._from_samples and _rank(each) <= 2 for each in args_of(node)[1:])
+        target = target_of(node)
+        if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
+            return len({_rank(each) for each in several}) > 1  # the samples of one are not those of the other
+        return bool(several) and name not in _MOVES and _takes_dimension_0(node, _rank(several[0]))
 
     def _target_term(self, node: fx.Node) -> TargetTerm:
         ignored = int(_argument(node, "ignore_index"))
@@ -203,6 +256,24 @@ def _argument(node: fx.Node, name: str) -> Any:
                 return args_of(node)[position]
             return kwargs_of(node).get(name, argument.default_value)
     raise KeyError(name)
+
+
+def _rank(node: fx.Node) -> int:
+    """The number of dimensions of a tensor; 0 for a number."""
+    value = node.meta.get("val")
+    return value.dim() if isinstance(value, torch.Tensor) else 0
+
+
+def _takes_dimension_0(node: fx.Node, rank: int) -> bool:
+    """Whether ``node`` adds up, sorts or shifts along dimension 0 of a tensor of this rank, or along all of them."""
+    target = target_of(node)
+    names = {each.name for each in target._schema.arguments} if isinstance(target, torch._ops.OpOverload) else set()
+    for name in names & {"dim", "dims"}:
+        dims = _argument(node, name)
+        if dims is None or dims == []:
+            return True
+        return any(dim in (0, -rank) for dim in (dims if isinstance(dims, (list, tuple)) else [dims]))
+    return False
 
 
 def _ancestors(node: fx.Node) -> Iterator[fx.Node]:

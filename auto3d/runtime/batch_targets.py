@@ -56,10 +56,13 @@ class BatchTargets:
         return fraction
 
 
-def check_loss(terms: LossTerms, schedule: Schedule, settings: TrainingSettings, *, may_ignore: bool) -> None:
+def check_loss(
+    terms: LossTerms, schedule: Schedule, settings: TrainingSettings, *, may_ignore: bool, fills: bool = False
+) -> None:
     """Raise InputError if training could not be exact.
 
-    ``may_ignore`` says whether the data may have labels that the loss ignores, such as -100.
+    ``may_ignore`` says whether the data may have labels that the loss ignores, such as -100; ``fills`` whether it
+    completes a global batch with samples of which all labels are ignored.
     """
     if settings.first_loss_scale is not None and not settings.first_loss_scale > 0:
         raise InputError(f"loss_scale: found {settings.first_loss_scale:g}; it takes a number above 0")
@@ -70,6 +73,8 @@ def check_loss(terms: LossTerms, schedule: Schedule, settings: TrainingSettings,
         )
     if settings.emulation is not None:
         return
+    if fills:
+        check_filled(terms, "the model's loss: last_batch=pad adds samples that must not count")
     if not targets_vary(terms, may_ignore=may_ignore):
         return
     weighted = next((term.name for term in terms.counted if term.has_class_weights), "")
@@ -90,6 +95,15 @@ def check_loss(terms: LossTerms, schedule: Schedule, settings: TrainingSettings,
             f"the model's loss: {because}, and {', '.join(terms.constant)} has no targets to ignore, so no common "
             f"weight is right for it and {terms.counted[0].name}; it takes {ACCEPTED}, without other terms"
         )
+
+
+def check_filled(terms: LossTerms, because: str) -> None:
+    """Raise InputError, which says ``because``, if a term of the loss counts samples all of whose labels are ignored.
+
+    A mean over all places counts them: one of squared errors takes even -100 for a number.
+    """
+    if counts := [*terms.constant, *terms.other]:
+        raise InputError(f"{because}, and {', '.join(counts)} of the loss would count them; it takes {ACCEPTED}")
 
 
 def targets_vary(terms: LossTerms, *, may_ignore: bool) -> bool:

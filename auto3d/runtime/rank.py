@@ -14,7 +14,7 @@ from auto3d.capture.graph import Value
 from auto3d.capture.model import CapturedModel
 from auto3d.capture.shard import Shard
 from auto3d.cost.device_memory import DeviceMemory, predict
-from auto3d.data import BatchSlice, TrainingData
+from auto3d.data import BatchSlice, DataSettings, TrainingData
 from auto3d.plan import Plan
 from auto3d.runtime.agreement import check_agreement
 from auto3d.runtime.backend import Backend, RealBackend, trained_parameters
@@ -143,8 +143,13 @@ def check_plan(
     """
     common = lay_out_plan(captured, plan, settings)
     may_ignore = data is not None and data.may_ignore_targets
-    check_loss(common.terms, common.schedule, settings, may_ignore=may_ignore)
+    check_loss(common.terms, common.schedule, settings, may_ignore=may_ignore, fills=_fills(data))
     capture_slices(captured, plan)
+
+
+def _fills(data: TrainingData | None) -> bool:
+    """Whether ``data`` completes a global batch with samples that do not count."""
+    return isinstance(data, DataSettings) and data.last_batch == "pad"
 
 
 def build_rank(
@@ -168,7 +173,8 @@ def build_rank(
         keep_freed_memory()
     # Everything else follows from the layout; a plan that does not fit is refused before any rank waits for another.
     common = lay_out_plan(captured, plan, settings, schedule)
-    check_loss(common.terms, common.schedule, settings, may_ignore=data.may_ignore_targets)
+    may_ignore = data.may_ignore_targets
+    check_loss(common.terms, common.schedule, settings, may_ignore=may_ignore, fills=_fills(data))
     layout = lay_out_rank(common, world.rank)
     # Programs need no peers, but every connection below is made for the messages and sums that they have.
     programs = _programs(layout)

@@ -207,11 +207,13 @@ class Trainer(transformers.Trainer):
         """Build this rank of the pipeline."""
         data = self._train_data(train_dataloader)
         samples = sum(map(len, train_dataloader.batch_sampler))
-        data.check_fill(-samples % self._batch.global_batch if max_steps >= self._updates_per_epoch else 0)
+        missing = -samples % self._batch.global_batch if max_steps >= self._updates_per_epoch else 0
+        data.check_fill(missing)
         checkpoints = None
         if resume_from_checkpoint is not None:
             checkpoints = Checkpoints(folder=Path(resume_from_checkpoint), every=None)
         self._training = self._build_training(data, max_steps, checkpoints)
+        data.check_fill(missing, self._training.rank.common.terms)
         if self._training.first != self.state.global_step:
             raise InputError(
                 f"Trainer.train: resume_from_checkpoint: {resume_from_checkpoint}: its state is after "
@@ -361,7 +363,7 @@ class Trainer(transformers.Trainer):
                 )
         at_once = samples_at_once(self._training.rank.common.plan)
         whole = -(-samples // at_once) * at_once if has_labels else samples
-        data.check_fill(whole - samples)
+        data.check_fill(whole - samples, self._training.rank.common.terms)
         names = () if loss_only else self._output_names(ignore_keys)
         result = evaluate(self._training, data, samples=whole, outputs=names, loss=has_labels)
         batch = args.per_device_eval_batch_size

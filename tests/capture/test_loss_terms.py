@@ -49,6 +49,25 @@ def one_hot(labels: torch.Tensor) -> torch.Tensor:
     return functional.one_hot(labels.clamp(0), CLASSES).float()
 
 
+def counts(labels: torch.Tensor) -> torch.Tensor:
+    """[samples, places]: 1 where a target counts."""
+    return (labels.view(-1, PLACES) >= 0).float()
+
+
+def rows(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return each(logits, labels).view(-1, PLACES)
+
+
+def of_one_class(model: nn.Module, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """A contrastive loss: targets of one class attract each other."""
+    return -((labels[:, None] == labels) * (logits @ logits.T).log_softmax(-1)).sum(1).mean()
+
+
+def dice(model: nn.Module, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    both = logits.softmax(-1) * one_hot(labels)
+    return (1 - 2 * both.sum(0) / (logits.softmax(-1) + one_hot(labels)).sum(0)).mean()
+
+
 def kept_average(model: nn.Module, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     loss = functional.cross_entropy(logits, labels)
     model.average.mul_(0.9).add_(loss.detach())
@@ -87,6 +106,8 @@ CONSTANT: dict[str, Loss] = {
     "logits": lambda m, x, y: functional.binary_cross_entropy_with_logits(x, one_hot(y)),
     "probabilities": lambda m, x, y: functional.cross_entropy(x, one_hot(y)),
     "mean": lambda m, x, y: each(x, y).mean(),
+    "a mean for each sample": lambda m, x, y: (rows(x, y).sum(1) / counts(y).sum(1)).mean(),
+    "the same targets for all data": lambda m, x, y: functional.cross_entropy(x, torch.arange(6) % CLASSES),
 }
 
 
@@ -108,6 +129,16 @@ OTHER: dict[str, Loss] = {
     "a mean of a mean": lambda m, x, y: (cross_entropy(m, x, y) + x).mean(),
     "another use": kept_average,
     "a balance of experts": with_balance,
+    # A number that each micro-batch counts for itself
+    "a kept dimension": lambda m, x, y: (rows(x, y) / counts(y).mean((0, 1), keepdim=True)).mean(),
+    "a count for each place": lambda m, x, y: (rows(x, y).sum(0) / counts(y).sum(0)).mean(),
+    "a cumulative count": lambda m, x, y: (rows(x, y) / counts(y).cumsum(0)[-1]).mean(),
+    "a count by a product": lambda m, x, y: (rows(x, y) / (torch.ones(SAMPLES) @ counts(y))).mean(),
+    "class weights of the batch": lambda m, x, y: functional.cross_entropy(x, y, 1 / (1 + one_hot(y).sum(0))),
+    "a count in the logits": lambda m, x, y: cross_entropy(m, x * counts(y).mean(), y),
+    "pairs in a batch": lambda m, x, y: functional.cross_entropy(x @ x.T, torch.arange(len(x))),
+    "pairs of one class": of_one_class,
+    "dice": dice,
 }
 ONE_BY_ONE = build_schedule("1f1b", devices=2, micro_batches=4)
 SETTINGS = TrainingSettings(iterations=1)
@@ -128,6 +159,14 @@ def test_a_second_term_without_targets_is_refused_where_data_may_ignore_targets(
     check_loss(found, ONE_BY_ONE, SETTINGS, may_ignore=False)
     with pytest.raises(InputError, match="mse_loss has no targets to ignore"):
         check_loss(found, ONE_BY_ONE, SETTINGS, may_ignore=True)
+
+
+@pytest.mark.parametrize("name", CONSTANT)
+def test_data_that_fills_a_batch_needs_a_loss_that_ignores_the_filling(name):
+    found = terms_of(CONSTANT[name])
+    check_loss(found, ONE_BY_ONE, SETTINGS, may_ignore=True)
+    with pytest.raises(InputError, match="last_batch=pad adds samples that must not count"):
+        check_loss(found, ONE_BY_ONE, SETTINGS, may_ignore=True, fills=True)
 
 
 def test_class_weights_are_counted():
