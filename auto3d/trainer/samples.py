@@ -68,6 +68,7 @@ class CollatedData:
     seed: int = 0  # seed of collators and datasets that draw random numbers
     label_names: tuple[str, ...] = ("labels",)  # inputs whose entries are ignored where they are IGNORED
     shapes: Mapping[str, InputSpec] = field(default_factory=dict)  # inputs that every batch must have; empty: any
+    limits: Mapping[str, int] = field(default_factory=dict)  # whole numbers of an input are from 0 to below its limit
 
     def with_shapes(self) -> "CollatedData":
         """The same data, all of whose batches must have the inputs and shapes of its first samples."""
@@ -76,6 +77,10 @@ class CollatedData:
         shapes = {name: InputSpec(shape=tuple(value.shape[1:]), dtype=value.dtype) for name, value in batch.items()}
         check_shapes(batch, shapes, samples=len(samples))
         return replace(self, shapes=shapes)
+
+    def check(self, samples: Sequence[int]) -> None:
+        """Raise InputError if a batch of ``samples`` cannot be trained."""
+        check_shapes(self.collated(samples, [0, 0]), self.shapes, samples=len(samples))
 
     @property
     def may_ignore_targets(self) -> bool:
@@ -110,7 +115,20 @@ class CollatedData:
             if not isinstance(value, torch.Tensor):
                 raise InputError(f"data_collator: {name} is a {type(value).__name__}; every input must be a tensor")
             tensors[name] = value
+            self._check_limit(name, value)
         return self.padding(tensors) if self.padding is not None else tensors
+
+    def _check_limit(self, name: str, value: torch.Tensor) -> None:
+        limit = self.limits.get(name)
+        if limit is None or value.dtype.is_floating_point or value.dtype == torch.bool:
+            return
+        ignored = value == IGNORED if name in self.label_names else torch.zeros_like(value, dtype=torch.bool)
+        wrong = value[((value < 0) | (value >= limit)) & ~ignored]
+        if len(wrong):
+            raise InputError(
+                f"{name}: found {int(wrong[0])}; the model takes whole numbers from 0 to {limit - 1}"
+                + (f", and {IGNORED} for what is ignored" if name in self.label_names else "")
+            )
 
 
 class CollatedBatches:

@@ -55,6 +55,7 @@ def training_settings(args: TrainingArguments, iterations: int, exempt: Collecti
         timeout_s=args.ddp_timeout,
         precision=precision_of(args),
         tf32=bool(args.tf32),
+        compile=bool(args.torch_compile),
         deterministic=args.full_determinism,
         loss_scale=FIRST_LOSS_SCALE if args.fp16 else None,
     )

@@ -41,7 +41,6 @@ Decision = Honoured | WithoutEffect | Refused
 
 _HUB = Refused("upload the folder that save_model() writes")
 _DDP = Refused("gradients are summed by auto3d's own buckets")
-_COMPILE = Refused("the stages run captured programs")
 _SHARDS = Refused("auto3d.init(dp=, tp=, pp=, shard_optimizer=True) says how the model is divided")
 _LOADER = WithoutEffect("each rank collates its own micro-batches, on a GPU in a thread that runs ahead")
 _CHECKPOINTING = Honoured()
@@ -83,9 +82,9 @@ ARGUMENTS: Mapping[str, Decision] = {
     "gradient_checkpointing_kwargs": Refused(
         "auto3d.init(recompute=) says how much of a stage is recomputed", (None, {}, {"use_reentrant": False})
     ),
-    "torch_compile": _COMPILE,
-    "torch_compile_backend": _COMPILE,
-    "torch_compile_mode": _COMPILE,
+    "torch_compile": Honoured(),
+    "torch_compile_backend": Refused("the stages are compiled by inductor", (None, "inductor")),
+    "torch_compile_mode": Refused("the stages are compiled in inductor's default mode", (None, "default")),
     "use_liger_kernel": Refused("its kernels cannot be captured"),
     "liger_kernel_config": Refused("its kernels cannot be captured"),
     "use_cache": Refused("training needs no past keys and values"),

@@ -1,41 +1,32 @@
 """transformers' Trainer whose steps are the iterations of a Plan."""
 
 import copy
-import gc
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
-from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
-from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, TrainOutput, denumpify_detensorize
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from auto3d.capture.export import InputSpec
-from auto3d.capture.model import CapturedModel
 from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.runtime.checkpoint import Checkpoints
-from auto3d.runtime.evaluation import evaluate
 from auto3d.runtime.executor import IterationResult
 from auto3d.runtime.training import Training, naming_this_rank
 from auto3d.runtime.waiting import waiting_for
-from auto3d.schedule import samples_at_once
 from auto3d.trainer.arguments import TrainingArguments, as_one_process
+from auto3d.trainer.checks import check_samples, limits_of
+from auto3d.trainer.evaluation import evaluated, metrics_of
 from auto3d.trainer.folders import check_complete, last_complete, load_weights, write_state
-from auto3d.trainer.gather import gather
-from auto3d.trainer.instance import build_of, state_of
 from auto3d.trainer.padding import padding_of
-from auto3d.trainer.planned import batch_of, plan_of
-from auto3d.trainer.predictions import in_batches, labels_of, mean_loss, output_names
+from auto3d.trainer.pipeline import Pipeline
 from auto3d.trainer.rank_zero import of_rank_0
 from auto3d.trainer.samples import CollatedData, InOrder, TrainOrder
-from auto3d.trainer.settings import training_settings
-from auto3d.trainer.setup import setup
 from auto3d.trainer.supported import check_arguments, check_callbacks, check_overrides, check_trainer
 
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
@@ -91,10 +82,8 @@ class Trainer(transformers.Trainer):
                 "Trainer: data_collator.seed: its own generator would draw other numbers on each rank; leave it out: "
                 "the numbers follow from args.seed"
             )
-        self._build, self._weights = build_of(model), state_of(model)
-        self._batch = batch_of(setup(), args)
-        self._training: Training | None = None
-        self._planned: tuple[Plan, CapturedModel] | None = None
+        self._pipeline = Pipeline(model, args)
+        self._between_steps = False
         self._iterations: Iterator[tuple[int, IterationResult]] = iter(())
         super().__init__(
             model=model,
@@ -107,12 +96,12 @@ class Trainer(transformers.Trainer):
             callbacks=callbacks,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
-        self._train_batch_size = self._batch.micro_batch_size
+        self._train_batch_size = self._pipeline.batch.micro_batch_size
 
     @property
     def plan(self) -> Plan | None:
         """The Plan by which it trains; None until the first ``train`` or ``evaluate`` has made it."""
-        return None if self._planned is None else self._planned[0]
+        return self._pipeline.plan
 
     def train(
         self,
@@ -133,6 +122,7 @@ class Trainer(transformers.Trainer):
         check_callbacks(self.callback_handler.callbacks)
         self.is_in_train = True
         with naming_this_rank():
+            self._find_callbacks_of_ranks()
             result: TrainOutput = self._inner_training_loop(
                 args=self.args,
                 resume_from_checkpoint=self._folder_to_resume(resume_from_checkpoint),
@@ -158,23 +148,13 @@ class Trainer(transformers.Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the weights, the config and the tokenizer for ``from_pretrained``. All ranks must call it."""
         folder = output_dir or self.args.output_dir
-        if self._weights is not None:
-            self._gather()
-            super().save_model(folder, _internal_call)
+        if self._pipeline.on_meta:
+            self._save(folder, state_dict=self._pipeline.state_dict())
         else:
-            self._save(folder, state_dict=self._gathered_state_dict())
+            self._pipeline.gather()
+            super().save_model(folder, _internal_call)
         with waiting_for("rank 0 to write the model", self.args.ddp_timeout):
             dist.barrier()
-
-    def _gathered_state_dict(self) -> dict[str, torch.Tensor]:
-        """The state dict of a model on the meta device."""
-        if self._training is None:
-            raise InputError("Trainer.save_model: the model on the meta device has no weights before train()")
-        whole: dict[str, torch.Tensor] = {}
-        gather(self._training.rank, whole, timeout_s=self.args.ddp_timeout)
-        first_name = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        entries = self.model.state_dict(keep_vars=True).items()
-        return {name: whole[first_name.get(id(tensor), name)] for name, tensor in entries}
 
     # What transformers' loop calls
 
@@ -186,7 +166,7 @@ class Trainer(transformers.Trainer):
         return {**named, "cpu": True}  # only its data loader is used, for the order of the samples
 
     def get_total_train_batch_size(self, args: transformers.TrainingArguments) -> int:
-        return self._batch.global_batch
+        return self._pipeline.batch.global_batch
 
     def set_initial_training_values(self, args: transformers.TrainingArguments, dataloader: Any) -> tuple:
         """Those of one process that accumulates as many micro-batches as all pipelines run."""
@@ -199,34 +179,40 @@ class Trainer(transformers.Trainer):
     @property
     def _micro_batches(self) -> int:
         """Micro-batches of the data loader's size in a global batch, of all pipelines."""
-        return self._batch.global_batch // self._batch.micro_batch_size
+        return self._pipeline.batch.global_batch // self._pipeline.batch.micro_batch_size
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, Any]:
         """Build this rank of the pipeline."""
-        data = self._train_data(train_dataloader)
         samples = sum(map(len, train_dataloader.batch_sampler))
-        missing = -samples % self._batch.global_batch if max_steps >= self._updates_per_epoch else 0
+        if samples < self._pipeline.batch.global_batch:
+            raise InputError(
+                f"train_dataset: it has {samples} samples, fewer than a global batch of "
+                f"{self._pipeline.batch.global_batch} (per_device_train_batch_size × gradient_accumulation_steps × "
+                "pipelines); give more samples, or smaller batches"
+            )
+        data = self._train_data(train_dataloader)
+        missing = -samples % self._pipeline.batch.global_batch if max_steps >= self._updates_per_epoch else 0
         data.check_fill(missing)
         checkpoints = None
         if resume_from_checkpoint is not None:
             checkpoints = Checkpoints(folder=Path(resume_from_checkpoint), every=None)
-        self._training = self._build_training(data, max_steps, checkpoints)
-        data.check_fill(missing, self._training.rank.common.terms)
-        if self._training.first != self.state.global_step:
+        training = self._start(data, max_steps, checkpoints)
+        data.check_fill(missing, training.rank.common.terms)
+        if training.first != self.state.global_step:
             raise InputError(
                 f"Trainer.train: resume_from_checkpoint: {resume_from_checkpoint}: its state is after "
-                f"{self._training.first} steps, its trainer_state.json after {self.state.global_step}"
+                f"{training.first} steps, its trainer_state.json after {self.state.global_step}"
             )
-        self._iterations = self._training.iterations()
+        self._iterations = training.iterations()
         self._order, self._flos_of_sample = data.order, self._flos_of_one(data.shapes)
         # The pipeline's optimizers follow their own copy of this schedule, which only tells the rate.
         self.lr_scheduler = None
         rate = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=self.args.learning_rate)
         self._rate = self.create_scheduler(max_steps, optimizer=rate)
         rate.step()
-        for _ in range(self._training.first):
+        for _ in range(training.first):
             self._rate.step()
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
@@ -250,11 +236,17 @@ class Trainer(transformers.Trainer):
         """Run the iterations of one epoch, with the events, logs, evaluations and checkpoints of transformers."""
         args, result, learning_rate = self.args, None, None
 
-        def log_save_evaluate() -> None:
+        def log_evaluate_save() -> None:
             norm = None if result is None else result.grad_norm
+            self._agree()
+            self._between_steps = (
+                True  # ``log`` and ``_evaluate`` agree once more: their callbacks may ask for the next
+            )
             self._maybe_log_save_evaluate(
                 self._tr_loss, norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate=learning_rate
             )
+            self._between_steps = False
+            self._agree()
 
         for step in range(self.state.global_step - epoch * num_update_steps_per_epoch, num_update_steps_per_epoch):
             self.control = self.callback_handler.on_step_begin(args, self.state, self.control)
@@ -267,30 +259,36 @@ class Trainer(transformers.Trainer):
             self.state.global_step += 1
             self.state.epoch = epoch + min((step + 1) * self._micro_batches, steps_in_epoch) / steps_in_epoch
             self.control = self.callback_handler.on_step_end(args, self.state, self.control)
-            self._agree()
-            log_save_evaluate()
-            self._agree()
+            log_evaluate_save()
             if self.control.should_epoch_stop or self.control.should_training_stop:
                 break
         self.control = self.callback_handler.on_epoch_end(args, self.state, self.control)
+        log_evaluate_save()
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        super().log(logs, start_time)
+        if self._between_steps:
+            self._agree()
+
+    def _evaluate(self, *arguments: Any, **named: Any) -> dict[str, float]:
+        metrics: dict[str, float] = super()._evaluate(*arguments, **named)
         self._agree()
-        log_save_evaluate()
-        self._agree()
+        return metrics
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> TrainOutput:
-        self._gather()
+        self._pipeline.gather()
         return super()._finalize_training(trial, num_train_samples, start_time)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        assert self._training is not None, "checkpoints are written while it trains"
-        optimizer = self._settings.optimizer
-        write_state(Path(output_dir), self._training, optimizer, self.args.ddp_timeout)
+        training = self._pipeline.training
+        assert training is not None, "checkpoints are written while it trains"
+        write_state(Path(output_dir), training, self._pipeline.settings.optimizer, self.args.ddp_timeout)
 
     def _load_best_model(self) -> None:
-        assert self._training is not None
+        assert self._pipeline.training is not None
         assert self.state.best_model_checkpoint is not None
-        load_weights(Path(self.state.best_model_checkpoint), self._training)
-        self._gather()
+        load_weights(Path(self.state.best_model_checkpoint), self._pipeline.training)
+        self._pipeline.gather()
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Nothing: random numbers follow from the seed and the iteration."""
@@ -301,8 +299,12 @@ class Trainer(transformers.Trainer):
     # The pipeline
 
     def _train_data(self, loader: Any) -> CollatedData:
-        order = TrainOrder(loader, global_batch=self._batch.global_batch, iterations_per_epoch=self._updates_per_epoch)
-        return self._collated(loader, order).with_shapes()
+        order = TrainOrder(
+            loader, global_batch=self._pipeline.batch.global_batch, iterations_per_epoch=self._updates_per_epoch
+        )
+        data = self._collated(loader, order).with_shapes()
+        check_samples(data, self._main_input, timeout_s=self.args.ddp_timeout)
+        return data
 
     def _collated(self, loader: Any, order: TrainOrder | InOrder) -> CollatedData:
         return CollatedData(
@@ -312,28 +314,17 @@ class Trainer(transformers.Trainer):
             padding=padding_of(self.args.sequence_length, self.model, self._tokenizer()),
             seed=self.args.seed,
             label_names=tuple(self.label_names),
+            limits=limits_of(self.model, self._main_input, self.label_names),
         )
 
-    def _build_training(self, data: CollatedData, iterations: int, checkpoints: Checkpoints | None) -> Training:
+    @property
+    def _main_input(self) -> str:
+        return getattr(self.model, "main_input_name", "input_ids")
+
+    def _start(self, data: CollatedData, iterations: int, checkpoints: Checkpoints | None) -> Training:
         """This rank of a pipeline with the weights of the model."""
-        self._training, self._iterations = None, iter(())
-        gc.collect()  # the stages of an earlier training
-        self._inputs = data.shapes
-        if self._planned is None:
-            self._planned = plan_of(setup(), self.args, self._build, data.shapes)
-        plan, captured = self._planned
-        decayed = set(self.get_decay_parameter_names(self.model))
-        exempt = {name for name, _ in self.model.named_parameters()} - decayed
-        self._settings = training_settings(self.args, iterations, exempt)
-        return Training(
-            captured,
-            plan,
-            self._settings,
-            data,
-            setup().world,
-            state=self._weights,
-            checkpoints=checkpoints,
-        )
+        self._iterations = iter(())
+        return self._pipeline.start(data, iterations, self.get_decay_parameter_names(self.model), checkpoints)
 
     def evaluation_loop(
         self,
@@ -345,70 +336,34 @@ class Trainer(transformers.Trainer):
     ) -> EvalLoopOutput:
         """Evaluate the whole dataset of ``dataloader`` in the pipeline; all ranks must call it."""
         args, samples = self.args, len(dataloader.dataset)
-        loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        data = self._collated(dataloader, InOrder(samples, self._batch.global_batch)).with_shapes()
-        if self._training is None:
-            self._training = self._build_training(data, 1, None)
-        has_labels = bool(self.label_names) and all(name in data.shapes for name in self.label_names)
-        if not has_labels and loss_only:
-            raise InputError(
-                f"Trainer.evaluate: the samples have no {' and '.join(self.label_names) or 'labels'}, so there is no "
-                "loss, and without compute_metrics nothing else to report"
-            )
-        for name, spec in data.shapes.items():
-            if name in self._inputs and self._inputs[name] != spec:
-                raise InputError(
-                    f"Trainer: {name} of a sample has shape {list(spec.shape)}; the model was captured for "
-                    f"{list(self._inputs[name].shape)}: pad all samples to TrainingArguments.sequence_length"
-                )
-        at_once = samples_at_once(self._training.rank.common.plan)
-        whole = -(-samples // at_once) * at_once if has_labels else samples
-        data.check_fill(whole - samples, self._training.rank.common.terms)
-        names = () if loss_only else self._output_names(ignore_keys)
-        result = evaluate(self._training, data, samples=whole, outputs=names, loss=has_labels)
-        batch = args.per_device_eval_batch_size
-
-        def read_labels() -> tuple[np.ndarray, ...]:
-            return labels_of(data, samples, batch, self.label_names) if has_labels else ()
-
-        labels = of_rank_0(read_labels, "to read the labels", timeout_s=args.ddp_timeout)
-        predictions = [result.outputs[name][:samples] for name in names]
-        if self.preprocess_logits_for_metrics is not None and predictions:
-            if len(predictions) > 1:
-                raise InputError(f"Trainer: preprocess_logits_for_metrics takes one output; the model has {names}")
-            predictions = [in_batches(self.preprocess_logits_for_metrics, predictions[0], labels or None, batch)]
-        self.callback_handler.eval_dataloader = dataloader
-        for _ in range(-(-samples // batch)):
-            self.control = self.callback_handler.on_prediction_step(args, self.state, self.control)
-        arrays = _one_or_tuple([each.numpy() for each in predictions])
-        label_ids = _one_or_tuple(labels)
-        metrics: dict[str, Any] = {}
-        if self.compute_metrics is not None and arrays is not None and label_ids is not None:
-            compute = self.compute_metrics
-            metrics = of_rank_0(
-                lambda: denumpify_detensorize(compute(EvalPrediction(predictions=arrays, label_ids=label_ids))),
-                "to compute the metrics",
-                timeout_s=args.ddp_timeout,
-            )
-        if has_labels:
-            kind = LOSS_MAPPING.get(getattr(self.model, "loss_type", None) or "ForCausalLM")
-            metrics["loss"] = mean_loss(
-                result.losses,
-                at_once,
-                batch,
-                labels,
-                shifted=kind is ForCausalLMLoss,
-                finite=args.logging_nan_inf_filter,
-            )
-        prefix = f"{metric_key_prefix}_"
-        metrics = {name if name.startswith(prefix) else prefix + name: value for name, value in metrics.items()}
-        return EvalLoopOutput(predictions=arrays, label_ids=label_ids, metrics=metrics, num_samples=samples)
-
-    def _output_names(self, ignored: list[str] | None) -> tuple[str, ...]:
-        if ignored is None:
+        if ignore_keys is None:
             config = getattr(self.model, "config", None)
-            ignored = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
-        return output_names(self._build, self._inputs, ignored, device=self.args.device.type)
+            ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
+        data = self._collated(dataloader, InOrder(samples, self._pipeline.batch.global_batch)).with_shapes()
+        if self._pipeline.training is None:
+            self._start(data, 1, None)
+        result = evaluated(
+            self._pipeline,
+            data,
+            args,
+            samples=samples,
+            loss_only=args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only,
+            ignored=ignore_keys,
+            preprocess=self.preprocess_logits_for_metrics,
+        )
+        self.callback_handler.eval_dataloader = dataloader
+        for _ in range(-(-samples // args.per_device_eval_batch_size)):
+            self.control = self.callback_handler.on_prediction_step(args, self.state, self.control)
+        metrics = metrics_of(
+            result,
+            args,
+            compute=self.compute_metrics,
+            loss_type=getattr(self.model, "loss_type", None),
+            prefix=f"{metric_key_prefix}_",
+        )
+        return EvalLoopOutput(
+            predictions=result.predictions, label_ids=result.label_ids, metrics=metrics, num_samples=samples
+        )
 
     # Between this rank and the others
 
@@ -428,23 +383,24 @@ class Trainer(transformers.Trainer):
         given = self.processing_class
         return given if given is not None else getattr(self.data_collator, "tokenizer", None)
 
+    def _find_callbacks_of_ranks(self) -> None:
+        """Find out whether all ranks have the same callbacks, none of the user's, which decide alike on all ranks."""
+        mine = [
+            f"{type(callback).__module__}.{type(callback).__name__}" for callback in self.callback_handler.callbacks
+        ]
+        of_ranks = [mine] * self.args.world_size
+        with waiting_for("the names of the other ranks' callbacks", self.args.ddp_timeout):
+            dist.all_gather_object(of_ranks, mine)
+        self._ranks_agree = all(
+            names == mine and all(name.startswith(("transformers.", "auto3d.")) for name in names) for names in of_ranks
+        )
+
     def _agree(self) -> None:
         """Give all ranks the flags that the user's callbacks have set on any of them."""
-        ours = ("transformers", "auto3d")
-        if all(type(callback).__module__.split(".")[0] in ours for callback in self.callback_handler.callbacks):
-            return  # these decide by what is equal on all ranks
+        if self._ranks_agree:
+            return
         flags = torch.tensor([int(getattr(self.control, name)) for name in _FLAGS])
         with waiting_for("the callbacks of the other ranks", self.args.ddp_timeout):
             dist.all_reduce(flags, dist.ReduceOp.MAX)
         for name, value in zip(_FLAGS, flags.tolist(), strict=True):
             setattr(self.control, name, bool(value))
-
-    def _gather(self) -> None:
-        """Copy the pipeline's weights into the model, on every rank."""
-        if self._training is not None and self._weights is not None:
-            gather(self._training.rank, self._weights, timeout_s=self.args.ddp_timeout)
-
-
-def _one_or_tuple(arrays: Sequence[np.ndarray]) -> Any:
-    """As transformers returns predictions and labels."""
-    return (arrays[0] if len(arrays) == 1 else tuple(arrays)) if arrays else None

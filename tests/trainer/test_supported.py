@@ -54,7 +54,7 @@ def test_the_defaults_are_accepted():
         {"train_sampling_strategy": "group_by_length"},
         {"optim": "galore_adamw"},
         {"lr_scheduler_type": "reduce_lr_on_plateau"},
-        {"torch_compile": True},
+        {"torch_compile_mode": "max-autotune"},
         {"batch_eval_metrics": True},
         {"ignore_data_skip": True},
     ],

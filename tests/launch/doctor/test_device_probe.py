@@ -146,8 +146,9 @@ def test_a_wrong_sum_is_reported(monkeypatch):
 
     def forgetful(self, stages):
         real(self, stages)
-        for work, _ in self._works:
-            work.wait()
+        for begun, _ in self._sums:
+            for work in begun.works:
+                work.wait()
         for buffer in self._buffers.values():
             buffer[-1] = 0
 

@@ -1,0 +1,61 @@
+"""Checks of a dataset before its training starts, through the same road that the training takes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from auto3d.errors import InputError
+from auto3d.trainer.rank_zero import of_rank_0
+from auto3d.trainer.samples import CollatedData
+
+
+def check_samples(data: CollatedData, main: str, *, timeout_s: float) -> None:
+    """Raise InputError if the longest or shortest sample, or the one with the largest or smallest token, cannot train.
+
+    Rank 0 finds them where that is cheap: in a list of dicts, and in a column of a ``datasets.Dataset``. Batches of
+    other datasets are checked when they are loaded. All ranks must call it.
+    """
+    positions = of_rank_0(lambda: extremes(data.dataset, main), "to look through the dataset", timeout_s=timeout_s)
+    for position in positions:
+        try:
+            data.check([position])
+        except InputError as error:
+            raise InputError(f"dataset: sample {position}: {error}") from None
+
+
+def extremes(dataset: Any, main: str) -> list[int]:
+    """Positions of the shortest and the longest sample by their ``main``, and of its smallest and largest entry."""
+    column: Any = None
+    if isinstance(dataset, list | tuple):
+        if all(isinstance(sample, dict) and main in sample for sample in dataset):
+            column = (sample[main] for sample in dataset)
+    elif main in (getattr(dataset, "column_names", None) or ()) and hasattr(dataset, "with_format"):
+        plain = dataset.with_format("numpy", columns=[main])
+        column = (row for batch in plain.iter(1000) for row in batch[main])
+    if column is None:
+        return []
+    rows = ((len(row), row.min(), row.max()) for row in map(np.asarray, column) if row.ndim == 1 and row.size)
+    table = np.array(list(rows))
+    if len(table) != len(dataset) or not np.issubdtype(table.dtype, np.integer):
+        return []
+    lengths, smallest, largest = table.T
+    return sorted({int(lengths.argmin()), int(lengths.argmax()), int(smallest.argmin()), int(largest.argmax())})
+
+
+def limits_of(model: nn.Module, main: str, label_names: Sequence[str]) -> dict[str, int]:
+    """The number of different values of each integer input of ``model`` for which it is known."""
+    limits: dict[str, int] = {}
+    if main == "input_ids" and hasattr(model, "get_input_embeddings"):
+        find: Any = model.get_input_embeddings
+        table = find()
+        if isinstance(table, nn.Embedding):
+            limits[main] = table.num_embeddings
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    loss, config = getattr(model, "loss_type", None), getattr(model, "config", None)
+    if isinstance(head, nn.Linear) and len(label_names) == 1:
+        limits[label_names[0]] = head.out_features
+    elif loss in ("ForSequenceClassification", "ForTokenClassification") and len(label_names) == 1:
+        limits[label_names[0]] = config.num_labels  # type: ignore[union-attr]  # such a model has a config
+    return limits

@@ -1,0 +1,127 @@
+"""Trainers of small models, and what is wrong with some of them. As a script: train the one called by the argument."""
+
+import sys
+
+import numpy as np
+import torch
+from datasets import Dataset
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    DataCollatorForLanguageModeling,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+    set_seed,
+)
+
+from auto3d import Trainer, TrainingArguments, init
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def tokenizer():
+    from tokenizers import Tokenizer, models
+
+    words = {"[PAD]": 0, "[MASK]": 1, "[UNK]": 2} | {f"w{number}": number for number in range(3, 64)}
+    made = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="[PAD]", mask_token="[MASK]", unk_token="[UNK]", padding_side="right"
+    )
+
+
+def rows(samples=32, *, ragged=False):
+    """Tokens of each sample, of 16 or (``ragged``) of 4 to 16."""
+    random = np.random.default_rng(1)
+    return [random.integers(3, 64, random.integers(4, 17) if ragged else 16).tolist() for _ in range(samples)]
+
+
+def with_labels(tokens):
+    return [{"input_ids": torch.tensor(row), "labels": torch.tensor(row)} for row in tokens]
+
+
+def llama(**sizes):
+    set_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES | sizes))
+
+
+def trainer(model=None, data=None, *, collator=None, eval_dataset=None, callbacks=(), **arguments):
+    defaults = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 3}
+    defaults |= {"learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no", "use_cpu": True, "report_to": []}
+    return Trainer(
+        model=llama() if model is None else model,
+        args=TrainingArguments(**{"output_dir": "out", "disable_tqdm": True, "ddp_timeout": 60} | defaults | arguments),
+        train_dataset=with_labels(rows()) if data is None else data,
+        eval_dataset=eval_dataset,
+        data_collator=collator,
+        callbacks=list(callbacks),
+    )
+
+
+def masked(**arguments):
+    """A masked LM on samples of unequal length."""
+    set_seed(0)
+    model = BertForMaskedLM(BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+    collator = DataCollatorForLanguageModeling(tokenizer(), mlm=True, mlm_probability=0.3)
+    data = [{"input_ids": row} for row in rows(ragged=True)]
+    return trainer(model, data, collator=collator, **arguments)
+
+
+def faulty(samples, position, row):
+    samples[position] = row
+    return samples
+
+
+class Resuming:
+    """A trainer whose ``train`` goes on from the checkpoint of a larger model."""
+
+    def train(self):
+        trainer(llama(num_hidden_layers=3), save_strategy="steps", save_steps=3).train()
+        trainer().train(resume_from_checkpoint="out/checkpoint-3")
+
+
+FAULTS = {  # what makes the trainer, and what the error says
+    "few samples": (lambda: trainer(data=with_labels(rows(3))), "train_dataset: it has 3 samples, fewer than a global"),
+    "large token": (
+        lambda: trainer(data=with_labels(faulty(rows(), 20, [5] * 15 + [64]))),
+        "dataset: sample 20: input_ids: found 64; the model takes whole numbers from 0 to 63",
+    ),
+    "large token in a column": (
+        lambda: masked_with(Dataset.from_dict({"input_ids": faulty(rows(), 21, [5] * 15 + [70])})),
+        "dataset: sample 21: input_ids: found 70;",
+    ),
+    "long sample": (
+        lambda: masked_with([{"input_ids": row} for row in faulty(rows(ragged=True), 22, [5] * 17)]),
+        "dataset: sample 22: train_dataset: a sample has 17 tokens, and TrainingArguments.sequence_length is 16",
+    ),
+    "unequal lengths": (
+        lambda: trainer(data=with_labels(faulty(rows(), 23, [5] * 12))),
+        "if samples differ in length, give TrainingArguments.sequence_length",
+    ),
+    "another model": (Resuming, "it belongs to another model"),
+    "label smoothing": (
+        lambda: trainer(label_smoothing_factor=0.1),
+        "TrainingArguments.label_smoothing_factor: found 0.1; it takes 0.0",
+    ),
+}
+
+
+def masked_with(data):
+    collator = DataCollatorForLanguageModeling(tokenizer(), mlm=True)
+    set_seed(0)
+    return trainer(BertForMaskedLM(BertConfig(**SIZES)), data, collator=collator, sequence_length=16)
+
+
+class EndsOnTheLastRank(TrainerCallback):
+    """Asks one rank, in the middle of a step's events, to evaluate after step 1 and to stop after step 2."""
+
+    def on_log(self, args, state, control, **_):
+        if args.process_index == args.world_size - 1:
+            control.should_evaluate |= state.global_step == 1
+            control.should_training_stop |= state.global_step == 2
+
+
+if __name__ == "__main__":
+    init(pp=2)
+    FAULTS[sys.argv[1]][0]().train()

@@ -1,0 +1,99 @@
+"""What a script may do beside the examples, at pp2 against one process; and what is refused before training starts."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from auto3d import init
+from auto3d.errors import InputError
+from tests.trainer import small
+from tests.trainer.scripts import EXAMPLES, as_rank, free_port
+
+TOLERANCE = 0.02  # of the losses in low precision
+
+
+def losses(trainer):
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def several(world, folder, port):
+    """The losses of several trainings, by name."""
+    as_rank(world, port)
+    os.chdir(folder)
+    init(pp=world.size)
+    found = {"float32": losses(small.trainer()), "fp16": losses(small.trainer(fp16=True))}
+    found["bf16"] = losses(small.trainer(bf16=True))
+    found["masked"] = losses(small.masked(sequence_length=16))
+    with torch.device("meta"):
+        model = small.llama()
+    trainer = small.trainer(model)
+    found["meta"] = losses(trainer)
+    trainer.save_model("saved")
+    tokens = torch.tensor(small.rows()[:8])
+    found["saved"] = [AutoModelForCausalLM.from_pretrained("saved")(input_ids=tokens, labels=tokens).loss.item()]
+    callbacks = [small.EndsOnTheLastRank()] if world.rank == world.size - 1 else []
+    ended = small.trainer(eval_dataset=small.with_labels(small.rows(8)), callbacks=callbacks)
+    found["ended"] = losses(ended)
+    found["evaluated"] = [entry["step"] for entry in ended.state.log_history if "eval_loss" in entry]
+    return found
+
+
+def test_a_pipeline_trains_as_one_process_does(processes, tmp_path):
+    (tmp_path / "one").mkdir()
+    (one,) = processes.run(1, several, tmp_path / "one", None)
+    (tmp_path / "two").mkdir()
+    two, other = processes.run(2, several, tmp_path / "two", free_port())
+    assert two == other
+    assert two.keys() == one.keys()
+    for name, expected in one.items():
+        assert two[name] == pytest.approx(expected, rel=1e-4), name
+    for name in ("fp16", "bf16"):
+        assert two[name] != two["float32"]
+        assert two[name] == pytest.approx(two["float32"], rel=TOLERANCE)
+    assert len(two["ended"]) == 2, "one rank's callback ends the training of all"
+    assert two["evaluated"] == [1]
+
+
+def lines_of_faults(world, folder, port):
+    as_rank(world, port)
+    os.chdir(folder)
+    init(pp=2)
+    lines = {}
+    for name, (make, _) in small.FAULTS.items():
+        with pytest.raises(InputError) as caught:
+            make().train()
+        lines[name] = str(caught.value)
+    return lines
+
+
+def test_faults_are_found_before_training_starts(processes, tmp_path):
+    for lines in processes.run(2, lines_of_faults, tmp_path, free_port()):
+        for name, (_, expected) in small.FAULTS.items():
+            assert expected in lines[name]
+            assert "\n" not in lines[name]
+
+
+@pytest.mark.parametrize(
+    "name", ["large token", *(pytest.param(each, marks=pytest.mark.soak) for each in small.FAULTS)]
+)
+def test_a_fault_is_one_line_and_exit_code_2_of_a_real_script(name, tmp_path):
+    torchrun = Path(sys.executable).parent / "torchrun"
+    environment = {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1", "PATH": str(torchrun.parent)}
+    done = subprocess.run(
+        [torchrun, "--nproc-per-node=2", f"--master-port={free_port()}", "-m", "tests.trainer.small", name],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=environment | {"HF_HUB_OFFLINE": "1"},
+    )
+    lines = [line for line in done.stderr.splitlines() if line.startswith("auto3d:")]
+    assert len(lines) == 1, done.stderr
+    assert small.FAULTS[name][1] in lines[0]
+    assert "exitcode  : 2" in done.stderr, done.stderr
+    assert "{'loss'" not in done.stdout or name == "another model"
