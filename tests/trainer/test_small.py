@@ -92,7 +92,7 @@ def test_a_fault_is_one_line_and_exit_code_2_of_a_real_script(name, tmp_path):
         text=True,
         env=environment | {"HF_HUB_OFFLINE": "1"},
     )
-    lines = [line for line in done.stderr.splitlines() if line.startswith("auto3d:")]
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if "auto3d: " in line]
     assert len(lines) == 1, done.stderr
     assert small.FAULTS[name][1] in lines[0]
     assert "exitcode  : 2" in done.stderr, done.stderr
