@@ -79,9 +79,8 @@ def test_faults_are_found_before_training_starts(processes, tmp_path):
             assert "\n" not in lines[name]
 
 
-@pytest.mark.parametrize(
-    "name", ["large token", *(pytest.param(each, marks=pytest.mark.soak) for each in small.FAULTS)]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("name", small.FAULTS)
 def test_a_fault_is_one_line_and_exit_code_2_of_a_real_script(name, tmp_path):
     torchrun = Path(sys.executable).parent / "torchrun"
     environment = {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1", "PATH": str(torchrun.parent)}
