@@ -156,7 +156,8 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
     if _rank:
         sleep(OTHERS_S)
     rank = f"rank {_rank}: " if _rank else ""
-    print(f"auto3d: {rank}{error}", file=sys.stderr, flush=True)
+    # torch's own hook, set when the ranks join, catches sys.stderr and would lose the line by the SystemExit.
+    print(f"auto3d: {rank}{error}", file=sys.__stderr__, flush=True)
     raise SystemExit(INPUT_ERROR)
 
 
