@@ -61,7 +61,7 @@ class StoredPart:
 class StoredTensor:
     """A tensor of the model or of the optimizer, and its parts."""
 
-    shape: tuple[int, ...]  # of the whole tensor
+    shape: tuple[int, ...]  # shape of the whole tensor
     parts: list[StoredPart]
     split: Split | None = None  # how its shards are cut out of it; None: there is a single shard, the whole
     shards: int = 1

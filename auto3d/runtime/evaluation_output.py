@@ -22,9 +22,9 @@ class Output:
     name: str
     value: str  # name of the value in the rank's program
     stage: int
-    shape: tuple[int, ...]  # of the whole value
-    local_shape: tuple[int, ...]  # of what this rank has of it
-    dtype: torch.dtype  # of the result
+    shape: tuple[int, ...]  # shape of the whole value
+    local_shape: tuple[int, ...]  # shape of this rank's shard of it
+    dtype: torch.dtype  # type of the result
     summed: torch.dtype  # in which it is gathered
     placed: TensorPlacement
 

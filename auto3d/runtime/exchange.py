@@ -46,7 +46,7 @@ class _Transmission:
     works: list[dist.Work]
 
 
-MessageGroups = tuple[dist.ProcessGroup, dist.ProcessGroup]  # of messages to higher ranks, and to lower ones
+MessageGroups = tuple[dist.ProcessGroup, dist.ProcessGroup]  # the first takes messages to higher ranks, the other those to lower ones
 
 
 def message_groups(device: torch.device, timeout_s: float) -> MessageGroups:

@@ -9,7 +9,7 @@ from auto3d.capture.shard import Shard
 from auto3d.runtime.rank import Rank
 from auto3d.runtime.waiting import waiting_for
 
-PREFIX = "model."  # of the names of parameters and buffers in Rank.state()
+PREFIX = "model."  # names of parameters and buffers begin with it in Rank.state()
 
 
 def gather(rank: Rank, whole: MutableMapping[str, torch.Tensor], *, timeout_s: float) -> None:

@@ -21,7 +21,7 @@ class Padding:
     length: int
     values: Mapping[str, int]
     main: str = "input_ids"
-    left: bool = False  # where the tokenizer pads
+    left: bool = False  # whether the tokenizer pads on the left
 
     def __call__(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         present = batch[self.main].shape[1]
@@ -60,7 +60,7 @@ def padding_of(length: int | None, model: nn.Module, tokenizer: Any) -> Padding 
     return Padding(
         length=length,
         values={
-            "input_ids": 0 if token is None else token,  # which one is no matter: attention_mask hides it
+            "input_ids": 0 if token is None else token,  # any token serves: attention_mask hides it
             "attention_mask": 0,
             "token_type_ids": getattr(tokenizer, "pad_token_type_id", 0),
             "special_tokens_mask": 1,

@@ -29,7 +29,7 @@ class Pipeline:
     """
 
     training: Training | None  # None until ``start``
-    settings: TrainingSettings  # of the training
+    settings: TrainingSettings  # settings of the training
     inputs: Mapping[str, InputSpec]  # inputs of a sample, for which the model was captured
 
     def __init__(self, model: nn.Module, args: TrainingArguments) -> None:

@@ -74,7 +74,7 @@ ARGUMENTS: Mapping[str, Decision] = {
     "bf16_full_eval": _FULL_EVAL,
     "fp16_full_eval": _FULL_EVAL,
     "tf32": Honoured(),
-    "activation_checkpointing": _CHECKPOINTING,  # as auto3d.init(recompute="full")
+    "activation_checkpointing": _CHECKPOINTING,  # the same: auto3d.init(recompute="full")
     "activation_checkpointing_kwargs": Refused(
         "auto3d.init(recompute=) says how much of a stage is recomputed", (None, {}, {"use_reentrant": False})
     ),

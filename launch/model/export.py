@@ -23,7 +23,7 @@ from launch.model.architecture import base_prefix
 from launch.model.build import build_function
 from launch.recipe.load import LoadedRecipe
 
-LARGEST_FILE_BYTES = 5 * 10**9  # as Hugging Face's own
+LARGEST_FILE_BYTES = 5 * 10**9  # Hugging Face's own limit
 WEIGHTS, ADAPTER = "model{suffix}.safetensors", "adapter_model{suffix}.safetensors"  # patterns of files' names
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),

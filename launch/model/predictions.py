@@ -142,7 +142,7 @@ def predicted_timeline(recipe: LoadedRecipe, plan: Plan) -> tuple[Timeline | Non
         return None, "the recipe names no accelerator, and there is no profile of this machine (auto3d profile)"
     try:
         return costs.timeline(plan), basis(recipe, costs.measured_in)
-    except InputError as error:  # for example a degree that the profile lacks
+    except InputError as error:  # the profile may lack a degree, for example
         return None, str(error)
 
 

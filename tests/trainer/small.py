@@ -81,7 +81,7 @@ class Resuming:
         trainer().train(resume_from_checkpoint="out/checkpoint-3")
 
 
-FAULTS = {  # what makes the trainer, and what the error says
+FAULTS = {  # code that makes the trainer, and words of its error
     "few samples": (lambda: trainer(data=with_labels(rows(3))), "train_dataset: it has 3 samples, fewer than a global"),
     "large token": (
         lambda: trainer(data=with_labels(faulty(rows(), 20, [5] * 15 + [64]))),

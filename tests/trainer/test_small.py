@@ -14,7 +14,7 @@ from auto3d.errors import InputError
 from tests.trainer import small
 from tests.trainer.scripts import EXAMPLES, as_rank, free_port
 
-TOLERANCE = 0.02  # of the losses in low precision
+TOLERANCE = 0.02  # relative difference of losses in low precision
 
 
 def losses(trainer):

@@ -69,7 +69,7 @@ def test_a_resumed_training_has_each_iteration_once_everywhere(folder, no_slurm,
     (newest,) = folder.glob("runs/own/checkpoints/*/iteration-00000004")
     shutil.rmtree(newest)
     with next(folder.glob("runs/own/metrics/*/metrics.jsonl")).open("a") as file:
-        file.write('{"iteration": 5, "lo')  # as if it had been killed while it wrote
+        file.write('{"iteration": 5, "lo')  # a killed process leaves such a line
     second = auto3d(*arguments)
     assert "continuing after iteration 2 of 4" in second.err
     after = lines_of(folder)
