@@ -46,7 +46,8 @@ class _Transmission:
     works: list[dist.Work]
 
 
-MessageGroups = tuple[dist.ProcessGroup, dist.ProcessGroup]  # the first takes messages to higher ranks, the other those to lower ones
+MessageGroups = tuple[dist.ProcessGroup, dist.ProcessGroup]
+"""The first takes messages to higher ranks, the other those to lower ranks."""
 
 
 def message_groups(device: torch.device, timeout_s: float) -> MessageGroups:

@@ -239,9 +239,8 @@ class Trainer(transformers.Trainer):
         def log_evaluate_save() -> None:
             norm = None if result is None else result.grad_norm
             self._agree()
-            self._between_steps = (
-                True  # ``log`` and ``_evaluate`` agree once more: their callbacks may ask for the next
-            )
+            # ``log`` and ``_evaluate`` agree once more, because their callbacks may ask for the next.
+            self._between_steps = True
             self._maybe_log_save_evaluate(
                 self._tr_loss, norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate=learning_rate
             )
