@@ -40,12 +40,17 @@ def batch_of(setup: Setup, args: TrainingArguments) -> Batch:
         pipelines = setup.world.size if setup.degrees is None else setup.degrees[0]
         return Batch(micro_batch_size=size, global_batch=size * accumulated * pipelines)
     plan = setup.plan
+    searched_for = size * accumulated * setup.world.size == plan.global_batch  # plan="auto" reads the arguments so
     for name, value, planned in (
         ("per_device_train_batch_size", size, plan.micro_batch_size),
         ("gradient_accumulation_steps", accumulated, plan.micro_batches),
     ):
-        if value not in (planned, TrainingArguments.__dataclass_fields__[name].default):
-            raise InputError(f"TrainingArguments.{name}: found {value}; {setup.plan_file} was made for {planned}")
+        if not searched_for and value not in (planned, TrainingArguments.__dataclass_fields__[name].default):
+            raise InputError(
+                f"TrainingArguments.{name}: found {value}; {setup.plan_file} was made for {planned}; leave it out, or "
+                f"give arguments whose product with {setup.world.size} processes is its global batch of "
+                f"{plan.global_batch}"
+            )
     return Batch(micro_batch_size=plan.micro_batch_size, global_batch=plan.global_batch)
 
 
