@@ -11,7 +11,13 @@ from tests.slurm.conftest import wait_for
 from tests.slurm.sweeps import Sweeps, end
 
 ITERATIONS = 2500
-PLAN = ["plan.pp=2", "plan.micro_batch_size=4", f"training.iterations={ITERATIONS}", "training.checkpoint_every=500"]
+PLAN = [
+    "plan.pp=2",
+    "plan.micro_batch_size=4",
+    f"training.iterations={ITERATIONS}",
+    "training.checkpoint_every=500",
+    "training.log_every=1",
+]
 HERE = ["launch.executor=local", "cluster.nodes=1", "cluster.devices_per_node=2"]
 
 pytestmark = pytest.mark.timeout(900)
