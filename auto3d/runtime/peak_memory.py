@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from auto3d.allocator import return_freed_memory
+from auto3d.process_memory import status_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,7 @@ class PeakMemory:
         self._device = device
         self.restart()
         if device.type != "cuda":
-            self._start = _status_bytes("VmRSS") - _status_bytes("RssFile")
+            self._start = status_bytes("VmRSS") - status_bytes("RssFile")
 
     def restart(self) -> None:
         """Forget the peaks so far; memory that is in use still counts."""
@@ -57,10 +58,4 @@ class PeakMemory:
         """``PeakBytes.allocated`` so far."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
-        return max(0, _status_bytes("VmHWM") - _status_bytes("RssFile") - self._start)
-
-
-def _status_bytes(key: str) -> int:
-    """Entry ``key`` of /proc/self/status, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(f"{key}:")).split()[1]) * 1024
+        return max(0, status_bytes("VmHWM") - status_bytes("RssFile") - self._start)

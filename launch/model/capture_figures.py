@@ -1,6 +1,5 @@
 """The figures of a recipe's captured model."""
 
-import resource
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -8,6 +7,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from auto3d.errors import InputError
+from auto3d.process_memory import status_bytes
 from launch.model.capture_process import CaptureProcess
 from launch.model.check_capture import check_at
 from launch.model.graphs import PlanningModel, default_micro_batch_size
@@ -61,7 +61,7 @@ def capture_figures(
     graph = model.graph(micro_batch_size or default_micro_batch_size(recipe))
     sharding = model.sharding(graph, subgraphs)
     seconds = perf_counter() - begin
-    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak_bytes = status_bytes("VmHWM")
     return CaptureFigures(
         micro_batch_size=graph.micro_batch_size,
         parameters=sum(prod(value.shape) for value in graph.parameters.values()),

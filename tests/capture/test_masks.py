@@ -512,6 +512,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from auto3d.capture.export import InputSpec
 from auto3d.capture.masks import ATTENTION
 from auto3d.capture.model import capture
+from auto3d.process_memory import status_bytes
 
 LENGTH = 32768
 SIZES = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -527,7 +528,7 @@ for name, build in builds.items():
         program = capture(build, {"input_ids": TOKENS, "labels": TOKENS}, micro_batch).exported.program
         attentions = program.find_nodes(op="call_function", target=ATTENTION)
         causal = [attention.kwargs.get("is_causal") or True in attention.args[5:6] for attention in attentions]
-        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        peak_bytes = status_bytes("VmHWM")
         print(json.dumps([name, micro_batch, causal, peak_bytes, time.process_time()]))
 """
 

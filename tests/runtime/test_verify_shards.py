@@ -30,10 +30,12 @@ def test_a_model_that_magnifies_rounding_is_refused():
 
 
 OF_THE_GRID = (*GRID.values(), *WITH_DROPOUT)  # trained on real ranks by tests/distributed/test_tensor_grid.py
+# In bfloat16 another ResNet comes near the bound: whether it is refused depends on the processor's convolutions.
+NEAR_THE_BOUND = "resnet-transformers@bfloat16"
 COMPARED = [
     pytest.param(model, marks=[pytest.mark.soak] * (model in OF_THE_GRID))
     for model in TRAINED
-    if model != MAGNIFIES_ROUNDING
+    if model not in (MAGNIFIES_ROUNDING, NEAR_THE_BOUND)
 ]
 
 
