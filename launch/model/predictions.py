@@ -32,8 +32,11 @@ T = TypeVar("T")
 
 DEGREES = ("micro_batch_size", "tp", "dp", "pp")
 PLAN_COLUMNS = (
-    *DEGREES, "partition_cuts", "schedule", "recompute", "partition", "placement", "sequence_parallel", "tensor_overlap"
+    *DEGREES, "partition_cuts", "schedule", "recompute", "partition", "placement", "shard_optimizer", "sequence_parallel",
+    "tensor_overlap",
 )  # fmt: skip
+
+FLAGS = {"false": False, "true": True, "0": False, "1": True}
 
 
 @dataclass(frozen=True)
@@ -180,17 +183,18 @@ def _candidate(recipe: LoadedRecipe, row: Mapping[str, str]) -> Candidate:
     """The candidate that a row describes; what the row leaves open comes from the recipe's plan."""
     base = recipe.values.plan or PlanRecipe()
     recompute = row.get("recompute") or base.recompute
+    tp = _whole_number(row, "tp")
     return Candidate(
         micro_batch_size=_whole_number(row, "micro_batch_size"),
-        tp=_whole_number(row, "tp"),
+        tp=tp,
         dp=_whole_number(row, "dp"),
         pp=_whole_number(row, "pp"),
         schedule=row.get("schedule") or write_schedule(base.schedule, base.schedule_options),
         recompute=recompute if recompute in (NONE, FULL, AUTO) else float(recompute),
         partition=row.get("partition") or "blocks",
         placement=row.get("placement") or MEGATRON,
-        shard_optimizer=base.shard_optimizer,
-        sequence_parallel=_choice(row, "sequence_parallel", {"false": False, "true": True}, base.sequence_parallel),
+        shard_optimizer=_choice(row, "shard_optimizer", FLAGS, base.shard_optimizer),
+        sequence_parallel=_choice(row, "sequence_parallel", FLAGS, base.sequence_parallel and tp > 1),
         tensor_overlap=_choice(row, "tensor_overlap", {each: each for each in TENSOR_OVERLAPS}, base.tensor_overlap),
         cuts=tuple(json.loads(row["partition_cuts"])) if row.get("partition_cuts") else None,
     )
