@@ -32,8 +32,8 @@ T = TypeVar("T")
 
 DEGREES = ("micro_batch_size", "tp", "dp", "pp")
 PLAN_COLUMNS = (
-    *DEGREES, "partition_cuts", "schedule", "recompute", "partition", "placement", "shard_optimizer", "sequence_parallel",
-    "tensor_overlap",
+    *DEGREES, "partition_cuts", "schedule", "recompute", "partition", "placement", "shard_optimizer",
+    "sequence_parallel", "tensor_overlap",
 )  # fmt: skip
 
 FLAGS = {"false": False, "true": True, "0": False, "1": True}
