@@ -56,6 +56,7 @@ def test_a_healthy_cluster_and_the_width_of_its_links(cluster, folder):
     assert not list((folder / "runs" / "tiny" / "jobs").iterdir()), "nothing is left to explain"
 
 
+@pytest.mark.soak
 def test_devices_of_two_nodes_exchange_messages_and_train(cluster, folder):
     found = checks(cluster, folder, "--devices", "launch.nodelist=n1,n2", devices_per_node=2)
     assert faults(found) == {}
