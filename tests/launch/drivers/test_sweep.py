@@ -117,7 +117,7 @@ LONG = "measure.iterations=1000000"
 
 
 def test_a_sweep_survives_killed_and_hung_ranks_and_interrupts_and_runs_nothing_twice(folder, auto3d):
-    space = ["search.micro_batch_size=[2,4,8]", "measure.iterations=600"]  # long enough to be hit in an iteration
+    space = ["search.micro_batch_size=[2,4,8]", "measure.iterations=300"]  # long enough to be hit in an iteration
     sweep = start_sweep(folder, *space, "training.timeout_s=4")
     ranks = two_ranks_at_work(sweep)
     everything = trial_of(sweep.pid)
@@ -155,7 +155,7 @@ def test_a_sweep_survives_killed_and_hung_ranks_and_interrupts_and_runs_nothing_
 
 def test_trials_are_forked_from_one_process_and_each_dies_by_itself(folder):
     """A trial that is killed ends itself alone; where the process that forks trials dies, it is started again."""
-    space = ["search.micro_batch_size=[2,4,8]", "measure.iterations=600"]
+    space = ["search.micro_batch_size=[2,4,8]", "measure.iterations=300"]
     sweep = start_sweep(folder, *space)
     two_ranks_at_work(sweep)
     (first,) = warm_below(sweep.pid)
