@@ -95,6 +95,7 @@ def test_a_folder_that_the_nodes_do_not_see(cluster, folder):
     assert "a folder that all nodes see" in found["shared folder"]["advice"]
 
 
+@pytest.mark.soak
 def test_nodes_that_cannot_meet(cluster, folder):
     setup = "launch.setup=[export GLOO_SOCKET_IFNAME=nosuch]"
     found = checks(cluster, folder, setup, "launch.nodelist=n1,n2", code=1)
@@ -102,13 +103,17 @@ def test_nodes_that_cannot_meet(cluster, folder):
     assert "n1 has lo, eth0" in found["rendezvous of n1 and n2"]["advice"]
 
 
-def test_a_queue_that_is_too_long_and_a_partition_that_is_not_there(cluster, folder):
+def test_a_queue_that_is_too_long(cluster, folder):
     everything = ["--partition=high", "--exclusive", "--nodes=4", "--output=/dev/null", "--wrap", "sleep 600"]
     cluster.run("sbatch", *everything)
     wait_for("no node to be idle", lambda: "idle" not in cluster.node_states().values(), timeout_s=30)
     found = checks(cluster, folder, "--wait=3", code=1)
     assert faults(found) == {"probe job": "error"}
     assert "waited 3 s for 2 nodes (" in found["probe job"]["found"]
+
+
+@pytest.mark.soak
+def test_a_partition_that_is_not_there_and_what_sbatch_refuses(cluster, folder):
     assert "low (4 nodes)" in checks(cluster, folder, "launch.partition=nosuch", code=1)["partition"]["advice"]
     found = checks(cluster, folder, "launch.additional_parameters.licenses=nosuch", code=1)
     assert "sbatch refused it: " in found["probe job"]["found"]
