@@ -24,10 +24,11 @@ from auto3d.runtime.peak_memory import PeakMemory
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage import StageModule
 from tests.models import MODELS, captured
+from tests.soak import soak
 
 
 @pytest.mark.parametrize("model", ["gpt2", "bert", "llama", "vit", "t5", "residual"])
-@pytest.mark.parametrize("micro_batch_size", [2, 3])
+@pytest.mark.parametrize("micro_batch_size", [2, *soak(3)])
 def test_flops_agree_with_torch(model, micro_batch_size):
     build, data = MODELS[model]
     batch = Batches(data, seed=1, global_batch=8, micro_batch_size=micro_batch_size).micro_batch(
@@ -41,7 +42,7 @@ def test_flops_agree_with_torch(model, micro_batch_size):
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("micro_batch_size", [2, 3])
+@pytest.mark.parametrize("micro_batch_size", [2, *soak(3)])
 def test_saved_bytes_are_those_that_autograd_keeps(model, micro_batch_size):
     """Measured on the captured program, since models of transformers in eager mode may drop the attention mask."""
     build, data = MODELS[model]

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import product
 from math import ceil, prod
 
 import pytest
@@ -29,6 +30,7 @@ from auto3d.capture.pointwise import (
     is_false,
 )
 from tests.models import MODELS, SIZES
+from tests.soak import soak
 
 LENGTH = 6
 
@@ -478,8 +480,17 @@ ZOO = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("limits", ["that are set", "so low that masks are not held"])
-@pytest.mark.parametrize("model", ZOO)
+SET, LOW = "that are set", "so low that masks are not held"
+KINDS_OF_MASKS = ("gpt2-dropout", "bert", "t5", "swin", "MistralForCausalLM", "BloomForCausalLM", "Llama4ForCausalLM")
+MASKED = [
+    *((model, SET) for model in (*KINDS_OF_MASKS, "llama", "vit", "Qwen2ForCausalLM", "Gemma3ForCausalLM")),
+    *((model, LOW) for model in ("t5", "MistralForCausalLM", "Llama4ForCausalLM")),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "limits"), [*MASKED, *soak(*(case for case in product(ZOO, (SET, LOW)) if case not in MASKED))]
+)
 def test_masks_of_models_are_dropped_where_their_elements_allow(model, limits, monkeypatch):
     right = []
 
@@ -496,7 +507,7 @@ def test_masks_of_models_are_dropped_where_their_elements_allow(model, limits, m
         leave_masks_to_kernel(program)
         assert decisions(program) == right
 
-    if limits != "that are set":
+    if limits == LOW:
         monkeypatch.setattr(fixed_values, "MOST_HELD", 100)
         monkeypatch.setattr(pointwise, "BLOCKS", 5)
     monkeypatch.setattr(exporting, "leave_masks_to_kernel", leave_and_compare)

@@ -33,6 +33,7 @@ from auto3d.tensor_placement import Split
 from tests.cost.test_model import gpt2, tokens
 from tests.distributed.parity import ADAMW
 from tests.models import FEATURES, captured
+from tests.soak import soak
 
 LINK = Link(latency_s=1e-5, bandwidth=1e10)
 
@@ -138,8 +139,17 @@ def test_a_feed_forward_has_megatrons_split_and_collectives():
     assert last < forward.boundary < len(whole.graph.nodes)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "t5", "vit"])
+@pytest.mark.parametrize(
+    ("name", "sequence_parallel"),
+    [
+        ("gpt2", True),
+        ("bert", False),
+        ("llama", True),
+        ("t5", False),
+        ("vit", True),
+        *soak(("gpt2", False), ("bert", True), ("llama", False), ("t5", True), ("vit", False)),
+    ],
+)
 def test_the_work_is_that_of_the_local_graph(name, sequence_parallel):
     """Sums, the parameters of a rank, and at every cut the bytes that the stages of the local Graph really send."""
     model = tensor_parallel(captured(name, 4), 2, sequence_parallel=sequence_parallel)

@@ -125,6 +125,17 @@ def pairwise() -> list[Cell]:
     return [mixed[position] for position in pairwise_cover([cell.axes for cell in mixed])]
 
 
+def sample() -> list[Cell]:
+    """Fewer cells of that cover: every model, and every pair of values of the other axes."""
+    cover = pairwise()
+    axes = [{name: value for name, value in cell.axes.items() if name != "model"} for cell in cover]
+    chosen = [cover[position] for position in pairwise_cover(axes)]
+    for cell in cover:
+        if cell.model not in {each.model for each in chosen}:
+            chosen.append(cell)
+    return chosen
+
+
 def whole() -> list[list[Cell]]:
     """All groups of cells that differ only in recomputation; dp and sync are drawn at random for each group."""
     groups: dict[Cell, dict[tuple[int, str], list[Cell]]] = {}

@@ -135,6 +135,21 @@ def pairwise() -> tuple[TensorCell, ...]:
 
 
 @cache
+def sample() -> tuple[TensorCell, ...]:
+    """Fewer cells of that cover: every model, and every pair of values of the axes that are not the model's."""
+    cover = pairwise()
+    chosen = [cover[position] for position in pairwise_cover([_axes_of_the_plan(cell) for cell in cover])]
+    for cell in cover:
+        if cell.model not in {each.model for each in chosen}:
+            chosen.append(cell)
+    return tuple(sorted(chosen, key=lambda cell: cell.model))
+
+
+def _axes_of_the_plan(cell: TensorCell) -> dict[str, str | int]:
+    return {name: value for name, value in cell.axes.items() if name not in ("model", "dropout")}
+
+
+@cache
 def whole() -> tuple[TensorCell, ...]:
     """Cells with every model, degrees, schedule, recomputation and sequence; overlap and rules are drawn at random."""
     groups: dict[TensorCell, list[TensorCell]] = {}

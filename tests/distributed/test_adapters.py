@@ -13,6 +13,7 @@ from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.training import Training
 from tests.distributed.parity import ADAMW, assert_parity, make_plan, plain_pytorch, run_rank
 from tests.models import TOKENS, TRAINED, captured, gpt2
+from tests.soak import soak
 
 LORA = "gpt2-lora"
 OPTIMIZER = replace(ADAMW, clip_norm=1e-3)  # below all norms, so that every iteration clips
@@ -53,7 +54,7 @@ def train(world, plan: Plan, folder: Path, last: int) -> dict:
     }
 
 
-@pytest.mark.parametrize("shard_optimizer", [False, True])
+@pytest.mark.parametrize("shard_optimizer", [*soak(False), True])
 def test_equals_one_process_and_goes_on_under_another_plan(processes, tmp_path, lora, shard_optimizer):
     plan = make_plan(LORA, dp=2, pp=2, shard_optimizer=shard_optimizer)
     assert_parity(

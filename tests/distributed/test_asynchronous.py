@@ -14,29 +14,36 @@ from tests.distributed.asynchronous import (
     run_rank,
 )
 from tests.distributed.parity import make_plan
+from tests.soak import soak
 
 PIPEDREAM = [  # models without tied parameters
-    ("llama", 1, 2, 4, {}),
     ("llama", 1, 4, 4, {}),
     ("llama", 2, 2, 3, {"recompute": "full"}),
-    ("vit", 1, 4, 1, {}),
     ("vit", 1, 4, 6, {"recompute": "full", "sync": "eager"}),
 ]
 DOUBLE_BUFFERED = [
     ("llama", 1, 4, 4, {}),
-    ("gpt2", 1, 2, 4, {"recompute": "full"}),
     ("gpt2", 2, 2, 3, {}),
     ("t5", 1, 4, 3, {}),
-    ("bert", 1, 4, 5, {"recompute": "full"}),
     ("averaging", 1, 2, 4, {"recompute": "full"}),
     ("residual", 1, 3, 4, {}),
-    ("llama", 2, 1, 2, {}),
+]
+ALIKE = [
+    ("pipedream", "llama", 1, 2, 4, {}),
+    ("pipedream", "vit", 1, 4, 1, {}),
+    ("pipedream-2bw", "gpt2", 1, 2, 4, {"recompute": "full"}),
+    ("pipedream-2bw", "bert", 1, 4, 5, {"recompute": "full"}),
+    ("pipedream-2bw", "llama", 2, 1, 2, {}),
 ]
 
 
 @pytest.mark.parametrize(
     ("schedule", "model", "dp", "pp", "micro_batches", "options"),
-    [("pipedream", *case) for case in PIPEDREAM] + [("pipedream-2bw", *case) for case in DOUBLE_BUFFERED],
+    [
+        *(("pipedream", *case) for case in PIPEDREAM),
+        *(("pipedream-2bw", *case) for case in DOUBLE_BUFFERED),
+        *soak(*ALIKE),
+    ],
 )
 def test_equals_plain_pytorch_with_weights_as_old(processes, schedule, model, dp, pp, micro_batches, options):
     plan = make_plan(model, dp=dp, pp=pp, micro_batches=micro_batches, schedule=schedule, options=options)

@@ -37,6 +37,7 @@ from auto3d.schedule import samples_at_once
 from auto3d.tensor_placement import Split
 from tests.distributed.parity import ADAMW, SGD, make_plan
 from tests.models import TRAINED, captured, gpt2
+from tests.soak import soak
 
 ITERATIONS = 6
 ENDS_AFTER = 2
@@ -77,13 +78,15 @@ CLIP_NOTHING = replace(ADAMW, clip_norm=0.0)
     ("model", "degrees", "options", "optimizer"),
     [
         ("gpt2", {"dp": 2, "pp": 2}, {"schedule": "1f1b"}, ADAMW),
-        ("gpt2", {"dp": 1, "pp": 2}, {"schedule": "chimera"}, SGD),
         ("t5", {"dp": 1, "pp": 2}, {"schedule": "zb-v"}, ADAMW),
         ("gpt2", {"dp": 2, "pp": 2}, {"schedule": "1f1b", "shard_optimizer": True}, ADAMW),
         ("llama", {"dp": 1, "pp": 2}, {"schedule": "pipedream", "options": {"iterations": 2}}, CLIP_NOTHING),
         ("gpt2-dropout", {"dp": 1, "tp": 2, "pp": 2}, {"schedule": "1f1b"}, ADAMW),
-        ("t5", {"dp": 1, "tp": 2, "pp": 2}, {"schedule": "zb-h1", "sequence_parallel": True}, SGD),
-        ("llama", {"dp": 2, "tp": 2, "pp": 1}, {"schedule": "1f1b", "shard_optimizer": True}, ADAMW),
+        *soak(
+            ("gpt2", {"dp": 1, "pp": 2}, {"schedule": "chimera"}, SGD),
+            ("t5", {"dp": 1, "tp": 2, "pp": 2}, {"schedule": "zb-h1", "sequence_parallel": True}, SGD),
+            ("llama", {"dp": 2, "tp": 2, "pp": 1}, {"schedule": "1f1b", "shard_optimizer": True}, ADAMW),
+        ),
     ],
     ids=lambda value: value.get("schedule") if isinstance(value, dict) and "schedule" in value else None,
 )
@@ -133,7 +136,7 @@ def four_heads():
     del TRAINED[FOUR_HEADS]
 
 
-@pytest.mark.parametrize("source", FROM)
+@pytest.mark.parametrize("source", [*soak("dp2-pp2"), "dp2-pp2-zero1", "tp2-dp2-zero1"])
 def test_goes_on_under_another_plan(processes, tmp_path, source, four_heads):
     whole = processes.run(4, run, FOUR_HEADS, plan_of(FROM[source]), ADAMW, tmp_path / "whole", 1, None, 9)[0]
     for name in TO:
@@ -328,7 +331,7 @@ def test_what_cannot_be_read_or_belongs_to_another_training_is_refused_in_one_li
     assert told() == f"{tmp_path}: checkpoints cannot be read from it: Not a directory"
 
 
-@pytest.mark.parametrize("shard_optimizer", [False, True])
+@pytest.mark.parametrize("shard_optimizer", [*soak(False), True])
 def test_each_shard_is_written_once_and_read_back_to_the_bit(processes, tmp_path, shard_optimizer):
     plan = make_plan("gpt2", dp=1, tp=2, pp=2, shard_optimizer=shard_optimizer)
     whole = processes.run(4, run, "gpt2", plan, ADAMW, tmp_path / "whole", ITERATIONS, None)

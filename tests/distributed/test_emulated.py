@@ -30,6 +30,7 @@ from auto3d.tensor.local_graph import local_graph
 from auto3d.tensor.model import tensor_parallel
 from tests.distributed.parity import SGD, make_plan
 from tests.models import MODELS, TEXT, captured
+from tests.soak import soak
 
 TIMES = Emulation(
     forward_s=(0.001, 0.002, 0.001, 0.002),
@@ -98,11 +99,10 @@ def run_noting(world, model: str, plan: Plan, settings: TrainingSettings) -> tup
     [
         ("1f1b", 1, 4, 5, {"recompute": "full"}),
         ("1f1b", 2, 2, 3, {}),
-        ("early-recompute", 1, 4, 4, {}),
         ("interleaved-1f1b", 2, 2, 4, {"sync": "eager"}),
         ("chimera", 1, 4, 8, {"scale": "doubling", "sync": "eager-opt"}),
-        ("chimera", 1, 4, 4, {"scale": "halving"}),
         ("zb-h1", 1, 4, 5, {}),
+        *soak(("early-recompute", 1, 4, 4, {}), ("chimera", 1, 4, 4, {"scale": "halving"})),
     ],
 )
 def test_operations_take_their_times_in_the_order_of_the_schedule(processes, name, dp, pp, micro_batches, options):
@@ -231,9 +231,8 @@ def run_noting_collectives(world, model: str, plan: Plan, settings: TrainingSett
     [
         ("gpt2", "1f1b", 1, 2, {"recompute": "full"}),
         ("gpt2", "zb-h1", 1, 2, {"sequence_parallel": True}),
-        ("t5", "chimera", 1, 2, {}),
-        ("llama", "1f1b", 2, 1, {}),
-        ("gpt2", "1f1b", 1, 2, {"recompute": "full", "tensor_overlap": SUB_PIPELINED}),
+        *soak(("t5", "chimera", 1, 2, {}), ("llama", "1f1b", 2, 1, {})),
+        *soak(("gpt2", "1f1b", 1, 2, {"recompute": "full", "tensor_overlap": SUB_PIPELINED})),
         ("t5", "zb-h1", 1, 2, {"tensor_overlap": SUB_PIPELINED}),
     ],
 )

@@ -23,6 +23,7 @@ from auto3d.runtime.world import World, leave
 from auto3d.schedule import build_schedule, samples_at_once
 from tests.distributed.parity import ADAMW, assert_close, make_plan
 from tests.models import SEQUENCE, TEXT, TRAINED, captured
+from tests.soak import soak
 
 AT = 1  # iterations before the evaluation
 ITERATIONS = 3
@@ -47,17 +48,19 @@ class Case:
 
 CASES = [
     Case(model="gpt2-dropout", dp=2),
-    Case(model="resnet-transformers", dp=2),
     Case(model="residual", dp=2, outputs=()),
     Case(model="bert-dropout", pp=4, schedule="chimera"),
     Case(model="resnet-transformers", pp=2, schedule="chimera"),
     Case(model="t5-dropout", schedule="interleaved-1f1b", options={"chunks": 2}),
-    Case(model="vit-dropout", schedule="zb-v"),
-    Case(model="t5-dropout", dp=2, schedule="gpipe"),
     Case(model="llama", pp=4, schedule="pipedream", options={"iterations": 2}),
-    Case(model="gpt2-4-heads-dropout", tp=2),
     Case(model="gpt2-4-heads-dropout", tp=2, more={"sequence_parallel": True}),
     Case(model="bert-4-heads-dropout", tp=2, more={"tensor_overlap": "sub-pipelined"}),
+    *soak(
+        Case(model="resnet-transformers", dp=2),
+        Case(model="vit-dropout", schedule="zb-v"),
+        Case(model="t5-dropout", dp=2, schedule="gpipe"),
+        Case(model="gpt2-4-heads-dropout", tp=2),
+    ),
 ]
 
 
@@ -232,7 +235,7 @@ def evaluate_rank(world: World, case: Case, plan: Plan, samples: int) -> dict:
     return found
 
 
-@pytest.mark.parametrize("case", [Case(model="gpt2", dp=2), Case(model="gpt2-4-heads", tp=2)], ids=str)
+@pytest.mark.parametrize("case", [Case(model="gpt2", dp=2), *soak(Case(model="gpt2-4-heads", tp=2))], ids=str)
 def test_a_last_batch_in_part_targets_that_are_ignored_and_predictions(processes, case):
     plan = plan_of(case)
     capture_before_forks(replace(case, outputs=()), plan)

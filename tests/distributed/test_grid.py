@@ -1,11 +1,14 @@
-"""Every schedule with all its options on every model: `make parity` runs the whole grid, this file a pairwise cover."""
+"""Every schedule with all its options on every model: `make parity` runs the whole grid, `make soak` a pairwise cover.
+
+The suite runs a sample of that cover.
+"""
 
 import numpy as np
 import pytest
 
 from auto3d.partition.methods.uniform import uniform
 from auto3d.partition.stage import cut
-from tests.distributed.grid import SAMPLES, Cell, pairwise, plan_of, schedule_of, whole
+from tests.distributed.grid import SAMPLES, Cell, pairwise, plan_of, sample, schedule_of, whole
 from tests.distributed.parity import SGD, assert_buffers, assert_parity, plain_pytorch, run_rank
 from tests.models import captured
 
@@ -26,6 +29,12 @@ def run(processes, cell: Cell) -> list[dict]:
     return ranks
 
 
+@pytest.mark.parametrize("cell", sample(), ids=str)
+def test_sample_of_the_grid(processes, cell):
+    run(processes, cell)
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("cell", pairwise(), ids=str)
 def test_pairwise_cover_of_the_grid(processes, cell):
     run(processes, cell)

@@ -26,6 +26,7 @@ from auto3d.schedule import samples_at_once
 from tests.distributed.parity import SGD, assert_parity, make_plan, plain_pytorch, run_rank
 from tests.distributed.test_uneven import make_plan as uneven_plan
 from tests.models import FEATURES, SIZES, TEXT, TRAINED, captured
+from tests.soak import soak
 
 
 class Layers(nn.Module):
@@ -103,7 +104,7 @@ def known() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("model", OWN)
-@pytest.mark.parametrize("degrees", [{"dp": 1, "pp": 2}, {"dp": 2, "pp": 2}], ids=str)
+@pytest.mark.parametrize("degrees", [*soak({"dp": 1, "pp": 2}), {"dp": 2, "pp": 2}], ids=str)
 def test_initialisers_that_read_what_they_wrote(processes, model, degrees):
     with known():
         plan = make_plan(model, **degrees)
@@ -166,7 +167,7 @@ EMBEDDING, HIDDEN = "transformer.wte.weight", "transformer.h.0.mlp.c_fc.weight"
 replicas = partial(make_plan, "gpt2", dp=2, pp=2)
 
 
-@pytest.mark.parametrize("bit", [0, 31])
+@pytest.mark.parametrize("bit", [0, *soak(31)])
 @pytest.mark.parametrize(
     ("make", "name", "ranks"),
     [

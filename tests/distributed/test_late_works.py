@@ -9,12 +9,12 @@ import torch.distributed as dist
 from auto3d.runtime.run_ahead import RunAhead
 from auto3d.runtime.waiting import WaitTimeoutError, wait
 from auto3d.runtime.world import World, join, leave
-from tests.distributed.grid import pairwise, plan_of, schedule_of
+from tests.distributed.grid import plan_of, sample, schedule_of
 from tests.distributed.late_works import LateWork, late_works
 from tests.distributed.parity import SGD, assert_parity, run_rank
 from tests.distributed.test_grid import reference
 
-SAMPLE = pairwise()[::8]
+SAMPLE = sample()[::5]
 
 
 def run_late(world: World, *arguments: Any) -> dict:

@@ -1,6 +1,7 @@
 """A Plan on any number of processes equals plain PyTorch on one process that accumulates the same micro-batches."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from tests.distributed.parity import (
     run_rank,
 )
 from tests.models import MODELS, captured
+from tests.soak import soak
 
 BY_HAND_OF_ONE = tuple(
     tuple(parse(word) for word in line.split())
@@ -35,8 +37,17 @@ BY_HAND_OF_ONE = tuple(
 )
 
 
-@pytest.mark.parametrize(("dp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)])
-@pytest.mark.parametrize("micro_batch_size", [1, 2])
+@pytest.mark.parametrize(
+    ("micro_batch_size", "dp", "pp"),
+    [
+        (2, 1, 1),
+        (2, 2, 1),
+        (2, 2, 2),
+        (1, 2, 2),
+        (2, 1, 4),
+        *soak((2, 1, 2), (1, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 4)),
+    ],
+)
 def test_sgd_equals_plain_pytorch(processes, dp, pp, micro_batch_size):
     plan = make_plan("gpt2", dp=dp, pp=pp, micro_batch_size=micro_batch_size)
     ranks = processes.run(plan.ranks, run_rank, "gpt2", plan, SGD)
@@ -50,7 +61,7 @@ def test_other_models_of_transformers(processes, model):
     assert_parity(ranks, plain_pytorch(model, micro_batch_size=2, optimizer=SGD))
 
 
-@pytest.mark.parametrize(("dp", "pp", "schedule"), [(1, 2, "1f1b"), (2, 2, "1f1b"), (1, 4, "zb-h1")])
+@pytest.mark.parametrize(("dp", "pp", "schedule"), [(2, 2, "1f1b"), (1, 4, "zb-h1"), *soak((1, 2, "1f1b"))])
 def test_custom_autograd_functions(processes, dp, pp, schedule):
     """Straight-through estimators, also with a split backward."""
     plan = make_plan("straight-through", dp=dp, pp=pp, schedule=schedule)
@@ -65,9 +76,16 @@ def test_adamw_losses_equal_plain_pytorch(processes):
     assert_parity(ranks, plain_pytorch("gpt2", micro_batch_size=2, optimizer=ADAMW), tensors=False)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(
-    ("model", "pp"), [("residual", 1), ("residual", 3), ("averaging", 2), ("reused", 2), ("reused", 4)]
+    ("model", "pp", "schedule"),
+    [
+        ("residual", 1, "1f1b"),
+        ("residual", 3, "gpipe"),
+        ("averaging", 2, "1f1b"),
+        ("reused", 4, "1f1b"),
+        *soak(("residual", 1, "gpipe"), ("residual", 3, "1f1b"), ("averaging", 2, "gpipe")),
+        *soak(("reused", 2, "gpipe"), ("reused", 2, "1f1b"), ("reused", 4, "gpipe")),
+    ],
 )
 def test_models_that_are_not_a_chain_of_blocks(processes, model, pp, schedule):
     """Shared layers, skips, batch statistics, moving averages, code without gradients; buffers are compared as well."""
@@ -88,9 +106,22 @@ def test_a_loss_that_another_stage_uses(processes):
     assert_parity(ranks, plain_pytorch("averaging", micro_batch_size=2, optimizer=SGD))
 
 
-@pytest.mark.parametrize("model", ["t5", "bert-pretraining", "llama", "llama-tied"])
-@pytest.mark.parametrize("method", ["autopipe", "layer-assignment", "rannc"])
-@pytest.mark.parametrize("pp", [2, 4])
+PARTITIONED = [  # every method at both depths
+    ("t5", "autopipe", 2),
+    ("llama-tied", "autopipe", 4),
+    ("bert-pretraining", "layer-assignment", 2),
+    ("t5", "layer-assignment", 4),
+    ("llama-tied", "rannc", 2),
+    ("bert-pretraining", "rannc", 4),
+]
+EVERY_PARTITION = product(
+    ("t5", "bert-pretraining", "llama", "llama-tied"), ("autopipe", "layer-assignment", "rannc"), (2, 4)
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "method", "pp"), [*PARTITIONED, *soak(*(case for case in EVERY_PARTITION if case not in PARTITIONED))]
+)
 def test_stages_of_every_partitioner_train(processes, model, method, pp):
     def graph_at(size: int) -> Graph:
         return captured(model, size).graph

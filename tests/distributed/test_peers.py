@@ -90,7 +90,7 @@ def agree(losses: list[float], expected: list[float]) -> None:
 
 
 PIPELINES = [
-    pytest.param(TORCH_PIPELINING, 1, 2, "gpipe", 2, id="torch gpipe"),
+    pytest.param(TORCH_PIPELINING, 1, 2, "gpipe", 2, id="torch gpipe", marks=pytest.mark.soak),
     pytest.param(TORCH_PIPELINING, 2, 2, "1f1b", 2, id="torch 1f1b with DDP"),
     pytest.param(TORCH_PIPELINING, 1, 2, "interleaved-1f1b", 4, id="torch interleaved"),
     pytest.param(TORCH_PIPELINING, 1, 2, "zb-v", 4, id="torch zb-v"),

@@ -11,16 +11,19 @@ import pytest
 
 from tests.distributed import asynchronous
 from tests.distributed.parity import ADAMW, SGD, assert_parity, make_plan, plain_pytorch, run_rank
+from tests.soak import soak
 
 CASES = [
     ("gpt2-dropout@bfloat16", 2, 2, "1f1b", {}),
-    ("gpt2@bfloat16", 2, 2, "1f1b", {"recompute": "full"}),
     ("gpt2-dropout@bfloat16", 2, 2, "chimera", {}),
-    ("llama@bfloat16", 2, 2, "zb-h1", {}),
     ("vit@bfloat16", 1, 4, "zb-h1", {}),
     ("t5@bfloat16", 1, 4, "1f1b", {"recompute": "full"}),
-    ("resnet-transformers@bfloat16", 1, 2, "zb-h1", {}),
     ("averaging@bfloat16", 1, 2, "1f1b", {}),
+    *soak(
+        ("gpt2@bfloat16", 2, 2, "1f1b", {"recompute": "full"}),
+        ("llama@bfloat16", 2, 2, "zb-h1", {}),
+        ("resnet-transformers@bfloat16", 1, 2, "zb-h1", {}),
+    ),
 ]
 
 

@@ -12,8 +12,10 @@ from auto3d.schedule import samples_at_once
 from tests.distributed.grid import kept_fractions_of
 from tests.distributed.parity import ADAMW, SGD, assert_close, assert_parity, make_plan, plain_pytorch, run_rank
 from tests.models import captured
+from tests.soak import soak
 
-MODELS, RECOMPUTE, STAGES = ("gpt2", "llama"), ("none", "full", 0.5), (1, 2)
+RECOMPUTED = [("gpt2", "none", 2), ("gpt2", "full", 1), ("gpt2", 0.5, 2), ("llama", 0.5, 1)]
+EVERY = product(("gpt2", "llama"), ("none", "full", 0.5), (1, 2))  # models, recomputation, stages
 SCHEDULES = (("zb-h1", {}), ("shifted-critical-path", {}), ("chimera", {}))
 
 
@@ -30,8 +32,8 @@ def plan_of(model: str, *, recompute: str | float = "none", overlap: str = SUB_P
 
 @pytest.fixture(scope="module")
 def plans() -> dict[tuple, Plan]:
-    """All made before the first test, so that ranks are forked once and inherit every program."""
-    made = {case: plan_of(case[0], recompute=case[1], pp=case[2]) for case in product(MODELS, RECOMPUTE, STAGES)}
+    """All of the suite, made before the first test, so that ranks are forked once and inherit every program."""
+    made = {case: plan_of(case[0], recompute=case[1], pp=case[2]) for case in RECOMPUTED}
     for name, options in SCHEDULES:
         made[name] = plan_of("gpt2", pp=2, schedule=name, options=options, micro_batches=4)
     for overlap in (NO_OVERLAP, SUB_PIPELINED):
@@ -39,9 +41,11 @@ def plans() -> dict[tuple, Plan]:
     return made
 
 
-@pytest.mark.parametrize(("model", "recompute", "pp"), list(product(MODELS, RECOMPUTE, STAGES)))
+@pytest.mark.parametrize(
+    ("model", "recompute", "pp"), [*RECOMPUTED, *soak(*(case for case in EVERY if case not in RECOMPUTED))]
+)
 def test_recomputation(processes, plans, model, recompute, pp):
-    plan = plans[model, recompute, pp]
+    plan = plans.get((model, recompute, pp)) or plan_of(model, recompute=recompute, pp=pp)
     ranks = processes.run(plan.ranks, run_rank, model, plan, SGD)
     assert_parity(ranks, plain_pytorch(model, micro_batch_size=2, optimizer=SGD))
 

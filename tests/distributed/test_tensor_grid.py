@@ -1,4 +1,7 @@
-"""Tensor parallelism on every model and schedule: `make parity` runs the whole grid, this file a pairwise cover."""
+"""Tensor parallelism on every model and schedule: `make parity` runs the whole grid, `make soak` a pairwise cover.
+
+The suite runs a sample of that cover.
+"""
 
 from collections.abc import Iterator
 
@@ -6,7 +9,7 @@ import pytest
 
 from auto3d.plan import Plan
 from tests.distributed.parity import SGD, assert_parity, plain_pytorch, run_rank
-from tests.distributed.tensor_grid import SAMPLES, TensorCell, pairwise, plans_of, whole
+from tests.distributed.tensor_grid import SAMPLES, TensorCell, pairwise, plans_of, sample, whole
 from tests.processes import ProcessPool
 
 
@@ -23,6 +26,12 @@ def assert_equals_one_process(pool: ProcessPool, cell: TensorCell, plan: Plan) -
     assert_parity(ranks, expected)
 
 
+@pytest.mark.parametrize("cell", sample(), ids=str)
+def test_sample_of_the_grid(eight, cell):
+    assert_equals_one_process(eight, cell, plans_of(cell.model, sample())[cell])
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("cell", pairwise(), ids=str)
 def test_pairwise_cover_of_the_grid(eight, cell):
     assert_equals_one_process(eight, cell, plans_of(cell.model, pairwise())[cell])

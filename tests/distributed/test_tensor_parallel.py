@@ -21,6 +21,7 @@ from tests.distributed.parity import ADAMW, CPU, SGD, assert_parity, make_plan, 
 from tests.distributed.test_uneven import make_plan as make_uneven_plan
 from tests.models import captured
 from tests.processes import ProcessPool
+from tests.soak import soak
 
 
 @pytest.fixture(scope="module")
@@ -37,20 +38,37 @@ def assert_equals_one_process(pool, model: str, plan: Plan) -> list[dict]:
     return ranks
 
 
-@pytest.mark.parametrize("model", ["gpt2", "llama"])
-@pytest.mark.parametrize(("dp", "tp", "pp"), [(1, 2, 1), (2, 2, 1), (1, 2, 2), (1, 4, 1)])
+@pytest.mark.parametrize(
+    ("model", "dp", "tp", "pp"),
+    [
+        ("gpt2", 2, 2, 1),
+        ("gpt2", 1, 4, 1),
+        ("llama", 1, 2, 2),
+        *soak(("gpt2", 1, 2, 1), ("gpt2", 1, 2, 2), ("llama", 1, 2, 1), ("llama", 2, 2, 1), ("llama", 1, 4, 1)),
+    ],
+)
 def test_degrees(processes, model, dp, tp, pp):
     assert_equals_one_process(processes, model, make_plan(model, dp=dp, tp=tp, pp=pp))
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "chimera", "zb-h1", "interleaved-1f1b", "shifted-critical-path"])
-@pytest.mark.parametrize("model", ["gpt2", "t5"])
+@pytest.mark.parametrize(
+    ("model", "schedule"),
+    [
+        ("gpt2", "gpipe"),
+        ("t5", "chimera"),
+        ("gpt2", "zb-h1"),
+        ("t5", "interleaved-1f1b"),
+        ("gpt2", "shifted-critical-path"),
+        *soak(("t5", "gpipe"), ("gpt2", "chimera"), ("t5", "zb-h1")),
+        *soak(("gpt2", "interleaved-1f1b"), ("t5", "shifted-critical-path")),
+    ],
+)
 def test_schedules(processes, model, schedule):
     stages = uniform(captured(model, 2).graph, 4) if schedule == "interleaved-1f1b" else None
     assert_equals_one_process(processes, model, make_plan(model, dp=1, tp=2, pp=2, schedule=schedule, stages=stages))
 
 
-@pytest.mark.parametrize("model", ["gpt2", "llama-tied"])
+@pytest.mark.parametrize("model", ["gpt2", *soak("llama-tied")])
 def test_recomputation_changes_no_bit(processes, model):
     plan = make_plan(model, dp=1, tp=2, pp=2)
     full = replace(plan, schedule_options={"recompute": "full"})
@@ -86,7 +104,7 @@ def test_uneven_replicas(eight, replicas):
     assert_equals_one_process(eight, "gpt2", with_split(plan, captured("gpt2", 2)))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "chimera"])
+@pytest.mark.parametrize("schedule", [*soak("1f1b"), "chimera"])
 def test_three_dimensions(eight, schedule):
     assert_equals_one_process(eight, "gpt2", make_plan("gpt2", dp=2, tp=2, pp=2, schedule=schedule))
 

@@ -29,6 +29,7 @@ from auto3d.search.partitioned import plan_of
 from tests.distributed.parity import SGD, assert_close, assert_parity, plain_pytorch, run_rank
 from tests.models import TEXT, captured
 from tests.processes import ProcessPool
+from tests.soak import soak
 
 
 def make_plan(
@@ -78,15 +79,30 @@ def assert_equals_one_process(pool: ProcessPool, model: str, plan: Plan) -> None
     assert_parity(pool.run(plan.ranks, run_rank, model, plan, SGD), of_one_process(model, plan))
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("replicas", [[2, 1], [1, 3], [3, 1], [1, 2, 1], [2, 2]], ids=str)
+@pytest.mark.parametrize(
+    ("replicas", "schedule"),
+    [
+        ([2, 1], "1f1b"),
+        ([1, 3], "gpipe"),
+        ([3, 1], "1f1b"),
+        ([1, 2, 1], "1f1b"),
+        *soak(([2, 1], "gpipe"), ([1, 3], "1f1b"), ([3, 1], "gpipe"), ([1, 2, 1], "gpipe")),
+        *soak(([2, 2], "gpipe"), ([2, 2], "1f1b")),
+    ],
+    ids=str,
+)
 def test_tied_embeddings_on_stages_of_any_replicas(processes, replicas, schedule):
     assert_equals_one_process(processes, "gpt2", make_plan("gpt2", replicas, schedule=schedule))
 
 
 @pytest.mark.parametrize(
     ("model", "replicas"),
-    [("t5", [2, 1]), ("t5", [1, 3]), ("t5", [1, 2, 1]), ("bert", [3, 1]), ("vit", [2, 1]), ("llama-tied", [1, 1, 2])],
+    [
+        ("t5", [2, 1]),
+        ("t5", [1, 2, 1]),
+        ("vit", [2, 1]),
+        *soak(("t5", [1, 3]), ("bert", [3, 1]), ("llama-tied", [1, 1, 2])),
+    ],
     ids=str,
 )
 def test_skips_copies_and_other_models(processes, model, replicas):
@@ -139,7 +155,7 @@ def test_two_pipes_over_devices_of_different_replicas():
         assert_equals_one_process(pool, "gpt2", plan)
 
 
-@pytest.mark.parametrize(("dp", "replicas"), [(1, [4]), (2, [2]), (1, [2, 2])], ids=str)
+@pytest.mark.parametrize(("dp", "replicas"), [(1, [4]), (1, [2, 2]), *soak((2, [2]))], ids=str)
 def test_equal_replicas_are_data_parallelism(processes, dp, replicas):
     """Even dropout equals one process: each slice is seeded as a micro-batch of its own."""
     plan = make_plan("gpt2-dropout", replicas, dp=dp, micro_batch_size=4)
@@ -191,7 +207,7 @@ def test_batch_statistics_are_those_of_a_slice(processes):
     assert_parity(processes.run(4, run_rank, "residual", plan, SGD), of_one_process("residual", plan, slices=2))
 
 
-@pytest.mark.parametrize(("model", "memory"), [("bert-pretraining", 0.7), ("t5", 0.8)])
+@pytest.mark.parametrize(("model", "memory"), [*soak(("bert-pretraining", 0.7)), ("t5", 0.8)])
 def test_what_rannc_finds_is_a_plan_that_trains(processes, model, memory):
     """``memory``, a fraction of the weights' size, is so small that the model is cut and its middle replicated."""
 

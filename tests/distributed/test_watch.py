@@ -29,6 +29,7 @@ from auto3d.schedule.operation import Kind
 from auto3d.simulate.simulate import simulate
 from tests.distributed.parity import SGD, make_plan
 from tests.models import TEXT, captured
+from tests.soak import soak
 
 MODEL = "llama"  # its stages share no weights, as pipedream needs
 TIMES = Emulation(forward_s=0.003, backward_s=0.005, backward_input_s=0.003, backward_weight_s=0.002)
@@ -66,7 +67,7 @@ def watched(world, plan: Plan, settings: TrainingSettings, slow: int | None, tim
     [
         ("1f1b", 2, 2, None, set()),
         ("1f1b", 2, 2, 3, {1}),
-        ("1f1b", 3, 1, 1, {0}),
+        *soak(("1f1b", 3, 1, 1, {0})),
         ("chimera", 1, 2, 1, {0, 1}),  # both devices run both stages, on different pipes
         ("1f1b", 1, 2, 1, set()),  # no other rank runs its stage
     ],
@@ -139,7 +140,8 @@ def traced(world, plan: Plan, settings: TrainingSettings, folder) -> list[Watche
 
 
 @pytest.mark.parametrize(
-    ("name", "dp", "tp", "pp"), [("1f1b", 2, 1, 2), ("zb-h1", 1, 2, 2), ("chimera", 1, 1, 4), ("pipedream", 1, 1, 2)]
+    ("name", "dp", "tp", "pp"),
+    [("1f1b", 2, 1, 2), ("zb-h1", 1, 2, 2), ("pipedream", 1, 1, 2), *soak(("chimera", 1, 1, 4))],
 )
 def test_a_trace_has_the_operations_of_the_schedule_in_order(processes, tmp_path, name, dp, tp, pp):
     plan = plan_of(name, dp=dp, tp=tp, pp=pp)

@@ -12,12 +12,16 @@ from auto3d.capture.errors import CaptureError
 from auto3d.capture.model import capture
 from auto3d.runtime.verify import check_against_eager
 from tests import processes
-from tests.models import FEATURES, TEXT, TRAINED, captured
+from tests.models import FEATURES, MODELS, TEXT, TRAINED, captured
+from tests.soak import soak
 
 check = partial(check_against_eager, seed=3, device=torch.device("cpu"))
 
 
-@pytest.mark.parametrize("model", TRAINED)
+KINDS = (*MODELS, "t5-dropout", "resnet-transformers", "twins", "two-losses", "gpt2@bfloat16", "averaging@bfloat16")
+
+
+@pytest.mark.parametrize("model", [*KINDS, *soak(*(model for model in TRAINED if model not in KINDS))])
 def test_ordinary_models_equal_the_eager_module(model):
     """Including dropout, for which both draw the same numbers."""
     check(captured(model, 2), TRAINED[model][1])

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -12,9 +13,8 @@ from auto3d.tensor import halves
 from auto3d.tensor.collectives import CONVERSIONS, operator_of
 from auto3d.tensor.halves import sub_pipelined
 from auto3d.tensor.model import TensorParallelModel, tensor_parallel
-from tests.distributed.tensor_grid import MODELS as GRID
-from tests.distributed.tensor_grid import WITH_DROPOUT
 from tests.models import TRAINED, captured
+from tests.soak import soak
 
 check = partial(check_shards, seed=3, device=torch.device("cpu"))
 
@@ -29,18 +29,23 @@ def test_a_model_that_magnifies_rounding_is_refused():
         check(tensor_parallel(captured(MAGNIFIES_ROUNDING, 2), 2), TRAINED[MAGNIFIES_ROUNDING][1])
 
 
-OF_THE_GRID = (*GRID.values(), *WITH_DROPOUT)  # trained on real ranks by tests/distributed/test_tensor_grid.py
 # In bfloat16 another ResNet comes near the bound: whether it is refused depends on the processor's convolutions.
 NEAR_THE_BOUND = "resnet-transformers@bfloat16"
+# The models of tests/distributed/test_tensor_grid.py, which trains them on real ranks, are not among the first.
+EVERY = [model for model in TRAINED if model not in (MAGNIFIES_ROUNDING, NEAR_THE_BOUND)]
+ON_WHOLE_SEQUENCES = ("gpt2-dropout", "bert-pretraining", "swin", "resnet-transformers", "residual", "averaging")
+ON_WHOLE_SEQUENCES += ("straight-through", "reused", "two-losses", "gpt2@bfloat16", "vit@bfloat16")
+ON_SPLIT_SEQUENCES = ("gpt2", "llama-tied", "t5", "bert-dropout", "vit", "twins", "t5@bfloat16")
 COMPARED = [
-    pytest.param(model, marks=[pytest.mark.soak] * (model in OF_THE_GRID))
-    for model in TRAINED
-    if model not in (MAGNIFIES_ROUNDING, NEAR_THE_BOUND)
+    *((model, False) for model in ON_WHOLE_SEQUENCES),
+    *((model, True) for model in ON_SPLIT_SEQUENCES),
 ]
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("model", COMPARED)
+@pytest.mark.parametrize(
+    ("model", "sequence_parallel"),
+    [*COMPARED, *soak(*(case for case in product(EVERY, (False, True)) if case not in COMPARED))],
+)
 def test_shards_equal_the_whole_program(model, sequence_parallel):
     """Including dropout, for which both draw the same numbers."""
     whole = captured(model, 2)

@@ -52,17 +52,21 @@ class Sweeps:
 
     def job(self) -> str:
         """The job of the trial that was submitted last."""
-        submitted = [entry.job for entry in self.entries() if entry.state is State.SUBMITTED]
-        return submitted[-1] if submitted else ""
+        return self.jobs()[-1] if self.jobs() else ""
 
-    def running_on(self) -> list[str]:
-        """The nodes of that job; waits until its ranks iterate."""
+    def jobs(self) -> list[str]:
+        """The job of each trial that was submitted, in their order."""
+        return [entry.job for entry in self.entries() if entry.state is State.SUBMITTED]
+
+    def running_on(self, number: int = -1) -> list[str]:
+        """The nodes of the job of this number among those submitted; waits until its ranks iterate."""
         told: list[str] = []
 
         def iterates() -> bool:
-            if not self.job():
+            if not self.jobs():
                 return False
-            line = self.cluster.run("squeue", "--noheader", f"--jobs={self.job()}", "--format=%T %N", code=0).split()
+            job = self.jobs()[number]
+            line = self.cluster.run("squeue", "--noheader", f"--jobs={job}", "--format=%T %N", code=0).split()
             if line[:1] != ["RUNNING"]:
                 return False
             told[:] = self.cluster.run("scontrol", "show", "hostnames", line[1]).split()

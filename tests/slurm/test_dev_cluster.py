@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.conftest import PROGRAM, wait_for
+from tests.soak import soak
 
 HERE = Path(__file__).parent
 AUTO3D = [sys.executable, "-m", "launch.main"]
@@ -41,7 +42,7 @@ def test_each_node_is_a_host_with_a_network_of_its_own(cluster, count):
     assert len({*networks, os.readlink("/proc/self/ns/net")}) == count + 1
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [*soak(2), 4])
 def test_ranks_on_several_nodes_reduce(cluster, count):
     nodes = first_nodes(cluster, count)
     meet = {"MASTER_ADDR": nodes.split(",")[0], "MASTER_PORT": str(29500 + count)}
@@ -95,6 +96,7 @@ def test_arrays_are_small(cluster):
     assert "Invalid job array specification" in cluster.run(*accepted, "--array=0-11", code=1)
 
 
+@pytest.mark.soak
 def test_cluster_up_mends_a_node_and_leaves_the_rest_alone(cluster):
     nodes = described(cluster)
     broken = nodes[-1]["name"]

@@ -32,10 +32,11 @@ def sweeps(cluster, tmp_path):
     return Sweeps(cluster, tmp_path)
 
 
-GRES = pytest.param("launch.gres=gpu:2", marks=pytest.mark.soak)  # SLURM binds these GPUs as those of gpus_per_node
+# SLURM binds these GPUs as those of gpus_per_node. Two trials at once on one node ask for none by name, too.
+ALIKE = [pytest.param(asked, marks=pytest.mark.soak) for asked in ("launch.gres=gpu:2", "cluster.accelerator=null")]
 
 
-@pytest.mark.parametrize("asked", ["launch.gpus_per_node=2", GRES, "cluster.accelerator=null"])
+@pytest.mark.parametrize("asked", ["launch.gpus_per_node=2", *ALIKE])
 def test_ranks_of_a_trial_see_the_gpus_of_their_node(sweeps, asked):
     """As many as were asked for by name, or as there are ranks on a node."""
     shape = ["cluster.nodes=2", "cluster.devices_per_node=2", "search.dp=[2]", "launch.nodelist=n[1-2]"]
@@ -59,29 +60,30 @@ def test_two_trials_at_once_on_one_node_share_no_gpu(sweeps):
 # slurm/train.sbatch, where srun starts each rank
 
 
-def submit(cluster: SlurmCluster, folder: Path, *options: str) -> Path:
-    """A job by the template, whose ranks say which GPU they took; the folder of what it printed, to `out` and `err`."""
+def submit(cluster: SlurmCluster, folder: Path, *options: str) -> str:
+    """A job by the template, whose ranks say which GPU they took; it prints to `out` and `err` of ``folder``."""
     command = folder / ".venv" / "bin" / "auto3d"
     command.parent.mkdir(parents=True)
     script = REPOSITORY / "tests" / "slurm" / "find_gpu.py"
     command.write_text(f"#!/bin/sh\nPATH={write_nvidia_smi(folder / 'bin')}:$PATH exec {sys.executable} {script}\n")
     command.chmod(0o755)
     (folder / "slurm").symlink_to(REPOSITORY / "slurm")
-    job = cluster.run(
-        "sbatch", "--parsable", *options, "--output=out", "--error=err", "slurm/train.sbatch", cwd=folder
-    ).strip()
-    wait_for("the job to end", lambda: not cluster.run("squeue", "--noheader", f"--jobs={job}"), timeout_s=120)
-    return folder
+    template = "slurm/train.sbatch"
+    return cluster.run("sbatch", "--parsable", *options, "--output=out", "--error=err", template, cwd=folder).strip()
 
 
-@pytest.mark.parametrize("asked", ["--gpus-per-task=1", "--gpus-per-node=2"])
-def test_each_rank_of_a_training_takes_a_gpu_of_its_own(cluster, tmp_path, asked):
-    """Bound to its task by SLURM, or picked by the rank among all of its node's."""
-    folder = submit(cluster, tmp_path, "--nodes=2", "--nodelist=n[1-2]", "--ntasks-per-node=2", asked)
-    assert sorted((folder / "out").read_text().splitlines()) == ["n1 0 0", "n1 1 1", "n2 0 0", "n2 1 1"]
-
-
-def test_ranks_with_the_same_gpu_are_refused(cluster, tmp_path):
-    folder = submit(cluster, tmp_path, "--nodes=1", "--nodelist=n1", "--ntasks-per-node=2", "--gpus-per-node=1")
-    told = "ranks 0 and 1 on n1 have the same GPU, 0; start as many ranks on a node as there are GPUs"
-    assert told in (folder / "err").read_text()
+def test_each_rank_of_a_training_takes_a_gpu_of_its_own_or_is_refused(cluster, tmp_path):
+    """Bound to its task by SLURM, or picked by the rank among all of its node's. The three jobs wait together."""
+    bound, picked, same = (tmp_path / name for name in ("bound", "picked", "same"))
+    two = ("--nodes=2", "--nodelist=n[1-2]", "--ntasks-per-node=2")
+    jobs = [
+        submit(cluster, bound, *two, "--gpus-per-task=1"),
+        submit(cluster, picked, *two, "--gpus-per-node=2"),
+        submit(cluster, same, "--nodes=1", "--nodelist=n3", "--ntasks-per-node=2", "--gpus-per-node=1"),
+    ]
+    left = ["squeue", "--noheader", f"--jobs={','.join(jobs)}"]
+    wait_for("the jobs to end", lambda: not cluster.run(*left), timeout_s=200)
+    for folder in (bound, picked):
+        assert sorted((folder / "out").read_text().splitlines()) == ["n1 0 0", "n1 1 1", "n2 0 0", "n2 1 1"]
+    told = "ranks 0 and 1 on n3 have the same GPU, 0; start as many ranks on a node as there are GPUs"
+    assert told in (same / "err").read_text()

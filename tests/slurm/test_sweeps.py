@@ -51,6 +51,7 @@ def test_losses_on_one_two_and_four_nodes_are_those_of_this_machine(sweeps):
     assert losses("launch.executor=slurm") == losses(*here)
 
 
+@pytest.mark.soak
 def test_a_scaled_down_gpt20b_trains_on_four_nodes(sweeps):
     """Both schedules of the recipe, with its own recomputation and partition, as four stages on four nodes."""
     (sweeps.folder / "recipes").symlink_to(REPOSITORY / "recipes")
@@ -91,24 +92,41 @@ def test_what_is_submitted_is_what_a_dry_run_prints(sweeps):
     assert not (sweeps.folder / "ran").exists()
 
 
-def test_13_trials_go_out_as_arrays_of_at_most_11(sweeps):
-    space = ["training.global_batch=64", "search.micro_batch_size=[1,2,4,8,16,32,64]", "search.pp=[1,2]"]
-    space += ["search.schedule=[1f1b,gpipe]", "search.max_trials=13", "cluster.devices_per_node=2"]
-    space += ["search.recompute=[none,full]", "cluster.nodes=1", "launch.exclusive=false", "measure.iterations=1"]
-    sweeps.auto3d("sweep", *space)
+SPACE_OF_13 = [
+    *("training.global_batch=64", "search.micro_batch_size=[1,2,4,8,16,32,64]", "search.pp=[1,2]"),
+    *("search.schedule=[1f1b,gpipe]", "search.max_trials=13", "cluster.devices_per_node=2"),
+    *("search.recompute=[none,full]", "cluster.nodes=1", "launch.exclusive=false", "measure.iterations=1"),
+]
+
+
+def trials_per_array(sweeps: Sweeps) -> list[int]:
     jobs = Counter(entry.job.split("_")[0] for entry in sweeps.entries() if entry.state is State.SUBMITTED)
-    assert sorted(jobs.values()) == [2, 11]
+    return sorted(jobs.values())
+
+
+def test_13_trials_go_out_as_arrays_of_at_most_11(sweeps):
+    sweeps.auto3d("sweep", *SPACE_OF_13, "--detach", "launch.additional_parameters.begin=now+1hour")
+    assert trials_per_array(sweeps) == [2, 11]
+    queued = sweeps.cluster.run("squeue", "--noheader", "--array", "--states=PENDING", "--format=%F").split()
+    assert sorted(Counter(queued).values()) == [2, 11]
+    assert "cancelled 13 jobs" in sweeps.auto3d("cancel")
+
+
+@pytest.mark.soak
+def test_13_trials_of_two_arrays_run_once_each(sweeps):
+    sweeps.auto3d("sweep", *SPACE_OF_13)
+    assert trials_per_array(sweeps) == [2, 11]
     assert statuses(sweeps) == ["ok"] * 13
     assert sweeps.starts() == [1] * 13
 
 
 def test_two_sweeps_at_once_share_their_trials(sweeps):
-    space = ["search.micro_batch_size=[2,4,8]", "measure.iterations=100"]
+    space = ["search.micro_batch_size=[2,4]", "measure.iterations=100"]
     both = [sweeps.start("sweep", *space) for _ in range(2)]
     outputs = [end(one) for one in both]
-    assert statuses(sweeps) == ["ok"] * 3
-    assert sweeps.starts() == [1] * 3, "none ran twice"
-    assert sum(output.count("submitted 3 trials") for output in outputs) == 1
+    assert statuses(sweeps) == ["ok"] * 2
+    assert sweeps.starts() == [1] * 2, "none ran twice"
+    assert sum(output.count("submitted 2 trials") for output in outputs) == 1
 
 
 def test_the_driver_as_a_job(sweeps):
@@ -124,19 +142,22 @@ def test_the_driver_as_a_job(sweeps):
 # Faults
 
 
-def test_a_killed_rank_is_told_and_resume_runs_its_trial_again(sweeps):
-    sweep = sweeps.start("sweep", LONG)
-    node = sweeps.running_on()[1]
+def test_a_killed_rank_and_scancel_are_told_and_resume_runs_their_trials_again(sweeps):
+    sweep = sweeps.start("sweep", LONG, "search.micro_batch_size=[2,4]")
+    node = sweeps.running_on(0)[1]
     os.kill(ranks_on(node)[0], signal.SIGKILL)
+    sweeps.running_on(1)
+    sweeps.cluster.run("scancel", sweeps.jobs()[1])
     output = end(sweep, code=1)
     assert f"rank 1 on {node}" in output
     assert "was killed by SIGKILL" in output
-    assert statuses(sweeps) == ["failed"]
+    assert "ended as CANCELLED and left no measurement" in output
+    assert statuses(sweeps) == ["failed"] * 2
     sweeps.auto3d("resume")
-    assert statuses(sweeps) == ["ok"]
-    assert sweeps.starts() == [2]
+    assert statuses(sweeps) == ["ok"] * 2
+    assert sweeps.starts() == [2, 2]
     assert "(not run again)" not in sweeps.auto3d("resume")
-    assert sweeps.starts() == [2], "what is done is not run again"
+    assert sweeps.starts() == [2, 2], "what is done is not run again"
 
 
 def test_a_killed_driver_loses_nothing(sweeps):
@@ -158,16 +179,6 @@ def test_a_job_of_a_driver_that_died_while_it_submitted_is_found(sweeps):
     sweeps.auto3d("resume")
     assert statuses(sweeps) == ["ok"]
     assert sweeps.starts() == [1]
-
-
-def test_scancel_is_told_and_resume_completes(sweeps):
-    sweep = sweeps.start("sweep", LONG)
-    sweeps.running_on()
-    sweeps.cluster.run("scancel", sweeps.job())
-    output = end(sweep, code=1)
-    assert "ended as CANCELLED and left no measurement" in output
-    sweeps.auto3d("resume")
-    assert statuses(sweeps) == ["ok"]
 
 
 def test_a_preempted_trial_that_slurm_does_not_requeue_is_submitted_again(sweeps):

@@ -20,7 +20,9 @@ SMALL = "model.config.n_layer=2"  # each rank captures the model
 THREE = ["training.iterations=3", SMALL]
 HERE = "launch.executor=local"
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.parametrize("template", TEMPLATES)]
+OTHERS = [pytest.param(template, marks=pytest.mark.soak) for template in TEMPLATES[1:]]
+
+pytestmark = pytest.mark.timeout(400)
 
 
 def submit(cluster: SlurmCluster, folder: Path, template: str, *arguments: str, on_each: int = 2) -> str:
@@ -48,6 +50,7 @@ def trained_here(cluster: SlurmCluster, *arguments: str) -> dict:
     return json.loads(cluster.run(*AUTO3D, "train", *PLAN, *arguments, timeout_s=200))
 
 
+@pytest.mark.parametrize("template", TEMPLATES)
 def test_losses_are_those_of_this_machine(cluster, tmp_path, template):
     job = submit(cluster, tmp_path, template, *THREE)
     wait_for_end(cluster, job, timeout_s=200)
@@ -59,6 +62,7 @@ def test_losses_are_those_of_this_machine(cluster, tmp_path, template):
     assert (on_nodes["loss"], on_nodes["grad_norm"]) == (here["loss"], here["grad_norm"])
 
 
+@pytest.mark.parametrize("template", [TEMPLATES[0], *OTHERS])
 def test_a_killed_rank_ends_all(cluster, tmp_path, template):
     job = submit(cluster, tmp_path, template, SMALL, "training.iterations=1000000", "training.log_every=1")
     errors = tmp_path / "err"
@@ -73,6 +77,7 @@ def test_a_killed_rank_ends_all(cluster, tmp_path, template):
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("plan", [[], ONE], ids=["four ranks", "one rank"])
 def test_a_preempted_job_goes_on_where_it_was(cluster, tmp_path, template, plan):
     training = ["training.iterations=100", "training.log_every=1", *plan]

@@ -15,6 +15,7 @@ from auto3d.runtime.verify_shards import check_shards
 from auto3d.tensor.explain import explain
 from auto3d.tensor.model import TensorParallelModel, tensor_parallel
 from tests.models import IMAGES, NO_DROPOUT, TEXT
+from tests.soak import soak
 
 OURS = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 BERTS = OURS | NO_DROPOUT | {"intermediate_size": 64}
@@ -157,7 +158,10 @@ def checked(family: str, shards: int, *, sequence_parallel: bool = False) -> Ten
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+ALIKE = ("falcon", "qwen-2", "qwen-3", "mistral", "gpt-neo", "electra", "roberta", "distilbert")
+
+
+@pytest.mark.parametrize("family", [*(family for family in FAMILIES if family not in ALIKE), *soak(*ALIKE)])
 def test_a_family_runs_on_two_ranks(family):
     explanation = explain(checked(family, 2))
     assert explanation.split_flops > 0.99
@@ -169,8 +173,18 @@ def test_other_models_run_on_two_ranks(family):
     assert explain(checked(family, 2)).split_bytes > 0.95
 
 
-@pytest.mark.parametrize("family", ["gpt-neox", "falcon, new", "phi-3", "gemma-2", "bart", "deberta"])
-@pytest.mark.parametrize(("shards", "sequence_parallel"), [(4, False), (2, True)])
+@pytest.mark.parametrize(
+    ("family", "shards", "sequence_parallel"),
+    [
+        ("gpt-neox", 4, False),
+        ("falcon, new", 2, True),
+        ("gemma-2", 4, False),
+        ("bart", 2, True),
+        ("deberta", 2, True),
+        *soak(("gpt-neox", 2, True), ("falcon, new", 4, False), ("gemma-2", 2, True), ("bart", 4, False)),
+        *soak(("deberta", 4, False), ("phi-3", 4, False), ("phi-3", 2, True)),
+    ],
+)
 def test_a_family_runs_on_more_ranks_and_on_split_sequences(family, shards, sequence_parallel):
     assert explain(checked(family, shards, sequence_parallel=sequence_parallel)).split_flops > 0.85
 

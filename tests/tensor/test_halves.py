@@ -16,6 +16,7 @@ from auto3d.plan import PlanError, StagePlan, stages_between
 from auto3d.tensor.halves import DROPOUT_MASK, SubPipelinedModel, sub_pipelined
 from auto3d.tensor.model import tensor_parallel
 from tests.models import captured
+from tests.soak import soak
 
 
 def halved(model: CapturedModel, **options) -> SubPipelinedModel:
@@ -37,8 +38,17 @@ def once(model: SubPipelinedModel) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("name", ["bert", "llama", "vit", "swin", "t5"])
+@pytest.mark.parametrize(
+    ("name", "sequence_parallel"),
+    [
+        ("bert", False),
+        ("llama", True),
+        ("vit", True),
+        ("swin", False),
+        ("t5", True),
+        *soak(("bert", True), ("llama", False), ("vit", False), ("swin", True), ("t5", False)),
+    ],
+)
 def test_products_run_on_halves_and_the_loss_once(name, sequence_parallel):
     model = halved(captured(name, 4), sequence_parallel=sequence_parallel)
     ran = Counter(once(model))

@@ -54,6 +54,17 @@ def test_resume_starts_what_failed_up_to_a_limit(folder, auto3d, fails_at_two):
 
 
 def test_tune_starts_what_failed_only_when_asked_to(folder, auto3d, fails_at_two):
+    tune = ["tune", "own.yaml", "search.micro_batch_size=[2,4]", "search.trials=2", "prediction.profile=none"]
+    assert f"1 trial failed or timed out; to run again: {shlex.join(['auto3d', *tune, '--retry'])}" in auto3d(*tune).err
+    assert starts() == [1, 1]
+    assert "failed" in auto3d(*tune).out
+    assert starts() == [1, 1]
+    auto3d(*tune, "--retry")
+    assert starts() == [2, 1]
+
+
+@pytest.mark.soak
+def test_resume_of_a_tune_starts_what_failed_in_it_and_not_in_a_sweep(folder, auto3d, fails_at_two):
     auto3d("sweep", "own.yaml", "search.micro_batch_size=[8]", "search.pp=[1]", "launch.attempts=2")
     space = ["search.micro_batch_size=[2,4]", "search.trials=2", "prediction.profile=none"]
     tune = ["tune", "own.yaml", *space, "launch.attempts=2"]
@@ -116,7 +127,7 @@ def test_a_detached_training_is_cancelled_and_goes_on(folder, auto3d):
     with file.open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert "this training is running (process " in auto3d("train", "own.yaml", *options, "--fresh", code=2).err
-    assert "iteration 1/600" in auto3d("train", "own.yaml", *options, "--fresh").err
+    assert "iteration 1/2" in auto3d("train", "own.yaml", *options, "training.iterations=2", "--fresh").err
 
 
 def test_an_end_is_noted_once_and_not_of_a_trial_that_another_process_has_started_again(folder):

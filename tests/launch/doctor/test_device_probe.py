@@ -19,6 +19,7 @@ from launch.doctor.link_probe import Links, Neighbours, PairRate
 from launch.doctor.node_probe import REPORT, answer_file, probe_node, read_file, report_file
 from launch.doctor.report import Verdict
 from launch.doctor.training_probe import TrainedRank
+from tests.soak import soak
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +37,7 @@ def checks(report: DeviceReport) -> dict[str, Verdict]:
     return {check.what: check.verdict for check in device_checks("here", report, interfaces="look at the interfaces")}
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize("ranks", [1, *soak(3), 4])
 def test_healthy_devices(ranks):
     announced = []
     report = probe_devices(ranks, device="cpu", node_of=lambda run: None, announce=announced.append)

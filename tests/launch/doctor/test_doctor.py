@@ -26,17 +26,8 @@ from launch.recipe.load import load
 LOCAL = ["own.yaml", "launch.executor=local"]
 
 
-def doctor(folder, *arguments: str, code: int, **environment: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "launch.main", "doctor", *arguments]
-    done = subprocess.run(
-        command, cwd=folder, env=os.environ | environment, capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done
-
-
-def test_a_healthy_machine(folder):
-    checks = {check["what"]: check for check in json.loads(doctor(folder, *LOCAL, "--json", code=0).stdout)}
+def test_a_healthy_machine(folder, auto3d):
+    checks = {check["what"]: check for check in json.loads(auto3d("doctor", *LOCAL, "--json").out)}
     assert {check["verdict"] for what, check in checks.items() if what != "mpi"} == {"ok"}
     assert f"{len(os.sched_getaffinity(0))} cores" in checks["devices"]["found"]
     rates = checks["all-reduce here"]["rates"]
@@ -84,13 +75,14 @@ def test_an_interrupt_leaves_nothing_behind(folder):
         os.killpg(process.pid, 0)
 
 
-def test_a_missing_interface_is_an_error_with_advice(folder):
-    done = doctor(folder, *LOCAL, code=1, GLOO_SOCKET_IFNAME="nosuch")
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("error")]
+def test_a_missing_interface_is_an_error_with_advice(folder, auto3d, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch")
+    done = auto3d("doctor", *LOCAL, code=1)
+    (line,) = [line for line in done.out.splitlines() if line.startswith("error")]
     assert "rendezvous here" in line
     assert "What to do: GLOO_SOCKET_IFNAME is nosuch, and " in line
     assert "unset it" in line
-    assert "Traceback" not in done.stdout + done.stderr
+    assert "Traceback" not in done.out + done.err
 
 
 def test_missing_slurm_is_an_error_only_if_the_recipe_requires_it(folder, auto3d, no_slurm, monkeypatch):

@@ -8,6 +8,7 @@ from launch.model.graphs import PlanningModel
 from launch.model.stages import costs_on
 from launch.recipe.load import load
 from launch.recipe.settings import cluster
+from tests.soak import soak
 
 SMALL, LARGE = 0.001, 0.1  # GiB; two stages of small.yaml's model need something between
 
@@ -30,11 +31,10 @@ SEARCH += ["search.allow_idle_devices=true", "plan.micro_batch_size=8"]
     ("overrides", "has"),
     [
         (["cluster.accelerator=small"], SMALL),
-        (["cluster.memory_gib=0.001"], SMALL),
         (["cluster.accelerator=large", "cluster.memory_gib=0.001"], SMALL),
         (["cluster.accelerator=small", "cluster.memory_gib=0.1"], None),
-        (["cluster.accelerator=large"], None),
         (["cluster.accelerator=unknown"], None),
+        *soak((["cluster.memory_gib=0.001"], SMALL), (["cluster.accelerator=large"], None)),
     ],
 )
 def test_train_sweep_and_plan_take_the_memory_of_the_accelerator(kinds, auto3d, overrides, has):

@@ -57,6 +57,7 @@ def test_a_sweep_measures_peers_beside_auto3d(folder, auto3d):
 DATA_PARALLEL = ("own.yaml", "cluster.devices_per_node=2", "search.dp=[2]", "search.pp=[1]", *AXES[2:])
 
 
+@pytest.mark.soak
 def test_a_second_run_of_deepspeed_gives_the_columns_of_communication(folder, auto3d):
     pytest.importorskip("deepspeed")
     engines = "search.engine=[auto3d,deepspeed-zero]"
@@ -76,6 +77,17 @@ def test_a_second_run_of_deepspeed_gives_the_columns_of_communication(folder, au
     table = (folder / "tables" / "own" / "table.md").read_text()
     assert "communicated (MiB)" in table
     assert "whose calls block" in table
+
+
+def test_a_second_run_of_deepspeed_logs_its_communication(folder):
+    pytest.importorskip("deepspeed")
+    plan = replace(make_plan("gpt2", dp=2, pp=1), engine="deepspeed-zero")
+    keys = ["measure.communication=true", "measure.iterations=2", "measure.warmup_iterations=0"]
+    found = trial.measure(load("own.yaml", ["search.engine=[deepspeed-zero]", *keys]), plan, folder)
+    assert (found.status, found.why_not_logged) == (Status.OK, ""), found.error
+    assert len(found.iteration_s) == 2
+    first, second = found.communication
+    assert [calls.operation for calls in first] == [calls.operation for calls in second] != []
 
 
 def test_a_failure_of_the_run_that_logs_leaves_the_timed_one(folder, monkeypatch):

@@ -117,7 +117,7 @@ LONG = "measure.iterations=1000000"
 
 
 def test_a_sweep_survives_killed_and_hung_ranks_and_interrupts_and_runs_nothing_twice(folder, auto3d):
-    space = ["search.micro_batch_size=[2,4,8]", "measure.iterations=600"]  # long enough to be hit in an iteration
+    space = ["search.micro_batch_size=[2,4,8]", "measure.iterations=300"]  # long enough to be hit in an iteration
     sweep = start_sweep(folder, *space, "training.timeout_s=4")
     ranks = two_ranks_at_work(sweep)
     everything = trial_of(sweep.pid)
@@ -155,7 +155,7 @@ def test_a_sweep_survives_killed_and_hung_ranks_and_interrupts_and_runs_nothing_
 
 def test_trials_are_forked_from_one_process_and_each_dies_by_itself(folder):
     """A trial that is killed ends itself alone; where the process that forks trials dies, it is started again."""
-    space = ["search.micro_batch_size=[2,4,8]", "measure.iterations=600"]
+    space = ["search.micro_batch_size=[2,4,8]", "measure.iterations=300"]
     sweep = start_sweep(folder, *space)
     two_ranks_at_work(sweep)
     (first,) = warm_below(sweep.pid)
@@ -253,15 +253,14 @@ def in_swept(swept, monkeypatch):
     return swept[0]
 
 
-def test_a_trial_that_fails_shows_its_error_and_the_sweep_goes_on(swept):
-    folder, done = swept
+def test_a_trial_that_fails_shows_its_error_and_the_sweep_goes_on(swept, in_swept, auto3d):
+    _, done = swept
     assert list(trial_lines(done.stderr).values()) == ["failed", "ok", "ok"]
     assert "IndexError: Target" in done.stderr
     assert f"1 trial failed or timed out; to run again: auto3d sweep own.yaml '{SPACE}' --retry" in done.stderr
     hint = f"auto3d train own.yaml '{SPACE}' --plan tables/own/best_plan.json"
     assert hint in done.stdout
-    train = subprocess.run([*AUTO3D, *shlex.split(hint)[1:]], cwd=folder, capture_output=True, text=True, check=False)
-    assert train.returncode == 0, f"the hint works as it stands: {train.stderr}"
+    auto3d(*shlex.split(hint)[1:])  # the hint works as it stands
 
 
 def test_the_table_is_complete_and_best_first(in_swept, auto3d):

@@ -12,6 +12,7 @@ from launch.model.architecture import architecture
 from launch.model.build import build_function, captured_model
 from launch.recipe.data_schema import INPUT_KEYS
 from launch.recipe.load import RecipeError, load
+from tests.soak import soak
 
 PAGE = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
 DOCUMENTED = {
@@ -45,10 +46,10 @@ LONG_ALIKE = [  # `make zoo` also trains each of them
     of("LongT5ForConditionalGeneration", {**T5, "local_radius": 4}, MASKED),
     of("MBartForConditionalGeneration", BART),
     of("PegasusForConditionalGeneration", BART),
+    of("BartForConditionalGeneration", BART),
 ]
 ALIKE = [
-    *(pytest.param(groups, marks=pytest.mark.soak) for groups in LONG_ALIKE),
-    of("BartForConditionalGeneration", BART),
+    *soak(*LONG_ALIKE),
     of("MarianMTModel", {**BART, "decoder_vocab_size": 256}),
     {
         **DOCUMENTED["CLIPModel"],
@@ -73,7 +74,15 @@ def recipe(tmp_path, monkeypatch):
     return write
 
 
-@pytest.mark.parametrize("name", DOCUMENTED)
+TRAINED = (  # one of each kind of input: text, sound, images, images in text
+    "T5ForConditionalGeneration",
+    "Wav2Vec2ForSequenceClassification",
+    "CLIPModel",
+    "LlavaForConditionalGeneration",
+)
+
+
+@pytest.mark.parametrize("name", [*TRAINED, *soak(*(name for name in DOCUMENTED if name not in TRAINED))])
 def test_documented_recipes_train_on_two_stages_as_on_one(recipe, auto3d, name):
     recipe(DOCUMENTED[name])
     losses = []
@@ -81,6 +90,11 @@ def test_documented_recipes_train_on_two_stages_as_on_one(recipe, auto3d, name):
         record = json.loads(auto3d("train", "mine.yaml", f"plan.pp={stages}", "plan.micro_batch_size=2", "--json").out)
         losses.append(record["loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_all_documented_recipes_give_a_model(recipe):
+    for name, groups in DOCUMENTED.items():
+        assert type(architecture(recipe(groups))()).__name__ == name
 
 
 @pytest.mark.parametrize("groups", ALIKE, ids=lambda groups: groups["model"]["architecture"])

@@ -236,6 +236,7 @@ def test_concurrent_trials_see_different_devices(ran):
     assert third in (first, second), "the third trial takes the devices of one that has ended"
 
 
+@pytest.mark.soak
 def test_a_trial_waits_until_enough_devices_are_free(ran):
     assert ran("1,2,3", "[2,4]", expected=2) == [(0, "1,2"), (1, "1,2")] * 2
 

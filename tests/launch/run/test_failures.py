@@ -6,6 +6,7 @@ import socket
 import pytest
 
 from tests.launch.failures import SCHEDULES, SIGNALS, TIMES, strike
+from tests.soak import soak
 
 
 @pytest.mark.parametrize(("schedule", "number"), [("1f1b", signal.SIGKILL), ("chimera", signal.SIGSTOP)])
@@ -32,13 +33,18 @@ def make():
 """
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+LICENCE = ("raise RuntimeError('no licence\\nfor this')", "RuntimeError: no licence")
+WITHOUT_REASON = ("raise ConnectionError()", "ConnectionError: it gives no reason")
+EXIT = ("raise SystemExit(3)", "SystemExit: 3")
+
+
 @pytest.mark.parametrize(
-    ("fault", "words"),
+    ("rank", "fault", "words"),
     [
-        ("raise RuntimeError('no licence\\nfor this')", "RuntimeError: no licence"),
-        ("raise ConnectionError()", "ConnectionError: it gives no reason"),
-        ("raise SystemExit(3)", "SystemExit: 3"),
+        (0, *LICENCE),
+        (1, *WITHOUT_REASON),
+        (0, *EXIT),
+        *soak((1, *LICENCE), (0, *WITHOUT_REASON), (1, *EXIT)),
     ],
 )
 def test_a_rank_that_cannot_build_the_model_says_so_in_one_line(folder, auto3d, rank, fault, words):
