@@ -10,14 +10,13 @@ from functools import lru_cache
 from auto3d.cost.model_work import ModelWork
 from auto3d.cost.stage_bytes import NO_BYTES, StageBytes, message_bytes
 from auto3d.cost.tables import without
+from auto3d.cost.training_options import FRAGMENTATION as FRAGMENTATION
 from auto3d.cost.training_options import TrainingOptions
 from auto3d.plan import Plan, StagePlan
 from auto3d.schedule.in_flight import loads_of, moments
 from auto3d.schedule.shape import Shape, shape_of
 from auto3d.simulate.memory_timeline import BytesOverTime
 from auto3d.simulate.simulate import Timeline
-
-FRAGMENTATION = 1.06  # bytes that an allocator holds, over the bytes in use
 
 
 class PlanMemory:
@@ -46,12 +45,14 @@ class PlanMemory:
     ) -> BytesOverTime:
         constant, bytes_of = self._parts(plan, shape, device, stages)
         held_stages, first = shape.holdings[device].stages, timeline.work.bounds[device]
-        times, held = [0.0], [FRAGMENTATION * constant]
+        times, held = [0.0], [self._training.fragmentation * constant]
         operations = timeline.schedule.operations[device]
         for index, at_end, counts in moments(operations, held_stages, timeline.schedule.recompute):
             loads = zip(held_stages, loads_of(counts), strict=True)
             times.append((timeline.end if at_end else timeline.start)[first + index])
-            held.append(FRAGMENTATION * (constant + sum(bytes_of[number].of(load) for number, load in loads)))
+            held.append(
+                self._training.fragmentation * (constant + sum(bytes_of[number].of(load) for number, load in loads))
+            )
         return BytesOverTime(times=times, held=held)
 
     def of_stage(self, plan: Plan, number: int, stage: StagePlan) -> dict[int, float]:
@@ -75,7 +76,7 @@ class PlanMemory:
             )
             for moment in holding.peaks
         )
-        return FRAGMENTATION * (constant + activations)
+        return self._training.fragmentation * (constant + activations)
 
     def _parts(
         self, plan: Plan, shape: Shape, device: int, stages: Mapping[int, StagePlan]
@@ -94,7 +95,8 @@ class PlanMemory:
         }
         elements = self._work.elements(plan, tuple(span for number in here for span in stages[number].operations))
         shards = plan.dp * stages[here[0]].replicas if plan.shard_optimizer else 1
-        state = elements * (weight + self._training.sync_bytes + optimizer / shards)
+        gradients = self._training.sync_bytes + self._training.gradient_copies
+        state = self._training.reserve_bytes + elements * (weight + gradients + optimizer / shards)
         for number, versions in zip(holding.stages, holding.versions, strict=True):
             if versions > 1 and number in stages:
                 state += (versions - 1) * weight * self._work.elements(plan, stages[number].operations)

@@ -38,15 +38,24 @@ class WorkTables:
         return self._sum("deferred", operations)
 
     def fixed(self, operations: Sequence[tuple[int, int]]) -> float:
-        return self._sum("fixed", operations)
+        shared = sum(size for size, users in self.work.shared if any(_inside(user, operations) for user in users))
+        return self._sum("fixed", operations) + shared
 
     def copied(self, operations: Sequence[tuple[int, int]]) -> float:
         """Elements of parameters of ``operations`` whose gradients the tensor-parallel ranks add up."""
         return self._sum("copied", operations)
 
     def working(self, operations: Sequence[tuple[int, int]]) -> float:
-        """Bytes that the largest of ``operations`` reads and makes."""
-        return max(float(self.work.working[first:last].max()) for first, last in operations)
+        """Most bytes of temporaries of one of ``operations``, less what its micro-batch no longer saves by then.
+
+        The backward of an operation finds only what it and earlier operations saved.
+        """
+        remaining, most = self.saved(operations), 0.0  # bytes saved by a range and those after it
+        for first, last in operations:
+            so_far = np.cumsum(self.work.saved[first:last])
+            most = max(most, float((self.work.working[first:last] + so_far).max()) - remaining)
+            remaining -= float(so_far[-1])
+        return most
 
     def _sum(self, name: str, operations: Sequence[tuple[int, int]]) -> float:
         if name not in self._sums:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from auto3d.cost.work import PRECISION_BYTES
 
+FRAGMENTATION = 1.06
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
@@ -19,6 +21,9 @@ class TrainingOptions:
     scattered_messages: bool = False
     """Each tensor-parallel rank sends a part of a value to the next stage, which gathers it, as in Megatron-LM."""
     recompute_ends: bool = True  # full recomputation includes the operations before and after the repeated blocks
+    gradient_copies: float = 0.0  # bytes per parameter of gradients beside those that are accumulated
+    reserve_bytes: float = 0.0  # further bytes on each device
+    fragmentation: float = FRAGMENTATION  # bytes that an allocator holds, over the bytes in use
 
     @property
     def master_bytes(self) -> int:

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 
 from auto3d.capture.graph import Graph, GraphNode
+from auto3d.cost.system_bytes import system_bytes
+from auto3d.cost.systems import System
 from auto3d.partition.stage import crossing_bytes
 from auto3d.tensor.conversions import CONVERSIONS, Collective, Conversion
 from auto3d.tensor.local_graph import LocalGraph
@@ -75,6 +77,8 @@ class Work:
     repeated: tuple[int, int]  # range of the positions of the repeated blocks
     tied: tuple[tuple[float, tuple[int, ...]], ...] = ()
     """(elements, positions) of each parameter that several operations use; ``parameters`` counts it at the first."""
+    shared: tuple[tuple[float, tuple[int, ...]], ...] = ()
+    """(bytes, positions) of each buffer that a device holds once if it runs any of the positions."""
     shards: int = 1  # tensor-parallel degree
     exchanges: tuple[TensorExchange, ...] = ()  # ordered as in the forward
 
@@ -95,7 +99,7 @@ class Work:
 WorkAt = Callable[[int, int, bool], Work]
 """Arguments: samples, tensor-parallel degree, whether it is sequence-parallel."""
 
-_NOT_SUMMED = ("crossing", "repeated", "tied", "shards", "exchanges")
+_NOT_SUMMED = ("crossing", "repeated", "tied", "shared", "shards", "exchanges")
 _CONSTANT = ("products", "backward_products", "launches", "backward_launches", "parameters", "copied", "blocks")
 SUMMED = tuple(item.name for item in fields(Work) if item.name not in _NOT_SUMMED)
 
@@ -107,14 +111,16 @@ def work_of(
     precision: str = "float32",
     fused: bool = False,
     fused_attention: bool = True,
+    system: System | None = None,
 ) -> Work:
     """The work of ``graph`` without tensor parallelism; its subgraphs lie between ``bounds`` (auto3d.partition.merak).
 
     With ``fused``, neighbouring elementwise operations are one kernel, and so is the softmax of attention that is not
     itself one kernel; what one rank alone adds to a partial sum is added to the sum. ``fused_attention`` says how
-    ``graph`` was described (see ``auto3d.capture.describe``).
+    ``graph`` was described (see ``auto3d.capture.describe``). Bytes are those that ``system`` holds (default: this
+    project's runtime).
     """
-    work = _work(graph, precision=precision, fused=fused, fused_attention=fused_attention)
+    work = _work(graph, precision=precision, fused=fused, fused_attention=fused_attention, system=system)
     blocks, repeated = _find_blocks(graph, bounds)
     return replace(work, blocks=blocks, repeated=repeated)
 
@@ -126,12 +132,13 @@ def work_of_tensor_parallel(
     precision: str = "float32",
     fused: bool = False,
     fused_attention: bool = True,
+    system: System | None = None,
 ) -> Work:
     """The work of one rank that runs ``local``, at the positions of the whole Graph, whose work is ``whole``.
 
     What is split, exchanged and saved follows from the local Graph alone. The keywords are those of ``work_of``.
     """
-    here = _work(local.graph, precision=precision, fused=fused, fused_attention=fused_attention)
+    here = _work(local.graph, precision=precision, fused=fused, fused_attention=fused_attention, system=system)
     positions = np.array(local.positions)
     arrays: dict[str, Any] = {
         name: np.bincount(positions, getattr(here, name), minlength=len(whole)) for name in SUMMED
@@ -150,6 +157,7 @@ def work_of_tensor_parallel(
         crossing=here.crossing[begins],
         repeated=whole.repeated,
         tied=tuple((elements, tuple(int(positions[p]) for p in users)) for elements, users in here.tied),
+        shared=tuple((size, tuple(int(positions[p]) for p in users)) for size, users in here.shared),
         shards=local.shards,
         exchanges=exchanges_of(local, scale_of(local.graph, precision)),
     )
@@ -173,7 +181,7 @@ def work_scaled(rank: Work, whole: Work, other: Work, times: float) -> Work:
     return replace(rank, **arrays, exchanges=exchanges)
 
 
-def _work(graph: Graph, *, precision: str, fused: bool, fused_attention: bool) -> Work:
+def _work(graph: Graph, *, precision: str, fused: bool, fused_attention: bool, system: System | None) -> Work:
     """The work of the nodes of ``graph``, which may be a local one; without its blocks and exchanges."""
     scale = scale_of(graph, precision)
     count = len(graph.nodes)
@@ -238,6 +246,11 @@ def _work(graph: Graph, *, precision: str, fused: bool, fused_attention: bool) -
             arrays["backward_moved"][position] = scale * backward
         else:
             arrays["backward_launches"][position] = 0
+    shared: tuple[tuple[float, tuple[int, ...]], ...] = ()
+    if system is not None:
+        held = system_bytes(graph, system, PRECISION_BYTES[precision])
+        arrays |= {"saved": held.saved, "deferred": held.deferred, "working": held.working}
+        shared = held.shared
     elements = {name: sizes[name] / graph.parameters[name].item_bytes for name in users}
     for name, positions in users.items():
         arrays["parameters"][positions[0]] += elements[name]
@@ -246,6 +259,7 @@ def _work(graph: Graph, *, precision: str, fused: bool, fused_attention: bool) -
         crossing=scale * np.array(crossing_bytes(graph), dtype=float),
         repeated=(0, count),
         tied=tuple((elements[name], tuple(positions)) for name, positions in users.items() if len(positions) > 1),
+        shared=shared,
     )
 
 

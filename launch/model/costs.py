@@ -20,7 +20,7 @@ from launch.model.graphs import PlanningModel
 from launch.model.profile import find_profile
 from launch.recipe.load import RECIPES, LoadedRecipe
 from launch.recipe.schema import UNFUSED
-from launch.recipe.settings import cluster, predicted_precision, training
+from launch.recipe.settings import cluster, predicted_precision, predicted_system, training
 from launch.recipe.words import counted
 
 INTERPOLATED = (2, 4)  # samples; at 1 sample a model may have fewer operations than at other sizes
@@ -130,6 +130,7 @@ def _captured_subject(
             precision=predicted_precision(recipe.values),
             fused=prediction.fused,
             fused_attention=fused_attention,
+            system=predicted_system(recipe.values),
         )
 
     @cache
@@ -140,6 +141,7 @@ def _captured_subject(
             precision=predicted_precision(recipe.values),
             fused=prediction.fused,
             fused_attention=fused_attention,
+            system=predicted_system(recipe.values),
         )
 
     def split_work(samples: int, tp: int, sequence_parallel: bool) -> Work:

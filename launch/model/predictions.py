@@ -191,7 +191,7 @@ def _candidate(recipe: LoadedRecipe, row: Mapping[str, str]) -> Candidate:
         pp=_whole_number(row, "pp"),
         schedule=row.get("schedule") or write_schedule(base.schedule, base.schedule_options),
         recompute=recompute if recompute in (NONE, FULL, AUTO) else float(recompute),
-        partition=row.get("partition") or "blocks",
+        partition=row.get("partition") or recipe.values.prediction.partition,
         placement=row.get("placement") or MEGATRON,
         shard_optimizer=_choice(row, "shard_optimizer", FLAGS, base.shard_optimizer),
         sequence_parallel=_choice(row, "sequence_parallel", FLAGS, base.sequence_parallel and tp > 1),

@@ -3,10 +3,11 @@
 from dataclasses import asdict, replace
 
 from auto3d.cluster import Accelerator, Cluster, ClusterError, Link, Node
+from auto3d.cost.systems import SYSTEMS, System
 from auto3d.cost.throughput import peak_flops_of
 from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import PRECISION_BYTES
-from auto3d.plan import Plan
+from auto3d.plan import AUTO3D, Plan
 from auto3d.runtime.emulation import Emulation
 from auto3d.runtime.optimizer_memory import state_copies
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
@@ -14,7 +15,7 @@ from auto3d.search.algorithms import AMP, AMP_ITERATIONS, AMP_TRIALS
 from auto3d.search.space import SearchSpace
 from launch.recipe.cluster_schema import LinkRecipe
 from launch.recipe.load import LoadedRecipe
-from launch.recipe.schema import SCATTERED, Recipe
+from launch.recipe.schema import SCATTERED, UNFUSED, Recipe
 from launch.recipe.schema_key import AUTO
 
 CANDIDATES, TRIALS = 2000, 15  # defaults of search.candidates and search.trials
@@ -114,13 +115,30 @@ def training(recipe: Recipe) -> TrainingOptions:
     prediction = recipe.prediction
     return TrainingOptions(
         precision=predicted_precision(recipe),
-        autocast=recipe.training.precision != "float32",
+        autocast=recipe.training.precision != "float32" and prediction.system == AUTO3D,
         sync_bytes=PRECISION_BYTES[prediction.sync_precision],
         moments=0.0 if recipe.training.offload_optimizer else state_copies(optimizer_settings(recipe)),
         overlap=prediction.overlap,
         scattered_messages=prediction.messages == SCATTERED,
         recompute_ends=prediction.recompute_ends,
+        reserve_bytes=prediction.reserve_gib * 2**30,
+        **_held_by(predicted_system(recipe)),
     )
+
+
+def predicted_system(recipe: Recipe) -> System | None:
+    """The system whose memory is predicted; None: this project's runtime."""
+    found = SYSTEMS.get(recipe.prediction.system)
+    if found is not None and recipe.prediction.attention == UNFUSED:
+        found = replace(found, fused_attention=False)
+    return found
+
+
+def _held_by(system: System | None) -> dict[str, float]:
+    """The fields of TrainingOptions that another system changes. Its published figures are bytes allocated."""
+    if system is None:
+        return {}
+    return {"gradient_copies": system.gradient_copies, "fragmentation": 1.0}
 
 
 def optimizer_settings(recipe: Recipe) -> OptimizerSettings:

@@ -43,6 +43,7 @@ METHODS: dict[str, PartitionMethod] = {  # the order is that of the search axis:
     "blocks": PartitionMethod("blocks"),
     "layer-assignment": PartitionMethod("layer_assignment"),
     "autopipe": PartitionMethod("autopipe", fits_memory=True),
+    "cumulative": PartitionMethod("cumulative"),
     "rannc": PartitionMethod("rannc", chooses_stages=True),
 }
 STAGE_METHODS = tuple(name for name, method in METHODS.items() if not method.chooses_stages)
