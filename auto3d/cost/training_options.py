@@ -1,5 +1,6 @@
 """The choices of a training set-up that its predicted time and memory depend on, beside the Plan."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from auto3d.cost.work import PRECISION_BYTES
@@ -19,6 +20,16 @@ class TrainingOptions:
     scattered_messages: bool = False
     """Each tensor-parallel rank sends a part of a value to the next stage, which gathers it, as in Megatron-LM."""
     recompute_ends: bool = True  # full recomputation includes the operations before and after the repeated blocks
+
+    backward_makes_gradients: bool = True
+    """Gradients of parameters that no other rank holds are made by the first backward of an iteration, as in this
+    runtime; False: all are in buffers that exist all the time, as in Megatron-LM (core/distributed)."""
+    update_copies: tuple[int, int] = (0, 0)
+    """Temporaries of an update: copies of the parameter at hand, and of the one before it."""
+    sums_have_copies: bool = False
+    """Under ZeRO-1 a rank receives the other ranks' gradients of its slice before it adds them."""
+    state_elements: Callable[[Sequence[int]], float] | None = None
+    """Elements of the optimizer's state of a parameter of this shape; None: ``moments`` for each element."""
 
     @property
     def master_bytes(self) -> int:

@@ -11,7 +11,7 @@ from auto3d.schedule import build_schedule
 from auto3d.schedule.in_flight import Holding, Load, holdings, in_flight
 from auto3d.schedule.operation import Kind, Schedule
 
-_PERIODS = 2  # after this many periods of 2D micro-batches, every schedule on D devices repeats itself
+PERIODS = 2  # after this many periods of 2D micro-batches, every schedule on D devices repeats itself
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,12 @@ class Shape:
     parts: int
     in_flight: tuple[int, ...]  # per stage: the micro-batches in flight at the peak, see auto3d.schedule.in_flight
     holdings: tuple[Holding, ...] = field(hash=False)  # per device
+    asynchronous: bool  # whether micro-batches see older versions of the weights
     splits_backward: bool  # whether the weight half of a backward is an operation of its own
+
+    @cached_property
+    def pipes(self) -> int:
+        return 1 + max(pipe for _, pipe in self.device_of)
 
     @cached_property
     def homes(self) -> tuple[tuple[int, ...], ...]:
@@ -37,6 +42,15 @@ class Shape:
         for (stage, _), device in sorted(self.device_of.items()):
             homes[stage].append(device)
         return tuple(tuple(devices) for devices in homes)
+
+    def first_periods(self, *, fewer: int = 0) -> tuple[Schedule, int]:
+        """The schedule of as many micro-batches as it takes to repeat itself, and the number of periods left out.
+
+        ``fewer`` leaves out that many more.
+        """
+        skipped = _skipped(self.devices, self.micro_batches) + fewer
+        micro_batches = self.micro_batches - skipped * 2 * self.devices
+        return _schedule(self.name, self.devices, micro_batches, tuple(sorted(self.options.items()))), skipped
 
     def schedule(self) -> Schedule:
         """The schedule itself, with all its operations."""
@@ -53,11 +67,17 @@ def shape(name: str, *, devices: int, micro_batches: int, options: dict[str, int
     return _shape(name, devices, micro_batches, tuple(sorted(options.items())))
 
 
+def _skipped(devices: int, micro_batches: int) -> int:
+    """The number of periods of 2D micro-batches after the first ones, which determine the rest."""
+    period = 2 * devices
+    return max(0, (micro_batches - PERIODS * period - 1) // period)
+
+
 @lru_cache(4096)
 def _shape(name: str, devices: int, micro_batches: int, options: tuple[tuple[str, int | str], ...]) -> Shape:
     """Counts the first periods; in each later one, the numbers in flight grow by the same amount."""
     period = 2 * devices
-    skipped = max(0, (micro_batches - _PERIODS * period - 1) // period)
+    skipped = _skipped(devices, micro_batches)
     options_of = dict(options)
     listed = build_schedule(name, devices=devices, micro_batches=micro_batches - skipped * period, **options_of)
     held, loads = in_flight(listed), holdings(listed)
@@ -77,6 +97,7 @@ def _shape(name: str, devices: int, micro_batches: int, options: tuple[tuple[str
         parts=listed.parts,
         in_flight=tuple(held),
         holdings=loads,
+        asynchronous=bool(listed.weight_version),
         splits_backward=any(o.kind is Kind.BACKWARD_WEIGHT for operations in listed.operations for o in operations),
     )
 

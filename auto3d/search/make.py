@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 from math import inf
 
-from auto3d.cost.device_memory import in_gib
+from auto3d.cost.memory.device import in_gib
 from auto3d.cost.model import CostModel
 from auto3d.errors import InputError
 from auto3d.partition.methods import METHODS, STAGE_METHODS, method_named
