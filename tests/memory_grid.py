@@ -34,7 +34,12 @@ class Cell:
     shard_optimizer: bool = False
 
     def __str__(self) -> str:
-        parts = [self.model, self.schedule, f"dp{self.dp}-tp{self.tp}-pp{self.pp}", f"{self.micro_batches} micro-batches"]
+        parts = [
+            self.model,
+            self.schedule,
+            f"dp{self.dp}-tp{self.tp}-pp{self.pp}",
+            f"{self.micro_batches} micro-batches",
+        ]
         parts += [] if self.recompute is None else [f"recompute keeping {self.recompute}"]
         parts += ["sequence-parallel"] * self.sequence_parallel + ["ZeRO-1"] * self.shard_optimizer
         return ", ".join(parts)

@@ -15,10 +15,10 @@ from auto3d.cluster import Accelerator, Cluster, Link
 from auto3d.cost.closed_forms import amp_s
 from auto3d.cost.collectives import TRAFFIC, GroupLink, Traffic
 from auto3d.cost.estimate import METHODS, Estimate, SecondsOf, busiest
-from auto3d.cost.model_work import ModelWork
-from auto3d.cost.placed import PlacedTraffic
 from auto3d.cost.memory.device import DeviceMemory, HeldTensor
 from auto3d.cost.memory.plan import PlanMemory
+from auto3d.cost.model_work import ModelWork
+from auto3d.cost.placed import PlacedTraffic
 from auto3d.cost.stage_messages import StageMessages
 from auto3d.cost.stage_times import StageTimes
 from auto3d.cost.tables import without

@@ -8,7 +8,7 @@ from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import PRECISION_BYTES
 from auto3d.plan import Plan
 from auto3d.runtime.emulation import Emulation
-from auto3d.runtime.optimizer_memory import state_copies
+from auto3d.runtime.optimizer_memory import state_copies, update_copies
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
 from auto3d.search.algorithms import AMP, AMP_ITERATIONS, AMP_TRIALS
 from auto3d.search.space import SearchSpace
@@ -120,6 +120,11 @@ def training(recipe: Recipe) -> TrainingOptions:
         overlap=prediction.overlap,
         scattered_messages=prediction.messages == SCATTERED,
         recompute_ends=prediction.recompute_ends,
+        backward_makes_gradients=prediction.precision in (AUTO, recipe.training.precision),
+        update_copies=(0, 0)
+        if recipe.training.offload_optimizer
+        else update_copies(optimizer_settings(recipe), recipe.cluster.device),
+        sums_have_copies=recipe.cluster.device == "cpu",
     )
 
 

@@ -1,6 +1,6 @@
 """The predicted peak memory of a pipeline device, with its witness: where it is reached, and what is held there."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 ENTRIES = (
     "weights", "copies", "versions", "gradients", "optimizer", "activations", "inputs", "messages", "working",
@@ -11,20 +11,20 @@ ENTRIES = (
 class DeviceMemory:
     """Bytes of a rank on one pipeline device at the moment at which their sum is largest."""
 
-    weights: float  # parameters, buffers and constants of its stages, each once
-    copies: float  # copies of the weights in low precision, of every version
-    versions: float  # older versions of the weights under an asynchronous schedule
-    gradients: float
-    optimizer: float
-    activations: float  # activations kept for pending backwards
-    inputs: float  # inputs of the stages for these micro-batches
-    messages: float  # messages received but not yet used, and messages sent but not yet released
-    working: float  # beyond these, the peak of the operation: values, gradients of values, temporaries of the update
+    weights: int  # parameters, buffers and constants of its stages, each once
+    copies: int  # copies of the weights in low precision, of every version
+    versions: int  # older versions of the weights under an asynchronous schedule
+    gradients: int
+    optimizer: int
+    activations: int  # activations kept for pending backwards
+    inputs: int  # inputs of the stages for these micro-batches
+    messages: int  # messages received but not yet used, and messages sent but not yet released
+    working: int  # beyond these, the peak of the operation: values, gradients of values, temporaries of the update
     at: str  # operation of the schedule; without numbers of micro-batches where they repeat themselves
     operation: str  # operation of the model during which the peak is reached; empty in an update
 
     @property
-    def total(self) -> float:
+    def total(self) -> int:
         return sum(getattr(self, name) for name in ENTRIES)
 
     def __str__(self) -> str:
@@ -34,7 +34,7 @@ class DeviceMemory:
         return f"{in_gib(self.total)} GiB at {self.at}: {listed}"
 
 
-NOTHING = DeviceMemory(**{field.name: "" if field.type is str else 0.0 for field in fields(DeviceMemory)})
+NOTHING = DeviceMemory(**dict.fromkeys(ENTRIES, 0), at="", operation="")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -130,7 +130,7 @@ class PlanMemory:
         return tuple(found)
 
     def largest(self, plan: Plan, device: int, count: int = 10) -> tuple[HeldTensor, ...]:
-        """The ``count`` largest tensors that ``device`` holds at its peak, all micro-batches together, largest first."""
+        """The ``count`` largest tensors of ``device`` at its peak, each in all micro-batches together, largest first."""
         shape, stages = shape_of(plan), dict(enumerate(plan.stages))
         needs, moments = self._device(plan, shape, device, stages), _highest(shape)[device]
         moment = moments.moments[int(needs.totals(moments).argmax())]
@@ -174,17 +174,14 @@ class PlanMemory:
             held += [float(totals[index]), ended]
         return BytesOverTime(times=[*times, max(times[-1], timeline.makespan)], held=[*held, idle])
 
-    def _witness(
-        self, plan: Plan, needs: _Device, moments: _Moments, stages: Mapping[int, StagePlan]
-    ) -> DeviceMemory:
+    def _witness(self, plan: Plan, needs: _Device, moments: _Moments, stages: Mapping[int, StagePlan]) -> DeviceMemory:
         row = int(needs.totals(moments).argmax())
         moment, working = moments.moments[row], needs.peak_of(moments.keys[row])
         entries = dict.fromkeys(ENTRIES, 0.0) | needs.constant
         per_stage = needs.per_count.reshape(-1, len(COUNTS)) * moments.counts[row].reshape(-1, len(COUNTS))
         held = dict(zip(COUNTS, per_stage.sum(axis=0).tolist(), strict=True))
         inputs = sum(
-            counts[0] * found.inputs
-            for counts, found in zip(moment.counts, needs.stages.values(), strict=True)
+            counts[0] * found.inputs for counts, found in zip(moment.counts, needs.stages.values(), strict=True)
         )
         entries["inputs"] += min(inputs, held["in_flight"])
         entries["activations"] += held["in_flight"] - min(inputs, held["in_flight"])
@@ -193,9 +190,8 @@ class PlanMemory:
         entries["versions"] += held["older"]
         entries["messages"] += sum(held[name] for name in COUNTS[5:]) + (needs.summed if moment.summing else 0.0)
         entries["working"] += working.size
-        return DeviceMemory(
-            **entries, at=str(moment.operation), operation=self._operation(plan, working.position)
-        )
+        rounded = {name: round(entries[name]) for name in ENTRIES}
+        return DeviceMemory(**rounded, at=str(moment.operation), operation=self._operation(plan, working.position))
 
     def _operation(self, plan: Plan, position: int) -> str:
         if position < 0:
@@ -245,9 +241,7 @@ class PlanMemory:
         here = [number for number in numbers if number in stages]
         degree = plan.tp, plan.sequence_parallel
         found = {
-            number: self._stage(
-                samples, stages[number], *degree, number in shape.recompute, shape.splits_backward, plan.tensor_overlap
-            )
+            number: self._stage(samples, stages[number], *degree, number in shape.recompute, shape.splits_backward)
             for number in here
         }
         state = {number: self._state(samples, stages[number], *degree) for number in here}
@@ -264,9 +258,7 @@ class PlanMemory:
             "weights": elements * training.weight_bytes + sum(each.fixed for each in state.values()),
             "copies": sum(each.copies for each in state.values()),
             "gradients": max(0.0, gradients),
-            "optimizer": once
-            * (sum(each.optimizer for each in state.values()) + training.master_bytes * own)
-            / shards,
+            "optimizer": once * (sum(each.optimizer for each in state.values()) + training.master_bytes * own) / shards,
         }
         per_count = np.zeros((len(numbers), len(COUNTS)))
         for row, number in enumerate(numbers):
@@ -309,7 +301,14 @@ class PlanMemory:
         return without(stage.operations, self._work.kept(self._samples(plan) // stage.replicas, stage))
 
     def _make_stage(
-        self, samples: int, stage: StagePlan, tp: int, sequence_parallel: bool, recompute: bool, split: bool, overlap: str
+        self,
+        samples: int,
+        stage: StagePlan,
+        tp: int,
+        sequence_parallel: bool,
+        recompute: bool,
+        split: bool,
+        overlap: str,
     ) -> StageMemory:
         samples, divisor = self._work.slice_of(samples, stage.replicas)
         work = self._work.work_at(samples, tp, sequence_parallel)

@@ -81,7 +81,7 @@ def segment_of(tensors: Tensors, spans: Sequence[Span], *, shared: frozenset[int
     is_deferred = places.rows(tensors.state_at, tensors.state_deferred)
     deferred = weights = 0.0
     if split:
-        kept_at, kept = places.select(tensors.deferred_at, tensors.deferred_of)
+        kept = places.rows(tensors.deferred_at, tensors.deferred_of)
         put_off = np.zeros(memories, dtype=bool)
         put_off[kept] = True
         later = np.where(put_off & inside & ~is_given & (first_save < length), tensors.size, 0.0)

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
-from auto3d.cost.memory.segment import Peak, Segment, Span, segment_of
+from auto3d.cost.memory.segment import Peak, Span, segment_of
 from auto3d.cost.memory.tensors import Tensors
 
 
@@ -37,7 +39,7 @@ class StageMemory:
         """The bytes at an equal part of the samples; those of weights are divided, too."""
         if by == 1:
             return self
-        changed = {}
+        changed: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Peak):
@@ -111,7 +113,9 @@ def stage_memory(
             recompute.add(before, one.forward)
             before += one.saved
     last_kept = found[-1][0]
-    received = frozenset(number for number in whole.taken if tensors.maker[number] >= 0 and not tensors.repeated[number])
+    received = frozenset(
+        number for number in whole.taken if tensors.maker[number] >= 0 and not tensors.repeated[number]
+    )
     return StageMemory(
         in_flight=held,
         inputs=inputs,
@@ -155,7 +159,7 @@ def _runs(operations: Sequence[Span], dropped: Sequence[Span]) -> list[tuple[boo
     """The neighbouring operations that are all kept or all dropped, in order: (whether they are kept, their spans)."""
     bounds = sorted({bound for span in (*operations, *dropped) for bound in span})
     runs: list[tuple[bool, list[Span]]] = []
-    for first, last in zip(bounds, bounds[1:], strict=False):
+    for first, last in pairwise(bounds):
         if not any(start <= first < stop for start, stop in operations):
             continue
         is_kept = not any(start <= first < stop for start, stop in dropped)
@@ -174,4 +178,6 @@ def _used_outside(tensors: Tensors, spans: Sequence[Span]) -> frozenset[int]:
     outside = np.ones(len(tensors.state_at), dtype=bool)
     for first, last in spans:
         outside[np.searchsorted(tensors.state_at, first) : np.searchsorted(tensors.state_at, last)] = False
-    return frozenset(tensors.several.intersection(tensors.state_of[outside].tolist())) if tensors.several else frozenset()
+    return (
+        frozenset(tensors.several.intersection(tensors.state_of[outside].tolist())) if tensors.several else frozenset()
+    )

@@ -213,22 +213,21 @@ def tensors_of(graph: Graph, scale: float, saved: np.ndarray) -> Tensors:
     return replace(found, extra=saved - found.first_saved)
 
 
-def tensors_of_layers(saved: np.ndarray, outputs: Sequence[float]) -> Tensors:
+def tensors_of_layers(saved: np.ndarray, outputs: np.ndarray) -> Tensors:
     """Those of a model that is known by its layers: each saves ``saved`` bytes and makes one tensor for the next."""
     count = len(saved)
     layers, none = np.arange(count), np.zeros(0, dtype=int)
-    sizes = np.array(outputs, dtype=float)
     return Tensors(
         operations=tuple(f"layer {number}" for number in layers),
         names=tuple(f"output of layer {number}" for number in layers),
-        size=sizes,
+        size=outputs,
         maker=layers,
         repeated=np.zeros(count, dtype=bool),
         use_at=layers[1:],
         use_of=layers[:-1],
         save_at=none,
         save_of=none,
-        value_size=sizes,
+        value_size=outputs,
         value_maker=layers,
         value_class=layers,
         value_memory=layers,
