@@ -130,7 +130,7 @@ class PlanMemory:
         return tuple(found)
 
     def largest(self, plan: Plan, device: int, count: int = 10) -> tuple[HeldTensor, ...]:
-        """The ``count`` largest tensors of ``device`` at its peak, each in all micro-batches together, largest first."""
+        """The ``count`` largest tensors of ``device`` at its peak, largest first."""
         shape, stages = shape_of(plan), dict(enumerate(plan.stages))
         needs, moments = self._device(plan, shape, device, stages), _highest(shape)[device]
         moment = moments.moments[int(needs.totals(moments).argmax())]
@@ -270,7 +270,7 @@ class PlanMemory:
                 for pipe in range(shape.pipes)
             )
             # What a stage of the same device sends is the same tensor on both sides.
-            shares = local and (number - 1) in found and found[number - 1].holds_sent
+            shares = local and (number - 1) in found and found[number - 1].sent_beside == 0
             per_count[row] = (
                 one.in_flight - (one.received if shares else 0.0),
                 one.recomputed,
@@ -279,7 +279,7 @@ class PlanMemory:
                 kept.elements * training.weight_bytes + kept.copies,
                 one.received,
                 one.sent_gradient,
-                0.0 if one.holds_sent else one.sent,
+                one.sent_beside,
                 one.received_gradient,
             )
         update = max((each.update for each in state.values()), default=0.0)
@@ -308,7 +308,6 @@ class PlanMemory:
         sequence_parallel: bool,
         recompute: bool,
         split: bool,
-        overlap: str,
     ) -> StageMemory:
         samples, divisor = self._work.slice_of(samples, stage.replicas)
         work = self._work.work_at(samples, tp, sequence_parallel)

@@ -29,6 +29,7 @@ class Segment:
 
     taken: frozenset[int]  # memories that it reads and does not make
     given: frozenset[int]  # memories that it makes and others use
+    sent_copies: float  # bytes of messages that are no memories of its own: copies of views in another order
     saved: float  # what stays from the forward until the backward
     forward: Peak  # with everything that autograd saves
     dropping: Peak  # forward that saves nothing
@@ -63,6 +64,12 @@ def segment_of(tensors: Tensors, spans: Sequence[Span], *, shared: frozenset[int
     size = tensors.size[inside]
     start, is_saved, goes_on = made[inside], (first_save < length)[inside], is_given[inside]
     end = np.maximum(np.maximum(start, last_use[inside]) + 1, 0)
+    views = places.rows(tensors.use_at, tensors.use_view)
+    laid_out = np.unique(used[(views >= 0) & (places.of(views) < 0) & (places.of(tensors.maker[used]) < 0)])
+    copied = float(tensors.size[laid_out[first_save[laid_out] < length]].sum())
+    sent = tensors.views[
+        (places.of(tensors.use_view[tensors.views]) >= 0) & (places.of(tensors.use_at[tensors.views]) < 0)
+    ]
     own = np.cumsum(tensors.extra[places.positions])
     temporary = tensors.forward_extra[places.positions]
 
@@ -71,6 +78,7 @@ def segment_of(tensors: Tensors, spans: Sequence[Span], *, shared: frozenset[int
 
     forward = alive(np.where(is_saved | goes_on, length, end)) + own + temporary
     dropping = alive(np.where(goes_on, length, end)) + temporary
+    forward, own = forward + copied, own + copied
     held = size[is_saved | goes_on].sum() + (own[-1] if length else 0.0)
 
     backward = own + size[goes_on].sum()
@@ -110,6 +118,7 @@ def segment_of(tensors: Tensors, spans: Sequence[Span], *, shared: frozenset[int
     return Segment(
         taken=frozenset(np.flatnonzero((last_use >= 0) & ~inside).tolist()),
         given=frozenset(np.flatnonzero(is_given).tolist()),
+        sent_copies=float(tensors.size[np.unique(tensors.use_of[sent])].sum()),
         saved=float(held),
         forward=places.peak(forward),
         dropping=places.peak(dropping),

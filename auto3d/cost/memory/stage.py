@@ -33,7 +33,7 @@ class StageMemory:
     received_gradient: float  # gradient of such a message
     sent: float
     sent_gradient: float
-    holds_sent: bool  # whether what it sends is part of ``in_flight``
+    sent_beside: float  # the part of ``sent`` that is not part of ``in_flight``
 
     def divided(self, by: int) -> "StageMemory":
         """The bytes at an equal part of the samples; those of weights are divided, too."""
@@ -44,7 +44,7 @@ class StageMemory:
             value = getattr(self, field.name)
             if isinstance(value, Peak):
                 changed[field.name] = replace(value, size=value.size / by)
-            elif not isinstance(value, bool) and field.name != "private":
+            elif field.name != "private":
                 changed[field.name] = value / by
         return replace(self, **changed)
 
@@ -132,7 +132,7 @@ def stage_memory(
         received_gradient=_differentiable(tensors, received),
         sent=total(whole.given),
         sent_gradient=given_gradients,
-        holds_sent=last_kept,
+        sent_beside=whole.sent_copies if last_kept else total(whole.given),
     )
 
 

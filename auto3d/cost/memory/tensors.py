@@ -16,6 +16,8 @@ from auto3d.tensor.conversions import CONVERSIONS, Conversion
 
 # Operators whose backward returns the gradient of the result as that of each operand of the same shape.
 _PASSES_GRADIENT = ("aten.add.Tensor", "aten.add_.Tensor", "aten.alias.default", "aten.dropout.default")
+_TRANSPOSES = ("aten.transpose", "aten.permute", "aten.t.", "aten.swapaxes", "aten.movedim", "aten.expand")
+_IN_ORDER = ("aten.contiguous", "aten.reshape")  # they are views only of what is in order
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -33,6 +35,9 @@ class Tensors:
     repeated: np.ndarray  # whether each stage that uses it makes it again, as it depends on inputs of the model alone
     use_at: np.ndarray
     use_of: np.ndarray  # memory that the operation reads
+    use_view: np.ndarray
+    """Position of the operation that made the view through which it reads the memory, where another stage gets a copy
+    of the view in a message, which it lays out anew; else -1."""
     save_at: np.ndarray
     save_of: np.ndarray  # memory that the operation saves for its backward
     value_size: np.ndarray  # bytes of each value that has a gradient
@@ -70,6 +75,11 @@ class Tensors:
         first[self.save_of[::-1]] = self.save_at[::-1]
         saved = first >= 0
         return np.bincount(first[saved], self.size[saved], minlength=self.count)
+
+    @cached_property
+    def views(self) -> np.ndarray:
+        """The numbers of the pairs ``use_*`` that read a view in another order."""
+        return np.flatnonzero(self.use_view >= 0)
 
     @cached_property
     def last_use(self) -> np.ndarray:
@@ -129,7 +139,8 @@ def tensors_of(graph: Graph, scale: float, saved: np.ndarray) -> Tensors:
     value_maker: list[int] = []
     value_memory: list[int] = []
     classes: list[int] = []
-    uses: list[tuple[int, int]] = []
+    uses: list[tuple[int, int, int]] = []
+    transposed: dict[str, int] = {}  # view whose elements are in another order than its memory -> position
     saves: list[tuple[int, int]] = []
     reads: list[tuple[int, int, bool]] = []
     states: list[tuple[int, int, bool]] = []
@@ -140,7 +151,7 @@ def tensors_of(graph: Graph, scale: float, saved: np.ndarray) -> Tensors:
     for position, node in enumerate(graph.nodes):
         for name in node.reads:
             if name in owner:
-                uses.append((position, number[owner[name]]))
+                uses.append((position, number[owner[name]], transposed.get(name, -1)))
         view = _is_view(node)
         source = next((owner[name] for name in node.reads if name in owner), None) if view else None
         of_state = view and source is None  # a view of a parameter or a constant
@@ -148,6 +159,9 @@ def tensors_of(graph: Graph, scale: float, saved: np.ndarray) -> Tensors:
             shapes[value.name] = value.shape
             if source is not None:
                 owner[value.name] = source
+                if node.operator.startswith(_TRANSPOSES) or any(name in transposed for name in node.reads):
+                    if not node.operator.startswith(_IN_ORDER):
+                        transposed[value.name] = position
             elif not of_state:
                 add(value.name, value.bytes, position, node.from_inputs)
             if value.differentiable and not node.from_inputs and not of_state:
@@ -187,6 +201,7 @@ def tensors_of(graph: Graph, scale: float, saved: np.ndarray) -> Tensors:
         repeated=np.array(repeated, dtype=bool),
         use_at=column(uses, 0),
         use_of=column(uses, 1),
+        use_view=column(uses, 2),
         save_at=column(saves, 0),
         save_of=column(saves, 1),
         value_size=np.array(value_size, dtype=float),
@@ -225,6 +240,7 @@ def tensors_of_layers(saved: np.ndarray, outputs: np.ndarray) -> Tensors:
         repeated=np.zeros(count, dtype=bool),
         use_at=layers[1:],
         use_of=layers[:-1],
+        use_view=np.full(max(0, count - 1), -1),
         save_at=none,
         save_of=none,
         value_size=outputs,
@@ -276,8 +292,18 @@ def _conversion(node: GraphNode) -> Conversion | None:
 def _temporaries(graph: Graph, node: GraphNode, shapes: Mapping[str, tuple[int, ...]]) -> tuple[float, float]:
     """Bytes that the forward and the backward of ``node`` allocate beside operands, results and their gradients."""
     operator = node.operator
+    if operator == "auto3d.vocabulary_cross_entropy.default":  # the forward makes shifted logits and frees them
+        return float(max(prod(shapes[name]) for name in node.reads) * node.outputs[0].item_bytes), 0.0
     if "cross_entropy" in operator:  # the gradient of the log-softmax, which is as large as what the forward saved
         return 0.0, float(node.saved_bytes)
+    if operator == "aten.scaled_dot_product_attention.default":
+        query, key = (shapes[name] for name in node.reads[:2])
+        item = node.outputs[0].item_bytes
+        matrix = prod(query[:-1]) * key[-2] * item
+        if (
+            node.saved_bytes >= matrix
+        ):  # not one kernel: the gradient of its matrix of weights, before and after softmax
+            return 0.0, float(max(matrix, 2 * matrix - (prod(query) + prod(key)) * item))
     return 0.0, 0.0
 
 
