@@ -286,9 +286,22 @@ TRAINED |= {
     "bert-4-heads-dropout": (partial(bert, OUTSIDE_OF_HEADS, **FOUR_HEADS), ODD_VOCABULARY),
     "vit-4-heads-dropout": (partial(vit, OUTSIDE_OF_HEADS, patch_size=10, num_attention_heads=4), IMAGES),
 }
+# For memory: the same families at sizes at which tensors of activations and weights outweigh all others.
+WIDE_TOKENS = replace(TOKENS, sequence_length=64, vocabulary_size=512)
+WIDE = {"hidden_size": 96, "num_attention_heads": 4, "vocab_size": 512}
+TRAINED |= {
+    "gpt2-wide": (partial(gpt2, n_embd=96, n_head=4, n_positions=64, vocab_size=512), WIDE_TOKENS),
+    "bert-wide": (partial(bert, intermediate_size=384, **WIDE), WIDE_TOKENS),
+    "t5-wide": (partial(t5, d_model=96, d_ff=384, num_heads=4, d_kv=24, vocab_size=512), WIDE_TOKENS),
+    "llama-wide": (partial(llama, num_key_value_heads=2, intermediate_size=256, **WIDE), WIDE_TOKENS),
+    "vit-wide": (partial(vit, hidden_size=96, num_attention_heads=4, intermediate_size=384, patch_size=4), IMAGES),
+}
 LOW_PRECISION = {  # name -> (model, precision), for models that are trained under autocast
     f"{model}@bfloat16": (model, "bfloat16")
-    for model in ("gpt2", "gpt2-dropout", "llama", "t5", "bert", "vit", "resnet-transformers", "residual", "averaging")
+    for model in (
+        *("gpt2", "gpt2-dropout", "llama", "t5", "bert", "vit", "resnet-transformers", "residual", "averaging"),
+        *("gpt2-wide", "bert-wide", "llama-wide"),
+    )
 }
 TRAINED |= {name: TRAINED[model] for name, (model, _) in LOW_PRECISION.items()}
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from auto3d.cluster import Accelerator
+from auto3d.cost.memory.tensors import tensors_of_layers
 from auto3d.cost.times import Times, before, times_of
 from auto3d.cost.work import PRECISION_BYTES, TensorExchange, Work, repeated_range
 from auto3d.errors import InputError
@@ -90,6 +91,7 @@ def work_of_layers(layers: Sequence[Layer], samples: int, tp: int = 1, *, precis
             np.flatnonzero((flops > 0) & (each("reductions") > 0)),
             len(layers),
         ),
+        tensors=tensors_of_layers(fraction * size * each("saved"), size * each("output")),
         tied=tuple((fraction[0] * layer.tied, (0, position)) for position, layer in enumerate(layers) if layer.tied),
         shards=tp,
         exchanges=tuple(exchanges) if tp > 1 else (),

@@ -15,9 +15,10 @@ from auto3d.cluster import Accelerator, Cluster, Link
 from auto3d.cost.closed_forms import amp_s
 from auto3d.cost.collectives import TRAFFIC, GroupLink, Traffic
 from auto3d.cost.estimate import METHODS, Estimate, SecondsOf, busiest
+from auto3d.cost.memory.device import DeviceMemory, HeldTensor
+from auto3d.cost.memory.plan import PlanMemory
 from auto3d.cost.model_work import ModelWork
 from auto3d.cost.placed import PlacedTraffic
-from auto3d.cost.plan_memory import PlanMemory
 from auto3d.cost.stage_messages import StageMessages
 from auto3d.cost.stage_times import StageTimes
 from auto3d.cost.tables import without
@@ -108,8 +109,16 @@ class CostModel:
         return self.slowest_pipeline_s(plan, form)
 
     def memory(self, plan: Plan) -> tuple[float, ...]:
-        """Peak bytes on each pipeline device, with an allocator's fragmentation."""
+        """Peak bytes of tensors on each pipeline device."""
         return self._memory.of(plan)
+
+    def memory_witness(self, plan: Plan) -> tuple[DeviceMemory, ...]:
+        """``memory(plan)`` with the operation at which each device reaches its peak, and what it holds there."""
+        return self._memory.devices(plan)
+
+    def largest_tensors(self, plan: Plan, device: int, count: int = 10) -> tuple[HeldTensor, ...]:
+        """The largest tensors that pipeline device ``device`` holds at its peak, largest first."""
+        return self._memory.largest(plan, device, count)
 
     def flops(self, plan: Plan) -> IterationFlops:
         """FLOPs of an iteration of the whole model, with what the plan recomputes."""

@@ -20,6 +20,21 @@ class WorkTables:
         """The number of repeated blocks in ``operations``."""
         return int(self._sum("blocks", operations))
 
+    def last_block(self, operations: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
+        """The operations of the last repeated block in ``operations``, from its input on; None if there is none."""
+        starts = [int(p) for p in np.flatnonzero(self.work.blocks) if _inside(int(p), operations)]
+        if not starts:
+            return None
+        weights = 0.0
+        for place in reversed(range(len(starts))):
+            weights += float(self.work.blocks[starts[place]])
+            if weights >= 1:
+                break
+        first, last = next(span for span in operations if _inside(starts[place], (span,)))
+        after = max(first, starts[place - 1] + 1 if place else first)
+        narrowest = after + int(self.work.crossing[after : starts[place] + 1].argmin())
+        return narrowest, last
+
     def block_inputs(self, operations: Sequence[tuple[int, int]]) -> float:
         """Bytes of the inputs of the repeated blocks in ``operations``, one input for each block."""
         if "block_inputs" not in self._sums:
@@ -44,18 +59,6 @@ class WorkTables:
     def copied(self, operations: Sequence[tuple[int, int]]) -> float:
         """Elements of parameters of ``operations`` whose gradients the tensor-parallel ranks add up."""
         return self._sum("copied", operations)
-
-    def working(self, operations: Sequence[tuple[int, int]]) -> float:
-        """Most bytes of temporaries of one of ``operations``, less what its micro-batch no longer saves by then.
-
-        The backward of an operation finds only what it and earlier operations saved.
-        """
-        remaining, most = self.saved(operations), 0.0  # bytes saved by a range and those after it
-        for first, last in operations:
-            so_far = np.cumsum(self.work.saved[first:last])
-            most = max(most, float((self.work.working[first:last] + so_far).max()) - remaining)
-            remaining -= float(so_far[-1])
-        return most
 
     def _sum(self, name: str, operations: Sequence[tuple[int, int]]) -> float:
         if name not in self._sums:

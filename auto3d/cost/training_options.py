@@ -1,10 +1,10 @@
 """The choices of a training set-up that its predicted time and memory depend on, beside the Plan."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from auto3d.cost.systems import System
 from auto3d.cost.work import PRECISION_BYTES
-
-FRAGMENTATION = 1.06
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,9 +21,17 @@ class TrainingOptions:
     scattered_messages: bool = False
     """Each tensor-parallel rank sends a part of a value to the next stage, which gathers it, as in Megatron-LM."""
     recompute_ends: bool = True  # full recomputation includes the operations before and after the repeated blocks
-    gradient_copies: float = 0.0  # bytes per parameter of gradients beside those that are accumulated
+    system: System | None = None  # system whose memory is predicted; None: this runtime
     reserve_bytes: float = 0.0  # further bytes on each device
-    fragmentation: float = FRAGMENTATION  # bytes that an allocator holds, over the bytes in use
+    backward_makes_gradients: bool = True
+    """Gradients of parameters that no other rank holds are made by the first backward of an iteration, as in this
+    runtime; False: all are in buffers that exist all the time, as in Megatron-LM (core/distributed)."""
+    update_copies: tuple[int, int] = (0, 0)
+    """Temporaries of an update: copies of the parameter at hand, and of the one before it."""
+    sums_have_copies: bool = False
+    """Under ZeRO-1 a rank receives the other ranks' gradients of its slice before it adds them."""
+    state_elements: Callable[[Sequence[int]], float] | None = None
+    """Elements of the optimizer's state of a parameter of this shape; None: ``moments`` for each element."""
 
     @property
     def master_bytes(self) -> int:

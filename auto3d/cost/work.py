@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from auto3d.capture.graph import Graph, GraphNode
+from auto3d.cost.memory.tensors import Tensors, tensors_of
 from auto3d.cost.system_bytes import system_bytes
 from auto3d.cost.systems import System
 from auto3d.partition.stage import crossing_bytes
@@ -75,6 +76,7 @@ class Work:
     blocks: np.ndarray  # repeated blocks that begin at the operation; an attention or a feed-forward counts as a half
     crossing: np.ndarray  # bytes that a cut before the operation sends onward; one entry more than the others
     repeated: tuple[int, int]  # range of the positions of the repeated blocks
+    tensors: Tensors  # when each tensor is made, used and saved
     tied: tuple[tuple[float, tuple[int, ...]], ...] = ()
     """(elements, positions) of each parameter that several operations use; ``parameters`` counts it at the first."""
     shared: tuple[tuple[float, tuple[int, ...]], ...] = ()
@@ -99,7 +101,7 @@ class Work:
 WorkAt = Callable[[int, int, bool], Work]
 """Arguments: samples, tensor-parallel degree, whether it is sequence-parallel."""
 
-_NOT_SUMMED = ("crossing", "repeated", "tied", "shared", "shards", "exchanges")
+_NOT_SUMMED = ("crossing", "repeated", "tensors", "tied", "shared", "shards", "exchanges")
 _CONSTANT = ("products", "backward_products", "launches", "backward_launches", "parameters", "copied", "blocks")
 SUMMED = tuple(item.name for item in fields(Work) if item.name not in _NOT_SUMMED)
 
@@ -156,6 +158,7 @@ def work_of_tensor_parallel(
         **arrays,
         crossing=here.crossing[begins],
         repeated=whole.repeated,
+        tensors=replace(here.tensors, begins=begins),
         tied=tuple((elements, tuple(int(positions[p]) for p in users)) for elements, users in here.tied),
         shared=tuple((size, tuple(int(positions[p]) for p in users)) for size, users in here.shared),
         shards=local.shards,
@@ -178,7 +181,7 @@ def work_scaled(rank: Work, whole: Work, other: Work, times: float) -> Work:
         name: scaled(getattr(rank, name), getattr(whole, name), getattr(other, name)) for name in (*grows, "crossing")
     }
     exchanges = tuple(replace(one, size=times * one.size) for one in rank.exchanges)
-    return replace(rank, **arrays, exchanges=exchanges)
+    return replace(rank, **arrays, exchanges=exchanges, tensors=rank.tensors.scaled(times))
 
 
 def _work(graph: Graph, *, precision: str, fused: bool, fused_attention: bool, system: System | None) -> Work:
@@ -246,6 +249,7 @@ def _work(graph: Graph, *, precision: str, fused: bool, fused_attention: bool, s
             arrays["backward_moved"][position] = scale * backward
         else:
             arrays["backward_launches"][position] = 0
+    tensors = tensors_of(graph, scale, arrays["saved"])
     shared: tuple[tuple[float, tuple[int, ...]], ...] = ()
     if system is not None:
         held = system_bytes(graph, system, PRECISION_BYTES[precision])
@@ -258,6 +262,7 @@ def _work(graph: Graph, *, precision: str, fused: bool, fused_attention: bool, s
         **arrays,
         crossing=scale * np.array(crossing_bytes(graph), dtype=float),
         repeated=(0, count),
+        tensors=tensors,
         tied=tuple((elements[name], tuple(positions)) for name, positions in users.items() if len(positions) > 1),
         shared=shared,
     )

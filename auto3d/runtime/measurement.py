@@ -103,7 +103,7 @@ class Measurement:
     peak_bytes: list[int] = field(default_factory=list)  # per rank: live tensors on a GPU, growth of a CPU process
     reserved_bytes: list[int] = field(default_factory=list)  # per GPU: peak of torch's caching allocator
     used_bytes: list[int] = field(default_factory=list)  # per GPU: peak on the device, with CUDA context and NCCL
-    predicted_bytes: list[int] = field(default_factory=list)  # per rank: estimate of auto3d.cost.device_memory
+    predicted_bytes: list[int] = field(default_factory=list)  # per rank: estimate of auto3d.cost.memory
     communication: list[list[CommunicationCalls]] = field(default_factory=list)  # per rank, in a run of its own
     why_not_logged: str = ""  # why there is no communication although the recipe asks for it
     engine_version: str = ""  # package and version of the plan's engine, if it is neither auto3d nor torch

@@ -5,8 +5,8 @@ This module imports torch only for optimizers that it must measure, because plan
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
 
+from auto3d.cost.training_options import TrainingOptions
 from auto3d.runtime.settings import OptimizerSettings
 
 StateElements = Callable[[Sequence[int]], int]
@@ -43,10 +43,16 @@ def update_copies(settings: OptimizerSettings, device: str) -> tuple[int, int]:
     return (0, 0) if device == "cuda" and settings.optimizer == "adamw" else (2, 1)
 
 
-def optimizer_copies(settings: OptimizerSettings, device: str) -> dict[str, Any]:
-    """The arguments of ``auto3d.cost.device_memory.predict`` that depend on the optimizer."""
-    return {
-        "optimizer_copies": 0 if settings.offload else state_elements(settings),
-        "update_copies": (0, 0) if settings.offload else update_copies(settings, device),
-        "sums_have_copies": device == "cpu",
-    }
+def memory_options(settings: OptimizerSettings, device: str, precision: str) -> TrainingOptions:
+    """How a rank on ``device`` "cpu" or "cuda" holds weights, gradients and the optimizer's state.
+
+    ``precision`` is that of autocast; "float32" is without it.
+    """
+    return TrainingOptions(
+        precision=precision,
+        autocast=precision != "float32",
+        moments=0.0 if settings.offload else state_copies(settings),
+        state_elements=None if settings.offload else state_elements(settings),
+        update_copies=(0, 0) if settings.offload else update_copies(settings, device),
+        sums_have_copies=device == "cpu",
+    )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from auto3d.cost.device_memory import DeviceMemory
+from auto3d.cost.memory.device import DeviceMemory
 
 # Messages of torch, and of libraries whose errors torch raises as a RuntimeError or one of its subclasses. An error of
 # NCCL holds only its last warning: after "Cuda failure 'out of memory'" that is "Failed to CUDA calloc".

@@ -13,7 +13,10 @@ from auto3d.allocator import keep_freed_memory
 from auto3d.capture.graph import Value
 from auto3d.capture.model import CapturedModel
 from auto3d.capture.shard import Shard
-from auto3d.cost.device_memory import DeviceMemory, predict
+from auto3d.cost.memory.device import DeviceMemory
+from auto3d.cost.memory.plan import PlanMemory
+from auto3d.cost.model_work import ModelWork
+from auto3d.cost.work import Work, work_of
 from auto3d.data import BatchSlice, DataSettings, TrainingData
 from auto3d.plan import Plan
 from auto3d.runtime.agreement import check_agreement
@@ -27,7 +30,7 @@ from auto3d.runtime.inputs import MicroBatchInputs
 from auto3d.runtime.layout import PlanLayout, RankLayout, lay_out_plan, lay_out_rank
 from auto3d.runtime.loss_scale import LossScale
 from auto3d.runtime.optimizer import build_optimizer, learning_rate_of
-from auto3d.runtime.optimizer_memory import optimizer_copies
+from auto3d.runtime.optimizer_memory import memory_options
 from auto3d.runtime.optimizer_state import make_state, state_tensors
 from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
@@ -277,10 +280,20 @@ def _programs(layout: RankLayout) -> tuple[Program, ...]:
 
 
 def _predicted_memory(common: PlanLayout) -> tuple[DeviceMemory, ...]:
-    """The estimate for each pipeline device: from the whole plan, for it divides activations among replicas itself."""
-    copies = optimizer_copies(common.settings.optimizer, common.settings.device)
-    program = rank_program(common.captured, common.plan, 1)
-    return predict(program.captured.graph, program.plan, common.schedule, **copies)
+    """The estimate for each pipeline device, from the Graphs that its ranks run."""
+    return predicted_memory(common.captured, common.plan, common.settings)
+
+
+def predicted_memory(captured: CapturedModel, plan: Plan, settings: TrainingSettings) -> tuple[DeviceMemory, ...]:
+    """The estimate for each pipeline device of ``plan``, from the Graphs that its ranks run of ``captured``."""
+    options = memory_options(settings.optimizer, settings.device, captured.graph.precision)
+
+    def work_at(samples: int, tp: int, sequence_parallel: bool) -> Work:
+        replicas = captured.graph.micro_batch_size // samples
+        graph = rank_program(captured, plan, replicas).captured.graph
+        return work_of(graph, (0, len(graph.nodes)), precision=graph.precision)
+
+    return PlanMemory(ModelWork(work_at, options), options).devices(rank_program(captured, plan, 1).plan)
 
 
 def _backend(

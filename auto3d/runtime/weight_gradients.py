@@ -147,7 +147,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
-        (value,) = ctx.saved_tensors
+        # Detached: its autograd graph would keep the inputs of the stage and their gradients until the weight half.
+        value = ctx.saved_tensors[0].detach()
         ctx.deferred.add(partial(_add_product, gradient, value, ctx.learned[0], ctx.learned[1], ctx.transposed))
         weight = ctx.weight if ctx.transposed else ctx.weight.t()
         of_bias = None
@@ -196,7 +197,7 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
-        (value,) = ctx.saved_tensors
+        value = ctx.saved_tensors[0].detach()
         ctx.deferred.add(partial(_add_convolution, gradient, value, ctx.weight, ctx.bias, ctx.learned, ctx.geometry))
         mask = (ctx.needs_input_grad[0], False, False)
         of_input, _, _ = _convolution_backward(gradient, value, ctx.weight, ctx.bias, ctx.geometry, mask)

@@ -3,15 +3,15 @@
 A search reads them of many more plans than it simulates.
 """
 
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 from auto3d.plan import Plan
 from auto3d.schedule import build_schedule
-from auto3d.schedule.in_flight import Holding, Load, holdings, in_flight
+from auto3d.schedule.in_flight import in_flight
 from auto3d.schedule.operation import Kind, Schedule
 
-_PERIODS = 2  # after this many periods of 2D micro-batches, every schedule on D devices repeats itself
+PERIODS = 2  # after this many periods of 2D micro-batches, every schedule on D devices repeats itself
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +27,12 @@ class Shape:
     recompute: frozenset[int]
     parts: int
     in_flight: tuple[int, ...]  # per stage: the micro-batches in flight at the peak, see auto3d.schedule.in_flight
-    holdings: tuple[Holding, ...] = field(hash=False)  # per device
+    asynchronous: bool  # whether micro-batches see older versions of the weights
     splits_backward: bool  # whether the weight half of a backward is an operation of its own
+
+    @cached_property
+    def pipes(self) -> int:
+        return 1 + max(pipe for _, pipe in self.device_of)
 
     @cached_property
     def homes(self) -> tuple[tuple[int, ...], ...]:
@@ -37,6 +41,15 @@ class Shape:
         for (stage, _), device in sorted(self.device_of.items()):
             homes[stage].append(device)
         return tuple(tuple(devices) for devices in homes)
+
+    def first_periods(self, *, fewer: int = 0) -> tuple[Schedule, int]:
+        """The schedule of as many micro-batches as it takes to repeat itself, and the number of periods left out.
+
+        ``fewer`` leaves out that many more.
+        """
+        skipped = _skipped(self.devices, self.micro_batches) + fewer
+        micro_batches = self.micro_batches - skipped * 2 * self.devices
+        return _schedule(self.name, self.devices, micro_batches, tuple(sorted(self.options.items()))), skipped
 
     def schedule(self) -> Schedule:
         """The schedule itself, with all its operations."""
@@ -53,19 +66,24 @@ def shape(name: str, *, devices: int, micro_batches: int, options: dict[str, int
     return _shape(name, devices, micro_batches, tuple(sorted(options.items())))
 
 
+def _skipped(devices: int, micro_batches: int) -> int:
+    """The number of periods of 2D micro-batches after the first ones, which determine the rest."""
+    period = 2 * devices
+    return max(0, (micro_batches - PERIODS * period - 1) // period)
+
+
 @lru_cache(4096)
 def _shape(name: str, devices: int, micro_batches: int, options: tuple[tuple[str, int | str], ...]) -> Shape:
     """Counts the first periods; in each later one, the numbers in flight grow by the same amount."""
     period = 2 * devices
-    skipped = max(0, (micro_batches - _PERIODS * period - 1) // period)
+    skipped = _skipped(devices, micro_batches)
     options_of = dict(options)
     listed = build_schedule(name, devices=devices, micro_batches=micro_batches - skipped * period, **options_of)
-    held, loads = in_flight(listed), holdings(listed)
+    held = in_flight(listed)
     if skipped:
         shorter = build_schedule(name, devices=devices, micro_batches=listed.micro_batches - period, **options_of)
         held_before = in_flight(shorter)
         held = [count + skipped * (count - before) for count, before in zip(held, held_before, strict=True)]
-        loads = tuple(_grown(more, fewer, skipped) for more, fewer in zip(loads, holdings(shorter), strict=True))
     return Shape(
         name=name,
         options=options_of,
@@ -76,22 +94,9 @@ def _shape(name: str, devices: int, micro_batches: int, options: tuple[tuple[str
         recompute=listed.recompute,
         parts=listed.parts,
         in_flight=tuple(held),
-        holdings=loads,
+        asynchronous=bool(listed.weight_version),
         splits_backward=any(o.kind is Kind.BACKWARD_WEIGHT for operations in listed.operations for o in operations),
     )
-
-
-def _grown(holding: Holding, before: Holding, times: int) -> Holding:
-    """``holding`` after ``times`` more periods; ``before`` is what the device held one period earlier."""
-
-    def grown(load: Load, load_before: Load) -> Load:
-        counts = zip(astuple(load), astuple(load_before), strict=True)
-        return Load(*(now + times * (now - earlier) for now, earlier in counts))
-
-    if holding == before:
-        return holding
-    peaks = [tuple(map(grown, *pair)) for pair in zip(holding.peaks, before.peaks, strict=True)]
-    return replace(holding, peaks=tuple(peaks))
 
 
 @lru_cache(64)  # small, since a schedule of many micro-batches takes megabytes

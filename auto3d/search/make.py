@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 from math import inf
 
-from auto3d.cost.device_memory import in_gib
+from auto3d.cost.memory.device import in_gib
 from auto3d.cost.model import CostModel
 from auto3d.errors import InputError
 from auto3d.partition.methods import METHODS, STAGE_METHODS, method_named
@@ -14,6 +14,7 @@ from auto3d.partition.replicated import fastest_stages
 from auto3d.partition.stage import PartitionError
 from auto3d.plan import NO_OVERLAP, SUB_PIPELINED, Plan, PlanError, StagePlan, stages_between
 from auto3d.schedule import SCHEDULES, build_schedule, parse_schedule, samples_per_replica
+from auto3d.schedule.moments import stages_of
 from auto3d.schedule.shape import Shape, shape, shape_of
 from auto3d.search.placement import MEGATRON, place, place_replicas
 from auto3d.search.planned_model import PlannedModel
@@ -91,9 +92,7 @@ class PlanMaker:
             excess = [needed / has for needed, has in zip(self.model.memory(plan), memory, strict=True)]
             device = excess.index(max(excess))
             if excess[device] > 1:
-                needed = {
-                    n: self.model.stage_memory(plan, n, plan.stages[n])[device] for n in shape.holdings[device].stages
-                }
+                needed = {n: self.model.stage_memory(plan, n, plan.stages[n])[device] for n in stages_of(shape, device)}
                 largest = max(needed, key=needed.__getitem__)
                 excluded.append((largest, *plan.stages[largest].operations[0]))
             else:

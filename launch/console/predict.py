@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from auto3d.cost.device_memory import in_gib
+from auto3d.cost.memory.device import in_gib
 from launch.console.output import print_json
 from launch.model.predictions import PLAN_COLUMNS, Prediction, predict, read_candidates
 from launch.model.profile import basis

@@ -5,7 +5,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from auto3d.cost.device_memory import in_gib
+from auto3d.cost.memory.device import in_gib
 from auto3d.search.search import Ranked, Search
 from auto3d.search.space import Candidate, Refusals
 from launch.console.output import print_json

@@ -9,7 +9,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
 from math import isclose
 from zlib import crc32
@@ -19,7 +19,7 @@ from torch import nn
 
 from auto3d.capture.graph import Value
 from auto3d.cluster import place_ranks
-from auto3d.cost.device_memory import DeviceMemory
+from auto3d.cost.memory.device import NOTHING
 from auto3d.data import Batches, DataSettings
 from auto3d.partition.stage import Stage, Transfer
 from auto3d.runtime.exchange import Exchange
@@ -158,7 +158,7 @@ def _run(world: World, pattern: Pattern, device: torch.device, timeout_s: float)
         ),
         Peers(exchange=messages, sync=sync, totals=totals, run_ahead=run_ahead),
         randomness=Randomness(0, **numbers, device=device),
-        memory=MemoryWatch(pipeline_device, DeviceMemory(**{field.name: 0 for field in fields(DeviceMemory)})),
+        memory=MemoryWatch(pipeline_device, NOTHING),
         clip_norm=NO_CLIPPING,
         learning_rate=lambda iteration: 0.0,
     )

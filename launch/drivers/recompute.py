@@ -8,7 +8,6 @@ from auto3d.capture.graph import Graph
 from auto3d.partition.merak import shard
 from auto3d.partition.recompute import subgraph_starts
 from auto3d.runtime.measurement import Measurement, Status
-from auto3d.runtime.optimizer_memory import optimizer_copies
 from auto3d.schedule import samples_at_once
 from auto3d.search.recompute import FULL, KeptFractions
 from launch.drivers.planned_training import plan_of
@@ -16,9 +15,10 @@ from launch.drivers.sweep import Retry, check_place, check_ranks, measured
 from launch.executors.trial_executor import executor_of
 from launch.model import candidates
 from launch.model.build import captured_model
+from launch.model.costs import runtime_memory
 from launch.model.graphs import PlanningModel
 from launch.recipe.load import LoadedRecipe
-from launch.recipe.settings import cluster, optimizer_settings
+from launch.recipe.settings import cluster
 from launch.store.trials import Trial, trials_of
 from launch.store.watcher import FINAL, Ended
 
@@ -58,11 +58,11 @@ def try_fractions(recipe: LoadedRecipe, report: Callable[[TriedFraction], None])
     variants = KeptFractions(base, lambda stage: subgraph_starts(graph, stage, bounds))
     plans = [(fraction, variants.plan(fraction)) for fraction in variants.first]
     machine = cluster(recipe)
-    copies = optimizer_copies(optimizer_settings(recipe.values), recipe.values.cluster.device)
+    memory = runtime_memory(recipe, graph_at, model)
     low, high = -1, len(plans)  # positions of the largest fraction known to fit, and of the smallest known not to
     probe = (low + high) // 2
     if machine.memory_bytes is not None:
-        fitting = [n for n, (_, plan) in enumerate(plans) if not candidates.shortage(graph, plan, machine, **copies)]
+        fitting = [n for n, (_, plan) in enumerate(plans) if not candidates.shortage(memory, plan, machine)]
         probe = max(fitting, default=0)
     with executor_of(recipe) as executor:
         while high - low > 1:

@@ -3,16 +3,15 @@
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 from auto3d.capture.graph import Graph
 from auto3d.cluster import Cluster
-from auto3d.cost.device_memory import in_gib, predict
+from auto3d.cost.memory.device import in_gib
+from auto3d.cost.memory.plan import PlanMemory
 from auto3d.errors import InputError
 from auto3d.partition.methods import STAGE_METHODS
 from auto3d.partition.stage import cut
 from auto3d.plan import AUTO3D, Plan, PlanError
-from auto3d.runtime.optimizer_memory import optimizer_copies
 from auto3d.schedule import samples_at_once, schedule_of, write_schedule
 from auto3d.schedule.carried_buffers import check_carried_buffers
 from auto3d.search.algorithms.exhaustive import estimate_best
@@ -20,14 +19,14 @@ from auto3d.search.listing import ListedCandidate, list_candidates
 from auto3d.search.make import PlanMaker
 from auto3d.search.search import Budget, Ranked, Search
 from auto3d.search.space import Candidate, Domain, Refusals, Workload, without_numbers
-from launch.model.costs import captured_subject, cost_model
+from launch.model.costs import captured_subject, cost_model, runtime_memory
 from launch.model.graphs import PlanningModel
 from launch.peers.limits import check_engine
 from launch.recipe.error import RecipeError
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.schema_key import AUTO
 from launch.recipe.search_schema import PlanRecipe
-from launch.recipe.settings import cluster, emulation, optimizer_settings, search_space, training_settings
+from launch.recipe.settings import cluster, emulation, search_space, training_settings
 
 
 def find(
@@ -178,10 +177,11 @@ def runnable_maker(
     """
     subject = captured_subject(recipe, graph_at, model)
     emulated, machine = emulation(recipe.values), cluster(recipe)
+    memory = runtime_memory(recipe, graph_at, model)
 
     def missing(plan: Plan) -> str:
         # Nobody predicts a peer's memory: its trial finds out.
-        return shortage_here(recipe, machine, plan, graph_at) if plan.engine == AUTO3D else ""
+        return shortage(memory, plan, machine) if plan.engine == AUTO3D else ""
 
     def check(plan: Plan) -> None:
         if plan.engine != AUTO3D:
@@ -204,33 +204,27 @@ def runnable_maker(
 
 def check_memory(recipe: LoadedRecipe, plan: Plan, graph_at: Callable[[int], Graph]) -> None:
     """Raise PlanError if the recipe's devices lack the memory that ``plan`` needs by estimate."""
-    if missing := shortage_here(recipe, cluster(recipe), plan, graph_at):
+    machine = cluster(recipe)
+    if machine.memory_bytes is not None and (missing := shortage(runtime_memory(recipe, graph_at), plan, machine)):
         raise PlanError(f"{missing}; cluster.memory_gib sets the GiB that a process may fill", kind="memory")
 
 
-def shortage_here(recipe: LoadedRecipe, machine: Cluster, plan: Plan, graph_at: Callable[[int], Graph]) -> str:
-    """As ``shortage``; the model is captured only if the memory of ``machine``, the recipe's cluster, is known."""
+def shortage(memory: PlanMemory, plan: Plan, machine: Cluster) -> str:
+    """The reason why ``plan``, by estimate, does not fit into its devices' memory; empty if it fits."""
     if machine.memory_bytes is None:
-        return ""
-    copies = optimizer_copies(optimizer_settings(recipe.values), recipe.values.cluster.device)
-    return shortage(graph_at(samples_at_once(plan)), plan, machine, **copies)
-
-
-def shortage(graph: Graph, plan: Plan, machine: Cluster, **copies: Any) -> str:
-    """The reason why ``plan``, by estimate, does not fit into its devices' memory; empty if it fits.
-
-    ``copies`` are the arguments of ``predict`` that depend on the optimizer.
-    """
-    short: dict[int, tuple[float, float]] = {}  # pipeline device -> missing bytes, memory in bytes
-    needed = predict(graph, plan, schedule_of(plan), **copies)
-    for device, has in enumerate(machine.memory_of(ranks) for ranks in plan.placement):
-        if has is not None and needed[device].total > has:
-            short[device] = needed[device].total - has, has
+        return ""  # nothing is captured for an unknown size
+    short: dict[int, float] = {}  # pipeline device -> missing bytes
+    capacity = [machine.memory_of(ranks) for ranks in plan.placement]
+    for device, (needed, has) in enumerate(zip(memory.of(plan), capacity, strict=True)):
+        if has is not None and needed > has:
+            short[device] = needed - has
     if not short:
         return ""
-    device = max(short, key=lambda device: short[device][0])
-    gib = in_gib(short[device][1])
-    return f"infeasible: pipeline device {device} needs {needed[device]}; a device has {gib} GiB"
+    device = max(short, key=short.__getitem__)
+    has = capacity[device]
+    assert has is not None
+    needs = memory.devices(plan)[device]
+    return f"infeasible: pipeline device {device} needs {needs}; a device has {in_gib(has)} GiB"
 
 
 def check_memory_known(recipe: LoadedRecipe, key: str) -> None:

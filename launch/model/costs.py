@@ -9,10 +9,13 @@ from pathlib import Path
 from auto3d.capture.graph import Graph
 from auto3d.capture.interpolate import interpolate
 from auto3d.cost.layers import Layer, MeasuredLayers, times_of_layers, work_of_layers
+from auto3d.cost.memory.plan import PlanMemory
 from auto3d.cost.model import CostModel
+from auto3d.cost.model_work import ModelWork
 from auto3d.cost.work import Work, work_of, work_of_tensor_parallel, work_scaled
 from auto3d.errors import InputError
 from auto3d.partition.merak import Sharding
+from auto3d.runtime.optimizer_memory import memory_options
 from auto3d.search.planned_model import PlannedGraphs, PlannedLayers, PlannedModel
 from auto3d.tensor.local_graph import LocalGraph
 from auto3d.tensor_placement import Split
@@ -20,7 +23,7 @@ from launch.model.graphs import PlanningModel
 from launch.model.profile import find_profile
 from launch.recipe.load import RECIPES, LoadedRecipe
 from launch.recipe.schema import UNFUSED
-from launch.recipe.settings import cluster, predicted_precision, predicted_system, training
+from launch.recipe.settings import cluster, optimizer_settings, predicted_precision, predicted_system, training
 from launch.recipe.words import counted
 
 INTERPOLATED = (2, 4)  # samples; at 1 sample a model may have fewer operations than at other sizes
@@ -111,6 +114,28 @@ def captured_subject(
     return _captured_subject(recipe, graph_at, model.sharding, model.split, model.local_graph, fused_attention=True)
 
 
+def runtime_memory(
+    recipe: LoadedRecipe, graph_at: Callable[[int], Graph], model: PlanningModel | None = None
+) -> PlanMemory:
+    """The memory of plans as this runtime trains them, whatever system the recipe's group ``prediction`` describes.
+
+    ``graph_at`` and ``model`` are as in ``captured_subject``.
+    """
+    model = model or PlanningModel(recipe)
+    training = recipe.values.training
+    subject = _captured_subject(
+        recipe,
+        graph_at,
+        model.sharding,
+        model.split,
+        model.local_graph,
+        fused_attention=True,
+        precision=training.precision,
+    )
+    options = memory_options(optimizer_settings(recipe.values), recipe.values.cluster.device, training.precision)
+    return PlanMemory(ModelWork(subject.work, options), options)
+
+
 def _captured_subject(
     recipe: LoadedRecipe,
     graph_at: Callable[[int], Graph],
@@ -120,14 +145,17 @@ def _captured_subject(
     split_at: Callable[[int], int] = lambda samples: samples,
     *,
     fused_attention: bool,
+    precision: str | None = None,
 ) -> PlannedGraphs:
+    """``precision`` replaces the one that the recipe predicts."""
     prediction = recipe.values.prediction
+    precision = precision or predicted_precision(recipe.values)
 
     def work(graph: Graph) -> Work:
         return work_of(
             graph,
             sharding(graph).bounds,
-            precision=predicted_precision(recipe.values),
+            precision=precision,
             fused=prediction.fused,
             fused_attention=fused_attention,
             system=predicted_system(recipe.values),
@@ -138,7 +166,7 @@ def _captured_subject(
         return work_of_tensor_parallel(
             subject.work(there),
             local(there, tp, sequence_parallel),
-            precision=predicted_precision(recipe.values),
+            precision=precision,
             fused=prediction.fused,
             fused_attention=fused_attention,
             system=predicted_system(recipe.values),

@@ -9,7 +9,7 @@ from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import PRECISION_BYTES
 from auto3d.plan import AUTO3D, Plan
 from auto3d.runtime.emulation import Emulation
-from auto3d.runtime.optimizer_memory import state_copies
+from auto3d.runtime.optimizer_memory import state_copies, update_copies
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
 from auto3d.search.algorithms import AMP, AMP_ITERATIONS, AMP_TRIALS
 from auto3d.search.space import SearchSpace
@@ -122,7 +122,13 @@ def training(recipe: Recipe) -> TrainingOptions:
         scattered_messages=prediction.messages == SCATTERED,
         recompute_ends=prediction.recompute_ends,
         reserve_bytes=prediction.reserve_gib * 2**30,
-        **_held_by(predicted_system(recipe)),
+        system=predicted_system(recipe),
+        backward_makes_gradients=predicted_precision(recipe) == recipe.training.precision
+        and prediction.system == AUTO3D,
+        update_copies=(0, 0)
+        if recipe.training.offload_optimizer
+        else update_copies(optimizer_settings(recipe), recipe.cluster.device),
+        sums_have_copies=recipe.cluster.device == "cpu",
     )
 
 
@@ -132,13 +138,6 @@ def predicted_system(recipe: Recipe) -> System | None:
     if found is not None and recipe.prediction.attention == UNFUSED:
         found = replace(found, fused_attention=False)
     return found
-
-
-def _held_by(system: System | None) -> dict[str, float]:
-    """The fields of TrainingOptions that another system changes. Its published figures are bytes allocated."""
-    if system is None:
-        return {}
-    return {"gradient_copies": system.gradient_copies, "fragmentation": 1.0}
 
 
 def optimizer_settings(recipe: Recipe) -> OptimizerSettings:

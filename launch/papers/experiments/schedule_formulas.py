@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from auto3d.cluster import Cluster, Node, place_ranks
 from auto3d.cost.layers import Layer, work_of_layers
 from auto3d.cost.model import CostModel
-from auto3d.cost.plan_memory import FRAGMENTATION
 from auto3d.cost.training_options import TrainingOptions
 from auto3d.errors import InputError
 from auto3d.plan import Plan, stages_between
@@ -166,4 +165,4 @@ def _ours(formulas: Formulas, depth: int) -> Iterator[tuple[str, float]]:
         placement=place_ranks(dp=1, pp=depth, tp=1),
         seed=0,
     )
-    yield "peak_mib", max(model.memory(plan)) / FRAGMENTATION / MIB
+    yield "peak_mib", max(model.memory(plan)) / MIB

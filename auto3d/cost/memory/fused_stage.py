@@ -1,0 +1,66 @@
+"""The bytes of a stage under another system, whose fused kernels save other tensors than the operations of the Graph.
+
+What each operation saves and needs is that of ``auto3d.cost.system_bytes``; values that no kernel saves are not counted.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from auto3d.cost.memory.segment import Peak, Span
+from auto3d.cost.memory.stage import StageMemory
+from auto3d.cost.tables import WorkTables, without
+
+
+def fused_stage_memory(
+    tables: WorkTables, operations: Sequence[Span], dropped: Sequence[Span], *, blockwise: bool
+) -> StageMemory:
+    """The memory of a stage that runs ``operations`` and recomputes those in ``dropped``, by positions of the whole Graph.
+
+    ``blockwise``: a recomputing stage keeps the input of each block, and recomputes one block at a time.
+    """
+    work = tables.work
+    received, sent = float(work.crossing[operations[0][0]]), float(work.crossing[operations[-1][1]])
+    again = tables.saved(dropped) if dropped else 0.0
+    kept = tables.saved(operations) - again
+    if dropped and blockwise:
+        again /= max(1, tables.blocks_of(operations))
+        kept += max(0.0, tables.block_inputs(dropped) - received)
+    working = _working(tables, operations)
+    backward = Peak(size=max(0.0, again + working.size), position=working.position)
+    none = Peak(size=0.0, position=operations[0][0])
+    return StageMemory(
+        in_flight=kept + received,
+        inputs=received,
+        recomputed=again,
+        deferred=tables.deferred(operations),
+        forward=none,
+        recompute=none,
+        backward=backward,
+        first_backward=backward,
+        after_recompute=Peak(size=max(0.0, working.size), position=working.position),
+        weight_half=none,
+        private=0.0,
+        received=received,
+        received_gradient=received,
+        sent=sent,
+        sent_gradient=sent,
+        sent_beside=sent if without(operations, dropped) != tuple(operations) else 0.0,
+    )
+
+
+def _working(tables: WorkTables, operations: Sequence[Span]) -> Peak:
+    """Most bytes of temporaries of one of ``operations``, less what its micro-batch no longer saves by then.
+
+    The backward of an operation finds only what it and earlier operations saved.
+    """
+    work = tables.work
+    remaining, most = tables.saved(operations), Peak(size=0.0, position=operations[0][0])
+    for first, last in operations:
+        so_far = np.cumsum(work.saved[first:last])
+        sizes = work.working[first:last] + so_far - remaining
+        place = int(sizes.argmax())
+        if sizes[place] > most.size:
+            most = Peak(size=float(sizes[place]), position=first + place)
+        remaining -= float(so_far[-1])
+    return most

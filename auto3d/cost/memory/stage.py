@@ -1,0 +1,183 @@
+"""The bytes of one stage: of its micro-batches in flight, and of the operations that run on them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from auto3d.cost.memory.segment import Peak, Span, segment_of
+from auto3d.cost.memory.tensors import Tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """Bytes that one replica of a stage holds for one micro-batch, and the peaks of operations beyond what it holds.
+
+    The peaks of backwards come before the micro-batch is freed. Those of a recomputing stage include the recomputation.
+    """
+
+    in_flight: float  # inputs and activations, from the forward until the backward
+    inputs: float  # the part of ``in_flight`` that the stage takes from others
+    recomputed: float  # activations that a recomputation adds
+    deferred: float  # what a split backward keeps for its weight half
+    forward: Peak
+    recompute: Peak
+    backward: Peak
+    first_backward: Peak  # of an iteration: it makes the gradients of private parameters, and counts them
+    after_recompute: Peak  # backward after a recomputation that is an operation of its own
+    weight_half: Peak
+    private: float  # gradients of parameters that no other stage has, which the first backward makes
+    received: float  # one message from earlier stages
+    received_gradient: float  # gradient of such a message
+    sent: float
+    sent_gradient: float
+    sent_beside: float  # the part of ``sent`` that is not part of ``in_flight``
+
+    def divided(self, by: int) -> "StageMemory":
+        """The bytes at an equal part of the samples; those of weights are divided, too."""
+        if by == 1:
+            return self
+        changed: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Peak):
+                changed[field.name] = replace(value, size=value.size / by)
+            elif field.name != "private":
+                changed[field.name] = value / by
+        return replace(self, **changed)
+
+
+def stage_memory(
+    tensors: Tensors,
+    operations: Sequence[Span],
+    dropped: Sequence[Span],
+    *,
+    split: bool,
+    block: Span | None = None,
+) -> StageMemory:
+    """The memory of a stage that runs ``operations`` and recomputes those in ``dropped``.
+
+    With ``block``, each of the dropped blocks is recomputed by
+    itself: ``block`` is the last of them. With ``split``, backwards have a weight half.
+    """
+    shared = _used_outside(tensors, operations)
+    runs = _runs(operations, dropped)
+    found = [
+        (is_kept, segment_of(tensors, spans, shared=shared | _used_outside(tensors, spans), split=split))
+        for is_kept, spans in runs
+    ]
+    whole = found[0][1] if len(found) == 1 else segment_of(tensors, operations, shared=shared, split=split)
+    size = tensors.size
+
+    def total(memories: frozenset[int]) -> float:
+        return float(size[sorted(memories)].sum())
+
+    kept_gives = frozenset[int]().union(*(one.given for is_kept, one in found if is_kept))
+    taken = frozenset[int]().union(*(one.taken for _, one in found))
+    inputs = total(taken - kept_gives)
+    held = inputs + sum(one.saved for is_kept, one in found if is_kept)
+    recomputed = sum(one.saved for is_kept, one in found if not is_kept)
+    inner = None
+    if block is not None and dropped:
+        blocks = segment_of(tensors, (block,), shared=shared, split=split)
+        inner = blocks
+        recomputed = blocks.saved
+
+    forward = _Highest()
+    before = inputs
+    for is_kept, one in found:
+        peak = one.forward if is_kept else one.dropping
+        forward.add(before, peak)
+        before += one.saved if is_kept else 0.0
+    given_gradients = _differentiable(tensors, whole.given)
+    backward, first, late = _Highest(), _Highest(), _Highest()
+    before, all_saved, made = held, held + recomputed, 0.0
+    for is_kept, one in reversed(found):
+        run = one if is_kept or inner is None else inner
+        if is_kept:
+            before -= one.saved
+        else:
+            backward.add(before + given_gradients, run.forward)
+            first.add(before + given_gradients + made, run.forward)
+        all_saved -= run.saved
+        backward.add(before, run.backward)
+        first.add(before + made, run.first_backward)
+        late.add(all_saved, run.backward)
+        made += one.private
+    recompute = _Highest()
+    before = held
+    for is_kept, one in found:
+        if not is_kept:
+            recompute.add(before, one.forward)
+            before += one.saved
+    last_kept = found[-1][0]
+    received = frozenset(
+        number for number in whole.taken if tensors.maker[number] >= 0 and not tensors.repeated[number]
+    )
+    return StageMemory(
+        in_flight=held,
+        inputs=inputs,
+        recomputed=recomputed,
+        deferred=whole.deferred,
+        forward=forward.beyond(held),
+        recompute=recompute.beyond(held + recomputed),
+        backward=backward.beyond(held),
+        first_backward=first.beyond(held),
+        after_recompute=late.beyond(held + recomputed),
+        weight_half=whole.weight_half,
+        private=made,
+        received=total(received),
+        received_gradient=_differentiable(tensors, received),
+        sent=total(whole.given),
+        sent_gradient=given_gradients,
+        sent_beside=whole.sent_copies if last_kept else total(whole.given),
+    )
+
+
+class _Highest:
+    """The highest of several peaks, each on top of other bytes."""
+
+    def __init__(self) -> None:
+        self._peak = Peak(size=0.0, position=0)
+
+    def add(self, before: float, peak: Peak) -> None:
+        if before + peak.size > self._peak.size:
+            self._peak = Peak(size=before + peak.size, position=peak.position)
+
+    def beyond(self, held: float) -> Peak:
+        return replace(self._peak, size=max(0.0, self._peak.size - held))
+
+
+def _differentiable(tensors: Tensors, memories: frozenset[int]) -> float:
+    """Bytes of the gradients of those of ``memories`` that have one."""
+    return float(sum(tensors.size[number] for number in memories if number in tensors.with_gradient))
+
+
+def _runs(operations: Sequence[Span], dropped: Sequence[Span]) -> list[tuple[bool, list[Span]]]:
+    """The neighbouring operations that are all kept or all dropped, in order: (whether they are kept, their spans)."""
+    bounds = sorted({bound for span in (*operations, *dropped) for bound in span})
+    runs: list[tuple[bool, list[Span]]] = []
+    for first, last in pairwise(bounds):
+        if not any(start <= first < stop for start, stop in operations):
+            continue
+        is_kept = not any(start <= first < stop for start, stop in dropped)
+        if runs and runs[-1][0] == is_kept:
+            if runs[-1][1][-1][1] == first:
+                runs[-1][1][-1] = runs[-1][1][-1][0], last
+            else:
+                runs[-1][1].append((first, last))
+        else:
+            runs.append((is_kept, [(first, last)]))
+    return runs
+
+
+def _used_outside(tensors: Tensors, spans: Sequence[Span]) -> frozenset[int]:
+    """The trained parameters that operations outside of ``spans`` use."""
+    outside = np.ones(len(tensors.state_at), dtype=bool)
+    for first, last in spans:
+        outside[np.searchsorted(tensors.state_at, first) : np.searchsorted(tensors.state_at, last)] = False
+    return (
+        frozenset(tensors.several.intersection(tensors.state_of[outside].tolist())) if tensors.several else frozenset()
+    )
