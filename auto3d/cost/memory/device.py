@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 ENTRIES = (
-    "reserve", "weights", "copies", "versions", "gradients", "optimizer", "activations", "inputs", "messages", "working",
+    "reserve", "weights", "copies", "versions", "gradients", "optimizer",
+    "activations", "inputs", "messages", "working",
 )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """The bytes of a stage under another system, whose fused kernels save other tensors than the operations of the Graph.
 
-What each operation saves and needs is that of ``auto3d.cost.system_bytes``; values that no kernel saves are not counted.
+What each operation saves and needs is that of ``auto3d.cost.system_bytes``; values that no kernel saves do not count.
+Positions are those of the whole Graph.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from auto3d.cost.tables import WorkTables, without
 def fused_stage_memory(
     tables: WorkTables, operations: Sequence[Span], dropped: Sequence[Span], *, blockwise: bool
 ) -> StageMemory:
-    """The memory of a stage that runs ``operations`` and recomputes those in ``dropped``, by positions of the whole Graph.
+    """The memory of a stage that runs ``operations`` and recomputes those in ``dropped``.
 
     ``blockwise``: a recomputing stage keeps the input of each block, and recomputes one block at a time.
     """
