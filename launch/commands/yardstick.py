@@ -50,8 +50,6 @@ def yardstick(
     _check("--set", sets, [*SETS, *TRACES])
     _check("--predictor", names, list(known))
     chosen = [one for name, one in known.items() if not names or name in names]
-    if programs and not names:
-        note("yardstick: scoring the programs beside all predictors; --predictor selects some")
     chosen += [program(command, timeout_s=timeout_s) for command in programs]
     tell: Callable[[str], None] = note
     scored = [score_set(SETS[name], chosen, tell) for name in SETS if not sets or name in sets]

@@ -49,7 +49,7 @@ class PublishedRun:
     row: Mapping[str, str]  # as ``auto3d predict`` takes it
     sizes: ModelSizes
     group: tuple[str, ...]  # a planner chooses among the runs of one group
-    part: str = ""  # a part of the set with scores of its own
+    parts: tuple[str, ...] = ("",)  # parts of the set, with scores of their own, that the run belongs to
     seconds: float | None = None  # time of an iteration; None: not measured
     timed: bool = True  # whether its time counts for the error
     memory: tuple[tuple[int | None, float], ...] = ()

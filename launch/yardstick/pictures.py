@@ -25,7 +25,7 @@ def draw(one: ScoredSet, file: Path) -> None:
     peaks: dict[str, list[tuple[float, float]]] = {}
     for predictor in [*(each for each in others if each.name == OTHER), first]:
         for run, said in zip(one.runs, one.predicted[predictor], strict=True):
-            label = predictor.name + (", fitted" if predictor is first and run.part in fitted else "")
+            label = predictor.name + (", fitted" if predictor is first and not fitted.isdisjoint(run.parts) else "")
             if run.timed and run.seconds is not None and said.seconds is not None:
                 times.setdefault(label, []).append((run.seconds, said.seconds))
             for device, measured in run.memory:

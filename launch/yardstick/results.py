@@ -80,8 +80,8 @@ def score_set(measured: MeasuredSet, chosen: Sequence[Predictor], tell: Callable
         tell(f"{measured.name}: {one.name}")
         predicted[one] = one.predict(asked, lambda words: tell(f"{measured.name}: {words}"))
     parts = []
-    for part in dict.fromkeys(run.part for run in asked.runs):
-        places = [place for place, run in enumerate(asked.runs) if run.part == part]
+    for part in sorted({part for run in asked.runs for part in run.parts}):
+        places = [place for place, run in enumerate(asked.runs) if part in run.parts]
         runs = [asked.runs[place] for place in places]
         for one, found in predicted.items():
             scored = scores(runs, [found[place] for place in places], memory_bytes=memory)

@@ -29,12 +29,12 @@ def table(sets: Sequence[ScoredSet], traces: Sequence[ReplayedTrace], form: str 
         (one.name, "simulator", f"{one.steps}", percent(one.error, 2), *[percent(float("nan"))] * 7) for one in traces
     ]
     text = tabulate(rows, HEADINGS, form, disable_numparse=True)
-    fitted = [
-        f"{MARK} {_place(one, part)}: {words}."
+    fitted = dict.fromkeys(
+        f"{MARK} {one.measured.name}: {words}."
         for one in sets
         for part, words in one.measured.fitted.items()
         if any(each.fitted and each.part == part for each in one.parts)
-    ]
+    )
     return "\n\n".join([text, *fitted])
 
 
