@@ -8,7 +8,7 @@ from auto3d.cost.model import CostModel
 from auto3d.errors import InputError
 from launch.model.costs import planning_subject, subject_of
 from launch.model.predictions import PlannedRow, plan_rows
-from launch.yardstick.predictors import NOTHING, Asked, Predict, Predicted
+from launch.yardstick.predictors import NOTHING, Predict, Predicted, PredictionRequest
 
 SHOWN_EVERY = 100  # runs
 
@@ -17,13 +17,13 @@ class OurModel:
     """The cost model on the recipe of each set; its methods share the plans of the last set."""
 
     def __init__(self) -> None:
-        self._planned: tuple[Asked | None, list[PlannedRow]] = (None, [])
+        self._planned: tuple[PredictionRequest | None, list[PlannedRow]] = (None, [])
 
     def by(self, method: str) -> Predict:
         """A predictor that takes the time from ``method``, a key of the cost model's METHODS, and the memory from the
         cost model. A run that is no Plan, or has no time by this method, has no prediction."""
 
-        def predict(asked: Asked, tell: Callable[[str], None]) -> list[Predicted]:
+        def predict(asked: PredictionRequest, tell: Callable[[str], None]) -> list[Predicted]:
             @cache
             def changed(model: CostModel) -> CostModel:
                 return model.by(method)
@@ -41,7 +41,7 @@ class OurModel:
 
         return predict
 
-    def _plans(self, asked: Asked, tell: Callable[[str], None]) -> Sequence[PlannedRow]:
+    def _plans(self, asked: PredictionRequest, tell: Callable[[str], None]) -> Sequence[PlannedRow]:
         if self._planned[0] is not asked:
             subject = partial(planning_subject, only_predicted=True) if asked.measured.interpolated else subject_of
             plans = []

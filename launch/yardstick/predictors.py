@@ -25,7 +25,7 @@ NOTHING = Predicted()
 
 
 @dataclass(frozen=True)
-class Asked:
+class PredictionRequest:
     """The question to a predictor: the runs of a set, with the set's recipe."""
 
     measured: MeasuredSet
@@ -33,7 +33,7 @@ class Asked:
     runs: tuple[PublishedRun, ...]
 
 
-Predict = Callable[[Asked, Callable[[str], None]], Sequence[Predicted]]
+Predict = Callable[[PredictionRequest, Callable[[str], None]], Sequence[Predicted]]
 """Arguments: the question; a function that shows a line of progress. Result: a Predicted for each run, in order."""
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from auto3d.errors import InputError
 from launch.yardstick.case import case_of
-from launch.yardstick.predictors import NOTHING, Asked, Predict, Predicted, Predictor
+from launch.yardstick.predictors import NOTHING, Predict, Predicted, PredictionRequest, Predictor
 
 COLUMNS = ("id", "seconds", "peak_bytes")  # what a program writes
 INTERPRETERS = ("python", "sh", "bash", "node", "julia", "Rscript")
@@ -34,7 +34,7 @@ def program(command: str, *, timeout_s: float) -> Predictor:
 
 
 def _predict(words: Sequence[str], timeout_s: float) -> Predict:
-    def predict(asked: Asked, tell: Callable[[str], None]) -> list[Predicted]:
+    def predict(asked: PredictionRequest, tell: Callable[[str], None]) -> list[Predicted]:
         where = f"--program: {shlex.join(words)} on {asked.measured.name}"
         cases = [case_of(asked.measured, asked.recipe, run) for run in asked.runs]
         text = io.StringIO()

@@ -11,7 +11,7 @@ from launch.recipe.load import RECIPES, load
 from launch.recipe.settings import cluster
 from launch.yardstick.measured import MeasuredSet, PublishedRun
 from launch.yardstick.ours import OurModel
-from launch.yardstick.predictors import Asked, Predicted, Predictor
+from launch.yardstick.predictors import Predicted, PredictionRequest, Predictor
 from launch.yardstick.scores import Scores, scores
 from launch.yardstick.textbook import amp, chimera, rule_of_thumb, textbook
 from launch.yardstick.traces import read_trace, replay
@@ -73,7 +73,7 @@ def score_set(measured: MeasuredSet, chosen: Sequence[Predictor], tell: Callable
     renamed = recipe.values.prediction.columns
     with published(measured.file).open(newline="") as lines:
         rows = [{renamed.get(name, name): value for name, value in row.items()} for row in csv.DictReader(lines)]
-    asked = Asked(measured, recipe, tuple(measured.read(recipe, rows)))
+    asked = PredictionRequest(measured, recipe, tuple(measured.read(recipe, rows)))
     memory = cluster(recipe).memory_bytes
     predicted: dict[Predictor, Sequence[Predicted]] = {}
     for one in chosen:

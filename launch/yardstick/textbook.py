@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from math import log2
 
 from launch.yardstick.case import Case, case_of
-from launch.yardstick.predictors import Asked, Predicted
+from launch.yardstick.predictors import Predicted, PredictionRequest
 
 EFFICIENCY = 0.45  # of the peak: between the 40 and 50 % that well-tuned trainings of large models reach
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -47,7 +47,9 @@ def chimera(case: Case) -> Predicted:
     return Predicted(passes * (forward + backward + 2 * message) + sync, (_memory(case),))
 
 
-def textbook(form: Callable[[Case], Predicted]) -> Callable[[Asked, Callable[[str], None]], Sequence[Predicted]]:
+def textbook(
+    form: Callable[[Case], Predicted],
+) -> Callable[[PredictionRequest, Callable[[str], None]], Sequence[Predicted]]:
     """A predictor that applies ``form`` to the Case of each run."""
     return lambda asked, tell: [form(case_of(asked.measured, asked.recipe, run)) for run in asked.runs]
 

@@ -9,7 +9,7 @@ import pytest
 from auto3d.errors import InputError
 from launch.recipe.load import RECIPES, load
 from launch.yardstick.case import case_of
-from launch.yardstick.predictors import NOTHING, Asked, Predicted
+from launch.yardstick.predictors import NOTHING, Predicted, PredictionRequest
 from launch.yardstick.program import program
 from launch.yardstick.sets.h100_llama import SET
 
@@ -27,7 +27,7 @@ def asked():
         "shard_optimizer": "1", "micro_batch_size": "2", "training.global_batch": "256", "run_ok": "1",
         "memory_gb": "40", "measured_s": "5",
     }  # fmt: skip
-    return Asked(SET, recipe, tuple(SET.read(recipe, [row, {**row, "pp": "2", "dp": "4"}])))
+    return PredictionRequest(SET, recipe, tuple(SET.read(recipe, [row, {**row, "pp": "2", "dp": "4"}])))
 
 
 def ask(asked, code, *, timeout_s=30.0):
