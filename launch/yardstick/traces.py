@@ -139,7 +139,8 @@ def traced_schedule(trace: Trace) -> Schedule:
     ends with S and U, the reduce-scatter of the gradients and the update. Micro-batch i of copy c has the number
     c × micro-batches + i.
     """
-    devices, device_of = [], {}
+    devices: list[tuple[Operation, ...]] = []
+    device_of: dict[tuple[int, int], int] = {}
     for copy in range(trace.copies):
         for stage, order in enumerate(alternating_orders(trace.stages, trace.micro_batches)):
             device_of[stage, copy] = len(devices)
