@@ -1,12 +1,16 @@
 """`auto3d yardstick`."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import click
 
 from auto3d.errors import InputError
 from launch.commands.consoles import note
+from launch.yardstick.pages import write_pages
+from launch.yardstick.program import program
+from launch.yardstick.results import TRACES, predictors, replay_trace, score_set
+from launch.yardstick.sets import SETS
+from launch.yardstick.table import LEGEND, table
 
 
 @click.command()
@@ -32,12 +36,6 @@ def yardstick(
     The sets are published measurements of real trainings that come with the project. CMD is a program that reads runs
     as CSV and writes predictions as CSV; docs/yardstick.md describes both, and what a score means.
     """
-    from launch.yardstick.pages import write_pages  # it takes a second to import, which --help does without
-    from launch.yardstick.program import program
-    from launch.yardstick.results import TRACES, predictors, replay_trace, score_set
-    from launch.yardstick.sets import SETS
-    from launch.yardstick.table import LEGEND, table
-
     known = predictors()
     if listing:
         for name, measured in SETS.items():
@@ -51,8 +49,7 @@ def yardstick(
     _check("--predictor", names, list(known))
     chosen = [one for name, one in known.items() if not names or name in names]
     chosen += [program(command, timeout_s=timeout_s) for command in programs]
-    tell: Callable[[str], None] = note
-    scored = [score_set(SETS[name], chosen, tell) for name in SETS if not sets or name in sets]
+    scored = [score_set(SETS[name], chosen, note) for name in SETS if not sets or name in sets]
     traces = [replay_trace(name) for name in TRACES if not sets or name in sets]
     click.echo(table(scored, traces))
     click.echo(f"\n{LEGEND}")

@@ -2,13 +2,8 @@
 
 from pathlib import Path
 
-import matplotlib as mpl
-
 from launch.yardstick.measured import GIB
 from launch.yardstick.results import ScoredSet
-
-mpl.use("Agg")
-from matplotlib import pyplot as plt  # imported after choosing a backend that needs no screen
 
 PANEL = (4.5, 4.2)  # inches
 OTHER = "textbook"  # the predictor that is drawn behind the first
@@ -19,6 +14,11 @@ def draw(one: ScoredSet, file: Path) -> None:
 
     It shows the first predictor, its fitted parts in another colour, and behind it the textbook's.
     """
+    import matplotlib as mpl  # it takes a second to import
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
     first, *others = one.predicted
     fitted = {part.part for part in one.parts if part.fitted}
     times: dict[str, list[tuple[float, float]]] = {}

@@ -64,6 +64,6 @@ SET = MeasuredSet(
     system="torch, as Sailor uses it",
     read=_runs,
     words="Sailor's own predictions are 6 % off in time and 5.6 % in memory.",
-    open="One run of data-parallel degree 4 spends 1.06 s of its 1.24 s in the gradient all-reduce, fourteen times as "
-    "long as larger groups do.",
+    open="One run of data-parallel degree 4 spends 1.06 s of its 1.24 s in the gradient all-reduce, ten times as long "
+    "as a group of 16.",
 )
