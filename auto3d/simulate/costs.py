@@ -62,6 +62,9 @@ class Costs:
     exposed_forward: tuple[float, ...] = ()
     exposed_backward: tuple[float, ...] = ()  # also part of ``backward_input``
     exposed_recompute: tuple[float, ...] = ()
+    # Measured times of single operations, by their number (auto3d.schedule.dependencies): the time of the operation,
+    # and that of the message or all-reduce which follows it. They replace all the times above; empty: none.
+    by_operation: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward", "backward_input", "backward_weight", "recompute", "sync", "update"):
@@ -70,6 +73,9 @@ class Costs:
             _check_times(name, getattr(self, name))
         for name in ("latency", "forward", "backward"):
             _check_times(f"messages {name}", (getattr(message, name) for message in self.messages))
+        for number, times in enumerate(self.by_operation):
+            if not all(isfinite(time) and time >= 0 for time in times):
+                raise InputError(f"costs: operation {number} has the times {times}; a time must be 0 or more")
         for device, speed in enumerate(self.speed):
             if not (isfinite(speed) and speed > 0):
                 raise InputError(f"costs: speed of device {device} is {speed}; it must be more than 0")
@@ -106,6 +112,11 @@ class Costs:
             if count != length:
                 values = "1 value" if count == 1 else f"{count} values"
                 raise InputError(f"costs: {name} has {values}; schedule {schedule.name} needs {length}")
+        operations = sum(map(len, schedule.operations))
+        if self.by_operation and len(self.by_operation) != operations:
+            raise InputError(
+                f"costs: by_operation has {len(self.by_operation)} values; schedule {schedule.name} needs {operations}"
+            )
 
 
 def uniform(

@@ -48,8 +48,8 @@ class Timeline:
         syncs = []
         for (stage, _), members in sorted(sync_groups(self.operations).items()):
             started = {self.device_of(self.operations[n]): self.end[n] for n in members}
-            end = max(self.arrival[n] for n in members)
-            syncs.append(Sync(stage=stage, started=started, begin=end - self.costs.sync[stage], end=end))
+            end, time = max((self.arrival[n], self.work.steps[n][1]) for n in members)
+            syncs.append(Sync(stage=stage, started=started, begin=end - time, end=end))
         return syncs
 
     def device_of(self, operation: Operation) -> int:

@@ -38,6 +38,11 @@ def lay_out(schedule: Schedule, costs: Costs) -> DeviceWork:
         stage, pipe = operations[number].stage, operations[number].pipe
         duration, after, link = steps[number]
         steps[number] = duration + count * step_of[Kind.RECOMPUTE, stage, pipe, 1][0], after, link
+    if costs.by_operation:
+        steps = [
+            (time, after if link >= 0 or operation.kind is Kind.SYNC else 0.0, link)
+            for operation, (_, _, link), (time, after) in zip(operations, steps, costs.by_operation, strict=True)
+        ]
     for group in groups.values():
         last_of = {schedule.device_of[operations[n].stage, operations[n].pipe]: n for n in group}
         for number in set(group).difference(last_of.values()):

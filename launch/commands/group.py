@@ -29,6 +29,7 @@ VERBS = {  # verb -> its line in `auto3d --help`; launch/commands/VERB.py define
     "table": "Print the table of RECIPE's last sweep, fastest first.",
     "train": "Train RECIPE's model.",
     "tune": "Search, try the best candidates, and write the fastest plan.",
+    "yardstick": "Score predictors of time and memory on published runs.",
 }
 
 

@@ -149,8 +149,13 @@ def predicted_timeline(recipe: LoadedRecipe, plan: Plan) -> tuple[Timeline | Non
         return None, str(error)
 
 
-def plan_rows(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> Iterator[PlannedRow]:
-    """The plans of ``rows``, in order.
+def plan_rows(
+    recipe: LoadedRecipe,
+    rows: Sequence[Mapping[str, str]],
+    *,
+    subject: Callable[[LoadedRecipe], PlannedModel] = subject_of,
+) -> Iterator[PlannedRow]:
+    """The plans of ``rows``, in order; ``subject`` makes the model of a recipe (default: captured at every size).
 
     A column with a dot in its name is a key of the recipe, which the row changes; columns that are neither that nor in
     PLAN_COLUMNS are ignored. Raises RecipeError where a row makes the recipe invalid.
@@ -165,10 +170,10 @@ def plan_rows(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> Iterat
         changed = recipe.changed(overrides) if overrides else recipe
         values = changed.values
         known = f"{values.model} {values.data} {values.prediction} {values.training.precision}"
-        subject = subjects.setdefault(known, subjects.get(known) or subject_of(changed))
+        planned = subjects.setdefault(known, subjects.get(known) or subject(changed))
         known += f"{values.cluster} {values.training.optimizer}"
-        model = models.setdefault(known, models.get(known) or cost_model(changed, subject))
-        return changed, PlanMaker(subject, model, task(changed))
+        model = models.setdefault(known, models.get(known) or cost_model(changed, planned))
+        return changed, PlanMaker(planned, model, task(changed))
 
     for line, row in enumerate(rows, 2):  # line 1 holds the names of the columns
         overrides = tuple(f"{key}={row[key]}" for key in keys if row[key])

@@ -44,6 +44,16 @@ def test_equal_to_the_reference(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_times_of_single_operations_replace_those_of_stages(seed):
+    schedule, costs = random_case(seed)
+    wanted = simulate(schedule, costs)
+    times = tuple((seconds, after) for seconds, after, _ in wanted.work.steps)
+    found = simulate(schedule, replace(uniform(schedule), overlap=costs.overlap, by_operation=times))
+    assert (found.start, found.end, found.arrival) == (wanted.start, wanted.end, wanted.arrival)
+    assert found.syncs == wanted.syncs
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_what_holds_of_any_timeline(seed):
     schedule, costs = random_case(seed)
     timeline = simulate(schedule, costs)

@@ -1,6 +1,6 @@
-"""Predictions of published iterations stay as they are; `python -m tests.benchmarks.published` predicts all of them.
+"""Predictions of published iterations stay as they are; `auto3d yardstick` predicts all of them.
 
-Whoever changes one on purpose also runs that benchmark, and commits its new figures in results/published.
+Whoever changes one on purpose also runs `auto3d yardstick --out results/published`, and commits its new figures.
 """
 
 import re

@@ -1,0 +1,1 @@
+"""Predictors scored on the public measurements that the project carries."""

@@ -1,0 +1,53 @@
+"""auto3d's own predictions of a set, by each of the cost model's methods."""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache, partial
+
+from auto3d.cost.model import CostModel
+from auto3d.errors import InputError
+from launch.model.costs import planning_subject, subject_of
+from launch.model.predictions import PlannedRow, plan_rows
+from launch.yardstick.predictors import NOTHING, Predict, Predicted, PredictionRequest
+
+SHOWN_EVERY = 100  # runs
+
+
+class OurModel:
+    """The cost model on the recipe of each set; its methods share the plans of the last set."""
+
+    def __init__(self) -> None:
+        self._planned: tuple[PredictionRequest | None, list[PlannedRow]] = (None, [])
+
+    def by(self, method: str) -> Predict:
+        """A predictor that takes the time from ``method``, a key of the cost model's METHODS, and the memory from the
+        cost model. A run that is no Plan, or has no time by this method, has no prediction."""
+
+        def predict(asked: PredictionRequest, tell: Callable[[str], None]) -> list[Predicted]:
+            @cache
+            def changed(model: CostModel) -> CostModel:
+                return model.by(method)
+
+            found = []
+            for one in self._plans(asked, tell):
+                found.append(NOTHING)
+                if one.plan is not None:
+                    model = changed(one.model)
+                    with suppress(InputError):  # for example layers that were not measured at this degree
+                        found[-1] = Predicted(model.seconds(one.plan), tuple(model.memory(one.plan)))
+                if len(found) % SHOWN_EVERY == 0:
+                    tell(f"{len(found)} of {len(asked.runs)} runs")
+            return found
+
+        return predict
+
+    def _plans(self, asked: PredictionRequest, tell: Callable[[str], None]) -> Sequence[PlannedRow]:
+        if self._planned[0] is not asked:
+            subject = partial(planning_subject, only_predicted=True) if asked.measured.interpolated else subject_of
+            plans = []
+            for one in plan_rows(asked.recipe, [run.row for run in asked.runs], subject=subject):
+                plans.append(one)
+                if len(plans) % SHOWN_EVERY == 0:
+                    tell(f"{len(plans)} of {len(asked.runs)} plans")
+            self._planned = asked, plans
+        return self._planned[1]

@@ -1,0 +1,71 @@
+"""GPT under 1F1B, interleaved 1F1B and the zero-bubble schedules on A100."""
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+from launch.recipe.load import LoadedRecipe
+from launch.yardstick.measured import FULLEST, GIB, MeasuredSet, PublishedRun, whole
+from launch.yardstick.sets.a100_node import gpt_sizes
+
+SCHEDULES = {"1F1B": "1f1b", "1F1B-I": "interleaved-1f1b", "ZB-1p": "zb-h1", "ZB-2p": "zb-h2"}
+ENDS = 2  # subgraphs of a GPT-2 before and after its blocks: the embeddings; the last norm, and head and loss
+
+
+def _runs(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> list[PublishedRun]:
+    runs = []
+    for line, found in enumerate(rows, 2):
+        if not found["iteration_s"]:
+            continue  # the paper gives only bubble rates of the handcrafted schedules
+        stages, layers = whole(found, "gpus"), whole(found, "layers")
+        schedule = SCHEDULES[found["schedule"]]
+        each = (layers + ENDS) // stages  # the first and the last stage have a layer less than the others
+        chunks = each if found["schedule"] == "1F1B-I" else 1
+        row = {
+            "micro_batch_size": found["micro_batch"],
+            "tp": "1",
+            "dp": "1",
+            "pp": found["gpus"],
+            "schedule": schedule + (f":chunks={chunks}" if chunks > 1 else ""),
+            "partition_cuts": str(_cuts(layers, stages * chunks)),
+            "training.global_batch": str(whole(found, "micro_batch") * whole(found, "micro_batches")),
+            "model.config.n_layer": found["layers"],
+            "model.config.n_embd": found["hidden"],
+            "model.config.n_head": found["heads"],
+            "model.config.n_positions": found["sequence"],
+            "data.sequence_length": found["sequence"],
+        }
+        runs.append(
+            PublishedRun(
+                line=line,
+                row=row,
+                sizes=gpt_sizes(row),
+                group=(found["model"], f"micro-batches={found['micro_batches']}"),
+                seconds=float(found["iteration_s"]),
+                memory=((FULLEST, float(found["memory_gb"]) * GIB),),
+                baseline=found["schedule"] == "1F1B",
+            )
+        )
+    return runs
+
+
+def _cuts(layers: int, stages: int) -> list[int]:
+    """Cuts in subgraphs, of which a block of GPT-2 has two: the first and the last stage have a block less."""
+    each = (layers + ENDS) // stages
+    blocks = [each - 1, *[each] * (stages - 2), each - 1]
+    inner = [1 + 2 * count for count in accumulate(blocks)]
+    return [0, *inner[:-1], 1 + 2 * layers + ENDS]
+
+
+SET = MeasuredSet(
+    name="zero-bubble",
+    title="Zero-bubble schedules on eight A100",
+    file="zero_bubble_a100_trials.csv",
+    source="Qi et al. (ICLR 2024), tables 3 to 5",
+    licence="tables of a paper",
+    system="Megatron-LM",
+    read=_runs,
+    words="ZB-1p and ZB-2p are found by a search, for the memory of 1F1B and for twice as much; the handcrafted zb-h1 "
+    "and zb-h2, which need the same memory, stand for them. The first and the last stage have a layer less than the "
+    "others; interleaved chunks have one layer each. Relative: the time of a schedule over that of 1F1B.",
+    open="Bubbles of the searched schedules differ from those of the handcrafted ones.",
+)
