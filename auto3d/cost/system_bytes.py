@@ -81,10 +81,12 @@ class _Reader:
                 for name in node.reads:
                     if name in self._gathered and not self._system.keeps_gathered:
                         working[position] += self.size(name)  # gathered again
-        shared: tuple[tuple[float, tuple[int, ...]], ...] = ()
-        if self._system.gradient_placeholders:
-            shared = self._placeholders(working)
-        return SystemBytes(saved, deferred, working, shared)
+        shared = self._placeholders(working) if self._system.gradient_placeholders else []
+        attentions = [position for position, node in enumerate(self._graph.nodes) if _is_attention(node)]
+        if attentions and self._system.attention_buffer and not self._system.fused_attention:
+            largest = max(self._weights(self._graph.nodes[position]) for position in attentions)
+            shared.append((self._float_bytes * largest, tuple(attentions)))
+        return SystemBytes(saved, deferred, working, tuple(shared))
 
     def _saved(self, position: int, node: GraphNode) -> Iterator[str]:
         """The values that ``node`` saves, by the owner of their memory."""
@@ -111,14 +113,18 @@ class _Reader:
 
     def _attention(self, node: GraphNode) -> float:
         query, key, value = (self._values[name] for name in node.reads[:3])
-        rows, total = prod(query.shape[:-1]), 0.0
+        total = 0.0
         if self._system.packed_attention and prod(key.shape) == prod(query.shape):
             total += self.size(key.name) + self.size(value.name)
         if self._system.fused_attention:
-            return total + STATISTIC_BYTES * rows
-        weights = rows * key.shape[-2]
+            return total + STATISTIC_BYTES * prod(query.shape[:-1])
         dropout = any("dropout" in _name(other) for other in self._graph.nodes)
-        return total + weights * (self._float_bytes + dropout * (MASK_BYTES + self._float_bytes))
+        return total + self._weights(node) * (self._float_bytes + dropout * (MASK_BYTES + self._float_bytes))
+
+    def _weights(self, node: GraphNode) -> int:
+        """Elements of the matrices of attention weights: one for each sample and head."""
+        query, key = (self._values[name].shape for name in node.reads[:2])
+        return prod(query[:-1]) * key[-2]
 
     def _gradients(self, node: GraphNode) -> float:
         """Bytes of the gradients of what ``node`` makes and reads, which its backward holds together."""
@@ -127,8 +133,7 @@ class _Reader:
         names = {self.owner(name) for name in node.reads if self._values[name].differentiable}
         total = sum(map(self.size, names)) + sum(self.size(value.name) for value in node.outputs)
         if _is_attention(node) and not self._system.fused_attention:
-            query, key = (self._values[name].shape for name in node.reads[:2])
-            total += 2 * self._float_bytes * prod(query[:-1]) * key[-2]  # of the weights before and after the softmax
+            total += 2 * self._float_bytes * self._weights(node)  # before and after the softmax
         return total
 
     def _logits(self, node: GraphNode) -> int:
@@ -196,7 +201,7 @@ class _Reader:
             name not in region_of and not any(self.owner(name) in read for read in read_by) for name in node.reads
         )
 
-    def _placeholders(self, working: np.ndarray) -> tuple[tuple[float, tuple[int, ...]], ...]:
+    def _placeholders(self, working: np.ndarray) -> list[tuple[float, tuple[int, ...]]]:
         """The buffers of unused gradients; that of the product before the loss is added to ``working``.
 
         Products of one input have their weights in one tensor, as the projections of queries, keys and values have.
@@ -215,7 +220,7 @@ class _Reader:
                 continue
             width = self._values[nodes[0].reads[0]].shape[-1]
             shapes.setdefault((width, sum(sizes) // width), []).extend(group)
-        return tuple((self._float_bytes * prod(shape), tuple(at)) for shape, at in shapes.items())
+        return [(self._float_bytes * prod(shape), tuple(at)) for shape, at in shapes.items()]
 
     def _weight(self, node: GraphNode) -> int:
         """Elements of the largest parameter that ``node`` multiplies with."""

@@ -21,6 +21,8 @@ class System:
     fused_attention: bool = True
     """Attention saves queries, keys, values, its result and a float32 log-sum-exp. False: the matrix of attention
     weights too and, with dropout, its mask and its result (Korthikanti et al. 2022, equation 1)."""
+    attention_buffer: bool = False
+    """Without a fused kernel, the product of queries and keys has a buffer for its other operand, which stays."""
     keeps_gathered: bool = False
     """Under sequence parallelism the gathered input of a product stays until the backward. False: the backward gathers
     it again."""
@@ -40,6 +42,8 @@ MEGATRON = System(
     # and its backward gathers again. Its kernel adds the gradient of a weight to main_grad in float32.
     # megatron/core/tensor_parallel/cross_entropy.py: a float32 copy of the logits becomes their softmax in place. The
     # logits are there before, their gradient after it.
+    # megatron/model/transformer.py, CoreAttention: matmul_input_buffer, from the global memory buffer.
+    attention_buffer=True,
     loss_saved=4.0,
     loss_working=2.0,
 )
@@ -72,6 +76,7 @@ DEEPSPEED = System(
     # contiguous and casts them (megatron/model/gpt_model.py, CrossEntropy); the softmax is made from a copy of these
     # (megatron/core/tensor_parallel/cross_entropy.py).
     fused_attention=False,
+    attention_buffer=True,
     loss_saved=4.0,
     loss_working=8.0,
 )
