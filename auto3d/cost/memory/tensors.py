@@ -159,9 +159,9 @@ def tensors_of(graph: Graph, scale: float, saved: np.ndarray) -> Tensors:
             shapes[value.name] = value.shape
             if source is not None:
                 owner[value.name] = source
-                if node.operator.startswith(_TRANSPOSES) or any(name in transposed for name in node.reads):
-                    if not node.operator.startswith(_IN_ORDER):
-                        transposed[value.name] = position
+                reorders = node.operator.startswith(_TRANSPOSES) or any(name in transposed for name in node.reads)
+                if reorders and not node.operator.startswith(_IN_ORDER):
+                    transposed[value.name] = position
             elif not of_state:
                 add(value.name, value.bytes, position, node.from_inputs)
             if value.differentiable and not node.from_inputs and not of_state:
