@@ -60,12 +60,12 @@ def stages_of(schedule: Schedule | Shape, device: int) -> tuple[int, ...]:
 def highest_moments(shape: Shape) -> tuple[tuple[Moment, ...], ...]:
     """Per device, the moments that no other moment with the same key reaches or exceeds in every count."""
     listed, skipped = shape.first_periods()
-    highest = _highest(listed)
     if not skipped:
-        return highest
-    if not shape.grows:
-        return tuple(tuple(map(_without_numbers, moments)) for moments in highest)
+        return _highest(listed)
     before = _highest(shape.first_periods(fewer=1)[0])
+    if not shape.grows:  # one period more holds no more
+        return tuple(tuple(map(_without_numbers, moments)) for moments in before)
+    highest = _highest(listed)
     if [[one.key for one in here] for here in highest] != [[one.key for one in here] for here in before]:
         return _highest(shape.schedule())
     return tuple(
