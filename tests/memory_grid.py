@@ -15,6 +15,7 @@ from tests.models import TRAINED, captured
 from tests.processes import ProcessPool
 
 MODELS = ("gpt2-wide", "bert-wide", "t5-wide", "llama-wide", "vit-wide")
+TIED = ("gpt2-wide", "bert-wide", "t5-wide")  # PipeDream would give both users of a weight different versions of it
 SAMPLES = 8  # samples that one operation runs
 NO_CLIPPING = replace(ADAMW, clip_norm=0.0)
 
@@ -68,7 +69,8 @@ def grid() -> Iterator[Cell]:
     """Every schedule with every family, and the other axes with some of each."""
     for model in MODELS:
         for schedule in SCHEDULES:
-            yield Cell(model=model, schedule=schedule, pp=2)
+            if schedule != "pipedream" or model not in TIED:
+                yield Cell(model=model, schedule=schedule, pp=2)
         for schedule in ("1f1b", "gpipe", "chimera", "interleaved-1f1b"):
             yield Cell(model=model, schedule=schedule, pp=2, recompute=0.0)
         yield Cell(model=model, schedule="1f1b", pp=2, recompute=0.5)

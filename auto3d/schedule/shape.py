@@ -27,6 +27,7 @@ class Shape:
     recompute: frozenset[int]
     parts: int
     in_flight: tuple[int, ...]  # per stage: the micro-batches in flight at the peak, see auto3d.schedule.in_flight
+    grows: bool  # whether more micro-batches are in flight the more an iteration has
     asynchronous: bool  # whether micro-batches see older versions of the weights
     splits_backward: bool  # whether the weight half of a backward is an operation of its own
 
@@ -79,10 +80,11 @@ def _shape(name: str, devices: int, micro_batches: int, options: tuple[tuple[str
     skipped = _skipped(devices, micro_batches)
     options_of = dict(options)
     listed = build_schedule(name, devices=devices, micro_batches=micro_batches - skipped * period, **options_of)
-    held = in_flight(listed)
+    held, grows = in_flight(listed), False
     if skipped:
         shorter = build_schedule(name, devices=devices, micro_batches=listed.micro_batches - period, **options_of)
         held_before = in_flight(shorter)
+        grows = held != held_before
         held = [count + skipped * (count - before) for count, before in zip(held, held_before, strict=True)]
     return Shape(
         name=name,
@@ -94,6 +96,7 @@ def _shape(name: str, devices: int, micro_batches: int, options: tuple[tuple[str
         recompute=listed.recompute,
         parts=listed.parts,
         in_flight=tuple(held),
+        grows=grows,
         asynchronous=bool(listed.weight_version),
         splits_backward=any(o.kind is Kind.BACKWARD_WEIGHT for operations in listed.operations for o in operations),
     )

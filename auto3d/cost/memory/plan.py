@@ -45,7 +45,7 @@ class _Moments:
     def __init__(self, moments: Sequence[Moment]) -> None:
         self.moments = moments
         self.keys = [moment.key for moment in moments]
-        self.counts = np.array([[n for counts in one.counts for n in counts] for one in moments], dtype=float)
+        self.counts = np.array([one.counts for one in moments], dtype=float)
         distinct = list(dict.fromkeys(self.keys))
         self.distinct = distinct
         self.key_of = np.array([distinct.index(key) for key in self.keys])
@@ -137,8 +137,8 @@ class PlanMemory:
         moment = moments.moments[int(needs.totals(moments).argmax())]
         found: list[HeldTensor] = []
         seen: set[int] = set()
-        for counts, number in zip(moment.counts, stages_of(shape, device), strict=True):
-            held = dict(zip(COUNTS, counts, strict=True))
+        for place, number in enumerate(stages_of(shape, device)):
+            held = dict(zip(COUNTS, moment.counts[place * len(COUNTS) :], strict=False))
             found += self._held_tensors(plan, shape, number, stages[number], held, seen)
         working = needs.peak_of(moment.key)
         if working.size:
@@ -181,9 +181,8 @@ class PlanMemory:
         entries = dict.fromkeys(ENTRIES, 0.0) | needs.constant
         per_stage = needs.per_count.reshape(-1, len(COUNTS)) * moments.counts[row].reshape(-1, len(COUNTS))
         held = dict(zip(COUNTS, per_stage.sum(axis=0).tolist(), strict=True))
-        inputs = sum(
-            counts[0] * found.inputs for counts, found in zip(moment.counts, needs.stages.values(), strict=True)
-        )
+        in_flight = moment.counts[:: len(COUNTS)]
+        inputs = sum(n * found.inputs for n, found in zip(in_flight, needs.stages.values(), strict=True))
         entries["inputs"] += min(inputs, held["in_flight"])
         entries["activations"] += held["in_flight"] - min(inputs, held["in_flight"])
         entries["activations"] += held["recomputed"] + held["deferred"]

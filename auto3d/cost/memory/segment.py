@@ -64,12 +64,14 @@ def segment_of(tensors: Tensors, spans: Sequence[Span], *, shared: frozenset[int
     size = tensors.size[inside]
     start, is_saved, goes_on = made[inside], (first_save < length)[inside], is_given[inside]
     end = np.maximum(np.maximum(start, last_use[inside]) + 1, 0)
-    views = places.rows(tensors.use_at, tensors.use_view)
-    laid_out = np.unique(used[(views >= 0) & (places.of(views) < 0) & (places.of(tensors.maker[used]) < 0)])
-    copied = float(tensors.size[laid_out[first_save[laid_out] < length]].sum())
-    sent = tensors.views[
-        (places.of(tensors.use_view[tensors.views]) >= 0) & (places.of(tensors.use_at[tensors.views]) < 0)
-    ]
+    views, view_sizes = places.rows(tensors.use_at, tensors.use_view), places.rows(tensors.use_at, tensors.use_size)
+    # A part of a memory has gaps between its elements: the receiver takes it as it comes.
+    is_whole = view_sizes == tensors.size[used]
+    laid_out = (views >= 0) & (places.of(views) < 0) & (first_save[used] < length) & is_whole
+    copied = _sum_of_distinct(views[laid_out], view_sizes[laid_out])
+    views, used_later = tensors.use_view[tensors.views], places.of(tensors.use_at[tensors.views]) < 0
+    sent = (places.of(views) >= 0) & used_later
+    sent_copies = _sum_of_distinct(views[sent], tensors.use_size[tensors.views][sent])
     own = np.cumsum(tensors.extra[places.positions])
     temporary = tensors.forward_extra[places.positions]
 
@@ -118,7 +120,7 @@ def segment_of(tensors: Tensors, spans: Sequence[Span], *, shared: frozenset[int
     return Segment(
         taken=frozenset(np.flatnonzero((last_use >= 0) & ~inside).tolist()),
         given=frozenset(np.flatnonzero(is_given).tolist()),
-        sent_copies=float(tensors.size[np.unique(tensors.use_of[sent])].sum()),
+        sent_copies=sent_copies,
         saved=float(held),
         forward=places.peak(forward),
         dropping=places.peak(dropping),
@@ -215,6 +217,11 @@ class _Places:
         """The largest of ``sizes``, one per operation."""
         place = int(sizes.argmax()) if self.length else 0
         return Peak(size=float(sizes[place]), position=int(self.positions[place]))
+
+
+def _sum_of_distinct(keys: np.ndarray, sizes: np.ndarray) -> float:
+    """The sum of ``sizes``, each key once."""
+    return float(sizes[np.unique(keys, return_index=True)[1]].sum())
 
 
 def _last(numbers: np.ndarray, at: np.ndarray, count: int) -> np.ndarray:

@@ -18,6 +18,7 @@ from auto3d.tensor.conversions import CONVERSIONS, Conversion
 _PASSES_GRADIENT = ("aten.add.Tensor", "aten.add_.Tensor", "aten.alias.default", "aten.dropout.default")
 _TRANSPOSES = ("aten.transpose", "aten.permute", "aten.t.", "aten.swapaxes", "aten.movedim", "aten.expand")
 _IN_ORDER = ("aten.contiguous", "aten.reshape")  # they are views only of what is in order
+_ELEMENTWISE = ("aten.add.", "aten.mul.", "aten.sub.", "aten.div.", "aten.neg.", "aten.to.", "aten.gelu.", "aten.silu.")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,8 +37,10 @@ class Tensors:
     use_at: np.ndarray
     use_of: np.ndarray  # memory that the operation reads
     use_view: np.ndarray
-    """Position of the operation that made the view through which it reads the memory, where another stage gets a copy
-    of the view in a message, which it lays out anew; else -1."""
+    """Position of the operation that made the value through which it reads the memory, where the value's elements are
+    in another order than its shape says: another stage gets a copy of it in a message, and lays it out anew. Else -1.
+    """
+    use_size: np.ndarray  # bytes of that value
     save_at: np.ndarray
     save_of: np.ndarray  # memory that the operation saves for its backward
     value_size: np.ndarray  # bytes of each value that has a gradient
@@ -107,7 +110,7 @@ class Tensors:
 
     def scaled(self, times: float) -> "Tensors":
         """The same at ``times`` as many samples."""
-        grown = ("size", "value_size", "deferred_gradient", "extra", "forward_extra", "backward_extra")
+        grown = ("size", "use_size", "value_size", "deferred_gradient", "extra", "forward_extra", "backward_extra")
         return replace(self, **{name: times * getattr(self, name) for name in grown})
 
 
@@ -139,8 +142,8 @@ def tensors_of(graph: Graph, scale: float, saved: np.ndarray) -> Tensors:
     value_maker: list[int] = []
     value_memory: list[int] = []
     classes: list[int] = []
-    uses: list[tuple[int, int, int]] = []
-    transposed: dict[str, int] = {}  # view whose elements are in another order than its memory -> position
+    uses: list[tuple[int, int, int, float]] = []
+    transposed: dict[str, tuple[int, float]] = {}  # value in another order than its shape says -> (position, bytes)
     saves: list[tuple[int, int]] = []
     reads: list[tuple[int, int, bool]] = []
     states: list[tuple[int, int, bool]] = []
@@ -151,17 +154,18 @@ def tensors_of(graph: Graph, scale: float, saved: np.ndarray) -> Tensors:
     for position, node in enumerate(graph.nodes):
         for name in node.reads:
             if name in owner:
-                uses.append((position, number[owner[name]], transposed.get(name, -1)))
+                uses.append((position, number[owner[name]], *transposed.get(name, (-1, 0.0))))
         view = _is_view(node)
         source = next((owner[name] for name in node.reads if name in owner), None) if view else None
         of_state = view and source is None  # a view of a parameter or a constant
         for value in node.outputs:
             shapes[value.name] = value.shape
+            reorders = view and node.operator.startswith(_TRANSPOSES)
+            reorders |= any(name in transposed for name in node.reads[:1]) and _keeps_order(node, view)
+            if reorders and not of_state:
+                transposed[value.name] = position, scale * value.bytes
             if source is not None:
                 owner[value.name] = source
-                if node.operator.startswith(_TRANSPOSES) or any(name in transposed for name in node.reads):
-                    if not node.operator.startswith(_IN_ORDER):
-                        transposed[value.name] = position
             elif not of_state:
                 add(value.name, value.bytes, position, node.from_inputs)
             if value.differentiable and not node.from_inputs and not of_state:
@@ -202,6 +206,7 @@ def tensors_of(graph: Graph, scale: float, saved: np.ndarray) -> Tensors:
         use_at=column(uses, 0),
         use_of=column(uses, 1),
         use_view=column(uses, 2),
+        use_size=column(uses, 3, float),
         save_at=column(saves, 0),
         save_of=column(saves, 1),
         value_size=np.array(value_size, dtype=float),
@@ -241,6 +246,7 @@ def tensors_of_layers(saved: np.ndarray, outputs: np.ndarray) -> Tensors:
         use_at=layers[1:],
         use_of=layers[:-1],
         use_view=np.full(max(0, count - 1), -1),
+        use_size=np.zeros(max(0, count - 1)),
         save_at=none,
         save_of=none,
         value_size=outputs,
@@ -277,6 +283,11 @@ def _passes(node: GraphNode, shape: tuple[int, ...]) -> bool:
     return node.operator in _PASSES_GRADIENT and node.outputs[0].shape == shape
 
 
+def _keeps_order(node: GraphNode, view: bool) -> bool:
+    """Whether the result has the order of the first operand's elements in memory."""
+    return node.operator.startswith(_ELEMENTWISE) or (view and not node.operator.startswith(_IN_ORDER))
+
+
 def _is_view(node: GraphNode) -> bool:
     """Whether the results show the memory of an operand: a conversion that exchanges nothing forward returns it."""
     conversion = _conversion(node)
@@ -292,9 +303,9 @@ def _conversion(node: GraphNode) -> Conversion | None:
 def _temporaries(graph: Graph, node: GraphNode, shapes: Mapping[str, tuple[int, ...]]) -> tuple[float, float]:
     """Bytes that the forward and the backward of ``node`` allocate beside operands, results and their gradients."""
     operator = node.operator
-    if operator == "auto3d.vocabulary_cross_entropy.default":  # the forward makes shifted logits and frees them
-        return float(max(prod(shapes[name]) for name in node.reads) * node.outputs[0].item_bytes), 0.0
-    if "cross_entropy" in operator:  # the gradient of the log-softmax, which is as large as what the forward saved
+    if (
+        operator == "aten.cross_entropy_loss.default"
+    ):  # the gradient of the log-softmax, which is as large as what the forward saved
         return 0.0, float(node.saved_bytes)
     if operator == "aten.scaled_dot_product_attention.default":
         query, key = (shapes[name] for name in node.reads[:2])
