@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from auto3d.cost.system_times import OWN, SystemTimes
 from auto3d.cost.work import PRECISION_BYTES
 
 
@@ -19,6 +20,7 @@ class TrainingOptions:
     scattered_messages: bool = False
     """Each tensor-parallel rank sends a part of a value to the next stage, which gathers it, as in Megatron-LM."""
     recompute_ends: bool = True  # full recomputation includes the operations before and after the repeated blocks
+    times: SystemTimes = OWN  # time beside the operators of the model
 
     @property
     def master_bytes(self) -> int:

@@ -28,6 +28,7 @@ _ELEMENTWISE = {
 }  # fmt: skip
 _LOOKUPS = ("aten.embedding", "auto3d.vocabulary_embedding")
 _VOCABULARY_LOSS = "auto3d.vocabulary_cross_entropy.default"
+_LOSSES = ("aten.cross_entropy_loss", "auto3d.vocabulary_cross_entropy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,14 +108,15 @@ def work_of(
     precision: str = "float32",
     fused: bool = False,
     fused_attention: bool = True,
+    loss_moved: tuple[float, float] | None = None,
 ) -> Work:
     """The work of ``graph`` without tensor parallelism; its subgraphs lie between ``bounds`` (auto3d.partition.merak).
 
     With ``fused``, neighbouring elementwise operations are one kernel, and so is the softmax of attention that is not
     itself one kernel; what one rank alone adds to a partial sum is added to the sum. ``fused_attention`` says how
-    ``graph`` was described (see ``auto3d.capture.describe``).
+    ``graph`` was described (see ``auto3d.capture.describe``). ``loss_moved`` is that of ``SystemTimes``.
     """
-    work = _work(graph, precision=precision, fused=fused, fused_attention=fused_attention)
+    work = _work(graph, precision=precision, fused=fused, fused_attention=fused_attention, loss_moved=loss_moved)
     blocks, repeated = _find_blocks(graph, bounds)
     return replace(work, blocks=blocks, repeated=repeated)
 
@@ -126,12 +128,13 @@ def work_of_tensor_parallel(
     precision: str = "float32",
     fused: bool = False,
     fused_attention: bool = True,
+    loss_moved: tuple[float, float] | None = None,
 ) -> Work:
     """The work of one rank that runs ``local``, at the positions of the whole Graph, whose work is ``whole``.
 
     What is split, exchanged and saved follows from the local Graph alone. The keywords are those of ``work_of``.
     """
-    here = _work(local.graph, precision=precision, fused=fused, fused_attention=fused_attention)
+    here = _work(local.graph, precision=precision, fused=fused, fused_attention=fused_attention, loss_moved=loss_moved)
     positions = np.array(local.positions)
     arrays: dict[str, Any] = {
         name: np.bincount(positions, getattr(here, name), minlength=len(whole)) for name in SUMMED
@@ -173,7 +176,14 @@ def work_scaled(rank: Work, whole: Work, other: Work, times: float) -> Work:
     return replace(rank, **arrays, exchanges=exchanges)
 
 
-def _work(graph: Graph, *, precision: str, fused: bool, fused_attention: bool) -> Work:
+def _work(
+    graph: Graph,
+    *,
+    precision: str,
+    fused: bool,
+    fused_attention: bool,
+    loss_moved: tuple[float, float] | None,
+) -> Work:
     """The work of the nodes of ``graph``, which may be a local one; without its blocks and exchanges."""
     scale = scale_of(graph, precision)
     count = len(graph.nodes)
@@ -216,6 +226,9 @@ def _work(graph: Graph, *, precision: str, fused: bool, fused_attention: bool) -
             arrays["launches"][position], arrays["backward_launches"][position] = forward > 0, backward > 0
             continue
         forward, backward = _moved(node, sizes)
+        if loss_moved is not None and node.operator.startswith(_LOSSES):
+            logits = max(prod(shape) for shape in _read_shapes(graph, node))
+            forward, backward = (logits * each / scale for each in loss_moved)
         if position in run_of:
             first, inside = run_of[position]
             forward, backward = forward - inside, max(0.0, backward - inside)

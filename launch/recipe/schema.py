@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from auto3d.cost.system_times import SYSTEM_TIMES
+from auto3d.plan import AUTO3D
 from auto3d.runtime.settings import LEARNING_RATE_SCHEDULES
 from launch.recipe.cluster_schema import ClusterRecipe
 from launch.recipe.data_schema import DataRecipe
@@ -40,6 +42,11 @@ class PredictionRecipe:
         choices=(AUTO, SCATTERED),
     )
     recompute_ends: bool = key(True, "full recomputation includes embedding and head; Megatron-LM's does not")
+    system: str = key(
+        AUTO3D,
+        "system that is predicted: its own partition, gradient sums, update and loss (docs/cost.md)",
+        choices=(AUTO3D, *SYSTEM_TIMES),
+    )
     columns: dict[str, str] = key(
         {},
         "columns of candidate files that have another name there, as in {hidden: model.config.n_embd}",

@@ -2,7 +2,8 @@
 
 from dataclasses import asdict, replace
 
-from auto3d.cluster import Accelerator, Cluster, ClusterError, Link, Node
+from auto3d.cluster import Accelerator, BusBandwidths, Cluster, ClusterError, Link, Node
+from auto3d.cost.system_times import OWN, SYSTEM_TIMES, SystemTimes
 from auto3d.cost.throughput import peak_flops_of
 from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import PRECISION_BYTES
@@ -12,7 +13,7 @@ from auto3d.runtime.optimizer_memory import state_copies
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
 from auto3d.search.algorithms import AMP, AMP_ITERATIONS, AMP_TRIALS
 from auto3d.search.space import SearchSpace
-from launch.recipe.cluster_schema import LinkRecipe
+from launch.recipe.cluster_schema import CollectivesRecipe, LinkRecipe
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.schema import SCATTERED, Recipe
 from launch.recipe.schema_key import AUTO
@@ -36,6 +37,7 @@ def cluster(recipe: LoadedRecipe, precision: str | None = None) -> Cluster:
             accelerator=_accelerator(recipe, f"{where}.accelerator", kind.accelerator, precision),
             inside=_link(kind.inside),
             outside=None if kind.outside is None else _link(kind.outside),
+            bus=None if kind.collectives is None else _bus(recipe, f"{where}.collectives", kind.collectives),
         )
         nodes += [node] * kind.nodes
     try:
@@ -75,6 +77,18 @@ def _link(values: LinkRecipe) -> Link:
     return Link(latency_s=values.latency_us / 1e6, bandwidth=values.gbit_per_s * 1e9 / 8, lanes=values.lanes)
 
 
+def _bus(recipe: LoadedRecipe, where: str, values: CollectivesRecipe) -> BusBandwidths:
+    try:
+        return BusBandwidths(
+            size=1e6 * values.megabytes,
+            nodes=tuple(values.nodes),
+            all_reduce=tuple(1e9 * value for value in values.all_reduce_gb_per_s),
+            all_gather=tuple(1e9 * value for value in values.all_gather_gb_per_s),
+        )
+    except ClusterError as error:
+        raise recipe.error(where, str(error)) from None
+
+
 def _accelerator(recipe: LoadedRecipe, where: str, name: str | None, precision: str) -> Accelerator:
     if name is None:
         return Accelerator()
@@ -95,6 +109,7 @@ def _accelerator(recipe: LoadedRecipe, where: str, name: str | None, precision: 
         memory_efficiency=values.memory_efficiency,
         launch_s=values.launch_us / 1e6,
         collective_launch_s=values.collective_launch_us / 1e6,
+        crossing_launch_s=None if values.crossing_launch_us is None else values.crossing_launch_us / 1e6,
         micro_batch_s=values.micro_batch_us / 1e6,
         iteration_s=values.iteration_ms / 1e3,
     )
@@ -120,7 +135,13 @@ def training(recipe: Recipe) -> TrainingOptions:
         overlap=prediction.overlap,
         scattered_messages=prediction.messages == SCATTERED,
         recompute_ends=prediction.recompute_ends,
+        times=predicted_times(recipe),
     )
+
+
+def predicted_times(recipe: Recipe) -> SystemTimes:
+    """The time beside a model's operators of the system that is predicted."""
+    return SYSTEM_TIMES.get(recipe.prediction.system, OWN)
 
 
 def optimizer_settings(recipe: Recipe) -> OptimizerSettings:
