@@ -1,7 +1,7 @@
 """The cluster: its devices, nodes and links, and the placement of a Plan's ranks on them."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from math import isfinite
 
@@ -35,6 +35,8 @@ class Accelerator:
     memory_efficiency: float = 0.75
     launch_s: float = 10e-6  # time between the launches of two operations
     collective_launch_s: float = 10e-6  # launch of a collective in a stage, for each other rank of the collective
+    crossing_launch_s: float | None = None
+    """``collective_launch_s`` where pipeline messages cross nodes, which takes time of the hosts; None: the same."""
     micro_batch_s: float = 0.0  # host time for each micro-batch of a stage, in addition to its operations
     iteration_s: float = 0.0  # fixed time of each iteration: loss scale, gradient norm, data
     update_s: float | None = None  # optimizer's update of one parameter; None: computed from its memory traffic
@@ -44,6 +46,12 @@ class Accelerator:
             _check(f"accelerator {self.name}: {name}", getattr(self, name), above_zero=True)
         for name in ("half_flops", "launch_s", "collective_launch_s", "micro_batch_s", "iteration_s"):
             _check(f"accelerator {self.name}: {name}", getattr(self, name), above_zero=False)
+
+    def crossing(self) -> "Accelerator":
+        """This accelerator in a pipeline whose messages cross nodes."""
+        if self.crossing_launch_s is None:
+            return self
+        return replace(self, collective_launch_s=self.crossing_launch_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +103,40 @@ class NodeCollectives:
     reduce_scatter: CollectiveTimes
 
 
+@dataclass(frozen=True, kw_only=True)
+class BusBandwidths:
+    """Measured bus bandwidths, in bytes per second, of collectives of ``size`` bytes among all devices of some nodes.
+
+    A rank of n sends and receives (n - 1) / n of the tensor in an all-gather, and twice that in an all-reduce; the bus
+    bandwidth is this divided by the time (NVIDIA's nccl-tests, PERFORMANCE.md).
+    """
+
+    size: float  # bytes of the whole tensor
+    nodes: tuple[int, ...]  # rising numbers of nodes
+    all_reduce: tuple[float, ...]
+    all_gather: tuple[float, ...]  # also of a reduce-scatter
+
+    def __post_init__(self) -> None:
+        _check("collectives: size", self.size, above_zero=True)
+        for name in ("all_reduce", "all_gather"):
+            values = getattr(self, name)
+            if len(values) != len(self.nodes):
+                raise ClusterError(
+                    f"collectives: {name} has {len(values)} values; it needs {len(self.nodes)}, one for each number of "
+                    "nodes"
+                )
+            for value in values:
+                _check(f"collectives: {name}", value, above_zero=True)
+        if not self.nodes or self.nodes[0] < 1 or sorted(set(self.nodes)) != list(self.nodes):
+            raise ClusterError(f"collectives: nodes is {list(self.nodes)}; it must be rising numbers from 1")
+
+    def interpolate(self, measured: tuple[float, ...], nodes: float) -> float:
+        """The value of ``measured`` at ``nodes``: a power law between two numbers of nodes, constant outside them."""
+        from numpy import exp, interp, log  # imported here because it is slow and only needed with measurements
+
+        return float(exp(interp(log(nodes), log(self.nodes), log(measured))))
+
+
 INSIDE, OUTSIDE = Link(latency_s=10e-6, bandwidth=20e9), Link(latency_s=20e-6, bandwidth=10e9, lanes=1)
 
 
@@ -114,6 +156,7 @@ class Node:
     slowdown: tuple[float, ...] = ()
     handling: tuple[float, float] = (0.0, 0.0)
     collectives: NodeCollectives | None = None  # measured inside the node; None: computed from its links
+    bus: BusBandwidths | None = None  # measured among several such nodes; None: computed from their links
 
     def __post_init__(self) -> None:
         for number, factor in enumerate(self.slowdown, 1):

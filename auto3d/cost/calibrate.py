@@ -30,6 +30,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "memory_efficiency": (0.1, 1.0),
     "launch_s": (1e-7, 1e-2),
     "collective_launch_s": (1e-7, 1e-2),
+    "crossing_launch_s": (1e-7, 1e-2),
     "micro_batch_s": (1e-6, 1.0),
     "iteration_s": (1e-6, 10.0),
     "inside.latency_s": (1e-8, 1e-2),
@@ -147,7 +148,10 @@ def _present(cluster: Cluster, name: str) -> float:
     """The value of the parameter ``name`` on the first node of ``cluster``."""
     group, _, field = name.rpartition(".")
     holder: Accelerator | Link = getattr(cluster.nodes[0], group) if group else cluster.nodes[0].accelerator
-    return getattr(holder, field or name)
+    value = getattr(holder, field or name)
+    if value is None:  # crossing_launch_s, which is collective_launch_s by default
+        return cluster.nodes[0].accelerator.collective_launch_s
+    return value
 
 
 def _errors(iterations: Sequence[MeasuredIteration], parameters: Mapping[str, float]) -> list[float]:

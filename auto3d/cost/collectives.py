@@ -12,6 +12,8 @@ from math import ceil, inf, log2
 from auto3d.cluster import Cluster, CollectiveTimes, Link, NodeCollectives
 from auto3d.tensor.conversions import Collective
 
+MOST_LATENCY = 4  # a measured collective spends at least a quarter of its time on transfers
+
 Group = Sequence[int]  # devices, in the order of their ring
 
 
@@ -21,7 +23,8 @@ class GroupLink:
 
     ``measured`` has the measured collectives of the node in which the whole group lies, if there are any.
     ``slowdown`` is how many times longer the group's devices compute while all of them do. ``hops`` has the bandwidth
-    of each hop of the ring if collectives take AMP's equation 1.
+    of each hop of the ring if collectives take AMP's equation 1. ``gather_bandwidth`` is that of an all-gather or a
+    reduce-scatter where it was measured (default: that of ``link``).
     """
 
     ranks: int
@@ -29,6 +32,7 @@ class GroupLink:
     measured: NodeCollectives | None = None
     slowdown: float = 1.0
     hops: tuple[float, ...] = ()
+    gather_bandwidth: float | None = None
 
     def seconds(self, collective: Collective, size: float) -> float:
         """Seconds of a collective on ``size`` bytes, of the whole tensor.
@@ -45,7 +49,8 @@ class GroupLink:
             return amp_all_reduce_s(self.hops, size) * (1.0 if collective is Collective.ALL_REDUCE else 0.5)
         if collective is Collective.ALL_REDUCE:
             return min(ring_s(self.ranks, size, self.link), tree_s(self.ranks, size, self.link))
-        return gather_s(self.ranks, size, self.link)
+        bandwidth = self.link.bandwidth if self.gather_bandwidth is None else self.gather_bandwidth
+        return gather_s(self.ranks, size, replace(self.link, bandwidth=bandwidth))
 
     def seconds_in_operation(self, collective: Collective, size: float) -> float:
         """What a collective adds to an operation before its device is slowed down by others.
@@ -81,6 +86,32 @@ class Traffic:
         if key not in self._links:
             self._links[key] = self._find_link(group)
         return self._links[key]
+
+    def _measured(self, group: Group) -> tuple[float, float] | None:
+        """The bandwidths of links on which an all-reduce and an all-gather of ``group`` take their measured times.
+
+        None where a node has no measurements. A ring is as slow as the slowest of its hops, so its number of ranks
+        counts: a group has the bandwidth per lane of full nodes with as many ranks, and a lane for each of its devices.
+        """
+        cluster, link, ranks = self._cluster, self.link(group), len(group)
+        homes = Counter(cluster.node_of[device] for device in group)
+        found: list[tuple[float, float]] = []
+        for number, count in homes.items():
+            node = cluster.nodes[number]
+            if node.bus is None:
+                return None
+            nodes = ranks / node.devices if len(homes) > 1 else 1
+            share, most = 1.0, inf
+            if len(homes) > 1:
+                assert node.outside is not None  # a Cluster of several nodes has links between them
+                share = count / max(node.devices, self._outside[number])
+                most = node.outside.bandwidth * count
+            reached = (
+                all_reduce_bandwidth(node.bus.interpolate(node.bus.all_reduce, nodes), node.bus.size, ranks, link),
+                all_gather_bandwidth(node.bus.interpolate(node.bus.all_gather, nodes), node.bus.size, ranks, link),
+            )
+            found.append((min(most, share * reached[0]), min(most, share * reached[1])))
+        return min(each[0] for each in found), min(each[1] for each in found)
 
     def _find_link(self, group: Group) -> Link:
         cluster = self._cluster
@@ -126,7 +157,10 @@ class Traffic:
         homes = {self._cluster.node_of[device] for device in group}
         node = self._cluster.nodes[min(homes)]
         if len(homes) > 1 or node.collectives is None:
-            return GroupLink(ranks=len(group), link=self.link(group))
+            link, measured = self.link(group), self._measured(group)
+            if measured is None:
+                return GroupLink(ranks=len(group), link=link)
+            return GroupLink(ranks=len(group), link=replace(link, bandwidth=measured[0]), gather_bandwidth=measured[1])
         slowdown = node.slowdown[len(group) - 1] if node.slowdown else 1.0
         return GroupLink(ranks=len(group), link=self.link(group), measured=node.collectives, slowdown=slowdown)
 
@@ -208,6 +242,21 @@ def tree_s(ranks: int, size: float, link: Link) -> float:
     """Seconds of a pipelined all-reduce up and down a binary tree: fewer messages in sequence than on a ring, but more
     bytes."""
     return 2 * ceil(log2(ranks)) * link.latency_s + 2 * size / link.bandwidth
+
+
+def all_gather_bandwidth(bus: float, size: float, ranks: int, link: Link) -> float:
+    """The bandwidth at which an all-gather of ``size`` bytes on a ring with the latency of ``link`` has the bus
+    bandwidth ``bus``: without the latency of its hops, which a larger tensor does not take again."""
+    sent = (ranks - 1) / ranks * size
+    return sent / max(sent / bus - (ranks - 1) * link.latency_s, sent / bus / MOST_LATENCY)
+
+
+def all_reduce_bandwidth(bus: float, size: float, ranks: int, link: Link) -> float:
+    """The same for an all-reduce, by the faster of a ring and a tree."""
+    seconds = 2 * (ranks - 1) / ranks * size / bus
+    ring = 2 * (ranks - 1) / ranks * size, 2 * (ranks - 1) * link.latency_s
+    tree = 2 * size, 2 * ceil(log2(ranks)) * link.latency_s
+    return min(sent / max(seconds - latency, seconds / MOST_LATENCY) for sent, latency in (ring, tree))
 
 
 def amp_all_reduce_s(bandwidths: Sequence[float], size: float) -> float:

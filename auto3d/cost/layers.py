@@ -1,8 +1,9 @@
-"""A model that is known only by its layers: the size of each, and the measured time of its forward.
+"""A model that is known only by its layers: the size of each, and the measured time of its passes.
 
-A measured forward of one sample includes launches, arithmetic and, under tensor parallelism, all-reduces. A micro-batch
-of more samples takes the device longer but not the host. So a forward takes the longer of its measured time and of the
-arithmetic and collectives of all samples.
+Passes that were measured at several micro-batch sizes are interpolated. If only the forward of one sample was
+measured, it includes launches, arithmetic and, under tensor parallelism, all-reduces. A micro-batch of more samples
+takes the device longer but not the host. So a forward takes the longer of its measured time and of the arithmetic and
+collectives of all samples.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,25 @@ BACKWARD_TRAFFIC = 1.75  # traffic of the backward over that of the forward, for
 
 MeasuredLayers = Mapping[tuple[str, int], Sequence[float]]
 """(kind of device, tensor-parallel degree) -> seconds of each layer's forward of one sample."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredPasses:
+    """Measured seconds of the passes of each layer, [sizes][layers], with launches and tensor-parallel collectives."""
+
+    samples: tuple[int, ...]  # rising micro-batch sizes
+    forward: tuple[tuple[float, ...], ...]
+    backward: tuple[tuple[float, ...], ...]
+
+    def interpolate(self, rows: Sequence[Sequence[float]], samples: int) -> np.ndarray:
+        """[layers]: seconds of ``samples`` by ``rows``: linear between measured sizes, in proportion above them.
+
+        A layer that is measured alone waits for its launches, which in a training overlap with the layer before. So a
+        small micro-batch takes no longer than a larger one.
+        """
+        least = np.minimum.accumulate(np.array(rows)[::-1])[::-1]
+        beyond = max(1.0, samples / self.samples[-1])
+        return beyond * np.array([np.interp(samples, self.samples, each) for each in least.T])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +118,40 @@ def work_of_layers(layers: Sequence[Layer], samples: int, tp: int = 1, *, precis
     )
 
 
+def times_of_passes(
+    layers: Sequence[Layer],
+    measured: Mapping[tuple[str, int], MeasuredPasses],
+    samples: int,
+    accelerator: Accelerator,
+    tp: int,
+) -> Times:
+    """The measured times of a micro-batch of ``samples`` on one of ``tp`` devices. Half of a backward that computes
+    FLOPs is that of the weights.
+
+    Raises InputError where the layers were not measured on this kind of device at this degree.
+    """
+    _check_measured(measured, accelerator, tp)
+    passes = measured[accelerator.name, tp]
+    backward = passes.interpolate(passes.backward, samples)
+    none = np.zeros(len(layers) + 1)
+    return Times(
+        forward=before(passes.interpolate(passes.forward, samples)),
+        forward_launch=none,
+        backward=before(backward),
+        backward_launch=none,
+        backward_weight=before(np.where([layer.flops > 0 for layer in layers], backward / 2, 0.0)),
+    )
+
+
+def _check_measured(measured: Mapping[tuple[str, int], object], accelerator: Accelerator, tp: int) -> None:
+    if (accelerator.name, tp) not in measured:
+        known = ", ".join(f"{name} at tp {degree}" for name, degree in measured)
+        raise InputError(
+            f"layers: there are no times for {accelerator.name} at tp {tp}, only for {known}; measure them there too, "
+            "or choose one of these"
+        )
+
+
 def times_of_layers(
     layers: Sequence[Layer],
     measured: MeasuredLayers,
@@ -111,12 +165,7 @@ def times_of_layers(
 
     Raises InputError where the layers were not measured on this kind of device at this degree.
     """
-    if (accelerator.name, tp) not in measured:
-        known = ", ".join(f"{name} at tp {degree}" for name, degree in measured)
-        raise InputError(
-            f"layers: there are no times for {accelerator.name} at tp {tp}, only for {known}; measure them there too, "
-            "or choose one of these"
-        )
+    _check_measured(measured, accelerator, tp)
     measured_s = np.array(measured[accelerator.name, 1])
     work = work_of_layers(layers, 1, precision=precision)
     one, many = (

@@ -25,7 +25,7 @@ from auto3d.cost.tables import without
 from auto3d.cost.throughput import IterationFlops, iteration_flops
 from auto3d.cost.times import Times, TimesOf, TimesOfWork, before, times_of
 from auto3d.cost.training_options import TrainingOptions
-from auto3d.cost.updates import syncs_s, update_s
+from auto3d.cost.updates import accumulation_s, syncs_s, update_s
 from auto3d.cost.work import Work, WorkAt
 from auto3d.plan import SUB_PIPELINED, Plan, PlanError, StagePlan
 from auto3d.schedule.shape import shape_of
@@ -193,6 +193,8 @@ class CostModel:
         exposed: list[tuple[float, float, float]] = []  # by stage: forward, backward, recomputation
         for number, stage in enumerate(plan.stages):
             accelerator = traffic.accelerator(homes[number], pipeline)
+            if traffic.crosses:
+                accelerator = accelerator.crossing()
             if halved and samples // stage.replicas % 2:
                 raise PlanError(
                     f"tensor_overlap: {SUB_PIPELINED} halves each micro-batch, and a stage runs "
@@ -201,9 +203,10 @@ class CostModel:
             each, divisor = self._work.slice_of(samples, 2 * stage.replicas if halved else stage.replicas)
             link = traffic.tensor[homes[number][0], pipeline] if plan.tp > 1 and collectives else None
             whole = self._stage_times.seconds(each, accelerator, degree, link, stage.operations, halved)
+            accumulated = accumulation_s(self._work, self.training, plan, stage, accelerator)
             forward.append(parts * (whole[0] / divisor + accelerator.micro_batch_s))
-            backward.append(parts * whole[1] / divisor)
-            weight.append(parts * min(whole[2], whole[1]) / divisor)
+            backward.append(parts * (whole[1] / divisor + accumulated))
+            weight.append(parts * (min(whole[2], whole[1]) / divisor + accumulated))
             again = 0.0
             if number in shape.recompute:
                 dropped = without(stage.operations, self._work.kept(each, stage))
@@ -234,7 +237,7 @@ class CostModel:
             backward_input=tuple(whole - half for whole, half in zip(backward, weight, strict=True)),
             backward_weight=tuple(weight),
             recompute=tuple(recompute),
-            sync=syncs_s(self._work, self.training, plan, traffic),
+            sync=syncs_s(self._work, self.training, plan, traffic, backward),
             update=tuple(update),
             messages=tuple(
                 self._messages.cost(plan, shape, boundary, pipeline, traffic)

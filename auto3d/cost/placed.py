@@ -15,7 +15,8 @@ class PlacedTraffic:
     ``homes`` lists the pipeline devices of each stage. ``tensor`` has, for each pipeline device in each pipeline, the
     link of its first tensor-parallel group. ``distinct_pipelines`` has one pipeline of each kind: pipelines of one kind
     take equally long. ``holders`` lists, for each stage, the ranks that hold a copy of the first tensor-parallel shard
-    of its weights. ``traffic`` is the kind of Traffic: how links are shared, and what collectives take on them.
+    of its weights. ``crosses`` says whether messages between pipeline devices cross nodes. ``traffic`` is the kind of
+    Traffic: how links are shared, and what collectives take on them.
     """
 
     def __init__(
@@ -40,6 +41,11 @@ class PlacedTraffic:
         self.distinct_pipelines = self._find_distinct(dp, len(placement))
         # Besides its operations, an iteration takes the time of the slowest host and an all-reduce of loss and norm.
         self.iteration_s = max(kind.iteration_s for kind in dict.fromkeys(self._slowest.values()))
+        self.crosses = any(
+            cluster.node_of[source] != cluster.node_of[target]
+            for here, there in pairwise(placement)
+            for source, target in zip(here, there, strict=False)
+        )
         every_rank = [rank for ranks in placement for rank in ranks]
         nodes = {cluster.node_of[rank] for rank in every_rank}
         measured = cluster.nodes[min(nodes)].collectives

@@ -1,10 +1,12 @@
 """How other training systems hold bytes: one ``System`` for each, every field with the source that shows it.
 
-A System says nothing about time. What a Plan decides (degrees, ZeRO-1, sequence parallelism, recomputation) and what a
-recipe says about precisions is not repeated here.
+What a Plan decides (degrees, ZeRO-1, sequence parallelism, recomputation) and what a recipe says about precisions is not
+repeated here.
 """
 
 from dataclasses import dataclass
+
+from auto3d.cost.system_times import MEGATRON_TE_TIMES, MEGATRON_TIMES, NANOTRON_TIMES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,7 @@ MEGATRON = System(
     attention_buffer=True,
     loss_saved=4.0,
     loss_working=2.0,
+    times=MEGATRON_TIMES,
 )
 MEGATRON_TE = System(
     # Megatron-LM with Transformer Engine 2 and its cross-entropy (--cross-entropy-loss-fusion):
@@ -55,6 +58,7 @@ MEGATRON_TE = System(
     loss_saved=2.0,
     loss_working=0.0,
     gradient_placeholders=True,
+    times=MEGATRON_TE_TIMES,
 )
 NANOTRON = System(
     # src/nanotron/models/llama.py: TritonRMSNorm is one kernel; GLUActivation is two (silu, then a product); queries
@@ -70,6 +74,7 @@ NANOTRON = System(
     loss_saved=4.0,
     loss_working=6.0,
     gradient_copies=2.0,
+    times=NANOTRON_TIMES,
 )
 DEEPSPEED = System(
     # Megatron-DeepSpeed: the kernels of Megatron-LM in 2021, without FlashAttention. The loss makes the logits

@@ -74,6 +74,13 @@ class WorkTables:
                 total += elements
         return total
 
+    def first_parameters(self, operations: Sequence[tuple[int, int]]) -> float:
+        """Elements of the trained parameters of the first of ``operations`` that has any: their gradients come last."""
+        for first, last in operations:
+            if found := np.flatnonzero(self.work.parameters[first:last]).tolist():
+                return float(self.work.parameters[first + found[0]])
+        return 0.0
+
     def shared(self, stages: Sequence[StagePlan]) -> list[tuple[float, list[int]]]:
         """Parameters that are tied across stages: (elements on each rank, numbers of the stages) of each."""
         tied = []

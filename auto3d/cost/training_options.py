@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from auto3d.cost.system_times import OWN, SystemTimes
 from auto3d.cost.systems import System
 from auto3d.cost.work import PRECISION_BYTES
 
@@ -22,6 +23,7 @@ class TrainingOptions:
     """Each tensor-parallel rank sends a part of a value to the next stage, which gathers it, as in Megatron-LM."""
     recompute_ends: bool = True  # full recomputation includes the operations before and after the repeated blocks
     system: System | None = None  # system whose memory is predicted; None: this runtime
+    times: SystemTimes = OWN  # time beside the operators of the model
     reserve_bytes: float = 0.0  # further bytes on each device
     backward_makes_gradients: bool = True
     """Gradients of parameters that no other rank holds are made by the first backward of an iteration, as in this

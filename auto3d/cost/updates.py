@@ -1,5 +1,7 @@
 """Seconds of gradient syncs and of the optimizer's updates."""
 
+from collections.abc import Sequence
+
 from auto3d.cluster import Accelerator
 from auto3d.cost.model_work import ModelWork
 from auto3d.cost.placed import PlacedTraffic
@@ -20,23 +22,41 @@ def update_s(
 ) -> float:
     """Update time of one rank. Under ZeRO-1: its slice, plus gathering the other slices of ``group``."""
     elements = work.elements(plan, stage.operations)
-    each = accelerator.update_s
+    each, bandwidth = accelerator.update_s, accelerator.memory_bandwidth * accelerator.memory_efficiency
     if each is None:
-        each = training.update_traffic / (accelerator.memory_bandwidth * accelerator.memory_efficiency)
+        each = training.update_traffic / bandwidth
+    whole = elements * training.times.whole_update_bytes / bandwidth
     if not plan.shard_optimizer:
-        return elements * each
+        return whole + elements * each
     size = elements * training.weight_bytes
-    return elements / len(group) * each + traffic.sync.collective_s(Collective.ALL_GATHER, group, size)
+    return whole + elements / len(group) * each + traffic.sync.collective_s(Collective.ALL_GATHER, group, size)
 
 
-def syncs_s(work: ModelWork, training: TrainingOptions, plan: Plan, traffic: PlacedTraffic) -> tuple[float, ...]:
-    """Seconds of each stage's gradient sum: an all-reduce, or under ZeRO-1 a reduce-scatter."""
-    how = Collective.REDUCE_SCATTER if plan.shard_optimizer else Collective.ALL_REDUCE
+def accumulation_s(
+    work: ModelWork, training: TrainingOptions, plan: Plan, stage: StagePlan, accelerator: Accelerator
+) -> float:
+    """Seconds in which a backward adds the gradients of the stage's parameters to their buffers."""
+    bandwidth = accelerator.memory_bandwidth * accelerator.memory_efficiency
+    return work.elements(plan, stage.operations) * training.times.accumulated_bytes / bandwidth
+
+
+def syncs_s(
+    work: ModelWork, training: TrainingOptions, plan: Plan, traffic: PlacedTraffic, backward: Sequence[float]
+) -> tuple[float, ...]:
+    """Seconds of each stage's gradient sum after its last backward: an all-reduce, or under ZeRO-1 a reduce-scatter.
+
+    ``backward`` has the seconds of each stage's backward of one micro-batch, which hides a sum that begins inside it.
+    """
+    how = Collective.REDUCE_SCATTER if plan.shard_optimizer and training.times.reduce_shards else Collective.ALL_REDUCE
     seconds: list[float] = []
     tables = work.tables_of(plan)
     for number, stage in enumerate(plan.stages):
-        size = work.elements(plan, stage.operations) * training.sync_bytes
-        seconds.append(traffic.sync.collective_s(how, traffic.holders[number], size))
+        elements = work.elements(plan, stage.operations)
+        whole = traffic.sync.collective_s(how, traffic.holders[number], elements * training.sync_bytes)
+        if training.times.sync_in_backward and not plan.shard_optimizer and whole:
+            last = tables.first_parameters(stage.operations) / elements
+            whole = max(whole - backward[number], whole * last)
+        seconds.append(whole)
         if copied := tables.copied(stage.operations):
             link = traffic.tensor[traffic.homes[number][0], 0]
             seconds[number] += link.seconds(how, copied * training.sync_bytes)

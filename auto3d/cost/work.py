@@ -31,6 +31,7 @@ _ELEMENTWISE = {
 }  # fmt: skip
 _LOOKUPS = ("aten.embedding", "auto3d.vocabulary_embedding")
 _VOCABULARY_LOSS = "auto3d.vocabulary_cross_entropy.default"
+_LOSSES = ("aten.cross_entropy_loss", "auto3d.vocabulary_cross_entropy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +120,8 @@ def work_of(
 
     With ``fused``, neighbouring elementwise operations are one kernel, and so is the softmax of attention that is not
     itself one kernel; what one rank alone adds to a partial sum is added to the sum. ``fused_attention`` says how
-    ``graph`` was described (see ``auto3d.capture.describe``). Bytes are those that ``system`` holds (default: this
-    project's runtime).
+    ``graph`` was described (see ``auto3d.capture.describe``). ``system`` is the one that is described (default: this
+    project's runtime): the bytes that it holds, and what its loss moves.
     """
     work = _work(graph, precision=precision, fused=fused, fused_attention=fused_attention, system=system)
     blocks, repeated = _find_blocks(graph, bounds)
@@ -187,6 +188,7 @@ def work_scaled(rank: Work, whole: Work, other: Work, times: float) -> Work:
 def _work(graph: Graph, *, precision: str, fused: bool, fused_attention: bool, system: System | None) -> Work:
     """The work of the nodes of ``graph``, which may be a local one; without its blocks and exchanges."""
     scale = scale_of(graph, precision)
+    loss_moved = None if system is None else system.times.loss_moved
     count = len(graph.nodes)
     arrays: dict[str, Any] = {name: np.zeros(count) for name in SUMMED}
     sizes = _sizes(graph)
@@ -227,6 +229,9 @@ def _work(graph: Graph, *, precision: str, fused: bool, fused_attention: bool, s
             arrays["launches"][position], arrays["backward_launches"][position] = forward > 0, backward > 0
             continue
         forward, backward = _moved(node, sizes)
+        if loss_moved is not None and node.operator.startswith(_LOSSES):
+            logits = max(prod(shape) for shape in _read_shapes(graph, node))
+            forward, backward = (logits * each / scale for each in loss_moved)
         if position in run_of:
             first, inside = run_of[position]
             forward, backward = forward - inside, max(0.0, backward - inside)

@@ -10,10 +10,11 @@ from auto3d.partition.stage import crossing_bytes, possible_cuts
 
 @dataclass(frozen=True, eq=False, kw_only=True)  # equal only to itself, so that it is a cheap key of a cache
 class Outline:
-    """The possible cuts of a model, in its order. The first three fields have one entry for each cut."""
+    """The possible cuts of a model, in its order. All fields but ``block_starts`` have one entry for each cut."""
 
     positions: Sequence[int]  # a stage may begin here: 0 first, the end of the model last
     flops: Sequence[float]  # forward FLOPs of one micro-batch before the cut
+    weight_flops: Sequence[float]  # the part of ``flops`` in products with weights
     sent: Sequence[float]  # bytes that the cut sends onward
     block_starts: Sequence[int]  # positions where the repeated blocks begin, then the end of the last; empty: no blocks
 
@@ -22,10 +23,13 @@ def outline_of(graph: Graph) -> Outline:
     """The Outline of a captured model."""
     positions = possible_cuts(graph)
     flops = [0, *accumulate(node.flops for node in graph.nodes)]  # before each operation
+    of_weights = (node.flops if graph.trained & set(node.state) else 0 for node in graph.nodes)
+    weight_flops = [0, *accumulate(of_weights)]
     crossing = crossing_bytes(graph)
     return Outline(
         positions=positions,
         flops=[flops[position] for position in positions],
+        weight_flops=[weight_flops[position] for position in positions],
         sent=[crossing[position] for position in positions],
         block_starts=block_starts(graph),
     )

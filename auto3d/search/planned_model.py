@@ -133,9 +133,11 @@ class PlannedLayers:
     @cached_property
     def _outline(self) -> Outline:
         blocks = [number for number, layer in enumerate(self.layers) if layer.reductions > 1]
+        flops = [0.0, *accumulate(layer.flops for layer in self.layers)]
         return Outline(
             positions=range(len(self.layers) + 1),
-            flops=[0.0, *accumulate(layer.flops for layer in self.layers)],
+            flops=flops,
+            weight_flops=flops,
             sent=[0.0, *(layer.output for layer in self.layers)],
             block_starts=[*blocks, blocks[-1] + 1] if blocks else [],
         )

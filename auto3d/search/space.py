@@ -11,7 +11,7 @@ from typing import Literal
 
 from auto3d.cluster import Cluster
 from auto3d.errors import InputError, ProblemKind
-from auto3d.partition.methods import STAGE_METHODS
+from auto3d.partition.methods import SEARCHED_METHODS
 from auto3d.plan import AUTO3D, ENGINES, NO_OVERLAP, TENSOR_OVERLAPS, PlanError, check_degrees
 from auto3d.schedule import SCHEDULES
 from auto3d.schedule.options import SYNC
@@ -182,7 +182,7 @@ class Domain:
             "micro_batch_size": sizes,
             "schedule": [name for name, family in SCHEDULES.items() if not family.asynchronous],
             "recompute": [NONE, FULL] if cluster.memory_bytes is None else [AUTO],
-            "partition": list(STAGE_METHODS),
+            "partition": list(SEARCHED_METHODS),
             "placement": list(PLACEMENTS) if len(cluster.nodes) > 1 else [MEGATRON],
             "replicas": [EQUAL, UNEVEN],
             "sync": list(SYNC),

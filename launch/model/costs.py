@@ -1,14 +1,10 @@
 """Recipe -> the cost model and its input: the work of the model, captured or measured layer by layer."""
 
-import csv
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 
 from auto3d.capture.graph import Graph
 from auto3d.capture.interpolate import interpolate
-from auto3d.cost.layers import Layer, MeasuredLayers, times_of_layers, work_of_layers
 from auto3d.cost.memory.plan import PlanMemory
 from auto3d.cost.model import CostModel
 from auto3d.cost.model_work import ModelWork
@@ -16,18 +12,19 @@ from auto3d.cost.work import Work, work_of, work_of_tensor_parallel, work_scaled
 from auto3d.errors import InputError
 from auto3d.partition.merak import Sharding
 from auto3d.runtime.optimizer_memory import memory_options
-from auto3d.search.planned_model import PlannedGraphs, PlannedLayers, PlannedModel
+from auto3d.search.planned_model import PlannedGraphs, PlannedModel
 from auto3d.tensor.local_graph import LocalGraph
 from auto3d.tensor_placement import Split
 from launch.model.graphs import PlanningModel
+from launch.model.measured_layers import PUBLISHED as PUBLISHED
+from launch.model.measured_layers import measured_model, with_measured_update
+from launch.model.measured_layers import published as published
 from launch.model.profile import find_profile
-from launch.recipe.load import RECIPES, LoadedRecipe
+from launch.recipe.load import LoadedRecipe
 from launch.recipe.schema import UNFUSED
 from launch.recipe.settings import cluster, optimizer_settings, predicted_precision, predicted_system, training
-from launch.recipe.words import counted
 
 INTERPOLATED = (2, 4)  # samples; at 1 sample a model may have fewer operations than at other sizes
-PUBLISHED = RECIPES / "published" / "data"  # published measurements, each with its source
 
 
 def subject_of(recipe: LoadedRecipe) -> PlannedModel:
@@ -43,20 +40,7 @@ def subject_of(recipe: LoadedRecipe) -> PlannedModel:
             model.local_graph,
             fused_attention=_fused_attention(recipe),
         )
-    layers = [
-        Layer(**{name: value for name, value in asdict(sizes).items() if name != "count"})
-        for sizes in values.model.layer_sizes
-        for _ in range(sizes.count)
-    ]
-    measured = _measured(recipe, len(layers))
-    precision = predicted_precision(values)
-    return PlannedLayers(
-        layers=tuple(layers),
-        layer_work=lambda samples, tp: work_of_layers(layers, samples, tp, precision=precision),
-        times=lambda samples, accelerator, tp, _: times_of_layers(
-            layers, measured, samples, accelerator, tp, precision=precision
-        ),
-    )
+    return measured_model(recipe)
 
 
 def planning_subject(recipe: LoadedRecipe, *, only_predicted: bool = False) -> PlannedModel:
@@ -200,7 +184,7 @@ def cost_model(recipe: LoadedRecipe, subject: PlannedModel) -> CostModel:
         machine, times = profile.measured(machine), profile.times_at(subject.work, subject.cuts)
         times_of_work = profile.times_of_work
     return CostModel(
-        machine,
+        with_measured_update(machine, recipe),
         training(recipe.values),
         subject.work,
         times_at=times,
@@ -208,37 +192,3 @@ def cost_model(recipe: LoadedRecipe, subject: PlannedModel) -> CostModel:
         method=recipe.values.prediction.method,
         measured_in=measured_in,
     )
-
-
-def published(name: str) -> Path:
-    """A file of the published measurements that the project holds."""
-    return PUBLISHED / name
-
-
-def _measured(recipe: LoadedRecipe, count: int) -> MeasuredLayers:
-    name = recipe.values.model.layers
-    assert name is not None
-    file = Path(name) if Path(name).is_file() else published(name)
-    if not file.is_file():
-        raise recipe.error(
-            "model.layers", f"found {name!r}; there is no such file, also not among the published ones of {PUBLISHED}"
-        )
-    found: dict[tuple[str, int], list[float]] = {}
-    with file.open(newline="") as lines:
-        rows: Sequence[dict[str, str]] = list(csv.DictReader(lines))
-    needed = {"model", "device", "tp", "forward_s_per_sample"}
-    if not rows or not needed <= rows[0].keys():
-        raise recipe.error("model.layers", f"found {str(file)!r}; it must have the columns {', '.join(sorted(needed))}")
-    for row in rows:
-        if row["model"] == recipe.values.model.layers_of:
-            found.setdefault((row["device"], int(row["tp"])), []).append(float(row["forward_s_per_sample"]))
-    if not found:
-        names = ", ".join(sorted({row["model"] for row in rows}))
-        raise recipe.error(
-            "model.layers_of", f"found {recipe.values.model.layers_of!r}; {file} has rows of {names}: it takes one"
-        )
-    for (device, tp), seconds in found.items():
-        if len(seconds) != count:
-            problem = f"found sizes of {counted(count, 'layer')}; {file} has {len(seconds)} on {device} at tp {tp}"
-            raise recipe.error("model.layer_sizes", problem)
-    return {key: tuple(seconds) for key, seconds in found.items()}

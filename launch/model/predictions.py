@@ -26,7 +26,7 @@ from launch.model.graphs import PlanningModel
 from launch.model.profile import basis
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.search_schema import PlanRecipe
-from launch.recipe.settings import emulation, predicted_precision
+from launch.recipe.settings import emulation, predicted_precision, predicted_times
 
 T = TypeVar("T")
 
@@ -196,7 +196,7 @@ def _candidate(recipe: LoadedRecipe, row: Mapping[str, str]) -> Candidate:
         pp=_whole_number(row, "pp"),
         schedule=row.get("schedule") or write_schedule(base.schedule, base.schedule_options),
         recompute=recompute if recompute in (NONE, FULL, AUTO) else float(recompute),
-        partition=row.get("partition") or recipe.values.prediction.partition,
+        partition=row.get("partition") or predicted_times(recipe.values).partition,
         placement=row.get("placement") or MEGATRON,
         shard_optimizer=_choice(row, "shard_optimizer", FLAGS, base.shard_optimizer),
         sequence_parallel=_choice(row, "sequence_parallel", FLAGS, base.sequence_parallel and tp > 1),

@@ -14,6 +14,16 @@ class LinkRecipe:
 
 
 @dataclass
+class CollectivesRecipe:
+    """Measured bus bandwidths of collectives among all devices of some nodes, one for each number of nodes."""
+
+    megabytes: float = key(256.0, "size of the measured tensors, in MB", least=1e-6)
+    nodes: list[int] = key([], "numbers of nodes, rising", least=1)
+    all_reduce_gb_per_s: list[float] = key([], "bus bandwidth of an all-reduce, in GB/s", least=1e-6)
+    all_gather_gb_per_s: list[float] = key([], "bus bandwidth of an all-gather, in GB/s", least=1e-6)
+
+
+@dataclass
 class NodesRecipe:
     nodes: int = key(1, "number of machines", least=1, below=LARGEST_NODES)
     devices_per_node: int = key(
@@ -24,6 +34,9 @@ class NodesRecipe:
     )
     inside: LinkRecipe = key(LinkRecipe, "links between the devices of a node")
     outside: LinkRecipe | None = key(LinkRecipe, "links from a node to the others; none: there are none")
+    collectives: CollectivesRecipe | None = key(
+        None, "measured bus bandwidths of collectives of large tensors; none: they follow from the links"
+    )
 
 
 @dataclass
@@ -51,6 +64,9 @@ class AcceleratorRecipe:
     launch_us: float = key(10.0, "microseconds from the launch of one operation to the launch of the next", least=0)
     collective_launch_us: float = key(
         10.0, "microseconds that a collective inside a stage takes for each other rank that it waits for", least=0
+    )
+    crossing_launch_us: float | None = key(
+        None, "collective_launch_us in pipelines whose messages cross nodes; none: the same", least=0
     )
     micro_batch_us: float = key(
         0.0, "microseconds of host time per micro-batch of a stage, in addition to its operations", least=0

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from auto3d.cost.systems import SYSTEMS
-from auto3d.partition.methods import STAGE_METHODS
 from auto3d.plan import AUTO3D
 from auto3d.runtime.settings import LEARNING_RATE_SCHEDULES
 from launch.recipe.cluster_schema import ClusterRecipe
@@ -45,8 +44,8 @@ class PredictionRecipe:
     recompute_ends: bool = key(True, "full recomputation includes embedding and head; Megatron-LM's does not")
     system: str = key(
         AUTO3D,
-        "system whose memory is predicted: what its kernels save and what else it holds (docs/cost.md); other systems' "
-        "bytes are those in use, without what an allocator wastes",
+        "system that is predicted: what its kernels save and what else it holds, its partition, gradient sums, update "
+        "and loss (docs/cost.md); other systems' bytes are those in use, without what an allocator wastes",
         choices=(AUTO3D, *SYSTEMS),
     )
     reserve_gib: float = key(
@@ -54,11 +53,6 @@ class PredictionRecipe:
         "GiB on each device beside tensors, for figures that count the context of CUDA and the buffers of libraries",
         least=0,
         below=LARGEST_INTEGER,
-    )
-    partition: str = key(
-        "blocks",
-        "how candidates without a partition of their own are cut into stages; cumulative: as in nanotron",
-        choices=STAGE_METHODS,
     )
     columns: dict[str, str] = key(
         {},

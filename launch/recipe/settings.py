@@ -2,7 +2,8 @@
 
 from dataclasses import asdict, replace
 
-from auto3d.cluster import Accelerator, Cluster, ClusterError, Link, Node
+from auto3d.cluster import Accelerator, BusBandwidths, Cluster, ClusterError, Link, Node
+from auto3d.cost.system_times import OWN, SystemTimes
 from auto3d.cost.systems import SYSTEMS, System
 from auto3d.cost.throughput import peak_flops_of
 from auto3d.cost.training_options import TrainingOptions
@@ -13,7 +14,7 @@ from auto3d.runtime.optimizer_memory import state_copies, update_copies
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
 from auto3d.search.algorithms import AMP, AMP_ITERATIONS, AMP_TRIALS
 from auto3d.search.space import SearchSpace
-from launch.recipe.cluster_schema import LinkRecipe
+from launch.recipe.cluster_schema import CollectivesRecipe, LinkRecipe
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.schema import SCATTERED, UNFUSED, Recipe
 from launch.recipe.schema_key import AUTO
@@ -37,6 +38,7 @@ def cluster(recipe: LoadedRecipe, precision: str | None = None) -> Cluster:
             accelerator=_accelerator(recipe, f"{where}.accelerator", kind.accelerator, precision),
             inside=_link(kind.inside),
             outside=None if kind.outside is None else _link(kind.outside),
+            bus=None if kind.collectives is None else _bus(recipe, f"{where}.collectives", kind.collectives),
         )
         nodes += [node] * kind.nodes
     try:
@@ -76,6 +78,18 @@ def _link(values: LinkRecipe) -> Link:
     return Link(latency_s=values.latency_us / 1e6, bandwidth=values.gbit_per_s * 1e9 / 8, lanes=values.lanes)
 
 
+def _bus(recipe: LoadedRecipe, where: str, values: CollectivesRecipe) -> BusBandwidths:
+    try:
+        return BusBandwidths(
+            size=1e6 * values.megabytes,
+            nodes=tuple(values.nodes),
+            all_reduce=tuple(1e9 * value for value in values.all_reduce_gb_per_s),
+            all_gather=tuple(1e9 * value for value in values.all_gather_gb_per_s),
+        )
+    except ClusterError as error:
+        raise recipe.error(where, str(error)) from None
+
+
 def _accelerator(recipe: LoadedRecipe, where: str, name: str | None, precision: str) -> Accelerator:
     if name is None:
         return Accelerator()
@@ -96,6 +110,7 @@ def _accelerator(recipe: LoadedRecipe, where: str, name: str | None, precision: 
         memory_efficiency=values.memory_efficiency,
         launch_s=values.launch_us / 1e6,
         collective_launch_s=values.collective_launch_us / 1e6,
+        crossing_launch_s=None if values.crossing_launch_us is None else values.crossing_launch_us / 1e6,
         micro_batch_s=values.micro_batch_us / 1e6,
         iteration_s=values.iteration_ms / 1e3,
     )
@@ -121,6 +136,7 @@ def training(recipe: Recipe) -> TrainingOptions:
         overlap=prediction.overlap,
         scattered_messages=prediction.messages == SCATTERED,
         recompute_ends=prediction.recompute_ends,
+        times=predicted_times(recipe),
         reserve_bytes=prediction.reserve_gib * 2**30,
         system=predicted_system(recipe),
         backward_makes_gradients=predicted_precision(recipe) == recipe.training.precision
@@ -133,11 +149,17 @@ def training(recipe: Recipe) -> TrainingOptions:
 
 
 def predicted_system(recipe: Recipe) -> System | None:
-    """The system whose memory is predicted; None: this project's runtime."""
+    """The system that is predicted; None: this project's runtime."""
     found = SYSTEMS.get(recipe.prediction.system)
     if found is not None and recipe.prediction.attention == UNFUSED:
         found = replace(found, fused_attention=False)
     return found
+
+
+def predicted_times(recipe: Recipe) -> SystemTimes:
+    """The time beside a model's operators of the system that is predicted."""
+    system = predicted_system(recipe)
+    return OWN if system is None else system.times
 
 
 def optimizer_settings(recipe: Recipe) -> OptimizerSettings:

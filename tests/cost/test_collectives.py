@@ -2,7 +2,7 @@
 
 import pytest
 
-from auto3d.cluster import Accelerator, Cluster, ClusterError, Link, Node
+from auto3d.cluster import Accelerator, BusBandwidths, Cluster, ClusterError, Link, Node
 from auto3d.cost.collectives import AmpTraffic, Traffic, amp_all_reduce_s, rabenseifner_all_reduce_s, ring_s, tree_s
 from auto3d.tensor.conversions import Collective
 
@@ -102,3 +102,50 @@ def test_hierarchical_all_reduce_sends_less_between_nodes():
 def test_impossible_clusters_are_refused(make, words: str):
     with pytest.raises(ClusterError, match=words):
         make()
+
+
+def measured_nodes(count: int) -> Cluster:
+    """Nodes of four devices on which collectives of 800 bytes were measured; 16 ranks reach a third of one node's."""
+    bus = BusBandwidths(size=800, nodes=(1, 4), all_reduce=(90.0, 30.0), all_gather=(60.0, 20.0))
+    node = Node(
+        devices=4,
+        inside=Link(latency_s=0.1, bandwidth=1e3),
+        outside=Link(latency_s=0.1, bandwidth=1e3),
+        bus=bus,
+    )
+    return Cluster(nodes=(node,) * count, device="cuda")
+
+
+@pytest.mark.parametrize(("collective", "bus", "passes"), [("ALL_REDUCE", 30.0, 2), ("ALL_GATHER", 20.0, 1)])
+def test_a_measured_collective_takes_its_measured_time(collective: str, bus: float, passes: int):
+    """Of twice the size it takes twice as long, but not twice the latency of its hops."""
+    group = range(16)
+    link = Traffic(measured_nodes(4), [group]).group_link(group)
+    seconds = passes * 15 / 16 * 800 / bus
+    assert link.seconds(Collective[collective], 800) == pytest.approx(seconds)
+    assert 2 * seconds - passes * 15 * 0.1 <= 1e-9 + link.seconds(Collective[collective], 1600) < 2 * seconds
+
+
+def test_what_counts_for_a_measured_ring_is_its_number_of_ranks():
+    """Four groups of one device on each of four nodes have as many ranks as one full node, and a lane each."""
+    groups = [range(first, 16, 4) for first in range(4)]
+    alone, shared, whole = (
+        Traffic(measured_nodes(4), of).group_link(of[0]).link.bandwidth for of in (groups[:1], groups, [range(16)])
+    )
+    inside = Traffic(measured_nodes(1), [range(4)]).group_link(range(4)).link.bandwidth
+    assert alone == shared == pytest.approx(inside / 4)
+    assert whole < inside / 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"nodes": (4, 1)}, "rising numbers"),
+        ({"all_gather": (1.0,)}, "all_gather has 1 values; it needs 2"),
+        ({"all_reduce": (1.0, 0.0)}, "more than 0"),
+    ],
+)
+def test_impossible_measurements_are_refused(changes: dict, words: str):
+    given = {"size": 800, "nodes": (1, 4), "all_reduce": (2.0, 1.0), "all_gather": (2.0, 1.0)}
+    with pytest.raises(ClusterError, match=words):
+        BusBandwidths(**given | changes)

@@ -6,15 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from auto3d.cost.device_memory import predict
+from auto3d.cost.plan_memory import FRAGMENTATION
 from torch import nn
 
 from auto3d.capture.model import CapturedModel, capture
 from auto3d.cluster import Accelerator, Cluster, Link, Node, place_ranks
 from auto3d.cost.collectives import Traffic, ring_s
-from auto3d.cost.device_memory import predict
 from auto3d.cost.layers import Layer, work_of_layers
 from auto3d.cost.model import CostModel
-from auto3d.cost.plan_memory import FRAGMENTATION
 from auto3d.cost.sub_pipelined import sub_pipelined_s
 from auto3d.cost.times import times_of
 from auto3d.cost.training_options import TrainingOptions

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from auto3d.cost.device_memory import predict
 
 from auto3d.capture.graph import Graph
 from auto3d.cluster import place_ranks
-from auto3d.cost.device_memory import predict
 from auto3d.data import Batches
 from auto3d.partition import PartitionRequest, partition
 from auto3d.partition.cost import analytic

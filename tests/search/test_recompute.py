@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import pytest
+from auto3d.cost.device_memory import predict
 
 from auto3d.cluster import Accelerator, Cluster, Node
-from auto3d.cost.device_memory import predict
 from auto3d.cost.model import CostModel
 from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import work_of

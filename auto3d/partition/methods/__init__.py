@@ -25,6 +25,7 @@ class PartitionMethod:
 
     file: str  # name of the file in this folder, or of a package
     chooses_stages: bool = False  # the method finds the number of stages itself
+    searched: bool = True  # a search over all methods tries it; False: it only describes another system
     fits_memory: bool = False  # the method respects StageProblem.earliest, the memory limit of the devices
 
     @cached_property
@@ -43,11 +44,14 @@ METHODS: dict[str, PartitionMethod] = {  # the order is that of the search axis:
     "blocks": PartitionMethod("blocks"),
     "layer-assignment": PartitionMethod("layer_assignment"),
     "autopipe": PartitionMethod("autopipe", fits_memory=True),
-    "cumulative": PartitionMethod("cumulative"),
     "rannc": PartitionMethod("rannc", chooses_stages=True),
+    "weight-shares": PartitionMethod("weight_shares", searched=False),
 }
 STAGE_METHODS = tuple(name for name, method in METHODS.items() if not method.chooses_stages)
 """Names of the methods that take the number of stages: the values of the search axis."""
+
+SEARCHED_METHODS = tuple(name for name in STAGE_METHODS if METHODS[name].searched)
+"""The values of the search axis that stand for all of them."""
 
 
 def method_named(name: str, names: tuple[str, ...] = tuple(METHODS), *, key: str = "method") -> PartitionMethod:

@@ -1,0 +1,147 @@
+"""A recipe's measured layers: the CSV file of ``model.layers`` as a model to plan."""
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import cache
+from pathlib import Path
+
+from auto3d.cluster import Cluster
+from auto3d.cost.layers import (
+    Layer,
+    MeasuredLayers,
+    MeasuredPasses,
+    times_of_layers,
+    times_of_passes,
+    work_of_layers,
+)
+from auto3d.cost.work import Work
+from auto3d.search.planned_model import PlannedLayers
+from launch.recipe.load import RECIPES, LoadedRecipe
+from launch.recipe.settings import predicted_precision
+from launch.recipe.words import counted
+
+PUBLISHED = RECIPES / "published" / "data"  # published measurements, each with its source
+ONE_SAMPLE = ("model", "device", "tp", "forward_s_per_sample")
+PASSES = ("micro_batch_size", "tp", "layer", "forward_s", "backward_s", "update_s")
+
+
+def measured_model(recipe: LoadedRecipe) -> PlannedLayers:
+    """The layers of ``model.layer_sizes`` with the times of ``model.layers``.
+
+    Raises RecipeError where the file is missing, or has other columns or another number of layers.
+    """
+    layers = _layers(recipe)
+    rows = _rows(recipe)
+    precision = predicted_precision(recipe.values)
+
+    def work(samples: int, tp: int) -> Work:
+        return work_of_layers(layers, samples, tp, precision=precision)
+
+    if PASSES[-1] in rows[0]:
+        passes = _passes(recipe, rows, len(layers))
+        return PlannedLayers(
+            layers=layers,
+            layer_work=lambda samples, tp: replace(work(samples, tp), exchanges=()),  # the passes include them
+            times=lambda samples, accelerator, tp, _: times_of_passes(layers, passes, samples, accelerator, tp),
+        )
+    measured = _one_sample(recipe, rows, len(layers))
+    return PlannedLayers(
+        layers=layers,
+        layer_work=work,
+        times=lambda samples, accelerator, tp, _: times_of_layers(
+            layers, measured, samples, accelerator, tp, precision=precision
+        ),
+    )
+
+
+def with_measured_update(machine: Cluster, recipe: LoadedRecipe) -> Cluster:
+    """``machine`` with the measured time of the optimizer's update of one parameter, where ``model.layers`` has it."""
+    if recipe.values.model.layers is None or PASSES[-1] not in _rows(recipe)[0]:
+        return machine
+    parameters = sum(layer.parameters for layer in _layers(recipe))
+    totals: dict[tuple[str, str], float] = {}
+    for row in _rows(recipe):
+        key = row["micro_batch_size"], row["tp"]
+        totals[key] = totals.get(key, 0.0) + float(row["update_s"])
+    each = sum(total * int(tp) / parameters for (_, tp), total in totals.items()) / len(totals)
+    nodes = (replace(node, accelerator=replace(node.accelerator, update_s=each)) for node in machine.nodes)
+    return Cluster(nodes=tuple(nodes), device=machine.device)
+
+
+def published(name: str) -> Path:
+    """A file of the published measurements that the project holds."""
+    return PUBLISHED / name
+
+
+def _layers(recipe: LoadedRecipe) -> tuple[Layer, ...]:
+    return tuple(
+        Layer(**{name: value for name, value in asdict(sizes).items() if name != "count"})
+        for sizes in recipe.values.model.layer_sizes
+        for _ in range(sizes.count)
+    )
+
+
+def _rows(recipe: LoadedRecipe) -> Sequence[Mapping[str, str]]:
+    """The rows of ``model.layers``."""
+    name = recipe.values.model.layers
+    assert name is not None
+    file = Path(name) if Path(name).is_file() else published(name)
+    if not file.is_file():
+        raise recipe.error(
+            "model.layers", f"found {name!r}; there is no such file, also not among the published ones of {PUBLISHED}"
+        )
+    rows = _read(file)
+    if not rows or not any(set(columns) <= rows[0].keys() for columns in (ONE_SAMPLE, PASSES)):
+        wanted = " or ".join(", ".join(columns) for columns in (ONE_SAMPLE, PASSES))
+        raise recipe.error("model.layers", f"found {str(file)!r}; it must have the columns {wanted}")
+    return rows
+
+
+@cache
+def _read(file: Path) -> tuple[Mapping[str, str], ...]:
+    with file.open(newline="") as lines:
+        return tuple(csv.DictReader(lines))
+
+
+def _one_sample(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]], count: int) -> MeasuredLayers:
+    found: dict[tuple[str, int], list[float]] = {}
+    for row in rows:
+        if row["model"] == recipe.values.model.layers_of:
+            found.setdefault((row["device"], int(row["tp"])), []).append(float(row["forward_s_per_sample"]))
+    if not found:
+        names = ", ".join(sorted({row["model"] for row in rows}))
+        raise recipe.error(
+            "model.layers_of",
+            f"found {recipe.values.model.layers_of!r}; {recipe.values.model.layers} has rows of {names}: it takes one",
+        )
+    for (device, tp), seconds in found.items():
+        _check_count(recipe, len(seconds), count, f"on {device} at tp {tp}")
+    return {key: tuple(seconds) for key, seconds in found.items()}
+
+
+def _passes(
+    recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]], count: int
+) -> Mapping[tuple[str, int], MeasuredPasses]:
+    """The measured passes by degree; the file is of the recipe's kind of device."""
+    found: dict[int, dict[int, list[Mapping[str, str]]]] = {}
+    for row in rows:
+        found.setdefault(int(row["tp"]), {}).setdefault(int(row["micro_batch_size"]), []).append(row)
+    passes = {}
+    for tp, by_size in found.items():
+        sizes = sorted(by_size)
+        ordered = [sorted(by_size[size], key=lambda row: int(row["layer"])) for size in sizes]
+        for size, each in zip(sizes, ordered, strict=True):
+            _check_count(recipe, len(each), count, f"at tp {tp} and micro_batch_size {size}")
+        passes[recipe.values.cluster.accelerator or "device", tp] = MeasuredPasses(
+            samples=tuple(sizes),
+            forward=tuple(tuple(float(row["forward_s"]) for row in each) for each in ordered),
+            backward=tuple(tuple(float(row["backward_s"]) for row in each) for each in ordered),
+        )
+    return passes
+
+
+def _check_count(recipe: LoadedRecipe, found: int, count: int, where: str) -> None:
+    if found != count:
+        problem = f"found sizes of {counted(count, 'layer')}; {recipe.values.model.layers} has {found} {where}"
+        raise recipe.error("model.layer_sizes", problem)

@@ -1,0 +1,106 @@
+"""What other systems spend beside the operators of a model, against numbers worked by hand."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from auto3d.cluster import Accelerator, Cluster, Link, Node, place_ranks
+from auto3d.cost.layers import Layer, MeasuredPasses, times_of_passes, work_of_layers
+from auto3d.cost.model import CostModel
+from auto3d.cost.system_times import SystemTimes
+from auto3d.cost.training_options import TrainingOptions
+from auto3d.errors import InputError
+from auto3d.plan import Plan, stages_between
+
+LAYERS = [Layer(parameters=3e6, output=1.0), Layer(parameters=1e6, flops=4e9, products=1, output=1.0)]
+DEVICE = Accelerator(memory_bandwidth=1e9, memory_efficiency=1.0, launch_s=0.0)
+LINK = Link(latency_s=0.0, bandwidth=1e9)
+
+
+def model(times: SystemTimes, **device) -> CostModel:
+    node = Node(devices=2, accelerator=replace(DEVICE, **device), inside=LINK, outside=LINK)
+    return CostModel(
+        Cluster(nodes=(node, node), device="cuda"),
+        TrainingOptions(times=times),
+        lambda samples, tp, _: work_of_layers(LAYERS, samples, tp, precision="float32"),
+    )
+
+
+def plan(**changes) -> Plan:
+    values = {"dp": 2, "tp": 1, "pp": 1} | changes
+    return Plan(
+        graph="",
+        global_batch=4,
+        micro_batch_size=1,
+        schedule="1f1b",
+        schedule_options={},
+        stages=stages_between([0, 2] if values["pp"] == 1 else [0, 1, 2]),
+        placement=place_ranks(dp=values["dp"], pp=values["pp"], tp=values["tp"]),
+        seed=1,
+        **values,
+    )
+
+
+def test_gradients_are_added_to_their_buffers_after_each_backward():
+    """4 million parameters of 10 bytes at 1 GB/s: 40 ms, in the half of the backward that computes their gradients."""
+    own, other = (model(SystemTimes(accumulated_bytes=each)).costs(plan()) for each in (0.0, 10.0))
+    assert other.backward[0] - own.backward[0] == pytest.approx(0.04)
+    assert other.backward_input == pytest.approx(own.backward_input)
+    assert other.forward == own.forward
+
+
+def test_without_a_reduce_scatter_zero_1_sums_all_gradients():
+    """16 MB on a ring of two at 1 GB/s: 16 ms for all gradients, half of that for the sum of a shard."""
+    seconds = [
+        model(SystemTimes(reduce_shards=reduce)).costs(plan(shard_optimizer=True)).sync[0] for reduce in (True, False)
+    ]
+    assert seconds == pytest.approx([0.008, 0.016])
+
+
+def test_the_last_backward_hides_gradient_sums_but_for_the_gradients_that_come_last():
+    """The first layer, with three quarters of the parameters, has its gradients at the end of the backward."""
+    times = SystemTimes(sync_in_backward=True)
+    long, short = (model(times, peak_flops=peak) for peak in (1e10, 20e12))
+    assert long.costs(plan()).sync[0] == pytest.approx(0.75 * 0.016)
+    assert long.costs(plan(shard_optimizer=True)).sync[0] == pytest.approx(0.008), "ZeRO-1 sums after the backward"
+    found = short.costs(plan())
+    assert found.backward[0] < 0.001
+    assert found.sync[0] == pytest.approx(0.016 - found.backward[0])
+
+
+def test_an_update_moves_bytes_of_all_parameters_of_a_rank():
+    """16 bytes of each of 4 million parameters at 1 GB/s, whatever the shard."""
+    for shard in (False, True):
+        own, other = (
+            model(SystemTimes(whole_update_bytes=each)).costs(plan(shard_optimizer=shard)).update[0]
+            for each in (0.0, 16.0)
+        )
+        assert other - own == pytest.approx(0.064)
+
+
+def test_pipelines_across_nodes_wait_longer_for_the_ranks_of_a_collective():
+    """Two collectives with one other rank wait 1 s each, but only where the stages are on two nodes."""
+    layers = [Layer(parameters=1.0, flops=1.0, output=1.0, reductions=1)] * 2
+    waiting = model(SystemTimes(), collective_launch_s=0.0, crossing_launch_s=1.0)
+    found = CostModel(
+        waiting.cluster,
+        waiting.training,
+        lambda samples, tp, _: work_of_layers(layers, samples, tp, precision="float32"),
+    )
+    inside, across = (found.costs(plan(dp=1, tp=2, pp=pp)).forward for pp in (1, 2))
+    assert sum(inside) < 0.1
+    assert across == pytest.approx((1.0, 1.0), rel=0.1)
+
+
+def test_measured_passes_are_interpolated_and_do_not_shrink_with_the_micro_batch():
+    passes = MeasuredPasses(
+        samples=(1, 2, 4), forward=((5.0, 1.0), (3.0, 2.0), (4.0, 3.0)), backward=((2.0, 2.0), (2.0, 4.0), (2.0, 8.0))
+    )
+    assert passes.interpolate(passes.forward, 1).tolist() == [3.0, 1.0], "one sample takes no longer than two"
+    assert passes.interpolate(passes.forward, 3).tolist() == [3.5, 2.5]
+    assert passes.interpolate(passes.forward, 8).tolist() == [8.0, 6.0]
+    times = times_of_passes(LAYERS, {("device", 1): passes}, 4, DEVICE, 1)
+    assert np.diff(times.backward_weight).tolist() == [0.0, 4.0], "half of a backward that computes FLOPs"
+    with pytest.raises(InputError, match="no times for device at tp 2, only for device at tp 1"):
+        times_of_passes(LAYERS, {("device", 1): passes}, 4, DEVICE, 2)
