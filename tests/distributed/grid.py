@@ -119,13 +119,15 @@ def _cells() -> Iterator[Cell]:
                 yield Cell(schedule=name, options=tuple(options.items()), devices=devices, dp=dp, **axes)
 
 
-def pairwise() -> list[Cell]:
+@lru_cache
+def pairwise() -> tuple[Cell, ...]:
     """A few cells that contain every possible pair of values."""
     mixed = Random(1).sample(cells(), len(cells()))  # the cover takes the first of equally good cells
-    return [mixed[position] for position in pairwise_cover([cell.axes for cell in mixed])]
+    return tuple(mixed[position] for position in pairwise_cover([cell.axes for cell in mixed]))
 
 
-def sample() -> list[Cell]:
+@lru_cache
+def sample() -> tuple[Cell, ...]:
     """Fewer cells of that cover: every model, and every pair of values of the other axes."""
     cover = pairwise()
     axes = [{name: value for name, value in cell.axes.items() if name != "model"} for cell in cover]
@@ -133,7 +135,7 @@ def sample() -> list[Cell]:
     for cell in cover:
         if cell.model not in {each.model for each in chosen}:
             chosen.append(cell)
-    return chosen
+    return tuple(chosen)
 
 
 def whole() -> list[list[Cell]]:

@@ -19,6 +19,7 @@ from auto3d.search.recompute import KeptFractions
 from auto3d.search.space import Domain, SearchSpace, Workload
 from launch.model.candidates import shortage
 from tests.models import captured
+from tests.soak import soak
 
 GIB = 2**30
 
@@ -57,7 +58,7 @@ def needed(plan) -> int:
     return max(device.total for device in predict(graph, plan, schedule_of(plan), optimizer_copies=2))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "shifted-critical-path", "early-recompute", "chimera"])
+@pytest.mark.parametrize("schedule", ["1f1b", "chimera", *soak("gpipe", "shifted-critical-path", "early-recompute")])
 def test_auto_keeps_the_most_that_fits(schedule):
     """Against every α₁ in steps of a thousandth, in memory from too little to enough for all."""
     (full,) = search(["full" if "recompute" in SCHEDULES[schedule].options else "none"], schedule=[schedule])

@@ -22,7 +22,7 @@ search:
 launch: {executor: slurm, trial_timeout_s: 240}
 """
 SAVED_S = 7  # until slurmctld has written down that a job runs; if it dies before, the next job gets its number too
-LONG = "measure.iterations=1200"  # seconds over the shaped links: long enough to be hit while it runs
+LONG = "measure.iterations=800"  # seconds over the shaped links: long enough to be hit while it runs
 
 
 class Sweeps:

@@ -82,6 +82,7 @@ def test_without_accounting_there_is_a_warning(cluster, folder):
         cluster.run(*PROGRAM, "up", timeout_s=120)
 
 
+@pytest.mark.soak
 def test_a_folder_that_the_nodes_do_not_see(cluster, folder):
     """The driver has a file system of its own there, as on a login node's local disk."""
     mount = 'mount -t tmpfs tmpfs "$0" && cd "$0" && exec "$@"'

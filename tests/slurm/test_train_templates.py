@@ -27,6 +27,7 @@ pytestmark = pytest.mark.timeout(400)
 
 def submit(cluster: SlurmCluster, folder: Path, template: str, *arguments: str, on_each: int = 2) -> str:
     """A job of two ranks on each of two nodes, or of one, in a folder that looks like the repository's."""
+    folder.mkdir(exist_ok=True)
     (folder / ".venv").symlink_to(sys.prefix)
     for name in ("recipes", "slurm"):
         (folder / name).symlink_to(REPOSITORY / name)
@@ -50,16 +51,17 @@ def trained_here(cluster: SlurmCluster, *arguments: str) -> dict:
     return json.loads(cluster.run(*AUTO3D, "train", *PLAN, *arguments, timeout_s=200))
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
-def test_losses_are_those_of_this_machine(cluster, tmp_path, template):
-    job = submit(cluster, tmp_path, template, *THREE)
-    wait_for_end(cluster, job, timeout_s=200)
-    out = (tmp_path / "out").read_text()
-    assert out, (tmp_path / "err").read_text()
-    on_nodes = json.loads(out)
+def test_losses_are_those_of_this_machine(cluster, tmp_path):
+    """The jobs of all templates wait together."""
+    jobs = [submit(cluster, tmp_path / template, template, *THREE) for template in TEMPLATES]
+    wait_for_end(cluster, ",".join(jobs), timeout_s=300)
     here = trained_here(cluster, HERE, *THREE)
-    assert len(on_nodes["loss"]) == 3
-    assert (on_nodes["loss"], on_nodes["grad_norm"]) == (here["loss"], here["grad_norm"])
+    for template in TEMPLATES:
+        out = (tmp_path / template / "out").read_text()
+        assert out, (tmp_path / template / "err").read_text()
+        on_nodes = json.loads(out)
+        assert len(on_nodes["loss"]) == 3
+        assert (on_nodes["loss"], on_nodes["grad_norm"]) == (here["loss"], here["grad_norm"]), template
 
 
 @pytest.mark.parametrize("template", [TEMPLATES[0], *OTHERS])

@@ -10,7 +10,7 @@ from auto3d.runtime.checkpoint import newest
 from tests.slurm.conftest import wait_for
 from tests.slurm.sweeps import Sweeps, end
 
-ITERATIONS = 2500
+ITERATIONS = 1500
 PLAN = [
     "plan.pp=2",
     "plan.micro_batch_size=4",

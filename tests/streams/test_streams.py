@@ -2,6 +2,7 @@
 
 from collections import defaultdict, deque
 from dataclasses import replace
+from functools import cache
 from random import Random
 from unittest.mock import patch
 
@@ -21,11 +22,15 @@ from tests.streams.machine import DeadlockError, RaceError
 from tests.streams.simulation import Case, bytes_of_messages, simulate
 
 SAMPLE = 4  # number of cases for each schedule
-WHOLE = list(cases(1))
+
+
+@cache
+def whole() -> list[Case]:
+    return list(cases(1))
 
 
 def of(name: str) -> list[Case]:
-    return [case for case in WHOLE if case.schedule.name == name]
+    return [case for case in whole() if case.schedule.name == name]
 
 
 def run_all(chosen: list[Case]) -> None:

@@ -384,6 +384,7 @@ def test_a_sweep_trains_and_tabulates_tensor_parallel_plans(folder, auto3d):
     assert len(losses) == 1, "every plan trains the same"
 
 
+@pytest.mark.soak  # the next test tunes too, and tables of sweeps have the same columns
 def test_tune_tries_the_best_and_never_twice(folder, auto3d):
     arguments = ["tune", "own.yaml", "training.compute=emulated", "search.pp=[1,2]", "search.trials=2"]
     arguments += ["search.algorithm=random", "search.tp=[1,2]"]
