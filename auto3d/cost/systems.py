@@ -1,7 +1,7 @@
 """How other training systems hold bytes: one ``System`` for each, every field with the source that shows it.
 
-What a Plan decides (degrees, ZeRO-1, sequence parallelism, recomputation) and what a recipe says about precisions is not
-repeated here.
+What a Plan decides (degrees, ZeRO-1, sequence parallelism, recomputation) is not repeated here, nor what a recipe says
+about precisions.
 """
 
 from dataclasses import dataclass
