@@ -65,8 +65,8 @@ def main() -> None:
     mean, largest = _mean(rows), max(abs(row.error) for row in rows)
     end(
         [
-            Target("mean error of memory", 100 * mean, wish=3.0, unit="%"),
-            Target("largest error of memory", 100 * largest, wish=6.0, unit="%"),
+            Target(what="mean error of memory", found=100 * mean, wish=3.0, unit="%"),
+            Target(what="largest error of memory", found=100 * largest, wish=6.0, unit="%"),
         ]
     )
 
