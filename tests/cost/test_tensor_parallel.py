@@ -6,8 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from auto3d.cost.device_memory import predict
-from auto3d.cost.plan_memory import FRAGMENTATION
 from torch import nn
 
 from auto3d.capture.model import CapturedModel, capture
@@ -23,15 +21,12 @@ from auto3d.partition.merak import shard
 from auto3d.partition.methods.uniform import uniform
 from auto3d.partition.stage import cut
 from auto3d.plan import Plan, PlanError, StagePlan, stages_between
-from auto3d.runtime.optimizer_memory import state_copies
-from auto3d.schedule import schedule_of
 from auto3d.tensor.conversions import Collective
 from auto3d.tensor.local_graph import local_graph, local_graph_from_json, local_graph_to_json
 from auto3d.tensor.model import TensorParallelModel, tensor_parallel
 from auto3d.tensor.planned_split import planned_split
 from auto3d.tensor_placement import Split
 from tests.cost.test_model import gpt2, tokens
-from tests.distributed.parity import ADAMW
 from tests.models import FEATURES, captured
 from tests.soak import soak
 
@@ -202,31 +197,24 @@ def plan_for(graph_stages: tuple[StagePlan, ...], *, tp: int, pp: int, **changes
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("name", ["gpt2", "bert", "llama"])
 def test_the_memory_of_a_search_agrees_with_that_of_the_local_graph(name, sequence_parallel):
-    """Within 30 % on every device, with and without recomputation; and less than without tensor parallelism."""
+    """To a thousandth on every device, with and without recomputation; and less than without tensor parallelism."""
     model = tensor_parallel(captured(name, 16), 2, sequence_parallel=sequence_parallel)
-    graph = model.whole.graph
+    graph, local = model.whole.graph, model.local.graph
     alone, half = works(model)
+    of_rank = work_of(local, (0, len(local.nodes)))
     cluster = Cluster(nodes=(Node(devices=8),), device="cpu")
     costs = CostModel(cluster, TrainingOptions(), lambda samples, tp, _: half if tp == 2 else alone)
+    finer = CostModel(cluster, TrainingOptions(), lambda *_: of_rank)
     for pp in (1, 2):
         for options in ({}, {"recompute": "full"}):
             whole_plan = plan_for(
                 uniform(graph, pp), tp=2, pp=pp, schedule_options=options, sequence_parallel=sequence_parallel
             )
             local_plan = replace(whole_plan, stages=model.stages(whole_plan.stages))
-            copies = {"optimizer_copies": state_copies(ADAMW)}
-            finer = predict(model.local.graph, local_plan, schedule_of(local_plan), **copies)
-            for total, needed in zip(costs.memory(whole_plan), finer, strict=True):
-                assert 0.7 < total / FRAGMENTATION / needed.total < 1.3, f"{options} pp={pp}: {needed}"
-            sharded = replace(local_plan, shard_optimizer=True)
-            shared = predict(model.local.graph, sharded, schedule_of(sharded), **copies)
-            # With one pipeline, only the two stages of a tied weight share its state.
-            assert [replace(one, optimizer=0) for one in shared] == [replace(one, optimizer=0) for one in finer]
-            tied = pp == 2 and name != "llama"
-            assert (sum(one.optimizer for one in shared) < sum(one.optimizer for one in finer)) == tied
+            found = costs.memory(whole_plan)
+            assert found == pytest.approx(finer.memory(local_plan), rel=1e-3), f"{options} pp={pp}"
             one = replace(whole_plan, tp=1, sequence_parallel=False, placement=place_ranks(dp=1, pp=pp))
-            whole = predict(graph, one, schedule_of(one), **copies)
-            assert all(mine.total < all_.total for mine, all_ in zip(finer, whole, strict=True))
+            assert all(mine < all_ for mine, all_ in zip(found, costs.memory(one), strict=True))
 
 
 def test_all_gather_and_reduce_scatter_are_the_halves_of_an_all_reduce_on_a_ring():

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from auto3d.cost.device_memory import predict
 
 from auto3d.capture.graph import Graph
 from auto3d.cluster import place_ranks
@@ -19,12 +18,11 @@ from auto3d.partition.merak import shard
 from auto3d.partition.methods.uniform import uniform
 from auto3d.partition.stage import cut
 from auto3d.plan import Plan, PlanError, StagePlan, stages_between
-from auto3d.runtime.optimizer_memory import optimizer_copies
-from auto3d.runtime.rank import build_rank, check_plan
+from auto3d.runtime.rank import build_rank, check_plan, predicted_memory
 from auto3d.runtime.replicas import resplit_dimensions
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.world import join, leave
-from auto3d.schedule import build_schedule, samples_at_once, schedule_of
+from auto3d.schedule import build_schedule, samples_at_once
 from auto3d.search.partitioned import plan_of
 from tests.distributed.parity import SGD, assert_close, assert_parity, plain_pytorch, run_rank
 from tests.models import TEXT, captured
@@ -184,8 +182,8 @@ def test_dropout_on_uneven_replicas_is_the_same_again(processes):
 def test_ranks_predict_the_memory_that_the_plan_does(processes):
     """A rank runs a slice of its stage's samples, which the estimate of the whole plan takes into account."""
     plan = make_plan("gpt2", [2, 1])
-    copies = optimizer_copies(SGD, "cpu")
-    expected = predict(captured("gpt2", 6).graph, plan, schedule_of(plan), **copies)
+    settings = TrainingSettings(iterations=1, optimizer=SGD, device="cpu", threads_per_rank=1, timeout_s=60)
+    expected = predicted_memory(captured("gpt2", 6), plan, settings)
     ranks = processes.run(3, run_rank, "gpt2", plan, SGD)
     assert [rank["predicted"] for rank in ranks] == [expected[0], expected[0], expected[1]]
 

@@ -2,13 +2,43 @@
 
 import pytest
 
+from auto3d.capture.graph import Value
 from auto3d.errors import InputError
+from auto3d.partition.stage import Transfer
 from auto3d.schedule import SCHEDULES, build_schedule
-from auto3d.schedule.in_flight import holdings, in_flight
+from auto3d.schedule.in_flight import in_flight
+from auto3d.schedule.lowering import lower
+from auto3d.schedule.moments import COUNTS, all_moments, highest_moments
 from auto3d.schedule.operation import Kind
 from auto3d.schedule.shape import shape
 
 OPTIONS = {"interleaved-1f1b": {"chunks": 3}, "chimera": {"scale": "doubling", "pipes": 2}}
+
+
+def most(moments) -> list[int]:
+    """The largest of each count, without those of messages."""
+    return [max(counts) for place, counts in enumerate(zip(*(one.counts for one in moments), strict=True))
+            if place % len(COUNTS) < COUNTS.index("posted")]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_messages_are_held_as_lowering_holds_them(name):
+    """Receives are posted at the same steps. A message is released at the same step or, rarely, later."""
+    value = Value("", (), "float32", 4, True)
+    for devices, micro_batches in ((2, 4), (4, 8)):
+        listed = build_schedule(name, devices=devices, micro_batches=micro_batches)
+        transfers = [Transfer(value=value, source=n - 1, target=n) for n in range(1, listed.stages)]
+        for device, (program, moments) in enumerate(zip(lower(listed, transfers), all_moments(listed), strict=True)):
+            posted: set = set()
+            sent: set = set()
+            for step, moment in zip(program.steps, moments, strict=True):
+                posted.update(step.posts)
+                posted.difference_update(step.receives)
+                sent.difference_update(step.releases)
+                sums = [sum(moment.counts[place :: len(COUNTS)]) for place in range(len(COUNTS))]
+                assert sums[5] + sums[6] == len(posted), (device, str(step.operation))
+                assert sums[7] + sums[8] >= len(sent), (device, str(step.operation))
+                sent.update(step.sends)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -23,7 +53,8 @@ def test_a_shape_is_that_of_the_schedule(name, devices):
                 continue
             predicted = shape(name, **sizes, options=options)
             assert predicted.in_flight == tuple(in_flight(listed))
-            assert predicted.holdings == holdings(listed)
+            peaks = [most(moments) for moments in highest_moments(predicted)]
+            assert peaks == [most(moments) for moments in all_moments(listed)], micro_batches
             for field in ("stages", "devices", "micro_batches", "device_of", "recompute", "parts"):
                 assert getattr(predicted, field) == getattr(listed, field), field
             kinds = {operation.kind for operations in listed.operations for operation in operations}

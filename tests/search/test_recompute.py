@@ -1,12 +1,14 @@
 """The axis recompute of a search: none, full, a fraction, or the largest fraction that fits."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
-from auto3d.cost.device_memory import predict
 
 from auto3d.cluster import Accelerator, Cluster, Node
+from auto3d.cost.memory.plan import PlanMemory
 from auto3d.cost.model import CostModel
+from auto3d.cost.model_work import ModelWork
 from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import work_of
 from auto3d.partition.merak import shard
@@ -42,7 +44,7 @@ def search(recompute, *, schedule=("1f1b",), memory_bytes=None, pp=(4,), size=4)
         return captured("gpt2", size).graph
 
     def missing(plan):
-        return shortage(graph_at(size), plan, cluster, optimizer_copies=2)
+        return shortage(memory_at(size), plan, cluster)
 
     planned = PlannedGraphs(
         graph_at, lambda graph: work_of(graph, shard(graph).bounds), lambda g: shard(g).bounds, lambda *degree: {}
@@ -53,9 +55,15 @@ def search(recompute, *, schedule=("1f1b",), memory_bytes=None, pp=(4,), size=4)
     )
 
 
-def needed(plan) -> int:
-    graph = captured("gpt2", 4).graph
-    return max(device.total for device in predict(graph, plan, schedule_of(plan), optimizer_copies=2))
+@cache
+def memory_at(size: int) -> PlanMemory:
+    graph = captured("gpt2", size).graph
+    work = work_of(graph, shard(graph).bounds)
+    return PlanMemory(ModelWork(lambda *_: work, TrainingOptions()), TrainingOptions())
+
+
+def needed(plan) -> float:
+    return max(memory_at(4).of(plan))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "chimera", *soak("gpipe", "shifted-critical-path", "early-recompute")])
@@ -88,16 +96,14 @@ def test_a_plan_that_cannot_fit_is_refused_with_its_bytes():
     assert refused.reason.endswith(f"a device has {memory / GIB:.3g} GiB")
     (fits,) = search(["none"], memory_bytes=memory + 1)
     assert fits.plan == free.plan
-    graph, least = captured("gpt2", 4).graph, needed(free.plan)
-    assert not shortage(graph, free.plan, cluster_of(least), optimizer_copies=2)
-    assert not shortage(graph, free.plan, cluster_of(least, None), optimizer_copies=2), (
-        "unknown memory counts as enough"
-    )
+    memory, least = memory_at(4), needed(free.plan)
+    assert not shortage(memory, free.plan, cluster_of(least))
+    assert not shortage(memory, free.plan, cluster_of(least, None)), "unknown memory counts as enough"
     for small in range(4):
         nodes = [least if device != small else 1 for device in range(4)]
         placed = replace(free.plan, placement=((2,), (0,), (1,), (3,)))
         device = (1, 2, 0, 3)[small]
-        assert f"pipeline device {device} needs" in shortage(graph, placed, cluster_of(*nodes), optimizer_copies=2)
+        assert f"pipeline device {device} needs" in shortage(memory, placed, cluster_of(*nodes))
 
 
 def test_each_value_makes_its_own_plan():

@@ -24,7 +24,7 @@ class Peak:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Segment:
+class RunBytes:
     """Bytes of one micro-batch. What the segment takes from others does not count: it is alive all the time."""
 
     taken: frozenset[int]  # memories that it reads and does not make
@@ -40,7 +40,7 @@ class Segment:
     private: float  # bytes of the gradients of parameters that no other segment uses
 
 
-def segment_of(tensors: Tensors, spans: Sequence[Span], *, shared: frozenset[int], split: bool) -> Segment:
+def segment_of(tensors: Tensors, spans: Sequence[Span], *, shared: frozenset[int], split: bool) -> RunBytes:
     """The bytes of the operations in ``spans``.
 
     Gradients of the parameters in ``shared`` exist all the time. With ``split``, backwards have a weight half.
@@ -117,7 +117,7 @@ def segment_of(tensors: Tensors, spans: Sequence[Span], *, shared: frozenset[int
     made_at = np.minimum(first_user[private], length)  # those of a weight half are made there
     exist = np.cumsum(_add(made_at, whole[private], length)[::-1])[::-1] if length else own
     growing = np.concatenate([exist[1:], [0.0]]) if length else exist
-    return Segment(
+    return RunBytes(
         taken=frozenset(np.flatnonzero((last_use >= 0) & ~inside).tolist()),
         given=frozenset(np.flatnonzero(is_given).tolist()),
         sent_copies=sent_copies,
