@@ -6,7 +6,7 @@ about precisions.
 
 from dataclasses import dataclass
 
-from auto3d.cost.system_times import MEGATRON_TE_TIMES, MEGATRON_TIMES, NANOTRON_TIMES
+from auto3d.cost.system_times import MEGATRON_TE_TIMES, MEGATRON_TIMES, NANOTRON_TIMES, OWN, SystemTimes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,7 @@ class System:
     gradient_placeholders: bool = False
     """The backward of a product returns an unused gradient in the weights' precision: one buffer for each shape, which
     stays. That of the product before the loss is allocated when it runs."""
+    times: SystemTimes = OWN
 
 
 MEGATRON = System(

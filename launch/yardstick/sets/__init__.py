@@ -12,6 +12,15 @@ from launch.yardstick.sets import (
 )
 
 SETS: dict[str, MeasuredSet] = {
-    each.SET.name: each.SET
-    for each in (t4x16_gpt2, a100_node, megatron_sc21, zero_bubble, gh200_opt350m, h100_llama, b200_llama70b)
+    each.name: each
+    for each in (
+        t4x16_gpt2.SET,
+        a100_node.SET,
+        megatron_sc21.SET,
+        zero_bubble.SET,
+        gh200_opt350m.MEMORY,
+        gh200_opt350m.TIMES,
+        h100_llama.SET,
+        b200_llama70b.SET,
+    )
 }
