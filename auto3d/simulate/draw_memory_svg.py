@@ -20,7 +20,7 @@ def draw_memory_svg(curves: Sequence[BytesOverTime], capacity: Sequence[float | 
     _text(svg, LEFT, 18, caption)
     for device, (curve, limit) in enumerate(zip(curves, capacity, strict=True)):
         bottom = TOP + device * ROW + CURVE
-        points = [(LEFT, bottom)]
+        points: list[tuple[float, float]] = [(LEFT, bottom)]
         ends = [*curve.times[1:], end]
         for begin, until, held in zip(curve.times, ends, curve.held, strict=True):
             y = bottom - CURVE * held / highest
@@ -31,8 +31,8 @@ def draw_memory_svg(curves: Sequence[BytesOverTime], capacity: Sequence[float | 
             svg, "polygon", {"points": outline, "fill": _FILL, "stroke": _INK, "stroke-width": "0.5"}
         )
         if limit is not None and limit <= highest:
-            y = f"{bottom - CURVE * limit / highest:.1f}"
-            line = {"x1": f"{LEFT}", "x2": f"{LEFT + WIDTH}", "y1": y, "y2": y, "stroke": _LIMIT}
+            height = f"{bottom - CURVE * limit / highest:.1f}"
+            line = {"x1": f"{LEFT}", "x2": f"{LEFT + WIDTH}", "y1": height, "y2": height, "stroke": _LIMIT}
             ElementTree.SubElement(svg, "line", line)
         _text(svg, LEFT - 8, bottom - 4, f"P{device}", anchor="end")
         _text(svg, LEFT + WIDTH + 8, bottom - CURVE + 10, f"{curve.peak / 2**30:.3g} GiB")
