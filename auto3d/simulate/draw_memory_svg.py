@@ -20,7 +20,7 @@ def draw_memory_svg(curves: Sequence[BytesOverTime], capacity: Sequence[float | 
     _text(svg, LEFT, 18, caption)
     for device, (curve, limit) in enumerate(zip(curves, capacity, strict=True)):
         bottom = TOP + device * ROW + CURVE
-        points = [(float(LEFT), float(bottom))]
+        points: list[tuple[float, float]] = [(LEFT, bottom)]
         ends = [*curve.times[1:], end]
         for begin, until, held in zip(curve.times, ends, curve.held, strict=True):
             y = bottom - CURVE * held / highest

@@ -73,7 +73,7 @@ def test_too_little_memory_gives_the_fastest_stages_that_fit(schedule, recompute
         fitting += 1
         best = min(slowest_s(maker, plan) for plan in possible)
         assert slowest_s(maker, maker.plan(candidate)) == pytest.approx(best, rel=1e-9), str(candidate)
-    assert fitting >= 2
+    assert fitting >= 1
     assert refused > 10
 
 

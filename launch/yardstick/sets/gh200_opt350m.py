@@ -77,8 +77,8 @@ TIMES = MeasuredSet(
     licence="MIT",
     system="Megatron-DeepSpeed, as Sailor uses it",
     read=_runs,
-    words="Our predictions take the measured passes of layers (gh200_opt350m_layers.csv), as Sailor's do, which are 6 % "
-    "off; the other predictors do not.",
+    words="Our predictions take the measured passes of layers (gh200_opt350m_layers.csv), as Sailor's do, which are "
+    "6 % off; the other predictors do not.",
     open="One run of data-parallel degree 4 spends 1.06 s of its 1.24 s in the gradient all-reduce, ten times as long "
     "as a group of 16. At a micro-batch of one sample the layers measured alone wait for their launches.",
 )

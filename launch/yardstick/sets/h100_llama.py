@@ -71,9 +71,9 @@ SET = MeasuredSet(
     "FLOP/s, with attention and head, over the peak); order and regret are given for all that ran and for those runs. "
     "The file does not say why a run failed. A failed run counts as out of memory unless it has a memory and a time "
     "all the same (15), or tp above 8, where crashes are as likely.",
-    open="One iteration of each run was timed, the fourth. The rules of nanotron's partition, of its sums and of what its "
-    "loss keeps were read in its source, and chosen where that is silent by people who had seen the runs of 3.57B. "
-    "Pipelines across nodes are slower than their operations and messages, in proportion to tp; pipelines without ZeRO-1 "
-    "at data-parallel degrees of 32 and more are predicted 18 to 48 % too fast; at tp of 2 or more there are two kinds of "
+    open="One iteration of each run was timed, the fourth. nanotron's partition, its sums and what its loss keeps were "
+    "read in its source, and chosen where that is silent by people who had seen the runs of 3.57B. Pipelines across "
+    "nodes are slower than their operations and messages, in proportion to tp. Pipelines without ZeRO-1 at "
+    "data-parallel degrees of 32 and more are predicted 18 to 48 % too fast. At tp of 2 or more there are two kinds of "
     "runs, of which only one keeps the gathered inputs.",
 )
