@@ -4,7 +4,7 @@ The costs of the Plan's stages, messages and gradient syncs go to the simulator;
 costs. Ranks fill the cluster's devices in order, and the Plan's placement gives each rank its position.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -111,6 +111,10 @@ class CostModel:
     def memory(self, plan: Plan) -> tuple[float, ...]:
         """Peak bytes of tensors on each pipeline device."""
         return self._memory.of(plan)
+
+    def memory_one_by_one(self, plan: Plan) -> Iterator[float]:
+        """``memory(plan)``, each device's when it is asked for."""
+        return self._memory.one_by_one(plan)
 
     def memory_witness(self, plan: Plan) -> tuple[DeviceMemory, ...]:
         """``memory(plan)`` with the operation at which each device reaches its peak, and what it holds there."""

@@ -302,7 +302,7 @@ def _keep(candidate: Candidate, form: Shape) -> Keep:
 
 def shortage_of(model: CostModel, plan: Plan) -> str:
     """Why ``plan`` does not fit into the memory of the devices that it is placed on; empty if it fits."""
-    for device, needed in enumerate(model.memory(plan)):
+    for device, needed in enumerate(model.memory_one_by_one(plan)):
         memory = model.cluster.memory_of(plan.placement[device])
         if memory is not None and needed > memory:
             return f"pipeline device {device} needs {in_gib(needed)} GiB; it has {in_gib(memory)}"

@@ -3,7 +3,7 @@
 Stages that plans have in common are counted once, so that a search can ask for the memory of thousands of Plans.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -19,7 +19,7 @@ from auto3d.cost.model_work import ModelWork
 from auto3d.cost.tables import without
 from auto3d.cost.training_options import TrainingOptions
 from auto3d.plan import Plan, StagePlan
-from auto3d.schedule.moments import COUNTS, Moment, all_moments, highest_moments, stages_of
+from auto3d.schedule.moments import COUNTS, Key, Moment, all_moments, highest_moments, stages_of
 from auto3d.schedule.operation import Kind
 from auto3d.schedule.shape import Shape, shape_of
 from auto3d.simulate.memory_timeline import BytesOverTime
@@ -67,7 +67,7 @@ class _Device:
     summed: float  # gradients of other ranks, from the first sum until the update
     private: bool  # whether backwards make the gradients of private parameters
 
-    def peak_of(self, key: tuple[Kind, int, bool, bool, bool]) -> Peak:
+    def peak_of(self, key: Key) -> Peak:
         """What the operation of a moment with this key needs beyond what the device holds."""
         kind, stage, recomputed, makes_gradients, _ = key
         if kind is Kind.UPDATE:
@@ -80,16 +80,16 @@ class _Device:
         if kind is Kind.RECOMPUTE:
             return found.recompute
         if kind is Kind.BACKWARD_WEIGHT:
-            made = found.private if makes_gradients and self.private else 0.0
-            return replace(found.weight_half, size=found.weight_half.size + made)
-        if makes_gradients and self.private:
-            extra = found.first_backward
-            return replace(found.after_recompute, size=found.after_recompute.size) if recomputed else extra
-        return found.after_recompute if recomputed else found.backward
+            if makes_gradients and self.private:
+                return replace(found.weight_half, size=found.weight_half.size + found.private)
+            return found.weight_half
+        if recomputed:
+            return found.after_recompute
+        return found.first_backward if makes_gradients and self.private else found.backward
 
     def totals(self, moments: _Moments) -> np.ndarray:
         """Bytes at each of ``moments``."""
-        peaks = np.array([self.peak_of(key).size + (self.summed if key[4] else 0.0) for key in moments.distinct])
+        peaks = np.array([self.peak_of(key).size + self.summed * key[4] for key in moments.distinct])
         return sum(self.constant.values()) + moments.counts @ self.per_count + peaks[moments.key_of]
 
 
@@ -103,11 +103,13 @@ class PlanMemory:
 
     def of(self, plan: Plan) -> tuple[float, ...]:
         """Peak bytes of tensors on each pipeline device."""
+        return tuple(self.one_by_one(plan))
+
+    def one_by_one(self, plan: Plan) -> Iterator[float]:
+        """Those of ``of``, each when it is asked for."""
         shape, stages = shape_of(plan), dict(enumerate(plan.stages))
-        moments = _highest(shape)
-        return tuple(
-            float(self._device(plan, shape, device, stages).totals(here).max()) for device, here in enumerate(moments)
-        )
+        for device, moments in enumerate(_highest(shape)):
+            yield float(self._device(plan, shape, device, stages).totals(moments).max())
 
     def of_stage(self, plan: Plan, number: int, stage: StagePlan) -> dict[int, float]:
         """Pipeline device -> peak bytes of ``stage`` alone, for each device that holds stage ``number`` of ``plan``.
