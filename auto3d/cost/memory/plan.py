@@ -268,7 +268,8 @@ class PlanMemory:
             for number in here
         }
         state = {number: self._state(samples, stages[number], *degree) for number in here}
-        elements = self._work.elements(plan, tuple(span for number in here for span in stages[number].operations))
+        tables = self._work.tables(self._work.slice_of(samples, stages[here[0]].replicas)[0], *degree)
+        elements = tables.parameters(tuple(span for number in here for span in stages[number].operations))
         holders = [len(set(shape.homes[number])) * plan.dp * stages[number].replicas for number in here]
         shards = max(holders) if plan.shard_optimizer else 1
         own = sum(each.elements for each in state.values())

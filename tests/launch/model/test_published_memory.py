@@ -40,7 +40,7 @@ def test_every_rank_of_megatron_lm_on_b200():
     ("model", "degrees", "error"),
     [  # measured 48.10 and 16.24 GiB
         ("3.57B", {"dp": 32, "pp": 1, "tp": 1, "zero": 1, "micro_batch": 1}, -0.033),
-        ("1.34B", {"dp": 64, "pp": 2, "tp": 1, "zero": 1, "micro_batch": 1}, -0.048),
+        ("1.34B", {"dp": 64, "pp": 2, "tp": 1, "zero": 1, "micro_batch": 1}, -0.050),
     ],
 )
 def test_first_rank_of_nanotron_on_h100(model, degrees, error):
