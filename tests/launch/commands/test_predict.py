@@ -2,8 +2,12 @@
 
 import csv
 import json
+from xml.etree import ElementTree
 
 import pytest
+
+from auto3d.cost.memory.device import ENTRIES, in_gib
+from tests.launch.conftest import GPT2
 
 CLUSTER = """
 nodes: 2
@@ -183,3 +187,46 @@ def test_calibrate_finds_what_made_the_times(auto3d, layered):
     found = json.loads(result.out)
     assert found["mean_error"] < 0.01
     assert found["parameters"]["memory_efficiency"] == pytest.approx(0.69, rel=0.02)
+
+
+def test_the_memory_of_a_plan_with_its_witness_and_largest_tensors(auto3d, folder):
+    degrees = ["plan.dp=1", "plan.pp=2", "plan.micro_batch_size=2"]
+    found = json.loads(auto3d("predict", "small.yaml", "--memory", *degrees, "--svg", "drawn.svg", "--json").out)
+    assert [one["device"] for one in found] == [0, 1]
+    for one in found:
+        assert one["peak_bytes"] == sum(one[entry] for entry in ENTRIES)
+        assert one["optimizer"] == 2 * one["weights"] == 2 * one["gradients"]  # AdamW, float32
+        largest = one["largest"]
+        sizes = [each["bytes"] * each["count"] for each in largest]
+        assert len(largest) == 10
+        assert sizes == sorted(sizes, reverse=True)
+        for kind in {each["kind"] for each in largest}:
+            of_kind = sum(size for size, each in zip(sizes, largest, strict=True) if each["kind"] == kind)
+            assert of_kind <= one[kind]
+        assert one["at"].startswith(("F", "B"))
+        assert one["operation"]
+    drawn = ElementTree.parse(folder / "drawn.svg").getroot()
+    assert {"P0", "P1"} <= {each.text for each in drawn.iter() if each.tag.endswith("text")}
+    text = auto3d("predict", "small.yaml", "--memory", *degrees).out
+    assert f"pipeline device 1: {in_gib(found[1]['peak_bytes'])} GiB" in text
+
+    plan = json.loads(auto3d("train", "small.yaml", *degrees, "training.iterations=1", "--json").out)["plan"]
+    (folder / "plan.json").write_text(json.dumps(plan))
+    again = json.loads(auto3d("predict", "small.yaml", "--memory", "--plan", "plan.json", "--json").out)
+    assert again == found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--memory"], "plan: the recipe has no plan; give --plan FILE"),
+        ([], "give either --candidates FILE, or --memory"),
+        (["--candidates", "small.yaml", "--svg", "drawn.svg"], "--plan and --svg are for --memory"),
+        (["--memory", "--plan", "small.yaml"], "small.yaml: "),
+    ],
+)
+def test_memory_is_refused_in_one_line(auto3d, folder, arguments, words):
+    (folder / "bare.yaml").write_text(GPT2.partition("plan:")[0])
+    refused = auto3d("predict", "bare.yaml", *arguments, code=2)
+    assert words in refused.err
+    assert refused.err.count("\n") == 1
