@@ -58,7 +58,7 @@ class Compared:
     rank: int
     predicted: int
     peak: Peak
-    estimate: object  # what predicted them
+    estimate: object  # estimate that predicted them
 
     @property
     def error(self) -> float:

@@ -21,8 +21,8 @@ class Case:
     sizes: ModelSizes
     nodes: int
     devices_per_node: int
-    peak_flops: float  # of one device, in ``precision``
-    memory_bytes: float  # that a process may fill
+    peak_flops: float  # FLOPs per second of one device, in ``precision``
+    memory_bytes: float  # bytes that a process may fill
     memory_bandwidth: float
     inside_bandwidth: float  # between the devices of a node, for each device
     inside_latency_s: float
@@ -39,7 +39,7 @@ class Case:
     sequence_parallel: bool
     fused_attention: bool  # no rank keeps the attention weights
     precision: str
-    sync_precision: str  # of the gradient all-reduce
+    sync_precision: str  # precision of the gradient all-reduce
     system: str
 
     @property

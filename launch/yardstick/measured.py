@@ -45,8 +45,8 @@ class ModelSizes:
 class PublishedRun:
     """One configuration that somebody ran: what it was, and what they measured."""
 
-    line: int  # of its file
-    row: Mapping[str, str]  # as ``auto3d predict`` takes it
+    line: int  # line of its file
+    row: Mapping[str, str]  # a row that ``auto3d predict`` takes
     sizes: ModelSizes
     group: tuple[str, ...]  # a planner chooses among the runs of one group
     parts: tuple[str, ...] = ("",)  # parts of the set, with scores of their own, that the run belongs to
@@ -74,14 +74,14 @@ class MeasuredSet:
     file: str  # in recipes/published/data/
     source: str
     licence: str
-    system: str  # what trained
+    system: str  # software that trained
     read: Callable[[LoadedRecipe, Sequence[Mapping[str, str]]], list[PublishedRun]]
     """The runs of the rows of ``file``; its columns have the names that the recipe's ``prediction.columns`` gives."""
     interpolated: bool = False  # micro-batch sizes are many, so most are interpolated from two captures
     fitted: Mapping[str, str] = field(default_factory=dict)
     """Part -> which parameters of auto3d's recipe were fitted to its runs."""
     words: str = ""  # how rows were read and what is scored
-    open: str = ""  # what is not understood
+    open: str = ""  # open questions
 
 
 def whole(row: Mapping[str, str], name: str) -> int:

@@ -14,7 +14,7 @@ from auto3d.errors import InputError
 from launch.yardstick.case import case_of
 from launch.yardstick.predictors import NOTHING, Predict, Predicted, PredictionRequest, Predictor
 
-COLUMNS = ("id", "seconds", "peak_bytes")  # what a program writes
+COLUMNS = ("id", "seconds", "peak_bytes")  # columns that a program writes
 INTERPRETERS = ("python", "sh", "bash", "node", "julia", "Rscript")
 
 

@@ -31,9 +31,9 @@ class Scores:
     ranked: int
     regret: float  # median over groups
     chosen: int
-    precision: float  # of the runs predicted not to fit, the share that ran out of memory
-    recall: float  # of the runs that ran out of memory, the share predicted not to fit
-    accepted: float  # of the runs that ran, the share predicted to fit
+    precision: float  # share of the runs predicted not to fit that ran out of memory
+    recall: float  # share of the runs that ran out of memory that were predicted not to fit
+    accepted: float  # share of the runs that ran that were predicted to fit
     judged: int  # runs known to have run or to have run out of memory, with a prediction of memory
     unpredicted: int  # runs with a measured time, but without a predicted one
 

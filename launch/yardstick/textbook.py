@@ -9,7 +9,7 @@ from math import log2
 from launch.yardstick.case import Case, case_of
 from launch.yardstick.predictors import Predicted, PredictionRequest
 
-EFFICIENCY = 0.45  # of the peak: between the 40 and 50 % that well-tuned trainings of large models reach
+EFFICIENCY = 0.45  # fraction of the peak: between the 40 and 50 % that well-tuned trainings of large models reach
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 ADAM = 12  # bytes of a parameter's float32 master weight and of Adam's two moments
 

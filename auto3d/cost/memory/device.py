@@ -12,7 +12,7 @@ ENTRIES = (
 class DeviceMemory:
     """Bytes of a rank on one pipeline device at the moment at which their sum is largest."""
 
-    reserve: int  # what the recipe adds for the context of the device and for libraries
+    reserve: int  # bytes that the recipe adds for the context of the device and for libraries
     weights: int  # parameters, buffers and constants of its stages, each once
     copies: int  # copies of the weights in low precision, of every version
     versions: int  # older versions of the weights under an asynchronous schedule
@@ -43,7 +43,7 @@ NOTHING = DeviceMemory(**dict.fromkeys(ENTRIES, 0), at="", operation="")
 class HeldTensor:
     """A tensor that a device holds at its peak, ``count`` times."""
 
-    name: str  # of a value, a parameter or an input of the model
+    name: str  # name of a value, a parameter or an input of the model
     kind: str  # an entry of DeviceMemory
     bytes: float
     count: float  # micro-batches that hold it, versions of a weight, or copies in the optimizer's state

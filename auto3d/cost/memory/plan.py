@@ -200,7 +200,7 @@ class PlanMemory:
             return ""
         tensors = self._tensors(plan, self._samples(plan))
         if self._training.system is not None and tensors.begins is not None:
-            position = int(tensors.begins[position])  # that of a fused stage is a position of the whole Graph
+            position = int(tensors.begins[position])  # the positions of a fused stage are the whole Graph's
         return tensors.operations[position] if position < len(tensors.operations) else ""
 
     def _held_tensors(

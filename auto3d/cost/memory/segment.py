@@ -30,12 +30,12 @@ class RunBytes:
     taken: frozenset[int]  # memories that it reads and does not make
     given: frozenset[int]  # memories that it makes and others use
     sent_copies: float  # bytes of messages that are no memories of its own: copies of views in another order
-    saved: float  # what stays from the forward until the backward
+    saved: float  # bytes that stay from the forward until the backward
     forward: Peak  # with everything that autograd saves
     dropping: Peak  # forward that saves nothing
     backward: Peak  # all gradients of weights exist before it
     first_backward: Peak  # it makes the gradients of the private parameters, and counts them
-    deferred: float  # what a split backward keeps for its weight half
+    deferred: float  # bytes that a split backward keeps for its weight half
     weight_half: Peak
     private: float  # bytes of the gradients of parameters that no other segment uses
 

@@ -21,11 +21,11 @@ class StageMemory:
     in_flight: float  # inputs and activations, from the forward until the backward
     inputs: float  # the part of ``in_flight`` that the stage takes from others
     recomputed: float  # activations that a recomputation adds
-    deferred: float  # what a split backward keeps for its weight half
+    deferred: float  # bytes that a split backward keeps for its weight half
     forward: Peak
     recompute: Peak
     backward: Peak
-    first_backward: Peak  # of an iteration: it makes the gradients of private parameters, and counts them
+    first_backward: Peak  # first of an iteration: it makes the gradients of private parameters, and counts them
     after_recompute: Peak  # backward after a recomputation that is an operation of its own
     weight_half: Peak
     private: float  # gradients of parameters that no other stage has, which the first backward makes

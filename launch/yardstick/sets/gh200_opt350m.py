@@ -19,7 +19,7 @@ SIZES = ModelSizes(
     tied=True,
 )
 SOURCE = "Sailor (Strati et al., SOSP 2025), validation data"
-SUBGRAPHS = 4  # of a captured block of OPT: each of its norms stands alone
+SUBGRAPHS = 4  # subgraphs of a captured block of OPT: each of its norms stands alone
 
 
 def _runs(recipe: LoadedRecipe, rows: Sequence[Mapping[str, str]]) -> list[PublishedRun]:
