@@ -62,7 +62,7 @@ def test_out_of_memory_is_reported_with_the_operation_and_the_predicted_bytes(fo
     told = run(folder, "train", "wide.yaml", "model.arguments.spare=70", code=1).stderr
     assert "training ended as oom" in told
     assert "rank 0 (" in told
-    assert "ran out of memory in F1@0; predicted for pipeline device 0: 0.102 GiB: activations 0.0625, " in told
+    assert "ran out of memory in F1@0; predicted for pipeline device 0: 0.102 GiB at B0@0: activations 0.0625, " in told
     assert "Traceback" not in told
 
 
