@@ -25,7 +25,9 @@ def predict(
 ) -> int:
     """Predict time and peak memory of each configuration in a CSV file.
 
-    With --memory, predict which tensors fill the devices of one plan. Nothing runs in either case. The time is seconds per iteration, the memory bytes. The columns are micro_batch_size, tp, dp and pp, and optionally
+    With --memory, predict which tensors fill the devices of one plan. Nothing runs in either case.
+
+    The time is seconds per iteration, the memory bytes. The columns are micro_batch_size, tp, dp and pp, and optionally
     partition_cuts, schedule (as in interleaved-1f1b:chunks=2), recompute, and keys of the recipe, such as
     model.config.n_layer.
     """
