@@ -25,8 +25,8 @@ class SystemTimes:
 OWN = SystemTimes()
 
 NANOTRON_TIMES = SystemTimes(
-    # src/nanotron/optim/gradient_accumulator.py: after a backward, FP32GradientAccumulator.backward adds each gradient
-    # of 2 bytes to a buffer of 4. src/nanotron/trainer.py, training_step: with ZeRO-1, sync_gradients_across_dp
+    # src/nanotron/optim/gradient_accumulator.py: after a backward, FP32GradientAccumulator.backward adds each 2-byte
+    # gradient to a 4-byte buffer. src/nanotron/trainer.py, training_step: with ZeRO-1, sync_gradients_across_dp
     # all-reduces these buffers after the last backward; without, DistributedDataParallel reduces them inside it.
     # clip_grad_norm then reads all gradients and scales them, and zero_grad clears them: 4 + 8 + 4 bytes.
     # src/nanotron/parallel/tensor_parallel/functional.py, _ShardedCrossEntropy: kernels over float32 logits. Forward:

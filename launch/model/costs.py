@@ -16,9 +16,7 @@ from auto3d.search.planned_model import PlannedGraphs, PlannedModel
 from auto3d.tensor.local_graph import LocalGraph
 from auto3d.tensor_placement import Split
 from launch.model.graphs import PlanningModel
-from launch.model.measured_layers import PUBLISHED as PUBLISHED
 from launch.model.measured_layers import measured_model, with_measured_update
-from launch.model.measured_layers import published as published
 from launch.model.profile import find_profile
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.schema import UNFUSED

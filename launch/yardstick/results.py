@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import mean
 
 from auto3d.cost.estimate import METHODS
-from launch.model.costs import published
+from launch.model.measured_layers import published
 from launch.recipe.load import RECIPES, load
 from launch.recipe.settings import cluster
 from launch.yardstick.measured import MeasuredSet, PublishedRun

@@ -59,8 +59,8 @@ def stage_memory(
 ) -> StageMemory:
     """The memory of a stage that runs ``operations`` and recomputes those in ``dropped``.
 
-    With ``block``, each of the dropped blocks is recomputed by
-    itself: ``block`` is the last of them. With ``split``, backwards have a weight half.
+    With ``block``, each of the dropped blocks is recomputed by itself: ``block`` is the last of them. With ``split``,
+    backwards have a weight half.
     """
     shared = _used_outside(tensors, operations)
     runs = _runs(operations, dropped)

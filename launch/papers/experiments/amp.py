@@ -13,7 +13,7 @@ from typing import Any
 from auto3d.search.algorithms import AMP_TRIALS
 from auto3d.search.algorithms.amp import TILINGS
 from auto3d.search.search import Search
-from launch.model.costs import published
+from launch.model.measured_layers import published
 from launch.model.predictions import predict, read_candidates
 from launch.model.search import search_recipe
 from launch.papers.row import Row

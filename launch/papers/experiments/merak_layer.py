@@ -23,7 +23,8 @@ from auto3d.runtime.materialize import materialize
 from auto3d.runtime.subgraph_timing import SubgraphRun
 from auto3d.search.planned_model import PlannedGraphs
 from launch.model.build import captured_model
-from launch.model.costs import planning_subject, published
+from launch.model.costs import planning_subject
+from launch.model.measured_layers import published
 from launch.papers.row import Row
 from launch.recipe.data import data_settings
 from launch.recipe.load import LoadedRecipe, load_groups

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from launch.model.costs import PUBLISHED
+from launch.model.measured_layers import PUBLISHED
 from launch.model.predictions import predict
 from launch.recipe.load import RECIPES, load
 

@@ -5,7 +5,8 @@ import csv
 import pytest
 
 from auto3d.cost.times import times_of
-from launch.model.costs import published, subject_of
+from launch.model.costs import subject_of
+from launch.model.measured_layers import published
 from launch.recipe.load import load
 from launch.recipe.settings import cluster
 

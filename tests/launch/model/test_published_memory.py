@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from launch.model.costs import published
+from launch.model.measured_layers import published
 from launch.model.predictions import plan_rows
 from launch.recipe.load import RECIPES, load
 

@@ -6,7 +6,7 @@ from statistics import mean, stdev
 
 import pytest
 
-from launch.model.costs import published
+from launch.model.measured_layers import published
 from launch.papers.experiments import amp
 from launch.papers.experiments.amp import (
     ANNEALING,

@@ -7,7 +7,7 @@ from statistics import mean
 import pytest
 
 from auto3d.errors import InputError
-from launch.model.costs import published
+from launch.model.measured_layers import published
 from launch.yardstick.traces import read_trace, replay
 
 HEADER = "dp_rank,stage,step,optype,start_ts,duration,seq_id"
