@@ -71,9 +71,9 @@ class Work:
     parameters: np.ndarray  # elements of trained parameters, at the first operation that uses them
     copied: np.ndarray  # the part of ``parameters`` whose gradients the tensor-parallel ranks add up
     saved: np.ndarray  # bytes of activations kept for the backward, at the first operation that saves them
-    deferred: np.ndarray  # bytes kept after the input half of a split backward for its weight half
+    deferred: np.ndarray  # under another system: bytes kept after the input half of a split backward
     fixed: np.ndarray  # bytes of state that is not trained, copies of weights too, at the first operation that uses it
-    working: np.ndarray  # bytes of the operation's operands and results, whose gradients its backward holds
+    working: np.ndarray  # under another system: bytes of gradients and temporaries of its backward
     blocks: np.ndarray  # repeated blocks that begin at the operation; an attention or a feed-forward counts as a half
     crossing: np.ndarray  # bytes that a cut before the operation sends onward; one entry more than the others
     repeated: tuple[int, int]  # range of the positions of the repeated blocks
@@ -214,9 +214,6 @@ def _work(graph: Graph, *, precision: str, fused: bool, fused_attention: bool, s
             if name not in copied:
                 copied.add(name)
                 arrays["fixed"][position] += graph.copies[name].bytes
-        weights = sum(sizes[name] for name in node.state if name in graph.parameters)
-        weights += sum(graph.copies[name].bytes for name in node.copies)
-        arrays["working"][position] = scale * (sum(sizes[name] for name in node.reads) + weights + made)
         if node.is_view or node.from_inputs:
             continue
         has_gradient = any(value.differentiable for value in node.outputs)
@@ -249,7 +246,6 @@ def _work(graph: Graph, *, precision: str, fused: bool, fused_attention: bool, s
             arrays["backward_products"][position] = 2 * arrays["products"][position]
             if graph.trained & set(node.state):
                 arrays["weight_flops"][position] = node.backward_flops / 2
-                arrays["deferred"][position] = scale * (sum(sizes[name] for name in node.reads) + made)
         if has_gradient:
             arrays["backward_moved"][position] = scale * backward
         else:
