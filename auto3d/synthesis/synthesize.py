@@ -8,15 +8,15 @@ from auto3d.synthesis.problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """The order that was found for a Problem."""
+class Synthesis:
+    """The order that a search found for a Problem."""
 
     schedule: Schedule  # with its syncs and updates
     makespan: float  # as simulated, in the unit of the costs
     begun_from: str  # name of the schedule that it improves
 
 
-def synthesize(problem: Problem, *, seconds: float, seeds: Sequence[Schedule] = (), seed: int = 0) -> Found:
+def synthesize(problem: Problem, *, seconds: float, seeds: Sequence[Schedule] = (), seed: int = 0) -> Synthesis:
     """The shortest order found within ``seconds``, never longer than any of ``seeds`` that fits ``problem``.
 
     Seeds have the stages and the devices of ``problem``. Raises InputError if no order is found that fits the memory.
