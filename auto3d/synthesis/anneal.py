@@ -3,46 +3,67 @@
 import numpy as np
 from numba import njit
 
-from auto3d.synthesis.timing import makespan
+from auto3d.synthesis.tables import Tables
+from auto3d.synthesis.timing import Room, makespan
+
+TOGETHER = 0.2  # share of tries that move several operations
 
 
 @njit(cache=True)
-def seed_random(seed):
+def seed_random(seed: int) -> None:
     """Start the random numbers of compiled code, which are not NumPy's."""
     np.random.seed(seed)
 
 
 @njit(cache=True)
-def _value(tables, order, bounds, room, weight):
+def _value(tables: Tables, order: np.ndarray, bounds: np.ndarray, room: Room, weight: float) -> float:
     """The makespan, and a little of the times at which devices end, so that there is a way down on a plateau."""
     time = makespan(tables, order, bounds, room)
     return time + weight * room.clock.sum() if time < np.inf else np.inf
 
 
 @njit(cache=True)
-def anneal(tables, order, bounds, room, best, tries, hot, cold, reach):
-    """Change ``order`` in ``tries`` tries, at temperatures that fall from ``hot`` to ``cold``; returns the best makespan.
+def anneal(
+    tables: Tables,
+    order: np.ndarray,
+    bounds: np.ndarray,
+    room: Room,
+    best: np.ndarray,
+    tries: int,
+    hot: float,
+    cold: float,
+    reach: int,
+) -> None:
+    """Change ``order`` in ``tries`` tries, at temperatures that fall from ``hot`` to ``cold``, and fill ``best`` with the
+    best order.
 
-    ``best`` holds that order afterwards. An operation moves by up to ``reach`` places.
+    An operation moves by up to ``reach`` places on its device. In some tries, all operations of its kind and stage in a
+    range of micro-batches move with it: that changes the steady state as a whole.
     """
-    devices, total = len(tables.free), len(order)
-    weight = 1e-3 / devices
-    now = _value(tables, order, bounds, room, weight)
+    total = len(order)
+    weight = 1e-3 / len(tables.free)
+    now = best_value = _value(tables, order, bounds, room, weight)
     best[:] = order
-    best_value, best_time = now, makespan(tables, order, bounds, room)
+    before = order.copy()
     path = np.zeros(total, np.int32)
     length = _critical(bounds, room, path)
     for attempt in range(tries):
         temperature = hot * (cold / hot) ** (attempt / tries)
         here = path[np.random.randint(length)] if length and np.random.random() < 0.7 else np.random.randint(total)
         d = np.searchsorted(bounds, here, side="right") - 1
+        first, last = bounds[d], bounds[d + 1] - 1
         step = 1 + int(reach * np.random.random() ** 3)
-        there = here - step if np.random.random() < 0.5 else here + step
-        there = min(max(there, bounds[d]), bounds[d + 1] - 1)
-        code = order[here]
-        if there == here or order[there] == code:
+        if np.random.random() < 0.5:
+            step = -step
+        there = min(max(here + step, first), last)
+        if there == here or order[there] == order[here]:
             continue
-        _move(order, here, there)
+        together = np.random.random() < TOGETHER
+        if together:
+            before[first : last + 1] = order[first : last + 1]
+            _move_all(order, first, last, here, step, 1 + int(total / (last - first + 1) * np.random.random() * 8))
+        else:
+            _move(order, here, there)
         value = _value(tables, order, bounds, room, weight)
         if value <= now or (value < np.inf and np.random.random() < np.exp((now - value) / temperature)):
             now = value
@@ -50,14 +71,36 @@ def anneal(tables, order, bounds, room, best, tries, hot, cold, reach):
             if value < best_value:
                 best_value = value
                 best[:] = order
+        elif together:
+            order[first : last + 1] = before[first : last + 1]
         else:
             _move(order, there, here)
-    best_time = makespan(tables, best, bounds, room)
-    return best_time
 
 
 @njit(cache=True)
-def _move(order, here, there):
+def _move_all(order: np.ndarray, first: int, last: int, here: int, step: int, count: int) -> None:
+    """Move the operation at ``here``, and up to ``count`` later ones of its kind and stage, each by ``step``."""
+    code = order[here]
+    if step < 0:
+        place = here
+        while place <= last and count > 0:
+            if order[place] == code:
+                _move(order, place, max(first, place + step))
+                count -= 1
+            place += 1
+        return
+    end = here
+    while end < last and count > 0:
+        end += 1
+        if order[end] == code:
+            count -= 1
+    for place in range(end, here - 1, -1):
+        if order[place] == code:
+            _move(order, place, min(last, place + step))
+
+
+@njit(cache=True)
+def _move(order: np.ndarray, here: int, there: int) -> None:
     """Move the operation at ``here`` to ``there``; those between make room."""
     code = order[here]
     if there > here:
@@ -70,7 +113,7 @@ def _move(order, here, there):
 
 
 @njit(cache=True)
-def _critical(bounds, room, path):
+def _critical(bounds: np.ndarray, room: Room, path: np.ndarray) -> int:
     """Fill ``path`` with the operations that the end of the last device waited for; returns how many they are."""
     last = -1
     for d in range(len(bounds) - 1):

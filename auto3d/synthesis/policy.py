@@ -8,6 +8,7 @@ import numpy as np
 from numba import njit
 
 from auto3d.synthesis.tables import BACKWARD, FORWARD, RECOMPUTE, Tables
+from auto3d.synthesis.timing import Room
 
 NO_LIMIT = 1e6
 
@@ -22,7 +23,7 @@ class Policy(NamedTuple):
 
 
 @njit(cache=True)
-def list_schedule(tables, policy, bounds, room, order):
+def list_schedule(tables: Tables, policy: Policy, bounds: np.ndarray, room: Room, order: np.ndarray) -> bool:
     """Fill ``order`` by ``policy``; False if devices come to a halt, since memory or a limit forbids all that is ready.
 
     Devices decide in the order of time, so that none decides by what happens later, but for messages on their way.
@@ -82,7 +83,7 @@ def list_schedule(tables, policy, bounds, room, order):
 
 
 @njit(cache=True)
-def _next(tables, policy, room, d):
+def _next(tables: Tables, policy: Policy, room: Room, d: int) -> tuple[int, float]:
     """The code of the operation that device ``d`` runs next, and when; (-1, infinite) if nothing is ready or coming."""
     size = len(tables.device)
     done, arrival, now = room.done, room.arrival, room.clock[d]
@@ -94,7 +95,7 @@ def _next(tables, policy, room, d):
                 continue
             for kind in range(4):
                 m = done[kind, q]
-                if not tables.exists[kind, q] or m >= tables.count[q]:
+                if not tables.exists[kind, q] or m >= tables.micro_batches[q]:
                     continue
                 begin, priority = now, policy.priority[kind, q]
                 if kind == FORWARD:
@@ -105,7 +106,7 @@ def _next(tables, policy, room, d):
                         if done[FORWARD, source] <= m:
                             continue
                         begin = max(begin, arrival[FORWARD, source, m])
-                elif kind == BACKWARD or kind == RECOMPUTE:
+                elif kind in (BACKWARD, RECOMPUTE):
                     if done[FORWARD, q] <= m:
                         continue
                     if kind == BACKWARD:

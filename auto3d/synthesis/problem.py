@@ -1,4 +1,4 @@
-"""The problem of a synthesized schedule: stages on devices, how long their operations take, and what fits into memory."""
+"""The problem of a synthesized schedule: stages on devices, times of operations, and bytes against memory."""
 
 from dataclasses import dataclass, field
 from math import inf
@@ -14,7 +14,8 @@ class Problem:
     """What an order of operations is sought for: one iteration of ``micro_batches``, as short as possible.
 
     An order has, for each micro-batch and stage, F and then B, or F, I and W; a stage that recomputes may have R before
-    B or I, and otherwise recomputes inside them. Its time is that of ``auto3d.simulate.simulate`` at ``costs``, with
+    B or I, and otherwise recomputes inside them. A stage splits its backwards, and recomputes, for all its micro-batches
+    or for none. Its time is that of ``auto3d.simulate.simulate`` at ``costs``, with
     all syncs and updates at the end (``lazy``). On no device do activations ever exceed ``free``.
 
     Bytes are of one micro-batch on one stage, in any unit:
@@ -33,7 +34,7 @@ class Problem:
     deferred: tuple[float, ...]  # per stage
     free: tuple[float, ...]  # per device
     may_split: frozenset[int] = frozenset()  # stages whose backward may be I and W instead of B
-    may_recompute: frozenset[int] = frozenset()  # stages that may recompute; each does for all its micro-batches or none
+    may_recompute: frozenset[int] = frozenset()  # stages that may recompute
 
     @property
     def stages(self) -> int:

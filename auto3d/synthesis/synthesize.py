@@ -1,4 +1,4 @@
-"""The search for an order of operations: seeded by given schedules, improved until the time that it may take is over."""
+"""The search for an order of operations: seeded by given schedules, improved until its time is over."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -115,9 +115,7 @@ class _Search:
 
     def _order(self, problem: Problem, choices: Choices, codes: np.ndarray, begun_from: str) -> _Order:
         tables, bounds, room = self._space(problem, choices)
-        return _Order(
-            choices=choices, codes=codes, time=makespan(tables, codes, bounds, room), begun_from=begun_from
-        )
+        return _Order(choices=choices, codes=codes, time=makespan(tables, codes, bounds, room), begun_from=begun_from)
 
     def _choices(self) -> list[Choices]:
         """All choices, if they are few; otherwise those of the seeds, and all or none of the stages."""
@@ -174,7 +172,10 @@ class _Search:
 
     def _changed_choices(self, choices: Choices) -> Choices:
         """``choices`` with one stage that splits or recomputes, or no longer does."""
-        may = [*((True, stage) for stage in self._all.may_split), *((False, stage) for stage in self._all.may_recompute)]
+        may = [
+            *((True, stage) for stage in self._all.may_split),
+            *((False, stage) for stage in self._all.may_recompute),
+        ]
         if not may:
             return choices
         splits, stage = may[self._random.integers(len(may))]

@@ -7,6 +7,7 @@ every kind of operation, and an order is only which kind of which stage comes ne
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +34,7 @@ class Tables(NamedTuple):
     device: np.ndarray  # [Q]
     before: np.ndarray  # [Q] the pipe stage whose F it waits for; -1: none
     after: np.ndarray  # [Q] the pipe stage whose B or I it waits for; -1: none
-    count: np.ndarray  # [Q] micro-batches
+    micro_batches: np.ndarray  # [Q]
     exists: np.ndarray  # [4, Q] whether the order has such operations
     duration: np.ndarray  # [4, Q]
     message: np.ndarray  # [2, Q] time of the message that follows F, and B or I
@@ -83,7 +84,7 @@ def tables_of(problem: Problem, choices: Choices) -> Tables:
         device=device,
         before=np.array([number.get((stage - 1, pipe), -1) for stage, pipe in pipe_stages], np.int32),
         after=np.array([number.get((stage + 1, pipe), -1) for stage, pipe in pipe_stages], np.int32),
-        count=np.array([problem.per_pipe[pipe] for _, pipe in pipe_stages], np.int32),
+        micro_batches=np.array([problem.per_pipe[pipe] for _, pipe in pipe_stages], np.int32),
         exists=exists,
         duration=duration,
         message=message,
@@ -101,7 +102,7 @@ def tables_of(problem: Problem, choices: Choices) -> Tables:
 
 def bounds_of(tables: Tables) -> np.ndarray:
     """D + 1 numbers: the operations of device d have the positions from ``bounds[d]`` to ``bounds[d + 1] - 1``."""
-    per_pipe_stage = tables.exists.sum(0) * tables.count
+    per_pipe_stage = tables.exists.sum(0) * tables.micro_batches
     totals = np.bincount(tables.device, weights=per_pipe_stage, minlength=len(tables.free))
     return np.concatenate(([0], np.cumsum(totals))).astype(np.int32)
 
@@ -114,7 +115,7 @@ def schedule_of_order(problem: Problem, choices: Choices, order: np.ndarray, bou
     kinds = {FORWARD: Kind.FORWARD, WEIGHT: Kind.BACKWARD_WEIGHT, RECOMPUTE: Kind.RECOMPUTE}
     counts = [0] * (4 * size)
     devices = []
-    for begin, stop in zip(bounds[:-1], bounds[1:], strict=True):
+    for begin, stop in pairwise(bounds.tolist()):
         operations = []
         for code in order[begin:stop].tolist():
             kind, index = divmod(code, size)
@@ -170,6 +171,6 @@ def order_of_schedule(problem: Problem, schedule: Schedule) -> tuple[Choices, np
     choices = Choices(recompute=schedule.recompute, split=split)
     tables = tables_of(problem, choices)
     counted = np.bincount(order, minlength=4 * size).reshape(4, size)
-    if (counted != tables.exists * tables.count).any():
+    if (counted != tables.exists * tables.micro_batches).any():
         return None
     return choices, np.array(order, np.int32)

@@ -26,7 +26,7 @@ class Room(NamedTuple):
 
 def make_room(tables: Tables, operations: int) -> Room:
     """Arrays for orders of ``operations`` operations."""
-    size, devices, micro_batches = len(tables.device), len(tables.free), int(tables.count.max())
+    size, devices, micro_batches = len(tables.device), len(tables.free), int(tables.micro_batches.max())
     return Room(
         end=np.zeros(operations),
         cause=np.full(operations, -1, np.int32),
@@ -43,7 +43,7 @@ def make_room(tables: Tables, operations: int) -> Room:
 
 
 @njit(cache=True)
-def makespan(tables, order, bounds, room):
+def makespan(tables: Tables, order: np.ndarray, bounds: np.ndarray, room: Room) -> float:
     """The makespan of ``order``; infinite if devices wait for each other, or if one would exceed its memory."""
     size, devices = len(tables.device), len(tables.free)
     done, position, clock, held = room.done, room.position, room.clock, room.held
@@ -66,10 +66,12 @@ def makespan(tables, order, bounds, room):
                 q = code - kind * size
                 m = done[kind, q]
                 begin, waited, receive = now, (here - 1 if here > bounds[d] else -1), 0.0
-                if kind == FORWARD or kind == BACKWARD:
+                if kind in (FORWARD, BACKWARD):
                     source = tables.before[q] if kind == FORWARD else tables.after[q]
-                    if kind == BACKWARD and (done[FORWARD, q] <= m or (tables.exists[RECOMPUTE, q] and done[RECOMPUTE, q] <= m)):
-                        return np.inf
+                    if kind == BACKWARD:
+                        recomputed = not tables.exists[RECOMPUTE, q] or done[RECOMPUTE, q] > m
+                        if done[FORWARD, q] <= m or not recomputed:
+                            return np.inf
                     if source >= 0:
                         if done[kind, source] <= m:
                             break
@@ -102,11 +104,11 @@ def makespan(tables, order, bounds, room):
                 moved = True
     if remaining:
         return np.inf
-    return _with_updates(tables, bounds, room)
+    return _with_updates(tables, room)
 
 
 @njit(cache=True)
-def _with_updates(tables, bounds, room):
+def _with_updates(tables: Tables, room: Room) -> float:
     """The makespan with lazy syncs and updates; ``room`` has the clocks of devices and the last operations of stages.
 
     A device sums the gradients of its stages one after the other, in the order of their last operations; a stage on
@@ -121,7 +123,8 @@ def _with_updates(tables, bounds, room):
         for _ in range(size):  # the stages of d, by their last operations
             chosen = -1
             for q in range(size):
-                if tables.device[q] == d and room.last[q] > previous and (chosen < 0 or room.last[q] < room.last[chosen]):
+                later = tables.device[q] == d and room.last[q] > previous
+                if later and (chosen < 0 or room.last[q] < room.last[chosen]):
                     chosen = q
             if chosen < 0:
                 break

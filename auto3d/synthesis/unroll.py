@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from auto3d.synthesis.tables import Tables
-from auto3d.synthesis.timing import makespan, make_room
+from auto3d.synthesis.timing import make_room, makespan
 
 PERIODS = (1, 2, 4, 8, 16, 32, 64)  # micro-batches of the part that is repeated
 PLACES = 12  # times at which the part to repeat or to cut out may begin
