@@ -34,8 +34,7 @@ def anneal(
     cold: float,
     reach: int,
 ) -> None:
-    """Change ``order`` in ``tries`` tries, at temperatures that fall from ``hot`` to ``cold``, and fill ``best`` with the
-    best order.
+    """Change ``order`` in ``tries`` tries, at temperatures from ``hot`` down to ``cold``; fill ``best`` with the best one.
 
     An operation moves by up to ``reach`` places on its device. In some tries, all operations of its kind and stage in a
     range of micro-batches move with it: that changes the steady state as a whole.

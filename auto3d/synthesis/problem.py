@@ -14,8 +14,7 @@ class Problem:
     """What an order of operations is sought for: one iteration of ``micro_batches``, as short as possible.
 
     An order has, for each micro-batch and stage, F and then B, or F, I and W; a stage that recomputes may have R before
-    B or I, and otherwise recomputes inside them. A stage splits its backwards, and recomputes, for all its micro-batches
-    or for none. Its time is that of ``auto3d.simulate.simulate`` at ``costs``, with
+    B or I, and otherwise recomputes inside them. Its time is that of ``auto3d.simulate.simulate`` at ``costs``, with
     all syncs and updates at the end (``lazy``). On no device do activations ever exceed ``free``.
 
     Bytes are of one micro-batch on one stage, in any unit:
@@ -33,8 +32,10 @@ class Problem:
     kept: tuple[float, ...]  # per stage
     deferred: tuple[float, ...]  # per stage
     free: tuple[float, ...]  # per device
-    may_split: frozenset[int] = frozenset()  # stages whose backward may be I and W instead of B
-    may_recompute: frozenset[int] = frozenset()  # stages that may recompute
+    # Stages whose backward may be I and W instead of B, and stages that may recompute. Each does so for all its
+    # micro-batches or for none.
+    may_split: frozenset[int] = frozenset()
+    may_recompute: frozenset[int] = frozenset()
 
     @property
     def stages(self) -> int:
