@@ -4,7 +4,7 @@ import numpy as np
 from numba import njit
 
 from auto3d.synthesis.tables import Tables
-from auto3d.synthesis.timing import Room, makespan
+from auto3d.synthesis.timing import Room, time_and_excess
 
 TOGETHER = 0.2  # share of tries that move several operations
 
@@ -16,10 +16,10 @@ def seed_random(seed: int) -> None:
 
 
 @njit(cache=True)
-def _value(tables: Tables, order: np.ndarray, bounds: np.ndarray, room: Room, weight: float) -> float:
-    """The makespan, and a little of the times at which devices end, so that there is a way down on a plateau."""
-    time = makespan(tables, order, bounds, room)
-    return time + weight * room.clock.sum() if time < np.inf else np.inf
+def _value(tables: Tables, order: np.ndarray, bounds: np.ndarray, room: Room, penalty: float) -> float:
+    """The makespan, a little of the times at which devices end, which leads off a plateau, and the price of an excess."""
+    time, excess = time_and_excess(tables, order, bounds, room)
+    return time + 1e-3 / len(tables.free) * room.clock.sum() + penalty * excess if time < np.inf else np.inf
 
 
 @njit(cache=True)
@@ -32,16 +32,18 @@ def anneal(
     tries: int,
     hot: float,
     cold: float,
+    penalty: float,
     reach: int,
 ) -> None:
-    """Change ``order`` in ``tries`` tries, at temperatures from ``hot`` down to ``cold``; fill ``best`` with the best one.
+    """Change ``order`` in ``tries`` tries, from temperature ``hot`` to ``cold``, and fill ``best`` with the best one.
 
     An operation moves by up to ``reach`` places on its device. In some tries, all operations of its kind and stage in a
-    range of micro-batches move with it: that changes the steady state as a whole.
+    range of micro-batches move with it: that changes the steady state as a whole. Orders may exceed the memory on the
+    way, at the price ``penalty`` of each unit; if none fits, ``best`` is the first order.
     """
     total = len(order)
-    weight = 1e-3 / len(tables.free)
-    now = best_value = _value(tables, order, bounds, room, weight)
+    now = _value(tables, order, bounds, room, penalty)
+    best_value = now if _fits(tables, room) else np.inf
     best[:] = order
     before = order.copy()
     path = np.zeros(total, np.int32)
@@ -63,17 +65,26 @@ def anneal(
             _move_all(order, first, last, here, step, 1 + int(total / (last - first + 1) * np.random.random() * 8))
         else:
             _move(order, here, there)
-        value = _value(tables, order, bounds, room, weight)
+        value = _value(tables, order, bounds, room, penalty)
         if value <= now or (value < np.inf and np.random.random() < np.exp((now - value) / temperature)):
             now = value
             length = _critical(bounds, room, path)
-            if value < best_value:
+            if value < best_value and _fits(tables, room):
                 best_value = value
                 best[:] = order
         elif together:
             order[first : last + 1] = before[first : last + 1]
         else:
             _move(order, there, here)
+
+
+@njit(cache=True)
+def _fits(tables: Tables, room: Room) -> bool:
+    """Whether no device holds more than its memory."""
+    for d in range(len(tables.free)):
+        if room.most[d] > tables.free[d]:
+            return False
+    return True
 
 
 @njit(cache=True)

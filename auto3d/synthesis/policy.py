@@ -19,7 +19,6 @@ class Policy(NamedTuple):
     priority: np.ndarray  # [4, Q] the operation with the largest one runs first
     limit: np.ndarray  # [Q] most micro-batches between the start of F and the end of B or I
     patience: np.ndarray  # [D] time that a device waits for an operation of higher priority whose message is on its way
-    reserve: bool  # whether F leaves room for one micro-batch on each later stage of its device
 
 
 @njit(cache=True)
@@ -128,11 +127,8 @@ def _next(tables: Tables, policy: Policy, room: Room, d: int) -> tuple[int, floa
                 elif done[BACKWARD, q] <= m:
                     continue
                 needed = tables.during[kind, q]
-                if kind == FORWARD and policy.reserve:
-                    for other in range(size):
-                        if tables.device[other] == d and tables.stage[other] > tables.stage[q]:
-                            needed += tables.during[FORWARD, other] + tables.during[RECOMPUTE, other]
-                    needed += tables.during[RECOMPUTE, q]
+                if kind == FORWARD:
+                    needed = tables.needed[q]
                 if needed > 0.0 and room.held[d] + needed > tables.free[d]:
                     continue
                 if turn == 0:
@@ -157,7 +153,7 @@ def usual_policies(tables: Tables) -> Iterator[Policy]:
         priority = np.repeat(np.array(first)[:, None], size, axis=1)
         priority[: BACKWARD + 1] += deeper * tables.stage  # among equal kinds, a later or an earlier stage comes first
         limit = np.minimum(np.ceil(factor * needed), NO_LIMIT)
-        yield Policy(priority, limit, np.full(devices, waits * patience), True)
+        yield Policy(priority, limit, np.full(devices, waits * patience))
 
 
 def changed_policy(policy: Policy, random: np.random.Generator) -> Policy:
@@ -171,7 +167,7 @@ def changed_policy(policy: Policy, random: np.random.Generator) -> Policy:
     else:
         device = random.integers(len(patience))
         patience[device] = max(0.0, patience[device] + random.normal() * max(policy.patience.max(), 1e-3))
-    return Policy(priority, limit, patience, policy.reserve)
+    return Policy(priority, limit, patience)
 
 
 def _round_trips(tables: Tables) -> np.ndarray:

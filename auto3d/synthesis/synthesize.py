@@ -19,6 +19,7 @@ from auto3d.synthesis.tables import (
     Choices,
     Tables,
     bounds_of,
+    one_at_a_time,
     order_of_schedule,
     schedule_of_order,
     tables_of,
@@ -32,6 +33,7 @@ KEPT = (6, 3, 1)  # orders that each round of annealing takes further
 POLICY_SHARE = 0.25  # share of the time for policies and choices
 LAST_SHARE = 0.2  # share of the time for annealing all micro-batches at the end, if fewer were searched
 HOT, COLD = 0.5, 0.005  # first and last temperature of annealing, in mean durations of an operation
+PENALTY = 2.0  # price of holding the largest activation beyond the memory, in mean durations of an operation
 REACH = 12  # farthest move of an operation
 TRIED = 200  # moves by which the time of one is measured
 
@@ -146,7 +148,8 @@ class _Search:
         """The best orders by the usual policies."""
         tables, _, _ = self._space(self._few, choices)
         orders = (self._by_policy(self._few, choices, policy) for policy in usual_policies(tables))
-        return _best((order for order in orders if order is not None), KEPT[0])
+        alone = self._order(self._few, choices, one_at_a_time(self._few, choices), "policy")
+        return _best([alone, *(order for order in orders if order is not None)], KEPT[0])
 
     def _by_policy(self, problem: Problem, choices: Choices, policy: Policy) -> _Order | None:
         tables, bounds, room = self._space(problem, choices)
@@ -202,12 +205,13 @@ class _Search:
         mean = float((tables.duration * tables.exists).sum() / tables.exists.sum())
         codes, best = order.codes.copy(), order.codes.copy()
         begin = perf_counter()
-        anneal(tables, codes, bounds, room, best, TRIED, COLD * mean, COLD * mean, REACH)
+        penalty = PENALTY * mean / float(tables.during.max())
+        anneal(tables, codes, bounds, room, best, TRIED, COLD * mean, COLD * mean, penalty, REACH)
         each = (perf_counter() - begin) / TRIED
         tries = int((end - self._spent()) * self._seconds / each)
         if tries > 0:
             codes[:] = best
-            anneal(tables, codes, bounds, room, best, tries, HOT * mean, COLD * mean, REACH)
+            anneal(tables, codes, bounds, room, best, tries, HOT * mean, COLD * mean, penalty, REACH)
         return self._order(problem, order.choices, best, order.begun_from)
 
 

@@ -6,6 +6,7 @@ stage before it, whichever they are, and so do B, I, R and W. So each stage take
 every kind of operation, and an order is only which kind of which stage comes next on each device.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -41,6 +42,7 @@ class Tables(NamedTuple):
     link: np.ndarray  # [2, Q] its link; -1: no message to another device
     during: np.ndarray  # [4, Q] change of what the device holds while the operation runs
     later: np.ndarray  # [4, Q] and after it
+    needed: np.ndarray  # [Q] most that a micro-batch holds on the device of an F until it has come back to it
     free: np.ndarray  # [D]
     links: int
     overlap: bool
@@ -91,6 +93,7 @@ def tables_of(problem: Problem, choices: Choices) -> Tables:
         link=link,
         during=during,
         later=later,
+        needed=_needed(pipe_stages, device, during),
         free=np.array(problem.free) * (1 + 1e-9),
         links=len(links),
         overlap=costs.overlap,
@@ -98,6 +101,18 @@ def tables_of(problem: Problem, choices: Choices) -> Tables:
         sync=np.array(costs.sync)[stages],
         update=np.array(costs.update)[stages] / np.array(costs.speed)[device],
     )
+
+
+def _needed(pipe_stages: Sequence[tuple[int, int]], device: np.ndarray, during: np.ndarray) -> np.ndarray:
+    """Per pipe stage, the peak of its device if one micro-batch alone goes on from there to the last stage and back."""
+    needed = np.zeros(len(pipe_stages))
+    for index, (stage, pipe) in enumerate(pipe_stages):
+        held = 0.0
+        for other, (later, its_pipe) in enumerate(pipe_stages):
+            if its_pipe == pipe and later >= stage and device[other] == device[index]:
+                needed[index] = max(needed[index], held + during[FORWARD, other] + during[RECOMPUTE, other])
+                held += during[FORWARD, other]
+    return needed
 
 
 def bounds_of(tables: Tables) -> np.ndarray:
@@ -134,6 +149,25 @@ def schedule_of_order(problem: Problem, choices: Choices, order: np.ndarray, bou
         recompute=choices.recompute,
     )
     return place_syncs(schedule, "lazy")
+
+
+def one_at_a_time(problem: Problem, choices: Choices) -> np.ndarray:
+    """The order in which each micro-batch begins when the one before it has ended: it needs the least memory."""
+    pipe_stages = sorted(problem.device_of)
+    size = len(pipe_stages)
+    devices: list[list[int]] = [[] for _ in range(problem.devices)]
+    for turn in range(max(problem.per_pipe)):
+        for pipe in range(problem.pipes):
+            if turn >= problem.per_pipe[pipe]:
+                continue
+            mine = [index for index, (_, its_pipe) in enumerate(pipe_stages) if its_pipe == pipe]
+            for index in mine:
+                devices[problem.device_of[pipe_stages[index]]].append(FORWARD * size + index)
+            for index in reversed(mine):
+                stage = pipe_stages[index][0]
+                kinds = [RECOMPUTE] * (stage in choices.recompute) + [BACKWARD] + [WEIGHT] * (stage in choices.split)
+                devices[problem.device_of[pipe_stages[index]]] += [kind * size + index for kind in kinds]
+    return np.array([code for codes in devices for code in codes], np.int32)
 
 
 def order_of_schedule(problem: Problem, schedule: Schedule) -> tuple[Choices, np.ndarray] | None:

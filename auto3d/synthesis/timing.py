@@ -19,6 +19,7 @@ class Room(NamedTuple):
     position: np.ndarray  # [D]
     clock: np.ndarray  # [D]
     held: np.ndarray  # [D]
+    most: np.ndarray  # [D] the largest that it has held
     link_free: np.ndarray  # [links]
     last: np.ndarray  # [Q] position of its last operation
     synced: np.ndarray  # [Q] when its gradients are summed
@@ -36,6 +37,7 @@ def make_room(tables: Tables, operations: int) -> Room:
         position=np.zeros(devices, np.int32),
         clock=np.zeros(devices),
         held=np.zeros(devices),
+        most=np.zeros(devices),
         link_free=np.zeros(max(tables.links, 1)),
         last=np.zeros(size, np.int32),
         synced=np.zeros(size),
@@ -45,12 +47,24 @@ def make_room(tables: Tables, operations: int) -> Room:
 @njit(cache=True)
 def makespan(tables: Tables, order: np.ndarray, bounds: np.ndarray, room: Room) -> float:
     """The makespan of ``order``; infinite if devices wait for each other, or if one would exceed its memory."""
+    time, excess = time_and_excess(tables, order, bounds, room)
+    return time if excess == 0.0 else np.inf
+
+
+@njit(cache=True)
+def time_and_excess(tables: Tables, order: np.ndarray, bounds: np.ndarray, room: Room) -> tuple[float, float]:
+    """The makespan of ``order``, infinite if devices wait for each other, and what they hold beyond their memory.
+
+    The excess is the sum over devices of the largest excess of each.
+    """
+    excess = 0.0
     size, devices = len(tables.device), len(tables.free)
     done, position, clock, held = room.done, room.position, room.clock, room.held
     arrival, place, end, cause = room.arrival, room.place, room.end, room.cause
     done[:] = 0
     clock[:] = 0.0
     held[:] = 0.0
+    room.most[:] = 0.0
     room.link_free[:] = 0.0
     for d in range(devices):
         position[d] = bounds[d]
@@ -71,7 +85,7 @@ def makespan(tables: Tables, order: np.ndarray, bounds: np.ndarray, room: Room) 
                     if kind == BACKWARD:
                         recomputed = not tables.exists[RECOMPUTE, q] or done[RECOMPUTE, q] > m
                         if done[FORWARD, q] <= m or not recomputed:
-                            return np.inf
+                            return np.inf, 0.0
                     if source >= 0:
                         if done[kind, source] <= m:
                             break
@@ -80,9 +94,8 @@ def makespan(tables: Tables, order: np.ndarray, bounds: np.ndarray, room: Room) 
                         if not tables.overlap and tables.link[kind, source] >= 0:
                             receive = tables.message[kind, source]
                 elif done[BACKWARD if kind == WEIGHT else FORWARD, q] <= m:
-                    return np.inf
-                if held[d] + tables.during[kind, q] > tables.free[d]:
-                    return np.inf
+                    return np.inf, 0.0
+                room.most[d] = max(room.most[d], held[d] + tables.during[kind, q])
                 held[d] += tables.later[kind, q]
                 now = begin + receive + tables.duration[kind, q]
                 end[here], cause[here] = now, waited
@@ -103,8 +116,10 @@ def makespan(tables: Tables, order: np.ndarray, bounds: np.ndarray, room: Room) 
                 position[d], clock[d] = here, now
                 moved = True
     if remaining:
-        return np.inf
-    return _with_updates(tables, room)
+        return np.inf, 0.0
+    for d in range(devices):
+        excess += max(0.0, room.most[d] - tables.free[d])
+    return _with_updates(tables, room), excess
 
 
 @njit(cache=True)
