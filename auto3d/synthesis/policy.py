@@ -149,9 +149,11 @@ def usual_policies(tables: Tables) -> Iterator[Policy]:
     needed = _round_trips(tables) / max(work.max(), 1e-30)
     patience = tables.duration[FORWARD].min() / 2
     firsts = ((2.0, 3.0, 1.0, 1.5), (3.0, 2.0, 1.0, 1.5), (2.0, 3.0, 2.5, 1.5))  # priorities of F, B or I, W, R
-    for first, deeper, factor, waits in product(firsts, (0.01, -0.01), (1.0, 1.5, 2.0, NO_LIMIT), (0, 1)):
+    pipes = (0.0,) if tables.pipe.max() == 0 else (0.0, 0.5, -0.5)
+    for first, deeper, factor, waits, pipe in product(firsts, (0.01, -0.01), (1.0, 1.5, 2.0, NO_LIMIT), (0, 1), pipes):
         priority = np.repeat(np.array(first)[:, None], size, axis=1)
         priority[: BACKWARD + 1] += deeper * tables.stage  # among equal kinds, a later or an earlier stage comes first
+        priority += pipe * tables.pipe
         limit = np.minimum(np.ceil(factor * needed), NO_LIMIT)
         yield Policy(priority, limit, np.full(devices, waits * patience))
 

@@ -1,10 +1,11 @@
 """The search for an order of operations: seeded by given schedules, improved until its time is over."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, combinations, product
-from time import perf_counter
+from time import thread_time
 
 import numpy as np
 
@@ -36,7 +37,8 @@ LAST_SHARE = 0.2  # share of the time for annealing all micro-batches at the end
 HOT, COLD = 1.0, 0.005  # first and last temperature of annealing, in mean durations of an operation
 PENALTY = 8.0  # price of holding the largest activation beyond the memory, in mean durations of an operation
 REACH = 12  # farthest move of an operation
-TRIED = 200  # moves by which the time of one is measured
+TIMED = 100  # tries by which the time of one is measured
+TIMED = 50  # tries by which the time of one is measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +51,7 @@ class Synthesis:
 
 
 def synthesize(problem: Problem, *, seconds: float, seeds: Sequence[Schedule] = (), seed: int = 0) -> Synthesis:
-    """The shortest order found within ``seconds``, never longer than any of ``seeds`` that fits ``problem``.
+    """The shortest order found in ``seconds`` of processor time, never longer than any of ``seeds`` that fits ``problem``.
 
     Seeds have the stages and the devices of ``problem``. The search ends by the clock, so equal arguments give equal
     orders only by chance. Raises InputError if no order is found that fits the memory.
@@ -93,7 +95,10 @@ class _Search:
         self._skipped = period * max(0, problem.micro_batches // period - PERIODS)
         self._few = replace(problem, micro_batches=problem.micro_batches - self._skipped)
         self._space = lru_cache(None)(_space)
-        self._begin = perf_counter()
+        self._try_s: dict[Problem, float] = {}  # seconds of one try of annealing
+        self._begin = thread_time()
+        self._compile()
+        self._begin = thread_time()
 
     def orders(self) -> Iterator[_Order]:
         """Orders of all micro-batches, better and better, until the time is over."""
@@ -111,9 +116,18 @@ class _Search:
         if self._skipped and whole:
             yield self._annealed(self._all, whole[0], 1.0)
 
+    def _compile(self) -> None:
+        """Load or compile what is compiled, so that it does not take a part of the search's time."""
+        choices = Choices()
+        tables, _, _ = self._space(self._few, choices)
+        self._by_policy(self._few, choices, next(usual_policies(tables)))
+        self._annealed(
+            self._few, self._order(self._few, choices, next(orders_of_one_at_a_time(self._few, choices)), ""), 0
+        )
+
     def _spent(self) -> float:
         """The share of the time that is over."""
-        return (perf_counter() - self._begin) / self._seconds
+        return (thread_time() - self._begin) / self._seconds
 
     def _order(self, problem: Problem, choices: Choices, codes: np.ndarray, begun_from: str) -> _Order:
         tables, bounds, room = self._space(problem, choices)
@@ -147,9 +161,10 @@ class _Search:
     def _by_policies(self) -> Iterator[_Order]:
         """Orders by the usual policies under all choices; under each, at least those that need least memory."""
         choices = self._choices()
-        for each in choices:
-            for codes in orders_of_one_at_a_time(self._few, each):
-                yield self._order(self._few, each, codes, "policy")
+        alone = [(each, codes) for each in choices for codes in orders_of_one_at_a_time(self._few, each)]
+        for number, (each, codes) in enumerate(alone, 1):
+            order = self._order(self._few, each, codes, "policy")
+            yield self._annealed(self._few, order, POLICY_SHARE / 4 * number / len(alone))
         pairs = [(each, policy) for each in choices for policy in usual_policies(self._space(self._few, each)[0])]
         for number in self._random.permutation(len(pairs)):
             if self._spent() > POLICY_SHARE / 2:
@@ -210,15 +225,15 @@ class _Search:
         """``order`` annealed until the share ``end`` of the time is over."""
         tables, bounds, room = self._space(problem, order.choices)
         mean = float((tables.duration * tables.exists).sum() / tables.exists.sum())
-        codes, best = order.codes.copy(), order.codes.copy()
-        begin = perf_counter()
         penalty = PENALTY * mean / float(tables.during.max())
-        anneal(tables, codes, bounds, room, best, TRIED, COLD * mean, COLD * mean, penalty, REACH)
-        each = (perf_counter() - begin) / TRIED
-        tries = int((end - self._spent()) * self._seconds / each)
-        if tries > 0:
-            codes[:] = best
-            anneal(tables, codes, bounds, room, best, tries, HOT * mean, COLD * mean, penalty, REACH)
+        each = self._try_s.get(problem, 0.0)
+        tries = int((end - self._spent()) * self._seconds / each) if each else TIMED
+        if tries <= 0:
+            return order
+        best, begin = order.codes.copy(), thread_time()
+        anneal(tables, order.codes.copy(), bounds, room, best, tries, HOT * mean, COLD * mean, penalty, REACH)
+        if tries >= TIMED:
+            self._try_s[problem] = (thread_time() - begin) / tries
         return self._order(problem, order.choices, best, order.begun_from)
 
 
@@ -230,9 +245,15 @@ def _space(problem: Problem, choices: Choices) -> tuple[Tables, np.ndarray, Room
 
 
 def _best(orders: Iterable[_Order], count: int) -> list[_Order]:
-    """The ``count`` shortest of ``orders`` that fit the memory, each once."""
+    """The ``count`` shortest of ``orders`` that fit the memory; at most a quarter of them make the same choices."""
     possible = {(order.choices, order.codes.tobytes()): order for order in orders if order.time < np.inf}
-    return sorted(possible.values(), key=lambda order: order.time)[:count]
+    chosen: list[_Order] = []
+    taken: Counter[Choices] = Counter()
+    for order in sorted(possible.values(), key=lambda order: order.time):
+        taken[order.choices] += 1
+        if len(chosen) < count and taken[order.choices] <= max(1, count // 4):
+            chosen.append(order)
+    return chosen
 
 
 def _subsets(stages: Sequence[int]) -> list[tuple[int, ...]]:

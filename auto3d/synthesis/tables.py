@@ -47,6 +47,7 @@ class Tables(NamedTuple):
     links: int
     overlap: bool
     stage: np.ndarray  # [Q]
+    pipe: np.ndarray  # [Q]
     sync: np.ndarray  # [Q]
     update: np.ndarray  # [Q]
 
@@ -98,6 +99,7 @@ def tables_of(problem: Problem, choices: Choices) -> Tables:
         links=len(links),
         overlap=costs.overlap,
         stage=stages,
+        pipe=np.array([pipe for _, pipe in pipe_stages], np.int32),
         sync=np.array(costs.sync)[stages],
         update=np.array(costs.update)[stages] / np.array(costs.speed)[device],
     )
