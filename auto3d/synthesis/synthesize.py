@@ -51,7 +51,7 @@ class Synthesis:
 
 
 def synthesize(problem: Problem, *, seconds: float, seeds: Sequence[Schedule] = (), seed: int = 0) -> Synthesis:
-    """The shortest order found in ``seconds`` of processor time, never longer than any of ``seeds`` that fits ``problem``.
+    """The shortest order found in ``seconds`` of processor time, never longer than a seed that fits ``problem``.
 
     Seeds have the stages and the devices of ``problem``. The search ends by the clock, so equal arguments give equal
     orders only by chance. Raises InputError if no order is found that fits the memory.
