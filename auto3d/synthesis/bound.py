@@ -11,6 +11,7 @@ one-machine sequencing problem", EJOR 11, 1982).
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from heapq import heappop, heappush
 from itertools import combinations, pairwise, product
 from math import floor, inf
@@ -21,7 +22,7 @@ from auto3d.synthesis.pipe_stage import PipeStage, pipe_stages
 from auto3d.synthesis.problem import Problem
 
 TOLERANCE = 1e-9  # relative error of sums of floats: bounds give way by it
-NODES = 3000
+NODES = 3000  # micro-batches on stages that lower_bound goes through: about a tenth of a second
 Key = tuple[int, int]  # (stage, pipe)
 Options = tuple[tuple[tuple[bool, bool], ...], ...]
 """Per stage, the choices that are open: (it splits its backward, it recomputes)."""
@@ -88,6 +89,16 @@ class _Times:
     trip: float  # least time from the start of F to the end of the B or I of the same micro-batch
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Node:
+    """A bound of the orders with some choices open."""
+
+    bound: Bound
+    device: int  # the device that the bound is about
+    options: Options
+    memory: str  # the stage on which memory slows the micro-batches down most; empty if it does on none
+
+
 def lower_bound(problem: Problem) -> Bound:
     """The best of the proven lower bounds. Raises InputError if not even one micro-batch fits the memory.
 
@@ -105,40 +116,37 @@ def lower_bound(problem: Problem) -> Bound:
         for stage in range(problem.stages)
     )
     root = _bound(problem, places, every)
-    if root is None:
-        raise InputError("problem: one micro-batch alone exceeds the memory of a device; free more of it")
-    nodes = [(root[0].time, 0, *root, every)]
+    nodes = [(root.bound.time, 0, root)] if root else []
     budget, made = NODES // (problem.stages * problem.micro_batches), 0
-    while made < budget:
-        time, _, bound, device, options = nodes[0]
-        stage = _branch(places, device, options)
+    while nodes and made < budget:
+        least, _, node = nodes[0]
+        stage = _branch(places, node)
         if stage is None:
             break
         heappop(nodes)
-        for option in options[stage]:
+        for option in node.options[stage]:
             made += 1
-            child = (*options[:stage], (option,), *options[stage + 1 :])
-            node = _bound(problem, places, child)
-            if node is not None:
-                better = max(node[0], bound, key=lambda one: one.time)
-                heappush(nodes, (better.time, made, better, node[1], child))
-        if not nodes:
-            raise InputError("problem: one micro-batch alone exceeds the memory of a device; free more of it")
-    time, _, bound, _, options = nodes[0]
-    return Bound(time=time * (1 - TOLERANCE), reason=bound.reason)
+            child = _bound(problem, places, (*node.options[:stage], (option,), *node.options[stage + 1 :]))
+            if child is not None:
+                heappush(nodes, (max(child.bound.time, least), made, child))
+    if not nodes:
+        raise InputError("problem: one micro-batch alone exceeds the memory of a device; free more of it")
+    least, _, node = nodes[0]
+    return Bound(time=least * (1 - TOLERANCE), reason=_explained(problem, places, node).reason)
 
 
-def _branch(places: list[_Place], device: int, options: Options) -> int | None:
-    """The stage whose choice is decided next, one of ``device`` if any of these is open; None if all are decided."""
-    undecided = [place for place in places if len(options[place.stage]) > 1]
-    return min(((place.device != device, place.stage) for place in undecided), default=(True, None))[1]
+def _branch(places: list[_Place], node: _Node) -> int | None:
+    """The stage whose choice is decided next, one of the node's device if possible; None if all are decided."""
+    undecided = [place for place in places if len(node.options[place.stage]) > 1]
+    return min(((place.device != node.device, place.stage) for place in undecided), default=(True, None))[1]
 
 
-def _bound(problem: Problem, places: list[_Place], options: Options) -> tuple[Bound, int] | None:
-    """A bound for the orders with these choices, and the device that it is about; None if the memory admits none."""
+def _bound(problem: Problem, places: list[_Place], options: Options) -> _Node | None:
+    """The bound of the orders with these choices; None if the memory admits none."""
     ends = _ends(problem, places)
     relaxed = {place.key: _least([place.choices[option] for option in options[place.stage]]) for place in places}
     times: dict[Key, _Times] = {}
+    slowest, memory = 0.0, ""
     for pipe in range(problem.pipes):
         path = [place for place in places if place.pipe == pipe and place.count]
         if path:
@@ -146,12 +154,21 @@ def _bound(problem: Problem, places: list[_Place], options: Options) -> tuple[Bo
             if arcs is None:
                 return None
             times |= _times(path, relaxed, arcs, ends)
+            for kind, top, base, room in arcs:
+                trip = times[base, pipe].trip
+                if kind == "G" and top == base and trip * path[0].count / room > slowest:
+                    slowest = trip * path[0].count / room
+                    memory = (
+                        f"memory of device {problem.device_of[base, pipe]}: at most {room} "
+                        f"micro-batch{'es' if room > 1 else ''} in flight on stage {base}, each for "
+                        f"{trip:.4g} or longer"
+                    )
     best, critical = Bound(time=0.0, reason="no work"), 0
     for device in range(problem.devices):
         mine = [place for place in places if place.device == device and place.count]
         stages = sorted({place.stage for place in mine})
         least = Bound(time=inf, reason="")
-        for chosen in product(*(options[stage] for stage in stages)):
+        for chosen in sorted(product(*(options[stage] for stage in stages)), key=partial(_work, mine, stages)):
             option_of = dict(zip(stages, chosen, strict=True))
             choices = {place.key: place.choices[option_of[place.stage]] for place in mine}
             here = max(
@@ -164,7 +181,23 @@ def _bound(problem: Problem, places: list[_Place], options: Options) -> tuple[Bo
                 break
         if mine and least.time > best.time:
             best, critical = least, device
-    return best, critical
+    return _Node(bound=best, device=critical, options=options, memory=memory)
+
+
+def _work(places: list[_Place], stages: list[int], chosen: tuple[tuple[bool, bool], ...]) -> float:
+    """The work of backwards at these choices for ``stages``."""
+    option_of = dict(zip(stages, chosen, strict=True))
+    choices = [(place.count, place.choices[option_of[place.stage]]) for place in places]
+    return sum(count * (choice.gradient + choice.weight + choice.recompute) for count, choice in choices)
+
+
+def _explained(problem: Problem, places: list[_Place], node: _Node) -> Bound:
+    """The bound of ``node``, with memory as its reason if it is less without caps."""
+    if node.memory:
+        uncapped = _bound(replace(problem, free=(inf,) * problem.devices), places, node.options)
+        if uncapped is None or uncapped.bound.time < node.bound.time * (1 - TOLERANCE):
+            return replace(node.bound, reason=node.memory)
+    return node.bound
 
 
 def _least(choices: list[Choice]) -> Choice:
@@ -333,7 +366,9 @@ def _memory_bound(
         ]
         time = jackson(items)
         if time > best.time:
-            best = Bound(time=time, reason=f"memory of device {device}")
+            best = Bound(
+                time=time, reason=f"memory of device {device}: shared by the micro-batches in flight on its stages"
+            )
     return best
 
 
