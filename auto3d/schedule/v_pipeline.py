@@ -47,11 +47,12 @@ def repeated_blocks(
 ) -> Schedule:
     """The schedule ``name`` in which every micro-batch repeats one building block (Qi et al., NeurIPS 2024, section 2).
 
-    ``block(s)`` has the slots of micro-batch 0 on device s; those of micro-batch m come 6m slots later. A device runs
-    its forwards and input halves in the order of their slots, as early as it can: the paper squeezes its schedules so.
-    Weight halves fill the waits, and keep each device within ``limit`` micro-batches of one stage.
+    ``block(s)`` has the slots of micro-batch 0 on device s; those of micro-batch m come 6m slots later. Weight halves
+    take the free slots until the last micro-batch starts on a device; after that, they fill the waits. Each device
+    keeps within ``limit`` micro-batches of one stage. Devices then run in this order, as early as they can: the paper
+    calls that squeezing.
     """
-    orders = []
+    orders, slots = [], []
     for home in range(devices):
         down, up = home, 2 * devices - 1 - home
         of_block = ((Kind.FORWARD, down), (Kind.FORWARD, up), (Kind.BACKWARD_INPUT, up), (Kind.BACKWARD_INPUT, down))
@@ -60,6 +61,8 @@ def repeated_blocks(
             for step, slot in zip(of_block, block(home), strict=True)
             for micro_batch in range(micro_batches)
         ]
-        steps = [step for _, step in sorted(starts, key=lambda start: start[0])]
-        orders.append(numbered_in_order(steps, micro_batches))
-    return v_pipeline(name, fill_with_weights(orders, 2 * devices, limit=limit), micro_batches)
+        starts.sort(key=lambda start: start[0])
+        last = block(home)[0] + PERIOD * (micro_batches - 1)
+        orders.append(numbered_in_order([step for _, step in starts], micro_batches))
+        slots.append([slot if slot <= last else 0 for slot, _ in starts])
+    return v_pipeline(name, fill_with_weights(orders, 2 * devices, limit, slots), micro_batches)

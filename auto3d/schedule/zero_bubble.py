@@ -12,12 +12,12 @@ from math import ceil
 from auto3d.schedule.advance import advance_devices
 from auto3d.schedule.check import ScheduleError, check_rendezvous
 from auto3d.schedule.operation import Kind, Operation, Schedule
-from auto3d.schedule.operation_times import OperationTimes
+from auto3d.schedule.operation_times import EqualTimes
 
 F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
 
 
-def fit_to_times(handmade: Schedule, *, times: OperationTimes, limit: int, deferred: int) -> Schedule:
+def fit_to_times(handmade: Schedule, *, times: EqualTimes, limit: int, deferred: int) -> Schedule:
     """``handmade`` in the heuristic's best order for ``times`` within the memory of ``limit`` micro-batches per device.
 
     ``handmade`` has stage s on device s. ``deferred`` is the percentage of a micro-batch's activations that its input
@@ -48,7 +48,7 @@ def fit_to_times(handmade: Schedule, *, times: OperationTimes, limit: int, defer
     return handmade
 
 
-def lengths(orders: Sequence[Sequence[Operation]], times: OperationTimes) -> tuple[float, float]:
+def lengths(orders: Sequence[Sequence[Operation]], times: EqualTimes) -> tuple[float, float]:
     """The longest time from the first to the last operation of a device, and the makespan.
 
     Messages from one device to another queue in the order in which they are sent, as in the simulator.
@@ -87,7 +87,7 @@ class _Walk:
     input half on each device, from the last to the first.
     """
 
-    def __init__(self, devices: int, micro_batches: int, times: OperationTimes, limit: int, deferred: int) -> None:
+    def __init__(self, devices: int, micro_batches: int, times: EqualTimes, limit: int, deferred: int) -> None:
         self.orders: list[list[Operation]] = [[] for _ in range(devices)]
         self._micro_batches, self._limit, self._last = micro_batches, limit, devices - 1
         self._time = {F: times.forward, I: times.backward_input, W: times.backward_weight}

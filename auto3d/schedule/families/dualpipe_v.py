@@ -21,7 +21,8 @@ def dualpipe_v(*, devices: int, micro_batches: int, sync: str = "lazy") -> Sched
     some backwards are split: as many as fill the waits at the start and at the end.
 
     The paper requires 2D micro-batches or more. With fewer, the order is that of 2D with the surplus ones left out. On
-    every device up to D + 1/2 micro-batches are in flight (the paper counts D + 1 for DualPipe).
+    every device up to D + 1/2 micro-batches are in flight; DualPipe's table counts chunks, 2D + 1 on D devices. If
+    F = I = W and N >= 2D, each device idles (D - 1)/2 forwards.
     """
     unfolded = max(micro_batches, 2 * devices)
     orders = [numbered_in_order(_steps(devices, unfolded, home), micro_batches) for home in range(devices)]

@@ -1,7 +1,8 @@
 """V-Min: two stages per device in a V, at a third of 1F1B's activations (Qi et al., NeurIPS 2024).
 
 "Pipeline Parallelism with Controllable Memory" (arXiv 2405.15362), section 3; slots of the building block as in
-sail-sg/zero-bubble-pipeline-parallelism, zbv_greedy.py.
+sail-sg/zero-bubble-pipeline-parallelism, zbv_greedy.py. The authors' table of bubbles and activations:
+huggingface.co/spaces/sail/pipeline-parallelism-with-controllable-memory.
 """
 
 from auto3d.schedule.family import Family
