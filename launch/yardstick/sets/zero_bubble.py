@@ -75,7 +75,7 @@ SET = MeasuredSet(
     system="Megatron-LM",
     read=_runs,
     words="ZB-1p and ZB-2p are fitted to the predicted times, within the memory of 1F1B and twice as much. The first "
-    "and the last stage have a layer less than the others; interleaved chunks have one layer each. Relative: the time of a "
-    "schedule over that of 1F1B.",
+    "and the last stage have a layer less than the others; interleaved chunks have one layer each. Relative: the time "
+    "of a schedule over that of 1F1B.",
     open="The paper's devices update without waiting for each other, so iterations overlap; predicted ones do not.",
 )
