@@ -28,7 +28,12 @@ SCHEDULES: dict[str, Family] = {
             "chimera",
             "zb_h1",
             "zb_h2",
+            "zb_1p",
+            "zb_2p",
             "zb_v",
+            "v_half",
+            "v_min",
+            "dualpipe_v",
         )
     )
 }

@@ -24,7 +24,7 @@ def check(schedule: Schedule) -> None:
       schedule with weight versions it may happen many times, and the n-th update of every stage sums the same
       micro-batches.
     - A weight version exists before a forward uses it, and no older version is used after a newer one.
-    - All devices reach their last operation, even if every send is a rendezvous; see ``_check_progress``.
+    - All devices reach their last operation, even if every send is a rendezvous; see ``check_rendezvous``.
     """
     _check_devices(schedule)
     _check_complete(schedule)
@@ -35,7 +35,7 @@ def check(schedule: Schedule) -> None:
         _check_versions(schedule)
     else:
         _check_one_update(schedule)
-    _check_progress(schedule)
+    check_rendezvous(schedule)
 
 
 def _check_devices(schedule: Schedule) -> None:
@@ -205,7 +205,7 @@ class _Send:
     posted: int  # number of operations that the receiver has ended when it posts the receive
 
 
-def _check_progress(schedule: Schedule) -> None:
+def check_rendezvous(schedule: Schedule) -> None:
     """Check that all devices reach their last operation when each holds very few messages.
 
     A message crosses devices if an operation uses a result of another device. Messages of one kind (activations or

@@ -19,6 +19,7 @@ class Family:
     name: str
     summary: str  # one line that names the source
     build: Callable[..., Schedule]
+    periodic: bool = True  # whether the order repeats itself: see PERIODS in auto3d.schedule.shape
 
     @cached_property
     def options(self) -> dict[str, int | str]:

@@ -31,6 +31,7 @@ COUNTS = (
 
 _IN_FLIGHT, _RECOMPUTED, _DEFERRED, _GRADIENTS, _OLDER, _POSTED, _, _SENT, _ = range(len(COUNTS))
 _WITH_GRADIENT = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+_MAKES_GRADIENTS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 Key = tuple[Kind, int, bool, bool, bool]
 """What the temporaries of an operation depend on: its kind and stage, and the three Booleans of a Moment."""
 
@@ -143,7 +144,7 @@ def _moments(
             early.update((stage, operation.pipe, m) for m in operation.micro_batches)
         elif kind is Kind.SYNC:
             summing = True
-        makes = not held[here + _GRADIENTS] and kind is (Kind.BACKWARD_WEIGHT if stage in splits else Kind.BACKWARD)
+        makes = kind in _MAKES_GRADIENTS and not held[here + _GRADIENTS]
         yield Moment(operation, recomputed, makes, summing, tuple(held))
         if makes:
             held[here + _GRADIENTS] = 1

@@ -20,6 +20,12 @@ def check_least(family: str, option: str, value: int, least: int) -> None:
         raise InputError(f"schedule {family}: {option} is {value}; it must be {least} or more")
 
 
+def check_percentage(family: str, option: str, value: int) -> None:
+    """Raise InputError unless ``value`` is from 1 to 100."""
+    if not 1 <= value <= 100:
+        raise InputError(f"schedule {family}: {option} is {value}; it is a percentage, from 1 to 100")
+
+
 def recomputing(family: str, stages: int, recompute: str) -> frozenset[int]:
     """The stages that recompute their activations: all if ``recompute`` is ``full``, no stage if it is ``none``."""
     check_choice(family, "recompute", recompute, RECOMPUTE)

@@ -4,19 +4,23 @@ from collections import deque
 from collections.abc import Sequence
 from math import inf
 
-from auto3d.schedule.advance import advance_devices
 from auto3d.schedule.operation import Kind, Operation
 
 
-def fill_with_weights(orders: Sequence[Sequence[Operation]], stages: int, limit: int) -> list[tuple[Operation, ...]]:
+def fill_with_weights(
+    orders: Sequence[Sequence[Operation]],
+    stages: int,
+    limit: int,
+    slots: Sequence[Sequence[int]] = (),
+) -> list[tuple[Operation, ...]]:
     """Each device's F and I in the order of ``orders``, with one W for each I placed between them.
 
     The walk gives every operation the same duration, one unit of time. A device runs its next F or I if it can. If that
     has to wait, or if one more forward would leave more than ``limit`` forwards without their W, it runs its oldest
-    pending W instead. ``stages`` is the number of stages of the pipeline.
+    pending W instead. ``stages`` is the number of stages of the pipeline. ``slots`` has, for each operation of
+    ``orders``, the time before which the walk does not run it.
     """
     ends: dict[tuple[Kind, int, int], int] = {}  # (F or I, stage, micro-batch) -> time at which it ends
-    clock = [0] * len(orders)  # time of each device
     filled: list[list[Operation]] = [[] for _ in orders]
     position = [0] * len(orders)  # how many F and I each device has run
     held = [0] * len(orders)  # how many forwards of each device are still without their W
@@ -24,6 +28,8 @@ def fill_with_weights(orders: Sequence[Sequence[Operation]], stages: int, limit:
 
     def can_run(device: int, now: int) -> bool:
         if position[device] == len(orders[device]):
+            return False
+        if slots and slots[device][position[device]] > now:
             return False
         operation = orders[device][position[device]]
         (m,) = operation.micro_batches
@@ -35,9 +41,7 @@ def fill_with_weights(orders: Sequence[Sequence[Operation]], stages: int, limit:
             needed = (Kind.BACKWARD_INPUT, operation.stage + 1, m) if operation.stage < stages - 1 else None
         return needed is None or ends.get(needed, inf) <= now
 
-    def run_next(device: int, _: int) -> bool:
-        now = clock[device]
-        clock[device] += 1
+    def run_next(device: int, now: int) -> bool:
         if can_run(device, now):
             operation = orders[device][position[device]]
             position[device] += 1
@@ -54,8 +58,8 @@ def fill_with_weights(orders: Sequence[Sequence[Operation]], stages: int, limit:
         filled[device].append(operation)
         return True
 
-    totals = [sum(2 if operation.kind is Kind.BACKWARD_INPUT else 1 for operation in order) for order in orders]
-    ended = [0] * len(orders)
-    advance_devices(ended, totals, run_next, lockstep=True)
-    assert ended == totals, f"under limit {limit}, the orders stop at {position}"
+    now, last_slot = 0, max((slot for each in slots for slot in each), default=0)
+    while sum(run_next(device, now) for device in range(len(orders))) or now < last_slot:
+        now += 1
+    assert position == [len(order) for order in orders], f"under limit {limit}, the orders stop at {position}"
     return [tuple(operations) for operations in filled]

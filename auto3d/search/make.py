@@ -21,6 +21,7 @@ from auto3d.search.planned_model import PlannedModel
 from auto3d.search.problem import CandidateProblem, Keep
 from auto3d.search.recompute import AUTO, FULL, NONE, KeptFractions, largest_fraction, schedule_options
 from auto3d.search.space import EQUAL, UNEVEN, Candidate, Workload, check_fits
+from auto3d.simulate.costs_text import write_times
 from auto3d.tensor_placement import Split
 
 _TRIES = 32  # tries to find stages that fit the memory of the devices
@@ -143,6 +144,8 @@ class PlanMaker:
             plan = self._unevenly(candidate, plan, form, samples)
         else:
             plan = replace(plan, stages=self._stages(candidate, plan, form, samples, limits, excluded))
+        if "times" in SCHEDULES[name].options and "times" not in options:
+            plan = replace(plan, schedule_options={**options, "times": write_times(self.model.costs(plan))})
         if SCHEDULES[name].asynchronous:
             schedule = build_schedule(name, **sizes, **options)
             self.planned.check_trainable(schedule, plan.stages, samples, clip_norm=self.workload.clip_norm)

@@ -24,6 +24,8 @@ _TIME = click.FloatRange(min=0)
 @click.option("--pipes", type=int, help="Copies of the model whose micro-batches cross the devices (chimera).")
 @click.option("--scale", help="direct, doubling or halving: for more micro-batches than stages (chimera).")
 @click.option("--chunks", type=int, help="Stages per device (interleaved-1f1b).")
+@click.option("--times", help="F-I-W-message to which the order is fitted (zb-1p, zb-2p). [the simulated times]")
+@click.option("--deferred", type=int, help="Activations that weight halves need, in per cent (zb-1p, zb-2p).")
 @click.option("--recompute", type=click.Choice(RECOMPUTE), help="Stages that recompute, where the schedule allows it.")
 @click.option("--iterations", type=int, help="Iterations to simulate (asynchronous schedules).")
 @click.option(
@@ -74,7 +76,7 @@ def schedule(
     if stages is None or micro_batches is None:
         raise click.UsageError("--stages and --micro-batches are needed, as in --stages 4 --micro-batches 8")
     option_of = {"sync_placement": "sync"} | {
-        key: key for key in ("pipes", "scale", "chunks", "recompute", "iterations")
+        key: key for key in ("pipes", "scale", "chunks", "times", "deferred", "recompute", "iterations")
     }
     time_of = {"recompute_time": "recompute"} | {
         key: key

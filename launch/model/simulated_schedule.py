@@ -9,6 +9,7 @@ from auto3d.schedule import SCHEDULES, build_schedule, parse_schedule
 from auto3d.schedule.in_flight import peak_activations
 from auto3d.schedule.weight_versions import weight_copies
 from auto3d.simulate.costs import uniform
+from auto3d.simulate.costs_text import write_times
 from auto3d.simulate.critical_path import count, critical_path
 from auto3d.simulate.idle import SteadyState, bubble_ratio, idle, idle_within, steady_state
 from auto3d.simulate.simulate import Timeline, simulate
@@ -97,5 +98,9 @@ def _timeline(name: str, request: ScheduleRequest, options: dict[str, int | str]
         if option not in SCHEDULES[name].options:
             takes = ", ".join(map(flag, SCHEDULES[name].options))
             raise InputError(f"schedule {name}: it has no {flag(option)}; it takes {takes}")
-    schedule = build_schedule(name, devices=request.stages, micro_batches=request.micro_batches, **options)
-    return simulate(schedule, uniform(schedule, **request.times))
+    sizes = {"devices": request.stages, "micro_batches": request.micro_batches}
+    schedule = build_schedule(name, **sizes, **options)
+    costs = uniform(schedule, **request.times)
+    if "times" in SCHEDULES[name].options and "times" not in options:
+        schedule = build_schedule(name, **sizes, **options, times=write_times(costs))
+    return simulate(schedule, costs)

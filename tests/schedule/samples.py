@@ -20,6 +20,8 @@ def options_of(name: str, devices: int) -> list[dict[str, int | str]]:
         halves = [] if devices % 2 else [f for f in range(1, devices // 2 + 1) if devices // 2 % f == 0]
         scales = ("direct", "doubling", "halving")
         return [{"pipes": 2 * f, "scale": scale} for f, scale in product(halves, scales)]
+    if name in ("zb-1p", "zb-2p"):
+        return [{"times": "3-5-2-1", "deferred": 40}]
     if name in ("pipedream", "pipedream-2bw"):
         return [{"iterations": iterations} for iterations in (1, 3)]
     return [] if name in ("gems", "shifted-critical-path") and devices == 1 else [{}]

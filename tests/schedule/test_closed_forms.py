@@ -184,6 +184,48 @@ def test_zero_bubble(d):
 
 
 @pytest.mark.parametrize("d", DEPTHS)
+def test_v_half_and_v_min(d):
+    """The authors' table: floor((D + 2)/2) and floor((D + 4)/3) micro-batches in flight, idle about 3D/2 and 2D."""
+    half, least = (d + 2) // 2, (d + 4) // 3
+    for n in sizes(d):
+        v_half, v_min = built("v-half", d, n), built("v-min", d, n)
+        assert weight_copies(v_half) == weight_copies(v_min) == [1] * d
+        if n >= 2 * d:
+            assert max(peak_activations(v_half)) == half
+            assert max(peak_activations(v_min)) == least
+        assert max(peak_activations(v_half)) <= half
+        assert max(peak_activations(v_min)) <= least
+        if d > 1 and n >= d:
+            assert idle(v_half, F=1, I=1, W=1) == [Fraction(3 * (d - 1) + d // 4 - d % 2, 2)] * d
+            assert idle(v_min, F=1, I=1, W=1) == [2 * d - (Fraction(3, 2) if d % 3 == 0 else Fraction(5, 2))] * d
+
+
+@pytest.mark.parametrize("d", [2, 3, 4, 6])
+@pytest.mark.parametrize("times", [(4, 3, 2), (3, 4, 3), (2, 2, 1), (4, 5, 2), (1, 2, 1), (2, 1, 1), (5, 2, 2)])
+def test_a_repetition_of_v_half_waits_only_at_very_unequal_times(d, times):
+    """The authors' condition: no waits while 2I <= W + 2F and 2F <= W + 2I. V-Min waits at all unequal times."""
+    f, i, w = times
+    grown = {}
+    for name in ("v-half", "v-min"):
+        fewer, more = (idle(built(name, d, n), F=f, I=i, W=w) for n in (4 * d, 6 * d))
+        grown[name] = [b - a for a, b in zip(fewer, more, strict=True)]
+    fits = 2 * i <= w + 2 * f and 2 * f <= w + 2 * i
+    assert fits == (grown["v-half"] == [0] * d)
+    assert min(grown["v-min"]) > 0
+
+
+@pytest.mark.parametrize("d", DEPTHS)
+def test_dualpipe_v(d):
+    for n in sizes(d):
+        schedule = built("dualpipe-v", d, n)
+        if n >= 2 * d:
+            assert idle(schedule, F=1, B=2, I=1, W=1) == [Fraction(d - 1, 2)] * d
+            assert peak_activations(schedule) == [d + 0.5] * d
+        assert max(peak_activations(schedule)) <= d + 0.5
+        assert weight_copies(schedule) == [1] * d
+
+
+@pytest.mark.parametrize("d", DEPTHS)
 def test_pipedream(d):
     """The weight versions, and no bubbles between the first fill and the last drain."""
     n = max(1, d)

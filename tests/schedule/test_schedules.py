@@ -33,6 +33,14 @@ def test_order_of_the_shifted_critical_path():
     ]
 
 
+def test_order_of_v_min():
+    """Slots 0, 3, 4 and 7 on the first of two devices and 1, 2, 5 and 6 on the second, every six slots."""
+    assert texts(build_schedule("v-min", devices=2, micro_batches=3)) == [
+        "F0@0 F0@3 I0@3 W0@3 F1@0 I0@0 W0@0 F1@3 I1@3 W1@3 F2@0 I1@0 W1@0 F2@3 I2@3 W2@3 I2@0 W2@0 S@3 S@0 U@3 U@0",
+        "F0@1 F0@2 I0@2 I0@1 F1@1 F1@2 W0@2 W0@1 I1@2 I1@1 F2@1 F2@2 W1@2 W1@1 I2@2 I2@1 W2@2 W2@1 S@2 S@1 U@2 U@1",
+    ]
+
+
 def test_order_of_chimera():
     """Chimera, figures 3 and 4b: four stages, four micro-batches. Stage 3 syncs early; stage 2 has no bubble."""
     assert texts(build_schedule("chimera", devices=4, micro_batches=4, sync="eager-opt")) == [

@@ -14,11 +14,13 @@ from auto3d.cost.work import work_of
 from auto3d.partition.merak import shard
 from auto3d.partition.recompute import subgraph_starts
 from auto3d.schedule import SCHEDULES, schedule_of
+from auto3d.schedule.operation_times import EQUAL
 from auto3d.search.listing import ListedCandidate, list_candidates
 from auto3d.search.make import PlanMaker
 from auto3d.search.planned_model import PlannedGraphs
 from auto3d.search.recompute import KeptFractions
 from auto3d.search.space import Domain, SearchSpace, Workload
+from auto3d.simulate.costs_text import write_times
 from launch.model.candidates import shortage
 from tests.models import captured
 from tests.soak import soak
@@ -148,3 +150,14 @@ def test_options_of_a_schedule_make_its_plan():
     assert found.plan.schedule_options == {"scale": "halving", "recompute": "full"}
     (odd,) = search(["none"], schedule=["chimera:scale=halving"], size=1)
     assert "runs it in 2 parts: it must be a multiple of 2" in odd.reason
+
+
+def test_a_schedule_for_given_times_gets_the_predicted_ones():
+    (found,) = search(["none"], schedule=["zb-1p"])
+    graph = captured("gpt2", 4).graph
+    work = work_of(graph, shard(graph).bounds)
+    model = CostModel(cluster_of(None), TrainingOptions(), lambda *_: work)
+    assert found.plan.schedule_options == {"times": write_times(model.costs(found.plan))}
+    assert found.plan.schedule_options["times"] != EQUAL
+    (given,) = search(["none"], schedule=["zb-1p:times=1-2-3-0"])
+    assert given.plan.schedule_options == {"times": "1-2-3-0"}

@@ -165,6 +165,8 @@ def load_in_torch(file, schedule: Schedule) -> _PipelineScheduleRuntime:
         ("zb-h1", {}),
         ("zb-h2", {}),
         ("zb-v", {}),
+        ("v-half", {}),
+        ("dualpipe-v", {}),
     ],
 )
 @pytest.mark.parametrize("micro_batches", [3, 8])

@@ -85,7 +85,14 @@ class _Device:
             return found.weight_half
         if recomputed:
             return found.after_recompute
-        return found.first_backward if makes_gradients and self.private else found.backward
+        makes_private = makes_gradients and self.private
+        backward = found.first_backward if makes_private else found.backward
+        if kind is Kind.BACKWARD and found.deferred:  # the stage splits other backwards: this one runs as I, then W
+            made = found.private if makes_private else 0.0
+            second = found.weight_half.size + made + found.deferred - found.in_flight
+            if second > backward.size:
+                return replace(found.weight_half, size=second)
+        return backward
 
     def totals(self, moments: _Moments) -> np.ndarray:
         """Bytes at each of ``moments``."""

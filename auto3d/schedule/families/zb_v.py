@@ -1,10 +1,9 @@
 """ZB-V: two stages per device, placed in a V, with the backward split in two (Qi et al., ICLR 2024, section 6)."""
 
-from collections import Counter
-
 from auto3d.schedule.family import Family
 from auto3d.schedule.operation import Kind, Operation, Schedule
 from auto3d.schedule.sync import place_syncs
+from auto3d.schedule.v_pipeline import numbered_in_order, v_pipeline
 from auto3d.schedule.weight_filling import fill_with_weights
 
 F, I = Kind.FORWARD, Kind.BACKWARD_INPUT  # noqa: E741
@@ -38,23 +37,10 @@ def zb_v(*, devices: int, micro_batches: int, sync: str = "lazy") -> Schedule:
             + [(I, down), (I, up)] * home
             + [(I, down)] * to_turn
         )
-        counts: Counter[tuple[Kind, int]] = Counter()
-        operations = []
-        for kind, stage in pattern:
-            micro_batch = counts[kind, stage]
-            counts[kind, stage] += 1
-            if micro_batch < micro_batches:
-                operations.append(Operation(kind, stage, (micro_batch,)))
-        return tuple(operations)
+        return numbered_in_order(pattern, micro_batches)
 
-    schedule = Schedule(
-        name="zb-v",
-        stages=2 * devices,
-        micro_batches=micro_batches,
-        device_of={(stage, 0): min(stage, 2 * devices - 1 - stage) for stage in range(2 * devices)},
-        operations=tuple(fill_with_weights([device(home) for home in range(devices)], 2 * devices, limit=2 * devices)),
-    )
-    return place_syncs(schedule, sync)
+    orders = fill_with_weights([device(home) for home in range(devices)], 2 * devices, limit=2 * devices)
+    return place_syncs(v_pipeline("zb-v", orders, micro_batches), sync)
 
 
 FAMILY = Family(
