@@ -13,6 +13,7 @@ from auto3d.errors import InputError
 from auto3d.schedule.operation import Schedule
 from auto3d.simulate.simulate import simulate
 from auto3d.synthesis.anneal import anneal, seed_random
+from auto3d.synthesis.bound import lower_bound
 from auto3d.synthesis.policy import Policy, changed_policy, list_schedule, usual_policies
 from auto3d.synthesis.problem import Problem, peaks
 from auto3d.synthesis.tables import (
@@ -29,6 +30,7 @@ from auto3d.synthesis.tables import (
 from auto3d.synthesis.timing import Room, make_room, makespan
 from auto3d.synthesis.unroll import resized
 
+TOLERANCE = 1e-9  # relative error of sums of floats
 ALL_CHOICES = 256  # numbers of choices up to which all are tried
 PERIODS = 3  # periods of D micro-batches that are searched; of more micro-batches, the steady state is repeated
 ROUNDS = (32, 16, 8, 4, 2, 1)  # orders that each round of annealing takes further
@@ -53,26 +55,41 @@ class Synthesis:
 def synthesize(problem: Problem, *, seconds: float, seeds: Sequence[Schedule] = (), seed: int = 0) -> Synthesis:
     """The shortest order found in ``seconds`` of processor time, never longer than a seed that fits ``problem``.
 
-    Seeds have the stages and the devices of ``problem``. The search ends by the clock, so equal arguments give equal
-    orders only by chance. Raises InputError if no order is found that fits the memory.
+    Seeds have the stages and the devices of ``problem``. The search ends early at an order that a lower bound proves to
+    be the best. It ends by the clock otherwise, so equal arguments may give other orders. Raises InputError if no order
+    is found that fits the memory.
     """
+    bound = lower_bound(problem).time * (1 + TOLERANCE)
     best: Synthesis | None = None
-    for schedule in seeds:
-        if all(peak <= free * (1 + 1e-9) for peak, free in zip(peaks(problem, schedule), problem.free, strict=True)):
-            time = simulate(schedule, problem.costs).makespan
-            if best is None or time < best.makespan:
-                best = Synthesis(schedule=replace(schedule, name=NAME), makespan=time, begun_from=schedule.name)
-    for order in _Search(problem, seconds, seeds, seed).orders():
-        bounds = bounds_of(tables_of(problem, order.choices))
-        schedule = schedule_of_order(problem, order.choices, order.codes, bounds)
-        time = simulate(schedule, problem.costs).makespan
-        if best is None or time < best.makespan * (1 - 1e-9):
-            best = Synthesis(schedule=schedule, makespan=time, begun_from=order.begun_from)
+    for synthesis in chain(_fitting(problem, seeds), _searched(problem, seconds, seeds, seed)):
+        if best is None or synthesis.makespan < best.makespan * (1 - TOLERANCE):
+            best = synthesis
+        if best.makespan <= bound:
+            break
     if best is None:
         raise InputError(
             f"schedule synthesized: no order was found in {seconds:g} s that fits the memory of the devices"
         )
     return best
+
+
+def _fitting(problem: Problem, seeds: Sequence[Schedule]) -> Iterator[Synthesis]:
+    """The seeds that fit the memory."""
+    for schedule in seeds:
+        if all(
+            peak <= free * (1 + TOLERANCE) for peak, free in zip(peaks(problem, schedule), problem.free, strict=True)
+        ):
+            time = simulate(schedule, problem.costs).makespan
+            yield Synthesis(schedule=replace(schedule, name=NAME), makespan=time, begun_from=schedule.name)
+
+
+def _searched(problem: Problem, seconds: float, seeds: Sequence[Schedule], seed: int) -> Iterator[Synthesis]:
+    """Orders that the search finds, better and better."""
+    for order in _Search(problem, seconds, seeds, seed).orders():
+        bounds = bounds_of(tables_of(problem, order.choices))
+        schedule = schedule_of_order(problem, order.choices, order.codes, bounds)
+        time = simulate(schedule, problem.costs).makespan
+        yield Synthesis(schedule=schedule, makespan=time, begun_from=order.begun_from)
 
 
 @dataclass(frozen=True, kw_only=True)
