@@ -143,7 +143,7 @@ def _moments(
             early.update((stage, operation.pipe, m) for m in operation.micro_batches)
         elif kind is Kind.SYNC:
             summing = True
-        makes = not held[here + _GRADIENTS] and kind is (Kind.BACKWARD_WEIGHT if stage in splits else Kind.BACKWARD)
+        makes = not held[here + _GRADIENTS] and kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
         yield Moment(operation, recomputed, makes, summing, tuple(held))
         if makes:
             held[here + _GRADIENTS] = 1

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 from auto3d.plan import Plan
-from auto3d.schedule import build_schedule
+from auto3d.schedule import SCHEDULES, build_schedule
 from auto3d.schedule.in_flight import in_flight
 from auto3d.schedule.operation import Kind, Schedule
 
-PERIODS = 2  # after this many periods of 2D micro-batches, every schedule on D devices repeats itself
+PERIODS = 2  # after this many periods of 2D micro-batches, every schedule by rule repeats itself on D devices
+
+_WEIGHT_HALF = Kind.BACKWARD_WEIGHT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +31,7 @@ class Shape:
     in_flight: tuple[int, ...]  # per stage: the micro-batches in flight at the peak, see auto3d.schedule.in_flight
     grows: bool  # whether more micro-batches are in flight the more an iteration has
     asynchronous: bool  # whether micro-batches see older versions of the weights
-    splits_backward: bool  # whether the weight half of a backward is an operation of its own
+    split: frozenset[int]  # stages on which the weight half of some backward is an operation of its own
 
     @cached_property
     def pipes(self) -> int:
@@ -48,7 +50,7 @@ class Shape:
 
         ``fewer`` leaves out that many more.
         """
-        skipped = _skipped(self.devices, self.micro_batches) + fewer
+        skipped = _skipped(self.name, self.devices, self.micro_batches) + fewer
         micro_batches = self.micro_batches - skipped * 2 * self.devices
         return _schedule(self.name, self.devices, micro_batches, tuple(sorted(self.options.items()))), skipped
 
@@ -67,8 +69,13 @@ def shape(name: str, *, devices: int, micro_batches: int, options: dict[str, int
     return _shape(name, devices, micro_batches, tuple(sorted(options.items())))
 
 
-def _skipped(devices: int, micro_batches: int) -> int:
-    """The number of periods of 2D micro-batches after the first ones, which determine the rest."""
+def _skipped(name: str, devices: int, micro_batches: int) -> int:
+    """The number of periods of 2D micro-batches after the first ones, which determine the rest.
+
+    An explicit order is counted whole: nothing of it follows from the rest.
+    """
+    if name in SCHEDULES and SCHEDULES[name].explicit:
+        return 0
     period = 2 * devices
     return max(0, (micro_batches - PERIODS * period - 1) // period)
 
@@ -77,7 +84,7 @@ def _skipped(devices: int, micro_batches: int) -> int:
 def _shape(name: str, devices: int, micro_batches: int, options: tuple[tuple[str, int | str], ...]) -> Shape:
     """Counts the first periods; in each later one, the numbers in flight grow by the same amount."""
     period = 2 * devices
-    skipped = _skipped(devices, micro_batches)
+    skipped = _skipped(name, devices, micro_batches)
     options_of = dict(options)
     listed = build_schedule(name, devices=devices, micro_batches=micro_batches - skipped * period, **options_of)
     held, grows = in_flight(listed), False
@@ -98,7 +105,7 @@ def _shape(name: str, devices: int, micro_batches: int, options: tuple[tuple[str
         in_flight=tuple(held),
         grows=grows,
         asynchronous=bool(listed.weight_version),
-        splits_backward=any(o.kind is Kind.BACKWARD_WEIGHT for operations in listed.operations for o in operations),
+        split=frozenset(o.stage for operations in listed.operations for o in operations if o.kind is _WEIGHT_HALF),
     )
 
 

@@ -35,7 +35,7 @@ def least_s(shape: Shape, costs: Costs) -> float:
         best = max(best, worked + sum(costs.update[stage] for stage in own))
         if len(own) == 1:
             best = max(best, worked + costs.sync[own[0]] + costs.update[own[0]])
-        if not shape.splits_backward:
+        if not shape.split:
             least = min(drain[stage] for stage in own)
             best = max(best, worked + least + costs.sync[0] + costs.update[0])
     return _ROUNDING * best

@@ -66,6 +66,7 @@ class _Device:
     update: float
     summed: float  # gradients of other ranks, from the first sum until the update
     private: bool  # whether backwards make the gradients of private parameters
+    split: frozenset[int]  # stages with weight halves; a B of one runs both halves, one after the other
 
     def peak_of(self, key: Key) -> Peak:
         """What the operation of a moment with this key needs beyond what the device holds."""
@@ -83,9 +84,16 @@ class _Device:
             if makes_gradients and self.private:
                 return replace(found.weight_half, size=found.weight_half.size + found.private)
             return found.weight_half
+        makes_gradients &= self.private
+        peak = found.first_backward if makes_gradients else found.backward
         if recomputed:
-            return found.after_recompute
-        return found.first_backward if makes_gradients and self.private else found.backward
+            peak = found.after_recompute
+        if kind is Kind.BACKWARD and stage in self.split:
+            freed = found.in_flight + (found.recomputed if recomputed else 0.0)
+            half = found.weight_half.size + (found.private if makes_gradients else 0.0) + found.deferred - freed
+            if half > peak.size:
+                return replace(found.weight_half, size=half)
+        return peak
 
     def totals(self, moments: _Moments) -> np.ndarray:
         """Bytes at each of ``moments``."""
@@ -264,7 +272,7 @@ class PlanMemory:
         here = [number for number in numbers if number in stages]
         degree = plan.tp, plan.sequence_parallel
         found = {
-            number: self._stage(samples, stages[number], *degree, number in shape.recompute, shape.splits_backward)
+            number: self._stage(samples, stages[number], *degree, number in shape.recompute, number in shape.split)
             for number in here
         }
         state = {number: self._state(samples, stages[number], *degree) for number in here}
@@ -318,6 +326,7 @@ class PlanMemory:
             update=update,
             summed=elements * training.sync_bytes * (shards - 1) / shards if summed else 0.0,
             private=private,
+            split=shape.split,
         )
 
     def _dropped(self, plan: Plan, shape: Shape, number: int, stage: StagePlan) -> tuple[tuple[int, int], ...]:
