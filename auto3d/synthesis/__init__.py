@@ -1,1 +1,1 @@
-"""Schedules made to measure: an order of operations found for given times and memory, and how far it is from the best."""
+"""Schedules made to measure: an order of operations for given times and memory, and its distance from the best."""

@@ -1,4 +1,4 @@
-"""The problem of a synthesized schedule: stages on devices, how long their operations take, and what fits into memory."""
+"""The problem of a synthesized schedule: stages on devices, times of operations, and bytes against memory."""
 
 from dataclasses import dataclass, field
 from math import inf
@@ -32,8 +32,10 @@ class Problem:
     kept: tuple[float, ...]  # per stage
     deferred: tuple[float, ...]  # per stage
     free: tuple[float, ...]  # per device
-    may_split: frozenset[int] = frozenset()  # stages whose backward may be I and W instead of B
-    may_recompute: frozenset[int] = frozenset()  # stages that may recompute; each does for all its micro-batches or none
+    # Stages whose backward may be I and W instead of B, and stages that may recompute. Each does so for all its
+    # micro-batches or for none.
+    may_split: frozenset[int] = frozenset()
+    may_recompute: frozenset[int] = frozenset()
 
     @property
     def stages(self) -> int:

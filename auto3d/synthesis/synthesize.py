@@ -1,10 +1,41 @@
-"""The search for an order of operations: seeded by given schedules, improved until the time that it may take is over."""
+"""The search for an order of operations: seeded by given schedules, improved until its time is over."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import chain, combinations, product
+from time import perf_counter
 
+import numpy as np
+
+from auto3d.errors import InputError
 from auto3d.schedule.operation import Schedule
-from auto3d.synthesis.problem import Problem
+from auto3d.simulate.simulate import simulate
+from auto3d.synthesis.anneal import anneal, seed_random
+from auto3d.synthesis.policy import Policy, changed_policy, list_schedule, usual_policies
+from auto3d.synthesis.problem import Problem, peaks
+from auto3d.synthesis.tables import (
+    NAME,
+    Choices,
+    Tables,
+    bounds_of,
+    one_at_a_time,
+    order_of_schedule,
+    schedule_of_order,
+    tables_of,
+)
+from auto3d.synthesis.timing import Room, make_room, makespan
+from auto3d.synthesis.unroll import resized
+
+ALL_CHOICES = 256  # numbers of choices up to which all are tried
+PERIODS = 3  # periods of D micro-batches that are searched; of more micro-batches, the steady state is repeated
+KEPT = (6, 3, 1)  # orders that each round of annealing takes further
+POLICY_SHARE = 0.25  # share of the time for policies and choices
+LAST_SHARE = 0.2  # share of the time for annealing all micro-batches at the end, if fewer were searched
+HOT, COLD = 0.5, 0.005  # first and last temperature of annealing, in mean durations of an operation
+PENALTY = 2.0  # price of holding the largest activation beyond the memory, in mean durations of an operation
+REACH = 12  # farthest move of an operation
+TRIED = 200  # moves by which the time of one is measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,12 +44,189 @@ class Synthesis:
 
     schedule: Schedule  # with its syncs and updates
     makespan: float  # as simulated, in the unit of the costs
-    begun_from: str  # name of the schedule that it improves
+    begun_from: str  # name of the schedule that it improves, or "policy"
 
 
 def synthesize(problem: Problem, *, seconds: float, seeds: Sequence[Schedule] = (), seed: int = 0) -> Synthesis:
     """The shortest order found within ``seconds``, never longer than any of ``seeds`` that fits ``problem``.
 
-    Seeds have the stages and the devices of ``problem``. Raises InputError if no order is found that fits the memory.
+    Seeds have the stages and the devices of ``problem``. The search ends by the clock, so equal arguments give equal
+    orders only by chance. Raises InputError if no order is found that fits the memory.
     """
-    raise NotImplementedError
+    best: Synthesis | None = None
+    for schedule in seeds:
+        if all(peak <= free * (1 + 1e-9) for peak, free in zip(peaks(problem, schedule), problem.free, strict=True)):
+            time = simulate(schedule, problem.costs).makespan
+            if best is None or time < best.makespan:
+                best = Synthesis(schedule=replace(schedule, name=NAME), makespan=time, begun_from=schedule.name)
+    for order in _Search(problem, seconds, seeds, seed).orders():
+        bounds = bounds_of(tables_of(problem, order.choices))
+        schedule = schedule_of_order(problem, order.choices, order.codes, bounds)
+        time = simulate(schedule, problem.costs).makespan
+        if best is None or time < best.makespan * (1 - 1e-9):
+            best = Synthesis(schedule=schedule, makespan=time, begun_from=order.begun_from)
+    if best is None:
+        raise InputError(
+            f"schedule synthesized: no order was found in {seconds:g} s that fits the memory of the devices"
+        )
+    return best
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Order:
+    choices: Choices
+    codes: np.ndarray
+    time: float
+    begun_from: str
+    policy: Policy | None = None
+
+
+class _Search:
+    """One search. If micro-batches are many, it searches orders of fewer, and repeats their steady state."""
+
+    def __init__(self, problem: Problem, seconds: float, seeds: Sequence[Schedule], seed: int) -> None:
+        self._all, self._seeds, self._seconds = problem, seeds, seconds
+        self._random = np.random.default_rng(seed)
+        seed_random(seed)
+        period = problem.devices * problem.pipes
+        self._skipped = period * max(0, problem.micro_batches // period - PERIODS)
+        self._few = replace(problem, micro_batches=problem.micro_batches - self._skipped)
+        self._space = lru_cache(None)(_space)
+        self._begin = perf_counter()
+
+    def orders(self) -> Iterator[_Order]:
+        """Orders of all micro-batches, better and better, until the time is over."""
+        orders = [order for choices in self._choices() for order in self._by_policies(choices)]
+        orders = _best([*orders, *self._seeded()], KEPT[0])
+        orders = self._with_changes(orders)
+        yield from self._of_all(orders)
+        ends = np.linspace(POLICY_SHARE, 1 - LAST_SHARE if self._skipped else 1, len(KEPT) + 1)[1:]
+        for count, end in zip(KEPT, ends, strict=True):
+            chosen, begin = orders[:count], self._spent()
+            for number, order in enumerate(chosen, 1):
+                orders.append(self._annealed(self._few, order, begin + (end - begin) * number / len(chosen)))
+            orders = _best(orders, KEPT[0])
+            whole = self._of_all(orders)
+            yield from whole
+        if self._skipped and whole:
+            yield self._annealed(self._all, whole[0], 1.0)
+
+    def _spent(self) -> float:
+        """The share of the time that is over."""
+        return (perf_counter() - self._begin) / self._seconds
+
+    def _order(self, problem: Problem, choices: Choices, codes: np.ndarray, begun_from: str) -> _Order:
+        tables, bounds, room = self._space(problem, choices)
+        return _Order(choices=choices, codes=codes, time=makespan(tables, codes, bounds, room), begun_from=begun_from)
+
+    def _choices(self) -> list[Choices]:
+        """All choices, if they are few; otherwise those of the seeds, and all or none of the stages."""
+        split, recompute = sorted(self._all.may_split), sorted(self._all.may_recompute)
+        if 2 ** (len(split) + len(recompute)) <= ALL_CHOICES:
+            pairs = product(_subsets(split), _subsets(recompute))
+        else:
+            pairs = product(((), tuple(split)), ((), tuple(recompute)))
+        found = [Choices(split=frozenset(some), recompute=frozenset(others)) for some, others in pairs]
+        read = [order_of_schedule(self._all, schedule) for schedule in self._seeds]
+        return list(dict.fromkeys([*(each[0] for each in read if each is not None), *found]))
+
+    def _seeded(self) -> Iterator[_Order]:
+        """The seeds as orders of few micro-batches."""
+        for schedule in self._seeds:
+            read = order_of_schedule(self._all, schedule)
+            if read is None:
+                continue
+            choices, codes = read
+            fewer: Iterable[np.ndarray] = [codes]
+            if self._skipped:
+                tables, bounds, _ = self._space(self._all, choices)
+                fewer = resized(tables, codes, bounds, -self._skipped // self._all.pipes)
+            for each in fewer:
+                yield self._order(self._few, choices, each, schedule.name)
+
+    def _by_policies(self, choices: Choices) -> list[_Order]:
+        """The best orders by the usual policies."""
+        tables, _, _ = self._space(self._few, choices)
+        orders = (self._by_policy(self._few, choices, policy) for policy in usual_policies(tables))
+        alone = self._order(self._few, choices, one_at_a_time(self._few, choices), "policy")
+        return _best([alone, *(order for order in orders if order is not None)], KEPT[0])
+
+    def _by_policy(self, problem: Problem, choices: Choices, policy: Policy) -> _Order | None:
+        tables, bounds, room = self._space(problem, choices)
+        codes = np.zeros(bounds[-1], np.int32)
+        if not list_schedule(tables, policy, bounds, room, codes):
+            return None
+        return replace(self._order(problem, choices, codes, "policy"), policy=policy)
+
+    def _with_changes(self, orders: list[_Order]) -> list[_Order]:
+        """``orders`` and better ones, by random changes of policies and of single choices."""
+        changing = [order for order in orders if order.policy is not None]
+        number = 0
+        while changing and self._spent() < POLICY_SHARE:
+            number = (number + 1) % len(changing)
+            order = changing[number]
+            assert order.policy is not None
+            choices = self._changed_choices(order.choices) if self._random.random() < 0.2 else order.choices
+            policy = order.policy if choices != order.choices else changed_policy(order.policy, self._random)
+            other = self._by_policy(self._few, choices, policy)
+            if other is not None and other.time <= order.time:
+                changing[number] = other
+        return _best([*orders, *changing], KEPT[0])
+
+    def _changed_choices(self, choices: Choices) -> Choices:
+        """``choices`` with one stage that splits or recomputes, or no longer does."""
+        may = [
+            *((True, stage) for stage in self._all.may_split),
+            *((False, stage) for stage in self._all.may_recompute),
+        ]
+        if not may:
+            return choices
+        splits, stage = may[self._random.integers(len(may))]
+        if splits:
+            return replace(choices, split=choices.split ^ {stage})
+        return replace(choices, recompute=choices.recompute ^ {stage})
+
+    def _of_all(self, orders: list[_Order]) -> list[_Order]:
+        """The best of ``orders`` with all micro-batches."""
+        if not self._skipped:
+            return orders[:1]
+        longer = []
+        for order in orders:
+            tables, bounds, _ = self._space(self._few, order.choices)
+            for codes in resized(tables, order.codes, bounds, self._skipped // self._all.pipes):
+                longer.append(self._order(self._all, order.choices, codes, order.begun_from))
+            if order.policy is not None and (whole := self._by_policy(self._all, order.choices, order.policy)):
+                longer.append(whole)
+        return _best(longer, 1)
+
+    def _annealed(self, problem: Problem, order: _Order, end: float) -> _Order:
+        """``order`` annealed until the share ``end`` of the time is over."""
+        tables, bounds, room = self._space(problem, order.choices)
+        mean = float((tables.duration * tables.exists).sum() / tables.exists.sum())
+        codes, best = order.codes.copy(), order.codes.copy()
+        begin = perf_counter()
+        penalty = PENALTY * mean / float(tables.during.max())
+        anneal(tables, codes, bounds, room, best, TRIED, COLD * mean, COLD * mean, penalty, REACH)
+        each = (perf_counter() - begin) / TRIED
+        tries = int((end - self._spent()) * self._seconds / each)
+        if tries > 0:
+            codes[:] = best
+            anneal(tables, codes, bounds, room, best, tries, HOT * mean, COLD * mean, penalty, REACH)
+        return self._order(problem, order.choices, best, order.begun_from)
+
+
+def _space(problem: Problem, choices: Choices) -> tuple[Tables, np.ndarray, Room]:
+    """The arrays of a problem and its choices, the bounds of devices in an order, and the room to time it."""
+    tables = tables_of(problem, choices)
+    bounds = bounds_of(tables)
+    return tables, bounds, make_room(tables, int(bounds[-1]))
+
+
+def _best(orders: Iterable[_Order], count: int) -> list[_Order]:
+    """The ``count`` shortest of ``orders`` that fit the memory, each once."""
+    possible = {(order.choices, order.codes.tobytes()): order for order in orders if order.time < np.inf}
+    return sorted(possible.values(), key=lambda order: order.time)[:count]
+
+
+def _subsets(stages: Sequence[int]) -> list[tuple[int, ...]]:
+    return list(chain.from_iterable(combinations(stages, size) for size in range(len(stages) + 1)))
