@@ -17,7 +17,7 @@ def seed_random(seed: int) -> None:
 
 @njit(cache=True)
 def _value(tables: Tables, order: np.ndarray, bounds: np.ndarray, room: Room, penalty: float) -> float:
-    """The makespan, a little of the times at which devices end, which leads off a plateau, and the price of an excess."""
+    """The makespan, the price of an excess and, to lead off a plateau, a little of the times at which devices end."""
     time, excess = time_and_excess(tables, order, bounds, room)
     return time + 1e-3 / len(tables.free) * room.clock.sum() + penalty * excess if time < np.inf else np.inf
 
@@ -81,10 +81,7 @@ def anneal(
 @njit(cache=True)
 def _fits(tables: Tables, room: Room) -> bool:
     """Whether no device holds more than its memory."""
-    for d in range(len(tables.free)):
-        if room.most[d] > tables.free[d]:
-            return False
-    return True
+    return (room.most <= tables.free).all()
 
 
 @njit(cache=True)

@@ -19,21 +19,22 @@ from auto3d.synthesis.tables import (
     Choices,
     Tables,
     bounds_of,
-    one_at_a_time,
     order_of_schedule,
+    orders_of_one_at_a_time,
     schedule_of_order,
     tables_of,
+    with_choices,
 )
 from auto3d.synthesis.timing import Room, make_room, makespan
 from auto3d.synthesis.unroll import resized
 
 ALL_CHOICES = 256  # numbers of choices up to which all are tried
 PERIODS = 3  # periods of D micro-batches that are searched; of more micro-batches, the steady state is repeated
-KEPT = (6, 3, 1)  # orders that each round of annealing takes further
+ROUNDS = (32, 16, 8, 4, 2, 1)  # orders that each round of annealing takes further
 POLICY_SHARE = 0.25  # share of the time for policies and choices
 LAST_SHARE = 0.2  # share of the time for annealing all micro-batches at the end, if fewer were searched
-HOT, COLD = 0.5, 0.005  # first and last temperature of annealing, in mean durations of an operation
-PENALTY = 2.0  # price of holding the largest activation beyond the memory, in mean durations of an operation
+HOT, COLD = 1.0, 0.005  # first and last temperature of annealing, in mean durations of an operation
+PENALTY = 8.0  # price of holding the largest activation beyond the memory, in mean durations of an operation
 REACH = 12  # farthest move of an operation
 TRIED = 200  # moves by which the time of one is measured
 
@@ -96,17 +97,16 @@ class _Search:
 
     def orders(self) -> Iterator[_Order]:
         """Orders of all micro-batches, better and better, until the time is over."""
-        orders = [order for choices in self._choices() for order in self._by_policies(choices)]
-        orders = _best([*orders, *self._seeded()], KEPT[0])
-        orders = self._with_changes(orders)
+        orders = self._with_changed_policies(_best([*self._by_policies(), *self._seeded()], ROUNDS[0]))
         yield from self._of_all(orders)
-        ends = np.linspace(POLICY_SHARE, 1 - LAST_SHARE if self._skipped else 1, len(KEPT) + 1)[1:]
-        for count, end in zip(KEPT, ends, strict=True):
+        ends = np.linspace(POLICY_SHARE, 1 - LAST_SHARE if self._skipped else 1, len(ROUNDS) + 1)[1:]
+        for count, end in zip(ROUNDS, ends, strict=True):
             chosen, begin = orders[:count], self._spent()
+            chosen += [other for order in chosen[: count // 2] if (other := self._with_changed_choices(order))]
             for number, order in enumerate(chosen, 1):
                 orders.append(self._annealed(self._few, order, begin + (end - begin) * number / len(chosen)))
-            orders = _best(orders, KEPT[0])
-            whole = self._of_all(orders)
+            orders = _best(orders, ROUNDS[0])
+            whole = self._of_all(orders[: ROUNDS[-2]])
             yield from whole
         if self._skipped and whole:
             yield self._annealed(self._all, whole[0], 1.0)
@@ -144,12 +144,19 @@ class _Search:
             for each in fewer:
                 yield self._order(self._few, choices, each, schedule.name)
 
-    def _by_policies(self, choices: Choices) -> list[_Order]:
-        """The best orders by the usual policies."""
-        tables, _, _ = self._space(self._few, choices)
-        orders = (self._by_policy(self._few, choices, policy) for policy in usual_policies(tables))
-        alone = self._order(self._few, choices, one_at_a_time(self._few, choices), "policy")
-        return _best([alone, *(order for order in orders if order is not None)], KEPT[0])
+    def _by_policies(self) -> Iterator[_Order]:
+        """Orders by the usual policies under all choices; under each, at least those that need least memory."""
+        choices = self._choices()
+        for each in choices:
+            for codes in orders_of_one_at_a_time(self._few, each):
+                yield self._order(self._few, each, codes, "policy")
+        pairs = [(each, policy) for each in choices for policy in usual_policies(self._space(self._few, each)[0])]
+        for number in self._random.permutation(len(pairs)):
+            if self._spent() > POLICY_SHARE / 2:
+                return
+            order = self._by_policy(self._few, *pairs[number])
+            if order is not None:
+                yield order
 
     def _by_policy(self, problem: Problem, choices: Choices, policy: Policy) -> _Order | None:
         tables, bounds, room = self._space(problem, choices)
@@ -158,33 +165,33 @@ class _Search:
             return None
         return replace(self._order(problem, choices, codes, "policy"), policy=policy)
 
-    def _with_changes(self, orders: list[_Order]) -> list[_Order]:
-        """``orders`` and better ones, by random changes of policies and of single choices."""
+    def _with_changed_policies(self, orders: list[_Order]) -> list[_Order]:
+        """``orders`` and better ones, by random changes of their policies."""
         changing = [order for order in orders if order.policy is not None]
         number = 0
         while changing and self._spent() < POLICY_SHARE:
             number = (number + 1) % len(changing)
-            order = changing[number]
-            assert order.policy is not None
-            choices = self._changed_choices(order.choices) if self._random.random() < 0.2 else order.choices
-            policy = order.policy if choices != order.choices else changed_policy(order.policy, self._random)
-            other = self._by_policy(self._few, choices, policy)
-            if other is not None and other.time <= order.time:
+            policy = changing[number].policy
+            assert policy is not None
+            other = self._by_policy(self._few, changing[number].choices, changed_policy(policy, self._random))
+            if other is not None and other.time <= changing[number].time:
                 changing[number] = other
-        return _best([*orders, *changing], KEPT[0])
+        return _best([*orders, *changing], ROUNDS[0])
 
-    def _changed_choices(self, choices: Choices) -> Choices:
-        """``choices`` with one stage that splits or recomputes, or no longer does."""
-        may = [
-            *((True, stage) for stage in self._all.may_split),
-            *((False, stage) for stage in self._all.may_recompute),
-        ]
+    def _with_changed_choices(self, order: _Order) -> _Order | None:
+        """``order`` with one stage that splits or recomputes, or no longer does; None if no stage may."""
+        may = [(True, stage) for stage in sorted(self._all.may_split)]
+        may += [(False, stage) for stage in sorted(self._all.may_recompute)]
         if not may:
-            return choices
+            return None
         splits, stage = may[self._random.integers(len(may))]
+        choices = order.choices
         if splits:
-            return replace(choices, split=choices.split ^ {stage})
-        return replace(choices, recompute=choices.recompute ^ {stage})
+            choices = replace(choices, split=choices.split ^ {stage})
+        else:
+            choices = replace(choices, recompute=choices.recompute ^ {stage})
+        tables, _, _ = self._space(self._few, order.choices)
+        return self._order(self._few, choices, with_choices(tables, order.codes, choices), order.begun_from)
 
     def _of_all(self, orders: list[_Order]) -> list[_Order]:
         """The best of ``orders`` with all micro-batches."""

@@ -6,9 +6,9 @@ stage before it, whichever they are, and so do B, I, R and W. So each stage take
 every kind of operation, and an order is only which kind of which stage comes next on each device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, permutations
 from typing import NamedTuple
 
 import numpy as np
@@ -151,23 +151,51 @@ def schedule_of_order(problem: Problem, choices: Choices, order: np.ndarray, bou
     return place_syncs(schedule, "lazy")
 
 
-def one_at_a_time(problem: Problem, choices: Choices) -> np.ndarray:
-    """The order in which each micro-batch begins when the one before it has ended: it needs the least memory."""
+def orders_of_one_at_a_time(problem: Problem, choices: Choices) -> Iterator[np.ndarray]:
+    """Orders in which each micro-batch begins when the one before it has ended, which needs the least memory.
+
+    The micro-batches of several pipes take turns, or those of one pipe come before those of the next.
+    """
+    for pipes in permutations(range(problem.pipes)):
+        grouped = [pipe for pipe in pipes for _ in range(problem.per_pipe[pipe])]
+        in_turns = [pipe for turn in range(problem.per_pipe[0]) for pipe in pipes if turn < problem.per_pipe[pipe]]
+        yield _one_at_a_time(problem, choices, grouped)
+        if in_turns != grouped:
+            yield _one_at_a_time(problem, choices, in_turns)
+
+
+def _one_at_a_time(problem: Problem, choices: Choices, turns: Sequence[int]) -> np.ndarray:
+    """The order in which a micro-batch of each pipe of ``turns`` runs alone."""
     pipe_stages = sorted(problem.device_of)
     size = len(pipe_stages)
     devices: list[list[int]] = [[] for _ in range(problem.devices)]
-    for turn in range(max(problem.per_pipe)):
-        for pipe in range(problem.pipes):
-            if turn >= problem.per_pipe[pipe]:
-                continue
-            mine = [index for index, (_, its_pipe) in enumerate(pipe_stages) if its_pipe == pipe]
-            for index in mine:
-                devices[problem.device_of[pipe_stages[index]]].append(FORWARD * size + index)
-            for index in reversed(mine):
-                stage = pipe_stages[index][0]
-                kinds = [RECOMPUTE] * (stage in choices.recompute) + [BACKWARD] + [WEIGHT] * (stage in choices.split)
-                devices[problem.device_of[pipe_stages[index]]] += [kind * size + index for kind in kinds]
+    for pipe in turns:
+        mine = [index for index, (_, its_pipe) in enumerate(pipe_stages) if its_pipe == pipe]
+        for index in mine:
+            devices[problem.device_of[pipe_stages[index]]].append(FORWARD * size + index)
+        for index in reversed(mine):
+            stage = pipe_stages[index][0]
+            kinds = [RECOMPUTE] * (stage in choices.recompute) + [BACKWARD] + [WEIGHT] * (stage in choices.split)
+            devices[problem.device_of[pipe_stages[index]]] += [kind * size + index for kind in kinds]
     return np.array([code for codes in devices for code in codes], np.int32)
+
+
+def with_choices(tables: Tables, order: np.ndarray, choices: Choices) -> np.ndarray:
+    """``order`` under other ``choices``: each new R comes right before its backward, each new W right after it."""
+    size = len(tables.device)
+    splits = np.isin(tables.stage, list(choices.split))
+    recomputes = np.isin(tables.stage, list(choices.recompute))
+    codes: list[int] = []
+    for code in order.tolist():
+        kind, index = divmod(code, size)
+        if (kind == RECOMPUTE and not recomputes[index]) or (kind == WEIGHT and not splits[index]):
+            continue
+        if kind == BACKWARD and recomputes[index] and not tables.exists[RECOMPUTE, index]:
+            codes.append(RECOMPUTE * size + index)
+        codes.append(code)
+        if kind == BACKWARD and splits[index] and not tables.exists[WEIGHT, index]:
+            codes.append(WEIGHT * size + index)
+    return np.array(codes, np.int32)
 
 
 def order_of_schedule(problem: Problem, schedule: Schedule) -> tuple[Choices, np.ndarray] | None:

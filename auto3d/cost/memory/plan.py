@@ -26,6 +26,8 @@ from auto3d.simulate.memory_timeline import BytesOverTime
 from auto3d.simulate.simulate import Timeline
 
 _NONE = Peak(size=0.0, position=-1)
+_ACTIVATIONS = COUNTS[:3]  # in flight, recomputed, deferred
+_RECOMPUTING = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +132,28 @@ class PlanMemory:
             device: float(self._device(plan, shape, device, {number: stage}).totals(moments[device]).max())
             for device in dict.fromkeys(shape.homes[number])
         }
+
+    def beside_activations(self, plan: Plan) -> tuple[float, ...]:
+        """Per pipeline device, the peak of the bytes that are no activations: what ``of`` counts, at the operation
+        that needs most of them. What a backward recomputes inside itself is an activation."""
+        shape, stages = shape_of(plan), dict(enumerate(plan.stages))
+        found = []
+        for device, moments in enumerate(_highest(shape)):
+            needs = self._device(plan, shape, device, stages)
+            per_count = needs.per_count.reshape(-1, len(COUNTS)).copy()
+            per_count[:, len(_ACTIVATIONS) :] = 0
+            inside = [
+                needs.stages[stage].recomputed if kind in _RECOMPUTING and not recomputed else 0.0
+                for kind, stage, recomputed, _, _ in moments.keys
+            ]
+            activations = moments.counts @ per_count.ravel() + np.array(inside)
+            found.append(float((needs.totals(moments) - activations).max()))
+        return tuple(found)
+
+    def stage_if(self, plan: Plan, number: int, *, recompute: bool, split: bool) -> StageMemory:
+        """Stage ``number`` of ``plan`` if it recomputes, or splits its backward, or does neither."""
+        samples, degree = self._samples(plan), (plan.tp, plan.sequence_parallel)
+        return self._stage(samples, plan.stages[number], *degree, recompute, split)
 
     def devices(self, plan: Plan) -> tuple[DeviceMemory, ...]:
         """The peak of each pipeline device with its witness."""
