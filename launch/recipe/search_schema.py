@@ -89,7 +89,7 @@ class SearchRecipe:
     )
     order_seconds: float = key(
         ORDER_SECONDS,
-        "seconds in which the order of a synthesized schedule is sought, for each plan that has one (docs/synthesis.md)",
+        "seconds in which the order of each synthesized schedule is sought (docs/synthesis.md)",
         least=0.1,
         below=LARGEST_TIME_S,
     )
