@@ -47,10 +47,6 @@ class BareProblem:
     def stages(self) -> int:
         return len(self.forward)
 
-    def __post_init__(self) -> None:
-        if self.stages % self.devices:
-            raise InputError(f"stages: {self.stages} are no multiple of {self.devices} devices")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Structure:

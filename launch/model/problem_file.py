@@ -97,6 +97,8 @@ def _problem(values: dict[Any, Any]) -> BareProblem:
     read = {key: KEYS[key].convert(key, value) for key, value in values.items()}
     devices = read["devices"]
     stages = read.get("stages", len(read["forward"]) if isinstance(read["forward"], tuple) else devices)
+    if stages % devices:
+        raise InputError(f"stages: {stages} are no multiple of {devices} devices")
 
     def each(key: str, default: float | tuple[float, ...], count: int = stages) -> tuple[float, ...]:
         value = read.get(key, default)
