@@ -13,6 +13,7 @@ from tests.distributed.parity import ADAMW, make_plan
 from tests.live_tensors import Peak, peak_of_rank
 from tests.models import TRAINED, captured
 from tests.processes import ProcessPool
+from tests.schedule.samples import BY_RULE
 
 MODELS = ("gpt2-wide", "bert-wide", "t5-wide", "llama-wide", "vit-wide")
 TIED = ("gpt2-wide", "bert-wide", "t5-wide")  # PipeDream would give both users of a weight different versions of it
@@ -68,7 +69,7 @@ class Compared:
 def grid() -> Iterator[Cell]:
     """Every schedule with every family, and the other axes with some of each."""
     for model in MODELS:
-        for schedule in SCHEDULES:
+        for schedule in BY_RULE:
             if schedule != "pipedream" or model not in TIED:
                 yield Cell(model=model, schedule=schedule, pp=2)
         for schedule in ("1f1b", "gpipe", "chimera", "interleaved-1f1b"):

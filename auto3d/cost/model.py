@@ -17,6 +17,7 @@ from auto3d.cost.collectives import TRAFFIC, GroupLink, Traffic
 from auto3d.cost.estimate import METHODS, Estimate, SecondsOf, busiest
 from auto3d.cost.memory.device import DeviceMemory, HeldTensor
 from auto3d.cost.memory.plan import PlanMemory
+from auto3d.cost.memory.stage import StageMemory
 from auto3d.cost.model_work import ModelWork
 from auto3d.cost.placed import PlacedTraffic
 from auto3d.cost.stage_messages import StageMessages
@@ -138,6 +139,14 @@ class CostModel:
         A device with one stage needs exactly these bytes. A device with several needs at most the sum of theirs.
         """
         return self._memory.of_stage(plan, number, stage)
+
+    def memory_beside_activations(self, plan: Plan) -> tuple[float, ...]:
+        """Per pipeline device, the peak of the bytes of ``memory(plan)`` that are no activations."""
+        return self._memory.beside_activations(plan)
+
+    def stage_if(self, plan: Plan, number: int, *, recompute: bool, split: bool) -> StageMemory:
+        """The bytes of a micro-batch on stage ``number`` of ``plan`` if it recomputes, or splits its backward."""
+        return self._memory.stage_if(plan, number, recompute=recompute, split=split)
 
     def estimate(self, plan: Plan) -> Estimate:
         """``seconds(plan)`` and ``memory(plan)``, with the components of the seconds."""

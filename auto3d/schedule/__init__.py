@@ -11,6 +11,7 @@ from auto3d.errors import InputError
 from auto3d.plan import Plan, PlanError
 from auto3d.schedule.family import Family
 from auto3d.schedule.operation import Schedule
+from auto3d.schedule.order_text import without_order
 
 SCHEDULES: dict[str, Family] = {
     family.name: family
@@ -34,6 +35,7 @@ SCHEDULES: dict[str, Family] = {
             "v_half",
             "v_min",
             "dualpipe_v",
+            "synthesized",
         )
     )
 }
@@ -111,5 +113,5 @@ def parse_schedule(
 
 
 def write_schedule(name: str, options: dict[str, int | str]) -> str:
-    """The text that ``parse_schedule`` reads."""
-    return ":".join([name, *(f"{option}={value}" for option, value in options.items())])
+    """The text that ``parse_schedule`` reads, without the order of a synthesized schedule."""
+    return ":".join([name, *(f"{option}={value}" for option, value in without_order(options).items())])

@@ -6,6 +6,7 @@ from functools import cached_property
 from inspect import signature
 
 from auto3d.schedule.operation import Schedule
+from auto3d.schedule.order_text import ORDER
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,3 +32,8 @@ class Family:
     def asynchronous(self) -> bool:
         """Whether iterations overlap: gradients then come from older weights than those that they update."""
         return "iterations" in self.options
+
+    @property
+    def explicit(self) -> bool:
+        """Whether an option lists the operations: such a schedule exists at one size."""
+        return ORDER in self.options

@@ -11,7 +11,9 @@ from auto3d.schedule import SCHEDULES, build_schedule
 from auto3d.schedule.in_flight import in_flight
 from auto3d.schedule.operation import Kind, Schedule
 
-PERIODS = 2  # after this many periods of 2D micro-batches, every periodic schedule on D devices repeats itself
+PERIODS = 2  # after this many periods of 2D micro-batches, every schedule by rule repeats itself on D devices
+
+_WEIGHT_HALF = Kind.BACKWARD_WEIGHT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +31,7 @@ class Shape:
     in_flight: tuple[int, ...]  # per stage: the micro-batches in flight at the peak, see auto3d.schedule.in_flight
     grows: bool  # whether more micro-batches are in flight the more an iteration has
     asynchronous: bool  # whether micro-batches see older versions of the weights
-    splits_backward: bool  # whether the weight half of a backward is an operation of its own
+    split: frozenset[int]  # stages on which the weight half of some backward is an operation of its own
 
     @cached_property
     def pipes(self) -> int:
@@ -100,7 +102,7 @@ def _shape(name: str, devices: int, micro_batches: int, options: tuple[tuple[str
         in_flight=tuple(held),
         grows=grows,
         asynchronous=bool(listed.weight_version),
-        splits_backward=any(o.kind is Kind.BACKWARD_WEIGHT for operations in listed.operations for o in operations),
+        split=frozenset(o.stage for operations in listed.operations for o in operations if o.kind is _WEIGHT_HALF),
     )
 
 

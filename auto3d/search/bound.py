@@ -1,5 +1,6 @@
 """A lower bound of a plan's simulated time, computed without simulating it, so that a search can skip plans."""
 
+from dataclasses import replace
 from itertools import accumulate
 
 from auto3d.schedule import SCHEDULES
@@ -35,7 +36,15 @@ def least_s(shape: Shape, costs: Costs) -> float:
         best = max(best, worked + sum(costs.update[stage] for stage in own))
         if len(own) == 1:
             best = max(best, worked + costs.sync[own[0]] + costs.update[own[0]])
-        if not shape.splits_backward:
+        if not shape.split:
             least = min(drain[stage] for stage in own)
             best = max(best, worked + least + costs.sync[0] + costs.update[0])
     return _ROUNDING * best
+
+
+def least_of_any_order_s(shape: Shape, costs: Costs) -> float:
+    """A lower bound of the seconds of an iteration with any order of operations on the stages and devices of ``shape``.
+
+    Any stage may split its backward, and none has to recompute.
+    """
+    return least_s(replace(shape, recompute=frozenset(), split=frozenset(range(shape.stages))), costs)

@@ -61,10 +61,11 @@ def _check_worth(plan: Plan, schedules: Sequence[str], candidate: Candidate) -> 
     def work(name: str) -> tuple:
         return built[name].operations, built[name].recompute
 
-    same = [name for name in names[: names.index(own)] if work(name) == work(own)]
-    if same:
-        raise PlanError(f"the same operations as {same[0]}")
-    if plan.pp == 1:
+    if own in built:
+        same = [name for name in names[: names.index(own)] if work(name) == work(own)]
+        if same:
+            raise PlanError(f"the same operations as {same[0]}")
+    if plan.pp == 1 and names:
         leanest = min(names, key=lambda name: max(peak_activations(built[name])))
         if own != leanest:
             raise PlanError(f"one device has no pipeline: as fast as {leanest}, which holds no more activations")

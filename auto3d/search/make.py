@@ -20,7 +20,15 @@ from auto3d.search.placement import MEGATRON, place, place_replicas
 from auto3d.search.planned_model import PlannedModel
 from auto3d.search.problem import CandidateProblem, Keep
 from auto3d.search.recompute import AUTO, FULL, NONE, KeptFractions, largest_fraction, schedule_options
-from auto3d.search.space import EQUAL, UNEVEN, Candidate, Workload, check_fits
+from auto3d.search.space import EQUAL, UNEVEN, Candidate, Refusals, Workload, check_fits
+from auto3d.search.synthesized import (
+    ORDER_SECONDS,
+    best_order,
+    check_sought,
+    is_sought,
+    options_of_file,
+    seed_candidates,
+)
 from auto3d.simulate.costs_text import write_times
 from auto3d.tensor_placement import Split
 
@@ -33,7 +41,7 @@ class PlanMaker:
 
     ``shortage`` returns which device lacks memory for a Plan, or an empty string if the Plan fits (default: by
     ``model``, on devices whose memory is known). ``check`` raises InputError for a Plan that is impossible for another
-    reason.
+    reason. ``order_seconds`` is the time in which the order of a synthesized schedule is sought.
     """
 
     def __init__(
@@ -44,7 +52,9 @@ class PlanMaker:
         *,
         shortage: Callable[[Plan], str] | None = None,
         check: Callable[[Plan], None] | None = None,
+        order_seconds: float = ORDER_SECONDS,
     ) -> None:
+        self._order_seconds = order_seconds
         self.planned, self.model, self.workload = planned, model, workload
         self._shortage = shortage or (lambda plan: shortage_of(model, plan))
         self._check = check or (lambda plan: None)
@@ -53,6 +63,8 @@ class PlanMaker:
 
     def plan(self, candidate: Candidate) -> Plan:
         """The Plan of ``candidate``; raises InputError if there is none, or if a device lacks the memory for it."""
+        if is_sought(candidate):
+            return self.with_best_order(candidate, self.seeds(candidate))
         plan = self.unlimited(candidate)
         if _may_fit_memory(candidate) and self._shortage(plan):
             plan = self._fastest_that_fits(candidate, plan)
@@ -62,6 +74,41 @@ class PlanMaker:
             plan = largest_fraction(self._kept_fractions(plan), self._shortage)
         self.check(plan)
         return plan
+
+    def seeds(self, candidate: Candidate) -> list[Plan]:
+        """The Plans by rule with the other choices of ``candidate``, from which its order is sought.
+
+        Where none of a schedule fits the memory, it has the one that ignores memory. Raises InputError if there are
+        none.
+        """
+        check_sought(candidate, self.model)
+        plans, refusals = [], Refusals()
+        for one in seed_candidates(candidate):
+            try:
+                try:
+                    plans.append(self.plan(one))
+                except InputError as error:
+                    if error.kind != "memory":
+                        raise
+                    plans.append(self.unlimited(one))
+            except InputError as error:
+                refusals.add(one, str(error), error.kind)
+        if not plans:
+            raise PlanError(refusals.foremost.reason, kind=refusals.foremost.kind)
+        return plans
+
+    def with_best_order(self, candidate: Candidate, seeds: Sequence[Plan]) -> Plan:
+        """The Plan of ``candidate`` whose order takes the least time; never slower than one of ``seeds`` that fits."""
+        return best_order(
+            seeds,
+            self.model,
+            self._shortage,
+            self._check,
+            seconds=self._order_seconds,
+            recompute=candidate.recompute == AUTO,
+            sync=candidate.sync,
+            seed=self.workload.seed,
+        )
 
     def check(self, plan: Plan) -> None:
         """Raise InputError if a device lacks the memory for ``plan``, or if it is impossible for another reason."""
@@ -112,7 +159,10 @@ class PlanMaker:
         name, given = parse_schedule(candidate.schedule)
         micro_batches = self.workload.global_batch // (candidate.dp * candidate.micro_batch_size)
         sizes = {"devices": candidate.pp, "micro_batches": micro_batches}
-        options = schedule_options(name, given, candidate.recompute, candidate.sync, **sizes)
+        if name in SCHEDULES and SCHEDULES[name].explicit:
+            options = options_of_file(given, candidate, **sizes)
+        else:
+            options = schedule_options(name, given, candidate.recompute, candidate.sync, **sizes)
         form = shape(name, **sizes, options=options)
         samples = samples_per_replica(form.name, form.parts, candidate.micro_batch_size)
         sequence_parallel, overlap = _tensor_choices(candidate, samples)

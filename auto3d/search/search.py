@@ -10,9 +10,10 @@ from time import process_time
 from auto3d.cost.model import CostModel
 from auto3d.errors import InputError
 from auto3d.plan import Plan
-from auto3d.search.bound import least_s
+from auto3d.search.bound import least_of_any_order_s, least_s
 from auto3d.search.make import PlanMaker
 from auto3d.search.space import Candidate, Domain, Refusals
+from auto3d.search.synthesized import is_sought
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +58,8 @@ class Search:
         self._bound_of = bound_of or self._seconds_of
         if bound_of is None and seconds_of is None and model.method == "simulated":
             self._bound_of = lambda plan: model.slowest_pipeline_s(plan, least_s)
+        self._any_order_bound_of = bound_of or (lambda plan: model.slowest_pipeline_s(plan, least_of_any_order_s))
+        self._seeds: dict[Candidate, list[Plan]] = {}  # candidates whose order is sought only when they are estimated
         self._tell = tell or (lambda looked_at, best: None)
         self._began = process_time()
         self._plans: dict[Candidate, Plan] = {}
@@ -91,14 +94,17 @@ class Search:
         self.looked_at += 1
         if candidate not in self._bounds:
             try:
-                self.add(candidate, self.maker.plan(candidate))
+                if is_sought(candidate):
+                    self._seeds[candidate] = self.maker.seeds(candidate)
+                    self._bounds[candidate] = min(map(self._any_order_bound_of, self._seeds[candidate]))
+                else:
+                    self.add(candidate, self.maker.plan(candidate))
             except InputError as error:  # for example layers that were not measured at this tensor-parallel degree
-                self._refusals.add(candidate, str(error), error.kind)
-                self._bounds[candidate] = inf
+                self._refuse(candidate, error)
         return self._bounds[candidate]
 
     def plan(self, candidate: Candidate) -> Plan:
-        """The Plan of ``candidate``, whose ``bound`` must have been finite."""
+        """The Plan of ``candidate``, whose ``bound`` must have been finite; a synthesized one once it is estimated."""
         return self._plans[candidate]
 
     def add(self, candidate: Candidate, plan: Plan) -> None:
@@ -107,7 +113,13 @@ class Search:
         self._bounds[candidate] = self._bound_of(plan)
 
     def seconds(self, candidate: Candidate) -> float:
-        """The estimate of ``candidate``, whose ``bound`` must have been finite."""
+        """The estimate of ``candidate``, whose ``bound`` must have been finite; infinity if no order of it fits."""
+        if candidate not in self._seconds and candidate not in self._plans:
+            try:
+                self._plans[candidate] = self.maker.with_best_order(candidate, self._seeds[candidate])
+            except InputError as error:
+                self._refuse(candidate, error)
+                return inf
         if candidate not in self._seconds:
             plan = self._plans[candidate]
             self._seconds[candidate] = self._seconds_of(plan)
@@ -125,6 +137,10 @@ class Search:
             plan = self._plans[candidate]
             found.setdefault(plan, Ranked(candidate=candidate, plan=plan, seconds=seconds))
         return sorted(found.values(), key=lambda one: one.seconds)
+
+    def _refuse(self, candidate: Candidate, error: InputError) -> None:
+        self._refusals.add(candidate, str(error), error.kind)
+        self._bounds[candidate] = inf
 
     def limit(self) -> float:
         """The estimate that a plan must beat to be among the ``budget.best`` fastest."""

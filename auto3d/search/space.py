@@ -26,8 +26,9 @@ EQUAL, UNEVEN = REPLICAS = ("equal", "uneven")
 class SearchSpace:
     """The axes to combine. Each is a list of values, or "auto" for all values that make sense on the cluster.
 
-    "auto" leaves out asynchronous schedules, since they change what a model learns; a user has to name them. It has the
-    tensor-parallel degrees whose groups fit into one node and, if there is only one node, one placement.
+    "auto" leaves out asynchronous schedules, since they change what a model learns, and the synthesized one, which is
+    found by a search of its own; a user has to name them. It has the tensor-parallel degrees whose groups fit into one
+    node and, if there is only one node, one placement.
     """
 
     dp: Axis = AUTO
@@ -180,7 +181,7 @@ class Domain:
             "tp": [number for number in divisors if in_a_node % number == 0],
             "pp": divisors,
             "micro_batch_size": sizes,
-            "schedule": [name for name, family in SCHEDULES.items() if not family.asynchronous],
+            "schedule": [name for name, family in SCHEDULES.items() if not (family.asynchronous or family.explicit)],
             "recompute": [NONE, FULL] if cluster.memory_bytes is None else [AUTO],
             "partition": list(SEARCHED_METHODS),
             "placement": list(PLACEMENTS) if len(cluster.nodes) > 1 else [MEGATRON],

@@ -81,7 +81,7 @@ def anneal(
 @njit(cache=True)
 def _fits(tables: Tables, room: Room) -> bool:
     """Whether no device holds more than its memory."""
-    return (room.most <= tables.free).all()
+    return bool(np.all(room.most <= tables.free))
 
 
 @njit(cache=True)

@@ -186,9 +186,9 @@ class _Search:
         for number in self._random.permutation(len(pairs)):
             if self._spent() > POLICY_SHARE / 2:
                 return
-            order = self._by_policy(self._few, *pairs[number])
-            if order is not None:
-                yield order
+            listed = self._by_policy(self._few, *pairs[number])
+            if listed is not None:
+                yield listed
 
     def _by_policy(self, problem: Problem, choices: Choices, policy: Policy) -> _Order | None:
         tables, bounds, room = self._space(problem, choices)

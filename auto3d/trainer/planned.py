@@ -15,7 +15,8 @@ from auto3d.errors import InputError
 from auto3d.plan import Plan
 from auto3d.planner import Planner
 from auto3d.schedule import samples_at_once
-from auto3d.search.space import SearchSpace
+from auto3d.search.space import Candidate, SearchSpace
+from auto3d.search.synthesized import is_sought
 from auto3d.trainer.arguments import TrainingArguments
 from auto3d.trainer.machine import machine
 from auto3d.trainer.rank_zero import of_rank_0
@@ -80,9 +81,16 @@ def plan_of(
             cluster = machine(setup.world, args.device, timeout_s=args.ddp_timeout)
         planner = planner_on(cluster)
         dp, tp, pp = setup.degrees
-        plan = planner.plan(
+        candidate = Candidate(
             dp=dp, tp=tp, pp=pp, micro_batch_size=batch.micro_batch_size, **choices | dict(setup.choices)
         )
+        if is_sought(candidate):  # each rank would find another order
+            text = of_rank_0(
+                lambda: planner.plan(**vars(candidate)).to_json(), "to find an order", timeout_s=args.ddp_timeout
+            )
+            plan = Plan.from_json(text)
+        else:
+            plan = planner.plan(**vars(candidate))
         return plan, planner.captured(samples_at_once(plan))
     planner = planner_on(setup.cluster or machine(setup.world, args.device, timeout_s=args.ddp_timeout))
     plan = _fastest(planner, setup, args)

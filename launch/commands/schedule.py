@@ -5,16 +5,31 @@ from typing import Any
 import click
 
 from auto3d.schedule.options import RECOMPUTE, SYNC
+from auto3d.schedule.order_file import read_order_file
+from auto3d.schedule.order_text import NAME
 from launch.commands.consoles import out
-from launch.commands.options import OUTPUT_FILE
+from launch.commands.options import EXISTING_FILE, OUTPUT_FILE
+from launch.commands.schedule_synthesize import synthesize
 from launch.console.schedule import print_comparison, print_families, print_schedule
 from launch.model.simulated_schedule import ScheduleRequest
 
 _TIME = click.FloatRange(min=0)
 
 
-@click.command()
+class _Schedule(click.Command):
+    """`schedule NAME`, and `schedule synthesize PROBLEM`, a command with options of its own."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        if args[:1] == [synthesize.name]:
+            return synthesize.make_context(f"{info_name} {synthesize.name}", args[1:], parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
+
+@click.command(cls=_Schedule)
 @click.argument("name", required=False)
+@click.option("--load", type=EXISTING_FILE, help="Take the schedule of a file that --save wrote, in place of NAME.")
 @click.option("--list", "list_all", is_flag=True, help="Describe all schedules and their options.")
 @click.option(
     "--compare", metavar="A,B,...", help="Print one row per schedule; chimera:scale=doubling sets one's own option."
@@ -48,17 +63,20 @@ _TIME = click.FloatRange(min=0)
     help="Time of exposed tensor-parallel collectives in one forward, and again in one backward. [0]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the figures and all operations.")
+@click.option("--save", type=OUTPUT_FILE, help="Write the order to a file for --load and plan.schedule_options.")
 @click.option("--svg", type=OUTPUT_FILE, help="Write a picture.")
 @click.option("--trace", type=OUTPUT_FILE, help="Write a trace for ui.perfetto.dev or chrome://tracing.")
 @click.option("--csv", type=OUTPUT_FILE, help="Write the order of operations as torch.distributed.pipelining loads it.")
 def schedule(
     name: str | None,
+    load: str | None,
     list_all: bool,
     compare: str | None,
     stages: int | None,
     micro_batches: int | None,
     tp: int,
     as_json: bool,
+    save: str | None,
     svg: str | None,
     trace: str | None,
     csv: str | None,
@@ -66,13 +84,16 @@ def schedule(
 ) -> int:
     """Simulate, compare and draw pipeline schedules.
 
-    For example: auto3d schedule chimera --stages 4 --micro-batches 8.
+    For example: auto3d schedule chimera --stages 4 --micro-batches 8. `auto3d schedule synthesize PROBLEM` finds the
+    order for given times and memory; `auto3d schedule synthesize --help` lists its options.
     """
     if list_all:
         print_families(as_json)
         return 0
-    if (name is None) == (compare is None):
-        raise click.UsageError("write one schedule's name, or --compare A,B,..., or --list")
+    if sum(each is not None for each in (name, load, compare)) != 1:
+        raise click.UsageError("write one schedule's name, or --load FILE, or --compare A,B,..., or --list")
+    if load is not None:
+        name, stages, micro_batches = NAME, *_sizes_of(load, stages, micro_batches)
     if stages is None or micro_batches is None:
         raise click.UsageError("--stages and --micro-batches are needed, as in --stages 4 --micro-batches 8")
     option_of = {"sync_placement": "sync"} | {
@@ -84,19 +105,36 @@ def schedule(
     }
     if tp == 1 and given["collectives"]:
         raise click.UsageError("--collectives are those of tensor parallelism: give --tp 2 or more, too")
+    options = {option: given[key] for key, option in option_of.items() if given[key] is not None}
+    if load is not None:
+        if "recompute" in options:
+            raise click.UsageError(f"--recompute: the order in {load} decides what recomputes")
+        options = read_order_file(load).options | options
     request = ScheduleRequest(
         stages=stages,
         micro_batches=micro_batches,
         tp=tp,
-        options={option: given[key] for key, option in option_of.items() if given[key] is not None},
+        options=options,
         times={time: given[key] for key, time in time_of.items() if given[key] is not None},
     )
-    files = {"svg": svg, "trace": trace, "csv": csv}
+    files = {"save": save, "svg": svg, "trace": trace, "csv": csv}
     if name is not None:
         print_schedule(name, request, out, as_json=as_json, files=files)
         return 0
     assert compare is not None
     if any(files.values()):
-        raise click.UsageError("--svg, --trace and --csv write one schedule; --compare has several")
+        raise click.UsageError("--save, --svg, --trace and --csv write one schedule; --compare has several")
     print_comparison(compare.split(","), request, as_json=as_json)
     return 0
+
+
+def _sizes_of(load: str, stages: int | None, micro_batches: int | None) -> tuple[int, int]:
+    """The devices and micro-batches of the file ``load``; raises UsageError if others were given."""
+    file = read_order_file(load)
+    for flag, given, own in (
+        ("--stages", stages, file.devices),
+        ("--micro-batches", micro_batches, file.micro_batches),
+    ):
+        if given not in (None, own):
+            raise click.UsageError(f"{flag}: found {given}; the order in {load} is for {own}")
+    return file.devices, file.micro_batches

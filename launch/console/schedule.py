@@ -8,6 +8,8 @@ from rich.console import Console
 from tabulate import tabulate
 
 from auto3d.schedule import SCHEDULES
+from auto3d.schedule.order_file import order_file
+from auto3d.schedule.order_text import without_order
 from auto3d.simulate.draw_svg import draw_svg
 from auto3d.simulate.draw_terminal import draw_terminal
 from auto3d.simulate.pipelining_csv import pipelining_csv
@@ -31,23 +33,18 @@ def print_families(as_json: bool) -> None:
         print_json([{"name": f.name, "summary": f.summary, "options": f.options} for f in SCHEDULES.values()])
         return
     for family in SCHEDULES.values():
-        options = "  ".join(f"{flag(name)} {default}" for name, default in family.options.items())
+        options = "  ".join(f"{flag(name)} {default}" for name, default in without_order(family.options).items())
+        options = f"--load FILE  {options}" if family.explicit else options
         print(f"{family.name}\n    {family.summary}\n    {options}")
 
 
 def print_schedule(
     name: str, request: ScheduleRequest, out: Console, *, as_json: bool, files: dict[str, str | None]
 ) -> None:
-    """Draw one schedule, print its figures, and write ``files``: format (svg, trace, csv) -> path."""
+    """Draw one schedule, print its figures, and write ``files``: format (save, svg, trace, csv) -> path."""
     timeline = timeline_of(name, request)
-    texts = {
-        "svg": lambda: draw_svg(timeline, tp=request.tp),
-        "trace": lambda: json.dumps(trace(timeline, tp=request.tp)),
-        "csv": lambda: pipelining_csv(timeline.schedule),
-    }
-    written = [(path, texts[form]()) for form, path in files.items() if path]
-    for path, text in written:
-        write_text(path, text)
+    made_by = f"auto3d schedule {name}. {_assumptions(request, timeline)}"
+    written = write_files(timeline, files, tp=request.tp, made_by=made_by)
     figures = figures_of(timeline)
     if as_json:
         print_json(asdict(figures))
@@ -56,7 +53,24 @@ def print_schedule(
     print(_table(figures))
     print(f"\n{_assumptions(request, timeline)}")
     if written:
-        print(f"written: {', '.join(path for path, _ in written)}")
+        print(f"written: {', '.join(written)}")
+
+
+def write_files(timeline: Timeline, files: dict[str, str | None], *, tp: int = 1, made_by: str) -> list[str]:
+    """Write ``timeline`` to ``files``: format -> path or None; returns the paths.
+
+    The formats are save, svg, trace and csv. ``made_by`` is a line of a saved file.
+    """
+    texts = {
+        "save": lambda: order_file(timeline.schedule, made_by=made_by).to_json(),
+        "svg": lambda: draw_svg(timeline, tp=tp),
+        "trace": lambda: json.dumps(trace(timeline, tp=tp)),
+        "csv": lambda: pipelining_csv(timeline.schedule),
+    }
+    written = [(path, texts[form]()) for form, path in files.items() if path]
+    for path, text in written:
+        write_text(path, text)
+    return [path for path, _ in written]
 
 
 def print_comparison(names: Sequence[str], request: ScheduleRequest, *, as_json: bool) -> None:

@@ -16,6 +16,7 @@ from auto3d.runtime.rank import check_plan
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.world import World
 from auto3d.schedule import samples_at_once
+from auto3d.search.synthesized import is_sought
 from launch.console.progress import at_work
 from launch.model import candidates
 from launch.model.build import captured_model, use_device
@@ -52,6 +53,12 @@ def plan_training(
     values = recipe.values
     wanted: Plan | PlanRecipe = _read_plan(recipe, plan_file) if plan_file else plan_of(recipe)
     _check_processes(recipe, world, wanted.ranks if isinstance(wanted, Plan) else wanted.dp * wanted.tp * wanted.pp)
+    if world is not None and isinstance(wanted, PlanRecipe) and is_sought(candidates.candidate_of(wanted)):
+        raise recipe.error(
+            "plan.schedule",
+            f"found {wanted.schedule}; each process that a launcher starts would find another order: give --plan FILE, "
+            "or plan.schedule_options={file: FILE} (docs/synthesis.md)",
+        )
     if world is not None and device(values) == "cuda":
         use_device(world.device("cuda"))
     captures_in_ranks = world is None and device(values) == "cuda" and not on_slurm(recipe)

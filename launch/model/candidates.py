@@ -12,7 +12,7 @@ from auto3d.errors import InputError
 from auto3d.partition.methods import STAGE_METHODS
 from auto3d.partition.stage import cut
 from auto3d.plan import AUTO3D, Plan, PlanError
-from auto3d.schedule import samples_at_once, schedule_of, write_schedule
+from auto3d.schedule import SCHEDULES, samples_at_once, schedule_of, write_schedule
 from auto3d.schedule.carried_buffers import check_carried_buffers
 from auto3d.search.algorithms.exhaustive import estimate_best
 from auto3d.search.listing import ListedCandidate, list_candidates
@@ -136,9 +136,10 @@ def exact_plans(recipe: LoadedRecipe) -> Callable[[Ranked], Plan]:
         plan, candidate = ranked.plan, ranked.candidate
         if recipe.values.model.layers is not None:
             return plan
-        if not plan.graph and candidate.partition in STAGE_METHODS:
+        explicit = SCHEDULES[plan.schedule].explicit
+        if not plan.graph and candidate.partition in STAGE_METHODS and not explicit:
             return maker().plan(candidate)
-        if not plan.graph:  # no PlanMaker cuts stages as RaNNC does
+        if not plan.graph:  # no PlanMaker cuts stages as RaNNC does, or finds an order again
             plan = replace(plan, graph=graph_at(samples_at_once(plan)).fingerprint)
         maker().check(plan)
         return plan
@@ -199,7 +200,14 @@ def runnable_maker(
         if graph.carried_buffers:
             check_carried_buffers(graph, plan, schedule_of(plan), cut(graph, plan.stages))
 
-    return PlanMaker(subject, cost_model(recipe, subject), task(recipe), shortage=missing, check=check)
+    return PlanMaker(
+        subject,
+        cost_model(recipe, subject),
+        task(recipe),
+        shortage=missing,
+        check=check,
+        order_seconds=recipe.values.search.order_seconds,
+    )
 
 
 def check_memory(recipe: LoadedRecipe, plan: Plan, graph_at: Callable[[int], Graph]) -> None:

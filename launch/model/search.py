@@ -46,7 +46,7 @@ def search_recipe(
     domain = Domain(space, model.cluster, task(recipe))
     if recipe.values.model.layers is None:
         check_rules(recipe, domain, PlanningModel(recipe))
-    maker = PlanMaker(subject, model, task(recipe), check=check)
+    maker = PlanMaker(subject, model, task(recipe), check=check, order_seconds=settings.order_seconds)
     kinds = domain.choices["sequence_parallel"]
     degrees = ((one.micro_batch_size, one.tp, kind and one.tp > 1) for one in domain.degrees for kind in kinds)
     # The first captured size comes first: the model is split there, while another process captures the other size.

@@ -10,6 +10,7 @@ from auto3d.schedule.options import SYNC
 from auto3d.search.algorithms import ALGORITHMS
 from auto3d.search.placement import PLACEMENTS
 from auto3d.search.space import REPLICAS
+from auto3d.search.synthesized import ORDER_SECONDS
 from launch.recipe.schema_key import AUTO, LARGEST_INTEGER, LARGEST_TIME_S, key
 
 RECOMPUTE = ("none", "full", AUTO)
@@ -28,7 +29,7 @@ class SearchRecipe:
     schedule: Any = key(
         AUTO,
         "pipeline schedules to try, which may have options, as in interleaved-1f1b:chunks=4; auto: all synchronous "
-        "ones",
+        "ones but synthesized, which is found by a search of its own",
         choices=tuple(SCHEDULES),
         options=True,
     )
@@ -86,6 +87,12 @@ class SearchRecipe:
     candidates: int | None = key(
         None, "most candidates that a search estimates; none: 2000, or 500 if the algorithm is amp", least=1
     )
+    order_seconds: float = key(
+        ORDER_SECONDS,
+        "seconds in which the order of each synthesized schedule is sought (docs/synthesis.md)",
+        least=0.1,
+        below=LARGEST_TIME_S,
+    )
     seconds: float = key(60.0, "most seconds of processor time that a search takes", least=0.1, below=LARGEST_TIME_S)
     trials: int | None = key(
         None,
@@ -104,7 +111,9 @@ class PlanRecipe:
     micro_batch_size: int = key(1, "samples per micro-batch", least=1)
     schedule: str = key("1f1b", "pipeline schedule", choices=tuple(SCHEDULES))
     schedule_options: dict[str, Any] = key(
-        {}, "options of the schedule, as in {chunks: 4, sync: eager}", values=(int, str)
+        {},
+        "options of the schedule, as in {chunks: 4, sync: eager}, or {file: FILE} for a synthesized one of a file",
+        values=(int, str),
     )
     recompute: int | float | str = key(
         "none",

@@ -17,7 +17,7 @@ from auto3d.search.recompute import KeptFractions
 from tests.distributed.parity import make_plan
 from tests.models import captured
 from tests.pairwise import pairwise_cover
-from tests.schedule.samples import SYNC, options_of
+from tests.schedule.samples import BY_RULE, SYNC, options_of
 
 SAMPLES = 2  # samples that one operation runs
 WIDTHS = ((2, 1), (2, 2), (4, 1))  # (devices, dp) for four processes
@@ -99,7 +99,7 @@ def cells() -> tuple[Cell, ...]:
 
 
 def _cells() -> Iterator[Cell]:
-    for name, (devices, dp) in product(SCHEDULES, WIDTHS):
+    for name, (devices, dp) in product(BY_RULE, WIDTHS):
         for options in options_of(name, devices):
             schedule = build_schedule(name, devices=devices, micro_batches=devices, **options)
             if schedule.weight_version:  # an asynchronous schedule does not equal one process

@@ -34,7 +34,7 @@ from tests.distributed import asynchronous, tensor_grid, tracer
 from tests.distributed.parity import SGD, assert_close, assert_parity, make_plan, plain_pytorch, run_rank
 from tests.models import captured
 from tests.processes import ProcessPool
-from tests.schedule.samples import options_of
+from tests.schedule.samples import BY_RULE, options_of
 
 FILE = Path("results/parity.md")
 MODELS = {
@@ -136,7 +136,7 @@ ASYNCHRONOUS = [name for name, order in SCHEDULES.items() if order.asynchronous]
 
 def orders(devices: int) -> Iterator[tuple[str, str, dict]]:
     """Label, schedule and options of each synchronous schedule."""
-    for name in SCHEDULES:
+    for name in BY_RULE:
         for options in options_of(name, devices):
             if not build_schedule(name, devices=devices, micro_batches=devices, **options).weight_version:
                 yield " ".join([name, *(f"{key}={value}" for key, value in options.items())]), name, options

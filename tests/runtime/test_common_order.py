@@ -19,13 +19,13 @@ from auto3d.capture.graph import Value
 from auto3d.partition.stage import Transfer
 from auto3d.runtime import exchange as exchange_module
 from auto3d.runtime.exchange import Exchange
-from auto3d.schedule import SCHEDULES, build_schedule
+from auto3d.schedule import build_schedule
 from auto3d.schedule.check import ScheduleError
 from auto3d.schedule.common_order import check_progress
 from auto3d.schedule.lowering import lower
 from auto3d.schedule.operation import Kind, Schedule
 from auto3d.schedule.program import GradientSum, LossSum, Message, Program
-from tests.schedule.samples import options_of, schedules, sizes
+from tests.schedule.samples import BY_RULE, options_of, schedules, sizes
 
 SAMPLES = 12  # samples of a micro-batch, on all replicas of a stage together
 
@@ -51,7 +51,7 @@ def can_be_tied(schedule: Schedule) -> bool:
 
 
 def all_schedules(devices: int, numbers: Sequence[int]) -> Iterator[Schedule]:
-    for name in SCHEDULES:
+    for name in BY_RULE:
         if name not in ("gems", "shifted-critical-path", "zb-v") or devices > 1:
             yield from schedules(name, devices, list(numbers))
 
@@ -134,7 +134,7 @@ def two_ahead(program: Program, device_of: Mapping[tuple[int, int], int]) -> Pro
     return moved(program, posts)
 
 
-@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "gpipe"])
+@pytest.mark.parametrize("name", [name for name in BY_RULE if name != "gpipe"])
 def test_the_proof_fails_where_receives_are_posted_two_ahead(name):
     """A receive of a gradient that precedes the forward on which the gradient depends blocks that forward."""
     schedule = build_schedule(name, devices=4, micro_batches=8)
@@ -297,7 +297,7 @@ RANKS = {  # number of pipeline devices -> numbers of ranks on each of them
 
 def rank_cases() -> Iterator[tuple[Schedule, tuple[int, ...]]]:
     for devices, counts in RANKS.items():
-        for name in SCHEDULES:
+        for name in BY_RULE:
             for options in options_of(name, devices):
                 schedule = build_schedule(name, devices=devices, micro_batches=2 * devices, **options)
                 for each in counts:

@@ -7,6 +7,7 @@ from auto3d.schedule import SCHEDULES, build_schedule
 from auto3d.schedule.operation import Schedule, parse
 
 SYNC = ("lazy", "eager", "eager-opt")
+BY_RULE = [name for name, family in SCHEDULES.items() if not family.explicit]  # schedules that exist at any size
 
 
 def options_of(name: str, devices: int) -> list[dict[str, int | str]]:

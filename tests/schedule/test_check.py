@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from auto3d.schedule import SCHEDULES, build_schedule
+from auto3d.schedule import build_schedule
 from auto3d.schedule.check import ScheduleError, check
 from auto3d.schedule.operation import BACKWARDS, Kind, Operation, Schedule
-from tests.schedule.samples import SYNC, by_hand, least_micro_batches, options_of, schedules, sizes
+from tests.schedule.samples import BY_RULE, SYNC, by_hand, least_micro_batches, options_of, schedules, sizes
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", BY_RULE)
 @pytest.mark.parametrize("devices", [*range(1, 9), 11, 12, 16])  # the soak test has all
 def test_right_at_many_sizes(name, devices):
     for index, micro_batches in enumerate(sizes(devices)):
@@ -21,7 +21,7 @@ def test_right_at_many_sizes(name, devices):
             check(schedule)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", BY_RULE)
 @pytest.mark.parametrize("devices", range(1, 5))
 def test_right_at_every_small_size(name, devices):
     for schedule in schedules(name, devices, list(range(1, 4 * devices + 1))):
@@ -30,7 +30,7 @@ def test_right_at_every_small_size(name, devices):
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", BY_RULE)
 @pytest.mark.parametrize("devices", range(2, 17))
 def test_right_on_the_whole_grid(name, devices):
     for schedule in schedules(name, devices, list(range(1, 4 * devices + 1))):
@@ -39,7 +39,7 @@ def test_right_on_the_whole_grid(name, devices):
 
 @given(data=st.data())
 def test_right_at_any_size(data):
-    name = data.draw(st.sampled_from(list(SCHEDULES)))
+    name = data.draw(st.sampled_from(BY_RULE))
     devices = data.draw(st.integers(2, 20).filter(lambda d: options_of(name, d)))
     micro_batches = data.draw(st.integers(least_micro_batches(name, devices), 50))
     options = data.draw(st.sampled_from(options_of(name, devices)))
@@ -181,7 +181,7 @@ def mutations(schedule: Schedule, chance: random.Random) -> tuple[str, Schedule]
     return mistake, replace(schedule, operations=tuple(changed))
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", BY_RULE)
 def test_any_mistake_is_found(name):
     chance = random.Random(0)
     for _ in range(400):
@@ -198,7 +198,7 @@ def test_any_mistake_is_found(name):
         raise AssertionError(f"the checker does not find the mistake {mistake!r}: {wrong}")
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", BY_RULE)
 def test_messages_out_of_order_are_found(name):
     """Two exchanged forwards of the last stage give a send that is never received or a backward that is too early."""
     for devices in (2, 4, 6):

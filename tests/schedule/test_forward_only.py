@@ -4,14 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from auto3d.schedule import SCHEDULES
 from auto3d.schedule.check import ScheduleError, check
 from auto3d.schedule.forward_only import forward_only
 from auto3d.schedule.operation import Kind, Operation
-from tests.schedule.samples import least_micro_batches, schedules, sizes
+from tests.schedule.samples import BY_RULE, least_micro_batches, schedules, sizes
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", BY_RULE)
 def test_the_forwards_of_every_schedule_run_alone(name):
     for devices in (1, 2, 4):
         numbers = [number for number in sizes(devices) if number >= least_micro_batches(name, devices)]

@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from auto3d.errors import InputError
-from auto3d.schedule import SCHEDULES, build_schedule
+from auto3d.schedule import build_schedule
 from auto3d.schedule.in_flight import peak_activations
 from auto3d.schedule.operation import Kind, Operation, Schedule, parse
 from auto3d.schedule.weight_versions import weight_copies
-from tests.schedule.samples import by_hand, schedules
+from tests.schedule.samples import BY_RULE, by_hand, schedules
 
 
 def texts(schedule: Schedule) -> list[str]:
@@ -79,7 +79,7 @@ def test_later_units_of_doubling_are_doubled_throughout():
                 assert len(operation.micro_batches) == 1
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", BY_RULE)
 def test_where_syncs_stand(name):
     """Lazy syncs are at the end, eager ones after the last backward of their stage; no other operation moves."""
     for devices in (2, 4, 6):

@@ -5,12 +5,13 @@ import pytest
 from auto3d.capture.graph import Value
 from auto3d.errors import InputError
 from auto3d.partition.stage import Transfer
-from auto3d.schedule import SCHEDULES, build_schedule
+from auto3d.schedule import build_schedule
 from auto3d.schedule.in_flight import in_flight
 from auto3d.schedule.lowering import lower
 from auto3d.schedule.moments import COUNTS, all_moments, highest_moments
-from auto3d.schedule.operation import Kind
-from auto3d.schedule.shape import shape
+from auto3d.schedule.operation import Kind, Schedule
+from auto3d.schedule.shape import Shape, shape
+from tests.schedule.samples import BY_RULE
 
 OPTIONS = {"interleaved-1f1b": {"chunks": 3}, "chimera": {"scale": "doubling", "pipes": 2}}
 
@@ -21,27 +22,42 @@ def most(moments) -> list[int]:
             if place % len(COUNTS) < COUNTS.index("posted")]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_messages_are_held_as_lowering_holds_them(name):
+def messages_are_held_as_lowering_holds_them(listed: Schedule) -> None:
     """Receives are posted at the same steps. A message is released at the same step or, rarely, later."""
     value = Value("", (), "float32", 4, True)
+    transfers = [Transfer(value=value, source=n - 1, target=n) for n in range(1, listed.stages)]
+    for device, (program, moments) in enumerate(zip(lower(listed, transfers), all_moments(listed), strict=True)):
+        posted: set = set()
+        sent: set = set()
+        for step, moment in zip(program.steps, moments, strict=True):
+            posted.update(step.posts)
+            posted.difference_update(step.receives)
+            sent.difference_update(step.releases)
+            sums = [sum(moment.counts[place :: len(COUNTS)]) for place in range(len(COUNTS))]
+            assert sums[5] + sums[6] == len(posted), (device, str(step.operation))
+            assert sums[7] + sums[8] >= len(sent), (device, str(step.operation))
+            sent.update(m for m in step.sends if listed.device_of[m.target, m.pipe] != device)
+
+
+def assert_shape(predicted: Shape, listed: Schedule) -> None:
+    """``predicted`` is the shape of ``listed``, whose operations are counted one by one."""
+    assert predicted.in_flight == tuple(in_flight(listed))
+    peaks = [most(moments) for moments in highest_moments(predicted)]
+    assert peaks == [most(moments) for moments in all_moments(listed)], listed.micro_batches
+    for field in ("stages", "devices", "micro_batches", "device_of", "recompute", "parts"):
+        assert getattr(predicted, field) == getattr(listed, field), field
+    halves = {o.stage for operations in listed.operations for o in operations if o.kind is Kind.BACKWARD_WEIGHT}
+    assert predicted.split == halves
+    assert predicted.schedule() == listed
+
+
+@pytest.mark.parametrize("name", BY_RULE)
+def test_messages_are_held_as_lowering_holds_them(name):
     for devices, micro_batches in ((2, 4), (4, 8)):
-        listed = build_schedule(name, devices=devices, micro_batches=micro_batches)
-        transfers = [Transfer(value=value, source=n - 1, target=n) for n in range(1, listed.stages)]
-        for device, (program, moments) in enumerate(zip(lower(listed, transfers), all_moments(listed), strict=True)):
-            posted: set = set()
-            sent: set = set()
-            for step, moment in zip(program.steps, moments, strict=True):
-                posted.update(step.posts)
-                posted.difference_update(step.receives)
-                sent.difference_update(step.releases)
-                sums = [sum(moment.counts[place :: len(COUNTS)]) for place in range(len(COUNTS))]
-                assert sums[5] + sums[6] == len(posted), (device, str(step.operation))
-                assert sums[7] + sums[8] >= len(sent), (device, str(step.operation))
-                sent.update(m for m in step.sends if listed.device_of[m.target, m.pipe] != device)
+        messages_are_held_as_lowering_holds_them(build_schedule(name, devices=devices, micro_batches=micro_batches))
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", BY_RULE)
 @pytest.mark.parametrize("devices", [1, 2, 3, 4, 6])
 def test_a_shape_is_that_of_the_schedule(name, devices):
     for options in ({}, OPTIONS.get(name, {})):
@@ -51,12 +67,4 @@ def test_a_shape_is_that_of_the_schedule(name, devices):
                 listed = build_schedule(name, **sizes, **options)
             except InputError:
                 continue
-            predicted = shape(name, **sizes, options=options)
-            assert predicted.in_flight == tuple(in_flight(listed))
-            peaks = [most(moments) for moments in highest_moments(predicted)]
-            assert peaks == [most(moments) for moments in all_moments(listed)], micro_batches
-            for field in ("stages", "devices", "micro_batches", "device_of", "recompute", "parts"):
-                assert getattr(predicted, field) == getattr(listed, field), field
-            kinds = {operation.kind for operations in listed.operations for operation in operations}
-            assert predicted.splits_backward == (Kind.BACKWARD_WEIGHT in kinds)
-            assert predicted.schedule() == listed
+            assert_shape(shape(name, **sizes, options=options), listed)

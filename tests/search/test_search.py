@@ -11,7 +11,6 @@ import pytest
 from auto3d.cluster import Accelerator, Cluster, Link, Node
 from auto3d.errors import InputError
 from auto3d.plan import PlanError
-from auto3d.schedule import SCHEDULES
 from auto3d.schedule.shape import shape
 from auto3d.search.algorithms import AMP_ITERATIONS, run_algorithm
 from auto3d.search.algorithms.amp import TILINGS, amp, amp_space
@@ -21,6 +20,7 @@ from auto3d.search.placement import PLACEMENTS, mesh, place
 from auto3d.search.space import EQUAL, UNEVEN, Candidate, Domain, SearchSpace, Workload
 from auto3d.simulate.costs import Costs, MessageCost
 from auto3d.simulate.simulate import simulate
+from tests.schedule.samples import BY_RULE
 from tests.search.cases import random_case, searched
 
 # Placement
@@ -219,7 +219,7 @@ def test_a_model_without_memory_for_any_plan_gives_none():
 # Bounds
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", BY_RULE)
 def test_no_simulation_beats_its_bound(name):
     random = Random(name)
     tightest = 0.0

@@ -11,7 +11,7 @@ import pytest
 from torch.distributed.pipelining.schedules import _add_send_recv, _PipelineScheduleRuntime, _simulate_comms_compute
 
 from auto3d.errors import InputError
-from auto3d.schedule import SCHEDULES, build_schedule
+from auto3d.schedule import build_schedule
 from auto3d.schedule.operation import Kind, Operation, Schedule
 from auto3d.simulate.cells import micro_batch_label
 from auto3d.simulate.costs import uniform
@@ -20,6 +20,7 @@ from auto3d.simulate.draw_terminal import draw_terminal
 from auto3d.simulate.pipelining_csv import pipelining_csv
 from auto3d.simulate.simulate import Timeline, simulate
 from auto3d.simulate.trace import trace
+from tests.schedule.samples import BY_RULE
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -36,7 +37,7 @@ def computing(schedule: Schedule) -> list[Operation]:
 # SVG
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", BY_RULE)
 @pytest.mark.parametrize("times", [{}, {"sync": 2, "p2p": 0.25, "update": 1}, {"forward": 0}])
 def test_svg_has_one_cell_per_operation_and_one_line_per_sync(name, times):
     timeline = timeline_of(name, times=times)
@@ -102,7 +103,7 @@ def test_terminal_without_colour():
     assert not text.spans
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", BY_RULE)
 @pytest.mark.parametrize("width", [24, 80, 200])
 def test_terminal_rows_fit(name, width):
     for times in ({}, {"p2p": 0.013, "sync": 1}, {"forward": 0}):
@@ -123,7 +124,7 @@ def test_terminal_has_a_character_per_unit_where_that_fits():
 # Trace
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", BY_RULE)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_trace(name, overlap):
     timeline = timeline_of(name, times={"p2p": 0.5, "sync": 1, "overlap": overlap})

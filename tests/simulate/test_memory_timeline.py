@@ -4,12 +4,13 @@ import pytest
 
 from auto3d.errors import InputError
 from auto3d.partition.recompute import kept_fractions
-from auto3d.schedule import SCHEDULES, build_schedule
+from auto3d.schedule import build_schedule
 from auto3d.schedule.in_flight import in_flight, peak_activations
 from auto3d.schedule.weight_versions import weight_copies
 from auto3d.simulate.costs import uniform
 from auto3d.simulate.memory_timeline import Sizes, bytes_over_time
 from auto3d.simulate.simulate import simulate
+from tests.schedule.samples import BY_RULE
 
 
 def sizes(schedule, *, activations=0.0, kept=0.0, weights=0.0) -> Sizes:
@@ -22,7 +23,7 @@ def sizes(schedule, *, activations=0.0, kept=0.0, weights=0.0) -> Sizes:
     )
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", BY_RULE)
 @pytest.mark.parametrize(("depth", "micro_batches"), [(2, 2), (4, 4), (4, 10), (6, 13)])
 def test_peaks_are_the_counts(name, depth, micro_batches):
     schedule = build_schedule(name, devices=depth, micro_batches=micro_batches)

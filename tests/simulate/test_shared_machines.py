@@ -8,6 +8,7 @@ import pytest
 from auto3d.schedule import SCHEDULES, build_schedule
 from auto3d.simulate.costs import SharedMachine, uniform
 from auto3d.simulate.simulate import simulate
+from tests.schedule.samples import BY_RULE
 from tests.simulate.random_schedules import random_costs, random_schedule
 
 
@@ -27,7 +28,7 @@ def test_without_slowdown_nothing_changes(seed):
     assert shared.makespan == pytest.approx(independent.makespan)
 
 
-@pytest.mark.parametrize("name", [name for name, family in SCHEDULES.items() if not family.asynchronous])
+@pytest.mark.parametrize("name", [name for name in BY_RULE if not SCHEDULES[name].asynchronous])
 def test_two_processors(name):
     """On fewer processors a schedule takes longer, and at least its work divided by the number of processors."""
     schedule = build_schedule(name, devices=4, micro_batches=8)

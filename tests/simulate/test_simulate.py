@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 
 from auto3d.errors import InputError
-from auto3d.schedule import SCHEDULES, build_schedule
+from auto3d.schedule import build_schedule
 from auto3d.schedule.check import ScheduleError
 from auto3d.schedule.operation import Schedule, parse
 from auto3d.simulate.costs import Costs, MessageCost, uniform
 from auto3d.simulate.critical_path import count, critical_numbers, critical_path
 from auto3d.simulate.idle import bubble_ratio, busy, idle, idle_within, steady_state
 from auto3d.simulate.simulate import Timeline, simulate
+from tests.schedule.samples import BY_RULE
 from tests.simulate.random_schedules import random_costs, random_schedule
 from tests.simulate.reference import reference_times
 
@@ -196,7 +197,7 @@ def test_the_steady_state_goes_at_the_pace_of_the_slowest_device():
     assert steady_state(simulate(synchronous, uniform(synchronous))) is None
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", BY_RULE)
 def test_no_time_at_all(name):
     schedule = build_schedule(name, devices=4, micro_batches=4)
     timeline = simulate(schedule, uniform(schedule, forward=0))

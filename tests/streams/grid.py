@@ -6,7 +6,7 @@ from random import Random
 
 from auto3d.schedule import SCHEDULES, build_schedule
 from auto3d.schedule.operation import Schedule
-from tests.schedule.samples import SYNC, least_micro_batches, options_of
+from tests.schedule.samples import BY_RULE, SYNC, least_micro_batches, options_of
 from tests.streams.simulation import SYNCHRONISE, Case
 
 DEVICES = (2, 3, 4)
@@ -24,7 +24,7 @@ def skips(stages: int) -> tuple[tuple[int, int], ...]:
 def cases(seed: int) -> Iterator[Case]:
     """Every schedule with every model, kind of replicas and number of queues; the rest is drawn at random."""
     draw = Random(seed)
-    for name, devices in product(SCHEDULES, DEVICES):
+    for name, devices in product(BY_RULE, DEVICES):
         for options in options_of(name, devices):
             for model, replicas, queues in product(MODELS, REPLICAS, QUEUES):
                 schedule = _drawn(name, devices, options, draw)

@@ -12,11 +12,12 @@ from auto3d.runtime import run_ahead
 from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.gradient_sync import GradientSync
 from auto3d.runtime.run_ahead import RunAhead
-from auto3d.schedule import SCHEDULES, build_schedule
+from auto3d.schedule import build_schedule
 from auto3d.schedule.check import ScheduleError
 from auto3d.schedule.common_order import check_progress
 from auto3d.schedule.lowering import lower
 from auto3d.schedule.program import Message, Program
+from tests.schedule.samples import BY_RULE
 from tests.streams.grid import cases, skips
 from tests.streams.machine import DeadlockError, RaceError
 from tests.streams.simulation import Case, bytes_of_messages, simulate
@@ -42,7 +43,7 @@ def run_all(chosen: list[Case]) -> None:
             raise
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", BY_RULE)
 def test_a_sample_ends_with_the_right_numbers(name):
     small = [case for case in of(name) if case.schedule.devices < 4 and sum(map(len, case.placement)) <= 6]
     run_all(Random(1).sample(small, SAMPLE))
@@ -50,7 +51,7 @@ def test_a_sample_ends_with_the_right_numbers(name):
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", BY_RULE)
 def test_all_cases_end_with_the_right_numbers(name):
     run_all(of(name))
 

@@ -26,6 +26,8 @@ from auto3d.simulate.memory_timeline import BytesOverTime
 from auto3d.simulate.simulate import Timeline
 
 _NONE = Peak(size=0.0, position=-1)
+_ACTIVATIONS = COUNTS[:3]  # in flight, recomputed, deferred
+_RECOMPUTING = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,7 @@ class _Device:
     update: float
     summed: float  # gradients of other ranks, from the first sum until the update
     private: bool  # whether backwards make the gradients of private parameters
+    split: frozenset[int]  # stages with weight halves; a B of one runs both halves, one after the other
 
     def peak_of(self, key: Key) -> Peak:
         """What the operation of a moment with this key needs beyond what the device holds."""
@@ -83,16 +86,16 @@ class _Device:
             if makes_gradients and self.private:
                 return replace(found.weight_half, size=found.weight_half.size + found.private)
             return found.weight_half
+        makes_gradients &= self.private
+        peak = found.first_backward if makes_gradients else found.backward
         if recomputed:
-            return found.after_recompute
-        makes_private = makes_gradients and self.private
-        backward = found.first_backward if makes_private else found.backward
-        if kind is Kind.BACKWARD and found.deferred:  # the stage splits other backwards: this one runs as I, then W
-            made = found.private if makes_private else 0.0
-            second = found.weight_half.size + made + found.deferred - found.in_flight
-            if second > backward.size:
-                return replace(found.weight_half, size=second)
-        return backward
+            peak = found.after_recompute
+        if kind is Kind.BACKWARD and stage in self.split:
+            freed = found.in_flight + (found.recomputed if recomputed else 0.0)
+            half = found.weight_half.size + (found.private if makes_gradients else 0.0) + found.deferred - freed
+            if half > peak.size:
+                return replace(found.weight_half, size=half)
+        return peak
 
     def totals(self, moments: _Moments) -> np.ndarray:
         """Bytes at each of ``moments``."""
@@ -129,6 +132,28 @@ class PlanMemory:
             device: float(self._device(plan, shape, device, {number: stage}).totals(moments[device]).max())
             for device in dict.fromkeys(shape.homes[number])
         }
+
+    def beside_activations(self, plan: Plan) -> tuple[float, ...]:
+        """Per pipeline device, the peak of the bytes that are no activations: what ``of`` counts, at the operation
+        that needs most of them. What a backward recomputes inside itself is an activation."""
+        shape, stages = shape_of(plan), dict(enumerate(plan.stages))
+        found = []
+        for device, moments in enumerate(_highest(shape)):
+            needs = self._device(plan, shape, device, stages)
+            per_count = needs.per_count.reshape(-1, len(COUNTS)).copy()
+            per_count[:, len(_ACTIVATIONS) :] = 0
+            inside = [
+                needs.stages[stage].recomputed if kind in _RECOMPUTING and not recomputed else 0.0
+                for kind, stage, recomputed, _, _ in moments.keys
+            ]
+            activations = moments.counts @ per_count.ravel() + np.array(inside)
+            found.append(float((needs.totals(moments) - activations).max()))
+        return tuple(found)
+
+    def stage_if(self, plan: Plan, number: int, *, recompute: bool, split: bool) -> StageMemory:
+        """Stage ``number`` of ``plan`` if it recomputes, or splits its backward, or does neither."""
+        samples, degree = self._samples(plan), (plan.tp, plan.sequence_parallel)
+        return self._stage(samples, plan.stages[number], *degree, recompute, split)
 
     def devices(self, plan: Plan) -> tuple[DeviceMemory, ...]:
         """The peak of each pipeline device with its witness."""
@@ -271,7 +296,7 @@ class PlanMemory:
         here = [number for number in numbers if number in stages]
         degree = plan.tp, plan.sequence_parallel
         found = {
-            number: self._stage(samples, stages[number], *degree, number in shape.recompute, shape.splits_backward)
+            number: self._stage(samples, stages[number], *degree, number in shape.recompute, number in shape.split)
             for number in here
         }
         state = {number: self._state(samples, stages[number], *degree) for number in here}
@@ -325,6 +350,7 @@ class PlanMemory:
             update=update,
             summed=elements * training.sync_bytes * (shards - 1) / shards if summed else 0.0,
             private=private,
+            split=shape.split,
         )
 
     def _dropped(self, plan: Plan, shape: Shape, number: int, stage: StagePlan) -> tuple[tuple[int, int], ...]:

@@ -220,3 +220,112 @@ def test_bad_input_is_told_in_one_line(auto3d, arguments, words, tmp_path, monke
     assert complaint.startswith("auto3d: ")
     assert words in complaint
     assert not list(tmp_path.iterdir())
+
+
+# Files of schedules, and orders for given times and memory
+
+PROBLEM = """
+devices: 2
+micro_batches: 4
+stages: 4
+forward: [1, 1, 1, 3]
+backward: [2, 2, 2, 6]
+message: 0.1
+activation: 1
+kept: 0.2
+weights: [0.5, 0, 0, 1]
+memory: 6.5
+"""
+
+
+def test_a_schedule_is_saved_and_loaded(auto3d, tmp_path):
+    file, again = str(tmp_path / "order.json"), str(tmp_path / "again.json")
+    sizes = ["--stages", "4", "--micro-batches", "8", "--sync-placement", "eager"]
+    saved = json.loads(auto3d("early-recompute", *sizes, "--save", file, "--json"))
+    loaded = json.loads(auto3d("--load", file, "--save", again, "--json"))
+    assert loaded == saved | {"schedule": "synthesized"}
+    first, second = (json.loads((tmp_path / name).read_text()) for name in ("order.json", "again.json"))
+    assert first | {"made_by": ""} == second | {"made_by": ""}
+    assert first["made_by"].startswith("auto3d schedule early-recompute. Simulated, not measured: 4 devices")
+    assert first["order"][3].startswith("F0@3 R0@3 B0@3 ")
+    csv = str(tmp_path / "order.csv")
+    assert "cannot express recomputation" in auto3d("--load", file, "--csv", csv, code=2)
+    auto3d("zb-v", *sizes, "--save", file)
+    auto3d("--load", file, "--csv", csv)
+    assert (tmp_path / "order.csv").read_text().startswith("0F0,")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"schema": 2}, "schema: found '2'; it must be 1"),
+        ({"devices": 3}, "the order is for 2 devices; here there are 3"),
+        ({"micro_batches": "2"}, "micro_batches: found '2'; it must be a whole number"),
+        ({"order": ["F0@0"]}, "the order is for 1 devices; here there are 2"),
+        ({"order": []}, "order: found '[]'; it must be a list with the operations of each device"),
+        ({"recompute": "some"}, "recompute is 'some'; it must be none, full or stages"),
+        ({"sync": "soon"}, "sync is 'soon'"),
+        ({"pipes": 2}, "pipes: unknown; a schedule file has schema, made_by"),
+        ({"order": ["F0@0 B0@0 F1@0 B1@0", "F0@1 F1@1 B0@1 B1@1"]}, "order: deadlock"),
+    ],
+)
+def test_wrong_files_are_refused(auto3d, tmp_path, change, words):
+    file = tmp_path / "order.json"
+    auto3d("1f1b", "--stages", "2", "--micro-batches", "2", "--save", str(file))
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    complaint = auto3d("--load", str(file), code=2)
+    assert complaint.startswith(f"auto3d: {file}: ")
+    assert words in complaint
+    assert complaint.count("\n") == 1
+
+
+def test_an_order_is_found_for_a_problem(auto3d, tmp_path):
+    file, saved = tmp_path / "problem.yaml", str(tmp_path / "order.json")
+    file.write_text(PROBLEM)
+    found = json.loads(auto3d("synthesize", str(file), "--seconds", "2", "--save", saved, "--json"))
+    assert found["makespan"] <= found["by_rule"]["makespan"]
+    assert found["gain"] == pytest.approx(1 - found["makespan"] / found["by_rule"]["makespan"])
+    assert max(found["memory"]) <= 6.5
+    assert json.loads(auto3d("--load", saved, "--json"))["operations"] == found["operations"]
+    text = auto3d("synthesize", str(file), "--seconds", "1")
+    assert "best by rule    " in text
+    assert "less time" in text
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("devises: 2", "devises: unknown; the keys are devices, micro_batches"),
+        ("micro_batches: 0", "micro_batches: found 0; it must be a whole number from 1 on"),
+        ("stages: 3", "stages: 3 are no multiple of 2 devices"),
+        ("stages: 6", "forward: found 4 values; it takes a number, or 6 of them"),
+        ("forward: [1, 1, 1, soon]", "forward: found 'soon'; it must be a number from 0 on"),
+        ("backward_weight: 4", "backward_weight: found 4; it is longer than the whole backward of its stage"),
+        ("speed: [1, 0]", "speed: found 0; it must be more than 0"),
+        ("placements: [diagonal]", "placements: found ['diagonal']; it must be a list of straight"),
+        ("placements: [wave]", "placements: none of wave is possible"),
+        ("memory: 1", "no order was found"),
+        ("memory: 0.1", "the weights do not fit their memory"),
+        ("kept: 2", "stage 0 keeps 2"),
+        ("split: 1", "split: found 1; it must be true or false"),
+    ],
+)  # fmt: skip
+def test_wrong_problems_are_refused(auto3d, tmp_path, line, words):
+    file = tmp_path / "problem.yaml"
+    key = line.partition(":")[0]
+    rest = [each for each in PROBLEM.splitlines() if not each.startswith(f"{key}:")]
+    file.write_text("\n".join([*rest, line]))
+    complaint = auto3d("synthesize", str(file), "--seconds", "0.2", code=2)
+    assert words in complaint
+    assert complaint.count("\n") == 1
+
+
+def test_a_loaded_schedule_keeps_its_sizes(auto3d, tmp_path):
+    file = str(tmp_path / "order.json")
+    auto3d("1f1b", "--stages", "2", "--micro-batches", "2", "--save", file)
+    assert "--stages: found 4; the order in" in auto3d("--load", file, "--stages", "4", code=2)
+    assert "decides what recomputes" in auto3d("--load", file, "--recompute", "full", code=2)
+    assert "it has no order" in auto3d("synthesized", "--stages", "2", "--micro-batches", "2", code=2)
+    assert "its iterations overlap" in auto3d(
+        "pipedream", "--stages", "2", "--micro-batches", "2", "--save", file, code=2
+    )

@@ -1,0 +1,158 @@
+"""Synthesized schedules as plans: never slower than one by rule, within memory, and sought only where they may win."""
+
+from dataclasses import replace
+
+import pytest
+
+from auto3d.cluster import Accelerator, Cluster, Link, Node
+from auto3d.cost.layers import Layer, work_of_layers
+from auto3d.cost.model import CostModel
+from auto3d.cost.training_options import TrainingOptions
+from auto3d.errors import InputError
+from auto3d.plan import Plan
+from auto3d.schedule import SCHEDULES, schedule_of
+from auto3d.schedule.order_file import order_file
+from auto3d.schedule.shape import shape_of
+from auto3d.search.algorithms.exhaustive import exhaustive
+from auto3d.search.bound import least_of_any_order_s
+from auto3d.search.make import PlanMaker
+from auto3d.search.order_problem import problem_of
+from auto3d.search.planned_model import PlannedLayers
+from auto3d.search.search import Budget, Search
+from auto3d.search.space import Candidate, Domain, SearchSpace, Workload
+from auto3d.simulate.simulate import simulate
+from auto3d.synthesis.problem import peaks
+
+BY_RULE = ["1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-v", "chimera"]
+CANDIDATE = Candidate(dp=1, tp=1, pp=4, micro_batch_size=1, schedule="synthesized")
+
+
+def case(*, memory: float = 2**40, head: float = 3.0, space: dict | None = None) -> tuple[Domain, PlanMaker]:
+    """Blocks, and a head of ``head`` blocks' work, on four devices with ``memory`` bytes."""
+    block = Layer(parameters=10**6, flops=4e9, products=1, saved=10**8, output=10**6)
+    layers = (*[block] * 8, replace(block, flops=head * block.flops))
+    accelerator = Accelerator(name="one", peak_flops=1e13, memory_bytes=memory, memory_bandwidth=1e12)
+    cluster = Cluster(
+        nodes=(Node(devices=4, accelerator=accelerator, inside=Link(latency_s=1e-5, bandwidth=1e10)),), device="cuda"
+    )
+    planned = PlannedLayers(
+        layers=layers,
+        layer_work=lambda samples, tp: work_of_layers(layers, samples, tp, precision="float32"),
+        times=None,
+    )
+    model = CostModel(cluster, TrainingOptions(), planned.work)
+    workload = Workload(global_batch=8, seed=1)
+    axes = {"dp": [1], "tp": [1], "pp": [4], "micro_batch_size": [1]} | (space or {})
+    return Domain(SearchSpace(**axes), cluster, workload), PlanMaker(planned, model, workload, order_seconds=1.0)
+
+
+def fitting(maker: PlanMaker, **choices) -> list[Plan]:
+    plans = []
+    for name in BY_RULE:
+        try:
+            plans.append(maker.plan(replace(CANDIDATE, schedule=name, **choices)))
+        except InputError:
+            continue
+    return plans
+
+
+def test_a_found_order_beats_the_schedules_by_rule():
+    _, maker = case()
+    plan = maker.plan(CANDIDATE)
+    assert plan.schedule == "synthesized"
+    best = min(map(maker.model.seconds, fitting(maker)))
+    assert maker.model.seconds(plan) < best * 0.999
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("recompute", ["none", "auto"])
+def test_a_found_order_fits_where_others_do_not(recompute):
+    _, maker = case()
+    whole = maker.model.memory(maker.plan(replace(CANDIDATE, schedule="1f1b")))
+    _, maker = case(memory=0.7 * max(whole))
+    plan = maker.plan(replace(CANDIDATE, recompute=recompute))
+    assert max(maker.model.memory(plan)) <= 0.7 * max(whole)
+    others = fitting(maker, recompute=recompute)
+    assert all(maker.model.seconds(plan) <= maker.model.seconds(one) * (1 + 1e-9) for one in others if not _kept(one))
+
+
+def _kept(plan: Plan) -> bool:
+    return any(stage.kept for stage in plan.stages)
+
+
+def test_the_problem_of_a_plan_has_its_times_and_its_memory():
+    """The makespan is the plan's. What fits the problem needs no more than the memory, but for small things."""
+    _, maker = case()
+    for name in BY_RULE:
+        for recompute in ("none", "full")[: 1 + ("recompute" in SCHEDULES[name].options)]:
+            plan = maker.unlimited(replace(CANDIDATE, schedule=name, recompute=recompute))
+            schedule, needed = schedule_of(plan), max(maker.model.memory(plan))
+            _, tight = case(memory=needed)
+            problem = problem_of(plan, tight.model)
+            assert simulate(schedule, problem.costs).makespan == pytest.approx(maker.model.seconds(plan))
+            for device, (held, free) in enumerate(zip(peaks(problem, schedule), problem.free, strict=True)):
+                memory = maker.model.memory(plan)[device]
+                assert held + needed - free >= memory * (1 - 1e-9), (name, recompute, device)
+                assert held + needed - free <= memory * 1.35, (name, recompute, device)
+
+
+def test_no_order_is_shorter_than_the_bound():
+    _, maker = case()
+    plans = maker.seeds(CANDIDATE)
+    bounds = [maker.model.slowest_pipeline_s(plan, least_of_any_order_s) for plan in plans]
+    assert all(bound <= maker.model.seconds(plan) for bound, plan in zip(bounds, plans, strict=True))
+    assert min(bounds) <= maker.model.seconds(maker.with_best_order(CANDIDATE, plans))
+
+
+def test_a_search_offers_it_as_one_more_schedule():
+    domain, maker = case(space={"schedule": [*BY_RULE, "synthesized"]})
+    search = Search(domain, maker, Budget(candidates=100))
+    exhaustive(search, 1)
+    best = search.ranked()[0]
+    assert best.candidate.schedule == "synthesized"
+    assert best.seconds == maker.model.seconds(best.plan) < search.ranked()[1].seconds
+    assert "synthesized" not in Domain(SearchSpace(), domain.cluster, domain.workload).choices["schedule"]
+
+
+def test_an_order_is_not_sought_where_its_bound_is_too_high():
+    space = {"pp": [2, 4], "schedule": ["synthesized", "1f1b"], "allow_idle_devices": True}
+    domain, maker = case(space=space)
+    search = Search(domain, maker, Budget(candidates=100, best=1))
+    exhaustive(search, 1)
+    assert search.looked_at == len(domain) == 4
+    assert search.ranked()[0].candidate.pp == 4
+    (two,) = (one for one in domain if one.pp == 2 and one.schedule == "synthesized")
+    assert search.bound(two) > search.fastest_s, "two devices take longer than four, in any order"
+    assert search.simulated <= 2
+
+
+def test_an_order_of_a_file(tmp_path):
+    _, maker = case()
+    other = maker.plan(replace(CANDIDATE, schedule="zb-h1"))
+    file = tmp_path / "order.json"
+    file.write_text(order_file(schedule_of(other), made_by="a test").to_json())
+    plan = maker.plan(replace(CANDIDATE, schedule=f"synthesized:file={file}"))
+    assert replace(schedule_of(plan), name="zb-h1") == schedule_of(other)
+    assert str(file) not in plan.to_json()
+    early = maker.plan(replace(CANDIDATE, schedule=f"synthesized:file={file}", sync="eager"))
+    assert early.schedule_options == plan.schedule_options | {"sync": "eager"}
+    assert shape_of(plan).split == frozenset(range(4))
+    for changes, words in (
+        ({"pp": 2}, "order.json: schedule synthesized: the order is for 4 devices; here there are 2"),
+        ({"micro_batch_size": 2}, "the order is for 8 micro-batches; here there are 4"),
+        ({"recompute": "full"}, "decides what recomputes: it takes none"),
+        ({"schedule": "synthesized:chunks=2"}, "found chunks; its option is file"),
+        ({"schedule": f"synthesized:file={tmp_path / 'no.json'}"}, "cannot be read: No such file"),
+        ({"schedule": "synthesized", "recompute": "full"}, "takes none, or auto"),
+        ({"schedule": "synthesized", "recompute": 0.5}, "takes none, or auto"),
+    ):
+        with pytest.raises(InputError) as refusal:
+            maker.plan(replace(CANDIDATE, **({"schedule": f"synthesized:file={file}"} | changes)))
+        assert words in str(refusal.value)
+
+
+def test_where_nothing_fits_the_refusal_names_the_memory():
+    _, maker = case(memory=10**8)
+    with pytest.raises(InputError, match="pipeline device") as refusal:
+        maker.plan(CANDIDATE)
+    assert refusal.value.kind == "memory"
