@@ -15,7 +15,9 @@ _TIME = click.FloatRange(min=0)
 
 @click.command()
 @click.argument("name", required=False)
-@click.option("--list", "list_all", is_flag=True, help="Describe all schedules and their options.")
+@click.option(
+    "--list", "list_all", is_flag=True, help="Describe all schedules: who proposed them, what has them, options."
+)
 @click.option(
     "--compare", metavar="A,B,...", help="Print one row per schedule; chimera:scale=doubling sets one's own option."
 )
@@ -23,7 +25,11 @@ _TIME = click.FloatRange(min=0)
 @click.option("--micro-batches", type=int, help="Micro-batches per iteration.")
 @click.option("--pipes", type=int, help="Copies of the model whose micro-batches cross the devices (chimera).")
 @click.option("--scale", help="direct, doubling or halving: for more micro-batches than stages (chimera).")
-@click.option("--chunks", type=int, help="Stages per device (interleaved-1f1b).")
+@click.option("--chunks", type=int, help="Stages per device (interleaved-1f1b, interleaved-zero-bubble, looped-bfs).")
+@click.option(
+    "--group", type=int, help="Micro-batches on one chunk before the next (interleaved-1f1b and its relative)."
+)
+@click.option("--waves", type=int, help="Times that the model passes the devices down and up (hanayo).")
 @click.option("--recompute", type=click.Choice(RECOMPUTE), help="Stages that recompute, where the schedule allows it.")
 @click.option("--iterations", type=int, help="Iterations to simulate (asynchronous schedules).")
 @click.option(
@@ -74,7 +80,7 @@ def schedule(
     if stages is None or micro_batches is None:
         raise click.UsageError("--stages and --micro-batches are needed, as in --stages 4 --micro-batches 8")
     option_of = {"sync_placement": "sync"} | {
-        key: key for key in ("pipes", "scale", "chunks", "recompute", "iterations")
+        key: key for key in ("pipes", "scale", "chunks", "group", "waves", "recompute", "iterations")
     }
     time_of = {"recompute_time": "recompute"} | {
         key: key

@@ -12,7 +12,12 @@ from auto3d.schedule.moments import COUNTS, all_moments, highest_moments
 from auto3d.schedule.operation import Kind
 from auto3d.schedule.shape import shape
 
-OPTIONS = {"interleaved-1f1b": {"chunks": 3}, "chimera": {"scale": "doubling", "pipes": 2}}
+OPTIONS = {
+    "interleaved-1f1b": {"chunks": 3, "group": 5},
+    "interleaved-zero-bubble": {"chunks": 3, "group": 3},
+    "hanayo": {"waves": 2},
+    "chimera": {"scale": "doubling", "pipes": 2},
+}
 
 
 def most(moments) -> list[int]:
@@ -42,7 +47,7 @@ def test_messages_are_held_as_lowering_holds_them(name):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("devices", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("devices", [1, 2, 3, 4, pytest.param(6, marks=pytest.mark.soak)])
 def test_a_shape_is_that_of_the_schedule(name, devices):
     for options in ({}, OPTIONS.get(name, {})):
         for micro_batches in range(1, 9 * devices + 2):
