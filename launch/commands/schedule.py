@@ -15,9 +15,7 @@ _TIME = click.FloatRange(min=0)
 
 @click.command()
 @click.argument("name", required=False)
-@click.option(
-    "--list", "list_all", is_flag=True, help="Describe all schedules: who proposed them, what has them, options."
-)
+@click.option("--list", "list_all", is_flag=True, help="Describe all schedules, their sources and their options.")
 @click.option(
     "--compare", metavar="A,B,...", help="Print one row per schedule; chimera:scale=doubling sets one's own option."
 )
@@ -27,9 +25,9 @@ _TIME = click.FloatRange(min=0)
 @click.option("--scale", help="direct, doubling or halving: for more micro-batches than stages (chimera).")
 @click.option("--chunks", type=int, help="Stages per device (interleaved-1f1b, interleaved-zero-bubble, looped-bfs).")
 @click.option(
-    "--group", type=int, help="Micro-batches on one chunk before the next (interleaved-1f1b and its relative)."
+    "--group", type=int, help="Micro-batches on one chunk before the next (interleaved ones). [one per device]"
 )
-@click.option("--waves", type=int, help="Times that the model passes the devices down and up (hanayo).")
+@click.option("--waves", type=int, help="How often the model passes the devices down and up (hanayo).")
 @click.option("--recompute", type=click.Choice(RECOMPUTE), help="Stages that recompute, where the schedule allows it.")
 @click.option("--iterations", type=int, help="Iterations to simulate (asynchronous schedules).")
 @click.option(

@@ -58,6 +58,18 @@ class Cell:
         return "-".join(str(value).replace(" ", "-") for value in self.axes.values())
 
 
+IN_GROUPS = Cell(  # a group larger than the number of devices, then a smaller one; not all sizes take such an option
+    model="gpt2-dropout",
+    schedule="interleaved-1f1b",
+    options=(("chunks", 2), ("group", 3)),
+    devices=2,
+    dp=1,
+    micro_batches="2D",
+    recompute="none",
+    sync="eager",
+)
+
+
 def schedule_of(cell: Cell) -> Schedule:
     numbers = MICRO_BATCHES[cell.micro_batches](cell.devices)
     return build_schedule(cell.schedule, devices=cell.devices, micro_batches=numbers, **_options(cell))
