@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from auto3d.errors import InputError
 from auto3d.schedule.operation import Kind, Operation, Schedule
-from auto3d.schedule.options import check_least
 
 
 def check_group(family: str, devices: int, micro_batches: int, group: int) -> int:
@@ -39,31 +38,30 @@ def passes(kind: Kind, home: int, devices: int, micro_batches: int, chunks: int,
     return ordered
 
 
-def without_surplus(order: Sequence[Operation], micro_batches: int) -> tuple[Operation, ...]:
-    """``order`` with the micro-batches below N only. An order that can run still can after that."""
-    return tuple(operation for operation in order if operation.micro_batches[0] < micro_batches)
+def without_surplus(order: Sequence[Operation], micro_batches: int, stages: int) -> tuple[Operation, ...]:
+    """``order`` with the micro-batches below N and the stages below ``stages`` only.
+
+    An order that can run still can after that: an operation on the last stage that is kept waits for less than before.
+    """
+    return tuple(o for o in order if o.micro_batches[0] < micro_batches and o.stage < stages)
 
 
 def looped(
     name: str,
     orders: Sequence[Sequence[Operation]],
     *,
-    chunks: int,
+    stages: int,
     micro_batches: int,
     recompute: frozenset[int] = frozenset(),
     held_ahead: int = 1,
 ) -> Schedule:
-    """The schedule ``name`` with stage s on device s mod D, where device d runs ``orders[d]``.
-
-    Raises InputError unless ``chunks``, the number of stages per device, is 2 or more.
-    """
-    check_least(name, "chunks", chunks, 2)
+    """The schedule ``name`` with stage s on device s mod D, where device d runs ``orders[d]``."""
     devices = len(orders)
     return Schedule(
         name=name,
-        stages=devices * chunks,
+        stages=stages,
         micro_batches=micro_batches,
-        device_of={(stage, 0): stage % devices for stage in range(devices * chunks)},
+        device_of={(stage, 0): stage % devices for stage in range(stages)},
         operations=tuple(tuple(order) for order in orders),
         recompute=recompute,
         held_ahead=held_ahead,

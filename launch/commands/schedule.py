@@ -27,6 +27,7 @@ _TIME = click.FloatRange(min=0)
 @click.option(
     "--group", type=int, help="Micro-batches on one chunk before the next (interleaved ones). [one per device]"
 )
+@click.option("--fewer", type=int, help="Devices, the last ones, with one stage less than --chunks (interleaved-1f1b).")
 @click.option("--waves", type=int, help="How often the model passes the devices down and up (hanayo).")
 @click.option("--recompute", type=click.Choice(RECOMPUTE), help="Stages that recompute, where the schedule allows it.")
 @click.option("--iterations", type=int, help="Iterations to simulate (asynchronous schedules).")
@@ -78,7 +79,7 @@ def schedule(
     if stages is None or micro_batches is None:
         raise click.UsageError("--stages and --micro-batches are needed, as in --stages 4 --micro-batches 8")
     option_of = {"sync_placement": "sync"} | {
-        key: key for key in ("pipes", "scale", "chunks", "group", "waves", "recompute", "iterations")
+        key: key for key in ("pipes", "scale", "chunks", "group", "fewer", "waves", "recompute", "iterations")
     }
     time_of = {"recompute_time": "recompute"} | {
         key: key

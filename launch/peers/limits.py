@@ -133,6 +133,8 @@ def _torch_pipelining(plan: Plan, graph: Callable[[], Graph]) -> str:
 
 
 def _torch_rounds(plan: Plan) -> str:
+    if plan.schedule_options.get("fewer", 0):
+        return "interleaves equally many stages on each device; the plan has fewer on some"
     rounds = max(1, plan.micro_batches // plan.pp)
     if plan.micro_batches % rounds:
         return f"interleaves a multiple of {rounds} micro-batches; the plan has {plan.micro_batches}"

@@ -58,10 +58,10 @@ class Cell:
         return "-".join(str(value).replace(" ", "-") for value in self.axes.values())
 
 
-IN_GROUPS = Cell(  # a group larger than the number of devices, then a smaller one; not all sizes take such an option
+UNEVEN = Cell(  # a group larger than the number of devices, then a smaller one, and a device with one stage less
     model="gpt2-dropout",
     schedule="interleaved-1f1b",
-    options=(("chunks", 2), ("group", 3)),
+    options=(("chunks", 2), ("group", 3), ("fewer", 1)),
     devices=2,
     dp=1,
     micro_batches="2D",

@@ -197,6 +197,7 @@ def test_text_forms_of_the_design():
         ("interleaved-zero-bubble", 2, 2, {"chunks": 1}, "chunks is 1; it must be 2 or more"),
         ("looped-bfs", 2, 2, {"chunks": 0}, "chunks is 0; it must be 2 or more"),
         ("hanayo", 2, 2, {"waves": 0}, "waves is 0; it must be 1 or more"),
+        ("interleaved-1f1b", 4, 8, {"fewer": 4}, "fewer is 4; it must be from 0 to 3"),
         ("interleaved-1f1b", 4, 8, {"group": 3}, "group is 3; 8 micro-batches on 4 devices take from 4 to 8, or 0"),
         ("interleaved-1f1b", 4, 8, {"group": 9}, "group is 9; 8 micro-batches on 4 devices take from 4 to 8, or 0"),
         ("interleaved-1f1b", 4, 3, {"group": 4}, "group is 4; 3 micro-batches on 4 devices take 3, or 0 for 3"),

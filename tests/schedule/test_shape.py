@@ -13,7 +13,7 @@ from auto3d.schedule.operation import Kind
 from auto3d.schedule.shape import shape
 
 OPTIONS = {
-    "interleaved-1f1b": {"chunks": 3, "group": 5},
+    "interleaved-1f1b": {"chunks": 3, "group": 5, "fewer": 1},
     "interleaved-zero-bubble": {"chunks": 3, "group": 3},
     "hanayo": {"waves": 2},
     "chimera": {"scale": "doubling", "pipes": 2},

@@ -4,6 +4,7 @@ from auto3d.schedule.alternation import alternate
 from auto3d.schedule.family import Family
 from auto3d.schedule.interleaving import check_group, looped, passes, without_surplus
 from auto3d.schedule.operation import Kind, Operation, Schedule
+from auto3d.schedule.options import check_least
 from auto3d.schedule.sync import place_syncs
 
 F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
@@ -18,6 +19,7 @@ def interleaved_zero_bubble(
     after its input half, as ZB-H1 does. If no group is smaller than D, each device idles (D - 1)(F + I - W)/v. If D
     divides N and groups are of D, it holds at most D micro-batches. Devices receive up to one group ahead.
     """
+    check_least("interleaved-zero-bubble", "chunks", chunks, 2)
     group = check_group("interleaved-zero-bubble", devices, micro_batches, group)
 
     def device(home: int) -> tuple[Operation, ...]:
@@ -25,12 +27,12 @@ def interleaved_zero_bubble(
         late = min(home, len(inputs))  # input halves after which no weight half comes yet
         halves = [(half,) for half in inputs[:late]] + list(zip(inputs[late:], weights, strict=False))
         order = alternate(forwards, halves, ahead=(chunks - 1) * group + devices - 1 - home)
-        return without_surplus((*order, *weights[len(weights) - late :]), micro_batches)
+        return without_surplus((*order, *weights[len(weights) - late :]), micro_batches, devices * chunks)
 
     schedule = looped(
         "interleaved-zero-bubble",
         [device(home) for home in range(devices)],
-        chunks=chunks,
+        stages=devices * chunks,
         micro_batches=micro_batches,
         held_ahead=group,
     )

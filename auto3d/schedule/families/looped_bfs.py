@@ -4,7 +4,7 @@ from auto3d.schedule.alternation import of_stage
 from auto3d.schedule.family import Family
 from auto3d.schedule.interleaving import looped
 from auto3d.schedule.operation import Kind, Operation, Schedule
-from auto3d.schedule.options import recomputing
+from auto3d.schedule.options import check_least, recomputing
 from auto3d.schedule.sync import place_syncs
 
 
@@ -18,6 +18,7 @@ def looped_bfs(
     messages of all micro-batches for its next stage. The gradients of a stage are complete early, so that
     ``sync="eager"`` hides all sums but those of the first stages.
     """
+    check_least("looped-bfs", "chunks", chunks, 2)
 
     def device(home: int) -> tuple[Operation, ...]:
         stages = range(home, devices * chunks, devices)
@@ -28,7 +29,7 @@ def looped_bfs(
     schedule = looped(
         "looped-bfs",
         [device(home) for home in range(devices)],
-        chunks=chunks,
+        stages=devices * chunks,
         micro_batches=micro_batches,
         recompute=recomputing("looped-bfs", devices * chunks, recompute),
         held_ahead=micro_batches,

@@ -158,6 +158,7 @@ def test_torch_interleaves_groups_of_one_size():
     plan = replace(plan_of("torch-pipelining", pp=2, stages=4), schedule="interleaved-1f1b")
     own = plan.micro_batches // max(1, plan.micro_batches // 2)
     assert refusal(replace(plan, schedule_options={"group": own})) == ""
+    assert "fewer on some" in refusal(replace(plan, stages=plan.stages, schedule_options={"fewer": 1}))
     assert f"use group={own}" in refusal(replace(plan, schedule_options={"group": plan.micro_batches}))
 
 
