@@ -122,8 +122,8 @@ class Plan:
             raise PlanError(f"engine: {self.engine!r} is not known; use one of {', '.join(ENGINES)}")
         if self.seed < 0:
             raise PlanError(f"seed: {self.seed} is not possible; it must be 0 or more")
-        if not self.stages or len(self.stages) % self.pp:
-            raise PlanError(f"stages: {len(self.stages)} stages for pp = {self.pp}; there must be a multiple of pp")
+        if len(self.stages) < self.pp:
+            raise PlanError(f"stages: {len(self.stages)} stages for pp = {self.pp}; each device needs at least one")
         end = 0
         for first, last in sorted(span for stage in self.stages for span in stage.operations):
             if first != end or last <= first:

@@ -1,5 +1,6 @@
 """The checker: proves that a Schedule is complete, in order and free of deadlock."""
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 from auto3d.errors import InputError
@@ -209,15 +210,15 @@ def check_rendezvous(schedule: Schedule) -> None:
     """Check that all devices reach their last operation when each holds very few messages.
 
     A message crosses devices if an operation uses a result of another device. Messages of one kind (activations or
-    gradients) from one stage of one pipe to one device form a channel. A device posts one receive per channel at a
-    time, for the message that it uses next; it posts it once it has ended the operation that used the previous message
-    of the channel. A send is a rendezvous: it completes when its receive is posted. Until then the sender runs other
-    operations, but begins none that sends to the same device.
+    gradients) from one stage of one pipe to one device form a channel. A device posts ``held_ahead`` receives per
+    channel, for the messages that it uses next; it posts one more once it has ended an operation that used a message of
+    the channel. A send is a rendezvous: it completes when its receive is posted. Until then the sender runs other
+    operations, but begins none that sends to the same device. A channel keeps the order of its messages.
 
-    So a device holds the messages of one operation to each of its peers, and one message of each channel. The schedules
-    of the papers need that much. If a device completed all its sends before its next operation, or posted one receive
-    at a time, two neighbours of interleaved 1F1B, of ZB-V or of Chimera's doubling would each wait for the other to
-    receive. Gradient syncs run in the background and an update waits only for them, so neither can block.
+    So a device holds the messages of one operation to each of its peers, and ``held_ahead`` messages of each channel.
+    Most schedules of the papers need one. If a device completed all its sends before its next operation, or posted one
+    receive at a time, two neighbours of interleaved 1F1B, of ZB-V or of Chimera's doubling would each wait for the
+    other to receive. Gradient syncs run in the background and an update waits only for them, so neither can block.
     """
     operations = numbered(schedule)
     needs = dependencies(schedule)
@@ -227,15 +228,22 @@ def check_rendezvous(schedule: Schedule) -> None:
         device_of += [device] * len(device_operations)
         index_of += range(len(device_operations))
     sends: list[list[_Send]] = [[] for _ in operations]
-    consumed: dict[tuple[Kind, int, int, int], int] = {}  # channel -> operations ended after its last use
+    # channel -> (number of the sending operation, operations that the receiver has ended after the use) per message
+    channels: defaultdict[tuple[Kind, int, int, int], list[tuple[int, int]]] = defaultdict(list)
     for number, needed in enumerate(needs):
         receiver = device_of[number]
         for source in dict.fromkeys(needed):
             if device_of[source] != receiver:
                 made = operations[source]
-                channel = (made.kind, made.stage, made.pipe, receiver)
-                sends[source].append(_Send(number, receiver, consumed.get(channel, 0)))
-                consumed[channel] = index_of[number] + 1
+                uses = channels[made.kind, made.stage, made.pipe, receiver]
+                if uses and source < uses[-1][0]:
+                    raise ScheduleError(
+                        f"deadlock: {operations[number]} uses the message of {made}, and an operation before it uses "
+                        f"that of {operations[uses[-1][0]]}, which is sent later"
+                    )
+                posted = uses[-schedule.held_ahead][1] if len(uses) >= schedule.held_ahead else 0
+                sends[source].append(_Send(number, receiver, posted))
+                uses.append((source, index_of[number] + 1))
 
     first = bounds(schedule)
     ended = [0] * schedule.devices  # number of operations ended, per device

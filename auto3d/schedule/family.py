@@ -1,4 +1,4 @@
-"""An entry of the table of schedules: name, summary, and the function that builds the operations."""
+"""An entry of the table of schedules: name, summary, source, and the function that builds the operations."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,9 @@ class Family:
     """
 
     name: str
-    summary: str  # one line that names the source
+    summary: str  # one line
+    source: str  # who proposed it: authors, venue and year, section
+    ships_in: tuple[str, ...] = ()  # other systems that train with it
     build: Callable[..., Schedule]
     periodic: bool = True  # whether the order repeats itself: see PERIODS in auto3d.schedule.shape
 

@@ -66,6 +66,7 @@ class Schedule:
     Empty in a synchronous schedule, where all operations of an iteration use the newest weights.
     """
 
+    held_ahead: int = 1  # messages from one stage that a device receives before it has used the first of them
     forward_only: bool = False  # it evaluates: it has forwards and nothing else
 
     @property

@@ -57,6 +57,7 @@ def read_order(order: str, *, devices: int, micro_batches: int, recompute: str, 
         device_of=dict(sorted(homes.items(), key=lambda each: (each[0][1], each[0][0]))),
         operations=tuple(tuple(read[text] for text in row) for row in rows),
         recompute=_recomputing(recompute, stages),
+        held_ahead=micro_batches,
     )
     placed = place_syncs(schedule, sync)
     try:
@@ -78,7 +79,7 @@ def order_options(schedule: Schedule) -> dict[str, int | str]:
         raise InputError(f"schedule {schedule.name}: it runs micro-batches in parts; an order runs whole ones")
     order, recompute = write_order(schedule), write_recompute(schedule.recompute, schedule.stages)
     sizes = {"devices": schedule.devices, "micro_batches": schedule.micro_batches}
-    wanted = replace(schedule, name=NAME)
+    wanted = replace(schedule, name=NAME, held_ahead=schedule.micro_batches)
     for sync in SYNC:
         if read_order(order, **sizes, recompute=recompute, sync=sync) == wanted:
             chosen = {"recompute": (recompute, RECOMPUTE[0]), "sync": (sync, SYNC[0])}

@@ -3,6 +3,7 @@
 A search reads them of many more plans than it simulates.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
@@ -11,7 +12,7 @@ from auto3d.schedule import SCHEDULES, build_schedule
 from auto3d.schedule.in_flight import in_flight
 from auto3d.schedule.operation import Kind, Schedule
 
-PERIODS = 2  # after this many periods of 2D micro-batches, every schedule by rule repeats itself on D devices
+PERIODS = 2  # every periodic schedule repeats itself after this many periods
 
 _WEIGHT_HALF = Kind.BACKWARD_WEIGHT
 
@@ -50,8 +51,9 @@ class Shape:
 
         ``fewer`` leaves out that many more.
         """
-        skipped = _skipped(self.name, self.devices, self.micro_batches) + fewer
-        micro_batches = self.micro_batches - skipped * 2 * self.devices
+        period = _period(self.devices, self.options)
+        skipped = _skipped(self.name, period, self.micro_batches) + fewer
+        micro_batches = self.micro_batches - skipped * period
         return _schedule(self.name, self.devices, micro_batches, tuple(sorted(self.options.items()))), skipped
 
     def schedule(self) -> Schedule:
@@ -69,20 +71,26 @@ def shape(name: str, *, devices: int, micro_batches: int, options: dict[str, int
     return _shape(name, devices, micro_batches, tuple(sorted(options.items())))
 
 
-def _skipped(name: str, devices: int, micro_batches: int) -> int:
-    """The number of periods of 2D micro-batches after the first ones, which determine the rest."""
+def _period(devices: int, options: Mapping[str, int | str]) -> int:
+    """The micro-batches of one period: 2D, or two groups if an interleaved schedule has larger groups than D."""
+    group = options.get("group", 0)
+    assert isinstance(group, int), f"build_schedule refuses the group {group!r}"
+    return 2 * max(devices, group)
+
+
+def _skipped(name: str, period: int, micro_batches: int) -> int:
+    """The number of periods after the first ones, which determine the rest."""
     if name in SCHEDULES and not SCHEDULES[name].periodic:
         return 0
-    period = 2 * devices
     return max(0, (micro_batches - PERIODS * period - 1) // period)
 
 
 @lru_cache(4096)
 def _shape(name: str, devices: int, micro_batches: int, options: tuple[tuple[str, int | str], ...]) -> Shape:
     """Counts the first periods; in each later one, the numbers in flight grow by the same amount."""
-    period = 2 * devices
-    skipped = _skipped(name, devices, micro_batches)
     options_of = dict(options)
+    period = _period(devices, options_of)
+    skipped = _skipped(name, period, micro_batches)
     listed = build_schedule(name, devices=devices, micro_batches=micro_batches - skipped * period, **options_of)
     held, grows = in_flight(listed), False
     if skipped:

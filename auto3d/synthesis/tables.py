@@ -149,6 +149,7 @@ def schedule_of_order(problem: Problem, choices: Choices, order: np.ndarray, bou
         device_of=dict(problem.device_of),
         operations=tuple(devices),
         recompute=choices.recompute,
+        held_ahead=problem.micro_batches,
     )
     return place_syncs(schedule, "lazy")
 

@@ -30,7 +30,7 @@ class _Schedule(click.Command):
 @click.command(cls=_Schedule)
 @click.argument("name", required=False)
 @click.option("--load", type=EXISTING_FILE, help="Take the schedule of a file that --save wrote, in place of NAME.")
-@click.option("--list", "list_all", is_flag=True, help="Describe all schedules and their options.")
+@click.option("--list", "list_all", is_flag=True, help="Describe all schedules, their sources and their options.")
 @click.option(
     "--compare", metavar="A,B,...", help="Print one row per schedule; chimera:scale=doubling sets one's own option."
 )
@@ -38,7 +38,12 @@ class _Schedule(click.Command):
 @click.option("--micro-batches", type=int, help="Micro-batches per iteration.")
 @click.option("--pipes", type=int, help="Copies of the model whose micro-batches cross the devices (chimera).")
 @click.option("--scale", help="direct, doubling or halving: for more micro-batches than stages (chimera).")
-@click.option("--chunks", type=int, help="Stages per device (interleaved-1f1b).")
+@click.option("--chunks", type=int, help="Stages per device (interleaved-1f1b, interleaved-zero-bubble, looped-bfs).")
+@click.option(
+    "--group", type=int, help="Micro-batches on one chunk before the next (interleaved ones). [one per device]"
+)
+@click.option("--fewer", type=int, help="Devices, the last ones, with one stage less than --chunks (interleaved-1f1b).")
+@click.option("--waves", type=int, help="How often the model passes the devices down and up (hanayo).")
 @click.option("--times", help="F-I-W-message to which the order is fitted (zb-1p, zb-2p). [the simulated times]")
 @click.option("--deferred", type=int, help="Activations that weight halves need, in per cent (zb-1p, zb-2p).")
 @click.option("--recompute", type=click.Choice(RECOMPUTE), help="Stages that recompute, where the schedule allows it.")
@@ -97,7 +102,19 @@ def schedule(
     if stages is None or micro_batches is None:
         raise click.UsageError("--stages and --micro-batches are needed, as in --stages 4 --micro-batches 8")
     option_of = {"sync_placement": "sync"} | {
-        key: key for key in ("pipes", "scale", "chunks", "times", "deferred", "recompute", "iterations")
+        key: key
+        for key in (
+            "pipes",
+            "scale",
+            "chunks",
+            "group",
+            "fewer",
+            "waves",
+            "times",
+            "deferred",
+            "recompute",
+            "iterations",
+        )
     }
     time_of = {"recompute_time": "recompute"} | {
         key: key

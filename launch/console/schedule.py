@@ -28,14 +28,20 @@ from launch.recipe.words import counted
 
 
 def print_families(as_json: bool) -> None:
-    """Print all schedules: names, summaries, options with their defaults."""
+    """Print all schedules: names, summaries, sources, other systems that have them, options with their defaults."""
     if as_json:
-        print_json([{"name": f.name, "summary": f.summary, "options": f.options} for f in SCHEDULES.values()])
+        keys = ("name", "summary", "source", "ships_in", "options")
+        print_json([{key: getattr(family, key) for key in keys} for family in SCHEDULES.values()])
         return
     for family in SCHEDULES.values():
         options = "  ".join(f"{flag(name)} {default}" for name, default in without_order(family.options).items())
         options = f"--load FILE  {options}" if family.explicit else options
-        print(f"{family.name}\n    {family.summary}\n    {options}")
+        print(f"{family.name}
+    {family.summary}
+    proposed by {family.source}")
+        if family.ships_in:
+            print(f"    ships in {', '.join(family.ships_in)}")
+        print(f"    {options}")
 
 
 def print_schedule(

@@ -24,7 +24,8 @@ from auto3d.schedule import SCHEDULES, schedule_of
 from auto3d.schedule.options import SYNC
 
 DEEPSPEED = (DEEPSPEED_PIPELINE, ZERO_1, ZERO_2, ZERO_3)
-TORCH_SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-v")
+TORCH_SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "looped-bfs", "zb-v")
+TORCH_IN_ROUNDS = ("interleaved-1f1b", "interleaved-zero-bubble")
 
 
 def engine_version(engine: str) -> str:
@@ -121,15 +122,26 @@ def _torch_pipelining(plan: Plan, graph: Callable[[], Graph]) -> str:
         return f"has {', '.join(TORCH_SCHEDULES)}, and not {plan.schedule}"
     if plan.shard_optimizer:
         return "is run with the whole optimizer state on each rank; use search.shard_optimizer=[false]"
-    rounds = max(1, plan.micro_batches // plan.pp)
-    if plan.schedule == "interleaved-1f1b" and plan.micro_batches % rounds:
-        return f"interleaves a multiple of {rounds} micro-batches; the plan has {plan.micro_batches}"
+    if plan.schedule in TORCH_IN_ROUNDS and (reason := _torch_rounds(plan)):
+        return reason
     if reason := _pipeline(plan):
         return reason
     stages = cut(graph(), plan.stages)
     if holders := shared_weights(stages, graph()):
         return f"does not sum the gradients of a weight that stages share; {_first_two(holders)}"
     return _skip(stages)
+
+
+def _torch_rounds(plan: Plan) -> str:
+    if plan.schedule_options.get("fewer", 0):
+        return "interleaves equally many stages on each device; the plan has fewer on some"
+    rounds = max(1, plan.micro_batches // plan.pp)
+    if plan.micro_batches % rounds:
+        return f"interleaves a multiple of {rounds} micro-batches; the plan has {plan.micro_batches}"
+    own = plan.micro_batches // rounds
+    if plan.schedule_options.get("group", 0) not in (0, own):
+        return f"interleaves groups of {own} micro-batches here; use group={own}"
+    return ""
 
 
 def _deepspeed_pipeline(plan: Plan, graph: Callable[[], Graph]) -> str:

@@ -11,6 +11,8 @@ from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
@@ -25,7 +27,12 @@ from launch.peers.captured_stage import CapturedStage
 from launch.peers.rank import Iteration, PeerRank
 
 ONE_STAGE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-SEVERAL_STAGES = {"interleaved-1f1b": ScheduleInterleaved1F1B, "zb-v": ScheduleZBVZeroBubble}
+SEVERAL_STAGES = {
+    "interleaved-1f1b": ScheduleInterleaved1F1B,
+    "interleaved-zero-bubble": ScheduleInterleavedZeroBubble,
+    "looped-bfs": ScheduleLoopedBFS,
+    "zb-v": ScheduleZBVZeroBubble,
+}
 
 
 def build(rank: PeerRank) -> Iteration:

@@ -58,6 +58,18 @@ class Cell:
         return "-".join(str(value).replace(" ", "-") for value in self.axes.values())
 
 
+UNEVEN = Cell(  # a group larger than the number of devices, then a smaller one, and a device with one stage less
+    model="gpt2-dropout",
+    schedule="interleaved-1f1b",
+    options=(("chunks", 2), ("group", 3), ("fewer", 1)),
+    devices=2,
+    dp=1,
+    micro_batches="2D",
+    recompute="none",
+    sync="eager",
+)
+
+
 def schedule_of(cell: Cell) -> Schedule:
     numbers = MICRO_BATCHES[cell.micro_batches](cell.devices)
     return build_schedule(cell.schedule, devices=cell.devices, micro_batches=numbers, **_options(cell))

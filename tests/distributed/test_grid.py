@@ -8,7 +8,7 @@ import pytest
 
 from auto3d.partition.methods.uniform import uniform
 from auto3d.partition.stage import cut
-from tests.distributed.grid import SAMPLES, Cell, pairwise, plan_of, sample, schedule_of, whole
+from tests.distributed.grid import SAMPLES, UNEVEN, Cell, pairwise, plan_of, sample, schedule_of, whole
 from tests.distributed.parity import SGD, assert_buffers, assert_parity, plain_pytorch, run_rank
 from tests.models import captured
 
@@ -29,7 +29,7 @@ def run(processes, cell: Cell) -> list[dict]:
     return ranks
 
 
-@pytest.mark.parametrize("cell", sample(), ids=str)
+@pytest.mark.parametrize("cell", [*sample(), UNEVEN], ids=str)
 def test_sample_of_the_grid(processes, cell):
     run(processes, cell)
 

@@ -93,6 +93,10 @@ PIPELINES = [
     pytest.param(TORCH_PIPELINING, 1, 2, "gpipe", 2, id="torch gpipe", marks=pytest.mark.soak),
     pytest.param(TORCH_PIPELINING, 2, 2, "1f1b", 2, id="torch 1f1b with DDP"),
     pytest.param(TORCH_PIPELINING, 1, 2, "interleaved-1f1b", 4, id="torch interleaved"),
+    pytest.param(
+        TORCH_PIPELINING, 1, 2, "interleaved-zero-bubble", 4, id="torch interleaved I W", marks=pytest.mark.soak
+    ),
+    pytest.param(TORCH_PIPELINING, 1, 2, "looped-bfs", 4, id="torch looped", marks=pytest.mark.soak),
     pytest.param(TORCH_PIPELINING, 1, 2, "zb-v", 4, id="torch zb-v"),
     pytest.param(DEEPSPEED_PIPELINE, 2, 2, "1f1b", 2, id="deepspeed"),
 ]

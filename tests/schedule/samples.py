@@ -17,6 +17,10 @@ def options_of(name: str, devices: int) -> list[dict[str, int | str]]:
     """
     if name == "interleaved-1f1b":
         return [{"chunks": chunks} for chunks in (2, 3, 4)]
+    if name == "interleaved-zero-bubble":
+        return [{"chunks": 3}]
+    if name == "hanayo":
+        return [{"waves": waves} for waves in (1, 2)]
     if name == "chimera":
         halves = [] if devices % 2 else [f for f in range(1, devices // 2 + 1) if devices // 2 % f == 0]
         scales = ("direct", "doubling", "halving")

@@ -72,7 +72,7 @@ TWO_PIPES = {(0, 0): 0, (1, 0): 1, (0, 1): 1, (1, 1): 0}  # two pipes, in opposi
         (["F0@0 F1@0 B0@0 B1@0 S@0 S@0 U@0", SECOND], "S@0 comes twice"),
         (["F0@0 F1@0 B0@0 B1@0 S@0 U@0 U@0", SECOND], "U@0 comes twice"),
         (["F0@0 B0@0 F1@0 B1@0 S@0 U@0", "F0@1 F1@1 B0@1 B1@1 S@1 U@1"], "deadlock: device 0 before B0@0"),
-        (["F1@0 F0@0 B0@0 B1@0 S@0 U@0", SECOND], "no receive is posted for its message to F1@1"),
+        (["F1@0 F0@0 B0@0 B1@0 S@0 U@0", SECOND], "F1@1 uses the message of F1@0, and an operation before it"),
     ],
 )
 def test_what_is_wrong_is_named(lines, words):

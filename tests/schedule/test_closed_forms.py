@@ -1,11 +1,13 @@
 """The closed forms of the papers, against a brute-force simulation in exact fractions."""
 
+from collections import Counter
 from fractions import Fraction
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 
 from auto3d.schedule import build_schedule
+from auto3d.schedule.check import check
 from auto3d.schedule.in_flight import peak_activations
 from auto3d.schedule.operation import Kind, Schedule
 from auto3d.schedule.weight_versions import weight_copies
@@ -46,6 +48,72 @@ def test_interleaved(d, v):
     for n in sizes(d):  # at most the time of a full last group
         full = -(-n // d) * d
         assert makespan(built("interleaved-1f1b", d, n, chunks=v), F=1, B=2) <= 3 * full + Fraction(3 * (d - 1), v)
+
+
+@pytest.mark.parametrize("d", DEPTHS)
+def test_interleaved_in_groups(d):
+    """Every group size that Megatron-LM takes keeps the closed form; a small last group costs time, no more than D."""
+    for group in {d, d + 1, 2 * d - 1}:
+        for n in {group + d, 2 * group, 2 * group + 1}:
+            for v in (2, 3) if d < 8 else (2,):
+                options = {"chunks": v, "group": group}
+                schedule = built("interleaved-1f1b", d, n, **options)
+                split = built("interleaved-zero-bubble", d, n, **options)
+                check(schedule)
+                check(split)
+                if n % group == 0 or n % group >= d:
+                    assert idle(schedule, F=1, B=2) == [Fraction(3 * (d - 1), v)] * d
+                    for f, i, w in ((1, 1, 1), (2, 3, 1)):
+                        assert idle(split, F=f, I=i, W=w) == [Fraction((d - 1) * (f + i - w), v)] * d
+                else:
+                    full = n - n % group + d
+                    assert makespan(schedule, F=1, B=2) <= 3 * full + Fraction(3 * (d - 1), v)
+                if n == 2 * group:
+                    ahead = (v - 1) * group + 2 * (d - 1) + 1
+                    assert peak_activations(schedule)[0] == pytest.approx(ahead / v)
+                    assert max(peak_activations(split)) == pytest.approx(((v - 1) * group + d) / v)
+
+
+@pytest.mark.parametrize("d", DEPTHS[1:-1])
+def test_interleaved_with_fewer_stages_on_the_last_devices(d):
+    """Stages that take as long as before: never more time than with the stages that are left out."""
+    for fewer, v, n in product({1, d // 2, d - 1}, (2, 3), (1, d, 2 * d + 1)):
+        schedule = built("interleaved-1f1b", d, n, chunks=v, fewer=fewer)
+        check(schedule)
+        held = Counter(schedule.device_of.values())
+        assert [held[device] for device in range(d)] == [v] * (d - fewer) + [v - 1] * fewer
+        stages = d * v - fewer
+        assert schedule.stages == stages
+        scale = Fraction(stages, d)  # times of a device whose stages take 1 and 2 each
+        taken = makespan(schedule, F=scale, B=2 * scale)
+        assert 3 * v * n <= taken <= makespan(built("interleaved-1f1b", d, n, chunks=v), F=v, B=2 * v)
+
+
+@pytest.mark.parametrize("d", DEPTHS)
+def test_looped_bfs(d):
+    """The bubbles of interleaved 1F1B and the activations of GPipe."""
+    for v in (2, 3):
+        for n in sizes(d):
+            schedule = built("looped-bfs", d, n, chunks=v)
+            if n >= d:
+                for f, b in ((1, 2), (1, 1), (2, 3)):
+                    assert idle(schedule, F=f, B=b) == [Fraction((d - 1) * (f + b), v)] * d
+            assert peak_activations(schedule) == pytest.approx([n] * d)
+            assert weight_copies(schedule) == pytest.approx([1] * d)
+
+
+@pytest.mark.parametrize("d", DEPTHS)
+@pytest.mark.parametrize("waves", [1, 2, 3])
+def test_hanayo(d, waves):
+    """The closed form of Chimera at twice the depth; D micro-batches in flight, one copy of the weights."""
+    for k in (1, 2, 3):
+        schedule = built("hanayo", d, k * d, waves=waves)
+        for f, b in ((1, 1), (1, 2), (2, 3)):
+            assert idle(schedule, F=f, B=b) == [Fraction((d - 1) * (f + k * (b - f)), waves)] * d
+        assert max(peak_activations(schedule)) == d
+        assert weight_copies(schedule) == pytest.approx([1] * d)
+    one = built("hanayo", d, d, waves=1)
+    assert makespan(one, F=2, B=2) == makespan(built("chimera", 2 * d, 2 * d), F=1, B=1) == 6 * d - 2
 
 
 @pytest.mark.parametrize("d", DEPTHS[1:])

@@ -1,5 +1,6 @@
 """The table of schedules and the folder of their files agree."""
 
+import re
 from importlib import import_module
 from pkgutil import iter_modules
 
@@ -23,6 +24,7 @@ def test_a_family_describes_its_schedule(name):
     assert family.name == name
     assert family.summary
     assert "\n" not in family.summary
+    assert re.search(r"\b(19|20)\d\d\b", family.source), "who proposed it, and when"
     assert "sync" in family.options, "every schedule offers the placements of the gradient sync"
     devices = next(devices for devices in (2, 4) if options_of(name, devices))
     schedule = family.build(devices=devices, micro_batches=max(2, least_micro_batches(name, devices)))

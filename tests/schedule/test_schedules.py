@@ -51,6 +51,30 @@ def test_order_of_chimera():
     ]
 
 
+def test_order_of_looped_bfs():
+    assert texts(build_schedule("looped-bfs", devices=2, micro_batches=3, sync="eager")) == [
+        "F0@0 F1@0 F2@0 F0@2 F1@2 F2@2 B2@2 B1@2 B0@2 S@2 B2@0 B1@0 B0@0 S@0 U@2 U@0",
+        "F0@1 F1@1 F2@1 F0@3 F1@3 F2@3 B2@3 B1@3 B0@3 S@3 B2@1 B1@1 B0@1 S@1 U@3 U@1",
+    ]
+
+
+def test_order_of_interleaved_zero_bubble():
+    assert texts(build_schedule("interleaved-zero-bubble", devices=2, micro_batches=2)) == [
+        "F0@0 F1@0 F0@2 F1@2 I0@2 W0@2 I1@2 W1@2 I0@0 W0@0 I1@0 W1@0 S@2 S@0 U@2 U@0",
+        "F0@1 F1@1 F0@3 I0@3 F1@3 I1@3 W0@3 I0@1 W1@3 I1@1 W0@1 W1@1 S@3 S@1 U@3 U@1",
+    ]
+
+
+def test_order_of_hanayo():
+    """Two waves pass devices 0, 1, 1, 0, 0, 1, 1, 0."""
+    schedule = build_schedule("hanayo", devices=2, micro_batches=2, waves=2)
+    assert [schedule.device_of[stage, 0] for stage in range(8)] == [0, 1, 1, 0, 0, 1, 1, 0]
+    assert texts(build_schedule("hanayo", devices=2, micro_batches=2)) == [
+        "F0@0 F1@0 F0@3 B0@3 F1@3 B1@3 B0@0 B1@0 S@3 S@0 U@3 U@0",
+        "F0@1 F0@2 F1@1 F1@2 B0@2 B0@1 B1@2 B1@1 S@2 S@1 U@2 U@1",
+    ]
+
+
 def test_placement_of_chimera_on_four_pipes():
     """Chimera, figure 8: the second pipe down of eight stages goes over devices 4, 5, 6, 7, 0, 1, 2, 3."""
     placement = build_schedule("chimera", devices=8, micro_batches=8, pipes=4).device_of
@@ -178,6 +202,14 @@ def test_text_forms_of_the_design():
         ("1f1b", 2, 2, {"sync": "early"}, "sync is 'early'; it must be one of lazy, eager, eager-opt"),
         ("pipedream", 2, 2, {"sync": "early"}, "sync is 'early'; it must be one of lazy, eager, eager-opt"),
         ("interleaved-1f1b", 2, 2, {"chunks": 1}, "chunks is 1; it must be 2 or more"),
+        ("interleaved-zero-bubble", 2, 2, {"chunks": 1}, "chunks is 1; it must be 2 or more"),
+        ("looped-bfs", 2, 2, {"chunks": 0}, "chunks is 0; it must be 2 or more"),
+        ("hanayo", 2, 2, {"waves": 0}, "waves is 0; it must be 1 or more"),
+        ("interleaved-1f1b", 4, 8, {"fewer": 4}, "fewer is 4; it must be from 0 to 3"),
+        ("interleaved-1f1b", 4, 8, {"group": 3}, "group is 3; 8 micro-batches on 4 devices take from 4 to 8, or 0"),
+        ("interleaved-1f1b", 4, 8, {"group": 9}, "group is 9; 8 micro-batches on 4 devices take from 4 to 8, or 0"),
+        ("interleaved-1f1b", 4, 3, {"group": 4}, "group is 4; 3 micro-batches on 4 devices take 3, or 0 for 3"),
+        ("interleaved-zero-bubble", 4, 8, {"group": -1}, "group is -1; 8 micro-batches on 4 devices take from 4 to 8"),
         ("pipedream", 2, 2, {"iterations": 0}, "iterations is 0; it must be 1 or more"),
         ("pipedream-2bw", 8, 6, {}, "use 7 micro-batches or more"),
         ("gems", 1, 2, {}, "need 2 devices or more"),

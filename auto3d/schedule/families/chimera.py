@@ -140,6 +140,8 @@ def _unit(
 
 FAMILY = Family(
     name="chimera",
-    summary="pipes in both directions, two or more copies of the model (Li and Hoefler 2021)",
+    summary="pipes in both directions, two or more copies of the model",
+    source="Li and Hoefler, SC 2021, section 3",
+    ships_in=("Chimera",),
     build=chimera,
 )

@@ -69,6 +69,8 @@ def _steps(devices: int, micro_batches: int, home: int) -> list[Step]:
 
 FAMILY = Family(
     name="dualpipe-v",
-    summary="two chunks per device in a V, each forward paired with a backward (DeepSeek, Sea AI Lab 2025)",
+    summary="two chunks per device in a V, each forward paired with a backward",
+    source="DeepSeek and Sea AI Lab, 2025",
+    ships_in=("DualPipe", "torch.distributed.pipelining"),
     build=dualpipe_v,
 )

@@ -18,6 +18,8 @@ def early_recompute(*, devices: int, micro_batches: int, sync: str = "lazy") -> 
 
 FAMILY = Family(
     name="early-recompute",
-    summary="1F1B whose recomputation does not wait for the gradient (Merak 2022, figure 4b)",
+    summary="1F1B whose recomputation does not wait for the gradient",
+    source="Lai et al. (Merak), TPDS 2023, section 6.1, figure 4b",
+    ships_in=("Merak",),
     build=early_recompute,
 )

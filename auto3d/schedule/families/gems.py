@@ -39,6 +39,7 @@ def gems(*, devices: int, micro_batches: int, recompute: str = "none", sync: str
 
 FAMILY = Family(
     name="gems",
-    summary="two opposite pipes, one micro-batch after the other (Jain et al. 2020)",
+    summary="two opposite pipes, one micro-batch after the other",
+    source="Jain et al., SC 2020; Chimera, section 2",
     build=gems,
 )

@@ -20,6 +20,8 @@ def gpipe(*, devices: int, micro_batches: int, recompute: str = "none", sync: st
 
 FAMILY = Family(
     name="gpipe",
-    summary="all forwards, then all backwards (Huang et al. 2019)",
+    summary="all forwards, then all backwards",
+    source="Huang et al., NeurIPS 2019, section 2",
+    ships_in=("torch.distributed.pipelining",),
     build=gpipe,
 )

@@ -22,6 +22,8 @@ def one_forward_one_backward(
 
 FAMILY = Family(
     name="1f1b",
-    summary="a warm-up, then one forward and one backward in turn (DAPPLE, PipeDream-Flush)",
+    summary="a warm-up, then one forward and one backward in turn",
+    source="PipeDream-Flush: Narayanan et al., ICML 2021, section 3.2; DAPPLE: Fan et al., PPoPP 2021, section 3",
+    ships_in=("Megatron-LM", "DeepSpeed", "torch.distributed.pipelining", "ColossalAI", "Primus"),
     build=one_forward_one_backward,
 )

@@ -34,6 +34,8 @@ def pipedream(
 
 FAMILY = Family(
     name="pipedream",
-    summary="asynchronous 1F1B, an update after every backward, stashed weights (Narayanan et al. 2019)",
+    summary="asynchronous 1F1B, an update after every backward, stashed weights",
+    source="Narayanan et al., SOSP 2019, section 3",
+    ships_in=("PipeDream",),
     build=pipedream,
 )

@@ -39,6 +39,8 @@ def pipedream_2bw(
 
 FAMILY = Family(
     name="pipedream-2bw",
-    summary="asynchronous 1F1B, an update per iteration, two weight versions (Narayanan et al. 2021)",
+    summary="asynchronous 1F1B, an update per iteration, two weight versions",
+    source="Narayanan et al., ICML 2021, section 3.1",
+    ships_in=("PipeDream",),
     build=pipedream_2bw,
 )

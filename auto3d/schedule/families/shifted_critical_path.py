@@ -42,6 +42,8 @@ def _last_but_one(stage: int, micro_batches: int) -> Order:
 
 FAMILY = Family(
     name="shifted-critical-path",
-    summary="early recomputation, none on the last stage, one forward brought ahead (Merak 2022)",
+    summary="early recomputation, none on the last stage, one forward brought ahead",
+    source="Lai et al. (Merak), TPDS 2023, section 6.1, figure 4c",
+    ships_in=("Merak",),
     build=shifted_critical_path,
 )

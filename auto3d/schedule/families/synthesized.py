@@ -20,7 +20,8 @@ def synthesized(
 
 FAMILY = Family(
     name=NAME,
-    summary="an order found by search for the times and the memory of one plan, not by hand (docs/synthesis.md)",
+    summary="an order found by search for the times and the memory of one plan, not by hand",
+    source="auto3d's search, 2026",
     build=synthesized,
     periodic=False,
 )

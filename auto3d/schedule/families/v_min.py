@@ -31,6 +31,8 @@ def v_min(*, devices: int, micro_batches: int, sync: str = "lazy") -> Schedule:
 
 FAMILY = Family(
     name="v-min",
-    summary="two chunks per device in a V, backward split, a third of 1F1B's activations (Qi et al., NeurIPS 2024)",
+    summary="two chunks per device in a V, backward split, a third of 1F1B's activations",
+    source="Qi et al., NeurIPS 2024",
+    ships_in=("zero-bubble-pipeline-parallelism",),
     build=v_min,
 )

@@ -28,7 +28,9 @@ def zb_1p(*, devices: int, micro_batches: int, times: str = EQUAL, deferred: int
 
 FAMILY = Family(
     name="zb-1p",
-    summary="a zero-bubble order searched for given times, at 1F1B's activations (Qi et al. 2024)",
+    summary="a zero-bubble order searched for given times, at 1F1B's activations",
+    source="Qi et al., ICLR 2024, section 3",
+    ships_in=("zero-bubble-pipeline-parallelism",),
     build=zb_1p,
     periodic=False,
 )

@@ -28,7 +28,9 @@ def zb_2p(*, devices: int, micro_batches: int, times: str = EQUAL, deferred: int
 
 FAMILY = Family(
     name="zb-2p",
-    summary="a zero-bubble order searched for given times, at twice 1F1B's activations (Qi et al. 2024)",
+    summary="a zero-bubble order searched for given times, at twice 1F1B's activations",
+    source="Qi et al., ICLR 2024, section 3",
+    ships_in=("zero-bubble-pipeline-parallelism",),
     build=zb_2p,
     periodic=False,
 )

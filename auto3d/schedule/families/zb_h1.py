@@ -19,6 +19,8 @@ def zb_h1(*, devices: int, micro_batches: int, sync: str = "lazy") -> Schedule:
 
 FAMILY = Family(
     name="zb-h1",
-    summary="1F1B with the backward split in two, at 1F1B's activations (Qi et al. 2024)",
+    summary="1F1B with the backward split in two, at 1F1B's activations",
+    source="Qi et al., ICLR 2024, section 2",
+    ships_in=("zero-bubble-pipeline-parallelism", "Primus"),
     build=zb_h1,
 )

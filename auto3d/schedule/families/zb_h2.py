@@ -21,6 +21,7 @@ def zb_h2(*, devices: int, micro_batches: int, sync: str = "lazy") -> Schedule:
 
 FAMILY = Family(
     name="zb-h2",
-    summary="the backward split in two, and twice the activations for almost no bubbles (Qi et al. 2024)",
+    summary="the backward split in two, and twice the activations for almost no bubbles",
+    source="Qi et al., ICLR 2024, section 2",
     build=zb_h2,
 )

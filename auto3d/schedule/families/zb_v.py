@@ -45,6 +45,8 @@ def zb_v(*, devices: int, micro_batches: int, sync: str = "lazy") -> Schedule:
 
 FAMILY = Family(
     name="zb-v",
-    summary="two chunks per device in a V, backward split, no bubbles at 1F1B's activations (Qi et al. 2024)",
+    summary="two chunks per device in a V, backward split, no bubbles at 1F1B's activations",
+    source="Qi et al., ICLR 2024, section 6",
+    ships_in=("torch.distributed.pipelining", "zero-bubble-pipeline-parallelism", "ColossalAI", "Primus"),
     build=zb_v,
 )

@@ -102,6 +102,11 @@ def test_chimera(simulated, depth):
         assert mean(doubling["idle"]) == pytest.approx(1.5 * (depth - 2))
 
 
+def test_groups_and_waves(simulated):
+    assert simulated("interleaved-1f1b", 4, 10, "--group", "5")["makespan"] == pytest.approx(30 + 4.5)
+    assert simulated("hanayo", 4, 4, "--waves", "3")["makespan"] == pytest.approx(12 + 2)
+
+
 def test_chimera_with_more_pipes(simulated):
     for depth, pipes in [(4, 4), (8, 4), (8, 8), (12, 6)]:
         found = simulated("chimera", depth, depth, "--pipes", str(pipes), *times(1, 1))
@@ -155,9 +160,18 @@ def test_the_list_names_every_schedule_and_option(auto3d):
     text = auto3d("--list")
     for family in SCHEDULES.values():
         assert f"\n{family.name}\n" in f"\n{text}"
-        assert family.summary in text
+        assert f"\n    {family.summary}\n    proposed by {family.source}\n" in text
+        assert not family.ships_in or f"\n    ships in {', '.join(family.ships_in)}\n" in text
     assert "--pipes 2  --scale direct  --recompute none  --sync-placement lazy" in text
-    assert [record["name"] for record in json.loads(auto3d("--list", "--json"))] == list(SCHEDULES)
+    records = json.loads(auto3d("--list", "--json"))
+    assert [record["name"] for record in records] == list(SCHEDULES)
+    assert records[0] == {
+        "name": "gpipe",
+        "summary": "all forwards, then all backwards",
+        "source": "Huang et al., NeurIPS 2019, section 2",
+        "ships_in": ["torch.distributed.pipelining"],
+        "options": {"recompute": "none", "sync": "lazy"},
+    }
 
 
 def test_compare(auto3d):

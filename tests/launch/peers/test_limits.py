@@ -140,8 +140,10 @@ def test_who_shards_the_optimizer():
     [
         ("torch-pipelining", "gpipe", 2, ""),
         ("torch-pipelining", "interleaved-1f1b", 4, ""),
+        ("torch-pipelining", "interleaved-zero-bubble", 4, ""),
+        ("torch-pipelining", "looped-bfs", 4, ""),
         ("torch-pipelining", "zb-v", 4, ""),
-        ("torch-pipelining", "zb-h1", 2, "interleaved-1f1b, zb-v, and not zb-h1"),
+        ("torch-pipelining", "zb-h1", 2, "looped-bfs, zb-v, and not zb-h1"),
         ("torch-pipelining", "chimera", 2, "and not chimera"),
         ("deepspeed-pipeline", "gpipe", 2, "has one schedule: 1f1b"),
     ],
@@ -150,6 +152,14 @@ def test_schedules_of_peers(engine, schedule, stages, reason):
     found = refusal(replace(plan_of(engine, pp=2, stages=stages), schedule=schedule))
     assert reason in found
     assert bool(reason) == bool(found)
+
+
+def test_torch_interleaves_groups_of_one_size():
+    plan = replace(plan_of("torch-pipelining", pp=2, stages=4), schedule="interleaved-1f1b")
+    own = plan.micro_batches // max(1, plan.micro_batches // 2)
+    assert refusal(replace(plan, schedule_options={"group": own})) == ""
+    assert "fewer on some" in refusal(replace(plan, stages=plan.stages, schedule_options={"fewer": 1}))
+    assert f"use group={own}" in refusal(replace(plan, schedule_options={"group": plan.micro_batches}))
 
 
 def test_a_weight_of_two_stages_is_tied_by_deepspeed_only():
