@@ -101,21 +101,8 @@ def schedule(
         name, stages, micro_batches = NAME, *_sizes_of(load, stages, micro_batches)
     if stages is None or micro_batches is None:
         raise click.UsageError("--stages and --micro-batches are needed, as in --stages 4 --micro-batches 8")
-    option_of = {"sync_placement": "sync"} | {
-        key: key
-        for key in (
-            "pipes",
-            "scale",
-            "chunks",
-            "group",
-            "fewer",
-            "waves",
-            "times",
-            "deferred",
-            "recompute",
-            "iterations",
-        )
-    }
+    named = ("pipes", "scale", "chunks", "group", "fewer", "waves", "times", "deferred", "recompute", "iterations")
+    option_of = {"sync_placement": "sync"} | {key: key for key in named}
     time_of = {"recompute_time": "recompute"} | {
         key: key
         for key in ("forward", "backward", "backward_input", "backward_weight", "p2p", "overlap", "sync", "collectives")

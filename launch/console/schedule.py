@@ -36,9 +36,7 @@ def print_families(as_json: bool) -> None:
     for family in SCHEDULES.values():
         options = "  ".join(f"{flag(name)} {default}" for name, default in without_order(family.options).items())
         options = f"--load FILE  {options}" if family.explicit else options
-        print(f"{family.name}
-    {family.summary}
-    proposed by {family.source}")
+        print(f"{family.name}\n    {family.summary}\n    proposed by {family.source}")
         if family.ships_in:
             print(f"    ships in {', '.join(family.ships_in)}")
         print(f"    {options}")
