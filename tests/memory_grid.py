@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from auto3d.capture.model import CapturedModel
+from auto3d.cluster import place_ranks
 from auto3d.partition.methods.uniform import uniform
 from auto3d.plan import Plan
+from auto3d.runtime.replicas import capture_slices
 from auto3d.runtime.settings import OptimizerSettings
 from auto3d.schedule import SCHEDULES, build_schedule
 from tests.distributed.grid import kept_fractions_of
@@ -34,6 +36,7 @@ class Cell:
     tp: int = 1
     sequence_parallel: bool = False
     shard_optimizer: bool = False
+    replicas: tuple[int, ...] = ()  # copies of each pipeline device's stages in one pipeline; empty: one
 
     def __str__(self) -> str:
         parts = [
@@ -43,12 +46,13 @@ class Cell:
             f"{self.micro_batches} micro-batches",
         ]
         parts += [] if self.recompute is None else [f"recompute keeping {self.recompute}"]
+        parts += [f"replicas {'+'.join(map(str, self.replicas))}"] if self.replicas else []
         parts += ["sequence-parallel"] * self.sequence_parallel + ["ZeRO-1"] * self.shard_optimizer
         return ", ".join(parts)
 
     @property
     def ranks(self) -> int:
-        return self.dp * self.tp * self.pp
+        return self.dp * self.tp * (sum(self.replicas) or self.pp)
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,12 @@ def grid() -> Iterator[Cell]:
             yield Cell(model=model, pp=2, tp=2, sequence_parallel=sequence_parallel)
         yield Cell(model=model, schedule="zb-h1", pp=2, tp=2)
         yield Cell(model=model, schedule="1f1b", pp=2, tp=2, recompute=0.0)
+        for replicas in ((2, 1), (1, 2)):
+            yield Cell(model=model, pp=2, replicas=replicas)
+        yield Cell(model=model, schedule="zb-h1", pp=2, replicas=(1, 2))
+        yield Cell(model=model, schedule="gpipe", pp=3, replicas=(1, 2, 1), recompute=0.0)
+        yield Cell(model=model, schedule="chimera", pp=2, replicas=(2, 2))
+        yield Cell(model=model, pp=2, replicas=(2, 1), shard_optimizer=True)
     for model in ("gpt2-wide@bfloat16", "bert-wide@bfloat16", "llama-wide@bfloat16"):
         for schedule in ("1f1b", "gpipe", "zb-h1"):
             yield Cell(model=model, schedule=schedule, pp=2)
@@ -117,7 +127,17 @@ def plan_of(cell: Cell) -> Plan:
         sequence_parallel=cell.sequence_parallel,
         shard_optimizer=cell.shard_optimizer,
     )
-    return kept_fractions_of(graph, plan).plan(cell.recompute) if cell.recompute else plan
+    if cell.recompute:
+        plan = kept_fractions_of(graph, plan).plan(cell.recompute)
+    if cell.replicas:
+        replicas_of = {stage: cell.replicas[device] for (stage, _), device in schedule.device_of.items()}
+        plan = replace(
+            plan,
+            stages=tuple(replace(stage, replicas=replicas_of[number]) for number, stage in enumerate(plan.stages)),
+            placement=place_ranks(dp=cell.dp, pp=cell.pp, replicas=cell.replicas),
+        )
+        capture_slices(captured(cell.model, SAMPLES), plan)
+    return plan
 
 
 def _peak_of(world, model: str, plan: Plan, optimizer: OptimizerSettings, keeps_tensors: bool):  # type: ignore[no-untyped-def]

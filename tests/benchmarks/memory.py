@@ -20,10 +20,10 @@ WORST = 10
 TEXT = """# Predicted memory against the tensors of real ranks
 
 Written by `python -m tests.benchmarks.memory`. {ranks} ranks of {trainings} trainings on CPUs: every schedule with
-every family, one and two tensor-parallel ranks, with and without recomputation, sequence parallelism, ZeRO-1, bfloat16.
-The models have hidden size 96 and 4 layers; a micro-batch has 8 samples of 64 tokens. A rank's bytes are those of all
-tensors alive at once, counted after each operator of its second iteration, without temporaries inside operators. The
-error is predicted / held - 1.
+every family, one and two tensor-parallel ranks, with and without recomputation, replicas of stages, sequence
+parallelism, ZeRO-1, bfloat16. The models have hidden size 96 and 4 layers; a micro-batch has 8 samples of 64 tokens. A
+rank's bytes are those of all tensors alive at once, counted after each operator of its second iteration, without
+temporaries inside operators. The error is predicted / held - 1.
 
 {table}
 
@@ -92,6 +92,7 @@ def _table(rows: list[Compared]) -> str:
         **{name: partial(_is_of, name) for name in families},
         **{f"schedule {name}": partial(_runs, name) for name in schedules},
         "tp 2": lambda cell: cell.tp == 2,
+        "replicas": lambda cell: bool(cell.replicas),
         "recomputation": lambda cell: cell.recompute is not None,
         "ZeRO-1": lambda cell: cell.shard_optimizer,
         "bfloat16": lambda cell: "@" in cell.model,

@@ -1,5 +1,6 @@
 """The estimate of memory: against the tensors of real ranks, Chimera's table 2, and torch's own updates."""
 
+import random
 from dataclasses import replace
 from itertools import chain
 
@@ -14,6 +15,7 @@ from auto3d.cost.training_options import TrainingOptions
 from auto3d.cost.work import work_of
 from auto3d.errors import InputError
 from auto3d.partition.merak import shard
+from auto3d.partition.recompute import subgraph_starts
 from auto3d.plan import Plan, stages_between
 from auto3d.runtime import optimizer as runtime_optimizer
 from auto3d.runtime.optimizer import build_optimizer
@@ -22,12 +24,13 @@ from auto3d.runtime.optimizer_state import make_state
 from auto3d.runtime.rank import predicted_memory
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.schedule import SCHEDULES, build_schedule
+from auto3d.search.recompute import KeptFractions
 from tests.distributed.parity import ADAMW, SGD, make_plan
 from tests.live_tensors import LiveTensors
 from tests.memory_grid import Cell, compare, grid, plan_of
 from tests.models import captured
 from tests.processes import ProcessPool
-from tests.schedule.samples import BY_RULE
+from tests.schedule.samples import BY_RULE, SYNC, options_of
 
 DEPTH = 4
 TABLE_2 = {  # Li and Hoefler 2021, table 2, at D = 4 and N = 8: weights (M_theta) and activations (M_a) of each device
@@ -44,6 +47,7 @@ SAMPLE = [  # one training for each axis
     Cell(model="bert-wide", schedule="gpipe", pp=4),
     Cell(model="t5-wide", schedule="chimera", recompute=0.0),
     Cell(model="llama-wide", tp=2, sequence_parallel=True),
+    Cell(model="t5-wide", replicas=(2, 1), shard_optimizer=True),
     Cell(model="vit-wide", schedule="pipedream"),
     Cell(model="gpt2-wide", dp=2, shard_optimizer=True),
     Cell(model="bert-wide@bfloat16", schedule="gpipe"),
@@ -157,6 +161,47 @@ def test_frozen_parameters_count_as_weights_alone():
     whole, less = of(graph.trained), of(graph.trained - {frozen})
     assert whole.weights == less.weights
     assert whole.optimizer - less.optimizer == 2 * graph.parameters[frozen].bytes
+
+
+EXACT = ("weights", "versions", "gradients", "optimizer", "messages", "working")  # entries that name every tensor
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_witness_is_the_sum_of_its_tensors_and_the_highest_point_of_the_drawing(name):
+    """Under random plans of a real model: any cuts, order, kept fraction, data parallelism and ZeRO-1."""
+    chance, compared = random.Random(name), 0
+    graph = captured("t5", 2).graph
+    bounds = shard(graph).bounds
+    work = work_of(graph, bounds)
+    model = CostModel(Cluster(nodes=(Node(devices=8),), device="cpu"), TrainingOptions(), lambda *_: work)
+    for _ in range(6):
+        devices, dp = chance.choice([1, 2, 4]), chance.choice([1, 2])
+        if not (options := options_of(name, devices)):
+            continue
+        options = {**chance.choice(options), "sync": chance.choice(SYNC)}
+        if "recompute" in SCHEDULES[name].options:
+            options["recompute"] = chance.choice(["none", "full"])
+        shape = build_schedule(name, devices=devices, micro_batches=2 * devices, **options)
+        cuts = sorted(chance.sample(range(1, len(graph.nodes)), shape.stages - 1))
+        plan = make_plan(
+            "t5", dp=dp, pp=devices, micro_batch_size=2 * shape.parts, micro_batches=2 * devices, schedule=name,
+            options=options, stages=stages_between([0, *cuts, len(graph.nodes)]), shard_optimizer=chance.random() < 0.5,
+        )  # fmt: skip
+        if options.get("recompute") == "full" and chance.random() < 0.7:
+            fractions = KeptFractions(plan, lambda stage: subgraph_starts(graph, stage, bounds))
+            plan = fractions.plan(chance.choice([0.25, 0.5, 0.75]))
+        witnesses, peaks = model.memory_witness(plan), model.memory(plan)
+        curves = model.memory_over_time(plan, model.timeline(plan), range(devices))
+        assert [one.total for one in witnesses] == pytest.approx(peaks, abs=10), plan
+        assert [curve.peak for curve in curves] == pytest.approx(peaks, rel=1e-12), plan
+        for device, witness in enumerate(witnesses):
+            held = dict.fromkeys(EXACT, 0.0)
+            for tensor in model.largest_tensors(plan, device, 10**6):
+                if tensor.kind in held:
+                    held[tensor.kind] += tensor.total
+            assert held == {kind: pytest.approx(getattr(witness, kind), abs=1) for kind in EXACT}, (plan, device)
+            compared += 1
+    assert compared >= 5
 
 
 @pytest.mark.parametrize("options", [{}, {"recompute": "full"}], ids=["whole", "recomputed"])

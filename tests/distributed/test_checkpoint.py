@@ -81,7 +81,6 @@ CLIP_NOTHING = replace(ADAMW, clip_norm=0.0)
         ("t5", {"dp": 1, "pp": 2}, {"schedule": "zb-v"}, ADAMW),
         ("gpt2", {"dp": 2, "pp": 2}, {"schedule": "1f1b", "shard_optimizer": True}, ADAMW),
         ("llama", {"dp": 1, "pp": 2}, {"schedule": "pipedream", "options": {"iterations": 2}}, CLIP_NOTHING),
-        ("gpt2-dropout", {"dp": 1, "tp": 2, "pp": 2}, {"schedule": "1f1b"}, ADAMW),
         *soak(
             ("gpt2", {"dp": 1, "pp": 2}, {"schedule": "chimera"}, SGD),
             ("t5", {"dp": 1, "tp": 2, "pp": 2}, {"schedule": "zb-h1", "sequence_parallel": True}, SGD),
@@ -136,10 +135,17 @@ def four_heads():
     del TRAINED[FOUR_HEADS]
 
 
-@pytest.mark.parametrize("source", [*soak("dp2-pp2"), "dp2-pp2-zero1", "tp2-dp2-zero1"])
-def test_goes_on_under_another_plan(processes, tmp_path, source, four_heads):
+@pytest.mark.parametrize(
+    ("source", "targets"),
+    [
+        ("dp2-pp2-zero1", ("one", "dp4", "dp4-zero1", "tp2-pp2")),
+        ("tp2-dp2-zero1", ("pp4", "chimera", "tp4", "dp4-zero1")),
+        *soak(*((source, tuple(TO)) for source in FROM)),
+    ],
+)
+def test_goes_on_under_another_plan(processes, tmp_path, source, targets, four_heads):
     whole = processes.run(4, run, FOUR_HEADS, plan_of(FROM[source]), ADAMW, tmp_path / "whole", 1, None, 9)[0]
-    for name in TO:
+    for name in targets:
         plan, folder = plan_of(TO[name]), tmp_path / name
         shutil.copytree(tmp_path / "whole" / f"iteration-{ENDS_AFTER:08d}", folder / f"iteration-{ENDS_AFTER:08d}")
         for one in processes.run(plan.ranks, run, FOUR_HEADS, plan, ADAMW, folder, None, None):
@@ -333,17 +339,17 @@ def test_what_cannot_be_read_or_belongs_to_another_training_is_refused_in_one_li
 
 @pytest.mark.parametrize("shard_optimizer", [*soak(False), True])
 def test_each_shard_is_written_once_and_read_back_to_the_bit(processes, tmp_path, shard_optimizer):
-    plan = make_plan("gpt2", dp=1, tp=2, pp=2, shard_optimizer=shard_optimizer)
-    whole = processes.run(4, run, "gpt2", plan, ADAMW, tmp_path / "whole", ITERATIONS, None)
-    first = processes.run(4, run, "gpt2", plan, ADAMW, tmp_path / "parts", None, ENDS_AFTER)
-    second = processes.run(4, run, "gpt2", plan, ADAMW, tmp_path / "parts", ITERATIONS, None)
+    plan = make_plan("gpt2-dropout", dp=1, tp=2, pp=2, shard_optimizer=shard_optimizer)
+    whole = processes.run(4, run, "gpt2-dropout", plan, ADAMW, tmp_path / "whole", ITERATIONS, None)
+    first = processes.run(4, run, "gpt2-dropout", plan, ADAMW, tmp_path / "parts", None, ENDS_AFTER)
+    second = processes.run(4, run, "gpt2-dropout", plan, ADAMW, tmp_path / "parts", ITERATIONS, None)
     assert first[0].loss + second[0].loss == whole[0].loss
     assert first[0].grad_norm + second[0].grad_norm == whole[0].grad_norm
     one, other = (tensors(tmp_path / name, ITERATIONS) for name in ("whole", "parts"))
     assert one.keys() == other.keys()
     for name, tensor in one.items():
         assert torch.equal(tensor, other[name]), name
-    graph = captured("gpt2", 2).graph
+    graph = captured("gpt2-dropout", 2).graph
     for name, value in {**graph.parameters, **graph.buffers}.items():
         assert one.pop(f"model.{name}").shape == value.shape
     assert all(name.startswith("optimizer.") for name in one)

@@ -34,7 +34,8 @@ from tests.soak import soak
 MODEL = "llama"  # its stages share no weights, as pipedream needs
 TIMES = Emulation(forward_s=0.003, backward_s=0.005, backward_input_s=0.003, backward_weight_s=0.002)
 REAL = TrainingSettings(iterations=3, optimizer=SGD, device="cpu", threads_per_rank=1, timeout_s=60)
-EMULATED = replace(REAL, iterations=50, emulation=TIMES)
+LONG = Emulation(forward_s=0.04, backward_s=0.08)  # a sleep that ends 5 ms late makes no rank slow
+EMULATED = replace(REAL, iterations=9, emulation=LONG)
 
 
 def plan_of(name: str, *, dp: int, pp: int, tp: int = 1, micro_batches: int = 4) -> Plan:
@@ -44,8 +45,8 @@ def plan_of(name: str, *, dp: int, pp: int, tp: int = 1, micro_batches: int = 4)
 
 
 def watched(world, plan: Plan, settings: TrainingSettings, slow: int | None, times: float) -> list[Watched]:
-    """What a rank saw after each iteration; the device of rank ``slow`` takes ``times`` as long."""
-    watch.LEAST_S = 0.6
+    """What a rank saw after each of 3 windows of 3 iterations; the device of rank ``slow`` takes ``times`` as long."""
+    watch.FIRST_WINDOW, watch.LEAST_S = 3, 0.0
     if world.rank == slow:
         emulation = settings.emulation
         longer = {name: times * getattr(emulation, name) for name in ("forward_s", "backward_s")}
@@ -73,11 +74,11 @@ def watched(world, plan: Plan, settings: TrainingSettings, slow: int | None, tim
     ],
 )
 def test_a_slow_rank_is_named_and_no_other(processes, name, dp, pp, slow, stages):
-    plan = plan_of(name, dp=dp, pp=pp)
-    settings = EMULATED if name == "1f1b" else replace(EMULATED, emulation=replace(TIMES, backward_s=0.006))
+    plan = plan_of(name, dp=dp, pp=pp, micro_batches=2)
+    settings = EMULATED if slow is None else replace(EMULATED, iterations=6)  # named after 2 windows
     ranks = processes.run(plan.ranks, watched, plan, settings, slow, 2.0)
     assert all(seen == ranks[0] for seen in ranks), "every rank sees the same"
-    assert len(ranks[0]) == EMULATED.iterations
+    assert len(ranks[0]) == settings.iterations
     last = ranks[0][-1]
     assert last.peak_bytes is not None
     if not stages:
@@ -94,7 +95,7 @@ def test_a_slow_rank_is_named_and_no_other(processes, name, dp, pp, slow, stages
 def hindered(world, plan: Plan, settings: TrainingSettings) -> list[Watched]:
     """What a rank saw; others keep the core of rank 1 busy."""
     cores = sorted(os.sched_getaffinity(0))
-    watch.LEAST_S = 0.1
+    watch.FIRST_WINDOW, watch.LEAST_S = 5, 0.1
     hogs = []
     os.sched_setaffinity(0, {cores[world.rank]})
     try:

@@ -145,7 +145,7 @@ def test_the_driver_as_a_job(sweeps):
 
 
 def test_a_killed_rank_and_scancel_are_told_and_resume_runs_their_trials_again(sweeps):
-    sweep = sweeps.start("sweep", LONG, "search.micro_batch_size=[2,4]")
+    sweep = sweeps.start("sweep", *LONG, "search.micro_batch_size=[2,4]")
     node = sweeps.running_on(0)[1]
     os.kill(ranks_on(node)[0], signal.SIGKILL)
     sweeps.running_on(1)
@@ -164,7 +164,7 @@ def test_a_killed_rank_and_scancel_are_told_and_resume_runs_their_trials_again(s
 
 @pytest.mark.soak
 def test_a_killed_driver_loses_nothing(sweeps):
-    sweep = sweeps.start("sweep", LONG)
+    sweep = sweeps.start("sweep", *LONG)
     sweeps.running_on()
     sweep.kill()
     sweep.wait()
@@ -175,7 +175,7 @@ def test_a_killed_driver_loses_nothing(sweeps):
 
 
 def test_a_job_of_a_driver_that_died_while_it_submitted_is_found(sweeps):
-    sweeps.auto3d("sweep", "--detach", LONG)
+    sweeps.auto3d("sweep", "--detach", *LONG)
     file = sweeps.folder / "runs" / "own" / "manifest.jsonl"
     asked, _ = file.read_text().splitlines(keepends=True)
     file.write_text(asked + '{"trial": "dp1')  # as if it had died when SLURM had the job
@@ -230,7 +230,7 @@ def test_without_accounting_squeue_tells(sweeps):
     try:
         for pid in pids("control", "slurmdbd"):
             os.kill(pid, signal.SIGKILL)
-        sweep = sweeps.start("sweep", LONG)
+        sweep = sweeps.start("sweep", *LONG)
         sweeps.running_on()
         sweeps.cluster.run("scancel", sweeps.job())
         assert "ended as CANCELLED" in end(sweep, code=1)

@@ -13,7 +13,7 @@ import numpy as np
 from auto3d.cost.memory.device import ENTRIES, DeviceMemory, HeldTensor
 from auto3d.cost.memory.fused_stage import fused_stage_memory
 from auto3d.cost.memory.segment import Peak, held_memories
-from auto3d.cost.memory.stage import StageMemory, stage_memory
+from auto3d.cost.memory.stage import StageMemory, private_parameters, stage_memory
 from auto3d.cost.memory.tensors import Tensors
 from auto3d.cost.model_work import ModelWork
 from auto3d.cost.tables import without
@@ -28,6 +28,13 @@ from auto3d.simulate.simulate import Timeline
 _NONE = Peak(size=0.0, position=-1)
 _ACTIVATIONS = COUNTS[:3]  # in flight, recomputed, deferred
 _RECOMPUTING = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+_MESSAGES = {
+    "posted": "receives of activations",
+    "posted_gradients": "receives of gradients",
+    "sent": "activations being sent",
+    "sent_gradients": "gradients being sent",
+}
+_FIRST_MESSAGE = len(COUNTS) - len(_MESSAGES)  # index of the first count of messages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +74,7 @@ class _Device:
     per_count: np.ndarray  # [stages × counts]
     update: float
     summed: float  # gradients of other ranks, from the first sum until the update
+    shards: int  # ranks that share the state of the optimizer
     private: bool  # whether backwards make the gradients of private parameters
     split: frozenset[int]  # stages with weight halves; a B of one runs both halves, one after the other
 
@@ -171,9 +179,15 @@ class PlanMemory:
         moment = moments.moments[int(needs.totals(moments).argmax())]
         found: list[HeldTensor] = []
         seen: set[int] = set()
+        per_count = needs.per_count.reshape(-1, len(COUNTS))
         for place, number in enumerate(stages_of(shape, device)):
             held = dict(zip(COUNTS, moment.counts[place * len(COUNTS) :], strict=False))
-            found += self._held_tensors(plan, shape, number, stages[number], held, seen)
+            found += self._held_tensors(plan, shape, number, needs, held, seen)
+            for name, size in zip(COUNTS[_FIRST_MESSAGE:], per_count[place, _FIRST_MESSAGE:].tolist(), strict=True):
+                if size * held[name]:
+                    found.append(HeldTensor(name=_MESSAGES[name], kind="messages", bytes=size, count=held[name]))
+        if needs.summed and moment.summing:
+            found.append(HeldTensor(name="sums of gradients", kind="messages", bytes=needs.summed, count=1))
         working = needs.peak_of(moment.key)
         if working.size:
             name = self._operation(plan, working.position) or "the update"
@@ -222,7 +236,9 @@ class PlanMemory:
         entries["activations"] += held["recomputed"] + held["deferred"]
         entries["gradients"] += held["gradients"]
         entries["versions"] += held["older"]
-        entries["messages"] += sum(held[name] for name in COUNTS[5:]) + (needs.summed if moment.summing else 0.0)
+        entries["messages"] += sum(held[name] for name in COUNTS[_FIRST_MESSAGE:]) + (
+            needs.summed if moment.summing else 0.0
+        )
         entries["working"] += working.size
         rounded = {name: round(entries[name]) for name in ENTRIES}
         return DeviceMemory(**rounded, at=str(moment.operation), operation=self._operation(plan, working.position))
@@ -236,17 +252,24 @@ class PlanMemory:
         return tensors.operations[position] if position < len(tensors.operations) else ""
 
     def _held_tensors(
-        self, plan: Plan, shape: Shape, number: int, stage: StagePlan, held: Mapping[str, int], seen: set[int]
+        self, plan: Plan, shape: Shape, number: int, needs: _Device, held: Mapping[str, int], seen: set[int]
     ) -> list[HeldTensor]:
-        """The tensors of one stage, without the parameters in ``seen``, to which it adds its own."""
+        """The tensors of stage ``number``, without the parameters in ``seen``, to which it adds its own."""
+        stage = plan.stages[number]
         tensors = self._tensors(plan, self._samples(plan) // stage.replicas)
         spans = _local(tensors, stage.operations)
         found = []
         dropped = _local(tensors, self._dropped(plan, shape, number, stage))
         kept = without(spans, dropped) if dropped else spans
         fused = self._training.system is not None
-        of_forward = held_memories(tensors, kept, spans) if kept and not fused else {}
-        again = held_memories(tensors, dropped, spans) if dropped and not fused else {}
+        of_forward: dict[int, str] = {}
+        again: dict[int, str] = {}
+        if not fused:
+            of_stage = held_memories(tensors, spans, spans)
+            of_forward = {memory: kind for memory, kind in of_stage.items() if kind == "inputs"}
+            of_forward |= held_memories(tensors, kept, spans) if kept else {}
+            again = held_memories(tensors, dropped, spans) if dropped else {}
+            again = {memory: kind for memory, kind in again.items() if memory not in of_forward}
         if fused:
             found += self._saved_by_kernels(plan, stage, self._dropped(plan, shape, number, stage), held)
         for memories, count in ((of_forward, held["in_flight"] + held["deferred"]), (again, held["recomputed"])):
@@ -255,7 +278,11 @@ class PlanMemory:
                 for memory, kind in memories.items()
                 if count
             ]
-        optimizer = self._training.master_bytes / 4 + self._training.moments
+        fixed = self._state(self._samples(plan), stage, plan.tp, plan.sequence_parallel).fixed
+        if fixed:
+            found.append(HeldTensor(name="buffers and constants", kind="weights", bytes=fixed, count=1))
+        optimizer = (self._training.master_bytes / 4 + self._training.moments) / needs.shards
+        unmade = private_parameters(tensors, spans, dropped) if needs.private and not held["gradients"] else frozenset()
         for first, last in spans:
             inside = slice(*np.searchsorted(tensors.state_at, (first, last)))
             for parameter in dict.fromkeys(tensors.state_of[inside].tolist()):
@@ -263,7 +290,12 @@ class PlanMemory:
                     continue
                 seen.add(parameter)
                 name, size = tensors.parameters[parameter], float(tensors.gradient[parameter])
-                counts = {"weights": 1.0 + held["older"], "gradients": 1.0, "optimizer": optimizer}
+                counts = {
+                    "weights": 1.0,
+                    "versions": held["older"],
+                    "gradients": float(parameter not in unmade),
+                    "optimizer": optimizer,
+                }
                 found += [HeldTensor(name=name, kind=kind, bytes=size, count=n) for kind, n in counts.items() if n]
         return found
 
@@ -351,6 +383,7 @@ class PlanMemory:
             summed=elements * training.sync_bytes * (shards - 1) / shards if summed else 0.0,
             private=private,
             split=shape.split,
+            shards=shards,
         )
 
     def _dropped(self, plan: Plan, shape: Shape, number: int, stage: StagePlan) -> tuple[tuple[int, int], ...]:

@@ -173,6 +173,16 @@ def _runs(operations: Sequence[Span], dropped: Sequence[Span]) -> list[tuple[boo
     return runs
 
 
+def private_parameters(tensors: Tensors, operations: Sequence[Span], dropped: Sequence[Span]) -> frozenset[int]:
+    """The trained parameters whose gradients the first backward of a stage makes: one run of operations uses each."""
+    found: set[int] = set()
+    for _, spans in _runs(operations, dropped):
+        for first, last in spans:
+            inside = slice(*np.searchsorted(tensors.state_at, (first, last)))
+            found |= set(tensors.state_of[inside].tolist()) - _used_outside(tensors, spans)
+    return frozenset(found)
+
+
 def _used_outside(tensors: Tensors, spans: Sequence[Span]) -> frozenset[int]:
     """The trained parameters that operations outside of ``spans`` use."""
     outside = np.ones(len(tensors.state_at), dtype=bool)

@@ -114,10 +114,18 @@ def trial_lines(output: str) -> dict[str, str]:
 # Faults
 
 LONG = "measure.iterations=1000000"
+HIT = ["search.micro_batch_size=[2,4,8]", "measure.iterations=20"]  # with a wide model: half a second of iterations
+
+
+def widen(folder: Path) -> None:
+    """Make the model so wide that an iteration computes for tens of milliseconds, and waits for few messages."""
+    text = (folder / "mine.py").read_text()
+    (folder / "mine.py").write_text(text.replace("width=16", f"width={2**18}"))
 
 
 def test_a_sweep_survives_killed_and_hung_ranks_and_interrupts_and_runs_nothing_twice(folder, auto3d):
-    space = ["search.micro_batch_size=[2,4,8]", "measure.iterations=300"]  # long enough to be hit in an iteration
+    widen(folder)
+    space = HIT
     sweep = start_sweep(folder, *space, "training.timeout_s=4")
     ranks = two_ranks_at_work(sweep)
     everything = trial_of(sweep.pid)
@@ -155,8 +163,8 @@ def test_a_sweep_survives_killed_and_hung_ranks_and_interrupts_and_runs_nothing_
 
 def test_trials_are_forked_from_one_process_and_each_dies_by_itself(folder):
     """A trial that is killed ends itself alone; where the process that forks trials dies, it is started again."""
-    space = ["search.micro_batch_size=[2,4,8]", "measure.iterations=300"]
-    sweep = start_sweep(folder, *space)
+    widen(folder)
+    sweep = start_sweep(folder, *HIT)
     two_ranks_at_work(sweep)
     (first,) = warm_below(sweep.pid)
     trial, *ranks = trial_of(sweep.pid)
