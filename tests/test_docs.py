@@ -11,6 +11,7 @@ import click
 import pytest
 
 from launch.commands.group import cli
+from launch.commands.schedule_synthesize import synthesize
 from launch.recipe.keys import documented_keys
 
 ROOT = Path(__file__).parents[1]
@@ -124,7 +125,7 @@ def targets() -> frozenset[str]:
 
 @cache
 def options_of(verb: str) -> frozenset[str]:
-    command = cli.get_command(click.Context(cli), verb)
+    command = synthesize if verb == "schedule synthesize" else cli.get_command(click.Context(cli), verb)
     assert command is not None, f"auto3d has no command {verb}"
     return frozenset(option for parameter in command.params for option in parameter.opts) | {"--help", "-h"}
 

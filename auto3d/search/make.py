@@ -20,9 +20,8 @@ from auto3d.search.placement import MEGATRON, place, place_replicas
 from auto3d.search.planned_model import PlannedModel
 from auto3d.search.problem import CandidateProblem, Keep
 from auto3d.search.recompute import AUTO, FULL, NONE, KeptFractions, largest_fraction, schedule_options
-from auto3d.search.space import EQUAL, UNEVEN, Candidate, Refusals, Workload, check_fits
+from auto3d.search.space import EQUAL, ORDER_SECONDS, UNEVEN, Candidate, Refusals, Workload, check_fits
 from auto3d.search.synthesized import (
-    ORDER_SECONDS,
     best_order,
     check_sought,
     is_sought,

@@ -19,6 +19,7 @@ from auto3d.search.placement import MEGATRON, PLACEMENTS
 from auto3d.search.recompute import AUTO, FULL, NONE
 
 Axis = Sequence | Literal["auto"]
+ORDER_SECONDS = 5.0  # default time of the search for the order of one plan, if its first result fits the memory
 EQUAL, UNEVEN = REPLICAS = ("equal", "uneven")
 
 

@@ -16,7 +16,6 @@ from auto3d.search.order_problem import problem_of, with_order
 from auto3d.search.recompute import AUTO, FULL, NONE
 from auto3d.search.space import Candidate
 
-ORDER_SECONDS = 5.0  # default time of the search for the order of one plan, if its first result fits the memory
 _STRUCTURES = 3  # sets of stages on devices that the time is divided among
 _TRIES = 4  # searches for an order that fits the memory, each with less of it, for the whole time
 _FILE = "file"  # option of a candidate's schedule: the file of an order

@@ -14,6 +14,7 @@ from auto3d.partition.stage import cut
 from auto3d.plan import AUTO3D, Plan, PlanError
 from auto3d.schedule import SCHEDULES, samples_at_once, schedule_of, write_schedule
 from auto3d.schedule.carried_buffers import check_carried_buffers
+from auto3d.schedule.order_text import ORDER
 from auto3d.search.algorithms.exhaustive import estimate_best
 from auto3d.search.listing import ListedCandidate, list_candidates
 from auto3d.search.make import PlanMaker
@@ -109,6 +110,9 @@ def of_plan(
 
 
 def candidate_of(wanted: PlanRecipe) -> Candidate:
+    """The candidate of a recipe's plan; raises InputError if it holds the order of a schedule itself."""
+    if ORDER in wanted.schedule_options:
+        raise InputError(f"schedule_options.{ORDER}: a recipe names the file of an order: use {{file: FILE}}")
     return Candidate(
         dp=wanted.dp,
         tp=wanted.tp,

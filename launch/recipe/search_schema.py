@@ -9,8 +9,7 @@ from auto3d.schedule import SCHEDULES
 from auto3d.schedule.options import SYNC
 from auto3d.search.algorithms import ALGORITHMS
 from auto3d.search.placement import PLACEMENTS
-from auto3d.search.space import REPLICAS
-from auto3d.search.synthesized import ORDER_SECONDS
+from auto3d.search.space import ORDER_SECONDS, REPLICAS
 from launch.recipe.schema_key import AUTO, LARGEST_INTEGER, LARGEST_TIME_S, key
 
 RECOMPUTE = ("none", "full", AUTO)

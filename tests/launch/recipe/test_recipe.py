@@ -107,6 +107,11 @@ BAD = [  # overrides of small.yaml, and words that the message must contain
     (["plan.recompute=full", "plan.schedule=zb-h1"], ["plan: recompute: full; schedule zb-h1 does not recompute"]),
     (["plan.schedule_options={chunks: 4}"], ["plan: schedule 1f1b: option 'chunks'", "recompute, sync"]),
     (["plan.schedule_options={sync: [eager]}"], ["plan.schedule_options", "with a whole number or text"]),
+    (
+        ["plan.schedule=synthesized", "plan.schedule_options={order: F0@0}"],
+        ["plan: schedule_options.order", "{file: FILE}"],
+    ),
+    (["plan.schedule=synthesized", "plan.schedule_options={file: no.json}"], ["plan: no.json: cannot be read"]),
     (["plan.schedule_options={recompute: full}"], ["plan: schedule_options: recompute is 'full'"]),
     (["plan.schedule_options=eager"], ["plan.schedule_options", "'eager'"]),
     (["search.recompute=[0.5,most]"], ["search.recompute", "most", "auto or a list of none, full, auto, or a number"]),
