@@ -167,16 +167,19 @@ def _bound(problem: Problem, places: list[_Place], options: Options) -> _Node | 
     for device in range(problem.devices):
         mine = [place for place in places if place.device == device and place.count]
         stages = sorted({place.stage for place in mine})
+        around = min((times[p.key].forward[0][0] for p in mine), default=0.0) + min(
+            (ends[device], *(times[p.key].gradient[-1][2] for p in mine))
+        )
         least = Bound(time=inf, reason="")
         for chosen in sorted(product(*(options[stage] for stage in stages)), key=partial(_work, mine, stages)):
+            if around + _work(mine, stages, chosen) >= least.time:
+                break  # no later choice has less work
             option_of = dict(zip(stages, chosen, strict=True))
             choices = {place.key: place.choices[option_of[place.stage]] for place in mine}
-            here = max(
-                _work_bound(device, mine, choices, times, ends[device]),
-                _memory_bound(problem.free[device], device, mine, choices, times),
-                key=lambda bound: bound.time,
-            )
-            least = min(least, here, key=lambda bound: bound.time)
+            here = _work_bound(device, mine, choices, times, ends[device])
+            if here.time < least.time:
+                shared = _memory_bound(problem.free[device], device, mine, choices, times)
+                least = min(least, max(here, shared, key=lambda bound: bound.time), key=lambda bound: bound.time)
             if least.time <= best.time:
                 break
         if mine and least.time > best.time:
@@ -185,10 +188,12 @@ def _bound(problem: Problem, places: list[_Place], options: Options) -> _Node | 
 
 
 def _work(places: list[_Place], stages: list[int], chosen: tuple[tuple[bool, bool], ...]) -> float:
-    """The work of backwards at these choices for ``stages``."""
+    """The work of all operations at these choices for ``stages``."""
     option_of = dict(zip(stages, chosen, strict=True))
-    choices = [(place.count, place.choices[option_of[place.stage]]) for place in places]
-    return sum(count * (choice.gradient + choice.weight + choice.recompute) for count, choice in choices)
+    choices = [(place, place.choices[option_of[place.stage]]) for place in places]
+    return sum(
+        place.count * (place.forward + choice.gradient + choice.weight + choice.recompute) for place, choice in choices
+    )
 
 
 def _explained(problem: Problem, places: list[_Place], node: _Node) -> Bound:
