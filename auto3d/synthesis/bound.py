@@ -22,7 +22,7 @@ from auto3d.synthesis.pipe_stage import PipeStage, pipe_stages
 from auto3d.synthesis.problem import Problem
 
 TOLERANCE = 1e-9  # relative error of sums of floats: bounds give way by it
-NODES = 3000  # micro-batches on stages that lower_bound goes through: about a tenth of a second
+NODES = 2000  # micro-batches on stages, over all nodes of a search: a tenth of a second
 Key = tuple[int, int]  # (stage, pipe)
 Options = tuple[tuple[tuple[bool, bool], ...], ...]
 """Per stage, the choices that are open: (it splits its backward, it recomputes)."""
