@@ -17,7 +17,7 @@ from itertools import combinations, pairwise, product
 from math import floor, inf
 
 from auto3d.errors import InputError
-from auto3d.synthesis.paths import Arc, Graph, heads, least_time
+from auto3d.synthesis.paths import Arc, Pipe, heads, least_time
 from auto3d.synthesis.pipe_stage import PipeStage, pipe_stages
 from auto3d.synthesis.problem import Problem
 
@@ -307,7 +307,7 @@ def _times(
     arcs += [
         Arc(before=number[kind, top], after=number["F", base], offset=offset) for kind, top, base, offset in memory
     ]
-    graph = Graph(
+    graph = Pipe(
         micro_batches=path[0].count,
         devices=devices,
         durations=durations,
