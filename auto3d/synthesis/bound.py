@@ -17,12 +17,12 @@ from itertools import combinations, pairwise, product
 from math import floor, inf
 
 from auto3d.errors import InputError
-from auto3d.synthesis.paths import Arc, Graph, heads, least_time
+from auto3d.synthesis.paths import Arc, Pipe, heads, least_time
 from auto3d.synthesis.pipe_stage import PipeStage, pipe_stages
 from auto3d.synthesis.problem import Problem
 
 TOLERANCE = 1e-9  # relative error of sums of floats: bounds give way by it
-NODES = 3000  # micro-batches on stages that lower_bound goes through: about a tenth of a second
+NODES = 2000  # micro-batches on stages, over all nodes of a search: a tenth of a second
 Key = tuple[int, int]  # (stage, pipe)
 Options = tuple[tuple[tuple[bool, bool], ...], ...]
 """Per stage, the choices that are open: (it splits its backward, it recomputes)."""
@@ -167,16 +167,19 @@ def _bound(problem: Problem, places: list[_Place], options: Options) -> _Node | 
     for device in range(problem.devices):
         mine = [place for place in places if place.device == device and place.count]
         stages = sorted({place.stage for place in mine})
+        around = min((times[p.key].forward[0][0] for p in mine), default=0.0) + min(
+            (ends[device], *(times[p.key].gradient[-1][2] for p in mine))
+        )
         least = Bound(time=inf, reason="")
         for chosen in sorted(product(*(options[stage] for stage in stages)), key=partial(_work, mine, stages)):
+            if around + _work(mine, stages, chosen) >= least.time:
+                break  # no later choice has less work
             option_of = dict(zip(stages, chosen, strict=True))
             choices = {place.key: place.choices[option_of[place.stage]] for place in mine}
-            here = max(
-                _work_bound(device, mine, choices, times, ends[device]),
-                _memory_bound(problem.free[device], device, mine, choices, times),
-                key=lambda bound: bound.time,
-            )
-            least = min(least, here, key=lambda bound: bound.time)
+            here = _work_bound(device, mine, choices, times, ends[device])
+            if here.time < least.time:
+                shared = _memory_bound(problem.free[device], device, mine, choices, times)
+                least = min(least, max(here, shared, key=lambda bound: bound.time), key=lambda bound: bound.time)
             if least.time <= best.time:
                 break
         if mine and least.time > best.time:
@@ -185,10 +188,12 @@ def _bound(problem: Problem, places: list[_Place], options: Options) -> _Node | 
 
 
 def _work(places: list[_Place], stages: list[int], chosen: tuple[tuple[bool, bool], ...]) -> float:
-    """The work of backwards at these choices for ``stages``."""
+    """The work of all operations at these choices for ``stages``."""
     option_of = dict(zip(stages, chosen, strict=True))
-    choices = [(place.count, place.choices[option_of[place.stage]]) for place in places]
-    return sum(count * (choice.gradient + choice.weight + choice.recompute) for count, choice in choices)
+    choices = [(place, place.choices[option_of[place.stage]]) for place in places]
+    return sum(
+        place.count * (place.forward + choice.gradient + choice.weight + choice.recompute) for place, choice in choices
+    )
 
 
 def _explained(problem: Problem, places: list[_Place], node: _Node) -> Bound:
@@ -302,7 +307,7 @@ def _times(
     arcs += [
         Arc(before=number[kind, top], after=number["F", base], offset=offset) for kind, top, base, offset in memory
     ]
-    graph = Graph(
+    graph = Pipe(
         micro_batches=path[0].count,
         devices=devices,
         durations=durations,

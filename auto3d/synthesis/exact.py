@@ -79,7 +79,7 @@ def whole(value: float, scale: Fraction) -> int:
 
 
 @dataclass(frozen=True)
-class _Steps:
+class _PlaceSteps:
     """The variables of one pipe stage: one entry per micro-batch of its pipe."""
 
     forward: list[tuple[Any, Any]]  # (start, end)
@@ -139,13 +139,13 @@ class _Orders:
             self.busy[device].append(self.model.new_optional_interval_var(start, size, end, present, ""))
         return start, end
 
-    def _steps(self, place: PipeStage) -> _Steps:
+    def _steps(self, place: PipeStage) -> _PlaceSteps:
         model, stage, device = self.model, place.stage, place.device
         split, recomputes = self.splits.get(stage), self.recomputes.get(stage)
         overlap = self.problem.costs.overlap
         around_forward = 0 if overlap else self.units(place.receive_forward) + self.units(place.send_forward)
         around_gradient = 0 if overlap else self.units(place.receive_gradient) + self.units(place.send_gradient)
-        steps = _Steps([], [], [], [])
+        steps = _PlaceSteps([], [], [], [])
         numbers = range(place.micro_batches)
         for _ in numbers:
             forward = self._interval(device, self.units(place.forward) + around_forward)

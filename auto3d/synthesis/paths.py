@@ -23,7 +23,7 @@ class Arc:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Graph:
+class Pipe:
     """The operations of one pipe. Arcs of offset 0 lead from a node to one of higher number."""
 
     micro_batches: int
@@ -32,7 +32,7 @@ class Graph:
     release: list[float]  # per node: the head of its first operation is at least that
     arcs: list[Arc]
 
-    def reversed(self, release: list[float]) -> "Graph":
+    def reversed(self, release: list[float]) -> "Pipe":
         """The graph against time's direction: nodes and micro-batches in reverse, with another release."""
         last = len(self.durations) - 1
         return replace(
@@ -44,14 +44,14 @@ class Graph:
         )
 
 
-def heads(graph: Graph) -> Heads:
+def heads(graph: Pipe) -> Heads:
     """The longest paths, at first over the arcs alone and then with the ends of each device's earlier operations."""
     if not graph.micro_batches:
         return [[] for _ in graph.durations]
     return _longest_paths(graph, _machine_ends(graph, _longest_paths(graph, None)))
 
 
-def least_time(graph: Graph, first: int, last: int) -> float:
+def least_time(graph: Pipe, first: int, last: int) -> float:
     """The least time from the start of node ``first`` to the end of node ``last``, for the same micro-batch."""
     start: dict[int, float] = {first: 0.0}
     for arc in sorted(graph.arcs, key=lambda arc: arc.before):
@@ -61,7 +61,7 @@ def least_time(graph: Graph, first: int, last: int) -> float:
     return start[last] + graph.durations[last]
 
 
-def _longest_paths(graph: Graph, floors: Heads | None) -> Heads:
+def _longest_paths(graph: Pipe, floors: Heads | None) -> Heads:
     durations = graph.durations
     into: list[list[tuple[int, float, int]]] = [[] for _ in durations]
     for arc in graph.arcs:
@@ -81,7 +81,7 @@ def _longest_paths(graph: Graph, floors: Heads | None) -> Heads:
     return found
 
 
-def _machine_ends(graph: Graph, known: Heads) -> Heads:
+def _machine_ends(graph: Pipe, known: Heads) -> Heads:
     """Per operation, when one machine has ended all that precede it on its device, each begun at its head or later.
 
     That is the largest sum of a time and of the work of those that begin at that time or later. Micro-batches up to

@@ -20,8 +20,6 @@ from tests.synthesis.random_problems import random_problem
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-h2", "zb-v", "heavy"])
 def test_bound_is_the_makespan_of_schedules_that_are_optimal(name: str, devices: int, per_device: int) -> None:
     """Equal stages, or a last stage of twice the time, at the memory that the schedule needs."""
-    if devices == 16 and per_device == 8 and name != "1f1b":
-        pytest.skip("the same as at 8 devices")
     schedule = build_schedule(name.replace("heavy", "1f1b"), devices=devices, micro_batches=per_device * devices)
     costs = uniform(schedule)
     if name == "heavy":
@@ -59,15 +57,15 @@ def test_jackson_interrupts_for_longer_tails() -> None:
 
 
 def test_certificate_of_a_small_problem_is_the_optimum() -> None:
-    problem = random_problem(214)
-    fast = certificate(problem, 258.0, seconds=0)
-    solved = certificate(problem, 258.0, seconds=60)
+    problem = random_problem(158)
+    fast = certificate(problem, 40.0, seconds=0)
+    solved = certificate(problem, 40.0, seconds=60)
     assert 0 < fast.gap < 0.2
     assert str(fast).startswith(f"within {fast.gap:.2%} of the best possible: no order takes less than ")
-    assert str(solved) == "the best possible: no order takes less than 258 (optimum of an exact solver)"
+    assert str(solved) == "the best possible: no order takes less than 40 (optimum of an exact solver)"
     assert weakest([solved, fast]) is fast
-    with pytest.raises(InputError, match="makespan of 200 is less than"):
-        certificate(problem, 200.0, seconds=0)
+    with pytest.raises(InputError, match="makespan of 30 is less than"):
+        certificate(problem, 30.0, seconds=0)
 
 
 def test_gap_of_a_bound_of_nothing_is_infinite() -> None:

@@ -22,6 +22,7 @@ F, R, B, I, W = Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT
 MOST = 5000  # orders of a problem that are tried one by one
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seeds", [range(24), *soak(range(24, 400))])
 def test_optimum_is_that_of_all_orders(seeds: range) -> None:
     compared = 0
@@ -39,6 +40,7 @@ def test_optimum_is_that_of_all_orders(seeds: range) -> None:
     assert compared >= len(seeds) / 4
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("seeds", "stages", "micro_batches"), [(range(10), 3, 4), *soak((range(240), 4, 6))])
 def test_optimum_is_simulated_fits_and_is_at_least_the_bound(seeds: range, stages: int, micro_batches: int) -> None:
     gaps = []
