@@ -16,6 +16,7 @@ from typing import Any
 
 from auto3d.errors import InputError
 from auto3d.schedule.operation import Kind, Operation, Schedule
+from auto3d.schedule.order_text import NAME
 from auto3d.schedule.sync import place_syncs
 from auto3d.simulate.simulate import simulate
 from auto3d.synthesis.pipe_stage import PipeStage, pipe_stages
@@ -335,7 +336,7 @@ class _Orders:
                     add(Kind.BACKWARD_WEIGHT, 3 * back + 2, number, steps.weight[number])
         return place_syncs(
             Schedule(
-                name="synthesized",
+                name=NAME,
                 stages=problem.stages,
                 micro_batches=problem.micro_batches,
                 device_of=problem.device_of,

@@ -1,18 +1,22 @@
 """A bare problem: a model of many fine stages, which structures with fewer stages merge, on any allowed placement."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from auto3d.errors import InputError
 from auto3d.schedule import SCHEDULES, build_schedule
-from auto3d.schedule.operation import Schedule
-from auto3d.schedule.order_text import order_options
+from auto3d.schedule.operation import Kind, Schedule
+from auto3d.schedule.order_text import NAME, order_options
 from auto3d.simulate.costs import Costs, MessageCost
+from auto3d.simulate.costs_text import write_times
 from auto3d.simulate.simulate import simulate
+from auto3d.synthesis.bound import Bound, lower_bound
 from auto3d.synthesis.problem import Problem, peaks
-from auto3d.synthesis.synthesize import Synthesis, synthesize
+from auto3d.synthesis.synthesize import TOLERANCE, Synthesis, synthesize
 
 STRAIGHT, INTERLEAVED, V, TWO_WAY, WAVE = PLACEMENTS = ("straight", "interleaved", "v", "two-way", "wave")
+FIRST_SHARE = 0.4  # share of the time in which all structures are tried
+LONGER = 2  # structures that share the rest of the time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,38 +113,45 @@ def placement_of(schedule: Schedule) -> str:
 
 def merged(bare: BareProblem, like: Schedule) -> Problem | None:
     """``bare`` with the stages and the devices of ``like``; None if the weights do not fit the memory of a device."""
-    count = bare.stages // like.stages
-    firsts = range(0, bare.stages, count)
-
-    def total(values: Sequence[float]) -> tuple[float, ...]:
-        return tuple(sum(values[first : first + count]) for first in firsts)
-
     free = [has - held for has, held in zip(bare.memory, weights_on(bare, like), strict=True)]
     if min(free) < 0:
         return None
     stages = frozenset(range(like.stages))
     return Problem(
         micro_batches=bare.micro_batches,
-        costs=Costs(
-            forward=total(bare.forward),
-            backward=tuple(map(sum, zip(total(bare.backward_input), total(bare.backward_weight), strict=True))),
-            backward_input=total(bare.backward_input),
-            backward_weight=total(bare.backward_weight),
-            recompute=total(bare.recompute),
-            sync=total(bare.sync),
-            update=total(bare.update),
-            messages=tuple(bare.messages[first - 1] for first in firsts[1:]),
-            speed=bare.speed,
-            overlap=bare.overlap,
-        ),
+        costs=merged_costs(bare, like),
         device_of=like.device_of,
-        activation=total(bare.activation),
-        kept=tuple(bare.kept[first] for first in firsts),
-        deferred=total(bare.deferred),
+        activation=_totals(bare.activation, like.stages),
+        kept=bare.kept[:: bare.stages // like.stages],
+        deferred=_totals(bare.deferred, like.stages),
         free=tuple(free),
         may_split=stages if bare.may_split else frozenset(),
         may_recompute=stages if bare.may_recompute else frozenset(),
     )
+
+
+def merged_costs(bare: BareProblem, like: Schedule) -> Costs:
+    """The times of ``bare`` with the stages of ``like``."""
+    inputs, weights = _totals(bare.backward_input, like.stages), _totals(bare.backward_weight, like.stages)
+    count = bare.stages // like.stages
+    return Costs(
+        forward=_totals(bare.forward, like.stages),
+        backward=tuple(map(sum, zip(inputs, weights, strict=True))),
+        backward_input=inputs,
+        backward_weight=weights,
+        recompute=_totals(bare.recompute, like.stages),
+        sync=_totals(bare.sync, like.stages),
+        update=_totals(bare.update, like.stages),
+        messages=bare.messages[count - 1 :: count],
+        speed=bare.speed,
+        overlap=bare.overlap,
+    )
+
+
+def _totals(values: Sequence[float], stages: int) -> tuple[float, ...]:
+    """The sums of ``values`` over the neighbours that each of ``stages`` stages merges."""
+    count = len(values) // stages
+    return tuple(sum(values[first : first + count]) for first in range(0, len(values), count))
 
 
 def weights_on(bare: BareProblem, like: Schedule) -> list[float]:
@@ -159,44 +170,76 @@ class Solution:
     structure: Structure
     synthesis: Synthesis
     by_rule: tuple[float, Schedule] | None  # makespan of the best schedule by rule on any structure; None: none fits
+    bound: Bound  # no order on any of the structures is shorter
 
 
 def solve(found: Sequence[Structure], *, seconds: float, seed: int = 0) -> Solution:
-    """The shortest order on any of ``found``, sought for ``seconds`` in all. Raises InputError if none fits."""
-    solved: list[tuple[Synthesis, Structure]] = []
+    """The shortest order on any of ``found``, sought for ``seconds`` of processor time in all.
+
+    Each structure gets some of the time; the best ones then share the rest, but those whose lower bound is above the
+    best order so far. Raises InputError if no order fits.
+    """
+    bounds = [lower_bound(structure.problem) for structure in found]
+    solved: dict[int, Synthesis] = {}
     refusal: InputError | None = None
-    for structure in found:
-        share = seconds / len(found)
+    for number, structure in enumerate(found):
         try:
-            result = synthesize(structure.problem, seconds=share, seeds=structure.seeds, seed=seed)
+            solved[number] = synthesize(
+                structure.problem, seconds=FIRST_SHARE * seconds / len(found), seeds=structure.seeds, seed=seed
+            )
         except InputError as error:
             refusal = error
-            continue
-        solved.append((result, structure))
     if not solved:
         assert refusal is not None
         raise refusal
-    synthesis, structure = min(solved, key=lambda each: each[0].makespan)
-    by_rule = [best for each in found if (best := each.best_by_rule()) is not None]
+    least = min(each.makespan for each in solved.values())
+    open_ones = [number for number in solved if bounds[number].time * (1 + TOLERANCE) < least]
+    for number in sorted(open_ones, key=lambda number: solved[number].makespan)[:LONGER]:
+        first = solved[number]
+        again = synthesize(
+            found[number].problem,
+            seconds=(1 - FIRST_SHARE) * seconds / min(LONGER, len(open_ones)),
+            seeds=[*found[number].seeds, first.schedule],
+            seed=seed,
+        )
+        if again.makespan < first.makespan:
+            solved[number] = replace(
+                again, begun_from=first.begun_from if again.begun_from == NAME else again.begun_from
+            )
+    best = min(solved, key=lambda number: solved[number].makespan)
+    by_rule = [rule for each in found if (rule := each.best_by_rule()) is not None]
     return Solution(
-        structure=structure, synthesis=synthesis, by_rule=min(by_rule, key=lambda each: each[0], default=None)
+        structure=found[best],
+        synthesis=solved[best],
+        by_rule=min(by_rule, key=lambda each: each[0], default=None),
+        bound=min(bounds, key=lambda each: each.time),
     )
 
 
 def _schedules(bare: BareProblem) -> Iterator[Schedule]:
-    """The synchronous schedules by rule at the sizes of ``bare``, with every number of chunks."""
+    """The synchronous schedules by rule at the sizes of ``bare``, with every number of chunks, fitted to its times."""
     per_device = bare.stages // bare.devices
+    sizes = {"devices": bare.devices, "micro_batches": bare.micro_batches}
     for name, family in SCHEDULES.items():
         if family.asynchronous or family.explicit:
             continue
-        chunks = [{"chunks": count} for count in range(2, per_device + 1)] if "chunks" in family.options else [{}]
-        recompute = [{"recompute": "full"}] if bare.may_recompute and "recompute" in family.options else []
-        for options in [one | other for one in chunks for other in ({}, *recompute)]:
+        shapes: list[dict[str, int | str]] = [{}]
+        if "chunks" in family.options:
+            shapes = [{"chunks": count} for count in range(2, per_device + 1)]
+        elif "waves" in family.options:
+            shapes = [{"waves": count} for count in range(1, per_device // 2 + 1)]
+        recompute: list[dict[str, int | str]] = (
+            [{"recompute": "full"}] if bare.may_recompute and "recompute" in family.options else []
+        )
+        for options in [one | other for one in shapes for other in ({}, *recompute)]:
             try:
-                schedule = build_schedule(name, devices=bare.devices, micro_batches=bare.micro_batches, **options)
+                schedule = build_schedule(name, **sizes, **options)
+                if "times" in family.options and bare.stages % schedule.stages == 0:
+                    times = write_times(merged_costs(bare, schedule))
+                    schedule = build_schedule(name, **sizes, **options, times=times)
                 order_options(schedule)
             except InputError:  # it does not exist at these sizes, or an order cannot hold it
                 continue
-            splits = any(operation.kind == "W" for row in schedule.operations for operation in row)
+            splits = any(operation.kind is Kind.BACKWARD_WEIGHT for row in schedule.operations for operation in row)
             if (bare.may_split or not splits) and (bare.may_recompute or not schedule.recompute):
                 yield schedule

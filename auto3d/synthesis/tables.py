@@ -14,11 +14,11 @@ from typing import NamedTuple
 import numpy as np
 
 from auto3d.schedule.operation import Kind, Operation, Schedule
+from auto3d.schedule.order_text import NAME
 from auto3d.schedule.sync import place_syncs
 from auto3d.synthesis.problem import Problem
 
 FORWARD, BACKWARD, WEIGHT, RECOMPUTE = range(4)  # numbers of kinds; BACKWARD is B, or I on a stage that splits
-NAME = "synthesized"
 
 
 @dataclass(frozen=True, kw_only=True)
