@@ -231,7 +231,7 @@ def _schedules(bare: BareProblem) -> Iterator[Schedule]:
         recompute: list[dict[str, int | str]] = (
             [{"recompute": "full"}] if bare.may_recompute and "recompute" in family.options else []
         )
-        for options in [one | other for one in shapes for other in ({}, *recompute)]:
+        for options in [*shapes, *({**one, "recompute": "full"} for one in shapes if recomputes)]:
             try:
                 schedule = build_schedule(name, **sizes, **options)
                 if "times" in family.options and bare.stages % schedule.stages == 0:
