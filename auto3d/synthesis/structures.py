@@ -228,9 +228,7 @@ def _schedules(bare: BareProblem) -> Iterator[Schedule]:
             shapes = [{"chunks": count} for count in range(2, per_device + 1)]
         elif "waves" in family.options:
             shapes = [{"waves": count} for count in range(1, per_device // 2 + 1)]
-        recompute: list[dict[str, int | str]] = (
-            [{"recompute": "full"}] if bare.may_recompute and "recompute" in family.options else []
-        )
+        recomputes = bare.may_recompute and "recompute" in family.options
         for options in [*shapes, *({**one, "recompute": "full"} for one in shapes if recomputes)]:
             try:
                 schedule = build_schedule(name, **sizes, **options)
