@@ -39,7 +39,7 @@ class Search:
 
     ``seconds_of`` estimates a Plan (default: the maker's cost model) and is never below ``bound_of`` (default: a time
     that no simulation beats; if the cost model does not simulate, the estimate itself). ``tell`` is called with the
-    progress: the number of candidates looked at, and the best time so far.
+    progress: the number of candidates looked at, the best time so far, and whether an order is sought now.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Search:
         *,
         seconds_of: Callable[[Plan], float] | None = None,
         bound_of: Callable[[Plan], float] | None = None,
-        tell: Callable[[int, float], None] | None = None,
+        tell: Callable[[int, float, bool], None] | None = None,
     ) -> None:
         self.domain, self.maker, self.budget = domain, maker, budget
         model: CostModel = maker.model
@@ -60,7 +60,7 @@ class Search:
             self._bound_of = lambda plan: model.slowest_pipeline_s(plan, least_s)
         self._any_order_bound_of = bound_of or (lambda plan: model.slowest_pipeline_s(plan, least_of_any_order_s))
         self._seeds: dict[Candidate, list[Plan]] = {}  # candidates whose order is sought only when they are estimated
-        self._tell = tell or (lambda looked_at, best: None)
+        self._tell = tell or (lambda looked_at, best, sought: None)
         self._began = process_time()
         self._plans: dict[Candidate, Plan] = {}
         self._bounds: dict[Candidate, float] = {}
@@ -115,6 +115,7 @@ class Search:
     def seconds(self, candidate: Candidate) -> float:
         """The estimate of ``candidate``, whose ``bound`` must have been finite; infinity if no order of it fits."""
         if candidate not in self._seconds and candidate not in self._plans:
+            self._tell(self.looked_at, self.fastest_s, True)
             try:
                 self._plans[candidate] = self.maker.with_best_order(candidate, self._seeds[candidate])
             except InputError as error:
@@ -127,7 +128,7 @@ class Search:
                 self._estimated.add(plan)
                 insort(self._best, self._seconds[candidate])
                 del self._best[self.budget.best :]
-            self._tell(self.looked_at, self.fastest_s)
+            self._tell(self.looked_at, self.fastest_s, False)
         return self._seconds[candidate]
 
     def ranked(self) -> list[Ranked]:

@@ -55,6 +55,7 @@ def optimum(problem: Problem, *, seconds: float) -> Optimum:
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = WORKERS
+    solver.parameters.catch_sigint_signal = False  # an interrupt ends the command, not only the solver
     status = solver.solve(orders.model)
     if status == cp_model.INFEASIBLE:
         raise InputError("problem: no order fits the memory of its devices; free more of it or recompute more stages")

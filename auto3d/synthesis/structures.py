@@ -1,7 +1,8 @@
 """A bare problem: a model of many fine stages, which structures with fewer stages merge, on any allowed placement."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from auto3d.errors import InputError
 from auto3d.schedule import SCHEDULES, build_schedule
@@ -10,7 +11,7 @@ from auto3d.schedule.order_text import NAME, order_options
 from auto3d.simulate.costs import Costs, MessageCost
 from auto3d.simulate.costs_text import write_times
 from auto3d.simulate.simulate import simulate
-from auto3d.synthesis.bound import Bound, lower_bound
+from auto3d.synthesis.bound import lower_bound
 from auto3d.synthesis.problem import Problem, peaks
 from auto3d.synthesis.synthesize import TOLERANCE, Synthesis, synthesize
 
@@ -170,32 +171,43 @@ class Solution:
     structure: Structure
     synthesis: Synthesis
     by_rule: tuple[float, Schedule] | None  # makespan of the best schedule by rule on any structure; None: none fits
-    bound: Bound  # no order on any of the structures is shorter
 
 
-def solve(found: Sequence[Structure], *, seconds: float, seed: int = 0) -> Solution:
+def solve(
+    found: Sequence[Structure],
+    *,
+    seconds: float,
+    seed: int = 0,
+    tell: Callable[[Structure, float], None] = lambda structure, least: None,
+) -> Solution:
     """The shortest order on any of ``found``, sought for ``seconds`` of processor time in all.
 
     Each structure gets some of the time; the best ones then share the rest, but those whose lower bound is above the
-    best order so far. Raises InputError if no order fits.
+    best order so far. ``tell`` is called with each structure before its search, and with the least makespan so far.
+    Raises InputError if no order fits.
     """
-    bounds = [lower_bound(structure.problem) for structure in found]
+    bounds: dict[int, float] = {}
     solved: dict[int, Synthesis] = {}
+    least = inf
     refusal: InputError | None = None
     for number, structure in enumerate(found):
+        tell(structure, least)
         try:
+            bounds[number] = lower_bound(structure.problem).time
             solved[number] = synthesize(
                 structure.problem, seconds=FIRST_SHARE * seconds / len(found), seeds=structure.seeds, seed=seed
             )
         except InputError as error:
             refusal = error
+        else:
+            least = min(least, solved[number].makespan)
     if not solved:
         assert refusal is not None
         raise refusal
-    least = min(each.makespan for each in solved.values())
-    open_ones = [number for number in solved if bounds[number].time * (1 + TOLERANCE) < least]
+    open_ones = [number for number in solved if bounds[number] * (1 + TOLERANCE) < least]
     for number in sorted(open_ones, key=lambda number: solved[number].makespan)[:LONGER]:
         first = solved[number]
+        tell(found[number], min(each.makespan for each in solved.values()))
         again = synthesize(
             found[number].problem,
             seconds=(1 - FIRST_SHARE) * seconds / min(LONGER, len(open_ones)),
@@ -212,7 +224,6 @@ def solve(found: Sequence[Structure], *, seconds: float, seed: int = 0) -> Solut
         structure=found[best],
         synthesis=solved[best],
         by_rule=min(by_rule, key=lambda each: each[0], default=None),
-        bound=min(bounds, key=lambda each: each.time),
     )
 
 

@@ -2,7 +2,7 @@
 
 import click
 
-from launch.commands.consoles import out
+from launch.commands.consoles import err, out
 from launch.commands.options import EXISTING_FILE, OUTPUT_FILE
 
 
@@ -33,5 +33,5 @@ def synthesize(
     from launch.console.synthesis import print_synthesis  # it compiles the search, which takes seconds
 
     files = {"save": save, "svg": svg, "trace": trace, "csv": csv}
-    print_synthesis(problem, out, seconds=seconds, seed=seed, as_json=as_json, files=files)
+    print_synthesis(problem, out, err, seconds=seconds, seed=seed, as_json=as_json, files=files)
     return 0

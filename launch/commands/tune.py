@@ -61,8 +61,8 @@ def tune_on(loaded: LoadedRecipe, retry: Retry, *, profile: bool = True) -> int:
             tried = tuning.run_tune(loaded, search, watcher, retry=retry)
     except KeyboardInterrupt:
         return interrupted(loaded)
-    files = tune_report.write(loaded, search, tried)
     summary = tune_report.summary(loaded, search, tried)
+    files = tune_report.write(loaded, tried, summary)
     print(f"{tune_report.table(loaded, tried, 'simple')}\n\n{summary}\n\nwritten: {', '.join(map(str, files))}")
     print_failed(loaded, "tune", [measurement for one in tried for measurement in one.measurements])
     if tuning.fastest(tried) is None:

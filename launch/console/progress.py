@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from math import inf
 
 from rich.console import Console
 from rich.markup import escape
@@ -27,14 +28,30 @@ def at_work(console: Console, work: str) -> Iterator[None]:
 
 
 @contextmanager
-def search_progress(console: Console) -> Iterator[Callable[[int, float], None]]:
-    """Shows the progress of a search, only on a terminal; yields a function of (candidates looked at, best seconds)."""
+def work_progress(console: Console) -> Iterator[Callable[[str], None]]:
+    """Shows the step of some work that is under way, only on a terminal; yields a function of that step."""
+    if not console.is_terminal:
+        yield lambda step: None
+        return
+    with console.status("starting") as status:
+        yield lambda step: status.update(escape(step))
+
+
+@contextmanager
+def search_progress(console: Console) -> Iterator[Callable[[int, float, bool], None]]:
+    """Shows the progress of a search, only on a terminal; yields the function ``tell`` of ``search_recipe``."""
     work = "capturing the model and searching"
     if not console.is_terminal:
-        yield lambda looked_at, best_s: None
+        yield lambda looked_at, best_s, sought: None
         return
     with console.status(work) as status:
-        yield lambda looked_at, best_s: status.update(f"{work}: {counted(looked_at, 'candidate')}, best {best_s:.4g} s")
+
+        def tell(looked_at: int, best_s: float, sought: bool) -> None:
+            best = f", best {best_s:.4g} s" if best_s < inf else ""
+            order = "; searching for an order of operations" if sought else ""
+            status.update(f"{work}: {counted(looked_at, 'candidate')}{best}{order}")
+
+        yield tell
 
 
 @contextmanager

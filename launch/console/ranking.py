@@ -9,7 +9,7 @@ from auto3d.cost.memory.device import in_gib
 from auto3d.search.search import Ranked, Search
 from auto3d.search.space import Candidate, Refusals
 from launch.console.output import print_json
-from launch.model.ranking import EXPLAINED, predicted_on, search_record
+from launch.model.ranking import EXPLAINED, describe_certificate, fastest_order, predicted_on, search_record
 from launch.model.search import algorithm
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.words import counted
@@ -48,6 +48,8 @@ def print_plans(recipe: LoadedRecipe, search: Search, *, as_json: bool, show_all
         print(f"… and {len(ranked) - len(shown)} more (--all)")
     print(f"\nwhy the best is best, in seconds:\n{_explanation(search, ranked)}")
     print(f"\n{_memory(search, ranked[0])}")
+    if (order := fastest_order(ranked)) is not None:
+        print(f"\norder of plan {ranked.index(order) + 1}: {describe_certificate(search, order)}")
     if refused.total:
         print(f"\n{_reasons(refused)}")
     print(f"\n{_summary(recipe, search)}")

@@ -12,9 +12,11 @@ from tabulate import tabulate
 from auto3d.schedule.order_text import write_recompute
 from auto3d.simulate.draw_terminal import draw_terminal
 from auto3d.simulate.simulate import simulate
+from auto3d.synthesis.certificate import SOLVER_SECONDS, Certificate, certificate
 from auto3d.synthesis.problem import peaks
-from auto3d.synthesis.structures import Solution, solve, structures, weights_on
+from auto3d.synthesis.structures import Solution, Structure, solve, structures, weights_on
 from launch.console.output import print_json
+from launch.console.progress import work_progress
 from launch.console.schedule import write_files
 from launch.model.problem_file import read_problem
 from launch.model.simulated_schedule import figures_of
@@ -22,14 +24,30 @@ from launch.recipe.words import counted
 
 
 def print_synthesis(
-    path: str, out: Console, *, seconds: float, seed: int, as_json: bool, files: dict[str, str | None]
+    path: str, out: Console, err: Console, *, seconds: float, seed: int, as_json: bool, files: dict[str, str | None]
 ) -> None:
-    """Solve the problem in ``path``, print the order and write ``files``: format (save, svg, trace, csv) -> path."""
+    """Solve the problem in ``path``, print the order and write ``files``: format (save, svg, trace, csv) -> path.
+
+    Progress goes to ``err``.
+    """
     bare = read_problem(path)
     open_structures = structures(bare)
     began = perf_counter()
-    solution = solve(open_structures, seconds=seconds, seed=seed)
-    took = perf_counter() - began
+    with work_progress(err) as tell:
+
+        def search(structure: Structure, least: float) -> None:
+            kind = f"{structure.placement}, {counted(structure.problem.stages, 'stage')}"
+            tell(f"searching orders for {seconds:g} s: {kind}" + (f"; best so far {least:.6g}" if least < inf else ""))
+
+        solution = solve(open_structures, seconds=seconds, seed=seed, tell=search)
+        took = perf_counter() - began
+        tell(f"found {solution.synthesis.makespan:.6g}; proving how good it is")
+        certified = certificate(
+            [structure.problem for structure in open_structures],
+            solution.synthesis.schedule,
+            solution.synthesis.makespan,
+            seconds=SOLVER_SECONDS,
+        )
     timeline = simulate(solution.synthesis.schedule, solution.structure.problem.costs)
     made_by = f"auto3d schedule synthesize {Path(path).name}: makespan {timeline.makespan:.6g}"
     written = write_files(timeline, files, made_by=made_by)
@@ -37,17 +55,19 @@ def print_synthesis(
     held = peaks(problem, solution.synthesis.schedule)
     weights = weights_on(bare, solution.synthesis.schedule)
     if as_json:
-        print_json(asdict(figures_of(timeline)) | _record(solution, weights, held, took))
+        print_json(asdict(figures_of(timeline)) | _record(solution, certified, weights, held, took))
         return
     out.print(draw_terminal(timeline, width=out.width, colour=bool(out.color_system) and not out.no_color))
     print(_table(bare.memory, weights, held))
-    print(f"\n{_summary(solution)}")
+    print(f"\n{_summary(solution)}\ncertificate     {certified}")
     print(f"Simulated, not measured: {counted(len(open_structures), 'structure')} searched in {took:.1f} s")
     if written:
         print(f"written: {', '.join(written)}")
 
 
-def _record(solution: Solution, weights: list[float], held: list[float], took: float) -> dict[str, object]:
+def _record(
+    solution: Solution, certified: Certificate, weights: list[float], held: list[float], took: float
+) -> dict[str, object]:
     """What the figures of any schedule do not have."""
     by_rule = solution.by_rule
     return {
@@ -56,6 +76,7 @@ def _record(solution: Solution, weights: list[float], held: list[float], took: f
         "memory": [kept + most for kept, most in zip(weights, held, strict=True)],
         "by_rule": None if by_rule is None else {"schedule": by_rule[1].name, "makespan": by_rule[0]},
         "gain": None if by_rule is None else _gain(solution),
+        "certificate": asdict(certified) | {"gap": certified.gap},
         "seconds": took,
     }
 

@@ -10,12 +10,13 @@ from tabulate import tabulate
 from auto3d.runtime.measurement import Status
 from auto3d.search.certainty import CERTAIN, compare_plans
 from auto3d.search.search import Search
+from auto3d.search.space import Candidate
 from launch.console.ranking import HEADINGS, cells
 from launch.console.records import RATES, csv_text, rate_columns, rates, rates_of, what_rates_are
 from launch.console.records import cells as record_cells
 from launch.console.tables import TABLES
 from launch.drivers.tune import TriedPlan, fastest
-from launch.model.ranking import predicted_on
+from launch.model.ranking import describe_certificate, fastest_order, predicted_on
 from launch.recipe.load import LoadedRecipe
 from launch.recipe.settings import most_trials
 from launch.store.files import write_whole
@@ -88,8 +89,14 @@ def summary(recipe: LoadedRecipe, search: Search, tried: Sequence[TriedPlan]) ->
         f"mean error of {len(errors)} trials: {before:.1%} by the cost model alone, {after:.1%} by what was predicted "
         "before each plan's first trial, when the earlier ones had corrected it; measured: the "
         f"median over a plan's trials of the median over its iterations{what_rates_are(columns, recipe)}. "
-        f"{predicted_on(recipe, search)}"
+        f"{predicted_on(recipe, search)}{_certified(search, good)}"
     )
+
+
+def _certified(search: Search, good: Sequence[TriedPlan]) -> str:
+    """A line with the certificate of the fastest plan that has a synthesized order; empty if none has."""
+    order = fastest_order(one.ranked for one in _fastest_first(good))
+    return "" if order is None else f"\norder of {_words(order.candidate)}: {describe_certificate(search, order)}"
 
 
 def order(recipe: LoadedRecipe, good: Sequence[TriedPlan]) -> str:
@@ -102,26 +109,26 @@ def order(recipe: LoadedRecipe, good: Sequence[TriedPlan]) -> str:
     if all(len(one.times) == 1 for one in good):
         return f"each plan was tried once, so it is not known how certain their order is; {more}"
     rival = good[max(range(len(good)), key=lambda place: (verdict.doubts[place], -good[place].seconds))]
-    against = f"{_words(rival)}: {rival.seconds:.4g} s, {rival.seconds / best.seconds - 1:+.1%}"
+    against = f"{_words(rival.ranked.candidate)}: {rival.seconds:.4g} s, {rival.seconds / best.seconds - 1:+.1%}"
     if verdict.certainty >= CERTAIN:
         return f"the fastest is certain to {verdict.certainty:.1%}; the next: {against}"
     doubt = max(verdict.doubts)
     return f"the fastest is not certain: with probability {doubt:.0%} another is faster ({against}); {more}"
 
 
-def _words(one: TriedPlan) -> str:
-    candidate = one.ranked.candidate
+def _words(candidate: Candidate) -> str:
     degrees = f"dp={candidate.dp} tp={candidate.tp} pp={candidate.pp} micro-batch={candidate.micro_batch_size}"
     return f"{degrees} {candidate.schedule}"
 
 
-def write(recipe: LoadedRecipe, search: Search, tried: Sequence[TriedPlan]) -> list[Path]:
-    """Write tune.md, tune.csv and, if a trial succeeded, best_plan.json to tables/<recipe>; returns the files."""
+def write(recipe: LoadedRecipe, tried: Sequence[TriedPlan], summary: str) -> list[Path]:
+    """Write tune.md, tune.csv and, if a trial succeeded, best_plan.json to tables/<recipe>; returns the files.
+
+    ``summary`` stands below the table.
+    """
     folder = TABLES / recipe.name
     folder.mkdir(parents=True, exist_ok=True)
-    text = (
-        f"{table(recipe, tried, 'github')}\n\n{summary(recipe, search, tried)}\n\nAgain: `{recipe.command('tune')}`\n"
-    )
+    text = f"{table(recipe, tried, 'github')}\n\n{summary}\n\nAgain: `{recipe.command('tune')}`\n"
     contents = {"tune.md": text, "tune.csv": _csv(recipe, tried)}
     if best := fastest(tried):
         contents["best_plan.json"] = best.ranked.plan.to_json() + "\n"

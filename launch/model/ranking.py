@@ -1,27 +1,59 @@
 """The result of a search as records, and what its predictions rest on."""
 
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
 from auto3d.errors import InputError
-from auto3d.search.search import Search
+from auto3d.schedule.order_text import NAME
+from auto3d.search.order_certificate import certificate_of
+from auto3d.search.recompute import AUTO
+from auto3d.search.search import Ranked, Search
+from auto3d.synthesis.certificate import SOLVER_SECONDS, Certificate
 from launch.model.candidates import exact_plans
 from launch.model.profile import basis, how_to_measure
 from launch.model.search import algorithm
 from launch.recipe.load import LoadedRecipe
 
 EXPLAINED = 3  # best plans whose time is split into its parts
+COVERED = (
+    "It covers all orders of the same stages on the same devices, if their activations fit beside all else, at the "
+    "predicted times"
+)
+
+
+def fastest_order(ranked: Iterable[Ranked]) -> Ranked | None:
+    """The first of ``ranked`` whose schedule is an explicit order; None if there is none."""
+    return next((one for one in ranked if one.plan.schedule == NAME), None)
+
+
+def order_certificate(search: Search, one: Ranked) -> Certificate:
+    """The certificate of the order of ``one``, in predicted seconds; raises InputError if there is none."""
+    return certificate_of(
+        one.plan, search.maker.model, may_recompute=one.candidate.recompute == AUTO, seconds=SOLVER_SECONDS
+    )
+
+
+def describe_certificate(search: Search, one: Ranked) -> str:
+    """The certificate of the order of ``one`` and what it covers; or why there is none."""
+    try:
+        return f"{order_certificate(search, one)}, in seconds. {COVERED}"
+    except InputError as error:
+        return f"not certified: {error}"
 
 
 def search_record(recipe: LoadedRecipe, search: Search) -> dict[str, Any]:
     """The ranked candidates, in seconds and bytes, those that were refused, and figures of the search.
 
-    The best plans have the parts of their time; as many as search.trials have the plan itself, ready to run.
+    The best plans have the parts of their time; as many as search.trials have the plan itself, ready to run. The
+    fastest plan with a synthesized order has its certificate.
     """
     model = search.maker.model
     exact = exact_plans(recipe)
     records = []
-    for place, one in enumerate(search.ranked()):
+    ranked = search.ranked()
+    certified = fastest_order(ranked)
+    for place, one in enumerate(ranked):
         estimate = asdict(model.estimate(one.plan)) if place < EXPLAINED else None
         plan, problem = None, ""
         if place < search.budget.best:
@@ -29,6 +61,13 @@ def search_record(recipe: LoadedRecipe, search: Search) -> dict[str, Any]:
                 plan = asdict(exact(one))
             except InputError as error:  # for example memory, which the runtime counts tensor by tensor
                 problem = str(error)
+        certificate = None
+        if one is certified:
+            try:
+                found = order_certificate(search, one)
+                certificate = asdict(found) | {"gap": found.gap}
+            except InputError as error:
+                certificate = {"problem": str(error)}
         records.append(
             {
                 **asdict(one.candidate),
@@ -36,6 +75,7 @@ def search_record(recipe: LoadedRecipe, search: Search) -> dict[str, Any]:
                 "peak_bytes": max(model.memory(one.plan)),
                 "problem": problem,
                 "estimate": estimate,
+                "certificate": certificate,
                 "plan": plan,
             }
         )

@@ -19,14 +19,15 @@ from launch.recipe.settings import emulation, most_candidates, most_trials, sear
 
 def search_recipe(
     recipe: LoadedRecipe,
-    tell: Callable[[int, float], None] | None = None,
+    tell: Callable[[int, float, bool], None] | None = None,
     *,
     subject: PlannedModel | None = None,
 ) -> Search:
     """The finished search that the recipe asks for; raises RecipeError if no candidate can run.
 
-    ``tell`` is called with the number of candidates looked at and the best predicted seconds so far. ``subject`` is the
-    recipe's model, if another search has planned it before (default: ``planning_subject``).
+    ``tell`` is called with the number of candidates looked at, the best predicted seconds so far, and whether an order
+    is sought now. ``subject`` is the recipe's model, if another search has planned it before (default:
+    ``planning_subject``).
     """
     settings = recipe.values.search
     if AUTO in settings.recompute:

@@ -55,7 +55,7 @@ class Report:
     commands: list[NextCommand]
 
 
-def report_of(recipe: LoadedRecipe, tell: Callable[[int, float], None] | None = None) -> Report:
+def report_of(recipe: LoadedRecipe, tell: Callable[[int, float, bool], None] | None = None) -> Report:
     """The report of ``recipe``; ``tell`` receives the progress of a search, if one is made."""
     source = source_of(recipe, tell)
     columns = ThroughputColumns(source.recipe)

@@ -50,7 +50,7 @@ class ReportSource:
     remarks: tuple[str, ...]  # parts that are missing from the report, with the reasons
 
 
-Tell = Callable[[int, float], None] | None
+Tell = Callable[[int, float, bool], None] | None
 
 
 def source_of(recipe: LoadedRecipe, tell: Tell = None) -> ReportSource:

@@ -300,10 +300,16 @@ def test_an_order_is_found_for_a_problem(auto3d, tmp_path):
     assert found["makespan"] <= found["by_rule"]["makespan"]
     assert found["gain"] == pytest.approx(1 - found["makespan"] / found["by_rule"]["makespan"])
     assert max(found["memory"]) <= 6.5
+    certificate = found["certificate"]
+    assert 0 < certificate["lower_bound"] <= certificate["makespan"] == found["makespan"]
+    assert certificate["gap"] == pytest.approx(found["makespan"] / certificate["lower_bound"] - 1, abs=1e-8)
+    assert certificate["reason"]
     assert json.loads(auto3d("--load", saved, "--json"))["operations"] == found["operations"]
     text = auto3d("synthesize", str(file), "--seconds", "1")
     assert "best by rule    " in text
     assert "less time" in text
+    assert "\ncertificate     " in text
+    assert "best possible: no order takes less than " in text
 
 
 @pytest.mark.parametrize(
@@ -318,7 +324,7 @@ def test_an_order_is_found_for_a_problem(auto3d, tmp_path):
         ("speed: [1, 0]", "speed: found 0; it must be more than 0"),
         ("placements: [diagonal]", "placements: found ['diagonal']; it must be a list of straight"),
         ("placements: [wave]", "placements: none of wave is possible"),
-        ("memory: 1", "no order was found"),
+        ("memory: 1", "one micro-batch alone exceeds the memory"),
         ("memory: 0.1", "the weights do not fit their memory"),
         ("kept: 2", "stage 0 keeps 2"),
         ("split: 1", "split: found 1; it must be true or false"),

@@ -1,0 +1,29 @@
+"""Plan -> Certificate: how far the order of a Plan is from the best order of its stages."""
+
+from dataclasses import replace
+
+from auto3d.cost.model import CostModel
+from auto3d.errors import InputError
+from auto3d.plan import Plan
+from auto3d.schedule.options import SYNC
+from auto3d.schedule.shape import shape_of
+from auto3d.search.order_problem import problem_of
+from auto3d.synthesis.certificate import Certificate, certificate
+
+
+def certificate_of(plan: Plan, model: CostModel, *, may_recompute: bool, seconds: float) -> Certificate:
+    """The distance of the order of ``plan`` from the best order of its stages on their devices, in seconds.
+
+    It covers the orders of ``problem_of(plan)``: their activations fit beside all else that the devices hold. If
+    ``may_recompute``, any stage may recompute; otherwise those that ``plan`` recomputes. An exact solver may improve
+    the bound for ``seconds``. Raises InputError if times are not simulated, or fit one order only.
+    """
+    if model.method != "simulated":
+        raise InputError(f"times are by {model.method}; a bound needs simulated ones")
+    shape = shape_of(plan)
+    problem = problem_of(plan, model, may_recompute=frozenset(range(shape.stages)) if may_recompute else None)
+    if plan.schedule_options.get("sync", SYNC[0]) != SYNC[0]:
+        # A problem has all syncs and updates at the end. Without them, its bound also holds for those that come early.
+        none = (0.0,) * shape.stages
+        problem = replace(problem, costs=replace(problem.costs, sync=none, update=none))
+    return certificate([problem], shape.schedule(), model.seconds(plan), seconds=seconds)
