@@ -31,6 +31,7 @@ from auto3d.runtime.rank import check_plan
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.schedule import SCHEDULES, build_schedule
 from tests.distributed import asynchronous, tensor_grid, tracer
+from tests.distributed.found_orders import FOUND, MICRO_BATCHES
 from tests.distributed.parity import SGD, assert_close, assert_parity, make_plan, plain_pytorch, run_rank
 from tests.models import captured
 from tests.processes import ProcessPool
@@ -48,7 +49,7 @@ MODELS = {
     "ResNet": "resnet-transformers",
 }
 TIED = {"GPT-2": ("gpt2", "transformer.wte.weight"), "LLaMA, tied": ("llama-tied", "model.embed_tokens.weight")}
-BATCH = tracer.Batch(micro_batch_size=2, micro_batches=8, iterations=3, seed=5)
+BATCH = tracer.Batch(micro_batch_size=2, micro_batches=MICRO_BATCHES, iterations=3, seed=5)
 TIED_ITERATIONS = 10
 OPTIMIZER = replace(SGD, clip_norm=0.0)
 SLOW = replace(OPTIMIZER, learning_rate=0.01)  # none of the models diverges, which would magnify rounding
@@ -135,11 +136,15 @@ ASYNCHRONOUS = [name for name, order in SCHEDULES.items() if order.asynchronous]
 
 
 def orders(devices: int) -> Iterator[tuple[str, str, dict]]:
-    """Label, schedule and options of each synchronous schedule."""
+    """Label, schedule and options of each synchronous schedule, and of orders that the search found."""
     for name in BY_RULE:
         for options in options_of(name, devices):
             if not build_schedule(name, devices=devices, micro_batches=devices, **options).weight_version:
                 yield " ".join([name, *(f"{key}={value}" for key, value in options.items())]), name, options
+    for found in FOUND:
+        if found.devices == devices:
+            recompute = ", recomputing" * found.recompute
+            yield f"synthesized, {found.placement}{recompute}", "synthesized", found.options
 
 
 def train(processes: Processes, model: str, name: str, options: dict, *, dp: int, pp: int, iterations: int):

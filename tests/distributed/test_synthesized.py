@@ -1,11 +1,17 @@
-"""Explicit orders that no rule makes train as plain PyTorch does."""
+"""Explicit orders that no rule makes train as plain PyTorch does: random ones, and orders that the search found."""
 
 import random
+from itertools import product
 
 import pytest
 
 from auto3d.partition.methods.uniform import uniform
+from auto3d.schedule.operation import Kind
 from auto3d.schedule.order_text import order_options
+from auto3d.simulate.simulate import simulate
+from auto3d.synthesis.problem import peaks
+from tests.distributed.found_orders import FOUND, MICRO_BATCHES, FoundOrder
+from tests.distributed.grid import MODELS, ONE_COPY
 from tests.distributed.parity import ADAMW, SGD, assert_buffers, assert_parity, make_plan, plain_pytorch, run_rank
 from tests.live_tensors import peak_of_rank
 from tests.memory_grid import SAMPLES
@@ -43,6 +49,60 @@ def test_random_orders(processes, placement, devices, micro_batches, model):
     assert_parity(ranks, expected)
     if placement != "two pipes":
         assert_buffers(ranks, expected)
+
+
+BY_NAME = {str(found): found for found in FOUND}
+SUITE = [("v-4-recompute", "gpt2-dropout"), ("two-way-4", "bert-dropout"), ("straight-2-recompute", "residual")]
+GRID = [
+    (str(found), model)
+    for found, (model, most) in product(FOUND, MODELS.items())
+    if found.stages <= most and (found.placement != "two-way" or model not in ONE_COPY)
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [*SUITE, *(pytest.param(*cell, marks=pytest.mark.parity) for cell in GRID if cell not in SUITE)],
+)
+def test_found_orders(processes, name, model):
+    found: FoundOrder = BY_NAME[name]
+    plan = make_plan(
+        model,
+        dp=1,
+        pp=found.devices,
+        micro_batches=MICRO_BATCHES,
+        schedule="synthesized",
+        options=found.options,
+        stages=uniform(captured(model, 2).graph, found.stages),
+    )
+    ranks = processes.run(found.devices, run_rank, model, plan, SGD)
+    expected = plain_pytorch(model, micro_batch_size=2, global_batch=plan.global_batch, optimizer=SGD)
+    assert_parity(ranks, expected)
+    if found.placement != "two-way":  # each copy of a stage has buffers of its own
+        assert_buffers(ranks, expected)
+
+
+@pytest.mark.parametrize("found", FOUND, ids=str)
+def test_found_orders_fit_their_problem_and_beat_every_rule(found):
+    """`python -m tests.distributed.found_orders` makes the files again."""
+    schedule, structure = found.schedule(), found.structure()
+    problem, by_rule = structure.problem, structure.best_by_rule()
+    assert max(peaks(problem, schedule)) <= min(problem.free)
+    assert by_rule is None or simulate(schedule, problem.costs).makespan < by_rule[0]
+    if not found.recompute:
+        assert not schedule.recompute
+
+
+def test_found_orders_split_and_recompute():
+    """Among the saved orders are stages that split, that recompute, and that do both."""
+    kinds = {
+        (operation.kind is Kind.BACKWARD_INPUT, operation.stage in schedule.recompute)
+        for schedule in (found.schedule() for found in FOUND)
+        for operations in schedule.operations
+        for operation in operations
+        if operation.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+    }
+    assert kinds == {(False, False), (False, True), (True, False), (True, True)}
 
 
 def peak(world, plan):

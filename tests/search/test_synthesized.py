@@ -16,6 +16,7 @@ from auto3d.schedule.shape import shape_of
 from auto3d.search.algorithms.exhaustive import exhaustive
 from auto3d.search.bound import least_of_any_order_s
 from auto3d.search.make import PlanMaker
+from auto3d.search.order_certificate import certificate_of
 from auto3d.search.order_problem import problem_of
 from auto3d.search.planned_model import PlannedLayers
 from auto3d.search.search import Budget, Search
@@ -102,6 +103,28 @@ def test_no_order_is_shorter_than_the_bound():
     bounds = [maker.model.slowest_pipeline_s(plan, least_of_any_order_s) for plan in plans]
     assert all(bound <= maker.model.seconds(plan) for bound, plan in zip(bounds, plans, strict=True))
     assert min(bounds) <= maker.model.seconds(maker.with_best_order(CANDIDATE, plans))
+
+
+@pytest.mark.parametrize("choices", [{"sync": "eager"}, {"recompute": "auto"}], ids=str)
+def test_no_plan_with_the_same_stages_is_shorter_than_the_certificate(choices):
+    _, maker = case(memory=2e9)
+    candidate = replace(CANDIDATE, **choices)
+    plan = maker.plan(candidate)
+    made = certificate_of(plan, maker.model, may_recompute=candidate.recompute == "auto", seconds=0.5)
+    assert made.departure == ""
+    assert made.makespan == maker.model.seconds(plan)
+    assert 0 <= made.gap < 0.2
+    bound = made.lower_bound * (1 - 1e-9)
+    where = plan.stages, shape_of(plan).device_of
+    others = [one for one in fitting(maker, **choices) if (one.stages, shape_of(one).device_of) == where]
+    assert all(maker.model.seconds(one) >= bound for one in others)
+
+
+def test_a_certificate_needs_simulated_times():
+    _, maker = case()
+    plan = maker.plan(replace(CANDIDATE, schedule="1f1b"))
+    with pytest.raises(InputError, match="times are by amp; a bound needs simulated ones"):
+        certificate_of(plan, maker.model.by("amp"), may_recompute=False, seconds=0)
 
 
 def test_a_search_offers_it_as_one_more_schedule():

@@ -199,6 +199,21 @@ def test_plan_ranks_candidates_and_counts_those_that_cannot_be(folder, auto3d):
     assert "exhaustive search of" in shown
 
 
+def test_plan_certifies_an_order(folder, auto3d):
+    order = str(folder / "order.json")
+    auto3d("schedule", "zb-h1", "--stages", "2", "--micro-batches", "4", "--save", order)
+    space = [f"search.schedule=[1f1b,'synthesized:file={order}']", "search.pp=[2]", "search.dp=[1]"]
+    space += ["search.tp=[1]", "search.micro_batch_size=[2]", "search.allow_idle_devices=true"]
+    kept = {one["schedule"][:4]: one for one in planned(auto3d, *space)["candidates"]}
+    assert kept["1f1b"]["certificate"] is None
+    certificate = kept["synt"]["certificate"]
+    assert certificate["makespan"] == kept["synt"]["predicted_s"] >= certificate["lower_bound"] > 0
+    assert certificate["gap"] == pytest.approx(certificate["makespan"] / certificate["lower_bound"] - 1, abs=1e-8)
+    shown = auto3d("plan", "own.yaml", *space).out
+    assert "\norder of plan 1: " in shown
+    assert "best possible: no order takes less than " in shown
+
+
 def test_a_space_without_a_plan_is_refused(folder, auto3d):
     refused = auto3d("sweep", "own.yaml", "search.micro_batch_size=[3]", code=2).err
     assert "search: its only candidate cannot run: global_batch: 8 does not divide" in refused
