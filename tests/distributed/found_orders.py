@@ -1,7 +1,7 @@
 """Orders that the real search found for unequal stages and little memory: python -m tests.distributed.found_orders
 
-A search ends by the clock, so tests train under orders that were saved. This command finds them again (two minutes on two
-cores) and writes them to tests/distributed/orders/.
+A search ends by the clock, so tests train under orders that were saved. This command finds them again (two minutes on
+two cores) and writes them to tests/distributed/orders/.
 """
 
 from dataclasses import dataclass
