@@ -18,7 +18,7 @@ from auto3d.synthesis.policy import Policy, changed_policy, list_schedule, usual
 from auto3d.synthesis.problem import Problem, peaks
 from auto3d.synthesis.tables import (
     NAME,
-    Choices,
+    BackwardChoices,
     Tables,
     bounds_of,
     order_of_schedule,
@@ -85,7 +85,7 @@ def _fitting(problem: Problem, seeds: Sequence[Schedule]) -> Iterator[Synthesis]
 
 def _searched(problem: Problem, seconds: float, seeds: Sequence[Schedule], seed: int) -> Iterator[Synthesis]:
     """Orders that the search finds, better and better."""
-    for order in _Search(problem, seconds, seeds, seed).orders():
+    for order in _OrderSearch(problem, seconds, seeds, seed).orders():
         bounds = bounds_of(tables_of(problem, order.choices))
         schedule = schedule_of_order(problem, order.choices, order.codes, bounds)
         time = simulate(schedule, problem.costs).makespan
@@ -94,14 +94,14 @@ def _searched(problem: Problem, seconds: float, seeds: Sequence[Schedule], seed:
 
 @dataclass(frozen=True, kw_only=True)
 class _Order:
-    choices: Choices
+    choices: BackwardChoices
     codes: np.ndarray
     time: float
     begun_from: str
     policy: Policy | None = None
 
 
-class _Search:
+class _OrderSearch:
     """One search. If micro-batches are many, it searches orders of fewer, and repeats their steady state."""
 
     def __init__(self, problem: Problem, seconds: float, seeds: Sequence[Schedule], seed: int) -> None:
@@ -135,7 +135,7 @@ class _Search:
 
     def _compile(self) -> None:
         """Load or compile what is compiled, so that it does not take a part of the search's time."""
-        choices = Choices()
+        choices = BackwardChoices()
         tables, _, _ = self._space(self._few, choices)
         self._by_policy(self._few, choices, next(usual_policies(tables)))
         self._annealed(
@@ -146,18 +146,18 @@ class _Search:
         """The share of the time that is over."""
         return (thread_time() - self._begin) / self._seconds
 
-    def _order(self, problem: Problem, choices: Choices, codes: np.ndarray, begun_from: str) -> _Order:
+    def _order(self, problem: Problem, choices: BackwardChoices, codes: np.ndarray, begun_from: str) -> _Order:
         tables, bounds, room = self._space(problem, choices)
         return _Order(choices=choices, codes=codes, time=makespan(tables, codes, bounds, room), begun_from=begun_from)
 
-    def _choices(self) -> list[Choices]:
+    def _choices(self) -> list[BackwardChoices]:
         """All choices, if they are few; otherwise those of the seeds, and all or none of the stages."""
         split, recompute = sorted(self._all.may_split), sorted(self._all.may_recompute)
         if 2 ** (len(split) + len(recompute)) <= ALL_CHOICES:
             pairs = product(_subsets(split), _subsets(recompute))
         else:
             pairs = product(((), tuple(split)), ((), tuple(recompute)))
-        found = [Choices(split=frozenset(some), recompute=frozenset(others)) for some, others in pairs]
+        found = [BackwardChoices(split=frozenset(some), recompute=frozenset(others)) for some, others in pairs]
         read = [order_of_schedule(self._all, schedule) for schedule in self._seeds]
         return list(dict.fromkeys([*(each[0] for each in read if each is not None), *found]))
 
@@ -190,7 +190,7 @@ class _Search:
             if listed is not None:
                 yield listed
 
-    def _by_policy(self, problem: Problem, choices: Choices, policy: Policy) -> _Order | None:
+    def _by_policy(self, problem: Problem, choices: BackwardChoices, policy: Policy) -> _Order | None:
         tables, bounds, room = self._space(problem, choices)
         codes = np.zeros(bounds[-1], np.int32)
         if not list_schedule(tables, policy, bounds, room, codes):
@@ -254,7 +254,7 @@ class _Search:
         return self._order(problem, order.choices, best, order.begun_from)
 
 
-def _space(problem: Problem, choices: Choices) -> tuple[Tables, np.ndarray, Room]:
+def _space(problem: Problem, choices: BackwardChoices) -> tuple[Tables, np.ndarray, Room]:
     """The arrays of a problem and its choices, the bounds of devices in an order, and the room to time it."""
     tables = tables_of(problem, choices)
     bounds = bounds_of(tables)
@@ -265,7 +265,7 @@ def _best(orders: Iterable[_Order], count: int) -> list[_Order]:
     """The ``count`` shortest of ``orders`` that fit the memory; at most a quarter of them make the same choices."""
     possible = {(order.choices, order.codes.tobytes()): order for order in orders if order.time < np.inf}
     chosen: list[_Order] = []
-    taken: Counter[Choices] = Counter()
+    taken: Counter[BackwardChoices] = Counter()
     for order in sorted(possible.values(), key=lambda order: order.time):
         taken[order.choices] += 1
         if len(chosen) < count and taken[order.choices] <= max(1, count // 4):
