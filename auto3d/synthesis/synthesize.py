@@ -31,6 +31,7 @@ from auto3d.synthesis.timing import Room, make_room, makespan
 from auto3d.synthesis.unroll import resized
 
 TOLERANCE = 1e-9  # relative error of sums of floats
+TINY = 1e-30  # in place of a time or a size of 0, where it divides
 ALL_CHOICES = 256  # numbers of choices up to which all are tried
 PERIODS = 3  # periods of D micro-batches that are searched; of more micro-batches, the steady state is repeated
 ROUNDS = (32, 16, 8, 4, 2, 1)  # orders that each round of annealing takes further
@@ -40,7 +41,6 @@ HOT, COLD = 1.0, 0.005  # first and last temperature of annealing, in mean durat
 PENALTY = 8.0  # price of holding the largest activation beyond the memory, in mean durations of an operation
 REACH = 12  # farthest move of an operation
 TIMED = 100  # tries by which the time of one is measured
-TIMED = 50  # tries by which the time of one is measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ class _OrderSearch:
         self._few = replace(problem, micro_batches=problem.micro_batches - self._skipped)
         self._space = lru_cache(None)(_space)
         self._try_s: dict[Problem, float] = {}  # seconds of one try of annealing
-        self._begin = thread_time()
+        self._begin = 0.0
         self._compile()
         self._begin = thread_time()
 
@@ -138,9 +138,10 @@ class _OrderSearch:
         choices = BackwardChoices()
         tables, _, _ = self._space(self._few, choices)
         self._by_policy(self._few, choices, next(usual_policies(tables)))
-        self._annealed(
-            self._few, self._order(self._few, choices, next(orders_of_one_at_a_time(self._few, choices)), ""), 0
-        )
+        order = self._order(self._few, choices, next(orders_of_one_at_a_time(self._few, choices)), "policy")
+        for _ in range(2):  # the first time includes compiling
+            self._try_s.clear()
+            self._annealed(self._few, order, 0.0)
 
     def _spent(self) -> float:
         """The share of the time that is over."""
@@ -241,8 +242,8 @@ class _OrderSearch:
     def _annealed(self, problem: Problem, order: _Order, end: float) -> _Order:
         """``order`` annealed until the share ``end`` of the time is over."""
         tables, bounds, room = self._space(problem, order.choices)
-        mean = float((tables.duration * tables.exists).sum() / tables.exists.sum())
-        penalty = PENALTY * mean / float(tables.during.max())
+        mean = max(float((tables.duration * tables.exists).sum() / tables.exists.sum()), TINY)
+        penalty = PENALTY * mean / max(float(tables.during.max()), TINY)
         each = self._try_s.get(problem, 0.0)
         tries = int((end - self._spent()) * self._seconds / each) if each else TIMED
         if tries <= 0:
