@@ -34,6 +34,7 @@ TOLERANCE = 1e-9  # relative error of sums of floats
 TINY = 1e-30  # in place of a time or a size of 0, where it divides
 ALL_CHOICES = 256  # numbers of choices up to which all are tried
 PERIODS = 3  # periods of D micro-batches that are searched; of more micro-batches, the steady state is repeated
+LEAST = 12  # micro-batches that are searched if there are as many
 ROUNDS = (32, 16, 8, 4, 2, 1)  # orders that each round of annealing takes further
 POLICY_SHARE = 0.25  # share of the time for policies and choices
 LAST_SHARE = 0.2  # share of the time for annealing all micro-batches at the end, if fewer were searched
@@ -109,7 +110,8 @@ class _OrderSearch:
         self._random = np.random.default_rng(seed)
         seed_random(seed)
         period = problem.devices * problem.pipes
-        self._skipped = period * max(0, problem.micro_batches // period - PERIODS)
+        searched = max(PERIODS * period, LEAST)
+        self._skipped = period * max(0, (problem.micro_batches - searched) // period)
         self._few = replace(problem, micro_batches=problem.micro_batches - self._skipped)
         self._space = lru_cache(None)(_space)
         self._try_s: dict[Problem, float] = {}  # seconds of one try of annealing
@@ -118,7 +120,9 @@ class _OrderSearch:
         self._begin = thread_time()
 
     def orders(self) -> Iterator[_Order]:
-        """Orders of all micro-batches, better and better, until the time is over."""
+        """Orders of all micro-batches, better and better, until the time is over; the first one needs least memory."""
+        alone = [(each, codes) for each in self._choices() for codes in orders_of_one_at_a_time(self._all, each)]
+        yield from _best((self._order(self._all, each, codes, "policy") for each, codes in alone), 1)
         orders = self._with_changed_policies(_best([*self._by_policies(), *self._seeded()], ROUNDS[0]))
         yield from self._of_all(orders)
         ends = np.linspace(POLICY_SHARE, 1 - LAST_SHARE if self._skipped else 1, len(ROUNDS) + 1)[1:]
