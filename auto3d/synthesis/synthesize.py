@@ -18,7 +18,7 @@ from auto3d.synthesis.policy import Policy, changed_policy, list_schedule, usual
 from auto3d.synthesis.problem import Problem, peaks
 from auto3d.synthesis.tables import (
     NAME,
-    Choices,
+    BackwardChoices,
     Tables,
     bounds_of,
     order_of_schedule,
@@ -31,8 +31,10 @@ from auto3d.synthesis.timing import Room, make_room, makespan
 from auto3d.synthesis.unroll import resized
 
 TOLERANCE = 1e-9  # relative error of sums of floats
+TINY = 1e-30  # in place of a time or a size of 0, where it divides
 ALL_CHOICES = 256  # numbers of choices up to which all are tried
 PERIODS = 3  # periods of D micro-batches that are searched; of more micro-batches, the steady state is repeated
+LEAST = 12  # micro-batches that are searched if there are as many
 ROUNDS = (32, 16, 8, 4, 2, 1)  # orders that each round of annealing takes further
 POLICY_SHARE = 0.25  # share of the time for policies and choices
 LAST_SHARE = 0.2  # share of the time for annealing all micro-batches at the end, if fewer were searched
@@ -40,7 +42,6 @@ HOT, COLD = 1.0, 0.005  # first and last temperature of annealing, in mean durat
 PENALTY = 8.0  # price of holding the largest activation beyond the memory, in mean durations of an operation
 REACH = 12  # farthest move of an operation
 TIMED = 100  # tries by which the time of one is measured
-TIMED = 50  # tries by which the time of one is measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +86,7 @@ def _fitting(problem: Problem, seeds: Sequence[Schedule]) -> Iterator[Synthesis]
 
 def _searched(problem: Problem, seconds: float, seeds: Sequence[Schedule], seed: int) -> Iterator[Synthesis]:
     """Orders that the search finds, better and better."""
-    for order in _Search(problem, seconds, seeds, seed).orders():
+    for order in _OrderSearch(problem, seconds, seeds, seed).orders():
         bounds = bounds_of(tables_of(problem, order.choices))
         schedule = schedule_of_order(problem, order.choices, order.codes, bounds)
         time = simulate(schedule, problem.costs).makespan
@@ -94,14 +95,14 @@ def _searched(problem: Problem, seconds: float, seeds: Sequence[Schedule], seed:
 
 @dataclass(frozen=True, kw_only=True)
 class _Order:
-    choices: Choices
+    choices: BackwardChoices
     codes: np.ndarray
     time: float
     begun_from: str
     policy: Policy | None = None
 
 
-class _Search:
+class _OrderSearch:
     """One search. If micro-batches are many, it searches orders of fewer, and repeats their steady state."""
 
     def __init__(self, problem: Problem, seconds: float, seeds: Sequence[Schedule], seed: int) -> None:
@@ -109,16 +110,19 @@ class _Search:
         self._random = np.random.default_rng(seed)
         seed_random(seed)
         period = problem.devices * problem.pipes
-        self._skipped = period * max(0, problem.micro_batches // period - PERIODS)
+        searched = max(PERIODS * period, LEAST)
+        self._skipped = period * max(0, (problem.micro_batches - searched) // period)
         self._few = replace(problem, micro_batches=problem.micro_batches - self._skipped)
         self._space = lru_cache(None)(_space)
         self._try_s: dict[Problem, float] = {}  # seconds of one try of annealing
-        self._begin = thread_time()
+        self._begin = 0.0
         self._compile()
         self._begin = thread_time()
 
     def orders(self) -> Iterator[_Order]:
-        """Orders of all micro-batches, better and better, until the time is over."""
+        """Orders of all micro-batches, better and better, until the time is over; the first one needs least memory."""
+        alone = [(each, codes) for each in self._choices() for codes in orders_of_one_at_a_time(self._all, each)]
+        yield from _best((self._order(self._all, each, codes, "policy") for each, codes in alone), 1)
         orders = self._with_changed_policies(_best([*self._by_policies(), *self._seeded()], ROUNDS[0]))
         yield from self._of_all(orders)
         ends = np.linspace(POLICY_SHARE, 1 - LAST_SHARE if self._skipped else 1, len(ROUNDS) + 1)[1:]
@@ -135,29 +139,30 @@ class _Search:
 
     def _compile(self) -> None:
         """Load or compile what is compiled, so that it does not take a part of the search's time."""
-        choices = Choices()
+        choices = BackwardChoices()
         tables, _, _ = self._space(self._few, choices)
         self._by_policy(self._few, choices, next(usual_policies(tables)))
-        self._annealed(
-            self._few, self._order(self._few, choices, next(orders_of_one_at_a_time(self._few, choices)), ""), 0
-        )
+        order = self._order(self._few, choices, next(orders_of_one_at_a_time(self._few, choices)), "policy")
+        for _ in range(2):  # the first time includes compiling
+            self._try_s.clear()
+            self._annealed(self._few, order, 0.0)
 
     def _spent(self) -> float:
         """The share of the time that is over."""
         return (thread_time() - self._begin) / self._seconds
 
-    def _order(self, problem: Problem, choices: Choices, codes: np.ndarray, begun_from: str) -> _Order:
+    def _order(self, problem: Problem, choices: BackwardChoices, codes: np.ndarray, begun_from: str) -> _Order:
         tables, bounds, room = self._space(problem, choices)
         return _Order(choices=choices, codes=codes, time=makespan(tables, codes, bounds, room), begun_from=begun_from)
 
-    def _choices(self) -> list[Choices]:
+    def _choices(self) -> list[BackwardChoices]:
         """All choices, if they are few; otherwise those of the seeds, and all or none of the stages."""
         split, recompute = sorted(self._all.may_split), sorted(self._all.may_recompute)
         if 2 ** (len(split) + len(recompute)) <= ALL_CHOICES:
             pairs = product(_subsets(split), _subsets(recompute))
         else:
             pairs = product(((), tuple(split)), ((), tuple(recompute)))
-        found = [Choices(split=frozenset(some), recompute=frozenset(others)) for some, others in pairs]
+        found = [BackwardChoices(split=frozenset(some), recompute=frozenset(others)) for some, others in pairs]
         read = [order_of_schedule(self._all, schedule) for schedule in self._seeds]
         return list(dict.fromkeys([*(each[0] for each in read if each is not None), *found]))
 
@@ -190,7 +195,7 @@ class _Search:
             if listed is not None:
                 yield listed
 
-    def _by_policy(self, problem: Problem, choices: Choices, policy: Policy) -> _Order | None:
+    def _by_policy(self, problem: Problem, choices: BackwardChoices, policy: Policy) -> _Order | None:
         tables, bounds, room = self._space(problem, choices)
         codes = np.zeros(bounds[-1], np.int32)
         if not list_schedule(tables, policy, bounds, room, codes):
@@ -241,8 +246,8 @@ class _Search:
     def _annealed(self, problem: Problem, order: _Order, end: float) -> _Order:
         """``order`` annealed until the share ``end`` of the time is over."""
         tables, bounds, room = self._space(problem, order.choices)
-        mean = float((tables.duration * tables.exists).sum() / tables.exists.sum())
-        penalty = PENALTY * mean / float(tables.during.max())
+        mean = max(float((tables.duration * tables.exists).sum() / tables.exists.sum()), TINY)
+        penalty = PENALTY * mean / max(float(tables.during.max()), TINY)
         each = self._try_s.get(problem, 0.0)
         tries = int((end - self._spent()) * self._seconds / each) if each else TIMED
         if tries <= 0:
@@ -254,7 +259,7 @@ class _Search:
         return self._order(problem, order.choices, best, order.begun_from)
 
 
-def _space(problem: Problem, choices: Choices) -> tuple[Tables, np.ndarray, Room]:
+def _space(problem: Problem, choices: BackwardChoices) -> tuple[Tables, np.ndarray, Room]:
     """The arrays of a problem and its choices, the bounds of devices in an order, and the room to time it."""
     tables = tables_of(problem, choices)
     bounds = bounds_of(tables)
@@ -265,7 +270,7 @@ def _best(orders: Iterable[_Order], count: int) -> list[_Order]:
     """The ``count`` shortest of ``orders`` that fit the memory; at most a quarter of them make the same choices."""
     possible = {(order.choices, order.codes.tobytes()): order for order in orders if order.time < np.inf}
     chosen: list[_Order] = []
-    taken: Counter[Choices] = Counter()
+    taken: Counter[BackwardChoices] = Counter()
     for order in sorted(possible.values(), key=lambda order: order.time):
         taken[order.choices] += 1
         if len(chosen) < count and taken[order.choices] <= max(1, count // 4):

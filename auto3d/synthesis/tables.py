@@ -22,7 +22,7 @@ FORWARD, BACKWARD, WEIGHT, RECOMPUTE = range(4)  # numbers of kinds; BACKWARD is
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choices:
+class BackwardChoices:
     """The stages of an order that recompute, and those whose backward is I and W."""
 
     recompute: frozenset[int] = frozenset()
@@ -52,7 +52,7 @@ class Tables(NamedTuple):
     update: np.ndarray  # [Q]
 
 
-def tables_of(problem: Problem, choices: Choices) -> Tables:
+def tables_of(problem: Problem, choices: BackwardChoices) -> Tables:
     """The arrays of ``problem`` under ``choices``."""
     pipe_stages = sorted(problem.device_of)
     number = {pipe_stage: index for index, pipe_stage in enumerate(pipe_stages)}
@@ -124,7 +124,7 @@ def bounds_of(tables: Tables) -> np.ndarray:
     return np.concatenate(([0], np.cumsum(totals))).astype(np.int32)
 
 
-def schedule_of_order(problem: Problem, choices: Choices, order: np.ndarray, bounds: np.ndarray) -> Schedule:
+def schedule_of_order(problem: Problem, choices: BackwardChoices, order: np.ndarray, bounds: np.ndarray) -> Schedule:
     """The Schedule of ``order``, whose entries are kind × Q + pipe stage, one device after the other."""
     pipe_stages = sorted(problem.device_of)
     size = len(pipe_stages)
@@ -154,7 +154,7 @@ def schedule_of_order(problem: Problem, choices: Choices, order: np.ndarray, bou
     return place_syncs(schedule, "lazy")
 
 
-def orders_of_one_at_a_time(problem: Problem, choices: Choices) -> Iterator[np.ndarray]:
+def orders_of_one_at_a_time(problem: Problem, choices: BackwardChoices) -> Iterator[np.ndarray]:
     """Orders in which each micro-batch begins when the one before it has ended, which needs the least memory.
 
     The micro-batches of several pipes take turns, or those of one pipe come before those of the next.
@@ -167,7 +167,7 @@ def orders_of_one_at_a_time(problem: Problem, choices: Choices) -> Iterator[np.n
             yield _one_at_a_time(problem, choices, in_turns)
 
 
-def _one_at_a_time(problem: Problem, choices: Choices, turns: Sequence[int]) -> np.ndarray:
+def _one_at_a_time(problem: Problem, choices: BackwardChoices, turns: Sequence[int]) -> np.ndarray:
     """The order in which a micro-batch of each pipe of ``turns`` runs alone."""
     pipe_stages = sorted(problem.device_of)
     size = len(pipe_stages)
@@ -183,7 +183,7 @@ def _one_at_a_time(problem: Problem, choices: Choices, turns: Sequence[int]) -> 
     return np.array([code for codes in devices for code in codes], np.int32)
 
 
-def with_choices(tables: Tables, order: np.ndarray, choices: Choices) -> np.ndarray:
+def with_choices(tables: Tables, order: np.ndarray, choices: BackwardChoices) -> np.ndarray:
     """``order`` under other ``choices``: each new R comes right before its backward, each new W right after it."""
     size = len(tables.device)
     splits = np.isin(tables.stage, list(choices.split))
@@ -201,7 +201,7 @@ def with_choices(tables: Tables, order: np.ndarray, choices: Choices) -> np.ndar
     return np.array(codes, np.int32)
 
 
-def order_of_schedule(problem: Problem, schedule: Schedule) -> tuple[Choices, np.ndarray] | None:
+def order_of_schedule(problem: Problem, schedule: Schedule) -> tuple[BackwardChoices, np.ndarray] | None:
     """The choices and the order of ``schedule``, renumbered; None if an order cannot express it.
 
     That is so if an operation has several micro-batches or parts of one, if a stage splits only some backwards, or if
@@ -233,7 +233,7 @@ def order_of_schedule(problem: Problem, schedule: Schedule) -> tuple[Choices, np
             if kind == BACKWARD and inside:
                 order.append(RECOMPUTE * size + index)
             order.append(kind * size + index)
-    choices = Choices(recompute=schedule.recompute, split=split)
+    choices = BackwardChoices(recompute=schedule.recompute, split=split)
     tables = tables_of(problem, choices)
     counted = np.bincount(order, minlength=4 * size).reshape(4, size)
     if (counted != tables.exists * tables.micro_batches).any():

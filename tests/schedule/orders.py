@@ -59,5 +59,5 @@ def random_order(
 
 
 def named(schedule: Schedule) -> Schedule:
-    """``schedule`` under the name that it has in a Plan."""
-    return replace(schedule, name="synthesized")
+    """``schedule`` under the name that it has in a Plan, with as many messages ahead as an explicit order may hold."""
+    return replace(schedule, name="synthesized", held_ahead=schedule.micro_batches)

@@ -43,21 +43,21 @@ TORCHRUN_C10D = [BIN / "torchrun", "--rdzv-backend=c10d", "--rdzv-endpoint=local
 
 
 @pytest.mark.parametrize(
-    ("launcher", "module", "dp"), [(TORCHRUN_C10D, AUTO3D[1:], 2), ([BIN / "mpirun", "-n"], AUTO3D, 1)]
+    ("launcher", "module", "dp", "pp"), [(TORCHRUN_C10D, AUTO3D[1:], 2, 1), ([BIN / "mpirun", "-n"], AUTO3D, 1, 2)]
 )
-def test_training_is_the_same_however_its_processes_are_started(folder, trained, launcher, module, dp):
+def test_training_is_the_same_however_its_processes_are_started(folder, trained, launcher, module, dp, pp):
     """auto3d itself, torchrun and mpirun give the same losses to the last bit."""
-    arguments = ["own.yaml", f"plan.dp={dp}", "plan.pp=2", "plan.micro_batch_size=2"]
+    arguments = ["own.yaml", f"plan.dp={dp}", f"plan.pp={pp}", "plan.micro_batch_size=2"]
     own = trained(*arguments)
     assert len(own["loss"]) == len(own["grad_norm"]) == len(own["iteration_s"]) == 2
-    assert len(own["peak_bytes"]) == 2 * dp
+    assert len(own["peak_bytes"]) == dp * pp
     assert min(own["peak_bytes"]) > 0
-    assert len(own["predicted_bytes"]) == 2 * dp
+    assert len(own["predicted_bytes"]) == dp * pp
     assert own["used_bytes"] == own["reserved_bytes"] == [], "a CPU has one number"
-    assert (own["plan"]["dp"], own["plan"]["pp"], own["plan"]["schedule"]) == (dp, 2, "1f1b")
+    assert (own["plan"]["dp"], own["plan"]["pp"], own["plan"]["schedule"]) == (dp, pp, "1f1b")
     assert own["samples_per_s"] > 0
 
-    command = [*map(str, launcher), str(2 * dp), *module]
+    command = [*map(str, launcher), str(dp * pp), *module]
     (line,) = run(folder, *command, "train", *arguments, "--json").stdout.splitlines()
     assert json.loads(line)["loss"] == own["loss"]
     assert json.loads(line)["grad_norm"] == own["grad_norm"]
@@ -150,8 +150,8 @@ def test_what_a_rank_refuses_is_told_without_a_traceback(folder, auto3d):
 
 
 def test_the_loss_falls_on_real_text(folder, trained):
-    """In 30 iterations of the shipped recipe the loss falls from about ln(256) = 5.5 to below 3.5."""
-    result = trained("tiny", "training.iterations=30")
+    """In 30 iterations of the shipped recipe with 2 layers, the loss falls from about ln(256) = 5.5 to below 3.5."""
+    result = trained("tiny", "training.iterations=30", "model.config.n_layer=2")
     assert 5.0 < result["loss"][0] < 5.8
     assert result["loss"][-1] < 3.5
 

@@ -324,7 +324,7 @@ def test_an_order_is_found_for_a_problem(auto3d, tmp_path):
         ("speed: [1, 0]", "speed: found 0; it must be more than 0"),
         ("placements: [diagonal]", "placements: found ['diagonal']; it must be a list of straight"),
         ("placements: [wave]", "placements: none of wave is possible"),
-        ("memory: 1", "one micro-batch alone exceeds the memory"),
+        ("memory: 1", "one micro-batch alone exceeds the memory of a device"),
         ("memory: 0.1", "the weights do not fit their memory"),
         ("kept: 2", "stage 0 keeps 2"),
         ("split: 1", "split: found 1; it must be true or false"),
