@@ -136,9 +136,9 @@ def pairwise() -> tuple[TensorCell, ...]:
 
 @cache
 def sample() -> tuple[TensorCell, ...]:
-    """Fewer cells of that cover: every pair of schedule, sequence and overlap; every value of the other axes once."""
+    """Fewer cells of that cover: every pair of sequence and overlap; every value of the other axes once."""
     cover = pairwise()
-    once = ("model", "dropout", "degrees", "recompute", "rules")
+    once = ("model", "schedule", "degrees", "recompute", "dropout", "rules")
     chosen = [cover[position] for position in sample_of([cell.axes for cell in cover], once=once)]
     return tuple(sorted(chosen, key=lambda cell: cell.model))
 
