@@ -1,6 +1,6 @@
 """Few cases in place of many: every two values of two axes still meet in one of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import combinations
 
 import numpy as np
@@ -30,4 +30,14 @@ def pairwise_cover(cases: Sequence[Case]) -> list[int]:
         best = int(missing[table].sum(axis=1).argmax())
         chosen.append(best)
         missing[table[best]] = False
+    return chosen
+
+
+def sample_of(cases: Sequence[Case], *, once: Collection[str]) -> list[int]:
+    """Positions of some of ``cases``: every value of the axes ``once``, and every pair of values of the other axes."""
+    chosen = pairwise_cover([{axis: value for axis, value in case.items() if axis not in once} for case in cases])
+    for axis in once:
+        for position, case in enumerate(cases):
+            if axis in case and case[axis] not in {cases[each].get(axis) for each in chosen}:
+                chosen.append(position)
     return chosen

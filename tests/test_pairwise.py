@@ -3,7 +3,7 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.pairwise import pairs, pairwise_cover
+from tests.pairwise import pairs, pairwise_cover, sample_of
 
 
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=5), st.data())
@@ -19,6 +19,13 @@ def test_every_possible_pair_is_covered_by_few_cases(sizes, data):
         p for case in cases for p in pairs(case)
     }
     assert len(set(chosen)) == len(chosen)
+
+    few = sample_of(cases, once="ab")
+    pairs_of_others = [{p for p in pairs(case) if not {p[0][0], p[1][0]} & set("ab")} for case in cases]
+    assert set().union(*(pairs_of_others[position] for position in few)) == set().union(*pairs_of_others)
+    for axis in "ab":
+        assert {cases[position].get(axis) for position in few} >= {case[axis] for case in cases if axis in case}
+    assert len(set(few)) == len(few)
 
 
 def test_the_cover_of_a_full_product_is_small():

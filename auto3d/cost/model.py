@@ -121,8 +121,8 @@ class CostModel:
         """``memory(plan)`` with the operation at which each device reaches its peak, and what it holds there."""
         return self._memory.devices(plan)
 
-    def largest_tensors(self, plan: Plan, device: int, count: int = 10) -> tuple[HeldTensor, ...]:
-        """The largest tensors that pipeline device ``device`` holds at its peak, largest first."""
+    def largest_tensors(self, plan: Plan, device: int, count: int | None = 10) -> tuple[HeldTensor, ...]:
+        """The largest tensors that pipeline device ``device`` holds at its peak, largest first; None: all of them."""
         return self._memory.largest(plan, device, count)
 
     def flops(self, plan: Plan) -> IterationFlops:

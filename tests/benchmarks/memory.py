@@ -19,8 +19,8 @@ OUT = Path("results/memory")
 WORST = 10
 TEXT = """# Predicted memory against the tensors of real ranks
 
-Written by `python -m tests.benchmarks.memory`. {ranks} ranks of {trainings} trainings on CPUs: every schedule with
-every family, one and two tensor-parallel ranks, with and without recomputation, replicas of stages, sequence
+Written by `python -m tests.benchmarks.memory`. {ranks} ranks of {trainings} trainings on CPUs: the schedules of the
+table with every family, one and two tensor-parallel ranks, with and without recomputation, replicas of stages, sequence
 parallelism, ZeRO-1, bfloat16. The models have hidden size 96 and 4 layers; a micro-batch has 8 samples of 64 tokens. A
 rank's bytes are those of all tensors alive at once, counted after each operator of its second iteration, without
 temporaries inside operators. The error is predicted / held - 1.

@@ -2,7 +2,9 @@
 
 import random
 from dataclasses import replace
+from functools import cache
 from itertools import chain
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +12,11 @@ from torch import nn
 
 from auto3d.cluster import Cluster, Node, place_ranks
 from auto3d.cost.layers import Layer, work_of_layers
+from auto3d.cost.memory.device import ENTRIES
 from auto3d.cost.model import CostModel
+from auto3d.cost.systems import MEGATRON, NANOTRON
 from auto3d.cost.training_options import TrainingOptions
-from auto3d.cost.work import work_of
+from auto3d.cost.work import Work, work_of, work_of_tensor_parallel
 from auto3d.errors import InputError
 from auto3d.partition.merak import shard
 from auto3d.partition.recompute import subgraph_starts
@@ -24,7 +28,11 @@ from auto3d.runtime.optimizer_state import make_state
 from auto3d.runtime.rank import predicted_memory
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.schedule import SCHEDULES, build_schedule
+from auto3d.schedule.order_text import order_options
+from auto3d.schedule.shape import shape as shape_at
 from auto3d.search.recompute import KeptFractions
+from auto3d.tensor.local_graph import local_graph
+from auto3d.tensor.model import tensor_parallel
 from tests.distributed.parity import ADAMW, SGD, make_plan
 from tests.live_tensors import LiveTensors
 from tests.memory_grid import Cell, compare, grid, plan_of
@@ -59,6 +67,23 @@ def cost_model(layers: list[Layer], devices: int) -> CostModel:
     return CostModel(
         cluster, TrainingOptions(), lambda samples, tp, _: work_of_layers(layers, samples, tp, precision="float32")
     )
+
+
+def cost_model_of(name: str, **training: Any) -> CostModel:
+    """The costs of a captured model, as one of 1 or 2 tensor-parallel ranks trains it with these TrainingOptions."""
+    options = TrainingOptions(**training)
+    graph = captured(name, 2).graph
+    keywords = {"precision": options.precision, "system": options.system}
+
+    @cache
+    def work_at(samples: int, tp: int, sequence_parallel: bool) -> Work:
+        whole = work_of(graph, shard(graph).bounds, **keywords)
+        if tp == 1:
+            return whole
+        split = tensor_parallel(captured(name, 2), tp, sequence_parallel=sequence_parallel)
+        return work_of_tensor_parallel(whole, local_graph(split), **keywords)
+
+    return CostModel(Cluster(nodes=(Node(devices=16),), device="cpu"), options, work_at)
 
 
 def plan_for(name: str, devices: int, micro_batches: int, stages: int, **options: int | str) -> Plan:
@@ -163,45 +188,92 @@ def test_frozen_parameters_count_as_weights_alone():
     assert whole.optimizer - less.optimizer == 2 * graph.parameters[frozen].bytes
 
 
-EXACT = ("weights", "versions", "gradients", "optimizer", "messages", "working")  # entries that name every tensor
+def assert_listed(model: CostModel, plan: Plan) -> None:
+    """The largest tensors of each device of ``plan`` add up to the entries of its witness, all of them."""
+    for device, witness in enumerate(model.memory_witness(plan)):
+        listed = dict.fromkeys(ENTRIES, 0.0)
+        for tensor in model.largest_tensors(plan, device, None):
+            assert tensor.total > 0, (tensor, plan)
+            listed[tensor.kind] += tensor.total
+        assert listed == {kind: pytest.approx(getattr(witness, kind), abs=1) for kind in ENTRIES}, (plan, device)
+
+
+def random_plan(chance: random.Random, model: str, name: str, *, tp: int = 1) -> Plan | None:
+    """A plan of schedule ``name``: any cuts, kept fraction, replicas, data parallelism, ZeRO-1; None: no such plan."""
+    devices, dp = chance.choice([1, 2, 4]), chance.choice([1, 2])
+    if not (options := options_of(name, devices)):
+        return None
+    options = {**chance.choice(options), "sync": chance.choice(SYNC)}
+    if name == "synthesized":
+        source = chance.choice(["zb-v", "hanayo", "interleaved-1f1b"])
+        options = order_options(build_schedule(source, devices=devices, micro_batches=2 * devices, sync="eager"))
+    elif "recompute" in SCHEDULES[name].options:
+        options["recompute"] = chance.choice(["none", "full"])
+    shape = shape_at(name, devices=devices, micro_batches=2 * devices, options=options)
+    graph = captured(model, 2).graph
+    cuts = sorted(chance.sample(range(1, len(graph.nodes)), shape.stages - 1))
+    plan = make_plan(
+        model, dp=dp, pp=devices, micro_batch_size=2 * shape.parts, micro_batches=2 * devices, schedule=name,
+        options=options, stages=stages_between([0, *cuts, len(graph.nodes)]), shard_optimizer=chance.random() < 0.5,
+    )  # fmt: skip
+    if tp > 1:
+        plan = replace(plan, tp=tp, placement=place_ranks(dp=dp, pp=devices, tp=tp))
+    elif max(replicas := chance.choices([1, 2], k=devices)) == 2:
+        copies = [{replicas[device] for device in shape.homes[number]} for number in range(shape.stages)]
+        if all(len(each) == 1 for each in copies):  # the pipes give a stage the same replicas
+            stages = [replace(stage, replicas=min(each)) for stage, each in zip(plan.stages, copies, strict=True)]
+            placement = place_ranks(dp=dp, pp=devices, replicas=replicas)
+            plan = replace(plan, stages=tuple(stages), placement=placement)
+    if options.get("recompute") == "full" and chance.random() < 0.7:
+        bounds = shard(graph).bounds
+        fractions = KeptFractions(plan, lambda stage: subgraph_starts(graph, stage, bounds))
+        plan = fractions.plan(chance.choice([0.25, 0.5, 0.75]))
+    return plan
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_witness_is_the_sum_of_its_tensors_and_the_highest_point_of_the_drawing(name):
-    """Under random plans of a real model: any cuts, order, kept fraction, data parallelism and ZeRO-1."""
+    """Every entry of the witness, under random plans of a real model for this runtime."""
     chance, compared = random.Random(name), 0
-    graph = captured("t5", 2).graph
-    bounds = shard(graph).bounds
-    work = work_of(graph, bounds)
-    model = CostModel(Cluster(nodes=(Node(devices=8),), device="cpu"), TrainingOptions(), lambda *_: work)
+    model = cost_model_of("t5")
     for _ in range(6):
-        devices, dp = chance.choice([1, 2, 4]), chance.choice([1, 2])
-        if not (options := options_of(name, devices)):
+        if (plan := random_plan(chance, "t5", name)) is None:
             continue
-        options = {**chance.choice(options), "sync": chance.choice(SYNC)}
-        if "recompute" in SCHEDULES[name].options:
-            options["recompute"] = chance.choice(["none", "full"])
-        shape = build_schedule(name, devices=devices, micro_batches=2 * devices, **options)
-        cuts = sorted(chance.sample(range(1, len(graph.nodes)), shape.stages - 1))
-        plan = make_plan(
-            "t5", dp=dp, pp=devices, micro_batch_size=2 * shape.parts, micro_batches=2 * devices, schedule=name,
-            options=options, stages=stages_between([0, *cuts, len(graph.nodes)]), shard_optimizer=chance.random() < 0.5,
-        )  # fmt: skip
-        if options.get("recompute") == "full" and chance.random() < 0.7:
-            fractions = KeptFractions(plan, lambda stage: subgraph_starts(graph, stage, bounds))
-            plan = fractions.plan(chance.choice([0.25, 0.5, 0.75]))
         witnesses, peaks = model.memory_witness(plan), model.memory(plan)
-        curves = model.memory_over_time(plan, model.timeline(plan), range(devices))
+        curves = model.memory_over_time(plan, model.timeline(plan), range(plan.pp))
         assert [one.total for one in witnesses] == pytest.approx(peaks, abs=10), plan
         assert [curve.peak for curve in curves] == pytest.approx(peaks, rel=1e-12), plan
-        for device, witness in enumerate(witnesses):
-            held = dict.fromkeys(EXACT, 0.0)
-            for tensor in model.largest_tensors(plan, device, 10**6):
-                if tensor.kind in held:
-                    held[tensor.kind] += tensor.total
-            assert held == {kind: pytest.approx(getattr(witness, kind), abs=1) for kind in EXACT}, (plan, device)
-            compared += 1
+        assert_listed(model, plan)
+        compared += len(witnesses)
     assert compared >= 5
+
+
+OTHERS = {  # one difference in what is held from this runtime in float32 each
+    "autocast": ("gpt2@bfloat16", {"precision": "bfloat16", "autocast": True}),
+    "adafactor": ("gpt2", {"state_elements": lambda shape: sum(shape)}),
+    "blockwise": ("gpt2", {"recompute_ends": False}),
+    "reserve": ("gpt2", {"reserve_bytes": 2.0**20, "sums_have_copies": True, "backward_makes_gradients": False}),
+    "megatron": ("gpt2", {"system": MEGATRON, "precision": "float16", "recompute_ends": False}),
+    "nanotron": ("gpt2", {"system": NANOTRON, "precision": "bfloat16"}),
+}
+
+
+@pytest.mark.parametrize("name", [*OTHERS, "tensor-parallel", "layers"])
+def test_a_witness_is_the_sum_of_its_tensors_under_other_settings_and_systems(name):
+    """Under random plans; two systems whose kernels save other tensors than this runtime, and a model of layers."""
+    chance = random.Random(name)
+    if name == "layers":
+        for schedule, stages in (("1f1b", 4), ("zb-v", 8), ("pipedream", 4), ("zb-h1", 4)):
+            tied = [0.0] * (stages - 1) + [10.0]  # parameters that the last layer shares with the first
+            layers = [Layer(parameters=100 + n, tied=tied[n], saved=90 + n, output=n) for n in range(stages)]
+            assert_listed(cost_model(layers, 4), plan_for(schedule, 4, 8, stages))
+        return
+    graph, keywords = OTHERS.get(name, ("gpt2", {}))
+    model = cost_model_of(graph, **keywords)
+    for schedule in ("1f1b", "zb-h1", "zb-v", "chimera", "early-recompute", "interleaved-1f1b", "pipedream-2bw"):
+        for _ in range(3):
+            if plan := random_plan(chance, graph, schedule, tp=2 if name == "tensor-parallel" else 1):
+                assert_listed(model, plan)
 
 
 @pytest.mark.parametrize("options", [{}, {"recompute": "full"}], ids=["whole", "recomputed"])

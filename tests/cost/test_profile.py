@@ -22,6 +22,7 @@ from auto3d.tensor.local_graph import local_graph
 from auto3d.tensor.model import tensor_parallel
 from launch.run.ranks import run_ranks
 from tests.models import MODELS, captured
+from tests.soak import soak
 
 ADAMW = OptimizerSettings(
     optimizer="adamw",
@@ -54,7 +55,7 @@ def measured(models, data) -> MachineTimes:
     return outcome.result
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5", "swin", "averaging"])
+@pytest.mark.parametrize("name", ["gpt2", "averaging", *soak("t5", "swin")])
 def test_a_real_profile(name, short):
     """Each distinct subgraph is measured once, and keeps as many bytes for its backward as the Graph predicts."""
     model = captured(name, 4)
@@ -90,7 +91,7 @@ def test_a_real_profile(name, short):
     assert found.messages.link.bandwidth > 0
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [True, *soak(False)])
 def test_a_real_profile_of_a_tensor_parallel_rank(sequence_parallel, short):
     """It has the subgraphs of the whole model, with the bytes that a rank keeps, and collectives of all sizes."""
     model = captured("gpt2", 4)

@@ -16,7 +16,7 @@ from auto3d.schedule.operation import Schedule
 from auto3d.search.recompute import KeptFractions
 from tests.distributed.parity import make_plan
 from tests.models import captured
-from tests.pairwise import pairwise_cover
+from tests.pairwise import pairwise_cover, sample_of
 from tests.schedule.samples import BY_RULE, SYNC, options_of
 
 SAMPLES = 2  # samples that one operation runs
@@ -140,14 +140,9 @@ def pairwise() -> tuple[Cell, ...]:
 
 @lru_cache
 def sample() -> tuple[Cell, ...]:
-    """Fewer cells of that cover: every model, and every pair of values of the other axes."""
+    """Fewer cells of that cover: every order and every model once, and every pair of values of the other axes."""
     cover = pairwise()
-    axes = [{name: value for name, value in cell.axes.items() if name != "model"} for cell in cover]
-    chosen = [cover[position] for position in pairwise_cover(axes)]
-    for cell in cover:
-        if cell.model not in {each.model for each in chosen}:
-            chosen.append(cell)
-    return tuple(chosen)
+    return tuple(cover[position] for position in sample_of([cell.axes for cell in cover], once=("order", "model")))
 
 
 def whole() -> list[list[Cell]]:

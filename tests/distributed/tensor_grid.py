@@ -15,7 +15,7 @@ from auto3d.tensor.weight_rules import known_rules, weight_splits
 from tests.distributed.grid import kept_fractions_of
 from tests.distributed.parity import make_plan
 from tests.models import captured
-from tests.pairwise import pairwise_cover
+from tests.pairwise import pairwise_cover, sample_of
 
 SAMPLES = 2  # samples that one operation runs
 MICRO_BATCHES = 4
@@ -136,17 +136,11 @@ def pairwise() -> tuple[TensorCell, ...]:
 
 @cache
 def sample() -> tuple[TensorCell, ...]:
-    """Fewer cells of that cover: every model, and every pair of values of the axes that are not the model's."""
+    """Fewer cells of that cover: every pair of sequence and overlap; every value of the other axes once."""
     cover = pairwise()
-    chosen = [cover[position] for position in pairwise_cover([_axes_of_the_plan(cell) for cell in cover])]
-    for cell in cover:
-        if cell.model not in {each.model for each in chosen}:
-            chosen.append(cell)
+    once = ("model", "schedule", "degrees", "recompute", "dropout", "rules")
+    chosen = [cover[position] for position in sample_of([cell.axes for cell in cover], once=once)]
     return tuple(sorted(chosen, key=lambda cell: cell.model))
-
-
-def _axes_of_the_plan(cell: TensorCell) -> dict[str, str | int]:
-    return {name: value for name, value in cell.axes.items() if name not in ("model", "dropout")}
 
 
 @cache

@@ -82,9 +82,8 @@ def assert_equals_one_process(pool: ProcessPool, model: str, plan: Plan) -> None
     [
         ([2, 1], "1f1b"),
         ([1, 3], "gpipe"),
-        ([3, 1], "1f1b"),
         ([1, 2, 1], "1f1b"),
-        *soak(([2, 1], "gpipe"), ([1, 3], "1f1b"), ([3, 1], "gpipe"), ([1, 2, 1], "gpipe")),
+        *soak(([2, 1], "gpipe"), ([1, 3], "1f1b"), ([3, 1], "1f1b"), ([3, 1], "gpipe"), ([1, 2, 1], "gpipe")),
         *soak(([2, 2], "gpipe"), ([2, 2], "1f1b")),
     ],
     ids=str,
@@ -97,9 +96,7 @@ def test_tied_embeddings_on_stages_of_any_replicas(processes, replicas, schedule
     ("model", "replicas"),
     [
         ("t5", [2, 1]),
-        ("t5", [1, 2, 1]),
-        ("vit", [2, 1]),
-        *soak(("t5", [1, 3]), ("bert", [3, 1]), ("llama-tied", [1, 1, 2])),
+        *soak(("vit", [2, 1]), ("t5", [1, 2, 1]), ("t5", [1, 3]), ("bert", [3, 1]), ("llama-tied", [1, 1, 2])),
     ],
     ids=str,
 )
@@ -134,15 +131,15 @@ def test_every_model_under_every_order(processes, model, replicas, schedule):
     [
         ("gpt2", "interleaved-1f1b", [1, 3], {"sync": "eager"}),
         ("t5", "zb-v", [2, 1], {}),
-        ("gpt2", "1f1b", [1, 2], {"recompute": "full"}),
-        ("t5", "early-recompute", [2, 1, 1], {}),
         ("gpt2", "chimera", [2, 2], {"scale": "halving"}),
+        *soak(("gpt2", "1f1b", [1, 2], {"recompute": "full"}), ("t5", "early-recompute", [2, 1, 1], {})),
     ],
     ids=str,
 )
 def test_other_schedules(processes, model, schedule, replicas, options):
     """Several stages on a device, between which messages stay local; recomputation; split backwards; halved batches."""
-    plan = make_plan(model, replicas, micro_batch_size=12, schedule=schedule, options=options)
+    size = 12 if "scale" in options else 6  # 6 samples at once
+    plan = make_plan(model, replicas, micro_batch_size=size, schedule=schedule, options=options)
     assert_equals_one_process(processes, model, plan)
 
 
@@ -153,7 +150,7 @@ def test_two_pipes_over_devices_of_different_replicas():
         assert_equals_one_process(pool, "gpt2", plan)
 
 
-@pytest.mark.parametrize(("dp", "replicas"), [(1, [4]), (1, [2, 2]), *soak((2, [2]))], ids=str)
+@pytest.mark.parametrize(("dp", "replicas"), [(1, [2, 2]), *soak((1, [4]), (2, [2]))], ids=str)
 def test_equal_replicas_are_data_parallelism(processes, dp, replicas):
     """Even dropout equals one process: each slice is seeded as a micro-batch of its own."""
     plan = make_plan("gpt2-dropout", replicas, dp=dp, micro_batch_size=4)

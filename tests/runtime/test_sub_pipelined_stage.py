@@ -24,6 +24,7 @@ from auto3d.runtime.tensor_group import TensorParallelRank
 from auto3d.tensor.halves import SubPipelinedModel, sub_pipelined
 from auto3d.tensor.model import TensorParallelModel, tensor_parallel
 from tests.models import TRAINED, captured
+from tests.soak import soak
 
 CPU = torch.device("cpu")
 SHARDS = 2
@@ -122,7 +123,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.parametrize(
     ("name", "sequence_parallel"),
-    [("gpt2-dropout", True), ("llama", False), ("t5-dropout", False), ("swin", True), ("bert-dropout", False)],
+    [("gpt2-dropout", True), ("t5-dropout", False), *soak(("llama", False), ("swin", True), ("bert-dropout", False))],
 )
 def test_two_halves_equal_the_whole(name, sequence_parallel):
     """The loss to the bit, gradients up to the order in which the samples of a weight's gradient are added."""

@@ -11,10 +11,11 @@ from auto3d.schedule import build_schedule
 from auto3d.schedule.check import ScheduleError, check
 from auto3d.schedule.operation import BACKWARDS, Kind, Operation, Schedule
 from tests.schedule.samples import BY_RULE, SYNC, by_hand, least_micro_batches, options_of, schedules, sizes
+from tests.soak import soak
 
 
 @pytest.mark.parametrize("name", BY_RULE)
-@pytest.mark.parametrize("devices", [*range(1, 9), 11, 12, 16])  # the soak test has all
+@pytest.mark.parametrize("devices", [5, 6, 7, 8, 12, *soak(9, 10, 11, 13, 14, 15, 16)])
 def test_right_at_many_sizes(name, devices):
     for index, micro_batches in enumerate(sizes(devices)):
         for schedule in schedules(name, devices, [micro_batches], syncs=(SYNC[index % 3],)):

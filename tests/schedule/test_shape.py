@@ -12,6 +12,7 @@ from auto3d.schedule.moments import COUNTS, all_moments, highest_moments
 from auto3d.schedule.operation import Kind, Schedule
 from auto3d.schedule.shape import Shape, shape
 from tests.schedule.samples import BY_RULE
+from tests.soak import soak
 
 OPTIONS = {
     "interleaved-1f1b": {"chunks": 3, "group": 5, "fewer": 1},
@@ -63,7 +64,7 @@ def test_messages_are_held_as_lowering_holds_them(name):
 
 
 @pytest.mark.parametrize("name", BY_RULE)
-@pytest.mark.parametrize("devices", [1, 2, 3, 4, pytest.param(6, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("devices", [1, 2, 4, *soak(3, 6)])
 def test_a_shape_is_that_of_the_schedule(name, devices):
     for options in ({}, OPTIONS.get(name, {})):
         for micro_batches in range(1, 9 * devices + 2):

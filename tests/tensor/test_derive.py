@@ -1,6 +1,7 @@
 """The derivation splits whole families of models from their graphs alone, with Megatron-LM's communication."""
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from auto3d.tensor.derive import derive
 from auto3d.tensor.explain import BACKWARD, FORWARD, exchanges, explain
 from auto3d.tensor.model import tensor_parallel
 from tests.models import IMAGES, TEXT, captured, resnet_of_transformers
+from tests.soak import soak
 
 check = partial(check_shards, seed=3, device=torch.device("cpu"))
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 256, "use_cache": False}
@@ -145,7 +147,7 @@ def test_communication_is_that_of_megatron(name, blocks):
         assert blocks <= counts[phase, Collective.ALL_REDUCE] <= blocks + 6
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "vit"])
+@pytest.mark.parametrize("name", ["gpt2", "vit", *soak("bert", "llama")])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_wider_beam_finds_nothing_cheaper(name, sequence_parallel):
     model = captured(name, 2)
@@ -156,8 +158,14 @@ def test_a_wider_beam_finds_nothing_cheaper(name, sequence_parallel):
     assert narrow.cost == pytest.approx(wide.cost, rel=1e-7)  # a millionth of a byte per byte breaks ties
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "t5"])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(
+    ("name", "sequence_parallel"),
+    [
+        ("gpt2", True),
+        ("t5", False),
+        *soak(("gpt2", False), ("t5", True), *product(("bert", "llama"), (False, True))),
+    ],
+)
 def test_decisions_do_not_depend_on_the_micro_batch_size(name, sequence_parallel):
     """Stages of unequal replicas run one program, and costs of one size are scaled to others."""
     first, *others = (tensor_parallel(captured(name, n), 2, sequence_parallel=sequence_parallel) for n in (1, 2, 4, 8))

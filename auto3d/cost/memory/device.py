@@ -14,8 +14,8 @@ class DeviceMemory:
 
     reserve: int  # bytes that the recipe adds for the context of the device and for libraries
     weights: int  # parameters, buffers and constants of its stages, each once
-    copies: int  # copies of the weights in low precision, of every version
-    versions: int  # older versions of the weights under an asynchronous schedule
+    copies: int  # copies of the newest weights in low precision
+    versions: int  # older versions of the weights under an asynchronous schedule, with their copies in low precision
     gradients: int
     optimizer: int
     activations: int  # activations kept for pending backwards
@@ -41,12 +41,12 @@ NOTHING = DeviceMemory(**dict.fromkeys(ENTRIES, 0), at="", operation="")
 
 @dataclass(frozen=True, kw_only=True)
 class HeldTensor:
-    """A tensor that a device holds at its peak, ``count`` times."""
+    """A tensor that a device holds at its peak, ``count`` times; or several without names of their own."""
 
-    name: str  # name of a value, a parameter or an input of the model
+    name: str  # name of a value, a parameter or an input of the model, or a description
     kind: str  # an entry of DeviceMemory
     bytes: float
-    count: float  # micro-batches that hold it, versions of a weight, or copies in the optimizer's state
+    count: float  # micro-batches that hold it, versions of a weight, or the device's fraction of an optimizer's state
 
     @property
     def total(self) -> float:

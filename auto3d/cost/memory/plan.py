@@ -12,11 +12,13 @@ import numpy as np
 
 from auto3d.cost.memory.device import ENTRIES, DeviceMemory, HeldTensor
 from auto3d.cost.memory.fused_stage import fused_stage_memory
-from auto3d.cost.memory.segment import Peak, held_memories
+from auto3d.cost.memory.parameters import local_spans, parameters_of
+from auto3d.cost.memory.segment import Peak
 from auto3d.cost.memory.stage import StageMemory, private_parameters, stage_memory
+from auto3d.cost.memory.stage_tensors import StageTensor, fused_stage_tensors, stage_tensors
 from auto3d.cost.memory.tensors import Tensors
 from auto3d.cost.model_work import ModelWork
-from auto3d.cost.tables import without
+from auto3d.cost.tables import WorkTables, without
 from auto3d.cost.training_options import TrainingOptions
 from auto3d.plan import Plan, StagePlan
 from auto3d.schedule.moments import COUNTS, Key, Moment, all_moments, highest_moments, stages_of
@@ -76,6 +78,7 @@ class _Device:
     summed: float  # gradients of other ranks, from the first sum until the update
     shards: int  # ranks that share the state of the optimizer
     private: bool  # whether backwards make the gradients of private parameters
+    local: frozenset[int]  # stages whose received values are tensors of another stage of the device
     split: frozenset[int]  # stages with weight halves; a B of one runs both halves, one after the other
 
     def peak_of(self, key: Key) -> Peak:
@@ -172,27 +175,37 @@ class PlanMemory:
             found.append(self._witness(plan, needs, moments, stages))
         return tuple(found)
 
-    def largest(self, plan: Plan, device: int, count: int = 10) -> tuple[HeldTensor, ...]:
-        """The ``count`` largest tensors of ``device`` at its peak, largest first."""
+    def largest(self, plan: Plan, device: int, count: int | None = 10) -> tuple[HeldTensor, ...]:
+        """The ``count`` largest tensors of ``device`` at its peak, largest first; None: all.
+
+        The tensors of each entry of the witness add up to it.
+        """
         shape, stages = shape_of(plan), dict(enumerate(plan.stages))
         needs, moments = self._device(plan, shape, device, stages), _highest(shape)[device]
         moment = moments.moments[int(needs.totals(moments).argmax())]
-        found: list[HeldTensor] = []
-        seen: set[int] = set()
+        reserve = needs.constant["reserve"]
+        found = [HeldTensor(name="context and libraries", kind="reserve", bytes=reserve, count=1)]
         per_count = needs.per_count.reshape(-1, len(COUNTS))
+        held_by: dict[int, dict[str, int]] = {}
         for place, number in enumerate(stages_of(shape, device)):
             held = dict(zip(COUNTS, moment.counts[place * len(COUNTS) :], strict=False))
-            found += self._held_tensors(plan, shape, number, needs, held, seen)
+            held_by[number] = held
+            found += self._activations(plan, shape, number, needs, held)
             for name, size in zip(COUNTS[_FIRST_MESSAGE:], per_count[place, _FIRST_MESSAGE:].tolist(), strict=True):
-                if size * held[name]:
-                    found.append(HeldTensor(name=_MESSAGES[name], kind="messages", bytes=size, count=held[name]))
-        if needs.summed and moment.summing:
+                found.append(HeldTensor(name=_MESSAGES[name], kind="messages", bytes=size, count=held[name]))
+        found += self._held_state(plan, shape, needs, held_by)
+        if moment.summing:
             found.append(HeldTensor(name="sums of gradients", kind="messages", bytes=needs.summed, count=1))
         working = needs.peak_of(moment.key)
-        if working.size:
-            name = self._operation(plan, working.position) or "the update"
-            found.append(HeldTensor(name=name, kind="working", bytes=working.size, count=1))
-        return tuple(sorted(found, key=lambda each: each.total, reverse=True)[:count])
+        name = self._operation(plan, working.position) or "the update"
+        found.append(HeldTensor(name=name, kind="working", bytes=working.size, count=1))
+        counts: dict[tuple[str, str, float], float] = {}
+        for each in found:
+            if each.total:
+                key = each.name, each.kind, each.bytes
+                counts[key] = counts.get(key, 0) + each.count
+        listed = [HeldTensor(name=key[0], kind=key[1], bytes=key[2], count=many) for key, many in counts.items()]
+        return tuple(sorted(listed, key=lambda each: each.total, reverse=True)[:count])
 
     def over_time(self, plan: Plan, timeline: Timeline, devices: Sequence[int]) -> list[BytesOverTime]:
         """The bytes that each of ``devices`` holds over ``timeline``, a simulation of the schedule of ``plan``.
@@ -230,9 +243,12 @@ class PlanMemory:
         per_stage = needs.per_count.reshape(-1, len(COUNTS)) * moments.counts[row].reshape(-1, len(COUNTS))
         held = dict(zip(COUNTS, per_stage.sum(axis=0).tolist(), strict=True))
         in_flight = moment.counts[:: len(COUNTS)]
-        inputs = sum(n * found.inputs for n, found in zip(in_flight, needs.stages.values(), strict=True))
-        entries["inputs"] += min(inputs, held["in_flight"])
-        entries["activations"] += held["in_flight"] - min(inputs, held["in_flight"])
+        inputs = sum(
+            count * (one.inputs - (one.received if number in needs.local else 0.0))
+            for count, (number, one) in zip(in_flight, needs.stages.items(), strict=True)
+        )
+        entries["inputs"] += inputs
+        entries["activations"] += held["in_flight"] - inputs
         entries["activations"] += held["recomputed"] + held["deferred"]
         entries["gradients"] += held["gradients"]
         entries["versions"] += held["older"]
@@ -251,69 +267,70 @@ class PlanMemory:
             position = int(tensors.begins[position])  # the positions of a fused stage are the whole Graph's
         return tensors.operations[position] if position < len(tensors.operations) else ""
 
-    def _held_tensors(
-        self, plan: Plan, shape: Shape, number: int, needs: _Device, held: Mapping[str, int], seen: set[int]
-    ) -> list[HeldTensor]:
-        """The tensors of stage ``number``, without the parameters in ``seen``, to which it adds its own."""
+    def _activations(
+        self, plan: Plan, shape: Shape, number: int, needs: _Device, held: Mapping[str, int]
+    ) -> Iterator[HeldTensor]:
+        """What stage ``number`` holds for the micro-batches that ``held`` counts."""
         stage = plan.stages[number]
-        tensors = self._tensors(plan, self._samples(plan) // stage.replicas)
-        spans = _local(tensors, stage.operations)
-        found = []
-        dropped = _local(tensors, self._dropped(plan, shape, number, stage))
-        kept = without(spans, dropped) if dropped else spans
-        fused = self._training.system is not None
-        of_forward: dict[int, str] = {}
-        again: dict[int, str] = {}
-        if not fused:
-            of_stage = held_memories(tensors, spans, spans)
-            of_forward = {memory: kind for memory, kind in of_stage.items() if kind == "inputs"}
-            of_forward |= held_memories(tensors, kept, spans) if kept else {}
-            again = held_memories(tensors, dropped, spans) if dropped else {}
-            again = {memory: kind for memory, kind in again.items() if memory not in of_forward}
-        if fused:
-            found += self._saved_by_kernels(plan, stage, self._dropped(plan, shape, number, stage), held)
-        for memories, count in ((of_forward, held["in_flight"] + held["deferred"]), (again, held["recomputed"])):
-            found += [
-                HeldTensor(name=tensors.names[memory], kind=kind, bytes=float(tensors.size[memory]), count=count)
-                for memory, kind in memories.items()
-                if count
-            ]
-        fixed = self._state(self._samples(plan), stage, plan.tp, plan.sequence_parallel).fixed
-        if fixed:
-            found.append(HeldTensor(name="buffers and constants", kind="weights", bytes=fixed, count=1))
-        optimizer = (self._training.master_bytes / 4 + self._training.moments) / needs.shards
-        unmade = private_parameters(tensors, spans, dropped) if needs.private and not held["gradients"] else frozenset()
-        for first, last in spans:
-            inside = slice(*np.searchsorted(tensors.state_at, (first, last)))
-            for parameter in dict.fromkeys(tensors.state_of[inside].tolist()):
-                if parameter in seen:
-                    continue
-                seen.add(parameter)
-                name, size = tensors.parameters[parameter], float(tensors.gradient[parameter])
-                counts = {
-                    "weights": 1.0,
-                    "versions": held["older"],
-                    "gradients": float(parameter not in unmade),
-                    "optimizer": optimizer,
-                }
-                found += [HeldTensor(name=name, kind=kind, bytes=size, count=n) for kind, n in counts.items() if n]
-        return found
+        samples, divisor = self._work.slice_of(self._samples(plan), stage.replicas)
+        tables = self._work.tables(samples, plan.tp, plan.sequence_parallel)
+        dropped = self._dropped(samples, stage, recompute=number in shape.recompute)
+        if self._training.system is not None:
+            blockwise = not self._training.recompute_ends
+            found = list(fused_stage_tensors(tables, stage.operations, dropped, blockwise=blockwise))
+        else:
+            tensors, block = tables.work.tensors, self._block(tables, dropped)
+            spans = local_spans(tensors, stage.operations), local_spans(tensors, dropped)
+            found = list(stage_tensors(tensors, *spans, split=number in shape.split, block=block))
+            if block is not None:
+                size = _block_inputs(tables, dropped, needs.stages[number].received * divisor)
+                found.append(
+                    StageTensor(count="in_flight", kind="inputs", name="inputs of recomputed blocks", bytes=size)
+                )
+        for each in found:
+            if not (each.is_received and number in needs.local):
+                size = each.bytes / divisor
+                yield HeldTensor(name=each.name, kind=each.kind, bytes=size, count=held[each.count])
 
-    def _saved_by_kernels(
-        self, plan: Plan, stage: StagePlan, dropped: Sequence[tuple[int, int]], held: Mapping[str, int]
-    ) -> list[HeldTensor]:
-        """What the kernels of another system save, by the operations that run them."""
-        samples = self._samples(plan) // stage.replicas
-        work = self._work.work_at(samples, plan.tp, plan.sequence_parallel)
-        tensors = work.tensors
-        found = []
-        for first, last in without(stage.operations, dropped) if dropped else stage.operations:
-            for position in range(first, last):
-                if size := float(work.saved[position]):
-                    name = tensors.operations[_local(tensors, ((position, position),))[0][0]]
-                    count = held["in_flight"] + held["deferred"]
-                    found.append(HeldTensor(name=f"saved by {name}", kind="activations", bytes=size, count=count))
-        return found
+    def _held_state(
+        self, plan: Plan, shape: Shape, needs: _Device, held: Mapping[int, Mapping[str, int]]
+    ) -> Iterator[HeldTensor]:
+        """The parameters of the stages in ``held``, with their copies, gradients and optimizer state, and buffers."""
+        training, samples, degree = self._training, self._samples(plan), (plan.tp, plan.sequence_parallel)
+        unmade = frozenset[int]()
+        for number, counts in held.items():
+            stage = plan.stages[number]
+            fixed = self._state(samples, stage, *degree).fixed
+            name = "frozen weights, buffers and constants"
+            yield HeldTensor(name=name, kind="weights", bytes=fixed, count=1)
+            size, _ = self._work.slice_of(samples, stage.replicas)
+            tables = self._work.tables(size, *degree)
+            for one in parameters_of(tables, stage.operations):
+                older = one.elements * training.weight_bytes + one.low
+                yield HeldTensor(name=one.name, kind="copies", bytes=one.low, count=1)
+                yield HeldTensor(name=one.name, kind="versions", bytes=older, count=counts["older"])
+            if needs.private and needs.stages[number].private and not counts["gradients"]:
+                spans = stage.operations, self._dropped(size, stage, recompute=number in shape.recompute)
+                unmade |= private_parameters(tables.work.tensors, *(local_spans(tables.work.tensors, s) for s in spans))
+        stages = [plan.stages[number] for number in held]
+        here = tuple(span for stage in stages for span in stage.operations)
+        size, _ = self._work.slice_of(samples, stages[0].replicas)
+        for one in parameters_of(self._work.tables(size, *degree), here):
+            gradient = self._gradient_bytes * one.elements - (one.gradient if one.number in unmade else 0.0)
+            moments = training.moments * one.elements
+            if training.state_elements is not None:
+                moments = training.state_elements(one.shape)
+            state = 4 * moments + training.master_bytes * one.elements
+            weight = training.weight_bytes * one.elements
+            yield HeldTensor(name=one.name, kind="weights", bytes=weight, count=1)
+            yield HeldTensor(name=one.name, kind="gradients", bytes=gradient, count=1)
+            yield HeldTensor(name=one.name, kind="optimizer", bytes=state, count=1 / needs.shards)
+
+    @property
+    def _gradient_bytes(self) -> float:
+        """Bytes per parameter of its gradient and of the system's further copies of it."""
+        system = self._training.system
+        return self._training.sync_bytes + (system.gradient_copies if system else 0.0)
 
     def _samples(self, plan: Plan) -> int:
         return plan.micro_batch_size // shape_of(plan).parts
@@ -338,30 +355,36 @@ class PlanMemory:
         shards = max(holders) if plan.shard_optimizer else 1
         own = sum(each.elements for each in state.values())
         once = elements / own if own else 1.0  # parameters that several stages of the device share count once
-        gradients = elements * (training.sync_bytes + (training.system.gradient_copies if training.system else 0.0))
+        gradients = elements * self._gradient_bytes
         private = training.backward_makes_gradients and max(holders) == 1 and not shape.asynchronous
         if private:
             gradients -= sum(each.private for each in found.values())
+        moments = once * sum(each.optimizer for each in state.values())
+        if training.state_elements is not None and own != elements:  # they depend on shapes
+            spans = tuple(span for number in here for span in stages[number].operations)
+            moments = self._state(samples, replace(stages[here[0]], operations=spans, kept=()), *degree).optimizer
         constant = {
             "reserve": training.reserve_bytes,
             "weights": elements * training.weight_bytes + sum(each.fixed for each in state.values()),
             "copies": sum(each.copies for each in state.values()),
             "gradients": max(0.0, gradients),
-            "optimizer": once * (sum(each.optimizer for each in state.values()) + training.master_bytes * own) / shards,
+            "optimizer": (moments + training.master_bytes * elements) / shards,
         }
         per_count = np.zeros((len(numbers), len(COUNTS)))
+        local: set[int] = set()
         for row, number in enumerate(numbers):
             if number not in stages:
                 continue
             one, kept = found[number], state[number]
-            local = any(
+            neighbours = any(
                 shape.device_of.get((number - 1, pipe)) == device == shape.device_of[number, pipe]
                 for pipe in range(shape.pipes)
             )
             # What a stage of the same device sends is the same tensor on both sides.
-            shares = local and (number - 1) in found and found[number - 1].sent_beside == 0
+            if neighbours and (number - 1) in found and found[number - 1].sent_beside == 0:
+                local.add(number)
             per_count[row] = (
-                one.in_flight - (one.received if shares else 0.0),
+                one.in_flight - (one.received if number in local else 0.0),
                 one.recomputed,
                 one.deferred,
                 one.private if private else 0.0,
@@ -382,14 +405,21 @@ class PlanMemory:
             update=update,
             summed=elements * training.sync_bytes * (shards - 1) / shards if summed else 0.0,
             private=private,
+            local=frozenset(local),
             split=shape.split,
             shards=shards,
         )
 
-    def _dropped(self, plan: Plan, shape: Shape, number: int, stage: StagePlan) -> tuple[tuple[int, int], ...]:
-        if number not in shape.recompute:
-            return ()
-        return without(stage.operations, self._work.kept(self._samples(plan) // stage.replicas, stage))
+    def _dropped(self, samples: int, stage: StagePlan, *, recompute: bool) -> tuple[tuple[int, int], ...]:
+        """The operations of ``stage`` that are recomputed, if it recomputes, at ``samples`` of a look-up."""
+        return without(stage.operations, self._work.kept(samples, stage)) if recompute else ()
+
+    def _block(self, tables: WorkTables, dropped: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
+        """The last of the recomputed blocks, as positions of a rank, where each block is recomputed by itself."""
+        if not dropped or self._training.recompute_ends:
+            return None
+        block = tables.last_block(dropped)
+        return None if block is None else local_spans(tables.work.tensors, (block,))[0]
 
     def _make_stage(
         self,
@@ -401,26 +431,16 @@ class PlanMemory:
         split: bool,
     ) -> StageMemory:
         samples, divisor = self._work.slice_of(samples, stage.replicas)
-        work = self._work.work_at(samples, tp, sequence_parallel)
-        dropped = without(stage.operations, self._work.kept(samples, stage)) if recompute else ()
-        block = None
+        tables = self._work.tables(samples, tp, sequence_parallel)
+        dropped = self._dropped(samples, stage, recompute=recompute)
         if self._training.system is not None:
-            tables = self._work.tables(samples, tp, sequence_parallel)
             blockwise = not self._training.recompute_ends
             return fused_stage_memory(tables, stage.operations, dropped, blockwise=blockwise).divided(divisor)
-        if dropped and not self._training.recompute_ends:
-            block = self._work.tables(samples, tp, sequence_parallel).last_block(dropped)
-        tensors = work.tensors
-        found = stage_memory(
-            tensors,
-            _local(tensors, stage.operations),
-            _local(tensors, dropped),
-            split=split,
-            block=None if block is None else _local(tensors, (block,))[0],
-        )
+        tensors, block = tables.work.tensors, self._block(tables, dropped)
+        spans = local_spans(tensors, stage.operations), local_spans(tensors, dropped)
+        found = stage_memory(tensors, *spans, split=split, block=block)
         if block is not None:
-            tables = self._work.tables(samples, tp, sequence_parallel)
-            inputs = max(0.0, tables.block_inputs(dropped) - found.received)
+            inputs = _block_inputs(tables, dropped, found.received)
             found = replace(found, in_flight=found.in_flight + inputs, inputs=found.inputs + inputs)
         return found.divided(divisor)
 
@@ -429,7 +449,7 @@ class PlanMemory:
         tables = self._work.tables(samples, tp, sequence_parallel)
         tensors = tables.work.tensors
         used: dict[int, None] = {}
-        for first, last in _local(tensors, stage.operations):
+        for first, last in local_spans(tensors, stage.operations):
             inside = slice(*np.searchsorted(tensors.state_at, (first, last)))
             used |= dict.fromkeys(tensors.state_of[inside].tolist())
         numbers = np.array(list(used), dtype=int)
@@ -449,9 +469,6 @@ class PlanMemory:
         )
 
 
-def _local(tensors: Tensors, spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """``spans`` of the whole Graph as positions of the operations that a rank runs."""
-    if tensors.begins is None:
-        return tuple(spans)
-    begins = tensors.begins
-    return tuple((int(begins[first]), int(begins[last])) for first, last in spans)
+def _block_inputs(tables: WorkTables, dropped: Sequence[tuple[int, int]], received: float) -> float:
+    """Bytes of the inputs of recomputed blocks beside the ``received`` bytes, which are that of the first."""
+    return max(0.0, tables.block_inputs(dropped) - received)

@@ -30,12 +30,17 @@ class RunBytes:
     taken: frozenset[int]  # memories that it reads and does not make
     given: frozenset[int]  # memories that it makes and others use
     sent_copies: float  # bytes of messages that are no memories of its own: copies of views in another order
-    saved: float  # bytes that stay from the forward until the backward
+    saved: float  # bytes that stay from the forward until the backward: of the four fields below
+    positions: np.ndarray  # operations of the run
+    extra: np.ndarray  # per operation: bytes that stay beside memories
+    held: np.ndarray  # memories that stay
+    laid_out: tuple[np.ndarray, np.ndarray]  # (memory, bytes) of each copy that stays of a received view, in order
     forward: Peak  # with everything that autograd saves
     dropping: Peak  # forward that saves nothing
     backward: Peak  # all gradients of weights exist before it
     first_backward: Peak  # it makes the gradients of the private parameters, and counts them
-    deferred: float  # bytes that a split backward keeps for its weight half
+    deferred: float  # bytes that a split backward keeps for its weight half: ``put_off``, and gradients of results
+    put_off: np.ndarray  # memories that it keeps
     weight_half: Peak
     private: float  # bytes of the gradients of parameters that no other segment uses
 
@@ -68,7 +73,9 @@ def segment_of(tensors: Tensors, spans: Sequence[Span], *, shared: frozenset[int
     # A part of a memory has gaps between its elements: the receiver takes it as it comes.
     is_whole = view_sizes == tensors.size[used]
     laid_out = (views >= 0) & (places.of(views) < 0) & (first_save[used] < length) & is_whole
-    copied = _sum_of_distinct(views[laid_out], view_sizes[laid_out])
+    each_once = np.unique(views[laid_out], return_index=True)[1]
+    copies = used[laid_out][each_once], view_sizes[laid_out][each_once]
+    copied = float(copies[1].sum())
     views, used_later = tensors.use_view[tensors.views], places.of(tensors.use_at[tensors.views]) < 0
     sent = (places.of(views) >= 0) & used_later
     sent_copies = _sum_of_distinct(views[sent], tensors.use_size[tensors.views][sent])
@@ -81,7 +88,8 @@ def segment_of(tensors: Tensors, spans: Sequence[Span], *, shared: frozenset[int
     forward = alive(np.where(is_saved | goes_on, length, end)) + own + temporary
     dropping = alive(np.where(goes_on, length, end)) + temporary
     forward, own = forward + copied, own + copied
-    held = size[is_saved | goes_on].sum() + (own[-1] if length else 0.0)
+    stays = is_saved | goes_on
+    held = size[stays].sum() + (own[-1] if length else 0.0)
 
     backward = own + size[goes_on].sum()
     backward = backward + np.cumsum(_add(first_save[inside], np.where(goes_on, 0.0, size), length))
@@ -90,9 +98,9 @@ def segment_of(tensors: Tensors, spans: Sequence[Span], *, shared: frozenset[int
     users_at, users = places.select(tensors.state_at, tensors.state_of)
     is_deferred = places.rows(tensors.state_at, tensors.state_deferred)
     deferred = weights = 0.0
+    put_off = np.zeros(memories, dtype=bool)
     if split:
         kept = places.rows(tensors.deferred_at, tensors.deferred_of)
-        put_off = np.zeros(memories, dtype=bool)
         put_off[kept] = True
         later = np.where(put_off & inside & ~is_given & (first_save < length), tensors.size, 0.0)
         # They stay saved although the backward of their operation is over.
@@ -122,33 +130,19 @@ def segment_of(tensors: Tensors, spans: Sequence[Span], *, shared: frozenset[int
         given=frozenset(np.flatnonzero(is_given).tolist()),
         sent_copies=sent_copies,
         saved=float(held),
+        positions=places.positions,
+        extra=tensors.extra[places.positions],
+        held=np.flatnonzero(inside)[stays],
+        laid_out=copies,
         forward=places.peak(forward),
         dropping=places.peak(dropping),
         backward=places.peak(backward),
         first_backward=places.peak(backward + growing),
         deferred=deferred,
+        put_off=np.flatnonzero(put_off),
         weight_half=Peak(size=weights, position=int(places.positions[0]) if length else 0),
         private=float(whole[private].sum()),
     )
-
-
-def held_memories(tensors: Tensors, spans: Sequence[Span], stage: Sequence[Span]) -> dict[int, str]:
-    """The memories that the operations in ``spans``, a part of ``stage``, hold for a micro-batch in flight.
-
-    Each has the entry of DeviceMemory that it counts to.
-    """
-    places, of_stage = _Places(tensors.count, spans), _Places(tensors.count, stage)
-    _, used = places.select(tensors.use_at, tensors.use_of)
-    _, saved = places.select(tensors.save_at, tensors.save_of)
-    made = places.of(tensors.maker) >= 0
-    given = made & places.after(tensors.last_use) & ~tensors.repeated
-    taken = np.zeros(len(tensors.size), dtype=bool)
-    taken[used] = True
-    taken &= (of_stage.of(tensors.maker) < 0) & (~tensors.repeated | (tensors.maker < 0))
-    held = given.copy()
-    held[saved] = True
-    kinds = dict.fromkeys(np.flatnonzero(held & ~taken).tolist(), "activations")
-    return kinds | dict.fromkeys(np.flatnonzero(taken).tolist(), "inputs")
 
 
 def _gradients(tensors: Tensors, places: "_Places", is_given: np.ndarray, values: int) -> np.ndarray:

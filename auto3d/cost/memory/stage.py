@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from auto3d.cost.memory.segment import Peak, Span, segment_of
+from auto3d.cost.memory.segment import Peak, RunBytes, Span, segment_of
 from auto3d.cost.memory.tensors import Tensors
 
 
@@ -49,6 +49,32 @@ class StageMemory:
         return replace(self, **changed)
 
 
+@dataclass(frozen=True, kw_only=True)
+class StageRuns:
+    """A stage as runs of neighbouring operations that are all kept, or all recomputed."""
+
+    runs: list[tuple[bool, RunBytes]]  # whether the run is kept, in the order of the forward
+    whole: RunBytes  # all operations as one run
+    inputs: frozenset[int]  # memories that stay for the micro-batch and that no kept run makes
+    received: frozenset[int]  # memories of messages from earlier stages
+
+
+def stage_runs(tensors: Tensors, operations: Sequence[Span], dropped: Sequence[Span], *, split: bool) -> StageRuns:
+    """The runs of a stage with ``operations`` that recomputes those in ``dropped``; ``split`` as in stage_memory."""
+    shared = _used_outside(tensors, operations)
+    runs = [
+        (is_kept, segment_of(tensors, spans, shared=shared | _used_outside(tensors, spans), split=split))
+        for is_kept, spans in _runs(operations, dropped)
+    ]
+    whole = runs[0][1] if len(runs) == 1 else segment_of(tensors, operations, shared=shared, split=split)
+    kept_gives = frozenset[int]().union(*(one.given for is_kept, one in runs if is_kept))
+    taken = frozenset[int]().union(*(one.taken for _, one in runs))
+    received = frozenset(
+        number for number in whole.taken if tensors.maker[number] >= 0 and not tensors.repeated[number]
+    )
+    return StageRuns(runs=runs, whole=whole, inputs=taken - kept_gives, received=received)
+
+
 def stage_memory(
     tensors: Tensors,
     operations: Sequence[Span],
@@ -62,28 +88,20 @@ def stage_memory(
     With ``block``, each of the dropped blocks is recomputed by itself: ``block`` is the last of them. With ``split``,
     backwards have a weight half.
     """
-    shared = _used_outside(tensors, operations)
-    runs = _runs(operations, dropped)
-    found = [
-        (is_kept, segment_of(tensors, spans, shared=shared | _used_outside(tensors, spans), split=split))
-        for is_kept, spans in runs
-    ]
-    whole = found[0][1] if len(found) == 1 else segment_of(tensors, operations, shared=shared, split=split)
+    of_stage = stage_runs(tensors, operations, dropped, split=split)
+    found, whole, received = of_stage.runs, of_stage.whole, of_stage.received
     size = tensors.size
 
     def total(memories: frozenset[int]) -> float:
         return float(size[sorted(memories)].sum())
 
-    kept_gives = frozenset[int]().union(*(one.given for is_kept, one in found if is_kept))
-    taken = frozenset[int]().union(*(one.taken for _, one in found))
-    inputs = total(taken - kept_gives)
+    inputs = total(of_stage.inputs)
     held = inputs + sum(one.saved for is_kept, one in found if is_kept)
     recomputed = sum(one.saved for is_kept, one in found if not is_kept)
     inner = None
     if block is not None and dropped:
-        blocks = segment_of(tensors, (block,), shared=shared, split=split)
-        inner = blocks
-        recomputed = blocks.saved
+        inner = block_run(tensors, operations, block, split=split)
+        recomputed = inner.saved
 
     forward = _Highest()
     before = inputs
@@ -113,9 +131,6 @@ def stage_memory(
             recompute.add(before, one.forward)
             before += one.saved
     last_kept = found[-1][0]
-    received = frozenset(
-        number for number in whole.taken if tensors.maker[number] >= 0 and not tensors.repeated[number]
-    )
     return StageMemory(
         in_flight=held,
         inputs=inputs,
@@ -134,6 +149,11 @@ def stage_memory(
         sent_gradient=given_gradients,
         sent_beside=whole.sent_copies if last_kept else total(whole.given),
     )
+
+
+def block_run(tensors: Tensors, operations: Sequence[Span], block: Span, *, split: bool) -> RunBytes:
+    """The operations of one recomputed ``block`` of a stage with ``operations``."""
+    return segment_of(tensors, (block,), shared=_used_outside(tensors, operations), split=split)
 
 
 class _Highest:

@@ -1,0 +1,95 @@
+"""The tensors that a stage holds for its micro-batches: the terms of a StageMemory, each with its name."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from auto3d.cost.memory.segment import RunBytes, Span
+from auto3d.cost.memory.stage import block_run, stage_runs
+from auto3d.cost.memory.tensors import Tensors
+from auto3d.cost.tables import WorkTables, without
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageTensor:
+    """A tensor that a stage holds once for each micro-batch of a count."""
+
+    count: str  # the count, of those of auto3d.schedule.moments
+    kind: str  # an entry of DeviceMemory
+    name: str
+    bytes: float
+    is_received: bool = False  # whether a message from an earlier stage brings it
+
+
+def stage_tensors(
+    tensors: Tensors, operations: Sequence[Span], dropped: Sequence[Span], *, split: bool, block: Span | None
+) -> Iterator[StageTensor]:
+    """The tensors whose bytes ``stage_memory`` with these arguments counts for a micro-batch."""
+    stage = stage_runs(tensors, operations, dropped, split=split)
+    for memory in sorted(stage.inputs):
+        yield StageTensor(
+            count="in_flight",
+            kind="inputs",
+            name=tensors.names[memory],
+            bytes=float(tensors.size[memory]),
+            is_received=memory in stage.received,
+        )
+    for is_kept, run in stage.runs:
+        if is_kept:
+            yield from _saved(tensors, run, "in_flight")
+        elif block is None:
+            yield from _saved(tensors, run, "recomputed")
+    if block is not None and dropped:
+        yield from _saved(tensors, block_run(tensors, operations, block, split=split), "recomputed")
+    for memory in stage.whole.put_off.tolist():
+        yield _activation("deferred", tensors.names[memory], tensors.size[memory])
+    if split:
+        for position in stage.whole.positions.tolist():
+            name = f"gradient of the result of {tensors.operations[position]}"
+            yield _activation("deferred", name, tensors.deferred_gradient[position])
+
+
+def fused_stage_tensors(
+    tables: WorkTables, operations: Sequence[Span], dropped: Sequence[Span], *, blockwise: bool
+) -> Iterator[StageTensor]:
+    """The tensors whose bytes ``fused_stage_memory`` with these arguments counts for a micro-batch."""
+    work = tables.work
+    received = float(work.crossing[operations[0][0]])
+    yield StageTensor(count="in_flight", kind="inputs", name="received values", bytes=received, is_received=True)
+    for position in _positions(without(operations, dropped)):
+        yield _activation("in_flight", f"saved by {_operation(tables, position)}", work.saved[position])
+    if dropped and blockwise:
+        inputs = max(0.0, tables.block_inputs(dropped) - received)
+        yield _activation("in_flight", "inputs of recomputed blocks", inputs)
+        one = tables.saved(dropped) / max(1, tables.blocks_of(operations))
+        yield _activation("recomputed", "activations of one recomputed block", one)
+    elif dropped:
+        for position in _positions(dropped):
+            yield _activation("recomputed", f"saved by {_operation(tables, position)}", work.saved[position])
+    for position in _positions(operations):
+        name = f"operands and gradients of {_operation(tables, position)}"
+        yield _activation("deferred", name, work.deferred[position])
+
+
+def _saved(tensors: Tensors, run: RunBytes, count: str) -> Iterator[StageTensor]:
+    for memory in run.held.tolist():
+        yield _activation(count, tensors.names[memory], tensors.size[memory])
+    for position, size in zip(run.positions.tolist(), run.extra.tolist(), strict=True):
+        yield _activation(count, f"saved by {tensors.operations[position]}", size)
+    for memory, size in zip(*run.laid_out, strict=True):
+        yield _activation(count, f"{tensors.names[memory]}, laid out anew", size)
+
+
+def _activation(count: str, name: str, size: float) -> StageTensor:
+    return StageTensor(count=count, kind="activations", name=name, bytes=float(size))
+
+
+def _positions(spans: Sequence[Span]) -> Iterator[int]:
+    for first, last in spans:
+        yield from range(first, last)
+
+
+def _operation(tables: WorkTables, position: int) -> str:
+    """Module and operator at ``position`` of the whole Graph."""
+    tensors = tables.work.tensors
+    here = position if tensors.begins is None else min(int(tensors.begins[position]), tensors.count - 1)
+    return tensors.operations[here]
