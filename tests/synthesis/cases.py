@@ -111,7 +111,7 @@ def _layer_bounds(nodes: Sequence[GraphNode], cuts: Sequence[int], stages: int) 
 
 
 def capped(bare: BareProblem, fraction: float, *, recompute: bool = False) -> BareProblem:
-    """``bare`` on any placement, with a ``fraction`` of 1F1B's activations on its fullest device.
+    """``bare`` with a ``fraction`` of 1F1B's activations on its fullest device.
 
     Every device has the memory for its weights on the fullest device, and that fraction.
     """
@@ -119,7 +119,7 @@ def capped(bare: BareProblem, fraction: float, *, recompute: bool = False) -> Ba
     problem = merged(bare, schedule)
     assert problem is not None
     memory = max(weights_on(bare, schedule)) + fraction * max(peaks(problem, schedule))
-    return replace(bare, memory=(memory,) * bare.devices, placements=frozenset(PLACEMENTS), may_recompute=recompute)
+    return replace(bare, memory=(memory,) * bare.devices, may_recompute=recompute)
 
 
 def slow_links(bare: BareProblem, ratio: float) -> BareProblem:
@@ -142,12 +142,13 @@ def cases() -> Iterator[Case]:
     for devices in (4, 8, 16):
         for each in (2, 4, 8):
             yield Case(name=f"equal, N = {each}D", group="equal", bare=equal(devices, each * devices))
+    few = equal(8, 32)
+    yield Case(name="equal, any copies", group="equal", bare=replace(few, placements=frozenset(PLACEMENTS)))
     gpt = of_model("gpt1.4b", 8, 32, fine=16, tp=1, samples=2)
     llama = of_model("llama3-8b", 8, 32, fine=16, tp=8, samples=1)
     deep = of_model("llama3-8b", 16, 64, fine=32, tp=8, samples=1)
     t5 = of_model("t5-11b", 8, 32, fine=16, tp=8, samples=4)
     deep_t5 = of_model("t5-11b", 16, 64, fine=48, tp=8, samples=4)
-    few = equal(8, 32)
     for name, bare in (("GPT-1.4B", gpt), ("LLaMA-3 8B", llama), ("LLaMA-3 8B", deep)):
         yield Case(name=name, group="head", bare=bare)
     for bare in (t5, deep_t5):
