@@ -30,6 +30,7 @@ from auto3d.runtime.measurement import Environment
 from auto3d.schedule import schedule_of
 from auto3d.schedule.operation import Schedule
 from auto3d.schedule.order_text import order_options
+from auto3d.simulate.costs import MessageCost
 from auto3d.simulate.draw_svg import draw_svg
 from auto3d.simulate.simulate import simulate
 from auto3d.synthesis.problem import Problem
@@ -40,15 +41,18 @@ from tests.targets import Target, end
 
 FOLDER = Path("results/synthesis")
 SECONDS = 5.0
-TIMES = (1.0, 3.0, 10.0, 30.0)
+TIMES = (1.0, 3.0, 10.0)
 TIMED = (
     "cap: equal, 75%, 8 x 32",
     "cap: GPT-1.4B, 50%, 8 x 32",
-    "cap, recompute: T5-11B, 50%, 8 x 32",
     "speed: LLaMA-3 8B, 75%, 16 x 128",
 )
-EMULATED = ("encoder-decoder: T5-11B, 8 x 32", "cap: equal, 75%, 8 x 32", "cap: GPT-1.4B, 75%, 8 x 32",
-            "cap: T5-11B, 50%, 8 x 32", "cap: LLaMA-3 8B, 75%, 16 x 64")  # fmt: skip
+EMULATED = (
+    "encoder-decoder: T5-11B, 8 x 32",
+    "cap: T5-11B, 100%, 8 x 32",
+    "cap: equal, 75%, 8 x 32",
+    "cap: LLaMA-3 8B, 75%, 16 x 64",
+)
 DRAWN = ("cap: GPT-1.4B, 75%, 8 x 32", "encoder-decoder: T5-11B, 8 x 32")
 WORK_S = 0.08  # emulated time of one micro-batch on the busiest device
 TOLERANCE = 0.03  # between emulated and simulated gains
@@ -154,7 +158,7 @@ def gains() -> list[Target]:
     write_csv("gains", [{field: _figure(value) for field, value in vars(row).items()} for row in rows])
     table = [
         [row.case, row.by_rule or "none fits", f"{row.by_rule_time:.4g}", row.found, f"{row.found_time:.4g}",
-         "" if not row.by_rule else f"{row.gain:.1%}", f"{row.gap:.1%}"]
+         "" if not row.by_rule else f"{round(row.gain, 6) + 0:.1%}", f"{row.gap:.1%}"]
         for row in rows
     ]  # fmt: skip
     headings = ["case, devices x micro-batches", "best by rule", "time", "found: placement", "time", "gain", "within"]
@@ -227,7 +231,9 @@ def times() -> list[Target]:
 
 def emulated() -> list[Target]:
     """Some cases with real processes and messages: the best schedule by rule, and the one that was found."""
-    found = [(case, *solved((case, SECONDS))) for case in chosen(EMULATED)]
+    selected = [_silent(case) for case in chosen(EMULATED)]
+    results = solved_all((case, SECONDS) for case in selected)
+    found = [(case, row, solution) for case, (row, solution) in zip(selected, results, strict=True)]
     stages = max(solution.structure.problem.stages for _, _, solution in found)
     captured = capture(lambda: gpt2(stages), DATA.input_specs(), MICRO_BATCH_SIZE)
     rows, targets, granted = [], [], False
@@ -279,6 +285,11 @@ def emulated() -> list[Target]:
         f"scheduling; {here.cores} cores, load average {os.getloadavg()[1]:.1f}, torch {here.torch}.",
     )  # fmt: skip
     return targets
+
+
+def _silent(case: Case) -> Case:
+    """``case`` with messages that take no time, as emulation has them for the simulator."""
+    return replace(case, bare=replace(case.bare, messages=(MessageCost(),) * (case.bare.stages - 1)))
 
 
 def gpt2(layers: int) -> GPT2LMHeadModel:
