@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from itertools import product
+from math import ceil, inf
 
 from auto3d.errors import InputError
 from auto3d.schedule import SCHEDULES, build_schedule
+from auto3d.schedule.families.chimera import SCALES
 from auto3d.schedule.operation import Kind, Schedule
-from auto3d.schedule.order_text import NAME, order_options
+from auto3d.schedule.options import RECOMPUTE
+from auto3d.schedule.order_text import NAME
 from auto3d.simulate.costs import Costs, MessageCost
 from auto3d.simulate.costs_text import write_times
 from auto3d.simulate.simulate import simulate
@@ -66,10 +69,7 @@ class Structure:
         fitting = [
             (simulate(schedule, self.problem.costs).makespan, number)
             for number, schedule in enumerate(self.seeds)
-            if all(
-                held <= free * (1 + 1e-9)
-                for held, free in zip(peaks(self.problem, schedule), self.problem.free, strict=True)
-            )
+            if not any(_exceeds(self.problem, schedule))
         ]
         if not fitting:
             return None
@@ -90,13 +90,45 @@ def structures(bare: BareProblem) -> list[Structure]:
     for seeds in groups.values():
         problem = merged(bare, seeds[0])
         if problem is not None:
-            found.append(Structure(placement=placement_of(seeds[0]), problem=problem, seeds=tuple(seeds)))
+            partly = _recomputing_partly(problem, seeds) if bare.may_recompute else ()
+            found.append(Structure(placement=placement_of(seeds[0]), problem=problem, seeds=(*seeds, *partly)))
     if not found:
         raise InputError(
             f"placements: none of {', '.join(sorted(bare.placements))} is possible with {bare.stages} stages on "
             f"{bare.devices} devices, or the weights do not fit their memory"
         )
     return found
+
+
+def _recomputing_partly(problem: Problem, seeds: Sequence[Schedule]) -> Iterator[Schedule]:
+    """Those of ``seeds`` that may recompute and exceed the memory, with enough stages recomputed to fit it.
+
+    On each device the first stages recompute, whose activations are held longest.
+    """
+    for schedule in seeds:
+        partly: Schedule | None = schedule
+        if not schedule.recompute and "recompute" in SCHEDULES[schedule.name].options:
+            while partly is not None and any(exceeds := _exceeds(problem, partly)):
+                partly = _recomputing_more(partly, exceeds)
+            if partly is not None and partly != schedule:
+                yield partly
+
+
+def _recomputing_more(schedule: Schedule, exceeds: Sequence[bool]) -> Schedule | None:
+    """``schedule`` with one more stage recomputed on each device that ``exceeds`` marks; None if no stage is left."""
+    more = set()
+    for device, over in enumerate(exceeds):
+        homes = [stage for (stage, _), home in schedule.device_of.items() if home == device]
+        if over and not (keeping := set(homes) - schedule.recompute):
+            return None
+        if over:
+            more.add(min(keeping))
+    return replace(schedule, recompute=schedule.recompute | more)
+
+
+def _exceeds(problem: Problem, schedule: Schedule) -> list[bool]:
+    """Whether ``schedule`` holds more than the memory, on each device."""
+    return [held > free * (1 + 1e-9) for held, free in zip(peaks(problem, schedule), problem.free, strict=True)]
 
 
 def placement_of(schedule: Schedule) -> str:
@@ -228,27 +260,48 @@ def solve(
 
 
 def _schedules(bare: BareProblem) -> Iterator[Schedule]:
-    """The synchronous schedules by rule at the sizes of ``bare``, with every number of chunks, fitted to its times."""
-    per_device = bare.stages // bare.devices
+    """The synchronous schedules by rule at the sizes of ``bare``, with all their options, fitted to its times."""
     sizes = {"devices": bare.devices, "micro_batches": bare.micro_batches}
     for name, family in SCHEDULES.items():
         if family.asynchronous or family.explicit:
             continue
-        shapes: list[dict[str, int | str]] = [{}]
-        if "chunks" in family.options:
-            shapes = [{"chunks": count} for count in range(2, per_device + 1)]
-        elif "waves" in family.options:
-            shapes = [{"waves": count} for count in range(1, per_device // 2 + 1)]
-        recomputes = bare.may_recompute and "recompute" in family.options
-        for options in [*shapes, *({**one, "recompute": "full"} for one in shapes if recomputes)]:
+        values = {option: some for option, some in _values(bare).items() if option in family.options}
+        for combination in product(*values.values()):
+            options = dict(zip(values, combination, strict=True))
             try:
                 schedule = build_schedule(name, **sizes, **options)
-                if "times" in family.options and bare.stages % schedule.stages == 0:
+                if bare.stages % schedule.stages:
+                    continue
+                if "times" in family.options:
                     times = write_times(merged_costs(bare, schedule))
                     schedule = build_schedule(name, **sizes, **options, times=times)
-                order_options(schedule)
-            except InputError:  # it does not exist at these sizes, or an order cannot hold it
+            except InputError:  # it does not exist at these sizes
                 continue
-            splits = any(operation.kind is Kind.BACKWARD_WEIGHT for row in schedule.operations for operation in row)
-            if (bare.may_split or not splits) and (bare.may_recompute or not schedule.recompute):
+            operations = {
+                (o.kind is Kind.BACKWARD_WEIGHT, o.stage, o.pipe)
+                for row in schedule.operations
+                for o in row
+                if o.micro_batches
+            }
+            splits = any(half for half, _, _ in operations)
+            used = {(stage, pipe) for _, stage, pipe in operations} == set(schedule.device_of)
+            # Chimera may leave a pipe without micro-batches, which an order cannot express.
+            if used and (bare.may_split or not splits) and (bare.may_recompute or not schedule.recompute):
                 yield schedule
+
+
+def _values(bare: BareProblem) -> dict[str, Sequence[int | str]]:
+    """The values to try of each option of schedules by rule."""
+    devices, per_device = bare.devices, bare.stages // bare.devices
+    deferred = max(
+        (part / whole for part, whole in zip(bare.deferred, bare.activation, strict=True) if whole), default=1
+    )
+    return {
+        "chunks": range(2, per_device + 1),
+        "group": sorted({0, *(size for size in (2 * devices, bare.micro_batches) if size <= bare.micro_batches)}),
+        "waves": range(1, per_device // 2 + 1),
+        "pipes": [count for count in range(2, devices + 1, 2) if devices % count == 0],
+        "scale": SCALES[:2],
+        "deferred": sorted({max(1, ceil(100 * deferred)), 100}),
+        "recompute": RECOMPUTE if bare.may_recompute else RECOMPUTE[:1],
+    }

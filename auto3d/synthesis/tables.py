@@ -8,7 +8,7 @@ every kind of operation, and an order is only which kind of which stage comes ne
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, permutations
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -157,9 +157,10 @@ def schedule_of_order(problem: Problem, choices: BackwardChoices, order: np.ndar
 def orders_of_one_at_a_time(problem: Problem, choices: BackwardChoices) -> Iterator[np.ndarray]:
     """Orders in which each micro-batch begins when the one before it has ended, which needs the least memory.
 
-    The micro-batches of several pipes take turns, or those of one pipe come before those of the next.
+    The micro-batches of several pipes take turns, or those of one pipe come before those of the next; the first pipe
+    begins, or the last one.
     """
-    for pipes in permutations(range(problem.pipes)):
+    for pipes in sorted({tuple(range(problem.pipes)), tuple(reversed(range(problem.pipes)))}):
         grouped = [pipe for pipe in pipes for _ in range(problem.per_pipe[pipe])]
         in_turns = [pipe for turn in range(problem.per_pipe[0]) for pipe in pipes if turn < problem.per_pipe[pipe]]
         yield _one_at_a_time(problem, choices, grouped)
