@@ -21,7 +21,7 @@ class OrderFile:
     devices: int
     micro_batches: int
     options: dict[str, int | str] = field(hash=False)  # the options of the schedule ``synthesized``
-    made_by: str  # what made the order, and for which times
+    made_by: str  # the command that made the order, and its times
 
     def to_json(self) -> str:
         rows = str(self.options[ORDER]).split(DEVICES)

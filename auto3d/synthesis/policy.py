@@ -8,7 +8,7 @@ import numpy as np
 from numba import njit
 
 from auto3d.synthesis.tables import BACKWARD, FORWARD, RECOMPUTE, Tables
-from auto3d.synthesis.timing import Room
+from auto3d.synthesis.timing import Room, send
 
 NO_LIMIT = 1e6
 
@@ -59,14 +59,7 @@ def list_schedule(tables: Tables, policy: Policy, bounds: np.ndarray, room: Room
             if source >= 0 and tables.link[kind, source] >= 0:
                 now += tables.message[kind, source]
         if kind <= BACKWARD:
-            arrived, after, link = now, tables.message[kind, q], tables.link[kind, q]
-            if link >= 0 and after > 0.0:
-                if tables.overlap:
-                    arrived = max(now, room.link_free[link]) + after
-                    room.link_free[link] = arrived
-                else:
-                    now += after
-            arrival[kind, q, m] = arrived
+            arrival[kind, q, m], now = send(tables, room, kind, q, now)
             if kind == FORWARD:
                 for other in range(size):
                     if tables.before[other] == q:

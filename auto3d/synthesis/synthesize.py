@@ -49,7 +49,7 @@ class Synthesis:
     """The order that a search found for a Problem."""
 
     schedule: Schedule  # with its syncs and updates
-    makespan: float  # as simulated, in the unit of the costs
+    makespan: float  # simulated time, in the unit of the costs
     begun_from: str  # name of the schedule that it improves, or "policy"
 
 

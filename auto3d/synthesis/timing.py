@@ -45,6 +45,18 @@ def make_room(tables: Tables, operations: int) -> Room:
 
 
 @njit(cache=True)
+def send(tables: Tables, room: Room, kind: int, q: int, now: float) -> tuple[float, float]:
+    """When the message of an operation that ends at ``now`` has arrived, and when its device can go on."""
+    after, link = tables.message[kind, q], tables.link[kind, q]
+    if link < 0 or after <= 0.0:
+        return now, now
+    if not tables.overlap:
+        return now, now + after
+    room.link_free[link] = max(now, room.link_free[link]) + after
+    return room.link_free[link], now
+
+
+@njit(cache=True)
 def makespan(tables: Tables, order: np.ndarray, bounds: np.ndarray, room: Room) -> float:
     """The makespan of ``order``; infinite if devices wait for each other, or if one would exceed its memory."""
     time, excess = time_and_excess(tables, order, bounds, room)
@@ -100,14 +112,8 @@ def time_and_excess(tables: Tables, order: np.ndarray, bounds: np.ndarray, room:
                 now = begin + receive + tables.duration[kind, q]
                 end[here], cause[here] = now, waited
                 if kind <= BACKWARD:
-                    arrived, after, link = now, tables.message[kind, q], tables.link[kind, q]
-                    if link >= 0 and after > 0.0:
-                        if tables.overlap:
-                            arrived = max(now, room.link_free[link]) + after
-                            room.link_free[link] = arrived
-                        else:
-                            now += after
-                    arrival[kind, q, m], place[kind, q, m] = arrived, here
+                    arrival[kind, q, m], now = send(tables, room, kind, q, now)
+                    place[kind, q, m] = here
                 done[kind, q] = m + 1
                 room.last[q] = here
                 here += 1
