@@ -65,9 +65,9 @@ class FoundOrder:
         )
 
     def structure(self) -> Structure:
-        """The one with as many stages as the problem."""
-        (found,) = (each for each in structures(self.problem) if each.problem.stages == self.stages)
-        return found
+        """The one with as many stages as the problem, and with the fewest pipes."""
+        possible = (each for each in structures(self.problem) if each.problem.stages == self.stages)
+        return min(possible, key=lambda each: each.problem.pipes)
 
     def sought(self) -> Solution:
         return solve([self.structure()], seconds=SECONDS, seed=1)
