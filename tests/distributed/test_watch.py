@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median
@@ -44,22 +46,33 @@ def plan_of(name: str, *, dp: int, pp: int, tp: int = 1, micro_batches: int = 4)
     return make_plan(MODEL, dp=dp, tp=tp, pp=pp, micro_batches=micro_batches, schedule=name, stages=stages)
 
 
+@contextmanager
+def windows(first: int, least_s: float) -> Iterator[None]:
+    """The ranks exchange what they saw in other windows; the processes train later tests with the usual ones."""
+    usual = watch.FIRST_WINDOW, watch.LEAST_S
+    watch.FIRST_WINDOW, watch.LEAST_S = first, least_s
+    try:
+        yield
+    finally:
+        watch.FIRST_WINDOW, watch.LEAST_S = usual
+
+
 def watched(world, plan: Plan, settings: TrainingSettings, slow: int | None, times: float) -> list[Watched]:
     """What a rank saw after each of 3 windows of 3 iterations; the device of rank ``slow`` takes ``times`` as long."""
-    watch.FIRST_WINDOW, watch.LEAST_S = 3, 0.0
     if world.rank == slow:
         emulation = settings.emulation
         longer = {name: times * getattr(emulation, name) for name in ("forward_s", "backward_s")}
         settings = replace(settings, emulation=replace(emulation, **longer))
     seen: list[Watched] = []
-    train(
-        captured(MODEL, samples_at_once(plan)),
-        plan,
-        settings,
-        TEXT,
-        world,
-        on_iteration=lambda number, result, what: seen.append(what),
-    )
+    with windows(3, 0.0):
+        train(
+            captured(MODEL, samples_at_once(plan)),
+            plan,
+            settings,
+            TEXT,
+            world,
+            on_iteration=lambda number, result, what: seen.append(what),
+        )
     return seen
 
 
@@ -95,21 +108,21 @@ def test_a_slow_rank_is_named_and_no_other(processes, name, dp, pp, slow, stages
 def hindered(world, plan: Plan, settings: TrainingSettings) -> list[Watched]:
     """What a rank saw; others keep the core of rank 1 busy."""
     cores = sorted(os.sched_getaffinity(0))
-    watch.FIRST_WINDOW, watch.LEAST_S = 5, 0.1
     hogs = []
     os.sched_setaffinity(0, {cores[world.rank]})
     try:
         if world.rank == 1:  # they inherit its core
             hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(5)]
         seen: list[Watched] = []
-        train(
-            captured(MODEL, samples_at_once(plan)),
-            plan,
-            settings,
-            TEXT,
-            world,
-            on_iteration=lambda number, result, what: seen.append(what),
-        )
+        with windows(5, 0.1):
+            train(
+                captured(MODEL, samples_at_once(plan)),
+                plan,
+                settings,
+                TEXT,
+                world,
+                on_iteration=lambda number, result, what: seen.append(what),
+            )
         return seen
     finally:
         for hog in hogs:
@@ -170,7 +183,7 @@ def test_a_trace_has_the_operations_of_the_schedule_in_order(processes, tmp_path
             if name != "pipedream":  # its updates of several iterations have one name
                 apart = [each["ts"] - by_name[each["name"]]["ts"] for each in annotated if each["name"] in by_name]
                 assert len(apart) == len(operations)
-                assert abs(median(apart)) < 2e4, "clocks that are not aligned are seconds apart; a rank may wait 10 ms"
+                assert abs(median(apart)) < 1e3, "the profiler's clock is not aligned"
         simulated = {event["name"] for event in events if event["pid"] >= 1_000_000 and event["ph"] == "X"}
         assert {str(each) for each in schedule.operations[0]} <= simulated
         rows = compared(ranks, timeline)
