@@ -91,6 +91,11 @@ def peaks(problem: Problem, schedule: Schedule) -> list[float]:
     return found
 
 
+def exceeds(problem: Problem, schedule: Schedule) -> list[bool]:
+    """Per device, whether ``schedule`` holds more than is free, by more than the rounding of sums."""
+    return [most > free * (1 + 1e-9) for most, free in zip(peaks(problem, schedule), problem.free, strict=True)]
+
+
 def _changes(problem: Problem, schedule: Schedule, operation: Operation, *, inside: bool) -> tuple[float, float]:
     """The change of what is held while ``operation`` runs, and after it."""
     stage, count = operation.stage, len(operation.micro_batches)

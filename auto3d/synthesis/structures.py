@@ -15,7 +15,7 @@ from auto3d.simulate.costs import Costs, MessageCost
 from auto3d.simulate.costs_text import write_times
 from auto3d.simulate.simulate import simulate
 from auto3d.synthesis.bound import lower_bound
-from auto3d.synthesis.problem import Problem, peaks
+from auto3d.synthesis.problem import Problem, exceeds
 from auto3d.synthesis.synthesize import TOLERANCE, Synthesis, synthesize
 
 STRAIGHT, INTERLEAVED, V, TWO_WAY, WAVE = PLACEMENTS = ("straight", "interleaved", "v", "two-way", "wave")
@@ -69,7 +69,7 @@ class Structure:
         fitting = [
             (simulate(schedule, self.problem.costs).makespan, number)
             for number, schedule in enumerate(self.seeds)
-            if not any(_exceeds(self.problem, schedule))
+            if not any(exceeds(self.problem, schedule))
         ]
         if not fitting:
             return None
@@ -108,27 +108,22 @@ def _recomputing_partly(problem: Problem, seeds: Sequence[Schedule]) -> Iterator
     for schedule in seeds:
         partly: Schedule | None = schedule
         if not schedule.recompute and "recompute" in SCHEDULES[schedule.name].options:
-            while partly is not None and any(exceeds := _exceeds(problem, partly)):
-                partly = _recomputing_more(partly, exceeds)
+            while partly is not None and any(over := exceeds(problem, partly)):
+                partly = _recomputing_more(partly, over)
             if partly is not None and partly != schedule:
                 yield partly
 
 
-def _recomputing_more(schedule: Schedule, exceeds: Sequence[bool]) -> Schedule | None:
-    """``schedule`` with one more stage recomputed on each device that ``exceeds`` marks; None if no stage is left."""
+def _recomputing_more(schedule: Schedule, exceeding: Sequence[bool]) -> Schedule | None:
+    """``schedule`` with one more stage recomputed on each device that ``exceeding`` marks; None if no stage is left."""
     more = set()
-    for device, over in enumerate(exceeds):
+    for device, over in enumerate(exceeding):
         homes = [stage for (stage, _), home in schedule.device_of.items() if home == device]
         if over and not (keeping := set(homes) - schedule.recompute):
             return None
         if over:
             more.add(min(keeping))
     return replace(schedule, recompute=schedule.recompute | more)
-
-
-def _exceeds(problem: Problem, schedule: Schedule) -> list[bool]:
-    """Whether ``schedule`` holds more than the memory, on each device."""
-    return [held > free * (1 + 1e-9) for held, free in zip(peaks(problem, schedule), problem.free, strict=True)]
 
 
 def placement_of(schedule: Schedule) -> str:

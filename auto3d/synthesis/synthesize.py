@@ -15,7 +15,7 @@ from auto3d.simulate.simulate import simulate
 from auto3d.synthesis.anneal import anneal, seed_random
 from auto3d.synthesis.bound import lower_bound
 from auto3d.synthesis.policy import Policy, changed_policy, list_schedule, usual_policies
-from auto3d.synthesis.problem import Problem, peaks
+from auto3d.synthesis.problem import Problem, exceeds
 from auto3d.synthesis.tables import (
     NAME,
     BackwardChoices,
@@ -77,9 +77,7 @@ def synthesize(problem: Problem, *, seconds: float, seeds: Sequence[Schedule] = 
 def _fitting(problem: Problem, seeds: Sequence[Schedule]) -> Iterator[Synthesis]:
     """The seeds that fit the memory."""
     for schedule in seeds:
-        if all(
-            peak <= free * (1 + TOLERANCE) for peak, free in zip(peaks(problem, schedule), problem.free, strict=True)
-        ):
+        if not any(exceeds(problem, schedule)):
             time = simulate(schedule, problem.costs).makespan
             yield Synthesis(schedule=replace(schedule, name=NAME), makespan=time, begun_from=schedule.name)
 
