@@ -57,23 +57,29 @@ def windows(first: int, least_s: float) -> Iterator[None]:
         watch.FIRST_WINDOW, watch.LEAST_S = usual
 
 
+def trained(world, plan: Plan, settings: TrainingSettings, trace: TraceRequest | None = None) -> list[Watched]:
+    """What a rank saw after each iteration."""
+    seen: list[Watched] = []
+    train(
+        captured(MODEL, samples_at_once(plan)),
+        plan,
+        settings,
+        TEXT,
+        world,
+        on_iteration=lambda number, result, what: seen.append(what),
+        trace=trace,
+    )
+    return seen
+
+
 def watched(world, plan: Plan, settings: TrainingSettings, slow: int | None, times: float) -> list[Watched]:
     """What a rank saw after each of 3 windows of 3 iterations; the device of rank ``slow`` takes ``times`` as long."""
     if world.rank == slow:
         emulation = settings.emulation
         longer = {name: times * getattr(emulation, name) for name in ("forward_s", "backward_s")}
         settings = replace(settings, emulation=replace(emulation, **longer))
-    seen: list[Watched] = []
     with windows(3, 0.0):
-        train(
-            captured(MODEL, samples_at_once(plan)),
-            plan,
-            settings,
-            TEXT,
-            world,
-            on_iteration=lambda number, result, what: seen.append(what),
-        )
-    return seen
+        return trained(world, plan, settings)
 
 
 @pytest.mark.parametrize(
@@ -113,17 +119,8 @@ def hindered(world, plan: Plan, settings: TrainingSettings) -> list[Watched]:
     try:
         if world.rank == 1:  # they inherit its core
             hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(5)]
-        seen: list[Watched] = []
         with windows(5, 0.1):
-            train(
-                captured(MODEL, samples_at_once(plan)),
-                plan,
-                settings,
-                TEXT,
-                world,
-                on_iteration=lambda number, result, what: seen.append(what),
-            )
-        return seen
+            return trained(world, plan, settings)
     finally:
         for hog in hogs:
             hog.kill()
@@ -140,17 +137,7 @@ def test_a_rank_that_shares_its_core_is_named(processes):
 
 def traced(world, plan: Plan, settings: TrainingSettings, folder) -> list[Watched]:
     request = TraceRequest(iterations=(0, 3), warmup=1, folder=folder)
-    seen: list[Watched] = []
-    train(
-        captured(MODEL, samples_at_once(plan)),
-        plan,
-        settings,
-        TEXT,
-        world,
-        on_iteration=lambda number, result, what: seen.append(what),
-        trace=request,
-    )
-    return seen
+    return trained(world, plan, settings, request)
 
 
 @pytest.mark.parametrize(
