@@ -11,7 +11,7 @@ one-machine sequencing problem", EJOR 11, 1982).
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from heapq import heappop, heappush
 from itertools import combinations, pairwise, product
 from math import floor, inf
@@ -99,6 +99,7 @@ class _Node:
     memory: str  # the stage on which memory slows the micro-batches down most; empty if it does on none
 
 
+@lru_cache(64)  # a synthesis and its certificate ask for the same problems several times
 def lower_bound(problem: Problem) -> Bound:
     """The best of the proven lower bounds. Raises InputError if not even one micro-batch fits the memory.
 
