@@ -73,6 +73,7 @@ class Traffic:
         self._outside: Counter[int] = Counter()  # node -> number of devices that communicate with other nodes
         self._links: dict[tuple[int, ...], Link] = {}
         for group in groups:
+            assert len(set(group)) == len(group), f"group {group} has a device twice"
             homes = Counter(cluster.node_of[device] for device in group)
             for node, count in homes.items():
                 if count > 1:

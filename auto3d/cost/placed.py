@@ -75,10 +75,11 @@ class PlacedTraffic:
     def tied_s(self, stages: tuple[int, ...], size: float) -> float:
         """Seconds of an all-reduce of tied weights among ``stages``; the groups of all shards reduce at the same time.
 
-        Each tensor-parallel shard has one group, with one rank per stage: the first replica in the first pipeline.
+        Each tensor-parallel shard has one group, with one rank per device: the first replica in the first pipeline.
+        Stages on one device share the weights.
         """
         if stages not in self._tied:
-            heads = [self._placement[self.homes[stage][0]] for stage in stages]
+            heads = [self._placement[device] for device in dict.fromkeys(self.homes[stage][0] for stage in stages)]
             groups = [tuple(ranks[shard] for ranks in heads) for shard in range(self._tp)]
             self._tied[stages] = self._traffic(self._cluster, groups), groups[0]
         traffic, group = self._tied[stages]
