@@ -144,7 +144,8 @@ class CheckpointWriter:
         try:
             if copied is not None:
                 copied.synchronize()
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if own or rank == 0:  # rank 0 waits for no rank without files, and may have renamed the folder by now
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if own:
                 _write_whole(folder / _file(rank), partial(save_file, own))
             if rank == 0:

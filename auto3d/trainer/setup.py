@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -113,6 +114,7 @@ def setup() -> Setup:
 def _alone() -> World:
     """The world of a process that no launcher started."""
     folder = tempfile.mkdtemp(prefix="auto3d-")  # only this user can write to it
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return World(rank=0, size=1, local_rank=0, meeting_point=f"file://{folder}/meeting-point")
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
+from time import monotonic, sleep
 
 import pytest
 import torch
@@ -30,9 +31,11 @@ from auto3d.runtime.checkpoint import (
     to_json,
 )
 from auto3d.runtime.checkpoint_read import CheckpointReader
+from auto3d.runtime.checkpoint_write import CheckpointWriter
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.state_part import StatePart
 from auto3d.runtime.training import Training, TrainingResult, train
+from auto3d.runtime.world import join
 from auto3d.schedule import samples_at_once
 from auto3d.tensor_placement import Split
 from tests.distributed.parity import ADAMW, SGD, make_plan
@@ -305,6 +308,29 @@ def run_without_room(world, *arguments) -> TrainingResult | str:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     return run(world, *arguments)
+
+
+def test_a_rank_without_state_leaves_the_folder_to_the_others(processes, tmp_path):
+    processes.run(2, save_nothing, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["iteration-00000001"]
+
+
+def save_nothing(world, folder: Path) -> None:
+    """As ranks of emulated training do; rank 1 comes to its folder late, when rank 0 has renamed it."""
+    join(world, device=torch.device("cpu"), timeout_s=60)
+    make = Path.mkdir
+
+    def make_late(self: Path, *arguments, **options) -> None:
+        end = monotonic() + 5
+        while world.rank == 1 and newest(folder) is None and monotonic() < end:
+            sleep(0.01)
+        make(self, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "mkdir", make_late)
+        writer = CheckpointWriter(Checkpoints(folder=folder, every=None, keep=1), {}, timeout_s=60)
+        writer.save({}, iteration=1, numbers={})
+        writer.finish()
 
 
 def test_what_cannot_be_read_or_belongs_to_another_training_is_refused_in_one_line(processes, tmp_path):

@@ -65,7 +65,8 @@ def launch(*command, folder: Path, processes: int):
     script = pair("causal_lm")[1].read_text().replace("dp=2, pp=2", f"pp={processes}").replace("=20", "=2")
     (folder / "script.py").write_text(script)
     environment = {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1", "PATH": str(Path(sys.executable).parent)}
-    environment |= {"HF_HUB_OFFLINE": "1"}
+    environment |= {"HF_HUB_OFFLINE": "1", "TMPDIR": str(folder / "temporary")}
+    (folder / "temporary").mkdir()
     return subprocess.run([*map(str, command)], cwd=folder, capture_output=True, text=True, env=environment)
 
 
@@ -86,3 +87,4 @@ def test_too_few_processes_are_one_line_and_exit_code_2(tmp_path):
     assert "Traceback" not in done.stderr
     assert "needs 4 processes" in lines[0]
     assert "torchrun --nproc-per-node=4 script.py" in lines[0]
+    assert not list((tmp_path / "temporary").glob("auto3d*"))
