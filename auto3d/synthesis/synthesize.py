@@ -14,6 +14,7 @@ from auto3d.schedule.operation import Schedule
 from auto3d.simulate.simulate import simulate
 from auto3d.synthesis.anneal import anneal, seed_random
 from auto3d.synthesis.bound import lower_bound
+from auto3d.synthesis.modulo import Pattern, better_pattern, first_pattern, order_by_pattern
 from auto3d.synthesis.policy import Policy, changed_policy, list_schedule, usual_policies
 from auto3d.synthesis.problem import Problem, exceeds
 from auto3d.synthesis.tables import (
@@ -37,11 +38,15 @@ PERIODS = 3  # periods of D micro-batches that are searched; of more micro-batch
 LEAST = 12  # micro-batches that are searched if there are as many
 ROUNDS = (32, 16, 8, 8, 8, 8)  # orders that each round of annealing takes further
 POLICY_SHARE = 0.25  # share of the time for policies and choices
+PATTERN_SHARE = 0.2  # share of the time for patterns, where memory is limited
+PATTERN_CHOICES = 3  # choices of the best orders so far that patterns are sought with
+PATTERN_RUNS = 2  # patterns that are sought with each of them
 LAST_SHARE = 0.2  # share of the time for annealing all micro-batches at the end, if fewer were searched
 HOT, COLD = 1.0, 0.005  # first and last temperature of annealing, in mean durations of an operation
 PENALTY = 8.0  # price of holding the largest activation beyond the memory, in mean durations of an operation
 REACH = 12  # farthest move of an operation
-TIMED = 100  # tries by which the time of one is measured
+TIMED = 100  # tries by which the time of one is measured, in annealing orders
+PATTERN_TIMED = 500  # and patterns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +55,7 @@ class Synthesis:
 
     schedule: Schedule  # with its syncs and updates
     makespan: float  # simulated time, in the unit of the costs
-    begun_from: str  # name of the schedule that it improves, or "policy"
+    begun_from: str  # name of the schedule that it improves, or "policy" or "pattern"
 
 
 def synthesize(problem: Problem, *, seconds: float, seeds: Sequence[Schedule] = (), seed: int = 0) -> Synthesis:
@@ -97,7 +102,7 @@ class _Order:
     codes: np.ndarray
     time: float
     begun_from: str
-    policy: Policy | None = None
+    rule: Policy | Pattern | None = None  # makes such an order of any number of micro-batches
 
 
 class _OrderSearch:
@@ -123,7 +128,10 @@ class _OrderSearch:
         yield from _best((self._order(self._all, each, codes, "policy") for each, codes in alone), 1)
         orders = self._with_changed_policies(_best([*self._by_policies(), *self._seeded()], ROUNDS[0]))
         yield from self._of_all(orders)
-        ends = np.linspace(POLICY_SHARE, 1 - LAST_SHARE if self._skipped else 1, len(ROUNDS) + 1)[1:]
+        if np.isfinite(self._all.free).any():
+            orders = _best([*orders, *self._by_patterns(orders)], ROUNDS[0])
+            yield from self._of_all(orders)
+        ends = np.linspace(self._spent(), 1 - LAST_SHARE if self._skipped else 1, len(ROUNDS) + 1)[1:]
         for count, end in zip(ROUNDS, ends, strict=True):
             chosen, begin = orders[:count], self._spent()
             chosen += [other for order in chosen[: count // 2] if (other := self._with_changed_choices(order))]
@@ -144,6 +152,7 @@ class _OrderSearch:
         for _ in range(2):  # the first time includes compiling
             self._try_s.clear()
             self._annealed(self._few, order, 0.0)
+        better_pattern(tables, first_pattern(tables), 1)
 
     def _spent(self) -> float:
         """The share of the time that is over."""
@@ -198,16 +207,35 @@ class _OrderSearch:
         codes = np.zeros(bounds[-1], np.int32)
         if not list_schedule(tables, policy, bounds, room, codes):
             return None
-        return replace(self._order(problem, choices, codes, "policy"), policy=policy)
+        return replace(self._order(problem, choices, codes, "policy"), rule=policy)
+
+    def _by_patterns(self, orders: list[_Order]) -> Iterator[_Order]:
+        """Orders by patterns with the choices of ``orders``, and with all backwards split."""
+        split = BackwardChoices(split=self._all.may_split)
+        choices = list(dict.fromkeys([split, *(order.choices for order in orders)]))[: 1 + PATTERN_CHOICES]
+        begin, runs = self._spent(), [each for each in choices for _ in range(PATTERN_RUNS)]
+        for number, each in enumerate(runs, 1):
+            tables, _, _ = self._space(self._few, each)
+            started = thread_time()
+            _, pattern = better_pattern(tables, first_pattern(tables), PATTERN_TIMED)
+            try_s = (thread_time() - started) / PATTERN_TIMED
+            left = (begin + PATTERN_SHARE * number / len(runs) - self._spent()) * self._seconds
+            fits, pattern = better_pattern(tables, pattern, max(0, int(left / try_s)))
+            if fits:
+                yield self._by_pattern(self._few, each, pattern)
+
+    def _by_pattern(self, problem: Problem, choices: BackwardChoices, pattern: Pattern) -> _Order:
+        codes = order_by_pattern(self._space(problem, choices)[0], pattern)
+        return replace(self._order(problem, choices, codes, "pattern"), rule=pattern)
 
     def _with_changed_policies(self, orders: list[_Order]) -> list[_Order]:
         """``orders`` and better ones, by random changes of their policies."""
-        changing = [order for order in orders if order.policy is not None]
+        changing = [order for order in orders if isinstance(order.rule, Policy)]
         number = 0
         while changing and self._spent() < POLICY_SHARE:
             number = (number + 1) % len(changing)
-            policy = changing[number].policy
-            assert policy is not None
+            policy = changing[number].rule
+            assert isinstance(policy, Policy)
             other = self._by_policy(self._few, changing[number].choices, changed_policy(policy, self._random))
             if other is not None and other.time <= changing[number].time:
                 changing[number] = other
@@ -237,7 +265,9 @@ class _OrderSearch:
             tables, bounds, _ = self._space(self._few, order.choices)
             for codes in resized(tables, order.codes, bounds, self._skipped // self._all.pipes):
                 longer.append(self._order(self._all, order.choices, codes, order.begun_from))
-            if order.policy is not None and (whole := self._by_policy(self._all, order.choices, order.policy)):
+            if isinstance(order.rule, Pattern):
+                longer.append(self._by_pattern(self._all, order.choices, order.rule))
+            elif order.rule is not None and (whole := self._by_policy(self._all, order.choices, order.rule)):
                 longer.append(whole)
         return _best(longer, 1)
 
