@@ -38,6 +38,7 @@ class BareProblem:
     backward_weight: tuple[float, ...]
     recompute: tuple[float, ...]
     sync: tuple[float, ...]
+    sync_copies: tuple[float, ...]  # in place of ``sync`` where several pipes hold a stage: its copies' gradients add up
     update: tuple[float, ...]
     messages: tuple[MessageCost, ...]  # S - 1
     overlap: bool
@@ -168,7 +169,7 @@ def merged_costs(bare: BareProblem, like: Schedule) -> Costs:
         backward_input=inputs,
         backward_weight=weights,
         recompute=_totals(bare.recompute, like.stages),
-        sync=_totals(bare.sync, like.stages),
+        sync=_totals(bare.sync_copies if any(pipe for _, pipe in like.device_of) else bare.sync, like.stages),
         update=_totals(bare.update, like.stages),
         messages=bare.messages[count - 1 :: count],
         speed=bare.speed,

@@ -51,6 +51,7 @@ class FoundOrder:
             backward_weight=tuple(0.75 * time for time in forward),
             recompute=forward,
             sync=(0.5,) * self.stages,
+            sync_copies=(0.5,) * self.stages,
             update=(0.25,) * self.stages,
             messages=(MessageCost(forward=0.1, backward=0.1),) * (self.stages - 1),
             overlap=True,

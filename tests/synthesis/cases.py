@@ -47,6 +47,7 @@ def equal(devices: int, micro_batches: int) -> BareProblem:
         backward_weight=one,
         recompute=one,
         sync=none,
+        sync_copies=none,
         update=none,
         messages=(MessageCost(),) * (stages - 1),
         overlap=True,
@@ -78,6 +79,7 @@ def of_model(recipe_name: str, devices: int, micro_batches: int, *, fine: int, t
     plan = replace(plan, stages=stages_between(_layer_bounds(graph.nodes, subject.cuts(samples), fine)))
     problem = problem_of(plan, model, may_recompute=frozenset(range(fine)))
     costs = problem.costs
+    copied = replace(plan, schedule="chimera", global_batch=fine * samples)
     return BareProblem(
         devices=devices,
         micro_batches=micro_batches,
@@ -86,6 +88,7 @@ def of_model(recipe_name: str, devices: int, micro_batches: int, *, fine: int, t
         backward_weight=costs.backward_weight,
         recompute=costs.recompute,
         sync=(0.0,) * fine,
+        sync_copies=model.costs(copied).sync,
         update=(0.0,) * fine,
         messages=costs.messages,
         overlap=costs.overlap,
