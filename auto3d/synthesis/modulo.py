@@ -1,4 +1,4 @@
-"""Orders by modulo scheduling: all micro-batches run by one pattern of start times, each one period after the one before.
+"""Orders by modulo scheduling: all micro-batches run by one pattern of start times, each one period after the last.
 
 Software pipelining of loops (Rau 1994, "Iterative modulo scheduling") starts the operations of one iteration such that
 no two of them meet when that is repeated with a period. Qi et al. 2024, "Pipeline parallelism with controllable
@@ -21,7 +21,7 @@ LONGEST = 1.3  # first period, in least periods
 ROUNDING = 1e-9  # share of a period by which operations may seem to meet
 
 
-class Pattern(NamedTuple):
+class ModuloPattern(NamedTuple):
     """When the operations of one micro-batch of each pipe start, and the time after which those of the next ones do."""
 
     period: float
@@ -35,13 +35,13 @@ class _Devices(NamedTuple):
     start: np.ndarray  # [D, operations]
     length: np.ndarray  # [D, operations]
     code: np.ndarray  # [D, operations]
-    count: np.ndarray  # [D]
+    placed: np.ndarray  # [D] how many of them have their time
 
 
-def first_pattern(tables: Tables) -> Pattern:
+def first_pattern(tables: Tables) -> ModuloPattern:
     """Every operation as early as it can, but no two at a time; the period is longer than it has to be."""
     nothing = np.zeros(tables.duration.shape)
-    return Pattern(LONGEST * least_period(tables), nothing, nothing.copy())
+    return ModuloPattern(LONGEST * least_period(tables), nothing, nothing.copy())
 
 
 @njit(cache=True)
@@ -54,7 +54,7 @@ def least_period(tables: Tables) -> float:
 
 
 @njit(cache=True)
-def better_pattern(tables: Tables, pattern: Pattern, tries: int) -> tuple[bool, Pattern]:
+def better_pattern(tables: Tables, pattern: ModuloPattern, tries: int) -> tuple[bool, ModuloPattern]:
     """``pattern`` improved in ``tries`` tries of simulated annealing, and whether it fits the memory.
 
     The period and the delays change; operations are then placed one after the other, each as early as its delay and the
@@ -87,10 +87,10 @@ def better_pattern(tables: Tables, pattern: Pattern, tries: int) -> tuple[bool, 
         else:
             period, delay[kind, q] = old_period, old_delay
     _price(tables, chain, lengths, micro_batches, best_period, best_delay, start, room)
-    return best < np.inf, Pattern(best_period, best_delay, start)
+    return best < np.inf, ModuloPattern(best_period, best_delay, start)
 
 
-def order_by_pattern(tables: Tables, pattern: Pattern) -> np.ndarray:
+def order_by_pattern(tables: Tables, pattern: ModuloPattern) -> np.ndarray:
     """The order in which all micro-batches run by ``pattern``."""
     chain, size = _chain(tables), len(tables.device)
     devices = []
@@ -164,7 +164,7 @@ def _price(
     Infinite if the operations of a device do not fit into the period.
     """
     size, end = len(tables.device), 0.0
-    devices.count[:] = 0
+    devices.placed[:] = 0
     for code in chain:
         kind, q = code // size, code % size
         d = tables.device[q]
@@ -172,9 +172,9 @@ def _price(
         if time == np.inf:
             return np.inf, False
         start[kind, q] = time
-        place = devices.count[d]
+        place = devices.placed[d]
         devices.start[d, place], devices.length[d, place], devices.code[d, place] = time, lengths[kind, q], code
-        devices.count[d] += 1
+        devices.placed[d] += 1
         if kind == BACKWARD:
             end = max(end, time + lengths[kind, q])
     excess = 0.0
@@ -208,7 +208,7 @@ def _ready(tables: Tables, lengths: np.ndarray, start: np.ndarray, kind: int, q:
 def _next_gap(devices: _Devices, d: int, period: float, ready: float, length: float) -> float:
     """The earliest time from ``ready`` at which device ``d`` has a gap of ``length`` in every period; else infinite."""
     time, apart, here = ready, 0, 0
-    while apart < devices.count[d]:
+    while apart < devices.placed[d]:
         since = (time - devices.start[d, here]) % period
         if since < devices.length[d, here] - ROUNDING * period:
             time += devices.length[d, here] - since
@@ -220,7 +220,7 @@ def _next_gap(devices: _Devices, d: int, period: float, ready: float, length: fl
             apart += 1
         if time > ready + period:
             return np.inf
-        here = (here + 1) % devices.count[d]
+        here = (here + 1) % devices.placed[d]
     return time
 
 
@@ -228,12 +228,12 @@ def _next_gap(devices: _Devices, d: int, period: float, ready: float, length: fl
 def _peak(tables: Tables, devices: _Devices, d: int, period: float) -> float:
     """The most that device ``d`` holds in the steady state."""
     size, most = len(tables.device), 0.0
-    for i in range(devices.count[d]):
+    for i in range(devices.placed[d]):
         code = devices.code[d, i]
         held = tables.during[code // size, code % size]
         if held <= 0.0:
             continue
-        for j in range(devices.count[d]):
+        for j in range(devices.placed[d]):
             if i != j:  # the changes of a stage add up to 0, so only differences of numbers of periods count
                 other = devices.code[d, j]
                 periods = np.floor((devices.start[d, i] - devices.start[d, j]) / period) + 1.0

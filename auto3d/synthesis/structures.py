@@ -38,7 +38,7 @@ class BareProblem:
     backward_weight: tuple[float, ...]
     recompute: tuple[float, ...]
     sync: tuple[float, ...]
-    sync_copies: tuple[float, ...]  # in place of ``sync`` where several pipes hold a stage: its copies' gradients add up
+    sync_copies: tuple[float, ...]  # ``sync`` where several pipes hold a stage: its copies' gradients add up
     update: tuple[float, ...]
     messages: tuple[MessageCost, ...]  # S - 1
     overlap: bool

@@ -14,7 +14,7 @@ from auto3d.schedule.operation import Schedule
 from auto3d.simulate.simulate import simulate
 from auto3d.synthesis.anneal import anneal, seed_random
 from auto3d.synthesis.bound import lower_bound
-from auto3d.synthesis.modulo import Pattern, better_pattern, first_pattern, order_by_pattern
+from auto3d.synthesis.modulo import ModuloPattern, better_pattern, first_pattern, order_by_pattern
 from auto3d.synthesis.policy import Policy, changed_policy, list_schedule, usual_policies
 from auto3d.synthesis.problem import Problem, exceeds
 from auto3d.synthesis.tables import (
@@ -102,7 +102,7 @@ class _Order:
     codes: np.ndarray
     time: float
     begun_from: str
-    rule: Policy | Pattern | None = None  # makes such an order of any number of micro-batches
+    rule: Policy | ModuloPattern | None = None  # makes such an order of any number of micro-batches
 
 
 class _OrderSearch:
@@ -224,7 +224,7 @@ class _OrderSearch:
             if fits:
                 yield self._by_pattern(self._few, each, pattern)
 
-    def _by_pattern(self, problem: Problem, choices: BackwardChoices, pattern: Pattern) -> _Order:
+    def _by_pattern(self, problem: Problem, choices: BackwardChoices, pattern: ModuloPattern) -> _Order:
         codes = order_by_pattern(self._space(problem, choices)[0], pattern)
         return replace(self._order(problem, choices, codes, "pattern"), rule=pattern)
 
@@ -265,7 +265,7 @@ class _OrderSearch:
             tables, bounds, _ = self._space(self._few, order.choices)
             for codes in resized(tables, order.codes, bounds, self._skipped // self._all.pipes):
                 longer.append(self._order(self._all, order.choices, codes, order.begun_from))
-            if isinstance(order.rule, Pattern):
+            if isinstance(order.rule, ModuloPattern):
                 longer.append(self._by_pattern(self._all, order.choices, order.rule))
             elif order.rule is not None and (whole := self._by_policy(self._all, order.choices, order.rule)):
                 longer.append(whole)

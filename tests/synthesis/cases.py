@@ -13,7 +13,7 @@ from auto3d.search.make import PlanMaker
 from auto3d.search.order_problem import problem_of
 from auto3d.simulate.costs import MessageCost
 from auto3d.synthesis.problem import peaks
-from auto3d.synthesis.structures import PLACEMENTS, BareProblem, merged, weights_on
+from auto3d.synthesis.structures import BareProblem, merged, weights_on
 from launch.model.candidates import candidate_of, task
 from launch.model.costs import cost_model, planning_subject
 from launch.model.graphs import PlanningModel
@@ -33,9 +33,9 @@ class Case:
 
 
 def equal(devices: int, micro_batches: int) -> BareProblem:
-    """Two equal fine stages per device with F = I = W = 1, an activation of 1 and weights of 2.
+    """Two equal fine stages per device with F = I = W = 1, an activation of 1 and weights of 2. No cap.
 
-    No cap, one copy of the weights.
+    The gradients of two copies add up in the time of F.
     """
     stages = 2 * devices
     one, none = (1.0,) * stages, (0.0,) * stages
@@ -47,7 +47,7 @@ def equal(devices: int, micro_batches: int) -> BareProblem:
         backward_weight=one,
         recompute=one,
         sync=none,
-        sync_copies=none,
+        sync_copies=one,
         update=none,
         messages=(MessageCost(),) * (stages - 1),
         overlap=True,
@@ -57,7 +57,6 @@ def equal(devices: int, micro_batches: int) -> BareProblem:
         deferred=(0.5,) * stages,
         weights=(2.0,) * stages,
         memory=(inf,) * devices,
-        placements=ONE_COPY,
     )
 
 
@@ -66,7 +65,8 @@ def of_model(recipe_name: str, devices: int, micro_batches: int, *, fine: int, t
     """Fine stages of equally many layers of a recipe's model, in seconds and bytes of the project's cost model.
 
     Each fine stage is on ``tp`` devices of a node of the recipe's cluster; messages cross the link between nodes.
-    Weights are all bytes that the memory model counts beside activations. No cap, one copy of the weights.
+    Weights are all bytes that the memory model counts beside activations. No cap. The gradients of two copies add up in
+    the time that Chimera's do between two nodes.
     """
     overrides = [f"cluster.nodes={fine}", f"cluster.devices_per_node={tp}", f"training.global_batch={samples}"]
     plan_keys = {"dp": 1, "tp": tp, "pp": fine, "micro_batch_size": samples, "schedule": "1f1b", "recompute": "none"}
@@ -79,7 +79,7 @@ def of_model(recipe_name: str, devices: int, micro_batches: int, *, fine: int, t
     plan = replace(plan, stages=stages_between(_layer_bounds(graph.nodes, subject.cuts(samples), fine)))
     problem = problem_of(plan, model, may_recompute=frozenset(range(fine)))
     costs = problem.costs
-    copied = replace(plan, schedule="chimera", global_batch=fine * samples)
+    copied = replace(plan, schedule="chimera", global_batch=fine * samples)  # micro-batches for each of its pipes
     return BareProblem(
         devices=devices,
         micro_batches=micro_batches,
@@ -98,7 +98,6 @@ def of_model(recipe_name: str, devices: int, micro_batches: int, *, fine: int, t
         deferred=problem.deferred,
         weights=model.memory_beside_activations(plan),
         memory=(inf,) * devices,
-        placements=ONE_COPY,
     )
 
 
@@ -126,9 +125,15 @@ def capped(bare: BareProblem, fraction: float, *, recompute: bool = False) -> Ba
 
 
 def slow_links(bare: BareProblem, ratio: float) -> BareProblem:
-    """``bare`` with messages that take ``ratio`` of the mean forward of a device."""
+    """``bare`` with messages that take ``ratio`` of the mean forward of a device; sums of copies slow down likewise."""
     time = ratio * sum(bare.forward) / bare.devices
-    return replace(bare, messages=(MessageCost(forward=time, backward=time),) * (bare.stages - 1))
+    before = max(cost.latency + cost.forward for cost in bare.messages)
+    slower = time / before if before else 1.0
+    return replace(
+        bare,
+        messages=(MessageCost(forward=time, backward=time),) * (bare.stages - 1),
+        sync_copies=tuple(slower * each for each in bare.sync_copies),
+    )
 
 
 def mixed(bare: BareProblem) -> BareProblem:
@@ -141,17 +146,24 @@ def mixed(bare: BareProblem) -> BareProblem:
 
 
 def cases() -> Iterator[Case]:
-    """All cases, those of equal stages without cap first."""
+    """All cases, those of equal stages without cap first; each hard case with N = 4D and N = 2D micro-batches."""
     for devices in (4, 8, 16):
         for each in (2, 4, 8):
-            yield Case(name=f"equal, N = {each}D", group="equal", bare=equal(devices, each * devices))
-    few = equal(8, 32)
-    yield Case(name="equal, any copies", group="equal", bare=replace(few, placements=frozenset(PLACEMENTS)))
-    gpt = of_model("gpt1.4b", 8, 32, fine=16, tp=1, samples=2)
-    llama = of_model("llama3-8b", 8, 32, fine=16, tp=8, samples=1)
-    deep = of_model("llama3-8b", 16, 64, fine=32, tp=8, samples=1)
-    t5 = of_model("t5-11b", 8, 32, fine=16, tp=8, samples=4)
-    deep_t5 = of_model("t5-11b", 16, 64, fine=48, tp=8, samples=4)
+            bare = replace(equal(devices, each * devices), placements=ONE_COPY)
+            yield Case(name=f"equal, N = {each}D", group="equal", bare=bare)
+    yield Case(name="equal, any copies", group="equal", bare=equal(8, 32))
+    for each in (4, 2):
+        yield from _hard_cases(each)
+
+
+def _hard_cases(each: int) -> Iterator[Case]:
+    """Stages that differ, caps, slow links and mixed devices, with ``each`` micro-batches per device."""
+    few = equal(8, 8 * each)
+    gpt = of_model("gpt1.4b", 8, 8 * each, fine=16, tp=1, samples=2)
+    llama = of_model("llama3-8b", 8, 8 * each, fine=16, tp=8, samples=1)
+    deep = of_model("llama3-8b", 16, 16 * each, fine=32, tp=8, samples=1)
+    t5 = of_model("t5-11b", 8, 8 * each, fine=16, tp=8, samples=4)
+    deep_t5 = of_model("t5-11b", 16, 16 * each, fine=48, tp=8, samples=4)
     for name, bare in (("GPT-1.4B", gpt), ("LLaMA-3 8B", llama), ("LLaMA-3 8B", deep)):
         yield Case(name=name, group="head", bare=bare)
     for bare in (t5, deep_t5):
@@ -165,9 +177,8 @@ def cases() -> Iterator[Case]:
                 name=f"{name}, {fraction:.0%}", group="cap, recompute", bare=capped(bare, fraction, recompute=True)
             )
     for ratio in (0.2, 0.5):
-        for name, bare in (("equal", few), ("GPT-1.4B", gpt), ("equal", equal(16, 64))):
-            slow = slow_links(bare, ratio)
-            yield Case(name=f"{name}, {ratio:g} F", group="slow links", bare=slow)
+        for name, bare in (("equal", few), ("GPT-1.4B", gpt), ("equal", equal(16, 16 * each))):
+            yield Case(name=f"{name}, {ratio:g} F", group="slow links", bare=slow_links(bare, ratio))
     yield Case(name="GPT-1.4B, 0.2 F, 75%", group="slow links, cap", bare=slow_links(capped(gpt, 0.75), 0.2))
     yield Case(name="equal", group="mixed devices", bare=mixed(few))
     yield Case(name="GPT-1.4B", group="mixed devices", bare=mixed(gpt))

@@ -8,15 +8,15 @@ from auto3d.schedule import build_schedule
 from auto3d.simulate.simulate import simulate
 from auto3d.synthesis.bound import lower_bound
 from auto3d.synthesis.problem import peaks
-from auto3d.synthesis.structures import PLACEMENTS, merged, solve, structures
-from tests.synthesis.cases import capped, equal
+from auto3d.synthesis.structures import merged, solve, structures
+from tests.synthesis.cases import ONE_COPY, capped, equal
 
 SECONDS = 20.0  # both searches end at their lower bound after 1 s
 
 
 @pytest.mark.parametrize("micro_batches", [8, 16])
 def test_equal_stages_without_cap_are_never_worse(micro_batches: int) -> None:
-    possible = structures(equal(4, micro_batches))
+    possible = structures(replace(equal(4, micro_batches), placements=ONE_COPY))
     solution = solve(possible, seconds=SECONDS)
     least = min(lower_bound(structure.problem).time for structure in possible)
     assert solution.by_rule is not None
@@ -25,7 +25,7 @@ def test_equal_stages_without_cap_are_never_worse(micro_batches: int) -> None:
 
 def test_a_heavy_last_stage_under_half_the_memory_gains_5_percent() -> None:
     """A last fine stage of twice the time: the order found takes 76, the least possible, and the best by rule 80."""
-    bare = equal(4, 8)
+    bare = replace(equal(4, 8), placements=ONE_COPY)
     heavy = (*bare.forward[:-1], 2 * bare.forward[-1])
     solution = solve(
         structures(capped(replace(bare, forward=heavy, backward_input=heavy, backward_weight=heavy), 0.5)),
@@ -41,7 +41,7 @@ def test_a_heavy_last_stage_under_half_the_memory_gains_5_percent() -> None:
 def test_structures_have_all_options_of_schedules_by_rule() -> None:
     """Chimera's doubling and its numbers of pipes, larger groups, and recomputation of as few stages as memory asks."""
     bare = equal(4, 16)
-    seeds = [seed for each in structures(replace(bare, placements=frozenset(PLACEMENTS))) for seed in each.seeds]
+    seeds = [seed for each in structures(bare) for seed in each.seeds]
     doubled = [seed for seed in seeds if any(len(o.micro_batches) > 1 for row in seed.operations for o in row)]
     assert {1 + max(pipe for _, pipe in seed.device_of) for seed in doubled} == {2, 4}
     assert sum(seed.name == "interleaved-1f1b" for seed in seeds) == 3
