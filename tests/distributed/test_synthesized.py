@@ -5,12 +5,11 @@ from itertools import product
 
 import pytest
 
-from auto3d.partition.methods.uniform import uniform
 from auto3d.schedule.operation import Kind
 from auto3d.schedule.order_text import order_options
 from auto3d.simulate.simulate import simulate
 from auto3d.synthesis.problem import peaks
-from tests.distributed.found_orders import FOUND, MICRO_BATCHES, FoundOrder
+from tests.distributed.found_orders import BY_NAME, FOUND
 from tests.distributed.grid import MODELS, ONE_COPY, kept_fractions_of
 from tests.distributed.parity import ADAMW, SGD, assert_buffers, assert_parity, make_plan, plain_pytorch, run_rank
 from tests.live_tensors import peak_of_rank
@@ -42,7 +41,6 @@ def test_random_orders(processes, placement, devices, micro_batches, model):
         micro_batches=micro_batches,
         schedule="synthesized",
         options=order_options(schedule),
-        stages=uniform(captured(model, 2).graph, schedule.stages),
     )
     ranks = processes.run(devices, run_rank, model, plan, SGD)
     expected = plain_pytorch(model, micro_batch_size=2, global_batch=plan.global_batch, optimizer=SGD)
@@ -62,17 +60,8 @@ def test_random_orders(processes, placement, devices, micro_batches, model):
 def test_stages_that_keep_a_part(processes, placement, seed, model):
     """Stage 0 recomputes a part of itself, early or inside B; in the V, another keeps all and has operations R."""
     schedule = random_order(random.Random(seed), placement, devices=2, micro_batches=4)
-    graph = captured(model, 2).graph
-    plan = make_plan(
-        model,
-        dp=1,
-        pp=2,
-        micro_batches=4,
-        schedule="synthesized",
-        options=order_options(schedule),
-        stages=uniform(graph, schedule.stages),
-    )
-    plan = kept_fractions_of(graph, plan).plan(0.5)
+    plan = make_plan(model, dp=1, pp=2, micro_batches=4, schedule="synthesized", options=order_options(schedule))
+    plan = kept_fractions_of(captured(model, 2).graph, plan).plan(0.5)
     assert 0 in schedule.recompute
     assert plan.stages[0].kept not in ((), plan.stages[0].operations)
     ranks = processes.run(2, run_rank, model, plan, SGD)
@@ -81,7 +70,6 @@ def test_stages_that_keep_a_part(processes, placement, seed, model):
     assert_buffers(ranks, expected)
 
 
-BY_NAME = {str(found): found for found in FOUND}
 SUITE = [("v-4-recompute", "gpt2-dropout"), ("two-way-4", "bert-dropout"), ("straight-2-recompute", "residual")]
 GRID = [
     (str(found), model)
@@ -95,16 +83,8 @@ GRID = [
     [*SUITE, *(pytest.param(*cell, marks=pytest.mark.parity) for cell in GRID if cell not in SUITE)],
 )
 def test_found_orders(processes, name, model):
-    found: FoundOrder = BY_NAME[name]
-    plan = make_plan(
-        model,
-        dp=1,
-        pp=found.devices,
-        micro_batches=MICRO_BATCHES,
-        schedule="synthesized",
-        options=found.options,
-        stages=uniform(captured(model, 2).graph, found.stages),
-    )
+    found = BY_NAME[name]
+    plan = make_plan(model, dp=1, **found.choices)
     ranks = processes.run(found.devices, run_rank, model, plan, SGD)
     expected = plain_pytorch(model, micro_batch_size=2, global_batch=plan.global_batch, optimizer=SGD)
     assert_parity(ranks, expected)
@@ -154,7 +134,6 @@ def test_the_memory_of_a_random_order(processes, placement, kept):
         micro_batches=6,
         schedule="synthesized",
         options=order_options(schedule),
-        stages=uniform(captured("gpt2-wide", SAMPLES).graph, schedule.stages),
     )
     if kept:
         plan = kept_fractions_of(captured("gpt2-wide", SAMPLES).graph, plan).plan(kept)
