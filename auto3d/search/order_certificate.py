@@ -22,11 +22,11 @@ def certificate_of(plan: Plan, model: CostModel, *, may_recompute: bool, seconds
     if model.method != "simulated":
         raise InputError(f"times are by {model.method}; a bound needs simulated ones")
     shape = shape_of(plan)
-    may = [shape.recompute]
+    allowed = [shape.recompute]
     if may_recompute:
-        every = frozenset(range(shape.stages))
-        may = [every, frozenset()] if shape.recompute else [frozenset(), every]
-    problems = [problem_of(plan, model, may_recompute=each) for each in may]
+        every: frozenset[int] = frozenset(range(shape.stages))
+        allowed = [every, frozenset()] if shape.recompute else [frozenset(), every]  # the order itself is of the first
+    problems = [problem_of(plan, model, may_recompute=stages) for stages in allowed]
     if plan.schedule_options.get("sync", SYNC[0]) != SYNC[0]:
         # A problem has all syncs and updates at the end. Without them, its bound also holds for those that come early.
         none = (0.0,) * shape.stages

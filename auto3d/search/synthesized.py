@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from math import inf
 
@@ -92,49 +91,54 @@ def best_order(
     """
     from auto3d.synthesis.synthesize import synthesize  # slow to import: it compiles
 
-    found = _Found(model, shortage, check)
+    fastest = _Fastest(model, shortage, check)
     orders: list[Schedule] = []
-    ranks: dict[Plan, tuple[bool, float]] = {}
+    preference: dict[Plan, tuple[bool, float]] = {}
     for plan in seeds:
-        with suppress(InputError):  # Chimera's halves of micro-batches, or a pipe without any
-            order = shape_of(plan).schedule()
+        order = shape_of(plan).schedule()
+        try:
             written = with_order(plan, order, sync=sync)
-            orders.append(order)
-            if written not in ranks:
-                ranks[written] = found.add(written)
+        except InputError:  # Chimera's halves of micro-batches, or a pipe without any
+            continue
+        orders.append(order)
+        if written not in preference:
+            preference[written] = fastest.add(written)
     problems: list[tuple[Plan, Problem]] = []
-    for plan in _structures(ranks, recompute=recompute):
+    for plan in _structures(preference, recompute=recompute):
         try:
             problem = _problem(plan, model)
-            if _may_beat(problem, found.seconds, sync):
+            if _may_beat(problem, fastest.seconds, sync):
                 problems.append((plan, problem))
         except InputError as error:
-            found.refusal = found.refusal or error
+            fastest.refusal = fastest.refusal or error
     for start, problem in problems:
         for _ in range(_TRIES):
-            same = [each for each in orders if each.device_of == problem.device_of]
-            usable = [each for each in same if each.recompute <= problem.may_recompute]
+            usable = [
+                each
+                for each in orders
+                if each.device_of == problem.device_of and each.recompute <= problem.may_recompute
+            ]
             try:
-                if not _may_beat(problem, found.seconds, sync):
+                if not _may_beat(problem, fastest.seconds, sync):
                     break
                 order = synthesize(problem, seconds=seconds / len(problems), seeds=usable, seed=seed).schedule
                 plan = with_order(start, order, sync=sync)
             except InputError as error:
-                found.refusal = found.refusal or error
+                fastest.refusal = fastest.refusal or error
                 break
             orders.append(order)
-            found.add(plan)
+            fastest.add(plan)
             tighter = _tighter(problem.free, plan, model)
             if tighter == problem.free or min(tighter) < 0:
                 break
             problem = replace(problem, free=tighter)
-    if found.plan is None:
-        assert found.refusal is not None
-        raise found.refusal
-    return found.plan
+    if fastest.plan is None:
+        assert fastest.refusal is not None
+        raise fastest.refusal
+    return fastest.plan
 
 
-class _Found:
+class _Fastest:
     """The fastest of the Plans that fit and that the check accepts, and why another is refused."""
 
     def __init__(self, model: CostModel, shortage: Callable[[Plan], str], check: Callable[[Plan], None]) -> None:
@@ -144,7 +148,7 @@ class _Found:
         self.refusal: InputError | None = None
 
     def add(self, plan: Plan) -> tuple[bool, float]:
-        """Whether ``plan`` is refused, and its seconds."""
+        """Whether ``plan`` is refused, and its seconds. The smallest such pair is that of the best plan."""
         seconds = self._model.seconds(plan)
         try:
             if missing := self._shortage(plan):
@@ -158,15 +162,15 @@ class _Found:
         return False, seconds
 
 
-def _structures(ranks: Mapping[Plan, tuple[bool, float]], *, recompute: bool) -> list[Plan]:
-    """Plans of ``ranks`` on whose stages and devices an order is sought, those of the lowest rank first.
+def _structures(preference: Mapping[Plan, tuple[bool, float]], *, recompute: bool) -> list[Plan]:
+    """Plans on whose stages and devices an order is sought, the best one of each structure, the best ones first.
 
-    They are the best ones of each kind: without recomputation and, if the search may ``recompute``, with it, of stages
-    that keep nothing and of stages that keep a part.
+    There are at most _STRUCTURES of each kind: without recomputation and, if the search may ``recompute``, with it, of
+    stages that keep nothing and of stages that keep a part. ``preference`` is the smaller the better a plan is.
     """
     chosen: dict[tuple, Plan] = {}
     taken: Counter[tuple[bool, bool]] = Counter()
-    for plan in sorted(ranks, key=ranks.__getitem__):
+    for plan in sorted(preference, key=preference.__getitem__):
         form = shape_of(plan)
         kind = bool(form.recompute), any(stage.kept for stage in plan.stages)
         structure = kind, plan.stages, plan.placement, tuple(sorted(form.device_of.items()))
