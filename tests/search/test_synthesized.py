@@ -115,6 +115,17 @@ def test_it_is_never_slower_than_any_schedule_by_rule(model, fraction, sync):
             assert maker.model.seconds(plan) <= min(seconds)
 
 
+def test_a_search_that_may_recompute_also_seeks_orders_that_do_not():
+    """The bytes of recomputation count where it is allowed: beside them, the best order without it would not fit."""
+    _, roomy = case()
+    memory = 0.95 * max(roomy.model.memory(roomy.plan(replace(CANDIDATE, schedule="1f1b"))))
+    _, maker = case(memory=memory)
+    none, auto = (maker.model.seconds(maker.plan(replace(CANDIDATE, recompute=each))) for each in ("none", "auto"))
+    best_by_rule = min(maker.model.seconds(one) for each in ("none", "auto") for one in fitting(maker, recompute=each))
+    assert none < 0.95 * best_by_rule
+    assert auto < 1.03 * none, "its search has less time for these orders"
+
+
 def test_stages_that_keep_a_part_recompute_the_rest():
     """Their problem has the times and bytes of what they drop; if none may recompute, those of whole stages."""
     _, maker = case()
