@@ -15,15 +15,20 @@ def certificate_of(plan: Plan, model: CostModel, *, may_recompute: bool, seconds
     """The distance of the order of ``plan`` from the best order of its stages on their devices, in seconds.
 
     It covers the orders of ``problem_of(plan)``: their activations fit beside all else that the devices hold. If
-    ``may_recompute``, any stage may recompute; otherwise those that ``plan`` recomputes. An exact solver may improve
-    the bound for ``seconds``. Raises InputError if times are not simulated, or fit one order only.
+    ``may_recompute``, these are the orders in which any stage may recompute, and those in which none does; otherwise,
+    those in which the same stages may as in ``plan``. An exact solver may improve the bound for ``seconds``. Raises
+    InputError if times are not simulated, or fit one order only.
     """
     if model.method != "simulated":
         raise InputError(f"times are by {model.method}; a bound needs simulated ones")
     shape = shape_of(plan)
-    problem = problem_of(plan, model, may_recompute=frozenset(range(shape.stages)) if may_recompute else None)
+    allowed = [shape.recompute]
+    if may_recompute:
+        every: frozenset[int] = frozenset(range(shape.stages))
+        allowed = [every, frozenset()] if shape.recompute else [frozenset(), every]  # the order itself is of the first
+    problems = [problem_of(plan, model, may_recompute=stages) for stages in allowed]
     if plan.schedule_options.get("sync", SYNC[0]) != SYNC[0]:
         # A problem has all syncs and updates at the end. Without them, its bound also holds for those that come early.
         none = (0.0,) * shape.stages
-        problem = replace(problem, costs=replace(problem.costs, sync=none, update=none))
-    return certificate([problem], shape.schedule(), model.seconds(plan), seconds=seconds)
+        problems = [replace(each, costs=replace(each.costs, sync=none, update=none)) for each in problems]
+    return certificate(problems, shape.schedule(), model.seconds(plan), seconds=seconds)

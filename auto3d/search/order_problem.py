@@ -6,7 +6,7 @@ from math import inf
 from auto3d.cost.memory.device import in_gib
 from auto3d.cost.model import CostModel
 from auto3d.plan import Plan, PlanError
-from auto3d.schedule.operation import Schedule
+from auto3d.schedule.operation import Kind, Schedule
 from auto3d.schedule.options import SYNC
 from auto3d.schedule.order_text import NAME, order_options
 from auto3d.schedule.shape import shape_of
@@ -28,13 +28,14 @@ def problem_of(plan: Plan, model: CostModel, *, may_recompute: frozenset[int] | 
 
     Costs are those of the pipeline that takes longest. ``free`` is what a device has beside what ``plan`` needs for
     anything but activations; the order that ``plan`` has decides that, so an order that fits ``free`` may still not fit
-    by ``model.memory``. Any stage may split its backward; those of ``may_recompute`` may recompute (default: those that
-    ``plan`` recomputes). Raises PlanError if a device lacks memory for anything but activations.
+    by ``model.memory``. Any stage may split its backward; those of ``may_recompute`` (default: those that ``plan``
+    recomputes) may recompute all but what they keep by ``plan``. Raises PlanError if a device lacks memory for anything
+    but activations.
     """
     shape = shape_of(plan)
     stages = range(shape.stages)
     again = shape.recompute if may_recompute is None else may_recompute
-    timed = plan if again == shape.recompute else with_order(plan, replace(shape.schedule(), recompute=again))
+    timed = plan if again == shape.recompute else with_order(plan, _recomputing(shape.schedule(), again))
     activation, kept, deferred = [], [], []
     for stage in stages:
         whole = [model.stage_if(plan, stage, recompute=False, split=split) for split in (False, True)]
@@ -67,3 +68,12 @@ def problem_of(plan: Plan, model: CostModel, *, may_recompute: frozenset[int] | 
         may_split=frozenset(stages),
         may_recompute=again,
     )
+
+
+def _recomputing(schedule: Schedule, stages: frozenset[int]) -> Schedule:
+    """``schedule`` where exactly ``stages`` recompute: those that did not, inside their backwards."""
+    operations = (
+        tuple(each for each in row if each.kind is not Kind.RECOMPUTE or each.stage in stages)
+        for row in schedule.operations
+    )
+    return replace(schedule, operations=tuple(operations), recompute=stages)

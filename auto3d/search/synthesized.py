@@ -1,22 +1,25 @@
 """The Plan of a candidate whose schedule is ``synthesized``: an order of a file, or one that is sought for the Plan."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
+from math import inf
 
 from auto3d.cost.model import CostModel
 from auto3d.errors import InputError
 from auto3d.plan import Plan, PlanError
 from auto3d.schedule import SCHEDULES, build_schedule
+from auto3d.schedule.operation import Schedule
 from auto3d.schedule.options import SYNC
 from auto3d.schedule.order_file import read_order_file
-from auto3d.schedule.order_text import NAME, order_options
+from auto3d.schedule.order_text import NAME
 from auto3d.schedule.shape import shape_of
 from auto3d.search.order_problem import problem_of, with_order
 from auto3d.search.recompute import AUTO, FULL, NONE
 from auto3d.search.space import Candidate
+from auto3d.synthesis.problem import Problem
 
-_STRUCTURES = 3  # sets of stages on devices that the time is divided among
+_STRUCTURES = 3  # sets of stages on devices, of each kind, that the time is divided among
 _TRIES = 4  # searches for an order that fits the memory, each with less of it, for the whole time
 _FILE = "file"  # option of a candidate's schedule: the file of an order
 
@@ -62,11 +65,11 @@ def check_sought(candidate: Candidate, model: CostModel) -> None:
 
 
 def seed_candidates(candidate: Candidate) -> Iterator[Candidate]:
-    """``candidate`` with each synchronous schedule by rule instead, and with full recomputation where it may be."""
+    """``candidate`` with each synchronous schedule by rule instead, and with recomputation where it may be."""
     for name, family in SCHEDULES.items():
         if family.asynchronous or family.explicit:
             continue
-        for recompute in (NONE, FULL) if candidate.recompute == AUTO else (NONE,):
+        for recompute in (NONE, FULL, AUTO) if candidate.recompute == AUTO else (NONE,):
             yield replace(candidate, schedule=name, recompute=recompute, sync=SYNC[0])
 
 
@@ -83,50 +86,111 @@ def best_order(
 ) -> Plan:
     """The fastest Plan with an order on the stages and devices of one of ``seeds``, sought for ``seconds``.
 
-    It is never slower than a seed that fits the memory by ``shortage``. Raises InputError if no order fits, or if
-    ``check`` refuses all of them.
+    It is never slower than a seed that fits the memory by ``shortage`` and whose order can be written. Raises
+    InputError if no order fits, or if ``check`` refuses all of them.
     """
     from auto3d.synthesis.synthesize import synthesize  # slow to import: it compiles
 
-    found: list[tuple[float, Plan]] = []
-    refusal: InputError | None = None
-
-    def add(plan: Plan) -> None:
-        nonlocal refusal
+    fastest = _Fastest(model, shortage, check)
+    orders: list[Schedule] = []
+    preference: dict[Plan, tuple[bool, float]] = {}
+    for plan in seeds:
+        order = shape_of(plan).schedule()
         try:
-            if missing := shortage(plan):
-                raise PlanError(missing, kind="memory")
-            check(plan)
+            written = with_order(plan, order, sync=sync)
+        except InputError:  # Chimera's halves of micro-batches, or a pipe without any
+            continue
+        orders.append(order)
+        if written not in preference:
+            preference[written] = fastest.add(written)
+    problems: list[tuple[Plan, Problem]] = []
+    for plan in _structures(preference, recompute=recompute):
+        try:
+            problem = _problem(plan, model)
+            if _may_beat(problem, fastest.seconds, sync):
+                problems.append((plan, problem))
         except InputError as error:
-            refusal = error
-        else:
-            found.append((model.seconds(plan), plan))
-
-    groups = _structures(seeds, model, shortage)
-    for group in groups:
-        for plan in group:
-            add(with_order(plan, shape_of(plan).schedule(), sync=sync))
-    for group in groups[:_STRUCTURES]:
-        stages = frozenset(range(len(group[0].stages)))
-        try:
-            problem = problem_of(group[0], model, may_recompute=stages if recompute else frozenset())
-            share = seconds / min(len(groups), _STRUCTURES)
-            for _ in range(_TRIES):
-                order = synthesize(
-                    problem, seconds=share, seeds=[shape_of(plan).schedule() for plan in group], seed=seed
-                ).schedule
-                plan = with_order(group[0], order, sync=sync)
-                add(plan)
-                tighter = _tighter(problem.free, plan, model)
-                if tighter == problem.free or min(tighter) < 0:
+            fastest.refusal = fastest.refusal or error
+    for start, problem in problems:
+        for _ in range(_TRIES):
+            usable = [
+                each
+                for each in orders
+                if each.device_of == problem.device_of and each.recompute <= problem.may_recompute
+            ]
+            try:
+                if not _may_beat(problem, fastest.seconds, sync):
                     break
-                problem = replace(problem, free=tighter)
+                order = synthesize(problem, seconds=seconds / len(problems), seeds=usable, seed=seed).schedule
+                plan = with_order(start, order, sync=sync)
+            except InputError as error:
+                fastest.refusal = fastest.refusal or error
+                break
+            orders.append(order)
+            fastest.add(plan)
+            tighter = _tighter(problem.free, plan, model)
+            if tighter == problem.free or min(tighter) < 0:
+                break
+            problem = replace(problem, free=tighter)
+    if fastest.plan is None:
+        assert fastest.refusal is not None
+        raise fastest.refusal
+    return fastest.plan
+
+
+class _Fastest:
+    """The fastest of the Plans that fit and that the check accepts, and why another is refused."""
+
+    def __init__(self, model: CostModel, shortage: Callable[[Plan], str], check: Callable[[Plan], None]) -> None:
+        self._model, self._shortage, self._check = model, shortage, check
+        self.plan: Plan | None = None
+        self.seconds = inf
+        self.refusal: InputError | None = None
+
+    def add(self, plan: Plan) -> tuple[bool, float]:
+        """Whether ``plan`` is refused, and its seconds. The smallest such pair is that of the best plan."""
+        seconds = self._model.seconds(plan)
+        try:
+            if missing := self._shortage(plan):
+                raise PlanError(missing, kind="memory")
+            self._check(plan)
         except InputError as error:
-            refusal = refusal or error
-    if not found:
-        assert refusal is not None
-        raise refusal
-    return min(found, key=lambda one: one[0])[1]
+            self.refusal = error
+            return True, seconds
+        if seconds < self.seconds:
+            self.plan, self.seconds = plan, seconds
+        return False, seconds
+
+
+def _structures(preference: Mapping[Plan, tuple[bool, float]], *, recompute: bool) -> list[Plan]:
+    """Plans on whose stages and devices an order is sought, the best one of each structure, the best ones first.
+
+    There are at most _STRUCTURES of each kind: without recomputation and, if the search may ``recompute``, with it, of
+    stages that keep nothing and of stages that keep a part. ``preference`` is the smaller the better a plan is.
+    """
+    chosen: dict[tuple, Plan] = {}
+    taken: Counter[tuple[bool, bool]] = Counter()
+    for plan in sorted(preference, key=preference.__getitem__):
+        form = shape_of(plan)
+        kind = bool(form.recompute), any(stage.kept for stage in plan.stages)
+        structure = kind, plan.stages, plan.placement, tuple(sorted(form.device_of.items()))
+        if structure not in chosen and taken[kind] < _STRUCTURES and (recompute or not form.recompute):
+            chosen[structure] = plan
+            taken[kind] += 1
+    return list(chosen.values())
+
+
+def _problem(plan: Plan, model: CostModel) -> Problem:
+    """The problem of the stages of ``plan``: any of them may recompute if one does, and otherwise none may."""
+    form = shape_of(plan)
+    return problem_of(plan, model, may_recompute=frozenset(range(form.stages) if form.recompute else ()))
+
+
+def _may_beat(problem: Problem, seconds: float, sync: str) -> bool:
+    """Whether the bound of ``problem`` leaves room for an order that takes less than ``seconds``."""
+    from auto3d.synthesis.bound import lower_bound  # slow to import: it compiles
+
+    return sync != SYNC[0] or lower_bound(problem).time < seconds  # the bound has all syncs and updates at the end
 
 
 def _tighter(free: Sequence[float], plan: Plan, model: CostModel) -> tuple[float, ...]:
@@ -136,21 +200,3 @@ def _tighter(free: Sequence[float], plan: Plan, model: CostModel) -> tuple[float
         0.0 if has is None else max(0.0, most - has) for most, has in zip(model.memory(plan), memory, strict=True)
     ]
     return tuple(has - more for has, more in zip(free, excess, strict=True))
-
-
-def _structures(seeds: Sequence[Plan], model: CostModel, shortage: Callable[[Plan], str]) -> list[list[Plan]]:
-    """``seeds`` whose order can be written, by their stages and the devices of these.
-
-    Those that fit the memory come before others, the fastest first.
-    """
-    ranks: dict[int, tuple[bool, float]] = {}
-    groups: dict[tuple, list[Plan]] = {}
-    for plan in seeds:
-        with suppress(InputError):  # Chimera's halves of micro-batches, or a pipe without any
-            order_options(shape_of(plan).schedule())
-            ranks[id(plan)] = bool(shortage(plan)), model.seconds(plan)
-            structure = plan.stages, plan.placement, tuple(sorted(shape_of(plan).device_of.items()))
-            groups.setdefault(structure, []).append(plan)
-    for group in groups.values():
-        group.sort(key=lambda plan: ranks[id(plan)])
-    return sorted(groups.values(), key=lambda group: ranks[id(group[0])])

@@ -43,7 +43,7 @@ class Certificate:
 def certificate(problems: Sequence[Problem], schedule: Schedule, makespan: float, *, seconds: float) -> Certificate:
     """The distance of ``schedule`` from the best order of any of ``problems``, such as one per placement of its stages.
 
-    ``schedule`` has the stages and devices of one of them, where it takes ``makespan``. If the fast bounds leave a gap
+    ``schedule`` takes ``makespan`` in the first of them that has its stages and devices. If the fast bounds leave a gap
     and the problems are small, an exact solver tries to close it for up to ``seconds``. Raises InputError if
     ``makespan`` is less than any order takes though ``schedule`` is one, or if no order fits the memory.
     """

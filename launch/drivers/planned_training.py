@@ -16,6 +16,7 @@ from auto3d.runtime.rank import check_plan
 from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.world import World
 from auto3d.schedule import samples_at_once
+from auto3d.schedule.order_text import NAME
 from auto3d.search.synthesized import is_sought
 from launch.console.progress import at_work
 from launch.model import candidates
@@ -53,10 +54,10 @@ def plan_training(
     values = recipe.values
     wanted: Plan | PlanRecipe = _read_plan(recipe, plan_file) if plan_file else plan_of(recipe)
     _check_processes(recipe, world, wanted.ranks if isinstance(wanted, Plan) else wanted.dp * wanted.tp * wanted.pp)
-    if world is not None and isinstance(wanted, PlanRecipe) and is_sought(candidates.candidate_of(wanted)):
+    if world is not None and _order_is_sought(wanted):
         raise recipe.error(
             "plan.schedule",
-            f"found {wanted.schedule}; each process that a launcher starts would find another order: give --plan FILE, "
+            f"found {NAME}; each process that a launcher starts would find another order: give --plan FILE, "
             "or plan.schedule_options={file: FILE} (docs/synthesis.md)",
         )
     if world is not None and device(values) == "cuda":
@@ -86,7 +87,12 @@ def plan_training(
         if not captures_in_ranks:  # otherwise the ranks check it
             check_plan(captured_at(size), plan, settings, data_settings(values))
     capture = partial(captured_model, recipe, size) if captures_in_ranks else partial(captured_at, size)
-    return PlannedTraining(training_of(recipe, plan), graph, capture, settings)
+    return PlannedTraining(training_of(recipe, plan, sought=_order_is_sought(wanted)), graph, capture, settings)
+
+
+def _order_is_sought(wanted: Plan | PlanRecipe) -> bool:
+    """Whether a search finds the order of the plan, so that each process would find another."""
+    return isinstance(wanted, PlanRecipe) and is_sought(candidates.candidate_of(wanted))
 
 
 def _check_processes(recipe: LoadedRecipe, world: World | None, needed: int) -> None:

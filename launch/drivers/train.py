@@ -185,7 +185,7 @@ def run_as_job(
         console.print(
             f"this training ended at {measurement.finished}; --fresh starts over", markup=False, soft_wrap=True
         )
-        on_result(_record(measurement, training.plan, recipe.values))
+        on_result(_record(measurement, measurement.plan, recipe.values))
         return 0
     _check_capture(recipe, training, console)
     if job is None and not _has_iterations_left(recipe, training, fresh=fresh, console=console):
@@ -199,7 +199,7 @@ def run_as_job(
     assert measurement is not None  # it was followed to its end
     if measurement.status is not Status.OK:
         return _ended_badly(console, measurement.status, measurement.error)
-    on_result(_record(measurement, training.plan, recipe.values))
+    on_result(_record(measurement, measurement.plan, recipe.values))
     return 0
 
 

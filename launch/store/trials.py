@@ -106,13 +106,20 @@ def again(trial: Trial, number: int) -> Trial:
     return replace(trial, name=name, folder=trial.folder.with_name(name))
 
 
-def training_of(recipe: LoadedRecipe, plan: Plan) -> Trial:
+def training_of(recipe: LoadedRecipe, plan: Plan, *, sought: bool = False) -> Trial:
     """The training of ``recipe`` under ``plan``.
 
     Its checkpoints are those of every plan with which ``recipe`` learns the same: its name begins with their folder's.
+    If the order of ``plan`` was ``sought`` for the recipe's own plan, its name is the same for every order that may be
+    found: another process would find another.
     """
     checkpoints = checkpoints_of(recipe, global_batch=plan.global_batch, seed=plan.seed)
-    name = f"{checkpoints.name}-{_name(plan, _digest(plan.to_json()))}"
+    if sought:
+        assert recipe.values.plan is not None
+        digest = _digest([asdict(recipe.values.plan), plan.graph])
+    else:
+        digest = _digest(plan.to_json())
+    name = f"{checkpoints.name}-{_name(plan, digest)}"
     return Trial(name, recipe_folder(recipe) / "trials" / name, plan, checkpoints=checkpoints)
 
 

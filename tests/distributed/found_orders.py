@@ -6,6 +6,7 @@ two cores) and writes them to tests/distributed/orders/.
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from auto3d.schedule import build_schedule
 from auto3d.schedule.operation import Schedule
@@ -78,6 +79,11 @@ class FoundOrder:
         """The options of the schedule, from the file."""
         return read_order_file(str(self.file)).options
 
+    @property
+    def choices(self) -> dict[str, Any]:
+        """The choices of a plan under this order, by the names that make_plan gives them."""
+        return {"pp": self.devices, "micro_batches": MICRO_BATCHES, "schedule": NAME, "options": self.options}
+
     def schedule(self) -> Schedule:
         return build_schedule(NAME, devices=self.devices, micro_batches=MICRO_BATCHES, **self.options)
 
@@ -88,6 +94,7 @@ FOUND = [
     for devices in (2, 4)
     for recompute in (False, True)
 ]
+BY_NAME = {str(found): found for found in FOUND}
 
 
 def main() -> None:

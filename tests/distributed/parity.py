@@ -25,7 +25,7 @@ from auto3d.runtime.replicas import capture_slices
 from auto3d.runtime.settings import OptimizerSettings, TrainingSettings
 from auto3d.runtime.verify import autocast
 from auto3d.runtime.world import World, join, leave
-from auto3d.schedule import samples_at_once
+from auto3d.schedule import build_schedule, samples_at_once
 from auto3d.schedule.operation import Schedule
 from auto3d.tensor.model import tensor_parallel
 from auto3d.tensor_placement import Split
@@ -65,17 +65,24 @@ def make_plan(
     split: dict[str, Split] | None = None,
     tensor_overlap: str = NO_OVERLAP,
 ) -> Plan:
-    """A Plan for ``model``, whose weights are split as ``split`` says (None: as the graph alone suggests)."""
+    """A Plan for ``model``, whose weights are split as ``split`` says (None: as the graph alone suggests).
+
+    By default it has GLOBAL_BATCH samples, and as many equal stages as the schedule needs.
+    """
+    micro_batches = micro_batches or GLOBAL_BATCH // (dp * micro_batch_size)
+    if stages is None:
+        needed = build_schedule(schedule, devices=pp, micro_batches=micro_batches, **(options or {})).stages
+        stages = uniform(captured(model, micro_batch_size).graph, needed)
     plan = Plan(
         graph="",
         dp=dp,
         tp=tp,
         pp=pp,
-        global_batch=GLOBAL_BATCH if micro_batches is None else dp * micro_batches * micro_batch_size,
+        global_batch=dp * micro_batches * micro_batch_size,
         micro_batch_size=micro_batch_size,
         schedule=schedule,
         schedule_options=options or {},
-        stages=stages or uniform(captured(model, micro_batch_size).graph, pp),
+        stages=stages,
         placement=place_ranks(dp=dp, pp=pp, tp=tp),
         seed=seed,
         sequence_parallel=sequence_parallel,

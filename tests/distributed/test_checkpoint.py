@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import save_file
 
 from auto3d.capture.shard import Shard
-from auto3d.partition.methods.uniform import uniform
 from auto3d.partition.stage import cut
 from auto3d.plan import Plan
 from auto3d.runtime.checkpoint import (
@@ -38,6 +37,7 @@ from auto3d.runtime.training import Training, TrainingResult, train
 from auto3d.runtime.world import join
 from auto3d.schedule import samples_at_once
 from auto3d.tensor_placement import Split
+from tests.distributed.found_orders import BY_NAME
 from tests.distributed.parity import ADAMW, SGD, make_plan
 from tests.models import TRAINED, captured, gpt2
 from tests.soak import soak
@@ -84,8 +84,10 @@ CLIP_NOTHING = replace(ADAMW, clip_norm=0.0)
         ("t5", {"dp": 1, "pp": 2}, {"schedule": "zb-v"}, ADAMW),
         ("gpt2", {"dp": 2, "pp": 2}, {"schedule": "1f1b", "shard_optimizer": True}, ADAMW),
         ("llama", {"dp": 1, "pp": 2}, {"schedule": "pipedream", "options": {"iterations": 2}}, CLIP_NOTHING),
+        ("gpt2-dropout", {"dp": 1}, BY_NAME["v-2-recompute"].choices, ADAMW),
         *soak(
             ("gpt2", {"dp": 1, "pp": 2}, {"schedule": "chimera"}, SGD),
+            ("t5-dropout", {"dp": 1}, BY_NAME["two-way-4-recompute"].choices, SGD),
             ("t5", {"dp": 1, "tp": 2, "pp": 2}, {"schedule": "zb-h1", "sequence_parallel": True}, SGD),
             ("llama", {"dp": 2, "tp": 2, "pp": 1}, {"schedule": "1f1b", "shard_optimizer": True}, ADAMW),
         ),
@@ -93,10 +95,7 @@ CLIP_NOTHING = replace(ADAMW, clip_norm=0.0)
     ids=lambda value: value.get("schedule") if isinstance(value, dict) and "schedule" in value else None,
 )
 def test_goes_on_as_if_it_had_never_ended(processes, tmp_path, model, degrees, options, optimizer):
-    shard = options.pop("shard_optimizer", False)
-    if options["schedule"] == "zb-v":  # two stages on each device
-        options = options | {"stages": uniform(captured(model, 2).graph, 4)}
-    plan = replace(make_plan(model, **degrees, **options), shard_optimizer=shard)
+    plan = make_plan(model, **degrees, **options)
     size = plan.ranks
     whole = processes.run(size, run, model, plan, optimizer, tmp_path / "whole", ITERATIONS, None)
     first = processes.run(size, run, model, plan, optimizer, tmp_path / "parts", None, ENDS_AFTER)
@@ -117,6 +116,7 @@ FROM = {
     "dp2-pp2": {"dp": 2, "pp": 2},
     "dp2-pp2-zero1": {"dp": 2, "pp": 2, "shard_optimizer": True},
     "tp2-dp2-zero1": {"dp": 2, "tp": 2, "pp": 1, "shard_optimizer": True},
+    "synthesized": {"dp": 1, "micro_batch_size": 1} | BY_NAME["v-4-recompute"].choices,
 }
 TO = {
     "one": {"dp": 1, "pp": 1},
@@ -126,6 +126,7 @@ TO = {
     "chimera": {"dp": 1, "pp": 2, "schedule": "chimera"},
     "tp2-pp2": {"dp": 1, "tp": 2, "pp": 2},
     "tp4": {"dp": 1, "tp": 4, "pp": 1},
+    "tp2-synthesized": {"dp": 1, "tp": 2, "micro_batch_size": 1} | BY_NAME["v-2-recompute"].choices,
 }
 FOUR_HEADS = "gpt2-four-heads"
 
@@ -141,8 +142,9 @@ def four_heads():
 @pytest.mark.parametrize(
     ("source", "targets"),
     [
-        ("dp2-pp2-zero1", ("one", "dp4", "dp4-zero1", "tp2-pp2")),
+        ("dp2-pp2-zero1", ("one", "dp4", "dp4-zero1", "tp2-pp2", "tp2-synthesized")),
         ("tp2-dp2-zero1", ("pp4", "chimera", "tp4", "dp4-zero1")),
+        ("synthesized", ("one", "dp4-zero1")),
         *soak(*((source, tuple(TO)) for source in FROM)),
     ],
 )

@@ -21,6 +21,7 @@ from auto3d.runtime.settings import TrainingSettings
 from auto3d.runtime.training import Training
 from auto3d.runtime.world import World, leave
 from auto3d.schedule import build_schedule, samples_at_once
+from tests.distributed.found_orders import BY_NAME
 from tests.distributed.parity import ADAMW, assert_close, make_plan
 from tests.models import SEQUENCE, TEXT, TRAINED, captured
 from tests.soak import soak
@@ -51,6 +52,7 @@ CASES = [
     Case(model="resnet-transformers", pp=2, schedule="chimera"),
     Case(model="t5-dropout", schedule="interleaved-1f1b", options={"chunks": 2}),
     Case(model="llama", pp=4, schedule="pipedream", options={"iterations": 2}),
+    Case(model="bert-dropout", **BY_NAME["two-way-2-recompute"].choices),
     Case(model="gpt2-4-heads-dropout", tp=2, more={"sequence_parallel": True}),
     Case(model="bert-4-heads-dropout", tp=2, more={"tensor_overlap": "sub-pipelined"}),
     *soak(
@@ -58,6 +60,7 @@ CASES = [
         Case(model="bert-dropout", pp=4, schedule="chimera"),
         Case(model="resnet-transformers", dp=2),
         Case(model="vit-dropout", schedule="zb-v"),
+        Case(model="t5-dropout", **BY_NAME["v-4-recompute"].choices),
         Case(model="t5-dropout", dp=2, schedule="gpipe"),
         Case(model="gpt2-4-heads-dropout", tp=2),
     ),

@@ -5,13 +5,12 @@ from itertools import product
 
 import pytest
 
-from auto3d.partition.methods.uniform import uniform
 from auto3d.schedule.operation import Kind
 from auto3d.schedule.order_text import order_options
 from auto3d.simulate.simulate import simulate
 from auto3d.synthesis.problem import peaks
-from tests.distributed.found_orders import FOUND, MICRO_BATCHES, FoundOrder
-from tests.distributed.grid import MODELS, ONE_COPY
+from tests.distributed.found_orders import BY_NAME, FOUND
+from tests.distributed.grid import MODELS, ONE_COPY, kept_fractions_of
 from tests.distributed.parity import ADAMW, SGD, assert_buffers, assert_parity, make_plan, plain_pytorch, run_rank
 from tests.live_tensors import peak_of_rank
 from tests.memory_grid import SAMPLES
@@ -42,7 +41,6 @@ def test_random_orders(processes, placement, devices, micro_batches, model):
         micro_batches=micro_batches,
         schedule="synthesized",
         options=order_options(schedule),
-        stages=uniform(captured(model, 2).graph, schedule.stages),
     )
     ranks = processes.run(devices, run_rank, model, plan, SGD)
     expected = plain_pytorch(model, micro_batch_size=2, global_batch=plan.global_batch, optimizer=SGD)
@@ -51,7 +49,27 @@ def test_random_orders(processes, placement, devices, micro_batches, model):
         assert_buffers(ranks, expected)
 
 
-BY_NAME = {str(found): found for found in FOUND}
+@pytest.mark.parametrize(
+    ("placement", "seed", "model"),
+    [
+        ("v", 3, "gpt2-dropout"),
+        ("straight", 3, "t5-dropout"),
+        *soak(("v", 1, "t5-dropout"), ("straight", 1, "residual")),
+    ],
+)
+def test_stages_that_keep_a_part(processes, placement, seed, model):
+    """Stage 0 recomputes a part of itself, early or inside B; in the V, another keeps all and has operations R."""
+    schedule = random_order(random.Random(seed), placement, devices=2, micro_batches=4)
+    plan = make_plan(model, dp=1, pp=2, micro_batches=4, schedule="synthesized", options=order_options(schedule))
+    plan = kept_fractions_of(captured(model, 2).graph, plan).plan(0.5)
+    assert 0 in schedule.recompute
+    assert plan.stages[0].kept not in ((), plan.stages[0].operations)
+    ranks = processes.run(2, run_rank, model, plan, SGD)
+    expected = plain_pytorch(model, micro_batch_size=2, global_batch=plan.global_batch, optimizer=SGD)
+    assert_parity(ranks, expected)
+    assert_buffers(ranks, expected)
+
+
 SUITE = [("v-4-recompute", "gpt2-dropout"), ("two-way-4", "bert-dropout"), ("straight-2-recompute", "residual")]
 GRID = [
     (str(found), model)
@@ -65,16 +83,8 @@ GRID = [
     [*SUITE, *(pytest.param(*cell, marks=pytest.mark.parity) for cell in GRID if cell not in SUITE)],
 )
 def test_found_orders(processes, name, model):
-    found: FoundOrder = BY_NAME[name]
-    plan = make_plan(
-        model,
-        dp=1,
-        pp=found.devices,
-        micro_batches=MICRO_BATCHES,
-        schedule="synthesized",
-        options=found.options,
-        stages=uniform(captured(model, 2).graph, found.stages),
-    )
+    found = BY_NAME[name]
+    plan = make_plan(model, dp=1, **found.choices)
     ranks = processes.run(found.devices, run_rank, model, plan, SGD)
     expected = plain_pytorch(model, micro_batch_size=2, global_batch=plan.global_batch, optimizer=SGD)
     assert_parity(ranks, expected)
@@ -109,8 +119,11 @@ def peak(world, plan):
     return peak_of_rank(world, captured("gpt2-wide", SAMPLES), TRAINED["gpt2-wide"][1], plan, ADAMW, False)
 
 
-@pytest.mark.parametrize("placement", ["v", *soak("straight", "interleaved", "two pipes")])
-def test_the_memory_of_a_random_order(processes, placement):
+@pytest.mark.parametrize(
+    ("placement", "kept"),
+    [("v", 0.0), ("v", 0.5), *soak(("straight", 0.0), ("interleaved", 0.0), ("two pipes", 0.0), ("straight", 0.5))],
+)
+def test_the_memory_of_a_random_order(processes, placement, kept):
     """Stages that split some of their backwards, and recompute, hold the predicted bytes within 6 %."""
     schedule = random_order(random.Random(3), placement, devices=2, micro_batches=6)
     plan = make_plan(
@@ -121,7 +134,8 @@ def test_the_memory_of_a_random_order(processes, placement):
         micro_batches=6,
         schedule="synthesized",
         options=order_options(schedule),
-        stages=uniform(captured("gpt2-wide", SAMPLES).graph, schedule.stages),
     )
+    if kept:
+        plan = kept_fractions_of(captured("gpt2-wide", SAMPLES).graph, plan).plan(kept)
     for held, predicted in processes.run(2, peak, plan):
         assert predicted.total == pytest.approx(held.total, rel=0.06)

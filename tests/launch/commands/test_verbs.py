@@ -131,6 +131,21 @@ def test_a_detached_training_is_cancelled_and_goes_on(folder, auto3d):
     assert "iteration 1/2" in auto3d("train", "own.yaml", *short, "--fresh").err
 
 
+def test_a_detached_training_whose_order_is_sought_is_done_under_any_order(folder, auto3d):
+    """The process in the background finds another order than the one that starts it: there are many micro-batches."""
+    plan = [
+        "plan.schedule=synthesized",
+        "search.order_seconds=0.2",
+        "plan.micro_batch_size=1",
+        "training.global_batch=32",
+    ]
+    told = auto3d("train", "own.yaml", *plan, "--detach").out
+    driver = psutil.Process(int(told.split()[1]))
+    wait_until(lambda: gone([driver]), "the training in the background", timeout_s=60)
+    assert auto3d("status", "own.yaml").out.rstrip().endswith("1 ok")
+    assert "done already; to train anew: auto3d train own.yaml" in auto3d("resume", "own.yaml").out
+
+
 def test_an_end_is_noted_once_and_not_of_a_trial_that_another_process_has_started_again(folder):
     recipe = load("own.yaml")
     (trial,) = trials_of(recipe, [PLAN])

@@ -79,10 +79,11 @@ def test_from_pretrained_computes_the_same(tmp_path, monkeypatch, architecture):
 
 
 GPT2 = "small.yaml", "model.config.vocab_size=257", "training.checkpoint_every=1"
+SOUGHT = "plan.schedule=synthesized", "search.order_seconds=0.2"
 
 
 def test_a_training_is_exported_and_goes_on_under_another_plan(folder, auto3d):
-    auto3d("train", *GPT2, "plan.tp=2", "plan.pp=2", "plan.schedule=gpipe")
+    auto3d("train", *GPT2, "plan.tp=2", "plan.pp=2", *SOUGHT)
     (checkpoints,) = folder.glob("runs/small/checkpoints/train-*")
     assert (
         "out: GPT2LMHeadModel for from_pretrained, after iteration 2" in auto3d("export", GPT2[0], "out", *GPT2[1:]).out
@@ -99,6 +100,10 @@ def test_a_training_is_exported_and_goes_on_under_another_plan(folder, auto3d):
     assert "continuing after iteration 2 of 4, by the checkpoint in runs/small/checkpoints/train-" in more.err
     assert "2 iterations under dp=2" in more.out
     assert newest(checkpoints) == 4
+    back = auto3d("train", *GPT2, "plan.pp=2", *SOUGHT, "training.iterations=6")
+    assert "continuing after iteration 4 of 6" in back.err
+    assert "2 iterations under dp=1 tp=1 pp=2 micro-batch=2 synthesized" in back.out
+    assert newest(checkpoints) == 6
     whole = auto3d("train", *GPT2, "plan.pp=2", "training.iterations=4", "--fresh", "--json").out
     parts = auto3d("train", *GPT2, "plan.pp=2", "training.iterations=4", code=0).err
     assert "nothing left to do" in parts
