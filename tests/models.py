@@ -261,6 +261,8 @@ MODELS = {
     "averaging": (Averaging, FEATURES),
     "straight-through": (StraightThrough, FEATURES),
 }
+KINDS = ("gpt2", "t5", "swin", "residual", "reused", "averaging", "straight-through")  # each is captured differently
+OTHERS = tuple(model for model in MODELS if model not in KINDS)
 TOKENS = replace(TEXT, source="synthetic")
 TRAINED = MODELS | {  # by the parity tests alone
     "bert-dropout": (partial(bert, DROPOUT), TOKENS),
