@@ -1,5 +1,6 @@
 """The small models that tests train: unmodified, built as a user's recipe would."""
 
+import argparse
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -220,7 +221,7 @@ class TwoLosses(nn.Module):
 
 TEXT = DataSettings(
     source="text",
-    files=(),
+    files=(argparse.__file__,),  # without a file, every rank would read the whole standard library
     sequence_length=SEQUENCE,
     vocabulary_size=256,
     inputs={"input_ids": InputField(kind="tokens"), "labels": InputField(kind="tokens")},
@@ -260,6 +261,8 @@ MODELS = {
     "averaging": (Averaging, FEATURES),
     "straight-through": (StraightThrough, FEATURES),
 }
+KINDS = ("gpt2", "t5", "swin", "residual", "reused", "averaging", "straight-through")  # each is captured differently
+OTHERS = tuple(model for model in MODELS if model not in KINDS)
 TOKENS = replace(TEXT, source="synthetic")
 TRAINED = MODELS | {  # by the parity tests alone
     "bert-dropout": (partial(bert, DROPOUT), TOKENS),

@@ -13,7 +13,8 @@ import pytest
 from auto3d.capture import cache as cache_module
 from auto3d.capture.cache import Cache
 from auto3d.capture.graph_json import graph_from_json, graph_to_json
-from tests.models import MODELS, captured
+from tests.models import KINDS, OTHERS, captured
+from tests.soak import soak
 
 IDENTITY = {"model": {"layers": 4}, "micro_batch_size": 2}
 CONTENT = {"numbers": [1, 2, 3], "name": "α"}
@@ -40,7 +41,7 @@ def test_only_the_owner_can_read_what_was_stored(kept):
     assert file.stat().st_mode & 0o077 == 0
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [*KINDS, *soak(*OTHERS)])
 def test_a_graph_survives_json(model):
     graph = captured(model, 2).graph
     assert graph_from_json(json.loads(json.dumps(graph_to_json(graph)))) == graph

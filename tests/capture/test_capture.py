@@ -23,7 +23,7 @@ from auto3d.plan import stages_between
 from auto3d.runtime.peak_memory import PeakMemory
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage import StageModule
-from tests.models import MODELS, captured
+from tests.models import KINDS, MODELS, OTHERS, captured
 from tests.soak import soak
 
 
@@ -87,9 +87,10 @@ def test_parameters_are_those_of_the_model_and_tied_ones_appear_once():
         assert {name: v.shape for name, v in captured(model, 2).graph.parameters.items()} == expected
 
 
-def test_fingerprint_tells_models_and_micro_batch_sizes_apart():
-    fingerprints = {captured(model, size).graph.fingerprint for model in MODELS for size in (2, 3)}
-    assert len(fingerprints) == 2 * len(MODELS)
+@pytest.mark.parametrize("of_two_sizes", [KINDS, *soak((tuple(MODELS),))], ids=len)
+def test_fingerprint_tells_models_and_micro_batch_sizes_apart(of_two_sizes):
+    cases = [*((model, 2) for model in MODELS), *((model, 3) for model in of_two_sizes)]
+    assert len({captured(model, size).graph.fingerprint for model, size in cases}) == len(cases)
 
 
 ROWS = {"x": InputSpec(shape=(4,), dtype=torch.float32)}
@@ -166,14 +167,14 @@ def test_branches_on_the_batch_size_are_captured(size, used):
     assert running.losses[0] == module(x)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [*KINDS, *soak(*OTHERS)])
 def test_micro_batch_sizes_differ_only_in_operations_on_inputs(model):
     sizes = [2, 3] if model in ("resnet", "residual", "averaging") else [1, 2, 3]  # these three need two samples
     first, *others = (captured(model, size).graph for size in sizes)
     assert all(first.same_operations(other) for other in others)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [*KINDS, *soak(*OTHERS)])
 def test_two_micro_batch_sizes_determine_a_third(model):
     interpolated = interpolate(captured(model, 2).graph, captured(model, 3).graph, 4)
     expected = captured(model, 4).graph

@@ -483,7 +483,7 @@ ZOO = {
 SET, LOW = "that are set", "so low that masks are not held"
 KINDS_OF_MASKS = ("gpt2-dropout", "bert", "t5", "swin", "MistralForCausalLM", "BloomForCausalLM", "Llama4ForCausalLM")
 MASKED = [
-    *((model, SET) for model in (*KINDS_OF_MASKS, "llama", "vit", "Qwen2ForCausalLM", "Gemma3ForCausalLM")),
+    *((model, SET) for model in (*KINDS_OF_MASKS, "Gemma3ForCausalLM")),
     *((model, LOW) for model in ("t5", "MistralForCausalLM", "Llama4ForCausalLM")),
 ]
 

@@ -23,6 +23,7 @@ from launch.peers.limits import DEEPSPEED
 from launch.peers.training import FILES, train_by_peer
 from launch.run.ranks import Outcome, run_ranks
 from tests.models import SEQUENCE, gpt2
+from tests.soak import soak
 
 SAMPLES, GLOBAL_BATCH, ITERATIONS = 2, 16, 4
 DATA = DataSettings(
@@ -125,7 +126,7 @@ def test_a_pipeline_of_a_peer_gives_our_losses_with_dropout(engine, dp, pp, sche
     assert result.loss != pytest.approx(ours(), rel=1e-4), "dropout changes the losses"
 
 
-@pytest.mark.parametrize("zero", [False, True], ids=["", "ZeRO-1"])
+@pytest.mark.parametrize("zero", [*soak(False), True], ids=["", "ZeRO-1"])
 def test_deepspeeds_pipeline_gives_our_losses_with_a_tied_embedding(zero):
     pytest.importorskip("deepspeed")
     captured = model(tied=True)

@@ -22,6 +22,7 @@ from auto3d.plan import stages_of_operations
 from tests.models import MODELS, captured
 from tests.partition.random_graphs import random_graph
 from tests.partition.test_rannc_blocks import units_of
+from tests.soak import soak
 
 inf = float("inf")
 
@@ -238,7 +239,10 @@ def partition(model: str, memory_bytes: float, **settings: int) -> RanncPartitio
     return rannc(graph_at, costs_at, **settings)
 
 
-@pytest.mark.parametrize("model", MODELS)
+KINDS = ("gpt2-dropout", "t5", "swin", "residual", "reused", "averaging")
+
+
+@pytest.mark.parametrize("model", [*KINDS, *soak(*(model for model in MODELS if model not in KINDS))])
 def test_stages_of_models_fit_and_are_never_empty(model):
     """With memory from enough for one device down to none."""
     graph = captured(model, 2).graph

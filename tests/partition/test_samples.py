@@ -1,6 +1,7 @@
 """Where samples are in a value: what a model makes of half a micro-batch is that half of what it makes of the whole."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from auto3d.plan import stages_between
 from auto3d.runtime.randomness import Randomness
 from auto3d.runtime.stage_program import segment_program
 from tests.models import MODELS, captured
+from tests.soak import soak
 
 CPU = torch.device("cpu")
 SIZE = 4
@@ -75,8 +77,13 @@ def compare(whole: CapturedModel, part: CapturedModel, inputs: dict[str, torch.T
     return others
 
 
-@pytest.mark.parametrize("parts", [2, 4])
-@pytest.mark.parametrize("model", ["gpt2", "bert", "bert-pretraining", "t5", "llama", "vit", "swin"])
+MODELS_OF_SAMPLES = ("gpt2", "bert", "bert-pretraining", "t5", "llama", "vit", "swin")
+
+
+@pytest.mark.parametrize(
+    ("model", "parts"),
+    [*product(MODELS_OF_SAMPLES, [2]), ("t5", 4), *soak(*((model, 4) for model in MODELS_OF_SAMPLES if model != "t5"))],
+)
 def test_values_of_a_part_are_parts_of_the_values(model, parts):
     data = MODELS[model][1]
     whole, part = captured(model, SIZE), captured(model, SIZE // parts)

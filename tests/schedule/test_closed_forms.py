@@ -13,10 +13,11 @@ from auto3d.schedule.operation import Kind, Schedule
 from auto3d.schedule.weight_versions import weight_copies
 from tests.schedule.reference import critical_path, idle, idle_inside, makespan, spans
 from tests.schedule.samples import sizes
+from tests.soak import soak
 
-DEEPEST = pytest.param(16, marks=pytest.mark.soak)  # half of the time of these tests
-DEPTHS = (1, 2, 3, 4, 5, 7, 8, 12, DEEPEST)
-EVEN = (2, 4, 6, 8, 12, DEEPEST)
+DEEPEST = soak(12, 16)  # three quarters of the time of these tests
+DEPTHS = (1, 2, 3, 4, 5, 7, 8, *DEEPEST)
+EVEN = (2, 4, 6, 8, *DEEPEST)
 
 
 def built(name: str, devices: int, micro_batches: int, **options) -> Schedule:

@@ -73,6 +73,7 @@ def test_accounting_knows_how_a_job_ended(cluster, code, state):
     wait_for(f"sacct to show {state}", lambda: state in cluster.run(*sacct).split(), timeout_s=30)
 
 
+@pytest.mark.soak  # every test of preemption needs it
 def test_the_high_partition_sends_a_job_of_the_low_one_back_to_the_queue(cluster, tmp_path):
     nodes = first_nodes(cluster, 2)
     out = tmp_path / "out"

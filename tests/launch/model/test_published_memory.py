@@ -9,6 +9,7 @@ import pytest
 from launch.model.measured_layers import published
 from launch.model.predictions import plan_rows
 from launch.recipe.load import RECIPES, load
+from tests.soak import soak
 
 MIB, GIB = 2**20, 2**30
 
@@ -39,7 +40,7 @@ def test_every_rank_of_megatron_lm_on_b200():
 @pytest.mark.parametrize(
     ("model", "degrees", "error"),
     [  # measured 48.10 and 16.24 GiB
-        ("3.57B", {"dp": 32, "pp": 1, "tp": 1, "zero": 1, "micro_batch": 1}, -0.033),
+        *soak(("3.57B", {"dp": 32, "pp": 1, "tp": 1, "zero": 1, "micro_batch": 1}, -0.033)),
         ("1.34B", {"dp": 64, "pp": 2, "tp": 1, "zero": 1, "micro_batch": 1}, -0.050),
     ],
 )
