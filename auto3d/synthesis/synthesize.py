@@ -37,6 +37,7 @@ ALL_CHOICES = 256  # numbers of choices up to which all are tried
 PERIODS = 3  # periods of D micro-batches that are searched; of more micro-batches, the steady state is repeated
 LEAST = 12  # micro-batches that are searched if there are as many
 ROUNDS = (32, 16, 8, 8, 8, 8)  # orders that each round of annealing takes further
+LENGTHENED = 8  # orders of fewer micro-batches of which each round makes orders of all
 POLICY_SHARE = 0.25  # share of the time for policies and choices
 PATTERN_SHARE = 0.2  # share of the time for patterns, where memory is limited
 PATTERN_CHOICES = 3  # choices of the best orders so far that patterns are sought with
@@ -66,12 +67,13 @@ def synthesize(problem: Problem, *, seconds: float, seeds: Sequence[Schedule] = 
     is found that fits the memory.
     """
     bound = lower_bound(problem).time * (1 + TOLERANCE)
-    best: Synthesis | None = None
-    for synthesis in chain(_fitting(problem, seeds), _searched(problem, seconds, seeds, seed)):
-        if best is None or synthesis.makespan < best.makespan * (1 - TOLERANCE):
-            best = synthesis
-        if best.makespan <= bound:
-            break
+    best = min(_fitting(problem, seeds), key=lambda each: each.makespan, default=None)
+    if best is None or best.makespan > bound:
+        for order in _OrderSearch(problem, seconds, seeds, seed).orders():
+            if best is None or order.time < best.makespan * (1 - TOLERANCE):
+                best = _synthesis(problem, order)
+            if best.makespan <= bound:
+                break
     if best is None:
         raise InputError(
             f"schedule synthesized: no order was found in {seconds:g} s that fits the memory of the devices"
@@ -87,15 +89,6 @@ def _fitting(problem: Problem, seeds: Sequence[Schedule]) -> Iterator[Synthesis]
             yield Synthesis(schedule=replace(schedule, name=NAME), makespan=time, begun_from=schedule.name)
 
 
-def _searched(problem: Problem, seconds: float, seeds: Sequence[Schedule], seed: int) -> Iterator[Synthesis]:
-    """Orders that the search finds, better and better."""
-    for order in _OrderSearch(problem, seconds, seeds, seed).orders():
-        bounds = bounds_of(tables_of(problem, order.choices))
-        schedule = schedule_of_order(problem, order.choices, order.codes, bounds)
-        time = simulate(schedule, problem.costs).makespan
-        yield Synthesis(schedule=schedule, makespan=time, begun_from=order.begun_from)
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Order:
     choices: BackwardChoices
@@ -103,6 +96,13 @@ class _Order:
     time: float
     begun_from: str
     rule: Policy | ModuloPattern | None = None  # makes such an order of any number of micro-batches
+
+
+def _synthesis(problem: Problem, order: _Order) -> Synthesis:
+    bounds = bounds_of(tables_of(problem, order.choices))
+    schedule = schedule_of_order(problem, order.choices, order.codes, bounds)
+    time = simulate(schedule, problem.costs).makespan
+    return Synthesis(schedule=schedule, makespan=time, begun_from=order.begun_from)
 
 
 class _OrderSearch:
@@ -118,6 +118,7 @@ class _OrderSearch:
         self._few = replace(problem, micro_batches=problem.micro_batches - self._skipped)
         self._space = lru_cache(None)(_space)
         self._try_s: dict[Problem, float] = {}  # seconds of one try of annealing
+        self._lengthened: dict[tuple[BackwardChoices, bytes], list[_Order]] = {}
         self._begin = 0.0
         self._compile()
         self._begin = thread_time()
@@ -138,7 +139,7 @@ class _OrderSearch:
             for number, order in enumerate(chosen, 1):
                 orders.append(self._annealed(self._few, order, begin + (end - begin) * number / len(chosen)))
             orders = _best(orders, ROUNDS[0])
-            whole = self._of_all(orders[: ROUNDS[-2]])
+            whole = self._of_all(orders)
             yield from whole
         if self._skipped and whole:
             yield self._annealed(self._all, whole[0], 1.0)
@@ -257,19 +258,26 @@ class _OrderSearch:
         return self._order(self._few, choices, with_choices(tables, order.codes, choices), order.begun_from)
 
     def _of_all(self, orders: list[_Order]) -> list[_Order]:
-        """The best of ``orders`` with all micro-batches."""
+        """The best of the first of ``orders`` with all micro-batches."""
         if not self._skipped:
             return orders[:1]
-        longer = []
-        for order in orders:
+        return _best(chain.from_iterable(map(self._longer, orders[:LENGTHENED])), 1)
+
+    def _longer(self, order: _Order) -> list[_Order]:
+        """The best that ``order`` becomes with all micro-batches; nothing if it has no steady state that fits."""
+        key = (order.choices, order.codes.tobytes())
+        if key not in self._lengthened:
             tables, bounds, _ = self._space(self._few, order.choices)
-            for codes in resized(tables, order.codes, bounds, self._skipped // self._all.pipes):
-                longer.append(self._order(self._all, order.choices, codes, order.begun_from))
+            longer = [
+                self._order(self._all, order.choices, codes, order.begun_from)
+                for codes in resized(tables, order.codes, bounds, self._skipped // self._all.pipes)
+            ]
             if isinstance(order.rule, ModuloPattern):
                 longer.append(self._by_pattern(self._all, order.choices, order.rule))
             elif order.rule is not None and (whole := self._by_policy(self._all, order.choices, order.rule)):
                 longer.append(whole)
-        return _best(longer, 1)
+            self._lengthened[key] = _best(longer, 1)
+        return self._lengthened[key]
 
     def _annealed(self, problem: Problem, order: _Order, end: float) -> _Order:
         """``order`` annealed until the share ``end`` of the time is over."""

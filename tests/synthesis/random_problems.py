@@ -17,6 +17,7 @@ def random_problem(seed: int, *, stages: int = 4, micro_batches: int = 6) -> Pro
     micro_batches = max(chance.randint(1, micro_batches), chance.randint(1, micro_batches))
     device_of = _placement(chance, stages)
     devices = 1 + max(device_of.values())
+    micro_batches = max(micro_batches, 1 + max(pipe for _, pipe in device_of))  # an order has some on each pipe
     forward = _times(chance, stages, 1, 4)
     backward_input, backward_weight = _times(chance, stages, 1, 4), _times(chance, stages, 1, 3)
     joined = chance.choice([0, 0, 1])  # the time that a whole backward saves
