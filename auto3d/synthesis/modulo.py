@@ -18,7 +18,9 @@ HOT, COLD = 0.3, 0.003  # first and last temperature of annealing, in least peri
 PENALTY = 3.0  # price of holding twice the memory, in makespans
 RAMP = 0.5  # share of the time from the first F to the last B or I that warm-up and drain take beside the periods
 LONGEST = 1.3  # first period, in least periods
+SHORTEST = 1e-6  # share of the longest operation that the others take at least
 ROUNDING = 1e-9  # share of a period by which operations may seem to meet
+TINY = 1e-30  # in place of a time or a size of 0, where it divides
 
 
 class ModuloPattern(NamedTuple):
@@ -55,7 +57,7 @@ def least_period(tables: Tables) -> float:
 
 @njit(cache=True)
 def better_pattern(tables: Tables, pattern: ModuloPattern, tries: int) -> tuple[bool, ModuloPattern]:
-    """``pattern`` improved in ``tries`` tries of simulated annealing, and whether it fits the memory.
+    """Whether a pattern was found that fits the memory, and the best: ``pattern`` after ``tries`` tries of annealing.
 
     The period and the delays change; operations are then placed one after the other, each as early as its delay and the
     operations before it admit. Patterns may exceed the memory on the way, at a price.
@@ -99,8 +101,7 @@ def order_by_pattern(tables: Tables, pattern: ModuloPattern) -> np.ndarray:
         counts = tables.micro_batches[codes % size]
         number = np.concatenate([np.arange(count) for count in counts])
         starts = np.repeat(pattern.start.flat[codes], counts) + pattern.period * number
-        # Among operations that start at the same time, all but one of which take none, the chain's order holds.
-        devices.append(np.repeat(codes, counts)[np.argsort(starts, kind="stable")])
+        devices.append(np.repeat(codes, counts)[np.argsort(starts)])
     return np.concatenate(devices)
 
 
@@ -125,8 +126,12 @@ def _chain(tables: Tables) -> np.ndarray:
 
 @njit(cache=True)
 def _lengths(tables: Tables) -> np.ndarray:
-    """[4, Q] How long each operation occupies its device: with its messages, unless they overlap with compute."""
-    lengths = np.where(tables.exists, tables.duration, 0.0)
+    """[4, Q] How long each operation occupies its device: with its messages, unless they overlap with compute.
+
+    None takes less than SHORTEST of the longest, so that no two of a device start at once, and what it holds is certain.
+    """
+    shortest = max(SHORTEST * np.where(tables.exists, tables.duration, 0.0).max(), TINY)
+    lengths = np.where(tables.exists, np.maximum(tables.duration, shortest), 0.0)
     if not tables.overlap:
         for q in range(len(tables.device)):
             for kind in (FORWARD, BACKWARD):
@@ -179,7 +184,7 @@ def _price(
             end = max(end, time + lengths[kind, q])
     excess = 0.0
     for d in range(len(tables.free)):
-        excess += max(0.0, _peak(tables, devices, d, period) / max(tables.free[d], 1e-30) - 1.0)
+        excess += max(0.0, _peak(tables, devices, d, period) / max(tables.free[d], TINY) - 1.0)
     return micro_batches * period * (1.0 + PENALTY * excess) + RAMP * end, excess == 0.0
 
 
@@ -207,21 +212,21 @@ def _ready(tables: Tables, lengths: np.ndarray, start: np.ndarray, kind: int, q:
 @njit(cache=True)
 def _next_gap(devices: _Devices, d: int, period: float, ready: float, length: float) -> float:
     """The earliest time from ``ready`` at which device ``d`` has a gap of ``length`` in every period; else infinite."""
-    time, apart, here = ready, 0, 0
-    while apart < devices.placed[d]:
-        since = (time - devices.start[d, here]) % period
-        if since < devices.length[d, here] - ROUNDING * period:
-            time += devices.length[d, here] - since
+    time, apart, here, placed, rounding = ready, 0, 0, devices.placed[d], ROUNDING * period
+    for _ in range(2 * placed * (placed + 1)):  # each operation is in the way once, and once more in the next period
+        if apart == placed or time > ready + period:
+            break
+        since, there = (time - devices.start[d, here]) % period, devices.length[d, here]
+        if since < there - rounding:
+            time += there - since
             apart = 0
-        elif period - since < length - ROUNDING * period:
-            time += period - since + devices.length[d, here]
+        elif period - since < length - rounding:
+            time += period - since + there
             apart = 0
         else:
             apart += 1
-        if time > ready + period:
-            return np.inf
-        here = (here + 1) % devices.placed[d]
-    return time
+        here = (here + 1) % placed
+    return time if apart == placed and time <= ready + period else np.inf
 
 
 @njit(cache=True)
