@@ -128,7 +128,7 @@ def _chain(tables: Tables) -> np.ndarray:
 def _lengths(tables: Tables) -> np.ndarray:
     """[4, Q] How long each operation occupies its device: with its messages, unless they overlap with compute.
 
-    None takes less than SHORTEST of the longest, so that no two of a device start at once, and what it holds is certain.
+    None takes less than SHORTEST of the longest: no two of a device start at once, so what it holds is certain.
     """
     shortest = max(SHORTEST * np.where(tables.exists, tables.duration, 0.0).max(), TINY)
     lengths = np.where(tables.exists, np.maximum(tables.duration, shortest), 0.0)
