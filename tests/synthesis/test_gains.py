@@ -8,7 +8,7 @@ from auto3d.schedule import build_schedule
 from auto3d.simulate.simulate import simulate
 from auto3d.synthesis.bound import lower_bound
 from auto3d.synthesis.problem import peaks
-from auto3d.synthesis.structures import merged, solve, structures
+from auto3d.synthesis.structures import merged, merged_costs, solve, structures
 from tests.synthesis.cases import ONE_COPY, capped, equal
 
 SECONDS = 20.0  # both searches end at their lower bound after 1 s
@@ -61,3 +61,11 @@ def test_structures_have_all_options_of_schedules_by_rule() -> None:
         for seed in partly
         for held, free in zip(peaks(problem, seed), problem.free, strict=True)
     )
+
+
+def test_copies_of_a_stage_have_their_own_sync() -> None:
+    """A stage of two pipes sums the gradients of its copies; with one copy there is nothing to sum."""
+    bare = replace(equal(4, 8), sync_copies=tuple(range(8)))
+    two_way = merged_costs(bare, build_schedule("chimera", devices=4, micro_batches=8))
+    assert two_way.sync == (0 + 1, 2 + 3, 4 + 5, 6 + 7)
+    assert merged_costs(bare, build_schedule("1f1b", devices=4, micro_batches=8)).sync == (0, 0, 0, 0)
