@@ -16,7 +16,7 @@ from tests.soak import soak
 
 RECOMPUTED = [("gpt2", 0.5, 2)]  # the sample of the grid has the others
 EVERY = product(("gpt2", "llama"), ("none", "full", 0.5), (1, 2))  # models, recomputation, stages
-SCHEDULE = "shifted-critical-path"  # that sample has the others
+SCHEDULE = "shifted-critical-path"  # the sample of the grid has the others
 
 
 def plan_of(model: str, *, recompute: str | float = "none", overlap: str = SUB_PIPELINED, pp: int, **options) -> Plan:

@@ -56,7 +56,7 @@ def test_degrees(processes, model, dp, tp, pp):
     [
         ("gpt2", "gpipe"),
         ("t5", "interleaved-1f1b"),
-        *soak(*product(("gpt2", "t5"), ("chimera", "zb-h1", "shifted-critical-path"))),  # as the sample of the grid has
+        *soak(*product(("gpt2", "t5"), ("chimera", "zb-h1", "shifted-critical-path"))),  # all in the sample of the grid
         *soak(("t5", "gpipe"), ("gpt2", "interleaved-1f1b")),
     ],
 )
