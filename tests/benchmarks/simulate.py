@@ -1,4 +1,4 @@
-"""Speed and memory of the simulator: python -m tests.benchmarks.simulate
+"""Speed and memory of the simulator, and the time to load an order: python -m tests.benchmarks.simulate
 
 Measured on one core of an AMD EPYC virtual machine, Python 3.11.7, 1F1B of 32 devices and 8000 micro-batches, in
 processor time, medians of 7 (slowest to fastest): 661 thousand operations per second (631 to 726) without messages, 595
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from statistics import median
 
 from auto3d.schedule import build_schedule
+from auto3d.schedule.order_text import order_options
 from auto3d.simulate.costs import uniform
 from auto3d.simulate.critical_path import critical_path
 from auto3d.simulate.idle import bubble_ratio
@@ -49,6 +50,9 @@ def main() -> None:
     timeline = simulate(schedule, uniform(schedule))
     for figure in (bubble_ratio, critical_path):
         print(f"  {figure.__name__} of it: {median(seconds(lambda figure=figure: figure(timeline))):.2f} s")
+    options = order_options(build_schedule("zb-v", devices=16, micro_batches=128))
+    load = seconds(lambda: build_schedule("synthesized", devices=16, micro_batches=128, **options))
+    print(f"Loading the order of zb-v, 16 devices, 128 micro-batches, from its text: {median(load):.2f} s")
     print("Memory of a timeline beyond its schedule:")
     for micro_batches in (500, 1000, 2000, 4000):
         schedule = build_schedule("1f1b", devices=32, micro_batches=micro_batches)

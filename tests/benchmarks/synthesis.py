@@ -51,6 +51,11 @@ EMULATED = (
     "cap: T5-11B, 100%, 8 x 32",
     "cap: equal, 75%, 8 x 32",
     "cap: LLaMA-3 8B, 75%, 16 x 64",
+    "head: LLaMA-3 8B, 16 x 32",
+    "encoder-decoder: T5-11B, 16 x 32",
+    "cap: GPT-1.4B, 75%, 8 x 16",
+    "cap, recompute: GPT-1.4B, 50%, 8 x 16",
+    "mixed devices, cap: GPT-1.4B, 100%, 8 x 16",
 )
 DRAWN = ("cap: GPT-1.4B, 75%, 8 x 32", "encoder-decoder: T5-11B, 8 x 32")
 WORK_S = 0.08  # emulated time of one micro-batch on the busiest device

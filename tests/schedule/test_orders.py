@@ -2,7 +2,6 @@
 
 import random
 from itertools import product
-from time import perf_counter
 
 import pytest
 
@@ -67,11 +66,10 @@ def test_the_schedules_by_rule_have_texts():
     assert written > 40
 
 
-def test_large_orders_load_in_a_moment():
-    options = order_options(build_schedule("zb-v", devices=16, micro_batches=128))
-    began = perf_counter()
-    build_schedule("synthesized", devices=16, micro_batches=128, **options)
-    assert perf_counter() - began < 1.0
+def test_large_orders_load():
+    schedule = build_schedule("zb-v", devices=16, micro_batches=128)
+    loaded = build_schedule("synthesized", devices=16, micro_batches=128, **order_options(schedule))
+    assert loaded.operations == schedule.operations
 
 
 @pytest.mark.parametrize(
