@@ -34,6 +34,7 @@ from auto3d.synthesis.unroll import resized
 TOLERANCE = 1e-9  # relative error of sums of floats
 TINY = 1e-30  # in place of a time or a size of 0, where it divides
 ALL_CHOICES = 256  # numbers of choices up to which all are tried
+SMALL = 64  # micro-batches times stages up to which the time is for two searches: one may end with the wrong choices
 PERIODS = 3  # periods of D micro-batches that are searched; of more micro-batches, the steady state is repeated
 LEAST = 12  # micro-batches that are searched if there are as many
 ROUNDS = (32, 16, 8, 8, 8, 8)  # orders that each round of annealing takes further
@@ -68,8 +69,11 @@ def synthesize(problem: Problem, *, seconds: float, seeds: Sequence[Schedule] = 
     """
     bound = lower_bound(problem).time * (1 + TOLERANCE)
     best = min(_fitting(problem, seeds), key=lambda each: each.makespan, default=None)
-    if best is None or best.makespan > bound:
-        for order in _OrderSearch(problem, seconds, seeds, seed).orders():
+    searches = 2 if problem.micro_batches * problem.stages <= SMALL else 1
+    for number in range(searches):
+        if best is not None and best.makespan <= bound:
+            break
+        for order in _OrderSearch(problem, seconds / searches, seeds, 2 * seed + number).orders():
             if best is None or order.time < best.makespan * (1 - TOLERANCE):
                 best = _synthesis(problem, order)
             if best.makespan <= bound:
