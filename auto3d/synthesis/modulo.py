@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from auto3d.synthesis.tables import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Tables
+from auto3d.synthesis.tables import BACKWARD, FORWARD, RECOMPUTE, TINY, WEIGHT, Tables
 
 HOT, COLD = 0.3, 0.003  # first and last temperature of annealing, in least periods
 PENALTY = 3.0  # price of holding twice the memory, in makespans
@@ -20,7 +20,6 @@ RAMP = 0.5  # share of the time from the first F to the last B or I that warm-up
 LONGEST = 1.3  # first period, in least periods
 SHORTEST = 1e-6  # share of the longest operation that the others take at least
 ROUNDING = 1e-9  # share of a period by which operations may seem to meet
-TINY = 1e-30  # in place of a time or a size of 0, where it divides
 
 
 class ModuloPattern(NamedTuple):

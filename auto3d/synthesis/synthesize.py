@@ -19,6 +19,7 @@ from auto3d.synthesis.policy import Policy, changed_policy, list_schedule, usual
 from auto3d.synthesis.problem import Problem, exceeds
 from auto3d.synthesis.tables import (
     NAME,
+    TINY,
     BackwardChoices,
     Tables,
     bounds_of,
@@ -32,7 +33,6 @@ from auto3d.synthesis.timing import Room, make_room, makespan
 from auto3d.synthesis.unroll import resized
 
 TOLERANCE = 1e-9  # relative error of sums of floats
-TINY = 1e-30  # in place of a time or a size of 0, where it divides
 ALL_CHOICES = 256  # numbers of choices up to which all are tried
 SMALL = 64  # micro-batches times stages up to which the time is for two searches: one may end with the wrong choices
 PERIODS = 3  # periods of D micro-batches that are searched; of more micro-batches, the steady state is repeated
@@ -70,14 +70,12 @@ def synthesize(problem: Problem, *, seconds: float, seeds: Sequence[Schedule] = 
     bound = lower_bound(problem).time * (1 + TOLERANCE)
     best = min(_fitting(problem, seeds), key=lambda each: each.makespan, default=None)
     searches = 2 if problem.micro_batches * problem.stages <= SMALL else 1
-    for number in range(searches):
-        if best is not None and best.makespan <= bound:
-            break
-        for order in _OrderSearch(problem, seconds / searches, seeds, 2 * seed + number).orders():
-            if best is None or order.time < best.makespan * (1 - TOLERANCE):
-                best = _synthesis(problem, order)
-            if best.makespan <= bound:
-                break
+    orders = chain.from_iterable(
+        _OrderSearch(problem, seconds / searches, seeds, 2 * seed + number).orders() for number in range(searches)
+    )
+    while (best is None or best.makespan > bound) and (order := next(orders, None)) is not None:
+        if best is None or order.time < best.makespan * (1 - TOLERANCE):
+            best = _synthesis(problem, order)
     if best is None:
         raise InputError(
             f"schedule synthesized: no order was found in {seconds:g} s that fits the memory of the devices"

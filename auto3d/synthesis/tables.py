@@ -19,6 +19,7 @@ from auto3d.schedule.sync import place_syncs
 from auto3d.synthesis.problem import Problem
 
 FORWARD, BACKWARD, WEIGHT, RECOMPUTE = range(4)  # numbers of kinds; BACKWARD is B, or I on a stage that splits
+TINY = 1e-30  # in place of a time or a size of 0, where it divides
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,12 +61,12 @@ def equal(devices: int, micro_batches: int) -> BareProblem:
 
 
 @cache
-def of_model(recipe_name: str, devices: int, micro_batches: int, *, fine: int, tp: int, samples: int) -> BareProblem:
+def of_model(recipe_name: str, devices: int, *, fine: int, tp: int, samples: int) -> BareProblem:
     """Fine stages of equally many layers of a recipe's model, in seconds and bytes of the project's cost model.
 
     Each fine stage is on ``tp`` devices of a node of the recipe's cluster; messages cross the link between nodes.
     Weights are all bytes that the memory model counts beside activations. No cap. The gradients of two copies add up in
-    the time that Chimera's do between two nodes.
+    the time that Chimera's do between two nodes. There is one micro-batch.
     """
     overrides = [f"cluster.nodes={fine}", f"cluster.devices_per_node={tp}", f"training.global_batch={samples}"]
     plan_keys = {"dp": 1, "tp": tp, "pp": fine, "micro_batch_size": samples, "schedule": "1f1b", "recompute": "none"}
@@ -82,7 +82,7 @@ def of_model(recipe_name: str, devices: int, micro_batches: int, *, fine: int, t
     copied = replace(plan, schedule="chimera", global_batch=fine * samples)  # micro-batches for each of its pipes
     return BareProblem(
         devices=devices,
-        micro_batches=micro_batches,
+        micro_batches=1,
         forward=costs.forward,
         backward_input=costs.backward_input,
         backward_weight=costs.backward_weight,
@@ -158,12 +158,16 @@ def cases() -> Iterator[Case]:
 
 def _hard_cases(each: int) -> Iterator[Case]:
     """Stages that differ, caps, slow links and mixed devices, with ``each`` micro-batches per device."""
+
+    def many(bare: BareProblem) -> BareProblem:
+        return replace(bare, micro_batches=each * bare.devices)
+
     few = equal(8, 8 * each)
-    gpt = of_model("gpt1.4b", 8, 8 * each, fine=16, tp=1, samples=2)
-    llama = of_model("llama3-8b", 8, 8 * each, fine=16, tp=8, samples=1)
-    deep = of_model("llama3-8b", 16, 16 * each, fine=32, tp=8, samples=1)
-    t5 = of_model("t5-11b", 8, 8 * each, fine=16, tp=8, samples=4)
-    deep_t5 = of_model("t5-11b", 16, 16 * each, fine=48, tp=8, samples=4)
+    gpt = many(of_model("gpt1.4b", 8, fine=16, tp=1, samples=2))
+    llama = many(of_model("llama3-8b", 8, fine=16, tp=8, samples=1))
+    deep = many(of_model("llama3-8b", 16, fine=32, tp=8, samples=1))
+    t5 = many(of_model("t5-11b", 8, fine=16, tp=8, samples=4))
+    deep_t5 = many(of_model("t5-11b", 16, fine=48, tp=8, samples=4))
     for name, bare in (("GPT-1.4B", gpt), ("LLaMA-3 8B", llama), ("LLaMA-3 8B", deep)):
         yield Case(name=name, group="head", bare=bare)
     for bare in (t5, deep_t5):
