@@ -1,32 +1,29 @@
 """Emulated devices: everything is real except the arithmetic, in whose place an operation waits for its given time.
 
 Processes, schedule, executor, messages, tensor-parallel collectives and gradient sums are those of real training and
-have their true sizes. No weights are made, no data is loaded and nothing is computed, so there is no loss. A few cores
-can therefore run as many devices as they can carry messages for.
+have their true sizes, unless they are given others, or times. No weights are made, no data is loaded and nothing is
+computed, so there is no loss. A few cores can therefore run as many devices as they can carry messages for.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import nan
 from typing import Any
 
 import torch
-from torch import nn
 
 from auto3d.capture.graph import Value
 from auto3d.partition.stage import Stage, cut
 from auto3d.runtime.device_clock import DeviceClock
 from auto3d.runtime.emulated_collectives import (
-    PIECE_BYTES,
     EmulatedCollectives,
     GivenCollectives,
     RealCollectives,
     Wait,
 )
+from auto3d.runtime.emulated_links import EmulatedExchange, EmulatedSync, GivenExchange, GivenSync
 from auto3d.runtime.emulated_passes import Passes, passes_of
 from auto3d.runtime.emulation import Emulation
-from auto3d.runtime.exchange import Exchange
-from auto3d.runtime.gradient_sync import Bucket, GradientSync, Holders
 from auto3d.runtime.layout import RankLayout
 from auto3d.runtime.out_of_memory import MemoryWatch
 from auto3d.runtime.randomness import Randomness
@@ -35,7 +32,8 @@ from auto3d.runtime.stage import RunnableStage
 from auto3d.runtime.tensor_group import TensorGroup
 from auto3d.runtime.weight_versions import WeightVersions
 from auto3d.schedule.operation import Kind
-from auto3d.schedule.program import Message, PipeStage, Program
+from auto3d.schedule.program import PipeStage, Program
+from auto3d.simulate.costs import Costs
 
 
 class EmulatedStage:
@@ -112,83 +110,6 @@ def _empty(values: Iterable[Value], device: torch.device) -> dict[str, torch.Ten
     return {value.name: torch.zeros(value.shape, dtype=getattr(torch, value.dtype), device=device) for value in values}
 
 
-class EmulatedExchange(Exchange):
-    """Real messages. The clock of the emulated device waits for their arrival."""
-
-    def __init__(self, *args: Any, clock: DeviceClock, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._clock = clock
-
-    def start(self) -> None:
-        self._clock.idle()
-        super().start()
-
-    def receive(self, message: Message) -> dict[str, torch.Tensor]:
-        with self._clock.needing():
-            return super().receive(message)
-
-
-class EmulatedSync(GradientSync):
-    """Real sums and gathers of zeros, as many bytes as the gradients have, over one buffer that all of them share.
-
-    ``trained`` has the shapes of the parameters of this rank's stages; one number stands in for each of them.
-    ``sync_bytes`` replaces the true sizes by one for each stage.
-    """
-
-    def __init__(
-        self,
-        trained: Mapping[str, Value],
-        holders: Mapping[str, Holders],
-        *,
-        all_holders: Collection[Holders],
-        sharded: bool,
-        sync_bytes: Sequence[float] | None,
-        clock: DeviceClock,
-        device: torch.device,
-        run_ahead: RunAhead,
-        timeout_s: float,
-    ) -> None:
-        self._trained = trained
-        self._sync_bytes = sync_bytes
-        self._clock = clock
-        stand_ins = {n: nn.Parameter(torch.zeros((), dtype=getattr(torch, v.dtype))) for n, v in trained.items()}
-        super().__init__(
-            stand_ins,
-            holders,
-            all_holders=all_holders,
-            sharded=sharded,
-            device=device,
-            run_ahead=run_ahead,
-            timeout_s=timeout_s,
-        )
-        self._piece = torch.zeros(PIECE_BYTES // 4)
-
-    def wait(self, stages: Collection[int]) -> None:
-        with self._clock.needing():
-            super().wait(stages)
-
-    def wait_for_weights(self) -> None:
-        with self._clock.needing():
-            super().wait_for_weights()
-
-    def squared_norm(self) -> float:
-        return nan
-
-    def _weight_pieces(self, bucket: Bucket) -> list[torch.Tensor]:
-        return self._pieces(bucket)
-
-    def _pieces(self, bucket: Bucket) -> list[torch.Tensor]:
-        size: float
-        if self._sync_bytes is None:
-            size = sum(self._trained[name].bytes for name in self._names[bucket])
-        else:
-            size = max(self._sync_bytes[stage] for stage in bucket[0].stages)
-        ranks = len(bucket[0].ranks) if self._scatters(bucket[0]) else 1  # each has an equal slice of every piece
-        piece = self._piece[: len(self._piece) // ranks * ranks]
-        whole, rest = divmod(-(-max(1, int(size) // 4) // ranks) * ranks, len(piece))
-        return [*[piece] * whole, *([piece[:rest]] if rest else [])]
-
-
 @dataclass(frozen=True, kw_only=True)
 class EmulatedBackend:
     """A Backend for emulated devices: operations only wait, for the times in ``emulation``."""
@@ -197,20 +118,23 @@ class EmulatedBackend:
     device: torch.device
     run_ahead: RunAhead
     timeout_s: float
-    clock: DeviceClock = field(default_factory=lambda: DeviceClock())
+    clock: DeviceClock
 
     def exchange(self, layout: RankLayout, program: Program) -> EmulatedExchange:
-        return EmulatedExchange(
-            program,
-            layout.transfers,
-            ranks_of=layout.peers,
-            device_of=layout.schedule.device_of,
-            sample_dimensions=layout.sample_dimensions,
-            device=self.device,
-            run_ahead=self.run_ahead,
-            timeout_s=self.timeout_s,
-            clock=self.clock,
-        )
+        options: dict[str, Any] = {
+            "ranks_of": layout.peers,
+            "device_of": layout.schedule.device_of,
+            "sample_dimensions": layout.sample_dimensions,
+            "device": self.device,
+            "run_ahead": self.run_ahead,
+            "timeout_s": self.timeout_s,
+            "clock": self.clock,
+        }
+        if self.emulation.send_s is None:
+            return EmulatedExchange(program, layout.transfers, **options)
+        messages = self._costs(layout).messages
+        seconds = [each.forward / layout.schedule.parts for each in messages]
+        return GivenExchange(program, layout.transfers, seconds=seconds, **options)
 
     def state(self, layout: RankLayout, memory: MemoryWatch) -> dict[str, torch.Tensor]:
         return {}
@@ -218,17 +142,19 @@ class EmulatedBackend:
     def gradient_sync(self, layout: RankLayout, state: Mapping[str, torch.Tensor], memory: MemoryWatch) -> EmulatedSync:
         parameters = layout.captured.graph.parameters
         names = {name for stage in layout.stages.values() for name in stage.state}
-        return EmulatedSync(
-            {name: parameters[name] for name in layout.holders if name in names},
-            layout.holders,
-            all_holders=layout.all_holders,
-            sharded=layout.plan.shard_optimizer,
-            sync_bytes=self.emulation.each("sync_bytes", len(layout.plan.stages)),
-            clock=self.clock,
-            device=self.device,
-            run_ahead=self.run_ahead,
-            timeout_s=self.timeout_s,
-        )
+        trained = {name: parameters[name] for name in layout.holders if name in names}
+        options: dict[str, Any] = {
+            "all_holders": layout.all_holders,
+            "sharded": layout.plan.shard_optimizer,
+            "clock": self.clock,
+            "device": self.device,
+            "run_ahead": self.run_ahead,
+            "timeout_s": self.timeout_s,
+        }
+        if self.emulation.sync_s is None:
+            sync_bytes = self.emulation.each("sync_bytes", len(layout.plan.stages))
+            return EmulatedSync(trained, layout.holders, sync_bytes=sync_bytes, **options)
+        return GivenSync(trained, layout.holders, seconds=self._costs(layout).sync, **options)
 
     def stages(
         self,
@@ -238,7 +164,7 @@ class EmulatedBackend:
         group: TensorGroup | None,
     ) -> dict[PipeStage, RunnableStage]:
         schedule, plan = layout.schedule, layout.plan
-        costs = self.emulation.costs(layout.captured.graph, plan.stages, schedule)
+        costs = self._costs(layout)
         collectives = None if group is None else self._collectives(layout, group)
         of_program = cut(layout.captured.graph, plan.stages)  # with all transfers, unlike the stages of ``layout``
         return {
@@ -259,6 +185,10 @@ class EmulatedBackend:
             )
             for (number, pipe), stage in layout.stages.items()
         }
+
+    def _costs(self, layout: RankLayout) -> Costs:
+        plan = layout.plan
+        return self.emulation.costs(layout.captured.graph, plan.stages, layout.schedule, dp=plan.dp)
 
     def _collectives(self, layout: RankLayout, group: TensorGroup) -> EmulatedCollectives:
         seconds = self.emulation.each("collective_s", len(layout.plan.stages))

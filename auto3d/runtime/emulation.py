@@ -1,12 +1,13 @@
-"""Settings of emulated devices: how long operations take, which only wait, and how large messages are.
+"""Settings of emulated devices: how long operations take, which only wait, and how large or how long messages are.
 
 The devices themselves are in emulated.py. This file imports no torch, for commands that only plan.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
-from auto3d.capture.graph import Graph
+from auto3d.capture.graph import Graph, Value
 from auto3d.errors import InputError
 from auto3d.partition.cost import analytic
 from auto3d.partition.stage import Stage, Transfer, cut
@@ -33,9 +34,16 @@ class Emulation:
     backward_weight_s: PerStage = None
     recompute_s: PerStage = None
     send_bytes: PerStage = None  # size of what a stage sends to a later one per micro-batch, and of its gradient
+    send_s: PerStage = None  # time of such a message, which then carries only when it arrives; None: its own time
     sync_bytes: PerStage = None  # size of each gradient all-reduce in which a stage takes part
+    sync_s: PerStage = None  # time in which the gradients of a stage add up that several ranks hold; None: its own time
     collective_s: PerStage = None
     """Time of each tensor-parallel collective of one micro-batch; None: real ones of the true sizes."""
+
+    def __post_init__(self) -> None:
+        for what in ("send", "sync"):
+            if getattr(self, f"{what}_s") is not None and getattr(self, f"{what}_bytes") is not None:
+                raise InputError(f"emulation: found {what}_s and {what}_bytes; it takes one of them")
 
     def each(self, name: str, stages: int) -> tuple[float, ...] | None:
         """The value of key ``name`` for each of ``stages``; raises InputError if it is a tuple of another length."""
@@ -57,15 +65,16 @@ class Emulation:
             if stage.replicas > 1:
                 raise PlanError(f"stages: {number} has {stage.replicas} replicas; emulated devices run 1 of each stage")
 
-    def costs(self, graph: Graph, stages: Sequence[StagePlan], schedule: Schedule) -> Costs:
+    def costs(self, graph: Graph, stages: Sequence[StagePlan], schedule: Schedule, *, dp: int) -> Costs:
         """The times in the simulator's form; ``graph`` is the model at the size that one operation runs.
 
-        Messages, syncs and collectives are 0 in it because they take their own time. Updates are 0 because there are
-        none.
+        Messages and syncs are 0 in it where they take their own time, and so are collectives. The sum of a weight that
+        several stages share is 0. Updates are 0 because there are none.
         """
         model = analytic(graph)
         count = len(stages)
-        nodes_of = [stage.nodes for stage in cut(graph, stages)]
+        pieces = cut(graph, stages)
+        nodes_of = [stage.nodes for stage in pieces]
         position_of = {node.name: position for position, node in enumerate(graph.nodes)}
 
         def modelled(times: Sequence[float]) -> tuple[float, ...]:
@@ -87,32 +96,68 @@ class Emulation:
             backward_input=inputs or half,
             backward_weight=weights or half,
             recompute=self.each("recompute_s", count) or recomputed,
-            sync=(0.0,) * count,
+            sync=tuple(
+                seconds if ranks > 1 and alone else 0.0
+                for seconds, ranks, alone in zip(
+                    self.each("sync_s", count) or (0.0,) * count,
+                    _holders_of(schedule, dp),
+                    _train_alone(graph, pieces),
+                    strict=True,
+                )
+            ),
             update=(0.0,) * count,
-            messages=(MessageCost(),) * (count - 1),
+            messages=tuple(
+                MessageCost(forward=seconds, backward=seconds)
+                for seconds in (self.each("send_s", count) or (0.0,) * count)[:-1]
+            ),
             speed=(1.0,) * schedule.devices,
         )
 
     def stages(self, stages: Sequence[Stage]) -> tuple[Stage, ...]:
-        """``stages`` as emulated devices run them: without inputs to load, with messages of ``send_bytes`` if set."""
+        """``stages`` as emulated devices run them: without inputs to load.
+
+        Their messages are of ``send_bytes`` if set, and of one float64, the time of their arrival, if ``send_s`` is.
+        """
         sizes = self.each("send_bytes", len(stages))
 
         def sized(transfers: Sequence[Transfer]) -> tuple[Transfer, ...]:
-            return tuple(transfers) if sizes is None else tuple(_of_sizes(transfers, sizes))
+            if self.send_s is not None:
+                return tuple(replace(t, value=_flat(t.value, 1, "float64", 8)) for t in _one_between(transfers))
+            if sizes is None:
+                return tuple(transfers)
+            return tuple(
+                replace(t, value=_flat(t.value, int(sizes[t.source]), "uint8", 1)) for t in _one_between(transfers)
+            )
 
         return tuple(
             replace(stage, inputs=(), received=sized(stage.received), sent=sized(stage.sent)) for stage in stages
         )
 
 
-def _of_sizes(transfers: Sequence[Transfer], sizes: Sequence[float]) -> Iterator[Transfer]:
-    """One transfer between each two stages, of the size of its source stage; with a gradient if any of them has one."""
+def _holders_of(schedule: Schedule, dp: int) -> list[int]:
+    """How many devices of ``dp`` pipelines hold each stage."""
+    homes: list[set[int]] = [set() for _ in range(schedule.stages)]
+    for (stage, _), device in schedule.device_of.items():
+        homes[stage].add(device)
+    return [dp * len(devices) for devices in homes]
+
+
+def _train_alone(graph: Graph, stages: Sequence[Stage]) -> list[bool]:
+    """Whether each stage trains a parameter that no other stage uses."""
+    users = Counter(name for stage in stages for name in graph.trained.intersection(stage.state))
+    return [any(users[name] == 1 for name in stage.state) for stage in stages]
+
+
+def _one_between(transfers: Sequence[Transfer]) -> Iterator[Transfer]:
+    """One transfer between each two stages; with a gradient if any of them has one."""
     between: dict[tuple[int, int], Transfer] = {}
     for transfer in transfers:
         first = between.setdefault((transfer.source, transfer.target), transfer)
         if transfer.value.differentiable and not first.value.differentiable:
             between[transfer.source, transfer.target] = transfer
-    for transfer in between.values():
-        size = int(sizes[transfer.source])
-        value = replace(transfer.value, shape=(size,), dtype="uint8", item_bytes=1)
-        yield replace(transfer, value=value)
+    yield from between.values()
+
+
+def _flat(value: Value, size: int, dtype: str, item_bytes: int) -> Value:
+    """``value`` with ``size`` elements of ``dtype`` instead."""
+    return replace(value, shape=(size,), dtype=dtype, item_bytes=item_bytes)

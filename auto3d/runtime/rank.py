@@ -22,6 +22,8 @@ from auto3d.plan import Plan
 from auto3d.runtime.agreement import check_agreement
 from auto3d.runtime.backend import Backend, RealBackend, trained_parameters
 from auto3d.runtime.batch_targets import BatchTargets, check_loss, targets_vary
+from auto3d.runtime.clock_offset import seconds_ahead
+from auto3d.runtime.device_clock import DeviceClock
 from auto3d.runtime.emulated import EmulatedBackend
 from auto3d.runtime.exchange import Exchange
 from auto3d.runtime.executor import Executor, Peers
@@ -305,7 +307,11 @@ def _backend(
 ) -> Backend:
     if settings.emulation is not None:
         return EmulatedBackend(
-            emulation=settings.emulation, device=device, run_ahead=run_ahead, timeout_s=settings.timeout_s
+            emulation=settings.emulation,
+            device=device,
+            run_ahead=run_ahead,
+            timeout_s=settings.timeout_s,
+            clock=DeviceClock(seconds_ahead(timeout_s=settings.timeout_s)),
         )
     return RealBackend(
         device=device,

@@ -7,6 +7,8 @@ there the process itself waits for each message.
 """
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -47,9 +49,15 @@ class RunAhead:
 
     def wait(self, work: dist.Work, what: str) -> None:
         """Let everything that is queued from now on wait for ``work``, which errors call ``what``."""
+        with self.waiting():
+            self._wait(work, what)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside, this rank waits for another."""
         if self.observer is not None:
             self.observer.begin_wait()
-        self._wait(work, what)
+        yield
         if self.observer is not None:
             self.observer.end_wait()
 

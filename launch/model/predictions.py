@@ -138,7 +138,8 @@ def predicted_timeline(recipe: LoadedRecipe, plan: Plan) -> tuple[Timeline | Non
     given = emulation(recipe.values)
     if given is not None:
         schedule = schedule_of(plan)
-        return simulate(schedule, given.costs(model.graph(samples_at_once(plan)), plan.stages, schedule)), "emulation"
+        times = given.costs(model.graph(samples_at_once(plan)), plan.stages, schedule, dp=plan.dp)
+        return simulate(schedule, times), "emulation"
     costs = cost_model(recipe, captured_subject(recipe, model.graph, model))
     kinds = (recipe.values.cluster, *recipe.values.cluster.more)
     if not costs.measured_in and any(kind.accelerator is None for kind in kinds):

@@ -207,12 +207,26 @@ class EmulationRecipe:
         below=LARGEST_INTEGER,
         per_stage=int,
     )
+    send_s: Any = key(
+        None,
+        "seconds of such a message instead, which then carries no data; none: its own time, of its size",
+        least=0,
+        below=LARGEST_TIME_S,
+        per_stage=float,
+    )
     sync_bytes: Any = key(
         None,
         "bytes of each gradient all-reduce that a stage takes part in; none: the true size",
         least=1,
         below=LARGEST_INTEGER,
         per_stage=int,
+    )
+    sync_s: Any = key(
+        None,
+        "seconds in which the gradients of a stage add up that several ranks hold, instead; none: the time of its size",
+        least=0,
+        below=LARGEST_TIME_S,
+        per_stage=float,
     )
     collective_s: Any = key(
         None,

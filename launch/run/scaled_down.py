@@ -13,7 +13,7 @@ def scaled_down(recipe: LoadedRecipe) -> list[str]:
     Emulated devices of the same kind run a model with fewer layers of the same size on a smaller batch. Messages and
     gradient sums are small, because those of giant layers would occupy the cores for longer than the layers do.
     """
-    config, cluster = recipe.values.model.config, recipe.values.cluster
+    config, cluster, emulation = recipe.values.model.config, recipe.values.cluster, recipe.values.emulation
     layers = {key: config.get(key) for key in _LAYERS_KEYS}  # unchecked so far
     fewer = [f"model.config.{key}={LAYERS}" for key, has in layers.items() if isinstance(has, int) and has > LAYERS]
     return [
@@ -23,6 +23,7 @@ def scaled_down(recipe: LoadedRecipe) -> list[str]:
         f"cluster.devices_per_node={DEVICES}",
         *(["cluster.more=[]"] if cluster.more else []),
         f"training.global_batch={BATCH}",
+        *(f"emulation.{time}=null" for time in ("send_s", "sync_s") if getattr(emulation, time, None) is not None),
         "emulation.send_bytes=65536",
         "emulation.sync_bytes=65536",
         "search.tp=[1]",

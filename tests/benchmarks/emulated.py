@@ -134,7 +134,7 @@ def main() -> int:
             for name, options in SCHEDULES:
                 plan = plan_of(captured, name, options, devices, micro_batches)
                 schedule = schedule_of(plan)
-                costs = EMULATION.costs(captured.graph, plan.stages, schedule)
+                costs = EMULATION.costs(captured.graph, plan.stages, schedule, dp=1)
                 simulated = simulate(schedule, costs).makespan
                 iterations, granted = measured(captured, plan)
                 time = median(iterations)

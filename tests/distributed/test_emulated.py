@@ -14,8 +14,8 @@ from auto3d.capture.model import CapturedModel, capture
 from auto3d.cost.work import exchanges_of
 from auto3d.partition.methods.uniform import uniform
 from auto3d.plan import NO_OVERLAP, SUB_PIPELINED, Plan
-from auto3d.runtime import emulated
-from auto3d.runtime.emulated import DeviceClock
+from auto3d.runtime import rank as rank_module
+from auto3d.runtime.device_clock import DeviceClock
 from auto3d.runtime.emulation import Emulation
 from auto3d.runtime.peak_memory import PeakMemory
 from auto3d.runtime.rank import build_rank
@@ -81,7 +81,7 @@ class Noting(DeviceClock):
 def run_noting(world, model: str, plan: Plan, settings: TrainingSettings) -> tuple[list, list[float]]:
     """Results of two iterations, and the seconds of each piece of work in the first."""
     join(world, device=torch.device("cpu"), timeout_s=60)
-    emulated.DeviceClock, Noting.noted = Noting, []
+    rank_module.DeviceClock, Noting.noted = Noting, []
     try:
         rank = build_rank(captured(model, samples_at_once(plan)), plan, settings, MODELS[model][1], world)
         (first,) = rank.executor.run(rank.programs[0], 0)
@@ -90,7 +90,7 @@ def run_noting(world, model: str, plan: Plan, settings: TrainingSettings) -> tup
         assert not rank.buffers
         return [first, *rank.executor.run(rank.programs[1], 1)], noted
     finally:
-        emulated.DeviceClock = DeviceClock
+        rank_module.DeviceClock = DeviceClock
         leave()
 
 
@@ -113,7 +113,7 @@ def test_operations_take_their_times_in_the_order_of_the_schedule(processes, nam
     graph = captured(model, samples_at_once(plan)).graph
     emulation = replace(TIMES, forward_s=TIMES.forward_s[: schedule.stages])
     settings = replace(SETTINGS, emulation=emulation)
-    timeline = simulate(schedule, emulation.costs(graph, plan.stages, schedule))
+    timeline = simulate(schedule, emulation.costs(graph, plan.stages, schedule, dp=dp))
     ranks = processes.run(plan.ranks, run_noting, model, plan, settings)
     for device, placed in enumerate(plan.placement):
         wanted = [timeline.end[number] - timeline.start[number] for number in timeline.numbers(device)]
@@ -125,6 +125,73 @@ def test_operations_take_their_times_in_the_order_of_the_schedule(processes, nam
             ends = [round(end, 9) for end in accumulate(noted)]
             assert {round(end, 9) for end in accumulate(wanted)} <= {0.0, *ends}
             assert ends[-1] == pytest.approx(sum(wanted))
+
+
+class Virtual(DeviceClock):
+    """The time of a device from 0, without waiting for it; nothing is late."""
+
+    def __init__(self, ahead: float) -> None:
+        super().__init__(ahead)
+        self.free = 0.0
+        Virtual.ends: list[float] = []
+
+    def idle(self) -> None:
+        pass
+
+    def until(self, end: float) -> None:
+        self.free = max(self.free, end)
+
+    def work(self, seconds: float) -> None:
+        super().work(seconds)
+        self.ends.append(self.free)
+
+
+def run_virtually(world, plan: Plan, settings: TrainingSettings) -> tuple[list[float], float]:
+    """When each piece of work of the first iteration ended in the time of this rank's device, and the iteration."""
+    join(world, device=torch.device("cpu"), timeout_s=60)
+    rank_module.DeviceClock = Virtual
+    try:
+        rank = build_rank(captured("gpt2", samples_at_once(plan)), plan, settings, MODELS["gpt2"][1], world)
+        list(rank.executor.run(rank.programs[0], 0))
+        return Virtual.ends, rank.executor._exchange._clock.free
+    finally:
+        rank_module.DeviceClock = DeviceClock
+        leave()
+
+
+@pytest.mark.parametrize("send_s", [0.0005, 0.006])
+@pytest.mark.parametrize(
+    ("name", "dp", "pp", "micro_batches", "options"),
+    [
+        ("1f1b", 2, 2, 3, {}),
+        ("interleaved-1f1b", 1, 4, 8, {}),
+        ("chimera", 1, 4, 4, {}),
+        ("chimera", 1, 4, 6, {"sync": "eager"}),
+        ("zb-h1", 1, 4, 5, {}),
+        *soak(("zb-v", 1, 4, 8, {}), ("chimera", 2, 2, 4, {}), ("dualpipe-v", 1, 4, 8, {})),
+    ],
+)
+def test_messages_and_sums_of_given_times_are_those_of_the_simulator(
+    processes, name, dp, pp, micro_batches, options, send_s
+):
+    """Every operation ends, to the rounding of a sum, when the simulator's does, and so does the iteration."""
+    plan = plan_of("gpt2", name, dp=dp, pp=pp, micro_batches=micro_batches, **options)
+    schedule = schedule_of(plan)
+    stages = range(schedule.stages)
+    emulation = replace(
+        TIMES,
+        forward_s=tuple(0.001 * (1 + stage % 3) for stage in stages),
+        send_s=tuple(send_s * (1 + stage % 2) for stage in stages),
+        sync_s=tuple(0.007 * (1 + stage) for stage in stages),
+    )
+    graph = captured("gpt2", samples_at_once(plan)).graph
+    timeline = simulate(schedule, emulation.costs(graph, plan.stages, schedule, dp=dp))
+    ranks = processes.run(plan.ranks, run_virtually, plan, replace(SETTINGS, emulation=emulation))
+    for device, placed in enumerate(plan.placement):
+        wanted = [timeline.end[n] for n in timeline.numbers(device) if timeline.end[n] > timeline.start[n]]
+        for rank in placed:
+            assert ranks[rank][0] == pytest.approx(wanted)
+    assert max(end for _, end in ranks) == pytest.approx(timeline.makespan)
 
 
 def run_after_pauses(world, plan: Plan, settings: TrainingSettings) -> list[float]:

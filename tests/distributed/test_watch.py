@@ -158,7 +158,8 @@ def test_a_trace_has_the_operations_of_the_schedule_in_order(processes, tmp_path
     schedule = lay_out_plan(captured(MODEL, samples_at_once(plan)), plan, settings).schedule
     for files in found.values():
         ranks = [RankTrace.read(file) for file in files]
-        timeline = simulate(schedule, TIMES.costs(captured(MODEL, samples_at_once(plan)).graph, plan.stages, schedule))
+        graph = captured(MODEL, samples_at_once(plan)).graph
+        timeline = simulate(schedule, TIMES.costs(graph, plan.stages, schedule, dp=dp))
         events = merged(ranks, timeline, tp=tp)["traceEvents"]
         for rank in ranks:
             assert rank.rank in plan.placement[rank.device]

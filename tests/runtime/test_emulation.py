@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 def costs_of(emulation: Emulation, *, stages: int = 2, schedule: str = "1f1b", **options: str):
     graph = captured("gpt2", 2).graph
     built = build_schedule(schedule, devices=stages, micro_batches=4, **options)
-    return emulation.costs(graph, uniform(graph, stages), built)
+    return emulation.costs(graph, uniform(graph, stages), built, dp=1)
 
 
 def test_missing_times_follow_from_the_others():
@@ -72,6 +72,32 @@ def test_a_list_of_wrong_length_is_refused():
     Emulation(forward_s=(1.0, 2.0), send_bytes=3).check_fits(stages_between([0, 1, 2]))
 
 
+def test_given_times_of_messages_and_sums_are_in_the_costs():
+    """Gradients add up only where several ranks hold a stage, and it trains something that no other stage uses."""
+    graph, stages = captured("gpt2", 2).graph, uniform(captured("gpt2", 2).graph, 2)
+    emulation = Emulation(send_s=(0.5, 7.0), sync_s=(2.0, 3.0))
+    alone = build_schedule("1f1b", devices=2, micro_batches=4)
+    for schedule, dp, sync in (
+        (alone, 1, (0.0, 0.0)),
+        (alone, 2, (2.0, 3.0)),
+        (build_schedule("chimera", devices=2, micro_batches=4), 1, (2.0, 3.0)),
+    ):
+        costs = emulation.costs(graph, stages, schedule, dp=dp)
+        assert costs.sync == sync
+        assert [(each.latency, each.forward, each.backward) for each in costs.messages] == [(0.0, 0.5, 0.5)]
+    frozen = replace(graph, trained=graph.trained - set(cut(graph, stages)[0].state))
+    assert emulation.costs(frozen, stages, alone, dp=2).sync == (0.0, 3.0)
+    assert Emulation().costs(graph, stages, alone, dp=2).sync == (0.0, 0.0)
+
+
+def test_a_message_has_a_size_or_a_time():
+    with pytest.raises(InputError, match="found send_s and send_bytes; it takes one of them"):
+        Emulation(send_s=0.1, send_bytes=8)
+    with pytest.raises(InputError, match="found sync_s and sync_bytes; it takes one of them"):
+        Emulation(sync_s=(0.1, 0.2), sync_bytes=8)
+    Emulation(send_s=0.1, sync_bytes=8)
+
+
 @pytest.mark.parametrize("model", ["gpt2", "t5", "reused"])
 def test_messages_have_their_true_sizes(model):
     """Every stage sends the names, shapes and types that a real stage sends, forward and backward."""
@@ -85,7 +111,7 @@ def test_messages_have_their_true_sizes(model):
     real_stages = cut(model_captured.graph, uniform(model_captured.graph, 3))
     emulated_stages = Emulation().stages(real_stages)
     plan_stages = uniform(model_captured.graph, 3)
-    costs = Emulation(forward_s=0.0, backward_s=0.0).costs(model_captured.graph, plan_stages, schedule)
+    costs = Emulation(forward_s=0.0, backward_s=0.0).costs(model_captured.graph, plan_stages, schedule, dp=1)
     tensors = {**model_captured.exported.constants, **dict(module.named_buffers()), **dict(module.named_parameters())}
     batch = Batches(data, seed=1, global_batch=2, micro_batch_size=2).micro_batch(0, 0, tuple(data.inputs))
     randomness = Randomness(1, first_micro_batch=0, micro_batches=1, device=CPU)
@@ -122,9 +148,12 @@ def test_the_recipe_can_set_the_size_of_messages():
     before = [(t.source, t.target) for stage in stages for t in stage.received]
     after = [(t.source, t.target) for stage in sized for t in stage.received]
     assert len(before) > len(after) == len(set(before)) == len(set(after))
-    for stage in sized:
+    timed = Emulation(send_s=0.1).stages(stages)
+    for stage, with_time in zip(sized, timed, strict=True):
         for transfer in (*stage.received, *stage.sent):
             assert transfer.value.bytes == 10 * (1 + transfer.source)
+        for transfer in (*with_time.received, *with_time.sent):
+            assert (transfer.value.shape, transfer.value.dtype) == ((1,), "float64"), "the time of its arrival"
             assert transfer.value.differentiable
 
 
@@ -211,7 +240,7 @@ def test_a_tensor_parallel_stage_computes_as_long_as_its_time_says(schedule, hal
     tensor = sub_pipelined(tensor_parallel(whole, 2)) if halved else tensor_parallel(whole, 2)
     built = build_schedule(schedule, devices=3, micro_batches=3)
     plans = tensor.stages(uniform(whole.graph, 3))
-    costs = Emulation(forward_s=(1.0, 2.0, 3.0), backward_s=5.0).costs(tensor.local.graph, plans, built)
+    costs = Emulation(forward_s=(1.0, 2.0, 3.0), backward_s=5.0).costs(tensor.local.graph, plans, built, dp=1)
     each = [
         passes_of(plan, stage, tensor, costs, parts=1, recompute=True)
         for plan, stage in zip(plans, cut(tensor.local.graph, plans), strict=True)

@@ -71,6 +71,8 @@ BAD = [  # overrides of small.yaml, and words that the message must contain
         ["emulation.send_bytes", "1.5", "a whole number of at least 1", "or a list with one for each stage"],
     ),
     ([*EMULATED, "emulation.sync_bytes=[2,many]"], ["emulation.sync_bytes", "'many'"]),
+    ([*EMULATED, "emulation.send_s=1", "emulation.send_bytes=8"], ["found send_s and send_bytes", "one of them"]),
+    ([*EMULATED, "emulation.sync_s=[-1]"], ["emulation.sync_s", "[-1]", "at least 0"]),
     ([*EMULATED, "emulation.foward_s=1"], ["emulation.foward_s", "did you mean forward_s"]),
     (
         [*EMULATED, "emulation.forward_s=[1,2,3]"],
